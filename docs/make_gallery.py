@@ -95,23 +95,23 @@ SECTIONS = (
     Section("Documents, prefixes, blocks, dilation", (
         Picture("documents-zigzag",
                 "mask --mask 'documents([0, 19, 27, 64]) & causal' --layout zigzag --ranks 4 "
-                "--seq-len 64",
+                "--seq 64",
                 "Packed documents under zigzag over the whole sequence: no document is padded, and "
                 "the balance depends on where the documents end."),
         Picture("documents-within",
-                "mask --mask 'documents([0, 16, 24, 64]) & causal' --ranks 4 --seq-len 64 "
+                "mask --mask 'documents([0, 16, 24, 64]) & causal' --ranks 4 --seq 64 "
                 "--layout 'zigzag([0, 16, 24, 64])'",
                 "Zigzag within each document, as Megatron packs them: balanced, but every document "
                 "must be a multiple of 2 x ranks."),
         Picture("prefix-zigzag", "mask --mask 'causal | prefix(20)' --layout zigzag --ranks 8",
                 "A prefix language model: all queries see the first 20 keys, the rest is causal."),
         Picture("blocks-zigzag",
-                "mask --mask 'causal & random_blocks(16)' --layout zigzag --ranks 8 --seq-len 128",
+                "mask --mask 'causal & random_blocks(16)' --layout zigzag --ranks 8 --seq 128",
                 "A random block table under zigzag: some pairs of shards are empty, and at every "
                 "step some rank waits."),
         Picture("blocks-striped",
                 "mask --mask 'causal & random_blocks(16)' --layout 'block_striped(16)' --ranks 8 "
-                "--seq-len 128",
+                "--seq 128",
                 "The same table with every block striped over all ranks: all pairs of shards look "
                 "alike, for any table."),
         Picture("dilated-striped",
@@ -120,58 +120,58 @@ SECTIONS = (
                 "shards are empty and are skipped."),
     )),
     Section("Algorithms", (
-        Picture("ring-forward", "schedule --algorithm ring --nodes 2 --ranks-per-node 4",
+        Picture("ring-forward", "schedule --algorithm ring --nodes 2 --per-node 4",
                 "One ring over two nodes: at every step two chunks cross between nodes, and the "
                 "other ranks wait for them. Chunks shrink as they go: under zigzag the later half "
                 "of a chunk is seen by fewer ranks."),
-        Picture("burst-forward", "schedule --algorithm burst --nodes 2 --ranks-per-node 4",
+        Picture("burst-forward", "schedule --algorithm burst --nodes 2 --per-node 4",
                 "Burst: a chunk crosses between nodes once, during the four steps in which the "
                 "node computes with its own chunks."),
         Picture("burst-backward-query",
-                "schedule --nodes 2 --ranks-per-node 2 --backward --side query --layout striped",
+                "schedule --nodes 2 --per-node 2 --backward --side query --layout striped",
                 "Backward with travelling queries: each gradient follows one step behind its "
                 "chunk, and crosses between nodes once, after its node has added all its parts."),
         Picture("burst-backward-kept",
-                "schedule --nodes 2 --ranks-per-node 2 --backward --side kv --kv-cache 1",
+                "schedule --nodes 2 --per-node 2 --backward --side kv --kv-cache 1",
                 "Backward with all travelling keys kept from forward: only gradients travel."),
         Picture("double-ring-backward",
-                "schedule --algorithm double_ring --nodes 2 --ranks-per-node 2 --backward "
+                "schedule --algorithm double_ring --nodes 2 --per-node 2 --backward "
                 "--side query --layout contiguous",
                 "LoongTrain's double ring blocks while its gradients travel (red). The layout is "
                 "contiguous, so that the picture has idle steps and left-out hops."),
         Picture("all-gather-forward",
-                "schedule --algorithm all_gather --nodes 2 --ranks-per-node 2 --mask "
+                "schedule --algorithm all_gather --nodes 2 --per-node 2 --mask "
                 "'documents([0, 10, 17, 32]) & causal' --layout contiguous",
                 "All-gather starts all sends at once, but only to ranks that need the keys, and "
                 "only of the rows that they see."),
     )),
     Section("Packed documents on several nodes", (
         Picture("documents-burst",
-                "schedule --algorithm burst --nodes 4 --ranks-per-node 2 --route ring "
+                "schedule --algorithm burst --nodes 4 --per-node 2 --route ring "
                 f"--mask '{PACKED}'",
                 "Burst: what a node further along needs is carried through the nodes before it, so "
                 "rows cross between nodes more than once."),
         Picture("documents-multicast",
-                f"schedule --algorithm multicast --nodes 4 --ranks-per-node 2 --mask '{PACKED}'",
+                f"schedule --algorithm multicast --nodes 4 --per-node 2 --mask '{PACKED}'",
                 "Multicast, the same batch: the rows that a node needs cross to it once, from "
                 "their owner, and are passed on within the node. The bytes between nodes are the "
                 "least that this layout allows."),
     )),
     Section("Packed documents of mixed lengths", (
         Picture("documents-balanced",
-                "documents --lengths 'random(1, 60)' --nodes 2 --ranks-per-node 4 --seq-len 4096",
+                "documents --lengths 'random(1, 60)' --nodes 2 --per-node 4 --seq 4096",
                 "The same batch in three layouts. Zigzag of the pack gives some ranks much more "
                 "work than others. Zigzag within each document is even, but every document is on "
                 "every rank, and each is padded. Balanced gives every rank equally many tokens and "
                 "nearly equally many pairs, with most documents whole on one rank."),
     )),
     Section("Tiles", (
-        Picture("tile-forward", "schedule --algorithm tile --nodes 2 --ranks-per-node 4",
+        Picture("tile-forward", "schedule --algorithm tile --nodes 2 --per-node 4",
                 "Two query chunks meet four key chunks on every rank. Where both come from others, "
                 "the box has the colours of both, and the output goes back to the rank of the "
                 "queries (striped), which merges it with its own."),
         Picture("tile-backward",
-                "schedule --algorithm tile --nodes 2 --ranks-per-node 2 --backward --mask full",
+                "schedule --algorithm tile --nodes 2 --per-node 2 --backward --mask full",
                 "Backward may take another tile than forward: both sides travel, and so do the "
                 "gradients of both."),
     )),
@@ -184,7 +184,7 @@ SECTIONS = (
                 "rank of its queries, in the opposite direction."),
     )),
     Section("States of linear attention", (
-        Picture("scan-two-level", "scan --algorithm two_level --nodes 2 --ranks-per-node 4",
+        Picture("scan-two-level", "scan --algorithm two_level --nodes 2 --per-node 4",
                 "Zigzag's chain goes up the ranks and back; the last rank's two pieces meet at the "
                 "turn. Each part of a state has its rank in each node: it takes in the maps of "
                 "the node's pieces, passes its part of the state on to the next node, and tells "

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from .. import __version__
+from .ranks import report
 
 # Name: module, line in the help.
 COMMANDS = {
@@ -25,10 +26,16 @@ COMMANDS = {
     "recipe": ("megatron_burst.cli.recipe", "train a Megatron-Bridge recipe"),
     "show": ("megatron_burst.tools.show", "draw masks, layouts and schedules"),
     "doctor": ("megatron_burst.cli.doctor", "check this installation and your Megatron command"),
-    "patch": ("megatron_burst.cli.patch", "check whether the patches fit a Megatron tree"),
-    "advise": ("megatron_burst.tools.advise.command", "which settings are fastest, and how fast"),
-    "memory": ("megatron_burst.tools.memory", "what a run holds in memory, by item"),
-    "calibrate": ("megatron_burst.tools.calibrate", "measure a cluster, for `advise --cluster`"),
+    "patch": ("megatron_burst.cli.patch", "check whether a Megatron tree is patched, or can be"),
+    "advise": (
+        "megatron_burst.tools.advise.command",
+        "find the fastest settings on a cluster",
+    ),
+    "memory": ("megatron_burst.tools.memory", "estimate the memory of a run, item by item"),
+    "calibrate": (
+        "megatron_burst.tools.calibrate",
+        "measure a cluster, for `advise --cluster`",
+    ),
     "trace": ("megatron_burst.tools.trace", "record when each rank computes, sends and waits"),
 }
 
@@ -66,6 +73,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError):  # `megatron-burst show ... | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-        print(f"megatron-burst {named}: error: {error}", file=sys.stderr)
+        report(f"megatron-burst {named}", error)
         return 2
     return status or 0

@@ -1,4 +1,4 @@
-"""`megatron-burst patch --check PATH`: report whether a Megatron tree is patched or can be.
+"""`megatron-burst patch MEGATRON`: report whether a Megatron tree is patched or can be.
 
 Each patch series of `megatron_burst/patches` is tried on a copy of the files it changes: git
 applies it, and every place it patches must then hold its call to `megatron_burst.seam`. The tree
@@ -32,13 +32,17 @@ class Tried(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--check", metavar="PATH", type=Path, required=True,
-        help="a Megatron-LM tree, or any folder that contains megatron/core")  # fmt: skip
+    text = "a Megatron-LM tree, or any folder that contains megatron/core"
+    add("tree", metavar="MEGATRON", type=Path, nargs="?", help=text)
+    add("--check", metavar="MEGATRON", type=Path, help="the same (earlier name)")
     parser.epilog = "Exit status: 0 patched, 1 patchable, 2 neither."
 
 
 def run(arguments: argparse.Namespace) -> int:
-    status, lines = check(arguments.check)
+    given = [tree for tree in (arguments.tree, arguments.check) if tree is not None]
+    if len(given) != 1:
+        raise ValueError("give one MEGATRON, the folder that contains megatron/core")
+    status, lines = check(given[0])
     print("\n".join(lines))
     return status
 
@@ -47,7 +51,7 @@ def check(tree: Path) -> tuple[int, list[str]]:
     """The exit status and the lines to print. Raises ValueError if `tree` is not Megatron."""
     if not (tree / "megatron" / "core" / "package_info.py").is_file():
         raise ValueError(
-            f"--check {tree}: no megatron/core/package_info.py in there; give the folder that "
+            f"{tree}: no megatron/core/package_info.py in there; give the folder that "
             "contains the folder megatron"
         )
     attempts = [[_try(tree, patch) for patch in sorted(series.glob("*.patch"))]
@@ -106,7 +110,7 @@ def _apply(patch: Path, folder: Path) -> str | None:
             ["git", "apply", str(patch.resolve())], cwd=folder, capture_output=True, text=True
         )
     except FileNotFoundError as error:
-        raise ValueError("--check applies patches to a copy with git: install git") from error
+        raise ValueError("patches are applied to a copy with git: install git") from error
     errors = re.findall(r"^error: (.*)$", done.stderr, re.MULTILINE)
     return None if done.returncode == 0 else "; ".join(errors) or done.stderr.strip()
 

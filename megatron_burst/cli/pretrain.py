@@ -14,17 +14,18 @@ import sys
 from pathlib import Path
 
 from .errors import user_errors
+from .ranks import groups_ended
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """SCRIPT with its arguments, and the one option that is not the script's."""
     parser.epilog = (
-        "On several ranks: torchrun --nproc-per-node N -m megatron_burst pretrain SCRIPT ... "
-        "The added flags are in the group megatron-burst of: megatron-burst pretrain SCRIPT --help"
+        "On 8 GPUs: torchrun --nproc-per-node 8 -m megatron_burst pretrain SCRIPT ... "
+        "The added flags: megatron-burst pretrain SCRIPT --help, in the group megatron-burst."
     )
     add = parser.add_argument
     add("--cpu", action="store_true",
-        help="run without GPUs, for tests and debugging: maps CUDA to the CPU (slow)")  # fmt: skip
+        help="run on the CPU, for tests and debugging (slow)")  # fmt: skip
     add("script", metavar="SCRIPT",
         help="a training script, such as Megatron-LM's pretrain_gpt.py")  # fmt: skip
     add("arguments", metavar="...", nargs=argparse.REMAINDER,
@@ -41,7 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
     sys.argv = [str(script), *arguments.arguments]
     sys.path[0] = str(script.resolve().parent)
     _install(arguments.cpu)
-    with user_errors():
+    with user_errors(), groups_ended():
         runpy.run_path(str(script), run_name="__main__")
 
 

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from .console import unwrapped
 from .errors import user_errors
+from .ranks import groups_ended
 
 _OURS = "burst."
 
@@ -25,21 +26,31 @@ _OURS = "burst."
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """NAME, its overrides, and the options that replace or change training."""
     parser.epilog = (
-        "On several ranks: torchrun --nproc-per-node N -m megatron_burst recipe NAME ... "
+        "On 8 GPUs: torchrun --nproc-per-node 8 -m megatron_burst recipe NAME ... "
         "Overrides: train.train_iters=100 model.context_parallel_size=8 burst.store=0.3"
     )
     add = parser.add_argument
     add("--list", action="store_true", help="list the ready-made recipes and exit")
     add("--print", action="store_true", help="print the recipe after all overrides and exit")
     add("--cpu", action="store_true",
-        help="run without GPUs, for tests: fp32, gloo, Megatron's local layers (slow)")  # fmt: skip
-    add("name", metavar="NAME", nargs="?", help="a ready-made recipe, or one of Megatron-Bridge")
+        help="run on the CPU, for tests: fp32, gloo, Megatron's local layers (slow)")  # fmt: skip
+    add(
+        "name",
+        metavar="NAME",
+        nargs="?",
+        help="a ready-made recipe (--list), or one of Megatron-Bridge",
+    )
     add("overrides", metavar="OVERRIDE", nargs=argparse.REMAINDER,
-        help="setting=value, for a setting of the recipe, or burst.X=value")  # fmt: skip
+        help="setting=value of the recipe, or burst.X=value")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Train. Raises ValueError for an unknown name or setting, or a value that does not fit."""
+    words = arguments.overrides  # with options that follow NAME, where argparse looks for none
+    for option in ("list", "print", "cpu"):
+        if f"--{option}" in words:
+            setattr(arguments, option, True)
+    arguments.overrides = [word for word in words if word not in ("--list", "--print", "--cpu")]
     if arguments.list:
         table = Table.grid(padding=(0, 2))
         for name, recipe in _module("recipes.ready_made").RECIPES.items():
@@ -58,7 +69,7 @@ def run(arguments: argparse.Namespace) -> None:
     finetunes = hasattr(recipe.dataset, "packed_sequence_specs")
     name = "finetune" if finetunes else "pretrain"
     train = getattr(_module(f"training.{name}", "megatron.bridge"), name)
-    with user_errors():
+    with user_errors(), groups_ended():
         train(recipe, step)
 
 
@@ -71,7 +82,7 @@ def _recipe(arguments: argparse.Namespace) -> Any:
             raise ValueError(f"override {text}: write {text}=value")
     for text in theirs:
         if text.startswith("-"):
-            raise ValueError(f"override {text}: options come before NAME, overrides after it")
+            raise ValueError(f"{text} is no option; megatron-burst recipe --help lists them")
         if "=" not in text or text[0] in "+~":
             raise ValueError(
                 f"override {text}: write setting=value with a setting of the recipe; settings "

@@ -21,9 +21,11 @@ import inspect
 import logging
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ..seam import PLACES, Seam, SeamPlace, inside
@@ -306,11 +308,28 @@ def _find(place: SeamPlace) -> FoundSeam | None:
 _NAME = "megatron_burst"
 
 
+WIDEST = 120  # characters of a line of the log
+_PREFIX, _INDENT = f"> {_NAME}: ", "    "
+
+
 class _Handler(logging.Handler):
     """Writes to the standard output of the moment, which tests and launchers may replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), flush=True)
+        print("\n".join(_PREFIX + line for line in folded(record.getMessage())), flush=True)
+
+
+def folded(line: str) -> list[str]:
+    """The line; one that is too long as a table: first its parts (between " | ") that fit into a
+    row, then each of the others in its own."""
+    room = WIDEST - len(_PREFIX)
+    first, *parts = line.split(" | ")
+    if len(line) <= room or not parts:
+        return [line]
+    while len(first) + len(parts[0]) + 3 <= room:
+        first += f" | {parts.pop(0)}"
+    rows = [textwrap.wrap(_INDENT + part, room, subsequent_indent=2 * _INDENT) for part in parts]
+    return [first, *chain(*rows)]
 
 
 def log(line: str) -> None:
@@ -333,7 +352,6 @@ def show_log(patches: PatchSet | None = None) -> None:
     if any(isinstance(handler, _Handler) for handler in logger.handlers):
         return
     handler = _Handler()
-    handler.setFormatter(logging.Formatter("> megatron_burst: %(message)s"))
     before = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

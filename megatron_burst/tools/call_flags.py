@@ -1,4 +1,7 @@
-"""Flags of one attention call, and checks, that several commands here share. No torch."""
+"""Flags that several commands share, and their checks. No torch.
+
+A flag has one name in all commands, `--tp` or `--per-node`; Megatron's long name is an alias.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,67 @@ from pathlib import Path
 
 from ..schedule.tables import SIDES
 
+# A flag's name -> what else it may be called.
+ALIASES = {
+    "--seq": ("--seq-length",),
+    "--per-node": ("--gpus-per-node",),
+    "--tp": ("--tensor-model-parallel-size",),
+    "--cp": ("--context-parallel-size",),
+    "--pp": ("--pipeline-model-parallel-size",),
+    "--vpp": ("--num-virtual-stages-per-pipeline-rank",),
+    "--ep": ("--expert-model-parallel-size",),
+    "--micro-batch": ("--micro-batch-size",),
+}
+PICTURES = ("png", "svg")
+
+
+def named(name: str) -> tuple[str, ...]:
+    """A flag and its aliases, for `add_argument`; the attribute has the name of the flag."""
+    return name, *ALIASES.get(name, ())
+
+
+def add_pictures(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add `--png` and `--svg`. what: is drawn."""
+    for kind in PICTURES:
+        text = what if kind == "png" else "the same picture as SVG"
+        parser.add_argument(f"--{kind}", type=Path, metavar="FILE", help=text)
+
+
+def pictures(arguments: argparse.Namespace) -> list[Path]:
+    """The pictures that were asked for. ValueError for a file that cannot be written."""
+    paths = []
+    for kind in PICTURES:
+        path = getattr(arguments, kind)
+        if path is not None:
+            if path.suffix != f".{kind}":
+                raise ValueError(f"--{kind}: the name of the file must end in .{kind}, got {path}")
+            check_place(path, f"--{kind}")
+            paths.append(path)
+    if paths and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--png and --svg need matplotlib: pip install 'megatron-burst[show]'")
+    return paths
+
+
+def add_grid(
+    parser: argparse.ArgumentParser, nodes: int | None = None, per_node: int | None = None
+) -> None:
+    """Add `--nodes` and `--per-node`, and what they are where nobody says."""
+    for flag, value, what in (
+        ("--nodes", nodes, "number of nodes"), ("--per-node", per_node, "ranks on each node"),
+    ):  # fmt: skip
+        said = "" if value is None else f" (default: {value})"
+        parser.add_argument(*named(flag), type=int, metavar="N", default=value, help=what + said)
+
 
 def add_side(parser: argparse.ArgumentParser) -> None:
     """Add `--side`."""
-    parser.add_argument("--side", default="auto", choices=("auto", *SIDES), help="which tensors "
-                        "travel in backward (default: the side with fewer bytes)")  # fmt: skip
+    parser.add_argument("--side", default="auto", choices=("auto", *SIDES), help="tensors sent in "
+                        "backward (default: auto, those with fewer bytes)")  # fmt: skip
 
 
 def add_heads(parser: argparse.ArgumentParser, *, width: int) -> None:
     """Add `--heads`, `--kv-heads` and `--width`. width: of a head, where nobody says."""
-    defaults = {"heads": (8, "query heads"), "kv-heads": (8, "key and value heads"),
+    defaults = {"heads": (8, "query heads"), "kv-heads": (8, "key/value heads"),
                 "width": (width, "width of a head")}  # fmt: skip
     for name, (value, what) in defaults.items():
         parser.add_argument(f"--{name}", type=int, metavar="N", default=value,
@@ -34,9 +88,6 @@ def check_positive(arguments: argparse.Namespace, names: Iterable[str]) -> None:
 
 
 def check_place(path: Path | None, flag: str) -> None:
-    """Raise ValueError where the folder of a file to be written does not exist, or where it is a
-    picture and matplotlib is not there to draw it."""
+    """Raise ValueError where the folder of a file to be written does not exist."""
     if path is not None and not path.absolute().parent.is_dir():
         raise ValueError(f"{flag} {path}: its folder does not exist")
-    if path is not None and flag == "--png" and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--png needs matplotlib: pip install 'megatron-burst[show]'")

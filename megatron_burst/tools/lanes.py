@@ -34,6 +34,7 @@ STYLE = {
     "xtick.color": GREY,
     "ytick.color": GREY,
     "hatch.linewidth": 0.7,
+    "svg.hashsalt": "megatron_burst",
 }
 DPI = 120
 SHADES = 96  # colours of a file: flat areas and their smoothed edges
@@ -54,7 +55,11 @@ def styled() -> Iterator[None]:
 
 
 def save(figure: Figure, path: Path, shades: int = SHADES) -> None:
-    """Write a PNG with a palette, and without metadata, which differs between versions."""
+    """Write a PNG with a palette, or what the name ends in .svg, without metadata, which differs
+    between versions."""
+    if path.suffix == ".svg":
+        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+        return
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
     picture = Image.open(buffer).convert("RGB")

@@ -21,7 +21,7 @@ from .advise.shapes.models import Model, padded
 
 # What is counted for a choice that is left to the run.
 AUTO = {"offload": 1.0, "sequence_chunks": 32, "mlp_tiles": 64}
-HELP = "a model's name, a config.json of Hugging Face, or a recipe of Megatron-Bridge"
+HELP = "name of a model, config.json of Hugging Face, or name of a Megatron-Bridge recipe"
 
 
 def find(text: str | None, words: Sequence[str]) -> tuple[Model, dict[str, Any]]:

@@ -3,10 +3,12 @@
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
 import megatron_burst as mb
+from megatron_burst.cli import console
 from megatron_burst.cli.main import COMMANDS, main
 
 BAD = {
@@ -36,7 +38,7 @@ BAD = {
     "show mask --colour": "unrecognized arguments",
     "show mask --ranks x": "invalid int value: 'x'",
     "show mask --layout zagzig": "zagzig",
-    "show mask --seq-len 0": "--seq-len must be at least 1",
+    "show mask --seq 0": "--seq must be at least 1",
     "show mask --png no/such/folder/x.png": "--png no/such/folder/x.png: its folder does not exist",
     "show schedule --side left": "invalid choice: 'left'",
     "show schedule --kv-cache nan": "kv",
@@ -46,7 +48,8 @@ BAD = {
     "trace --png x.png --head-chunks 0": "--head-chunks must be at least 1",
     "trace --chrome no/such/folder/x.json": "--chrome no/such/folder/x.json: its folder does not",
     # patch
-    "patch": "--check",
+    "patch": "give one MEGATRON",
+    "patch one --check two": "give one MEGATRON",
     "patch --check": "--check: expected one argument",
     "patch --check no/such/folder": "no megatron/core/package_info.py in there",
     "patch --check pyproject.toml": "no megatron/core/package_info.py in there",
@@ -67,7 +70,8 @@ BAD = {
     "recipe": "NAME is missing",
     "recipe --nonsense": "--nonsense",
     "recipe no_such_recipe burst.store": "write burst.store=value",
-    "recipe no_such_recipe --cpu": "options come before NAME",
+    "recipe no_such_recipe --nonsense": "--nonsense is no option",
+    "recipe no_such_recipe --print store=1 burst.store": "write burst.store=value",
     "recipe no_such_recipe +model.x=1": "write setting=value",
     # pretrain
     "pretrain no/such/script.py": "no/such/script.py",
@@ -93,6 +97,39 @@ def test_what_a_user_gets_wrong_is_one_line(words, says, capsys, monkeypatch):
 
 def test_every_command_is_among_them():
     assert {words.split()[0] for words in BAD} > set(COMMANDS)
+
+
+def test_long_work_is_not_silent(capsys, monkeypatch):
+    monkeypatch.setattr(console, "PATIENCE", 0.05)
+    with console.progress("searching") as tell:
+        tell(1, 2)
+    assert capsys.readouterr().err == ""  # it was short
+    with console.progress("searching"):
+        time.sleep(0.2)
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("", "searching ...\n")
+
+
+def test_long_work_on_a_terminal_has_a_bar(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    with console.progress("searching") as tell:
+        tell(1, 4)
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "searching" in told.err
+    assert "25%" in told.err
+
+
+def test_sizes_have_the_names_of_megatron_too(capsys):
+    words = "--model llama3.2-1b --gpus 4 --seq-length 8K --json"
+    long = "--gpus-per-node 4 --tensor-model-parallel-size 2 --context-parallel-size 2"
+    told = []
+    for each in (long, "--per-node 4 --tp 2 --cp 2"):
+        main(f"memory {words} {each}".split())
+        told.append(capsys.readouterr().out)
+    assert told[0] == told[1]
+    assert '"tp": 2' in told[0]
 
 
 def test_bare_words_show_the_help(capsys):

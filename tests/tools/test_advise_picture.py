@@ -7,9 +7,22 @@ import pytest
 
 import megatron_burst as mb
 from megatron_burst.tools.advise import picture
-from megatron_burst.tools.advise.forecast.layer_time import layer_time
+from megatron_burst.tools.advise.forecast.layer_time import (
+    ATTENTION,
+    EXPERTS,
+    HOST,
+    LINEAR,
+    MEMORY,
+    PRODUCTS,
+    STATES,
+    TENSOR,
+    layer_time,
+)
 from megatron_burst.tools.advise.forecast.pipeline import pipeline_seconds, timeline
+from megatron_burst.tools.advise.forecast.step_time import HEAD
 from megatron_burst.tools.advise.picture import EXCHANGE, call_of, layer_bars, step_of
+from megatron_burst.tools.memory import picture as memory_picture
+from megatron_burst.tools.show.colours import MEANINGS
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +45,18 @@ def test_an_attention_call_ends_when_it_is_predicted_to(found):
     shared = [s for s in call.spans if s.what == EXCHANGE and s.rank == 0]
     assert len(shared) == 4
     assert math.isclose(sum(s.end - s.start for s in shared), sum(call.time.exchange))
+
+
+def test_every_meaning_has_its_own_colour():
+    parts = {ATTENTION, PRODUCTS, MEMORY, LINEAR, STATES, TENSOR, EXPERTS, HOST, HEAD}
+    drawn = (
+        parts | {"inter"},
+        {"forward", "backward", *picture.STATES},
+        {"compute", "intra", "inter", EXCHANGE, "wait"},
+        set(memory_picture.ORDER) & set(MEANINGS),
+    )
+    for names in drawn:
+        assert len({MEANINGS[name] for name in names}) == len(names), names
 
 
 def test_a_rank_computes_one_thing_at_a_time(found):

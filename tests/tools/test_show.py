@@ -407,7 +407,7 @@ def test_arrows_are_filled_where_rows_travel_and_striped_for_partial_outputs(mas
 
 
 def test_text_of_a_mask(capsys):
-    arguments = "show mask --mask causal&window(1) --seq-len 8 --ranks 2"
+    arguments = "show mask --mask causal&window(1) --seq 8 --ranks 2"
     assert cli.main(arguments.split()) == 0
     text = "\n".join(lines(capsys))
     assert "0·······\n00······\n·11·····\n··11····\n···11···\n····11··\n·····00·\n······00" in text
@@ -418,14 +418,14 @@ def test_text_of_a_mask(capsys):
 def test_the_examples_of_the_help_run(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     examples = re.findall("^  megatron-burst (.*)$", show.EPILOG, re.MULTILINE)
-    assert len(examples) == 6
+    assert len(examples) == len(show.PICTURES)
     for example in examples:
         assert cli.main(shlex.split(example)) == 0
     assert capsys.readouterr().err == ""
 
 
 def test_gradients_kept_chunks_and_node_links_are_marked(capsys):
-    common = "show schedule --nodes 2 --ranks-per-node 2 --layout striped "
+    common = "show schedule --nodes 2 --per-node 2 --layout striped "
     assert cli.main((common + "--backward --side query").split()) == 0
     text = "\n".join(lines(capsys))
     assert "q0⇒2 7/8 28.44 KiB @2" in text
@@ -442,12 +442,13 @@ def test_gradients_kept_chunks_and_node_links_are_marked(capsys):
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ("mask --seq-len 30", "seq_len: layout zigzag"),
-        ("mask --seq-len 4096", "--seq-len: a picture as text shows at most 256"),
+        ("mask --seq 30", "seq_len: layout zigzag"),
+        ("mask --seq 4096", "--seq: a picture as text shows at most 256"),
         ("mask --ranks 0", "--ranks must be at least 1"),
-        ("mask --nodes 2", "--nodes and --ranks-per-node go together"),
-        ("mask --nodes 2 --ranks-per-node 2 --ranks 5", "--ranks 5 is not --nodes 2 x"),
+        ("mask --nodes 2", "--nodes and --per-node go together"),
+        ("mask --nodes 2 --per-node 2 --ranks 5", "--ranks 5 is not --nodes 2 x"),
         ("mask --png picture.jpg", "must end in .png"),
+        ("mask --svg picture.png", "must end in .svg"),
         ("schedule --side query", "add --backward"),
         ("schedule --backward --side query --kv-cache 0.5", "use --side kv"),
         ("schedule --backward --algorithm tile --kv-cache 1",
@@ -468,9 +469,9 @@ def test_gradients_kept_chunks_and_node_links_are_marked(capsys):
          "median must be at least 1 and spread 0, got 0 and 1.5"),
         ("documents --lengths random(1,5,1,0)", "longest must be at least 1, got 0"),
         ("documents --lengths random(-1,5)", "Seed must be between 0 and"),
-        ("documents --lengths 50,50 --seq-len 64", "--lengths: 100 tokens do not fit into 64"),
-        ("documents --lengths 5 --seq-len 12", "--seq-len must be a multiple of 8 here, got 12"),
-        ("documents --lengths 5 --seq-len 2000000", "packs of at most 1048576 tokens are drawn"),
+        ("documents --lengths 50,50 --seq 64", "--lengths: 100 tokens do not fit into 64"),
+        ("documents --lengths 5 --seq 12", "--seq must be a multiple of 8 here, got 12"),
+        ("documents --lengths 5 --seq 2000000", "packs of at most 1048576 tokens are drawn"),
         ("documents --lengths 2000000", "--lengths: 2000000 tokens do not fit into 1048576"),
         ("documents --lengths 5 --mask prefix(3)", "inside documents causal, full, or window("),
         ("documents --lengths 5 --ranks 64", "--ranks: a picture as text shows at most 32"),
@@ -483,8 +484,8 @@ def test_gradients_kept_chunks_and_node_links_are_marked(capsys):
         ("scan --layout striped", "take zigzag, contiguous or balanced"),
         ("scan --algorithm ring --blocks 2", "--blocks: ring sends states whole"),
         ("scan --blocks 0", "--blocks must be at least 1, got 0"),
-        ("scan --seq-len 16 --lengths 10,20", "--lengths: 30 tokens do not fit into 16"),
-        ("scan --ranks 32 --lengths random(1,3) --seq-len 4096", "at most 128 pieces"),
+        ("scan --seq 16 --lengths 10,20", "--lengths: 30 tokens do not fit into 16"),
+        ("scan --ranks 32 --lengths random(1,3) --seq 4096", "at most 128 pieces"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_and_code_2(arguments, problem, capsys):
@@ -505,7 +506,22 @@ def test_a_missing_matplotlib_is_named_with_the_cure(monkeypatch, capsys):
         importlib.util, "find_spec", lambda name: None if name == "matplotlib" else there(name)
     )
     assert cli.main(["show", "mask", "--png", "x.png"]) == 2
-    assert "--png needs matplotlib: pip install 'megatron-burst[show]'" in capsys.readouterr().err
+    assert (
+        "--png and --svg need matplotlib: pip install 'megatron-burst[show]'"
+        in capsys.readouterr().err
+    )
+
+
+def test_a_picture_as_svg_is_the_same_every_time(tmp_path):
+    files = [tmp_path / "one.svg", tmp_path / "two.svg"]
+    words = ["show", "schedule", "--ranks", "2", "--seq-length", "8"]
+    for file in files:
+        assert cli.main([*words, "--svg", str(file), "--png", str(tmp_path / "as.png")]) == 0
+    first, second = (file.read_text() for file in files)
+    assert first == second
+    assert "<svg" in first
+    assert "<dc:date>" not in first
+    assert (tmp_path / "as.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize(
@@ -526,7 +542,7 @@ def test_a_picture_is_a_small_png_and_the_same_every_time(arguments, tmp_path):
 
 def test_the_command_runs_as_a_module_and_text_needs_no_matplotlib():
     probe = (
-        "import runpy, sys; sys.argv[1:] = 'show layout --ranks 2 --seq-len 8'.split();"
+        "import runpy, sys; sys.argv[1:] = 'show layout --ranks 2 --seq 8'.split();"
         "sys.modules['matplotlib'] = sys.modules['megatron'] = None;"
         "runpy.run_module('megatron_burst', run_name='__main__')"
     )

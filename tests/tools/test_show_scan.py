@@ -16,7 +16,7 @@ def joined(lines):
 
 def test_a_chain_goes_up_the_ranks_and_back(capsys):
     """Zigzag of 3 ranks: the last one holds what lies on both sides of the turn as one piece."""
-    lines = shown(capsys, "--ranks 3 --algorithm ring --seq-len 12")
+    lines = shown(capsys, "--ranks 3 --algorithm ring --seq 12")
     assert ["piece", "0", "1", "2", "3", "4"] in lines
     assert ["rank", "0", "1", "2", "1", "0"] in lines
     assert ["rows", "2", "2", "4", "2", "2"] in lines
@@ -27,7 +27,7 @@ def test_a_chain_goes_up_the_ranks_and_back(capsys):
 
 
 def test_parts_follow_one_another_to_another_node(capsys):
-    lines = shown(capsys, "--nodes 2 --ranks-per-node 1 --layout contiguous --blocks 2")
+    lines = shown(capsys, "--nodes 2 --per-node 1 --layout contiguous --blocks 2")
     assert ["0", "s1.0⇒1", "s1.1⇒1"] in lines
     assert "inter: 2 hops of states (1 whole)" in joined(lines)
     assert "2 pieces, 16 positions; 2 rounds" in joined(lines)
@@ -39,9 +39,9 @@ def test_one_piece_is_one(capsys):
 
 def test_backward_comes_from_behind_and_documents_begin_anew(capsys):
     """Documents of 4, 3 and 1 tokens; in backward the last piece of each is the first."""
-    words = "--ranks 2 --seq-len 8 --lengths 4,3 --layout contiguous --algorithm ring"
+    words = "--ranks 2 --seq 8 --lengths 4,3 --layout contiguous --algorithm ring"
     assert "0 hops" not in str(shown(capsys, words))
-    words = "--ranks 2 --seq-len 8 --lengths 5,3 --layout contiguous --algorithm ring"
+    words = "--ranks 2 --seq 8 --lengths 5,3 --layout contiguous --algorithm ring"
     lines = shown(capsys, f"{words} --backward")
     assert ["piece", "2", "1|", "0"] in lines
     assert ["rank", "0", "1|", "1"] in lines
@@ -56,7 +56,7 @@ def test_maps_are_named_by_their_pieces(capsys):
 
 @pytest.mark.parametrize("algorithm", ["scan", "two_level", "all_gather", "ring"])
 def test_the_picture_is_a_png(tmp_path, algorithm):
-    words = f"--nodes 2 --ranks-per-node 2 --algorithm {algorithm}".split()
+    words = f"--nodes 2 --per-node 2 --algorithm {algorithm}".split()
     for layout in ("zigzag", "contiguous", "balanced"):
         file = tmp_path / f"{layout}.png"
         assert cli.main(["show", "scan", *words, "--layout", layout, "--png", str(file)]) == 0

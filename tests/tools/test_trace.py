@@ -132,7 +132,7 @@ def test_the_command_runs_ranks_and_notes_every_stream(tmp_path):
     """Two nodes of one rank: each computes two pairs forward and two backward, and takes part in
     three exchanges (keys; keys and their gradients), each of a message sent and one received."""
     path = tmp_path / "events.json"
-    words = "trace --nodes 2 --ranks-per-node 1 --tokens 32 --heads 2 --kv-heads 2 --width 8"
+    words = "trace --nodes 2 --per-node 1 --tokens 32 --heads 2 --kv-heads 2 --width 8"
     done = subprocess.run(
         [sys.executable, "-m", "megatron_burst", *words.split(), "--side", "kv",
          "--chrome", str(path)],
@@ -150,10 +150,10 @@ def test_the_command_runs_ranks_and_notes_every_stream(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("", "say what to write: --png FILE or --chrome FILE"),
+        ("", "say what to write: --png FILE, --svg FILE or --chrome FILE"),
         ("--png x.png --device cuda --nodes 8", "16 ranks need as many GPUs"),
         ("--png x.png --nodes 0", "--nodes must be at least 1, got 0"),
-        ("--png x.png --nodes 5 --ranks-per-node 4", "at most 16 processes, got 20"),
+        ("--png x.png --nodes 5 --per-node 4", "at most 16 processes, got 20"),
         ("--png x.png --events pyproject.toml", "pyproject.toml holds no trace of megatron-burst"),
         ("--png x.png --events nowhere.json", "No such file"),
     ],

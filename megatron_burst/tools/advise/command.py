@@ -13,47 +13,22 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from ...autotune import clusters
+from ...cli.console import progress
 from .. import model_arguments
-from ..call_flags import check_place
+from ..call_flags import add_pictures, pictures
 from . import advice, flags, report
 from .search.packed import NAMED
 from .shapes.model import Model
 
-
-@contextmanager
-def progress_shown() -> Iterator[Callable[[int, int], None]]:
-    """A bar while the context lasts; gone when it ends, and none where there is no terminal."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("searching parallel configurations"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("search", total=None)
-
-        def tell(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-
-        yield tell
-
-
 EPILOG = """\
-K and M after a number of tokens are 1,024 and 1,048,576. What is not fixed is searched: --tp 8
---store 1 fixes two settings. The model of a Megatron command is read after --; its other flags do
-not count, as they are what is looked for:
-  megatron-burst advise --gpus 64 --gpu h100 -- pretrain_gpt.py --num-layers 32 --seq-length ...
+K and M are 1,024 and 1,048,576 tokens. Settings that are not given are searched;
+--tp 8 --store 1 fixes two of them. The model can also be read from a Megatron
+command after --, whose parallel sizes and other run settings are ignored:
+  megatron-burst advise --gpus 64 --gpu h100 -- \\
+      pretrain_gpt.py --num-layers 32 --seq-length 131072 ...
 
 exit status: 0 advice, 1 nothing fits, 2 bad input
 """
@@ -68,25 +43,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     flags.add_run(parser)
     add = parser.add_argument
-    add("--tokens-per-step", metavar="N", help="over all ranks (4M, or one sequence if longer)")
-    lengths = f"8K,32K,128K, a file of lengths, or {', '.join(NAMED)}"
-    add("--packed", metavar="LENGTHS", help=f"documents in packs of --seq tokens: {lengths}")
-    add("--cluster", type=Path, metavar="FILE", help="what `megatron-burst calibrate` measured")
+    add(
+        "--tokens-per-step",
+        metavar="N",
+        help="tokens per step over all ranks (4M, or one sequence if longer)",
+    )
+    lengths = f"lengths such as 8K,32K,128K, a file of lengths, or {', '.join(NAMED)}"
+    add(
+        "--packed", metavar="LENGTHS", help=f"packed documents, in packs of --seq tokens: {lengths}"
+    )
+    add("--cluster", type=Path, metavar="FILE", help="cluster file of `megatron-burst calibrate`")
     flags.add_fields(parser, FIXED)
-    add("--top", type=int, default=10, metavar="N", help="how many configurations to show (10)")
-    add("--recipe", action="store_true", help="print the script for Megatron-Bridge only")
-    add("--png", type=Path, metavar="FILE", help="draw one layer and one step over time")
-    add("megatron", nargs=argparse.REMAINDER, metavar="[--] COMMAND", help="a Megatron command")
+    add("--top", type=int, default=10, metavar="N", help="number of configurations to show (10)")
+    add("--recipe", action="store_true", help="print only the training script for Megatron-Bridge")
+    add_pictures(parser, "draw one layer and one step over time")
+    add(
+        "megatron",
+        nargs=argparse.REMAINDER,
+        metavar="[--] COMMAND",
+        help="a Megatron command that describes the model",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the advice. Returns the exit status."""
     if arguments.recipe and arguments.json:
         raise ValueError("--recipe and --json print different things: give one of them")
-    check_place(arguments.png, "--png")
+    drawn = pictures(arguments)
     model, seq = _model(arguments)
     try:
-        with progress_shown() as tell:
+        with progress("searching parallel configurations") as tell:
             found = advice.advise(
                 model, _cluster(arguments), seq=seq, tokens_per_step=arguments.tokens_per_step,
                 packed=arguments.packed, top=arguments.top, progress=tell,
@@ -95,10 +81,10 @@ def run(arguments: argparse.Namespace) -> int:
     except advice.DoesNotFit as error:
         print(f"megatron-burst advise: {error}", file=sys.stderr)
         return 1
-    if arguments.png is not None:
+    for path in drawn:
         from . import picture
 
-        picture.draw(found, arguments.png)
+        picture.draw(found, path)
     if arguments.json:
         print(json.dumps(report.facts(found, arguments.megatron), indent=1))
     elif arguments.recipe:

@@ -13,37 +13,38 @@ from typing import Any, get_args, get_type_hints
 from ...autotune import clusters
 from ...units import size_of
 from .. import model_arguments
+from ..call_flags import named
 from .settings import Settings, flag_of
 
 FIELDS = {
-    "tp": "tensor-parallel ranks, with sequence parallelism",
-    "cp": "context-parallel ranks",
-    "pp": "pipeline stages",
-    "vpp": "virtual stages of each",
-    "ep": "expert-parallel ranks",
-    "dp": "data-parallel ranks besides context parallelism",
-    "micro_batch": "sequences of a micro-batch",
-    "micro_batches": "micro-batches of a step on each rank",
-    "recompute": "of layers",
-    "store": "fraction of attention results that recompute keeps",
-    "offload": "fraction of layer inputs and store that waits on the host",
-    "sequence_chunks": "row chunks of the attention half",
-    "mlp_tiles": "tiles of rows of the MLP half",
-    "optimizer_offload": "fraction of optimizer states on the host",
-    "optimizer_bytes": "bytes of fp32 weights and moments per parameter",
-    "distributed_optimizer": "optimizer states shared out over ranks",
-    "fsdp": "parameters and gradients are sharded too",
-    "lm_head_loss": "the LM head and its loss as one operation, or apart",
-    "gradients": "dtype in which gradients are summed",
-    "wire": "dtype in which gradients of keys or queries travel",
-    "algorithm": "of attention: ring, burst, hybrid, tile, ...",
-    "side": "what travels in backward: kv or query",
-    "linear": "what carries states of linear attention over ranks",
-    "layout": "which rows each rank holds: zigzag or striped",
+    "tp": "tensor-parallel size, with sequence parallelism",
+    "cp": "context-parallel size",
+    "pp": "pipeline-parallel size",
+    "vpp": "virtual pipeline stages per rank",
+    "ep": "expert-parallel size",
+    "dp": "data-parallel size",
+    "micro_batch": "sequences per micro-batch",
+    "micro_batches": "micro-batches per step and data-parallel rank",
+    "recompute": "recompute whole layers in backward, or nothing",
+    "store": "fraction of attention outputs kept for the recompute",
+    "offload": "fraction of saved activations offloaded to host memory",
+    "sequence_chunks": "chunks of rows in which the attention half of a layer runs",
+    "mlp_tiles": "chunks of rows in which the MLP half of a layer runs",
+    "optimizer_offload": "fraction of optimizer states in host memory",
+    "optimizer_bytes": "bytes per parameter of fp32 weights and moments",
+    "distributed_optimizer": "shard optimizer states over ranks",
+    "fsdp": "shard parameters and gradients too",
+    "lm_head_loss": "fused LM head and loss: off, in one pass, or with logits recomputed",
+    "gradients": "dtype of the gradient reduction",
+    "wire": "dtype of the gradients that attention sends in backward",
+    "algorithm": "attention algorithm: ring, burst, hybrid, tile, ...",
+    "side": "tensors sent in backward: kv (K, V) or query (Q, dO)",
+    "linear": "how states of linear attention pass between ranks",
+    "layout": "which tokens each rank holds: zigzag or striped",
     "ulysses": "context-parallel ranks that share heads by all-to-all",
-    "head_chunks": "groups of heads, of which one travels while another computes",
-    "placement": "what lies next to each other: ranks that share heads, or a ring's",
-    "path": "whose modules compute: Transformer Engine's, or Megatron's on a CPU",
+    "head_chunks": "groups of heads; one is sent while another computes",
+    "placement": "adjacent ranks share heads, or belong to one ring",
+    "path": "layers of Transformer Engine (gpu), or Megatron's local ones (cpu)",
 }
 _TYPES = get_type_hints(Settings)
 
@@ -53,13 +54,13 @@ def add_fields(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
     for name in names:
         kind, text = _TYPES[name], FIELDS[name]
         if words := get_args(kind):
-            parser.add_argument(flag_of(name), choices=words, help=text)
+            parser.add_argument(*named(flag_of(name)), choices=words, help=text)
         elif kind is bool:
             either = argparse.BooleanOptionalAction
             parser.add_argument(flag_of(name), action=either, default=None, help=text)
         else:
             metavar = "NAME" if kind is str else "N"
-            parser.add_argument(flag_of(name), type=kind, metavar=metavar, help=text)
+            parser.add_argument(*named(flag_of(name)), type=kind, metavar=metavar, help=text)
 
 
 def given_fields(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
@@ -72,12 +73,12 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say which model on which GPUs."""
     add = parser.add_argument
     add("--model", metavar="NAME", help=model_arguments.HELP)
-    add("--seq", metavar="N", help="tokens of a sequence, such as 131072, 128K or 1M")
-    add("--gpus", type=int, metavar="N", help="of all nodes")
-    add("--per-node", type=int, metavar="N", help="GPUs of a node (8)")
-    add("--gpu", metavar="NAME", help=f"one of {', '.join(clusters.GPUS)} (h100)")
-    add("--gpu-memory", metavar="SIZE", help="of another GPU, such as 96GiB")
-    add("--host-memory", metavar="SIZE", help="of a node, to be taken (1.6TB)")
+    add(*named("--seq"), metavar="N", help="sequence length in tokens: 131072, 128K, 1M")
+    add("--gpus", type=int, metavar="N", help="number of GPUs, over all nodes")
+    add(*named("--per-node"), type=int, metavar="N", help="GPUs per node (8)")
+    add("--gpu", metavar="NAME", help=f"type of GPU: {', '.join(clusters.GPUS)} (h100)")
+    add("--gpu-memory", metavar="SIZE", help="memory of one GPU, if not that of --gpu: 96GiB")
+    add("--host-memory", metavar="SIZE", help="host memory per node that may be used (1.6TB)")
     add("--json", action="store_true", help="print JSON, for scripts")
 
 

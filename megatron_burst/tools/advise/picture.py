@@ -2,7 +2,7 @@
 
 Three parts: the layer's parts one after another; in it the attention call, rank by rank of one
 ring, with what is sent beside the compute; and the step, stage by stage, with what follows its
-last backward. White in a compute lane is waiting. Times come from the model itself: the simulator
+last backward. Red in a compute lane is waiting. Times come from the model itself: the simulator
 of schedules and the pipeline's order.
 """
 
@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from ...autotune.recording import Recording, TimeSpan
 from ...units import duration
 from .. import lanes
-from ..show.colours import GREY, INK
+from ..show.colours import GREY, INK, MEANINGS
 from .advice import Advice
 from .forecast.attention_time import AttentionTime, attention_time
 from .forecast.layer_time import layer_time
@@ -28,17 +28,11 @@ from .forecast.step_time import GATHERING, GRADIENTS, OPTIMIZER, SENDS, stages_o
 from .shapes.model import FULL, LayerPart
 
 EXCHANGE = "exchange"  # of heads, before and after the ring
-COLOURS = {
-    "compute": "#44aa99", "intra": "#88ccee", "inter": "#332288", EXCHANGE: "#ddaa33",
-    "wait": "#f3d5d9",
-}  # fmt: skip
 LABELS = {
     "compute": "attention kernel", "intra": "sent within the node", "inter": "sent between nodes",
     EXCHANGE: "all-to-all of heads", "wait": "waiting for a hop",
 }  # fmt: skip
-FORWARD, BACKWARD = "#88ccee", "#44aa99"
-PARTS = ("#44aa99", "#88ccee", "#ddcc77", "#cc6677", "#aa4499", "#999933", "#117733", "#882255")
-STATES = {GRADIENTS: "#cc6677", GATHERING: "#ddcc77", OPTIMIZER: "#aa4499"}
+STATES = (GRADIENTS, GATHERING, OPTIMIZER)
 MOST = 16  # ranks, and stages, that are shown
 LANES = {"compute": 0, EXCHANGE: 0, "intra": 1, "inter": 2}
 DETAILED = 24  # micro-batches up to which each is named
@@ -136,9 +130,9 @@ def step_of(advice: Advice) -> StepSpans:
 
 
 def draw(advice: Advice, path: Path) -> None:
-    """Write the PNG. ValueError for packed documents, whose rings differ from pack to pack."""
+    """Write the picture. ValueError for packed documents, whose rings differ from pack to pack."""
     if advice.lengths:
-        raise ValueError("--png draws one sequence: leave --packed out, or --png")
+        raise ValueError("--png and --svg draw one sequence: leave --packed out, or them")
     with lanes.styled():
         lanes.save(_figure(advice), path, lanes.ALL_SHADES)
 
@@ -169,9 +163,8 @@ def _draw_layer(axes: Axes, spans: Sequence[NamedSpan]) -> None:
     end = spans[-1].end
     scale = lanes.clock(axes, end, f"One layer, one micro-batch: {duration(end)}")
     names = list(dict.fromkeys(span.name for span in spans))
-    colours = {name: PARTS[index % len(PARTS)] for index, name in enumerate(names)}
     lanes.bars(axes, -0.35, 0.7, [(scale * span.start, scale * span.end) for span in spans],
-               [colours[span.name] for span in spans], width=0)  # fmt: skip
+               [MEANINGS[span.name] for span in spans], width=0)  # fmt: skip
     for phase in dict.fromkeys(span.phase for span in spans):
         some = [span for span in spans if span.phase == phase]
         axes.axvline(scale * some[0].start, color=INK, linewidth=0.8)
@@ -180,7 +173,7 @@ def _draw_layer(axes: Axes, spans: Sequence[NamedSpan]) -> None:
             axes.text(middle, 0.42, phase, ha="center", va="bottom", fontsize=8, color=GREY)
     axes.set_ylim(-0.4, 0.62)
     axes.set_yticks([])
-    lanes.legend(axes, [(colours[name], name) for name in names])
+    lanes.legend(axes, [(MEANINGS[name], name) for name in names])
 
 
 def _draw_call(axes: Axes, call: TimedAttention, ranks: int) -> None:
@@ -190,16 +183,16 @@ def _draw_call(axes: Axes, call: TimedAttention, ranks: int) -> None:
     title = f"Its attention, forward and backward: {duration(end)}{shown}"
     scale = lanes.clock(axes, end, title)
     for rank in range(ranks):
-        lanes.bars(axes, 3 * rank, 0.8, [(0, scale * end)], COLOURS["wait"], width=0)
+        lanes.bars(axes, 3 * rank, 0.8, [(0, scale * end)], MEANINGS["wait"], width=0)
         for what, lane in LANES.items():
             spans = [(scale * span.start, scale * span.end) for span in call.spans
                      if (span.rank, span.what) == (rank, what)]  # fmt: skip
-            lanes.bars(axes, 3 * rank + 0.85 * lane, 0.8, spans, COLOURS[what], width=0.15)
+            lanes.bars(axes, 3 * rank + 0.85 * lane, 0.8, spans, MEANINGS[what], width=0.15)
     axes.axvline(scale * call.time.forward, color=INK, linewidth=0.8)
     names = [f"rank {rank}" for rank in range(ranks)]
     lanes.name_lanes(axes, [3 * rank + 1.25 for rank in range(ranks)], names, 3 * ranks - 0.3)
     drawn = {span.what for span in call.spans} | {"wait"}
-    lanes.legend(axes, [(COLOURS[what], LABELS[what]) for what in LABELS if what in drawn])
+    lanes.legend(axes, [(MEANINGS[what], LABELS[what]) for what in LABELS if what in drawn])
 
 
 def _draw_step(axes: Axes, step: StepSpans, stages: int, of: int) -> None:
@@ -210,14 +203,21 @@ def _draw_step(axes: Axes, step: StepSpans, stages: int, of: int) -> None:
     for shown_stage in range(stages):
         turns = [each[1:] for each in step.turns if each[0] == shown_stage]
         spans = [(scale * start, scale * end) for _, start, end in turns]
-        colours = [BACKWARD if turn.backward else FORWARD for turn, *_ in turns]
+        colours = [MEANINGS["backward" if turn.backward else "forward"] for turn, *_ in turns]
         numbers = [str(turn.micro_batch + 1) for turn, *_ in turns] if count <= DETAILED else []
         lanes.bars(axes, shown_stage, 0.8, spans, colours, numbers, size=7, width=0.4,
                    least=0.012 * scale * step.end)  # fmt: skip
         for state in step.states:
             lanes.bars(axes, shown_stage, 0.8, [(scale * state.start, scale * state.end)],
-                       STATES[state.name], width=0)  # fmt: skip
+                       MEANINGS[state.name], width=0)  # fmt: skip
     names = [f"stage {stage}" for stage in range(stages)]
     lanes.name_lanes(axes, [stage + 0.4 for stage in range(stages)], names, stages)
-    after = [(STATES[state.name], state.name) for state in step.states]
-    lanes.legend(axes, [(FORWARD, "forward"), (BACKWARD, "backward and recompute"), *after])
+    after = [(MEANINGS[state.name], state.name) for state in step.states]
+    lanes.legend(
+        axes,
+        [
+            (MEANINGS["forward"], "forward"),
+            (MEANINGS["backward"], "backward and recompute"),
+            *after,
+        ],
+    )

@@ -14,14 +14,16 @@ from pathlib import Path
 
 from ...autotune.gpus import GPUS
 from ..advise.shapes import models
+from ..call_flags import named
 
 EPILOG = """\
-On all ranks of the cluster, for instance on each of two nodes:
-  torchrun --nnodes 2 --node-rank N --nproc-per-node 8 --master-addr HOST -m megatron_burst \\
-      calibrate --out cluster.toml
-Then: megatron-burst advise --cluster cluster.toml ...
-What was not measured, such as links between nodes on a single node, is the published rate of the
-GPU; the file says so beside each figure.
+Start it on all ranks of the cluster, for instance on each of two nodes:
+  torchrun --nnodes 2 --node-rank N --nproc-per-node 8 --master-addr HOST \\
+      -m megatron_burst calibrate --out cluster.toml
+and use the file with: megatron-burst advise --cluster cluster.toml ...
+
+What cannot be measured, such as links between nodes on a single node, is the
+published rate of the GPU; the file says so beside each figure.
 """
 
 
@@ -31,14 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     add = parser.add_argument
     add("--out", type=Path, default=Path("cluster.toml"), metavar="FILE",
-        help="written by the first rank (cluster.toml)")  # fmt: skip
-    add("--minutes", type=float, default=3.0, metavar="N", help="it may take, roughly (3)")
-    add("--gpu", metavar="NAME", help=f"whose published figures stand in for what is not measured: "
+        help="file that rank 0 writes (cluster.toml)")  # fmt: skip
+    add("--minutes", type=float, default=3.0, metavar="N", help="time to spend, roughly (3)")
+    add("--gpu", metavar="NAME", help="type of GPU, for published rates of what is not measured: "
         f"{', '.join(GPUS)} (by the device's name)")  # fmt: skip
     add("--model", default="llama3-8b", metavar="NAME",
-        help=f"whose sizes are measured: {', '.join(models.NAMED)}, ... (llama3-8b)")  # fmt: skip
-    add("--per-node", type=int, metavar="N",
-        help="ranks of a node (those that share a host name)")  # fmt: skip
+        help="model whose shapes are measured, as of advise --model (llama3-8b)")  # fmt: skip
+    add(*named("--per-node"), type=int, metavar="N",
+        help="ranks per node (those that share a host name)")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`megatron-burst memory`: what one rank of a run holds, by item, over one training step.
+"""`megatron-burst memory`: memory of one rank, item by item, over one training step.
 
     megatron-burst memory --model llama3-8b --gpus 8 --gpu h100 --seq 1M
     megatron-burst memory --model llama3-8b --gpus 8 --gpu h100 --longest --offload 1
@@ -15,14 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.table import Table
 from rich.text import Text
 
 from ...autotune import clusters
-from ...cli.console import wrapped
+from ...cli.console import progress, wrapped
 from ...units import byte_size, duration, size_of, tokens_of
 from .. import model_arguments
 from ..advise import flags, settings
@@ -30,12 +29,14 @@ from ..advise.account.fitting import best, does_not_fit, layouts_of
 from ..advise.account.memory import Account, MemoryLeft, account, fit
 from ..advise.forecast.step_time import StepTime, step_time
 from ..advise.shapes import models
-from ..call_flags import check_place
+from ..call_flags import add_pictures, pictures
 
 EPILOG = """\
-K and M after a number of tokens are 1,024 and 1,048,576. Without --tp the size is chosen that takes
-least memory; ranks that are left are context-parallel. A Megatron command is read after --:
-  megatron-burst memory --gpus 64 --gpu h100 -- pretrain_gpt.py --num-layers 32 --seq-length ...
+K and M are 1,024 and 1,048,576 tokens. Without --tp the tensor-parallel size that
+takes least memory is chosen, and all remaining ranks are context-parallel. The
+model and the run can also be read from a Megatron command after --:
+  megatron-burst memory --gpus 64 --gpu h100 -- \\
+      pretrain_gpt.py --num-layers 32 --seq-length 131072 ...
 
 exit status: 0 it fits, 1 it does not, 2 bad input
 """
@@ -47,11 +48,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     flags.add_run(parser)
     add = parser.add_argument
-    add("--reserve", default="4GiB", metavar="SIZE", help="of a GPU, not for tensors (4GiB)")
+    add(
+        "--reserve",
+        default="4GiB",
+        metavar="SIZE",
+        help="memory of a GPU kept for CUDA and NCCL (4GiB)",
+    )
     flags.add_fields(parser, flags.FIELDS)
-    add("--longest", action="store_true", help="the longest sequence that fits")
-    add("--png", type=Path, metavar="FILE", help="draw the memory over one step")
-    add("megatron", nargs=argparse.REMAINDER, metavar="[--] COMMAND", help="a Megatron command")
+    add("--longest", action="store_true", help="find the longest sequence that fits")
+    add_pictures(parser, "draw the memory over one step")
+    add(
+        "megatron",
+        nargs=argparse.REMAINDER,
+        metavar="[--] COMMAND",
+        help="a Megatron command that describes model and run",
+    )
 
 
 class Found(NamedTuple):
@@ -79,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the account. Returns the exit status."""
     if arguments.longest and arguments.seq is not None:
         raise ValueError("--longest looks for --seq: give one of them")
-    check_place(arguments.png, "--png")
+    drawn = pictures(arguments)
     cluster, model, base, chosen = _read(arguments)
     runs = [base] if chosen else list(layouts_of(model, cluster, base))
     if not runs:
@@ -88,15 +99,16 @@ def run(arguments: argparse.Namespace) -> int:
             f"--pp {base.pp} fits; give --tp and --cp"
         )
     if arguments.longest:
-        longest = best(model, cluster, runs)
+        with progress("searching the longest sequence"):
+            longest = best(model, cluster, runs)
         found = Found(account(model, longest.run), cluster, longest.binds)
     else:
         accounts = [account(model, replace(one, seq=base.seq)) for one in runs]
         found = Found(min(accounts, key=lambda one: one.peak.bytes), cluster, None)
-    if arguments.png is not None:
+    for path in drawn:
         from . import picture
 
-        picture.draw(found.account, cluster, arguments.png)
+        picture.draw(found.account, cluster, path)
     if arguments.json:
         print(json.dumps(facts(found), indent=1))
     else:

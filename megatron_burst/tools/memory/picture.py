@@ -9,7 +9,7 @@ from ...autotune.clusters import GIB, Cluster
 from .. import lanes
 from ..advise.account.memory import Account
 from ..advise.account.tape import Moment
-from ..show.colours import RANKS, WARN
+from ..show.colours import MEANINGS, WARN
 
 ORDER = (
     "parameters", "gradients", "optimizer", "rope tables", "batch", "other micro-batches",
@@ -18,7 +18,7 @@ ORDER = (
 )  # fmt: skip
 COLUMNS = 6  # of a phase
 AFTER_HEAD = ("recompute", "backward")
-STATES = ("#c7ccd4", "#aab1bc", "#8d96a3", "#747d8b", "#5f6876")
+STATES = ("#c7ccd4", "#aab1bc", "#8d96a3", "#747d8b", "#5f6876", "#4b5461")
 
 
 def draw(account: Account, cluster: Cluster, path: Path) -> None:
@@ -29,7 +29,7 @@ def draw(account: Account, cluster: Cluster, path: Path) -> None:
         "of one GPU over one step"
     )
     subtitle = (
-        f"by account, not measured; TP {run.tp}, CP {run.cp}, PP {run.pp}, {run.sequence_chunks} "
+        f"analytical estimate; TP {run.tp}, CP {run.cp}, PP {run.pp}, {run.sequence_chunks} "
         f"sequence chunks, {run.mlp_tiles} MLP tiles, offload {run.offload:g}; peak "
         f"{peak.bytes / GIB:.1f} GiB: {peak.phase}"
     )
@@ -39,8 +39,8 @@ def draw(account: Account, cluster: Cluster, path: Path) -> None:
         places, moments, marks = _times(account)
         items = [item for item in ORDER if any(item in m.items for m in moments)]
         areas = [[m.items.get(item, 0) / GIB for m in moments] for item in items]
-        grey, colour = iter(STATES), iter(RANKS)  # states in greys, the others in colours
-        colours = [next(grey if item in ORDER[:5] else colour) for item in items]
+        grey = iter(STATES)  # for what stays over the step
+        colours = [MEANINGS.get(item) or next(grey) for item in items]
         axes.stackplot(places, areas, colors=colours, linewidth=0)
         axes.axhline(cluster.room / GIB, color=WARN, linewidth=1.2, linestyle=(0, (5, 3)))
         axes.text(places[-1], cluster.room / GIB, f" {cluster.gpu.name}", color=WARN, va="center")

@@ -8,7 +8,6 @@ draw.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from ...layout import LAYOUTS
 from ...schedule import rings
@@ -16,7 +15,7 @@ from ...schedule.algorithms import ALGORITHMS
 from ...schedule.cost import Sizes
 from ...schedule.tables import ROUTES, Grid
 from .. import call_flags
-from ..call_flags import check_positive
+from ..call_flags import check_positive, named
 from . import language
 from .balance import best_layout
 from .packs import PackScene, pack_scene
@@ -30,32 +29,49 @@ POSITIONS = {"text": 256, "png": 1024}
 RANKS = {"text": 32, "png": 32}
 PICTURES = {
     "mask": "the score matrix, coloured by the rank that computes each pair",
-    "schedule": "what each rank computes and sends at each step",
+    "schedule": "what each rank computes and sends in each step",
     "layout": "which positions each rank holds",
     "documents": "which rank holds which part of packed documents, in three layouts",
     "scan": "how states of linear attention pass from rank to rank",
 }
 PACK = 1 << 20  # positions of packed documents, of which only runs are drawn
 
-EPILOG = """\
+# What belongs below the help of a picture with this flag.
+LANGUAGE = {
+    "mask": """\
 masks:    full, causal, window(LEFT, RIGHT), dilated(STRIDE), prefix(N), documents(CU_SEQLENS),
           block_sparse(TABLE, BLOCK), random_blocks(BLOCK, SEED), dense(TABLE)
           joined by & and |, with ( ) as in Python: causal & (window(23) | prefix(4))
           LEFT and RIGHT: positions, None for no limit; RIGHT is 0 if not given
           CU_SEQLENS: cumulative document lengths, [0, 3, 8, 16]; TABLE: [[1, 0], [1, 1]]
+""",
+    "layout": """\
 layouts:  contiguous, zigzag, striped, block_striped(BLOCK),
           zigzag(CU_SEQLENS) for zigzag within each document, balanced(CU_SEQLENS);
           balanced alone takes the documents of --mask
-lengths:  300, 20, 5 or random(SEED, MEDIAN), which fill --seq-len positions
+""",
+    "lengths": "lengths:  300, 20, 5 or random(SEED, MEDIAN), which fill --seq positions\n",
+}
+EXAMPLES = {
+    "mask": "--mask 'causal & window(23)' --layout striped --ranks 8",
+    "schedule": "--algorithm burst --nodes 2 --per-node 4 --backward --side query",
+    "layout": "--mask causal --ranks 4",
+    "documents": "--lengths 300,20,5,60,40,31 --ranks 4",
+    "scan": "--algorithm two_level --nodes 2 --per-node 4",
+}
+TAKES = {
+    "mask": ("mask", "layout"), "schedule": ("mask", "layout"), "layout": ("mask", "layout"),
+    "documents": ("lengths", "mask"), "scan": ("layout", "lengths"),
+}  # fmt: skip
+EPILOG = "examples:\n" + "".join(
+    f"  megatron-burst show {name} {words}\n" for name, words in EXAMPLES.items()
+)
 
-examples:
-  megatron-burst show mask --mask 'causal & window(23)' --layout striped --ranks 8
-  megatron-burst show schedule --algorithm burst --nodes 2 --ranks-per-node 4
-  megatron-burst show schedule --backward --side query --png backward.png
-  megatron-burst show layout --mask causal --ranks 4
-  megatron-burst show scan --algorithm two_level --nodes 2 --ranks-per-node 4
-  megatron-burst show documents --lengths 300,20,5,60,40,31 --ranks 4
-"""
+
+def epilog(name: str) -> str:
+    """What follows the help of one picture: the values that its flags take, and an example."""
+    values = "".join(LANGUAGE[flag] for flag in TAKES[name])
+    return f"{values}\nexample: megatron-burst show {name} {EXAMPLES[name]}\n"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,8 +80,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     pictures = parser.add_subparsers(dest="picture", metavar="PICTURE", required=True)
     for name, meaning in PICTURES.items():
-        sub = pictures.add_parser(name, help=meaning, epilog=EPILOG,
-                                  formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+        sub = pictures.add_parser(
+            name, help=meaning, description=f"{meaning[0].upper()}{meaning[1:]}.",
+            epilog=epilog(name), formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
         add = sub.add_argument
         if name == "documents":
             add("--lengths", required=True, metavar="LENGTHS",
@@ -73,18 +91,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name != "scan":
             mask = None if name == "layout" else "causal"
             add("--mask", default=mask, metavar="MASK", help="which pairs attend, for example "
-                f"'causal & window(1023)' (default: {mask or 'none, and no work is drawn'})",
+                f"'causal & window(1023)' (default: {mask or 'none, so no work is drawn'})",
             )  # fmt: skip
         if name != "documents":
             layout = None if name == "layout" else "zigzag"
             add("--layout", default=layout, metavar="LAYOUT",
-                help=f"which positions each rank holds (default: {layout or 'all'})")  # fmt: skip
+                help=f"which positions a rank holds (default: {layout or 'each in turn'})")  # fmt: skip
         add("--ranks", type=int, metavar="N", help="ranks on one node (default: 4)")
-        add("--nodes", type=int, metavar="N", help="number of nodes, with --ranks-per-node")
-        add("--ranks-per-node", type=int, metavar="N", help="ranks on each node")
-        add("--seq-len", type=int, metavar="N",
+        call_flags.add_grid(sub)
+        add(*named("--seq"), type=int, metavar="N",
             help="length of the sequence (default: 8 positions per rank)")  # fmt: skip
-        add("--png", type=Path, metavar="FILE", help="write a PNG file instead of text")
+        call_flags.add_pictures(sub, "write a PNG file instead of text")
         if name == "schedule":
             _add_schedule(sub)
         elif name == "scan":
@@ -96,9 +113,9 @@ def _add_schedule(sub: argparse.ArgumentParser) -> None:
     add("--algorithm", default="burst", choices=ALGORITHMS, help="default: burst")
     add("--backward", action="store_true", help="draw backward instead of forward")
     call_flags.add_side(sub)
-    add("--route", default="auto", choices=("auto", *ROUTES), help="chunks travel round the ring, "
-        "or directly from their owners (default: fewer bytes)")  # fmt: skip
-    add("--kv-cache", type=float, default=0.0, metavar="FRACTION", help="fraction of travelling "
+    add("--route", default="auto", choices=("auto", *ROUTES), help="send chunks round the ring, or "
+        "directly from their owners (default: auto, fewer bytes)")  # fmt: skip
+    add("--kv-cache", type=float, default=0.0, metavar="FRACTION", help="fraction of received "
         "keys and values that forward keeps for backward (default: 0)")  # fmt: skip
     add("--rank", type=int, metavar="N", help="draw only this rank")
     call_flags.add_heads(sub, width=128)
@@ -107,33 +124,31 @@ def _add_schedule(sub: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Draw what the flags ask for. Raises ValueError for bad flags."""
     scene = scene_of(arguments)
-    if arguments.png is None:
+    paths = call_flags.pictures(arguments)
+    if not paths:
         from . import text
 
         text.show(scene)
-        return
-    if arguments.png.suffix != ".png":
-        raise ValueError(f"--png: the name of the file must end in .png, got {arguments.png}")
-    call_flags.check_place(arguments.png, "--png")
-    from . import pictures
+    for path in paths:
+        from . import pictures
 
-    pictures.draw(scene, arguments.png)
-    print(arguments.png)
+        pictures.draw(scene, path)
+        print(path)
 
 
 def scene_of(arguments: argparse.Namespace) -> Scene:
     """The scene that the flags describe. Raises ValueError for flags that do not fit together."""
     grid = _grid(arguments)
-    kind = "text" if arguments.png is None else "png"
-    check_positive(arguments, ("seq_len", "heads", "kv_heads", "width"))
+    kind = "png" if arguments.png or arguments.svg else "text"
+    check_positive(arguments, ("seq", "heads", "kv_heads", "width"))
     if arguments.picture == "documents":
         _at_most("--ranks", grid.size, RANKS[kind], kind)
         return _documents(arguments, grid)
-    seq_len = 8 * grid.size if arguments.seq_len is None else arguments.seq_len
+    seq_len = 8 * grid.size if arguments.seq is None else arguments.seq
     if arguments.picture in ("schedule", "scan"):
         _at_most("--ranks", grid.size, RANKS[kind], kind)
     else:
-        _at_most("--seq-len", seq_len, POSITIONS[kind], kind)
+        _at_most("--seq", seq_len, POSITIONS[kind], kind)
     if arguments.picture == "scan":
         return scan_scene(arguments, grid, seq_len)
     if arguments.picture == "layout":
@@ -154,16 +169,16 @@ def scene_of(arguments: argparse.Namespace) -> Scene:
 def _documents(arguments: argparse.Namespace, grid: Grid) -> PackScene:
     """Documents, filled up with padding to what zigzag of the pack can cut."""
     multiple = 2 * grid.size
-    wanted = arguments.seq_len or 64 * grid.size
+    wanted = arguments.seq or 64 * grid.size
     if wanted > PACK:
-        raise ValueError(f"--seq-len: packs of at most {PACK} tokens are drawn, got {wanted}")
+        raise ValueError(f"--seq: packs of at most {PACK} tokens are drawn, got {wanted}")
     lengths = language.lengths(arguments.lengths, wanted)
     total = sum(lengths)
-    if total > (arguments.seq_len or PACK):
-        raise ValueError(f"--lengths: {total} tokens do not fit into {arguments.seq_len or PACK}")
-    seq_len = arguments.seq_len or -(-total // multiple) * multiple
+    if total > (arguments.seq or PACK):
+        raise ValueError(f"--lengths: {total} tokens do not fit into {arguments.seq or PACK}")
+    seq_len = arguments.seq or -(-total // multiple) * multiple
     if seq_len % multiple:
-        raise ValueError(f"--seq-len must be a multiple of {multiple} here, got {seq_len}")
+        raise ValueError(f"--seq must be a multiple of {multiple} here, got {seq_len}")
     mask = language.mask(arguments.mask, seq_len)
     return pack_scene(lengths, seq_len, grid, mask, arguments.mask)
 
@@ -184,14 +199,14 @@ def _layouts(arguments: argparse.Namespace, grid: Grid, seq_len: int) -> LayoutS
 
 
 def _grid(arguments: argparse.Namespace) -> Grid:
-    nodes, per_node = arguments.nodes, arguments.ranks_per_node
+    nodes, per_node = arguments.nodes, arguments.per_node
     if (nodes is None) != (per_node is None):
-        raise ValueError("--nodes and --ranks-per-node go together; give both, or --ranks")
+        raise ValueError("--nodes and --per-node go together; give both, or --ranks")
     if nodes is not None and arguments.ranks not in (None, nodes * per_node):
         raise ValueError(
-            f"--ranks {arguments.ranks} is not --nodes {nodes} x --ranks-per-node {per_node}"
+            f"--ranks {arguments.ranks} is not --nodes {nodes} x --per-node {per_node}"
         )
-    check_positive(arguments, ("ranks", "nodes", "ranks_per_node"))
+    check_positive(arguments, ("ranks", "nodes", "per_node"))
     if nodes is None:
         return Grid(1, 4 if arguments.ranks is None else arguments.ranks)
     return Grid(nodes, per_node)
@@ -199,7 +214,7 @@ def _grid(arguments: argparse.Namespace) -> Grid:
 
 def _at_most(flag: str, value: int, limit: int, kind: str) -> None:
     if value > limit:
-        more = flag == "--seq-len" and kind == "text"
+        more = flag == "--seq" and kind == "text"
         larger = f" (--png: {POSITIONS['png']})" if more else ""
         raise ValueError(
             f"{flag}: a picture as {kind} shows at most {limit}{larger}, got {value}; scale all "

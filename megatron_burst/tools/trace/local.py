@@ -31,9 +31,10 @@ from .record import PASS, Trace, load
 def title(call: Namespace) -> str:
     """The call in words."""
     chunks = f", {call.head_chunks} head chunks" if call.head_chunks > 1 else ""
+    where = " (CPU, loopback)" if call.device == "cpu" else ""
     return (
-        f"{call.algorithm}, {grid_of(call.ranks_per_node, call.nodes)}, {call.tokens} tokens "
-        f"per rank, {call.heads} heads ({call.kv_heads} for keys) of {call.width}{chunks}"
+        f"{call.algorithm}, {grid_of(call.per_node, call.nodes)}, {call.tokens} tokens "
+        f"per rank, {call.heads} heads ({call.kv_heads} for keys) of {call.width}{chunks}{where}"
     )
 
 
@@ -52,7 +53,7 @@ def run(call: Namespace, limit: float = 120.0) -> Trace:
 
     Raises ValueError if a rank raises an error, or does not end within `limit` seconds.
     """
-    ranks = call.nodes * call.ranks_per_node
+    ranks = call.nodes * call.per_node
     if call.device == "cuda" and torch.cuda.device_count() < ranks:
         raise ValueError(
             f"--device cuda: {ranks} ranks need as many GPUs, and torch sees "
@@ -86,7 +87,7 @@ def _rank(rank: int, call: Namespace, folder: Path) -> None:
     dist.init_process_group(
         "gloo" if call.device == "cpu" else "cpu:gloo,cuda:nccl",
         init_method=f"file://{folder / 'store'}", rank=rank,
-        world_size=call.nodes * call.ranks_per_node, timeout=timedelta(seconds=60),
+        world_size=call.nodes * call.per_node, timeout=timedelta(seconds=60),
     )  # fmt: skip
     _trace(call, device, folder / f"{rank:04}.json")
     dist.barrier()
@@ -96,7 +97,7 @@ def _rank(rank: int, call: Namespace, folder: Path) -> None:
 def _trace(call: Namespace, device: torch.device, path: Path) -> None:
     world = dist.group.WORLD
     assert world is not None
-    groups = Groups.from_topology(world, intra=call.ranks_per_node)
+    groups = Groups.from_topology(world, intra=call.per_node)
     torch.manual_seed(groups.rank)
     q, k, v = (
         torch.randn(call.tokens, 1, heads, call.width, device=device, requires_grad=True)

@@ -12,10 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from .. import lanes
-from ..show.colours import GREY, RULE
+from ..show.colours import GREY, MEANINGS, RULE
 from .record import STREAMS, Trace
 
-COLOURS = {"compute": "#44aa99", "transfer": "#88ccee", "wait": "#cc6677"}
 OPACITY = {"compute": 1.0, "transfer": 0.55, "wait": 1.0}
 LANE = 0.13  # inches
 LEFT, WIDTH = 0.77, 8.8  # inches; of the time axis
@@ -46,7 +45,7 @@ def _figure(trace: Trace) -> Figure:
     _marks(axes, trace, depth, scale)
     # Below the lanes, since the name of a short last pass reaches over what is above them.
     axes.annotate("share of the time", (1.01, depth + 0.6), **OUTSIDE, fontsize=7)
-    entries = [(colour, stream) for stream, colour in COLOURS.items()]
+    entries = [(MEANINGS[stream], stream) for stream in STREAMS]
     lanes.legend(axes, entries, alphas=OPACITY, above=0.55 / (height - HEAD - FOOT))
     return figure
 
@@ -60,7 +59,7 @@ def _lane(axes: Axes, trace: Trace, rank: int, stream: str, y: float, scale: flo
         if (event.rank, event.stream) == (rank, stream)
     ]  # fmt: skip
     edge = "white" if OPACITY[stream] < 1 else "none"
-    lanes.bars(axes, y + 0.08, 0.84, spans, COLOURS[stream], edge=edge, width=0.4,
+    lanes.bars(axes, y + 0.08, 0.84, spans, MEANINGS[stream], edge=edge, width=0.4,
                alpha=OPACITY[stream])  # fmt: skip
     share = trace.busy(rank, stream) / (trace.end - trace.begin)
     axes.annotate(f"{stream} {share:.0%}", (1.01, y + 0.5), **OUTSIDE, fontsize=6.5, va="center")
