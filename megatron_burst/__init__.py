@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import layout, masks
+    from . import layout, masks, trees
     from .attention import attention
     from .autotune.clusters import Cluster
     from .autotune.gpus import Gpu
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .linear_attention.plan import LinearPlan, prepare_linear
     from .linear_attention.short_convolution import short_convolution
     from .linear_attention.state_scan import state_scan
-    from .linear_cross_entropy import linear_cross_entropy
+    from .linear_cross_entropy import linear_cross_entropy, linear_logprobs
     from .planning.plan import Plan
     from .planning.prepare import prepare
     from .recompute.checkpoint import checkpoint
@@ -62,6 +62,7 @@ _HOMES = {
     "layout": "",
     "linear_attention": "linear_attention.operation",
     "linear_cross_entropy": "linear_cross_entropy",
+    "linear_logprobs": "linear_cross_entropy.logprobs",
     "masks": "",
     "measure_rates": "autotune.measure",
     "megatron": "",  # above this package: imported when asked for, by nothing in it
@@ -72,6 +73,7 @@ _HOMES = {
     "simulate": "tools.advise.simulate",
     "state_scan": "linear_attention.state_scan",
     "tiled": "recompute.tiles",
+    "trees": "",
     "unshard": "layout.sharding",
 }
 
@@ -96,6 +98,7 @@ __all__ = [
     "layout",
     "linear_attention",
     "linear_cross_entropy",
+    "linear_logprobs",
     "masks",
     "measure_rates",
     "prepare",
@@ -105,6 +108,7 @@ __all__ = [
     "simulate",
     "state_scan",
     "tiled",
+    "trees",
     "unshard",
 ]
 

@@ -49,14 +49,11 @@ def attention(
     `Groups.in_process` q, k, v are lists, one tensor per rank, and so is the result.
 
     sink: [h], a learnable logit per head in every softmax (zeros: "off by one" softmax); its
-    gradient is that of this rank's rows.
-
-    max_logits: [h], raised in place to the largest score of each head in what this rank computes;
-    take the maximum over ranks. In the accumulation dtype (float32, for float64 tensors float64),
-    initially -inf or earlier results; without gradient and without the sink.
-
-    label: a string, an integer or a tuple of them that identifies this call, such as the number of
-    the layer, so that ranks out of step are noticed.
+    gradient is that of this rank's rows. max_logits: [h], raised in place to the largest score of
+    each head in what this rank computes (take the maximum over ranks), in the accumulation dtype
+    (float32, for float64 tensors float64), from -inf or earlier results; without gradient, without
+    the sink. label: a string, an integer or a tuple of them, such as the number of the layer, by
+    which ranks out of step are noticed.
 
     Either `plan`, made by `mb.prepare`, or the keywords from which `prepare` makes one, which is a
     collective: groups, needs_grad, rates (what they do not state is measured, once per groups, for

@@ -49,9 +49,8 @@ MEANING: Mapping[str, str] = {
     "layout": "which positions each rank holds: a name (see `mb.layout`) or a `Layout`",
     "mask": "from `mb.masks`; None: `Causal()`",
     "algorithm": (
-        "one of `options.algorithms()`; "
-        '"hybrid" (burst inside) and "ulysses" need groups that share heads; "auto" takes the one '
-        "that is predicted to be fastest, with its side and head chunks"
+        'one of `options.algorithms()`; "hybrid" and "ulysses" need groups that share heads; '
+        '"auto" takes the one that is predicted to be fastest, with its side and head chunks'
     ),
     "side": "which tensors travel in backward; auto takes the side with fewer bytes",
     "kernel": (

@@ -28,7 +28,7 @@ QUICK = (
     "layout", "masks", "tiles", "schedule", "merge", "consensus", "cost", "kernels", "edges",
     "every", "row_chunks", "row_chunks_calls", "row_chunks_host", "simulator", "tile_grid",
     "bundles", "tables_oracle",
-    "two_way", "packing", "balanced", "rows", "state_scan", "short_convolution",
+    "two_way", "packing", "balanced", "tree", "trees", "rows", "state_scan", "short_convolution",
     "linear_attention_ranks", "own_masks",
 )  # fmt: skip
 
@@ -36,11 +36,11 @@ QUICK = (
 NEAR = {
     "layout": "layout", "layout/layouts": "layout balanced", "layout/balanced": "balanced",
     "masks": "masks", "schedule": "schedule", "kernels": "kernels",
-    "comm": "edges", "execution": "edges", "autotune": "simulator", "attention": "every",
-    "masks/tiling": "tiles", "schedule/cost": "cost row_chunks",
+    "comm": "every", "execution": "every edges", "autotune": "simulator", "attention": "every",
+    "masks/tree": "tree", "masks/tiling": "tiles", "schedule/cost": "cost row_chunks",
     "schedule/sizes": "cost", "execution/row_chunks": "row_chunks_calls",
     "execution/visiting": "row_chunks_host",
-    "planning": "row_chunks", "layout/row_chunks": "row_chunks",
+    "planning": "every row_chunks", "layout/row_chunks": "row_chunks",
     "schedule/head_shares": "every", "schedule/topology": "every", "execution/ulysses": "every",
     "comm/consensus": "consensus", "kernels/online_softmax": "merge",
     "kernels/tile_grid": "tile_grid", "masks/seen": "bundles", "schedule/bundles": "bundles",
@@ -139,8 +139,9 @@ MUTANTS = [
            "0 <= found[0] <= found[-1] <= documents", "a document behind the last may be padding"),
     Mutant("layout/balanced.py", "SLACK = 64", "SLACK = 4",
            "documents stay whole at the price of balance"),
-    Mutant("layout/balanced.py", "front, back = (place + 1) // 2, place // 2",
-           "front, back = place // 2, (place + 1) // 2", "the mirror order begins at the end"),
+    Mutant("layout/balanced.py", "front, back, base = (place + 1) // 2, place // 2,",
+           "front, back, base = place // 2, (place + 1) // 2,",
+           "the mirror order begins at the end"),
     Mutant("layout/balanced.py", "found[list(self.padding)] = 0", "pass", "padding has pairs"),
     Mutant("layout/balanced.py", "pool.pairs // (bins - index)", "pool.pairs // bins",
            "the last rank has what the others left"),
@@ -169,6 +170,15 @@ MUTANTS = [
            "a band between spans of different strides"),
     Mutant("masks/positions.py", "common != 0", "common == 0",
            "dilated spans of another residue are thought visible"),
+    Mutant("masks/tree.py", "np.less(q, self.out[k])", "np.less_equal(q, self.out[k])",
+           "the row after a subtree sees it"),
+    Mutant("masks/tree.py", "np.greater_equal(q_spans.start, self._latest",
+           "np.greater_equal(q_spans.last, self._latest", "rows of a subtree are called hidden"),
+    Mutant("masks/tree.py", "full & (q_high - k_low <= self.window)", "full",
+           "windows of trees hide nothing from whole tiles"),
+    Mutant("masks/tree.py", "return self.depths[q] - self.depths[k]", "return np.subtract(q, k)",
+           "windows of trees count rows"),
+    Mutant("layout/balanced.py", " + place * base", "", "segments of a tree see no ancestors"),
     Mutant("masks/tables.py", 'side="right"', 'side="left"',
            "a document begins one position late"),
     Mutant("masks/tables.py", "empty = (last < first)", "empty = (last != first)",
@@ -538,7 +548,8 @@ def planted(mutant, folder):
     shutil.copy(ROOT / "pyproject.toml", folder)
     (folder / "tests").mkdir()
     shutil.copy(ROOT / "tests" / "conftest.py", folder / "tests")
-    shutil.copytree(ROOT / "tests" / "helpers", folder / "tests" / "helpers")
+    for name in ("helpers", "fuzz"):
+        shutil.copytree(ROOT / "tests" / name, folder / "tests" / name)
     for path in (ROOT / "tests").glob("*/test_*.py"):
         if path.stem.removeprefix("test_") in QUICK:
             (folder / path.relative_to(ROOT)).parent.mkdir(exist_ok=True)

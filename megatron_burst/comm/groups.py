@@ -151,19 +151,15 @@ class Groups(RanksHere):
     attention. Raises ValueError if the ranks form no grid or were given different arguments.
     """
 
-    # Inside the package: `devices`, the types of device whose tensors `backend` moves (none if
-    # ranks share a process); the endpoints `ring`, `ulysses` (`ulysses_links`: link class to each
-    # of its ranks) and `grid`; `cache`, which planning fills and nothing here reads.
-
     topology: Topology
     rank: int
     backend: str
-    devices: tuple[str, ...]
+    devices: tuple[str, ...]  # whose tensors `backend` moves; none if ranks share a process
     ring: Endpoint  # its rank is the index in the ring
     ulysses: Endpoint  # its rank is the index among those that share heads
     grid: Endpoint  # its rank is this rank
-    ulysses_links: tuple[str, ...]
-    cache: dict[str, Any]
+    ulysses_links: tuple[str, ...]  # link class to each of these
+    cache: dict[str, Any]  # filled by planning; nothing here reads it
     calls: Calls
     together = False
     _failure: str | None = None
@@ -269,9 +265,8 @@ class Groups(RanksHere):
     def compare_calls(self) -> None:
         """Raise the same ValueError on every rank unless all made the same calls in the same order.
 
-        A small collective on the host, part of `prepare`. Call it every few steps where one plan
-        serves many steps on CUDA, whose messages are not checked one by one.
-        """
+        A small collective on the host, part of `prepare`. For one plan that serves many steps on
+        CUDA, where messages are not checked one by one: call it every few steps."""
         self.compare({})
 
     def compare(self, facts: Facts) -> None:

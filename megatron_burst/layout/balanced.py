@@ -45,17 +45,26 @@ class Costs:
     """Visible pairs of documents: of all their tokens, and of those before a place in mirror order.
 
     lengths: of the documents; windows: (left, right) of each kind of layer, None for no limit;
-    padding: of these documents no pair is visible.
+    padding: of these documents no pair is visible. bases: of segments of a tree, how many ancestors
+    the first token of each has, which all of its tokens see; default: none.
     """
 
     def __init__(
-        self, lengths: Sequence[int], windows: Sequence[Window], padding: Sequence[int] = ()
+        self,
+        lengths: Sequence[int],
+        windows: Sequence[Window],
+        padding: Sequence[int] = (),
+        bases: Sequence[int] | None = None,
     ):
         self.lengths = list(lengths)
         self.windows = tuple(Counter(windows).items())
         self.padding = frozenset(padding)
         sizes = np.array(self.lengths, dtype=np.int64)
-        found: Any = sum(count * document_pairs(sizes, window) for window, count in self.windows)
+        self.bases = [0] * len(sizes) if bases is None else list(bases)
+        found: Any = sum(
+            count * document_pairs(sizes, window, np.array(self.bases, dtype=np.int64))
+            for window, count in self.windows
+        )
         found[list(self.padding)] = 0
         self.whole = found.tolist()
 
@@ -66,16 +75,17 @@ class Costs:
             return self.whole[document]
         if document in self.padding:
             return 0
-        front, back = (place + 1) // 2, place // 2
+        front, back, base = (place + 1) // 2, place // 2, self.bases[document]
         pairs = 0
         for (left, right), count in self.windows:
             if left is None and right == 0:  # what the other lines come to, in a third of the time
-                seen = (front * (front + 1) - back * (back - 1)) // 2 + back * length
+                seen = (front * (front + 1) - back * (back - 1)) // 2 + back * length + place * base
             else:
-                left, right = (length if reach is None else reach for reach in (left, right))
-                seen = place + _reached(front, left) + _reached(back, right)
+                left, right = (base + length if reach is None else reach for reach in (left, right))
+                seen = place + _reached(base + front, left) - _reached(base, left)
+                seen += _reached(back, right)
                 seen += _reached(length, right) - _reached(length - front, right)
-                seen += _reached(length, left) - _reached(length - back, left)
+                seen += _reached(base + length, left) - _reached(base + length - back, left)
             pairs += count * seen
         return pairs
 
@@ -90,16 +100,20 @@ def _reached(n: int, reach: int) -> int:
     return m * (m - 1) // 2 + (n - m) * reach
 
 
-def document_pairs(lengths: Sequence[int] | np.ndarray, window: Window = CAUSAL) -> np.ndarray:
+def document_pairs(
+    lengths: Sequence[int] | np.ndarray, window: Window = CAUSAL, bases: np.ndarray | int = 0
+) -> np.ndarray:
     """Pairs (query, key) that see each other in documents of these lengths, int64 [documents].
 
-    With documents of more than `LONGEST` tokens, they are Python's integers, which cannot
-    overflow.
+    bases: how many tokens before the first one of each its tokens see besides. With documents of
+    more than `LONGEST` tokens, they are Python's integers, which cannot overflow.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
-    if sizes.max(initial=0) > LONGEST:
+    if (sizes + bases).max(initial=0) > LONGEST:
         sizes = sizes.astype(object)
-    return sizes + sum(_reached_all(sizes, reach) for reach in window)
+    left, right = window
+    before = _reached_all(sizes + bases, left) - _reached_all(0 * sizes + bases, left)
+    return sizes + before + _reached_all(sizes, right)
 
 
 def _reached_all(n: np.ndarray, reach: int | None) -> np.ndarray:
@@ -229,8 +243,10 @@ class Balanced(Layout):
     `cp_size`. per_node: ranks per node, for placement only; default: what `cp_size` and 8 have in
     common. windows: (left, right) of every kind of layer, as of `masks.Window` within a document;
     their pairs are summed. (None, 0) is causal, (None, None) sees all. padding: indices of
-    documents that are padding, which attend to nothing. Raises ValueError for
-    invalid arguments.
+    documents that are padding, which attend to nothing. tree: in place of `cu_seqlens` and
+    `padding`, a prefix tree (what `mb.trees.pack` returns, or a `masks.Tree`): its segments are
+    laid out like documents, each token also sees the ancestors of its segment, and windows are
+    (left, 0). Raises ValueError for invalid arguments.
     """
 
     name = "balanced"
@@ -238,14 +254,18 @@ class Balanced(Layout):
     def __init__(
         self,
         cp_size: int,
-        cu_seqlens: Sequence[int] | np.ndarray,
+        cu_seqlens: Sequence[int] | np.ndarray | None = None,
         *,
         per_node: int | None = None,
         windows: Sequence[Window] = (CAUSAL,),
         padding: Sequence[int] = (),
+        tree: Any = None,
     ):
         super().__init__(cp_size)
-        bounds = document_bounds(cu_seqlens)
+        self.bases: tuple[int, ...] = ()
+        if tree is not None:
+            cu_seqlens, padding, self.bases = _segments(tree, cu_seqlens, padding)
+        bounds = document_bounds([] if cu_seqlens is None else cu_seqlens)
         self.bounds = tuple(bounds.tolist())
         total = self.bounds[-1]
         if not total or total % self.cp_size:
@@ -259,6 +279,12 @@ class Balanced(Layout):
             raise ValueError(f"windows: name at least one kind of layer, got {windows!r}")
         self.windows = tuple(_window(each) for each in windows)
         self.padding = padding_documents(padding, len(self.bounds) - 1)
+        ahead = [window for window in self.windows if window[1] != 0]
+        if self.bases and ahead:
+            raise ValueError(
+                f"windows: no row of a tree sees rows after it, so each must be (left, 0), got "
+                f"{ahead[0]}"
+            )
 
     def _per_node(self, given: int | None) -> int:
         if given is None:
@@ -271,7 +297,8 @@ class Balanced(Layout):
     def __repr__(self) -> str:
         return (
             f"Balanced(cp_size={self.cp_size}, cu_seqlens={list(self.bounds)}, "
-            f"per_node={self.per_node}, windows={self.windows}, padding={self.padding})"
+            f"per_node={self.per_node}, windows={self.windows}, padding={self.padding}"
+            f"{f', bases={list(self.bases)}' if self.bases else ''})"
         )
 
     def describe(self) -> str:
@@ -295,7 +322,7 @@ class Balanced(Layout):
 
     @cached_property
     def _costs(self) -> Costs:
-        return Costs(np.diff(self.bounds).tolist(), self.windows, self.padding)
+        return Costs(np.diff(self.bounds).tolist(), self.windows, self.padding, self.bases or None)
 
     @cached_property
     def shares(self) -> tuple[list[DocumentShare], ...]:
@@ -333,6 +360,20 @@ class Balanced(Layout):
 
     def _spans(self, rank: int, seq_len: int) -> tuple[Span, ...]:
         return self._all_spans[rank]
+
+
+def _segments(tree: Any, *others: Any) -> tuple[np.ndarray, list[int], tuple[int, ...]]:
+    """cu_seqlens and padding of the segments of a tree, and how many ancestors the first token of
+    each has."""
+    if any(other is not None and len(other) for other in others):
+        raise ValueError("tree: goes without cu_seqlens and padding, which it says itself")
+    mask = getattr(tree, "mask", tree)
+    try:
+        return mask.bounds, mask.padding.tolist(), tuple(mask.bases.tolist())
+    except AttributeError:
+        raise ValueError(
+            f"tree must be what mb.trees.pack returns, or a masks.Tree, got {tree!r}"
+        ) from None
 
 
 def _window(given: object) -> Window:

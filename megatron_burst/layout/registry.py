@@ -20,6 +20,7 @@ _TAKEN = {
     "per_node": ("balanced",),
     "windows": ("balanced",),
     "padding": ("balanced",),
+    "tree": ("balanced",),
 }
 
 
@@ -32,17 +33,19 @@ def make(
     per_node: int | None = None,
     windows: Sequence[Window] | None = None,
     padding: Sequence[int] | None = None,
+    tree: Any = None,
 ) -> Layout:
     """The layout called `name` over `cp_size` ranks; ValueError if there is none.
 
     block: only for "block_striped". cu_seqlens: cumulative lengths of documents, for "zigzag", then
-    within each document, and for "balanced", which needs them. per_node, windows, padding: only for
-    "balanced", see `Balanced`.
+    within each document, and for "balanced", which needs them or a tree. per_node, windows,
+    padding: only for "balanced", see `Balanced`. tree: only for "balanced", in place of cu_seqlens
+    and padding: what `mb.trees.pack` returns, or a `masks.Tree`.
     """
     if name not in NAMES:
         raise ValueError(f"layout must be one of {', '.join(NAMES)}, got {name!r}")
     given = {"block": block, "cu_seqlens": cu_seqlens, "per_node": per_node, "windows": windows,
-             "padding": padding}  # fmt: skip
+             "padding": padding, "tree": tree}  # fmt: skip
     given = {key: value for key, value in given.items() if value is not None}
     for key in given:
         if name not in _TAKEN[key]:
@@ -52,7 +55,7 @@ def make(
             )
     if name == "block_striped" and block is None:
         raise ValueError("block: layout block_striped needs one, the block of the mask, got None")
-    if name == "balanced" and cu_seqlens is None:
+    if name == "balanced" and cu_seqlens is None and tree is None:
         raise ValueError(
             "cu_seqlens: layout balanced needs the cumulative lengths of the documents, got None"
         )

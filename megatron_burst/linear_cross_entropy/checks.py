@@ -6,7 +6,7 @@ Each check yields its reasons, so that one error names everything that is wrong 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, get_args
@@ -158,17 +158,24 @@ def group(tp_group: Any, sequence_parallel: Any) -> Split:
 
 
 def checked(
-    inputs: LossInputs, options: LossOptions, sequence_parallel: Any, split: Split
+    inputs: LossInputs,
+    options: LossOptions,
+    sequence_parallel: Any,
+    split: Split,
+    *,
+    labelled: int | None = None,
+    more: Iterable[str] = (),
 ) -> tuple[LossInputs, LossOptions, Facts]:
     """Labels in int64, the mask in the accumulation dtype, options as Python numbers.
 
-    The facts are those that decide which exchanges a rank takes part in, and a checksum of what the
-    ranks of a group must share. Raises ValueError with all reasons.
+    labelled: how many labels there are where not every row has one; more: further reasons to
+    refuse the call. The facts are those that decide which exchanges a rank takes part in, and a
+    checksum of what the ranks of a group must share. Raises ValueError with all reasons.
     """
     found = [*_kinds(inputs, sequence_parallel)]
     if not found:
-        found += [*_tensors(inputs, split), *_vocabulary(options, inputs.weight, split)]
-    _raise([*found, *reasons(options)])
+        found += [*_tensors(inputs, split, labelled), *_vocabulary(options, inputs.weight, split)]
+    _raise([*found, *reasons(options), *more])
     hidden, weight, labels, mask, sink = inputs
     # Before any comparison: a narrow type cannot hold ignore_index or the size of the vocabulary.
     labels = labels.to(torch.int64)
@@ -240,7 +247,7 @@ def _kinds(inputs: LossInputs, sequence_parallel: Any) -> Iterator[str]:
         yield f"{torch_features.PACKAGE} {refused}"
 
 
-def _tensors(inputs: LossInputs, split: Split) -> Iterator[str]:
+def _tensors(inputs: LossInputs, split: Split, labelled: int | None) -> Iterator[str]:
     hidden, weight, labels, loss_mask, _ = inputs
     if hidden.dtype not in DTYPES or weight.dtype != hidden.dtype:
         yield (
@@ -255,6 +262,8 @@ def _tensors(inputs: LossInputs, split: Split) -> Iterator[str]:
     elif not weight.numel():
         yield f"weight must have rows and a width of at least 1, got {list(weight.shape)}"
     expected = [s * (split.parts if i == 0 else 1) for i, s in enumerate(hidden.shape[:-1])]
+    if labelled is not None:
+        expected = [labelled]
     if hidden.dim() >= 2 and list(labels.shape) != expected:
         slices = f", {split.parts} slices" if split.parts > 1 else ""
         yield (

@@ -53,6 +53,7 @@ class Stats(NamedTuple):
     else 0. total: sum of the logits. best, winner: the largest logit and its vocabulary row (as
     a float: exact up to 2^24), the lowest such row. total, and best and winner, only where asked.
     peak: the rows hold exp(logit - peak) by now instead of the logits; concerns one rank only.
+    mean: the logits' mean under their softmax, where entropies are asked for.
     """
 
     lse: torch.Tensor
@@ -61,13 +62,14 @@ class Stats(NamedTuple):
     best: torch.Tensor | None = None
     winner: torch.Tensor | None = None
     peak: torch.Tensor | None = None
+    mean: torch.Tensor | None = None
 
 
 def merge(parts: list[Stats]) -> Stats:
     """Statistics over all vocabulary rows from those of the ranks, the same bits on every rank."""
     lse = torch.stack([part.lse for part in parts]).logsumexp(0)
     target = torch.stack([part.target for part in parts]).sum(0)
-    total = best = winner = None
+    total = best = winner = mean = None
     if parts[0].total is not None:
         total = torch.stack([part.total for part in parts if part.total is not None]).sum(0)
     if parts[0].best is not None:
@@ -75,4 +77,8 @@ def merge(parts: list[Stats]) -> Stats:
         winners = torch.stack([part.winner for part in parts if part.winner is not None])
         best = bests.amax(0)
         winner = winners.where(bests == best, torch.inf).amin(0)
-    return Stats(lse, target, total, best, winner)
+    if parts[0].mean is not None:
+        means = torch.stack([part.mean for part in parts if part.mean is not None])
+        shares = torch.stack([part.lse for part in parts]).sub_(lse).exp_()
+        mean = (shares * means).sum(0)
+    return Stats(lse, target, total, best, winner, mean=mean)

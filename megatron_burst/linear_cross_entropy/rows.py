@@ -96,6 +96,94 @@ def softmax_gradient_(
         _softmax_gradient_(z, given, columns.real, formula)
 
 
+def mean_logit(
+    z: torch.Tensor, lse: torch.Tensor, columns: Columns, formula: Formula
+) -> torch.Tensor:
+    """[n]: the mean of the logits of z [n, v], which holds h.w, under their softmax over this
+    rank's columns, of which lse [n] is the log-sum-exp."""
+    mean = torch.zeros_like(lse)
+    for block in _blocks(z):
+        x = _logits(z[block, : columns.real], formula, lse.dtype)
+        mean[block] = x.sub(lse[block, None]).exp_().mul_(x).sum(1)
+    return mean
+
+
+def largest(
+    z: torch.Tensor, count: int, columns: Columns, formula: Formula, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[n, count]: the largest logits of this rank's columns and their vocabulary rows, as floats
+    (exact up to 2^24); -inf where there are fewer."""
+    values = z.new_full((len(z), count), -torch.inf, dtype=dtype)
+    winners, some = torch.zeros_like(values), min(count, columns.real)
+    for block in _blocks(z):
+        x = _logits(z[block, : columns.real], formula, dtype)
+        values[block, :some], index = x.topk(some, 1)
+        winners[block, :some] = (index + columns.first).to(dtype)
+    return values, winners
+
+
+class LabelLogits(NamedTuple):
+    """Logits of some places of a tile, and what leads their gradients back to h.w; each [m].
+
+    place: the columns; logits: 0 in columns of other ranks; slope: derivative of a logit by h.w, 0
+    there too.
+    """
+
+    place: torch.Tensor
+    logits: torch.Tensor
+    slope: torch.Tensor
+
+
+def label_logits(
+    z: torch.Tensor,
+    rows: torch.Tensor,
+    labels: torch.Tensor,
+    columns: Columns,
+    formula: Formula,
+    dtype: torch.dtype,
+) -> LabelLogits:
+    """Of rows [m] of z [n, v], which holds h.w, the logits of labels [m]."""
+    if not columns.real:
+        none = torch.zeros_like(labels, dtype=dtype)
+        return LabelLogits(torch.zeros_like(labels), none, none)
+    place, inside = _locate(labels - columns.first, columns.real)
+    x = z[rows, place].to(dtype) * formula.scale
+    slope = inside.to(dtype) * formula.scale
+    if formula.softcap is not None:
+        x = (x / formula.softcap).tanh_()
+        slope = slope * (1 - x.square())
+        x = x * formula.softcap
+    return LabelLogits(place, x * inside, slope)
+
+
+def entropy_gradient_(
+    z: torch.Tensor,
+    lse: torch.Tensor,
+    mean: torch.Tensor,
+    of_softmax: torch.Tensor,
+    of_entropy: torch.Tensor,
+    columns: Columns,
+    formula: Formula,
+) -> None:
+    """Replace z [n, v], which holds h.w, by of_entropy [n] times the derivative of the row's
+    entropy by h.w, less of_softmax [n] times that of its log-sum-exp."""
+    z[:, columns.real :] = 0
+    for block in _blocks(z):
+        place = z[block, : columns.real]
+        x = _logits(place, formula, lse.dtype)
+        gradient = (x - mean[block, None]).mul_(of_entropy[block, None])
+        gradient.add_(of_softmax[block, None]).mul_((x - lse[block, None]).exp_())
+        if formula.softcap is not None:
+            gradient.mul_(1 - (x / formula.softcap).square_())
+        place.copy_(gradient.mul_(-formula.scale))
+
+
+def _logits(z: torch.Tensor, formula: Formula, dtype: torch.dtype) -> torch.Tensor:
+    """The logits of z, which holds h.w, as another tensor."""
+    x = z.to(dtype) * formula.scale
+    return x if formula.softcap is None else (x / formula.softcap).tanh_().mul_(formula.softcap)
+
+
 def _row_stats(
     z: torch.Tensor,
     index: torch.Tensor,

@@ -108,11 +108,22 @@ class Split:
             return stats
         known = stats._replace(peak=None)._asdict().items()
         names = [name for name, value in known if value is not None]
-        own = torch.stack([getattr(stats, name) for name in names])
-        all_ranks = own.new_empty((self.size * len(names), own.shape[1]))
-        InFlight(all_ranks, _start("all_gather", all_ranks, own, group=self.group)).wait()
-        pieces = all_ranks.view(self.size, *own.shape)
+        pieces = self.every(torch.stack([getattr(stats, name) for name in names]))
         return merge([Stats(**dict(zip(names, piece, strict=True))) for piece in pieces])
+
+    def total(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum over the vocabulary of all ranks, in place."""
+        if self.size > 1:
+            InFlight(partial, _start("all_reduce", partial, group=self.group)).wait()
+        return partial
+
+    def every(self, own: torch.Tensor) -> torch.Tensor:
+        """[size, ...]: what every rank has."""
+        if self.size == 1:
+            return own[None]
+        found = own.new_empty((self.size * len(own), *own.shape[1:]))
+        InFlight(found, _start("all_gather", found, own.contiguous(), group=self.group)).wait()
+        return found.view(self.size, *own.shape)
 
     def everywhere(self, flag: torch.Tensor) -> Answer:
         """Start to ask whether this 0-d flag is true on every rank."""
@@ -134,10 +145,7 @@ class Split:
     def _gather_headers(self, header: torch.Tensor) -> list[torch.Tensor]:
         if self.size == 1:
             return [header]
-        own = header.to(self._device)
-        gathered = own.new_empty(self.size * len(own))
-        InFlight(gathered, _start("all_gather", gathered, own, group=self.group)).wait()
-        return list(gathered.cpu().view(self.size, -1))
+        return list(self.every(header.to(self._device)).cpu())
 
 
 def _start(kind: str, *tensors: torch.Tensor, **options: object) -> dist.Work:

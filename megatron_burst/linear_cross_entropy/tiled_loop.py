@@ -171,8 +171,8 @@ def losses(
     """
     loss, lse = (weights.new_empty(weights.shape, dtype=head.dtype) for _ in range(2))
     argmax = torch.empty_like(tokens.labels) if head.argmax else None
-    gradients = _Gradients(head, tokens, dh, dw)
-    for tile, h, z in _tiles(head, tokens):
+    gradients = GradientSum(head, tokens, dh, dw)
+    for tile, h, z in tiles(head, tokens):
         labels = tokens.labels[:, tile].reshape(-1)
         own = row_stats(
             z, labels, head.columns, head.formula, head.dtype, head.argmax, gradients.wanted
@@ -198,8 +198,8 @@ def gradients(
     dw: torch.Tensor | None,
 ) -> None:
     """The gradients of sum(weights * loss) from what `losses` returned as lse."""
-    found = _Gradients(head, tokens, dh, dw)
-    for tile, h, z in _tiles(head, tokens):
+    found = GradientSum(head, tokens, dh, dw)
+    for tile, h, z in tiles(head, tokens):
         labels, rows_lse, rows_weights = (
             x[:, tile].reshape(-1) for x in (tokens.labels, lse, weights)
         )
@@ -207,17 +207,17 @@ def gradients(
     found.finish()
 
 
-def _tiles(head: Head, tokens: Tokens) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+def tiles(head: Head, tokens: Tokens) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """(rows of the slice, hidden of the tile, its logits); the latter two in the logits' dtype."""
     hidden, weight, _ = tokens
     dtype = logits_dtype(hidden)
     starts = range(0, len(hidden), head.tile_rows)
-    tiles = [slice(start, min(start + head.tile_rows, len(hidden))) for start in starts]
-    if not tiles:
+    slices = [slice(start, min(start + head.tile_rows, len(hidden))) for start in starts]
+    if not slices:
         return
     buffer = hidden.new_empty((head.split.parts * head.tile_rows, len(weight)), dtype=dtype)
-    arriving = head.split.gather(hidden[tiles[0]])
-    for tile, following in zip(tiles, [*tiles[1:], None], strict=True):
+    arriving = head.split.gather(hidden[slices[0]])
+    for tile, following in zip(slices, [*slices[1:], None], strict=True):
         h = arriving.wait()
         if following is not None:
             arriving = head.split.gather(hidden[following])
@@ -227,7 +227,7 @@ def _tiles(head: Head, tokens: Tokens) -> Iterator[tuple[slice, torch.Tensor, to
         yield tile, h, z
 
 
-class _Gradients:
+class GradientSum:
     """Adds up what the tiles contribute; one input gradient may be on its way at a time."""
 
     def __init__(
@@ -250,6 +250,10 @@ class _Gradients:
         if not self.wanted:
             return
         softmax_gradient_(z, labels, lse, weights, self.head.columns, self.head.formula, peak)
+        self.put(tile, h, z)
+
+    def put(self, tile: slice, h: torch.Tensor, z: torch.Tensor) -> None:
+        """Take in a tile of which z is the gradient of the logits."""
         if self.dh is not None:
             self.finish()
             whole = self.head.split.size == 1 and self.dh.dtype == z.dtype

@@ -81,7 +81,7 @@ def linear_cross_entropy(
     assert not isinstance(found, ValueError)
     (hidden, weight, labels, loss_mask, sink), options, _ = found
 
-    head = _head(hidden, weight, split, options)
+    head = head_of(hidden, weight, split, options)
     tokens = tiled_loop.Tokens(
         hidden.reshape(-1, hidden.shape[-1]).contiguous(),
         weight.contiguous(),
@@ -99,7 +99,7 @@ def linear_cross_entropy(
     return loss if argmax is None else (loss, argmax.view(labels.shape))
 
 
-def _head(
+def head_of(
     hidden: torch.Tensor, weight: torch.Tensor, split: Split, options: LossOptions
 ) -> tiled_loop.Head:
     count = options.vocab_size or len(weight) * split.size

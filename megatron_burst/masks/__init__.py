@@ -1,11 +1,12 @@
 """Attention masks: which (query position, key position) pairs attend.
 
 A mask describes positions of the global sequence, so one mask serves every layout and every number
-of ranks. Masks combine with `&` and `|`. `base` defines the interface, `positions` and `tables`
-hold the masks, `tiling` cuts a pair of shards into tiles that kernels can compute, `seen` says
-which rows have to travel.
+of ranks. Masks combine with `&` and `|`. `base` defines the interface, `positions`, `tables` and
+`tree` hold the masks, `tiling` cuts a pair of shards into tiles that kernels can compute, `seen`
+says which rows have to travel.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .base import Band, Cover, Mask, shards_visible
@@ -13,6 +14,7 @@ from .positions import Causal, Dilated, Full, Prefix, Window
 
 if TYPE_CHECKING:
     from .tables import BlockSparse, Dense, Documents
+    from .tree import Tree
 
 __all__ = [
     "Band",
@@ -25,16 +27,18 @@ __all__ = [
     "Full",
     "Mask",
     "Prefix",
+    "Tree",
     "Window",
     "shards_visible",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """The masks of `tables`, which are imported when they are first asked for."""
-    if name not in ("BlockSparse", "Dense", "Documents"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import tables
+# Masks that a plain call does not need; imported when they are first asked for.
+_LATE = {"BlockSparse": "tables", "Dense": "tables", "Documents": "tables", "Tree": "tree"}
 
-    globals()[name] = found = getattr(tables, name)
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found = getattr(import_module(f".{_LATE[name]}", __name__), name)
     return found

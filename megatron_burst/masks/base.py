@@ -150,7 +150,15 @@ class Mask:
     def check(self, seq_len: int) -> None:
         """Raise ValueError unless the mask describes sequences of `seq_len` positions."""
 
+    def narrowed(self, other: Mask) -> Mask | None:
+        """What both masks let through, where this mask means something else by the distances of
+        `other` than positions (`Tree`: windows count along its paths); mostly None."""
+        return None
+
     def __and__(self, other: Mask) -> Mask:
+        for mask, more in ((self, other), (other, self)):
+            if isinstance(mask, Mask) and (found := mask.narrowed(more)) is not None:
+                return found
         return _And(self, other)
 
     def __or__(self, other: Mask) -> Mask:
@@ -249,6 +257,12 @@ class _And(_Combined):
     def windowed(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.a.windowed and self.b.windowed
 
+    def narrowed(self, other: Mask) -> Mask | None:
+        a, b = self.a.narrowed(other), self.b.narrowed(other)
+        if a is None and b is None:
+            return None
+        return _And(self.a if a is None else a, self.b if b is None else b)
+
     def bands(self, q_spans: Spans, k_spans: Spans) -> Bands:
         a, b = self.a.bands(q_spans, k_spans), self.b.bands(q_spans, k_spans)
         return Bands(np.minimum(a.left, b.left), np.minimum(a.right, b.right), a.known & b.known)
@@ -261,6 +275,11 @@ class _Or(_Combined):
     """What either mask lets through."""
 
     symbol, inner, outer = "|", np.maximum, np.minimum
+
+    def narrowed(self, other: Mask) -> Mask | None:
+        if self.a.narrowed(other) is None and self.b.narrowed(other) is None:
+            return None
+        return (self.a & other) | (self.b & other)
 
     def bands(self, q_spans: Spans, k_spans: Spans) -> Bands:
         a, b = self.a.bands(q_spans, k_spans), self.b.bands(q_spans, k_spans)

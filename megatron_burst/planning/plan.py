@@ -73,8 +73,7 @@ class Plan:
     choice: Choice | None = None
 
     def matches(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-        """Whether q, k, v have the shapes, dtypes and device that the plan was made for, and need
-        only gradients that it was made for."""
+        """Whether it was made for such shapes, dtypes, device and gradients of q, k, v."""
         graph = torch.is_grad_enabled()
         for t, made_for, planned in zip(
             (q, k, v), self.signature, self.job.needs_grad, strict=True
@@ -91,8 +90,7 @@ class Plan:
     ) -> None:
         """Raise ValueError unless the plan was made for a call with these tensors.
 
-        q, k, v, sink, max_logits: as `attention` takes them.
-        """
+        q, k, v, sink, max_logits: as `attention` takes them."""
         if not all(isinstance(t, torch.Tensor) for t in (q, k, v)):
             check_shapes(q, k, v)
         if not self.matches(q, k, v):

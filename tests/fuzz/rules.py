@@ -8,13 +8,14 @@ from itertools import pairwise
 
 import numpy as np
 import oracle
+import random_trees
 
 import megatron_burst as mb
 from megatron_burst import masks
 
-KINDS = ("full", "causal", "window", "dilated", "documents", "blocks", "prefix", "dense")
+KINDS = ("full", "causal", "window", "dilated", "documents", "blocks", "prefix", "dense", "tree")
 KINDS_OF_LAYOUTS = (
-    "zigzag", "zigzag", "striped", "contiguous", "blocks", "documents", "balanced",
+    "zigzag", "zigzag", "striped", "contiguous", "blocks", "documents", "balanced", "tree",
 )  # fmt: skip
 
 
@@ -24,6 +25,8 @@ def mask(rng: random.Random, length: int, depth: int = 0):
     if kind in ("and", "or"):
         (a, seen_a, kinds_a), (b, seen_b, kinds_b) = (mask(rng, length, depth + 1) for _ in "ab")
         kinds = kinds_a | kinds_b | {kind}
+        if kinds >= {"tree", "window"}:  # together they mean distances along paths: see `_tree`
+            return (a, seen_a, kinds_a) if "tree" in kinds_a else (b, seen_b, kinds_b)
         return (a & b, seen_a & seen_b, kinds) if kind == "and" else (a | b, seen_a | seen_b, kinds)
     q, k = np.arange(length)[:, None], np.arange(length)[None, :]
     made, seen = _one(rng, kind, length, q, k)
@@ -53,6 +56,17 @@ def _one(rng, kind, length, q, k):
         padding = rng.sample(range(len(bounds) - 1), rng.choice([0, 0, 1]))
         real = ~np.isin(number - 1, padding)
         return masks.Documents(bounds, padding), (number[:, None] == number) & real[:, None]
+    if kind == "tree":
+        out, seen, apart = random_trees.draw(rng, length)
+        window = rng.choice([None, None, rng.randint(0, length)])
+        if window is None:
+            return masks.Tree(out), seen
+        made = (
+            masks.Tree(out, window),
+            masks.Tree(out) & masks.Window(window, rng.choice([0, None, 2])),
+            masks.Window(window, None) & masks.Tree(out),
+        )
+        return rng.choice(made), seen & (apart <= window)
     if kind == "prefix":
         n = rng.randint(0, length)
         return masks.Prefix(n), k < n + 0 * q
@@ -80,8 +94,8 @@ def layout(rng: random.Random, size: int, rows: int):
     """(layout as `prepare` takes it, [positions of each rank], its name). `rows` per rank, even."""
     length = size * rows
     kind = rng.choice(KINDS_OF_LAYOUTS)
-    if kind == "balanced":
-        return *_balanced(rng, size, length), kind
+    if kind in ("balanced", "tree"):
+        return *_balanced(rng, size, length, kind == "tree"), kind
     if kind == "blocks":
         block = size * rng.choice([n for n in range(1, rows + 1) if rows % n == 0])
         made = mb.layout.make("block_striped", cp_size=size, block=block)
@@ -101,16 +115,18 @@ def layout(rng: random.Random, size: int, rows: int):
     return mb.layout.make(kind, cp_size=size) if as_object else kind, shards, kind
 
 
-def _balanced(rng, size, length):
-    """Of documents that need not be those of the mask; where they lie only the solver knows."""
+def _balanced(rng, size, length, of_tree):
+    """Of documents, or a tree, that need not be those of the mask; where they lie only the solver
+    knows."""
     bounds = [0, *sorted(rng.randint(0, length) for _ in range(rng.randint(0, 5))), length]
     windows = rng.choice([((None, 0),), ((None, None),), ((None, 0), (3, 1))])
     padding = rng.sample(range(len(bounds) - 1), rng.choice([0, 0, 1]))
+    work: dict = {"cu_seqlens": bounds, "windows": windows, "padding": padding}
+    if of_tree:
+        windows = rng.choice([((None, 0),), ((None, 0), (3, 0))])
+        work = {"tree": masks.Tree(random_trees.draw(rng, length)[0]), "windows": windows}
     per_node = rng.choice([None, *[n for n in range(1, size + 1) if size % n == 0]])
-    made = mb.layout.make(
-        "balanced", cp_size=size, cu_seqlens=bounds, per_node=per_node, windows=windows,
-        padding=padding,
-    )  # fmt: skip
+    made = mb.layout.make("balanced", cp_size=size, per_node=per_node, **work)
     shards = [made.positions(rank, length).tolist() for rank in range(size)]
     assert sorted(position for shard in shards for position in shard) == [*range(length)]
     return made, shards

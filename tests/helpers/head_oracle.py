@@ -65,3 +65,27 @@ def best(hidden, weight, labels, options):
     """Most likely vocabulary row of each token."""
     count = options.vocab_size or len(weight)
     return loss(hidden, weight, labels, options)[3][:, :count].max(dim=1).indices
+
+
+def logprobs(hidden, weight, rows, labels, upstream, options, temperature):
+    """(log-probabilities [E], entropies [E], dhidden, dweight) of labels [E] at rows [E] of hidden
+    [n, d]; the gradients are those of sum(upstream[0] * logprobs + upstream[1] * entropies)."""
+    count = options.vocab_size or len(weight)
+    _, _, _, logits, slope = loss(
+        hidden, weight, torch.zeros(len(hidden), dtype=torch.int64), options
+    )
+    x = logits[:, :count] / temperature
+    p = torch.exp(x - x.max(dim=1).values[:, None])
+    p = p / p.sum(dim=1, keepdim=True)
+    found, entropies = torch.zeros(2, len(labels), dtype=torch.float64)
+    dlogits = torch.zeros_like(logits)
+    for e, (row, label) in enumerate(zip(rows.tolist(), labels.tolist(), strict=True)):
+        if label == options.ignore_index:
+            continue
+        log_p = torch.log(p[row])
+        found[e], entropies[e] = log_p[label], -(p[row] * log_p).sum()
+        dlogits[row, :count] -= upstream[0][e] * p[row]
+        dlogits[row, label] += upstream[0][e]
+        dlogits[row, :count] -= upstream[1][e] * p[row] * (log_p + entropies[e])
+    dlogits = dlogits * slope * options.logit_scale / temperature
+    return found, entropies, dlogits @ weight.double(), dlogits.T @ hidden.double()

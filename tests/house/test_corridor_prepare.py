@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-FILES, LINES = 58, 9_650
+FILES, LINES = 58, 9_700
 FUNCTIONS, PREPARE_FILES = 247, 37
 
 COUNTED = """

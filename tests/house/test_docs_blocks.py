@@ -50,6 +50,17 @@ import megatron_burst as mb
 hidden, weight = (torch.randn(n, 3, requires_grad=True) for n in (4, 5))
 labels, mask = torch.arange(4), torch.tensor([1.0, 0.0, 1.0, 1.0])
 """
+TREE = """
+import torch
+import torch.distributed as dist
+import megatron_burst as mb
+torch.manual_seed(0)
+groups = mb.Groups.flat(dist.group.WORLD)
+tree = mb.trees.pack([[11, 12, 13, 14, 21, 22], [11, 12, 13, 14, 31], [11, 12, 41]], multiple=4)
+table, lm_head = torch.randn(3, 50, 4), torch.randn(50, 4, requires_grad=True)
+def project(tokens, positions):
+    return [x[tokens][:, None, None].requires_grad_() for x in table]
+"""
 CONFIG = """
 from megatron.core.transformer import TransformerConfig
 transformer_config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1,
@@ -85,6 +96,15 @@ READERS = {
     "docs/megatron-lm.md-0": Reader("", "megatron_burst.megatron.installed_layout() is None"),
     "docs/megatron-lm.md-1": Reader(
         "", "prefix_lm(None, None).visible(0, 1023) and not prefix_lm(None, None).visible(0, 1024)"
+    ),
+    "docs/trees.md-0": Reader(
+        "",
+        "tree.tokens.tolist() == [11, 12, 13, 14, 21, 22, 23, 24, 31, 41, 0, 0] and "
+        "tree.positions.tolist()[:10] == [0, 1, 2, 3, 4, 5, 5, 6, 4, 2] and "
+        "tree.describe().startswith('4 trajectories of 21 tokens as 10 rows')",
+    ),
+    "docs/trees.md-1": Reader(
+        TREE, "loss.backward() is None and (len(local) == 0 or lm_head.grad.any())", ranks=4
     ),
     "docs/own-script.md-2": Reader("", "torch.allclose(out[:, 0].transpose(0, 1), expected)"),
     "docs/own-script.md-3": Reader(CONFIG, "transformer_config.burst.layout == 'zigzag'"),

@@ -1,0 +1,245 @@
+"""Mask `Tree`: prefix trees of trajectories, in depth-first order.
+
+Rows of a subtree are one interval, so one bound per key says who sees it: query q sees key k when
+k <= q < out[k] (as in flash attention's column bounds). Runs of rows with one bound are segments
+of the tree; between two breaks the mask is a causal band or nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from ..layout import Spans
+from .base import FAR, PARTIAL, Bands, Mask, VectorMask, Viewers, cover_where
+from .positions import Window
+
+
+class Tree(VectorMask):
+    """A row sees itself and its ancestors: row q sees row k when k <= q < out[k].
+
+    out: integers [S]; out[k] is the first row after the subtree of row k, with rows in depth-first
+    order (`mb.trees.pack` makes them). A row with out[k] <= k is padding: it sees nothing, and no
+    row sees it. Several trees may follow one another; with the end of its document for every row,
+    the mask is `Documents(cu_seqlens) & Causal()`. window: a row sees itself and its nearest
+    `window` ancestors only; distances count along the path from the root, not in rows. `Tree(out) &
+    Window(w, 0)` means the same. ValueError for bounds that are not those of a tree.
+    """
+
+    def __init__(self, out: Sequence[int] | np.ndarray, window: int | None = None):
+        self.out = _bounds(out)
+        self.window = None if window is None else Window(window, 0).left
+        first = np.flatnonzero(np.diff(self.out, prepend=-1))
+        self.bounds = np.append(first, len(self.out))
+        self._outs = self.out[first]
+        _check_nested(first.tolist(), self._outs.tolist())
+        self._padding_before = np.concatenate([[0], np.cumsum(self.out == 0)])
+
+    @property
+    def flash_compatible(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.window is None
+
+    @property
+    def windowed(self) -> bool:
+        return True
+
+    @property
+    def cacheable(self) -> bool:
+        return False  # every batch has other trees
+
+    @cached_property
+    def depths(self) -> np.ndarray:
+        """int64 [S]: how many ancestors each row has, its position on the path from the root."""
+        rows, size = np.flatnonzero(self.out), len(self.out) + 1
+        begun = np.bincount(rows + 1, minlength=size)
+        return np.cumsum(begun - np.bincount(self.out[rows], minlength=size))[:-1]
+
+    @property
+    def bases(self) -> np.ndarray:
+        """int64 [segments]: the depth of the first row of each segment."""
+        return self.depths[self.bounds[:-1]]
+
+    @property
+    def padding(self) -> np.ndarray:
+        """The indices of segments that are padding."""
+        return np.flatnonzero(self._outs == 0)
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs (query, key) are visible."""
+        ancestors = self.depths[self.out > 0]
+        if self.window is not None:
+            ancestors = np.minimum(ancestors, self.window)
+        return int(ancestors.sum()) + len(ancestors)
+
+    def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
+        seen = np.less_equal(k, q) & np.less(q, self.out[k]) & (self.out[q] > 0)
+        return seen if self.window is None else seen & (self._apart(q, k) <= self.window)
+
+    def _apart(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
+        return self.depths[q] - self.depths[k]
+
+    def covers(self, q_spans: Spans, k_spans: Spans) -> np.ndarray:
+        keys, queries = self._segments(k_spans), self._segments(q_spans)
+        padding = self._padding(q_spans.start, q_spans.last)
+        empty = np.greater(k_spans.start, q_spans.last)
+        empty = empty | np.greater_equal(q_spans.start, self._latest.of(*keys))
+        empty = empty | (padding == np.subtract(q_spans.last, q_spans.start) + 1)
+        full = np.less_equal(k_spans.last, q_spans.start) & (padding == 0)
+        full = full & np.less(q_spans.last, self._earliest.of(*keys))
+        if self.window is not None:
+            (q_low, q_high), (k_low, k_high) = (
+                self._depths_within(spans, *segments)
+                for spans, segments in ((q_spans, queries), (k_spans, keys))
+            )
+            empty = empty | (q_low - k_high > self.window)
+            full = full & (q_high - k_low <= self.window)
+        return cover_where(empty, full)
+
+    def bands(self, q_spans: Spans, k_spans: Spans) -> Bands:
+        covers, keys = self.covers(q_spans, k_spans), self._segments(k_spans)
+        known = np.equal(q_spans.stride, k_spans.stride)
+        known = known & np.less(q_spans.last, self._earliest.of(*keys))  # below all these keys
+        known = known & (self._padding(q_spans.start, q_spans.last) == 0)
+        left = np.full(covers.shape, FAR)
+        if self.window is not None:  # along the path rows are equally far apart within a segment
+            queries = self._segments(q_spans)
+            known = known & (queries[0] == queries[1]) & (keys[0] == keys[1])
+            apart = self._apart(q_spans.start, k_spans.start)
+            left = (self.window - apart) // np.asarray(q_spans.stride)
+        right = np.subtract(q_spans.start, k_spans.start) // np.asarray(q_spans.stride)
+        known = known & (covers == PARTIAL)
+        others = super().bands(q_spans, k_spans)
+        return Bands(
+            np.where(known, left, others.left),
+            np.where(known, right, others.right),
+            known | others.known,
+        )
+
+    def viewers(self, k_spans: Spans) -> Viewers:
+        keys = self._segments(k_spans)
+        end = self._latest.of(*keys)
+        far, seen = np.full(np.shape(end), FAR), end > 0
+        last = np.where(seen, end - 1, k_spans.start)
+        exact = seen & (end == self._earliest.of(*keys)) & (self.window is None)
+        exact = exact & (self._padding(k_spans.start, last) == 0)
+        first = np.where(seen, k_spans.start, FAR)
+        return Viewers(first, np.where(seen, last, -FAR), far, np.zeros_like(far), exact)
+
+    @property
+    def breaks(self) -> np.ndarray:
+        return self.bounds
+
+    def narrowed(self, other: Mask) -> Mask | None:
+        if not isinstance(other, Window):
+            return None
+        if other.left is None:
+            return self  # no row sees what comes after it
+        return Tree(self.out, other.left if self.window is None else min(self.window, other.left))
+
+    def check(self, seq_len: int) -> None:
+        if len(self.out) != seq_len:
+            raise ValueError(
+                f"out: the tree has {len(self.out)} rows, the sequence has {seq_len} positions"
+            )
+
+    def _segments(self, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
+        """The indices of the segments of the first and the last position of spans."""
+        first, last = (
+            np.searchsorted(self.bounds, row, side="right") - 1 for row in (spans.start, spans.last)
+        )
+        return first, last
+
+    def _padding(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """How many of the rows from `first` to `last` are padding."""
+        before = self._padding_before
+        return before[np.add(last, 1)] - before[first]
+
+    def _depths_within(
+        self, spans: Spans, first: np.ndarray, last: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The least and the greatest depth of spans that lie in segments `first` to `last`."""
+        low, high = self.depths[spans.start], self.depths[spans.last]
+        more = first < last  # the segments after the first begin, those before the last end
+        after, before = np.where(more, first + 1, first), np.where(more, last - 1, last)
+        low = np.where(more, np.minimum(low, self._highest.of(after, last)), low)
+        return low, np.where(more, np.maximum(high, self._deepest.of(first, before)), high)
+
+    @cached_property
+    def _earliest(self) -> _Extremes:
+        return _Extremes(self._outs, np.minimum)
+
+    @cached_property
+    def _latest(self) -> _Extremes:
+        return _Extremes(self._outs, np.maximum)
+
+    @cached_property
+    def _highest(self) -> _Extremes:
+        return _Extremes(self.bases, np.minimum)
+
+    @cached_property
+    def _deepest(self) -> _Extremes:
+        return _Extremes(self.depths[self.bounds[1:] - 1], np.maximum)
+
+    @cached_property
+    def _digest(self) -> str:
+        return hashlib.blake2b(self.out.tobytes(), digest_size=8).hexdigest()
+
+    def __repr__(self) -> str:
+        window = "" if self.window is None else f", window={self.window}"
+        return f"Tree(<{len(self.out)} rows, {len(self._outs)} segments, {self._digest}>{window})"
+
+
+class _Extremes:
+    """The least or the greatest of values[first..last] for many ranges at once: a sparse table, in
+    which row j holds the extremes of 2^j values."""
+
+    def __init__(self, values: np.ndarray, pick: np.ufunc):
+        self.pick, rows = pick, [values]
+        while 2 ** len(rows) <= len(values):
+            last, width = rows[-1], 2 ** (len(rows) - 1)
+            rows.append(np.append(pick(last[:-width], last[width:]), last[-width:]))
+        self.table = np.array(rows)
+
+    def of(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        level = np.frexp(np.subtract(last, first) + 1)[1] - 1
+        return self.pick(self.table[level, first], self.table[level, last + 1 - 2**level])
+
+
+def _bounds(out: Sequence[int] | np.ndarray) -> np.ndarray:
+    """A copy of `out` as int64 [S], 0 for padding; ValueError for what holds no bounds of rows."""
+    try:
+        given = np.asarray(out)
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged, elsewhere, or with a gradient
+        raise ValueError(f"out must hold integers on the host, got {out}") from error
+    if given.dtype.kind not in "iu" or given.ndim != 1 or not given.size:
+        raise ValueError(
+            f"out must hold one integer per row, got {given.dtype} of shape {given.shape}"
+        )
+    bounds = given.astype(np.int64)
+    if bounds.max() > len(bounds):
+        row = int(bounds.argmax())
+        raise ValueError(
+            f"out: the subtree of row {row} ends at {bounds[row]}, the tree has {len(bounds)} rows"
+        )
+    bounds[bounds <= np.arange(len(bounds))] = 0
+    bounds.flags.writeable = False  # plans are made from them
+    return bounds
+
+
+def _check_nested(first: list[int], outs: list[int]) -> None:
+    """Raise ValueError unless each subtree lies within that of its parent."""
+    open_subtrees: list[int] = []
+    for row, end in zip(first, outs, strict=True):
+        while open_subtrees and open_subtrees[-1] <= row:
+            open_subtrees.pop()
+        if open_subtrees and end > open_subtrees[-1]:
+            raise ValueError(
+                f"out: the subtree of row {row} ends at {end}, after that of an ancestor, which "
+                f"ends at {open_subtrees[-1]}; rows must be in depth-first order"
+            )
+        if end:
+            open_subtrees.append(end)
