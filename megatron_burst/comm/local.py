@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that share one process: each runs until it has to wait for another.
 
 For tests, and to check the numerics of a large grid on one device. Every rank is a greenlet with

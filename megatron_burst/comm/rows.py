@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of any rank to any rank, and their gradients home again.
 
 What moves where is a `Route`. Decides that what goes to one rank is one message, that a row whose

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Moving tensors between the ranks of a grid, and counting what moved.
 
 `Endpoint` is one rank's end of a transport: here that of torch.distributed, on a process group for

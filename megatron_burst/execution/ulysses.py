@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Head parallelism: an all-to-all that trades sequence rows for heads, around any ring.
 
 The ranks of a ulysses group hold different rows of the sequence and all heads; after `scatter`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state scan: a table of hops run on one rank, forward and backward, as an autograd function.
 
 A hop carries a state that was received, or that of an earlier piece carried on by known maps, of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megatron-burst doctor`: check the installation, this machine, and a Megatron command.
 
     megatron-burst doctor

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megatron-burst show`: draw masks, layouts, schedules and scans of states, as text or as PNG.
 
 This module holds the flags and the size limits. `scene`, `packs` and `scans` compute what is drawn;
