@@ -92,28 +92,28 @@ mutants: $(VENV)/.ready-test ## plant faults in the core and see that the tests 
 compatibility: $(VENV)/.ready-test ## which features work with which Megatron, into docs/compatibility.md (Python 3.12, half an hour)
 	@$(PY) tests/compatibility.py $(ARGS) < /dev/null
 
-bench-accuracy: $(VENV)/.ready-test ## error of 16-bit rings against float64, into docs/accuracy.md and .png
+bench-accuracy: $(VENV)/.ready-test ## error of 16-bit rings against float64
 	@$(PY) benchmarks/accuracy.py $(ARGS)
 
 bench-advise: $(VENV)/.ready-test ## published and measured tables beside what advise predicts, into docs/advise-accuracy.md; ARGS=--fit fits anew
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.advise $(ARGS)
 
-bench-checkpoint: $(VENV)/.ready-test ## memory and time by what the attention store keeps, into docs/performance.md
+bench-checkpoint: $(VENV)/.ready-test ## memory and time by what the attention store keeps
 	@$(PY) benchmarks/checkpoint.py $(ARGS)
 
-bench-csrc: csrc ## the compiled operators beside torch's, time on the CPU, into csrc/README.md
+bench-csrc: csrc ## the compiled operators beside torch's, time on the CPU
 	@$(PY) benchmarks/csrc.py $(ARGS)
 
 bench-linear: $(VENV)/.ready-test ## states of linear attention on the emulated cluster, beside all-to-all and gathers, into runs/linear; ARGS=--quick
 	@$(PY) -m benchmarks.linear $(ARGS)
 
-bench-lm-head: $(VENV)/.ready-examples ## the fused LM head beside others, time and memory, into docs/performance.md
+bench-lm-head: $(VENV)/.ready-examples ## the fused LM head beside others, time and memory
 	@OMP_NUM_THREADS=1 $(PY) benchmarks/lm_head.py $(ARGS)
 
-bench-loss: $(VENV)/.ready-examples ## losses at CP 1, 2, 4 and 8 in fp32 and bf16, into docs/accuracy.md
+bench-loss: $(VENV)/.ready-examples ## losses at CP 1, 2, 4 and 8 in fp32 and bf16
 	@$(PY) benchmarks/loss.py $(ARGS)
 
-bench-masks: $(VENV)/.ready-test ## pairs computed, bytes and time per mask, into docs/performance.md
+bench-masks: $(VENV)/.ready-test ## pairs computed and time per mask
 	@$(PY) benchmarks/masks.py $(ARGS)
 
 bench-offload: $(VENV)/.ready-test ## what moving to host memory costs a step: overlap, the fraction of `auto`, bytes
@@ -128,13 +128,13 @@ bench-packed: $(VENV)/.ready-test ## forecast of packed documents on 64 to 1,024
 gain: $(VENV)/.ready-test ## what is gained over Megatron's own context parallelism, simulated, into docs/gain.md and .png (a minute)
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.gain $(ARGS)
 
-bench-host: $(VENV)/.ready-test ## what attention costs the host, beside a plain ring loop, into docs/performance.md; ARGS=--only dense
+bench-host: $(VENV)/.ready-test ## what attention costs the host, beside a plain ring loop; ARGS=--only dense
 	@OMP_NUM_THREADS=1 $(PY) benchmarks/host.py $(ARGS)
 
-bench-prepare: $(VENV)/.ready-test ## what a plan costs, into docs/performance.md
+bench-prepare: $(VENV)/.ready-test ## what a plan costs
 	@$(PY) benchmarks/prepare.py $(ARGS)
 
-bench-gpu: $(VENV)/.ready-test ## tests and speed on one GPU, into docs/performance.md (says so where there is none)
+bench-gpu: $(VENV)/.ready-test ## tests and speed on one GPU, into runs/gpu (says so where there is none)
 	@PYTHON=$(PY) bash benchmarks/gpu.sh $(ARGS)
 
 bench-cluster: $(VENV)/.ready-test ## measure on an emulated cluster of shaped links, into runs/cluster; ARGS=--help, ARGS=--full; SUITES=all or "documents tiles": rivals side by side

@@ -13,16 +13,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
-import accuracy_plot
 import torch
 import torch.nn.functional as F
 from accuracy_emulated import emulated
-from report import DOCS, markdown, progress, provenance, write_section
+from report import markdown, progress, provenance
 
 import megatron_burst as mb
 
@@ -47,19 +44,12 @@ def main() -> int:
                     measure(args, dtype, ratio, seed, errors)
     text = f"{provenance()}\n\n{describe(args)}\n\n{tables(errors)}"
     print(text)
-    panels = [(args.dtypes[0], ratio) for ratio in heads]
-    if args.quick:
-        with TemporaryDirectory() as folder:
-            accuracy_plot.draw(Path(folder) / "accuracy.png", errors, panels)
-    else:
-        write_section(DOCS / "accuracy.md", "errors", text, OPENING)
-        accuracy_plot.draw(DOCS / "accuracy.png", errors, panels)
     return 0
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="seconds, small, no file is written")
+    parser.add_argument("--quick", action="store_true", help="seconds, small")
     parser.add_argument("--tokens", type=int, default=2048, help="of the whole sequence")
     parser.add_argument("--width", type=int, default=64, help="of a head")
     parser.add_argument("--heads", default="2:2,4:1", help="query:kv heads, comma separated")
@@ -165,18 +155,6 @@ def ring(
 
 # --- what is written -------------------------------------------------------------------------
 
-OPENING = """# Accuracy of distributed attention
-
-How far `mb.attention` is from float64, for 16-bit inputs, as the number of ranks grows. A ring
-of ranks adds partial results; in which precision it adds decides whether its error grows with
-their number. Ours adds in fp32, always, and can send gradients in 16 bits to halve their traffic
-(`grad_wire_dtype`): then each hop rounds the travelling sum once, which
-`tests/execution/test_accuracy.py` bounds at sqrt(hops) x 2^-9 of the gradient's root mean square
-for bf16.
-
-![Relative error over the number of ranks](accuracy.png)
-"""
-
 
 def describe(args: argparse.Namespace) -> str:
     return (
@@ -192,31 +170,7 @@ def describe(args: argparse.Namespace) -> str:
 
 def tables(errors: Errors) -> str:
     groups = dict.fromkeys((dtype, heads) for dtype, heads, _, _ in errors)
-    return "\n\n".join(
-        f"**{d}, {h} heads**\n\n{summary(errors, d, h)}\n\n{table(errors, d, h)}" for d, h in groups
-    )
-
-
-def summary(errors: Errors, dtype: str, heads: str) -> str:
-    """At the largest number of ranks: root mean squares over those of fp32 on the wire."""
-    ranks = max(ranks for *_, ranks in errors)
-
-    def rms(variant: str, tensor: str, ranks: int = ranks) -> float:
-        column = NAMES.index(tensor)
-        return statistics.median(seed[column] for seed in errors[dtype, heads, variant, ranks])
-
-    def over(variant: str, tensors: Sequence[str], ranks: int = ranks) -> str:
-        fine = {name: rms("fp32 wire, side kv", name) for name in tensors}
-        parts = (f"{name} {rms(variant, name, ranks) / fine[name]:.2f}" for name in tensors)
-        return ", ".join(parts)
-
-    travelling = [over(f"{dtype} wire, side query", ["dq"]),
-                  over(f"{dtype} wire, side kv", ["dk", "dv"])]  # fmt: skip
-    return (
-        f"At {ranks} ranks, root mean square over that of fp32 on the wire: {dtype} on the wire, "
-        f"for what then travels, {', '.join(travelling)}; the 16-bit ring "
-        f"{over(EMULATED, NAMES)}; torch on one device {over(STOCK, NAMES, 0)}."
-    )
+    return "\n\n".join(f"**{d}, {h} heads**\n\n{table(errors, d, h)}" for d, h in groups)
 
 
 def table(errors: Errors, dtype: str, heads: str) -> str:

@@ -1,14 +1,13 @@
 """What the attention store costs and saves: peak memory and time of a step, by fraction kept.
 
-    python benchmarks/checkpoint.py          # 2 ranks, 4K to 16K tokens, into docs/performance.md
+    python benchmarks/checkpoint.py          # 2 ranks, 4K to 16K tokens
 
 A stack of pre-norm attention and MLP layers, its sequence striped over gloo ranks. Every cell is
 measured in processes of its own: the highest resident set over the ranks, less what it was before
 the first step, and the median of a step's wall time and, because other programs may share the
 machine, of its processor time on the slowest rank, of which the ratios are. "none" saves every
 activation, "full" recomputes everything, a number is the fraction of attention results in the
-store. Decides what is compared; the layers are the benchmark's own, the checkpoint is
-`mb.checkpoint`.
+store. Decides what is compared; the layers are those of `store_layers`.
 """
 
 from __future__ import annotations
@@ -18,21 +17,15 @@ import resource
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
 import report
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from torch import nn
+from store_layers import MODES, Layer, step
 
 import megatron_burst as mb
-
-MODES = ("none", "full", "0.25", "0.5", "1.0")
-# BurstEngine, table 2: (kept, tokens per second and GPU, peak GB per GPU).
-PUBLISHED = (("full", 94.81, 41.45), ("0.5", 108.82, 45.93), ("1.0", 117.83, 53.91))
 
 
 class Found(NamedTuple):
@@ -42,36 +35,6 @@ class Found(NamedTuple):
     wall: float
     processor: float
     stored: int
-
-
-class Layer(nn.Module):
-    """Attention and an MLP four times as wide, each behind a norm and with a residual."""
-
-    def __init__(self, width: int, heads: int, plan: mb.Plan):
-        super().__init__()
-        self.plan, self.heads = plan, heads
-        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width, bias=False),
-            nn.GELU(),
-            nn.Linear(4 * width, width, bias=False),
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[s, 1, width] -> the same"""
-        q, k, v = self.qkv(self.norms[0](x)).unflatten(2, (3 * self.heads, -1)).chunk(3, dim=2)
-        x = x + self.out(mb.attention(q, k, v, plan=self.plan).flatten(2))
-        return x + self.mlp(self.norms[1](x))
-
-
-def step(layers: list[Layer], x: torch.Tensor, mode: str) -> None:
-    """Forward and backward of all layers."""
-    for layer in layers:
-        keep = 0.0 if mode == "full" else None if mode == "none" else float(mode)
-        x = layer(x) if keep is None else mb.checkpoint(layer, x, keep=keep)
-    x.square().mean().backward()
 
 
 def on_rank(cell: dict[str, Any]) -> tuple[float, ...]:
@@ -85,7 +48,7 @@ def on_rank(cell: dict[str, Any]) -> tuple[float, ...]:
         q, q, q, groups=mb.Groups.flat(dist.GroupMember.WORLD), layout="striped",
         needs_grad=(True,) * 3, store=float(mode) if mode[0].isdigit() else None,
     )  # fmt: skip
-    layers = [Layer(width, heads, plan) for _ in range(cell["layers"])]
+    layers = [Layer((heads, heads), width // heads, plan) for _ in range(cell["layers"])]
     x = torch.randn(rows, 1, width, requires_grad=True)
     mb.checkpoint(torch.sin, x[:1], keep=0.0).sum().backward()  # what torch imports for it
     before, wall, processor = _peak(), [], []
@@ -129,34 +92,6 @@ def table(cells: dict[tuple[int, str], Found], args: argparse.Namespace) -> str:
     return report.markdown(heads, rows)
 
 
-def draw(cells: dict[tuple[int, str], Found], path: Path, args: Any) -> None:
-    """Memory against time: what is lower and further left is better."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2))
-    for tokens in args.tokens:
-        full = cells[tokens, "full"]
-        points = [
-            (cells[tokens, mode].processor / full.processor, cells[tokens, mode].extra / full.extra)
-            for mode in args.modes
-        ]
-        left.plot(*zip(*sorted(points), strict=True), ".-", lw=0.6, label=report.human(tokens))
-        for mode, point in zip(args.modes, points, strict=True):
-            left.annotate(mode, point, fontsize=8)
-    left.set(xlabel="processor time of a step / that of full recompute",
-             ylabel="extra peak / that of full recompute",
-             title=f"Measured, {args.ranks} CPU ranks")  # fmt: skip
-    left.legend(title="tokens")
-    for kept, speed, memory in PUBLISHED:
-        right.plot(1e3 / speed, memory, "k.")
-        right.annotate(kept, (1e3 / speed, memory), fontsize=8)
-    right.set(xlabel="ms per token and GPU", ylabel="peak per GPU, GB",
-              title="BurstEngine's table 2: 14B, 1M tokens, 32 x A800")  # fmt: skip
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384])
@@ -166,7 +101,6 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=report.DOCS)
     args = parser.parse_args()
     if "full" not in args.modes:
         raise ValueError(f"--modes {args.modes}: the others are compared with full; add it")
@@ -178,13 +112,10 @@ def main() -> int:
             begin(f"{report.human(tokens)} tokens, {mode}")
             cell = common | {"tokens": tokens, "mode": mode, "repeats": args.repeats}
             cells[tokens, mode] = measure(cell)
-    draw(cells, args.output / "checkpoint.png", args)
-    report.write_section(
-        args.output / "performance.md",
-        "checkpoint",
+    print(
         f"{args.layers} layers of width {args.width} with {args.heads} heads, striped over "
         f"{args.ranks} CPU ranks, fp32, causal.\n\n{table(cells, args)}\n\n"
-        f"![Memory against time](checkpoint.png)\n\nMeasured with {report.provenance()}",
+        f"Measured with {report.provenance()}"
     )
     return 0
 

@@ -1,8 +1,7 @@
 """The operators of `csrc/` beside the torch code that does their work without them, on the CPU.
 
 In pairs, one after the other, so that a machine that is busy for a while slows both; medians of
-the times, and of the ratios within a pair. Needs the library: `python setup.py build_csrc`. The
-table goes into csrc/README.md.
+the times, and of the ratios within a pair. Needs the library: `python setup.py build_csrc`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-from report import DOCS, markdown, milliseconds, progress, provenance, ratio, write_section
+from report import markdown, milliseconds, progress, provenance, ratio
 
 from megatron_burst.kernels import native
 from megatron_burst.kernels.aten import stand_in
@@ -40,7 +39,7 @@ class Case(NamedTuple):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="seconds, small, no file is written")
+    parser.add_argument("--quick", action="store_true", help="seconds, small")
     parser.add_argument("--repeats", type=int, default=41)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -56,10 +55,7 @@ def main() -> int:
             cells = milliseconds(times["torch"]), milliseconds(times["csrc"])
             rows.append([case.work, case.what, *cells, ratio(times, "torch", "csrc")])
     columns = ["work", "on", "torch, ms", "csrc, ms", "torch / csrc"]
-    text = "\n\n".join(["Measured with " + provenance(), markdown(columns, rows)])
-    print(text)
-    if not args.quick:
-        write_section(DOCS.parent / "csrc" / "README.md", "csrc", text)
+    print(f"Measured with {provenance()}\n\n{markdown(columns, rows)}")
     return 0
 
 

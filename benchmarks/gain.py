@@ -1,6 +1,7 @@
 """What is gained over Megatron's own context parallelism: six workloads, simulated.
 
     make gain                        # the table and the chart of docs/gain.md, a minute
+    make gain ARGS="--emulated runs/cluster/compared.json"    # what the emulated cluster measured
 
 Every kind of `--cp-comm-type` runs with the parallel sizes with which it is fastest and fits
 (`tools.advise.rivals`), ours with those of `megatron-burst advise`. Attention is compared at equal
@@ -11,14 +12,18 @@ reason; a loss whose reason nobody wrote down is an error.
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import megatron_burst as mb
-from benchmarks.report import DOCS, markdown, write_section
+from benchmarks.cluster import table as tables
+from benchmarks.report import DOCS, markdown, spread, write_section
 from megatron_burst.tools.advise import rivals
 from megatron_burst.tools.advise.advice import Advice
 from megatron_burst.tools.advise.forecast.attention_time import attention_time
@@ -284,11 +289,83 @@ def draw(found: Sequence[Row], path: Path) -> None:
         plt.close(figure)
 
 
+# --- the emulated cluster ------------------------------------------------------------------------
+
+STANDS_FOR = {  # grid and mask of a cell, without its seed
+    ("1x8", "causal"): "dense, 8 ranks of a node",
+    ("2x4", "causal"): "dense, 2 nodes of 4",
+    ("2x4", "documents 500"): "packed, median 500, 2 nodes of 4",
+    ("2x4", "documents 1K"): "packed, long tail, 2 nodes of 4",
+}
+MEASURED = ("on the emulated cluster", "", "without compute", "over ours", "with compute",
+            "over ours", "MiB between nodes", "within")  # fmt: skip
+
+
+def measured(records: Sequence[dict[str, Any]]) -> str:
+    """Records of the suites `megatron` and `megatron_documents` as a table.
+
+    Seconds of a forward and a backward, and the bytes that a rank sends in a run without compute.
+    Of several batches of documents, medians over them.
+    """
+    cells: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
+    for record in records:
+        cell = record["cell"]
+        key = f"{cell['nodes']}x{cell['per_node']}", cell["mask"].partition(" seed")[0]
+        cells.setdefault(key, {}).setdefault(cell["regime"], []).append(record)
+    lines = []
+    for key, regimes in cells.items():
+        for name in [rival["name"] for rival in regimes["communication"][0]["rivals"]]:
+            columns = [text for regime in ("communication", "compute")
+                       for text in _seconds(regimes[regime], name)]  # fmt: skip
+            sent = [row for each in regimes["communication"] for row in tables.rows(each, name)
+                    if row.name == name]  # fmt: skip
+            bytes_ = [f"{median(getattr(row, link)[0] for row in sent):.1f}"
+                      for link in ("between", "within")]  # fmt: skip
+            first = STANDS_FOR[key] if not lines or lines[-1][-1] != key else ""
+            lines.append([first, _named(name), *columns, *bytes_, key])
+    return markdown(MEASURED, [line[:-1] for line in lines])
+
+
+def _named(name: str) -> str:
+    return f"`{name.removeprefix('Megatron ')}`" if "Megatron" in name else f"ours: {name}"
+
+
+def _seconds(records: Sequence[dict[str, Any]], name: str) -> tuple[str, str]:
+    """Seconds, and over those of `auto`, run by run: medians, and the quartiles of the latter."""
+    times = [tables.totals(record) for record in records]
+    ours = next(each for each in times[0] if "auto" in each)
+    ratios = [a / b for each in times for a, b in zip(each[name], each[ours], strict=True)]
+    middle = median(median(each[name]) for each in times)
+    return f"{middle:.2f} s", "1.00" if name == ours else spread(ratios)
+
+
+def provenance(records: Sequence[dict[str, Any]]) -> str:
+    """How, when and on what, with the load while it ran."""
+    load = [each for record in records for each in record["load"]]
+    commands = dict.fromkeys(
+        "python -m benchmarks.cluster " + re.sub(r" --out \S+", "", record["command"])
+        for record in records
+    )
+    batches = len({record["cell"]["mask"] for record in records} - {"causal"})
+    return (
+        f"{' and '.join(f'`{each}`' for each in commands)}; {records[0]['machine']}; load "
+        f"{min(load):.0f} to {max(load):.0f} while it ran; {batches} batches of documents."
+    )
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """The command; 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gain", description=__doc__)
     parser.add_argument("--out", type=Path, default=DOCS, help="folder of gain.md and gain.png")
+    parser.add_argument("--emulated", type=Path, nargs="+", metavar="X.json",
+                        help="write only what `benchmarks.cluster compare` recorded")  # fmt: skip
     args = parser.parse_args(words)
+    if args.emulated:
+        records = [one for path in args.emulated for one in json.loads(path.read_text())["cells"]]
+        print(measured(records))
+        text = f"{measured(records)}\n\n{provenance(records)}"
+        write_section(args.out / "gain.md", "emulated", text)
+        return 0
     found = [row for each in WORKLOADS for row in rows(each)]
     print(table(found))
     (args.out / "gain.md").touch()

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Correctness and speed on one GPU, the most important first, in one call of under ten minutes; the
-# same call again goes on. tests/gpu, and the tables of docs/performance.md. PYTHON names the interpreter (default python3); see `benchmarks/gpu.sh --help`.
+# same call again goes on. Runs tests/gpu and prints tables, also kept in runs/gpu/tables.md.
+# PYTHON names the interpreter (default python3); see `benchmarks/gpu.sh --help`.
 # Without a GPU it says so and exits 0.
 set -euo pipefail
 python=${PYTHON:-python3}

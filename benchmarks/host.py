@@ -31,16 +31,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from report import (
-    DOCS,
-    interleaved,
-    markdown,
-    progress,
-    provenance,
-    quartiles,
-    spread,
-    write_section,
-)
+from report import interleaved, markdown, progress, provenance, quartiles, spread
 from torch.distributed import _meta_registrations
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -385,7 +376,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--repeats", type=int, default=40)
-    parser.add_argument("--quick", action="store_true", help="seconds, small, no file is written")
+    parser.add_argument("--quick", action="store_true", help="seconds, small")
     parser.add_argument("--only", default="", help="cases whose name begins so")
     parser.add_argument(
         "--profile", choices=["ours", "ours backward", "plain", "plain backward", "plan"]
@@ -407,10 +398,7 @@ def main() -> int:
             for case in chosen:
                 step(f"{case.size} ranks, {case.name}")
                 rows.append(row(case, args.repeats))
-    text = f"{provenance()} {WHAT}\n\n{markdown(COLUMNS, rows)}"
-    print(text)
-    if not (args.quick or args.only):
-        write_section(DOCS / "performance.md", "host", text)
+    print(f"{provenance()} {WHAT}\n\n{markdown(COLUMNS, rows)}")
     return 0
 
 

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from lm_head_case import IMPLEMENTATIONS
-from report import DOCS, human, markdown, progress, provenance, write_section
+from report import human, markdown, progress, provenance
 
 OURS = "single_pass"
 PARTS = ("time", "tile", "tokens")
@@ -30,18 +30,15 @@ def main() -> int:
     args = arguments()
     for part in args.parts:
         for dtype in args.dtypes:
-            text = {"time": times, "tile": tiles, "tokens": tokens}[part](args, dtype)
-            text = f"{text}\n\nMeasured with {provenance()}"
-            print(text, end="\n\n")
-            if not args.quick:
-                write_section(DOCS / "performance.md", f"LM head, {part}, {dtype}", text)
+            text = times(args, dtype) if part == "time" else memory(args, dtype, part)
+            print(f"{text}\n\nMeasured with {provenance()}", end="\n\n")
     return 0
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
-    add("--quick", action="store_true", help="seconds, small, no file is written")
+    add("--quick", action="store_true", help="seconds, small")
     add("--parts", nargs="+", default=PARTS, choices=PARTS)
     add("--dtypes", nargs="+", default=["float32", "bfloat16"])
     add("--device", choices=["cpu", "cuda"], default="cpu")
@@ -124,48 +121,24 @@ def row(name: str, mine: dict[int, dict], ours: dict[int, dict]) -> list[str]:
     return [*cells, f"{extra / MIB:.0f}"]
 
 
-def memory(args: argparse.Namespace) -> dict[str, int]:
-    return {"width": args.memory_width, "vocabulary": args.memory_vocabulary}
-
-
-def tiles(args: argparse.Namespace, dtype: str) -> str:
-    count = args.lengths[0]
-    found = [
-        ask(args, OURS, dtype, tile=tile * MIB, tokens=count, **memory(args))["extra"]
-        for tile in args.tiles
-    ]
-    table = markdown(
-        ["tile MiB", "extra MiB"],
-        [[str(tile), f"{extra / MIB:.1f}"] for tile, extra in zip(args.tiles, found, strict=True)],
-    )
-    follows = slope([tile * MIB for tile in args.tiles], found)
-    return f"{shape(args, dtype)}\n\n{table}\n\n{follows:.3f} bytes per byte of tile."
-
-
-def tokens(args: argparse.Namespace, dtype: str) -> str:
-    tile = args.tiles[0] * MIB
-    found = [
-        ask(args, OURS, dtype, tokens=count, tile=tile, **memory(args))["extra"]
-        for count in args.lengths
-    ]
-    table = markdown(
-        ["tokens", "extra MiB"],
-        [[human(n), f"{extra / MIB:.1f}"] for n, extra in zip(args.lengths, found, strict=True)],
-    )
+def memory(args: argparse.Namespace, dtype: str, part: str) -> str:
+    """Extra memory by tile, which it should follow, or the tokens, which it should not."""
+    size = {"width": args.memory_width, "vocabulary": args.memory_vocabulary}
+    if part == "tile":
+        cells = [(tile * MIB, args.lengths[0]) for tile in args.tiles]
+        names, unit = [str(tile) for tile in args.tiles], "byte of tile"
+    else:
+        cells = [(args.tiles[0] * MIB, count) for count in args.lengths]
+        names, unit = [human(count) for count in args.lengths], "token"
+    found = [ask(args, OURS, dtype, tile=t, tokens=n, **size)["extra"] for t, n in cells]
+    rows = [[name, f"{extra / MIB:.1f}"] for name, extra in zip(names, found, strict=True)]
+    heads = ["tile MiB" if part == "tile" else "tokens", "extra MiB"]
+    varied = [cell[part == "tokens"] for cell in cells]
+    slope = statistics.linear_regression(varied, found).slope  # least squares
     return (
-        f"{shape(args, dtype)}, tile {args.tiles[0]} MiB\n\n{table}\n\n"
-        f"{slope(args.lengths, found):.0f} bytes per token; in float32 a token's logits would be "
-        f"{4 * args.memory_vocabulary}."
+        f"width {args.memory_width} x vocabulary {human(args.memory_vocabulary)}, {dtype}\n\n"
+        f"{markdown(heads, rows)}\n\n{slope:.3f} bytes per {unit}."
     )
-
-
-def shape(args: argparse.Namespace, dtype: str) -> str:
-    return f"width {args.memory_width} x vocabulary {human(args.memory_vocabulary)}, {dtype}"
-
-
-def slope(xs: list[int], ys: list[int]) -> float:
-    """Least squares."""
-    return statistics.linear_regression(xs, ys).slope
 
 
 if __name__ == "__main__":

@@ -1,23 +1,20 @@
-"""What a mask costs under each layout: pairs computed, bytes sent; and time on a CPU.
+"""What a mask costs under each layout: pairs computed, and time on a CPU.
 
 *Computed over visible* (nothing is run): how many (query, key) pairs the CPU kernel's tiles hold
 over how many attend, over the queries of `--sample` ranks spread over the ring and all their
-keys. Bytes come from `masks_wire`, times from `masks_time`; the figures of both are of the
-schedules and the kernel that run.
+keys. Times come from `masks_time`.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import time
 from dataclasses import dataclass
 
 import masks_time
-import masks_wire
 import numpy as np
 import torch
-from report import DOCS, human, markdown, progress, provenance, write_section
+from report import human, markdown, progress, provenance
 
 import megatron_burst as mb
 from megatron_burst.kernels.operators import CpuFlash
@@ -26,31 +23,25 @@ from megatron_burst.masks import Mask
 from megatron_burst.masks.tiling import Cutter
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
-AIM, AIM_ROWS = 1.15, 1024  # computed over visible, for features of at least so many local rows
-PARTS = ("counts", "bytes", "time")
+PARTS = ("counts", "time")
 
 
 def main() -> int:
     args = arguments()
     torch.set_num_threads(1)
     for part in args.parts:
-        text = {"counts": counts, "bytes": masks_wire.measure, "time": masks_time.measure}[part]
-        text = f"{text(args)}\n\nMeasured with {provenance()}"
-        print(text, end="\n\n")
-        if not args.quick:
-            write_section(DOCS / "performance.md", f"masks, {part}", text)
+        text = {"counts": counts, "time": masks_time.measure}[part]
+        print(f"{text(args)}\n\nMeasured with {provenance()}", end="\n\n")
     return 0
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="seconds, small, no file is written")
+    parser.add_argument("--quick", action="store_true", help="seconds, small")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--ranks", type=int, default=64)
-    parser.add_argument("--per-node", type=int, default=8, help="ranks of a node")
     parser.add_argument("--local-tokens", type=int, default=16384, help="of one rank")
     parser.add_argument("--sample", type=int, default=4, help="ranks whose tiles are counted")
-    parser.add_argument("--small", type=int, default=256, help="local tokens of the run of bytes")
     parser.add_argument("--tokens", type=int, default=4096, help="of the one rank that is timed")
     parser.add_argument("--heads", type=int, default=4, help="of the one rank that is timed")
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128])
@@ -58,7 +49,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()
     if args.quick:
-        args.ranks, args.per_node, args.local_tokens, args.sample, args.small = 8, 4, 256, 2, 64
+        args.ranks, args.local_tokens, args.sample = 8, 256, 2
         args.tokens, args.heads, args.widths, args.repeats = 256, 1, [32], 2
     return args
 
@@ -118,9 +109,8 @@ def documents(seq_len: int, shortest: int, multiple: int, count: int = 100) -> n
 
 
 def counts(args: argparse.Namespace) -> str:
-    """The table of masks and layouts, and what it says about the aim."""
-    start, rows, over, applies = time.perf_counter(), [], [], 0
-    every = cases(args)
+    """The table of masks and layouts."""
+    rows, every = [], cases(args)
     with progress("counting", sum(len(LAYOUTS) + len(c.layouts) for c in every)) as step:
         for case in every:
             made = [mb.layout.make(name, cp_size=args.ranks) for name in LAYOUTS]
@@ -132,22 +122,15 @@ def counts(args: argparse.Namespace) -> str:
                 feature = min(case.feature // stride, args.local_tokens)
                 rows.append([case.label, name_of(layout), str(feature), f"{share:.3f}",
                              f"{calls:.0f}"])  # fmt: skip
-                applies += feature >= AIM_ROWS
-                if share > AIM:
-                    over.append((case.label, name_of(layout), share, feature))
-    columns = ["mask", "layout", "feature, rows", "computed / visible", "calls per pair"]
-    seconds = time.perf_counter() - start
-    return "\n\n".join([describe(args, seconds), markdown(columns, rows), judge(over, applies)])
-
-
-def describe(args: argparse.Namespace, seconds: float) -> str:
-    return (
-        f"{args.ranks} ranks x {human(args.local_tokens)} tokens, counted in {seconds:.0f} s. "
-        f"*Feature, rows*: how many rows of a shard the mask's smallest feature (window, shortest "
-        f"document, block) covers. *Computed / visible*: pairs in the tiles of the CPU kernel over "
-        f"pairs that attend, for the queries of {args.sample} ranks. *Calls per pair*: operator "
-        f"calls for one pair of shards that has something visible, on average."
+    head = (
+        f"{args.ranks} ranks x {human(args.local_tokens)} tokens. *Feature, rows*: how many rows "
+        f"of a shard the mask's smallest feature (window, shortest document, block) covers. "
+        f"*Computed / visible*: pairs in the tiles of the CPU kernel over pairs that attend, for "
+        f"the queries of {args.sample} ranks. *Calls per pair*: operator calls for one pair of "
+        f"shards that has something visible, on average."
     )
+    columns = ["mask", "layout", "feature, rows", "computed / visible", "calls per pair"]
+    return f"{head}\n\n{markdown(columns, rows)}"
 
 
 def computed_over_visible(
@@ -168,19 +151,6 @@ def computed_over_visible(
 def all_spans(args: argparse.Namespace, layout: Layout) -> list[tuple[Span, ...]]:
     seq_len = args.ranks * args.local_tokens
     return [layout.spans(rank, seq_len) for rank in range(args.ranks)]
-
-
-def judge(over: list[tuple[str, str, float, int]], applies: int) -> str:
-    """Which rows miss the aim, and which are over it without the aim being meant for them."""
-    missed = [f"{m}, {n}: {share:.2f}" for m, n, share, rows in over if rows >= AIM_ROWS]
-    small = [f"{m}, {n}: {s:.2f} at {rows} rows" for m, n, s, rows in over if rows < AIM_ROWS]
-    lines = [
-        f"Aim: at most {AIM} where the feature has at least {AIM_ROWS} local rows: "
-        f"{applies - len(missed)} of {applies} rows reach it."
-    ]
-    lines += [f"Missed: {'; '.join(missed)}."] if missed else []
-    lines += [f"Over it with smaller features: {'; '.join(small)}."] if small else []
-    return "\n".join(f"- {line}" for line in lines)
 
 
 def name_of(layout: Layout) -> str:

@@ -1,29 +1,24 @@
 """What moving a layer's leavings to the host costs a step: overlap, `auto`'s fraction, bytes.
 
     python benchmarks/offload.py            # 8 and 16 layers, links of 0.9 and 2.0 of a forward
-    python benchmarks/offload.py --wall     # the same by the clock, on a machine without other jobs
 
 Compute and link are emulated, so the ratios are those of the order of copies and waits: the tail of
-a step included, where the last layer's copy out and back has nothing to hide behind. Without
-`--wall` time is counted and not measured: a layer adds its seconds, a copy begins when it was asked
-for, when its link is free and when what it follows is over, and who waits for it goes on no earlier
-than it ends; the figures are exact and the same on every machine. With `--wall` compute sleeps, and
-worker threads copy at the stated rate (`HostMemory(rate=)`).
+a step included, where the last layer's copy out and back has nothing to hide behind. Time is
+counted and not measured: a layer adds its seconds, a copy begins when it was asked for, when its
+link is free and when what it follows is over, and who waits for it goes on no earlier than it ends;
+the figures are exact and the same on every machine.
 
 A layer's forward takes `--seconds`, its backward twice that, and what is not moved is computed
 again, which takes another forward for all of it. The link is stated by how long it takes for all
 that one layer leaves in one direction, in layer forwards. The step "without" keeps everything on
-the device, and moves and repeats nothing. With `--wall` a ratio is the median of pairs of steps run
-one after the other, with the smallest and the largest.
+the device, and moves and repeats nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import statistics
 import sys
-import time
 from typing import Any
 
 import report
@@ -47,13 +42,6 @@ class Counted:
 
     def sleep(self, seconds: float) -> None:
         self.time += seconds
-
-
-class Wall:
-    """Time that passes by itself."""
-
-    now = staticmethod(time.perf_counter)
-    sleep = staticmethod(time.sleep)
 
 
 class CountedEvent:
@@ -88,10 +76,8 @@ class CountedEngine:
         """Nothing: it has been copied."""
 
 
-def memory(limit: int, rate: float, clock: Counted | type[Wall]) -> mb.HostMemory:
+def memory(limit: int, rate: float, clock: Counted) -> mb.HostMemory:
     """Host memory behind an emulated link."""
-    if not isinstance(clock, Counted):
-        return mb.HostMemory(limit, rate=rate, device="cpu")
     host = mb.HostMemory(limit, device="cpu")
     traffic: Any = host._traffic
     traffic.out, traffic.back = CountedEngine(clock, rate), CountedEngine(clock, rate)
@@ -101,9 +87,9 @@ def memory(limit: int, rate: float, clock: Counted | type[Wall]) -> mb.HostMemor
 class Stack:
     """Layers that compute for stated times and leave a tensor [rows, width] each."""
 
-    def __init__(self, layers: int, seconds: float, rate: float, width: int, wall: bool = False):
+    def __init__(self, layers: int, seconds: float, rate: float, width: int):
         self.layers, self.seconds, self.width = layers, seconds, width
-        self.clock = Wall if wall else Counted()
+        self.clock = Counted()
         self.host = memory(2 * layers * ROWS * width + 2**20, rate, self.clock)
 
     def step(self, fraction: float | None) -> float:
@@ -125,44 +111,32 @@ class Stack:
         return self.clock.now() - begun
 
 
-def ratio(stack: Stack, one: float | None, other: float | None, pairs: int) -> list[float]:
-    """Step times with fraction `one` over those with `other`, in alternating order, sorted."""
-    found = []
-    for pair in range(pairs):
-        order = (one, other) if pair % 2 else (other, one)
-        times = {fraction: stack.step(fraction) for fraction in order}
-        found.append(times[one] / times[other])
-    return sorted(found)
-
-
-def shown(ratios: list[float]) -> str:
-    if len(ratios) == 1:
-        return f"{ratios[0]:.3f}"
-    return f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
+def ratio(stack: Stack, one: float | None, other: float | None) -> float:
+    """The time of a step with fraction `one` over that with `other`."""
+    return stack.step(one) / stack.step(other)
 
 
 def measure(layers: int, link: float, args: argparse.Namespace) -> list[list[str]]:
     """Rows of the table for one number of layers and one link."""
     nbytes = ROWS * args.width
     rate = nbytes / (link * args.seconds)
-    stack = Stack(layers, args.seconds, rate, args.width, args.wall)
-    host, pairs = stack.host, args.pairs if args.wall else 1
+    stack = Stack(layers, args.seconds, rate, args.width)
+    host = stack.host
     chosen = choose_fraction(nbytes, args.seconds, rate, host.limit, layers)
     stack.step(1.0)  # the order of backward is learned, host memory is mapped
-    rows, medians = [], {}
+    rows, ratios = [], {}
     for fraction in sorted({*FIXED, chosen.fraction}):
         before = host.bytes_out, host.bytes_back
-        found = ratio(stack, fraction, None, pairs)
+        ratios[fraction] = ratio(stack, fraction, None)
         moved = {host.bytes_out - before[0], host.bytes_back - before[1]}
-        formula = pairs * layers * math.ceil(fraction * ROWS) * args.width
+        formula = layers * math.ceil(fraction * ROWS) * args.width
         if moved != {formula}:
             raise SystemExit(f"offload: moved {moved} bytes, the formula says {formula}")
-        medians[fraction] = statistics.median(found)
         name = f"auto: {fraction} ({chosen.bound})" if fraction == chosen.fraction else fraction
-        rows.append([layers, link, name, shown(found), f"{formula // pairs:,}"])
-    best = min((f for f in FIXED), key=medians.__getitem__)
+        rows.append([layers, link, name, f"{ratios[fraction]:.3f}", f"{formula:,}"])
+    best = min((f for f in FIXED), key=ratios.__getitem__)
     if best != chosen.fraction:
-        found = shown(ratio(stack, chosen.fraction, best, pairs))
+        found = f"{ratio(stack, chosen.fraction, best):.3f}"
         rows.append([layers, link, f"auto / best fixed ({best})", found, ""])
     return [[str(each) for each in row] for row in rows]
 
@@ -172,13 +146,11 @@ def main() -> int:
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--links", type=float, nargs="+", default=[0.9, 2.0])
     parser.add_argument("--seconds", type=float, default=0.04, help="of a layer's forward")
-    parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--width", type=int, default=1000, help="bytes per row that a layer leaves")
-    parser.add_argument("--wall", action="store_true", help="measure by the clock")
-    parser.add_argument("--quick", action="store_true", help="8 layers, counted time")
+    parser.add_argument("--quick", action="store_true", help="8 layers")
     args = parser.parse_args()
     if args.quick:
-        args.layers, args.wall = [8], False
+        args.layers = [8]
     rows = [row for n in args.layers for link in args.links for row in measure(n, link, args)]
     heads = ["layers", "link", "fraction", "step / without", "bytes each way"]
     print(f"{report.provenance()}\n\n{report.markdown(heads, rows)}")

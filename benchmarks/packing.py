@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from benchmarks.report import markdown
 from megatron_burst.packing import Work, pack
 
 RANKS, MICRO_BATCHES, CAPACITY, FILL = 8, 4, 2**20, 0.9
@@ -83,13 +84,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", type=int, default=100)
     batches = parser.parse_args().batches
-    print("| documents | imbalance, in order | imbalance, packed | step, in order | step, packed |")
-    print("|-|-|-|-|-|")
+    rows = []
     for kind in KINDS:
         found = np.array([[*both(kind, seed)] for seed in range(batches)])
         mean, worst = found.mean(axis=0), found.max(axis=0)
-        cells = [f"{mean[i, j]:.3f} ({worst[i, j]:.3f})" for j in (0, 1) for i in (0, 1)]
-        print(f"| {kind} | {' | '.join(cells)} |", flush=True)
+        rows.append(
+            [kind, *(f"{mean[i, j]:.3f} ({worst[i, j]:.3f})" for j in (0, 1) for i in (0, 1))]
+        )
+    ways = [f"{what}, {how}" for what in ("imbalance", "step") for how in ("in order", "packed")]
+    print(markdown(["documents", *ways], rows))
 
 
 if __name__ == "__main__":

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """megatron_burst: BurstAttention context parallelism for an unmodified Megatron.
 
 Public names are imported when they are first used: what needs no torch (masks, layouts,

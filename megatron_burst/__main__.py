@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m megatron_burst` is `megatron-burst`."""
 
 from .cli.main import main

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The public operation: exact attention over a sequence that is split over ranks.
 
 Finds or makes the plan of a call, and hands it to autograd. What is refused is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The choices of a run of Megatron, as a user states them: `BurstConfig`, one field per flag.
 
 Owns name, type, default and meaning of every choice; flags, recipe arguments and the tables of the

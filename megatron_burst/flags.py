@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The flags of a run: those of `BurstConfig`, added to a parser and read from its arguments.
 
 Owns how parsed arguments become a `BurstConfig`, and which defaults follow from other flags. Values

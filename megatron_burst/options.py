@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The choices of an attention call: one typed object, from the keywords of a call to its plan.
 
 Owns what may be chosen, what each choice means, and the names of kernels; layouts, algorithms and

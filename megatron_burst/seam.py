@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seams: decorators in a patched Megatron, so that none of its functions is replaced at run time.
 
 A patched tree (`patches/`) marks each function that this plugin changes with `@seam`. A seam

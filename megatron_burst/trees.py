@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefix trees: trajectories that share prefixes as one sequence in which each prefix stands once.
 
 A trajectory is a list of tokens, such as a prompt with one sampled answer. `pack` merges common

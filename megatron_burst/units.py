@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers with their units, as messages, plans and reports show them.
 
 The only place that decides how many digits are shown and which prefixes there are.

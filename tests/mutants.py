@@ -36,11 +36,11 @@ QUICK = (
 NEAR = {
     "layout": "layout", "layout/layouts": "layout balanced", "layout/balanced": "balanced",
     "masks": "masks", "schedule": "schedule", "kernels": "kernels",
-    "comm": "edges", "execution": "edges", "autotune": "simulator", "attention": "every",
+    "comm": "every", "execution": "every edges", "autotune": "simulator", "attention": "every",
     "masks/tree": "tree", "masks/tiling": "tiles", "schedule/cost": "cost row_chunks",
     "schedule/sizes": "cost", "execution/row_chunks": "row_chunks_calls",
     "execution/visiting": "row_chunks_host",
-    "planning": "row_chunks", "layout/row_chunks": "row_chunks",
+    "planning": "every row_chunks", "layout/row_chunks": "row_chunks",
     "schedule/head_shares": "every", "schedule/topology": "every", "execution/ulysses": "every",
     "comm/consensus": "consensus", "kernels/online_softmax": "merge",
     "kernels/tile_grid": "tile_grid", "masks/seen": "bundles", "schedule/bundles": "bundles",
@@ -548,7 +548,8 @@ def planted(mutant, folder):
     shutil.copy(ROOT / "pyproject.toml", folder)
     (folder / "tests").mkdir()
     shutil.copy(ROOT / "tests" / "conftest.py", folder / "tests")
-    shutil.copytree(ROOT / "tests" / "helpers", folder / "tests" / "helpers")
+    for name in ("helpers", "fuzz"):
+        shutil.copytree(ROOT / "tests" / name, folder / "tests" / name)
     for path in (ROOT / "tests").glob("*/test_*.py"):
         if path.stem.removeprefix("test_") in QUICK:
             (folder / path.relative_to(ROOT)).parent.mkdir(exist_ok=True)

@@ -64,8 +64,35 @@ FULL = EVERY._replace(
     grids="2x2,2x4,4x2", rates="200M/800M,1G/4G", heads="MHA,GQA 4:1", tokens=1024,
     regimes="communication,balanced,compute,hidden,real",
 )  # fmt: skip
+
+
+def _megatron(layout: str) -> tuple[Rival, ...]:
+    """Megatron's kinds but all_gather, whose rings in NCCL send what p2p sends."""
+    return (
+        Rival("Megatron p2p", whole.RING, layout=layout),
+        Rival("Megatron a2a", "ulysses", ulysses="all", layout=layout),
+        Rival("Megatron a2a+p2p", whole.RING, ulysses="node", layout=layout),
+    )
+
+
 PACK, EACH, MIXED = "zigzag of the pack", "zigzag per document", "balanced"
 SUITES = {
+    "megatron": Suite(
+        "Megatron's own kinds, one sequence",
+        (*_megatron("zigzag"), *_chunked("burst", "burst", (1,)),
+         Rival("auto", "auto", "auto", ulysses="chosen")),
+        ("Megatron p2p", "Megatron a2a", "Megatron a2a+p2p"), "1x8,2x4", "100M/400M", "MHA 8", 512,
+        regimes="communication,compute",
+    ),
+    "megatron_documents": Suite(
+        "Megatron's own kinds, packed documents",
+        (*_megatron("documents"),
+         *_laid_out("balanced", MIXED, ROWS[1]),
+         Rival(f"{MIXED}, auto", "auto", "auto", layout="balanced")),
+        ("Megatron p2p", "Megatron a2a", "Megatron a2a+p2p"), "2x4", "100M/400M", "MHA 8", 2048,
+        tuple(f"documents {name}" for name in DOCUMENTS), regimes="communication,compute",
+        width=16,
+    ),
     "documents": Suite(
         "packed documents: rows only where they are seen",
         (*_chunked(WHOLE, whole.NAME, (1,)), *_chunked("burst", "burst", (1,)),

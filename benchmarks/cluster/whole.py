@@ -1,7 +1,8 @@
-"""Burst with whole chunks: the rival that every comparison with rows is made against.
+"""Rivals that send whole chunks, whatever the mask hides: burst, and one ring over all ranks.
 
-This is how chunks travelled before schedules carried rows: a rank that sees anything of a chunk
-gets all of it, by the ring or from its owner, whichever sends fewer bytes between nodes.
+Burst is how chunks travelled before schedules carried rows: a rank that sees anything of a chunk
+gets all of it, by the ring or from its owner, whichever sends fewer bytes between nodes. The ring
+is Megatron's `p2p`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,18 @@ from megatron_burst.schedule.cost import rows_sent
 from megatron_burst.schedule.demand import Demand
 from megatron_burst.schedule.tables import Tables
 
-NAME = "burst_whole"
+NAME, RING = "burst_whole", "ring_whole"
 
 
 def register() -> None:
-    """Enter it among the algorithms of this process."""
+    """Enter them among the algorithms of this process."""
     ALGORITHMS.setdefault(NAME, Algorithm(tables))
+    ALGORITHMS.setdefault(RING, Algorithm(ring, automatic=False))
+
+
+def ring(demand: Demand) -> Tables:
+    """One ring over all ranks, of whole chunks."""
+    return burst.ring(replace(demand, wanted=demand.wanted.whole()))
 
 
 def tables(demand: Demand) -> Tables:

@@ -6,7 +6,7 @@ there when it is called again. Reading order: `sizes` (what is measured, on a GP
 `jobs` (order), `journal` (what is on disk), `supervise` (limits, faults), `worker` and `outcomes`
 (the children: cells, tests), `clock` (how a time is taken), `cases`, `rivals`, `sample` and
 `attention` (one pair of shards), `ring` (all ranks of a ring on one device), `lm_head`, `store`,
-then `tables` and `plots` (what comes out), `everything` (the whole run).
+then `tables` (what comes out), `everything` (the whole run).
 
 With `--device cpu` the same code runs on the CPU's kernels, tiny, to be tested itself.
 """

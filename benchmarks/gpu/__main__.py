@@ -17,14 +17,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("tests", "attention", "ring", "lm_head", "store")
 MORE = ("blocks",)  # only when asked for
 NEEDED = ("torch", "numpy", "rich", "matplotlib", "pytest", "hypothesis")
-DOC = ROOT / "docs" / "performance.md"
 
 
 def main() -> int:
     args = _parser().parse_args()
     budget = Budget(args.seconds)  # what follows imports torch, which takes its time
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if "torch" not in missing and args.show is None and args.device == "cuda":
+    if "torch" not in missing and args.device == "cuda":
         import torch
 
         if not torch.cuda.is_available():
@@ -41,7 +40,7 @@ def main() -> int:
     from . import everything
 
     try:
-        return everything.main(args, DOC, budget)
+        return everything.main(args, budget)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -66,9 +65,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", type=Path, default=ROOT / "runs" / "gpu", metavar="FOLDER",
         help="results.jsonl and tables.md, kept up to date, and log.txt")  # fmt: skip
     add("--fresh", action="store_true", help="forget what FOLDER has, instead of going on with it")
-    add("--show", type=Path, metavar="JSONL", help="measure nothing: write the documents of these")
-    add("--doc", type=Path, help="Markdown to write into at the end, pictures beside it; default "
-        "on a GPU: docs/performance.md, on a CPU: none")  # fmt: skip
     # of a child: which stage it does, in how many seconds
     add("--stage", help=argparse.SUPPRESS)
     add("--left", type=float, help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""From arguments to results and documents: the whole run.
+"""From arguments to results and tables: the whole run.
 
 Decides what a run writes where, and when results of two runs may stand together.
 """
@@ -16,29 +16,20 @@ from typing import Any
 
 import torch
 
-from . import jobs, plots, tables, worker
+from . import jobs, tables, worker
 from .jobs import Stage
 from .journal import Journal
 from .sizes import CPU, GPU, Sizes
 from .supervise import ROOT, Budget, follow, signals_raise
 
 Record = dict[str, Any]
-FILES = ("--out", "--doc", "--show")  # say nothing of what was measured
-CLOSING = 12.0  # seconds, at most a tenth of the time, for pictures and documents
+FILES = ("--out",)  # says nothing of what was measured
+CLOSING = 12.0  # seconds, at most a tenth of the time, for the tables
 NO_TEST_LEFT = (0, 1, 5)  # pytest: all passed, some failed, none chosen
 
 
-def main(args: argparse.Namespace, doc: Path, budget: Budget) -> int:
+def main(args: argparse.Namespace, budget: Budget) -> int:
     """Run what is asked for until `budget` is spent; the exit status."""
-    doc_of = {"cuda": doc, "cpu": None}
-    if args.show is not None:
-        results = Journal(args.show).results()
-        if "machine" not in results:
-            raise ValueError(f"--show {args.show.name}: no results.jsonl of this script")
-        document(results, args.doc or doc_of[results["device"]])
-        return 0
-    if args.device == "cpu" and args.doc and args.doc.resolve() == doc:
-        raise ValueError(f"--doc {doc.name}: its section is of GPUs, and this is a CPU")
     for flag, seconds in (("--seconds", args.seconds), ("--limit", args.limit)):
         if not seconds > 0:
             raise ValueError(f"{flag}: seconds above 0, got {seconds:g}")
@@ -52,7 +43,7 @@ def main(args: argparse.Namespace, doc: Path, budget: Budget) -> int:
     with signals_raise():
         watch(args, every, journal, budget)
     results = journal.results()
-    document(results, args.doc or doc_of[args.device])
+    print(f"\n{tables.markdown(results)}\n", flush=True)
     failed = tables.failures(results)
     print("\n".join(["", *(f"FAILED {text}" for text in failed)]))
     print(
@@ -187,14 +178,3 @@ def sources(folder: Path) -> str:
     for path in sorted(folder.rglob("*.py")):
         found.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
     return found.hexdigest()[:8]
-
-
-def document(results: Record, path: Path | None) -> None:
-    """Print the tables, and put them and the pictures into a document."""
-    pictures = plots.draw(results, path.parent) if path else []
-    text = tables.markdown(results, pictures)
-    print(f"\n{text}\n", flush=True)
-    if path:
-        from benchmarks.report import write_section
-
-        write_section(path, "GPU", text)

@@ -15,13 +15,12 @@ from benchmarks.report import markdown as table
 Record = dict[str, Any]
 
 
-def markdown(results: Record, pictures: Sequence[str] = ()) -> str:
-    """Everything, for the documentation."""
+def markdown(results: Record) -> str:
+    """Everything."""
     records = list(results["jobs"].values())
     commands = "\n".join(f"    {command}" for command in results["commands"])
     parts = [
         f"Measured on {results['machine']}, {results['versions']}, by\n\n{commands}",
-        *(f"![]({picture})" for picture in pictures),
         *_tests(_of(records, "test")),
         *_attention(_of(records, "attention")),
         *_compiled(_of(records, "compiled rivals")),

@@ -1,5 +1,5 @@
-"""`python -m benchmarks.linear`: measure, print the tables, and write records and the picture of
-docs/linear-attention.md into runs/linear. Ten minutes on two idle cores; `--quick` takes two.
+"""`python -m benchmarks.linear`: measure, print the tables, and write records into runs/linear. Ten
+minutes on two idle cores; `--quick` takes two.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def _simulated() -> int:
     from . import simulated
 
-    print(simulated.section())
+    print(simulated.table())
     return 0
 
 
@@ -54,7 +54,6 @@ def _cluster(arguments: argparse.Namespace) -> int:
     found = bench.run_settings(todo, GRID, RATES, _repeats(arguments), say)
     records = _kept(found, arguments.out / "cluster.json")
     print(tables.cluster(records))
-    tables.draw(records, arguments.out / "linear-attention.png")
     return 0
 
 

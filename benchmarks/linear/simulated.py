@@ -17,7 +17,7 @@ from megatron_burst.schedule.scans.hops import Task
 from megatron_burst.schedule.scans.sizes import ScanSizes
 from megatron_burst.schedule.scans.timing import NOMINAL, Links, scan_seconds
 from megatron_burst.schedule.topology import Topology
-from megatron_burst.units import duration, rate
+from megatron_burst.units import duration
 
 RANKS, PER_NODE, TOKENS = 256, 8, 1 << 23
 HIDDEN, LAYERS, HEADS, KEYS, VALUES = 2048, 24, 4, 256, 512  # keys and values per head
@@ -135,64 +135,26 @@ def _line(row: Row, best: float) -> list[str]:
     ]  # fmt: skip
 
 
-def section() -> str:
-    """Of docs/linear-attention.md, in Markdown."""
+def table() -> str:
+    """Every way, and what `auto` takes."""
     rows = [*scans(), collective(), heads_exchanged()]
     best = min(row.seconds for row in rows)
     head = [
         "algorithm", "layout", "blocks", "MiB sent", "seconds", "could be hidden", "exposed",
         "layer / best",
     ]  # fmt: skip
-    chosen = [f"`{_chosen(name)}`" for name in LAYOUTS]
-    return "\n\n".join(
-        [
-            _setting(),
-            markdown(head, [_line(row, best) for row in rows]),
-            f"`auto` takes {chosen[0]} with a contiguous stream and {chosen[1]} with zigzag. "
-            "*MiB sent*: by the rank that sends most, within its node + to others. *could be "
-            f"hidden*: behind the {duration(within())} of a layer's work that needs no state of "
-            "others; the executor waits for the states before it computes outputs, so today all "
-            "of *seconds* is exposed, and *layer / best* counts all of it: a layer's forward with "
-            f"this way over that with the quickest, {duration(layer())} being its computing.",
-            _published({(row.name, row.layout): row.seconds for row in rows}),
-            f"Heads are shared by {HEADS} ranks at most, so that the all-to-all is no choice here; "
-            "its line says what it would cost.",
-        ]
-    )
-
-
-def _chosen(layout: str) -> str:
-    found = chains(make(layout, cp_size=RANKS), TOKENS)
-    return choose(found, Topology(RANKS, PER_NODE), states()).algorithm
-
-
-def _published(seconds: dict[tuple[str, str], float]) -> str:
-    """Beside what ZeCO's authors measured."""
-    gather, scan, two = (
-        seconds[NAMES.get(name, name), "contiguous"] for name in ("all_gather", "scan", "two_level")
-    )
-    gain = (layer() + gather) / (layer() + scan) - 1
+    topology = Topology(RANKS, PER_NODE)
+    chosen = {
+        layout: choose(chains(make(layout, cp_size=RANKS), TOKENS), topology, states()).algorithm
+        for layout in LAYOUTS
+    }
     return (
-        "ZeCO's authors measured, on their links, All-Scan up to 3.9 times as fast as other ways "
-        "to pass states and 60 % more tokens per second than LASP-2 at 256 GPUs. Here `scan` is "
-        f"{gather / scan:.1f} times and `two_level` {gather / two:.1f} times as fast as "
-        f"`all_gather`, and a layer with `scan` passes {100 * gain:.0f} % more tokens per second."
-    )
-
-
-def _setting() -> str:
-    links, state = NOMINAL, states()
-    return (
-        f"Simulated, not measured: {RANKS} ranks on {RANKS // PER_NODE} nodes, "
-        f"{TOKENS // 2**20}M tokens, forward of one layer of a GLA of 1.3B parameters ({LAYERS} "
-        f"layers, hidden {HIDDEN}, {HEADS} heads of {KEYS} keys and {VALUES} values; a state of "
-        f"{state.state / 2**20:.0f} MiB in fp32). A rank sends {rate(links.intra, 'B/s')} within "
-        f"its node and {rate(links.inter, 'B/s')} to others, a message takes "
-        f"{duration(links.intra_latency)} and {duration(links.inter_latency)} besides, and states "
-        f"are folded in at {rate(links.combine, 'B/s')}. Computing is taken at "
-        f"{rate(COMPUTE, 'FLOP/s')} and {rate(MEMORY, 'B/s')} of memory."
+        f"Simulated: {RANKS} ranks on {RANKS // PER_NODE} nodes, {TOKENS // 2**20}M tokens, "
+        f"forward of one layer of {HEADS} heads of {KEYS} keys and {VALUES} values. MiB of the "
+        f"rank that sends most, within its node + to others; `auto` takes {chosen}.\n\n"
+        f"{markdown(head, [_line(row, best) for row in rows])}"
     )
 
 
 if __name__ == "__main__":
-    print(section())
+    print(table())

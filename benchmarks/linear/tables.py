@@ -1,11 +1,9 @@
-"""What the records say: tables and the picture. Nothing here runs anything."""
+"""What the records say: tables. Nothing here runs anything."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 from benchmarks.cluster.mail import LINKS, PASSES
 from benchmarks.cluster.record import MIB, Record
@@ -15,11 +13,6 @@ from benchmarks.report import Ratio, markdown, spread
 from .settings import ALGORITHMS, ALL_TO_ALL, ATTENTIONS, CONVOLUTION, GATHER, Setting
 
 COLUMNS = (ALL_TO_ALL, GATHER, *ALGORITHMS)
-TOKENS = [1024 * 2**i for i in range(7)]
-LOOKS = {
-    ALL_TO_ALL: ("#626d7d", "-"), GATHER: ("#c9a45c", "-"), "ring": ("#b9bec6", "--"),
-    "all_gather": ("#76b900", "--"), "two_level": ("#4a7fb5", "--"), "scan": ("#c8452e", "-"),
-}  # fmt: skip
 
 
 def cluster(records: Sequence[Record]) -> str:
@@ -105,48 +98,3 @@ def hybrid(records: Sequence[Record]) -> str:
     heads = ["compute", "attention", "seconds", "of it compute", "exposed", "gain over LASP-2H",
              "MiB within + between", "chosen"]  # fmt: skip
     return markdown(heads, found)
-
-
-# --- the picture -----------------------------------------------------------------------------
-
-
-def draw(records: Sequence[Record], path: Path) -> None:
-    """Seconds of a layer's communication by tokens per rank: large states, one panel per form,
-    contiguous; points are measured, lines are by bytes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    shown = [r for r in records if any(rival["name"] == ALL_TO_ALL for rival in r["rivals"])]
-    shown = [r for r in shown if r["setting"]["layout"] == "contiguous"] or shown
-    if not shown:
-        return
-    figure, axes = pyplot.subplots(
-        1, len(shown), figsize=(4.2 * len(shown) + 1.4, 3.8), sharey=True, squeeze=False,
-        layout="constrained",
-    )  # fmt: skip
-    for axis, record in zip(axes[0], shown, strict=True):
-        _panel(axis, record)
-    axes[0][0].set_ylabel("seconds, forward + backward")
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside center right", fontsize=9)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
-def _panel(axis: Any, record: Record) -> None:
-    setting, times = setting_of(record), totals(record)
-    for name, (colour, style) in LOOKS.items():
-        if name not in times:
-            continue
-        seconds = median(times[name])
-        line = [
-            seconds * (tokens / setting.tokens if name == ALL_TO_ALL else 1.0) for tokens in TOKENS
-        ]
-        axis.plot(TOKENS, line, style, color=colour, linewidth=1.6, label=name)
-        axis.plot([setting.tokens], [seconds], "o", color=colour, markersize=5)
-    axis.set(xscale="log", yscale="log", xlabel="tokens per rank")
-    axis.set_xticks(TOKENS, [f"{tokens // 1024}K" for tokens in TOKENS])
-    axis.set_title(f"{setting.form} decay" if setting.form != "matrix" else "gated delta rule",
-                   fontsize=10)  # fmt: skip
-    axis.grid(True, which="major", color="#e4e4e4", linewidth=0.6)

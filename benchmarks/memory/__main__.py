@@ -1,13 +1,11 @@
-"""`python -m benchmarks.memory`: the longest sequences by the account, the table and picture of
-docs/how-long.md; with `--measure` the account beside live tensors of real Megatron-Core layers on
-four CPU ranks.
+"""`python -m benchmarks.memory`: the longest sequences by the account; with `--measure` the account
+beside live tensors of real Megatron-Core layers on four CPU ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.report import markdown
@@ -17,7 +15,6 @@ from megatron_burst.tools.advise.shapes.models import Model
 
 from . import longest
 
-RESULTS = Path(__file__).resolve().parents[2] / "runs" / "memory"
 PIECES = {"sequence_chunks": 8, "mlp_tiles": 8}
 FINE = {"sequence_chunks": 32, "mlp_tiles": 32}
 LOSS = {"lm_head_loss": "single_pass"}
@@ -64,14 +61,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--measure", action="store_true", help="run the cells on four CPU ranks")
     parser.add_argument("--cells", nargs="+", choices=list(CELLS), default=list(CELLS))
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the picture")
     args = parser.parse_args(words)
     if args.measure:
         print(_table([measured(name, args.tokens) for name in args.cells]))
         return 0
     print(longest.text(longest.found()))
-    args.out.mkdir(parents=True, exist_ok=True)
-    longest.picture(args.out / "memory.png")
     return 0
 
 

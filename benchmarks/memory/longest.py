@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.report import markdown
 from megatron_burst.autotune import clusters
 from megatron_burst.tools.advise.account.fitting import Longest, best, layouts_of, longest
-from megatron_burst.tools.advise.account.memory import account
 from megatron_burst.tools.advise.forecast.step_time import step_time
 from megatron_burst.tools.advise.settings import Settings
 from megatron_burst.tools.advise.shapes import models
@@ -99,12 +97,3 @@ def text(rows: list[dict[str, Any]]) -> str:
              "limited by", "GB per GPU", "TB of host per node", "minutes per step", "FPDT",
              "ALST", "UPipe"]  # fmt: skip
     return markdown(heads, cells)
-
-
-def picture(path: Path) -> None:
-    """The memory over one step of 5M tokens on 8 GPUs."""
-    from megatron_burst.tools.memory import picture as drawn
-
-    cluster = clusters.Cluster(clusters.GPUS["h100"], 8, 8, host_memory=int(0.8 * HOST))
-    run = replace(CHUNKED, seq=5 * 2**20, tp=4, cp=2)
-    drawn.draw(account(models.named(MODEL), run), cluster, path)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -217,26 +216,3 @@ def _batch(cell: Cell) -> dict[str, torch.Tensor | None]:
         "attention_mask": None,
         "labels": tokens.clone(),
     }
-
-
-def main(words: Sequence[str] | None = None) -> None:
-    """Print what one cell holds: `python -m benchmarks.memory.ranks [choice=value ...]`."""
-    import ast
-    import sys
-
-    given = dict(word.split("=", 1) for word in (sys.argv[1:] if words is None else words))
-    values: dict[str, Any] = {}
-    for key, text in given.items():
-        try:
-            values[key] = ast.literal_eval(text)
-        except ValueError:
-            values[key] = text
-    fields = {k: values.pop(k) for k in list(values) if k in Cell.__dataclass_fields__}
-    found = measure(Cell(**fields, choices=values))
-    print(found[0].report)
-    print("states", found[0].states, "left", found[0].left, "host", found[0].host)
-    print("peaks of ranks", [each.peak for each in found])
-
-
-if __name__ == "__main__":
-    main()

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings that could run a workload, each with its simulated times and its bytes.
 
 Decides which algorithms, sides, numbers of head chunks and ulysses groups are tried; `select`

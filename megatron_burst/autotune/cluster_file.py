@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cluster files: what was measured of a cluster, as TOML that people can read and change.
 
 `megatron-burst calibrate` writes one; `read` makes a `Cluster` of it. Decides the names, the units

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clusters: nodes of equal GPUs, and the rates that a run of them gets.
 
 Decides what stands in for a figure that nobody measured: `Cluster.rank_rates` makes rates from

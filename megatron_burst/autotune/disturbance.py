@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What makes single ranks and messages of a ring slower than the rates say: arrays by rank.
 
 The simulator multiplies by them. Which device is slow, and which messages cross it, is decided by

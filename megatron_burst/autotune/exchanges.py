@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The messages of a schedule as the simulator sends them: exchange by exchange, wave by wave.
 
 Messages of one exchange that have a sender or a receiver in common follow one another. Decides in

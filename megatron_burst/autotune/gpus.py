@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPUs by name: what their vendor publishes, and what kernels of others are published to reach.
 
 Memory is what torch reports as total capacity of the device (less than the name says); rates are

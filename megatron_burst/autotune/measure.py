@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures links by sending messages and kernels by running them.
 
 `measure_rates`, `links` and `kernel_speed` are collective and return the same on all ranks: their

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts the visible pairs of all pairs of shards of a ring at once, for the simulator.
 
 Exact where the mask shows all, nothing or a band, within documents too; elsewhere an estimate from

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the ranks of rings are: on which node, behind which NIC, and who sends beside them.
 
 Rings that share nothing but NICs run the same schedule at the same time: those of other members of

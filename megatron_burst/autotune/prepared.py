@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the simulator needs of a schedule besides sizes and rates, worked out once.
 
 A search asks for the same schedule with other heads and rates; then only the arithmetic of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rates of a rank's links and device, as `measure` finds them or as the user states them.
 
 Plain numbers, which the simulator reads.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the simulator did when: for pictures of a pass."""
 
 from __future__ import annotations

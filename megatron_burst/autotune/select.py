@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selects the algorithm, side, head chunks and ulysses groups that are predicted to be fastest.
 
 Takes one of the `candidates` and says why. `choose` works before there are process groups and

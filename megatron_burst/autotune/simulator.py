@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Simulates a schedule: how long one forward or backward pass of attention will take.
 
 The simulator runs the tables that the executor would run, boundary by boundary, for all ranks of

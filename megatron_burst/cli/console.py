@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The terminal, as the commands write to it with rich."""
 
 from __future__ import annotations

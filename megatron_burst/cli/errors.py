@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which errors of a program that a command runs are its user's to mend.
 
 An error that this package raised is about flags or settings: it becomes the `ValueError` that the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line `megatron-burst`: a table of sub-commands and how their errors are reported.
 
 Each sub-command is a module with `add_arguments(parser)` and `run(arguments)`. Only the module of

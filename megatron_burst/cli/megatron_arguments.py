@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The flags of a Megatron command as far as anything here reads them: one table, one parser.
 
 `doctor` looks for hazards among them, `advise` and `memory` read the model and the run. Names,

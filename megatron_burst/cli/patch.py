@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megatron-burst patch MEGATRON`: report whether a Megatron tree is patched or can be.
 
 Each patch series of `megatron_burst/patches` is tried on a copy of the files it changes: git

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megatron-burst pretrain SCRIPT ...`: run an unmodified Megatron-LM script with BurstAttention.
 
 The script runs as under `python SCRIPT ...`, after `megatron_burst.megatron.install`. All arguments

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A command on several ranks: one report of an error that all of them raise, and a clean end.
 
 Ranks are those of the launcher (torchrun, srun), which sets RANK, WORLD_SIZE and where they meet.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megatron-burst recipe NAME [OVERRIDE ...]`: train a recipe of Megatron-Bridge.
 
 The order is: the recipe, `apply_burst`, the overrides, the checks, then Bridge's own `pretrain`

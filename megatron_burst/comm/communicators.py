@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process groups that a grid's rings travel on: which are given, which are made, and when.
 
 Decides that a communicator is made when a plan first names its channel, on all ranks in the same

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all ranks of a grid must agree on before an exchange may start.
 
 Ranks that were called with different shapes or settings would hang, or, worse, receive a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The grid of ranks, as a user makes it from process groups.
 
 Decides which ranks form a grid, and that they agree on it before anything else; the process groups

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that share one process: each runs until it has to wait for another.
 
 For tests, and to check the numerics of a large grid on one device. Every rank is a greenlet with
@@ -20,7 +21,7 @@ from greenlet import getcurrent, greenlet
 
 from . import packing
 from .packing import Envelope
-from .transport import Channel, Counters, Receive, Send, Tensors, all_to_all_by_messages
+from .transport import Channel, Counters, Receive, Send, Tensors, Trade, all_to_all_by_messages
 
 T = TypeVar("T")
 
@@ -201,16 +202,8 @@ class LocalEndpoint:
         self.switch.pause()  # the others post theirs before this rank computes
         return _Delivery(leaving, landing, self.switch)
 
-    def all_to_all(
-        self,
-        channel: Channel,
-        parts: Tensors,
-        into: Tensors,
-        links: Sequence[str],
-        envelope: Envelope,
-        label: object,
-    ) -> None:
-        all_to_all_by_messages(self, channel, parts, into, links, envelope, label)
+    def all_to_all(self, trade: Trade) -> None:
+        all_to_all_by_messages(self, trade)
 
     def released(self, tensors: Tensors) -> None:
         _poison_(tensors)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages: several tensors in one buffer, with an envelope at its end.
 
 One message instead of one per tensor, and an envelope, because gloo takes a short message for a

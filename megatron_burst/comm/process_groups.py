@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the ranks of a grid tell each other before process groups are made, and how one is made.
 
 Making groups is collective: ranks that mean different grids would wait for each other until the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is kept because it will be asked for again, and how much of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of any rank to any rank, and their gradients home again.
 
 What moves where is a `Route`. Decides that what goes to one rank is one message, that a row whose
@@ -9,7 +10,7 @@ Shape letters: s local rows; r rows of the result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -20,8 +21,8 @@ from ..layout.routes import Route
 from ..layout.sharding import to_device
 from . import packing
 from .groups import Groups, InProcessGroups
-from .packing import CallTag, Envelope, Message
-from .transport import Channel, Receive, Send
+from .packing import CallTag, Envelope, Shapes
+from .transport import Channel, Send, Tensors, exchanged
 
 GRID = Channel("grid", False)
 
@@ -75,6 +76,22 @@ def exchange_rows(
     count = len(shards[0])
     results = [tuple(flat[i : i + count]) for i in range(0, len(flat), count)]
     return results if groups.together else results[0]
+
+
+def over_grid(
+    groups: Groups,
+    sent: Mapping[int, Tensors],
+    wanted: Mapping[int, Shapes],
+    device: torch.device,
+    call: CallTag,
+    label: str,
+) -> dict[int, Tensors]:
+    """What came from each rank of the grid, of the shapes `wanted` of it, while `sent` went there;
+    label: what this exchange of the call is, the same on every rank."""
+    link, me = groups.topology.link, groups.rank
+    sends = [Send(peer, link(me, peer), tensors) for peer, tensors in sent.items()]
+    envelope = Envelope(call, crc32(label.encode()))
+    return exchanged(groups.grid, GRID, sends, wanted, device, envelope, label)
 
 
 def longest(rows: int, tensors: Sequence[torch.Tensor]) -> int:
@@ -145,31 +162,18 @@ def _exchange(
     job: _Job, parts: list[list[torch.Tensor]], wanted: list[int]
 ) -> list[Sequence[torch.Tensor]]:
     """What came from each rank: `wanted` rows of each tensor, or nothing."""
-    groups, me = job.groups, job.groups.rank
+    me = job.groups.rank
+    own, others = parts[me], [peer for peer in range(len(parts)) if peer != me]
+    shapes = {
+        peer: [(torch.Size((wanted[peer], *t.shape[1:])), t.dtype) for t in own]
+        for peer in others
+        if wanted[peer]
+    }
+    sent = {peer: parts[peer] for peer in others if len(parts[peer][0])}
     way = "rows there" if job.home is None else "gradients of rows home"
-    envelope = Envelope(job.call, crc32(way.encode()))
-    arrived: list[Sequence[torch.Tensor]] = [[t[:0] for t in parts[me]] for _ in parts]
-    arrived[me] = parts[me]
-    device = parts[me][0].device
-    packed = device.type == "cpu"
-    sent, received = [], []
-    for peer, part in enumerate(parts):
-        link = groups.topology.link(me, peer)
-        if peer != me and len(part[0]):
-            message = packing.pack(part, envelope) if packed else Message(None, tuple(part))
-            sent.append(Send(peer, link, message.tensors, message.flat))
-        if peer != me and wanted[peer]:
-            shapes = [(torch.Size((wanted[peer], *t.shape[1:])), t.dtype) for t in parts[me]]
-            room = packing.empty(shapes, device, groups.grid.room) if packed else None
-            arrived[peer] = room.tensors if room else [_empty(*one, device) for one in shapes]
-            received.append(Receive(peer, arrived[peer], room, envelope))
-    if sent or received:
-        groups.grid.exchange(GRID, sent, received, way).wait()
-    return arrived
-
-
-def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device=device)
+    arrived = over_grid(job.groups, sent, shapes, own[0].device, job.call, way)
+    nothing = [t[:0] for t in own]
+    return [own if peer == me else arrived.get(peer, nothing) for peer in range(len(parts))]
 
 
 def _sums_in(dtype: torch.dtype) -> torch.dtype:

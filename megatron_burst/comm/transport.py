@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Moving tensors between the ranks of a grid, and counting what moved.
 
 `Endpoint` is one rank's end of a transport: here that of torch.distributed, on a process group for
@@ -8,7 +9,7 @@ Decides what an exchange is and what its failure says.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from . import packing
-from .packing import NO_CALL, Envelope, Message
+from .packing import NO_CALL, Envelope, Message, Shapes
 
 if TYPE_CHECKING:
     from .waits import WaitClock
@@ -56,6 +57,18 @@ class Receive(NamedTuple):
     envelope: Envelope = Envelope(NO_CALL, 0)
 
 
+class Trade(NamedTuple):
+    """An all-to-all: `parts[i][peer]` of this rank goes into `into[i]` of the peer, at the rank of
+    this one. into: contiguous; links: to each peer; envelope: where there are messages."""
+
+    channel: Channel
+    parts: Tensors
+    into: Tensors
+    links: Sequence[str]
+    envelope: Envelope
+    label: object
+
+
 class Pending(Protocol):
     """A started exchange: `wait` returns when all it sends may be reused and all arrived (with NCCL
     for what the current stream does next; torch up to 2.7 frees such buffers later)."""
@@ -86,9 +99,8 @@ class Endpoint(Protocol):
     """One rank's end of a transport; `rank` and peers count from 0 in what it joins.
 
     `exchange` starts transfers and does not block; the str of `label` is what errors say of it.
-    `all_to_all` returns when all arrived: `parts[i][peer]` of this rank is then in `into[i]` of the
-    peer, at the rank of this one; into: contiguous; links: to each peer; envelope: where there are
-    messages. `released` says that nobody here reads these tensors again before they are written to.
+    `all_to_all` returns when all arrived. `released` says that nobody here reads these tensors
+    again before they are written to.
     """
 
     rank: int
@@ -99,40 +111,52 @@ class Endpoint(Protocol):
         self, channel: Channel, sends: Sequence[Send], receives: Sequence[Receive], label: object
     ) -> Pending: ...
 
-    def all_to_all(
-        self,
-        channel: Channel,
-        parts: Tensors,
-        into: Tensors,
-        links: Sequence[str],
-        envelope: Envelope,
-        label: object,
-    ) -> None: ...
+    def all_to_all(self, trade: Trade) -> None: ...
 
     def released(self, tensors: Tensors) -> None: ...
 
 
-def all_to_all_by_messages(
+def exchanged(
     endpoint: Endpoint,
     channel: Channel,
-    parts: Tensors,
-    into: Tensors,
-    links: Sequence[str],
+    sends: Iterable[Send],
+    wanted: Mapping[int, Shapes],
+    device: torch.device,
     envelope: Envelope,
     label: object,
-) -> None:
+) -> dict[int, Tensors]:
+    """What came from each peer, tensors of the shapes that are `wanted` of it, while `sends` (whose
+    tensors need not be contiguous) went. On the CPU what goes to one peer is one message."""
+    packed = device.type == "cpu"
+    sent, received = [], []
+    for peer, link, tensors, _ in sends:
+        if packed:
+            message = packing.pack(tensors, envelope)
+            sent.append(Send(peer, link, message.tensors, message.flat))
+        else:
+            sent.append(Send(peer, link, [t.contiguous() for t in tensors]))
+    for peer, shapes in wanted.items():
+        if packed:
+            room = packing.empty(shapes, device, endpoint.room)
+            received.append(Receive(peer, room.tensors, room, envelope))
+        else:
+            fresh = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
+            received.append(Receive(peer, fresh))
+    if sent or received:
+        endpoint.exchange(channel, sent, received, label).wait()
+    return {receive.peer: receive.tensors for receive in received}
+
+
+def all_to_all_by_messages(endpoint: Endpoint, trade: Trade) -> None:
     """`Endpoint.all_to_all` as one exchange: one message to and one from every other rank."""
-    me, sends, receives = endpoint.rank, [], []
+    channel, parts, into, links, envelope, label = trade
+    me, device = endpoint.rank, into[0].device
+    peers = [peer for peer in range(len(links)) if peer != me]
+    sends = [Send(peer, links[peer], [part[peer] for part in parts]) for peer in peers]
     shapes = [(t.shape[1:], t.dtype) for t in into]
-    for peer, link in enumerate(links):
-        if peer != me:
-            sent = packing.pack([part[peer] for part in parts], envelope)
-            room = packing.empty(shapes, into[0].device, endpoint.room)
-            sends.append(Send(peer, link, sent.tensors, sent.flat))
-            receives.append(Receive(peer, room.tensors, room, envelope))
-    endpoint.exchange(channel, sends, receives, label).wait()
-    arrived = [(receive.peer, receive.tensors) for receive in receives]
-    for peer, tensors in (*arrived, (me, [part[me] for part in parts])):
+    wanted = dict.fromkeys(peers, shapes)
+    arrived = exchanged(endpoint, channel, sends, wanted, device, envelope, label)
+    for peer, tensors in (*arrived.items(), (me, [part[me] for part in parts])):
         for target, tensor in zip(into, tensors, strict=True):
             target[peer].copy_(tensor)
 
@@ -199,40 +223,26 @@ class ProcessEndpoint:
         started = _Works(works, ops, receives if some.is_cpu else (), label)
         return started if self.clock is None else self.clock.timed(started, some.is_cpu)
 
-    def all_to_all(
-        self,
-        channel: Channel,
-        parts: Tensors,
-        into: Tensors,
-        links: Sequence[str],
-        envelope: Envelope,
-        label: object,
-    ) -> None:
+    def all_to_all(self, trade: Trade) -> None:
         """On the CPU by messages, whose envelopes tell a rank that is out of step."""
-        group = self.channels[channel, into[0].device.type]
+        some = trade.into[0]
+        group = self.channels[trade.channel, some.device.type]
         # A collective has the order of its group, which torch sorts.
-        if into[0].is_cpu or dist.get_process_group_ranks(group) != list(self.ranks):
-            all_to_all_by_messages(self, channel, parts, into, links, envelope, label)
+        if some.is_cpu or dist.get_process_group_ranks(group) != list(self.ranks):
+            all_to_all_by_messages(self, trade)
         else:
-            self._collectives(group, parts, into, links, label)
+            self._collectives(group, trade)
 
-    def _collectives(
-        self,
-        group: dist.ProcessGroup,
-        parts: Tensors,
-        into: Tensors,
-        links: Sequence[str],
-        label: object,
-    ) -> None:
+    def _collectives(self, group: dist.ProcessGroup, trade: Trade) -> None:
         """One per tensor, from where it lies contiguous and to where it belongs."""
-        works = []
+        works, label = [], trade.label
         self.counters.add(
-            Send(peer, link, tuple(part[peer] for part in parts))
-            for peer, link in enumerate(links)
+            Send(peer, link, tuple(part[peer] for part in trade.parts))
+            for peer, link in enumerate(trade.links)
             if peer != self.rank
         )
         try:
-            for target, part in zip(into, parts, strict=True):
+            for target, part in zip(trade.into, trade.parts, strict=True):
                 source = part.contiguous()
                 works.append(dist.all_to_all_single(target, source, group=group, async_op=True))
         except RuntimeError as error:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a rank waited for transfers, where somebody asks.
 
 On the CPU this is the time that the host was blocked. On a GPU a wait blocks the stream, so it is

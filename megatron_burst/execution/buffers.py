@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one rank holds during a pass: buffers of messages, and partial results.
 
 Every buffer of a kind has room for its longest message, and is used for shorter ones as well, so

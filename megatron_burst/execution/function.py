@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention as one autograd function: of one rank, or of all ranks that share a process.
 
 Decides what is saved for backward, and where results that a checkpoint keeps come from and go to.

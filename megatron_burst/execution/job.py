@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one rank executes for a call of attention: plain data, made by `planning/build.py`.
 
 A `Pass` is what the loop in `ring` runs, with all that a plan can know written down beforehand:

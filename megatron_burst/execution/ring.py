@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loop of a ring: post, wait, compute, merge and release, forward and backward alike.
 
 `Ring` runs one rank's part of a pass over some heads. Which rows are where at what time was decided

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention whose queries come in chunks of rows, one behind the other: FPDT's, on any ring.
 
 Only one row chunk's q, out, dq, partial results and travelling queries exist at a time; the

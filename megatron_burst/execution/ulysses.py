@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Head parallelism: an all-to-all that trades sequence rows for heads, around any ring.
 
 The ranks of a ulysses group hold different rows of the sequence and all heads; after `scatter`
@@ -20,7 +21,7 @@ from zlib import crc32
 import torch
 
 from ..comm.packing import CallTag, Envelope
-from ..comm.transport import Channel, Endpoint
+from ..comm.transport import Channel, Endpoint, Trade
 from ..schedule.head_shares import Share
 from .job import Job, Tensors
 
@@ -83,7 +84,7 @@ def scatter(
     """[s, b, n, d] of this rank -> [p s, b, share of n, d], rows in the order of the group."""
     parts = [_parts(t, len(links)) for t in tensors]
     whole = [p.new_empty(p.shape) for p in parts]
-    endpoint.all_to_all(CHANNEL, parts, whole, links, envelope, label)
+    endpoint.all_to_all(Trade(CHANNEL, parts, whole, links, envelope, label))
     return [w.flatten(0, 1) for w in whole]
 
 
@@ -115,7 +116,7 @@ def gather(
     parts = [t.unflatten(0, (size, -1)) for t in tensors if t is not None]
     received = [p.new_empty(p.shape) for p in parts]
     if parts:
-        endpoint.all_to_all(CHANNEL, parts, received, links, envelope, label)
+        endpoint.all_to_all(Trade(CHANNEL, parts, received, links, envelope, label))
     arrived = iter(received)
     return [
         None if t is None else _joined(next(arrived), n, sums)

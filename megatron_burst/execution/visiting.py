@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Visiting keys and values that rest in host memory between the row chunks of a forward.
 
 The first chunk's forward receives what all of them need, and what arrives is copied out beside the

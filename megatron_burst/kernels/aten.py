@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention of a pair of shards by stock operators: one operator call for every tile, or for many
 that follow each other where the operator takes sequences of different lengths.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Guards for operations with a handwritten backward: no second derivatives, no torch.func
 transforms, and a graph break for torch.compile.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The protocol of kernels: the local attention of one pair of shards on one device.
 
 A pair is given as spans of positions and a mask, so that one kernel serves every layout, schedule

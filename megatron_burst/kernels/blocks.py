@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block sizes of the Triton kernels by device and width, in one table.
 
 No kernel is tuned while a model trains: what is not in the table takes the entry of the next

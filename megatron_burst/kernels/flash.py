@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FlashAttention 2, 3 and 4 as operators of `AtenKernel`: `flash2`, `flash3` and `flash4`.
 
 Decides how our tensors become arguments of these packages, which widths and devices they serve,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The installed FlashAttention packages: which of their functions we call, and with what.
 
 Decides what is passed besides the tensors of a call, and what releases call it. It needs no torch.

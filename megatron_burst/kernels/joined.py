@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiles that one call of an operator computes, as sequences of different lengths.
 
 FlashAttention takes many sequences of different lengths in one call, given by where each begins.

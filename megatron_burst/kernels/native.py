@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The compiled operators of `csrc/`, where they were built.
 
 Decides whether they serve given tensors. The torch code of the same work, in `online_softmax`,

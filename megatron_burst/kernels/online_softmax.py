@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Merging partial attention results by online softmax (BurstEngine Algorithm 1).
 
 Accumulators are float32 (float64 for float64 inputs). A row that saw nothing has lse = -inf

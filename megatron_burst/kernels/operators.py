@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The protocol of flash attention operators, and those for CPUs: torch's own, and the compiled one
 of `csrc/` for narrow heads. `operators_cuda` has torch's for GPUs, `flash` those of packages.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch's attention operators for CUDA: FlashAttention 2 and cuDNN, as torch contains them.
 
 Decides which widths and devices each serves, and spells the arguments of a tile, or of many

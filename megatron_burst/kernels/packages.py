@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Functions of installed packages: whether a release fits, and how it is called.
 
 A release is judged by the signatures of its functions, never by its version: one that lacks a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reference kernel: dense attention by its definition, for any dtype, device and mask.
 
 It computes in the accumulation dtype and materialises every score, so it is slow and serves as the

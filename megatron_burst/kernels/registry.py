@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of kernels: `make` turns a name into a kernel that can serve the given tensors.
 
 `KERNELS` has one line per kernel. This module decides which kernel "auto" takes.

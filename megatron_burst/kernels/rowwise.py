@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Merge, delta and the stand-in output by one Triton launch each, where `csrc/` is not built.
 
 Decides whether Triton serves given tensors. `online_softmax` and `aten` ask here where `native`

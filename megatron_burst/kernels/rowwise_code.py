@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is done to every row of an attention result, as Triton kernels: merge, delta, stand-in.
 
 A row is one position, batch entry and head; a program takes some rows at their whole width, so

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pair of shards as a grid of equal tiles, for kernels that work through tiles of one size.
 
 Lists, for every block of rows (or of columns), the blocks of the other side that it sees: wholly

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What this package needs of torch, asked of torch itself.
 
 Versions do not say it: the containers of NVIDIA carry development builds, and "2.9.0a0" may have

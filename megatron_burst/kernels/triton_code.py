@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over a grid of tiles as Triton kernels: forward, and backward by keys or by queries.
 
 Every kernel works through `tile_grid.Worklist`s: wholly visible tiles without any mask code, partly

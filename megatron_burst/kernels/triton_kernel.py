@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The project's own attention for GPUs: any mask, lse and delta from outside, sums in place.
 
 It carries (out, lse) from pair to pair in float32 and adds dq, dk and dv where they are, so

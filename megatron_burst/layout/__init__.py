@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layouts: which positions of the sequence each rank holds, and in which order.
 
 `layouts`, `balanced` (with its solver), `pieces`, `routes` and `registry` are arithmetic on

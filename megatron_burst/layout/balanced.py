@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layout `balanced`: packed documents of mixed lengths, equal tokens and nearly equal work on every
 rank, most documents whole on one rank.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which positions of the global sequence each rank holds, and in which order.
 
 Decides the arithmetic of positions: everything else asks a layout for spans. A shard is a sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chains: the pieces of each document in the order of their positions, on any ranks.
 
 A state that is carried along a document passes from piece to piece. Decides what a piece is: as

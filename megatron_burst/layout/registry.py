@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layouts by name: `make`. Owns which arguments go with which name."""
 
 from __future__ import annotations

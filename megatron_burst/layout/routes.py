@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routes: which rows of every shard go to which rank, and where they land.
 
 Two things need rows of others: a piece that looks back a few positions (`preceding`), and work that

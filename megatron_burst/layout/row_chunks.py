@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Row chunks: parts of every shard whose queries attend one behind the other.
 
 Decides which rows are in a chunk: the same ones on every rank, so that exchanges among ranks that

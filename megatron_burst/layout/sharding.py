@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cuts a tensor into the shards of a layout, and joins shards again.
 
 For inputs and results: attention works on shards and never calls this. Decides how numbers of rows

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The forms of linear attention in one table, and which form the arguments of a call ask for.
 
 A state S [d, w] per batch and value head takes token t as

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Affine maps of states, S -> A S + B: applied, one after the other, turned around, cut.
 
 A state, and B, is [b, h, d, w]; A is None (it keeps S), a factor of all S [b, h], of its rows

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The public operation: linear attention over a sequence that is split over ranks.
 
 Finds or makes the plan of a call; a kernel sums up each piece, the scan carries states from piece

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans of operations on chains: made of a request, agreed on by all ranks with one gather.
 
 Resolves algorithm "auto". What is refused is `request`'s.

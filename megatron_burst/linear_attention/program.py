@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chains, tables and windows of a sequence, made once per grid, and one rank's part of the tables.
 
 All hops of a round between two ranks are one message, in the order of the table. What is made lies

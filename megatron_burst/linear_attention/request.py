@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank's checked arguments, before the ranks have compared them: of each operation on chains.
 
 Decides what is refused, and what all ranks must agree on. Reads shapes, dtypes and devices alone;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state scan: a table of hops run on one rank, forward and backward, as an autograd function.
 
 A hop carries a state that was received, or that of an earlier piece carried on by known maps, of
@@ -19,20 +20,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import torch
 
-from ..comm import packing
 from ..comm.groups import Groups, InProcessGroups
-from ..comm.packing import CallTag, Envelope, Message
-from ..comm.rows import GRID
-from ..comm.transport import Receive, Send
+from ..comm.packing import CallTag
+from ..comm.rows import over_grid
+from ..comm.transport import Tensors
 from ..kernels.autograd import first_order_only
 from ..schedule.scans.blocks import Blocks
 from ..schedule.scans.hops import MAP, WHOLE
 from .maps import Map, gradient, turned
-from .program import Parcel, Program, StateHop, States
+from .program import Program, Round, StateHop, States
 
 
 class KnownStates:
@@ -180,9 +179,8 @@ class DirectedScan:
         after the last pieces wanted?"""
         program = self.program
         known = KnownStates(program.begins, program.blocks, self._own(maps, initial))
-        for number, sends, receives in program.rounds:
-            envelope = Envelope(call, crc32(f"{self.name} {number}".encode()))
-            self._exchange(known, sends, receives, envelope, f"round {number} of {self.name}")
+        for each in program.rounds:
+            self._round(known, call, each)
         entering, left = maps.increment.new_zeros(maps.increment.shape), {}
         for index, piece in enumerate(program.own):
             document, ends = program.document[index], leaving and program.ends[piece]
@@ -211,55 +209,22 @@ class DirectedScan:
             own_map = own_map._replace(increment=own_map(initial[document]))
         return own_map
 
-    def _exchange(
-        self,
-        known: KnownStates,
-        sends: Sequence[Parcel],
-        receives: Sequence[Parcel],
-        envelope: Envelope,
-        label: str,
-    ) -> None:
-        contents = [[t for hop in parcel.hops for t in known.content(hop)] for parcel in sends]
-        shapes = [[s for hop in parcel.hops for s in self.program.shapes(hop, self.states)]
-                  for parcel in receives]  # fmt: skip
-        peers = [parcel.peer for parcel in sends], [parcel.peer for parcel in receives]
-        what = self.states.dtype, self.device
-        arrived = exchange(self.groups, peers, contents, shapes, what, envelope, label)
-        for parcel, tensors in zip(receives, arrived, strict=True):
-            rest = iter(tensors)
-            for hop in parcel.hops:
-                known.receive(hop, [next(rest) for _ in self.program.shapes(hop, self.states)])
+    def _round(self, known: KnownStates, call: CallTag, each: Round) -> None:
+        """Exchange what one round of the table says."""
+        sent = {peer: [t for hop in hops for t in known.content(hop)] for peer, hops in each.sends}
+        shapes = {
+            peer: [(s, self.states.dtype) for hop in hops for s in self._shapes(hop)]
+            for peer, hops in each.receives
+        }
+        label = f"round {each.number} of {self.name}"
+        arrived = over_grid(self.groups, sent, shapes, self.device, call, label)
+        for peer, hops in each.receives:
+            rest = iter(arrived[peer])
+            for hop in hops:
+                known.receive(hop, [next(rest) for _ in self._shapes(hop)])
 
-
-def exchange(
-    groups: Groups,
-    peers: tuple[Sequence[int], Sequence[int]],
-    contents: Sequence[Sequence[torch.Tensor]],
-    shapes: Sequence[Sequence[torch.Size]],
-    what: tuple[torch.dtype, torch.device],
-    envelope: Envelope,
-    label: str,
-) -> list[Sequence[torch.Tensor]]:
-    """What arrived: tensors of `shapes` from each of the second peers, while `contents` went to
-    each of the first; all of one dtype on one device."""
-    dtype, device = what
-    packed = device.type == "cpu"
-    sent, received = [], []
-    for peer, tensors in zip(peers[0], contents, strict=True):
-        own = tuple(t.contiguous() for t in tensors)
-        message = packing.pack(own, envelope) if packed else Message(None, own)
-        link = groups.topology.link(groups.rank, peer)
-        sent.append(Send(peer, link, message.tensors, message.flat))
-    for peer, wanted in zip(peers[1], shapes, strict=True):
-        if packed:
-            room = packing.empty([(s, dtype) for s in wanted], device, groups.grid.room)
-            received.append(Receive(peer, room.tensors, room, envelope))
-        else:
-            fresh = [torch.empty(s, dtype=dtype, device=device) for s in wanted]
-            received.append(Receive(peer, fresh, None, envelope))
-    if sent or received:
-        groups.grid.exchange(GRID, sent, received, label).wait()
-    return [receive.tensors for receive in received]
+    def _shapes(self, hop: StateHop) -> list[torch.Size]:
+        return self.program.shapes(hop, self.states)
 
 
 @dataclass(frozen=True)
@@ -297,14 +262,13 @@ class Finals:
         )
         held = self.held_by(me)
         others = [rank for rank in range(size) if rank != me]
-        peers = others if held else [], [rank for rank in others if self.held_by(rank)]
-        came = self._exchange(
-            call, "final states", peers, [[left[d] for d in held]] * len(peers[0]),
-            [len(self.held_by(rank)) for rank in peers[1]],
-        )  # fmt: skip
+        own = tuple(left[document] for document in held)
+        sent = dict.fromkeys(others if held else [], own)
+        counts = {rank: len(self.held_by(rank)) for rank in others if self.held_by(rank)}
+        came = self._exchange(call, "final states", sent, counts)
         for document in held:
             final[document] = left[document]
-        for rank, states in zip(peers[1], came, strict=True):
+        for rank, states in came.items():
             for document, state in zip(self.held_by(rank), states, strict=True):
                 final[document] = state
         if initial is not None:
@@ -324,27 +288,20 @@ class Finals:
         gradient = gradient.to(self.states.dtype)
         held = self.held_by(me)
         others = [rank for rank in range(size) if rank != me]
-        peers = [rank for rank in others if self.held_by(rank)], others if held else []
-        contents = [[gradient[d] for d in self.held_by(rank)] for rank in peers[0]]
-        name = "gradients of final states"
-        came = self._exchange(call, name, peers, contents, [len(held)] * len(peers[1]))
-        given = dict(zip(peers[1], came, strict=True)) | {me: [gradient[d] for d in held]}
+        ends = {rank: self.held_by(rank) for rank in others if self.held_by(rank)}
+        sent = {rank: [gradient[document] for document in some] for rank, some in ends.items()}
+        counts = dict.fromkeys(others if held else [], len(held))
+        came = self._exchange(call, "gradients of final states", sent, counts)
+        given = {**came, me: [gradient[document] for document in held]}
         each = [given[rank] for rank in sorted(given)]
         return {d: torch.stack([some[i] for some in each]).sum(0) for i, d in enumerate(held)}
 
     def _exchange(
-        self,
-        call: CallTag,
-        name: str,
-        peers: tuple[Sequence[int], Sequence[int]],
-        contents: Sequence[Sequence[torch.Tensor]],
-        counts: Sequence[int],
-    ) -> list[Sequence[torch.Tensor]]:
-        """`counts` states from each of the second peers."""
-        what = self.states.dtype, self.device
-        envelope = Envelope(call, crc32(name.encode()))
-        shapes = [[self.shape] * count for count in counts]
-        return exchange(self.groups, peers, contents, shapes, what, envelope, name)
+        self, call: CallTag, name: str, sent: Mapping[int, Tensors], counts: Mapping[int, int]
+    ) -> dict[int, Tensors]:
+        """So many states from each of the ranks in `counts`."""
+        wanted = {rank: [(self.shape, self.states.dtype)] * n for rank, n in counts.items()}
+        return over_grid(self.groups, sent, wanted, self.device, call, name)
 
 
 @dataclass(frozen=True)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The public operation: a short causal convolution over a sequence that is split over ranks.
 
 Decides that each piece gets the rows before it from the ranks that hold them, in one exchange, and

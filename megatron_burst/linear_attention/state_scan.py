@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The public operation on states: what enters the pieces of every rank.
 
 Finds or makes the plan of a call, and hands it to autograd.

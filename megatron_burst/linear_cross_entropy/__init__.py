@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The LM head and its cross-entropy loss as one operation that never holds all logits.
 
 Algorithm 3 of BurstEngine (arXiv 2509.19836), corrected: tile by tile, one product makes the

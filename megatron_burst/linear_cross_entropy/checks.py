@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks the options, tensors, labels and group of `linear_cross_entropy`.
 
 Each check yields its reasons, so that one error names everything that is wrong with a call.

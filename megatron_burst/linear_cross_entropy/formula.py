@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loss of a token as a function of statistics of its row of logits.
 
 Decides the formula, and how the statistics of tensor-parallel ranks are merged.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The autograd function: what is computed in forward, what is kept, what backward does with it.
 
 Single pass: the gradients of sum(weights * loss) are made in forward, where the logits are. Then

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Log-probabilities and entropies of tokens from hidden states, without holding all logits.
 
 What reinforcement learning and distillation want of the LM head. Which gradient arrives depends on

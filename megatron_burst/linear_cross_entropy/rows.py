@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of logits: their statistics, and their softmax gradient in their own place.
 
 Torch operators on any device and dtype; on CUDA `triton_rows` does the same where Triton is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tensor-parallel group: who holds which vocabulary rows and tokens, and what they exchange.
 
 With a group every rank holds an equal slice of the vocabulary, in rank order, and all labels.

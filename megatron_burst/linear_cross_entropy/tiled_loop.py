@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One pass over the tokens, tile by tile: logits, loss, and gradients where they are needed.
 
 Decides the order of the work: the next tile's rows travel while this one is computed, and a tile's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The work of `rows` as Triton kernels: one pass for the statistics, one for the gradient.
 
 Imported only where tensors are on a GPU and Triton is installed. One pass each means that a tile

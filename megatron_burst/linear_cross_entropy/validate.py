@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The public function `linear_cross_entropy`: checks its arguments on all ranks, then computes."""
 
 from __future__ import annotations

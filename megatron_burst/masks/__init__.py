@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention masks: which (query position, key position) pairs attend.
 
 A mask describes positions of the global sequence, so one mask serves every layout and every number

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The interface of masks, and how masks combine.
 
 `visible` is exact, for arrays of positions. `cover` is conservative, for two spans: PARTIAL is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masks that compare two positions: Full, Causal, Window, Dilated, Prefix.
 
 Each answers by arithmetic on arrays of spans, so that a large grid of ranks costs no Python loop.

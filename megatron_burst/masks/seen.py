@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which rows of every shard the ranks see: what a schedule has to bring where.
 
 Spans are cut where the mask's description changes. What positions see of a piece of keys is, for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masks that look positions up in a table: Documents, BlockSparse, Dense."""
 
 from __future__ import annotations

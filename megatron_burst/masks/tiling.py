@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cuts a pair of shards into tiles that stock kernels can compute.
 
 A tile is a rectangle of local rows and columns that is wholly visible, a lower triangle

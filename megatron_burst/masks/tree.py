@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mask `Tree`: prefix trees of trajectories, in depth-first order.
 
 Rows of a subtree are one interval, so one bound per key says who sees it: query q sees key k when

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BurstAttention for Megatron: install it once, then choose it by flags or with `configure`.
 
 In a script of Megatron-LM these are the first lines; they add flags to its command line:

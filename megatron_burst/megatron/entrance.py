@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The seam at which a patched Megatron installs the plugin: where it declares its flags."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Installing BurstAttention into Megatron, and choosing it for a model.
 
 This module decides which parts of Megatron are replaced, and ensures that a run has one layout:

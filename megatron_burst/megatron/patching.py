@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What has been replaced inside Megatron and torch, how it is restored, and what that relies on.
 
 The registry of patches is one of the two pieces of process-wide state of the package. A set of

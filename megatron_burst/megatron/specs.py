@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layer spec (Megatron's description of a model's layers) of a GPT model with BurstAttention.
 
 Megatron-LM calls `burst_layer_spec` for `--spec megatron_burst.megatron.specs burst_layer_spec`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What attention did since the last log interval, as scalars of TensorBoard and Weights & Biases.
 
 Written with Megatron-LM's own writers at iterations that `--log-interval` divides, if it has one of

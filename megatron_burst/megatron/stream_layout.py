@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `--burst-layout auto` takes: the layouts with which a step sends the fewest bytes.
 
 A stream of tokens that lies contiguous passes a state of linear attention along every rank once,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our flags in Megatron-LM: from its command line to the configuration of every model.
 
 The functions of `megatron.training` that are wrapped here have had the same names and parameters

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A mask of the user's own in Megatron: `--burst-mask module:name`.
 
 The name is that of a callable, which gets a `MaskLayer` and a `MaskBatch` and returns the mask of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which document goes to which micro-batch.
 
 Every micro-batch has the same number of tokens, the capacity: what its documents leave is padding.

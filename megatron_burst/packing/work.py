@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a document costs: pairs of attention, and linear work for each token.
 
 The unit is one pair (query, key) that see each other in one layer, forward and backward. Counted in

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """From arguments to a plan that every rank agrees on: validate, prepare, plan."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Algorithm "auto": the rates of these groups, and the settings that are predicted to be fastest.
 
 Imported where a call asks for it: what simulates schedules and measures links is part of no other

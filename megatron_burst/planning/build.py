@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a schedule to what one rank executes: its steps, and where every row lies in every buffer.
 
 Decides how the pair of two chunks is computed when these came in parts: part by part. Everything

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plans of ranks that share a process: one per rank, with their tensors in lists."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one rank runs of a checked request: a pipeline of three stages, in the order of this file.
 
 `demands` says which queries attend when and which rows must be where for that, `schedules` which

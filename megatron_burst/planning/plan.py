@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What runs, decided and agreed on: a plan, which calls it was made for, and what it costs.
 
 Made by `prepare` and run by `attention`. Decides nothing.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a user's arguments to a plan that every rank agrees on.
 
 Makes the ranks agree and resolves every "auto". What is refused is `validate`'s, what moves when is

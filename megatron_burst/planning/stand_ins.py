@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stand-ins for q, k and v where only their shape is known yet; they take no memory."""
 
 from __future__ import annotations

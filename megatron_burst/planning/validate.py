@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks one rank's arguments and resolves its defaults, before any rank talks to another.
 
 Decides what is refused, and says what would work. Reads shapes, dtypes and devices; it must not

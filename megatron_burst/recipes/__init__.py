@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BurstAttention for recipes of Megatron-Bridge and of NeMo 2.
 
     from megatron_burst.recipes import apply_burst

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`apply_burst`: one line that gives a recipe BurstAttention.
 
 Only names and values of its arguments are checked here. Launchers override the sizes of a recipe

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The three kinds of recipe, and what each calls the setting behind a flag.
 
 Errors of this package name flags of Megatron-LM. A recipe has settings instead, under paths that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layer spec that `apply_burst` puts into a recipe.
 
 A recipe's `transformer_layer_spec` becomes a `functools.partial` of `burst_layer_spec`. That

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packed batches of Megatron-Bridge, cut as the attention expects them.
 
 Bridge's training step cuts a packed batch with one function, which this module replaces. Bridge's

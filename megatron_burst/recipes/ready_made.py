@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ready-made recipes: recipes of Megatron-Bridge with sizes for long sequences and `apply_burst`.
 
 A name states model, task, GPUs, hardware and tokens; each choice below has its reason beside it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The check of a recipe of Megatron-Bridge, once all overrides are in.
 
 It runs when Bridge validates a configuration, before Bridge makes process groups: sizes that do not

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recompute everything but attention: frames, in which attention finds what it kept.
 
 A frame belongs to one checkpointed call. The first time its function runs, every attention call

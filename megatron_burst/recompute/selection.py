@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What attention keeps between forward and recompute, and what recomputing the rest needs.
 
 Decides which positions are kept: those most expensive to recompute under the mask, the later

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many tiles of rows an MLP is cut into where the user leaves it open. No torch.
 
 The rule: as few as let one tile's working set fit into the size of one [rows, hidden] tensor, but

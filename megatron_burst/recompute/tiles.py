@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A function of rows, run in tiles of rows, so that its working set is that of one tile.
 
 Each tile has a fate between forward and backward: "recompute" (only its inputs are kept, and it

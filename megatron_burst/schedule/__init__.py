@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedules: which rank computes and sends what at each step, and what that costs. No torch.
 
 `tables` has the types; `algorithms` make tables of pairs and transfers from a `demand`, and `rings`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bundles: the rows of every rank's chunk, by who wants them.
 
 Rows of one owner that the same ranks want make a bundle; they travel together. Which rows a message

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cost of a schedule: bytes per link class and visible pairs; and which side and route cost
 least.
 

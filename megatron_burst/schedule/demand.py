@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a pass asks of an algorithm: which pairs to compute, and which rows have to travel.
 
 Of a call in row chunks, each chunk asks for itself: `row_cuts` says which queries it has.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How heads are divided: among the ranks of a ulysses group, and into head chunks on one rank; and
 in which order a rank of a group has the rows of all of them.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one rank does: its part of the tables, boundary by boundary, and the memory that this takes.
 
 Decides when a chunk can be released, and when head chunks that run behind others compute the pair

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which way rows cross between nodes: the rails and the relays of a multicast.
 
 A row crosses to every other node that wants it once, on the rail of its carrier: the ranks with the

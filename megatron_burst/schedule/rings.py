@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The schedule of one pass by name: which algorithm, on which grid, and the tables it makes.
 
 `forward` and `backward` build it. The executor runs a schedule, the simulator times it, `cost`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sizes of what one rank brings to an attention call, and the bytes of a row of each family."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a schedule is made of: tables of pairs and transfers over all ranks, and one rank's view.
 
 Plain data; columns are integer arrays, one row per pair or transfer, so that a schedule of a

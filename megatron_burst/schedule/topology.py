@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the ranks of a grid are: on which node, in which ring, in which ulysses group.
 
 Decides the placement, by arithmetic on rank numbers; `comm.groups` makes process groups of it and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lets Megatron-Core run on a machine without a GPU, with gloo: for tests, laptops, debugging.
 
 Megatron-Core uses CUDA devices, streams, events and generators directly. `enable()` maps them to

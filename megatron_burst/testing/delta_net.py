@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What linear-attention layers of Megatron need of a GPU, in operators of torch: for `cpu.enable`.
 
 Megatron builds a gated delta net only where flash-linear-attention is installed, which cannot be

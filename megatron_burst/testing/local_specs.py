@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layer specs of GPT models with gated delta nets, out of Megatron's local modules.
 
 Megatron builds such layers of Transformer Engine's modules only. Decides that a layer without it is

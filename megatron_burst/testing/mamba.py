@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Mamba mixers of Megatron need of the package mamba_ssm, in operators of torch: for
 `cpu.enable`.
 

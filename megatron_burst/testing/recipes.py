@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lets Megatron-Bridge train a recipe without a GPU, with gloo: for tests and debugging.
 
 `megatron_burst.testing.cpu` handles Megatron-Core; this module handles what Bridge assumes beyond

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flags that several commands share, and their checks. No torch.
 
 A flag has one name in all commands, `--tp` or `--per-node`; Megatron's long name is an alias.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one drawer of pictures: bars and arrows in lanes over time, on figures with a title.
 
 `show`, `advise`, `memory` and `trace` say what is drawn; this module owns how it looks. Files are

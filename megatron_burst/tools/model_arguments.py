@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model that a command line describes, and the settings of the run as far as it gives them.
 
 `--model` takes a name, a Hugging Face `config.json`, or the name of a Megatron-Bridge recipe as

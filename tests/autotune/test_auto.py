@@ -114,16 +114,6 @@ def test_what_cannot_be_is_refused(choices, words):
         mb.prepare(*tensors(), groups=groups, **choices)
 
 
-def test_what_cannot_be_measured_is_refused():
-    with pytest.raises(ValueError, match="groups: make them with"):
-        mb.measure_rates(4)
-    groups = mb.Groups.in_process(intra=2)
-    with pytest.raises(ValueError, match=r"like must be q, k, v, each \[s, b, heads, width\]"):
-        mb.measure_rates(groups, like=(torch.zeros(3), torch.zeros(3), torch.zeros(3)))
-    with pytest.raises(ValueError, match=r"mask must be one of mb\.masks, got 'causal'"):
-        mb.measure_rates(groups, like=[torch.zeros(8, 1, 2, 8)] * 3, mask="causal")
-
-
 def test_what_is_measured_is_the_kernel_that_auto_takes_for_the_mask(monkeypatch):
     """As on a GPU, where it is another for windows."""
     takes = {mb.masks.Causal(): ("aten",), mb.masks.Window(3, 0): ("reference",)}

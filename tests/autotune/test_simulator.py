@@ -561,52 +561,6 @@ def test_messages_that_cost_much_are_few():
     assert chosen(given_rates=Rates(50e6, 12.5e6, compute=9e9)).taken.head_chunks > 1
 
 
-BAD = [
-    ({"ranks": 0}, "at least one rank, got 0"),
-    ({"intra": 3}, "intra: 4 ranks cannot be cut into nodes of 3"),
-    ({"tokens": 0}, "tokens must be a positive integer, got 0"),
-    ({"width": 1.5}, "width must be a positive integer, got 1.5"),
-    ({"heads": 6, "kv_heads": 4}, "kv_heads must divide the 6 heads, got 4"),
-    ({"mask": "causal"}, "mask must be one of mb.masks, got 'causal'"),
-    ({"layout": 3}, "layout must be a name or a Layout of 4 ranks, got 3"),
-    ({"layout": layout.make("zigzag", cp_size=2)}, "layout must be a name or a Layout of 4"),
-    ({"tokens": 3}, "zigzag"),
-    ({"given_rates": None}, "rates must be mb.Rates"),
-    ({"given_rates": Rates(1, 1)}, "rates: compute is None"),
-]
-
-
-@pytest.mark.parametrize(("wrong", "words"), BAD)
-def test_what_cannot_be_is_refused(wrong, words):
-    with pytest.raises(ValueError, match=words):
-        chosen(**wrong)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"intra": 0}, "rates: intra must be a positive number, got 0"),
-        ({"inter": "fast"}, "rates: inter must be a positive number, got 'fast'"),
-        ({"compute": -1.0}, "rates: compute must be a positive number, got -1.0"),
-        ({"latency": -1}, "rates: latency must be seconds, 0 or more, got -1"),
-        ({"launch": math.inf}, "rates: launch must be seconds, 0 or more, got inf"),
-        ({"intra": math.nan}, "rates: intra must be a positive number, got nan"),
-        ({"nic": 0}, "rates: nic must be a positive number, got 0"),
-        ({"copying": 0}, "rates: copying must be a positive number, got 0"),
-        ({"copying": -1.0}, "rates: copying must be a positive number, got -1.0"),
-        ({"start": -1.0}, "rates: start must be seconds, 0 or more, got -1.0"),
-        ({"handling": -1.0}, "rates: handling must be seconds, 0 or more, got -1.0"),
-        ({"slowdown": math.inf}, "rates: slowdown must be a fraction, 0 or more, got inf"),
-        ({"exchange": math.inf}, "rates: exchange must be a finite number, got inf"),
-        ({"nic": math.inf}, "rates: nic must be a finite number, got inf"),
-        ({"backward": math.inf}, "rates: backward must be a finite number, got inf"),
-    ],
-)
-def test_rates_that_mean_nothing_are_refused(wrong, words):
-    with pytest.raises(ValueError, match=words):
-        Rates(**({"intra": 1.0, "inter": 1.0} | wrong))
-
-
 def test_a_chunk_of_queries_has_its_own_size():
     """Of 8 and 4 heads: queries and dO, twice those of K and V, with lse and delta."""
     have = sizes(8, 4, needs=(False,) * 3)
@@ -677,11 +631,3 @@ def test_of_equals_the_one_that_holds_least_is_taken(monkeypatch):
     assert taken(("burst", 1, 9, 1.0), ("ring", 2, 5, 1.0)) == "burst"
     assert taken(("burst", 1, 5, 1.0), ("ring", 1, 9, 1.0)) == "burst"
     assert taken(("mine", 1, 5, 1.0), ("burst", 1, 5, 1.0), ("ring", 1, 5, 1.0)) == "ring"
-
-
-def test_what_cannot_be_chosen_is_a_value_error():
-    shape = {"ranks": 4, "intra": 2, "tokens": 64, "heads": 4, "width": 8}
-    with pytest.raises(ValueError, match="itemsize must be a positive integer, got '2'"):
-        choose(rates=Rates(1e9, 1e9, compute=1e12), itemsize="2", **shape)
-    with pytest.raises(ValueError, match="too small for calls of this size"):
-        choose(rates=Rates(1e-320, 1e-320, compute=1e-320), **shape)

@@ -1,4 +1,4 @@
-"""benchmarks/: the quick mode of each script runs, prints its tables and leaves docs/ alone."""
+"""benchmarks/: the quick mode of each script runs and prints its tables."""
 
 import os
 import subprocess
@@ -13,22 +13,17 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {
     "accuracy": ["| one device", "| fp32 wire, side query | 4 ", "| emulated 16-bit ring"],
     "host": ["| 8     | dense ", "| 100 documents, padded ", "| 2 head chunks ", "| ulysses "],
-    "masks": ["| causal ", "| zigzag in documents |", "| direct ", "| equal", "| backward "],
+    "masks": ["| causal ", "| zigzag in documents |", "| backward "],
     "lm_head": ["| single_pass ", "| torch_chunked ", "bytes per byte of tile", "bytes per token"],
     "prepare": ["| one all-gather of headers", "| 100 documents, causal"],
 }  # fmt: skip
 LONG = ("lm_head", "prepare")
 
 
-def documents():
-    return {path.name: path.read_bytes() for path in (ROOT / "docs").rglob("*") if path.is_file()}
-
-
 @pytest.mark.parametrize(
     "script", [pytest.param(x, marks=[pytest.mark.slow] * (x in LONG)) for x in SCRIPTS]
 )
 def test_quick_mode_prints_its_tables(script):
-    before = documents()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         [sys.executable, "-W", "error", str(ROOT / "benchmarks" / f"{script}.py"), "--quick"],
@@ -38,7 +33,6 @@ def test_quick_mode_prints_its_tables(script):
     assert f"python benchmarks/{script}.py --quick" in run.stdout
     for words in SCRIPTS[script]:
         assert words in run.stdout, words
-    assert documents() == before
 
 
 def test_a_table_is_markdown_that_lines_up():

@@ -160,7 +160,7 @@ def test_a_small_benchmark_writes_records_tables_and_a_plot(cluster, tmp_path):
         ("bench --grids 2x40", "--grids must look like 2x4 and hold 2 to 64 ranks, got '2x40'"),
         ("bench --regimes fast", "--regimes: there is communication, .*, real, got 'fast'"),
         ("bench --rivals none", "--rivals none: there is ring, ring, 4 head chunks"),
-        ("compare tile", "there is documents, balanced, multicast, tiles, two_ways, got tile"),
+        ("compare tile", "there is megatron, megatron_documents, documents, balanced"),
         ("trace --grids 2x2,2x4", "a trace is of one cell"),
     ],
 )

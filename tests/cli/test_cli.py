@@ -21,7 +21,7 @@ BAD = {
     "memory --gpus 8 --model llama3-8b": "--seq is needed",
     # doctor: more of a Megatron command's in test_doctor
     "doctor --nonsense": "--nonsense",
-    "doctor --gpus-per-node": "--gpus-per-node: expected one argument",
+    "doctor --per-node": "--gpus-per-node/--per-node: expected one argument",
     "doctor --gpus-per-node two": "invalid int value: 'two'",
     "doctor --quick --gpus-per-node 0": "--gpus-per-node must be at least 1, got 0",
     "doctor --quick --gpus-per-node -8": "--gpus-per-node must be at least 1, got -8",

@@ -11,8 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import megatron_burst as mb
-
 ALL, SOME, FEW = 1, 16, 32  # every n-th case
 GRIDS = {(1, 2): SOME, (1, 3): SOME, (2, 2): SOME, (2, 3): FEW, (2, 4): FEW, (4, 2): FEW}
 COMBINATIONS = [
@@ -72,46 +70,3 @@ def test_groups_of_heads_are_exact_and_send_no_more(ranks, mask, algorithm, side
     problem = cases.Problem(mask, (8, 4), 2, (5, 3), 24)
     case = cases.Case(2, 2, algorithm, "contiguous", side, "aten", problem)
     cases.assert_none(ranks(4).run(grouped, case))
-
-
-def pipeline(order):
-    """Three micro-batches forward, then backward in `order`, on one plan; and each on its own."""
-    groups = cases.groups_on_rank(2, 2)
-    torch.manual_seed(dist.get_rank())
-    batches = [[torch.randn(4, 1, 2, 8, requires_grad=True) for _ in "qkv"] for _ in range(3)]
-    plan = mb.prepare(*batches[0], groups=groups)
-    outs = [mb.attention(*batch, plan=plan) for batch in batches]
-    grads = {i: torch.autograd.grad(outs[i].square().sum(), batches[i]) for i in order}
-    same = []
-    for i, batch in enumerate(batches):
-        alone = torch.autograd.grad(mb.attention(*batch, plan=plan).square().sum(), batch)
-        same += [torch.equal(x, y) for x, y in zip(grads[i], alone, strict=True)]
-    return same
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
-def test_micro_batches_in_flight_do_not_mix(ranks, order):
-    assert ranks(4).run(pipeline, order) == [[True] * 9] * 4
-
-
-def strided(kind):
-    """The gradients of this rank's q, k, v where `kind` of tensors is not contiguous."""
-    groups = cases.groups_on_rank(2, 2)
-    torch.manual_seed(dist.get_rank())
-    q, k, v = (torch.randn(4, 2, 2, 8) for _ in "qkv")
-    dout = torch.ones(()).expand(4, 2, 2, 8)
-    if kind == "q, k, v":
-        q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = mb.attention(*leaves, groups=groups, side="query")
-    return torch.autograd.grad(out, leaves, dout if kind == "dout" else dout.contiguous())
-
-
-def strides_matter(kind):
-    return [torch.equal(x, y) for x, y in zip(strided(kind), strided("none"), strict=True)]
-
-
-@pytest.mark.parametrize("kind", ["q, k, v", "dout"])
-def test_gloo_is_never_handed_what_is_not_contiguous(ranks, kind):
-    """It would raise, and a receive already posted would swallow the next message."""
-    assert ranks(4).run(strides_matter, kind) == [[True] * 3] * 4

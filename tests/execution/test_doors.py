@@ -1,7 +1,7 @@
 """What bad input gets: the same ValueError on every rank, naming argument and fix; no hang.
 
-Most doors are tried on an in-process grid; those that one rank alone walks through, and a rank
-that dies or never comes, on real processes.
+What is wrong on all ranks alike is in the tables of `fuzz.misuse`, which `test_fuzz.py` tries.
+Here is what one rank alone gets wrong, and a rank that dies or never comes, on real processes.
 """
 
 import os
@@ -23,115 +23,10 @@ def qkv(rows=4, batch=1, heads=4, kv_heads=2, d=8, w=8, dtype=torch.float32, dev
     return [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
 
 
-def attend(tensors, inter=1, intra=2, **choices):
-    """`tensors` on every rank of an in-process grid."""
-    groups = mb.Groups.in_process(inter=inter, intra=intra)
-    lists = [[x] * groups.size for x in tensors]
-    return mb.attention(*lists, groups=groups, **choices)
-
-
-# --- one wrong argument, the same on all ranks ---------------------------------------------
-
-WRONG_CHOICES = [
-    ({"algorithm": "rings"}, "algorithm.* must be one of .*burst.*got 'rings'"),
-    (
-        {"algorithm": "megatron"},
-        "algorithm.* must be one of burst, double_ring, ring, .*got .megatron",
-    ),
-    ({"side": "q"}, "side .*must be one of auto, kv, query, got 'q'"),
-    (
-        {"kernel": "flash"},
-        "kernel .*must be one of auto, aten, .*reference, got 'flash'",
-    ),
-    (
-        {"kernel": "aten_cudnn"},
-        "kernel aten_cudnn runs on cuda tensors, got cpu; kernel='reference'",
-    ),
-    (
-        {"layout": "zig"},
-        "layout must be one of .*block_striped.*, got .zig.",
-    ),
-    ({"layout": mb.layout.make("zigzag", cp_size=4)}, "layout is for 4 ranks, groups have 2"),
-    ({"mask": "causal"}, "mask must be one of mb.masks, got 'causal'"),
-    ({"mask": torch.ones(8, 8)}, "mask must be one of mb.masks"),
-    ({"grad_wire_dtype": torch.int8}, "grad_wire_dtype must be .*float.*got torch.int8"),
-]
-
-
-@pytest.mark.parametrize(("choices", "words"), WRONG_CHOICES)
-def test_wrong_choices(choices, words):
-    with pytest.raises(ValueError, match=words):
-        attend(qkv(), **choices)
-
-
-WRONG_TYPES = [
-    ({"softmax_scale": "x"}, "softmax_scale .*got 'x'"),
-    ({"softmax_scale": [1.0]}, r"softmax_scale .*got \[1.0\]"),
-    ({"layout": 3}, "layout .*got 3"),
-    ({"needs_grad": True}, "needs_grad .*got True"),
-    ({"kv_cache": None}, "kv_cache .*got None"),
-    ({"kv_cache": "full"}, "kv_cache .*got 'full'"),
-    ({"kv_cache": float("nan")}, "kv_cache .*got nan"),
-    ({"softmax_scale": torch.tensor(1.0)}, "softmax_scale .*got tensor"),
-    ({"sink": 0.5}, "sink must be a floating tensor .*got 0.5"),
-    ({"sink": [0.0] * 4}, "sink must be a floating tensor .*got .0.0, "),
-    ({"sink": torch.zeros(4).int()}, "sink must be a floating tensor .*got torch.int32"),
-    ({"sink": torch.zeros(4, device="meta")}, "sink must be .*on cpu, got .*on meta"),
-]
-
-
-@pytest.mark.parametrize(("choices", "words"), WRONG_TYPES)
-def test_wrong_types_are_value_errors_too(choices, words):
-    """Whatever is raised before the ranks have compared notes leaves the others waiting."""
-    with pytest.raises(ValueError, match=words):
-        attend(qkv(), **choices)
-
-
-@pytest.mark.parametrize("name", ["softmax_scale", "softcap"])
-@pytest.mark.parametrize("value", [0, -0.5, float("inf"), float("nan")])
-@pytest.mark.parametrize("kernel", ["aten", "reference"])
-def test_numbers_that_would_turn_scores_into_nan(kernel, name, value):
-    """The CPU operator answers NaN for a scale of 0 or less, and 0 for a scale of NaN."""
-    with pytest.raises(ValueError, match=f"{name} must be a positive, finite number.* got {value}"):
-        attend(qkv(), kernel=kernel, **{name: value})
-
-
 q, k, v = qkv()
-WRONG_TENSORS = [
-    ([q[0], k, v], r"q must be \[s, b, heads, width\], got \(1, 4, 8\)"),
-    ([q, k, v[:, :, :0]], r"v must be \[s, b, heads, width\], got \(4, 1, 0, 8\)"),
-    ([q, *qkv(kv_heads=3)[1:]], "k: the number of .* heads must divide the 4 query heads, got 3"),
-    ([q, k, v[:, :, :1]], "q, k, v must share s and b, and k, v their heads"),
-    ([q, k[:2], v[:2]], "q, k, v must share s and b"),
-    ([q, k[..., :4], v], "k: width must be that of q, 8, got 4"),
-    ([q, k.double(), v], "k: q, k, v must share a floating dtype .*float64 .* torch.float32"),
-    ([q.int(), k.int(), v.int()], "q: q, k, v must share a floating dtype .*got torch.int32"),
-    ([q, k, v.to("meta")], "v: q, k, v must share .*a device, got .* on meta beside .* on cpu"),
-    (
-        [q[:3], k[:3], v[:3]],
-        "q, k, v: 3 rows on each of 2 ranks are 6 positions; .*layout zigzag over 2 ranks needs a "
-        "positive multiple of 4, got 6; pad to 8, 4 on each",
-    ),
-    ([None, k, v], "q must be a tensor, .*got None"),
-    ([q, k.numpy(), v], "k must be a tensor, .*got array"),
-    ([q.to_sparse(), k, v], "q must be a tensor, and not sparse, got tensor"),
-    (
-        [x.to(torch.float8_e4m3fn) for x in (q, k, v)],
-        "q: q, k, v must share a floating dtype of .*got torch.float8",
-    ),
-]
 
 
-@pytest.mark.parametrize(("tensors", "words"), WRONG_TENSORS)
-def test_wrong_tensors(tensors, words):
-    with pytest.raises(ValueError, match=words):
-        attend(tensors)
-
-
-def test_a_list_must_hold_a_tensor_per_rank():
-    groups = mb.Groups.in_process(intra=2)
-    with pytest.raises(ValueError, match=r"k: groups hold 2 ranks .*, got 1 in a list"):
-        mb.attention([q, q], [k], [v, v], groups=groups)
+# --- what differs by transport or by rank in one process -----------------------------------
 
 
 @pytest.mark.parametrize(
@@ -149,12 +44,6 @@ def test_tensors_that_the_transport_cannot_move(backend, device, words):
         mb.attention(*([x] * 2 for x in qkv(device=device)), groups=groups)
 
 
-def test_groups_are_mbs_own():
-    """A process group will not do: making the rings' groups is a collective of its own."""
-    with pytest.raises(ValueError, match=r"groups: make them with mb\.Groups, got None"):
-        mb.attention([q], [k], [v], groups=None)
-
-
 def test_in_process_ranks_that_differ_are_told_so():
     groups = mb.Groups.in_process(intra=2)
     with pytest.raises(ValueError, match=r"rank 0 has q \(\(4, .*rank 1 has q \(\(2, "):
@@ -162,19 +51,6 @@ def test_in_process_ranks_that_differ_are_told_so():
 
 
 # --- plans ---------------------------------------------------------------------------------
-
-
-def test_a_plan_and_its_keywords_exclude_each_other():
-    groups = mb.Groups.in_process(intra=1)
-    plan = mb.prepare([q], [k], [v], groups=groups)
-    with pytest.raises(ValueError, match=r"plan: give a plan or its keywords, not both.*'side'"):
-        mb.attention([q], [k], [v], plan=plan, side="kv")
-
-
-@pytest.mark.parametrize("plan", [3, {"groups": None}])
-def test_a_plan_of_ones_own_making_is_refused(plan):
-    with pytest.raises(ValueError, match=r"plan must be made by mb\.prepare, got "):
-        mb.attention([q], [k], [v], plan=plan)
 
 
 MISFITS = {

@@ -1,28 +1,18 @@
-"""A short search with fixed seeds; `make fuzz` searches as long as one likes."""
+"""A short search on real ranks with fixed seeds; `make fuzz` searches as long as one likes."""
 
 import pytest
-from fuzz import attention, faults, gloo, misuse
-
-
-def test_random_calls_in_one_process():
-    tally = attention.search(range(40))
-    assert not tally.failures, tally
-    assert tally.tried == 40
+from fuzz import faults, gloo, misuse
 
 
 @pytest.mark.parametrize("block", [0, 1])
 def test_random_calls_on_real_ranks(ranks, block):
-    tally = gloo.search(range(block * gloo.BLOCK, block * gloo.BLOCK + 8), ranks)
+    tally = gloo.search(range(block * gloo.BLOCK, block * gloo.BLOCK + 10), ranks)
     assert not tally.failures, tally
 
 
 @pytest.mark.parametrize("name", list(misuse.ALL))
 def test_a_misuse_is_told_well(name):
     assert not misuse.faults(name)
-
-
-def test_many_misuses_are_tried():
-    assert len(misuse.ALL) > 200
 
 
 @pytest.mark.parametrize("name", faults.SHORT)

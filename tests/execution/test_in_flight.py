@@ -34,8 +34,8 @@ class Forgetful:
         self.count += bool(receives)
         return _NeverWaited() if receives and self.count == self.number else pending
 
-    def all_to_all(self, *given):
-        all_to_all_by_messages(self, *given)
+    def all_to_all(self, trade):
+        all_to_all_by_messages(self, trade)
 
 
 class _NeverWaited:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import megatron_burst as mb
 from megatron_burst.comm.local import LocalEndpoint
 from megatron_burst.comm.packing import NO_CALL, Envelope
-from megatron_burst.comm.transport import Channel, ProcessEndpoint
+from megatron_burst.comm.transport import Channel, ProcessEndpoint, Trade
 from megatron_burst.execution import function
 
 SIZE = 4
@@ -89,8 +89,8 @@ def both_ways(ulysses, placement, heads):
         results = out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
         return results, (groups.counters.intra, groups.counters.inter), dict(done)
 
-    def collectives(self, channel, parts, into, links, envelope, label):
-        self._collectives(self.channels[channel, "cpu"], parts, into, links, label)
+    def collectives(self, trade):
+        self._collectives(self.channels[trade.channel, "cpu"], trade)
 
     with pytest.MonkeyPatch.context() as patched:
         for name in OPERATIONS:
@@ -145,7 +145,7 @@ def test_a_device_takes_collectives_where_its_group_has_the_order(
     end: Any = ProcessEndpoint(0, [4, 7], {(channel, device): cast("Any", "group")})
     parts = [torch.empty(3, 1, 4, 8, device=device).unflatten(2, (2, 2)).movedim(2, 0)] * 2
     into = [torch.empty(part.shape, device=device) for part in parts]
-    end.all_to_all(channel, parts, into, ["intra", "inter"], Envelope(NO_CALL, 0), "test")
+    end.all_to_all(Trade(channel, parts, into, ["intra", "inter"], Envelope(NO_CALL, 0), "test"))
     assert made == [((2, 3, 1, 2, 8),) * 2] * collectives
     assert len(exchanged) == (not collectives)
     assert end.counters.inter == (2 * 3 * 1 * 2 * 8 * 4 if collectives else 0)  # else `exchange`'s

@@ -1,65 +1,36 @@
-"""Row chunks: exact against the dense oracle, bytes as the plan says, one chunk at a time."""
+"""Row chunks: one chunk at a time, which rows they are, and bytes by formula.
 
-import random
-from functools import cache
+Whole calls in chunks are among the random ones of `test_every.py`.
+"""
 
 import numpy as np
 import oracle
 import pytest
 import row_chunk_cases as rows
 import torch
-from row_chunk_cases import MASKS, Case
+from row_chunk_cases import Case
 
 import megatron_burst as mb
 from megatron_burst import masks
 from megatron_burst.layout import make
 from megatron_burst.layout.row_chunks import row_chunks
-from megatron_burst.schedule.algorithms import ALGORITHMS
 
-GRIDS = [(1, 1, 1), (1, 2, 1), (1, 3, 1), (2, 2, 1), (2, 2, 2), (1, 4, 4), (2, 4, 1), (2, 4, 2)]
-
-
-@cache
-def drawn(algorithm, part, count):
-    """`count` cases of an algorithm: every grid in turn, the rest at random."""
-    rng = random.Random(f"{algorithm} {part}")
-    found = []
-    for number in range(count):
-        grid = GRIDS[(number + part * 3) % len(GRIDS)]
-        size, shared = grid[0] * grid[1], grid[2] > 1
-        rows_each = rng.choice([6, 12]) if size < 5 else 6
-        found.append(Case(
-            grid=grid, algorithm=algorithm, chunks=rng.choice([2, 3, 4, 5, rows_each + 1]),
-            side=rng.choice(["kv", "query", "auto"]), mask=rng.choice(list(MASKS)),
-            layout=rng.choice(["zigzag", "striped", "contiguous", "balanced", "documents"]),
-            blocks=rng.choice([1, 1, 2, 3]), rows=rows_each, batch=rng.choice([1, 2]),
-            heads=rng.choice([(4, 4), (4, 2), (8, 4)] if shared else [(4, 4), (4, 2), (3, 1)]),
-            widths=rng.choice([(8, 4), (5, 6)]), sink=rng.random() < 0.5,
-            head_chunks=1 if shared else rng.choice([1, 1, 0]),
-            kernel=rng.choice(["aten", "reference"]),
-        ))  # fmt: skip
-    return found
+ONE_BY_ONE = [
+    Case(grid=(2, 2, 1), algorithm="burst", chunks=3, side="query", layout="balanced", sink=True),
+    Case(grid=(2, 4, 1), algorithm="double_ring", chunks=4, side="kv", mask="window", rows=6,
+         layout="striped", blocks=2),
+    Case(grid=(1, 3, 1), algorithm="ring", chunks=5, mask="blind", layout="contiguous",
+         heads=(3, 1), kernel="reference"),
+    Case(grid=(2, 2, 2), algorithm="hybrid", chunks=2, mask="packed", heads=(8, 4), sink=True),
+    Case(grid=(1, 4, 1), algorithm="tile", chunks=13, mask="full", batch=2, head_chunks=0),
+    Case(grid=(1, 2, 1), algorithm="multicast", chunks=2, layout="documents", widths=(5, 6)),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("algorithm", [*ALGORITHMS, "hybrid", "ulysses"])
-def test_equals_the_oracle_and_sends_what_the_plan_says(algorithm, part):
-    for case in drawn(algorithm, part, 4 if part == 0 else 60):
-        if algorithm in ("hybrid", "ulysses"):
-            case = case._replace(grid={"hybrid": (2, 2, 2), "ulysses": (1, 4, 4)}[algorithm],
-                                 heads=(8, 4), head_chunks=1)  # fmt: skip
-        plan, got, sent = rows.whole(case)
-        assert rows.error(case, got) < 1e-10, case
-        for one, counters in zip(plan.ranks, sent, strict=True):
-            there, back = one.traffic()
-            assert (there + back).intra == counters[0], case
-            assert (there + back).inter == counters[1], case
-
-
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(len(ONE_BY_ONE)))
 def test_chunks_one_by_one(number):
     """`plan.chunked`, backward in another order and of an object of its own."""
-    case = drawn([*ALGORITHMS][number], 2, 8)[number + 1]
+    case = ONE_BY_ONE[number]
     results = rows.one_by_one(case, again=number % 2 == 1)
     assert rows.error(case, results) < 1e-10, case
 

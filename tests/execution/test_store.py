@@ -84,28 +84,6 @@ def test_gradients_are_those_without_a_checkpoint(layout, name):
         assert worst(run, inputs, sink, keep) < 1e-10
 
 
-@pytest.mark.parametrize("keep", KEEPS)
-@pytest.mark.parametrize(
-    ("algorithm", "ulysses", "placement"),
-    [
-        ("hybrid", 2, "head_first"),
-        ("hybrid", 2, "context_first"),
-        ("ulysses", 4, "head_first"),
-        ("double_ring", 2, "head_first"),
-    ],
-)
-def test_ranks_that_share_heads(algorithm, ulysses, placement, keep):
-    groups = mb.Groups.in_process(inter=2, intra=2, ulysses=ulysses, placement=placement)
-    run, inputs = layers(groups, None, {"layout": "striped", "algorithm": algorithm})
-    assert worst(run, inputs, None, keep) < 1e-10
-
-
-def test_groups_of_heads():
-    groups = mb.Groups.in_process(inter=2, intra=2)
-    run, inputs = layers(groups, None, {"layout": "zigzag", "head_chunks": 2})
-    assert worst(run, inputs, None, 0.5) < 1e-10
-
-
 def test_all_kept_is_the_same_bits():
     groups = mb.Groups.in_process(inter=2, intra=2)
     run, inputs = layers(groups, None, {})

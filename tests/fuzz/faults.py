@@ -4,9 +4,10 @@ One rank of two runs another script than the other. Both must end within seconds
 the fault reaches with an error, and nobody with a wrong number.
 
 A script is words: F0a runs call 0 forward with plan a, L0a labels it besides, U0a runs it from a
-line of its own, as a script without a loop does, E0a does and its kernel fails, C0a does in a
-checkpoint (its backward runs it again), B0 runs call 0 backward, P makes a plan, X raises, K kills
-its own process. `PLANS` says what a, m, ... are; all of them are agreed on by both ranks before.
+line of its own, as a script without a loop does, S0a with a sink, E0a does and its kernel fails,
+C0a does in a checkpoint (its backward runs it again), B0 runs call 0 backward, P makes a plan, X
+raises, K kills its own process. `PLANS` says what a, m, ... are; all of them are agreed on by both
+ranks before.
 """
 
 import os
@@ -48,30 +49,38 @@ class Fault(NamedTuple):
     algorithms: tuple[str, ...] = ("burst", "ulysses")
     told: tuple[int, ...] = (0, 1)  # ranks that must end with an error
     late: bool = False  # numbers may be wrong before the error
+    words: str = ""  # in the error of one of them at least
 
 
 OUT_OF_STEP = [
-    Fault("the plan of another mask", "F0a B0", "F0m B0"),
+    Fault("the plan of another mask", "F0a B0", "F0m B0", words="another plan"),
     Fault("the plan of another layout", "F0a B0", "F0l B0"),
-    Fault("the plan of another scale", "F0a B0", "F0s B0"),
+    Fault("the plan of another scale", "F0a B0", "F0s B0", words="another plan"),
     Fault("the plan of another side", "F0a B0", "F0q B0", ("burst",)),
     Fault("the plan of wider tensors", "F0a", "F0w"),
     Fault("the plan of another dtype", "F0a", "F0f"),
-    Fault("plans in another order", "F0a F1m", "F1m F0a"),
-    Fault("backwards in another order", "F0a F1a B1 B0", "F0a F1a B0 B1"),
+    Fault("plans in another order", "F0a F1m", "F1m F0a", words="another plan"),
+    Fault("backwards in another order", "F0a F1a B1 B0", "F0a F1a B0 B1",
+          words="got a message of call"),
     Fault("a backward is skipped", "F0a F1a B1 B0", "F0a F1a B0"),
     Fault("a call is skipped", "F0a F1a F2a B2 B1 B0", "F0a F2a B2 B0", late=True),
     Fault("a call with a label is skipped", "L0a L1a L2a B2 B1 B0", "L0a L2a B2 B0"),
     Fault("one of three lines is skipped", "U0a U1a U2a", "U0a U2a"),
     Fault("one of three lines is skipped, in a step", "U0a U1a U2a B2 B1 B0", "U0a U2a B2 B0"),
-    Fault("each skips another line", "U0a U1a B1 B0", "U0a U2a B2 B0"),
-    Fault("each skips another call", "L0a L1a B1 B0", "L0a L2a B2 B0"),
-    Fault("a call is skipped, in a step", "F0a F1a B1 B0", "F0a B0"),
+    Fault("each skips another line", "U0a U1a B1 B0", "U0a U2a B2 B0",
+          words="was made by another line of the program"),
+    Fault("each skips another call", "L0a L1a B1 B0", "L0a L2a B2 B0",
+          words="another label or sink"),
+    Fault("a call is skipped, in a step", "F0a F1a B1 B0", "F0a B0", words="message of"),
     Fault("a call is skipped where nothing travels", "F0d F1d P", "F0d P", ("burst",)),
     Fault("a call is skipped, then comes a plan", "F0a F1a P", "F0a P"),
-    Fault("a forward while others are in backward", "F0a B0 F1a B1", "F0a F1a B0 B1"),
+    Fault("a forward while others are in backward", "F0a B0 F1a B1", "F0a F1a B0 B1",
+          words="message of"),
+    Fault("the same where queries travel back", "F0q B0 F1q B1", "F0q F1q B0 B1", ("burst",),
+          words="message of"),
+    Fault("a sink on one rank", "F0a", "S0a", words="another label or sink"),
     Fault("one rank alone recomputes", "F0a B0", "C0a B0"),
-]
+]  # fmt: skip
 # Somebody waits for what never comes, until the timeout.
 ALONE = [
     Fault("one call more at the end", "F0a B0", "F0a B0 F1a", told=(1,)),
@@ -178,7 +187,8 @@ class _Actor:
         elif what == "U":
             out = LINES[call](*leaves, plan)
         else:
-            out = mb.attention(*leaves, plan=plan, label=call if what == "L" else None)
+            sink = torch.zeros(4) if what == "S" else None
+            out = mb.attention(*leaves, plan=plan, label=call if what == "L" else None, sink=sink)
         self.flying[call] = out, leaves, dout, meant
         self._judge(call, meant, ("out",), [out], _truth(int(call), meant)[:1])
 
@@ -220,6 +230,8 @@ def faults(name: str, pools: Callable[[int], Workers]) -> list[str]:
         found += [f"rank {rank}: {what}" for what in wrong if not fault.late]
         if rank in fault.told and not error:
             found.append(f"rank {rank} was told nothing")
+    if not any(fault.words in answer[0] for answer in answers if answer is not None):
+        found.append(f"nobody was told {fault.words!r}: {answers}")
     return found
 
 

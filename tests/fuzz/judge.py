@@ -1,7 +1,8 @@
 """Runs a case on any groups, in one process or on a rank of many, and says what was wrong.
 
 In float64 every number is within 1e-10 of the dense oracle; in others it may err as torch's own
-operator does on one device, and by what travelling gradients are rounded.
+operator does on one device, and by what travelling gradients are rounded. Every rank sends the
+bytes that its plan announces, in forward and in backward.
 """
 
 import math
@@ -156,9 +157,11 @@ class Run:
             outs = mb.attention(*one, sink=sink, **more)
             return tuple(outs) if self.many else (outs,)
 
+        before = self._sent()
         flat = [x for each in leaves for x in each]
         outs = attend(*flat) if call.keep is None else mb.checkpoint(attend, *flat, keep=call.keep)
         self._judge(index, call, "out", 0, [out.detach() for out in outs])
+        self._judge_bytes(index, call, 0, before)
         self.flying[index] = outs, leaves, douts, sink
 
     def _backward(self, index: int, call: Call):
@@ -169,7 +172,9 @@ class Run:
             if any(out.requires_grad for out in outs):
                 self.faults.append(f"call {index}: a graph that nobody needs")
             return
+        before = self._sent()
         grads = torch.autograd.grad(outs, wanted, douts, retain_graph=call.twice)
+        self._judge_bytes(index, call, 1, before)
         if call.twice:
             again = torch.autograd.grad(outs, wanted, douts)
             if not all(torch.equal(x, y) for x, y in zip(grads, again, strict=True)):
@@ -201,6 +206,26 @@ class Run:
                 self.faults.append(
                     f"call {index}, rank {rank}: {name} is off by {error:.3g}, "
                     f"allowed {truth.limits[which]:.3g}"
+                )
+
+    def _sent(self) -> list[tuple[int, int]]:
+        """(intra, inter) bytes that each local rank has sent so far."""
+        ranks = getattr(self.groups, "ranks", [self.groups])
+        return [(rank.counters.intra, rank.counters.inter) for rank in ranks]
+
+    def _judge_bytes(self, index: int, call: Call, way: int, before: list):
+        """What was sent since `before` is what the call's plan announces for forward (way 0) or
+        backward (1); not where a checkpoint computes again or gradients were foreseen in vain."""
+        plan = self.plans.get(id(call.choices)) if call.form == "plan" else None
+        if plan is None or call.keep is not None or "needs_grad" in call.choices:
+            return
+        ranks = zip(self._sent(), before, getattr(plan, "ranks", [plan]), strict=True)
+        for (intra, inter), (intra_before, inter_before), one in ranks:
+            sent, told = (intra - intra_before, inter - inter_before), one.traffic()[way]
+            if sent != (told.intra, told.inter):
+                self.faults.append(
+                    f"call {index}: {('forward', 'backward')[way]} sent {sent} bytes, its plan "
+                    f"says {(told.intra, told.inter)}"
                 )
 
     def _refused(self, call: Call):

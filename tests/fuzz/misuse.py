@@ -1,7 +1,8 @@
 """Wrong uses of the public API, and what each must be told: `python -m tests.fuzz misuse`.
 
 Every one is a ValueError whose message has the words: the argument, what arrived, what would work.
-A TypeError is right where the signature is wrong, and for a mask's truth value or a copy of groups.
+A TypeError is right where the signature is wrong, and for a copy of groups. Masks by themselves
+have their table in `tests/masks/test_masks.py`.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,7 +12,7 @@ from workers import Workers
 
 from .tally import Tally
 from .wrong_calls import CALLS
-from .wrong_parts import GROUPS, LAYOUTS, MASKS, OTHERS
+from .wrong_parts import GROUPS, LAYOUTS, OTHERS
 
 
 class Misuse(NamedTuple):
@@ -21,7 +22,7 @@ class Misuse(NamedTuple):
     error: type[Exception] = ValueError
 
 
-TABLES = {"call": CALLS, "groups": GROUPS, "layout": LAYOUTS, "masks": MASKS, "others": OTHERS}
+TABLES = {"call": CALLS, "groups": GROUPS, "layout": LAYOUTS, "others": OTHERS}
 ALL = {f"{part}: {row[0]}": Misuse(*row) for part, table in TABLES.items() for row in table}
 
 

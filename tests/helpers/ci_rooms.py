@@ -20,8 +20,8 @@ AGAIN = (
 # Of the long tail, what CI leaves to `make test-slow`; most have short tests in the same file.
 RARE = (
     "benchmarks/", "examples/test_million", "execution/test_attention.py",
-    "execution/test_attention_gloo", "execution/test_large", "execution/test_nccl_rules",
-    "execution/test_row_chunks", "kernels/test_triton_attention.py::test_the_kernels_compile",
+    "execution/test_attention_gloo", "execution/test_large",
+    "kernels/test_triton_attention.py::test_the_kernels_compile",
     "kernels/test_csrc_use", "layout/", "linear_attention/", "megatron/test_attention_layout",
     "megatron/test_balanced_batches", "megatron/test_layer_chunks", "megatron/test_lm_head",
     "megatron/test_micro_batches", "megatron/test_mtp", "megatron/test_offload",

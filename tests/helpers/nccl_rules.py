@@ -108,8 +108,8 @@ class _Recorder:
         self.trace.append(Post(channel, tuple(sent), tuple(wanted), label))
         return _Waited(self.real.exchange(channel, sends, receives, label), self.trace, at)
 
-    def all_to_all(self, *given):
-        all_to_all_by_messages(self, *given)  # NCCL does the same, one batch or one per tensor
+    def all_to_all(self, trade):
+        all_to_all_by_messages(self, trade)  # NCCL does the same, one batch or one per tensor
 
 
 class _Waited(NamedTuple):

@@ -112,22 +112,6 @@ def groups_of(case):
     return mb.Groups.in_process(inter=nodes, intra=per_node, ulysses=ulysses)
 
 
-def whole(case):
-    """(plan, ((out, dq, dk, dv) of each rank, dsink), bytes of each rank) of `mb.attention`."""
-    groups = groups_of(case)
-    *qkv, douts = shards(case)
-    leaves = [x.requires_grad_() for xs in qkv for x in xs]
-    sink = problem(case)[1]
-    wanted = leaves if sink is None else [*leaves, sink := sink.clone().requires_grad_()]
-    plan = mb.prepare(*qkv, groups=groups, sink=sink, **case.choices())
-    outs = mb.attention(*qkv, plan=plan, sink=sink)
-    grads = torch.autograd.grad(outs, wanted, douts)
-    n = case.size
-    each = list(zip(outs, grads[:n], grads[n : 2 * n], grads[2 * n : 3 * n], strict=True))
-    sent = [(rank.counters.intra, rank.counters.inter) for rank in groups.ranks]
-    return plan, (each, grads[3 * n] if sink is not None else None), sent
-
-
 def chunk_by_chunk(plan, q, k, v, dout, sink, again, **more):
     """(out, dq, dk, dv, dsink) of one rank by `plan.chunked`, backward from the last chunk on.
 

@@ -151,6 +151,17 @@ def test_what_comes_from_outside(path):
     assert outer(path) <= allowed
 
 
+def test_every_file_names_its_licence():
+    line = "# SPDX-License-Identifier: Apache-2.0"
+    without = [name for name, path in zip(IDS, FILES, strict=True) if line not in head(path)]
+    assert without == [], f"these begin without {line!r}"
+
+
+def head(path):
+    """The first lines: the licence may follow a shebang and an encoding."""
+    return path.read_text().splitlines()[:3]
+
+
 @pytest.mark.parametrize("path", FILES, ids=IDS)
 def test_no_file_is_too_long_to_read(path):
     assert len(path.read_text().splitlines()) <= 700

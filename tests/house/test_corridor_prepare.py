@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-FILES, LINES = 58, 9_700
+FILES, LINES = 58, 9_760  # a line of each file names the licence
 FUNCTIONS, PREPARE_FILES = 247, 37
 
 COUNTED = """

@@ -6,25 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pieces import Pieces
 
 import megatron_burst as mb
 from megatron_burst.layout import Layout, Span, chains, preceding, relayout
 from megatron_burst.layout.routes import preceding_and_most
 
 NAMES = ("contiguous", "zigzag", "striped", "documents", "balanced", "pieces")
-
-
-class Pieces(Layout):
-    """Any spans at all, which a test has drawn."""
-
-    name = "pieces"
-
-    def __init__(self, shards):
-        super().__init__(len(shards))
-        self.shards = shards
-
-    def _spans(self, rank, seq_len):
-        return tuple(Span(start, 1, stop - start) for start, stop in self.shards[rank])
 
 
 def shards(data, total, ranks):

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from flash_signatures import git, parameters
+from flash_signatures import Source, git, parameters, releases
 
 from megatron_burst.linear_attention.forms import FORMS
 from megatron_burst.linear_attention.kernels.mamba import FUNCTION
@@ -37,7 +37,7 @@ def record(mirror: str, path: str) -> list[dict]:
     """The entries of the function at this dotted path, oldest release first."""
     module, _, name = path.rpartition(".")
     found: dict[tuple[str, str], list[str]] = {}
-    for release, commit in releases(mirror):
+    for release, commit in releases(mirror, Source(path="", tags="")):  # every tag
         for file in (f"{module.replace('.', '/')}.py", f"{module.replace('.', '/')}/chunk.py"):
             if git(mirror, "ls-tree", commit, file):
                 text = git(mirror, "show", f"{commit}:{file}")
@@ -64,16 +64,6 @@ def results(function: ast.FunctionDef) -> str:
     if isinstance(value, ast.Tuple):
         return ", ".join(map(ast.unparse, value.elts))
     return ast.unparse(value.func) if isinstance(value, ast.Call) else ast.unparse(value)
-
-
-def releases(mirror: str) -> list[tuple[str, str]]:
-    """(name, commit), by date."""
-    form = "--format=%(creatordate:unix) %(refname:short) %(refname)"
-    found = [line.split() for line in git(mirror, "for-each-ref", form, "refs/tags").splitlines()]
-    at, day, commit = git(mirror, "log", "-1", "--format=%ct %cs %h").split()
-    listed = [(int(when), name, ref) for when, name, ref in found]
-    listed.append((int(at), f"main {day} {commit}", commit))
-    return [(name, commit) for _, name, commit in sorted(listed)]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 """Linear attention over ranks that share a process, end to end against the recurrence by hand."""
 
+from itertools import pairwise
+
 import pytest
+import recurrences
 import torch
 from state_chains import GRIDS, LAYOUTS, documents
 
@@ -38,22 +41,11 @@ def problem(form, bounds, seed=0):
 
 def recurrence(q, k, v, decay, beta, initial, bounds):
     """Token by token: (out [s, b, h, w], final states)."""
-    heads = v.shape[2] // q.shape[2]
-    outs, finals = [], []
-    for document, state in enumerate(initial):
-        for t in range(bounds[document], bounds[document + 1]):
-            key, query = (x[t].repeat_interleave(heads, 1) for x in (k, q))
-            if decay is not None:
-                kept = (decay[t] if decay.dim() > 1 else decay.expand(q.shape[1], -1)).exp()
-                state = state * (kept[..., None, None] if kept.dim() == 2 else kept[..., None])
-            value = v[t]
-            if beta is not None:
-                found = (state * key[..., None]).sum(-2)
-                value = beta[t][..., None] * (value - found)
-            state = state + key[..., None] * value[..., None, :]
-            outs.append((state * query[..., None]).sum(-2) * q.shape[3] ** -0.5)
-        finals.append(state)
-    return torch.stack(outs), torch.stack(finals)
+    if decay is not None and decay.dim() == 1:  # one for all tokens
+        decay = decay.expand(*v.shape[:3])
+    lengths = [stop - start for start, stop in pairwise(bounds)]
+    given = recurrences.Case(q, k, v, decay, beta)
+    return recurrences.pieces(given, lengths, initial, q.shape[3] ** -0.5)
 
 
 def close(found, wanted):

@@ -3,6 +3,7 @@
 from itertools import chain
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from workers import Workers
@@ -23,9 +24,10 @@ def test_calls_in_one_process():
     assert not tally.failures, str(tally)
 
 
-def test_calls_over_ranks(ranks):
-    tally = lm_head.search(range(BLOCK, BLOCK + 20), ranks)
-    assert tally.kinds["ranks 2"] == 20
+@pytest.mark.parametrize(("world", "block", "count"), [(2, 1, 30), (4, 3, 20)])
+def test_calls_over_ranks(ranks, world, block, count):
+    tally = lm_head.search(range(block * BLOCK, block * BLOCK + count), ranks)
+    assert tally.kinds[f"ranks {world}"] == count
     assert not tally.failures, str(tally)
 
 

@@ -243,6 +243,7 @@ WRONG = [
     ),
     (lambda: Documents([False, True]), "cu_seqlens must be integers .*got .False, True"),
     (lambda: Documents([[0, 4]]), "cu_seqlens must be integers"),
+    (lambda: Documents([0, 4, 8, -1]), "cu_seqlens .*never decrease"),
     (lambda: Documents(5), "cu_seqlens must be integers .*got 5"),
 ]
 

@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from session import _log, _meet_again
+from session import _log, parallel
 
 LENGTH, VOCABULARY, BATCH = 64, 61, 2
 # Documents of a pack without their padding, and with it.
@@ -17,22 +17,12 @@ LENGTHS, ROOM = (21, 1, 17, 0, 9, 11), (21, 3, 17, 2, 9, 12)
 @contextlib.contextmanager
 def installed(layout, cp, sizes):
     """Megatron with BurstAttention over ``cp`` of the four ranks; the others do the same."""
-    from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
-    import megatron_burst.megatron as burst
-
-    _meet_again()
-    burst.install(layout)
-    try:
-        parallel_state.initialize_model_parallel(
-            context_parallel_size=cp, hierarchical_context_parallel_sizes=sizes
-        )
+    sizes = {"context_parallel_size": cp, "hierarchical_context_parallel_sizes": sizes}
+    with parallel(layout, **sizes):
         random.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
         yield
-    finally:
-        burst.uninstall()
-        parallel_state.destroy_model_parallel()
 
 
 def build(cp, sizes, choices, **changes):

@@ -5,9 +5,9 @@ import functools
 from collections import Counter
 from unittest import mock
 
+import session
 import torch
 from packed_ranks import params as packed_params
-from session import _meet_again
 
 HIDDEN, HEADS, LENGTH, BATCH = 16, 4, 48, 2
 LATENT = {
@@ -19,22 +19,12 @@ LATENT = {
 @contextlib.contextmanager
 def parallel(layout, tp, cp):
     """Tensor- and context-parallel groups over four ranks; the other ranks do the same."""
-    from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
-    import megatron_burst.megatron as burst
-
-    _meet_again()
-    burst.install(layout)
-    try:
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tp, context_parallel_size=cp
-        )
+    sizes = {"tensor_model_parallel_size": tp, "context_parallel_size": cp}
+    with session.parallel(layout, **sizes):
         random.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
         yield
-    finally:
-        burst.uninstall()
-        parallel_state.destroy_model_parallel()
 
 
 def build(burst_options, latent=False, spec=None, **changes):

@@ -6,7 +6,7 @@ import packed_ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from session import _meet_again
+from session import parallel
 
 HIDDEN, HEADS, WIDTH, GROUPS, STATE, TAPS = 12, 6, 3, 2, 5, 4
 INNER, KEYS = HEADS * WIDTH, GROUPS * STATE
@@ -15,7 +15,6 @@ INNER, KEYS = HEADS * WIDTH, GROUPS * STATE
 @contextlib.contextmanager
 def mixer(layout, linear):
     """A mixer over all ranks, the same on each, installed for the time being."""
-    from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.spec_utils import build_module
@@ -25,10 +24,7 @@ def mixer(layout, linear):
     import megatron_burst.megatron as burst
     from megatron_burst.testing import local_specs
 
-    _meet_again()
-    burst.install(layout)
-    try:
-        parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
+    with parallel(layout, context_parallel_size=dist.get_world_size()):
         model_parallel_cuda_manual_seed(5)
         torch.manual_seed(5)
         config = TransformerConfig(
@@ -44,9 +40,6 @@ def mixer(layout, linear):
         yield build_module(
             spec, config, d_model=HIDDEN, layer_number=1, pg_collection=groups
         ).double()
-    finally:
-        burst.uninstall()
-        parallel_state.destroy_model_parallel()
 
 
 def worst_errors(layout, linear, packed):

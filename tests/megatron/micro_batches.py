@@ -80,17 +80,13 @@ def error_of(cores, seed, bounds, group, size=None, window=None):
 @contextlib.contextmanager
 def layers(window=None, size=4, **burst_options):
     """Two core attentions over this many context-parallel ranks, and the groups of a run."""
-    from megatron.core import parallel_state
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     import megatron_burst as mb
     import megatron_burst.megatron as burst
 
-    session._meet_again()
-    burst.install()
-    try:
-        parallel_state.initialize_model_parallel(context_parallel_size=size)
+    with session.parallel(context_parallel_size=size):
         groups = {
             (0, 1): dist.new_group([0, 1]), (2, 3): dist.new_group([2, 3]),
             (0, 1, 2, 3): dist.new_group([0, 1, 2, 3]), (1, 2): dist.new_group([1, 2]),
@@ -107,9 +103,6 @@ def layers(window=None, size=4, **burst_options):
             for number in (1, 2)
         ]
         yield cores, groups
-    finally:
-        burst.uninstall()
-        parallel_state.destroy_model_parallel()
 
 
 # Of each rank, in order: (ranks that hold the micro-batch, its documents). All ranks share a list,

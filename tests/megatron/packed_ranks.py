@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 import torch.distributed as dist
-from session import _meet_again
+from session import parallel
 
 TOTAL, HEADS, WIDTH = 240, 4, 8
 # (documents without their padding, with it): every length of 1 to 70 that comes along, an empty
@@ -31,17 +31,13 @@ def params(lengths=LENGTHS, room=ROOM):
 def core_attention(layout, attention=None, **changes):
     """One layer's core attention over all ranks, installed for the time being; in the layout
     ``attention``, if that is not the one of the tokens."""
-    from megatron.core import parallel_state
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     import megatron_burst as mb
     import megatron_burst.megatron as burst
 
-    _meet_again()
-    burst.install(layout)
-    try:
-        parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
+    with parallel(layout, context_parallel_size=dist.get_world_size()):
         config = TransformerConfig(
             num_layers=1, hidden_size=HEADS * WIDTH, num_attention_heads=HEADS,
             context_parallel_size=dist.get_world_size(), attention_dropout=0.0,
@@ -50,9 +46,6 @@ def core_attention(layout, attention=None, **changes):
         chosen = mb.BurstConfig(layout=layout, attention_layout=attention, intra_size=2)
         burst.configure(config, chosen)
         yield burst.BurstCoreAttention(config, 1, AttnMaskType.causal, "self")
-    finally:
-        burst.uninstall()
-        parallel_state.destroy_model_parallel()
 
 
 def worst_errors(layout, padded, window, attention=None):

@@ -46,6 +46,24 @@ def _let_local_attention_be_latent():
     DotProductAttention.__init__ = __init__
 
 
+@contextlib.contextmanager
+def parallel(layout="zigzag", **sizes):
+    """Megatron's groups of these sizes over the ranks, anew, with BurstAttention installed; all
+    ranks do the same."""
+    from megatron.core import parallel_state
+
+    import megatron_burst.megatron as burst
+
+    _meet_again()
+    burst.install(layout)
+    try:
+        parallel_state.initialize_model_parallel(**sizes)
+        yield
+    finally:
+        burst.uninstall()
+        parallel_state.destroy_model_parallel()
+
+
 def train(flags):
     """[(loss, gradient norm)] of a run of the example with these flags.
 
@@ -234,46 +252,40 @@ def logits_made(flags):
 def differently_called(keyword, ranks):
     """Call one layer's core attention, with ``keyword`` changed on ``ranks`` only: the error."""
     import torch
-    from megatron.core import parallel_state
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     import megatron_burst as mb
     import megatron_burst.megatron as burst
 
-    _meet_again()
-    burst.install()
     try:
-        parallel_state.initialize_model_parallel(context_parallel_size=4)
-        config = TransformerConfig(
-            num_layers=1, hidden_size=32, num_attention_heads=4, context_parallel_size=4,
-            attention_dropout=0.0,
-        )  # fmt: skip
-        burst.configure(config, mb.BurstConfig())
-        core = burst.BurstCoreAttention(config, 1, AttnMaskType.causal, "self")
-        odd = dist.get_rank() in ranks
-        length = 12 if odd and keyword == "sequence" else 8
-        dtype = torch.bfloat16 if odd and keyword == "dtype" else torch.float32
-        q, k, v = torch.randn(3, length, 1, 4, 8, dtype=dtype)
-        packed = {}
-        if keyword in ("cross-attention", "documents"):
-            q, k, v = (x.squeeze(1) for x in (q, k, v))
-            packed = {"packed_seq_params": _two_documents(8)}
-        extra = {
-            "attention_mask": {"attention_mask": torch.ones(1, 1, 8, 32, dtype=torch.bool)},
-            "attention_bias": {"attention_bias": torch.zeros(1)},
-            "packed_seq_params": {"packed_seq_params": object()},
-            "attn_mask_type": {"attn_mask_type": AttnMaskType.padding},
-            "cross-attention": {"packed_seq_params": _two_documents(8, 9)},
-            "documents": {"packed_seq_params": _two_documents(9)},
-        }
-        asked = {"attention_mask": None} | packed | (extra.get(keyword, {}) if odd else {})
-        core(q, k, v, **asked)
+        with parallel(context_parallel_size=4):
+            config = TransformerConfig(
+                num_layers=1, hidden_size=32, num_attention_heads=4, context_parallel_size=4,
+                attention_dropout=0.0,
+            )  # fmt: skip
+            burst.configure(config, mb.BurstConfig())
+            core = burst.BurstCoreAttention(config, 1, AttnMaskType.causal, "self")
+            odd = dist.get_rank() in ranks
+            length = 12 if odd and keyword == "sequence" else 8
+            dtype = torch.bfloat16 if odd and keyword == "dtype" else torch.float32
+            q, k, v = torch.randn(3, length, 1, 4, 8, dtype=dtype)
+            packed = {}
+            if keyword in ("cross-attention", "documents"):
+                q, k, v = (x.squeeze(1) for x in (q, k, v))
+                packed = {"packed_seq_params": _two_documents(8)}
+            extra = {
+                "attention_mask": {"attention_mask": torch.ones(1, 1, 8, 32, dtype=torch.bool)},
+                "attention_bias": {"attention_bias": torch.zeros(1)},
+                "packed_seq_params": {"packed_seq_params": object()},
+                "attn_mask_type": {"attn_mask_type": AttnMaskType.padding},
+                "cross-attention": {"packed_seq_params": _two_documents(8, 9)},
+                "documents": {"packed_seq_params": _two_documents(9)},
+            }
+            asked = {"attention_mask": None} | packed | (extra.get(keyword, {}) if odd else {})
+            core(q, k, v, **asked)
     except Exception as caught:
         return f"{type(caught).__name__}: {caught}"
-    finally:
-        burst.uninstall()
-        parallel_state.destroy_model_parallel()
 
 
 def further_losses(per_token, kept):
@@ -285,13 +297,9 @@ def further_losses(per_token, kept):
     from megatron.core import parallel_state
     from megatron.core.transformer import multi_token_prediction as mtp
 
-    import megatron_burst.megatron as burst
     from megatron_burst.megatron.attention import plan_book
 
-    _meet_again()
-    burst.install("zigzag")
-    try:
-        parallel_state.initialize_model_parallel(context_parallel_size=4)
+    with parallel("zigzag", context_parallel_size=4):
         group, rank = parallel_state.get_context_parallel_group(), dist.get_rank()
         plan_book._books()[group, ()] = None  # as if a model's attention ran on it
         mine = [4 * chunk + i for chunk in (rank, 7 - rank) for i in range(4)]
@@ -326,10 +334,6 @@ def further_losses(per_token, kept):
             loss = float((moved * values[i]).sum()) / count
             errors[1] = max(errors[1], abs(float(logged[i]) / 4 - loss))
         return tuple(errors)
-    finally:
-        mtp.MTPLossLoggingHelper.tracker.clear()
-        burst.uninstall()
-        parallel_state.destroy_model_parallel()
 
 
 def rolled(layout, bounds):
@@ -341,14 +345,10 @@ def rolled(layout, bounds):
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer import multi_token_prediction as mtp
 
-    import megatron_burst.megatron as burst
     from megatron_burst.megatron.data.cut import BatchCut
     from megatron_burst.megatron.data.packed import pack_of
 
-    _meet_again()
-    burst.install(layout)
-    try:
-        parallel_state.initialize_model_parallel(context_parallel_size=4)
+    with parallel(layout, context_parallel_size=4):
         group, rank = parallel_state.get_context_parallel_group(), dist.get_rank()
         ends, padded = (x and torch.tensor(x, dtype=torch.int32) for x in bounds or ([0, 32], None))
         places = torch.from_numpy(pack_of(32, ends, padded).places(BatchCut(layout), 4, rank)[0])
@@ -362,9 +362,6 @@ def rolled(layout, bounds):
             mtp.roll_tensor(x, -1, -1, cp_group=group, packed_seq_params=packed) for x in kinds
         ]
         return places.tolist(), [(moved.tolist(), float(total)) for moved, total in found]
-    finally:
-        burst.uninstall()
-        parallel_state.destroy_model_parallel()
 
 
 def counted_by_gpt_model(kept):
@@ -374,13 +371,9 @@ def counted_by_gpt_model(kept):
     from megatron.core import parallel_state
     from megatron.core.models.gpt import gpt_model
 
-    import megatron_burst.megatron as burst
     from megatron_burst.megatron.attention import plan_book
 
-    _meet_again()
-    burst.install("zigzag")
-    try:
-        parallel_state.initialize_model_parallel(context_parallel_size=4)
+    with parallel("zigzag", context_parallel_size=4):
         group, rank = parallel_state.get_context_parallel_group(), dist.get_rank()
         mine = [4 * chunk + i for chunk in (rank, 7 - rank) for i in range(4)]
         mask = torch.tensor([float(place in kept) for place in range(32)])[None, mine]
@@ -388,9 +381,6 @@ def counted_by_gpt_model(kept):
         plan_book._books()[group, ()] = None  # as if a model's attention ran on it
         _, ours = gpt_model.roll_tensor(mask, shifts=-1, dims=-1, cp_group=group)
         return float(ours), float(stock)
-    finally:
-        burst.uninstall()
-        parallel_state.destroy_model_parallel()
 
 
 def node_lines(hosts, sizes, intra_size):

@@ -20,75 +20,35 @@ TWO_BY_TWO = "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 
 # what is compared -> (flags of the one-rank run, flags added by the split one)
 CASES = {
     "cp2": ("", "--context-parallel-size 2"),
-    "cp4": ("", "--context-parallel-size 4"),
     "cp2x2": ("", TWO_BY_TWO),
-    "cp2x2-query": ("", f"{TWO_BY_TWO} --burst-side query"),
-    "cp2x2-kv-striped": ("", f"{TWO_BY_TWO} --burst-side kv --burst-layout striped"),
-    "cp4-intra-size": ("", "--context-parallel-size 4 --burst-intra-size 2"),
     "cp2-contiguous": ("", "--context-parallel-size 2 --burst-layout contiguous"),
-    "cp2x2-reference": ("", f"{TWO_BY_TWO} --burst-kernel reference"),
-    "ring": ("", "--context-parallel-size 4 --context-parallel-algo ring"),
     "ring-striped": (
         "",
         "--context-parallel-size 4 --context-parallel-algo ring --burst-layout striped",
     ),
     "double-ring": ("", f"{TWO_BY_TWO} --context-parallel-algo double_ring"),
-    "double-ring-striped": (
-        "",
-        f"{TWO_BY_TWO} --context-parallel-algo double_ring --burst-layout striped",
-    ),
-    "distributed-optimizer": ("", f"{TWO_BY_TWO} --use-distributed-optimizer"),
-    "micro-batch-2": ("", f"{TWO_BY_TWO} --micro-batch-size 2"),
-    "gqa-qknorm-untied": (GQA, TWO_BY_TWO),
-    "gqa-qknorm-untied-striped": (GQA, f"{TWO_BY_TWO} --burst-layout striped"),
-    "mqa": ("--num-query-groups 1", "--context-parallel-size 4"),
-    "tp2": ("", "--tensor-model-parallel-size 2 --context-parallel-size 2"),
     "tp2-mqa": ("--num-query-groups 1", "--tensor-model-parallel-size 2 --context-parallel-size 2"),
     "sequence-parallel": (
         GQA,
         "--tensor-model-parallel-size 2 --context-parallel-size 2 --sequence-parallel "
         "--burst-layout striped --use-distributed-optimizer",
     ),
-    "recompute-uniform": (
-        DEEP,
-        f"{TWO_BY_TWO} --recompute-granularity full --recompute-method uniform "
-        "--recompute-num-layers 1",
-    ),
     "recompute-uniform-2": (
         DEEP,
         f"{TWO_BY_TWO} --recompute-granularity full --recompute-method uniform "
         "--recompute-num-layers 2 --burst-layout striped",
     ),
-    "recompute-block": (
-        DEEP,
-        "--context-parallel-size 2 --recompute-granularity full --recompute-method block "
-        "--recompute-num-layers 3",
-    ),
-    "recompute-selective": ("", f"{TWO_BY_TWO} --recompute-granularity selective"),
     "window": (WINDOW, TWO_BY_TWO),
-    "window-striped-skip": (
-        f"{WINDOW} --window-attn-skip-freq 2",
-        f"{TWO_BY_TWO} --burst-layout striped",
-    ),
     "sink-learnable": ("--softmax-type learnable", TWO_BY_TWO),
     # Megatron draws the sinks of each tensor-parallel rank for itself: compared with TP, unsplit.
     "sink-learnable-tp2": (
         "--softmax-type learnable --tensor-model-parallel-size 2",
         "--context-parallel-size 2 --burst-layout striped",
     ),
-    "sink-off-by-one": ("--softmax-type off-by-one", "--context-parallel-size 2"),
     "latent": (LATENT, TWO_BY_TWO),
     "latent-striped": (LATENT, f"{TWO_BY_TWO} --burst-layout striped"),
     "latent-tp2": (LATENT, "--tensor-model-parallel-size 2 --context-parallel-size 2"),
-    "mtp": ("--mtp-num-layers 1", "--context-parallel-size 2"),
     "mtp-striped": ("--mtp-num-layers 2", f"{TWO_BY_TWO} --burst-layout striped"),
-    "mtp-contiguous": (
-        "--mtp-num-layers 1",
-        "--context-parallel-size 4 --burst-layout contiguous",
-    ),
-    "packed": ("--packed", TWO_BY_TWO),
-    "packed-striped": ("--packed", f"{TWO_BY_TWO} --burst-layout striped"),
-    "packed-contiguous": ("--packed", "--context-parallel-size 2 --burst-layout contiguous"),
     "packed-gqa-tp2": (
         f"--packed {GQA}",
         "--tensor-model-parallel-size 2 --context-parallel-size 2",
@@ -144,7 +104,6 @@ CASES = {
     ),
     "all-gather": ("", f"{TWO_BY_TWO} --context-parallel-algo all_gather"),
     "ulysses": ("", "--context-parallel-size 4 --context-parallel-algo ulysses"),
-    "hybrid": ("", f"{TWO_BY_TWO} --context-parallel-algo hybrid --burst-ulysses-size 2"),
     "hybrid-context-first": (
         GQA,
         f"{TWO_BY_TWO} --context-parallel-algo hybrid --burst-ulysses-size 2 "
@@ -156,22 +115,6 @@ CASES = {
         f"{TWO_BY_TWO} --recompute-granularity full --recompute-method uniform "
         "--recompute-num-layers 2 --burst-attention-store 0.5",
     ),
-    "store-all-block": (
-        DEEP,
-        f"{TWO_BY_TWO} --recompute-granularity full --recompute-method block "
-        "--recompute-num-layers 3 --burst-attention-store 1.0",
-    ),
-    "store-zigzag-selective": (
-        GQA,
-        f"{TWO_BY_TWO} --recompute-granularity selective --burst-attention-store 0.25 "
-        "--burst-layout zigzag",
-    ),
-    "store-pp2": (
-        PP,
-        "--context-parallel-size 2 --recompute-granularity full --recompute-method uniform "
-        "--recompute-num-layers 1 --burst-attention-store 0.75",
-    ),
-    "vpp2": (VPP, "--context-parallel-size 2"),
     "store-vpp2": (
         VPP,
         "--context-parallel-size 2 --recompute-granularity full --recompute-method uniform "
@@ -202,8 +145,6 @@ CASES = {
         "--recompute-num-layers 2 --burst-attention-store 0.5 --context-parallel-algo auto",
     ),
     "kv-cache": ("", f"{TWO_BY_TWO} --burst-kv-cache 0.5"),
-    # Stages draw their weights from seeds of their own: compared with two stages, unsplit.
-    "pp2": (PP, "--context-parallel-size 2"),
     "pp2-recompute": (
         PP,
         "--context-parallel-size 2 --burst-layout striped "
@@ -212,7 +153,7 @@ CASES = {
 }
 
 # One of each kind of model, algorithm, layout and recomputation; the others, which combine what
-# these have, are the long tail.
+# these have, are the long tail. Further flags are compared with stock by `make parity`.
 QUICK = (
     "cp2", "cp2x2", "cp2-contiguous", "ring-striped", "double-ring", "sequence-parallel", "window",
     "sink-learnable", "latent", "mtp-striped", "packed-gqa-tp2", "packed-vpp2", "balanced",

@@ -142,21 +142,16 @@ def compare(settings, tiles, options=(), given=(), share=0.0):
 
     share: of tiles that are moved there; what is not waited for is NaN.
     """
-    from megatron.core import parallel_state
     from megatron.core.transformer.moe import moe_utils
 
     import megatron_burst as mb
-    import megatron_burst.megatron as burst
     from megatron_burst.megatron import patching
     from megatron_burst.megatron.offload import tier
 
-    session._meet_again()
     # 0.16 reads a name that it has only with Transformer Engine.
     vars(moe_utils).setdefault("te_general_gemm", None)
-    burst.install()
-    try:
-        sizes = {name: settings[name] for name in PARALLEL if name in settings}
-        parallel_state.initialize_model_parallel(**sizes)
+    sizes = {name: settings[name] for name in PARALLEL if name in settings}
+    with session.parallel(**sizes):
         with fusion(settings.get("gradient_accumulation_fusion")):
             config = make_config(settings)
             expected, stock = trained(config, 1, dict(options), dict(given))
@@ -172,6 +167,3 @@ def compare(settings, tiles, options=(), given=(), share=0.0):
         errors = {k: float((found[k] - expected[k]).abs().max()) for k in expected}
         sizes = {k: float(expected[k].abs().max()) for k in expected}
         return errors, sizes, stock, ours, memory.bytes_out
-    finally:
-        burst.uninstall()
-        parallel_state.destroy_model_parallel()

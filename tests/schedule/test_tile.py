@@ -3,10 +3,9 @@
 from itertools import pairwise, product
 from time import process_time
 
-import cases
 import numpy as np
-import oracle
 import pytest
+import torch
 from tables_oracle import act_out, dense
 
 import megatron_burst as mb
@@ -242,7 +241,8 @@ def test_keeps_no_keys():
     with pytest.raises(ValueError, match="kv_cache must be 0 with algorithm tile"):
         tile.tables(demand)
     with pytest.raises(ValueError, match=r"kv_cache=0.5 keeps keys .* algorithm='tile'"):
-        cases.run_in_process(case_of(2, 2), kv_cache=0.5)
+        mb.prepare(*[[torch.zeros(4, 1, 2, 8)] * 4] * 3, groups=mb.Groups.in_process(intra=4),
+                   algorithm="tile", kv_cache=0.5)  # fmt: skip
 
 
 # --- the order ------------------------------------------------------------------------------
@@ -307,42 +307,3 @@ def test_tables_of_a_thousand_ranks_take_less_than_a_second():
     assert process_time() - start < 1  # 0.15 s where nothing else runs
     assert len(made.pairs.rank) == 1024**2
     assert len(made.transfers.src) < 2**17
-
-
-# --- attention ------------------------------------------------------------------------------
-
-
-def case_of(nodes, per_node, mask="causal", kv_heads=2):
-    length = cases.ROWS[nodes * per_node] * nodes * per_node
-    problem = cases.Problem(mask, (4, kv_heads), 1, (5, 3), length)
-    return cases.Case(nodes, per_node, "tile", "zigzag", "auto", "reference", problem)
-
-
-@pytest.mark.parametrize("more", [{}, {"head_chunks": 2}, {"store": 0.5}], ids=str)
-@pytest.mark.parametrize("mask", ["full", "causal"])
-@pytest.mark.parametrize("grid", [(1, 3), (1, 4), (2, 2), (4, 2)], ids=str)
-def test_attention_equals_the_dense_oracle(grid, mask, more):
-    for kv_heads in (4, 2):
-        case = case_of(*grid, mask, kv_heads)
-        results, _ = cases.run_in_process(case, **more)
-        truth = cases.shards(case, cases.solve(case.problem)[1])
-        for rank, (got, right) in enumerate(zip(results, truth, strict=True)):
-            for name, mine, wanted in zip(("out", "dq", "dk", "dv"), got, right, strict=True):
-                assert oracle.worst(mine, wanted) <= cases.TOLERANCE, (case, rank, name)
-
-
-def test_counters_are_the_tables_bytes():
-    for grid, kv_heads in product([Grid(1, 4), Grid(2, 2), Grid(4, 2)], (4, 2)):
-        case = case_of(*grid, kv_heads=kv_heads)
-        _, counters = cases.run_in_process(case)
-        rows = case.problem.length // grid.size
-        sizes = cost.Sizes(rows, 1, 4, kv_heads, 5, 3, 8, 8, 8, (True, True, True))
-        spans = [mb.layout.make("zigzag", cp_size=grid.size).spans(rank, case.problem.length)
-                 for rank in range(grid.size)]  # fmt: skip
-        seen = dense(masks.Causal(), spans)
-        total = {"inter": 0, "intra": 0}
-        for row_bytes in (sizes.forward, sizes.backward):
-            shape = tile_shape.chosen(asked(grid, masks.Causal(), spans, row_bytes))
-            for link, count in by_hand(grid, shape, seen, row_bytes).items():
-                total[link] += count
-        assert total == {link: sum(getattr(each, link) for each in counters) for link in total}

@@ -4,7 +4,6 @@ from collections import Counter
 from itertools import product
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from hypothesis import given
@@ -169,61 +168,27 @@ def test_token_ring_in_backward_leaves_the_other_side_where_it_is():
 # --- through attention ---
 
 
-def run(algorithm, grid, layout, mask, side, heads=(4, 2), **more):
-    """Every rank's (out, dq, dk, dv) are right, and it sent what its plan says; the groups."""
-    size, rows, (h, k), (d, w) = grid[0] * grid[1], 6, heads, (5, 3)
-    draw = torch.Generator().manual_seed(3)
-    shapes = (h, d), (k, d), (k, w), (h, w)
-    whole = [torch.randn(size * rows, 2, *shape, generator=draw, dtype=torch.float64)
-             for shape in shapes]  # fmt: skip
-    seen = np.array(mask.visible(*np.ogrid[: size * rows, : size * rows]))
-    seen = torch.from_numpy(np.broadcast_to(seen, (size * rows, size * rows)).copy())
-    out, _, *gradients = oracle.attention(*whole, seen)
-    positions = oracle.permutation(layout, size, size * rows)
-    *qkv, douts = ([x[rows].clone() for rows in positions] for x in whole)
-    leaves = [x.requires_grad_() for xs in qkv for x in xs]
-    groups = mb.Groups.in_process(inter=grid[0], intra=grid[1])
-    plan = mb.prepare(*qkv, groups=groups, algorithm=algorithm, layout=layout, mask=mask, side=side,
-                      kernel="reference", **more)  # fmt: skip
-    outs = mb.attention(*qkv, plan=plan)
-    found = [*outs, *torch.autograd.grad(outs, leaves, douts)]
-    truth = [x[rows] for x in (out, *gradients) for rows in positions]
-    assert max(map(oracle.worst, found, truth)) <= 1e-10
-    for one, ranks in zip(plan.ranks, groups.ranks, strict=True):
-        there, back = one.traffic()
-        total = there + back
-        assert (ranks.counters.intra, ranks.counters.inter) == (total.intra, total.inter)
-    return groups
-
-
-@pytest.mark.parametrize("side", ["kv", "query"])
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize("algorithm", BOTH)
-def test_attention(algorithm, layout, side):
-    grids = iter([(1, 2), (1, 5), (2, 2), (1, 3)])
-    for mask in (mb.masks.Full(), mb.masks.Causal(), mb.masks.Window(4, 1)):
-        run(algorithm, next(grids), layout, mask, side)
-    grid = next(grids)
-    run(algorithm, grid, layout, documents(18), side, heads=(4, 4), head_chunks=2)
-
-
-@pytest.mark.parametrize("kv_cache", [0.5, 1.0])
-def test_attention_with_kept_keys(kv_cache):
-    run("two_way", (1, 4), "zigzag", mb.masks.Causal(), "kv", kv_cache=kv_cache)
+def plan(algorithm, ranks, **choices):
+    """Of 6 rows, two sequences, four heads and two of keys, in float64."""
+    shapes = (6, 2, 4, 5), (6, 2, 2, 5), (6, 2, 2, 3)
+    tensors = ([torch.zeros(shape, dtype=torch.float64)] * ranks for shape in shapes)
+    return mb.prepare(*tensors, groups=mb.Groups.in_process(intra=ranks), algorithm=algorithm,
+                      side="kv", kernel="reference", needs_grad=(True,) * 3, **choices)  # fmt: skip
 
 
 def test_the_door_refuses_to_keep_keys_with_token_ring():
     with pytest.raises(ValueError, match=r"kv_cache=0.5 keeps keys .*algorithm='token_ring'"):
-        run("token_ring", (1, 4), "zigzag", mb.masks.Causal(), "kv", kv_cache=0.5)
+        plan("token_ring", 4, kv_cache=0.5)
 
 
 def test_bytes_by_hand():
-    """Five ranks, 6 rows, all seen, float64, side kv; two sequences."""
+    """Five ranks, 6 rows, all seen, float64, side kv; two sequences. Counters are those of the plan
+    in every random call of `execution/test_every.py`."""
     kv, query, out, stat = 2 * 2 * 8 * 8, 2 * 4 * 5 * 8, 2 * 4 * 3 * 8, 2 * 4 * 8
     sent = {"two_way": 6 * 4 * 3 * kv, "token_ring": 6 * 4 * (query + out + stat + 2 * kv)}
     for algorithm, each in sent.items():
-        groups = run(algorithm, (1, 5), "zigzag", mb.masks.Full(), "kv")
-        assert [rank.counters.intra for rank in groups.ranks] == [each] * 5
+        ranks = plan(algorithm, 5, mask=mb.masks.Full()).ranks
+        assert [sum(way.intra for way in one.traffic()) for one in ranks] == [each] * 5
 
 
 # --- bundles ---

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megatron-burst doctor`: check the installation, this machine, and a Megatron command.
 
     megatron-burst doctor
@@ -42,12 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     add = parser.add_argument
-    add("--tensor-model-parallel-size", type=int, metavar="N",
+    add("--tensor-model-parallel-size", "--tp", type=int, metavar="N",
         help="default: that of COMMAND, or 1")  # fmt: skip
-    add("--context-parallel-size", type=int, metavar="N",
+    add("--context-parallel-size", "--cp", type=int, metavar="N",
         help="default: that of COMMAND, or 1; with --distributed all processes that are left",
     )  # fmt: skip
-    add("--gpus-per-node", type=int, metavar="N", help="default: that of this machine")
+    add(
+        "--gpus-per-node", "--per-node", type=int, metavar="N", help="default: that of this machine"
+    )
     add("--distributed", action="store_true",
         help="under torchrun: check and time the process groups")  # fmt: skip
     add("--quick", action="store_true",

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is wrong with the user's Megatron command: hazards, and all that the plugin would refuse.
 
 `config` and `megatron.checks` decide what is refused; this module hands them the command and turns

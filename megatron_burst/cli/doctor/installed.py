@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of what is installed: versions, and whether the hooks fit Megatron.
 
 Versions are read without importing anything. The hooks are installed into this Megatron and removed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of the compiled library of `csrc/` and of its operators on this machine's devices.
 
 Each operator runs on a small input and is compared with its formula in float64, which also

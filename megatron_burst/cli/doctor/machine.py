@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """This machine: its GPUs, network interfaces, and the environment variables of NCCL and CUDA.
 
 GPUs are those that torch lists, network interfaces those of /sys/class, in a container as the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Findings of the doctor, their levels, the exit status that follows from them, and how they are
 printed: as rows, each as soon as it is known, or all of them as JSON. What is absent and not needed
 takes one row at the end; JSON has the reasons.

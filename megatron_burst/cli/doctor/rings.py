@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks under torchrun: the results of attention on the process groups, and each ring's speed.
 
 Every rank makes the same input, computes dense attention and its gradients by formula in float64,

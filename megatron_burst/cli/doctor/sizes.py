@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The hierarchical context-parallel sizes that fit a cluster.
 
 Megatron numbers ranks tensor-parallel first, context-parallel next: with T tensor-parallel ranks, a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a kernel of linear attention computes, and of what: one rank's rows, cut into pieces.
 
 Shape letters: s local rows, b batch, g query/key heads, h value heads, d width of keys, w width of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel "torch": the chunkwise form in torch operators, for any dtype and device.
 
 Between forward and backward it holds q, k, v, decay, beta and the states that enter the pieces, and

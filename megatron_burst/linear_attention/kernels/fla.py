@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel "fla": the chunk functions of flash-linear-attention, where it is installed.
 
 Decides how our tensors become their arguments. None of these functions was run for this project:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel "mamba_ssm": mamba_chunk_scan_combined of Mamba, where it is installed.
 
 Decides how our tensors become its arguments. It was not run for this project: there was no GPU.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel "reference": the recurrence, token by token, as the forms are defined.
 
 It computes in the accumulation dtype and is slow: it serves as the specification of the others.

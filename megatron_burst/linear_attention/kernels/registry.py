@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of kernels of linear attention: `choose` turns a name into one that can serve a call.
 
 `KERNELS` has one line per kernel. This module decides which kernel "auto" takes.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What kernels of installed packages have in common: their table, and a `Run` of their functions.
 
 Functions of packages sweep over whole pieces, from states that enter to states that leave, and make

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron's core attention: the module, its process groups and its plans."""

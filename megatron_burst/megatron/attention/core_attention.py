@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BurstAttention as Megatron's core attention: the module between the projections of a layer.
 
 It turns Megatron's call into one of `mb.attention` and refuses arguments that cannot be honoured.

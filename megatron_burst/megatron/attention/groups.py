@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From Megatron's process groups to the grid of BurstAttention, and to the plan book of each layer.
 
 Activations travel on Megatron's own groups, the context-parallel one and the hierarchical ones;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replacements of the functions with which Megatron builds and recomputes attention."""
 
 from __future__ import annotations

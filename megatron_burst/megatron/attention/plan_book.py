@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plan book: plans and process groups that the layers of a model share.
 
 Making a plan is a collective of the context-parallel group, because ranks compare what they are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows around softmax attention that has another layout than the stream of tokens.
 
 Linear attention wants a contiguous stream, whose states then pass every rank once; causal attention

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Problems of a Megatron-LM command line, found when its arguments are parsed.
 
 Some problems only a command line has: the number of ranks, packed batches, a yaml file. The others

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Problems of a `TransformerConfig`: of the sizes of a run, of features of its layers, and of the
 local attention that it names.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CUDA graphs of Megatron: which captures leave attention out, and are let be.
 
 A graph replays kernels and no Python. Attention over ranks posts transfers, checks plans and, with

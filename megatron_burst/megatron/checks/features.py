@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Problems of what layers do beside attention over ranks: attention halves in chunks of rows, MLPs
 in tiles, host memory, the fused LM head, packing.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A problem (a setting that cannot be honoured), tables of rules that find problems, and one error
 that reports all problems of a run.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Problems of how a run splits its sequences: groups per micro-batch, two layouts, and layers that
 carry a state along the sequence (gated delta nets and Mamba mixers).
 

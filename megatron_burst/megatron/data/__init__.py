@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batches, rotary embeddings and attention masks for the layout of a run."""

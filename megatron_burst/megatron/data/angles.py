@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rotary angles of any rows, exact at any position.
 
 Megatron multiplies positions and frequencies in fp32, for all positions of a sequence. Half a unit

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a run cuts its batches: its layout, what a layout that is solved per pack goes by, and which
 ranks hold one micro-batch.
 

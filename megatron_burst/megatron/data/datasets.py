@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Documents and masks of Megatron's data loader, in datasets that every pipeline stage can read.
 
 By default Megatron's data loader makes a dense s x s mask per sample. Here it makes none. A causal

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lengths of documents, read where a data loader made them: on the host.
 
 A script sends a batch to the GPU, and from there on only the GPU knows its cumulative lengths: to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packed batches: which documents a `PackedSeqParams` holds, and where their tokens are.
 
 Data path, rotary embedding and attention all ask this module for the layout of a packed batch, so

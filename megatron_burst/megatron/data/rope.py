@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rotary embeddings of the rows of a rank, in place of Megatron's tables of the whole sequence.
 
 Megatron computes angles of all positions, fp32 [S, 1, 1, d], and cuts them: 10 GB for 20 million

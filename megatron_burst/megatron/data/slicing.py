@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slicing, joining and shifting sequences for layouts and packed batches that Megatron lacks.
 
 The functions that return replacements take the place of Megatron's own slicing functions and of the

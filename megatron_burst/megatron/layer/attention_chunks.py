@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The attention half of a transformer layer in chunks of rows, as one autograd function.
 
 Between input norm and residual a layer has a dozen tensors as long as its rows; here only those of

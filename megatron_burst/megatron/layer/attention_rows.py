@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The attention half of a transformer layer, run for some of its rows.
 
 Everything in it but core attention treats rows independently: input norm, projections, rotary

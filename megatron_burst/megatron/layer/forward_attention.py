@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The function in which Megatron's transformer layers attend, replaced: it runs in chunks of rows.
 
 Decides how many chunks "auto" takes, by memory alone, because more chunks only send keys round more

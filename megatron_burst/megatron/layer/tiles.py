@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The MLP half of transformer layers, and the norm behind the last, in tiles of rows.
 
 Norm, MLP, bias-dropout-add and residual of a dense layer depend on one row each, so that all of

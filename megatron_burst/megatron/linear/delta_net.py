@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron's gated delta net with its state passed from rank to rank.
 
 Megatron shares the heads of such a layer by all-to-all, undoes zigzag and redoes it. Here every

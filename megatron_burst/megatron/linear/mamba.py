@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron's Mamba-2 mixer with its state passed from rank to rank.
 
 Megatron shares the heads of a mixer by all-to-all, undoes zigzag and redoes it. Here every rank

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What layers of linear attention over context-parallel ranks share: plans, ranks, wrapped methods.
 
 Megatron's layer keeps its parameters whole and computes its own rows, built as on one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The LM head with its loss, and the losses of multi-token prediction."""
 
 from __future__ import annotations

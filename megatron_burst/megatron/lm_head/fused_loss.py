@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron's LM head and loss as one operation: `--burst-lm-head-loss`.
 
 The output layer of a model that asks for it (GPTModel or HybridModel) returns `LazyLogits` instead

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multi-token prediction: losses averaged over whole sequences instead of each rank's part.
 
 Megatron divides the loss of a further head by the tokens of one rank and then averages over ranks.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What offloading asks of the host: measured in the first step, compared with what a node holds.
 
 Decides the words of the start-up line and of the error for a host that is too small. Plain numbers:

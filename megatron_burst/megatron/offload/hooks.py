@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the tier meets Megatron: layers, training steps, and weights that have to stay one object.
 
 Steps begin and end in Megatron's schedules, which all ranks enter: the host's memory is shared out

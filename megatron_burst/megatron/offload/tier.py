@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tier of a run: one `HostMemory`, the fraction in force, and the calls that use them.
 
 The first step moves what fits on the host and never fails for lack of it: whether the rest of the

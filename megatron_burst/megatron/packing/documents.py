@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Documents out of a data loader's batches, between data-parallel ranks, and into micro-batches.
 
 A document is a dict of equally long tensors, one per sequence of the batch (tokens, labels, loss

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packs the documents of each training step anew, between the data loader and the schedule.
 
 A step reads exactly the samples that it would have read without, so consumed samples, the sampler

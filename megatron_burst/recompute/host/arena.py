@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host memory in pieces of any length: slabs of whole pages, cut into blocks.
 
 Decides where a block lies: in the smallest gap that holds it, whose neighbours it joins when it is

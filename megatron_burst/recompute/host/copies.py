@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is on the host: copies of device memory, and handles to tensors that lie in them.
 
 A copy is of one run of elements of one storage, the last part of which is on the host; the rest

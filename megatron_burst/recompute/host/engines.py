@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies beside the computation, one engine per direction.
 
 On CUDA a stream per direction: a copy begins when what the caller's stream did so far is done, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Frames: what one layer leaves behind, moved together and fetched one ahead in backward.
 
 Decides what is fetched next. Frames are numbered in the order of forward until none is left (the

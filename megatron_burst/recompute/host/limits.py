@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much host memory there is, and how much of what a layer leaves should go there. No torch.
 
 The limit is what the machine, its cgroup and its limits allow: read from Linux' files under /proc

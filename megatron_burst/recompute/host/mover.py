@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host memory as a place for what backward needs: `HostMemory`, the public door.
 
 Joins the parts: memory (`arena`), copies beside the computation (`engines`), what is on the host

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What autograd saves, and the arguments that a checkpoint holds, moved to the host until backward.
 
 Decides what is left where it is: parameters and their views, subclasses of tensors and quantised

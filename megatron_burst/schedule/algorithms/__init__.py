@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The algorithms: functions from a `Demand` to `Tables`, each a file here and a line of the table.
 
 Flags, errors, documentation and the choice of `auto` take the names and all that tells algorithms

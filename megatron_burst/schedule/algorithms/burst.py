@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The two-level ring: within a node chunks go round at every step, between nodes once per round.
 
 Source: BurstEngine section 3.1 (topology-aware ring) and Algorithms 1 and 2, with communication

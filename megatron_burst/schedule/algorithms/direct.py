@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From each owner straight to the ranks that use its chunk, and gradients straight back.
 
 Rank r meets the chunk of r - t at step t, as on one ring (`FlatRing`, which the algorithms that do

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows cross to every node that wants them once, and are passed on within it.
 
 Of each chunk, the rows that ranks of another node want go to that node's gateway on the owner's

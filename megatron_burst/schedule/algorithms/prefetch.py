@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ways of multicast, but all rows travel before anything waits for them, gradients at the end.
 
 Where documents leave one rank more to compute at a step than another, a rank that exchanges rows

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiles: every rank computes the queries of its row of ranks against the keys of its column.
 
 Source: Attention2D (arXiv 2503.15758) and Mesh-Attention (arXiv 2512.20968). With b query chunks

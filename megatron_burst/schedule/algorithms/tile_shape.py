@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shape of a tile: how many query chunks and key chunks meet on a rank, chosen by bytes.
 
 Decides which of all grids a pass takes, from the rows that would travel and what a rank would hold.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TokenRing: what travels goes one way round, and what is computed with it goes back the other way.
 
 Source: TokenRing (arXiv 2412.20501). Keys stay. Queries go from neighbour to neighbour round one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Both ways round one ring: each chunk in two halves, which travel in opposite directions.
 
 For ranks with a direct link of their own to each neighbour: each of the two links carries half of

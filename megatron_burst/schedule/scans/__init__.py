@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Algorithms that carry states along chains of pieces: a file and a line here.
 
 No torch.

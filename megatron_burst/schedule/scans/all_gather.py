@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LASP-2 (arXiv 2502.07563): the map of each piece goes to every rank that holds a later one.
 
 Decides the way to other nodes: a map crosses to a node once, to one rank that needs it, which hands

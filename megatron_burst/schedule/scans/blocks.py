@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts that a state is cut into, so that a scan can send them one behind the other.
 
 Decides the order of the cuts: equal shares of heads, then of columns (of values), then of rows (of

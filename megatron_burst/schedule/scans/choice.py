@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which algorithm carries the states, and in how many parts: the one predicted to take least time.
 
 Decides what is tried. A ring is a scan in one part and is not; a table of all-gather that takes

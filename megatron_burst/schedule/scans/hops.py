@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an algorithm of the state scan is: a table of hops over all ranks.
 
 A piece i changes a state to map_i(S) = A_i S + B_i; the state that enters it is that which leaves

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All-Scan of ZeCO (arXiv 2507.01004): the state passes from piece to piece in parts.
 
 A rank receives one part while it sends the part before, so that all ranks are at work after as many

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes of a scan: of states, of maps, of each hop, and what each rank sends.
 
 Sizes are plain numbers, so no torch is needed. Block by block a map costs what a state does, and

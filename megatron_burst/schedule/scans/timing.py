@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a scan takes: a table of hops, played over plain numbers of the links.
 
 Every rank has one NIC per link class, which sends and receives at once. The hops of a round between

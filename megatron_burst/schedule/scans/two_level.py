@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Within nodes maps, between nodes states, and all NICs of a node at work.
 
 Runs of a chain that lie in one node are a segment of it. Every block of the state has its rank in

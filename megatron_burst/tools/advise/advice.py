@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`mb.advise`: which settings to train with, how fast and how large, and why.
 
 Joins the search, what would make its best run faster, and the flags to paste. Decides what is

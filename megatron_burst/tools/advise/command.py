@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megatron-burst advise`: which flags, how fast, how much memory, before a cluster is booked.
 
     megatron-burst advise --model llama3-8b --gpus 64 --gpu h100 --seq 1M

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The flags that `advise` and `memory` share: fields of `Settings`, and the cluster.
 
 A flag has the name of its field; its type or its choices are those of the field.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megatron-burst advise --png`: one layer and one step of the best run, over time.
 
 Three parts: the layer's parts one after another; in it the attention call, rank by rank of one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Advice as tables: the ranking, the best run's time and memory by item, flags; and as JSON."""
 
 from __future__ import annotations

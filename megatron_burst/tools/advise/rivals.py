@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Megatron's own context parallelism takes for a run: time and memory of its four kinds.
 
 Each kind of `--cp-comm-type` is timed by the simulator, rates and kernels that time ours, with what

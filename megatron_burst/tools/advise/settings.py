@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run's memory and time depend on: sizes of groups, and flags."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`mb.simulate`: how long one attention call, one layer or one step takes, from plain numbers.
 
 The public door of the model of time; `advise` and the fits of the documentation use the same code.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megatron-burst calibrate`: measure a cluster, and write the file that `advise --cluster` reads.
 
     torchrun --nproc-per-node 8 --nnodes 2 ... -m megatron_burst calibrate --out cluster.toml

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All measurements of `calibrate`, one after another, and the cluster that they make.
 
 Where something could not be measured, the published figure of the device or an assumption stands

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one device does by itself: attention at several chunk sizes, products, copies.
 
 All ranks measure at the same time, since clocks drop when a whole node heats and draws power. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The memory of one layer's core attention on all ranks, beside `tools.advise.account.memory`.
 
 Core attention is the part of a layer that this package provides; Megatron's modules do not run

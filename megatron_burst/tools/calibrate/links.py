@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What links carry: hops of each link class, alone and all at once, all-to-all, NICs, and how much
 slower a device computes beside them.
 

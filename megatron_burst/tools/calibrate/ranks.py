@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ranks that measure together, and how repeats become a figure.
 
 A figure is the median of its repeats; its spread is half the interquartile range over the median.

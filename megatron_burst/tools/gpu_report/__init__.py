@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megatron-burst doctor --gpu-report FILE`: one file that a user with a GPU can send back.
 
     megatron-burst doctor --gpu-report report.md

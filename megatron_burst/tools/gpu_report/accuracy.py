@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every kernel against float64, beside torch's own attention on the same input.
 
 Each runs in bf16 on a ring of two ranks in this process, under three masks, with either side. A

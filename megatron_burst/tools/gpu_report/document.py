@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The file that is sent back: Markdown to read, and the same facts as JSON at its end.
 
 It contains versions, kinds of devices, figures, and sentences from which paths, addresses, host

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long each kernel takes on this device, and what communication hides behind it.
 
 Kernels: one causal pair, forward and backward; they take turns, round by round, so that whatever

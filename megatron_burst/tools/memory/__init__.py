@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megatron-burst memory`: memory of one rank, item by item, over one training step.
 
     megatron-burst memory --model llama3-8b --gpus 8 --gpu h100 --seq 1M

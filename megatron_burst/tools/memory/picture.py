@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory over one step as stacked areas: every phase equally wide, its moments in order."""
 
 from __future__ import annotations

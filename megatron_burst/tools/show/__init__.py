@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megatron-burst show`: draw masks, layouts, schedules and scans of states, as text or as PNG.
 
 This module holds the flags and the size limits. `scene`, `packs` and `scans` compute what is drawn;
@@ -96,7 +97,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name != "documents":
             layout = None if name == "layout" else "zigzag"
             add("--layout", default=layout, metavar="LAYOUT",
-                help=f"which positions a rank holds (default: {layout or 'all'})")  # fmt: skip
+                help=f"which positions a rank holds (default: {layout or 'each in turn'})",
+            )  # fmt: skip
         add("--ranks", type=int, metavar="N", help="ranks on one node (default: 4)")
         call_flags.add_grid(sub)
         add(*named("--seq"), type=int, metavar="N",

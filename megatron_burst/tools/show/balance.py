@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How even a layout leaves the ranks: visible pairs of each, what waiting for the busiest at every
 step costs, and which layout costs least.
 """

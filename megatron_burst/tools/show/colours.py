@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Colours of ranks and of everything else in a picture, chosen for colour-blind readers too.
 
 Up to nine ranks have the "muted" scheme of Paul Tol's notes, ordered so that neighbours differ in

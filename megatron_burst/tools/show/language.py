@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masks, layouts and lengths, written as Python expressions on the command line of `show`.
 
     mask    causal & (window(23, 0) | prefix(4)): the classes of `megatron_burst.masks` in lower

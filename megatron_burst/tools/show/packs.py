@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packed documents and who holds them: the pack cut by zigzag, by zigzag within each document, and
 by layout balanced.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scenes as PNG: the score matrix, layouts, packed documents, scans; `timeline` has schedules."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A scan of states as a scene: the chain of pieces, and what every rank sends in every round.
 
 This module holds its flags. The tables are those that run (`schedule.scans`).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The content of pictures of masks, layouts and schedules, read from those that run.
 
 A scene holds numbers only; `text`, `pictures` and `timeline` decide how they look. Of a schedule

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scenes as text, with rich: the marks can be read without their colours."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A schedule as a picture: time runs to the right, and each rank has its steps above its hops.
 
 A box is a step, with a line for each of its pairs, and the bars in it are their shares of visible

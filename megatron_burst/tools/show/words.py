@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Title, subtitle and caption of a scene, for text, pictures and the gallery alike."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megatron-burst trace`: record when every rank computes, sends and waits.
 
 The command runs one attention call on ranks of this machine, or reads what torch's profiler wrote

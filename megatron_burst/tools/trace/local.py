@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trace of one attention call on ranks of this machine: gloo on its CPU, or NCCL on its GPUs.
 
 It shows the real order of events. On a CPU their durations are those of the loopback device, which

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A trace as a picture: time runs to the right, and each rank has one lane per stream.
 
 Transfers that overlap share a lane; they are translucent, so that the overlap is darker. Waiting is

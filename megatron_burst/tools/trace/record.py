@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What torch's profiler saw of attention, as events of three streams per rank.
 
 The loop of `execution` marks every pair of chunks and every wait with `record_function`, so any

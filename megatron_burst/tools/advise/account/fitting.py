@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What fits: the longest sequence of a run, and what would make a run fit that does not.
 
 Cheap changes are tried, and only those that help are named. A change is tried alone; if none is

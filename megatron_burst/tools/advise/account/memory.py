@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The memory account: bytes of one rank by item, over one training step.
 
 Every tensor comes and goes on a `tape` in the order in which the code makes and drops it, so the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A transformer layer as two halves of operators: what its modules make, save and need meanwhile.
 
 Two paths, each derived from what its modules hand to autograd: "gpu" has Transformer Engine's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes of ring buffers of a run's core attention, from the schedules that it would run.
 
 A rank's boundaries are replayed without tensors: what arrives and what is summed lies in buffers of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One training step of one rank on a tape: batch, layers forward, LM head, layers backward.
 
 `LayerWalk` goes through a layer, whose halves run whole, or in chunks and tiles of rows; what its

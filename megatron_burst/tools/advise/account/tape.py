@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory over time: tensors come and go in the order in which the code makes and drops them.
 
 `Tape` adds up what is there and remembers, for every phase, the most. `Half` is a small symbolic

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long the core attention of one layer takes, forward and backward, on a run's ranks.
 
 The schedules that the run would execute are timed by `autotune.simulator` with the links of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of a cluster that a prediction can be made with: slow GPUs, slow links, jitter.
 
 `Faults` states what is slow in terms of the cluster; `draws` finds the rings of a run that this

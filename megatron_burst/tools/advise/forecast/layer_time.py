@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long one transformer layer takes: forward, recompute and backward of one micro-batch.
 
 A rank does one after another: matrix products and what is bound by memory, core attention

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rates at which a rank's collectives move bytes: within a node, between nodes, to the host.
 
 Plain arithmetic on a cluster. The rings of attention are simulated message by message elsewhere.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long the micro-batches of a step take on a pipeline, stage times being given.
 
 Runs the order in which Megatron-Core's schedules run (`pipeline_parallel/schedules.py`): 1F1B

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long the ranks of one layer of linear attention exchange: states, or heads as Megatron does.
 
 Decides which links a scan has; its tables, and what "auto" takes of them, are those that run

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a training step takes, and what it spends its time on.
 
 Layers and ends of the model run on pipeline stages, micro-batch by micro-batch; then gradients are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which attention settings a run takes, and how long it takes with them, remembered for a search.
 
 Decides nothing of its own: `autotune.select.best` chooses, as it does for `--context-parallel-algo

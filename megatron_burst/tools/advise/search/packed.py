@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packed documents for the advice: their lengths, and the time of attention to them.
 
 A pack holds as many tokens as a sequence. All packs of a step are taken to be like the one that is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run as flags to paste: those of Megatron-LM and ours; and as a call for Megatron-Bridge.
 
 Decides which flags say what a `Model` and `Settings` are. They are read back by

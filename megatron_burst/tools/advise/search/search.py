@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fastest runs that fit a cluster: what `mb.advise` ranks.
 
 For each way to share the GPUs out, the options are tried in the order of their times until one fits

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The runs that a search tries: sizes of groups, then what each of them recomputes and moves.
 
 Decides what is tried, not what is good, and what is refused before: what no way to share the GPUs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What would have to change for a run to be faster: each change is timed, none is guessed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What layers of a decoder are made of: kinds of attention halves, and mixers by kind.
 
 Decides which form of linear attention a kind of layer computes, and what of it is a parameter.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shape of a model from Megatron's own names: arguments of a command, or a TransformerConfig.
 
 Both have the same names (`num_layers`, `window_size`, `kv_lora_rank`, ...), so the caller that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shapes of models: what a decoder's layers are made of, and how many parameters they have.
 
 A layer is an attention half (softmax attention, or a mixer such as Mamba) and an MLP half, or only

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shape of a model from the fields of a Hugging Face `config.json`.
 
 Names of fields are those of transformers' configuration classes. A part that nothing here counts is

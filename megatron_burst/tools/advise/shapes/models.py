@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shapes of models by name, from the config.json files that their makers publish on Hugging Face.
 
 Decoders only: vision towers and heads that predict several tokens are named as not counted.
