@@ -115,7 +115,7 @@ def write(cluster: Cluster, path: str | Path, notes: Mapping[str, str] | None = 
 
 def text(cluster: Cluster, notes: Mapping[str, str]) -> str:
     """What `write` writes."""
-    lines = ["# A cluster, for `megatron-burst advise --cluster`. Figures may be changed by hand."]
+    lines = ["# A cluster, for `megatron-burst advise --cluster`. Figures may be edited."]
     for section, figures in SECTIONS.items():
         lines += ["", f"[{section}]"]
         for figure in figures:

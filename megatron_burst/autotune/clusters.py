@@ -66,7 +66,7 @@ class Cluster:
             raise ValueError(f"--gpus {self.gpus} --per-node {self.per_node}: whole numbers from 1")
         if self.gpus > self.per_node and self.gpus % self.per_node:
             raise ValueError(
-                f"--gpus {self.gpus} are no whole nodes of --per-node {self.per_node}: give a "
+                f"--gpus {self.gpus} is not a multiple of --per-node {self.per_node}: give a "
                 f"multiple, such as {-(-self.gpus // self.per_node) * self.per_node}"
             )
         if wrong := self._wrong():

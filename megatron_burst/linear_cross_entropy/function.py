@@ -83,8 +83,8 @@ class LinearCrossEntropy(torch.autograd.Function):
                 return *_delivered(ctx.sink, weight.dtype, dh, dw), *(None,) * 5
             del dh, dw
             warnings.warn(
-                "linear_cross_entropy: the gradient that arrived is no multiple of loss_mask, so "
-                "the logits are computed a second time; pass the weights of the tokens as "
+                "linear_cross_entropy: the gradient that arrived is not a multiple of loss_mask, "
+                "so the logits are computed a second time; pass the weights of the tokens as "
                 "loss_mask, or mode='recompute' if they are unknown in forward",
                 stacklevel=1,  # the caller is torch's engine, whose warnings many leave out
             )

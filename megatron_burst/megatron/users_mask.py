@@ -79,7 +79,7 @@ def users_mask(path: str, layer: MaskLayer, batch: MaskBatch) -> Mask:
     except Exception as error:  # the other ranks are told, instead of left waiting
         raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
     if not isinstance(mask, Mask):
-        raise ValueError(f"{what} returned {mask!r:.100}, which is no mask of mb.masks")
+        raise ValueError(f"{what} returned {mask!r:.100}, which is not a mask of mb.masks")
     if type(mask).__repr__ is object.__repr__:
         raise ValueError(
             f"{what} returned a {type(mask).__name__} without a __repr__ of its own, by which "

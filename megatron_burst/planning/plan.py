@@ -319,15 +319,17 @@ class Plan:
         if self.head_chunks > 1:
             words.append(f"{self.head_chunks} head chunks")
         if len(self.passes) > 1:
-            resting = ", visiting keys rest on the host" if self.options.visiting == "host" else ""
-            words.append(f"{len(self.passes)} chunks of rows{resting}")
+            resting = (
+                ", received keys kept in host memory" if self.options.visiting == "host" else ""
+            )
+            words.append(f"{len(self.passes)} row chunks{resting}")
         words += [
             f"layout {self.layout.describe()}",
             f"kernel {self.kernel.name}{' with csrc' if csrc else ''}{self._passed_over()}",
             f"bytes per layer and rank: forward {_bytes(forward)}, backward {_bytes(backward)} "
             f"(side {other} would send {_bytes(self.traffic(other)[1])})",
-            f"store {self._describe_store()}, keys kept {byte_size(self.kept_bytes)}",
-            f"chunks of other ranks at most {byte_size(self.held_bytes)}",
+            f"store {self._describe_store()}, keys kept for backward {byte_size(self.kept_bytes)}",
+            f"received chunks at most {byte_size(self.held_bytes)} at a time",
             *filter(None, [self.groups.communicators]),
         ]
         return " | ".join(words)

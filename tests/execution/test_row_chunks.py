@@ -146,7 +146,7 @@ def test_what_a_rank_holds_shrinks_with_the_chunks():
 def test_the_plan_says_what_runs():
     plan = prepared(4, side="query")
     text = plan.describe()
-    assert "| 4 chunks of rows |" in text
-    assert "chunks of rows" not in prepared(1).describe()
+    assert "| 4 row chunks |" in text
+    assert "row chunks" not in prepared(1).describe()
     assert [len(x) for x in plan.row_chunks] == [8] * 4
     assert plan.identity != prepared(2, side="query").identity

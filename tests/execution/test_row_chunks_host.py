@@ -59,7 +59,7 @@ def test_equals_the_oracle_and_the_keys_go_round_once(case):
         alone = mb.prepare(*given[:3], groups=groups, needs_grad=(True,) * 3, **choices)
         assert there == alone.ranks[rank.rank].traffic()[0]
     assert any(each.bytes_back for each in hosts)
-    assert ", visiting keys rest on the host" in plan.describe()
+    assert ", received keys kept in host memory" in plan.describe()
 
 
 def test_a_plan_of_the_same_groups_whose_keys_do_not_rest_is_no_base_for_it():

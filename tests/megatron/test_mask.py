@@ -67,7 +67,7 @@ def test_the_start_up_line_names_the_function(four, common):
     [
         ("of_the_rank", ["ranks disagree", "SameChunk(size=8)", "SameChunk(size=9)"]),
         ("broken_on_one", ["rank 1", "--burst-mask", "RuntimeError: no such table"]),
-        ("no_mask", ["--burst-mask", "64, which is no mask of mb.masks"]),
+        ("no_mask", ["--burst-mask", "64, which is not a mask of mb.masks"]),
         ("missing", ["--burst-mask own_masks:missing", "AttributeError"]),
         ("NOT_CALLABLE", ["--burst-mask own_masks:NOT_CALLABLE", "int is not callable"]),
     ],

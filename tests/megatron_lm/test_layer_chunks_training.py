@@ -14,7 +14,7 @@ def test_two_ranks_in_chunks_train_like_one_that_is_not_cut(train):
     run = train(2, f"{CP2} {CHUNKS}")
     same(run, train(1))
     (line,) = run.lines("burst attention:")
-    assert "3 chunks of rows" in line
+    assert "3 row chunks" in line
 
 
 @pytest.mark.slow

@@ -50,4 +50,4 @@ def test_a_tile_holds_partial_outputs_and_the_plan_says_how_much():
     q = [torch.zeros(4, 1, 2, 4) for _ in range(4)]
     plan = mb.prepare(q, q, q, groups=mb.Groups.in_process(inter=2, intra=2), algorithm="tile")
     assert plan.held_bytes > 0
-    assert "chunks of other ranks at most" in plan.describe()
+    assert "received chunks at most" in plan.describe()

@@ -80,7 +80,7 @@ WRONG = [
     ({"mlp_tiles": 10**9}, "--mlp-tiles 1000000000: a rank has 512 rows"),
     ({"sequence_chunks": 513}, "--sequence-chunks 513: .* take at most 512"),
     ({"tp": 3}, "--tp 3 does not divide the 32 heads .* take one of 1, 2, 4"),
-    ({"seq": 1000, "cp": 16}, "--seq 1000 is no multiple of 2 x --cp 16"),
+    ({"seq": 1000, "cp": 16}, "--seq 1000 is not a multiple of 2 x --cp 16"),
     ({"pp": 3}, "--pp 3 .* 32 layers of llama3-8b: take .* one of 1, 2, 4"),
     ({"vpp": 2}, "needs --pp"),
     ({"ep": 2}, "has no experts"),

@@ -119,7 +119,7 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path):
     [
         ('[cluster]\ngpus=8\n[gpu]\nname="h100"\n[host]\nupdate=0.0\n', "host_update 0.0 must"),
         ("[gpu", "not a TOML file"),
-        ('[cluster]\ngpus=9\n[gpu]\nname="h100"\n', "--gpus 9 are no whole nodes"),
+        ('[cluster]\ngpus=9\n[gpu]\nname="h100"\n', "--gpus 9 is not a multiple of --per-node"),
         ('[cluster]\ngpus=8\n[gpu]\nname="h100"\nlinear=7.0\n', "linear is a fraction"),
         ('[cluster]\ngpus=8\n[gpu]\nname="h100"\n[links]\nnic_rate=-1\n', "nic_rate -1"),
         ('[cluster]\ngpus=8\n[gpu]\nname="h100"\n[links]\nintra=nan\ninter=1\n', "intra must be"),

@@ -56,7 +56,7 @@ def test_a_megatron_command(capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [(["--seq", "5X"], "128K or 5M"), ([], "--seq is needed"),
-     (["--seq", "1M", "--tp", "3"], "no multiple of the 3 ranks"),
+     (["--seq", "1M", "--tp", "3"], "not a multiple of the 3 ranks"),
      (["--seq", "1M", "--gpu", "h99"], "one of a100-40g"),
      (["--seq", "1M", "--host-memory", "lots"], "--host-memory must be a size")],
 )  # fmt: skip

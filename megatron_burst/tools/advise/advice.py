@@ -192,6 +192,6 @@ def wanted_of(
     if step % length:
         near = max(1, round(step / length)) * length
         raise ValueError(
-            f"--tokens-per-step {step:,} is no multiple of --seq {length:,}: take {near}, say"
+            f"--tokens-per-step {step:,} is not a multiple of --seq {length:,}: take {near}, say"
         )
     return TrainingGoal(length, step // length, fixed)

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
+from ...autotune.clusters import Cluster
 from ...cli.console import wrapped
 from ...units import byte_size, duration
 from . import rivals
@@ -19,6 +20,8 @@ from .search.search import Configuration
 from .search.what_if import options_said
 from .settings import Settings
 
+# Those that a narrow terminal can do without, least needed first.
+LEAST = ("EP", "DP", "PP", "batches", "bottleneck", "MFU", "tokens/s/GPU", "GPU memory")
 COLUMNS = (
     "TP", "PP", "EP", "CP = per node x nodes", "DP", "batches", "attention", "memory saved by",
     "step", "tokens/s/GPU", "MFU", "GPU memory", "bottleneck",
@@ -30,10 +33,15 @@ def show(found: Advice, command: Sequence[str] = ()) -> None:
     console = wrapped()
     console.print(Text(headline(found)))
     console.print(Text(f"rates: {found.cluster.described}"))
-    console.print(ranking(found))
+    table, left_out = fitting(ranking(found), console)
+    console.print(table)
+    if left_out:
+        console.print(Text(f"not shown in {console.width} columns: {', '.join(left_out)} (--json "
+                           "has all)", style="dim"))  # fmt: skip
     console.print(Text("\nRecommended: row 1, the simplest of those within 1.5 % of the fastest; "
-                       f"searched {found.tried} of {found.ways} parallel configurations (the "
-                       "others cannot be among the fastest)."))  # fmt: skip
+                       f"searched {found.tried} of {found.ways} parallel configurations"
+                       + (" (the others cannot be among the fastest)." if found.tried < found.ways
+                          else ".")))  # fmt: skip
     _show_time(console, found)
     _show_memory(console, found)
     console.print(Text("\nWhat would make it faster", style="bold"))
@@ -61,8 +69,8 @@ def headline(found: Advice) -> str:
     want, cluster = found.want, found.cluster
     packs = "packs of " if found.lengths else "sequences of "
     return (
-        f"{found.model.name}, {packs}{want.seq:,} tokens, {want.seq * want.sequences:,} a step, on "
-        f"{cluster.gpus} x {cluster.gpu.name}, {cluster.ranks_per_node} a node"
+        f"{found.model.name}, {packs}{want.seq:,} tokens, {want.seq * want.sequences:,} per step, "
+        f"on {cluster.gpus} x {cluster.gpu.name}, {cluster.ranks_per_node} per node"
     )
 
 
@@ -70,7 +78,8 @@ def ranking(found: Advice) -> Table:
     """A row for each configuration."""
     table = Table(box=None, pad_edge=False)
     for name in COLUMNS:
-        table.add_column(name, justify="right" if name in COLUMNS[8:12] else "left")
+        number = name in COLUMNS[8:12]
+        table.add_column(name, justify="right" if number else "left", no_wrap=number)
     for index, one in enumerate(found.ranked):
         run, time = one.run, one.time
         table.add_row(
@@ -82,6 +91,32 @@ def ranking(found: Advice) -> Table:
             style="bold" if index == 0 else "",
         )  # fmt: skip
     return table
+
+
+def fitting(table: Table, console: Console) -> tuple[Table, list[str]]:
+    """The table, without the columns that the width of the console has no room for; and those, by
+    name. Columns in which all rows are alike go first, then those that weigh least."""
+
+    def alike(column: Column) -> bool:
+        return len(set(column.cells)) < 2
+
+    names = {str(column.header): column for column in table.columns}
+    order = sorted(LEAST, key=lambda name: not alike(names[name]))
+    left_out = []
+    while order and _least_width(table) > console.width:
+        left_out.append(order.pop(0))
+        table.columns.remove(names[left_out[-1]])
+    return table, left_out
+
+
+def _least_width(table: Table) -> int:
+    """Characters of the narrowest form that can be read: words of texts below one another."""
+    widths = [
+        max(len(word) for cell in (column.header, *column.cells)
+            for word in (str(cell).split() if column.justify == "left" else [str(cell)]))
+        for column in table.columns
+    ]  # fmt: skip
+    return sum(widths) + 2 * len(widths)
 
 
 def grid_said(run: Settings) -> str:
@@ -170,7 +205,7 @@ def _show_flags(console: Console, found: Advice, command: Sequence[str]) -> None
     if command:
         head, after = "Flags, to put in place of those of your command", _vocabulary(found, command)
     else:
-        head = "Flags: megatron-burst pretrain pretrain_gpt.py ..."
+        head = "Command to start it, on every node"
     console.print(Text(f"\n{head}", style="bold"))
     if lines is None:
         try:
@@ -180,13 +215,28 @@ def _show_flags(console: Console, found: Advice, command: Sequence[str]) -> None
         ours = choices(found.best.run, carries=bool(found.model.mixers))
         lines = [f"--burst: {name} {value}" for name, value in ours.items()]
         after = ""
+    elif not command:
+        lines = [*launched(found.cluster), *lines]
     for index, line in enumerate(lines):
-        console.print(Text(f"  {line} \\" if index < len(lines) - 1 else f"  {line}"))
+        more = " \\" if index < len(lines) - 1 else ""
+        console.print(Text(f"  {line}{more}"), soft_wrap=True)  # as it is pasted
     if after:
         console.print(Text(after))
     if found.lengths:
         console.print(Text("  and a data loader that says where documents end: --sft or "
                            "--dataloader-inter-document-masking"))  # fmt: skip
+
+
+def launched(cluster: Cluster) -> list[str]:
+    """The beginning of the command that starts a run on all GPUs of a cluster, line by line."""
+    per_node = min(cluster.gpus, cluster.ranks_per_node)
+    nodes = cluster.gpus // per_node
+    where = [f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"] * (nodes > 1)
+    return [
+        f"torchrun --nproc-per-node {per_node}",
+        *where,
+        "-m megatron_burst pretrain pretrain_gpt.py",
+    ]
 
 
 def _vocabulary(found: Advice, command: Sequence[str]) -> str:

@@ -113,7 +113,9 @@ def check(model: Model, run: Settings) -> None:
         )
     if run.seq % (2 * run.cp):
         near = max(1, round(run.seq / (2 * run.cp))) * 2 * run.cp
-        raise ValueError(f"--seq {run.seq} is no multiple of 2 x --cp {run.cp}: take {near}, say")
+        raise ValueError(
+            f"--seq {run.seq} is not a multiple of 2 x --cp {run.cp}: take {near}, say"
+        )
     for name in ("sequence_chunks", "mlp_tiles"):
         if getattr(run, name) > run.rows:
             raise ValueError(

@@ -144,14 +144,15 @@ def _groups(
         return base, False
     others = base.tp * base.pp * (base.cp if "cp" in given else base.dp)
     if cluster.gpus % others:
+        last = f"--cp {base.cp}" if "cp" in given else f"--dp {base.dp}"
         raise ValueError(
-            f"--gpus {cluster.gpus} is no multiple of the {others} ranks of --tp {base.tp} x --pp "
-            f"{base.pp} x {'--cp ' + str(base.cp) if 'cp' in given else '--dp ' + str(base.dp)}"
+            f"--gpus {cluster.gpus} is not a multiple of the {others} ranks of --tp {base.tp} x "
+            f"--pp {base.pp} x {last}"
         )
     rest = cluster.gpus // others
     if "cp" in given and "dp" in given and rest != base.dp:
         raise ValueError(
-            f"--gpus {cluster.gpus} are not --tp x --pp x --cp x --dp, {others * base.dp}: leave "
+            f"--gpus {cluster.gpus} is not --tp x --pp x --cp x --dp, {others * base.dp}: leave "
             "--dp out"
         )
     return replace(base, **({"dp": rest} if "cp" in given else {"cp": rest})), True
@@ -191,11 +192,11 @@ def show(found: Found) -> None:
 
 def _step(time: StepTime | str, cluster: clusters.Cluster) -> str:
     if isinstance(time, str):
-        return f"a step: no time predicted: {time}"
+        return f"predicted step time: none ({time})"
     taken = duration(time.seconds) if time.seconds < 120 else f"{time.seconds / 60:,.0f} min"
     share = time.parts[time.bottleneck] / time.seconds
     return (
-        f"a step: {taken} predicted, MFU {time.mfu:.0%}, {share:.0%} of it {time.bottleneck}; "
+        f"predicted step time: {taken} ({share:.0%} {time.bottleneck}), MFU {time.mfu:.0%}; "
         f"{cluster.described}"
     )
 

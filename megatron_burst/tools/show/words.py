@@ -72,7 +72,7 @@ def subtitle(scene: Scene) -> str:
         bars = bars if scene.rows[0].mask_text else ""
         return f"each position has the colour of the rank that holds it{bars}"
     every = "all" if scene.plan.kept == scene.size - 1 else "some"
-    kept = f", {every} travelling chunks kept from forward" if scene.plan.kept else ""
+    kept = f", {every} received chunks kept from forward" if scene.plan.kept else ""
     return f"{scene.shards.seq_len} positions; {_travels(scene)}{kept}"
 
 
@@ -80,9 +80,9 @@ def _travels(scene: ScheduleScene) -> str:
     names = COPIES | {"query": STATISTICS} if scene.backward else COPIES
     copies = " and ".join(name for family, name in names.items() if family in scene.families)
     gradients = any(KINDS[family] == "gradient" for family in scene.families)
-    follow = ", their gradients follow" if gradients else ""
+    follow = ", with their gradients" if gradients else ""
     returned = ", partial outputs (O, lse) return" if "out" in scene.families else ""
-    return f"{copies} travel{follow}{returned}"
+    return f"{copies} are sent{follow}{returned}"
 
 
 def name_of(chunk: Chunk) -> str:
@@ -106,7 +106,7 @@ def caption(scene: Scene) -> list[str]:
         return [*lines, f"least imbalance: {scene.best}"] if scene.best else lines
     pairs = scene.size**2
     return [
-        f"{scene.computed} of {pairs} pairs of shards have a visible position pair; "
+        f"{scene.computed} of {pairs} pairs of shards have work; "
         + _balance(scene.work, scene.imbalance),
         *_totals(scene),
     ]
@@ -149,8 +149,8 @@ def _totals(scene: ScheduleScene) -> list[str]:
     if scene.plan.grid.inter > 1 and not scene.plan.kept:
         gradient = ", and its gradient back" if scene.backward else ""
         once = byte_size(scene.once_per_node)
-        said.append(f"each row once to every node that wants it{gradient}: {once} between nodes")
-    said.append(f"received copies on a rank at once: at most {byte_size(scene.held)}")
+        said.append(f"each row once to every node that needs it{gradient}: {once} between nodes")
+    said.append(f"memory of received chunks on a rank: at most {byte_size(scene.held)}")
     sizes = scene.sizes
     heads = f"{sizes.heads} query heads and {sizes.kv_heads} key heads of width {sizes.width}"
     wire = ", gradients in fp32" if scene.backward else ""

@@ -91,7 +91,7 @@ def left_to_the_user(model: Model) -> str:
     known = family_flags(model)
     names = [] if known else ["--rotary-base", "--qk-layernorm and biases, if it has them"]
     names += ["rope scaling, if it is to start from published weights"]
-    return f"not said above, as they do not change time or memory: {', '.join(names)}"
+    return f"not included, as time and memory do not depend on it: {', '.join(names)}"
 
 
 def group_flags(run: Settings) -> Iterator[str]:
