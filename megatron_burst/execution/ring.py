@@ -114,10 +114,8 @@ class Ring:
         """Run the pass. Pauses where only transfers are under way: there other rings compute."""
         for step in self.steps:
             self._land(step.index)
-            for chunk in step.release:
-                message = self.chunks.pop(chunk)
-                if message.room is not None:  # else these are the caller's own tensors
-                    self.buffers.give(chunk.family, message)
+            for chunk in step.release:  # of other ranks
+                self.buffers.give(chunk.family, self.chunks.pop(chunk))
             # Posting comes before computing, which hides it (BurstEngine Algorithms 1 and 2).
             for exchange in step.exchanges:
                 self._post(exchange, step.index)

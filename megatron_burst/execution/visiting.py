@@ -76,9 +76,6 @@ class _Arriving:
     def __setitem__(self, chunk: Chunk, message: Message, /) -> None:
         self._held[chunk] = message
         if chunk.family == "kv" and chunk.owner != self._me:
-            # Receiving into a buffer counts as no change of it: it would be taken for what was in
-            # it before, which is on the host.
-            torch.autograd.graph.increment_version(message.tensors)
             self._stash[chunk] = tuple(self._host.move(t) for t in message.tensors)
 
     def __getitem__(self, chunk: Chunk, /) -> Message:
