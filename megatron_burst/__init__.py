@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .linear_attention.plan import LinearPlan, prepare_linear
     from .linear_attention.short_convolution import short_convolution
     from .linear_attention.state_scan import state_scan
-    from .linear_cross_entropy import linear_cross_entropy, linear_logprobs
+    from .linear_cross_entropy import linear_cross_entropy, linear_kl, linear_logprobs
     from .planning.plan import Plan
     from .planning.prepare import prepare
     from .recompute.checkpoint import checkpoint
@@ -63,6 +63,7 @@ _HOMES = {
     "layout": "",
     "linear_attention": "linear_attention.operation",
     "linear_cross_entropy": "linear_cross_entropy",
+    "linear_kl": "linear_cross_entropy.divergence",
     "linear_logprobs": "linear_cross_entropy.logprobs",
     "masks": "",
     "measure_rates": "autotune.measure",
@@ -99,6 +100,7 @@ __all__ = [
     "layout",
     "linear_attention",
     "linear_cross_entropy",
+    "linear_kl",
     "linear_logprobs",
     "masks",
     "measure_rates",

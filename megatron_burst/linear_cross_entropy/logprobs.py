@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -118,7 +119,7 @@ def linear_logprobs(
             hidden = hidden[_on(used, labels)]
         places = _Places(1, len(used), labels[_on(order, labels)], row[order])
     kept = places.labels != options.ignore_index
-    head = _at_temperature(head_of(hidden, weight, split, options), asked.temperature)
+    head = at_temperature(head_of(hidden, weight, split, options), asked.temperature)
     logprobs, entropies, top, ids = _LinearLogProbs.apply(
         hidden.contiguous(), weight.contiguous(), places, kept, head, asked
     )
@@ -152,8 +153,7 @@ def _checked(
     """As `checks.checked`, with the arguments that only this operation has."""
     rows, reasons = _rows(asked.rows, inputs.hidden, sequence_parallel)
     temperature, top_k = asked.temperature, asked.top_k
-    if not (isinstance(temperature, (int, float)) and 0 < temperature < math.inf):
-        reasons.append(f"temperature must be a positive number, got {told(temperature)}")
+    reasons += temperature_reasons(temperature)
     reasons += checks.flag("entropy", asked.entropy)
     if top_k is not None and not (type(top_k) is int and top_k >= 1):
         reasons.append(f"top_k must be a positive integer or None, got {told(top_k)}")
@@ -188,7 +188,13 @@ def _rows(given: Any, hidden: Any, sequence_parallel: Any) -> tuple[np.ndarray |
     return rows.astype(np.int64), found
 
 
-def _at_temperature(head: Head, temperature: float) -> Head:
+def temperature_reasons(temperature: Any) -> Iterator[str]:
+    """Why `temperature` is refused, if it is."""
+    if not (isinstance(temperature, (int, float)) and 0 < temperature < math.inf):
+        yield f"temperature must be a positive number, got {told(temperature)}"
+
+
+def at_temperature(head: Head, temperature: float) -> Head:
     """cap tanh(s / cap) / T is (cap / T) tanh((s / T) / (cap / T))."""
     formula, cap = head.formula, head.formula.softcap
     cap = None if cap is None else cap / temperature
@@ -250,7 +256,7 @@ class _LinearLogProbs(torch.autograd.Function):
             ids = torch.empty_like(top, dtype=torch.int64)
         for tile, _, z in tiles(head, Tokens(hidden, weight, places.labels)):
             rows, (some, local) = places.rows(tile), places.within(tile)
-            stats = row_stats(z, _no_labels(z), columns, formula, head.dtype)
+            stats = row_stats(z, no_labels(z), columns, formula, head.dtype)
             if mean is not None:
                 stats = stats._replace(mean=mean_logit(z, stats.lse, columns, formula))
             stats = head.split.merge(stats)
@@ -290,7 +296,7 @@ class _LinearLogProbs(torch.autograd.Function):
             at = label_logits(z, local, labels, columns, formula, head.dtype)  # before z changes
             of_softmax = torch.zeros_like(lse[rows]).index_add_(0, local, mine)
             if of_entropy is None:
-                softmax_gradient_(z, _no_labels(z), lse[rows], -of_softmax, columns, formula)
+                softmax_gradient_(z, no_labels(z), lse[rows], -of_softmax, columns, formula)
             else:
                 given = lse[rows], mean[rows], of_softmax, of_entropy[rows]
                 entropy_gradient_(z, *given, columns, formula)
@@ -300,7 +306,7 @@ class _LinearLogProbs(torch.autograd.Function):
         return dh, None if dw is None else dw.to(weight.dtype), *(None,) * 4
 
 
-def _no_labels(z: torch.Tensor) -> torch.Tensor:
+def no_labels(z: torch.Tensor) -> torch.Tensor:
     """Labels outside every rank's columns: what belongs to labels is added by `_Places`."""
     return torch.full((len(z),), -1, dtype=torch.int64, device=z.device)
 

@@ -179,6 +179,62 @@ def entropy_gradient_(
         place.copy_(gradient.mul_(-formula.scale))
 
 
+class RowsOfLogits(NamedTuple):
+    """z [n, v], which holds h.w, and what makes logits of it."""
+
+    z: torch.Tensor
+    columns: Columns
+    formula: Formula
+
+    def block(self, rows: slice, dtype: torch.dtype) -> torch.Tensor:
+        """The logits of some rows, as another tensor."""
+        return _logits(self.z[rows, : self.columns.real], self.formula, dtype)
+
+
+def divergence(
+    student: RowsOfLogits,
+    teacher: RowsOfLogits,
+    lse: torch.Tensor,
+    teacher_lse: torch.Tensor,
+    reverse: bool,
+) -> torch.Tensor:
+    """[n]: this rank's part of KL(teacher || student), or of the reverse; lse [n] are those of
+    whole rows."""
+    found = torch.zeros_like(lse)
+    for block in _blocks(student.z):
+        log_p = student.block(block, lse.dtype).sub_(lse[block, None])
+        log_q = teacher.block(block, lse.dtype).sub_(teacher_lse[block, None])
+        first, second = (log_p, log_q) if reverse else (log_q, log_p)
+        found[block] = (first - second).mul_(first.exp()).sum(1)
+    return found
+
+
+def divergence_gradient_(
+    student: RowsOfLogits,
+    teacher: RowsOfLogits,
+    lse: torch.Tensor,
+    teacher_lse: torch.Tensor,
+    kl: torch.Tensor,
+    weights: torch.Tensor,
+    reverse: bool,
+) -> None:
+    """Replace the student's z by weights [n] times the derivative of its divergence kl [n]."""
+    z, columns, formula = student
+    z[:, columns.real :] = 0
+    for block in _blocks(z):
+        x = student.block(block, lse.dtype)
+        log_p = x - lse[block, None]
+        log_q = teacher.block(block, lse.dtype).sub_(teacher_lse[block, None])
+        if reverse:
+            gradient = (log_p - log_q).sub_(kl[block, None]).mul_(log_p.exp_())
+        else:
+            gradient = log_p.exp_().sub_(log_q.exp_())
+        gradient.mul_(weights[block, None] * formula.scale)
+        if formula.softcap is not None:
+            gradient.mul_(1 - (x / formula.softcap).square_())
+        z[block, : columns.real] = gradient
+
+
 def _logits(z: torch.Tensor, formula: Formula, dtype: torch.dtype) -> torch.Tensor:
     """The logits of z, which holds h.w, as another tensor."""
     x = z.to(dtype) * formula.scale

@@ -89,3 +89,24 @@ def logprobs(hidden, weight, rows, labels, upstream, options, temperature):
         dlogits[row, :count] -= upstream[1][e] * p[row] * (log_p + entropies[e])
     dlogits = dlogits * slope * options.logit_scale / temperature
     return found, entropies, dlogits @ weight.double(), dlogits.T @ hidden.double()
+
+
+def kl(models, upstream, options, temperature, reverse):
+    """(KL [n], dhidden, dweight) of the first of two (hidden, weight) from the second."""
+    count = options.vocab_size or len(models[0][1])
+    logs, slopes = [], []
+    for hidden, weight in models:
+        none = torch.zeros(len(hidden), dtype=torch.int64)
+        _, _, _, logits, slope = loss(hidden, weight, none, options)
+        x = logits[:, :count] / temperature
+        top = x.max(dim=1, keepdim=True).values
+        logs.append(x - top - torch.log(torch.exp(x - top).sum(dim=1, keepdim=True)))
+        slopes.append(slope)
+    log_p, log_q = logs
+    p, q = log_p.exp(), log_q.exp()
+    found = ((p * (log_p - log_q)) if reverse else (q * (log_q - log_p))).sum(dim=1)
+    dlogits = torch.zeros_like(slopes[0])
+    dlogits[:, :count] = p * (log_p - log_q - found[:, None]) if reverse else p - q
+    dlogits *= upstream[:, None] * slopes[0] * options.logit_scale / temperature
+    hidden, weight = models[0]
+    return found, dlogits @ weight.double(), dlogits.T @ hidden.double()
