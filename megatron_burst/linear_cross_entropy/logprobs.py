@@ -44,7 +44,7 @@ COLDEST, HOTTEST = 1e-6, 1e6  # temperatures; others leave the range of float32
 
 
 class LogProbs(NamedTuple):
-    """Of each label, in the accumulation dtype (float64 for float64, else float32).
+    """What there is of each label, in the accumulation dtype (float64 for float64, else float32).
 
     logprobs: shaped like labels, 0 where the label is ignored. entropy: of the distribution that
     the label is taken from, in nats, shaped likewise and 0 there too; None where not asked for. In

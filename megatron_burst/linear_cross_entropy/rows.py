@@ -148,7 +148,7 @@ def label_logits(
     formula: Formula,
     dtype: torch.dtype,
 ) -> LabelLogits:
-    """Of rows [m] of z [n, v], which holds h.w, the logits of labels [m]."""
+    """The logits of labels [m] in rows [m] of z [n, v], which holds h.w."""
     if not columns.real:
         none = torch.zeros_like(labels, dtype=dtype)
         return LabelLogits(torch.zeros_like(labels), none, none)
