@@ -25,6 +25,9 @@ from .masks import Tree
 __all__ = ["Edges", "PrefixTree", "from_segments", "pack"]
 
 
+LARGEST = 2**31 - 1  # token
+
+
 class Edges(NamedTuple):
     """Columns: the predictions of a tree, in the order of the rows that are predicted.
 
@@ -47,6 +50,9 @@ class Edges(NamedTuple):
         positions: int64 [rows], the positions of a shard (`Layout.positions`). Returns two int64
         arrays of one length: indices of edges, ascending, and indices into `positions`.
         """
+        positions = np.asarray(positions)
+        if not len(positions):
+            return np.empty((2, 0), dtype=np.int64)[0], np.empty(0, dtype=np.int64)
         order = np.argsort(positions, kind="stable")
         place = np.searchsorted(positions, self.row, sorter=order)
         local = order[np.minimum(place, len(order) - 1)]
@@ -60,8 +66,8 @@ class PrefixTree:
 
     tokens: int64 [S], 0 in rows of padding. positions: int64 [S], each row's place on the path from
     its root, for positional embeddings. parents: int64 [S], the row before it on the path, -1 for
-    none. out: int64 [S], the first row after its subtree, for `masks.Tree`; the row itself for
-    padding, which lies at the end. edges: the predictions. order: int64, the trajectories with
+    none. out: int64 [S], the first row after its subtree, for `masks.Tree`; 0 for padding, which
+    lies at the end. edges: the predictions. order: int64, the trajectories with
     tokens by the rows at which they end. paths: the rows of each trajectory.
     """
 
@@ -81,7 +87,7 @@ class PrefixTree:
     @property
     def rows(self) -> int:
         """How many rows are no padding: the distinct prefixes of the trajectories."""
-        return int((self.out > np.arange(len(self.out))).sum())
+        return int(np.count_nonzero(self.out))
 
     @property
     def trajectory_tokens(self) -> int:
@@ -111,14 +117,14 @@ class PrefixTree:
         prediction of token i + 1; of rows, [n, ...]. Differentiable: gradients of shared rows add
         up. Raises ValueError for other lengths.
         """
-        size = len(values)
+        size = values.shape[0] if getattr(values, "shape", ()) else None
         if size == len(self.tokens):
             return [values[path] for path in self.paths]
         if size == len(self.edges.row):
             return [values[self._edge[path[1:]]] for path in self.paths]
         raise ValueError(
             f"values: unpack takes one per edge ({len(self.edges.row)}) or one per row "
-            f"({len(self.tokens)}), got {size}"
+            f"({len(self.tokens)}), as an array or tensor, got {_told(values)}"
         )
 
     @cached_property
@@ -156,7 +162,8 @@ def pack(
 
     Raises ValueError for tokens or weights that are none, or if there is no token at all.
     """
-    tokens = [_tokens(f"trajectories[{i}]", each) for i, each in enumerate(trajectories)]
+    each_of = enumerate(_sequence("trajectories", trajectories))
+    tokens = [_tokens(f"trajectories[{i}]", each) for i, each in each_of]
     segments: list[_Segment] = []
     leaf = [-1] * len(tokens)
     path: list[int] = []  # segments of the trajectory before
@@ -195,8 +202,10 @@ def from_segments(
     which it ends; default: every segment that no other continues. weights, multiple: as of `pack`.
     Raises ValueError for other numbers.
     """
-    parts = [_tokens(f"segments[{i}]", each) for i, each in enumerate(segments)]
-    before = [integer(f"parents[{i}]", each) for i, each in enumerate(parents)]
+    each_of = enumerate(_sequence("segments", segments))
+    parts = [_tokens(f"segments[{i}]", each) for i, each in each_of]
+    each_of = enumerate(_sequence("parents", parents))
+    before = [integer(f"parents[{i}]", each) for i, each in each_of]
     if len(before) != len(parts):
         raise ValueError(f"parents: one per segment, got {len(before)} for {len(parts)} segments")
     for i, each in enumerate(before):
@@ -207,7 +216,7 @@ def from_segments(
             )
     if ends is None:
         ends = sorted(set(range(len(parts))) - set(before))
-    leaf = [integer(f"ends[{i}]", each) for i, each in enumerate(ends)]
+    leaf = [integer(f"ends[{i}]", each) for i, each in enumerate(_sequence("ends", ends))]
     for i, each in enumerate(leaf):
         if not 0 <= each < len(parts):
             raise ValueError(f"ends[{i}] must be one of {len(parts)} segments, got {each}")
@@ -223,8 +232,8 @@ def _arranged(
 ) -> PrefixTree:
     """The tree of segments `parts`; trajectory i ends with segment leaf[i], -1 for none."""
     multiple = integer("multiple", multiple)
-    if multiple < 1:
-        raise ValueError(f"multiple must be at least 1, got {multiple}")
+    if not 1 <= multiple < 2**31:
+        raise ValueError(f"multiple must be from 1 to {2**31 - 1}, got {multiple}")
     size = np.array([len(part) for part in parts], dtype=np.int64)
     rows = int(size.sum())
     if not rows:
@@ -242,8 +251,8 @@ def _arranged(
     for each in reversed(lineage):  # a subtree ends where its last child's does
         if parent[each] >= 0:
             stop[parent[each]] = max(stop[parent[each]], stop[each])
-    parents, out = np.full(total, -1), np.arange(total)
-    tokens, positions = np.zeros((2, total), dtype=np.int64)
+    parents = np.full(total, -1)
+    tokens, positions, out = np.zeros((3, total), dtype=np.int64)
     for each in (each for each in lineage if size[each]):
         a, b, above = start[each], start[each] + size[each], parent[each]
         tokens[a:b], out[a:b] = parts[each], stop[each]
@@ -316,8 +325,9 @@ def _tokens(name: str, given: Any) -> np.ndarray:
             f"{name} must hold token ids, integers in one dimension, got {found.dtype} of shape "
             f"{found.shape}"
         )
-    if found.min() < 0:
-        raise ValueError(f"{name}: token ids are 0 or larger, got {found.min()}")
+    wrong = found[(found < 0) | (found > LARGEST)]
+    if len(wrong):
+        raise ValueError(f"{name}: token ids are from 0 to {LARGEST}, got {wrong[0]}")
     return found.astype(np.int64)
 
 
@@ -325,17 +335,38 @@ def _weights(
     weights: Sequence[Any] | None, paths: tuple[np.ndarray, ...], total: int
 ) -> np.ndarray:
     """float64 [total]: the weights of all trajectories through a row."""
-    if weights is None:
-        weights = [1.0] * len(paths)
-    if len(weights) != len(paths):
-        raise ValueError(f"weights: one per trajectory, got {len(weights)} for {len(paths)}")
+    given = [1.0] * len(paths) if weights is None else _sequence("weights", weights)
+    if len(given) != len(paths):
+        raise ValueError(f"weights: one per trajectory, got {len(given)} for {len(paths)}")
     found = np.zeros(total)
-    for i, (path, weight) in enumerate(zip(paths, weights, strict=True)):
-        each = np.asarray(weight, dtype=np.float64)
-        if each.ndim and each.shape != path.shape:
-            raise ValueError(
-                f"weights[{i}]: a number, or one per token of its trajectory ({len(path)}), got "
-                f"shape {each.shape}"
-            )
-        found[path] += each  # a path has no row twice
+    for i, (path, weight) in enumerate(zip(paths, given, strict=True)):
+        found[path] += _weight(f"weights[{i}]", weight, len(path))  # a path has no row twice
     return found
+
+
+def _weight(name: str, given: Any, tokens: int) -> np.ndarray:
+    """A number, or one per token, as float64; ValueError, naming the argument, for others."""
+    try:
+        found = np.asarray(given)
+    except (TypeError, ValueError, RuntimeError):  # ragged, on another device, with a gradient
+        found = np.array(None)
+    number = found.dtype.kind in "biuf" and (found.ndim == 0 or found.shape == (tokens,))
+    if not number or not np.isfinite(found).all():
+        raise ValueError(
+            f"{name} must be a finite number, or one per token of its trajectory ({tokens}), on "
+            f"the host and without a gradient, got {_told(given)}"
+        )
+    return found.astype(np.float64)
+
+
+def _sequence(name: str, given: Any) -> list[Any]:
+    if isinstance(given, str) or not hasattr(given, "__iter__") or getattr(given, "shape", 1) == ():
+        raise ValueError(f"{name} must be a sequence, got {_told(given)}")
+    return list(given)
+
+
+def _told(value: Any) -> str:
+    """What arrived, in a few words."""
+    shape = getattr(value, "shape", None)
+    kind = type(value).__name__
+    return f"{kind} {value!r:.60}" if shape is None else f"{kind} of shape {tuple(shape)}"

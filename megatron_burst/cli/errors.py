@@ -15,6 +15,12 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1]
 
 
+def ours(error: BaseException) -> bool:
+    """Whether this package raised it: not a library, nor the program."""
+    last = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+    return PACKAGE in Path(last.f_code.co_filename).parents
+
+
 @contextmanager
 def user_errors() -> Iterator[None]:
     """A context in which to run a program that is not this package's.
@@ -25,8 +31,7 @@ def user_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, RuntimeError) as error:
-        last = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-        if PACKAGE in Path(last.f_code.co_filename).parents:  # not a library, nor the program
+        if ours(error):
             raise ValueError(str(error)) from error
         traceback.print_exc()
         raise SystemExit(1) from error

@@ -243,7 +243,8 @@ class Balanced(Layout):
     cu_seqlens: cumulative lengths of the documents, of any length; the sum must be a multiple of
     `cp_size`. per_node: ranks per node, for placement only; default: what `cp_size` and 8 have in
     common. windows: (left, right) of every kind of layer, as of `masks.Window` within a document;
-    their pairs are summed. (None, 0) is causal, (None, None) sees all. padding: indices of
+    their pairs are summed. (None, 0) is causal, (None, None) sees all; default: causal, within
+    the tree's own window. padding: indices of
     documents that are padding, which attend to nothing. tree: in place of `cu_seqlens` and
     `padding`, a prefix tree (what `mb.trees.pack` returns, or a `masks.Tree`): its segments are
     laid out like documents, each token also sees the ancestors of its segment, and windows are
@@ -258,22 +259,32 @@ class Balanced(Layout):
         cu_seqlens: Sequence[int] | np.ndarray | None = None,
         *,
         per_node: int | None = None,
-        windows: Sequence[Window] = (CAUSAL,),
+        windows: Sequence[Window] | None = None,
         padding: Sequence[int] = (),
         tree: Any = None,
     ):
         super().__init__(cp_size)
-        self.bases: tuple[int, ...] = ()
+        self.bases: tuple[int, ...] = ()  # of segments of a tree
         if tree is not None:
-            cu_seqlens, padding, self.bases = _segments(tree, cu_seqlens, padding)
+            if cu_seqlens is not None or len(padding):
+                raise ValueError("tree: goes without cu_seqlens and padding, which it says itself")
+            mask = _tree_mask(tree)
+            cu_seqlens, padding = mask.bounds, mask.padding.tolist()
+            self.bases = tuple(mask.bases.tolist())
+            if windows is None:
+                windows = [(mask.window, 0)]
+        windows = (CAUSAL,) if windows is None else windows
         bounds = document_bounds([] if cu_seqlens is None else cu_seqlens)
         self.bounds = tuple(bounds.tolist())
         total = self.bounds[-1]
         if not total or total % self.cp_size:
             wanted = max(1, -(-total // self.cp_size)) * self.cp_size
+            name, remedy = "cu_seqlens", f"pad the pack to {wanted}"
+            if tree is not None:
+                name, remedy = "tree", f"mb.trees.pack(..., multiple={cp_size}) pads it"
             raise ValueError(
-                f"cu_seqlens: layout balanced over {cp_size} ranks needs a positive multiple of "
-                f"{cp_size} tokens, got {total}; pad the pack to {wanted}"
+                f"{name}: layout balanced over {cp_size} ranks needs a positive multiple of "
+                f"{cp_size} tokens, got {total}; {remedy}"
             )
         self.per_node = self._per_node(per_node)
         if not isinstance(windows, Sequence) or not windows:
@@ -363,18 +374,12 @@ class Balanced(Layout):
         return self._all_spans[rank]
 
 
-def _segments(tree: Any, *others: Any) -> tuple[np.ndarray, list[int], tuple[int, ...]]:
-    """cu_seqlens and padding of the segments of a tree, and how many ancestors the first token of
-    each has."""
-    if any(other is not None and len(other) for other in others):
-        raise ValueError("tree: goes without cu_seqlens and padding, which it says itself")
+def _tree_mask(tree: Any) -> Any:
+    """The `masks.Tree` of what `mb.trees.pack` returns, or the mask itself."""
     mask = getattr(tree, "mask", tree)
-    try:
-        return mask.bounds, mask.padding.tolist(), tuple(mask.bases.tolist())
-    except AttributeError:
-        raise ValueError(
-            f"tree must be what mb.trees.pack returns, or a masks.Tree, got {tree!r}"
-        ) from None
+    if not hasattr(mask, "bases"):  # its class is in a room above
+        raise ValueError(f"tree must be what mb.trees.pack returns, or a masks.Tree, got {tree!r}")
+    return mask
 
 
 def _window(given: object) -> Window:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -29,16 +29,16 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 class LossOptions:
     """The options of a call, which must be the same on all ranks of its group."""
 
-    ignore_index: int
-    logit_scale: float
-    logit_softcap: float | None
-    z_loss: float
-    label_smoothing: float
-    vocab_size: int | None
-    tile: int | None
-    mode: str
-    return_argmax: bool
-    grad_enabled: bool
+    ignore_index: int = -100
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+    vocab_size: int | None = None
+    tile: int | None = None
+    mode: str = "recompute"
+    return_argmax: bool = False
+    grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
 
 
 class OptionRule(NamedTuple):
@@ -84,8 +84,12 @@ def reasons(options: LossOptions) -> Iterator[str]:
 
 
 def _follows(value: Any, rule: OptionRule) -> bool:
-    number = isinstance(value, rule.kind) and not isinstance(value, bool)
-    return number and rule.good(value)
+    return is_number(value, rule.kind) and rule.good(value)
+
+
+def is_number(value: Any, kind: type) -> bool:
+    """Is it of this kind of number, and no boolean?"""
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _tensor_option(name: str, value: torch.Tensor, rule: OptionRule) -> str:
@@ -309,7 +313,8 @@ def _labels(
         return []
     if good.all():
         return []
+    where = "" if mask is None else " where loss_mask is not 0"
     return [
-        f"labels must be in [0, {count}) or ignore_index ({options.ignore_index}) where loss_mask "
-        f"is not 0, got {labels[~good][0].item()}"
+        f"labels must be in [0, {count}) or ignore_index ({options.ignore_index}){where}, got "
+        f"{labels[~good][0].item()}"
     ]

@@ -64,9 +64,8 @@ def linear_kl(
     refuse_transforms("linear_kl")
     split = checks.group(tp_group, sequence_parallel)
     options = LossOptions(
-        -100, logit_scale, logit_softcap, 0.0, 0.0, vocab_size, tile, "recompute", False,
-        torch.is_grad_enabled(),
-    )  # fmt: skip
+        logit_scale=logit_scale, logit_softcap=logit_softcap, vocab_size=vocab_size, tile=tile
+    )
     models = {"": (hidden, weight), "teacher_": (teacher_hidden, teacher_weight)}
     found = attempt(
         lambda: _checked(models, options, sequence_parallel, split, temperature, reverse)

@@ -54,7 +54,7 @@ class Stats(NamedTuple):
     else 0. total: sum of the logits. best, winner: the largest logit and its vocabulary row (as
     a float: exact up to 2^24), the lowest such row. total, and best and winner, only where asked.
     peak: the rows hold exp(logit - peak) by now instead of the logits; concerns one rank only.
-    mean: the logits' mean under their softmax, where entropies are asked for.
+    entropy: of the softmax over these rows, where it was asked for.
     """
 
     lse: torch.Tensor
@@ -63,14 +63,14 @@ class Stats(NamedTuple):
     best: torch.Tensor | None = None
     winner: torch.Tensor | None = None
     peak: torch.Tensor | None = None
-    mean: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
 
 
 def merge(parts: list[Stats]) -> Stats:
     """Statistics over all vocabulary rows from those of the ranks, the same bits on every rank."""
     lse = torch.stack([part.lse for part in parts]).logsumexp(0)
     target = torch.stack([part.target for part in parts]).sum(0)
-    total = best = winner = mean = None
+    total = best = winner = entropy = None
     if parts[0].total is not None:
         total = torch.stack([part.total for part in parts if part.total is not None]).sum(0)
     if parts[0].best is not None:
@@ -78,8 +78,9 @@ def merge(parts: list[Stats]) -> Stats:
         winners = torch.stack([part.winner for part in parts if part.winner is not None])
         best = bests.amax(0)
         winner = winners.where(bests == best, torch.inf).amin(0)
-    if parts[0].mean is not None:
-        means = torch.stack([part.mean for part in parts if part.mean is not None])
-        shares = torch.stack([part.lse for part in parts]).sub_(lse).exp_()
-        mean = (shares * means).sum(0)
-    return Stats(lse, target, total, best, winner, mean=mean)
+    if parts[0].entropy is not None:
+        own = torch.stack([part.entropy for part in parts if part.entropy is not None])
+        less = lse - torch.stack([part.lse for part in parts])  # inf where a rank has no column
+        shares = less.neg().exp_()
+        entropy = (shares * (own + less.where(shares > 0, 0))).sum(0)
+    return Stats(lse, target, total, best, winner, entropy=entropy)

@@ -97,16 +97,21 @@ def softmax_gradient_(
         _softmax_gradient_(z, given, columns.real, formula)
 
 
-def mean_logit(
-    z: torch.Tensor, lse: torch.Tensor, columns: Columns, formula: Formula
+def row_entropy(
+    z: torch.Tensor, columns: Columns, formula: Formula, dtype: torch.dtype
 ) -> torch.Tensor:
-    """[n]: the mean of the logits of z [n, v], which holds h.w, under their softmax over this
-    rank's columns, of which lse [n] is the log-sum-exp."""
-    mean = torch.zeros_like(lse)
+    """[n]: the entropy of the softmax of z [n, v], which holds h.w, over this rank's columns; 0
+    where it has none."""
+    found = z.new_zeros(len(z), dtype=dtype)
+    if not columns.real:
+        return found
     for block in _blocks(z):
-        x = _logits(z[block, : columns.real], formula, lse.dtype)
-        mean[block] = x.sub(lse[block, None]).exp_().mul_(x).sum(1)
-    return mean
+        x = _logits(z[block, : columns.real], formula, dtype)
+        # With the largest logit at 0 both terms are positive: lse(x) - sum(p x) would cancel.
+        e = x.sub_(x.amax(1, keepdim=True)).exp()
+        total = e.sum(1)
+        found[block] = total.log() - e.mul_(x).sum(1) / total
+    return found
 
 
 def largest(
@@ -143,7 +148,7 @@ def label_logits(
     formula: Formula,
     dtype: torch.dtype,
 ) -> LabelLogits:
-    """Of rows [m] of z [n, v], which holds h.w, the logits of labels [m]."""
+    """The logits of labels [m] in rows [m] of z [n, v], which holds h.w."""
     if not columns.real:
         none = torch.zeros_like(labels, dtype=dtype)
         return LabelLogits(torch.zeros_like(labels), none, none)
@@ -160,7 +165,7 @@ def label_logits(
 def entropy_gradient_(
     z: torch.Tensor,
     lse: torch.Tensor,
-    mean: torch.Tensor,
+    entropy: torch.Tensor,
     of_softmax: torch.Tensor,
     of_entropy: torch.Tensor,
     columns: Columns,
@@ -172,8 +177,9 @@ def entropy_gradient_(
     for block in _blocks(z):
         place = z[block, : columns.real]
         x = _logits(place, formula, lse.dtype)
-        gradient = (x - mean[block, None]).mul_(of_entropy[block, None])
-        gradient.add_(of_softmax[block, None]).mul_((x - lse[block, None]).exp_())
+        log_p = x - lse[block, None]
+        gradient = (log_p + entropy[block, None]).mul_(of_entropy[block, None])
+        gradient.add_(of_softmax[block, None]).mul_(log_p.exp_())
         if formula.softcap is not None:
             gradient.mul_(1 - (x / formula.softcap).square_())
         place.copy_(gradient.mul_(-formula.scale))

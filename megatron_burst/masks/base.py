@@ -194,7 +194,7 @@ def _one(span: Span) -> Spans:
     return Spans(*map(np.asarray, span))
 
 
-class _Combined(VectorMask):
+class Combined(VectorMask):
     """Two masks and the operator between them."""
 
     symbol: str
@@ -249,7 +249,7 @@ class _Combined(VectorMask):
         return f"({self.a!r} {self.symbol} {self.b!r})"
 
 
-class _And(_Combined):
+class _And(Combined):
     """What both masks let through."""
 
     symbol, inner, outer = "&", np.minimum, np.maximum
@@ -272,7 +272,7 @@ class _And(_Combined):
         return a.exact & b.exact
 
 
-class _Or(_Combined):
+class _Or(Combined):
     """What either mask lets through."""
 
     symbol, inner, outer = "|", np.maximum, np.minimum

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from ..layout import Spans
-from .base import FAR, PARTIAL, Bands, Mask, VectorMask, Viewers, cover_where
+from .base import FAR, PARTIAL, Bands, Combined, Mask, VectorMask, Viewers, cover_where
 from .positions import Window
 
 
@@ -135,6 +135,12 @@ class Tree(VectorMask):
         return self.bounds
 
     def narrowed(self, other: Mask) -> Mask | None:
+        if isinstance(other, Combined):
+            if self.narrowed(other.a) is None and self.narrowed(other.b) is None:
+                return None
+            if other.symbol == "&":
+                return self & other.a & other.b
+            return (self & other.a) | (self & other.b)
         if not isinstance(other, Window):
             return None
         if other.left is None:
@@ -220,12 +226,12 @@ def _bounds(out: Sequence[int] | np.ndarray) -> np.ndarray:
         raise ValueError(
             f"out must hold one integer per row, got {given.dtype} of shape {given.shape}"
         )
-    bounds = given.astype(np.int64)
-    if bounds.max() > len(bounds):
-        row = int(bounds.argmax())
+    if given.max() > len(given):
+        row = int(given.argmax())
         raise ValueError(
-            f"out: the subtree of row {row} ends at {bounds[row]}, the tree has {len(bounds)} rows"
+            f"out: the subtree of row {row} ends at {given[row]}, the tree has {len(given)} rows"
         )
+    bounds = given.astype(np.int64)
     bounds[bounds <= np.arange(len(bounds))] = 0
     bounds.flags.writeable = False  # plans are made from them
     return bounds

@@ -50,7 +50,7 @@ def pictures(arguments: argparse.Namespace) -> list[Path]:
             check_place(path, f"--{kind}")
             paths.append(path)
     if paths and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--png and --svg need matplotlib: pip install 'megatron-burst[show]'")
+        raise ValueError("--png and --svg need matplotlib: pip install matplotlib")
     return paths
 
 

@@ -13,10 +13,12 @@ from megatron_burst.cli.main import COMMANDS, main
 
 BAD = {
     "--nonsense": "required: COMMAND",
-    "pertain": "invalid choice: 'pertain'",
+    "pertain": "invalid choice: 'pertain'; did you mean pretrain?",
+    "zzz": "choose from ",
     "-- pertain": "invalid choice: ",
     # memory
     "memory": "--model is needed: one of",
+    "memory --pc 8 --model llama3-8b": "unrecognized arguments: --pc; did you mean --cp?",
     "memory --gpus 8": "--model is needed: one of",
     "memory --gpus 8 --model llama3-8b": "--seq is needed",
     # doctor: more of a Megatron command's in test_doctor
@@ -35,7 +37,7 @@ BAD = {
     # show, trace: more of them in tests/tools
     "show": "required: PICTURE",
     "show picture": "invalid choice: 'picture'",
-    "show mask --colour": "unrecognized arguments",
+    "show mask --colour": "unrecognized arguments: --colour (--help",
     "show mask --ranks x": "invalid int value: 'x'",
     "show mask --layout zagzig": "zagzig",
     "show mask --seq 0": "--seq must be at least 1",
@@ -90,9 +92,28 @@ def test_what_a_user_gets_wrong_is_one_line(words, says, capsys, monkeypatch):
     assert code == 2, told
     (line,) = told.err.splitlines()
     assert line.startswith("megatron-burst")
+    if "unrecognized" in says:
+        assert line.startswith(f"megatron-burst {words.split()[0]}")
     assert ": error: " in line
     assert says in line
     assert told.out == ""
+
+
+def test_a_requirement_that_is_missing_is_one_line(capsys, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("megatron_burst.cli.doctor")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "rich.table", None)
+    assert main(["doctor", "--quick"]) == 2
+    assert capsys.readouterr().err == "megatron-burst needs rich: pip install rich\n"
+
+
+def test_what_another_program_lacks_keeps_its_traceback(tmp_path, monkeypatch):
+    (tmp_path / "own_script.py").write_text("import tomli\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "tomli", None)
+    monkeypatch.setitem(COMMANDS, "own", ("own_script", "import what is missing"))
+    with pytest.raises(ModuleNotFoundError, match="tomli"):
+        main(["own"])
 
 
 def test_every_command_is_among_them():

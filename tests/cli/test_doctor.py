@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -16,6 +17,7 @@ import torch
 
 import megatron_burst as mb
 from megatron_burst import flags
+from megatron_burst.cli import console
 from megatron_burst.cli.doctor import hazards as examined
 from megatron_burst.cli.doctor import installed, kernels, machine, report, rings
 from megatron_burst.cli.doctor.hazards import hazards, refusals
@@ -435,12 +437,15 @@ def test_network_interfaces(tmp_path):
 
 def test_kernels_are_run_not_asked():
     told = {f.topic: f for f in kernels.kernels()}
-    assert set(told) == {f"kernel {name}" for name in (*kernels.KERNELS, "auto")}
+    assert set(told) == {f"kernel {name}" for name in (*kernels.KERNELS, "auto")} - {
+        "kernel reference"
+    }
     if not torch.cuda.is_available():
         within = r"runs on cpu, within \de-\d\d of the reference; windows: within \de-\d\d$"
         assert told["kernel aten"].level == "ok"
         assert re.match(within, told["kernel aten"].what)
         assert told["kernel aten_cudnn"].level == "absent"
+        assert told["kernel auto"].what == "takes aten"
         assert "cuda" in told["kernel aten_cudnn"].what
 
     class Broken(torch.autograd.Function):
@@ -496,15 +501,16 @@ def test_what_nobody_has_to_install_takes_one_line(capsys):
     shown.end({})
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["ok", "absent", "0"]
-    assert lines[1].endswith("triton, csrc")
+    assert lines[1].endswith("not installed, not needed: triton, csrc")
+    assert lines[1].count("absent") == 1
     assert status(shown.findings) == 0
 
 
 def test_versions():
-    told = {f.topic: f for f in installed.versions()}
+    told = {f.topic: f for f in installed.versions(True)}
     assert told["torch"].what == torch.__version__
     with mock.patch.object(installed, "TESTED", ("9.9",)):
-        again = {f.topic: f for f in installed.versions()}
+        again = {f.topic: f for f in installed.versions(True)}
     if told["Megatron-Core"].level != "problem":
         assert (told["Megatron-Core"].level, again["Megatron-Core"].level) == ("ok", "note")
 
@@ -521,10 +527,20 @@ def test_the_version_of_megatron_is_that_of_the_source_which_would_be_imported(
         assert installed.megatron_version() == "7.21.3rc1"
     with mock.patch.object(installed.util, "find_spec", side_effect=ModuleNotFoundError):
         assert installed.megatron_version() is None
-        told = {f.topic: f for f in installed.versions()}
+        needed, alone = ({f.topic: f for f in installed.versions(each)} for each in (True, False))
         assert list(installed.hooks()) == []
-    assert told["Megatron-Core"].level == "problem"
-    assert "megatron-burst[megatron]" in told["Megatron-Core"].fix
+    levels = [each["Megatron-Core"].level for each in (needed, alone)]
+    assert levels == ["problem", "note"]  # a script of one's own does without
+    assert "pip install --no-deps 'megatron-core>=0.16'" in needed["Megatron-Core"].fix
+
+
+def test_a_missing_greenlet_is_one_problem(monkeypatch):
+    real = installed.version
+    monkeypatch.setattr(installed, "version", lambda *n: None if n == ("greenlet",) else real(*n))
+    monkeypatch.setitem(sys.modules, "greenlet", None)
+    told = [*installed.versions(False), *kernels.kernels()]
+    (found,) = [f for f in told if "greenlet" in f.topic or f.topic.startswith("kernel")]
+    assert (found.level, found.fix) == ("problem", "pip install 'greenlet>=3'")
 
 
 @pytest.mark.megatron
@@ -589,6 +605,13 @@ def test_findings_are_shown_when_they_are_known(capsys):
     shown.add(section(), "trying")
     assert "first" in seen[0]
     assert [one.topic for one in shown.findings] == ["first", "second"]
+
+
+def test_a_log_shows_that_trials_take_long(capsys, monkeypatch):
+    monkeypatch.setattr(console, "PATIENCE", 0.05)
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    report.Report(as_json=False).add((time.sleep(0.2) or ok(x, "fine") for x in "a"), "trying")
+    assert capsys.readouterr().err == "trying ...\n"
 
 
 @pytest.mark.parametrize("as_json", [True, False], ids=["json", "text"])

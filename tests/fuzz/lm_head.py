@@ -79,7 +79,7 @@ def _call(case: Case, problem: Problem, rank: int) -> Found:
         assert sink.done_calls == weight.requires_grad
     found.dh = hidden.grad
     found.dw = sink.tensor if sink is not None and weight.requires_grad else weight.grad
-    found.warned = any("no multiple of loss_mask" in str(w.message) for w in caught)
+    found.warned = any("not a multiple of loss_mask" in str(w.message) for w in caught)
     return found
 
 

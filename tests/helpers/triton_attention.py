@@ -173,11 +173,13 @@ def error(mine, right):
 
 def allowed(q, k, v, dout, seen, truth, softcap):
     """float32: some roundings of the largest value, and more where wide heads have large scores,
-    whose roundings are relative errors of weights. 16 bits: three times torch's own error."""
+    whose roundings are relative errors of weights; gradients have them twice, in weights and in
+    what these are multiplied by. 16 bits: three times torch's own error."""
     largest = [x[x.isfinite()].abs().max().item() if x.isfinite().any() else 0.0 for x in truth]
     if q.dtype == torch.float32:
         score = 0.3 * q.norm(dim=-1).max().item() * k.norm(dim=-1).max().item() / q.shape[-1] ** 0.5
-        return [4e-6 * max(1.0, value) * max(1.0, score / 4) for value in largest]
+        bounds = [4e-6 * max(1.0, value) * max(1.0, score / 4) for value in largest]
+        return [*bounds[:3], *(2 * bound for bound in bounds[3:])]
     assert seen.any(1).all(), "torch gives NaN to blind rows"
     assert softcap is None, "torch has none"
     scale = 0.3 * math.sqrt(q.shape[-1])  # torch's own scale is 1 / sqrt(d)

@@ -155,7 +155,7 @@ def test_the_doctor_runs_it(built, monkeypatch):
     assert sorted(calls.names) == sorted(native.OPERATORS | native.CPU_OPERATORS)
     monkeypatch.setattr(native, "FILE", NONE)
     none = "not built, and not needed: torch's operators do its work"
-    assert asked() == [("note", "csrc", none)]
+    assert asked() == [("absent", "csrc", none)]
 
 
 def broken(name, monkeypatch):

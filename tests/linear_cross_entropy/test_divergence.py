@@ -93,7 +93,10 @@ def test_no_more_logits_are_alive_than_a_tile_of_both(monkeypatch):
 
 
 WRONG = {
-    "temperature": ({"temperature": -1.0}, "temperature must be a positive number, got float -1.0"),
+    "temperature": (
+        {"temperature": -1.0},
+        "temperature must be from 1e-06 to 1000000.0, got float -1.0",
+    ),
     "reverse": ({"reverse": 0}, "reverse must be True or False, got int 0"),
     "a teacher's weight": (
         {"teacher_weight": torch.zeros(9, TEACHER_WIDTH, dtype=torch.float64)},

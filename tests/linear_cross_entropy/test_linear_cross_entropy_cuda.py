@@ -105,7 +105,7 @@ def test_a_single_pass_reads_one_flag_while_the_device_scales(log):
 @needs_cuda_build
 def test_another_gradient_than_forward_expected_is_computed(log):
     log.answer = False
-    with FakeTensorMode(), pytest.warns(UserWarning, match="no multiple of loss_mask"):
+    with FakeTensorMode(), pytest.warns(UserWarning, match="not a multiple of loss_mask"):
         _, backward = both_passes(log, True)
     assert log.waits == ["waits: event", "waits: read on cpu"]
     assert [name for name in backward if "mm" in name][-1] == "addmm.dtype_out"

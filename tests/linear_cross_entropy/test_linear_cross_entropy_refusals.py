@@ -22,7 +22,7 @@ NOT_BYTES = "tile must be a positive number of bytes, an integer such as 1 << 30
 NOT_A_SCALE = "logit_scale must be a finite number, 1.0 for none, got"
 HALVES = {"hidden": torch.ones(TOKENS, WIDTH).half(), "weight": torch.ones(3, WIDTH).half()}
 DTYPES = "hidden and weight must both be torch.float64, torch.float32, torch.bfloat16, got"
-RANGE = "labels must be in [0, 13) or ignore_index (-100) where loss_mask is not 0, got"
+RANGE = "labels must be in [0, 13) or ignore_index (-100), got"
 OTHER = f"{NOT_A_SCALE} a tensor [] of torch.float32"
 REMEDY = "multiply hidden by it instead (hidden * logit_scale)"
 

@@ -181,7 +181,13 @@ def test_no_more_logits_are_alive_than_a_tile(monkeypatch):
 
 
 WRONG = {
-    "temperature": ({"temperature": 0.0}, "temperature must be a positive number, got float 0.0"),
+    "temperature": ({"temperature": 0.0}, "temperature must be from 1e-06 to .*, got float 0.0"),
+    "a temperature without end": ({"temperature": 10**400}, "temperature must be from 1e-06 to "),
+    "rows of no hidden state": (
+        {"hidden": torch.zeros(0, WIDTH, dtype=torch.float64), "rows": [0] * ROWS},
+        r"rows must lie in \[0, 0\)",
+    ),
+    "ragged rows": ({"rows": [[0], [1, 2]]}, r"rows must be integers \[E\] or None, got list"),
     "entropy": ({"entropy": 1}, "entropy must be True or False, got int 1"),
     "top_k": ({"top_k": 17}, "top_k must be at most the vocabulary's 16 rows, got 17"),
     "top_k of a float": ({"top_k": 2.0}, "top_k must be a positive integer or None"),
@@ -197,7 +203,31 @@ def test_what_is_wrong_is_refused(name):
     arguments, words = WRONG[name]
     hidden, weight, labels, _ = problem(Options(), None)
     with pytest.raises(ValueError, match=words):
-        mb.linear_logprobs(hidden, weight, labels, **arguments)
+        mb.linear_logprobs(**{"hidden": hidden, "weight": weight, "labels": labels, **arguments})
+
+
+def test_entropies_of_sure_rows_are_as_near_as_torch_in_float32():
+    """As the difference of a log-sum-exp and a mean they would be off by a third, and negative."""
+    make = torch.Generator().manual_seed(0)
+    hidden, weight = (
+        torch.randn(300, 64, generator=make),
+        torch.randn(800, 64, generator=make) * 1.5,
+    )
+    found = mb.linear_logprobs(hidden, weight, torch.zeros(300, dtype=torch.int64)).entropy
+
+    def in_torch(h, w):
+        x = torch.log_softmax(h @ w.T, -1)
+        return -(x.exp() * x).sum(-1)
+
+    truth = in_torch(hidden.double(), weight.double())
+    sure = truth < 1e-2
+    assert found is not None
+    assert (found >= 0).all()
+    assert sure.sum() > 30
+    ours, theirs = (
+        ((x - truth) / truth)[sure].abs().median() for x in (found, in_torch(hidden, weight))
+    )
+    assert ours < 3 * theirs
 
 
 def test_it_is_not_differentiated_twice():

@@ -73,6 +73,12 @@ def test_windows_count_along_the_path_however_they_are_combined():
         "with documents": (tree & documents & window, near & same),
         "documents first": (window & (documents & tree), near & same),
         "either": ((tree | mb.masks.Prefix(3)) & window, near | prefix),
+        "a window and a sink": (tree & (window | mb.masks.Prefix(1)), near | (seen & (rows < 1))),
+        "a window of documents": (tree & (documents & window), near & same),
+        "a sink or a window, then documents": (
+            documents & tree & (mb.masks.Prefix(1) | window),
+            (near | (seen & (rows < 1))) & same,
+        ),
         "causal": (mb.masks.Causal() & tree, seen),
     }
     for name, (mask, by_hand) in cases.items():

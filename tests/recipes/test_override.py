@@ -312,7 +312,7 @@ def test_the_line_of_the_readme_fits(llama, monkeypatch):
         ("llama3_8b_64k_pretrain_config model.xyz=1", "Could not override 'model.xyz'"),
         ("llama3_8b_64k_pretrain_config burst.foo=1", "foo: apply_burst takes intra, algorithm"),
         ("llama3_8b_64k_pretrain_config burst.intra=3", "intra 3 does not divide model.context_"),
-        ("llama3_8b_64k_pretrain_config --print", "--print: options come before NAME"),
+        ("llama3_8b_64k_pretrain_config --prnt", "--prnt is no option"),
         ("llama3_8b_64k_pretrain_config burst.layout", "burst.layout: write burst.layout=value"),
         ("", "NAME is missing"),
     ],
@@ -324,7 +324,7 @@ def test_the_launcher_ends_in_one_line(recipe, words, message):
 
 
 def test_the_launcher_shows_without_training(recipe):
-    words = f"--print llama2_7b_pretrain_32gpu_a800_2m {' '.join(PRETRAIN)} burst.kernel=reference"
+    words = f"llama2_7b_pretrain_32gpu_a800_2m --print {' '.join(PRETRAIN)} burst.kernel=reference"
     code, text = recipe(words)
     assert code == 0, text[-2000:]
     for line in ("_target_: megatron_burst.recipes.layers.burst_layer_spec", "side: query",

@@ -193,9 +193,9 @@ def test_sizes_that_no_model_has(fields, said):
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("qwen3-next", "did you mean qwen3-next-80b-a3b? Names: llama2-7b"),
-     ("LLama3-8", "did you mean llama3-8b? Names"),
-     ("lama2-7b", "did you mean llama2-7b? Names"),
+    [("qwen3-next", "did you mean qwen3-next-80b-a3b? (advise without --model lists"),
+     ("LLama3-8", "did you mean llama3-8b? (advise"),
+     ("lama2-7b", "did you mean llama2-7b? (advise"),
      ("of my own", "no config.json there; names: llama2-7b")],
 )  # fmt: skip
 def test_a_model_without_a_name_that_is_known(name, told):

@@ -141,9 +141,12 @@ WRONG = {
     ),
     "weights of tokens": (
         lambda: mb.trees.pack([[1, 2]], weights=[[1.0]]),
-        r"weights\[0\]: a number",
+        r"weights\[0\] must be a finite",
     ),
-    "multiple": (lambda: mb.trees.pack([[1]], multiple=0), "multiple must be at least 1, got 0"),
+    "multiple": (
+        lambda: mb.trees.pack([[1]], multiple=0),
+        "multiple must be from 1 to 2147483647, got 0",
+    ),
     "a cycle": (
         lambda: mb.trees.from_segments([[1], [2]], [1, 0]),
         r"parents\[0\] must be -1 or a",
@@ -162,7 +165,34 @@ WRONG = {
     ),
     "rows": (
         lambda: mb.layout.make("balanced", cp_size=2, tree=mb.trees.pack([[1]])),
-        "multiple of 2",
+        r"tree: layout .* multiple of 2 tokens, got 1; mb.trees.pack\(..., multiple=2\) pads it",
+    ),
+    "no trajectories": (lambda: mb.trees.pack(3), "trajectories must be a sequence, got int 3"),
+    "tokens of 64 bits": (
+        lambda: mb.trees.pack([np.array([2**63], dtype=np.uint64)]),
+        "token ids are from 0 to",
+    ),
+    "a weight that is none": (
+        lambda: mb.trees.pack([[1, 2]], weights=[None]),
+        r"weights\[0\] must be a finite number",
+    ),
+    "a weight that is not finite": (
+        lambda: mb.trees.pack([[1, 2]], weights=[[1.0, np.nan]]),
+        r"weights\[0\] must be a finite",
+    ),
+    "a complex weight": (lambda: mb.trees.pack([[1]], weights=[1j]), r"weights\[0\] must be"),
+    "weights that are none": (lambda: mb.trees.pack([[1]], weights=5), "weights must be a seq"),
+    "ends that are none": (
+        lambda: mb.trees.from_segments([[1]], [-1], ends=5),
+        "ends must be a sequence, got int 5",
+    ),
+    "values of a list": (
+        lambda: mb.trees.pack([[1, 2]]).unpack([1.0]),
+        "as an array or tensor, got list",
+    ),
+    "bounds of 64 bits": (
+        lambda: mb.masks.Tree(np.array([2**63, 2], dtype=np.uint64)),
+        "row 0 ends at 9223372036",
     ),
     "windows": (
         lambda: mb.layout.make(

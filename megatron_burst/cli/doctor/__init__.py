@@ -118,7 +118,7 @@ def _read(
     from . import installed
     from .hazards import hazards, refusals
 
-    yield from installed.versions()
+    yield from installed.versions(bool(arguments.megatron))
     gpus, nics = here["gpus"], here["nics"]
     yield ok("GPUs", "; ".join(gpus)) if gpus else note("GPUs", "none")
     shown = ", ".join(f"{name} ({speed})" for name, speed in nics.items())

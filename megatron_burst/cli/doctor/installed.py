@@ -24,9 +24,9 @@ from ...kernels.packages import NotInstalled
 from ..patch import version_of
 from .report import Finding, absent, note, ok, problem
 
-TESTED = ("0.16", "0.19")
+TESTED, NEWEST = ("0.16", "0.19"), "0.19.2"
 DEVELOPMENT = re.compile(r"[\d.]+(a|b|rc|dev)\d").match  # such as 2.9.0a0+50eac811a6.nv25.09
-INSTALL = 'pip install "megatron-burst[megatron]"'
+INSTALL = "pip install --no-deps 'megatron-core>=0.16' && pip install einops"
 PACKAGES = {
     "Transformer Engine": ("transformer-engine", "transformer_engine"),
     "triton": ("triton", "pytorch-triton"),
@@ -44,8 +44,11 @@ def version(*distributions: str) -> str | None:
     return None
 
 
-def versions() -> Iterator[Finding]:
-    """Python, torch, CUDA and NCCL, Megatron-Core, and the optional packages."""
+def versions(megatron: bool) -> Iterator[Finding]:
+    """Python, torch, CUDA and NCCL, greenlet, Megatron-Core, and the optional packages.
+
+    megatron: whether Megatron-Core is needed; a training script of one's own does without.
+    """
     yield ok("Python", platform.python_version())
     yield from torch_findings()
     cuda = torch.version.cuda
@@ -55,7 +58,13 @@ def versions() -> Iterator[Finding]:
     else:
         built = f"torch is built for CUDA {cuda}" if cuda else "torch is built without CUDA"
         yield note("CUDA", f"{built}, and no GPU is visible: everything runs on the CPU with gloo")
-    yield _megatron()
+    greenlet = version("greenlet")
+    if greenlet:
+        yield ok("greenlet", greenlet)
+    else:
+        said = "not installed; ranks that share a process need it, and so do trials of kernels"
+        yield problem("greenlet", said, "pip install 'greenlet>=3'")
+    yield _megatron(megatron)
     for name, distributions in PACKAGES.items():
         release = version(*distributions)
         if release:
@@ -94,12 +103,15 @@ def flash_attention() -> Iterator[Finding]:
             yield ok(package.title, f"{release}; its functions fit --burst-kernel {name}")
 
 
-def _megatron() -> Finding:
+def _megatron(needed: bool) -> Finding:
     release = megatron_version()
-    if release is None:
+    if release is None and needed:
         return problem("Megatron-Core", "not installed", INSTALL)
+    if release is None:
+        return note("Megatron-Core", "not installed; Megatron commands need it", INSTALL)
     if ".".join(release.split(".")[:2]) in TESTED:
-        return ok("Megatron-Core", release)
+        newest = "" if release == NEWEST else f" (newest tested: {NEWEST})"
+        return ok("Megatron-Core", release + newest)
     return note("Megatron-Core", f"{release}; tested are {' and '.join(TESTED)}")
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 from rich.text import Text
 
-from ..console import wrapped
+from ..console import progress, wrapped
 
 LEVELS = ("ok", "note", "problem", "absent")
 STYLES = {"ok": "green", "note": "yellow", "problem": "bold red", "absent": "dim"}
@@ -61,14 +61,21 @@ class Report:
         self.findings: list[Finding] = []
 
     def add(self, section: Iterable[Finding], doing: str = "") -> None:
-        """Print findings; a terminal shows `doing` while the next one is computed."""
-        with self.console.status(doing) if doing else contextlib.nullcontext() as status:
-            for one in section:
-                self.findings.append(one)
-                if status is not None:
+        """Print findings; a terminal shows `doing` while the next one is computed, a log once."""
+        if doing and self.console.is_terminal:
+            with self.console.status(doing) as status:
+                for one in section:
+                    self._take(one)
                     status.update(f"{doing}: {one.topic} done")
-                if not self.as_json and one.level != "absent":
-                    self.console.print(_row(one))
+            return
+        with progress(doing) if doing else contextlib.nullcontext():
+            for one in section:
+                self._take(one)
+
+    def _take(self, one: Finding) -> None:
+        self.findings.append(one)
+        if not self.as_json and one.level != "absent":
+            self.console.print(_row(one))
 
     def end(self, facts: dict[str, Any]) -> None:
         """Print what is absent and the number of problems and notes; as JSON all findings and the
@@ -80,7 +87,7 @@ class Report:
             return
         if counts["absent"]:
             topics = ", ".join(one.topic for one in self.findings if one.level == "absent")
-            self.console.print(_row(absent("absent, and not needed", topics)))
+            self.console.print(_row(absent("optional", f"not installed, not needed: {topics}")))
         problems, notes = counts["problem"], counts["note"]
         self.console.print(f"{_counted(problems, 'problem')}, {_counted(notes, 'note')}")
 

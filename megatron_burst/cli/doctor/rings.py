@@ -204,7 +204,8 @@ def _bandwidths(groups: mb.Groups) -> Iterator[Finding]:
 def _communicators(groups: mb.Groups, before: int | None) -> Finding:
     """What the rings used here travel on, and the memory of all that were made, with what their
     first messages took."""
-    what = f"{groups.communicators}; in Megatron activations travel on its own groups"
+    made = groups.communicators.removeprefix("communicators: ")
+    what = f"{made}; in Megatron activations travel on its own groups"
     after = memory_taken(machine.own_device())
     if before is not None and after is not None:
         what += f"; all that were made here take {(after - before) / 2**20:.0f} MiB of GPU memory"

@@ -54,7 +54,7 @@ def run(path: Path, device_name: str, quick: bool) -> int:
         ("timing kernels", times.kernels(device, facts["times"])),
     ]
     if not quick:
-        tried = chain(installed.versions(), library.library(), installed.hooks())
+        tried = chain(installed.versions(False), library.library(), installed.hooks())
         sections.append(("trying what is installed", tried))
     for doing, section in sections:
         shown.add(section, doing)

@@ -102,7 +102,7 @@ def named(name: str, vocabulary_multiple: int = 1) -> Model:
     """A model by its name, or from the path of a `config.json` or of the folder that has one.
 
     vocabulary_multiple: the vocabulary is padded to a multiple of it, as Megatron does. ValueError
-    with the names that there are for any other.
+    with the nearest name, or all that there are, for any other.
     """
     if name.lower() in NAMED:
         return padded(NAMED[name.lower()], vocabulary_multiple)
@@ -111,10 +111,10 @@ def named(name: str, vocabulary_multiple: int = 1) -> Model:
     if path.suffix != ".json" or not path.is_file():
         near = [other for other in NAMED if name.lower() in other]
         near = near if len(near) == 1 else difflib.get_close_matches(name.lower(), NAMED, 1)
-        names = f"did you mean {near[0]}? Names" if near else "names"
-        raise ValueError(
-            f"--model {name}: no such name and no config.json there; {names}: {', '.join(NAMED)}"
-        )
+        names = f"names: {', '.join(NAMED)}"
+        if near:
+            names = f"did you mean {near[0]}? (advise without --model lists all names)"
+        raise ValueError(f"--model {name}: no such name and no config.json there; {names}")
     return padded(from_config(_read(path), str(path)), vocabulary_multiple)
 
 
