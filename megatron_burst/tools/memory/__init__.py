@@ -103,7 +103,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.longest:
         with progress("searching the longest sequence"):
             longest = best(model, cluster, runs)
-        found = Found(account(model, longest.run), cluster, longest.binds, "" if given else "longest sequence")
+        found = Found(
+            account(model, longest.run), cluster, longest.binds, "" if given else "longest sequence"
+        )
     else:
         accounts = [account(model, replace(one, seq=base.seq)) for one in runs]
         smallest = min(accounts, key=lambda one: one.peak.bytes)
