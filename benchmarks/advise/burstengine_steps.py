@@ -165,7 +165,7 @@ def masked(mask: str, constants: Constants = Constants()) -> float:
     row = published()[-1]
     share = pairs_of(mask, row.run.seq)
 
-    def attention(model: Model, where: Cluster, run: Settings, *_: Any) -> AttentionTime:
+    def attention(model: Model, where: Cluster, run: Settings, *_: Any, **__: Any) -> AttentionTime:
         core = attention_time(model, where, run)  # on one node computing is all that takes time
         return replace(core, forward=core.forward * share, backward=core.backward * share)
 

@@ -118,6 +118,12 @@ def test_problems_that_the_doctor_finds_end_the_job(tmp_path, script):
     assert len(commands) == 1
 
 
+def test_flags_that_cannot_be_read_end_the_job_before_the_doctor(tmp_path):
+    done = submit(tmp_path, "megatron_lm.sbatch", torchrun="echo started", MEGATRON_LM="/m")
+    assert done.returncode == 2
+    assert done.stdout == f"FLAGS: {tmp_path}/llama3_8b_128k.txt is not readable\n"
+
+
 megatron_lm = pytest.mark.skipif(
     importlib.util.find_spec("megatron.training") is None
     or importlib.util.find_spec("megatron.training.models") is None,

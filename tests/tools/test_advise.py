@@ -156,7 +156,7 @@ def test_more_memory_that_is_told_of_is_enough():
     ({"pp": 3}, "--pp 3 x --vpp 1 do not divide the 4 layers"),
     ({"cp": 16}, "--cp 16 are 16 ranks, which do not divide --gpus 8"),
     ({"seq": "1X"}, "--seq 1X: a whole number of tokens"),
-    ({"tokens_per_step": "100K"}, "no multiple of --seq 65,536: take"),
+    ({"tokens_per_step": "100K"}, "not a multiple of --seq 65,536: take"),
     ({"cp": 1, "store": 1.0}, "needs --cp above 1"),
     ({"top": 0}, "--top must be an integer from 1"),
     ({"ulysses": 7, "cp": 4}, "--ulysses 7"),
@@ -182,7 +182,8 @@ def test_documents_take_less_time_and_are_laid_out_in_balance():
     packed = advise(TINY, where, seq="64K", tokens_per_step="512K", cp=4, packed="1k-to-32k")
     assert sum(packed.lengths) == 64 * K
     assert packed.best.seconds < whole.best.seconds
-    assert "--burst-pack documents" in packed.flags()
+    assert {"--burst-pack documents", "--calculate-per-token-loss"} <= set(packed.flags())
+    assert "--calculate-per-token-loss" not in whole.flags()
     halves = advise(
         TINY, where, seq="64K", tokens_per_step="512K", cp=1, tp=1, dp=8, packed=[32 * K]
     )

@@ -82,7 +82,10 @@ def test_what_is_to_be_pasted_is_one_command(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert main([*BASE, "--tp", "4", "--store", "1"]) == 0
     out = re.sub("\x1b\\[[0-9;]*m", "", capsys.readouterr().out)
-    words = shlex.split(out.split("Command to start it, on every node\n")[1].split("\nnot ")[0])
+    text = out.split("Command to start it, on every node\n")[1].split("\nNot included: data, ")[0]
+    exported, text = text.split("\n", 1)
+    assert shlex.split(exported, comments=True) == ["export", "CUDA_DEVICE_MAX_CONNECTIONS=1"]
+    words = shlex.split(text)
     assert words[:3] == ["torchrun", "--nproc-per-node", "8"]
     assert words[words.index("-m") :][:4] == ["-m", "megatron_burst", "pretrain", "pretrain_gpt.py"]
     assert words[words.index("--context-parallel-size") + 1] == "2"
@@ -188,7 +191,7 @@ def test_pictures(tmp_path, capsys):
 
 @pytest.mark.parametrize(("words", "status", "said"), [
     (["--model", "llama3-70b", "--gpus", "2", "--seq", "128K"], 1, "does not fit"),
-    (["--model", "llama3-8b", "--gpus", "12", "--seq", "1M"], 2, "no whole nodes"),
+    (["--model", "llama3-8b", "--gpus", "12", "--seq", "1M"], 2, "give a multiple, such as 16"),
     (["--model", "llama3-8b", "--gpus", "8", "--seq", "1M", "--gpu", "x9"], 2, "unknown; one of"),
     (["--model", "llama9", "--gpus", "8", "--seq", "1M"], 2, "llama3-8b"),
     (["--gpus", "8", "--seq", "1M"], 2, "--model is needed"),

@@ -188,7 +188,7 @@ def test_two_nodes_of_two(tmp_path):
     assert 0 <= rates.slowdown < 100
     assert rates.exchange == 1.0  # two ranks of a node: as a hop
     assert cluster.described.startswith("measured: mine.toml of 20")
-    assert "2 x 2 CPU ranks" in cluster.described
+    assert "CPU ranks: 2 per node x 2 nodes" in cluster.described
     assert "the memory of a layer's attention" in done.stderr
     text = path.read_text()
     assert text.count("median of") >= 6

@@ -16,6 +16,13 @@ def test_a_table_by_item(capsys):
     for words in ("TP 4", "layer inputs", "peak, backward of layer 31", "host", "fits",
                   "not a measurement"):  # fmt: skip
         assert words in shown
+    assert "\n1 sequence per step\n" in shown
+
+
+def test_sizes_that_nobody_gave_are_said(capsys):
+    assert main(["memory", "--model", "llama3-8b", "--gpus", "64", "--seq", "1M"]) == 0
+    said = "\n1 sequence per step; sizes chosen: TP 8, CP 8 (smallest peak)\n"
+    assert said in capsys.readouterr().out
 
 
 def test_what_does_not_fit_is_exit_status_1(capsys):

@@ -180,22 +180,22 @@ def _show_rivals(console: Console, found: Advice) -> None:
     table = Table(box=None, pad_edge=False)
     for name in ("Megatron's own attention", "step", "over row 1", "GPU memory", ""):
         table.add_column(name, justify="right" if name in COLUMNS or "1" in name else "left")
-    for one in found.rivals:
-        table.add_row(*_rival_said(found, one, "sizes of row 1"))
     if (own := found.fastest_rival) is not None and own.run is not None:
         run = own.run
         sizes = f"TP {run.tp}, PP {run.pp}, CP {run.cp}, DP {run.dp}"
         table.add_row(*_rival_said(found, own, f"fastest that fits: {sizes}"), style="bold")
+    for one in found.rivals:
+        table.add_row(*_rival_said(found, one, "sizes of row 1"))
     console.print(Text(""), table)
 
 
 def _rival_said(found: Advice, one: rivals.Rival, sizes: str) -> list[str]:
     if one.time is None or one.run is None:
-        return [one.kind, "-", "", "", f"not possible: {one.refused}"]
+        return [one.kind, "-", "-", "", f"not possible: {one.refused}"]
     recompute = f"{one.recompute} recompute" if one.recompute != "none" else "no recompute"
     return [
         one.kind if one.run.cp > 1 else "any (no CP)", duration(one.time.seconds),
-        f"{one.time.seconds / found.best.seconds:.2f}x", byte_size(one.bytes),
+        f"{one.time.seconds / found.best.seconds:.2f}x" if one.fits else "-", byte_size(one.bytes),
         f"{sizes}, {recompute}" + ", does not fit" * (not one.fits),
     ]  # fmt: skip
 
@@ -217,6 +217,8 @@ def _show_flags(console: Console, found: Advice, command: Sequence[str]) -> None
         after = ""
     elif not command:
         lines = [*launched(found.cluster), *lines]
+        if not found.best.run.fsdp:  # which Megatron refuses with it
+            console.print("  export CUDA_DEVICE_MAX_CONNECTIONS=1  # required before Blackwell")
     for index, line in enumerate(lines):
         more = " \\" if index < len(lines) - 1 else ""
         console.print(Text(f"  {line}{more}"), soft_wrap=True)  # as it is pasted

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`megatron-burst calibrate`: measure a cluster, and write the file that `advise --cluster` reads.
 
-    torchrun --nproc-per-node 8 --nnodes 2 ... -m megatron_burst calibrate --out cluster.toml
+    torchrun --nnodes 2 --nproc-per-node 8 ... -m megatron_burst calibrate --out cluster.toml
     megatron-burst calibrate                              # one GPU, which says what is missing
 
 All ranks measure together; the first one writes. It is written for GPUs, but so far it has been run
@@ -19,7 +19,7 @@ from ..call_flags import named
 
 EPILOG = """\
 Start it on all ranks of the cluster, for instance on each of two nodes:
-  torchrun --nnodes 2 --node-rank N --nproc-per-node 8 --master-addr HOST \\
+  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
       -m megatron_burst calibrate --out cluster.toml
 and use the file with: megatron-burst advise --cluster cluster.toml ...
 

@@ -67,12 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Found(NamedTuple):
-    """What is shown: the account of a run, the cluster it is on, and what limits the longest
-    sequence, None where that was not asked for."""
+    """What is shown: the account of a run, the cluster it is on, what limits the longest sequence,
+    None where that was not asked for, and by what parallel sizes were chosen, "" where given."""
 
     account: Account
     cluster: clusters.Cluster
     binds: str | None
+    chosen_by: str
 
     @property
     def left(self) -> MemoryLeft:
@@ -92,8 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.longest and arguments.seq is not None:
         raise ValueError("--longest looks for --seq: give one of them")
     drawn = pictures(arguments)
-    cluster, model, base, chosen = _read(arguments)
-    runs = [base] if chosen else list(layouts_of(model, cluster, base))
+    cluster, model, base, given = _read(arguments)
+    runs = [base] if given else list(layouts_of(model, cluster, base))
     if not runs:
         raise ValueError(
             f"--gpus {cluster.gpus}: no --tp that divides {model.kv_heads} key/value heads and "
@@ -102,10 +103,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.longest:
         with progress("searching the longest sequence"):
             longest = best(model, cluster, runs)
-        found = Found(account(model, longest.run), cluster, longest.binds)
+        found = Found(
+            account(model, longest.run), cluster, longest.binds, "" if given else "longest sequence"
+        )
     else:
         accounts = [account(model, replace(one, seq=base.seq)) for one in runs]
-        found = Found(min(accounts, key=lambda one: one.peak.bytes), cluster, None)
+        smallest = min(accounts, key=lambda one: one.peak.bytes)
+        found = Found(smallest, cluster, None, "" if given else "smallest peak")
     for path in drawn:
         from . import picture
 
@@ -163,9 +167,10 @@ def _groups(
 
 def show(found: Found) -> None:
     """Print the peak by item, what is left, and the time of a step."""
-    (shown, cluster, binds), left = found, found.left
+    (shown, cluster, binds, _), left = found, found.left
     console, run, peak = wrapped(), shown.run, shown.peak
     console.print(Text(_headline(shown, cluster)))
+    console.print(Text(_batch(run, found.chosen_by)))
     table = Table(box=None, pad_edge=False)
     table.add_column("item")
     table.add_column("bytes per GPU", justify="right")
@@ -203,7 +208,7 @@ def _step(time: StepTime | str, cluster: clusters.Cluster) -> str:
 
 def facts(found: Found) -> dict[str, Any]:
     """The same as plain data: bytes, seconds."""
-    (shown, cluster, binds), time, run = found, found.time(), found.account.run
+    (shown, cluster, binds, _), time, run = found, found.time(), found.account.run
     groups = {name: getattr(run, name) for name in ("tp", "cp", "pp", "vpp", "ep", "dp")}
     return {
         "model": shown.model.name,
@@ -221,6 +226,15 @@ def facts(found: Found) -> dict[str, Any]:
         "seconds": None if isinstance(time, str) else time.seconds,
         "mfu": None if isinstance(time, str) else time.mfu,
     }  # fmt: skip
+
+
+def _batch(run: settings.Settings, chosen_by: str) -> str:
+    """Sequences per step, and which sizes nobody gave."""
+    count = run.micro_batch * run.micro_batches * run.dp
+    said = f"{count} sequence{'s' * (count > 1)} per step"
+    if chosen_by:
+        said += f"; sizes chosen: TP {run.tp}, CP {run.cp} ({chosen_by})"
+    return said
 
 
 def _headline(found: Account, cluster: clusters.Cluster) -> str:

@@ -49,7 +49,8 @@ def flags_of(model: Model, run: Settings, packed: bool = False) -> list[str]:
 def run_flags(run: Settings, packed: bool = False, carries: bool = False) -> list[str]:
     """The same without the model: lengths, groups, batches, memory, and our flags. carries: the
     model has layers of linear attention, which carry a state."""
-    return [*group_flags(run), *training_flags(run), *burst_flags(run, packed, carries)]
+    alike = ["--calculate-per-token-loss"] * packed  # ranks hold unequal numbers of tokens
+    return [*group_flags(run), *training_flags(run), *alike, *burst_flags(run, packed, carries)]
 
 
 def model_flags(model: Model) -> Iterator[str]:
@@ -87,11 +88,12 @@ def family_flags(model: Model) -> str:
 
 
 def left_to_the_user(model: Model) -> str:
-    """Which flags of the model itself are not said, in words."""
+    """What the flags leave out, in words."""
     known = family_flags(model)
-    names = [] if known else ["--rotary-base", "--qk-layernorm and biases, if it has them"]
+    names = ["data", "tokenizer", "learning rate", "--train-iters", "checkpoints"]
+    names += [] if known else ["--rotary-base", "--qk-layernorm and biases, if it has them"]
     names += ["rope scaling, if it is to start from published weights"]
-    return f"not included, as time and memory do not depend on it: {', '.join(names)}"
+    return f"Not included: {', '.join(names)}"
 
 
 def group_flags(run: Settings) -> Iterator[str]:
