@@ -297,7 +297,8 @@ class _LinearLogProbs(torch.autograd.Function):
         wants_dh, wants_dw = ctx.needs_input_grad[:2]
         if of_logprobs is None and of_entropy is None:
             return (None,) * 6
-        of_logprobs = torch.zeros_like(lse[places.row]) if of_logprobs is None else of_logprobs
+        if of_logprobs is None:
+            of_logprobs = lse.new_zeros(len(kept))
         of_logprobs = torch.where(kept, of_logprobs, 0)
         dh = torch.empty_like(hidden) if wants_dh else None
         dw = torch.zeros_like(weight, dtype=head.dtype) if wants_dw else None
@@ -307,7 +308,7 @@ class _LinearLogProbs(torch.autograd.Function):
             rows, (some, local) = places.rows(tile), places.within(tile)
             mine, labels = of_logprobs[some], places.labels[some]
             at = label_logits(z, local, labels, columns, formula, head.dtype)  # before z changes
-            of_softmax = torch.zeros_like(lse[rows]).index_add_(0, local, mine)
+            of_softmax = lse.new_zeros(len(z)).index_add_(0, local, mine)
             if of_entropy is None:
                 softmax_gradient_(z, no_labels(z), lse[rows], -of_softmax, columns, formula)
             else:
