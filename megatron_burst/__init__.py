@@ -107,7 +107,6 @@ __all__ = [
     "measure_rates",
     "prepare",
     "prepare_linear",
-    "rl",
     "shard",
     "short_convolution",
     "simulate",

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from .layout import Layout, integer
 from .layout.layouts import counted
 from .masks import Tree
 
-__all__ = ["Edges", "PrefixTree", "from_segments", "neighbours", "pack"]
+__all__ = ["Edges", "PrefixTree", "from_segments", "pack"]
 
 
 LARGEST = 2**31 - 1  # token
@@ -237,8 +238,8 @@ def _of_trajectories(trajectories: Sequence[Any]) -> list[np.ndarray]:
 def _neighbours(tokens: list[np.ndarray]) -> tuple[list[int], list[int]]:
     # As bytes, most significant first, a prefix comes right before what begins with it.
     order = sorted(range(len(tokens)), key=lambda i: tokens[i].astype(">u8").tobytes())
-    pairs = zip(order, order[1:], strict=False)
-    return order, [0, *(_common(tokens[a], tokens[b]) for a, b in pairs)][: len(order)]
+    shared = [0, *(_common(tokens[a], tokens[b]) for a, b in pairwise(order))]
+    return order, shared[: len(order)]
 
 
 def _arranged(

@@ -55,7 +55,6 @@ __all__ = [
     "install",
     "installed_layout",
     "lm_head_line",
-    "rl",
     "shard_sequence",
     "startup_line",
     "training_available",

@@ -3,6 +3,7 @@ and trajectories through it, one at a time on one rank by Megatron's own code, a
 
 import contextlib
 import zlib
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -18,24 +19,38 @@ TRAJECTORIES = [
 WEIGHTS = [1.0, -0.5, 2.0, 0.25, 1.5, -1.0, 0.75, 1.0, 1.0, 0.5]
 
 
+def settings(changes):
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(**{
+        "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4,
+        "num_query_groups": 2, "qk_layernorm": True, "hidden_dropout": 0.0,
+        "attention_dropout": 0.0, "params_dtype": torch.float64, "pipeline_dtype": torch.float64,
+        "use_cpu_initialization": True, "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False, "bias_activation_fusion": False, "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False, "apply_rope_fusion": False, **changes,
+    })  # fmt: skip
+
+
+def gpt(config, **stage):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=True)
+    return GPTModel(
+        config, spec, VOCABULARY, 64, position_embedding_type="rope",
+        share_embeddings_and_output_weights=False, **stage,
+    ).double()  # fmt: skip
+
+
 def build(changes, choices, wrapped=True):
     """The chunks of this rank's stages."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     import megatron_burst as mb
 
-    config = TransformerConfig(**{
-        "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4,
-        "num_query_groups": 2, "qk_layernorm": True, "hidden_dropout": 0.0, "attention_dropout": 0.0,
-        "use_cpu_initialization": True, "gradient_accumulation_fusion": False,
-        "persist_layer_norm": False, "bias_activation_fusion": False, "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False, "apply_rope_fusion": False, "params_dtype": torch.float64,
-        "pipeline_dtype": torch.float64, **changes,
-    })  # fmt: skip
+    config = settings(changes)
     if choices is not None:
         mb.megatron.configure(config, mb.BurstConfig(**choices))
     stages = parallel_state.get_pipeline_model_parallel_world_size()
@@ -45,11 +60,7 @@ def build(changes, choices, wrapped=True):
         stage = {"vp_stage": chunk} if virtual else {}
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, **stage)
-        model = GPTModel(
-            config, get_gpt_layer_local_spec(qk_layernorm=True), VOCABULARY, 64,
-            pre_process=first, post_process=last, position_embedding_type="rope",
-            share_embeddings_and_output_weights=False, **stage,
-        ).double()  # fmt: skip
+        model = gpt(config, pre_process=first, post_process=last, **stage)
         own = config.num_layers // stages // (virtual or 1)
         offset = (chunk * stages + parallel_state.get_pipeline_model_parallel_rank()) * own
         for name, parameter in model.named_parameters():
@@ -78,8 +89,10 @@ def weights(parameter):
         shape[parameter.partition_dim] *= parallel_state.get_tensor_model_parallel_world_size()
     draw = torch.Generator().manual_seed(zlib.crc32(parameter.whole.encode()))
     noise = torch.randn(shape, generator=draw, dtype=torch.float64)
-    return 1 + 0.2 * noise if "norm" in parameter.whole and "weight" in parameter.whole else (
-        0.3 * noise
+    return (
+        1 + 0.2 * noise
+        if "norm" in parameter.whole and "weight" in parameter.whole
+        else (0.3 * noise)
     )
 
 
@@ -105,10 +118,10 @@ def model(changes, choices, **more):
         yield build(changes, choices, **more)
 
 
-def the_loss(index, logprobs, entropies):
+def the_loss(part):
     """Another weight for every token of every trajectory, and something that is not linear."""
     found = 0.0
-    for i, own, uncertain in zip(index, logprobs, entropies, strict=True):
+    for i, own, uncertain in zip(part.index, part.logprobs, part.entropies, strict=True):
         at = torch.arange(len(own), dtype=own.dtype, device=own.device)
         found = found + WEIGHTS[i] * ((1 + at).cos() * own + 0.1 * uncertain).sum()
         found = found + 0.01 * (own.exp() ** 2).sum()
@@ -132,7 +145,8 @@ def alone(window=None):
             logs = logits.log_softmax(-1)
             found.append((logs.gather(1, ids[0, 1:, None])[:, 0], -(logs.exp() * logs).sum(-1)))
         logprobs, entropies = zip(*found, strict=True)
-        loss = the_loss(range(len(TRAJECTORIES)), logprobs, entropies)
+        every = SimpleNamespace(index=range(10), logprobs=logprobs, entropies=entropies)
+        loss = the_loss(every)
         loss.backward()
         grads = {p.whole: p.grad for p in gpt.parameters()}
         return (
@@ -145,16 +159,14 @@ def worst(changes, choices, expected, options):
     which trajectories it has."""
     import megatron_burst as mb
 
-    logprobs, entropies, loss, grads = expected
+    logprobs, entropies, _, grads = expected
     with model(changes, choices) as chunks:
         for chunk in chunks:
             chunk.zero_grad_buffer()
         options = {"temperature": TEMPERATURE, **options}
         before = mb.rl.logprobs(chunks, TRAJECTORIES, **options)
-        found = mb.rl.logprobs(
-            chunks, TRAJECTORIES, loss=lambda part: the_loss(*part[:3]), **options
-        )
-        assert found.index == before.index and before.loss is None
+        found = mb.rl.logprobs(chunks, TRAJECTORIES, loss=the_loss, **options)
+        assert (before.index, before.loss) == (found.index, None)
         errors = {"logprobs": 0.0, "entropies": 0.0, "gradients": 0.0}
         for place, i in enumerate(found.index):
             for values, want, name in (
@@ -182,3 +194,20 @@ def message(changes, choices, options, trajectories=TRAJECTORIES, wrapped=True):
         except ValueError as error:
             return str(error)
     return None
+
+
+def documented(text):
+    """A block of the documentation, with what it says that its reader has."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.tensor_parallel import random
+
+    with parallel("zigzag", context_parallel_size=2):
+        random.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+        space = {
+            "config": settings({"context_parallel_size": 2}), "build": gpt,
+            "ddp_config": DistributedDataParallelConfig(), "trajectories": TRAJECTORIES,
+            "advantages": WEIGHTS,
+        }  # fmt: skip
+        exec(text, space)
+        gradient = max(float(p.main_grad.abs().max()) for p in space["model"].parameters())
+        return space["old"].index, space["new"].index, gradient

@@ -35,9 +35,9 @@ class TreePack(Pack):
     of the run as if its layout were balanced.
     """
 
-    digest: bytes = b""
-    own: BatchCut = BatchCut("balanced")
-    tree: Any = field(default=None, compare=False)
+    digest: bytes = field(kw_only=True)
+    own: BatchCut = field(kw_only=True)
+    tree: PrefixTree = field(kw_only=True, compare=False)
     paths = True
 
     @classmethod
@@ -47,7 +47,8 @@ class TreePack(Pack):
         form = np.stack([tree.out, tree.positions]).tobytes()
         digest = hashlib.blake2b(form, digest_size=16).digest()
         cut = cut_for(config, dataclasses.replace(config.burst, layout="balanced"))
-        return cls(total, (0, total), total, (0, total), (), digest, cut, tree)
+        bounds = 0, total
+        return cls(total, bounds, total, bounds, digest=digest, own=cut, tree=tree)
 
     @property
     def mask(self) -> Mask:
@@ -75,7 +76,7 @@ class TreePack(Pack):
         rows = self.layout(cut, cp_size).positions(rank, self.total)
         return rows, self.tree.positions[rows]
 
-    def successors(self, *unused: Any) -> Any:
+    def successors(self, *unused: Any, **named: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Raises ValueError: a token may have several next ones."""
         raise ValueError("prefix trees: multi-token prediction wants one next token for each")
 

@@ -75,8 +75,12 @@ class TrajectoryBatch:
     def run(
         self, model: Any, temperature: float, entropy: bool, vocab_size: int | None = None
     ) -> torch.Tensor:
-        """What a pipeline stage computes: its activations or, of the last one, log-probabilities
-        and, below, entropies of this rank's `edges` [2 or 1, e], differentiable."""
+        """Forward of one pipeline stage, `model`, a chunk as Megatron's schedule hands it over.
+
+        Returns the activations of the stage or, from the last one, [1, e] or with `entropy` [2, e]:
+        log-probabilities of this rank's `edges`, and entropies below them, differentiable.
+        temperature, vocab_size: as of `logprobs`. A collective of the ranks that hold the batch.
+        """
         inputs = {
             "input_ids": self.tokens,
             "position_ids": self.positions,

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -31,7 +32,8 @@ from ..training import gather_from_all
 from .batch import TrajectoryBatch, check_head, rows_multiple
 
 
-class TrajectoryLogProbs(NamedTuple):
+@dataclass(frozen=True)
+class TrajectoryLogProbs:
     """What is known of the trajectories that this rank's model computed.
 
     index: which of the trajectories that were given, ascending; () on pipeline stages before the
@@ -105,7 +107,8 @@ def logprobs(
             value = values.sum() * 0  # every rank takes part in backward
             if loss is not None and index:
                 value = value + loss(found)
-            seen = found._replace(
+            seen = replace(
+                found,
                 logprobs=[x.detach() for x in found.logprobs],
                 entropies=found.entropies and [x.detach() for x in found.entropies],
                 loss=None if loss is None else value.detach().clone(),
@@ -119,14 +122,14 @@ def logprobs(
     with patching.instead(config, "finalize_model_grads_func", _finalizing(config)):
         reports = schedules.get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=[ReadyBatches(batches) for _ in chunks],
+            data_iterator=cast(Any, [ReadyBatches(batches) for _ in chunks]),
             model=chunks,
             num_microbatches=len(batches),
             seq_length=max(len(batch.tree.tokens) for _, batch in batches),
             micro_batch_size=1,
             forward_only=loss is None,
         )
-    return _joined(reports, batches)
+    return _joined(reports)
 
 
 class _Asked(NamedTuple):
@@ -147,13 +150,11 @@ class _Planned(NamedTuple):
 
 
 def _planned(chunks: list[Any], trajectories: Sequence[Any], asked: _Asked) -> _Planned:
-    reasons = [*_reasons(chunks, asked)]
-    try:
-        order, shared = trees.neighbours(trajectories)
-    except ValueError as error:
-        reasons.append(str(error))
-    if reasons:
+    reasons, found = [*_reasons(chunks, asked)], attempt(lambda: trees.neighbours(trajectories))
+    if reasons or isinstance(found, ValueError):
+        reasons += [str(found)] if isinstance(found, ValueError) else []
         raise ValueError("mb.rl.logprobs: " + "; ".join(reasons))
+    order, shared = found
     tokens = [np.asarray(each, dtype=np.int64) for each in trajectories]
     config, size = get_model_config(chunks[0]), parallel_state.get_data_parallel_world_size()
     runs = cut_trajectories(
@@ -214,7 +215,9 @@ def _reasons(chunks: list[Any], asked: _Asked) -> Iterator[str]:
     if getattr(config, "mtp_num_layers", None):
         yield "model: --mtp-num-layers: further heads predict tokens that branches do not share"
     if any(chunk.training for chunk in chunks):
-        dropout = [name for name in ("hidden_dropout", "attention_dropout") if getattr(config, name)]
+        dropout = [
+            name for name in ("hidden_dropout", "attention_dropout") if getattr(config, name)
+        ]
         for name in dropout:
             yield f"model: --{name.replace('_', '-')} must be 0, got {getattr(config, name)}"
     for chunk in chunks:
@@ -235,7 +238,7 @@ def _tree_reasons(config: Any) -> Iterator[str]:
             "prefix trees in Megatron yet: tree=False"
         )
     if config.burst.mask is not None:
-        yield f"tree: --burst-mask {config.burst.mask} counts rows, not tokens of a path: tree=False"
+        yield f"tree: --burst-mask {config.burst.mask} counts rows, not tokens of a path"
     if config.apply_rope_fusion:
         yield "tree: fused rope takes positions of documents: --no-rope-fusion, or tree=False"
     if getattr(config, "cuda_graph_impl", "none") not in (None, "none"):
@@ -271,24 +274,19 @@ def _found(
     return TrajectoryLogProbs(index, first, others[0] if others else None, tokens, rows)
 
 
-def _joined(reports: Any, batches: list[Any]) -> TrajectoryLogProbs:
-    """The reports of all micro-batches as one."""
-    if not reports:  # a stage before the last
-        return TrajectoryLogProbs((), [], None)
-    rows = [
-        (i, own, None if each.entropies is None else each.entropies[place])
-        for each in reports
-        for place, (i, own) in enumerate(zip(each.index, each.logprobs, strict=True))
-    ]
-    rows.sort(key=lambda row: row[0])
+def _joined(reports: list[TrajectoryLogProbs]) -> TrajectoryLogProbs:
+    """The reports of all micro-batches as one; none on a stage before the last."""
+    at = [(i, each, place) for each in reports for place, i in enumerate(each.index)]
+    at.sort(key=lambda found: found[0])
+    entropies = [e.entropies[place] for _, e, place in at if e.entropies is not None]
     losses = [each.loss for each in reports if each.loss is not None]
     return TrajectoryLogProbs(
-        tuple(i for i, *_ in rows),
-        [own for _, own, _ in rows],
-        [each for *_, each in rows] if reports[0].entropies is not None else None,
+        tuple(i for i, *_ in at),
+        [each.logprobs[place] for _, each, place in at],
+        None if any(each.entropies is None for each in reports) else entropies,
         sum(each.tokens for each in reports),
         sum(each.rows for each in reports),
-        sum(losses[1:], losses[0]) if losses else None,
+        torch.stack(losses).sum() if losses else None,
     )
 
 
