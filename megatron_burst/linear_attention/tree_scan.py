@@ -19,7 +19,7 @@ import torch
 from ..comm.groups import check_label
 from ..comm.rows import exchange_rows, longest
 from ..kernels.autograd import first_order_only
-from .maps import Map, carry, gradient, turned
+from .maps import Map, gradient, turned
 from .plan import InProcessLinearPlan, LinearPlan
 from .program import TreeWalk
 
@@ -76,5 +76,6 @@ class _Walk(torch.autograd.Function):
                 transition = kept[0][above] if kept else None
                 if transition is not None:
                     of_kept[0][above] = gradient(transition, leaving, entering[above])
-                of_entering[above] += carry(turned(transition, entering.dim()), leaving)
+                back = turned(transition, entering.dim())
+                of_entering[above] = Map(back, of_entering[above])(leaving)
         return None, *of_kept, of_increment

@@ -4,14 +4,16 @@ The oracle knows tokens and positions, and neither rows nor parents: values and 
 """
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import random_trees
 import recurrences
 import torch
+import torch.distributed as dist
 from pieces import Pieces
-from state_chains import GRIDS
+from state_chains import GRIDS, dense
 
 import megatron_burst as mb
 
@@ -99,7 +101,7 @@ def alone(made, tokens):
 def any_pieces(rng, ranks, rows):
     """Runs of rows in any order, equally many on each rank: some ranks miss whole segments."""
     cuts = [0, *sorted(rng.sample(range(1, rows), min(rows - 1, 2 * ranks))), rows]
-    runs = [np.arange(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    runs = [np.arange(a, b) for a, b in pairwise(cuts)]
     rng.shuffle(runs)
     shards = []
     for mine in np.concatenate(runs).reshape(ranks, -1):
@@ -157,3 +159,157 @@ def test_a_tree_equals_its_trajectories(form, world):
 
     for one, other in zip(gradients(got), gradients(wanted), strict=True):
         torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["none", "scalar", "vector", "matrix"])
+def test_states_of_any_tree(kind):
+    """Trees with padding anywhere: the state that enters a piece is what the pieces make of zero
+    that hold ancestors of its first row, from the root on."""
+    for seed in range(6):
+        rng = random.Random(f"{kind} {seed}")
+        out, seen, _ = random_trees.draw(rng, 24)
+        tree, ranks = mb.masks.Tree(out), rng.choice([1, 2, 3, 4])
+        layout = any_pieces(rng, ranks, 24)
+        chain = mb.layout.chains(layout, 24, tree=tree)
+        made = torch.Generator().manual_seed(seed)
+        pieces = len(chain)
+        increment = torch.randn(pieces, B, H, D, W, generator=made).double().requires_grad_()
+        beyond = {"none": None, "scalar": (), "vector": (D,), "matrix": (D, D)}[kind]
+        decay = None
+        if beyond is not None:
+            decay = torch.randn(pieces, B, H, *beyond, generator=made).double().requires_grad_()
+        states = []
+        for *_, position in chain.table.tolist():
+            state = torch.zeros(B, H, D, W).double()
+            for i, (_, _, before, _, first) in enumerate(chain.table.tolist()):
+                if first + before <= position and seen[position, first]:
+                    one = None if decay is None else decay[i]
+                    state = dense(one, increment[i]) @ state + increment[i]
+            states.append(state)
+        own = [chain.of(rank) for rank in range(ranks)]
+        groups = mb.Groups.in_process(intra=ranks)
+        found = mb.state_scan(
+            None if decay is None else [decay[mine] for mine in own],
+            [increment[mine] for mine in own],
+            groups=groups, layout=layout, seq_len=24, tree=tree,
+        )  # fmt: skip
+        leaves = [t for t in (decay, increment) if t is not None]
+        wanted = [torch.stack([states[i] for i in mine.tolist()]) for mine in own]
+        of_ours, of_theirs = (recurrences.gradients(outs, leaves) for outs in (found, wanted))
+        for one, other in zip([*found, *of_ours], [*wanted, *of_theirs], strict=True):
+            torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
+
+
+def test_what_travels_of_a_tree():
+    """Of 8 samples of one prompt the maps of the prompt's pieces, once to every rank that needs
+    them; as planned."""
+    tree = mb.trees.pack([[*range(1, 33), 100 + i, *[0] * 7] for i in range(8)], multiple=4)
+    layout, groups = mb.layout.make("contiguous", cp_size=4), mb.Groups.in_process(inter=2, intra=2)
+    q, v = ([torch.randn(24, 1, 1, 4) for _ in range(4)] for _ in range(2))
+    plan = mb.prepare_linear(q, q, v, groups=groups, layout=layout, tree=tree)
+    assert "algorithm all_gather (auto: the one that serves trees)" in plan.describe()
+    with torch.no_grad():
+        mb.linear_attention(q, q, v, plan=plan)
+    sent = [(rank.counters.intra, rank.counters.inter) for rank in groups.ranks]
+    # The prompt has 24 rows on rank 0 and 8 on rank 1; samples lie on ranks 1, 2 and 3.
+    state = 4 * 4 * 4
+    assert sent == [(state, 2 * state), (0, 2 * state), (0, 0), (0, 0)]
+    assert [one.traffic()[0] for one in plan.ranks] == sent
+    assert plan.ranks[0].traffic()[1] == sent[0]
+
+
+WRONG = {
+    "ring": ({"algorithm": "ring"}, "algorithm: ring passes states along chains.*'all_gather'"),
+    "scan": ({"algorithm": "scan"}, "algorithm: scan passes states along chains"),
+    "two_level": ({"algorithm": "two_level"}, "algorithm: two_level passes"),
+    "initial": ({"initial_state": torch.zeros(1, B, H, D, W)}, "initial_state: is per document"),
+    "final": ({"return_final_state": True}, "return_final_state: is per document, and a tree has"),
+    "documents": ({"cu_seqlens": [0, 8]}, "tree: goes without cu_seqlens"),
+    "rows": ({"tree": mb.masks.Tree([4] * 4)}, "tree: it has 4 rows, and the 2 ranks hold 8 posi"),
+    "no tree": ({"tree": [8] * 8}, "tree must be what mb.trees.pack returns, or a masks.Tree"),
+    "striped": ({"layout": "striped"}, "layout striped: every row's predecessor"),
+}
+
+
+def small():
+    """q, k and v of two ranks, and a tree of their rows."""
+    q, v = ([torch.randn(4, B, *sizes) for _ in range(2)] for sizes in ((G, D), (H, W)))
+    where = {"groups": mb.Groups.in_process(intra=2)}
+    where["tree"] = mb.masks.Tree([8, 8, 5, 4, 5, 8, 8, 8])
+    return {"q": q, "k": q, "v": v}, where
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_a_tree_refuses(case):
+    tensors, where = small()
+    wrong, words = WRONG[case]
+    with pytest.raises(ValueError, match=words):
+        mb.linear_attention(**tensors, **where | wrong)
+
+
+@pytest.mark.parametrize("case", ["initial", "final"])
+def test_what_a_plan_over_a_tree_refuses(case):
+    tensors, where = small()
+    wrong, words = WRONG[case]
+    plan = mb.prepare_linear(**tensors, **where)
+    with pytest.raises(ValueError, match=words):
+        mb.linear_attention(**tensors, plan=plan, **wrong)
+
+
+def trained(tree, layout, seed=0):
+    """(output, gradients) of this rank for two micro-batches in flight, frozen keys; tree: its
+    bounds."""
+    groups = mb.Groups.flat(dist.group.WORLD)
+    tree = mb.masks.Tree(tree)
+    named = sequence(len(tree.out), seed)
+    mine = {n: mb.shard(t, layout, groups.rank, dim=0).requires_grad_(n != "k")
+            for n, t in named.items()}  # fmt: skip
+    plan = mb.prepare_linear(**mine, groups=groups, layout=layout, tree=tree)
+    outs = [mb.linear_attention(**mine, plan=plan, label=label) for label in range(2)]
+    leaves = [t for t in mine.values() if t.requires_grad]
+    grads = [torch.autograd.grad(out.square().sum(), leaves) for out in reversed(outs)]
+    for one, same in zip(*grads, strict=True):
+        assert torch.equal(one, same)
+    return outs[0].detach(), grads[0]
+
+
+def sequence(rows, seed):
+    """q, k, v, decay and beta of a gated delta rule."""
+    made = torch.Generator().manual_seed(seed)
+    sizes = {"q": (G, D), "k": (G, D), "v": (H, W), "decay": (H,), "beta": (H,)}
+    named = {n: torch.randn(rows, B, *size, generator=made).double() for n, size in sizes.items()}
+    named["k"], named["decay"] = named["k"] / 2, -named["decay"].abs()
+    return named | {"beta": named["beta"].sigmoid()}
+
+
+def test_ranks_of_their_own_equal_one_process(ranks):
+    out, _, _ = random_trees.draw(random.Random(3), 32)
+    tree = mb.masks.Tree(out)
+    layout = mb.layout.make("balanced", cp_size=2, tree=tree)
+    lists = {n: [mb.shard(t, layout, r, dim=0).requires_grad_(n != "k") for r in range(2)]
+             for n, t in sequence(32, 0).items()}  # fmt: skip
+    outs = mb.linear_attention(
+        **lists, groups=mb.Groups.in_process(intra=2), layout=layout, tree=tree
+    )
+    total = sum(one.square().sum() for one in outs)
+    for rank, (found, grads) in enumerate(ranks(2).run(trained, out, layout)):
+        leaves = [t[rank] for n, t in lists.items() if n != "k"]
+        wanted = torch.autograd.grad(total, leaves, retain_graph=True)
+        for one, other in zip((found, *grads), (outs[rank], *wanted), strict=True):
+            torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
+
+
+def other_trees():
+    """The ValueError of ranks that hold the same rows as other trees."""
+    groups = mb.Groups.flat(dist.group.WORLD)
+    tree = mb.masks.Tree([8, 8, 3, 8, 8, 8, 8, 8] if groups.rank else [8] * 8)
+    x = torch.randn(4, 1, 1, 2)
+    with pytest.raises(ValueError, match="ranks disagree") as error:
+        mb.linear_attention(x, x, x, groups=groups, layout="contiguous", tree=tree)
+    return str(error.value)
+
+
+def test_ranks_with_other_trees_get_one_error(ranks):
+    first, second = ranks(2).run(other_trees)
+    assert first == second
+    assert "tree Tree(<8 rows" in first
