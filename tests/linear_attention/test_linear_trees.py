@@ -11,7 +11,6 @@ import pytest
 import random_trees
 import recurrences
 import torch
-import torch.distributed as dist
 from pieces import Pieces
 from state_chains import GRIDS, dense
 
@@ -254,62 +253,3 @@ def test_what_a_plan_over_a_tree_refuses(case):
     plan = mb.prepare_linear(**tensors, **where)
     with pytest.raises(ValueError, match=words):
         mb.linear_attention(**tensors, plan=plan, **wrong)
-
-
-def trained(tree, layout, seed=0):
-    """(output, gradients) of this rank for two micro-batches in flight, frozen keys; tree: its
-    bounds."""
-    groups = mb.Groups.flat(dist.group.WORLD)
-    tree = mb.masks.Tree(tree)
-    named = sequence(len(tree.out), seed)
-    mine = {n: mb.shard(t, layout, groups.rank, dim=0).requires_grad_(n != "k")
-            for n, t in named.items()}  # fmt: skip
-    plan = mb.prepare_linear(**mine, groups=groups, layout=layout, tree=tree)
-    outs = [mb.linear_attention(**mine, plan=plan, label=label) for label in range(2)]
-    leaves = [t for t in mine.values() if t.requires_grad]
-    grads = [torch.autograd.grad(out.square().sum(), leaves) for out in reversed(outs)]
-    for one, same in zip(*grads, strict=True):
-        assert torch.equal(one, same)
-    return outs[0].detach(), grads[0]
-
-
-def sequence(rows, seed):
-    """q, k, v, decay and beta of a gated delta rule."""
-    made = torch.Generator().manual_seed(seed)
-    sizes = {"q": (G, D), "k": (G, D), "v": (H, W), "decay": (H,), "beta": (H,)}
-    named = {n: torch.randn(rows, B, *size, generator=made).double() for n, size in sizes.items()}
-    named["k"], named["decay"] = named["k"] / 2, -named["decay"].abs()
-    return named | {"beta": named["beta"].sigmoid()}
-
-
-def test_ranks_of_their_own_equal_one_process(ranks):
-    out, _, _ = random_trees.draw(random.Random(3), 32)
-    tree = mb.masks.Tree(out)
-    layout = mb.layout.make("balanced", cp_size=2, tree=tree)
-    lists = {n: [mb.shard(t, layout, r, dim=0).requires_grad_(n != "k") for r in range(2)]
-             for n, t in sequence(32, 0).items()}  # fmt: skip
-    outs = mb.linear_attention(
-        **lists, groups=mb.Groups.in_process(intra=2), layout=layout, tree=tree
-    )
-    total = sum(one.square().sum() for one in outs)
-    for rank, (found, grads) in enumerate(ranks(2).run(trained, out, layout)):
-        leaves = [t[rank] for n, t in lists.items() if n != "k"]
-        wanted = torch.autograd.grad(total, leaves, retain_graph=True)
-        for one, other in zip((found, *grads), (outs[rank], *wanted), strict=True):
-            torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
-
-
-def other_trees():
-    """The ValueError of ranks that hold the same rows as other trees."""
-    groups = mb.Groups.flat(dist.group.WORLD)
-    tree = mb.masks.Tree([8, 8, 3, 8, 8, 8, 8, 8] if groups.rank else [8] * 8)
-    x = torch.randn(4, 1, 1, 2)
-    with pytest.raises(ValueError, match="ranks disagree") as error:
-        mb.linear_attention(x, x, x, groups=groups, layout="contiguous", tree=tree)
-    return str(error.value)
-
-
-def test_ranks_with_other_trees_get_one_error(ranks):
-    first, second = ranks(2).run(other_trees)
-    assert first == second
-    assert "tree Tree(<8 rows" in first
