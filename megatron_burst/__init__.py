@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from .recompute.checkpoint import checkpoint
     from .recompute.host.mover import HostMemory
     from .recompute.tiles import tiled
+    from .sparse.attention import sparse_attention
+    from .sparse.select import select
+    from .sparse.selection import Selection
     from .tools.advise.advice import Advice, advise
     from .tools.advise.forecast.faults import Faults
     from .tools.advise.settings import Settings
@@ -55,6 +58,7 @@ _HOMES = {
     "Model": "tools.advise.shapes.model",
     "Plan": "planning.plan",
     "Rates": "autotune.rates",
+    "Selection": "sparse.selection",
     "Settings": "tools.advise.settings",
     "advise": "tools.advise.advice",
     "attention": "attention",
@@ -71,9 +75,11 @@ _HOMES = {
     "prepare": "planning.prepare",
     "prepare_linear": "linear_attention.plan",
     "rl": "megatron",  # above this package, as is `megatron`
+    "select": "sparse.select",
     "shard": "layout.sharding",
     "short_convolution": "linear_attention.short_convolution",
     "simulate": "tools.advise.simulate",
+    "sparse_attention": "sparse.attention",
     "state_scan": "linear_attention.state_scan",
     "tiled": "recompute.tiles",
     "trees": "",
@@ -93,6 +99,7 @@ __all__ = [
     "Model",
     "Plan",
     "Rates",
+    "Selection",
     "Settings",
     "advise",
     "attention",
@@ -107,9 +114,11 @@ __all__ = [
     "measure_rates",
     "prepare",
     "prepare_linear",
+    "select",
     "shard",
     "short_convolution",
     "simulate",
+    "sparse_attention",
     "state_scan",
     "tiled",
     "trees",

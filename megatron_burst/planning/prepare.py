@@ -7,7 +7,7 @@ the schedule's, what it costs is `cost`'s.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -79,24 +79,27 @@ def prepare(
         shards = [tuple(shard.values()) for shard in groups.per_rank(q=q, k=k, v=v)]
     chosen = AttentionOptions(**options)
     given = {"needs_grad": needs_grad, "sink": sink, "max_logits": max_logits, "rates": rates}
-    each = groups.run(partial(_prepare, options=chosen, given=given), shards, groups.ranks)
+    each = groups.run(partial(prepare_rank, options=chosen, given=given), shards, groups.ranks)
     return InProcessPlan(groups, each) if isinstance(groups, InProcessGroups) else each[0]
 
 
-def _prepare(
+def prepare_rank(
     tensors: tuple[Any, Any, Any] | ValueError,
     groups: Groups,
     options: AttentionOptions,
     given: dict[str, Any],
+    adapt: Callable[[Request], Request] | None = None,
 ) -> Plan:
     """One rank's plan. Every rank takes part in every exchange, whatever it found. given: the
-    further arguments of `check`."""
+    further arguments of `check`; adapt: what an operation beside `attention` asks of its request
+    (a kernel that has no name, facts), or the ValueError it raises."""
 
     def checked() -> Request:
         groups.check()
         if isinstance(tensors, ValueError):
             raise tensors
-        return check(tensors, groups, options, **given)
+        request = check(tensors, groups, options, **given)
+        return request if adapt is None else adapt(request)
 
     request, choice = attempt(checked), None
     if options.algorithm == "auto":
@@ -110,7 +113,7 @@ def _prepare(
         request, choice = (resolved, None) if isinstance(resolved, ValueError) else resolved
     plan = request
     if isinstance(request, Request):
-        plan = attempt(partial(_plan, request, groups, choice))
+        plan = attempt(partial(plan_of, request, groups, choice))
     _agree(plan, groups)
     assert isinstance(plan, Plan)
     groups.connect(plan.channels, plan.device)
@@ -124,7 +127,8 @@ def _agree(request: Request | Plan | ValueError, groups: Groups) -> None:
     agree(request if isinstance(request, ValueError) else request.facts | so_far, groups.gather)
 
 
-def _plan(request: Request, groups: Groups, choice: Choice | None) -> Plan:
+def plan_of(request: Request, groups: Groups, choice: Choice | None = None) -> Plan:
+    """One rank's plan of a checked request, without any exchange."""
     options, (q, k, _) = request.options, request.tensors
     sizes = request.sizes.shared(groups.topology.ulysses)
     spans = ring_spans(request.layout, groups.topology, q.shape[0] * groups.size)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mb.sparse_attention`: exact attention over a selection, over ranks.
+
+Runs in the loop of `mb.attention` with a kernel that knows the selection: keys travel, in backward
+with their gradients, and queries stay where their selection is.
+
+Shape letters: s local rows, b batch, h query heads, k key/value heads, d width, w value width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..comm.consensus import attempt
+from ..comm.groups import Groups, InProcessGroups
+from ..execution.function import Attention
+from ..kernels.autograd import outside_graphs, refuse_transforms
+from ..planning.in_process import InProcessPlan, Shard
+from ..planning.plan import Plan
+from ..planning.validate import Request, check_shapes
+from .kernels import KERNELS
+from .plans import Setting, plan_ranks, setting
+from .selection import Selection
+
+
+@outside_graphs
+def sparse_attention(
+    q: Shard,
+    k: Shard,
+    v: Shard | None,
+    selection: Selection | Sequence[Selection],
+    *,
+    value_width: int | None = None,
+    scale: float | None = None,
+    sink: torch.Tensor | None = None,
+    kernel: str = "aten",
+    plan: Plan | InProcessPlan | None = None,
+    groups: Groups | InProcessGroups | None = None,
+    algorithm: str | None = None,
+    label: object = None,
+) -> Shard:
+    """Exact attention of every query to the keys that were selected for it, over ranks.
+
+    q [s, b, h, d]; k [s, b, k, d]; v [s, b, k, w]: this rank's shard; k divides h. v None, with
+    value_width below d: values are the first value_width columns of the keys, as in absorbed latent
+    attention, and travel once. Returns out [s, b, h, w] in the dtype of q, with gradients of q, k,
+    v and sink; none of the selection. With `Groups.in_process` tensors and selections are lists,
+    one per rank, and so is the result.
+
+    selection: of `mb.select`, or made by hand; layout and mask are its own. scale: of the scores,
+    d ** -0.5. sink: [h], a logit in every softmax that has no value; its gradient is that of this
+    rank's rows. kernel: "aten", which gathers keys for some rows at a time, or "reference", dense.
+    plan, groups, algorithm, label: as of `mb.select`.
+
+    Cannot be differentiated twice. Raises ValueError for unsupported arguments, as `mb.select`
+    does; RuntimeError naming the exchange if a peer died or is out of step.
+    """
+    refuse_transforms("mb.sparse_attention")
+    at, chosen = selected_setting(selection, plan, groups, algorithm)
+    shards = at.per_rank(q=q, k=k, v=v)
+    width = partial(_check_width, value_width, v is None)
+    asked = [
+        attempt(partial(_stand_ins, shard, one, kernel, width))
+        for shard, one in zip(shards, chosen, strict=True)
+    ]
+    latent = v is None
+    adapts = [
+        partial(adapted, selection=one, facts={"sparse kernel": kernel, "latent": latent})
+        for one in chosen
+    ]
+    needs = [
+        any(isinstance(shard[n], torch.Tensor) and shard[n].requires_grad for shard in shards)
+        for n in ("q", "k", "k" if latent else "v")
+    ]
+    first = shards[0]["q"]
+    if scale is None and isinstance(first, torch.Tensor) and first.dim():
+        scale = first.shape[-1] ** -0.5
+    plans = plan_ranks(at, asked, adapts, needs, scale, sink)
+    calls = [one.groups.calls.forward(one.identity, label, sink is not None) for one in plans]
+    jobs = [
+        replace(one.job, kernel=KERNELS[kernel](each, latent))
+        for one, each in zip(plans, chosen, strict=True)
+    ]
+    flat = []
+    for shard in shards:
+        k_here, v_here = shard["k"], shard["v"]
+        if latent:
+            k_here, v_here = k_here[..., value_width:], k_here[..., :value_width]
+        flat += [shard["q"], k_here, v_here]
+    outs: Any = Attention.apply(jobs, at.groups, calls, None, None, sink, *flat)
+    return list(outs) if isinstance(at.groups, InProcessGroups) else outs[0]
+
+
+def selected_setting(
+    selection: Any,
+    plan: Plan | InProcessPlan | None,
+    groups: Groups | InProcessGroups | None,
+    algorithm: str | None,
+) -> tuple[Setting, list[Selection]]:
+    """Where a call over a selection runs, and the selection of each rank of this process."""
+    at = setting(plan, groups, None, None, algorithm)
+    chosen = [each["selection"] for each in at.per_rank(selection=selection)]
+    known = next((each for each in chosen if isinstance(each, Selection)), None)
+    if plan is None and known is not None:
+        at = replace(at, options=replace(at.options, layout=known.layout, mask=known.mask))
+    return at, chosen
+
+
+def _check_width(value_width: int | None, latent: bool, width: int) -> int:
+    if not latent:
+        if value_width is not None:
+            raise ValueError(f"value_width is for v=None, got {value_width!r} beside v")
+        return 0
+    if type(value_width) is not int or not 0 < value_width < width:
+        raise ValueError(
+            f"value_width: with v=None it must be a number of columns of k below its width {width},"
+            f" got {value_width!r}"
+        )
+    return value_width
+
+
+def _stand_ins(shard: dict[str, Any], selection: Any, kernel: object, width: Any) -> Any:
+    """q, k and v of a plan, as they travel; ValueError for those that do not belong together."""
+    q, k, v = shard["q"], shard["k"], shard["v"]
+    check_shapes(q, k, k if v is None else v)
+    columns = width(k.shape[-1])
+    if not isinstance(kernel, str) or kernel not in KERNELS:
+        raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
+    if not isinstance(selection, Selection):
+        raise ValueError(f"selection must be an mb.Selection, got {selection!r:.100}")
+    if v is not None:
+        return q, k, v
+    return q[..., columns:], k[..., columns:], k[..., :columns]
+
+
+def adapted(request: Request, selection: Selection, facts: dict[str, object]) -> Request:
+    """The request of a call over a selection, which must belong to its layout and mask."""
+    q, k, _ = request.tensors
+    for name in ("layout", "mask"):
+        made_for, here = getattr(selection, name), getattr(request, name)
+        if made_for != here:
+            raise ValueError(
+                f"selection: made for {name} {made_for!r:.200}, and this call has {here!r:.200}; "
+                "select and attend with the same plan"
+            )
+    selection.check(q, k.shape[2], q.shape[0] * request.layout.cp_size)
+    ids = selection.ids.shape, selection.block
+    return replace(request, facts=request.facts | {"selection": ids} | facts)

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of the sparse operations: those of `mb.prepare`, with a kernel that knows a selection.
+
+With keywords a plan is a collective, as `mb.prepare` is; from a plan of `mb.attention`, on which
+all ranks agreed, it is derived without one and kept, so that layers wait for no host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..comm.consensus import Facts, identity
+from ..comm.groups import Groups, InProcessGroups, check_groups
+from ..comm.recent import Recent
+from ..layout import LayoutName
+from ..layout.layouts import Layout
+from ..masks import Mask
+from ..options import AttentionOptions
+from ..planning.in_process import InProcessPlan
+from ..planning.plan import Plan
+from ..planning.prepare import plan_of, prepare_rank
+from ..planning.validate import Request, check
+from ..schedule.algorithms import ALGORITHMS
+from .pairs import PairKernel
+
+PLANS_KEPT = 16  # of each rank: kinds of layers times operations
+Adapt = Callable[[Request], Request]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where an operation runs: a plan of attention, or the keywords that one is made from."""
+
+    groups: Groups | InProcessGroups
+    plans: Sequence[Plan] | None
+    options: AttentionOptions
+
+    def per_rank(self, **named: Any) -> list[dict[str, Any]]:
+        """What `named` has of each rank of this process."""
+        return self.groups.per_rank(**named)
+
+
+def setting(
+    plan: object,
+    groups: Groups | InProcessGroups | None,
+    layout: LayoutName | Layout | None,
+    mask: Mask | None,
+    algorithm: str | None,
+) -> Setting:
+    """Where a call with these arguments runs. ValueError for both of them, or for neither."""
+    if plan is None:
+        check_groups(groups)
+        assert groups is not None
+        options = AttentionOptions(
+            layout="zigzag" if layout is None else layout, mask=mask, side="kv",
+            algorithm="burst" if algorithm is None else algorithm, kernel="reference",
+        )  # fmt: skip
+        return Setting(groups, None, options)
+    keywords = {"groups": groups, "layout": layout, "mask": mask, "algorithm": algorithm}
+    given = sorted(name for name, value in keywords.items() if value is not None)
+    if given:
+        raise ValueError(f"plan: give a plan or its keywords, not both; got {given}")
+    if not isinstance(plan, (Plan, InProcessPlan)):
+        raise ValueError(f"plan must be made by mb.prepare, got {plan!r:.100}")
+    plans: Any = plan.ranks if isinstance(plan, InProcessPlan) else (plan,)
+    options = AttentionOptions(
+        layout=plans[0].layout, mask=plans[0].mask, side="kv", kernel="reference",
+        algorithm=plans[0].algorithm,
+    )  # fmt: skip
+    return Setting(plan.groups, plans, options)
+
+
+def plan_ranks(
+    setting: Setting,
+    tensors: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor] | ValueError],
+    adapts: Sequence[Adapt],
+    needs_grad: Sequence[bool] = (False, False, False),
+    scale: float | None = None,
+    sink: torch.Tensor | None = None,
+) -> list[Plan]:
+    """The plan of each rank of this process. tensors: q, k and v of each, or what stands for them;
+    adapts: what each asks of its request. Raises the same ValueError on every rank."""
+    options = replace(setting.options, softmax_scale=scale)
+    given = {"needs_grad": tuple(needs_grad), "sink": sink, "max_logits": None, "rates": None}
+    ranks = setting.groups.ranks
+    if setting.plans is None:
+        one = partial(_agreed, options=options, given=given)
+        return setting.groups.run(one, tensors, ranks, adapts)
+    one = partial(_derived, options=options, given=given)
+    return setting.groups.run(one, tensors, ranks, adapts, setting.plans)
+
+
+def _agreed(
+    tensors: Any, groups: Groups, adapt: Adapt, options: AttentionOptions, given: dict[str, Any]
+) -> Plan:
+    return prepare_rank(tensors, groups, options, given, partial(_paired, adapt=adapt))
+
+
+def _derived(
+    tensors: Any,
+    groups: Groups,
+    adapt: Adapt,
+    made: Plan,
+    options: AttentionOptions,
+    given: dict[str, Any],
+) -> Plan:
+    groups.check()
+    if isinstance(tensors, ValueError):
+        raise tensors
+    request = _paired(check(tensors, groups, options, **given), adapt)
+    facts: Facts = request.facts | {"plan": made.identity}
+    kept = groups.cache.setdefault("sparse", Recent(PLANS_KEPT))
+    plan = kept.of(identity(facts), partial(plan_of, replace(request, facts=facts), groups))
+    groups.connect(plan.channels, plan.device)
+    groups.expect(plan.longest_message)
+    return plan
+
+
+def _paired(request: Request, adapt: Adapt) -> Request:
+    """A request whose keys travel, and whose kernel only notes the pairs."""
+    algorithm, topology = request.options.algorithm, request.facts["groups"]
+    ring = ALGORITHMS.get(algorithm)
+    if ring is None or not ring.keeps:
+        able = ", ".join(name for name, each in ALGORITHMS.items() if each.keeps)
+        raise ValueError(
+            f"algorithm: a selection stays with its queries, so keys must travel ({able}), "
+            f"got {algorithm!r}"
+        )
+    if getattr(topology, "ulysses", 1) > 1:
+        raise ValueError(
+            "groups: sparse attention does not share heads between ranks; make mb.Groups with "
+            f"ulysses=1, got {getattr(topology, 'ulysses', 1)}"
+        )
+    return adapt(replace(request, kernel=PairKernel()))

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Selection rules: how an indexer scores the keys of a query, and in which units it selects them.
+
+A rule is a class here and a line of `RULES`; a rule of your own is an object with the same
+attributes. A unit is `block` consecutive positions, unit u those from u * block.
+
+Shape letters: s query rows, t key rows, u units, b batch, i index heads, k index key heads, d width;
+H: selections of a row, one for each group of attention heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+class Rule(Protocol):
+    """How queries score units of keys.
+
+    block: positions in a unit. own: is the unit in which a query lies always selected? weighted:
+    does it take weights of the index heads? Ranks compare the class and the attributes of a rule.
+    """
+
+    block: int
+    own: bool
+    weighted: bool
+
+    def selections(self, heads: int, key_heads: int) -> int:
+        """How many selections a row has, given index heads and their key heads. ValueError for
+        numbers that the rule does not take."""
+        ...
+
+    def scores(
+        self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[s, b, H, u] of q [s, b, i, d], k [t, b, k, d], weights [s, b, i] or None; t = u * block
+        keys, unit by unit. Each score depends on its query and the keys of its unit alone. By
+        operators of torch that can be differentiated."""
+        ...
+
+
+def _shared(heads: int, key_heads: int) -> int:
+    if key_heads != 1:
+        raise ValueError(f"index_k: this rule has one index key head, got {key_heads}")
+    return 1
+
+
+def _weighted_relu(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """sum_h weights[h] * relu(q[h] . k)."""
+    assert weights is not None
+    found = torch.relu(torch.einsum("sbid,tbd->sbit", q, k[:, :, 0]))
+    return torch.einsum("sbi,sbit->sbt", weights, found).unsqueeze(2)
+
+
+def _means(k: torch.Tensor, block: int) -> torch.Tensor:
+    return k.unflatten(0, (-1, block)).mean(dim=1)
+
+
+@dataclass(frozen=True)
+class Dsa:
+    """Tokens by sum_h w[h] * relu(q[h] . k), one selection for all heads (DeepSeek-V3.2)."""
+
+    block: int = 1
+    own: bool = False
+    weighted: bool = True
+
+    def selections(self, heads: int, key_heads: int) -> int:
+        return _shared(heads, key_heads)
+
+    def scores(
+        self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        return _weighted_relu(q, _means(k, self.block), weights)
+
+
+@dataclass(frozen=True)
+class Qsa(Dsa):
+    """Blocks by the score of `Dsa` of their mean key, the own block always among them (Qwen)."""
+
+    block: int = 4
+    own: bool = True
+
+
+@dataclass(frozen=True)
+class Moba:
+    """Blocks by q . their mean key, per query head, the own block always among them (Kimi)."""
+
+    block: int = 512
+    own: bool = True
+    weighted: bool = False
+
+    def selections(self, heads: int, key_heads: int) -> int:
+        return heads
+
+    def scores(
+        self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        found = torch.einsum(
+            "sbkgd,ubkd->sbkgu", q.unflatten(2, (k.shape[2], -1)), _means(k, self.block)
+        )
+        return found.flatten(2, 3)
+
+
+@dataclass(frozen=True)
+class Msa:
+    """Blocks by their largest q . k, over the index heads of a key head, the own block always among
+    them (MiniMax-M3)."""
+
+    block: int = 128
+    own: bool = True
+    weighted: bool = False
+
+    def selections(self, heads: int, key_heads: int) -> int:
+        return key_heads
+
+    def scores(
+        self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        found = torch.einsum("sbkgd,tbkd->sbkgt", q.unflatten(2, (k.shape[2], -1)), k).amax(3)
+        return found.unflatten(-1, (-1, self.block)).amax(-1)
+
+
+RULES: dict[str, type[Rule]] = {
+    "dsa": Dsa,
+    "qsa": Qsa,
+    "moba": Moba,
+    "msa": Msa,
+}
+
+
+def rule_of(rule: str | Rule) -> Rule:
+    """The rule that is meant. ValueError for a name that none has, or an object that is none."""
+    if isinstance(rule, str) and rule in RULES:
+        return RULES[rule]()
+    parts = "block", "own", "weighted", "selections", "scores"
+    if isinstance(rule, (str, type)) or not all(hasattr(rule, part) for part in parts):
+        raise ValueError(
+            f"rule must be one of {', '.join(RULES)}, or an object with {', '.join(parts)}, "
+            f"got {rule!r:.100}"
+        )
+    if type(rule.block) is not int or rule.block < 1:
+        raise ValueError(f"rule: block must be a positive integer, got {rule.block!r}")
+    return rule
+
+
+def described(rule: Rule) -> tuple[object, ...]:
+    """What ranks compare of a rule."""
+    return type(rule).__name__, rule.block, rule.own, tuple(sorted(vars(rule).items()))
