@@ -48,6 +48,14 @@ class ChunkStore(Protocol):
     def pop(self, chunk: Chunk, /) -> Message: ...
 
 
+class Compute(Protocol):
+    """What is done with a pair: `Forward` and `Backward` here, `sparse` has others."""
+
+    def pair(
+        self, call: Call, queries: Tensors, keys: Tensors, sums: Sequence[Message], /
+    ) -> None: ...
+
+
 class HeadChunk(NamedTuple):
     """Some heads of a rank, whose ring runs behind those of the heads before.
 
@@ -85,7 +93,7 @@ class Ring:
         run: Pass,
         tag: CallTag,
         heads: HeadChunk,
-        compute: Forward | Backward,
+        compute: Compute,
         own: dict[str, Tensors],
         sums: Mapping[str, Sequence[torch.Size]],
         *,

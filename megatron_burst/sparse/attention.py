@@ -93,7 +93,8 @@ def sparse_attention(
             k_here, v_here = k_here[..., value_width:], k_here[..., :value_width]
         flat += [shard["q"], k_here, v_here]
     outs: Any = Attention.apply(jobs, at.groups, calls, None, None, sink, *flat)
-    return list(outs) if isinstance(at.groups, InProcessGroups) else outs[0]
+    result: Any = list(outs) if isinstance(at.groups, InProcessGroups) else outs[0]
+    return result
 
 
 def selected_setting(

@@ -4,8 +4,8 @@
 A rule is a class here and a line of `RULES`; a rule of your own is an object with the same
 attributes. A unit is `block` consecutive positions, unit u those from u * block.
 
-Shape letters: s query rows, t key rows, u units, b batch, i index heads, k index key heads, d width;
-H: selections of a row, one for each group of attention heads.
+Shape letters: s query rows, t key rows, u units, b batch, i index heads, k index key heads,
+d width; H: selections of a row, one for each group of attention heads.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ class Rule(Protocol):
     does it take weights of the index heads? Ranks compare the class and the attributes of a rule.
     """
 
-    block: int
-    own: bool
-    weighted: bool
+    @property
+    def block(self) -> int: ...
+
+    @property
+    def own(self) -> bool: ...
+
+    @property
+    def weighted(self) -> bool: ...
 
     def selections(self, heads: int, key_heads: int) -> int:
         """How many selections a row has, given index heads and their key heads. ValueError for

@@ -30,7 +30,7 @@ from ..masks import Causal, Full, Mask
 from ..masks.base import Combined
 from ..planning.in_process import InProcessPlan, Shard
 from ..planning.plan import Plan
-from ..planning.validate import Request
+from ..planning.validate import Request, check_shapes
 from .pairs import tiles
 from .plans import plan_ranks, setting
 from .rules import Rule, described, rule_of
@@ -79,12 +79,11 @@ def select(
     shards = at.per_rank(q=index_q, k=index_k, w=index_weights)
     asked = attempt(partial(_asked, rule, top_k))
     stand_ins = [attempt(partial(_stand_ins, shard, asked)) for shard in shards]
-    adapts = [partial(_adapted, rule=asked, top_k=top_k)] * len(shards)
+    adapts = [partial(_adapted, asked=asked, top_k=top_k)] * len(shards)
     plans = plan_ranks(at, stand_ins, adapts)
-    assert not isinstance(asked, ValueError)
     calls = [one.groups.calls.forward(one.identity, label, False) for one in plans]
     tensors = [tuple(shard.values()) for shard in shards]
-    run = partial(_select, rule=asked, top_k=top_k)
+    run = partial(_select, rule=ready(asked), top_k=top_k)
     with at.groups.running(tensors[0][0].device.type):
         found = at.groups.run(run, plans, calls, tensors)
     return found if isinstance(at.groups, InProcessGroups) else found[0]
@@ -96,10 +95,16 @@ def _asked(rule: str | Rule, top_k: int) -> Rule:
     return rule_of(rule)
 
 
-def _stand_ins(shard: dict[str, Any], rule: Rule | ValueError) -> Any:
+def ready(asked: Rule | ValueError) -> Rule:
+    """The rule, or what it raises, which all ranks have to hear of."""
+    if isinstance(asked, ValueError):
+        raise asked
+    return asked
+
+
+def _stand_ins(shard: dict[str, Any], asked: Rule | ValueError) -> Any:
     """q, k and v of a plan for index tensors; ValueError for those that do not fit the rule."""
-    if isinstance(rule, ValueError):
-        raise rule
+    rule = ready(asked)
     q, k, weights = shard["q"], shard["k"], shard["w"]
     for name, tensor in (("index_q", q), ("index_k", k)):
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4:
@@ -109,18 +114,24 @@ def _stand_ins(shard: dict[str, Any], rule: Rule | ValueError) -> Any:
         words = "needs index_weights" if rule.weighted else "takes no index_weights"
         raise ValueError(f"index_weights: rule {type(rule).__name__} {words}, got {weights!r:.60}")
     if weights is not None:
-        wanted = tuple(q.shape[:3]), q.device
-        if not isinstance(weights, torch.Tensor) or (tuple(weights.shape), weights.device) != wanted:
+        shape, device = tuple(q.shape[:3]), q.device
+        tensor = isinstance(weights, torch.Tensor)
+        if not tensor or (tuple(weights.shape), weights.device) != (shape, device):
+            got = f"{tuple(weights.shape)} on {weights.device}" if tensor else repr(weights)
             raise ValueError(
-                f"index_weights must be {wanted[0]} on {wanted[1]}, one of each index head, got "
-                f"{tuple(weights.shape) if isinstance(weights, torch.Tensor) else weights!r:.100}"
+                f"index_weights must be {shape} on {device}, one of each index head, got {got:.100}"
             )
+    try:
+        check_shapes(q, k, k)
+    except ValueError as error:
+        raise ValueError(f"index_q and index_k, checked as q and k: {error}") from error
     rule.selections(q.shape[2], k.shape[2])
     return q.detach(), k.detach(), k.detach()[..., :1]
 
 
-def _adapted(request: Request, rule: Rule, top_k: int) -> Request:
+def _adapted(request: Request, asked: Rule | ValueError, top_k: int) -> Request:
     """The request of a selection: no values travel with the index keys."""
+    rule = ready(asked)
     q, k, v = request.tensors
     check_blocks(request, rule.block)
     facts = request.facts | {"rule": described(rule), "top_k": top_k}
@@ -136,10 +147,10 @@ def check_blocks(request: Request, block: int) -> None:
         for span in request.layout.spans(rank, seq_len):
             if not _whole(span, block):
                 raise ValueError(
-                    f"layout {request.layout.name} cuts the blocks of {block} positions of the rule: "
-                    f"rank {rank} holds {span.length} positions from {span.start} on, {span.stride} "
-                    f"apart; each block must lie on one rank (contiguous or zigzag, with shards of "
-                    f"a multiple of {2 * block} rows)"
+                    f"layout {request.layout.name} cuts the blocks of {block} positions of the "
+                    f"rule: rank {rank} holds {span.length} positions from {span.start} on, "
+                    f"{span.stride} apart; each block must lie on one rank (contiguous or zigzag, "
+                    f"with shards of a multiple of {2 * block} rows)"
                 )
     odd = [bound for bound in request.mask.breaks.tolist() if bound % block]
     if not _by_blocks(request.mask) or odd:

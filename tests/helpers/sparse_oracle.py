@@ -11,7 +11,7 @@ import torch
 
 def index_scores(rule, block, q, k, weights):
     """[S, b, H, u] in the dtype of q."""
-    length, batch, heads, _ = q.shape
+    length, _, heads, _ = q.shape
     if rule == "dsa":
         dot = torch.stack([q[:, :, h].transpose(0, 1) @ k[:, :, 0].permute(1, 2, 0)
                            for h in range(heads)])  # fmt: skip

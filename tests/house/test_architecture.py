@@ -18,8 +18,8 @@ IDS = [str(path.relative_to(ROOT)) for path in FILES]
 ROOMS = (
     "units", "layout", "masks", "schedule", "options", "config", "flags", "comm", "kernels",
     "linear_attention", "linear_cross_entropy", "execution", "recompute", "autotune", "packing",
-    "trees", "planning", "sparse", "attention", "seam", "__init__", "megatron", "recipes", "testing",
-    "cli", "tools", "__main__",
+    "trees", "planning", "sparse", "attention", "seam", "__init__", "megatron", "recipes",
+    "testing", "cli", "tools", "__main__",
 )  # fmt: skip
 PURE = ("seam",)  # imports nothing of the package: sources of Megatron import it
 NO_TORCH = {
