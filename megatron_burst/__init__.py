@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .recompute.host.mover import HostMemory
     from .recompute.tiles import tiled
     from .sparse.attention import sparse_attention
+    from .sparse.loss import indexer_loss
     from .sparse.select import select
     from .sparse.selection import Selection
     from .tools.advise.advice import Advice, advise
@@ -64,6 +65,7 @@ _HOMES = {
     "attention": "attention",
     "checkpoint": "recompute.checkpoint",
     "choose": "autotune.select",
+    "indexer_loss": "sparse.loss",
     "layout": "",
     "linear_attention": "linear_attention.operation",
     "linear_cross_entropy": "linear_cross_entropy",
@@ -105,6 +107,7 @@ __all__ = [
     "attention",
     "checkpoint",
     "choose",
+    "indexer_loss",
     "layout",
     "linear_attention",
     "linear_cross_entropy",

@@ -23,9 +23,11 @@ from .selection import Selection
 
 
 class Gathered(NamedTuple):
-    """Keys of some rows. at: where each place of the selection lies in the chunk [r, b, m, n];
-    there: is it in it, and seen? keys [r, b, m, n, d], values [r, b, m, n, w]."""
+    """Keys of some rows. places [r, b, H, n]: which of the selected positions of a row they are.
+    at: where they lie in the chunk [r, b, m, n]; there: is it in it, and seen? keys
+    [r, b, m, n, d], values [r, b, m, n, w]."""
 
+    places: torch.Tensor
     at: torch.Tensor
     there: torch.Tensor
     keys: torch.Tensor
@@ -154,7 +156,40 @@ class SelectedAten(Selected):
         at, there = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (at, there))
         where = at, *self._others(at, k)
         values = wide(v[where])
-        return Gathered(at, there, self.whole_keys(wide(k[where]), values), values)
+        return Gathered(first, at, there, self.whole_keys(wide(k[where]), values), values)
+
+    def _scores(self, q: torch.Tensor, found: Gathered, scale: float) -> torch.Tensor:
+        """[r, b, m, g, n], -inf where nothing was gathered."""
+        scores = q.unflatten(2, (found.at.shape[2], -1)) @ found.keys.mT * scale
+        return scores.masked_fill_(~found.there.unsqueeze(3), float("-inf"))
+
+    def add_lse_(
+        self, q: torch.Tensor, k: torch.Tensor, work: PairWork, scale: float, lse: torch.Tensor
+    ) -> None:
+        """Add what this pair has to the log-sum-exp lse [s, b, h] of the selection, in place."""
+        for rows in self._tiles(q, k, k[..., :0]):
+            found = self._gather(k, k[..., :0], work, rows)
+            stats = self._scores(wide(q[rows]), found, scale).logsumexp(dim=-1).flatten(2, 3)
+            torch.logaddexp(lse[rows], stats, out=lse[rows])
+
+    def add_probabilities_(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        work: PairWork,
+        scale: float,
+        lse: torch.Tensor,
+        total: torch.Tensor,
+    ) -> None:
+        """Add to total [s, b, H, top_k] the attention to each selected unit of this pair, summed
+        over the heads that share the selection, in place."""
+        for rows in self._tiles(q, k, k[..., :0]):
+            found = self._gather(k, k[..., :0], work, rows)
+            heads = found.places.shape[2]
+            scores = self._scores(wide(q[rows]), found, scale)
+            stats = _finite(lse[rows]).unflatten(2, scores.shape[2:4])
+            p = torch.exp(scores - stats.unsqueeze(-1)).sum(dim=3).unflatten(2, (heads, -1)).sum(3)
+            total[rows].scatter_add_(-1, found.places // self.selection.block, p)
 
     def _others(self, at: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The batch and the head of the keys at each place, to index k [t, b, k, .] with."""
@@ -175,9 +210,7 @@ class SelectedAten(Selected):
     ) -> None:
         for rows in self._tiles(q, k, v):
             found = self._gather(k, v, work, rows)
-            grouped = wide(q[rows]).unflatten(2, (found.at.shape[2], -1))
-            scores = grouped @ found.keys.mT * scoring.scale
-            scores = scores.masked_fill_(~found.there.unsqueeze(3), float("-inf"))
+            scores = self._scores(wide(q[rows]), found, scoring.scale)
             stats = scores.logsumexp(dim=-1)
             p = torch.exp(scores - _finite(stats).unsqueeze(-1))
             merge_(out[rows], lse[rows], (p @ found.values).flatten(2, 3), stats.flatten(2, 3))
@@ -198,8 +231,7 @@ class SelectedAten(Selected):
             heads = found.at.shape[2], -1
             q, dout = (wide(x[tile]).unflatten(2, heads) for x in (rows.q, rows.dout))
             lse, delta = (x[tile].unflatten(2, heads).unsqueeze(-1) for x in (rows.lse, rows.delta))
-            scores = q @ found.keys.mT * scoring.scale
-            scores = scores.masked_fill_(~found.there.unsqueeze(3), float("-inf"))
+            scores = self._scores(wide(rows.q[tile]), found, scoring.scale)
             p = torch.exp(scores - _finite(lse))
             ds = p * (dout @ found.values.mT - delta) * scoring.scale
             if dq is not None:

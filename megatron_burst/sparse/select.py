@@ -78,7 +78,7 @@ def select(
     at = setting(plan, groups, layout, mask, algorithm)
     shards = at.per_rank(q=index_q, k=index_k, w=index_weights)
     asked = attempt(partial(_asked, rule, top_k))
-    stand_ins = [attempt(partial(_stand_ins, shard, asked)) for shard in shards]
+    stand_ins = [attempt(partial(index_stand_ins, shard, asked)) for shard in shards]
     adapts = [partial(_adapted, asked=asked, top_k=top_k)] * len(shards)
     plans = plan_ranks(at, stand_ins, adapts)
     calls = [one.groups.calls.forward(one.identity, label, False) for one in plans]
@@ -102,7 +102,7 @@ def ready(asked: Rule | ValueError) -> Rule:
     return asked
 
 
-def _stand_ins(shard: dict[str, Any], asked: Rule | ValueError) -> Any:
+def index_stand_ins(shard: dict[str, Any], asked: Rule | ValueError) -> Any:
     """q, k and v of a plan for index tensors; ValueError for those that do not fit the rule."""
     rule = ready(asked)
     q, k, weights = shard["q"], shard["k"], shard["w"]

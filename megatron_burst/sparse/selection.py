@@ -18,14 +18,14 @@ class Selection:
     ids: int32 [s, b, H, top_k], ascending, -1 in places that are not taken: unit u is the positions
     of the whole sequence from u * block. H divides the query heads: a selection per query head, per
     group of them, or (1) for all. layout, mask: of the queries and keys. A query attends to what is
-    selected and `mask` shows.
+    selected and `mask` shows. checked: are the ids known to be right, as those of `mb.select` are?
     """
 
     ids: torch.Tensor
     layout: Layout
     mask: Mask
     block: int = 1
-    checked: bool = field(default=False, repr=False, compare=False)  # values, by who made them
+    checked: bool = field(default=False, repr=False, compare=False)
 
     @property
     def counts(self) -> torch.Tensor:
@@ -33,7 +33,8 @@ class Selection:
         return (self.ids >= 0).sum(dim=-1, dtype=torch.int32)
 
     def check(self, q: torch.Tensor, key_heads: int, seq_len: int) -> None:
-        """Raise ValueError unless this is a selection for queries q [s, b, h, d] of a sequence.
+        """Raise ValueError unless this is a selection for queries q [s, b, h, d], whose key_heads
+        key heads are of a sequence of seq_len positions.
 
         Reads the values of a selection made by hand, for which the host waits.
         """

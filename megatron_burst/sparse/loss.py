@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mb.indexer_loss`: how far the indexer is from what attention looks at, over the selection.
+
+Four walks over the ring: the log-sum-exp of attention, its probabilities, the index scores, and
+backward the gradients of the index keys. What a rank keeps is as large as its selection.
+
+Shape letters: s local rows, b batch, i index heads, k index key heads, h query heads, d width,
+H selections of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..comm.consensus import attempt
+from ..comm.groups import Groups, InProcessGroups
+from ..comm.packing import CallTag, Message
+from ..execution import ring
+from ..execution.job import Call, Pass, Tensors
+from ..kernels.autograd import first_order_only, outside_graphs, refuse_transforms
+from ..planning.in_process import InProcessPlan, Shard
+from ..planning.plan import Plan
+from ..planning.validate import Request, check_shapes
+from .attention import adapted, selected_setting
+from .kernels import SelectedAten
+from .pairs import PairWork, tiles
+from .plans import plan_ranks
+from .rules import Rule, described, rule_of
+from .select import index_stand_ins, ready, wide
+from .selection import Selection
+
+
+@outside_graphs
+def indexer_loss(
+    index_q: Shard,
+    index_k: Shard,
+    index_weights: Shard | None,
+    q: Shard,
+    k: Shard,
+    selection: Selection | Sequence[Selection],
+    *,
+    rule: str | Rule,
+    scale: float | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    plan: Plan | InProcessPlan | None = None,
+    groups: Groups | InProcessGroups | None = None,
+    algorithm: str | None = None,
+    label: object = None,
+) -> Shard:
+    """KL(attention ; softmax of the index scores) of every query over what was selected for it.
+
+    index_q, index_k, index_weights, rule: as of the `mb.select` that made `selection`. q [s, b, h,
+    d], k [s, b, key heads, d]: of the attention over it, without a sink; its probabilities are
+    summed over the heads that share a selection, and over tp_group (whose ranks hold other heads of
+    the same rows), and normalised; of a unit of several positions they are summed too.
+
+    Returns [s, b, H] of this rank's rows, in float32 (float64 for float64 tensors), with gradients
+    of index_q, index_k and index_weights, and none of q and k. A query that sees nothing has 0.
+    With `Groups.in_process` tensors and results are lists, one per rank, without tp_group.
+
+    scale: of the attention's scores, d ** -0.5. plan, groups, algorithm, label: as of `mb.select`.
+    Keys travel twice, index keys once, and again in backward, with their gradients. Cannot be
+    differentiated twice. Raises ValueError for unsupported arguments, as `mb.select` does.
+    """
+    refuse_transforms("mb.indexer_loss")
+    at, chosen = selected_setting(selection, plan, groups, algorithm)
+    shards = at.per_rank(q=index_q, k=index_k, w=index_weights)
+    main = at.per_rank(q=q, k=k)
+    asked = attempt(partial(_asked, rule, tp_group, isinstance(at.groups, InProcessGroups)))
+    if scale is None and isinstance(main[0]["q"], torch.Tensor) and main[0]["q"].dim():
+        scale = main[0]["q"].shape[-1] ** -0.5
+    of_attention = [attempt(partial(_stand_ins, shard, one)) for shard, one in
+                    zip(main, chosen, strict=True)]  # fmt: skip
+    adapts = [partial(_without_values, selection=one, facts={}) for one in chosen]
+    attention = plan_ranks(at, of_attention, adapts, scale=scale)
+    of_index = [attempt(partial(index_stand_ins, shard, asked)) for shard in shards]
+    adapts = [partial(_index_request, selection=one, asked=asked) for one in chosen]
+    index = plan_ranks(at, of_index, adapts, (True, True, False))
+    parts = [
+        _Part(
+            ready(asked), each, mine, walk, _calls(mine, walk, label), tp_group, tuple(t.values())
+        )
+        for each, mine, walk, t in zip(chosen, attention, index, main, strict=True)
+    ]
+    flat = [t for shard in shards for t in shard.values()]
+    losses: Any = _IndexerLoss.apply(parts, at.groups, *flat)
+    result: Any = list(losses) if isinstance(at.groups, InProcessGroups) else losses[0]
+    return result
+
+
+def _asked(rule: str | Rule, tp_group: object, together: bool) -> Rule:
+    if tp_group is not None and (together or not isinstance(tp_group, dist.ProcessGroup)):
+        raise ValueError(
+            "tp_group must be a process group of ranks of their own, or None, got "
+            f"{tp_group!r:.100}"
+        )
+    return rule_of(rule)
+
+
+def _stand_ins(shard: dict[str, Any], selection: object) -> Any:
+    check_shapes(shard["q"], shard["k"], shard["k"])
+    if not isinstance(selection, Selection):
+        raise ValueError(f"selection must be an mb.Selection, got {selection!r:.100}")
+    q, k = shard["q"].detach(), shard["k"].detach()
+    return q, k, k[..., :1]
+
+
+def _without_values(request: Request, selection: Selection, facts: dict[str, object]) -> Request:
+    request = adapted(request, selection, facts)
+    q, k, v = request.tensors
+    return replace(request, tensors=(q, k, v[..., :0]))
+
+
+def _index_request(request: Request, selection: Selection, asked: Rule | ValueError) -> Request:
+    rule = ready(asked)
+    q, k, _ = request.tensors
+    heads = rule.selections(q.shape[2], k.shape[2])
+    ids = selection.ids
+    found = tuple(ids.shape[:3]), selection.block
+    if found != ((*q.shape[:2], heads), rule.block):
+        raise ValueError(
+            f"selection: rule {type(rule).__name__} makes {(*q.shape[:2], heads)} selections of "
+            f"blocks of {rule.block}, got {found[0]} of {found[1]}"
+        )
+    q, k, v = request.tensors
+    facts = request.facts | {"rule": described(rule), "top_k": ids.shape[3]}
+    return replace(request, tensors=(q, k, v[..., :0]), facts=facts)
+
+
+def _calls(attention: Plan, index: Plan, label: object) -> tuple[CallTag, CallTag, CallTag]:
+    """One for each walk of forward; the last also for that of backward."""
+    calls = attention.groups.calls
+    return (
+        calls.forward(attention.identity, (label, "log-sum-exp"), False),
+        calls.forward(attention.identity, (label, "probabilities"), False),
+        calls.forward(index.identity, (label, "index scores"), False),
+    )
+
+
+# --- one rank -----------------------------------------------------------------------------------
+
+
+class _Part(NamedTuple):
+    """One rank's part of a call. main: q and k of attention."""
+
+    rule: Rule
+    selection: Selection
+    attention: Plan
+    index: Plan
+    calls: tuple[CallTag, CallTag, CallTag]
+    tp_group: dist.ProcessGroup | None
+    main: Tensors
+
+
+@dataclass
+class _LogSumExp:
+    kernel: SelectedAten
+    scale: float
+    lse: torch.Tensor
+
+    def pair(self, call: Call, queries: Tensors, keys: Tensors, sums: Sequence[Message]) -> None:
+        self.kernel.add_lse_(*queries, *keys, call.work, self.scale, self.lse)
+
+
+@dataclass
+class _Probabilities(_LogSumExp):
+    total: torch.Tensor
+
+    def pair(self, call: Call, queries: Tensors, keys: Tensors, sums: Sequence[Message]) -> None:
+        given = call.work, self.scale, self.lse, self.total
+        self.kernel.add_probabilities_(*queries, *keys, *given)
+
+
+@dataclass
+class _IndexScores:
+    """scores [s, b, H, top_k]: of every selected unit, as its keys pass by."""
+
+    part: _Part
+    weights: torch.Tensor | None
+    scores: torch.Tensor
+
+    def pair(self, call: Call, queries: Tensors, keys: Tensors, sums: Sequence[Message]) -> None:
+        (q,), (k,), rule, ids = queries, keys, self.part.rule, self.part.selection.ids
+        k, units = _units(k, call.work, rule)
+        for rows in _index_tiles(q, k):
+            weights = None if self.weights is None else wide(self.weights[rows])
+            found = rule.scores(wide(q[rows]), k, weights)
+            at, there = _where(ids[rows], units)
+            self.scores[rows] = torch.where(there, found.gather(-1, at), self.scores[rows])
+
+
+@dataclass
+class _IndexGradients:
+    """slope [s, b, H, top_k]: the gradient of every score. Adds to dweights, and to the sums."""
+
+    part: _Part
+    weights: torch.Tensor | None
+    slope: torch.Tensor
+    dweights: torch.Tensor | None
+
+    def pair(self, call: Call, queries: Tensors, keys: Tensors, sums: Sequence[Message]) -> None:
+        (q,), rule, ids = queries, self.part.rule, self.part.selection.ids
+        (dq,), (dk,) = (each.tensors for each in sums)
+        k, units = _units(keys[0], call.work, rule)
+        _, _, order = call.work.on(k.device)
+        for rows in _index_tiles(q, k):
+            at, there = _where(ids[rows], units)
+            slope = self.slope[rows].masked_fill(~there, 0.0)
+            leaves = [wide(q[rows]), k]
+            leaves += [] if self.weights is None else [wide(self.weights[rows])]
+            leaves = [t.detach().requires_grad_() for t in leaves]
+            with torch.enable_grad():
+                found = rule.scores(leaves[0], leaves[1], leaves[2] if len(leaves) > 2 else None)
+                chosen = (found.gather(-1, at) * slope).sum()
+            grads = torch.autograd.grad(chosen, leaves)
+            dq[rows] += grads[0]
+            dk.index_add_(0, order, grads[1])
+            if self.dweights is not None:
+                self.dweights[rows] += grads[2]
+
+
+def _units(k: torch.Tensor, work: PairWork, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys in the order of their positions, and the units that they are."""
+    _, positions, order = work.on(k.device)
+    k = k if work.order is None else k.index_select(0, order)
+    return wide(k), (positions[:: rule.block] // rule.block)
+
+
+def _index_tiles(q: torch.Tensor, k: torch.Tensor) -> list[slice]:
+    return tiles(len(q), len(k) * q.shape[1] * q.shape[2])
+
+
+def _where(ids: torch.Tensor, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where selected units are among those of a chunk, and whether they are."""
+    wanted = ids.long()
+    at = torch.searchsorted(units, wanted).clamp_(max=len(units) - 1)
+    return at, units[at] == wanted
+
+
+def _walk(
+    plan: Plan, run: Pass, tag: CallTag, compute: Any, q: Any, k: Any, sums: Any
+) -> ring.Ring:
+    (part,) = ring.head_chunks(plan.job, q.shape[2], k.shape[2])
+    own: dict[str, Tensors] = {"query": (q,), "kv": (k,)}
+    one = ring.Ring(plan.job, run, tag, part, compute, own, sums)
+    ring.run([one])
+    return one
+
+
+NOTHING = {"out": [torch.Size((0,))]}  # what was found stays with what computes it
+
+
+def _forward(part: _Part, shard: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss [s, b, H], its gradient by every index score [s, b, H, top_k])."""
+    index_q, index_k, weights = shard
+    q, k = (t.detach().contiguous() for t in part.main)
+    ids, plan = part.selection.ids, part.attention
+    kernel, scale = SelectedAten(part.selection, latent=False), plan.job.scoring.scale
+    run = plan.job.chunks[0].forward
+    lse = wide(q).new_full(q.shape[:3], float("-inf"))
+    total = lse.new_zeros(ids.shape)
+    _walk(plan, run, part.calls[0], _LogSumExp(kernel, scale, lse), q, k, NOTHING)
+    compute = _Probabilities(kernel, scale, lse, total)
+    _walk(plan, run, part.calls[1], compute, q, k, NOTHING)
+    if part.tp_group is not None:
+        dist.all_reduce(total, group=part.tp_group)
+    scores = total.new_full(ids.shape, float("-inf"))
+    compute = _IndexScores(part, weights, scores)
+    run = part.index.job.chunks[0].forward
+    _walk(part.index, run, part.calls[2], compute, index_q, index_k, NOTHING)
+    p = total / total.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(total.dtype).tiny)
+    lse = scores.logsumexp(dim=-1, keepdim=True)
+    log = (scores - lse.masked_fill(lse == float("-inf"), 0.0)).masked_fill(ids < 0, 0.0)
+    loss = (torch.xlogy(p, p) - p * log).sum(dim=-1)
+    return loss, log.exp().masked_fill(ids < 0, 0.0) - p
+
+
+def _backward(
+    part: _Part, dloss: torch.Tensor, shard: Tensors, slope: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    q, k, weights = shard
+    dweights = None if weights is None else torch.zeros_like(wide(weights))
+    compute = _IndexGradients(part, weights, slope * dloss.unsqueeze(-1), dweights)
+    sums = {"dquery": [q.shape[1:]], "dkv": [k.shape[1:]]}
+    run, me = part.index.job.chunks[0].backward, part.index.job.ring.rank
+    done = _walk(part.index, run, part.calls[2], compute, q, k, sums)
+    (dq,), (dk,) = (done.partials.whole(run.totals[family, me]) for family in sums)
+    return dq.to(q.dtype), dk.to(k.dtype), None if weights is None else dweights.to(weights.dtype)
+
+
+class _IndexerLoss(torch.autograd.Function):
+    """The ranks of this process; flat: index_q, index_k, index_weights of the first, then ..."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, parts: Sequence[_Part], groups: Groups | InProcessGroups, *flat: Any
+    ) -> tuple[torch.Tensor, ...]:
+        flat = tuple(None if t is None else t.contiguous() for t in flat)
+        shards = [flat[n : n + 3] for n in range(0, len(flat), 3)]
+        with groups.running(flat[0].device.type):
+            found = groups.run(_forward, parts, shards)
+        losses, slopes = zip(*found, strict=True)
+        ctx.parts, ctx.groups = parts, groups
+        ctx.save_for_backward(*flat, *slopes)
+        return losses
+
+    @staticmethod
+    @first_order_only("mb.indexer_loss")
+    def backward(ctx: Any, *dlosses: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for part in ctx.parts:
+            part.index.groups.check()
+            part.index.groups.calls.backward(part.calls[2])
+        flat, slopes = ctx.saved_tensors[: -len(dlosses)], ctx.saved_tensors[-len(dlosses) :]
+        shards = [flat[n : n + 3] for n in range(0, len(flat), 3)]
+        with ctx.groups.running(dlosses[0].device.type):
+            found = ctx.groups.run(_backward, ctx.parts, dlosses, shards, slopes)
+        return None, None, *(grad for grads in found for grad in grads)

@@ -1,0 +1,108 @@
+"""The indexer's loss and its gradients against the formula, written by hand, in float64."""
+
+import pytest
+import sparse_oracle
+import torch
+import torch.distributed as dist
+
+import megatron_burst as mb
+from megatron_burst.sparse import rules
+
+S, B, D, TOP_K = 32, 2, 4, 5
+RULES = {"dsa": (rules.Dsa(), 3, 1), "qsa": (rules.Qsa(block=4), 3, 1),
+         "msa": (rules.Msa(block=2), 4, 2)}  # fmt: skip
+CAUSAL = torch.ones(S, S).tril().bool()
+
+
+def tensors(rule, heads=4):
+    """index_q, index_k, index_weights or None, q, k, weights of the loss."""
+    make = torch.Generator().manual_seed(0)
+    chosen, i, n = RULES[rule]
+    sizes = (i, D), (n, D), (i,), (4, D), (2, D), (chosen.selections(i, n),)
+    found = [torch.randn(S, B, *size, generator=make, dtype=torch.float64) for size in sizes]
+    return [x if chosen.weighted or n != 2 else None for n, x in enumerate(found)]
+
+
+def by_hand(rule, given):
+    """Loss [S, b, H] of every row, and gradients of the index tensors by autograd."""
+    *index, q, k, outer = given
+    chosen, *_ = RULES[rule]
+    block = chosen.block
+    index = [None if x is None else x.detach().requires_grad_() for x in index]
+    scores = sparse_oracle.index_scores(rule, block, *index)
+    units = sparse_oracle.chosen(scores.detach(), CAUSAL, block, TOP_K, chosen.own)
+    heads = scores.shape[2]
+    hidden = ~sparse_oracle.table(units, CAUSAL, block, B, 4)
+    _, p = sparse_oracle.attention(q, k, k, hidden, D**-0.5)
+    p = p.unflatten(2, (heads, -1)).sum(3).unflatten(-1, (-1, block)).sum(-1)
+    p = p / p.sum(-1, keepdim=True)
+    kept = torch.zeros_like(scores, dtype=torch.bool)
+    for t, row in enumerate(units):
+        for n, some in enumerate(row):
+            kept[t, n // heads, n % heads, some] = True
+    log = torch.log_softmax(scores.masked_fill(~kept, -1e300), -1)
+    loss = torch.where(p > 0, p * (p.clamp(min=1e-300).log() - log), 0.0).sum(-1)
+    leaves = [x for x in index if x is not None]
+    return loss.detach(), torch.autograd.grad((loss * outer).sum(), leaves)
+
+
+def close(found, wanted):
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("ranks", "layout"), [(1, "zigzag"), (2, "zigzag"), (4, "contiguous")])
+def test_equal_to_the_formula(rule, ranks, layout):
+    given = tensors(rule)
+    loss, grads = by_hand(rule, given)
+    layout, groups = mb.layout.make(layout, cp_size=ranks), mb.Groups.in_process(intra=ranks)
+    shards = [None if x is None else [mb.shard(x, layout, r).requires_grad_() for r in range(ranks)]
+              for x in given]  # fmt: skip
+    *index, q, k, outer = shards
+    chosen = RULES[rule][0]
+    found = mb.select(*index, rule=chosen, top_k=TOP_K, groups=groups, layout=layout)
+    losses = mb.indexer_loss(*index, q, k, found, rule=chosen, groups=groups)
+    close(mb.unshard(losses, layout).detach(), loss)
+    torch.autograd.backward(losses, [x.detach() for x in outer])
+    for mine, grad in zip([x for x in index if x is not None], grads, strict=True):
+        close(mb.unshard([x.grad for x in mine], layout), grad)
+    assert all(x.grad is None for x in [*q, *k])
+
+
+def of_half_the_heads():
+    """Loss and gradients on one of two ranks that each hold half of the heads of all rows."""
+    rank = dist.get_rank()
+    alone = [dist.new_group([r]) for r in range(2)][rank]
+    *index, q, k, outer = tensors("dsa")
+    index = [x.requires_grad_() for x in index]
+    groups = mb.Groups.flat(alone)
+    found = mb.select(*index, rule="dsa", top_k=TOP_K, groups=groups)
+    half = q[:, :, 2 * rank : 2 * rank + 2], k[:, :, rank : rank + 1]
+    loss = mb.indexer_loss(
+        *index, *half, found, rule="dsa", groups=groups, tp_group=dist.group.WORLD
+    )
+    loss.backward(outer)
+    return loss.detach(), [x.grad for x in index]
+
+
+def test_ranks_of_tensor_parallelism_sum_their_heads(ranks):
+    loss, grads = by_hand("dsa", tensors("dsa"))
+    for mine, of_index in ranks(2).run(of_half_the_heads):
+        close(mine, loss)
+        for grad, wanted in zip(of_index, grads, strict=True):
+            close(grad, wanted)
+
+
+def test_what_is_refused():
+    groups = mb.Groups.in_process(intra=1)
+    *index, q, k, _ = ([x] for x in tensors("dsa"))
+    found = mb.select(*index, rule="dsa", top_k=TOP_K, groups=groups)
+    for words, named in {
+        "makes .* selections of blocks of 4": {"rule": "qsa"},
+        "rule must be one of": {"rule": 3},
+        "tp_group must be a process group": {"tp_group": 3},
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            mb.indexer_loss(*index, q, k, found, **{"rule": "dsa", "groups": groups} | named)
+    with pytest.raises(ValueError, match="rule Dsa needs index_weights"):
+        mb.indexer_loss(*index[:2], None, q, k, found, rule="dsa", groups=groups)
