@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -146,7 +146,8 @@ def _calls(attention: Plan, index: Plan, label: object) -> tuple[CallTag, CallTa
 # --- one rank -----------------------------------------------------------------------------------
 
 
-class _Part(NamedTuple):
+@dataclass(frozen=True)
+class _Part:
     """One rank's part of a call. main: q and k of attention."""
 
     rule: Rule
@@ -165,7 +166,8 @@ class _LogSumExp:
     lse: torch.Tensor
 
     def pair(self, call: Call, queries: Tensors, keys: Tensors, sums: Sequence[Message]) -> None:
-        self.kernel.add_lse_(*queries, *keys, call.work, self.scale, self.lse)
+        (q,), (k,) = queries, keys
+        self.kernel.add_lse_(q, k, call.work, self.scale, self.lse)
 
 
 @dataclass
@@ -173,8 +175,8 @@ class _Probabilities(_LogSumExp):
     total: torch.Tensor
 
     def pair(self, call: Call, queries: Tensors, keys: Tensors, sums: Sequence[Message]) -> None:
-        given = call.work, self.scale, self.lse, self.total
-        self.kernel.add_probabilities_(*queries, *keys, *given)
+        (q,), (k,) = queries, keys
+        self.kernel.add_probabilities_(q, k, call.work, self.scale, self.lse, self.total)
 
 
 @dataclass
@@ -291,7 +293,9 @@ def _backward(
     run, me = part.index.job.chunks[0].backward, part.index.job.ring.rank
     done = _walk(part.index, run, part.calls[2], compute, q, k, sums)
     (dq,), (dk,) = (done.partials.whole(run.totals[family, me]) for family in sums)
-    return dq.to(q.dtype), dk.to(k.dtype), None if weights is None else dweights.to(weights.dtype)
+    if dweights is not None:
+        dweights = dweights.to(weights.dtype)
+    return dq.to(q.dtype), dk.to(k.dtype), dweights
 
 
 class _IndexerLoss(torch.autograd.Function):

@@ -48,6 +48,12 @@ q, k, v = (torch.randn(8, 1, 2, 4, requires_grad=True) for _ in range(3))
 cu_seqlens = [0, 5, 32]
 """
 STATES = f"{QKV}\nv = torch.randn(8, 1, 4, 3, requires_grad=True)"  # heads of width 3
+INDEX = f"""{QKV}
+groups = mb.Groups.flat(torch.distributed.group.WORLD)
+index_q, index_k, index_weights = (
+    torch.randn(8, 1, *size, requires_grad=True) for size in ((3, 4), (1, 4), (3,))
+)
+"""
 HEAD = """
 import torch
 import megatron_burst as mb
@@ -113,6 +119,9 @@ READERS = {
     ),
     "docs/trees.md-1": Reader(
         TREE, "loss.backward() is None and (len(local) == 0 or lm_head.grad.any())", ranks=4
+    ),
+    "docs/sparse.md-0": Reader(
+        INDEX, "chosen.counts.max() == 4 and q.grad.any() and index_k.grad.any()", ranks=4
     ),
     "docs/own-script.md-2": Reader("", "torch.allclose(out[:, 0].transpose(0, 1), expected)"),
     "docs/own-script.md-3": Reader(CONFIG, "transformer_config.burst.layout == 'zigzag'"),

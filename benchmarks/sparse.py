@@ -1,0 +1,87 @@
+"""What sparse attention sends and holds, by ring and by all-gather: bytes counted on CPU ranks.
+
+    python -m benchmarks.sparse --tokens 8192 --ranks 4
+
+One layer with the latent of DeepSeek-V3.2 (576 columns, values the first 512) and fewer heads:
+selection, attention forward and backward. Bytes are those that a rank sent; what it holds are the
+messages among the storages alive when most bytes are, in chunks (the keys of one rank).
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron_burst as mb
+
+from .memory.live import LiveTensors
+from .ranks import on_ranks
+
+WIDTH, VALUES, HEADS, INDEX_HEADS, INDEX_WIDTH = 576, 512, 2, 2, 128
+
+
+def layer(groups: mb.Groups, rows: int, top_k: int, algorithm: str) -> dict[str, tuple[int, int]]:
+    """phase -> (bytes sent, bytes of messages at the peak) of this rank."""
+    torch.manual_seed(groups.rank)
+    sizes = (INDEX_HEADS, INDEX_WIDTH), (1, INDEX_WIDTH), (INDEX_HEADS,), (HEADS, WIDTH), (1, WIDTH)
+    *index, q, k = (torch.randn(rows, 1, *size) for size in sizes)
+    q, k = q.requires_grad_(), k.requires_grad_()
+    found: dict[str, tuple[int, int]] = {}
+    options: Any = {"groups": groups, "algorithm": algorithm}
+    with LiveTensors() as live:
+
+        def phase(name: str, run: Any) -> Any:
+            sent = groups.counters.intra
+            live.begin(name)
+            result = run()
+            # `comm.packing` makes the room of a message as a row of bytes
+            rooms = [
+                block.bytes
+                for block in live.peaks[name].blocks
+                if block.dtype == torch.uint8 and len(block.shape) == 1
+            ]
+            found[name] = groups.counters.intra - sent, sum(rooms)
+            return result
+
+        live.begin("start")
+        for tensor in (*index, q, k):
+            tensor.view(-1)
+        chosen = phase("select", lambda: mb.select(*index, rule="dsa", top_k=top_k, **options))
+        out = phase(
+            "forward",
+            lambda: mb.sparse_attention(q, k, None, chosen, value_width=VALUES, **options),
+        )
+        phase("backward", lambda: out.sum().backward())
+    return found
+
+
+def on_rank(tokens: int, top_k: int, algorithm: str) -> dict[str, tuple[int, int]]:
+    world = dist.group.WORLD
+    assert world is not None
+    groups = mb.Groups.flat(world)
+    return layer(groups, tokens // groups.size, top_k, algorithm)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--top-k", type=int, default=64)
+    given = parser.parse_args()
+    rows = given.tokens // given.ranks
+    chunks = {"select": rows * INDEX_WIDTH * 4, "forward": rows * WIDTH * 4}
+    chunks["backward"] = chunks["forward"]
+    for algorithm in ("burst", "all_gather"):
+        results = on_ranks(given.ranks, on_rank, given.tokens, given.top_k, algorithm)
+        for phase, chunk in chunks.items():
+            sent = max(result[phase][0] for result in results)
+            held = max(result[phase][1] for result in results)
+            print(f"{algorithm:>10} {phase:>8}: a chunk {chunk:,} bytes, a rank sends at most "
+                  f"{sent / chunk:.2f} chunks, holds messages of {held / chunk:.2f}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
