@@ -142,7 +142,7 @@ def summarize(
     console.print(saved(compared))
     if compared["seconds_separate"] < 1.5 * compared["seconds_merged"]:
         console.print("At this size calls take the time, not rows; --hidden-size 256 --digits 10 "
-                      "--samples 16 --steps 1 shows a larger one.", markup=False)  # fmt: skip
+                      "--samples 16 --steps 1 --warm-up 1 shows a larger one.", markup=False)  # fmt: skip
     console.print()
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     found = checks(run, compared)
