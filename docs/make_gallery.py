@@ -47,6 +47,12 @@ How to read a **scan of states** ([linear attention](linear-attention.md)): on t
 of the sequence in the order of positions, in the colour of the rank that holds them. Below, a
 column is a round: ranks send from its left side to its right side. s3 is the state that enters
 piece 3, s3.1 part 1 of it, m3 what piece 3 does to any state; red arrows go to another node.
+
+How to read a **tree** ([prefix trees](trees.md)): a bar is a run of tokens without a branch, at its
+place on the path from the root, so that a trajectory is read from left to right. Its parts have the
+colours of the ranks that hold them. The mask has the rows depth first: below each shared run is a
+column, the queries of all its branches. Keys and values are counted once for every rank, and once
+for every node, that needs them.
 """
 
 
@@ -189,6 +195,14 @@ SECTIONS = (
                 "turn. Each part of a state has its rank in each node: it takes in the maps of "
                 "the node's pieces, passes its part of the state on to the next node, and tells "
                 "each piece of its node what enters there."),
+    )),
+    Section("Prefix trees", (
+        Picture("tree-balanced",
+                "tree --trajectories 'random(seed=2, samples=8, turns=3, prompt=160)' "
+                "--nodes 2 --per-node 4",
+                "Eight samples of one prompt, some of which share turns. Every rank holds as many "
+                "rows and computes nearly as many pairs; the prompt lies on one node, and its keys "
+                "and values cross to the other once."),
     )),
 )  # fmt: skip
 

@@ -70,6 +70,7 @@ _HOMES = {
     "megatron": "",  # above this package: imported when asked for, by nothing in it
     "prepare": "planning.prepare",
     "prepare_linear": "linear_attention.plan",
+    "rl": "megatron",  # above this package, as is `megatron`
     "shard": "layout.sharding",
     "short_convolution": "linear_attention.short_convolution",
     "simulate": "tools.advise.simulate",

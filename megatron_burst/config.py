@@ -29,7 +29,7 @@ from .units import size_of
 
 OFF = "megatron"  # the algorithm that keeps Megatron's attention
 Loss = Literal["off", "single_pass", "recompute"]
-Pack = Literal["off", "documents"]
+Pack = Literal["off", "documents", "trees"]
 Auto = Literal["auto"]
 # block_striped needs a block length: such layouts are made by `mb.layout.make`, not named.
 NAMED_LAYOUTS = ("balanced", "contiguous", "striped", "zigzag")
@@ -131,7 +131,8 @@ class BurstConfig:
         Pack,
         Described(
             "documents: repack the documents of every global batch, over the data-parallel ranks, "
-            "into micro-batches of --seq-length tokens that are predicted to take equally long"
+            "into micro-batches of --seq-length tokens that are predicted to take equally long; "
+            "trees: micro-batches are what mb.rl packs, also on one context-parallel rank"
         ),
     ] = "off"
     offload: Annotated[

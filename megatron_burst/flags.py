@@ -102,7 +102,7 @@ def layout_for(algorithm: Any, store: Any, pack: Any = "off") -> str:
     """The layout that follows from other choices: balanced for documents that are packed anew,
     whose lengths zigzag within documents cannot cut; striped where it alone balances the
     recompute."""
-    if pack != "off" and algorithm != OFF:
+    if pack == "documents" and algorithm != OFF:
         return "balanced"
     partial = isinstance(store, (int, float)) and 0 < store < 1
     return "striped" if partial and algorithm != OFF else "zigzag"

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -162,15 +163,11 @@ def pack(
 
     Raises ValueError for tokens or weights that are none, or if there is no token at all.
     """
-    each_of = enumerate(_sequence("trajectories", trajectories))
-    tokens = [_tokens(f"trajectories[{i}]", each) for i, each in each_of]
+    tokens = _of_trajectories(trajectories)
     segments: list[_Segment] = []
     leaf = [-1] * len(tokens)
     path: list[int] = []  # segments of the trajectory before
-    previous = np.empty(0, dtype=np.int64)
-    # As bytes, most significant first, a prefix comes right before what begins with it.
-    for i in sorted(range(len(tokens)), key=lambda i: tokens[i].astype(">u8").tobytes()):
-        shared = _common(previous, tokens[i])
+    for i, shared in zip(*_neighbours(tokens), strict=True):
         while path and segments[path[-1]].begin >= shared:
             path.pop()
         if path and segments[path[-1]].end > shared:  # branches inside a segment: cut it in two
@@ -182,9 +179,19 @@ def pack(
             segments.append(_Segment(path[-1] if path else -1, i, shared, len(tokens[i])))
             path.append(len(segments) - 1)
         leaf[i] = path[-1] if path else -1
-        previous = tokens[i]
     parts = [tokens[each.source][each.begin : each.end] for each in segments]
     return _arranged(parts, [each.parent for each in segments], leaf, weights, multiple)
+
+
+def neighbours(trajectories: Sequence[Any]) -> tuple[list[int], list[int]]:
+    """An order in which trajectories that share a prefix lie next to each other.
+
+    trajectories: as of `pack`. Returns their indices in that order, and how many tokens each shares
+    with the one before it, 0 for the first: a run of neighbours has as many distinct prefixes as
+    its first has tokens, and what each of the others does not share. Raises ValueError for tokens
+    that are none.
+    """
+    return _neighbours(_of_trajectories(trajectories))
 
 
 def from_segments(
@@ -221,6 +228,18 @@ def from_segments(
         if not 0 <= each < len(parts):
             raise ValueError(f"ends[{i}] must be one of {len(parts)} segments, got {each}")
     return _arranged(parts, before, leaf, weights, multiple)
+
+
+def _of_trajectories(trajectories: Sequence[Any]) -> list[np.ndarray]:
+    each_of = enumerate(_sequence("trajectories", trajectories))
+    return [_tokens(f"trajectories[{i}]", each) for i, each in each_of]
+
+
+def _neighbours(tokens: list[np.ndarray]) -> tuple[list[int], list[int]]:
+    # As bytes, most significant first, a prefix comes right before what begins with it.
+    order = sorted(range(len(tokens)), key=lambda i: tokens[i].astype(">u8").tobytes())
+    shared = [0, *(_common(tokens[a], tokens[b]) for a, b in pairwise(order))]
+    return order, shared[: len(order)]
 
 
 def _arranged(

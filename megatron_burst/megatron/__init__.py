@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 _LATE = {  # these import Megatron-Core
     "BurstCoreAttention": "attention.core_attention",
     "gather_sequence": "data.slicing",
+    "rl": "rl",
     "shard_sequence": "data.slicing",
 }
 
@@ -64,4 +65,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_LATE[name]}"), name)
+    home = importlib.import_module(f"{__name__}.{_LATE[name]}")
+    return home if name == "rl" else getattr(home, name)

@@ -158,7 +158,7 @@ def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None)
         _fix_layout(patches, burst.layout)
     if burst.algorithm != "megatron":
         settle_cut(patches, cut_for(config, burst))
-    if burst.pack != "off":
+    if burst.pack == "documents":
         patches.notes["packing"] = True
     if burst.offload:
         patches.notes["offload"] = burst

@@ -139,11 +139,12 @@ def _facts(args: Any) -> dict[str, Any]:
 def _agreeing(patches: PatchSet, original: Callable, *args: Any, **named: Any) -> Any:
     """Compare the flags of all ranks before Megatron makes process groups, which is collective."""
     if _ASKED in patches.notes:
-        agree(patches.notes[_ASKED], _gather)
+        agree(patches.notes[_ASKED], gather_from_all)
     return original(*args, **named)
 
 
-def _gather(header: torch.Tensor) -> list[torch.Tensor]:
+def gather_from_all(header: torch.Tensor) -> list[torch.Tensor]:
+    """The headers of all ranks of the job, as `agree` wants them."""
     gathered = [header] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, header)
     return gathered

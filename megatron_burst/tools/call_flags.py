@@ -71,11 +71,14 @@ def add_side(parser: argparse.ArgumentParser) -> None:
                         "backward (default: auto, those with fewer bytes)")  # fmt: skip
 
 
-def add_heads(parser: argparse.ArgumentParser, *, width: int) -> None:
-    """Add `--heads`, `--kv-heads` and `--width`. width: of a head, where nobody says."""
+def add_heads(parser: argparse.ArgumentParser, *, width: int, queries: bool = True) -> None:
+    """Add `--heads`, if queries matter, `--kv-heads` and `--width`. width: of a head, where nobody
+    says."""
     defaults = {"heads": (8, "query heads"), "kv-heads": (8, "key/value heads"),
                 "width": (width, "width of a head")}  # fmt: skip
     for name, (value, what) in defaults.items():
+        if name == "heads" and not queries:
+            continue
         parser.add_argument(f"--{name}", type=int, metavar="N", default=value,
                             help=f"{what} (default: {value})")  # fmt: skip
 

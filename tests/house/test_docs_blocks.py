@@ -23,7 +23,11 @@ from megatron_burst.cli import main as cli
 # --- Python blocks -------------------------------------------------------------------------
 
 INSTALLED = {"megatron": "megatron.core", "bridge": "megatron.bridge", "nemo2": "nemo"}
-ELSEWHERE = {"bridge": "tests/recipes runs it", "nemo2": "NeMo 2 cannot run without a GPU"}
+ELSEWHERE = {
+    "bridge": "tests/recipes runs it",
+    "megatron-ranks": "tests/megatron/test_rl.py runs it",
+    "nemo2": "NeMo 2 cannot run without a GPU",
+}
 
 
 class Reader(NamedTuple):

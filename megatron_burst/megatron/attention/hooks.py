@@ -17,7 +17,7 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 
 from ...recompute.checkpoint import Framed, Offload, current, framed
 from .. import patching
-from ..checks.splitting import splits
+from ..checks.splitting import attends
 from ..data.cut import group_of
 from ..offload.tier import tier_of
 from ..patching import bound_to, given_to, require_function
@@ -53,8 +53,7 @@ def _with_burst(stock: tuple[type, ...], original: Callable, /, *args: Any, **kw
     bound = bound_to(original, args, kwargs)
     config, submodules = bound.arguments["config"], bound.arguments["submodules"]
     burst = getattr(config, "burst", None)
-    ours = burst is not None and burst.algorithm != "megatron"
-    if ours and splits(config):
+    if burst is not None and attends(config, burst):
         core = _replaced(submodules.core_attention, stock)
         bound.arguments["submodules"] = dataclasses.replace(submodules, core_attention=core)
     original(*bound.args, **bound.kwargs)

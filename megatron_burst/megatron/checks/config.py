@@ -24,6 +24,7 @@ from .cuda_graphs import graph_problems
 from .problem import ConfigView, Problem, Refused, Rule, broken, excluded, refuse
 from .splitting import (
     DELTA_NETS,
+    attends,
     changing_groups,
     hybrid_problems,
     linear_layers,
@@ -64,7 +65,7 @@ def config_problems(
         )
     yield from cluster_problems(burst, config)
     yield from mask_problems(config, burst)
-    if not splits(config) or burst.algorithm == OFF:
+    if not attends(config, burst):
         yield from two_layout_problems(config, burst)
         if splits(config) and burst.layout != "zigzag":
             yield Problem(

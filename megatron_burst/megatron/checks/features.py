@@ -281,5 +281,5 @@ _PACKING = (
 
 def packing_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     """Unless `--burst-pack` can do what it is asked."""
-    if burst.algorithm != OFF and burst.pack != "off":
+    if burst.algorithm != OFF and burst.pack == "documents":
         yield from broken(_PACKING, config, burst, f"--burst-pack {burst.pack}")

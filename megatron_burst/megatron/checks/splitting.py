@@ -40,6 +40,12 @@ def splits(settings: Any) -> bool:
     return settings.context_parallel_size != 1 or changing_groups(settings) is not None
 
 
+def attends(settings: Any, burst: BurstConfig) -> bool:
+    """Whether BurstAttention computes attention in models of such a run: where micro-batches are
+    split, and where they are prefix trees, which Megatron's own attention does not know."""
+    return burst.algorithm != OFF and (splits(settings) or burst.pack == "trees")
+
+
 def needs_ranks(flag: str, config: Any, burst: BurstConfig, remove: tuple[str, ...]) -> Problem:
     """The problem of a flag that only BurstAttention over several ranks can honour."""
     return Problem(

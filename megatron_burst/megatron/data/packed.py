@@ -56,6 +56,7 @@ class Pack:
     end: int
     documents: tuple[int, ...]
     padding: tuple[int, ...] = ()
+    paths = False  # whether positions count along the paths of a tree
 
     @property
     def mask(self) -> Mask:
@@ -128,7 +129,8 @@ class Pack:
         if key not in self._made:
             rows, in_document = self.places(cut, cp_size, rank)
             if angles is not None:
-                rows = np.minimum(rows if angles == self.total else in_document, angles - 1)
+                of_pack = angles == self.total and not self.paths
+                rows = np.minimum(rows if of_pack else in_document, angles - 1)
             self._made[key] = to_device(rows, device)
         return self._made[key]
 
@@ -161,9 +163,22 @@ class Packs:
         self._made: WeakValueDictionary[tuple, _Cuts] = WeakValueDictionary()
         self._cut = Recent(CUTS_KEPT)
         self._values: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._trees: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def note_tree(self, cu_seqlens: torch.Tensor, pack: Pack) -> None:
+        """Remember that `cu_seqlens`, which says nothing itself, stands for a prefix tree."""
+        vars(pack)["_made"] = self._made.setdefault(pack.cut_key, pack._made)
+        self._trees[cu_seqlens] = pack
+
+    def is_tree(self, cu_seqlens: torch.Tensor) -> bool:
+        """Whether this very tensor stands for a prefix tree."""
+        return cu_seqlens in self._trees
 
     def of(self, total: int, cu_seqlens: torch.Tensor, padded: torch.Tensor | None = None) -> Pack:
         """As `pack_of`, which is asked once for tensors that nobody has changed since."""
+        tree: Any = self._trees.get(cu_seqlens)
+        if tree is not None:
+            return tree
         state = total, cu_seqlens._version, None if padded is None else padded._version
         entries: Any = self._known.setdefault(cu_seqlens, {})
         with_padding = padded is not None

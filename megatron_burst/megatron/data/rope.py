@@ -126,7 +126,9 @@ def packed_rope(
         angles = tables().of_pack(freqs, t.shape[0], cu_seqlens, _held(layout, group))
         return rotate(t.unsqueeze(1), angles, **named).squeeze(1)
     if group is None or group.size() == 1:
-        return original(*args, **kwargs)
+        if not packs().is_tree(cu_seqlens):
+            return original(*args, **kwargs)
+        group = ONE_RANK
     pack, cut = packs().of(t.shape[0] * group.size(), cu_seqlens), cut_of_run(layout)
     if isinstance(pack.layout(cut, group.size()), DocumentZigzag):
         return original(*args, **kwargs)

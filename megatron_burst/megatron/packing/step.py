@@ -31,7 +31,7 @@ _TOLD = "packing was logged"
 
 def asked(burst: BurstConfig) -> bool:
     """Whether steps are packed with these choices."""
-    return burst.pack != "off" and burst.algorithm != OFF
+    return burst.pack == "documents" and burst.algorithm != OFF
 
 
 def patch(patches: PatchSet) -> None:
@@ -44,9 +44,10 @@ def _packed(patches: PatchSet, run: Callable, named: dict[str, Any]) -> Any:
     config = get_model_config(chunks[0])
     burst = getattr(config, "burst", None)
     wanted = patches.notes.get(ASKED) and burst is not None and asked(burst)
-    if not wanted or named.get("forward_only"):
-        return run(**named)
     iterators, several = named["data_iterator"], isinstance(named["data_iterator"], list)
+    ready = isinstance(iterators[0] if several else iterators, ReadyBatches)
+    if not wanted or ready or named.get("forward_only"):
+        return run(**named)
     multiple = config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
     packed, packing = step(
         iterators if several else [iterators],
@@ -58,6 +59,16 @@ def _packed(patches: PatchSet, run: Callable, named: dict[str, Any]) -> Any:
     named["num_microbatches"] = _agreed(packing.count if packing else 0)
     named["data_iterator"] = packed if several else packed[0]
     return run(**named)
+
+
+class ReadyBatches:
+    """An iterator over micro-batches that were packed already."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._left = iter(batches)
+
+    def __next__(self) -> Any:
+        return next(self._left)
 
 
 def _summary(packing: Packing, count: int) -> str:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megatron-burst show`: draw masks, layouts, schedules and scans of states, as text or as PNG.
+"""`megatron-burst show`: draw masks, layouts, schedules, scans of states and prefix trees, as text
+or as PNG.
 
-This module holds the flags and the size limits. `scene`, `packs` and `scans` compute what is drawn;
-`text`, `pictures` and `timeline` draw it. rich and matplotlib are imported only when they
+This module holds the flags and the size limits. `scene`, `packs`, `scans` and `trees` compute what
+is drawn; `text`, `pictures` and `timeline` draw it. rich and matplotlib are imported only when they
 draw.
 """
 
@@ -23,6 +24,8 @@ from .packs import PackScene, pack_scene
 from .scans import add_flags as add_scan
 from .scans import scan_scene
 from .scene import LayoutScene, MaskScene, Shards, schedule_scene
+from .trees import add_flags as add_tree
+from .trees import tree_scene
 from .words import Scene
 
 # The largest pictures that can be read: positions of a matrix or a strip, ranks of a timeline.
@@ -34,6 +37,7 @@ PICTURES = {
     "layout": "which positions each rank holds",
     "documents": "which rank holds which part of packed documents, in three layouts",
     "scan": "how states of linear attention pass from rank to rank",
+    "tree": "a prefix tree of trajectories: which rank holds which part, and the mask",
 }
 PACK = 1 << 20  # positions of packed documents, of which only runs are drawn
 
@@ -52,6 +56,13 @@ layouts:  contiguous, zigzag, striped, block_striped(BLOCK),
           balanced alone takes the documents of --mask
 """,
     "lengths": "lengths:  300, 20, 5 or random(SEED, MEDIAN), which fill --seq positions\n",
+    "trajectories": """\
+trajectories: a file with lines such as [11, 12, 13], the token ids of one trajectory, or
+          random(SEED, PROMPTS, SAMPLES, TURNS): SAMPLES trajectories of each prompt, of which each
+          shares a random number of turns with one before it (default: 0, 1, 4, 2); prompt=64 and
+          turn=32 are the mean tokens of a prompt and of a turn
+layouts:  balanced, or contiguous, zigzag, striped, block_striped(BLOCK)
+""",
 }
 EXAMPLES = {
     "mask": "--mask 'causal & window(23)' --layout striped --ranks 8",
@@ -59,10 +70,11 @@ EXAMPLES = {
     "layout": "--mask causal --ranks 4",
     "documents": "--lengths 300,20,5,60,40,31 --ranks 4",
     "scan": "--algorithm two_level --nodes 2 --per-node 4",
+    "tree": "--trajectories 'random(seed=1, samples=8, turns=3)' --nodes 2 --per-node 4",
 }
 TAKES = {
     "mask": ("mask", "layout"), "schedule": ("mask", "layout"), "layout": ("mask", "layout"),
-    "documents": ("lengths", "mask"), "scan": ("layout", "lengths"),
+    "documents": ("lengths", "mask"), "scan": ("layout", "lengths"), "tree": ("trajectories",),
 }  # fmt: skip
 EPILOG = "examples:\n" + "".join(
     f"  megatron-burst show {name} {words}\n" for name, words in EXAMPLES.items()
@@ -89,25 +101,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name == "documents":
             add("--lengths", required=True, metavar="LENGTHS",
                 help="tokens of each document: 300,20,5 or random(SEED, MEDIAN)")  # fmt: skip
-        if name != "scan":
+        if name not in ("scan", "tree"):
             mask = None if name == "layout" else "causal"
             add("--mask", default=mask, metavar="MASK", help="which pairs attend, for example "
                 f"'causal & window(1023)' (default: {mask or 'none, so no work is drawn'})",
             )  # fmt: skip
-        if name != "documents":
+        if name not in ("documents", "tree"):
             layout = None if name == "layout" else "zigzag"
             add("--layout", default=layout, metavar="LAYOUT",
                 help=f"which positions a rank holds (default: {layout or 'each in turn'})",
             )  # fmt: skip
         add("--ranks", type=int, metavar="N", help="ranks on one node (default: 4)")
         call_flags.add_grid(sub)
-        add(*named("--seq"), type=int, metavar="N",
-            help="length of the sequence (default: 8 positions per rank)")  # fmt: skip
+        if name != "tree":
+            add(*named("--seq"), type=int, metavar="N",
+                help="length of the sequence (default: 8 positions per rank)")  # fmt: skip
         call_flags.add_pictures(sub, "write a PNG file instead of text")
         if name == "schedule":
             _add_schedule(sub)
         elif name == "scan":
             add_scan(sub)
+        elif name == "tree":
+            add_tree(sub)
 
 
 def _add_schedule(sub: argparse.ArgumentParser) -> None:
@@ -146,6 +161,9 @@ def scene_of(arguments: argparse.Namespace) -> Scene:
     if arguments.picture == "documents":
         _at_most("--ranks", grid.size, RANKS[kind], kind)
         return _documents(arguments, grid)
+    if arguments.picture == "tree":
+        _at_most("--ranks", grid.size, RANKS[kind], kind)
+        return tree_scene(arguments, grid, kind)
     seq_len = 8 * grid.size if arguments.seq is None else arguments.seq
     if arguments.picture in ("schedule", "scan"):
         _at_most("--ranks", grid.size, RANKS[kind], kind)

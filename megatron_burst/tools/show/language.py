@@ -7,6 +7,7 @@
             `megatron_burst.layout.make` with its arguments; balanced takes those that it is not
             given from a mask such as documents([0, 5, 64]) & causal
     lengths 300, 20, 5 or random(SEED, MEDIAN): of packed documents
+    trajectories random(SEED, PROMPTS, SAMPLES, TURNS): that share prefixes
 
 Python's own parser reads the text. Only names, & and |, and calls with literal arguments are
 evaluated, so nothing else of Python runs. An error is a ValueError that shows the text, the place
@@ -28,6 +29,7 @@ from ...layout import NAMES, Layout, integer
 from ...masks import Mask
 
 DENSITY = 0.25  # of the visible blocks in a random table, the diagonal aside
+DRAWN = 1 << 24  # tokens of random trajectories, at most
 LONGEST = 60  # characters of the expression in an error message
 MOST_MASKS = 100  # masks nest as deeply as their text, and Python's stack is limited
 
@@ -69,6 +71,14 @@ def _balanced(
     windows: list[tuple[int | None, int | None]] | None = None,
     padding: list[int] | None = None,
 ) -> Layout:
+    if isinstance(packed, masks.Tree):
+        if cu_seqlens is not None or padding is not None:
+            raise ValueError(
+                "the segments of a tree are laid out; leave out cu_seqlens and padding"
+            )
+        return layout.make(
+            "balanced", cp_size=ranks, tree=packed, per_node=per_node, windows=windows
+        )
     documents, window = _parts(packed)
     if cu_seqlens is None:
         if documents is None:
@@ -107,6 +117,34 @@ def _random_lengths(
         drawn = round(float(random.lognormal(np.log(median), spread)))
         found.append(min(max(1, drawn), left if longest is None else longest, left))
         left -= found[-1]
+    return found
+
+
+def _random_trajectories(
+    seed: int = 0, prompts: int = 1, samples: int = 4, turns: int = 2, prompt: int = 64,
+    turn: int = 32,
+) -> list[list[int]]:  # fmt: skip
+    """Random tokens: `samples` trajectories of each prompt. Each but the first shares a random
+    number of its turns with one before it. prompt, turn: their mean lengths."""
+    sizes = {"prompts": prompts, "samples": samples, "turns": turns, "prompt": prompt,
+             "turn": turn}  # fmt: skip
+    for name, size in sizes.items():
+        if integer(name, size) < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    total = prompts * samples * (prompt + turns * turn)
+    if total > DRAWN:
+        raise ValueError(f"trajectories have at most {DRAWN} tokens, these have about {total}")
+    random, found = np.random.RandomState(integer("seed", seed)), []
+
+    def drawn(mean: int) -> list[int]:
+        return random.randint(0, 1 << 16, random.randint(1, 2 * mean)).tolist()
+
+    for _ in range(prompts):
+        start, sampled = drawn(prompt), []
+        for i in range(samples):
+            shared = sampled[random.randint(i)][: random.randint(turns)] if i else []
+            sampled.append(shared + [drawn(turn) for _ in range(turns - len(shared))])
+        found += [sum(each, start) for each in sampled]
     return found
 
 
@@ -154,6 +192,12 @@ def lengths(text: str, seq_len: int) -> list[int]:
     if min(found, default=0) < 1:
         raise ValueError(f"--lengths: every document has at least one token, got {text}")
     return found
+
+
+def trajectories(text: str) -> list[list[int]]:
+    """The random trajectories that `text` describes."""
+    names = {"random": _random_trajectories}
+    return _Expression("trajectories", text, names, lambda made: None).value()
 
 
 class _Expression:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scenes as PNG: the score matrix, layouts, packed documents, scans; `timeline` has schedules."""
+"""Scenes as PNG: the score matrix, layouts, packed documents, scans, trees; `timeline` has
+schedules."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from .colours import GREY, INK, PAPER, RULE, WARN, channels, mixed, of_document,
 from .packs import PADDING, Holding, PackScene, runs_of
 from .scans import ScanScene
 from .scene import LayoutScene, MaskScene, ScheduleScene
+from .trees import SAMPLED, TreeScene
 
 
 def draw(scene: words.Scene, path: Path) -> None:
@@ -304,10 +306,70 @@ def _hop(axes: Axes, scene: ScanScene, hop: int, each: float) -> None:
         )  # fmt: skip
 
 
+# --- trees ---------------------------------------------------------------------------------
+
+PATHS = 6.0  # inches along the path
+COLUMNS = 0.85  # inches of the columns of ranks
+THICK = 0.72  # of a lane
+
+
+def _tree(scene: TreeScene) -> Figure:
+    """The segments along the path, the mask beside them, and the rows and pairs of each rank."""
+    foot = 0.45 + 0.19 * len(words.caption(scene))
+    figure = _headed(0.9 + PATHS + SIDE + 0.4, foot + COLUMNS + 0.85 + SIDE + 1.0, scene)
+    bottom = foot + COLUMNS + 0.8
+    paths = box(figure, 0.3, bottom, PATHS, SIDE)
+    paths.set_title("segments, from the root to the right", loc="left", fontsize=10)
+    _segments(paths, scene)
+    computers, step = scene.sampled(SAMPLED["png"])
+    mask = box(figure, 0.85 + PATHS, bottom, SIDE, SIDE)
+    _matrix(mask, computers, scene.grid.size)
+    each = "" if step == 1 else f", every {step} rows"
+    mask.set_title(f"mask: rows depth first{each}", loc="left", fontsize=10)
+    mask.set_xlabel("key", labelpad=2)
+    mask.set_ylabel("query", labelpad=2)
+    mask.set_xticks([0, len(computers)], ["0", f"{scene.shards.seq_len:,}"])
+    mask.set_yticks([])
+    wide = (PATHS + SIDE + 0.55 - 0.4) / 2
+    for i, (name, found) in enumerate((("rows", scene.rows), ("visible pairs", scene.work))):
+        axes = box(figure, 0.3 + i * (wide + 0.4), foot, wide, COLUMNS)
+        axes.set_title(f"{name} of each rank", loc="left", fontsize=10)
+        _columns(axes, found, max(found))
+        for rank in range(scene.grid.size):
+            axes.annotate(str(rank), (rank, 0), (0, -3), textcoords="offset points", ha="center",
+                          va="top", fontsize=min(8, 130 / scene.grid.size), color=GREY)  # fmt: skip
+    return figure
+
+
+def _segments(axes: Axes, scene: TreeScene) -> None:
+    """A bar for each segment in its lane, and rules from its end to those that continue it."""
+    segments, ranks = scene.segments, scene.grid.size
+    runs = [scene.runs(segment) for segment in segments]
+    width = 0.5 if sum(map(len, runs)) <= 256 else 0
+    for segment in segments:
+        if segment.parent >= 0:
+            ends = [segments[segment.parent].lane, segment.lane]
+            axes.plot([segment.depth] * 2, ends, color=GREY, linewidth=0.8, zorder=0)
+    for segment, parts in zip(segments, runs, strict=True):
+        owners = [rank for *_, rank in parts]
+        lanes.bars(axes, segment.lane - THICK / 2, THICK, [run[:2] for run in parts],
+                   [of_rank(rank, ranks) for rank in owners], list(map(str, owners)),
+                   least=scene.depth / 40 if scene.lanes <= 32 else np.inf, size=7.5,
+                   width=width)  # fmt: skip
+    axes.set_xlim(0, scene.depth)
+    axes.set_ylim(max(scene.lanes, 4) - 0.5, -0.5)
+    axes.set_xticks([0, scene.depth], ["0", f"{scene.depth:,}"])
+    axes.set_xlabel("position on the path", labelpad=-4)
+    axes.set_yticks([])
+    axes.tick_params(length=0, pad=3)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
 DRAWERS: dict[type, Callable[[Any], Figure]] = {
     MaskScene: _mask,
     LayoutScene: _layouts,
     PackScene: _packs,
     ScanScene: _scan,
     ScheduleScene: timeline.draw,
+    TreeScene: _tree,
 }

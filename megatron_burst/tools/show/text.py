@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from .colours import of_document, of_rank
 from .packs import PADDING, Holding, PackScene
 from .scans import ScanScene
 from .scene import LayoutScene, MaskScene, ScheduleScene, share
+from .trees import SAMPLED, TreeScene
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 HIDDEN = "·"
@@ -51,14 +52,20 @@ def _mask(scene: MaskScene) -> Iterator[RenderableType]:
     yield _matrix(scene.computers, shards.size, set())
     yield Text("shard order: rank after rank", style="bold")
     yield _matrix(scene.computers[np.ix_(order, order)], shards.size, edges)
+    yield _work({}, shards.work)
+
+
+def _work(columns: Mapping[str, Sequence[int]], work: Sequence[int]) -> Table:
+    """The numbers of each rank, and the visible pairs of its queries as a bar."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("rank", "visible pairs", ""):
+    for heading in ("rank", *columns, "visible pairs", ""):
         table.add_column(heading, justify="left" if not heading else "right")
-    most = max([*shards.work, 1])
-    for rank, pairs in enumerate(shards.work):
-        bar = Bar(most, 0, pairs, width=BAR, color=of_rank(rank, shards.size))
-        table.add_row(str(rank), f"{pairs:,}", bar)
-    yield table
+    most = max([*work, 1])
+    for rank, pairs in enumerate(work):
+        bar = Bar(most, 0, pairs, width=BAR, color=of_rank(rank, len(work)))
+        numbers = (f"{each[rank]:,}" for each in columns.values())
+        table.add_row(str(rank), *numbers, f"{pairs:,}", bar)
+    return table
 
 
 def _matrix(computers: np.ndarray, ranks: int, edges: set[int]) -> Text:
@@ -176,6 +183,32 @@ def _hops(scene: ScanScene, rank: int, number: int) -> Text:
     return Text(" ".join(named) or "·")
 
 
+# --- trees ---------------------------------------------------------------------------------
+
+
+def _tree(scene: TreeScene) -> Iterator[RenderableType]:
+    """A line for each segment, at its place on the path; then the mask, and what ranks compute."""
+    scale = -(-scene.depth // STRIP)
+    if scale > 1:
+        yield Text(f"a character of a bar stands for {scale} tokens\n", style="dim")
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for segment in scene.segments:
+        strip = Text(" " * (segment.depth // scale), no_wrap=True)
+        for start, stop, rank in scene.runs(segment):
+            for _ in range(max(stop // scale - start // scale, scale == 1)):
+                _append_digit(strip, rank, scene.grid.size)
+        if not strip.plain.strip():  # shorter than a character
+            _append_digit(strip, scene.runs(segment)[0][2], scene.grid.size)
+        table.add_row(strip, f"rows {segment.begin:,} to {segment.stop - 1:,}")
+    yield table
+    computers, step = scene.sampled(SAMPLED["text"])
+    each = "" if step == 1 else f", every {step} rows"
+    yield Text(f"\nmask, depth first{each}", style="bold")
+    yield _matrix(computers, scene.grid.size, set())
+    yield _work({"rows": scene.rows}, scene.work)
+    yield Text()
+
+
 # --- schedules -----------------------------------------------------------------------------
 
 
@@ -255,4 +288,5 @@ DRAWERS: dict[type, Callable[[Any], Iterator[RenderableType]]] = {
     PackScene: _packs,
     ScanScene: _scan,
     ScheduleScene: _schedule,
+    TreeScene: _tree,
 }

@@ -10,8 +10,9 @@ from ...units import byte_size, grid_of
 from .packs import Holding, PackScene
 from .scans import ScanScene
 from .scene import KINDS, LayoutScene, MaskScene, ScheduleScene, Shards
+from .trees import TreeScene
 
-Scene = MaskScene | LayoutScene | PackScene | ScanScene | ScheduleScene
+Scene = MaskScene | LayoutScene | PackScene | ScanScene | ScheduleScene | TreeScene
 LONGEST = 60  # characters of a mask in a title
 COPIES = {"kv": "keys and values (K, V)", "query": "queries (Q)"}
 STATISTICS = "queries and their row statistics (Q, dO, delta, lse)"  # in backward
@@ -32,6 +33,9 @@ def title(scene: Scene) -> str:
         nodes = f" on {grid.inter} nodes" if grid.inter > 1 else ""
         documents = f"{_counted(len(real), 'document')} of {min(real):,} to {max(real):,} tokens"
         return f"{documents} over {grid.size} ranks{nodes}, {_short(scene.pack.mask_text)}"
+    if isinstance(scene, TreeScene):
+        what = _counted(len(scene.tree.paths), "trajectory", "trajectories")
+        return f"{what} as a tree, {_grid(scene.grid)}: {_short(scene.shards.layout_text)}"
     if isinstance(scene, ScanScene):
         way = "backward" if scene.backward else "forward"
         return f"{scene.algorithm}, {way}, {_grid(scene.grid)}: {_short(scene.layout_text)}"
@@ -53,6 +57,8 @@ def subtitle(scene: Scene) -> str:
     """One line on how to read the scene."""
     if isinstance(scene, PackScene):
         return "a row is a rank, a colour is a document; bars: its visible pairs; dashed: the mean"
+    if isinstance(scene, TreeScene):
+        return "a bar is a run of tokens without a branch, in the colour of the rank that holds it"
     if isinstance(scene, ScanScene):
         cut = f", part 1 of {scene.blocks}: s3.1" if scene.blocks > 1 else ""
         what = (
@@ -97,6 +103,8 @@ def caption(scene: Scene) -> list[str]:
     if isinstance(scene, ScanScene):
         many, rounds = _counted(len(scene.chains), "piece"), _counted(scene.rounds, "round")
         return [f"{many}, {scene.seq_len} positions; {rounds}", *scene.counts()]
+    if isinstance(scene, TreeScene):
+        return _tree(scene)
     if isinstance(scene, MaskScene):
         return [_balance(scene.shards.work, scene.shards.imbalance)]
     if isinstance(scene, LayoutScene):
@@ -118,6 +126,24 @@ def held_so(held: Holding) -> str:
     nodes = nodes if held.grid.inter > 1 else ""
     padding = f", {_counted(held.padding, 'token')} of padding" if held.padding else ""
     return f"{_balance(held.work, held.imbalance)}{nodes}{padding}"
+
+
+def _tree(scene: TreeScene) -> list[str]:
+    low, high = min(scene.rows), max(scene.rows)
+    padding = scene.shards.seq_len - sum(scene.rows)
+    rows = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+    filled = f" and {_counted(padding, 'row')} of padding" if padding else ""
+    heads = f"{_counted(scene.key_heads, 'key head')} of width {scene.width} in bf16"
+    lines = [
+        scene.tree.describe(),
+        f"{rows} rows per rank{filled}; {_balance(scene.work, scene.imbalance)}",
+    ]
+    for name, size in (("rank", 1), ("node", scene.grid.intra)):
+        if size < scene.grid.size:
+            received = byte_size(scene.received(size))
+            lines.append(f"keys and values from other {name}s, each row once to every {name} that "
+                         f"needs it: {received}")  # fmt: skip
+    return [*lines, f"({heads}, one layer)"]
 
 
 def _grid(grid: Grid) -> str:
@@ -157,8 +183,8 @@ def _totals(scene: ScheduleScene) -> list[str]:
     return [*said, f"({heads} in bf16{wire}, batch 1)"]
 
 
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+def _counted(count: int, noun: str, many: str = "") -> str:
+    return f"{count:,} {noun if count == 1 else many or noun + 's'}"
 
 
 def _sent(hops: int, bytes_: int) -> str:

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mb.rl.logprobs`: trajectories over micro-batches, data-parallel ranks and pipeline stages.
+
+Megatron's own schedule runs forward and backward, whatever the parallel sizes. The loss is the
+caller's function of whole trajectories, and gradients are those of its sum over all micro-batches
+and data-parallel ranks, however trajectories were distributed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+
+from ... import trees
+from ...comm.consensus import agree, attempt
+from ...config import OFF
+from ...linear_cross_entropy.logprobs import temperature_reasons
+from ...packing.trajectories import cut_trajectories
+from .. import patching
+from ..checks.splitting import linear_layers
+from ..packing.step import ReadyBatches, work_of
+from ..training import gather_from_all
+from .batch import TrajectoryBatch, check_head, rows_multiple
+
+
+@dataclass(frozen=True)
+class TrajectoryLogProbs:
+    """What is known of the trajectories that this rank's model computed.
+
+    index: which of the trajectories that were given, ascending; () on pipeline stages before the
+    last. logprobs: float32 (float64 of a float64 model) [n - 1] for each, of n tokens: entry i is
+    the log-probability of token i + 1. entropies: likewise, in nats, of the distribution that
+    token i + 1 was taken from; None if not asked for. tokens, rows: of the micro-batches of this
+    rank, as they were given and as they were computed, without padding. loss: the sum of what
+    `loss` returned on this rank, None without it.
+    """
+
+    index: tuple[int, ...]
+    logprobs: list[torch.Tensor]
+    entropies: list[torch.Tensor] | None
+    tokens: int = 0
+    rows: int = 0
+    loss: torch.Tensor | None = None
+
+
+def logprobs(
+    model: Any,
+    trajectories: Sequence[Any],
+    *,
+    loss: Callable[[TrajectoryLogProbs], torch.Tensor] | None = None,
+    temperature: float = 1.0,
+    entropy: bool = True,
+    tree: bool = True,
+    max_tokens: int | None = None,
+    vocab_size: int | None = None,
+) -> TrajectoryLogProbs:
+    """Log-probabilities and entropies of trajectories; with `loss` also the gradients of a model.
+
+    model: a GPTModel or HybridModel of Megatron, or the list of its chunks, configured with
+    `mb.megatron.configure`; on one context-parallel rank with `BurstConfig(pack="trees")`.
+    trajectories: token ids of each (lists, arrays, host tensors), the same on every rank of the
+    job: they are distributed here, neighbours with shared prefixes together, so that the busiest
+    micro-batch has the least work.
+
+    loss: called on the last pipeline stage once per micro-batch, with its trajectories; returns a
+    scalar. It must depend on nothing that differs between tensor- and context-parallel ranks. Its
+    sum over all micro-batches and data-parallel ranks is differentiated, by Megatron's schedule:
+    gradients are where Megatron's optimizer expects them, so zero them before (`zero_grad_buffer`,
+    `optimizer.zero_grad`). The model must then be wrapped in Megatron's `DistributedDataParallel`.
+    A router's auxiliary loss stays a mean over micro-batches and data-parallel ranks, and counts a
+    shared token once. Without `loss` nothing is differentiated.
+    temperature: logits are divided by it. entropy: False saves a pass over the logits.
+    tree: False computes every trajectory by itself, as packed documents.
+    max_tokens: of a micro-batch, over all context-parallel ranks, shared ones counted once; by
+    default there is one micro-batch per data-parallel rank. vocab_size: rows of the LM head that
+    are no padding, which then takes no part in the softmax; default: all.
+
+    A collective of all ranks. Returns what the last pipeline stage of this rank's model computed,
+    in no order of ranks; every tensor- and context-parallel rank has the same. Raises ValueError on
+    every rank for what cannot be honoured.
+    """
+    chunks = list(model) if isinstance(model, (list, torch.nn.ModuleList)) else [model]
+    asked = _Asked(loss, temperature, entropy, tree, max_tokens, vocab_size)
+    planned = attempt(lambda: _planned(chunks, trajectories, asked))
+    agree(planned if isinstance(planned, ValueError) else planned.facts, gather_from_all)
+    assert not isinstance(planned, ValueError)
+    config = get_model_config(chunks[0])
+    device = next(chunks[0].parameters()).device
+    batches = list(_batches(planned, config, device, tree))
+    scale = len(batches) * parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+
+    def forward_step(batches: Any, stage: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        index, batch = next(batches)
+        output = batch.run(stage, temperature, entropy, vocab_size)
+
+        def reported(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+            found = _found(index, batch, values)
+            value = values.sum() * 0  # every rank takes part in backward
+            if loss is not None and index:
+                value = value + loss(found)
+            seen = replace(
+                found,
+                logprobs=[x.detach() for x in found.logprobs],
+                entropies=found.entropies and [x.detach() for x in found.entropies],
+                loss=None if loss is None else value.detach().clone(),
+            )
+            # One "token" per micro-batch and rank, so that Megatron's mean is over these, whether
+            # it divides by tokens or by micro-batches.
+            return value * scale, torch.ones((), dtype=torch.int, device=value.device), seen
+
+        return output, reported
+
+    with patching.instead(config, "finalize_model_grads_func", _finalizing(config)):
+        reports = schedules.get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=cast(Any, [ReadyBatches(batches) for _ in chunks]),
+            model=chunks,
+            num_microbatches=len(batches),
+            seq_length=max(len(batch.tree.tokens) for _, batch in batches),
+            micro_batch_size=1,
+            forward_only=loss is None,
+        )
+    return _joined(reports)
+
+
+class _Asked(NamedTuple):
+    loss: Any
+    temperature: Any
+    entropy: Any
+    tree: Any
+    max_tokens: Any
+    vocab_size: Any
+
+
+class _Planned(NamedTuple):
+    """The micro-batches of this data-parallel rank: (indices, tokens) of their trajectories. facts:
+    what all ranks agree on."""
+
+    parts: list[tuple[tuple[int, ...], list[np.ndarray]]]
+    facts: dict[str, object]
+
+
+def _planned(chunks: list[Any], trajectories: Sequence[Any], asked: _Asked) -> _Planned:
+    reasons, found = [*_reasons(chunks, asked)], attempt(lambda: trees.neighbours(trajectories))
+    if reasons or isinstance(found, ValueError):
+        reasons += [str(found)] if isinstance(found, ValueError) else []
+        raise ValueError("mb.rl.logprobs: " + "; ".join(reasons))
+    order, shared = found
+    tokens = [np.asarray(each, dtype=np.int64) for each in trajectories]
+    config, size = get_model_config(chunks[0]), parallel_state.get_data_parallel_world_size()
+    runs = cut_trajectories(
+        [len(tokens[i]) for i in order],
+        shared if asked.tree else [0] * len(order),
+        work_of(config),
+        ranks=size,
+        capacity=asked.max_tokens,
+        multiple=config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1,
+    )
+    parts = [tuple(sorted(order[i] for i in run))
+             for run in runs[parallel_state.get_data_parallel_rank()]]  # fmt: skip
+    digest = hashlib.blake2b(digest_size=8)
+    for each in tokens:
+        digest.update(len(each).to_bytes(8, "little") + each.tobytes())
+    facts: dict[str, object] = {
+        "trajectories": f"{len(tokens)} of {sum(map(len, tokens))} tokens, {digest.hexdigest()}",
+        "loss": asked.loss is not None,
+        **{name: getattr(asked, name) for name in _Asked._fields[1:]},
+    }
+    return _Planned([(part, [tokens[i] for i in part]) for part in parts], facts)
+
+
+def _reasons(chunks: list[Any], asked: _Asked) -> Iterator[str]:
+    """All that is wrong with a model and what is asked of it."""
+    yield from temperature_reasons(asked.temperature)
+    if asked.loss is not None and not callable(asked.loss):
+        yield f"loss must be a function or None, got {type(asked.loss).__name__}"
+    for name in ("entropy", "tree"):
+        if type(getattr(asked, name)) is not bool:
+            yield f"{name} must be True or False, got {getattr(asked, name)!r:.60}"
+    for name in ("max_tokens", "vocab_size"):
+        value = getattr(asked, name)
+        if value is not None and (type(value) is not int or value < 1):
+            yield f"{name} must be an integer from 1 on or None, got {value!r:.60}"
+    try:
+        config: Any = get_model_config(chunks[0])
+    except RuntimeError:
+        yield f"model must be a model of Megatron, got {type(chunks[0]).__name__}"
+        return
+    burst = getattr(config, "burst", None)
+    if burst is None or burst.algorithm == OFF:
+        yield (
+            "model: BurstAttention is off in its configuration; call mb.megatron.install() and "
+            "mb.megatron.configure() before it is built"
+        )
+        return
+    if config.context_parallel_size == 1 and burst.pack != "trees":
+        yield (
+            "model: on one context-parallel rank Megatron's own attention was built, which knows "
+            'no trees: configure it with BurstConfig(pack="trees")'
+        )
+    if asked.loss is not None and not hasattr(chunks[0], "ddp_config"):
+        yield (
+            "model: loss= leaves gradients where Megatron's optimizer takes them: wrap every chunk "
+            "in megatron.core.distributed.DistributedDataParallel"
+        )
+    if getattr(config, "mtp_num_layers", None):
+        yield "model: --mtp-num-layers: further heads predict tokens that branches do not share"
+    if any(chunk.training for chunk in chunks):
+        dropout = [
+            name for name in ("hidden_dropout", "attention_dropout") if getattr(config, name)
+        ]
+        for name in dropout:
+            yield f"model: --{name.replace('_', '-')} must be 0, got {getattr(config, name)}"
+    for chunk in chunks:
+        if get_attr_wrapped_model(chunk, "post_process"):
+            try:
+                check_head(get_attr_wrapped_model(chunk, "output_layer"))
+            except ValueError as error:
+                yield f"model: {error}"
+    if asked.tree is True:
+        yield from _tree_reasons(config)
+
+
+def _tree_reasons(config: Any) -> Iterator[str]:
+    """What does not take a prefix tree."""
+    if linear_layers(config) is not None:
+        yield (
+            f"tree: {linear_layers(config)} pass a state from token to token and do not take "
+            "prefix trees in Megatron yet: tree=False"
+        )
+    if config.burst.mask is not None:
+        yield f"tree: --burst-mask {config.burst.mask} counts rows, not tokens of a path"
+    if config.apply_rope_fusion:
+        yield "tree: fused rope takes positions of documents: --no-rope-fusion, or tree=False"
+    if getattr(config, "cuda_graph_impl", "none") not in (None, "none"):
+        yield f"tree: --cuda-graph-impl {config.cuda_graph_impl}: every pack has another length"
+
+
+def _batches(
+    planned: _Planned, config: Any, device: torch.device, merged: bool
+) -> Iterator[tuple[tuple[int, ...], TrajectoryBatch]]:
+    """Micro-batches; of one length where stages of a pipeline expect equally many rows."""
+    rows = 0
+    if config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths:
+        need = rows_multiple(config, config.context_parallel_size, merged)
+        held = [_distinct(part, merged) for _, part in planned.parts]
+        rows = -(-max(held) // need) * need
+    for index, part in planned.parts:
+        yield index, TrajectoryBatch(part, config, device, merged=merged, rows=rows)
+
+
+def _distinct(trajectories: list[np.ndarray], merged: bool) -> int:
+    """How many rows trajectories take, at least one."""
+    order, shared = trees.neighbours(trajectories)
+    saved = sum(shared) if merged else 0
+    return max(1, sum(len(trajectories[i]) for i in order) - saved)
+
+
+def _found(
+    index: tuple[int, ...], batch: TrajectoryBatch, values: torch.Tensor
+) -> TrajectoryLogProbs:
+    first, *others = (batch.of_trajectories(each) for each in values)
+    tree = batch.tree
+    tokens, rows = (tree.trajectory_tokens, tree.rows) if index else (0, 0)
+    return TrajectoryLogProbs(index, first, others[0] if others else None, tokens, rows)
+
+
+def _joined(reports: list[TrajectoryLogProbs]) -> TrajectoryLogProbs:
+    """The reports of all micro-batches as one; none on a stage before the last."""
+    at = [(i, each, place) for each in reports for place, i in enumerate(each.index)]
+    at.sort(key=lambda found: found[0])
+    entropies = [e.entropies[place] for _, e, place in at if e.entropies is not None]
+    losses = [each.loss for each in reports if each.loss is not None]
+    return TrajectoryLogProbs(
+        tuple(i for i, *_ in at),
+        [each.logprobs[place] for _, each, place in at],
+        None if any(each.entropies is None for each in reports) else entropies,
+        sum(each.tokens for each in reports),
+        sum(each.rows for each in reports),
+        torch.stack(losses).sum() if losses else None,
+    )
+
+
+def _finalizing(config: Any) -> Any:
+    """What sums gradients over data-parallel ranks: the script's own, or Megatron's."""
+    own = config.finalize_model_grads_func
+    return finalize_model_grads if own is None else own

@@ -1,0 +1,213 @@
+"""What ranks of `test_rl` run: a small GPT in fp64 whose weights do not depend on parallel sizes,
+and trajectories through it, one at a time on one rank by Megatron's own code, and by `mb.rl`."""
+
+import contextlib
+import zlib
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from session import parallel
+
+VOCABULARY, TEMPERATURE = 32, 0.7
+# Two prompts; branches inside answers, one trajectory inside another, equal ones, one token, none.
+TRAJECTORIES = [
+    [5, 6, 7, 8, 9, 1, 2, 3], [5, 6, 7, 8, 9, 1, 2, 4, 4, 4, 11], [5, 6, 7, 8, 9, 12],
+    [5, 6, 7], [9, 9, 30, 31, 2, 2, 2, 2, 2, 2, 2, 2, 7], [9, 9, 30, 31, 2, 2, 8], [5, 6, 7],
+    [3], [], [9, 9, 30, 31, 2, 2, 2, 2, 2, 2, 2, 2, 7, 1, 0, 1],
+]  # fmt: skip
+WEIGHTS = [1.0, -0.5, 2.0, 0.25, 1.5, -1.0, 0.75, 1.0, 1.0, 0.5]
+
+
+def settings(changes):
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(**{
+        "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4,
+        "num_query_groups": 2, "qk_layernorm": True, "hidden_dropout": 0.0,
+        "attention_dropout": 0.0, "params_dtype": torch.float64, "pipeline_dtype": torch.float64,
+        "use_cpu_initialization": True, "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False, "bias_activation_fusion": False, "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False, "apply_rope_fusion": False, **changes,
+    })  # fmt: skip
+
+
+def gpt(config, **stage):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=True)
+    return GPTModel(
+        config, spec, VOCABULARY, 64, position_embedding_type="rope",
+        share_embeddings_and_output_weights=False, **stage,
+    ).double()  # fmt: skip
+
+
+def build(changes, choices, wrapped=True):
+    """The chunks of this rank's stages."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    import megatron_burst as mb
+
+    config = settings(changes)
+    if choices is not None:
+        mb.megatron.configure(config, mb.BurstConfig(**choices))
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    virtual = config.virtual_pipeline_model_parallel_size
+    chunks = []
+    for chunk in range(virtual or 1):
+        stage = {"vp_stage": chunk} if virtual else {}
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, **stage)
+        model = gpt(config, pre_process=first, post_process=last, **stage)
+        own = config.num_layers // stages // (virtual or 1)
+        offset = (chunk * stages + parallel_state.get_pipeline_model_parallel_rank()) * own
+        for name, parameter in model.named_parameters():
+            parameter.whole = whole_name(name, offset)
+            parameter.data.copy_(own_part(parameter, weights(parameter)))
+        if wrapped:
+            model = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+        chunks.append(model)
+    return chunks
+
+
+def whole_name(name, offset):
+    """The name of a parameter with the number of its layer in the whole model."""
+    before, mark, after = name.partition("decoder.layers.")
+    if not mark:
+        return name
+    number, _, rest = after.partition(".")
+    return f"{before}{mark}{int(number) + offset}.{rest}"
+
+
+def weights(parameter):
+    from megatron.core import parallel_state
+
+    shape = list(parameter.shape)
+    if getattr(parameter, "tensor_model_parallel", False):
+        shape[parameter.partition_dim] *= parallel_state.get_tensor_model_parallel_world_size()
+    draw = torch.Generator().manual_seed(zlib.crc32(parameter.whole.encode()))
+    noise = torch.randn(shape, generator=draw, dtype=torch.float64)
+    return (
+        1 + 0.2 * noise
+        if "norm" in parameter.whole and "weight" in parameter.whole
+        else (0.3 * noise)
+    )
+
+
+def own_part(parameter, whole):
+    from megatron.core import parallel_state
+
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return whole
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    parts = whole.chunk(size, parameter.partition_dim)
+    return parts[parallel_state.get_tensor_model_parallel_rank()]
+
+
+@contextlib.contextmanager
+def model(changes, choices, **more):
+    from megatron.core.tensor_parallel import random
+
+    sizes = {name: value for name, value in changes.items() if name.endswith("parallel_size")}
+    virtual = changes.get("virtual_pipeline_model_parallel_size")
+    with parallel((choices or {}).get("layout", "zigzag"), **sizes):
+        random.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+        assert virtual is None or sizes["virtual_pipeline_model_parallel_size"] == virtual
+        yield build(changes, choices, **more)
+
+
+def the_loss(part):
+    """Another weight for every token of every trajectory, and something that is not linear."""
+    found = 0.0
+    for i, own, uncertain in zip(part.index, part.logprobs, part.entropies, strict=True):
+        at = torch.arange(len(own), dtype=own.dtype, device=own.device)
+        found = found + WEIGHTS[i] * ((1 + at).cos() * own + 0.1 * uncertain).sum()
+        found = found + 0.01 * (own.exp() ** 2).sum()
+    return found
+
+
+def alone(window=None):
+    """Log-probabilities, entropies, loss and gradients by name, each trajectory by itself through
+    Megatron's own model on one rank, and a dense log-softmax."""
+    changes = {} if window is None else {"window_size": (window, 0), "window_attn_skip_freq": 2}
+    with model(changes, None, wrapped=False) as (gpt,):
+        found = []
+        for tokens in TRAJECTORIES:
+            if len(tokens) < 2:
+                found.append((torch.zeros(0, dtype=torch.float64),) * 2)
+                continue
+            ids = torch.tensor(tokens)[None]
+            seen = torch.arange(len(tokens))
+            hidden = (seen[:, None] < seen)[None, None]
+            logits = gpt(ids, seen[None], hidden)[0, :-1] / TEMPERATURE
+            logs = logits.log_softmax(-1)
+            found.append((logs.gather(1, ids[0, 1:, None])[:, 0], -(logs.exp() * logs).sum(-1)))
+        logprobs, entropies = zip(*found, strict=True)
+        every = SimpleNamespace(index=range(10), logprobs=logprobs, entropies=entropies)
+        loss = the_loss(every)
+        loss.backward()
+        grads = {p.whole: p.grad for p in gpt.parameters()}
+        return (
+            [x.detach() for x in logprobs], [x.detach() for x in entropies], loss.detach(), grads
+        )  # fmt: skip
+
+
+def worst(changes, choices, expected, options):
+    """The largest errors of log-probabilities, entropies, loss and gradients on this rank, and
+    which trajectories it has."""
+    import megatron_burst as mb
+
+    logprobs, entropies, _, grads = expected
+    with model(changes, choices) as chunks:
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        options = {"temperature": TEMPERATURE, **options}
+        before = mb.rl.logprobs(chunks, TRAJECTORIES, **options)
+        found = mb.rl.logprobs(chunks, TRAJECTORIES, loss=the_loss, **options)
+        assert (before.index, before.loss) == (found.index, None)
+        errors = {"logprobs": 0.0, "entropies": 0.0, "gradients": 0.0}
+        for place, i in enumerate(found.index):
+            for values, want, name in (
+                (found.logprobs, logprobs, "logprobs"), (found.entropies, entropies, "entropies"),
+                (before.logprobs, logprobs, "logprobs"),
+            ):  # fmt: skip
+                gap = (values[place] - want[i]).abs()
+                errors[name] = max(errors[name], float(gap.max()) if len(gap) else 0.0)
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                gap = (parameter.main_grad - own_part(parameter, grads[parameter.whole])).abs()
+                errors["gradients"] = max(errors["gradients"], float(gap.max()))
+        own = float(found.loss) if found.loss is not None else None
+        return errors, found.index, own, (found.tokens, found.rows)
+
+
+def message(changes, choices, options, trajectories=TRAJECTORIES, wrapped=True):
+    import megatron_burst as mb
+
+    if callable(trajectories):
+        trajectories = trajectories(dist.get_rank())
+    with model(changes, choices, wrapped=wrapped) as chunks:
+        try:
+            mb.rl.logprobs(chunks, trajectories, **options)
+        except ValueError as error:
+            return str(error)
+    return None
+
+
+def documented(text):
+    """A block of the documentation, with what it says that its reader has."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.tensor_parallel import random
+
+    with parallel("zigzag", context_parallel_size=2):
+        random.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+        space = {
+            "config": settings({"context_parallel_size": 2}), "build": gpt,
+            "ddp_config": DistributedDataParallelConfig(), "trajectories": TRAJECTORIES,
+            "advantages": WEIGHTS,
+        }  # fmt: skip
+        exec(text, space)
+        gradient = max(float(p.main_grad.abs().max()) for p in space["model"].parameters())
+        return space["old"].index, space["new"].index, gradient
