@@ -85,7 +85,7 @@ def built(work):
     engine.override_transformer_config.update(CPU, transformer_layer_spec=local_layer_spec)
     optimizer = McoreOptimizerConfig(lr=1e-3, lr_decay_steps=10, total_training_steps=10)
     cls = EngineRegistry.get_engine_cls("language_model", "megatron")
-    if work["world"] == 1:
+    if not model.external_lib:  # verl as it is
         dense_attention()
     made = cls(model, engine, optimizer, CheckpointConfig())
     made.initialize()

@@ -9,6 +9,7 @@ CP = "actor_rollout_ref.actor.megatron.context_parallel_size={}"
 TP2 = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
 PP2 = "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2"
 ENTRY = "+actor_rollout_ref.actor.megatron.override_transformer_config.burst."
+TREES = f"{ENTRY}pack=trees"
 FUSED = "actor_rollout_ref.model.use_fused_kernels=True"
 
 
@@ -58,8 +59,11 @@ def equal(results, theirs):
         (2, [CP.format(2)]),
         (4, [CP.format(2), TP2, FUSED]),
         (4, [CP.format(2), PP2, f"{ENTRY}algorithm=ring"]),
+        (1, [TREES]),
+        (2, [CP.format(2), TREES]),
+        (4, [CP.format(2), TP2, FUSED, TREES]),
     ],
-    ids=["cp2", "cp2-tp2-fused-head", "cp2-pp2"],
+    ids=["cp2", "cp2-tp2-fused-head", "cp2-pp2", "trees", "cp2-trees", "cp2-tp2-fused-head-trees"],
 )
 def test_an_engine_infers_and_learns_like_one_rank(run, one_rank, world, words):
     code, log, results = run(world, [LIBRARY, *words], BATCH, MICRO_BATCH)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ... import flags
 from ...config import BurstConfig
 from ...megatron import patching
+from ...megatron.checks.problem import Problem, refuse
 from ...megatron.install import configure
 from ...megatron.install import install as install_burst
 from ...megatron.install import uninstall as uninstall_burst
@@ -40,13 +41,18 @@ def install() -> None:
             f"is verl {found}: install one of those, or leave it out of external_lib"
         )
     engine = importlib.import_module(_ENGINE)
-    fused = importlib.import_module("verl.models.mcore.model_forward_fused")
-    from .head import processed  # imports Megatron-Core
+    util, forward, fused = (
+        importlib.import_module(f"verl.models.mcore.{name}")
+        for name in ("util", "model_forward", "model_forward_fused")
+    )
+    from . import merged_rows  # these import Megatron-Core
+    from .head import processed
 
     with patching.patch_set(_NAME) as patches:
         patches.wrap(engine.MegatronEngine, "_build_tf_config", ["self"], _configured)
         names = ["hidden_states", "output_layer", "output_weight", "labels", "context", "config"]
         patches.wrap(fused, "fused_output_processor", names, processed)
+        merged_rows.patch(patches, util, forward, fused)
 
 
 def uninstall() -> bool:
@@ -57,21 +63,24 @@ def uninstall() -> bool:
 
 def _configured(original: Callable[[Any], None], engine: Any) -> None:
     """`MegatronEngine._build_tf_config`, whose model gets the attention that its entry asks for."""
-    overrides = engine.engine_config.override_transformer_config
-    entry = overrides.pop(_ENTRY, None)
+    settings = engine.engine_config
+    overrides = settings.override_transformer_config
+    entry = overrides.get(_ENTRY)
+    rest = {name: value for name, value in overrides.items() if name != _ENTRY}
+    object.__setattr__(settings, "override_transformer_config", rest)  # the class is frozen
     try:
         original(engine)
     finally:
-        if entry is not None:
-            overrides[_ENTRY] = entry
-    burst = choices(entry)
-    refuse_engine(engine.engine_config, burst)
+        object.__setattr__(settings, "override_transformer_config", overrides)
+    burst, model = choices(entry), engine.tf_config or engine.provider
     layout: Any = burst.layout
     install_burst(layout)
     patching.show_log(patching.installed("burst"))
     patching.translate_with(translated)
     try:
-        configure(engine.tf_config or engine.provider, burst)
+        refuse(engine_problems(engine, model, burst))
+        configure(model, burst)
+        refuse(map(Problem, _tree_reasons(model, burst)))
     except ValueError as error:
         raise ValueError(translated(str(error))) from error
 
@@ -90,21 +99,44 @@ def choices(entry: Any) -> BurstConfig:
     return BurstConfig(**given)
 
 
-def refuse_engine(config: Any, burst: BurstConfig) -> None:
-    """Raise `ValueError` for settings of an engine, a `McoreEngineConfig`, that were never run with
-    these choices."""
-    if burst.algorithm == flags.OFF or config.context_parallel_size == 1:
+def engine_problems(engine: Any, model: Any, burst: BurstConfig) -> Iterator[Problem]:
+    """What of an engine was never run with these choices.
+
+    model: the `TransformerConfig` that its model will have.
+    """
+    settings = engine.engine_config
+    trees = burst.pack == "trees"
+    if burst.algorithm == flags.OFF or not (trees or settings.context_parallel_size > 1):
         return
-    if not config.use_remove_padding:
-        raise ValueError(
-            "use_remove_padding=False gives attention a mask per batch: set it to True, or "
-            f"override_transformer_config.{_ENTRY}.algorithm to {flags.OFF}"
+    if not settings.use_remove_padding:
+        yield Problem(
+            "use_remove_padding False gives attention a mask per batch: set it to True, or "
+            f"--context-parallel-algo {flags.OFF}"
         )
     if burst.layout != "zigzag":
-        raise ValueError(
-            f"override_transformer_config.{_ENTRY}.layout {burst.layout}: verl cuts its packs in "
-            "zigzag order; leave it out"
-        )
+        yield Problem(f"--burst-layout {burst.layout}: verl cuts in zigzag order; leave it out")
+    if burst.pack == "documents":
+        yield Problem("--burst-pack documents: verl makes micro-batches itself; take trees or off")
+    unfit = {
+        "dynamic_context_parallel": settings.dynamic_context_parallel,
+        "router_replay.mode": settings.router_replay.mode != "disabled",
+        "mtp.enable": engine.model_config.mtp.enable,
+        "a model with vision": hasattr(engine.model_config.hf_config, "vision_config"),
+        "fp8": getattr(model, "fp8", None),
+        "hidden_dropout": model.hidden_dropout,
+        "attention_dropout": model.attention_dropout,
+    }
+    for name in (name for name, there in unfit.items() if trees and there):
+        yield Problem(f"--burst-pack trees does not go with {name}: leave one of them out")
+
+
+def _tree_reasons(model: Any, burst: BurstConfig) -> Iterator[str]:
+    """What of a configured model takes no prefix trees, if it is asked to."""
+    from ...megatron.rl.step import tree_reasons  # imports Megatron-Core
+
+    if burst.pack == "trees" and burst.algorithm != flags.OFF:
+        for reason in tree_reasons(model):
+            yield reason.replace("tree=False", "--burst-pack off")
 
 
 _FIELDS = {flag.name: f"override_transformer_config.{_ENTRY}.{flag.field}" for flag in flags.FLAGS}

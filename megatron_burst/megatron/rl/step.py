@@ -227,11 +227,11 @@ def _reasons(chunks: list[Any], asked: _Asked) -> Iterator[str]:
             except ValueError as error:
                 yield f"model: {error}"
     if asked.tree is True:
-        yield from _tree_reasons(config)
+        yield from tree_reasons(config)
 
 
-def _tree_reasons(config: Any) -> Iterator[str]:
-    """What does not take a prefix tree."""
+def tree_reasons(config: Any) -> Iterator[str]:
+    """What of a model takes no prefix tree, by its configuration after `configure`."""
     if linear_layers(config) is not None:
         yield (
             f"tree: {linear_layers(config)} pass a state from token to token and do not take "
