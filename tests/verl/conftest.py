@@ -25,8 +25,8 @@ def verl():
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
-    """`run(world, words, trajectories, micro_batch)` -> exit status, what rank 0 printed, and what
-    each rank saved; by one process that has imported verl."""
+    """`run(world, words, trajectories, micro_batch, ...)` -> exit status, what rank 0 printed, and
+    what each rank saved; by one process that has imported verl."""
     folder, count = tmp_path_factory.mktemp("jobs"), itertools.count()
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
@@ -40,13 +40,13 @@ def run(tmp_path_factory):
             stdout=subprocess.PIPE, stderr=log,
         )  # fmt: skip
 
-    def job(world, words, trajectories, micro_batch):
+    def job(world, words, trajectories, micro_batch, **more):
         output = folder / str(next(count))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         work = {"world": world, "words": words, "trajectories": trajectories}
-        work |= {"micro_batch": micro_batch, "port": port, "output": str(output)}
+        work |= {"micro_batch": micro_batch, "port": port, "output": str(output)} | more
         killer = threading.Timer(LIMIT, server.kill)
         killer.start()
         print(json.dumps(work), file=server.stdin, flush=True)

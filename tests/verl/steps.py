@@ -8,6 +8,7 @@ rank, dense attention over packed batches, which Megatron has only with Transfor
 
 import functools
 import importlib
+import itertools
 import json
 import os
 import re
@@ -34,6 +35,9 @@ WHOLE = (
 
 def job(work):
     """Infer and train one step on one rank; saves log-probabilities, entropies and gradients."""
+    if "refused" in work:
+        torch.save([refused(work | {"words": words}) for words in work["refused"]], saved(work))
+        return
     engine = built(work)
     batch = trajectories(work)
     with engine.eval_mode():
@@ -48,7 +52,20 @@ def job(work):
         for kind, outputs in (("inferred", inferred), ("trained", trained)):
             found[kind] = {k: list(x.unbind()) for k, x in outputs["model_output"].items()}
         found["loss"] = sum(trained["loss"])
-    torch.save(found, f"{work['output']}.{os.environ['RANK']}.pt")
+    torch.save(found, saved(work))
+
+
+def saved(work):
+    return f"{work['output']}.{os.environ['RANK']}.pt"
+
+
+def refused(work):
+    """What an engine says that is not made."""
+    try:
+        built(work)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
 
 
 def of_model(name, engine):
@@ -104,10 +121,11 @@ def trajectories(work):
     answers = [torch.arange(len(one)) >= len(one) - max(1, len(one) // 2) for one in tokens]
     jagged = functools.partial(torch.nested.as_nested_tensor, layout=torch.jagged)
     batch = {"input_ids": jagged(tokens), "loss_mask": jagged([x.float() for x in answers])}
+    batch["temperature"] = torch.tensor(work.get("temperatures", [0.7] * len(tokens)))
     batch = TensorDict(batch, batch_size=[len(tokens)])
     tensordict_utils.assign_non_tensor(
         batch, use_dynamic_bsz=False, micro_batch_size_per_gpu=work["micro_batch"],
-        temperature=0.7, calculate_entropy=True,
+        calculate_entropy=True,
     )  # fmt: skip
     return batch
 
@@ -131,7 +149,7 @@ def dense_attention():
     def forward(self, query, key, value, *args, packed_seq_params, **kwargs):
         ends, out = packed_seq_params.cu_seqlens_q.tolist(), []
         shared = query.shape[1] // key.shape[1]
-        for a, b in zip(ends, ends[1:], strict=False):
+        for a, b in itertools.pairwise(ends):
             q = query[a:b].transpose(0, 1)
             k, v = (x[a:b].transpose(0, 1).repeat_interleave(shared, 0) for x in (key, value))
             hidden = torch.ones(b - a, b - a).triu(1).bool()

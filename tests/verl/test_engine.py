@@ -26,6 +26,16 @@ BATCH = [
 MICRO_BATCH = 3
 
 
+def distinct(trajectories):
+    """Rows that verl's outputs differ in: by all tokens up to the next one, or to the end."""
+    return len(
+        {(*one[: i + 2], i + 1 == len(one)) for one in trajectories for i in range(len(one))}
+    )
+
+
+FORWARDS = [distinct(BATCH[:3]), distinct(BATCH[3:])]  # of two micro-batches
+
+
 @pytest.fixture(scope="module")
 def one_rank(run):
     """verl as it is, on one rank."""
@@ -71,3 +81,68 @@ def test_an_engine_infers_and_learns_like_one_rank(run, one_rank, world, words):
     assert "burst attention: algorithm" in log
     compared, weights = equal(results, one_rank)
     assert compared == weights - 10 * (TP2 in words)
+    if TREES in words:
+        assert "first micro-batch: 3 trajectories of 76 tokens as 64 rows" in log
+        assert results[0]["rows"] == [-(-n // world) for n in 2 * FORWARDS]
+
+
+def test_trees_refuse_what_differs_between_trajectories_that_share_a_prefix(run):
+    code, log, _ = run(1, [LIBRARY, TREES], BATCH, MICRO_BATCH, temperatures=[1.0, 1.0, 0.5] * 2)
+    assert code != 0
+    assert "trajectories with a common prefix have different values" in log
+
+
+MEGATRON = "actor_rollout_ref.actor.megatron."
+REFUSED = {
+    f"{ENTRY}sore=0.5": "override_transformer_config.burst.sore: there are the fields",
+    f"{ENTRY}layout=striped": "burst.layout striped: verl cuts in zigzag order",
+    f"{ENTRY}pack=documents": "burst.pack documents: verl makes micro-batches itself",
+    f"{MEGATRON}use_remove_padding=False": "or override_transformer_config.burst.algorithm meg",
+    f"{TREES} +{MEGATRON}override_transformer_config.hidden_dropout=0.1": "hidden_dropout 0.1",
+    f"{TREES} {MEGATRON}router_replay.mode=R2": "router_replay.mode: leave one of them out",
+}
+
+
+def test_what_was_never_run_is_refused_by_the_names_of_verl(run):
+    cases = [[LIBRARY, CP.format(2), *words.split()] for words in REFUSED]
+    code, log, results = run(2, [], BATCH, MICRO_BATCH, refused=cases)
+    assert code == 0, log[-3000:]
+    for saved in results:
+        for told, expected in zip(saved, REFUSED.values(), strict=True):
+            assert expected in told
+
+
+@pytest.mark.filterwarnings("ignore")  # verl's own, when it is imported
+def test_importing_installs_once_and_uninstall_restores():
+    from verl.models.mcore import model_forward, registry, util
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngine
+
+    from megatron_burst.integrations import verl as ours
+
+    def now():
+        return (
+            util.preprocess_thd_engine, model_forward.preprocess_thd_engine,
+            registry.gptmodel_forward_model_engine, MegatronEngine._build_tf_config,
+        )  # fmt: skip
+
+    patched = now()
+    ours.install()
+    assert now() == patched
+    assert ours.uninstall()
+    assert not set(now()) & set(patched)
+    assert not ours.uninstall()
+    ours.install()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_another_version_of_verl_is_refused(monkeypatch):
+    import verl
+
+    from megatron_burst.integrations import verl as ours
+
+    ours.uninstall()
+    monkeypatch.setattr(verl, "__version__", "0.10.0")
+    with pytest.raises(ValueError, match=r"tested with verl 0\.9\.1, and this is verl 0\.10\.0"):
+        ours.install()
+    monkeypatch.undo()
+    ours.install()

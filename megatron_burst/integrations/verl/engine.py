@@ -37,8 +37,8 @@ def install() -> None:
     found = importlib.import_module("verl").__version__
     if found not in VERSIONS:
         raise ValueError(
-            f"megatron_burst.integrations.verl was tested with verl {', '.join(VERSIONS)}, and this "
-            f"is verl {found}: install one of those, or leave it out of external_lib"
+            f"megatron_burst.integrations.verl was tested with verl {', '.join(VERSIONS)}, and "
+            f"this is verl {found}: install one of those, or leave it out of external_lib"
         )
     engine = importlib.import_module(_ENGINE)
     util, forward, fused = (
@@ -72,13 +72,14 @@ def _configured(original: Callable[[Any], None], engine: Any) -> None:
         original(engine)
     finally:
         object.__setattr__(settings, "override_transformer_config", overrides)
-    burst, model = choices(entry), engine.tf_config or engine.provider
-    layout: Any = burst.layout
-    install_burst(layout)
-    patching.show_log(patching.installed("burst"))
-    patching.translate_with(translated)
+    model = engine.tf_config or engine.provider
     try:
-        refuse(engine_problems(engine, model, burst))
+        burst = choices(entry)
+        layout: Any = burst.layout
+        refuse(engine_problems(settings, engine.model_config, burst))
+        install_burst(layout)
+        patching.show_log(patching.installed("burst"))
+        patching.translate_with(translated)
         configure(model, burst)
         refuse(map(Problem, _tree_reasons(model, burst)))
     except ValueError as error:
@@ -99,12 +100,11 @@ def choices(entry: Any) -> BurstConfig:
     return BurstConfig(**given)
 
 
-def engine_problems(engine: Any, model: Any, burst: BurstConfig) -> Iterator[Problem]:
+def engine_problems(settings: Any, model: Any, burst: BurstConfig) -> Iterator[Problem]:
     """What of an engine was never run with these choices.
 
-    model: the `TransformerConfig` that its model will have.
+    settings, model: its `McoreEngineConfig` and `HFModelConfig`.
     """
-    settings = engine.engine_config
     trees = burst.pack == "trees"
     if burst.algorithm == flags.OFF or not (trees or settings.context_parallel_size > 1):
         return
@@ -117,14 +117,12 @@ def engine_problems(engine: Any, model: Any, burst: BurstConfig) -> Iterator[Pro
         yield Problem(f"--burst-layout {burst.layout}: verl cuts in zigzag order; leave it out")
     if burst.pack == "documents":
         yield Problem("--burst-pack documents: verl makes micro-batches itself; take trees or off")
+    if settings.dynamic_context_parallel:
+        yield Problem("dynamic_context_parallel was never run with BurstAttention in verl")
     unfit = {
-        "dynamic_context_parallel": settings.dynamic_context_parallel,
         "router_replay.mode": settings.router_replay.mode != "disabled",
-        "mtp.enable": engine.model_config.mtp.enable,
-        "a model with vision": hasattr(engine.model_config.hf_config, "vision_config"),
-        "fp8": getattr(model, "fp8", None),
-        "hidden_dropout": model.hidden_dropout,
-        "attention_dropout": model.attention_dropout,
+        "mtp.enable": model.mtp.enable,
+        "a model with vision": hasattr(model.hf_config, "vision_config"),
     }
     for name in (name for name, there in unfit.items() if trees and there):
         yield Problem(f"--burst-pack trees does not go with {name}: leave one of them out")
@@ -135,6 +133,9 @@ def _tree_reasons(model: Any, burst: BurstConfig) -> Iterator[str]:
     from ...megatron.rl.step import tree_reasons  # imports Megatron-Core
 
     if burst.pack == "trees" and burst.algorithm != flags.OFF:
+        for name in ("fp8", "hidden_dropout", "attention_dropout"):
+            if value := getattr(model, name, None):
+                yield f"--burst-pack trees does not go with {name} {value}"
         for reason in tree_reasons(model):
             yield reason.replace("tree=False", "--burst-pack off")
 
@@ -147,6 +148,6 @@ def translated(text: str) -> str:
 
     def setting(match: re.Match) -> str:
         flag = match.group()
-        return _FIELDS.get(flag, flag.removeprefix("--").replace("-", "_"))
+        return _FIELDS.get(flag) or flag.removeprefix("--").replace("-", "_")
 
     return re.sub(r"--[a-z][a-z0-9-]*", setting, text)

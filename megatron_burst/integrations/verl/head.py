@@ -7,10 +7,9 @@ gathers them over tensor-parallel ranks and keeps them for backward; ours takes 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
-
-from megatron.core import parallel_state
 
 from ...linear_cross_entropy import linear_logprobs
 
@@ -25,18 +24,19 @@ def processed(original: Callable[..., Any], **given: Any) -> Any:
     burst = getattr(config, "burst", None)
     if burst is None or burst.algorithm == "megatron":
         return original(**given)
-    from verl.utils.model import CausalLMOutputForPPO
-
-    hidden, weight = given["hidden_states"], given["output_weight"]
+    outputs = importlib.import_module("verl.utils.model").CausalLMOutputForPPO
+    hidden, weight, layer = (
+        given[name] for name in ("hidden_states", "output_weight", "output_layer")
+    )
     found = linear_logprobs(
         hidden.flatten(0, 1),
-        given["output_layer"].weight if weight is None else weight,
+        layer.weight if weight is None else weight,
         given["labels"].flatten(),
         temperature=given["context"].temperature,
-        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        tp_group=layer.tp_group,
         sequence_parallel=config.sequence_parallel,
     )
-    output = CausalLMOutputForPPO(
+    output = outputs(
         loss=None, logits=None, past_key_values=None, hidden_states=hidden, attentions=None
     )
     output.log_probs, output.entropy = found.logprobs, found.entropy

@@ -2,8 +2,8 @@
 """verl's micro-batches as prefix trees: what trajectories share is computed once.
 
 verl packs a micro-batch with one function and takes the model's output apart with another; both are
-called for everything that has a value per token (token ids, labels, temperatures, log-probabilities).
-Here they go by the rows of a tree, so that the rest of verl stays as it is.
+called for all that has a value per token (token ids, labels, temperatures, log-probabilities). Here
+they go by the rows of a tree, so that the rest of verl stays as it is.
 
 verl wants one label per row, while the last row of a shared prefix has a label per branch. So the
 tree is made of pairs, a token with the one that follows: two rows are one where all tokens up to
@@ -22,12 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.utils import get_model_config
 
 from ... import trees
 from ...megatron import patching
 from ...megatron.data.cut import cut_of_run
+from ...megatron.data.slicing import context_group
 from ...megatron.data.tree_pack import TreePack
 from ...megatron.patching import PatchSet, given_to
 from ...megatron.rl.batch import rows_multiple
@@ -43,8 +42,8 @@ class MergedRows:
     batch. positions: int64 [1, n], places on their paths of the n rows that this rank holds.
     """
 
-    def __init__(self, input_ids: torch.Tensor, config: Any, bucket: int | None) -> None:
-        group: Any = parallel_state.get_context_parallel_group()
+    def __init__(self, input_ids: Any, config: Any, bucket: int | None) -> None:
+        group: Any = context_group()
         device, tokens = input_ids.device, input_ids.values().cpu().numpy()
         bounds = input_ids.offsets().cpu().numpy()
         count = np.arange(len(tokens))
@@ -147,7 +146,7 @@ def patch(patches: PatchSet, util: Any, forward: Any, fused: Any) -> None:
 @contextmanager
 def _in_hand(patches: PatchSet, given: dict[str, Any]) -> Iterator[None]:
     """Inside, verl packs the micro-batch `given["input_ids"]` as a tree if its model takes one."""
-    config = get_model_config(given["model"])
+    config = given["model"].config
     burst = getattr(config, "burst", None)
     if burst is None or burst.pack != "trees" or burst.algorithm == "megatron":
         yield
