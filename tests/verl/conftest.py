@@ -1,6 +1,6 @@
 """Runs of verl's Megatron engine on the CPU; only where verl is installed (`make test-verl`)."""
 
-import importlib.util
+import importlib.metadata
 import itertools
 import json
 import os
@@ -19,7 +19,9 @@ LIMIT = 120  # seconds of a run
 
 @pytest.fixture(scope="session", autouse=True)
 def verl():
-    if importlib.util.find_spec("verl") is None:
+    try:
+        importlib.metadata.distribution("verl")
+    except importlib.metadata.PackageNotFoundError:
         pytest.skip("verl is not installed here; make test-verl installs it")
 
 
