@@ -29,7 +29,7 @@ QUICK = (
     "every", "row_chunks", "row_chunks_calls", "row_chunks_host", "simulator", "tile_grid",
     "bundles", "tables_oracle",
     "two_way", "packing", "balanced", "tree", "trees", "rows", "state_scan", "short_convolution",
-    "linear_attention_ranks", "own_masks",
+    "linear_attention_ranks", "linear_trees", "own_masks",
 )  # fmt: skip
 
 # The tests to run first for the files of a folder, or for one file: most mutants do not live long.
@@ -53,6 +53,7 @@ NEAR = {
     "linear_attention/short_convolution": "short_convolution",
     "linear_attention/program": "short_convolution",
     "linear_attention/operation": "linear_attention_ranks",
+    "linear_attention/tree_scan": "linear_trees", "layout/pieces": "linear_trees",
 }  # fmt: skip
 SECONDS = {"layout", "balanced", "tiles", "consensus"}  # tests that take seconds
 
@@ -523,6 +524,10 @@ MUTANTS = [
            "the last piece's state is not asked for"),
     Mutant("linear_attention/request.py", "width**-0.5 if scale is None", "1.0 if scale is None",
            "queries are not scaled"),
+    Mutant("linear_attention/tree_scan.py", "leaving.index_add_(0, level.nth",
+           "leaving.index_copy_(0, level.nth", "of a segment's children one gives its gradient"),
+    Mutant("layout/pieces.py", "np.where(above < 0, -1, last)", "found.before",
+           "a segment continues the one above it in the rows"),
     Mutant("schedule/scans/blocks.py", "found = zip((heads, rows, columns)",
            "found = zip((heads, columns, rows)", "blocks of columns pass for blocks of rows"),
 ]  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 
 import megatron_burst as mb
 from megatron_burst.layout import Layout, make
-from megatron_burst.masks import Causal, Documents, Mask
+from megatron_burst.masks import Causal, Documents, Mask, Tree
 
 from .problems import bounds_of, mask_of
 
@@ -55,11 +55,15 @@ def cut(name: str, mask: str, length: int, nodes: int, per_node: int) -> Cut:
         raise ValueError(f"layout: there is {', '.join(LAYOUTS)}, got {name!r}")
     if name == "zigzag":
         return Cut(make("zigzag", cp_size=size), mask_of(mask, length), np.arange(length))
+    whole = mask_of(mask, length)
+    if name == "balanced" and isinstance(whole, Tree):
+        layout = make("balanced", cp_size=size, tree=whole, per_node=per_node)
+        return Cut(layout, whole, np.arange(length))
     if bounds is None:
         raise ValueError(f"layout {name} needs packed documents, got the mask {mask!r}")
     if name == "balanced":
         layout = make("balanced", cp_size=size, cu_seqlens=bounds, per_node=per_node)
-        return Cut(layout, mask_of(mask, length), np.arange(length))
+        return Cut(layout, whole, np.arange(length))
     lengths, multiple = np.diff(bounds), 2 * size
     padded = np.concatenate([[0], np.cumsum(-(-lengths // multiple) * multiple)])
     tokens = np.full(padded[-1], -1)

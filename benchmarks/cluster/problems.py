@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_burst.masks import BlockSparse, Causal, Documents, Full, Mask, Window
+from megatron_burst.trees import PrefixTree, pack
 
 
 class Lengths(NamedTuple):
@@ -28,9 +29,46 @@ class Lengths(NamedTuple):
 
 
 DOCUMENTS = {"500": Lengths(500, 1.5, 8 * 1024), "1K": Lengths(1024, 1.8, 64 * 1024)}
-MASKS = "causal, full, window N, blocks N, documents 500 seed N, documents 1K seed N"
+MASKS = (
+    "causal, full, window N, blocks N, documents 500 seed N, documents 1K seed N, tree NAME, "
+    "trajectories NAME"
+)
 ROWS = 512  # of queries at once where a mask has to be given as a table
 SHOWN = 0.2  # of the pairs of blocks of a block-sparse mask, besides the diagonal
+
+
+class Rollouts(NamedTuple):
+    """Trajectories of one prompt. lengths: of each; prompt: tokens that all share; turns: each but
+    the first shares a random number of its turns, of so many, with one before it; 0: none."""
+
+    lengths: tuple[int, ...]
+    prompt: int
+    turns: int = 0
+    seed: int = 0
+
+    def drawn(self) -> list[np.ndarray]:
+        """Their tokens."""
+        random, made = np.random.default_rng(self.seed), []
+        start = random.integers(0, 1 << 30, self.prompt)
+        for i, length in enumerate(self.lengths):
+            shared = start
+            if i and self.turns:
+                other = made[random.integers(i)]
+                cut = (len(other) - self.prompt) * random.integers(self.turns) // self.turns
+                shared = other[: self.prompt + cut]
+            shared = shared[:length]
+            fresh = random.integers(0, 1 << 30, length - len(shared))
+            made.append(np.concatenate([shared, fresh]))
+        return made
+
+
+# As large as one core can compute once; a tenth, or an eighth, of what they stand for.
+TREES = {"samples": Rollouts((1600,) * 8, 1200), "agents": Rollouts((1600,) * 8, 200, 16)}
+
+
+def padded_tree(name: str, length: int | None = None) -> PrefixTree:
+    """The rollouts of `TREES` as a tree, with padding up to `length` rows."""
+    return pack(TREES[name].drawn(), multiple=length or 1)
 
 
 def bounds(name: str, seed: int, length: int) -> list[int]:
@@ -46,6 +84,8 @@ def bounds(name: str, seed: int, length: int) -> list[int]:
 
 def bounds_of(text: str, length: int) -> list[int] | None:
     """Cumulative lengths of the documents of the mask of this name; None if it has none."""
+    if text.startswith("trajectories "):
+        return np.cumsum([0, *TREES[text.split()[1]].lengths]).tolist()
     found = re.fullmatch(r"documents (500|1K) seed (\d+)", text)
     return found and bounds(found[1], int(found[2]), length)
 
@@ -60,6 +100,8 @@ def mask_of(text: str, length: int) -> Mask:
         count = length // int(blocks[1])
         table = np.random.default_rng(0).random((count, count)) < SHOWN
         return BlockSparse(table | np.eye(count, dtype=bool), int(blocks[1])) & Causal()
+    if text.startswith("tree "):
+        return padded_tree(text.split()[1], length).mask
     if documents := bounds_of(text, length):
         return Documents(documents) & Causal()
     raise ValueError(f"--masks: there is {MASKS}, got {text!r}")
@@ -85,6 +127,11 @@ def _pieces(text: str, length: int) -> Iterator[_Piece]:
     elif text.startswith("blocks"):
         for first in range(0, length, ROWS):
             yield _Piece((first, min(first + ROWS, length)), whole, "table")
+    elif text.startswith("tree"):  # padding sees nothing, and is no piece
+        rows = padded_tree(text.split()[1]).rows
+        for first in range(0, rows, ROWS):
+            stop = min(first + ROWS, rows)
+            yield _Piece((first, stop), (0, stop), "table")
     else:
         for first, stop in pairwise(bounds_of(text, length) or ()):
             yield _Piece((first, stop), (first, stop), "causal")
@@ -109,4 +156,5 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, text: str) -> torc
                 attn_mask=table, is_causal=piece.kind == "causal",
             )
         )  # fmt: skip
-    return torch.cat(parts, dim=2).permute(2, 0, 1, 3)
+    out = torch.cat(parts, dim=2)
+    return F.pad(out, (0, 0, 0, q.shape[0] - out.shape[2])).permute(2, 0, 1, 3)

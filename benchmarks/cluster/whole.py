@@ -18,8 +18,8 @@ NAME, RING = "burst_whole", "ring_whole"
 
 
 def register() -> None:
-    """Enter them among the algorithms of this process."""
-    ALGORITHMS.setdefault(NAME, Algorithm(tables))
+    """Enter them among the algorithms of this process; `auto` does not take them."""
+    ALGORITHMS.setdefault(NAME, Algorithm(tables, automatic=False))
     ALGORITHMS.setdefault(RING, Algorithm(ring, automatic=False))
 
 

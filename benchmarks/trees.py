@@ -1,0 +1,323 @@
+"""Prefix trees beside separate trajectories: tokens and pairs, time on the emulated cluster, and a
+step on 64 GPUs, simulated.
+
+    make bench-trees                              # all three tables, some minutes
+    make bench-trees ARGS="--parts emulated --repeats 5"
+    make bench-trees ARGS="--parts counts"        # seconds
+
+`counts` needs nothing. `emulated` measures attention of one layer on `benchmarks.cluster`, merged
+and separate at the same emulated speed. `simulated` times a step of training by the forecast of
+`megatron-burst advise`, ours on trees and Megatron's kinds on packs of separate trajectories, each
+with the parallel sizes with which it is fastest and fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import megatron_burst as mb
+from benchmarks.cluster import whole
+from benchmarks.cluster.cells import Cell, Rival
+from benchmarks.cluster.network import Rates
+from benchmarks.cluster.problems import TREES, Rollouts
+from benchmarks.report import machine, markdown, progress, spread
+from megatron_burst.tools.advise import rivals
+from megatron_burst.tools.advise.account.memory import account
+from megatron_burst.tools.advise.search.packed import PackedForecast, packed_pins
+from megatron_burst.tools.advise.search.search import Search
+from megatron_burst.tools.advise.search.search_space import TrainingGoal
+from megatron_burst.tools.advise.settings import Settings
+from megatron_burst.tools.advise.shapes import models
+from megatron_burst.units import byte_size, duration
+
+PARTS = ("counts", "emulated", "simulated")
+K = 1024
+# Of the lengths of 155,144 agent trajectories, as published in 2026: a fraction of them is at most
+# so long. The shortest was not published and is assumed.
+QUANTILES = ((0.0, 8 * K), (0.30, 32 * K), (0.50, 38 * K), (0.76, 49 * K), (0.925, 64 * K),
+             (0.95, 71 * K), (0.993, 96 * K), (1.0, 184 * K))  # fmt: skip
+
+
+def lengths(count: int, seed: int) -> tuple[int, ...]:
+    """Lengths of agent trajectories: linear between `QUANTILES`, one from each of `count` equal
+    parts, so that few of them have the median and the tail of all."""
+    random = np.random.default_rng(seed)
+    places = (np.arange(count) + random.random(count)) / count
+    random.shuffle(places)
+    shares, sizes = zip(*QUANTILES, strict=True)
+    return tuple(np.interp(places, shares, sizes).astype(int).tolist())
+
+
+# --- tokens and pairs ----------------------------------------------------------------------------
+
+COUNTED = {
+    "8 samples x 12.8K, 75 % shared": Rollouts((12800,) * 8, 9600),
+    "8 agents x 12.8K, 16 turns": Rollouts((12800,) * 8, 1600, 16),
+    "16 agents x 12.8K, 16 turns": Rollouts((12800,) * 16, 1600, 16),
+}
+
+
+class Saved(NamedTuple):
+    """What merging saves: tokens and visible pairs, separate over merged."""
+
+    tree: mb.trees.PrefixTree
+    tokens: float
+    pairs: float
+
+
+def saved(trajectories: Sequence[np.ndarray], multiple: int = 1) -> Saved:
+    """The tree of these trajectories, and what it saves."""
+    tree = mb.trees.pack(trajectories, multiple=multiple)
+    apart = sum(len(each) * (len(each) + 1) // 2 for each in trajectories)
+    return Saved(tree, tree.trajectory_tokens / tree.rows, apart / tree.mask.pairs)
+
+
+def counts(ranks: Sequence[int] = (8, 64)) -> str:
+    """A table of all of `COUNTED`."""
+    rows = []
+    for name, rollouts in COUNTED.items():
+        found = saved(rollouts.drawn(), math.lcm(*ranks))
+        tree, imbalance = found.tree, []
+        for each in ranks:
+            layout = mb.layout.make("balanced", cp_size=each, tree=tree)
+            imbalance.append(f"{layout.balance:.3f}")  # pyright: ignore[reportAttributeAccessIssue]
+        rows.append([
+            name, f"{tree.trajectory_tokens:,}", f"{tree.rows:,}", f"{found.tokens:.2f}",
+            f"{found.pairs * tree.mask.pairs:.4g}", f"{tree.mask.pairs:.4g}",
+            f"{found.pairs:.2f}", *imbalance,
+        ])  # fmt: skip
+    heads = ["trajectories", "tokens", "merged", "ratio", "pairs", "merged", "ratio",
+             *(f"imbalance, {each} ranks" for each in ranks)]  # fmt: skip
+    return markdown(heads, rows)
+
+
+# --- the emulated cluster ------------------------------------------------------------------------
+
+RIVALS = (
+    Rival("multicast", "multicast", "auto", layout="balanced"),
+    Rival("all_gather", "all_gather", "auto", layout="balanced"),
+    Rival("auto", "auto", "auto", layout="balanced"),
+)
+
+
+def cells_of(name: str) -> tuple[Cell, Cell]:
+    """Separate and merged, on 2 nodes of 4 ranks."""
+    rows = sum(TREES[name].lengths), saved(TREES[name].drawn(), 8).tree.tokens.size
+    separate, merged = (
+        Cell(2, 4, Rates.parse("100M/400M"), "MHA 8", "compute", each // 8, mask=f"{kind} {name}",
+             width=16)
+        for each, kind in zip(rows, ("trajectories", "tree"), strict=True)
+    )  # fmt: skip
+    return separate, merged
+
+
+def emulated(repeats: int, seconds: float) -> str:
+    """Time of attention, forward and backward, merged and separate in turn. seconds: that the
+    busiest rank computes for separate trajectories; the tree is computed at that speed."""
+    from benchmarks.cluster import measure, record
+    from benchmarks.cluster.__main__ import say
+    from benchmarks.cluster.bench import cluster
+    from benchmarks.cluster.ranks import Ranks
+
+    def run(ranks: Ranks, cell: Cell, speed: float | None) -> tuple[dict[str, list[float]], float]:
+        """Seconds of each rival, and the speed at which the first takes `seconds`."""
+        with tempfile.TemporaryDirectory(prefix="trees-") as folder:
+            measure.write_problem(cell.problem(), ranks.network, Path(folder), ("balanced",))
+            ranks.run(measure.load, cell.problem(), Path(folder))
+        found: dict[str, list[float]] = {}
+        for rival in RIVALS:
+            if rival.algorithm == "auto":
+                rates = ranks.run(measure.rates, speed)
+                launch = median(each.launch for each in rates)
+                works = ranks.run(measure.prepare, rival, replace(rates[0], launch=launch))
+                say(f"{cell.mask}: {works[0].says}")
+            else:
+                works = ranks.run(measure.prepare, rival)
+                speed = speed or max(sum(work.flops.values()) for work in works) / seconds
+            done = [ranks.run(measure.timed, rival.name, speed) for _ in range(repeats)]
+            found[rival.name] = [sum(each.values()) for each in record.seconds(done)]
+        assert speed is not None
+        return found, speed
+
+    rows = []
+    for name in TREES:
+        separate, merged = cells_of(name)
+        with cluster(separate.network) as ranks:
+            say(f"{name}: separate")
+            apart, speed = run(ranks, separate, None)
+            say(f"{name}: merged")
+            together, _ = run(ranks, merged, speed)
+        ratio = saved(TREES[name].drawn())
+        for rival in RIVALS:
+            below, above = together[rival.name], apart[rival.name]
+            gain = median(above) / median(below)
+            rows.append([
+                name, rival.name, spread(above), spread(below), f"{gain:.2f}",
+                f"{ratio.pairs:.2f}", f"{ratio.pairs / gain:.3f}", f"{ratio.tokens:.2f}",
+            ])  # fmt: skip
+    heads = ["", "algorithm", "separate s", "merged s", "ratio", "ratio of pairs",
+             "pairs over time", "ratio of tokens"]  # fmt: skip
+    return f"{markdown(heads, rows)}\n\nMeasured with {machine()}."
+
+
+# --- a step on 64 GPUs, simulated ----------------------------------------------------------------
+
+SYSTEM, GROUPS, SAMPLES, TURNS = 4 * K, 8, 8, 16
+MODEL, GPUS = "qwen3-8b", 64  # H100
+
+
+class TreeForecast(PackedForecast):
+    """The attention of packs that are a prefix tree each."""
+
+    def __init__(self, model: Any, cluster: Any, pinned: Any, tree: mb.masks.Tree):
+        super().__init__(model, cluster, pinned, (len(tree.out),))
+        self.tree = tree
+
+    @cached_property
+    def _free(self) -> TreeForecast:
+        return TreeForecast(self.model, self.cluster, None, self.tree)
+
+    @property
+    def effective(self) -> float:
+        return 2 * self.tree.pairs / len(self.tree.out)
+
+    def mask(self, run: Settings) -> mb.masks.Tree:
+        return self.tree
+
+    def layout(self, run: Settings) -> Any:
+        key = run.cp, self.cluster.cp_per_node(run.tp, run.cp)
+        if run.cp > 1 and key not in self._layouts:
+            self._layouts[key] = mb.layout.make(
+                "balanced", cp_size=run.cp, tree=self.tree, per_node=key[1]
+            )
+        return self._layouts[key] if run.cp > 1 else super().layout(run)
+
+
+class Step(NamedTuple):
+    """A step of one kind: seconds and bytes of a GPU."""
+
+    name: str
+    run: Settings
+    recompute: str
+    seconds: float
+    bytes: int
+
+
+def groups(shared: bool, seed: int = 0) -> list[list[np.ndarray]]:
+    """Trajectories of every prompt. shared: samples share turns; else the system prompt only."""
+    every = lengths(GROUPS * SAMPLES, seed)
+    return [
+        Rollouts(every[i::GROUPS], SYSTEM, TURNS * shared, seed * GROUPS + i).drawn()
+        for i in range(GROUPS)
+    ]
+
+
+def median_group(shared: bool, seed: int = 0) -> list[np.ndarray]:
+    """The group whose tokens are nearest to the mean: all packs of a step are taken to be like
+    it."""
+    found = groups(shared, seed)
+    sums = [sum(map(len, each)) for each in found]
+    return found[int(np.argmin(np.abs(np.array(sums) - np.mean(sums))))]
+
+
+def simulated(shared: bool) -> list[Step]:
+    """A step of 8 packs: Megatron's kinds on separate trajectories, ours on trees and on the same
+    packs as Megatron."""
+    model, cluster = models.named(MODEL), mb.Cluster("h100", GPUS)
+    trajectories = median_group(shared)
+    # verl pads each sequence to 2 x CP x TP, which is 128 at most on 64 GPUs.
+    padded = tuple(-(-len(each) // 128) * 128 for each in trajectories)
+    steps = []
+    want = TrainingGoal(_whole(sum(padded)), GROUPS, {})
+    for kind in ("p2p", "all_gather"):
+        found = rivals.fastest(model, cluster, want, (kind,), padded)
+        if found is not None and found.run is not None and found.time is not None:
+            steps.append(Step(f"verl's packs, Megatron {kind}", found.run, found.recompute,
+                              found.time.seconds, found.bytes))  # fmt: skip
+    packed = (*padded[:-1], padded[-1] + want.seq - sum(padded))
+    tree = mb.trees.pack(trajectories)
+    tree = mb.trees.pack(trajectories, multiple=_whole(tree.rows))
+    for name, seq, make in (
+        ("ours, separate", want.seq, lambda pins: PackedForecast(model, cluster, pins, packed)),
+        ("ours, merged", len(tree.tokens),
+         lambda pins: TreeForecast(model, cluster, pins, tree.mask)),
+    ):  # fmt: skip
+        goal = TrainingGoal(seq, GROUPS, packed_pins({}))
+        found = Search(model, cluster, goal, make(goal.pinned)).run(1).ranked[0]
+        run = found.run
+        recompute = "none" if run.recompute == "none" else f"full, store {run.store:g}"
+        recompute += ", inputs on the host" if run.offload else ""
+        bytes_ = account(model, run, every=False).peak.bytes
+        steps.append(Step(name, run, recompute, found.seconds, bytes_))
+    return steps
+
+
+def _whole(tokens: int) -> int:
+    """So many tokens and padding, that sizes of 64 GPUs divide it."""
+    return -(-tokens // 256) * 256
+
+
+def table(shared: bool) -> str:
+    """The steps of one case, and what is merged."""
+    steps, found = simulated(shared), saved(median_group(shared))
+    best = min(each.seconds for each in steps if each.name.startswith("verl"))
+    rows = [
+        [each.name, f"{each.run.tp} x {each.run.pp} x {each.run.cp} x {each.run.dp}",
+         each.recompute, duration(each.seconds), f"{best / each.seconds:.2f}",
+         byte_size(each.bytes)]
+        for each in steps
+    ]  # fmt: skip
+    heads = ["", "TP x PP x CP x DP", "recompute", "step", "faster", "GPU memory"]
+    what = "system prompt and turns" if shared else "system prompt"
+    return (
+        f"Shared {what}: {found.tree.trajectory_tokens:,} tokens of a group as "
+        f"{found.tree.rows:,} rows ({found.tokens:.2f} x fewer), {found.pairs:.2f} x fewer pairs."
+        f"\n\n{markdown(heads, rows)}"
+    )
+
+
+def main() -> int:
+    from benchmarks.cluster.enclosure import Unavailable, enclosed
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each, emulated")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of compute of one run")
+    args = parser.parse_args()
+    if "counts" in args.parts:
+        print(f"{counts()}\n", flush=True)
+    if "simulated" in args.parts:
+        with progress("simulated", 2) as step:
+            for shared in (False, True):
+                step("turns" if shared else "system prompt")
+                print(f"{table(shared)}\n", flush=True)
+    if "emulated" in args.parts:
+        from benchmarks.cluster.__main__ import quiet
+
+        quiet()
+
+        def inside() -> int:
+            whole.register()
+            print(emulated(args.repeats, args.seconds), flush=True)
+            return 0
+
+        try:
+            return enclosed(inside)
+        except Unavailable as error:
+            print(f"no emulated cluster here: {error}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
