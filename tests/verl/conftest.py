@@ -14,7 +14,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 120  # seconds of a run
+LIMIT = 240  # seconds of a run
 
 
 @pytest.fixture(scope="session", autouse=True)
