@@ -28,8 +28,8 @@ QUICK = (
     "layout", "masks", "tiles", "schedule", "merge", "consensus", "cost", "kernels", "edges",
     "every", "row_chunks", "row_chunks_calls", "row_chunks_host", "simulator", "tile_grid",
     "bundles", "tables_oracle",
-    "two_way", "packing", "trajectories", "balanced", "tree", "trees", "rows", "state_scan", "short_convolution",
-    "linear_attention_ranks", "linear_trees", "own_masks",
+    "two_way", "packing", "trajectories", "balanced", "tree", "trees", "rows", "state_scan",
+    "short_convolution", "linear_attention_ranks", "linear_trees", "own_masks",
 )  # fmt: skip
 
 # The tests to run first for the files of a folder, or for one file: most mutants do not live long.

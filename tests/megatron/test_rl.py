@@ -114,5 +114,5 @@ def test_trees_of_megatrons_pull_request_are_refused_by_name():
     from megatron_burst.megatron.data.cut import BatchCut
 
     params = type("TreePackedSeqParams", (SimpleNamespace,), {})(qkv_format="thd")
-    with pytest.raises(ValueError, match="TreePackedSeqParams .*mb.rl.logprobs"):
+    with pytest.raises(ValueError, match=r"TreePackedSeqParams .*mb\.rl\.logprobs"):
         check_call(AttnMaskType.causal, {}, params, BatchCut("zigzag"))
