@@ -56,7 +56,6 @@ class Pack:
     end: int
     documents: tuple[int, ...]
     padding: tuple[int, ...] = ()
-    paths = False  # whether positions count along the paths of a tree
 
     @property
     def mask(self) -> Mask:
@@ -134,8 +133,7 @@ class Pack:
         if key not in self._made:
             rows, in_document = self.places(cut, cp_size, rank)
             if angles is not None:
-                of_pack = angles == self.total and not self.paths
-                rows = np.minimum(rows if of_pack else in_document, angles - 1)
+                rows = np.minimum(rows if angles == self.total else in_document, angles - 1)
             self._made[key] = to_device(rows, device)
         return self._made[key]
 

@@ -38,7 +38,6 @@ class TreePack(Pack):
     digest: bytes = field(kw_only=True)
     own: BatchCut = field(kw_only=True)
     tree: PrefixTree = field(kw_only=True, compare=False)
-    paths = True
 
     @classmethod
     def of(cls, tree: PrefixTree, config: Any) -> TreePack:
