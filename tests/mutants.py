@@ -28,8 +28,8 @@ QUICK = (
     "layout", "masks", "tiles", "schedule", "merge", "consensus", "cost", "kernels", "edges",
     "every", "row_chunks", "row_chunks_calls", "row_chunks_host", "simulator", "tile_grid",
     "bundles", "tables_oracle",
-    "two_way", "packing", "balanced", "tree", "trees", "rows", "state_scan", "short_convolution",
-    "linear_attention_ranks", "own_masks",
+    "two_way", "packing", "trajectories", "balanced", "tree", "trees", "rows", "state_scan",
+    "short_convolution", "linear_attention_ranks", "linear_trees", "own_masks",
 )  # fmt: skip
 
 # The tests to run first for the files of a folder, or for one file: most mutants do not live long.
@@ -46,13 +46,14 @@ NEAR = {
     "kernels/tile_grid": "tile_grid", "masks/seen": "bundles", "schedule/bundles": "bundles",
     "schedule/demand": "bundles", "schedule/algorithms/two_way": "two_way",
     "schedule/algorithms/token_ring": "two_way", "schedule/algorithms/direct": "two_way",
-    "packing": "packing",
+    "packing": "packing", "packing/trajectories": "trajectories",
     "comm/rows": "rows", "linear_attention": "state_scan",
     "schedule/scans/blocks": "state_scan", "linear_attention/plan": "linear_attention_ranks",
     "linear_attention/request": "linear_attention_ranks",
     "linear_attention/short_convolution": "short_convolution",
     "linear_attention/program": "short_convolution",
     "linear_attention/operation": "linear_attention_ranks",
+    "linear_attention/tree_scan": "linear_trees", "layout/pieces": "linear_trees",
 }  # fmt: skip
 SECONDS = {"layout", "balanced", "tiles", "consensus"}  # tests that take seconds
 
@@ -483,6 +484,10 @@ MUTANTS = [
            "the first rank gets the busiest micro-batch every time"),
     Mutant("layout/balanced.py", "return m * (m - 1) // 2 + (n - m) * (reach or 0)",
            "return m * (m - 2) // 2 + (n - m) * (reach or 0)", "a document has too few pairs"),
+    Mutant("packing/trajectories.py", " if i > start else (whole[i], rows[i])", "",
+           "the first trajectory of a run counts without its prefix"),
+    Mutant("packing/trajectories.py", "held + fresh[i] > capacity", "held + rows[i] > capacity",
+           "shared tokens fill a micro-batch twice"),
     Mutant("packing/work.py", "found += layers *", "found +=", "layers are not counted"),
     # rows of others, and states
     Mutant("comm/rows.py", "_sums_in(t.dtype) if job.home is not None else t.dtype", "t.dtype",
@@ -523,6 +528,10 @@ MUTANTS = [
            "the last piece's state is not asked for"),
     Mutant("linear_attention/request.py", "width**-0.5 if scale is None", "1.0 if scale is None",
            "queries are not scaled"),
+    Mutant("linear_attention/tree_scan.py", "leaving.index_add_(0, level.nth",
+           "leaving.index_copy_(0, level.nth", "of a segment's children one gives its gradient"),
+    Mutant("layout/pieces.py", "np.where(above < 0, -1, last)", "found.before",
+           "a segment continues the one above it in the rows"),
     Mutant("schedule/scans/blocks.py", "found = zip((heads, rows, columns)",
            "found = zip((heads, columns, rows)", "blocks of columns pass for blocks of rows"),
 ]  # fmt: skip

@@ -25,7 +25,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .layouts import Layout, Span, document_bounds, integer, padding_documents
+from .layouts import (
+    Layout,
+    Span,
+    document_bounds,
+    integer,
+    padding_documents,
+    tree_mask,
+)
 
 Window = tuple[int | None, int | None]  # keys seen before a query, and after it; None: all
 CAUSAL: Window = (None, 0)
@@ -268,7 +275,7 @@ class Balanced(Layout):
         if tree is not None:
             if cu_seqlens is not None or len(padding):
                 raise ValueError("tree: goes without cu_seqlens and padding, which it says itself")
-            mask = _tree_mask(tree)
+            mask = tree_mask(tree)
             cu_seqlens, padding = mask.bounds, mask.padding.tolist()
             self.bases = tuple(mask.bases.tolist())
             if windows is None:
@@ -372,14 +379,6 @@ class Balanced(Layout):
 
     def _spans(self, rank: int, seq_len: int) -> tuple[Span, ...]:
         return self._all_spans[rank]
-
-
-def _tree_mask(tree: Any) -> Any:
-    """The `masks.Tree` of what `mb.trees.pack` returns, or the mask itself."""
-    mask = getattr(tree, "mask", tree)
-    if not hasattr(mask, "bases"):  # its class is in a room above
-        raise ValueError(f"tree must be what mb.trees.pack returns, or a masks.Tree, got {tree!r}")
-    return mask
 
 
 def _window(given: object) -> Window:

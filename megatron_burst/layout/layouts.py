@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -294,3 +294,11 @@ class DocumentZigzag(Layout):
                 spans.append(Span(start + rank * length, 1, length))
                 spans.append(Span(start + late * length, 1, length))
         return tuple(spans)
+
+
+def tree_mask(tree: Any) -> Any:
+    """The `masks.Tree` of what `mb.trees.pack` returns, or the mask itself."""
+    mask = getattr(tree, "mask", tree)
+    if not hasattr(mask, "bases"):  # its class is in a room above
+        raise ValueError(f"tree must be what mb.trees.pack returns, or a masks.Tree, got {tree!r}")
+    return mask

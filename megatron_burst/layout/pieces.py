@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chains: the pieces of each document in the order of their positions, on any ranks.
 
-A state that is carried along a document passes from piece to piece. Decides what a piece is: as
-many rows of one rank as hold consecutive positions of one document. Contiguous gives every rank one
+A state that is carried along a document passes from piece to piece; along a prefix tree, from the
+end of a segment to all that continue it. Decides what a piece is: as many rows of one rank as hold
+consecutive positions of one document, or of one segment of a tree. Contiguous gives every rank one
 piece of each document that it holds some of; zigzag two, and one at the turn, where both meet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .layouts import Layout, Span, counted, document_bounds, integer
+from .layouts import Layout, Span, counted, document_bounds, integer, tree_mask
 
 
 class Piece(NamedTuple):
@@ -34,13 +35,16 @@ class Chains:
     """All pieces of a sequence, in the order of their positions.
 
     table: int64 [pieces, 5], the fields of `Piece`; documents: how many there are, empty ones
-    (which have no piece) included; ranks: how many hold the sequence. `backward` turns the order
-    around: what follows then comes first, as gradients travel.
+    (which have no piece) included; ranks: how many hold the sequence. parents: int64 [pieces], of
+    a tree, whose segments count as documents: the piece that each continues, -1 for none; None: a
+    document's pieces continue one another. `backward` turns the order around: what follows then
+    comes first, as gradients travel.
     """
 
     table: np.ndarray
     documents: int
     ranks: int
+    parents: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.table)
@@ -57,13 +61,24 @@ class Chains:
 
     @cached_property
     def begins(self) -> np.ndarray:
-        """bool [pieces]: is it the first of its document?"""
+        """bool [pieces]: is it the first of its document, or of a tree?"""
+        if self.parents is not None:
+            return self.parents < 0
         return np.append(True, self.document[1:] != self.document[:-1])
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """bool [pieces]: is it the last of its document?"""
+        """bool [pieces]: is it the last of its document, or does no other continue it?"""
+        if self.parents is not None:
+            return ~np.isin(np.arange(len(self)), self.parents)
         return np.append(self.begins[1:], True)
+
+    @property
+    def before(self) -> np.ndarray:
+        """int64 [pieces]: the piece that each continues, -1 for none."""
+        if self.parents is not None:
+            return self.parents
+        return np.where(self.begins, -1, np.arange(-1, len(self) - 1))
 
     @cached_property
     def order(self) -> np.ndarray:
@@ -79,23 +94,39 @@ class Chains:
         return own[np.argsort(self.table[own, 1], kind="stable")]
 
     def backward(self) -> Chains:
-        """The same pieces in the opposite order: piece i becomes piece len - 1 - i."""
+        """The same pieces in the opposite order: piece i becomes piece len - 1 - i. ValueError for
+        those of a tree."""
+        if self.parents is not None:
+            raise ValueError("backward: pieces of a tree have no opposite order, only parents")
         return Chains(self.table[::-1], self.documents, self.ranks)
 
 
 def chains(
-    layout: Layout, seq_len: int, cu_seqlens: Sequence[int] | np.ndarray | None = None
+    layout: Layout,
+    seq_len: int,
+    cu_seqlens: Sequence[int] | np.ndarray | None = None,
+    tree: Any = None,
 ) -> Chains:
     """The chains of a sequence of `seq_len` positions under `layout`.
 
-    cu_seqlens: cumulative lengths of its documents; None: it is one. Raises ValueError for
-    documents that do not end with the sequence, and for layouts that leave no two positions that
-    follow each other on one rank.
+    cu_seqlens: cumulative lengths of its documents; None: it is one. tree: in place of these, what
+    `mb.trees.pack` returns, or a `masks.Tree`. Raises ValueError for documents that do not end with
+    the sequence, and for layouts that leave no two positions that follow each other on one rank.
     """
     if not isinstance(layout, Layout):
         raise ValueError(f"layout: give one that mb.layout.make made, got {layout!r}")
     seq_len = integer("seq_len", seq_len)
     spans = [layout.spans(rank, seq_len) for rank in range(layout.cp_size)]
+    mask = None
+    if tree is not None:
+        if cu_seqlens is not None:
+            raise ValueError("tree: goes without cu_seqlens, which it says itself")
+        mask = tree_mask(tree)
+        if mask.bounds[-1] != seq_len:
+            raise ValueError(
+                f"tree: it has {mask.bounds[-1]} rows, and the sequence {seq_len} positions"
+            )
+        cu_seqlens = mask.bounds
     bounds = document_bounds([0, seq_len] if cu_seqlens is None else cu_seqlens)
     if bounds[-1] != seq_len:
         raise ValueError(
@@ -109,7 +140,15 @@ def chains(
             "travel between any two rows; take zigzag, contiguous or balanced"
         )
     table = _table(spans, bounds)
-    return Chains(table[np.argsort(table[:, 4], kind="stable")], len(bounds) - 1, layout.cp_size)
+    found = Chains(table[np.argsort(table[:, 4], kind="stable")], len(bounds) - 1, layout.cp_size)
+    if mask is None:
+        return found
+    # The first piece of a segment continues the last one of the segment before it on the path.
+    above = mask.parents[found.document]
+    last = np.searchsorted(found.document, above, side="right") - 1
+    return replace(
+        found, parents=np.where(found.begins, np.where(above < 0, -1, last), found.before)
+    )
 
 
 def _table(held: Sequence[tuple[Span, ...]], bounds: np.ndarray) -> np.ndarray:

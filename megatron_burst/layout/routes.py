@@ -72,14 +72,62 @@ def _preceding(chains: Chains, width: int) -> _Moves:
     count = integer("width", width) - 1
     if count < 0:
         raise ValueError(f"width must be at least 1, got {width}")
-    owner, first, _, _, position = chains.table.T
-    start = np.maximum.accumulate(np.where(chains.begins, position, 0))  # of its document
-    wanted = position[:, None] + np.arange(-count, 0)
-    piece, column = np.nonzero(wanted >= start[:, None])
-    wanted = wanted[piece, column]
-    found = np.searchsorted(position, wanted, side="right") - 1
-    landing = chains.order[piece] * count + column
-    return _Moves(owner[found], first[found] + wanted - position[found], owner[piece], landing)
+    owner, first, length = chains.table[:, :3].T
+    before, piece = chains.before, np.arange(len(chains))
+    found, offset = piece, np.zeros_like(piece)  # the row that was reached from each piece
+    moves = []
+    for column in reversed(range(count)):
+        begun = offset > 0
+        found = np.where(begun, found, before[found])
+        piece, begun, offset, found = (x[found >= 0] for x in (piece, begun, offset, found))
+        offset = np.where(begun, offset, length[found]) - 1
+        landing = chains.order[piece] * count + column
+        moves.append((owner[found], first[found] + offset, owner[piece], landing))
+    empty = np.zeros((4, 0), dtype=np.int64)
+    return _Moves(*np.concatenate([empty, *(np.stack(each) for each in moves)], axis=1))
+
+
+class Lineage(NamedTuple):
+    """What one rank needs to follow a tree of pieces to its own.
+
+    pieces: int64, those of the rank and all that they continue, in order. route: brings what
+    belongs to each piece, one row for each of `pieces`; rows are sent in the order of a rank's
+    pieces. parents: int64, of each of `pieces` the index in it of the one that it continues, -1 for
+    none; own: those of the rank, in the order of its rows. longest: rows of the longest message
+    between any two ranks.
+    """
+
+    pieces: np.ndarray
+    route: Route
+    parents: np.ndarray
+    own: np.ndarray
+    longest: int
+
+
+def lineage(chains: Chains, rank: int) -> Lineage:
+    """The pieces that `rank` needs to know: its own, and those before them on their paths.
+
+    chains: as of `chains`. Raises ValueError for an invalid rank.
+    """
+    _check_rank(rank, chains.ranks)
+    before, every = chains.before, np.arange(len(chains))
+    needs = chains.rank[:, None] == np.arange(chains.ranks)
+    for piece in reversed(every.tolist()):  # a piece comes after those that it continues
+        if before[piece] >= 0:
+            needs[before[piece]] |= needs[piece]
+    piece, to = np.nonzero(needs)
+    landing = (np.cumsum(needs, axis=0) - 1)[piece, to]
+    source = chains.rank[piece]
+    pairs = np.bincount((source * chains.ranks + to)[source != to], minlength=1)
+    mine = needs[:, rank]
+    pieces, place = every[mine], np.cumsum(mine) - 1
+    return Lineage(
+        pieces,
+        _Moves(source, chains.order[piece], to, landing).route(rank, chains.ranks, len(pieces)),
+        np.where(before[pieces] < 0, -1, place[before[pieces]]),
+        place[chains.of(rank)],
+        int(pairs.max()),
+    )
 
 
 def relayout(source: Layout, target: Layout, seq_len: int, rank: int) -> Route:

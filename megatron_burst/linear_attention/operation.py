@@ -40,6 +40,7 @@ def linear_attention(
     kernel: str | None = None,
     groups: Groups | InProcessGroups | None = None,
     layout: Any = None,
+    tree: Any = None,
     rates: Any = None,
     plan: LinearPlan | InProcessLinearPlan | None = None,
     label: object = None,
@@ -62,12 +63,14 @@ def linear_attention(
     form: "auto" (the default: what decay and beta say), "linear", "scalar_decay", "vector_decay",
     "delta_rule", "gated_delta_rule" or "kda". scale: default d ** -0.5. cu_seqlens: cumulative
     lengths of documents. layout: a name (default "zigzag") or one that `mb.layout.make` made, but
-    striped. algorithm, rates: which carries states between ranks, as of `mb.state_scan`. kernel:
-    "auto", "torch" (chunks, in torch's operators), "reference" (the recurrence), or that of an
-    installed package. plan: made by `mb.prepare_linear`, in place of these and groups; without one
-    the call is a collective of the host too. With one, initial_state
-    and return_final_state must be the same on all ranks. label: as of
-    `mb.attention`.
+    striped. tree: in place of cu_seqlens, a prefix tree (what `mb.trees.pack` returns, or a
+    `masks.Tree`): a row continues the row before it on its path, without initial and final states;
+    rows of padding are documents of their own. algorithm, rates: which carries states between
+    ranks, as of `mb.state_scan`. kernel: "auto", "torch" (chunks, in torch's operators),
+    "reference" (the recurrence), or that of an installed package. plan: made by
+    `mb.prepare_linear`, in place of these and groups; without one the call is a collective of the
+    host too. With one, initial_state and return_final_state must be the same on all ranks. label:
+    as of `mb.attention`.
 
     States and their gradients travel and add up in float32 (float64 for float64). The loss is the
     sum of the ranks' losses: the gradient of initial_state is whole on the rank with a document's
@@ -77,11 +80,12 @@ def linear_attention(
     """
     refuse_transforms("mb.linear_attention")
     given = {"groups": groups, "layout": layout, "form": form, "cu_seqlens": cu_seqlens,
-             "scale": scale, "algorithm": algorithm, "kernel": kernel, "rates": rates}  # fmt: skip
+             "tree": tree, "scale": scale, "algorithm": algorithm, "kernel": kernel,
+             "rates": rates}  # fmt: skip
     home = groups if plan is None else getattr(plan, "groups", None)
     named = {"q": q, "k": k, "v": v, "decay": shared(home, decay), "beta": beta}
     if plan is None:
-        options = Options.of(layout, cu_seqlens, algorithm, rates)
+        options = Options.of(layout, cu_seqlens, algorithm, rates, tree)
         request = partial(of_attention, options=options, form=default(form, "auto"), scale=scale,
                         kernel=default(kernel, "auto"), final=return_final_state)  # fmt: skip
         made = {**named, "initial_state": spread_initial(groups, initial_state)}

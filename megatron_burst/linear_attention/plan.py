@@ -36,13 +36,22 @@ from .program import (
     Directions,
     PackedSequence,
     States,
+    TreeWalk,
     chains_of,
     choice_of,
     directions,
     longest_message,
+    walk,
     window,
 )
-from .request import ChainRequest, LocalWork, Options, default, described, of_attention
+from .request import (
+    ChainRequest,
+    LocalWork,
+    Options,
+    default,
+    described,
+    of_attention,
+)
 from .scan import DirectedScan, Finals, ScanCall, ScanJob
 
 
@@ -93,6 +102,9 @@ class LinearPlan:
     def traffic(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Bytes of states that this rank sends per call, forward and backward, each (within its
         node, to others); final states and rows of a convolution come on top."""
+        if self.states is not None and self.sequence.tree is not None:
+            near, far = (n * self.states.bytes.map for n in self.walk().sent)
+            return (near, far), (near, far)
         if self.job is None or self.states is None:
             return (0, 0), (0, 0)
         blocks = self.job.forward.program.blocks
@@ -149,6 +161,10 @@ class LinearPlan:
         """How rows come to a convolution of this width."""
         return window(self.groups, self.sequence, width, self.device)
 
+    def walk(self) -> TreeWalk:
+        """How states come along a tree."""
+        return walk(self.groups, self.sequence, self.device)
+
     def begin(self, label: object, initial: bool, final: bool) -> ScanCall:
         """A scan begins: what it needs beside tensors. label: of the call; initial, final: are
         there initial states, are final ones wanted?"""
@@ -182,6 +198,7 @@ def prepare_linear(
     kernel: str | None = None,
     groups: Groups | InProcessGroups | None,
     layout: Any = None,
+    tree: Any = None,
     rates: Any = None,
 ) -> LinearPlan:
     """Check the arguments of `linear_attention`, on all ranks alike, and resolve every "auto".
@@ -193,10 +210,11 @@ def prepare_linear(
     Make one per micro-batch and use it in every layer of the same shapes.
 
     q, k, v, decay, beta: as `linear_attention` takes them; only shapes, dtypes, device and
-    `requires_grad` are read. form, cu_seqlens, scale, algorithm, kernel, layout, rates: as there.
+    `requires_grad` are read. form, cu_seqlens, scale, algorithm, kernel, layout, tree, rates: as
+    there.
     Raises the same ValueError on every rank.
     """
-    options = Options.of(layout, cu_seqlens, algorithm, rates)
+    options = Options.of(layout, cu_seqlens, algorithm, rates, tree)
     request = partial(of_attention, options=options, form=default(form, "auto"),
                     kernel=default(kernel, "auto"), scale=scale)  # fmt: skip
     named = {"q": q, "k": k, "v": v, "decay": shared(groups, decay), "beta": beta}
@@ -249,6 +267,8 @@ def _prepare(
     assert not isinstance(made, ValueError)
     agreed, chosen, facts = made
     algorithm, why, job = agreed.options.algorithm, "", None
+    if agreed.sequence.tree is not None and algorithm == "auto":
+        algorithm, why = "all_gather", "auto: the one that serves trees"
     if chosen is not None:
         algorithm, why = chosen.algorithm, chosen.why
         job = _job(agreed, groups, chosen.tables)
@@ -270,9 +290,9 @@ class _Resolved(NamedTuple):
 
 
 def _resolved(request: ChainRequest, groups: Groups) -> _Resolved | None:
-    """What runs for a request; None where no states travel."""
-    states, (_, _, name, rates) = request.states, request.options
-    if states is None:
+    """What runs for a request; None where no states travel, or along a tree."""
+    states, name, rates = request.states, request.options.algorithm, request.options.rates
+    if states is None or request.sequence.tree is not None:
         return None
     choice, why = choice_of(groups, request.sequence, states.bytes, name, rates), ""
     if isinstance(choice, int):

@@ -19,7 +19,7 @@ from ..comm.recent import Recent
 from ..comm.rows import Paths, paths
 from ..layout.layouts import Layout
 from ..layout.pieces import Chains, chains
-from ..layout.routes import preceding_and_most
+from ..layout.routes import lineage, preceding_and_most
 from ..layout.sharding import to_device
 from ..schedule.scans import SCANS
 from ..schedule.scans.blocks import Blocks
@@ -32,11 +32,13 @@ KEPT = 32  # of all kinds together: layers of a few kinds, documents of a few mi
 
 
 class PackedSequence(NamedTuple):
-    """What chains are made of; bounds: of the documents, None for one."""
+    """What chains are made of; bounds: of the documents, None for one; tree: a `masks.Tree`, in
+    place of these."""
 
     layout: Layout
     seq_len: int
     bounds: tuple[int, ...] | None
+    tree: Any = None
 
 
 class Directions(NamedTuple):
@@ -65,6 +67,28 @@ class ConvolutionWindow(NamedTuple):
     order: torch.Tensor
     ends: torch.Tensor
     longest: int
+
+
+class TreeLevel(NamedTuple):
+    """All pieces of one depth. pieces: int64 [n]; above: those that they continue, each once; nth:
+    int64 [n], of each the index of its own in `above`."""
+
+    pieces: torch.Tensor
+    above: torch.Tensor
+    nth: torch.Tensor
+
+
+class TreeWalk(NamedTuple):
+    """How one rank follows a tree to its own pieces. paths: bring the maps of these, and of all
+    before them, in order; levels: of them, from the roots on; own: which are this rank's, in the
+    order of its rows. longest: pieces in the longest message between any two ranks; sent: how many
+    this rank sends within its node, and to others."""
+
+    paths: Paths
+    levels: tuple[TreeLevel, ...]
+    own: torch.Tensor
+    longest: int
+    sent: tuple[int, int]
 
 
 def chains_of(groups: Groups, sequence: PackedSequence) -> Chains:
@@ -116,6 +140,26 @@ def window(
         return ConvolutionWindow(paths(route, device), *indices, most)
 
     return _kept(groups, ("window", sequence, width, device), make)
+
+
+def walk(groups: Groups, sequence: PackedSequence, device: torch.device) -> TreeWalk:
+    """How the rank follows the tree of a sequence."""
+
+    def make() -> TreeWalk:
+        found = lineage(chains_of(groups, sequence), groups.rank)
+        depth = np.zeros_like(found.parents)
+        for piece, above in enumerate(found.parents.tolist()):
+            depth[piece] = depth[above] + 1 if above >= 0 else 0
+        levels = []
+        for each in range(1, int(depth.max()) + 1):
+            pieces = np.flatnonzero(depth == each)
+            parts = pieces, *np.unique(found.parents[pieces], return_inverse=True)
+            levels.append(TreeLevel(*(to_device(part, device) for part in parts)))
+        sent = found.route.leaving(groups.rank, groups.topology.per_node)
+        own = to_device(found.own, device)
+        return TreeWalk(paths(found.route, device), tuple(levels), own, found.longest, sent)
+
+    return _kept(groups, ("walk", sequence, device), make)
 
 
 def _around(pieces: np.ndarray, reach: int) -> tuple[np.ndarray, np.ndarray]:

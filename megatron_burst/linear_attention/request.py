@@ -21,7 +21,7 @@ from ..comm.consensus import Facts
 from ..comm.groups import Groups
 from ..kernels.online_softmax import accumulation_dtype
 from ..layout import LAYOUTS, Layout, document_bounds, make
-from ..layout.layouts import integer
+from ..layout.layouts import integer, tree_mask
 from ..schedule.scans import SCANS
 from . import forms
 from .forms import Form
@@ -32,6 +32,7 @@ from .program import PackedSequence, States, chains_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ALGORITHMS = ("auto", *SCANS)
+OVER_TREES = ("auto", "all_gather")  # others pass a state to the one piece that comes next
 
 
 def check_tensor(name: str, tensor: Any, shapes: dict[str, tuple[int | None, ...]]) -> None:
@@ -73,12 +74,11 @@ def _fits(shape: tuple[int, ...], sizes: tuple[int | None, ...]) -> bool:
 
 def sequence_of_rows(groups: Groups, x: torch.Tensor, options: Options) -> PackedSequence:
     """`sequence_of` the rows of x [s, b, ...]; an error says where the batch may be first."""
-    layout, bounds = options.layout, options.cu_seqlens
     try:
-        return sequence_of(groups, layout, x.shape[0] * groups.size, bounds)
+        return sequence_of(groups, options, x.shape[0] * groups.size)
     except ValueError as error:
         try:
-            sequence_of(groups, layout, x.shape[1] * groups.size, bounds)
+            sequence_of(groups, options, x.shape[1] * groups.size)
         except ValueError:
             raise error from None
         raise ValueError(f"{error}{ROWS_FIRST}") from None
@@ -133,8 +133,19 @@ def check_rates(rates: Any) -> None:
             )
 
 
-def sequence_of(groups: Groups, layout: object, seq_len: int, cu_seqlens: Any) -> PackedSequence:
-    """The layout, the length and the documents; ValueError where they do not fit one another."""
+def sequence_of(groups: Groups, options: Options, seq_len: int) -> PackedSequence:
+    """The layout, the length and the documents or the tree; ValueError where they do not fit one
+    another."""
+    layout, cu_seqlens, tree = options.layout, options.cu_seqlens, options.tree
+    if tree is not None:
+        if cu_seqlens is not None:
+            raise ValueError("tree: goes without cu_seqlens, which it says itself")
+        tree = tree_mask(tree)
+        if tree.bounds[-1] != seq_len:
+            raise ValueError(
+                f"tree: it has {tree.bounds[-1]} rows, and the {groups.size} ranks hold {seq_len} "
+                "positions"
+            )
     bounds = None if cu_seqlens is None else document_bounds(cu_seqlens)
     if bounds is not None and bounds[-1] != seq_len:
         raise ValueError(
@@ -152,12 +163,12 @@ def sequence_of(groups: Groups, layout: object, seq_len: int, cu_seqlens: Any) -
             )
         more: dict[str, Any] = {}
         if layout == "balanced":
-            more = {"cu_seqlens": cu_seqlens, "per_node": groups.topology.per_node}
+            more = {"cu_seqlens": cu_seqlens, "per_node": groups.topology.per_node, "tree": tree}
         layout = make(layout, cp_size=groups.size, **more)
     if layout.cp_size != groups.size:
         raise ValueError(f"layout is for {layout.cp_size} ranks, groups have {groups.size}")
     layout.check(seq_len)
-    return PackedSequence(layout, seq_len, None if bounds is None else tuple(bounds.tolist()))
+    return PackedSequence(layout, seq_len, None if bounds is None else tuple(bounds.tolist()), tree)
 
 
 def check_initial(
@@ -169,6 +180,23 @@ def check_initial(
     check_tensor("initial_state", initial, {"documents, b, h, d, w": (documents, *shape)})
     if initial.device != device:
         raise ValueError(f"initial_state: must be on {device}, got {initial.device}")
+
+
+def check_tree(sequence: PackedSequence, algorithm: str, initial: Any, final: bool) -> None:
+    """Raise ValueError for what does not go with a tree, if there is one."""
+    if sequence.tree is None:
+        return
+    if algorithm not in OVER_TREES:
+        raise ValueError(
+            f"algorithm: {algorithm} passes states along chains, and a tree branches; give "
+            "'all_gather' or 'auto' with tree="
+        )
+    for name, given in (("initial_state", initial is not None), ("return_final_state", final)):
+        if given:
+            raise ValueError(
+                f"{name}: is per document, and a tree has none; its roots begin at zero, and "
+                "states after its segments stay inside: call without, or without tree="
+            )
 
 
 Tensors = dict[str, Any]  # name -> tensor or None
@@ -191,11 +219,19 @@ class Options(NamedTuple):
     cu_seqlens: Any
     algorithm: Any = "auto"
     rates: Any = None
+    tree: Any = None
 
     @classmethod
-    def of(cls, layout: Any, cu_seqlens: Any, algorithm: Any = None, rates: Any = None) -> Options:
+    def of(
+        cls,
+        layout: Any,
+        cu_seqlens: Any,
+        algorithm: Any = None,
+        rates: Any = None,
+        tree: Any = None,
+    ) -> Options:
         """Where layout or algorithm is None, the default."""
-        return cls(default(layout, "zigzag"), cu_seqlens, default(algorithm, "auto"), rates)
+        return cls(default(layout, "zigzag"), cu_seqlens, default(algorithm, "auto"), rates, tree)
 
 
 @dataclass(frozen=True)
@@ -269,7 +305,7 @@ def of_states(
 ) -> ChainRequest:
     """The request of `mb.state_scan`."""
     length = integer("seq_len", seq_len)
-    sequence = sequence_of(groups, options.layout, length, options.cu_seqlens)
+    sequence = sequence_of(groups, options, length)
     pieces = len(chains_of(groups, sequence).of(groups.rank))
     check_tensor("increment", increment, {"p, b, h, d, w": (pieces, *(None,) * 4)})
     _, batch, heads, width, columns = increment.shape
@@ -325,6 +361,7 @@ def _request(
     if options.rates is not None and options.algorithm != "auto":
         raise ValueError(f"rates are for algorithm='auto', got {options.algorithm!r} beside them")
     check_rates(options.rates)
+    check_tree(sequence, options.algorithm, tensors.get("initial_state"), final)
     given = tensors.pop("initial_state", None)
     first = next(t for t in (tensors.get(n) for n in ("q", "increment", "x")) if t is not None)
     chains = chains_of(groups, sequence)  # refuses layouts that have none
@@ -343,6 +380,7 @@ def _request(
         "layout": sequence.layout,
         "seq_len": sequence.seq_len,
         "cu_seqlens": sequence.bounds,
+        "tree": sequence.tree,
         "algorithm": options.algorithm,
         "rates": options.rates,
         **more,

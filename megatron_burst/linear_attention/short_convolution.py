@@ -34,6 +34,7 @@ def short_convolution(
     groups: Groups | InProcessGroups | None = None,
     layout: Any = None,
     cu_seqlens: Any = None,
+    tree: Any = None,
     plan: LinearPlan | InProcessLinearPlan | None = None,
     label: object = None,
 ) -> Any:
@@ -47,7 +48,8 @@ def short_convolution(
     lists, one tensor per rank.
 
     groups, layout, cu_seqlens: which positions of which documents the ranks hold; layout a name
-    (default "zigzag") or one that `mb.layout.make` made, but striped. plan: made by
+    (default "zigzag") or one that `mb.layout.make` made, but striped. tree: in place of cu_seqlens,
+    a prefix tree, whose rows take those before them on their paths. plan: made by
     `mb.prepare_linear` for the same rows, in place of these; without one the call is a collective
     of the host too, which compares x, width, activation and whether there is a bias. With one,
     ranks in which these differ are out of step. label: as of `mb.attention`. Raises ValueError for
@@ -55,7 +57,7 @@ def short_convolution(
     """
     refuse_transforms("mb.short_convolution")
     if plan is None:
-        options = Options.of(layout, cu_seqlens)
+        options = Options.of(layout, cu_seqlens, tree=tree)
 
         def request(group: Groups, tensors: dict[str, Any]) -> ChainRequest:
             check_tensor("weight", weight, {"c, width": (None, None)})
@@ -66,7 +68,8 @@ def short_convolution(
 
         plan = prepared(groups, {"x": x}, request, label)
     else:
-        check_alone(plan, {"groups": groups, "layout": layout, "cu_seqlens": cu_seqlens})
+        keywords = {"groups": groups, "layout": layout, "cu_seqlens": cu_seqlens, "tree": tree}
+        check_alone(plan, keywords)
         check_label(label)
     assert plan is not None
     shards = [each["x"] for each in plan.groups.per_rank(x=x)]

@@ -24,9 +24,11 @@ from .request import (
     check_initial,
     check_tensor,
     check_together,
+    check_tree,
     of_states,
 )
 from .scan import ScanCall, StateScan
+from .tree_scan import along_tree
 
 
 @outside_graphs
@@ -38,6 +40,7 @@ def state_scan(
     layout: Any = None,
     seq_len: int | None = None,
     cu_seqlens: Any = None,
+    tree: Any = None,
     initial_state: Any = None,
     return_final_state: bool = False,
     algorithm: str | None = None,
@@ -57,13 +60,14 @@ def state_scan(
     rank; initial_state is one tensor or such a list.
 
     groups, layout, seq_len, cu_seqlens: which positions of which documents the ranks hold; layout a
-    name (default "zigzag") or one that `mb.layout.make` made, but striped. algorithm: "all_gather"
-    (LASP-2, arXiv 2502.07563), "scan" (the All-Scan of ZeCO, arXiv 2507.01004), "two_level",
-    "ring" (LASP, arXiv 2404.02882) or, the default, "auto", the one that is predicted to be fastest
-    at `rates` (an `mb.Rates`; nominal ones if None). plan: made by `mb.prepare_linear`, in place of
-    these; without one the call is a collective of the host too. With one, initial_state and
-    return_final_state must be the same on all ranks. label: as of
-    `mb.attention`.
+    name (default "zigzag") or one that `mb.layout.make` made, but striped. tree: in place of
+    cu_seqlens, a prefix tree: a segment begins with the state after the one it continues, served by
+    "all_gather" alone, without initial and final states. algorithm: "all_gather" (LASP-2, arXiv
+    2502.07563), "scan" (the All-Scan of ZeCO, arXiv 2507.01004), "two_level", "ring" (LASP, arXiv
+    2404.02882) or, the default, "auto", the one that is predicted to be fastest at `rates` (an
+    `mb.Rates`; nominal ones if None). plan: made by `mb.prepare_linear`, in place of these; without
+    one the call is a collective of the host too. With one, initial_state and return_final_state
+    must be the same on all ranks. label: as of `mb.attention`.
 
     The loss is the sum of the ranks' losses: the gradient of initial_state is whole on the rank
     that holds the first piece, and zero on others. Cannot be differentiated twice, and either all
@@ -72,10 +76,10 @@ def state_scan(
     """
     refuse_transforms("mb.state_scan")
     keywords = {"groups": groups, "layout": layout, "seq_len": seq_len, "cu_seqlens": cu_seqlens,
-                "algorithm": algorithm, "rates": rates}  # fmt: skip
+                "tree": tree, "algorithm": algorithm, "rates": rates}  # fmt: skip
     named = {"decay": decay, "increment": increment}
     if plan is None:
-        options = Options.of(layout, cu_seqlens, algorithm, rates)
+        options = Options.of(layout, cu_seqlens, algorithm, rates, tree)
         made = {**named, "initial_state": spread_initial(groups, initial_state)}
         plan = prepared(groups, made, lambda group, t: of_states(
             group, t["decay"], t["increment"], options, seq_len, t["initial_state"],
@@ -110,8 +114,12 @@ def scanned(
     starts = [shard["initial_state"] for shard in each]
     for one, start in zip(plan.ranks, starts, strict=True):
         one.groups.check()
-        assert one.job is not None
+        check_tree(one.sequence, one.algorithm, start, leaving)
+        if one.job is None:
+            continue
         check_initial(start, one.chains.documents, one.job.finals.shape, one.device)
+    if plan.ranks[0].sequence.tree is not None:
+        return along_tree(plan, states, label), None
     calls: list[ScanCall] = [
         one.begin(label, start is not None, leaving)
         for one, start in zip(plan.ranks, starts, strict=True)

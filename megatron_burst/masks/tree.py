@@ -25,9 +25,11 @@ class Tree(VectorMask):
     out: integers [S]; out[k] is the first row after the subtree of row k, with rows in depth-first
     order (`mb.trees.pack` makes them). A row with out[k] <= k is padding: it sees nothing, and no
     row sees it. Several trees may follow one another; with the end of its document for every row,
-    the mask is `Documents(cu_seqlens) & Causal()`. window: a row sees itself and its nearest
-    `window` ancestors only; distances count along the path from the root, not in rows. `Tree(out) &
-    Window(w, 0)` means the same. ValueError for bounds that are not those of a tree.
+    the mask is `Documents(cu_seqlens) & Causal()`. bounds: of its segments, runs of rows with one
+    out; parents: of each the segment that it continues, -1 for none and for padding. window: a row
+    sees itself and its nearest `window` ancestors only; distances count along the path from the
+    root, not in rows. `Tree(out) & Window(w, 0)` means the same. ValueError for bounds that are not
+    those of a tree.
     """
 
     def __init__(self, out: Sequence[int] | np.ndarray, window: int | None = None):
@@ -36,7 +38,7 @@ class Tree(VectorMask):
         first = np.flatnonzero(np.diff(self.out, prepend=-1))
         self.bounds = np.append(first, len(self.out))
         self._outs = self.out[first]
-        _check_nested(first.tolist(), self._outs.tolist())
+        self.parents = _parents(first.tolist(), self._outs.tolist())
         self._padding_before = np.concatenate([[0], np.cumsum(self.out == 0)])
 
     @property
@@ -237,16 +239,19 @@ def _bounds(out: Sequence[int] | np.ndarray) -> np.ndarray:
     return bounds
 
 
-def _check_nested(first: list[int], outs: list[int]) -> None:
-    """Raise ValueError unless each subtree lies within that of its parent."""
-    open_subtrees: list[int] = []
-    for row, end in zip(first, outs, strict=True):
-        while open_subtrees and open_subtrees[-1] <= row:
-            open_subtrees.pop()
-        if open_subtrees and end > open_subtrees[-1]:
+def _parents(first: list[int], outs: list[int]) -> np.ndarray:
+    """int64 [segments]: the segment that each continues, -1 for none. Raises ValueError unless each
+    subtree lies within that of its parent."""
+    found, path = [], []  # path: segments whose subtrees are open
+    for segment, (row, end) in enumerate(zip(first, outs, strict=True)):
+        while path and outs[path[-1]] <= row:
+            path.pop()
+        if path and end > outs[path[-1]]:
             raise ValueError(
                 f"out: the subtree of row {row} ends at {end}, after that of an ancestor, which "
-                f"ends at {open_subtrees[-1]}; rows must be in depth-first order"
+                f"ends at {outs[path[-1]]}; rows must be in depth-first order"
             )
+        found.append(path[-1] if path and end else -1)
         if end:
-            open_subtrees.append(end)
+            path.append(segment)
+    return np.array(found, dtype=np.int64)

@@ -96,6 +96,10 @@ READERS = {
         "mb.layout.chains(mb.layout.make('zigzag', cp_size=4), 32).of(groups.rank)]",
         ranks=4,
     ),
+    # Of 9 distinct prefixes and 3 rows of padding, 3 on each rank.
+    "docs/linear-attention.md-3": Reader(
+        QKV, "tree.rows == 9 and out.shape == (3, 1, 1, 2)", ranks=4
+    ),
     "docs/lm-head.md-0": Reader(HEAD, "loss.backward() is None and hidden.grad[1].eq(0).all()"),
     "docs/megatron-lm.md-0": Reader("", "megatron_burst.megatron.installed_layout() is None"),
     "docs/megatron-lm.md-1": Reader(

@@ -4,10 +4,12 @@ Groups that are made here to fail wait two seconds.
 """
 
 import os
+import random
 import signal
 from datetime import timedelta
 
 import pytest
+import random_trees
 import torch
 import torch.distributed as dist
 
@@ -107,10 +109,38 @@ def close(found, wanted):
     torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-10)
 
 
+def over_a_tree(out, layout):
+    """(output, gradients) of this rank over a tree of these bounds, two micro-batches in flight."""
+    groups, tree = mb.Groups.flat(dist.group.WORLD), mb.masks.Tree(out)
+    mine = shards(tensors(len(out))[0], layout, groups.rank)
+    plan = mb.prepare_linear(**mine, groups=groups, layout=layout, tree=tree)
+    outs = [mb.linear_attention(**mine, plan=plan, label=label) for label in range(2)]
+    grads = [torch.autograd.grad(one.square().sum(), [*mine.values()]) for one in reversed(outs)]
+    assert all(torch.equal(one, same) for one, same in zip(*grads, strict=True))
+    return outs[0].detach(), *grads[0]
+
+
+def test_a_tree_over_ranks_equals_one_process(ranks):
+    out, _, _ = random_trees.draw(random.Random(3), 32)
+    tree = mb.masks.Tree(out)
+    layout = mb.layout.make("balanced", cp_size=2, tree=tree)
+    each = [shards(tensors(32)[0], layout, rank) for rank in range(2)]
+    lists = {name: [one[name] for one in each] for name in each[0]}
+    groups = mb.Groups.in_process(intra=2)
+    outs = mb.linear_attention(**lists, groups=groups, layout=layout, tree=tree)
+    leaves = [t for one in each for t in one.values()]
+    grads = torch.autograd.grad(sum(one.square().sum() for one in outs), leaves)
+    wanted = [(outs[0], *grads[: len(each[0])]), (outs[1], *grads[len(each[0]) :])]
+    for found, expected in zip(ranks(2).run(over_a_tree, out, layout), wanted, strict=True):
+        for one, other in zip(found, expected, strict=True):
+            close(one, other)
+
+
 # --- arguments that differ -------------------------------------------------------------------
 
 DIFFERENT = {
     "documents": ({"cu_seqlens": [0, 9, 16]}, "cu_seqlens (0, 9, 16)"),
+    "tree": ({"tree": mb.masks.Tree([16] * 16), "algorithm": "auto"}, "tree Tree(<16 rows"),
     "algorithm": ({"algorithm": "ring"}, "algorithm 'ring'"),
     "layout": ({"layout": "contiguous"}, "layout Contiguous"),
     "form": ({"decay": None, "form": "delta_rule"}, "decay None"),

@@ -9,6 +9,7 @@ TP2, PP2 = CP2 | {"tensor_model_parallel_size": 2}, CP2 | {"pipeline_model_paral
 VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
 PER_TOKEN = {"calculate_per_token_loss": True}
 TREES = {"pack": "trees"}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 CASES = {  # settings of Megatron, of BurstConfig, arguments
     "cp4": (CP4, {}, {}),
     "cp4, documents": (CP4, {}, {"tree": False}),
@@ -23,12 +24,19 @@ CASES = {  # settings of Megatron, of BurstConfig, arguments
     "dp2, tp2": (
         {"tensor_model_parallel_size": 2, "sequence_parallel": True}, TREES, {"max_tokens": 24}
     ),
+    "cp4, store and offload": (CP4 | FULL, {"store": 0.5, "offload": 0.5}, {}),
+    "cp4, head chunks": (CP4, {"head_chunks": 2, "side": "query", "intra_size": 2}, {}),
+}  # fmt: skip
+WINDOWED = {"window_size": (3, 0)}
+ROUTED = {
+    "num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.0,
+    "moe_router_dtype": "fp64", "add_bias_linear": False,
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def expected(four):
-    return four(trajectories.alone)[0]
+    return four(trajectories.alone, {})[0]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -41,8 +49,70 @@ def test_equals_separate_trajectories(four, expected, case):
     assert sum(owned.values()) == pytest.approx(float(expected[2]), abs=1e-10)
 
 
+@pytest.mark.parametrize("options", [{}, {"tree": False}])
+def test_windows_count_along_the_path(four, options):
+    expected = four(trajectories.alone, {}, 3)[0]
+    for errors, *_ in four(trajectories.worst, CP4 | WINDOWED, {}, expected, options):
+        assert max(errors.values()) < 1e-10
+
+
+def test_experts_are_exact_given_the_routes(four):
+    expected = four(trajectories.alone, ROUTED)[0]
+    for errors, *_ in four(trajectories.worst, CP2 | ROUTED, {}, expected, {"max_tokens": 24}):
+        assert errors.pop("gradients") < 1e-5  # Megatron's router rounds them to float32
+        assert max(errors.values()) < 1e-10
+
+
 def test_the_block_of_the_documentation(four):
     (block,) = [each for each in documented.blocks("docs/trees.md") if "mb.rl" in each.text]
     for old, new, gradient in four(trajectories.documented, block.text):
         assert old == new
         assert gradient > 0
+
+
+ONE = [[1, 2, 3]] * 4
+REFUSED = {  # settings of Megatron, of BurstConfig, arguments, trajectories of each rank, words
+    "no plugin": ({}, None, {}, None, ["BurstAttention is off"]),
+    "one rank": ({}, {}, {}, None, ['BurstConfig(pack="trees")']),
+    "dropout": (CP4 | {"hidden_dropout": 0.1}, {}, {}, None, ["--hidden-dropout must be 0"]),
+    "too long": (CP4, {}, {"max_tokens": 15}, None, ["max_tokens", "16"]),
+    "several at once": (
+        CP4, {}, {"temperature": 0.0, "entropy": 1, "tree": "no", "loss": 3}, [[["a"]]] * 4,
+        ["temperature", "entropy", "tree", "loss must be", "trajectories[0]"],
+    ),
+    "other trajectories": (CP4, {}, {}, [*[ONE] * 3, [[1, 2]]], ["ranks disagree"]),
+    "wrong on one rank": (CP4, {}, {}, [*[ONE] * 3, [[-1]]], ["rank 3", "trajectories[0]"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_honoured_is_refused_on_every_rank(four, case):
+    *how, words = REFUSED[case]
+    for found in four(trajectories.message, *how):
+        assert found is not None
+        for word in words:
+            assert word in found
+
+
+def test_gradients_need_megatrons_data_parallelism(four):
+    found = four(trajectories.message, CP4, {}, {"loss": trajectories.the_loss}, None, False)
+    assert all("DistributedDataParallel" in each for each in found)
+
+
+def test_parameters_of_a_tree_mean_nothing_to_others(four):
+    equal, hashes, different, error = four(trajectories.read_by_others)[0]
+    assert (equal, hashes, different) == (True, True, False)
+    assert "cu_seqlens must start at 0" in error
+
+
+def test_trees_of_megatrons_pull_request_are_refused_by_name():
+    from types import SimpleNamespace
+
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megatron_burst.megatron.attention.core_attention import check_call
+    from megatron_burst.megatron.data.cut import BatchCut
+
+    params = type("TreePackedSeqParams", (SimpleNamespace,), {})(qkv_format="thd")
+    with pytest.raises(ValueError, match=r"TreePackedSeqParams .*mb\.rl\.logprobs"):
+        check_call(AttnMaskType.causal, {}, params, BatchCut("zigzag"))

@@ -35,8 +35,13 @@ def settings(changes):
 def gpt(config, **stage):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.moe import moe_utils
 
-    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=True)
+    # 0.16 reads it, and does not define it without Transformer Engine.
+    vars(moe_utils).setdefault("te_general_gemm", None)
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=True
+    )
     return GPTModel(
         config, spec, VOCABULARY, 64, position_embedding_type="rope",
         share_embeddings_and_output_weights=False, **stage,
@@ -128,10 +133,9 @@ def the_loss(part):
     return found
 
 
-def alone(window=None):
+def alone(changes, window=1000):
     """Log-probabilities, entropies, loss and gradients by name, each trajectory by itself through
-    Megatron's own model on one rank, and a dense log-softmax."""
-    changes = {} if window is None else {"window_size": (window, 0), "window_attn_skip_freq": 2}
+    Megatron's own model on one rank, with a dense mask, and a dense log-softmax."""
     with model(changes, None, wrapped=False) as (gpt,):
         found = []
         for tokens in TRAJECTORIES:
@@ -140,8 +144,8 @@ def alone(window=None):
                 continue
             ids = torch.tensor(tokens)[None]
             seen = torch.arange(len(tokens))
-            hidden = (seen[:, None] < seen)[None, None]
-            logits = gpt(ids, seen[None], hidden)[0, :-1] / TEMPERATURE
+            hidden = (seen[:, None] < seen) | (seen[:, None] - seen > window)
+            logits = gpt(ids, seen[None], hidden[None, None])[0, :-1] / TEMPERATURE
             logs = logits.log_softmax(-1)
             found.append((logs.gather(1, ids[0, 1:, None])[:, 0], -(logs.exp() * logs).sum(-1)))
         logprobs, entropies = zip(*found, strict=True)
@@ -183,16 +187,38 @@ def worst(changes, choices, expected, options):
         return errors, found.index, own, (found.tokens, found.rows)
 
 
-def message(changes, choices, options, trajectories=TRAJECTORIES, wrapped=True):
+def message(changes, choices, options, given=None, wrapped=True):
+    """The ValueError of a call, or None; `given`: trajectories of each rank."""
     import megatron_burst as mb
 
-    if callable(trajectories):
-        trajectories = trajectories(dist.get_rank())
     with model(changes, choices, wrapped=wrapped) as chunks:
         try:
-            mb.rl.logprobs(chunks, trajectories, **options)
+            mb.rl.logprobs(chunks, given[dist.get_rank()] if given else TRAJECTORIES, **options)
         except ValueError as error:
             return str(error)
+    return None
+
+
+def read_by_others():
+    """What Megatron's lengths of documents say where a tree's parameters are copied on their way,
+    and whether an equal tree gets the plan of the first."""
+    import megatron_burst as mb
+    from megatron_burst.megatron.data.packed import packs
+    from megatron_burst.megatron.data.tree_pack import TreePack
+
+    with parallel("zigzag", context_parallel_size=4):
+        config = settings({"context_parallel_size": 4})
+        mb.megatron.configure(config, mb.BurstConfig())
+        others = [[token + 1 for token in each] for each in TRAJECTORIES]
+        one, same, other = (
+            TreePack.of(mb.trees.pack(each, multiple=8), config)
+            for each in (TRAJECTORIES, others, TRAJECTORIES[:5])
+        )
+        copied = one.params(torch.device("cpu")).cu_seqlens_q.clone()
+        try:
+            packs().of(one.total, copied)
+        except ValueError as error:
+            return one == same, hash(one) == hash(same), one == other, str(error)
     return None
 
 

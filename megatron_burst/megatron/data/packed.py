@@ -56,12 +56,16 @@ class Pack:
     end: int
     documents: tuple[int, ...]
     padding: tuple[int, ...] = ()
-    paths = False  # whether positions count along the paths of a tree
 
     @property
     def mask(self) -> Mask:
         """A token sees its own document."""
         return Documents(self.documents, padding=self.padding)
+
+    @property
+    def chained(self) -> dict[str, Any]:
+        """What linear attention takes to know which tokens follow which."""
+        return {"cu_seqlens": self.bounds}
 
     @property
     def cut_key(self) -> tuple:
@@ -129,8 +133,7 @@ class Pack:
         if key not in self._made:
             rows, in_document = self.places(cut, cp_size, rank)
             if angles is not None:
-                of_pack = angles == self.total and not self.paths
-                rows = np.minimum(rows if of_pack else in_document, angles - 1)
+                rows = np.minimum(rows if angles == self.total else in_document, angles - 1)
             self._made[key] = to_device(rows, device)
         return self._made[key]
 

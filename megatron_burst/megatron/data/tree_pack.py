@@ -38,7 +38,6 @@ class TreePack(Pack):
     digest: bytes = field(kw_only=True)
     own: BatchCut = field(kw_only=True)
     tree: PrefixTree = field(kw_only=True, compare=False)
-    paths = True
 
     @classmethod
     def of(cls, tree: PrefixTree, config: Any) -> TreePack:
@@ -54,6 +53,11 @@ class TreePack(Pack):
     def mask(self) -> Mask:
         """A token sees itself and what is before it on its path."""
         return self.tree.mask
+
+    @property
+    def chained(self) -> dict[str, Any]:
+        """The tree."""
+        return {"tree": self.tree}
 
     @property
     def cut_key(self) -> tuple:

@@ -23,13 +23,17 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from ... import trees
 from ...comm.consensus import agree, attempt
 from ...config import OFF
+from ...linear_attention.request import OVER_TREES
 from ...linear_cross_entropy.logprobs import temperature_reasons
 from ...packing.trajectories import cut_trajectories
 from .. import patching
 from ..checks.splitting import linear_layers
 from ..packing.step import ReadyBatches, work_of
+from ..patching import log
 from ..training import gather_from_all
 from .batch import TrajectoryBatch, check_head, rows_multiple
+
+_TOLD = "mb.rl was logged"
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,8 @@ def logprobs(
     planned = attempt(lambda: _planned(chunks, trajectories, asked))
     agree(planned if isinstance(planned, ValueError) else planned.facts, gather_from_all)
     assert not isinstance(planned, ValueError)
+    if patching.notes().setdefault(_TOLD, planned) is planned:
+        log(planned.line)
     config = get_model_config(chunks[0])
     device = next(chunks[0].parameters()).device
     batches = list(_batches(planned, config, device, tree))
@@ -104,7 +110,7 @@ def logprobs(
 
         def reported(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
             found = _found(index, batch, values)
-            value = values.sum() * 0  # every rank takes part in backward
+            value = values[:, :0].sum()  # 0, and every rank takes part in backward
             if loss is not None and index:
                 value = value + loss(found)
             seen = replace(
@@ -143,10 +149,11 @@ class _Asked(NamedTuple):
 
 class _Planned(NamedTuple):
     """The micro-batches of this data-parallel rank: (indices, tokens) of their trajectories. facts:
-    what all ranks agree on."""
+    what all ranks agree on. line: for the log."""
 
     parts: list[tuple[tuple[int, ...], list[np.ndarray]]]
     facts: dict[str, object]
+    line: str
 
 
 def _planned(chunks: list[Any], trajectories: Sequence[Any], asked: _Asked) -> _Planned:
@@ -167,15 +174,21 @@ def _planned(chunks: list[Any], trajectories: Sequence[Any], asked: _Asked) -> _
     )
     parts = [tuple(sorted(order[i] for i in run))
              for run in runs[parallel_state.get_data_parallel_rank()]]  # fmt: skip
+    given = sum(map(len, tokens))
+    again = sum(shared[i] for each in runs for run in each for i in run[1:]) if asked.tree else 0
+    line = (
+        f"mb.rl: {len(tokens)} trajectories of {given:,} tokens as {given - again:,} rows in "
+        f"{len(parts)} micro-batches on each of {size} data-parallel ranks"
+    )
     digest = hashlib.blake2b(digest_size=8)
     for each in tokens:
         digest.update(len(each).to_bytes(8, "little") + each.tobytes())
     facts: dict[str, object] = {
-        "trajectories": f"{len(tokens)} of {sum(map(len, tokens))} tokens, {digest.hexdigest()}",
+        "trajectories": f"{len(tokens)} of {given} tokens, {digest.hexdigest()}",
         "loss": asked.loss is not None,
         **{name: getattr(asked, name) for name in _Asked._fields[1:]},
     }
-    return _Planned([(part, [tokens[i] for i in part]) for part in parts], facts)
+    return _Planned([(part, [tokens[i] for i in part]) for part in parts], facts, line)
 
 
 def _reasons(chunks: list[Any], asked: _Asked) -> Iterator[str]:
@@ -227,15 +240,17 @@ def _reasons(chunks: list[Any], asked: _Asked) -> Iterator[str]:
             except ValueError as error:
                 yield f"model: {error}"
     if asked.tree is True:
-        yield from _tree_reasons(config)
+        yield from tree_reasons(config)
 
 
-def _tree_reasons(config: Any) -> Iterator[str]:
-    """What does not take a prefix tree."""
-    if linear_layers(config) is not None:
+def tree_reasons(config: Any) -> Iterator[str]:
+    """What of a model takes no prefix tree, by its configuration after `configure`."""
+    layers, linear = linear_layers(config), config.burst.linear
+    if layers is not None and (config.context_parallel_size == 1 or linear not in OVER_TREES):
         yield (
-            f"tree: {linear_layers(config)} pass a state from token to token and do not take "
-            "prefix trees in Megatron yet: tree=False"
+            f"tree: {layers} pass states along a tree on two or more context-parallel ranks, with "
+            f"--burst-linear {' or '.join(OVER_TREES)}, got {config.context_parallel_size} and "
+            f"{linear}: tree=False"
         )
     if config.burst.mask is not None:
         yield f"tree: --burst-mask {config.burst.mask} counts rows, not tokens of a path"
