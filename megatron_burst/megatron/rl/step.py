@@ -240,11 +240,11 @@ def _reasons(chunks: list[Any], asked: _Asked) -> Iterator[str]:
             except ValueError as error:
                 yield f"model: {error}"
     if asked.tree is True:
-        yield from _tree_reasons(config)
+        yield from tree_reasons(config)
 
 
-def _tree_reasons(config: Any) -> Iterator[str]:
-    """What does not take a prefix tree."""
+def tree_reasons(config: Any) -> Iterator[str]:
+    """What of a model takes no prefix tree, by its configuration after `configure`."""
     layers, linear = linear_layers(config), config.burst.linear
     if layers is not None and (config.context_parallel_size == 1 or linear not in OVER_TREES):
         yield (
