@@ -11,7 +11,7 @@ JOBS   ?= 2
 TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart million docs test test-slow test-docs test-recipes test-te parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-advise bench-checkpoint bench-csrc bench-host bench-linear bench-lm-head bench-loss bench-masks bench-memory bench-offload bench-packed bench-prepare bench-trees bench-gpu bench-cluster gain clean
+.PHONY: help install quickstart grpo million docs test test-slow test-docs test-recipes test-verl test-te parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-advise bench-checkpoint bench-csrc bench-host bench-linear bench-lm-head bench-loss bench-masks bench-memory bench-offload bench-packed bench-prepare bench-trees bench-gpu bench-cluster gain clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -23,6 +23,9 @@ install: $(VENV)/.ready-test ## create VENV and install the package with all tha
 
 quickstart: $(VENV)/.ready-examples ## train a small GPT on 4 ranks, compare with 1 rank; DATA=folder, file or .bin/.idx prefix
 	@$(PY) examples/quickstart.py $(if $(DATA),--data "$(DATA)") $(ARGS)
+
+grpo: $(VENV)/.ready-examples ## GRPO on branching samples: a tiny GPT learns to sort digits on 4 CPU ranks (3 minutes)
+	@$(PY) examples/grpo.py $(ARGS)
 
 # The compiled attention is optional; without a compiler the step takes four times as long.
 million: $(VENV)/.ready-examples ## train one step on 1,000,000 tokens on 4 CPU ranks (20 minutes on 2 cores); ARGS="--ranks 2"
@@ -46,6 +49,13 @@ test-recipes: ## the tests with Megatron-Bridge, in an environment of their own,
 	@if $(MAKE) --no-print-directory $(VENV)-recipes/.ready; then \
 	  $(VENV)-recipes/bin/python -m pytest tests/recipes $(ARGS) < /dev/null; \
 	else echo "test-recipes: SKIPPED: Megatron-Bridge or what it needs cannot be installed here (see above)"; fi
+
+# Python 3.12, which both verl 0.9.1 and the Megatron-Bridge that it works with support.
+test-verl: ## the tests with verl, in an environment of their own, VENV-verl (6 GB); PYTHON=python3.12
+	@if [ "$(MINOR)" != 3.12 ]; then echo "test-verl: SKIPPED: needs Python 3.12, $(PYTHON) is $(MINOR)"; \
+	elif $(MAKE) --no-print-directory $(VENV)-verl/.ready; then \
+	  $(VENV)-verl/bin/python -m pytest tests/verl $(ARGS) < /dev/null; \
+	else echo "test-verl: SKIPPED: verl or what it needs cannot be installed here (see above)"; fi
 
 # Exit status 77: something that the build needs is missing, and it has said what.
 test-te: ## the tests on Transformer Engine's layers, built into VENV-te (7 GB, once); MEGATRON=path
@@ -154,6 +164,19 @@ $(VENV)-recipes/.ready: pyproject.toml
 	@$(VENV)-recipes/bin/python -m pip install --disable-pip-version-check -q --no-deps $(BARE) -e .
 	@$(VENV)-recipes/bin/python -m pip install --disable-pip-version-check -q $(NEED) \
 	  numpy packaging einops psutil pyyaml rich greenlet matplotlib pytest hypothesis
+	@touch $@
+
+# Of verl and Megatron-Bridge what their engine imports, again without what needs a GPU.
+VERL = verl==0.9.1 megatron-bridge==0.6.2 megatron-core==0.19.2 accelerate peft
+VERL_NEED = 'tensordict>=0.8,<=0.10,!=0.9.0' 'transformers>=5.8,<5.11' ray hydra-core omegaconf \
+            codetiming pandas 'pyarrow>=19' datasets torchdata dill megatron-energon regex six
+$(VENV)-verl/.ready: pyproject.toml
+	@echo "== installing verl into $(VENV)-verl (minutes the first time)"
+	@$(PYTHON) -m venv --clear $(VENV)-verl
+	@$(VENV)-verl/bin/python -m pip install --disable-pip-version-check -q "$(TORCH)"
+	@$(VENV)-verl/bin/python -m pip install --disable-pip-version-check -q --no-deps $(VERL) -e .
+	@$(VENV)-verl/bin/python -m pip install --disable-pip-version-check -q $(VERL_NEED) \
+	  numpy packaging einops psutil pyyaml rich greenlet pytest hypothesis
 	@touch $@
 
 clean: ## remove virtual environments, caches and build output (runs/ stays)

@@ -1,4 +1,5 @@
-"""The fused LM head beside what else computes it: time and memory of forward and backward.
+"""The fused LM head beside what else computes it: time and memory of forward and backward, of the
+loss and, `--parts logprobs`, of log-probabilities and entropies with gradients.
 
 Every figure comes from a process of its own (`lm_head_case`), rounds in alternating order. Time is
 wall time and, because other programs may share the machine, processor time; an implementation's
@@ -16,13 +17,18 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from lm_head_case import IMPLEMENTATIONS
 from report import human, markdown, progress, provenance
 
 OURS = "single_pass"
-PARTS = ("time", "tile", "tokens")
+PARTS = ("time", "tile", "tokens", "logprobs")
+LOSSES = ("single_pass", "recompute", "eager", "megatron", "megatron_native", "torch_chunked",
+          "torch_chunked_1024", "cut_cross_entropy", "liger", "three_products")  # fmt: skip
+LOGPROBS = ("linear_logprobs", "logprobs_eager", "logprobs_checkpointed", "verl_torch",
+            "liger_scaled", "four_products")  # fmt: skip
 MIB = 2**20
 
 
@@ -30,7 +36,8 @@ def main() -> int:
     args = arguments()
     for part in args.parts:
         for dtype in args.dtypes:
-            text = times(args, dtype) if part == "time" else memory(args, dtype, part)
+            names = {"time": LOSSES, "logprobs": LOGPROBS}.get(part)
+            text = times(args, dtype, names) if names else memory(args, dtype, part)
             print(f"{text}\n\nMeasured with {provenance()}", end="\n\n")
     return 0
 
@@ -52,13 +59,14 @@ def arguments() -> argparse.Namespace:
     add("--threads", type=int, default=1)
     add("--rounds", type=int, default=5)
     add("--limit", type=float, default=3600, help="seconds for one process")
-    add("--only", nargs="+", choices=list(IMPLEMENTATIONS), default=list(IMPLEMENTATIONS))
+    add("--only", nargs="+", choices=list(IMPLEMENTATIONS), default=list(IMPLEMENTATIONS),
+        help="and ours, with which they are compared")  # fmt: skip
     args = parser.parse_args()
     if args.quick:
         args.tokens, args.width, args.vocabulary, args.rounds = 256, 64, 512, 1
         args.tiles, args.lengths, args.dtypes = [8, 16], [1024, 2048], ["float32"]
         args.memory_width, args.memory_vocabulary = 16, 4096
-        args.only = ["eager", "torch_chunked"]
+        args.only = ["eager", "torch_chunked", "logprobs_eager", "logprobs_checkpointed"]
     return args
 
 
@@ -85,8 +93,10 @@ def ask(args: argparse.Namespace, name: str, dtype: str, **changes: object) -> d
     return case | json.loads(done.stdout.splitlines()[-1])
 
 
-def times(args: argparse.Namespace, dtype: str) -> str:
-    names = list(dict.fromkeys([OURS, *args.only]))
+def times(args: argparse.Namespace, dtype: str, every: Sequence[str]) -> str:
+    """every: all that compute the same, ours first."""
+    ours, *others = every
+    names = [ours, *(name for name in others if name in args.only)]
     found: dict[str, dict[int, dict]] = {name: {} for name in names}
     failed: dict[str, str] = {}
     with progress(f"time, {dtype}", args.rounds * len(names)) as step:
@@ -101,7 +111,7 @@ def times(args: argparse.Namespace, dtype: str) -> str:
                 else:
                     found[name][number] = result
     rows = [[name, reason, "", "", "", ""] for name, reason in failed.items()]
-    rows = [row(name, found[name], found[OURS]) for name in names if name not in failed] + rows
+    rows = [row(name, found[name], found[ours]) for name in names if name not in failed] + rows
     title = (
         f"{human(args.tokens)} tokens x width {args.width} x vocabulary {human(args.vocabulary)}, "
         f"{dtype}, {args.threads} thread, {args.rounds} rounds."

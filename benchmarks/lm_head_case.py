@@ -86,6 +86,77 @@ def recompute(hidden, weight, labels, case):
     return single_pass(hidden, weight, labels, case, "recompute")
 
 
+# --- log-probabilities and entropies, both with gradients ------------------------------------
+
+
+def objective(logprobs, entropy):
+    """What stands for a policy loss: a weight for each token, and a bonus for entropy."""
+    import torch
+
+    weights = torch.linspace(-1, 1, logprobs.numel(), device=logprobs.device)
+    return (weights * logprobs.flatten()).sum() + 0.01 * entropy.sum()
+
+
+def linear_logprobs(hidden, weight, labels, case):
+    import megatron_burst as mb
+
+    found = mb.linear_logprobs(hidden, weight, labels, tile=case["tile"])
+    return objective(found.logprobs, found.entropy)
+
+
+def of_logits(hidden, weight, labels):
+    """Log-probabilities and entropies of all logits, by torch's operators."""
+    log_p = (hidden @ weight.T).float().log_softmax(-1)
+    return log_p.gather(-1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def logprobs_eager(hidden, weight, labels, case):
+    return objective(*of_logits(hidden, weight, labels))
+
+
+def logprobs_checkpointed(hidden, weight, labels, case):
+    """The same in checkpointed pieces of 1024 rows, as many as our tiles have by default."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    pieces = zip(hidden.split(1024), labels.split(1024), strict=True)
+    found = [checkpoint(of_logits, h, weight, y, use_reentrant=False) for h, y in pieces]
+    return objective(*map(torch.cat, zip(*found, strict=True)))
+
+
+def verl_file(name):
+    """One file of verl: importing the package would need all that it trains with."""
+    import importlib.util
+    from pathlib import Path
+
+    package = importlib.util.find_spec("verl")
+    if package is None or package.origin is None:
+        raise ModuleNotFoundError("verl")
+    path = Path(package.origin).with_name("utils") / name
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def verl_torch(hidden, weight, labels, case):
+    """verl's `impl_backend: torch`: pieces of 512 rows."""
+    head = verl_file("experimental/torch_functional.py").FusedLinearForPPO()
+    return objective(*head(hidden, weight, labels))
+
+
+def liger_scaled(hidden, weight, labels, case):
+    """Liger's head for verl's `impl_backend: liger`; a Hopper kernel where there is one."""
+    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
+
+    nll, entropy = LigerFusedLinearScaledCrossEntropyFunction.apply(
+        hidden, weight, labels, 1.0, -100, 1, True
+    )
+    return objective(-nll, entropy)
+
+
 def three_products(hidden, weight, labels, case):
     """The matrix products alone, on tiles of ours: a bound for the time, not a loss."""
     import torch
@@ -102,11 +173,24 @@ def three_products(hidden, weight, labels, case):
     return None
 
 
+def four_products(hidden, weight, labels, case):
+    """The same where the logits are made once more in backward."""
+    import torch
+
+    rows = max(1, 2**27 // (len(weight) * hidden.element_size()))
+    z = hidden.new_empty(rows, len(weight))
+    for h in hidden.detach().split(rows):
+        torch.mm(h, weight.detach().T, out=z[: len(h)])
+    del z
+    three_products(hidden, weight, labels, case)
+
+
 IMPLEMENTATIONS = {
     f.__name__: f
     for f in (
         single_pass, recompute, eager, megatron, megatron_native, torch_chunked,
-        torch_chunked_1024, cut_cross_entropy, liger, three_products,
+        torch_chunked_1024, cut_cross_entropy, liger, three_products, linear_logprobs,
+        logprobs_eager, logprobs_checkpointed, verl_torch, liger_scaled, four_products,
     )
 }  # fmt: skip
 

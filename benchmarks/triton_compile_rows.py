@@ -20,9 +20,13 @@ from rich.table import Table
 
 from .triton_compile import DEVICES, SHARED, Made, compiled
 
-KERNELS = {"statistics": "_stats", "gradient": "_gradient"}
-POINTERS = {"index": "*i64"} | dict.fromkeys(("out", "lse", "of_softmax", "of_label", "of_all"),
-                                             "*fp32")  # fmt: skip
+KERNELS = {
+    "statistics": "_stats", "with entropy": "_stats", "gradient": "_gradient",
+    "of entropy": "_entropy_gradient",
+}  # fmt: skip
+POINTERS = {"index": "*i64"} | dict.fromkeys(
+    ("out", "lse", "of_softmax", "of_label", "of_all", "entropy", "of_entropy"), "*fp32"
+)
 
 
 class Launch(NamedTuple):
@@ -76,6 +80,8 @@ def build(launch: Launch) -> Made:
 
     code = getattr(triton_rows, KERNELS[launch.kernel])
     constants = {"scale": 1.0, "cap": launch.softcap, "ACC": tl.float32, "BLOCK": launch.columns}
+    if "ENTROPY" in code.arg_names:
+        constants["ENTROPY"] = launch.kernel == "with entropy"
     kinds = POINTERS | {"z": f"*{launch.dtype}"}
     signature = {
         name: "constexpr" if name in constants else kinds.get(name, "i32")

@@ -28,8 +28,8 @@ QUICK = (
     "layout", "masks", "tiles", "schedule", "merge", "consensus", "cost", "kernels", "edges",
     "every", "row_chunks", "row_chunks_calls", "row_chunks_host", "simulator", "tile_grid",
     "bundles", "tables_oracle",
-    "two_way", "packing", "balanced", "tree", "trees", "rows", "state_scan", "short_convolution",
-    "linear_attention_ranks", "linear_trees", "own_masks",
+    "two_way", "packing", "trajectories", "balanced", "tree", "trees", "rows", "state_scan",
+    "short_convolution", "linear_attention_ranks", "linear_trees", "own_masks",
 )  # fmt: skip
 
 # The tests to run first for the files of a folder, or for one file: most mutants do not live long.
@@ -46,7 +46,7 @@ NEAR = {
     "kernels/tile_grid": "tile_grid", "masks/seen": "bundles", "schedule/bundles": "bundles",
     "schedule/demand": "bundles", "schedule/algorithms/two_way": "two_way",
     "schedule/algorithms/token_ring": "two_way", "schedule/algorithms/direct": "two_way",
-    "packing": "packing",
+    "packing": "packing", "packing/trajectories": "trajectories",
     "comm/rows": "rows", "linear_attention": "state_scan",
     "schedule/scans/blocks": "state_scan", "linear_attention/plan": "linear_attention_ranks",
     "linear_attention/request": "linear_attention_ranks",
@@ -484,6 +484,10 @@ MUTANTS = [
            "the first rank gets the busiest micro-batch every time"),
     Mutant("layout/balanced.py", "return m * (m - 1) // 2 + (n - m) * (reach or 0)",
            "return m * (m - 2) // 2 + (n - m) * (reach or 0)", "a document has too few pairs"),
+    Mutant("packing/trajectories.py", " if i > start else (whole[i], rows[i])", "",
+           "the first trajectory of a run counts without its prefix"),
+    Mutant("packing/trajectories.py", "held + fresh[i] > capacity", "held + rows[i] > capacity",
+           "shared tokens fill a micro-batch twice"),
     Mutant("packing/work.py", "found += layers *", "found +=", "layers are not counted"),
     # rows of others, and states
     Mutant("comm/rows.py", "_sums_in(t.dtype) if job.home is not None else t.dtype", "t.dtype",

@@ -45,7 +45,6 @@ from .program import (
     window,
 )
 from .request import (
-    OVER_TREES,
     ChainRequest,
     LocalWork,
     Options,
@@ -269,7 +268,7 @@ def _prepare(
     agreed, chosen, facts = made
     algorithm, why, job = agreed.options.algorithm, "", None
     if agreed.sequence.tree is not None and algorithm == "auto":
-        algorithm, why = OVER_TREES, "auto: the one that serves trees"
+        algorithm, why = "all_gather", "auto: the one that serves trees"
     if chosen is not None:
         algorithm, why = chosen.algorithm, chosen.why
         job = _job(agreed, groups, chosen.tables)

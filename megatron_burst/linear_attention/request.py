@@ -32,7 +32,7 @@ from .program import PackedSequence, States, chains_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ALGORITHMS = ("auto", *SCANS)
-OVER_TREES = "all_gather"  # the algorithm that needs no order in which pieces follow one another
+OVER_TREES = ("auto", "all_gather")  # others pass a state to the one piece that comes next
 
 
 def check_tensor(name: str, tensor: Any, shapes: dict[str, tuple[int | None, ...]]) -> None:
@@ -186,10 +186,10 @@ def check_tree(sequence: PackedSequence, algorithm: str, initial: Any, final: bo
     """Raise ValueError for what does not go with a tree, if there is one."""
     if sequence.tree is None:
         return
-    if algorithm not in ("auto", OVER_TREES):
+    if algorithm not in OVER_TREES:
         raise ValueError(
             f"algorithm: {algorithm} passes states along chains, and a tree branches; give "
-            f"{OVER_TREES!r} or 'auto' with tree="
+            "'all_gather' or 'auto' with tree="
         )
     for name, given in (("initial_state", initial is not None), ("return_final_state", final)):
         if given:

@@ -32,7 +32,6 @@ from .rows import (
     entropy_gradient_,
     label_logits,
     largest,
-    row_entropy,
     row_stats,
     softmax_gradient_,
 )
@@ -90,7 +89,7 @@ def linear_logprobs(
         rows lie decides what is computed: rows that are not named are not. None: one label per
         row, labels shaped like hidden without d.
     temperature: logits are divided by it, after `logit_softcap`.
-    entropy: False saves a pass over the logits. top_k: also return the k largest.
+    entropy: False saves time. top_k: also return the k largest.
     tp_group, sequence_parallel, logit_scale, logit_softcap, vocab_size, tile, ignore_index: as of
         `linear_cross_entropy`. sequence_parallel goes without `rows`.
 
@@ -268,10 +267,7 @@ class _LinearLogProbs(torch.autograd.Function):
             ids = torch.empty_like(top, dtype=torch.int64)
         for tile, _, z in tiles(head, Tokens(hidden, weight, places.labels)):
             rows, (some, local) = places.rows(tile), places.within(tile)
-            stats = row_stats(z, no_labels(z), columns, formula, head.dtype)
-            if entropy is not None:
-                own = row_entropy(z, columns, formula, head.dtype)
-                stats = stats._replace(entropy=own)
+            stats = row_stats(z, no_labels(z), columns, formula, head.dtype, entropy=asked.entropy)
             stats = head.split.merge(stats)
             lse[rows] = stats.lse
             if entropy is not None and stats.entropy is not None:

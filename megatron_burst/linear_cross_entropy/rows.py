@@ -37,6 +37,7 @@ def row_stats(
     dtype: torch.dtype,
     argmax: bool = False,
     consume: bool = False,
+    entropy: bool = False,
 ) -> Stats:
     """Statistics in `dtype` of z [n, v], which holds h.w.
 
@@ -44,23 +45,28 @@ def row_stats(
     exp(x - peak), x the logits and peak [n] in the result: `softmax_gradient_` goes on from there.
 
     labels [n]: vocabulary rows counted over all ranks; labels outside this rank's are ignored.
+    entropy: also of the softmax over this rank's columns, 0 where it has none; not with `consume`
+    or label smoothing.
     """
+    assert not entropy or not (consume or formula.smoothing)
     index = labels - columns.first
     consume = consume and not _has_triton(z) and formula.softcap is None and z.dtype == dtype
     if _has_triton(z):
         from . import triton_rows
 
-        found = triton_rows.row_stats(z, index, *columns, formula.scale, formula.softcap, dtype)
+        given = formula.scale, formula.softcap, dtype
+        found = triton_rows.row_stats(z, index, *columns, *given, entropy)
     else:
-        found = _row_stats(z, index, columns, formula, dtype, argmax, consume)
-    lse, target, total, best, winner = found
+        found = _row_stats(z, index, columns, formula, dtype, argmax, consume, entropy)
+    lse, target, third, best, winner = found
     return Stats(
         lse,
         target,
-        total if formula.smoothing else None,
+        third if formula.smoothing else None,
         best if argmax else None,
         winner if argmax else None,
         best if consume and columns.real else None,
+        third if entropy else None,
     )
 
 
@@ -95,23 +101,6 @@ def softmax_gradient_(
         triton_rows.softmax_gradient_(z, given, columns.real, formula.scale, formula.softcap)
     else:
         _softmax_gradient_(z, given, columns.real, formula)
-
-
-def row_entropy(
-    z: torch.Tensor, columns: Columns, formula: Formula, dtype: torch.dtype
-) -> torch.Tensor:
-    """[n]: the entropy of the softmax of z [n, v], which holds h.w, over this rank's columns; 0
-    where it has none."""
-    found = z.new_zeros(len(z), dtype=dtype)
-    if not columns.real:
-        return found
-    for block in _blocks(z):
-        x = _logits(z[block, : columns.real], formula, dtype)
-        # With the largest logit at 0 both terms are positive: lse(x) - sum(p x) would cancel.
-        e = x.sub_(x.amax(1, keepdim=True)).exp()
-        total = e.sum(1)
-        found[block] = total.log() - e.mul_(x).sum(1) / total
-    return found
 
 
 def largest(
@@ -173,16 +162,23 @@ def entropy_gradient_(
 ) -> None:
     """Replace z [n, v], which holds h.w, by of_entropy [n] times the derivative of the row's
     entropy by h.w, less of_softmax [n] times that of its log-sum-exp."""
+    if _has_triton(z):
+        from . import triton_rows
+
+        given = lse, entropy, of_softmax, of_entropy
+        triton_rows.entropy_gradient_(z, *given, columns.real, formula.scale, formula.softcap)
+        return
     z[:, columns.real :] = 0
+    # -scale p (of_softmax + of_entropy (log p + H)) = p (a + b log p)
+    a = (of_softmax + of_entropy * entropy).mul_(-formula.scale)
+    b = of_entropy * -formula.scale
     for block in _blocks(z):
         place = z[block, : columns.real]
         x = _logits(place, formula, lse.dtype)
-        log_p = x - lse[block, None]
-        gradient = (log_p + entropy[block, None]).mul_(of_entropy[block, None])
-        gradient.add_(of_softmax[block, None]).mul_(log_p.exp_())
-        if formula.softcap is not None:
-            gradient.mul_(1 - (x / formula.softcap).square_())
-        place.copy_(gradient.mul_(-formula.scale))
+        slope = None if formula.softcap is None else 1 - (x / formula.softcap).square_()
+        log_p = x.sub_(lse[block, None])
+        gradient = torch.addcmul(a[block, None], log_p, b[block, None]).mul_(log_p.exp_())
+        place.copy_(gradient if slope is None else gradient.mul_(slope))
 
 
 class RowsOfLogits(NamedTuple):
@@ -255,9 +251,11 @@ def _row_stats(
     dtype: torch.dtype,
     argmax: bool,
     consume: bool = False,
+    entropy: bool = False,
 ) -> torch.Tensor:
-    """[5, n]: lse, target, total, best, winner; the last three only where they are wanted."""
-    lse, target, total, best, winner = out = z.new_zeros((5, len(z)), dtype=dtype)
+    """[5, n]: lse, target, total or entropy, best, winner; the last three only where they are
+    wanted."""
+    lse, target, third, best, winner = out = z.new_zeros((5, len(z)), dtype=dtype)
     if not columns.real:  # all padding
         lse.fill_(-torch.inf)
         best.fill_(-torch.inf)
@@ -271,7 +269,7 @@ def _row_stats(
             x = (x / formula.softcap).tanh_().mul_(formula.softcap)
         target[block] = x.gather(1, where[block, None])[:, 0] * inside[block]
         if formula.smoothing:
-            torch.sum(x, 1, out=total[block])
+            torch.sum(x, 1, out=third[block])
         if argmax or consume:
             torch.amax(x, 1, out=best[block])
         if argmax:
@@ -279,6 +277,14 @@ def _row_stats(
         if consume:
             x.sub_(best[block, None]).exp_()
             torch.sum(x, 1, out=lse[block])
+        elif entropy:
+            # With the largest logit at 0 both terms are positive: lse(x) - sum(p x) would cancel.
+            peak = x.amax(1, keepdim=True)
+            x = x - peak
+            e = x.exp()
+            mass = e.sum(1)
+            third[block] = mass.log() - e.mul_(x).sum(1) / mass
+            lse[block] = mass.log_() + peak[:, 0]
         else:
             torch.logsumexp(x, 1, out=lse[block])
     if consume:

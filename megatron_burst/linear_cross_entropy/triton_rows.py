@@ -36,39 +36,57 @@ def _logits(raw, scale: tl.constexpr, cap: tl.constexpr):
 def _stats(
     z, index, out, stride, n, first, real,
     scale: tl.constexpr, cap: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
+    ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """One row: out [5, n] gets lse, target, total, best, winner. Each lane keeps its own sums."""
+    """One row: out [5, n] gets lse, target, total, best, winner; with ENTROPY that of the row in
+    place of the total and 0 for the winner, as no more fits into the registers. Each lane keeps its
+    own sums."""
     row = tl.program_id(0).to(tl.int64)
     z += row * stride
     lanes = tl.arange(0, BLOCK)
     top = tl.full((BLOCK,), float("-inf"), ACC)
     winner = tl.full((BLOCK,), 0, tl.int32)
     sums = tl.full((BLOCK,), 0.0, ACC)
-    total = tl.full((BLOCK,), 0.0, ACC)
+    total = tl.full((BLOCK,), 0.0, ACC)  # of x; with ENTROPY of exp(x - top) (x - top)
     for start in range(0, real, BLOCK):
         columns = start + lanes
         inside = columns < real
         raw = tl.load(z + columns, mask=inside, other=0.0).to(ACC)
         x = _logits(raw, scale, cap)
-        total += tl.where(inside, x, 0.0)
+        if not ENTROPY:
+            total += tl.where(inside, x, 0.0)
         x = tl.where(inside, x, float("-inf"))
-        winner = tl.where(x > top, columns, winner)
+        if not ENTROPY:
+            winner = tl.where(x > top, columns, winner)
         highest = tl.maximum(top, x)
         base = tl.where(highest == float("-inf"), 0.0, highest)
-        sums = sums * tl.exp(top - base) + tl.exp(x - base)
+        decay, e = tl.exp(top - base), tl.exp(x - base)
+        if ENTROPY:
+            lower = tl.where(top == float("-inf"), 0.0, top - base)
+            total = (total + sums * lower) * decay + e * tl.where(inside, x - base, 0.0)
+        sums = sums * decay + e
         top = highest
     best = tl.max(top, axis=0)
     base = tl.where(best == float("-inf"), 0.0, best)
-    lse = base + tl.log(tl.sum(sums * tl.exp(top - base), axis=0))
-    lowest = tl.min(tl.where(top == best, winner, 2147483647), axis=0)
+    decay = tl.exp(top - base)
+    mass = tl.sum(sums * decay, axis=0)
+    lse = base + tl.log(mass)
     at = tl.load(index + row)
     has = (at >= 0) & (at < real)
     hit = _logits(tl.load(z + at, mask=has, other=0.0).to(ACC), scale, cap)
     tl.store(out + row, lse)
     tl.store(out + n + row, tl.where(has, hit, 0.0))
-    tl.store(out + 2 * n + row, tl.sum(total, axis=0))
+    if ENTROPY:
+        lower = tl.where(top == float("-inf"), 0.0, top - base)
+        mass = tl.where(mass > 0, mass, 1.0)  # no column
+        third = tl.log(mass) - tl.sum((total + sums * lower) * decay, axis=0) / mass
+        place = tl.full((), 0, tl.int32)
+    else:
+        third = tl.sum(total, axis=0)
+        place = first + tl.min(tl.where(top == best, winner, 2147483647), axis=0)
+    tl.store(out + 2 * n + row, third)
     tl.store(out + 3 * n + row, best)
-    tl.store(out + 4 * n + row, (first + lowest).to(ACC))
+    tl.store(out + 4 * n + row, place.to(ACC))
 
 
 @triton.jit
@@ -90,6 +108,26 @@ def _gradient(
     tl.store(z + columns, g.to(z.dtype.element_ty), mask=columns < width)
 
 
+@triton.jit
+def _entropy_gradient(
+    z, lse, entropy, of_softmax, of_entropy, stride, width, real,
+    scale: tl.constexpr, cap: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A block of one row, in its own place."""
+    row = tl.program_id(0).to(tl.int64)
+    z += row * stride
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    raw = tl.load(z + columns, mask=columns < real, other=0.0).to(ACC)
+    x = _logits(raw, scale, cap)
+    log_p = x - tl.load(lse + row)
+    g = tl.load(of_softmax + row) + (log_p + tl.load(entropy + row)) * tl.load(of_entropy + row)
+    g *= -scale * tl.exp(log_p)
+    if cap is not None:
+        g *= 1 - (x / cap) * (x / cap)
+    g = tl.where(columns < real, g, 0.0)
+    tl.store(z + columns, g.to(z.dtype.element_ty), mask=columns < width)
+
+
 def row_stats(
     z: torch.Tensor,
     index: torch.Tensor,
@@ -98,8 +136,10 @@ def row_stats(
     scale: float,
     softcap: float | None,
     dtype: torch.dtype,
+    entropy: bool = False,
 ) -> torch.Tensor:
-    """[5, n] in `dtype`: lse, target, total, best, winner of z [n, v]'s first `real` columns.
+    """[5, n] in `dtype`: lse, target, total, best, winner of z [n, v]'s first `real` columns; with
+    `entropy` that of the row instead of the total, and no winner.
 
     index [n]: the column of each label, anything outside where it has none.
     """
@@ -107,7 +147,7 @@ def row_stats(
     if len(z):
         _stats[(len(z),)](
             z, index, out, z.stride(0), len(z), first, real,
-            scale, softcap, _kind(dtype), _block(z), num_warps=WARPS,
+            scale, softcap, _kind(dtype), _block(z), entropy, num_warps=WARPS,
         )  # fmt: skip
     return out
 
@@ -121,6 +161,25 @@ def softmax_gradient_(
         _gradient[(len(z), triton.cdiv(z.shape[1], block))](
             z, *given, z.stride(0), z.shape[1], real,
             scale, softcap, _kind(given.of_softmax.dtype), block, num_warps=WARPS,
+        )  # fmt: skip
+
+
+def entropy_gradient_(
+    z: torch.Tensor,
+    lse: torch.Tensor,
+    entropy: torch.Tensor,
+    of_softmax: torch.Tensor,
+    of_entropy: torch.Tensor,
+    real: int,
+    scale: float,
+    softcap: float | None,
+) -> None:
+    """As `rows.entropy_gradient_`; all [n] contiguous. The columns from `real` on become 0."""
+    if z.numel():
+        block = _block(z)
+        _entropy_gradient[(len(z), triton.cdiv(z.shape[1], block))](
+            z, lse, entropy, of_softmax, of_entropy, z.stride(0), z.shape[1], real,
+            scale, softcap, _kind(lse.dtype), block, num_warps=WARPS,
         )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
 import importlib.util
 import sys
@@ -174,10 +175,13 @@ def _patch_torch_cuda(patches: patching.PatchSet) -> None:
         "memory_allocated": lambda *a, **k: 0,
         "memory_reserved": lambda *a, **k: 0,
         "memory_stats": lambda *a, **k: defaultdict(int),  # --log-memory-to-tensorboard
+        "mem_get_info": lambda *a, **k: (0, 0),  # verl's log: free and total
         "reset_peak_memory_stats": _nothing,
     }
     for name, value in stand_ins.items():
-        patches.replace(torch.cuda, name, value)
+        # torch's compiler looks functions up, and takes one under two names for an error.
+        distinct = functools.partial(value) if value is _nothing else value
+        patches.replace(torch.cuda, name, distinct)
 
 
 def _patch_megatron(patches: patching.PatchSet) -> None:

@@ -41,6 +41,18 @@ def enable() -> None:
     """
     if patching.installed(_NAME) is not None:
         return
+    import_bridge()
+    importlib.import_module("megatron.bridge.training.setup")
+    initialize = importlib.import_module("megatron.bridge.training.initialize")
+    with patching.patch_set(_NAME) as patches:
+        cpu.patch_start(patches, initialize)
+        # A wheel of megatron-core holds the helpers compiled, and no makefile.
+        patches.replace_function(initialize, "compile_helpers", _nothing)
+
+
+def import_bridge() -> None:
+    """Map CUDA to the CPU in this process, and import the models of Megatron-Bridge, without its
+    training loop: what frameworks with a loop of their own, such as verl, need of it."""
     cpu.enable()
     for name in _ASK_FOR_ENGINE:
         importlib.import_module(name)
@@ -51,12 +63,6 @@ def enable() -> None:
             raise
         with _stand_in():
             importlib.import_module(_ADAPTERS)
-    importlib.import_module("megatron.bridge.training.setup")
-    initialize = importlib.import_module("megatron.bridge.training.initialize")
-    with patching.patch_set(_NAME) as patches:
-        cpu.patch_start(patches, initialize)
-        # A wheel of megatron-core holds the helpers compiled, and no makefile.
-        patches.replace_function(initialize, "compile_helpers", _nothing)
 
 
 def disable() -> None:

@@ -1,6 +1,7 @@
 """A script: the Triton kernels through Triton's interpreter, against the torch operators.
 
-Prints one JSON line: case -> largest differences of (statistics, gradient). To be run with
+Prints one JSON line: case -> largest differences of (statistics, gradient), the larger one of the
+loss's and of the entropy's. To be run with
 TRITON_INTERPRET=1, which Triton reads when it is imported; needs no GPU.
 """
 
@@ -29,9 +30,14 @@ def compare(formula, columns, dtype, block):
     sums = torch.float64 if dtype == torch.float64 else torch.float32
     triton_rows.BLOCK = block
     index = labels - columns.first
-    found = triton_rows.row_stats(z, index, *columns, formula.scale, formula.softcap, sums)
+    given = formula.scale, formula.softcap, sums
+    found = triton_rows.row_stats(z, index, *columns, *given)
+    own = triton_rows.row_stats(z, index, *columns, *given, entropy=True)[2]
     truth = rows._row_stats(z, index, columns, formula, sums, True)
-    wanted = [0, 1, 2, 3, 4] if formula.smoothing else [0, 1, 3, 4]
+    entropy = rows._row_stats(z, index, columns, Formula(1000, *given[:2]), sums, False,
+                              entropy=True)[2]  # fmt: skip
+    found, truth = torch.stack([*found, own]), torch.stack([*truth, entropy])
+    wanted = [0, 1, 2, 3, 5, 4] if formula.smoothing else [0, 1, 3, 5, 4]
     wanted = wanted if columns.real else wanted[:-1]  # nobody wins over no columns
     stats = (found[wanted].nan_to_num() - truth[wanted].nan_to_num()).abs().max().item()
     lse = truth[0] if columns.real else torch.ones(N, dtype=sums)
@@ -41,7 +47,10 @@ def compare(formula, columns, dtype, block):
         rows._has_triton = lambda z, has_triton=has_triton: has_triton
         mine = whole.clone()
         rows.softmax_gradient_(mine[:, :V], labels, lse, weights, columns, formula)
-        results.append(mine.double())
+        of_entropy = whole.clone()
+        given = lse, truth[5], weights, weights.flip(0) - 1
+        rows.entropy_gradient_(of_entropy[:, :V], *given, columns, formula)
+        results.append(torch.stack([mine, of_entropy]).double())
     return stats, (results[0] - results[1]).abs().max().item()
 
 

@@ -47,7 +47,9 @@ def test_they_compile_for_gpus_that_are_not_here_without_spills(words):
     rows = [line.split("│") for line in done.stdout.splitlines() if "sm_" in line]
     found = {tuple(cell.strip() for cell in row[1:5]): int(row[7]) for row in rows}
     assert {device for device, *_ in found} == {"sm_80", "sm_90", "sm_100"}
-    assert {kernel for _, kernel, *_ in found} == {"statistics", "gradient"}
-    assert len(found) == len(rows) == (12 if words else 6)
+    assert {kernel for _, kernel, *_ in found} == {
+        "statistics", "with entropy", "gradient", "of entropy",
+    }  # fmt: skip
+    assert len(found) == len(rows) == (24 if words else 12)
     if not words:
         assert max(found.values()) <= 65536 // (32 * 16), found

@@ -235,3 +235,43 @@ def called_differently(what, odd):
         except ValueError as caught:
             return str(caught)
     return None
+
+
+def over_a_tree():
+    """`mb.rl.logprobs` over prefix trees beside separate trajectories: the largest differences of
+    log-probabilities, of gradients, and the largest gradient; and what is told of Megatron's own
+    exchange of heads."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from trajectories import TRAJECTORIES, the_loss
+
+    import megatron_burst as mb
+
+    found, told = {}, None
+    for linear in ("auto", "megatron"):
+        with installed("zigzag", 2, None):
+            model = build(2, None, {"kernel": "reference", "linear": linear})
+            chunk = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+            if linear == "megatron":
+                try:
+                    mb.rl.logprobs([chunk], TRAJECTORIES)
+                except ValueError as error:
+                    told = str(error)
+                continue
+            for tree in (True, False):
+                chunk.zero_grad_buffer()
+                step = mb.rl.logprobs([chunk], TRAJECTORIES, loss=the_loss, tree=tree)
+                own = dict(zip(step.index, step.logprobs, strict=True))
+                grads = [p.main_grad.clone() for p in chunk.parameters()]
+                found[tree] = own, grads, step.rows
+    (logs, grads, rows), (others, wanted, all_rows) = found[True], found[False]
+    both = logs.keys() & others.keys()
+    apart = [(logs[i] - others[i]).abs().max() for i in both if len(logs[i])]
+    gaps = [(a - b).abs().max() for a, b in zip(grads, wanted, strict=True)]
+    largest = max(float(x.abs().max()) for x in wanted)
+    return (
+        max(map(float, apart), default=0.0),
+        max(map(float, gaps)),
+        largest,
+        (rows, all_rows),
+        told,
+    )

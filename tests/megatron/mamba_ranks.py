@@ -68,6 +68,38 @@ def worst_errors(layout, linear, packed):
     return {name: (found[name] - expected[name]).abs().max().item() for name in expected}
 
 
+def errors_over_a_tree():
+    """The same over a prefix tree, of whose trajectories each is written out by itself."""
+    import megatron_burst as mb
+    from megatron_burst.megatron.data.tree_pack import TreePack
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    turns = [[*range(9), *[50 + i] * 5, *[90 + j] * (3 * j + 1)] for i in range(2) for j in (0, 2)]
+    tree = mb.trees.pack([*turns, turns[1], turns[0][:4]], multiple=ranks)
+    draw = torch.Generator().manual_seed(3)
+    hidden, seed = (torch.randn(len(tree.tokens), 1, HIDDEN, generator=draw).double() for _ in "ab")
+    with mixer("zigzag", "auto") as layer:
+        pack = TreePack.of(tree, layer.config)
+        rows = pack.layout(None, ranks).positions(rank, pack.total)
+        mine = hidden[rows].requires_grad_()
+        out, _ = layer(mine, packed_seq_params=pack.params(mine.device))
+        times = torch.from_numpy(tree.multiplicity)[:, None, None]
+        out.backward((times * seed)[rows])
+        found = {"out": out.detach() * (times > 0)[rows], "hidden": mine.grad}
+        for name, parameter in layer.named_parameters():
+            found[name] = parameter.grad.clone()
+            dist.all_reduce(found[name])
+        layer.zero_grad()
+        whole, expected = hidden.clone().requires_grad_(), torch.zeros_like(hidden)
+        for path in tree.paths:
+            one = written_out(layer, whole[path], (len(path),))
+            one.backward(seed[path])
+            expected[path] = one.detach()
+        grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    expected = {"out": expected[rows], "hidden": whole.grad[rows]} | grads
+    return {name: (found[name] - expected[name]).abs().max().item() for name in expected}
+
+
 def written_out(layer, hidden, lengths):
     """A mixer token by token; hidden [240, 1, HIDDEN], documents of these lengths from the first
     token on, what is behind them one more."""

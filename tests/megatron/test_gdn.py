@@ -101,3 +101,11 @@ def test_a_wrong_call_on_one_rank_is_told_to_all(four):
 def test_a_call_that_the_leading_layer_never_saw_is_refused(four):
     (error, *_) = four(ranks.called_differently, "follower", None)
     assert "the lowest layer of its kind on this rank never saw" in error
+
+
+def test_a_prefix_tree_equals_separate_trajectories(four):
+    for apart, gap, largest, (rows, all_rows), told in four(ranks.over_a_tree):
+        assert apart < 1e-7  # gates are in fp32
+        assert gap < 1e-6 * largest
+        assert rows < all_rows
+        assert "with --burst-linear auto or all_gather, got 2 and megatron: tree=False" in told

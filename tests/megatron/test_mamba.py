@@ -124,6 +124,12 @@ def test_a_mixer_over_four_ranks_against_the_recurrence(four, layout, linear, pa
         assert {name: error for name, error in errors.items() if not error < 1e-10} == {}
 
 
+def test_a_mixer_over_a_prefix_tree_against_the_recurrence(four):
+    for errors in four(mamba_ranks.errors_over_a_tree):
+        assert len(errors) == 10
+        assert {name: error for name, error in errors.items() if not error < 1e-10} == {}
+
+
 def test_sparse_attention_of_megatrons_is_refused_by_name():
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
     from megatron.core.transformer.spec_utils import ModuleSpec

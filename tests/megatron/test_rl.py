@@ -103,3 +103,16 @@ def test_parameters_of_a_tree_mean_nothing_to_others(four):
     equal, hashes, different, error = four(trajectories.read_by_others)[0]
     assert (equal, hashes, different) == (True, True, False)
     assert "cu_seqlens must start at 0" in error
+
+
+def test_trees_of_megatrons_pull_request_are_refused_by_name():
+    from types import SimpleNamespace
+
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megatron_burst.megatron.attention.core_attention import check_call
+    from megatron_burst.megatron.data.cut import BatchCut
+
+    params = type("TreePackedSeqParams", (SimpleNamespace,), {})(qkv_format="thd")
+    with pytest.raises(ValueError, match=r"TreePackedSeqParams .*mb\.rl\.logprobs"):
+        check_call(AttnMaskType.causal, {}, params, BatchCut("zigzag"))

@@ -329,6 +329,12 @@ def check_call(mask_type: AttnMaskType, others: dict[str, Any], packed: Any, cut
             raise ValueError(f"{name} is not supported; {fixes.get(name, 'leave it out')}")
     if packed is None:
         return
+    if any(each.__name__ == "TreePackedSeqParams" for each in type(packed).__mro__):
+        raise ValueError(
+            "packed_seq_params is a TreePackedSeqParams (Megatron-LM pull request 7387, open), "
+            "whose trees are not read: give trajectories to mb.rl.logprobs, or ordinary "
+            "PackedSeqParams"
+        )
     form = getattr(packed, "qkv_format", None)
     if form != "thd":
         raise ValueError(f"packed_seq_params: qkv_format must be 'thd', got {form!r}")

@@ -63,6 +63,11 @@ class Pack:
         return Documents(self.documents, padding=self.padding)
 
     @property
+    def chained(self) -> dict[str, Any]:
+        """What linear attention takes to know which tokens follow which."""
+        return {"cu_seqlens": self.bounds}
+
+    @property
     def cut_key(self) -> tuple:
         """All that the layout of the pack depends on, besides the run's `BatchCut`."""
         return self.total, self.bounds, self.end

@@ -55,6 +55,11 @@ class TreePack(Pack):
         return self.tree.mask
 
     @property
+    def chained(self) -> dict[str, Any]:
+        """The tree."""
+        return {"tree": self.tree}
+
+    @property
     def cut_key(self) -> tuple:
         """All that the layout of the pack depends on; no run's cut does."""
         return self.total, self.digest, self.own

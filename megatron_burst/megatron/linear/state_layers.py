@@ -62,7 +62,7 @@ class LinearKind:
             form=self.form,
             groups=groups,
             layout=layout,
-            cu_seqlens=None if pack is None else pack.bounds,
+            **({} if pack is None else pack.chained),
             algorithm=burst.linear,
             scale=self.scale,
             rates=rates,

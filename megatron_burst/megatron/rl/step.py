@@ -23,6 +23,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from ... import trees
 from ...comm.consensus import agree, attempt
 from ...config import OFF
+from ...linear_attention.request import OVER_TREES
 from ...linear_cross_entropy.logprobs import temperature_reasons
 from ...packing.trajectories import cut_trajectories
 from .. import patching
@@ -239,15 +240,17 @@ def _reasons(chunks: list[Any], asked: _Asked) -> Iterator[str]:
             except ValueError as error:
                 yield f"model: {error}"
     if asked.tree is True:
-        yield from _tree_reasons(config)
+        yield from tree_reasons(config)
 
 
-def _tree_reasons(config: Any) -> Iterator[str]:
-    """What does not take a prefix tree."""
-    if linear_layers(config) is not None:
+def tree_reasons(config: Any) -> Iterator[str]:
+    """What of a model takes no prefix tree, by its configuration after `configure`."""
+    layers, linear = linear_layers(config), config.burst.linear
+    if layers is not None and (config.context_parallel_size == 1 or linear not in OVER_TREES):
         yield (
-            f"tree: {linear_layers(config)} pass a state from token to token and do not take "
-            "prefix trees in Megatron yet: tree=False"
+            f"tree: {layers} pass states along a tree on two or more context-parallel ranks, with "
+            f"--burst-linear {' or '.join(OVER_TREES)}, got {config.context_parallel_size} and "
+            f"{linear}: tree=False"
         )
     if config.burst.mask is not None:
         yield f"tree: --burst-mask {config.burst.mask} counts rows, not tokens of a path"

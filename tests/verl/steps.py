@@ -1,0 +1,222 @@
+"""verl's own Megatron engine on the CPU, on forked ranks, from verl's own configuration.
+
+A server, as that of tests/recipes: it imports verl once and forks the ranks of each job, one JSON
+line each; the exit status is a line of output. Every rank saves what it computed as FILE.RANK.pt.
+What stands in for a GPU: `megatron_burst.testing`, Megatron's local layers, float32 and, on one
+rank, dense attention over packed batches, which Megatron has only with Transformer Engine.
+"""
+
+import functools
+import importlib
+import itertools
+import json
+import os
+import re
+import sys
+from types import SimpleNamespace
+
+import torch
+
+# What a CPU needs.
+CPU = {
+    "use_cpu_initialization": True, "apply_rope_fusion": False, "persist_layer_norm": False,
+    "gradient_accumulation_fusion": False, "masked_softmax_fusion": False,
+    "bias_activation_fusion": False, "bias_dropout_fusion": False,
+    "cross_entropy_loss_fusion": False,
+}  # fmt: skip
+
+
+# There is no tokenizer, and every rank has whole gradients.
+WHOLE = (
+    "+actor_rollout_ref.model.load_tokenizer=False",
+    "actor_rollout_ref.actor.megatron.use_distributed_optimizer=False",
+)
+
+
+def job(work):
+    """Infer and train one step on one rank; saves log-probabilities, entropies and gradients."""
+    if "refused" in work:
+        torch.save([refused(work | {"words": words}) for words in work["refused"]], saved(work))
+        return
+    engine = built(work)
+    batch = trajectories(work)
+    with engine.eval_mode():
+        inferred = engine.infer_batch(batch)
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        trained = engine.forward_backward_batch(batch, loss, forward_only=False)
+        parameters = engine.module[0].named_parameters()
+        gradients = {of_model(name, engine): p.main_grad.clone() for name, p in parameters}
+    found = {"gradients": gradients, "rows": rows}
+    if engine.is_mp_src_rank_with_outputs():
+        for kind, outputs in (("inferred", inferred), ("trained", trained)):
+            found[kind] = {k: list(x.unbind()) for k, x in outputs["model_output"].items()}
+        found["loss"] = sum(trained["loss"])
+    torch.save(found, saved(work))
+
+
+def saved(work):
+    return f"{work['output']}.{os.environ['RANK']}.pt"
+
+
+def refused(work):
+    """What an engine says that is not made."""
+    try:
+        built(work)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def of_model(name, engine):
+    """The name of a parameter in the whole model: stages number their layers from 0."""
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    first = get_transformer_layer_offset(engine.tf_config)
+    return re.sub(r"layers\.(\d+)", lambda m: f"layers.{int(m[1]) + first}", name)
+
+
+rows = []  # that each forward of the model had on this rank
+
+
+def built(work):
+    """The engine, of the configuration that verl's command line makes of these words."""
+    from hydra import compose, initialize_config_module
+    from megatron.bridge.models.gpt_provider import local_layer_spec
+    from megatron.core.models.gpt import GPTModel
+    from verl.trainer.config import CheckpointConfig
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl.workers.config import McoreOptimizerConfig
+    from verl.workers.engine.base import EngineRegistry
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        words = [f"actor_rollout_ref.model.path={work['model']}", *work["words"], *WHOLE]
+        config = compose("ppo_megatron_trainer", overrides=words)
+    settings = config.actor_rollout_ref
+    settings.model.override_config = {"attn_implementation": "eager"}
+    model = omega_conf_to_dataclass(settings.model)  # imports external_lib
+    object.__setattr__(model, "tokenizer", SimpleNamespace(pad_token_id=0))
+    engine = omega_conf_to_dataclass(settings.actor.megatron)
+    object.__setattr__(engine, "dtype", "float32")
+    engine.use_fused_kernels = model.use_fused_kernels
+    engine.override_transformer_config.update(CPU, transformer_layer_spec=local_layer_spec)
+    optimizer = McoreOptimizerConfig(lr=1e-3, lr_decay_steps=10, total_training_steps=10)
+    cls = EngineRegistry.get_engine_cls("language_model", "megatron")
+    if not model.external_lib:  # verl as it is
+        dense_attention()
+    made = cls(model, engine, optimizer, CheckpointConfig())
+    made.initialize()
+    for module in made.module[0].modules():
+        if isinstance(module, GPTModel):
+            module.decoder.register_forward_hook(lambda _, given, out: rows.append(len(out)))
+    return made
+
+
+def trajectories(work):
+    """A batch as verl's trainer makes it: prompt and answer of each, jagged, in micro-batches."""
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils
+
+    tokens = [torch.tensor(one) for one in work["trajectories"]]
+    answers = [torch.arange(len(one)) >= len(one) - max(1, len(one) // 2) for one in tokens]
+    jagged = functools.partial(torch.nested.as_nested_tensor, layout=torch.jagged)
+    batch = {"input_ids": jagged(tokens), "loss_mask": jagged([x.float() for x in answers])}
+    batch["temperature"] = torch.tensor(work.get("temperatures", [0.7] * len(tokens)))
+    batch = TensorDict(batch, batch_size=[len(tokens)])
+    tensordict_utils.assign_non_tensor(
+        batch, use_dynamic_bsz=False, micro_batch_size_per_gpu=work["micro_batch"],
+        calculate_entropy=True,
+    )  # fmt: skip
+    return batch
+
+
+def loss(model_output, data, dp_group=None):
+    """Another weight for each trajectory and token, as advantages are; and entropies."""
+    total = 0
+    of = (model_output[name].unbind() for name in ("log_probs", "entropy"))
+    for tokens, logprobs, entropies in zip(data["input_ids"].unbind(), *of, strict=True):
+        answer = len(tokens) - max(1, len(tokens) // 2)
+        weights = torch.linspace(-1, 2, len(tokens) - answer) + len(tokens) / 50
+        predicts = slice(answer - 1, len(tokens) - 1)
+        total = total - (weights * logprobs[predicts]).sum() + entropies[predicts].sum() / 10
+    return total / 50, {}
+
+
+def dense_attention():
+    """One rank's attention over a packed batch, document by document."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    def forward(self, query, key, value, *args, packed_seq_params, **kwargs):
+        ends, out = packed_seq_params.cu_seqlens_q.tolist(), []
+        shared = query.shape[1] // key.shape[1]
+        for a, b in itertools.pairwise(ends):
+            q = query[a:b].transpose(0, 1)
+            k, v = (x[a:b].transpose(0, 1).repeat_interleave(shared, 0) for x in (key, value))
+            hidden = torch.ones(b - a, b - a).triu(1).bool()
+            logits = (q @ k.transpose(1, 2) / q.shape[-1] ** 0.5).masked_fill(hidden, -torch.inf)
+            out.append((logits.softmax(-1) @ v).transpose(0, 1).flatten(1))
+        return torch.cat(out)
+
+    DotProductAttention.forward = forward
+
+
+def tiny_model(folder):
+    """A random Qwen3 as a hub has it."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(1)
+    config = Qwen3Config(
+        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 0.2)
+    model.save_pretrained(folder)
+
+
+def serve(folder):
+    """Jobs of standard input, one after the other."""
+    from megatron_burst.testing import recipes
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    recipes.import_bridge()
+    importlib.import_module("verl.workers.engine.megatron.transformer_impl")
+    torch.set_num_threads(1)
+    tiny_model(folder)
+    for line in sys.stdin:
+        work = json.loads(line) | {"model": folder}
+        children = [fork(rank, work) for rank in range(work["world"])]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        print(max(map(abs, codes)), file=answers, flush=True)
+
+
+def fork(rank, work):
+    child = os.fork()
+    if child:
+        return child
+    log = os.open(f"{work['output']}.{rank}.log", os.O_CREAT | os.O_WRONLY)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(work["world"]),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(work["port"]),
+    )  # fmt: skip
+    code = 1
+    try:
+        torch.distributed.init_process_group("gloo")
+        job(work)
+        code = 0
+    finally:
+        if code:
+            importlib.import_module("traceback").print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])
