@@ -33,10 +33,7 @@ if TYPE_CHECKING:
     from .recompute.checkpoint import checkpoint
     from .recompute.host.mover import HostMemory
     from .recompute.tiles import tiled
-    from .sparse.attention import sparse_attention
-    from .sparse.loss import indexer_loss
-    from .sparse.select import select
-    from .sparse.selection import Selection
+    from .sparse import Selection, indexer_loss, select, sparse_attention
     from .tools.advise.advice import Advice, advise
     from .tools.advise.forecast.faults import Faults
     from .tools.advise.settings import Settings
@@ -59,13 +56,13 @@ _HOMES = {
     "Model": "tools.advise.shapes.model",
     "Plan": "planning.plan",
     "Rates": "autotune.rates",
-    "Selection": "sparse.selection",
+    "Selection": "sparse",
     "Settings": "tools.advise.settings",
     "advise": "tools.advise.advice",
     "attention": "attention",
     "checkpoint": "recompute.checkpoint",
     "choose": "autotune.select",
-    "indexer_loss": "sparse.loss",
+    "indexer_loss": "sparse",
     "layout": "",
     "linear_attention": "linear_attention.operation",
     "linear_cross_entropy": "linear_cross_entropy",
@@ -77,11 +74,11 @@ _HOMES = {
     "prepare": "planning.prepare",
     "prepare_linear": "linear_attention.plan",
     "rl": "megatron",  # above this package, as is `megatron`
-    "select": "sparse.select",
+    "select": "sparse",
     "shard": "layout.sharding",
     "short_convolution": "linear_attention.short_convolution",
     "simulate": "tools.advise.simulate",
-    "sparse_attention": "sparse.attention",
+    "sparse_attention": "sparse",
     "state_scan": "linear_attention.state_scan",
     "tiled": "recompute.tiles",
     "trees": "",

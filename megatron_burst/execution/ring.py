@@ -48,14 +48,6 @@ class ChunkStore(Protocol):
     def pop(self, chunk: Chunk, /) -> Message: ...
 
 
-class Compute(Protocol):
-    """What is done with a pair: `Forward` and `Backward` here, `sparse` has others."""
-
-    def pair(
-        self, call: Call, queries: Tensors, keys: Tensors, sums: Sequence[Message], /
-    ) -> None: ...
-
-
 class HeadChunk(NamedTuple):
     """Some heads of a rank, whose ring runs behind those of the heads before.
 
@@ -84,7 +76,7 @@ class Ring:
     own: the tensors of each family of copies that this rank has from the start; kept: those of
     `run.kept`. sums: of each family of partial results, what a row of each tensor has; the last
     `exact` of these travel as they are summed, the others in the dtype of the wire. compute: what
-    is done with a pair (`Forward`, `Backward`).
+    is done with a pair (`Forward`, `Backward`; `sparse` has others).
     """
 
     def __init__(
@@ -93,7 +85,7 @@ class Ring:
         run: Pass,
         tag: CallTag,
         heads: HeadChunk,
-        compute: Compute,
+        compute: Any,
         own: dict[str, Tensors],
         sums: Mapping[str, Sequence[torch.Size]],
         *,

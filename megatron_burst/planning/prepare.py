@@ -88,18 +88,16 @@ def prepare_rank(
     groups: Groups,
     options: AttentionOptions,
     given: dict[str, Any],
-    adapt: Callable[[Request], Request] | None = None,
+    adapt: Callable[[Request], Request] = lambda request: request,
 ) -> Plan:
     """One rank's plan. Every rank takes part in every exchange, whatever it found. given: the
-    further arguments of `check`; adapt: what an operation beside `attention` asks of its request
-    (a kernel that has no name, facts), or the ValueError it raises."""
+    further arguments of `check`; adapt: makes its request that of another operation."""
 
     def checked() -> Request:
         groups.check()
         if isinstance(tensors, ValueError):
             raise tensors
-        request = check(tensors, groups, options, **given)
-        return request if adapt is None else adapt(request)
+        return adapt(check(tensors, groups, options, **given))
 
     request, choice = attempt(checked), None
     if options.algorithm == "auto":
@@ -111,9 +109,8 @@ def prepare_rank(
 
         resolved = resolve(request, groups, given["rates"])
         request, choice = (resolved, None) if isinstance(resolved, ValueError) else resolved
-    plan = request
-    if isinstance(request, Request):
-        plan = attempt(partial(plan_of, request, groups, choice))
+    bad = isinstance(request, ValueError)
+    plan = request if bad else attempt(partial(plan_of, request, groups, choice))
     _agree(plan, groups)
     assert isinstance(plan, Plan)
     groups.connect(plan.channels, plan.device)

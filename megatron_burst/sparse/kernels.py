@@ -17,8 +17,8 @@ import torch
 
 from ..kernels.base import Rows, Scoring
 from ..kernels.online_softmax import merge_
+from .indexer import wide
 from .pairs import PairKernel, PairWork, tiles
-from .select import wide
 from .selection import Selection
 
 

@@ -28,11 +28,11 @@ from ..planning.in_process import InProcessPlan, Shard
 from ..planning.plan import Plan
 from ..planning.validate import Request, check_shapes
 from .attention import adapted, selected_setting
+from .indexer import index_stand_ins, ready, wide
 from .kernels import SelectedAten
 from .pairs import PairWork, tiles
 from .plans import plan_ranks
 from .rules import Rule, described, rule_of
-from .select import index_stand_ins, ready, wide
 from .selection import Selection
 
 
