@@ -11,7 +11,7 @@ JOBS   ?= 2
 TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart million docs test test-slow test-docs test-recipes test-verl test-te parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-advise bench-checkpoint bench-csrc bench-host bench-linear bench-lm-head bench-loss bench-masks bench-memory bench-offload bench-packed bench-prepare bench-trees bench-gpu bench-cluster gain clean
+.PHONY: help install quickstart grpo million docs test test-slow test-docs test-recipes test-verl test-te parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-advise bench-checkpoint bench-csrc bench-host bench-linear bench-lm-head bench-loss bench-masks bench-memory bench-offload bench-packed bench-prepare bench-trees bench-gpu bench-cluster gain clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -23,6 +23,9 @@ install: $(VENV)/.ready-test ## create VENV and install the package with all tha
 
 quickstart: $(VENV)/.ready-examples ## train a small GPT on 4 ranks, compare with 1 rank; DATA=folder, file or .bin/.idx prefix
 	@$(PY) examples/quickstart.py $(if $(DATA),--data "$(DATA)") $(ARGS)
+
+grpo: $(VENV)/.ready-examples ## GRPO on branching samples: a tiny GPT learns to sort digits on 4 CPU ranks (3 minutes)
+	@$(PY) examples/grpo.py $(ARGS)
 
 # The compiled attention is optional; without a compiler the step takes four times as long.
 million: $(VENV)/.ready-examples ## train one step on 1,000,000 tokens on 4 CPU ranks (20 minutes on 2 cores); ARGS="--ranks 2"

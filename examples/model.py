@@ -101,9 +101,10 @@ def build_model(args: Namespace, config: TransformerConfig) -> list[DistributedD
     return [_stage(args, config, i) for i in (range(virtual) if virtual else [None])]
 
 
-def _stage(
-    args: Namespace, config: TransformerConfig, virtual: int | None
-) -> DistributedDataParallel:
+def build_gpt(
+    args: Namespace, config: TransformerConfig, virtual: int | None = None, **more: Any
+) -> GPTModel:
+    """This rank's stage, not wrapped. more: of GPTModel."""
     which: dict[str, Any] = {"vp_stage": virtual}
     local = args.transformer_impl == "local"
     kind = {
@@ -118,7 +119,7 @@ def _stage(
     if args.mtp_num_layers:
         further = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=not local, **which)
     multiple = args.make_vocab_size_divisible_by
-    gpt = GPTModel(
+    return GPTModel(
         config,
         layers,
         vocab_size=-(-args.vocab_size // multiple) * multiple,
@@ -130,11 +131,18 @@ def _stage(
         rotary_base=args.rotary_base,
         mtp_block_spec=further,
         **which,
-    ).cuda(torch.cuda.current_device())
+        **more,
+    ).to(torch.cuda.current_device(), config.params_dtype)
+
+
+def _stage(
+    args: Namespace, config: TransformerConfig, virtual: int | None
+) -> DistributedDataParallel:
+    gpt: torch.nn.Module = build_gpt(args, config, virtual)
     if args.bf16:
         gpt = Float16Module(config, gpt)
     data_parallel = DistributedDataParallelConfig(
-        use_distributed_optimizer=args.use_distributed_optimizer, grad_reduce_in_fp32=True
+        use_distributed_optimizer=args.use_distributed_optimizer, grad_reduce_in_fp32=args.bf16
     )
     return DistributedDataParallel(config, data_parallel, gpt)
 
