@@ -231,3 +231,20 @@ def test_layers_take_the_plan_of_attention():
     finally:
         groups.ranks[0].__class__.gather = gather
     assert all(torch.equal(a.ids, b.ids) for a, b in zip(found, wanted, strict=True))
+
+
+def test_a_checkpoint_computes_both_again():
+    """With a plan and one latent; what the store keeps of other calls changes nothing."""
+    groups, length = mb.Groups.in_process(intra=1), 16
+    index = [[x] for x in index_tensors("dsa", length)]
+    q, k = (torch.randn(length, B, n, 7, dtype=torch.float64).requires_grad_() for n in (4, 1))
+    plan = mb.prepare([q], [k], [k], groups=groups)
+
+    def layer(q):
+        found = mb.select(*index, rule="dsa", top_k=4, plan=plan, label=0)
+        return mb.sparse_attention([q], [k], None, found, value_width=5, plan=plan, label=0)[0]
+
+    wanted, found = layer(q), mb.checkpoint(layer, q, keep=0.5)
+    assert torch.equal(found, wanted)
+    grads = [torch.autograd.grad(out.square().sum(), (q, k)) for out in (wanted, found)]
+    assert all(map(torch.equal, *grads))
