@@ -80,6 +80,9 @@ REFUSED = {  # settings of Megatron, of BurstConfig, arguments, trajectories of 
         CP4, {}, {"temperature": 0.0, "entropy": 1, "tree": "no", "loss": 3}, [[["a"]]] * 4,
         ["temperature", "entropy", "tree", "loss must be", "trajectories[0]"],
     ),
+    "no such token": (CP4, {}, {}, [[[1, 2], [3, 40]]] * 4, ["trajectories[1]", "token 40"]),
+    "a padded token": (CP4, {}, {"vocab_size": 30}, [[[1, 31]]] * 4, ["token 31"]),
+    "a loss that is none": (CP4, {}, {"loss": trajectories.no_scalar}, None, ["a scalar"]),
     "other trajectories": (CP4, {}, {}, [*[ONE] * 3, [[1, 2]]], ["ranks disagree"]),
     "wrong on one rank": (CP4, {}, {}, [*[ONE] * 3, [[-1]]], ["rank 3", "trajectories[0]"]),
 }  # fmt: skip
@@ -97,6 +100,12 @@ def test_what_cannot_be_honoured_is_refused_on_every_rank(four, case):
 def test_gradients_need_megatrons_data_parallelism(four):
     found = four(trajectories.message, CP4, {}, {"loss": trajectories.the_loss}, None, False)
     assert all("DistributedDataParallel" in each for each in found)
+
+
+def test_a_loss_under_no_grad_is_refused(four):
+    options = {"loss": trajectories.the_loss}
+    found = four(trajectories.message, CP4, {}, options, None, True, False)
+    assert all("gradients are off" in each for each in found)
 
 
 def test_parameters_of_a_tree_mean_nothing_to_others(four):

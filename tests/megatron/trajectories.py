@@ -133,6 +133,10 @@ def the_loss(part):
     return found
 
 
+def no_scalar(part):
+    return part.logprobs[0]
+
+
 def alone(changes, window=1000):
     """Log-probabilities, entropies, loss and gradients by name, each trajectory by itself through
     Megatron's own model on one rank, with a dense mask, and a dense log-softmax."""
@@ -187,13 +191,14 @@ def worst(changes, choices, expected, options):
         return errors, found.index, own, (found.tokens, found.rows)
 
 
-def message(changes, choices, options, given=None, wrapped=True):
+def message(changes, choices, options, given=None, wrapped=True, gradients=True):
     """The ValueError of a call, or None; `given`: trajectories of each rank."""
     import megatron_burst as mb
 
     with model(changes, choices, wrapped=wrapped) as chunks:
         try:
-            mb.rl.logprobs(chunks, given[dist.get_rank()] if given else TRAJECTORIES, **options)
+            with torch.set_grad_enabled(gradients):
+                mb.rl.logprobs(chunks, given[dist.get_rank()] if given else TRAJECTORIES, **options)
         except ValueError as error:
             return str(error)
     return None

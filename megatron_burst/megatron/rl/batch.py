@@ -39,7 +39,8 @@ class TrajectoryBatch:
     rows, 0 for as few as the ranks need.
 
     tree: `mb.trees.PrefixTree`. tokens, positions: int64 [1, n], of this rank's rows, which a model
-    takes as input_ids and position_ids together with packed_seq_params. edges: int64 [e], which
+    takes as input_ids and position_ids together with packed_seq_params, from which rotary
+    embeddings learn the same positions. edges: int64 [e], which
     predictions of `tree.edges` this rank makes, from its rows `local`.
     """
 

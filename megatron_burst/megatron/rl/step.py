@@ -9,7 +9,7 @@ and data-parallel ranks, however trajectories were distributed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -92,6 +92,7 @@ def logprobs(
     in no order of ranks; every tensor- and context-parallel rank has the same. Raises ValueError on
     every rank for what cannot be honoured.
     """
+    trajectories = list(trajectories) if isinstance(trajectories, Iterable) else trajectories
     chunks = list(model) if isinstance(model, (list, torch.nn.ModuleList)) else [model]
     asked = _Asked(loss, temperature, entropy, tree, max_tokens, vocab_size)
     planned = attempt(lambda: _planned(chunks, trajectories, asked))
@@ -112,7 +113,7 @@ def logprobs(
             found = _found(index, batch, values)
             value = values[:, :0].sum()  # 0, and every rank takes part in backward
             if loss is not None and index:
-                value = value + loss(found)
+                value = value + _scalar(loss(found))
             seen = replace(
                 found,
                 logprobs=[x.detach() for x in found.logprobs],
@@ -136,6 +137,18 @@ def logprobs(
             forward_only=loss is None,
         )
     return _joined(reports)
+
+
+def _scalar(value: Any) -> Any:
+    """What `loss` returned, if it is one number."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.reshape(())
+    if isinstance(value, (int, float)):
+        return value
+    shown = tuple(value.shape) if isinstance(value, torch.Tensor) else repr(value)
+    raise ValueError(
+        f"mb.rl.logprobs: loss must return a scalar, the sum of a micro-batch, got {shown!s:.60}"
+    )
 
 
 class _Asked(NamedTuple):
@@ -163,6 +176,14 @@ def _planned(chunks: list[Any], trajectories: Sequence[Any], asked: _Asked) -> _
         raise ValueError("mb.rl.logprobs: " + "; ".join(reasons))
     order, shared = found
     tokens = [np.asarray(each, dtype=np.int64) for each in trajectories]
+    # Only the ranks that hold a wrong token would notice it, and the others wait for them.
+    vocabulary = asked.vocab_size or get_attr_wrapped_model(chunks[0], "vocab_size")
+    for i, each in enumerate(tokens):
+        if len(each) and each.max() >= vocabulary:
+            raise ValueError(
+                f"mb.rl.logprobs: trajectories[{i}] has token {each.max()}, and the vocabulary "
+                f"{vocabulary} tokens"
+            )
     config, size = get_model_config(chunks[0]), parallel_state.get_data_parallel_world_size()
     runs = cut_trajectories(
         [len(tokens[i]) for i in order],
@@ -196,6 +217,8 @@ def _reasons(chunks: list[Any], asked: _Asked) -> Iterator[str]:
     yield from temperature_reasons(asked.temperature)
     if asked.loss is not None and not callable(asked.loss):
         yield f"loss must be a function or None, got {type(asked.loss).__name__}"
+    if asked.loss is not None and not torch.is_grad_enabled():
+        yield "loss= differentiates, and gradients are off (torch.no_grad, inference_mode)"
     for name in ("entropy", "tree"):
         if type(getattr(asked, name)) is not bool:
             yield f"{name} must be True or False, got {getattr(asked, name)!r:.60}"
