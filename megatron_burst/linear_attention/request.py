@@ -141,6 +141,10 @@ def sequence_of(groups: Groups, options: Options, seq_len: int) -> PackedSequenc
         if cu_seqlens is not None:
             raise ValueError("tree: goes without cu_seqlens, which it says itself")
         tree = tree_mask(tree)
+        if tree.window is not None:
+            raise ValueError(
+                f"tree: it has a window of {tree.window}, and a state forgets by its decay alone"
+            )
         if tree.bounds[-1] != seq_len:
             raise ValueError(
                 f"tree: it has {tree.bounds[-1]} rows, and the {groups.size} ranks hold {seq_len} "

@@ -226,8 +226,11 @@ WRONG = {
     "documents": ({"cu_seqlens": [0, 8]}, "tree: goes without cu_seqlens"),
     "rows": ({"tree": mb.masks.Tree([4] * 4)}, "tree: it has 4 rows, and the 2 ranks hold 8 posi"),
     "no tree": ({"tree": [8] * 8}, "tree must be what mb.trees.pack returns, or a masks.Tree"),
+    "window": (
+        {"tree": mb.masks.Tree([8] * 8) & mb.masks.Window(2, 0)}, "tree: it has a window of 2"
+    ),
     "striped": ({"layout": "striped"}, "layout striped: every row's predecessor"),
-}
+}  # fmt: skip
 
 
 def small():

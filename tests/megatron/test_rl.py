@@ -63,6 +63,22 @@ def test_experts_are_exact_given_the_routes(four):
         assert max(errors.values()) < 1e-10
 
 
+def test_the_balance_of_experts_weighs_as_in_megatrons_own_steps(four):
+    """Divided by tokens of all ranks it is a CP-th of what it is divided by micro-batches: there
+    Megatron multiplies by the rows of a rank, and here by the context-parallel size."""
+    balance = ROUTED | CP4 | {"moe_aux_loss_coeff": 0.5}
+    mean, per_token = (
+        four(trajectories.router_gradient, balance | {"calculate_per_token_loss": each})[0]
+        for each in (False, True)
+    )
+    assert mean > 1e-3
+    assert per_token == pytest.approx(mean / 4, rel=1e-5)
+
+
+def test_old_values_record_nothing_for_backward(four):
+    assert four(trajectories.recorded) == [False] * 4
+
+
 def test_the_block_of_the_documentation(four):
     (block,) = [each for each in documented.blocks("docs/trees.md") if "mb.rl" in each.text]
     for old, new, gradient in four(trajectories.documented, block.text):

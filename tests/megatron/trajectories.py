@@ -191,6 +191,32 @@ def worst(changes, choices, expected, options):
         return errors, found.index, own, (found.tokens, found.rows)
 
 
+def router_gradient(changes):
+    """The norm of a router's gradient where nothing but the balance loss has one."""
+    import megatron_burst as mb
+
+    with model(changes, {}) as chunks:
+        chunks[0].zero_grad_buffer()
+        mb.rl.logprobs(
+            chunks, TRAJECTORIES, loss=lambda part: sum(0.0 * each.sum() for each in part.logprobs)
+        )
+        (found,) = [p for p in chunks[0].parameters() if "layers.0.mlp.router.weight" in p.whole]
+        return float(found.main_grad.norm())
+
+
+def recorded():
+    """Whether activations of a call without a loss are kept for backward."""
+    import megatron_burst as mb
+
+    with model({"context_parallel_size": 4}, {}) as chunks:
+        kept = []
+        chunks[0].module.decoder.register_forward_hook(
+            lambda module, args, output: kept.append(output.requires_grad)
+        )
+        mb.rl.logprobs(chunks, TRAJECTORIES)
+        return any(kept)
+
+
 def message(changes, choices, options, given=None, wrapped=True, gradients=True):
     """The ValueError of a call, or None; `given`: trajectories of each rank."""
     import megatron_burst as mb

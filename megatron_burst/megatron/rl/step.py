@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import schedules
@@ -45,7 +46,7 @@ class TrajectoryLogProbs:
     the log-probability of token i + 1. entropies: likewise, in nats, of the distribution that
     token i + 1 was taken from; None if not asked for. tokens, rows: of the micro-batches of this
     rank, as they were given and as they were computed, without padding. loss: the sum of what
-    `loss` returned on this rank, None without it.
+    `loss` returned on this rank, None without it and on pipeline stages before the last.
     """
 
     index: tuple[int, ...]
@@ -80,8 +81,9 @@ def logprobs(
     sum over all micro-batches and data-parallel ranks is differentiated, by Megatron's schedule:
     gradients are where Megatron's optimizer expects them, so zero them before (`zero_grad_buffer`,
     `optimizer.zero_grad`). The model must then be wrapped in Megatron's `DistributedDataParallel`.
-    A router's auxiliary loss stays a mean over micro-batches and data-parallel ranks, and counts a
-    shared token once. Without `loss` nothing is differentiated.
+    A router's auxiliary loss weighs as in Megatron's own steps, which divide it by micro-batches,
+    or by rows with `calculate_per_token_loss`; it counts a shared token once, and rows of padding.
+    Without `loss` nothing is differentiated.
     temperature: logits are divided by it. entropy: False saves a pass over the logits.
     tree: False computes every trajectory by itself, as packed documents.
     max_tokens: of a micro-batch, over all context-parallel ranks, shared ones counted once; by
@@ -103,7 +105,14 @@ def logprobs(
     config = get_model_config(chunks[0])
     device = next(chunks[0].parameters()).device
     batches = list(_batches(planned, config, device, tree))
-    scale = len(batches) * parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+
+    # Megatron divides gradients by what micro-batches count, over all ranks. Routers expect tokens
+    # there where it divides by tokens, else it divides by micro-batches.
+    def count(batch: TrajectoryBatch) -> int:
+        return batch.tokens.shape[1] if config.calculate_per_token_loss else 1
+
+    total = torch.tensor(sum(count(batch) for _, batch in batches), device=device)
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
 
     def forward_step(batches: Any, stage: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         index, batch = next(batches)
@@ -120,13 +129,13 @@ def logprobs(
                 entropies=found.entropies and [x.detach() for x in found.entropies],
                 loss=None if loss is None else value.detach().clone(),
             )
-            # One "token" per micro-batch and rank, so that Megatron's mean is over these, whether
-            # it divides by tokens or by micro-batches.
-            return value * scale, torch.ones((), dtype=torch.int, device=value.device), seen
+            counted = torch.tensor(count(batch), dtype=torch.int, device=value.device)
+            return value * total, counted, seen
 
         return output, reported
 
-    with patching.instead(config, "finalize_model_grads_func", _finalizing(config)):
+    finalizing = patching.instead(config, "finalize_model_grads_func", _finalizing(config))
+    with finalizing, torch.set_grad_enabled(loss is not None):
         reports = schedules.get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=cast(Any, [ReadyBatches(batches) for _ in chunks]),
@@ -136,7 +145,7 @@ def logprobs(
             micro_batch_size=1,
             forward_only=loss is None,
         )
-    return _joined(reports)
+    return _joined(reports, entropy)
 
 
 def _scalar(value: Any) -> Any:
@@ -178,11 +187,19 @@ def _planned(chunks: list[Any], trajectories: Sequence[Any], asked: _Asked) -> _
     tokens = [np.asarray(each, dtype=np.int64) for each in trajectories]
     # Only the ranks that hold a wrong token would notice it, and the others wait for them.
     vocabulary = asked.vocab_size or get_attr_wrapped_model(chunks[0], "vocab_size")
+    places = None
+    if get_attr_wrapped_model(chunks[0], "position_embedding_type") == "learned_absolute":
+        places = get_attr_wrapped_model(chunks[0], "max_sequence_length")
     for i, each in enumerate(tokens):
         if len(each) and each.max() >= vocabulary:
             raise ValueError(
                 f"mb.rl.logprobs: trajectories[{i}] has token {each.max()}, and the vocabulary "
                 f"{vocabulary} tokens"
+            )
+        if places is not None and len(each) > places:
+            raise ValueError(
+                f"mb.rl.logprobs: trajectories[{i}] has {len(each):,} tokens, and the model "
+                f"learned {places:,} positions"
             )
     config, size = get_model_config(chunks[0]), parallel_state.get_data_parallel_world_size()
     runs = cut_trajectories(
@@ -228,9 +245,13 @@ def _reasons(chunks: list[Any], asked: _Asked) -> Iterator[str]:
             yield f"{name} must be an integer from 1 on or None, got {value!r:.60}"
     try:
         config: Any = get_model_config(chunks[0])
-    except RuntimeError:
-        yield f"model must be a model of Megatron, got {type(chunks[0]).__name__}"
+    except (RuntimeError, IndexError):
+        shown = type(chunks[0]).__name__ if chunks else "an empty list"
+        yield f"model must be a model of Megatron, or the list of its chunks, got {shown}"
         return
+    virtual = config.virtual_pipeline_model_parallel_size or 1
+    if len(chunks) != virtual:
+        yield f"model: this rank has {virtual} chunks of it, got {len(chunks)}"
     burst = getattr(config, "burst", None)
     if burst is None or burst.algorithm == OFF:
         yield (
@@ -312,7 +333,7 @@ def _found(
     return TrajectoryLogProbs(index, first, others[0] if others else None, tokens, rows)
 
 
-def _joined(reports: list[TrajectoryLogProbs]) -> TrajectoryLogProbs:
+def _joined(reports: list[TrajectoryLogProbs], entropy: bool) -> TrajectoryLogProbs:
     """The reports of all micro-batches as one; none on a stage before the last."""
     at = [(i, each, place) for each in reports for place, i in enumerate(each.index)]
     at.sort(key=lambda found: found[0])
@@ -321,7 +342,7 @@ def _joined(reports: list[TrajectoryLogProbs]) -> TrajectoryLogProbs:
     return TrajectoryLogProbs(
         tuple(i for i, *_ in at),
         [each.logprobs[place] for _, each, place in at],
-        None if any(each.entropies is None for each in reports) else entropies,
+        entropies if entropy else None,
         sum(each.tokens for each in reports),
         sum(each.rows for each in reports),
         torch.stack(losses).sum() if losses else None,
