@@ -191,6 +191,45 @@ def worst(changes, choices, expected, options):
         return errors, found.index, own, (found.tokens, found.rows)
 
 
+def hybrid(pattern):
+    """Trees and documents through a HybridModel over four ranks: their numbers of rows, and the
+    largest differences of log-probabilities and of gradients."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.tensor_parallel import random
+
+    import megatron_burst as mb
+    from megatron_burst.testing.local_specs import local_hybrid_stack_spec
+
+    found = []
+    with parallel("zigzag", context_parallel_size=4):
+        random.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+        config = settings({
+            "context_parallel_size": 4, "num_layers": len(pattern), "is_hybrid_model": True,
+            "mamba_num_heads": 8, "mamba_head_dim": 8, "mamba_state_dim": 8,
+            "mamba_num_groups": 2, "qk_layernorm": False,
+        })  # fmt: skip
+        mb.megatron.configure(config, mb.BurstConfig())
+        whole = HybridModel(
+            config, local_hybrid_stack_spec(), VOCABULARY, 64, hybrid_layer_pattern=pattern,
+            position_embedding_type="rope", share_embeddings_and_output_weights=False,
+        ).double()  # fmt: skip
+        for parameter in whole.parameters():
+            if parameter.dim() > 1:
+                draw = torch.Generator().manual_seed(parameter.numel())
+                noise = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
+                parameter.data.copy_(0.2 * noise)
+        whole = DistributedDataParallel(config, DistributedDataParallelConfig(), whole)
+        for tree in (True, False):
+            whole.zero_grad_buffer()
+            part = mb.rl.logprobs(whole, TRAJECTORIES[:6], loss=the_loss, tree=tree, max_tokens=48)
+            found.append((part, [p.main_grad.clone() for p in whole.parameters()]))
+    (trees, ours), (documents, theirs) = found
+    values, wanted = (torch.cat(part.logprobs) for part in (trees, documents))
+    apart = [float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)]
+    return trees.rows, documents.rows, float((values - wanted).abs().max()), max(apart)
+
+
 def router_gradient(changes):
     """The norm of a router's gradient where nothing but the balance loss has one."""
     import megatron_burst as mb
