@@ -33,7 +33,7 @@ from ..planning.plan import Plan
 from ..planning.validate import Request, check_shapes
 from .pairs import tiles
 from .plans import plan_ranks, setting
-from .rules import Rule, described, rule_of
+from .rules import SelectionRule, described, rule_of
 from .selection import Selection
 from .top_k import add_units_, in_order, no_units
 
@@ -45,7 +45,7 @@ def select(
     index_k: Shard,
     index_weights: Shard | None = None,
     *,
-    rule: str | Rule,
+    rule: str | SelectionRule,
     top_k: int,
     plan: Plan | InProcessPlan | None = None,
     groups: Groups | InProcessGroups | None = None,
@@ -89,20 +89,20 @@ def select(
     return found if isinstance(at.groups, InProcessGroups) else found[0]
 
 
-def _asked(rule: str | Rule, top_k: int) -> Rule:
+def _asked(rule: str | SelectionRule, top_k: int) -> SelectionRule:
     if type(top_k) is not int or top_k < 1:
         raise ValueError(f"top_k must be a positive integer, got {top_k!r}")
     return rule_of(rule)
 
 
-def ready(asked: Rule | ValueError) -> Rule:
+def ready(asked: SelectionRule | ValueError) -> SelectionRule:
     """The rule, or what it raises, which all ranks have to hear of."""
     if isinstance(asked, ValueError):
         raise asked
     return asked
 
 
-def index_stand_ins(shard: dict[str, Any], asked: Rule | ValueError) -> Any:
+def index_stand_ins(shard: dict[str, Any], asked: SelectionRule | ValueError) -> Any:
     """q, k and v of a plan for index tensors; ValueError for those that do not fit the rule."""
     rule = ready(asked)
     q, k, weights = shard["q"], shard["k"], shard["w"]
@@ -129,7 +129,7 @@ def index_stand_ins(shard: dict[str, Any], asked: Rule | ValueError) -> Any:
     return q.detach(), k.detach(), k.detach()[..., :1]
 
 
-def _adapted(request: Request, asked: Rule | ValueError, top_k: int) -> Request:
+def _adapted(request: Request, asked: SelectionRule | ValueError, top_k: int) -> Request:
     """The request of a selection: no values travel with the index keys."""
     rule = ready(asked)
     q, k, v = request.tensors
@@ -173,7 +173,9 @@ def _by_blocks(mask: Mask) -> bool:
     return type(mask) in (Causal, Full, Documents)
 
 
-def _select(plan: Plan, tag: CallTag, tensors: Tensors, rule: Rule, top_k: int) -> Selection:
+def _select(
+    plan: Plan, tag: CallTag, tensors: Tensors, rule: SelectionRule, top_k: int
+) -> Selection:
     """The selection of one rank."""
     q, k, weights = (None if t is None else t.contiguous() for t in tensors)
     assert q is not None
@@ -194,7 +196,7 @@ def _select(plan: Plan, tag: CallTag, tensors: Tensors, rule: Rule, top_k: int) 
 class Selecting:
     """What a pair computes: the scores of its units, from which the best are kept."""
 
-    rule: Rule
+    rule: SelectionRule
     weights: torch.Tensor | None
     scores: torch.Tensor
     units: torch.Tensor

@@ -18,7 +18,7 @@ import torch
 from ..kernels.base import Rows, Scoring
 from ..kernels.online_softmax import merge_
 from .indexer import wide
-from .pairs import PairKernel, PairWork, tiles
+from .pairs import PairKernel, SelectedPairs, tiles
 from .selection import Selection
 
 
@@ -43,7 +43,7 @@ class Selected(PairKernel):
     def __init__(self, selection: Selection, latent: bool):
         self.selection, self.latent = selection, latent
 
-    def places(self, work: PairWork, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    def places(self, work: SelectedPairs, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """(rows of the chunk int64, bool) [r, b, H, n]: where each selected position of these rows
         lies, and whether it is there at all and seen."""
         ids, block = self.selection.ids[rows], self.selection.block
@@ -74,7 +74,7 @@ def _finite(lse: torch.Tensor) -> torch.Tensor:
 class SelectedReference(Selected):
     """The kernel "reference": all scores of a pair, those not selected hidden."""
 
-    def _hidden(self, work: PairWork, rows: int, keys: int, heads: int) -> torch.Tensor:
+    def _hidden(self, work: SelectedPairs, rows: int, keys: int, heads: int) -> torch.Tensor:
         """bool [s, b, h, t]."""
         at, there = self.places(work, slice(0, rows))
         table = torch.zeros((*at.shape[:3], keys), dtype=torch.int32, device=at.device)
@@ -82,7 +82,7 @@ class SelectedReference(Selected):
         return (table == 0).repeat_interleave(heads // at.shape[2], dim=2)
 
     def _dense(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: PairWork, scale: float
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: SelectedPairs, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Scores [s, b, h, t], and keys and values of every query head [t, b, h, .]."""
         group = q.shape[2] // k.shape[2]
@@ -97,7 +97,7 @@ class SelectedReference(Selected):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        work: PairWork,
+        work: SelectedPairs,
         scoring: Scoring,
         out: torch.Tensor,
         lse: torch.Tensor,
@@ -113,7 +113,7 @@ class SelectedReference(Selected):
         rows: Rows,
         k: torch.Tensor,
         v: torch.Tensor,
-        work: PairWork,
+        work: SelectedPairs,
         scoring: Scoring,
         dq: torch.Tensor | None,
         dk: torch.Tensor | None,
@@ -143,7 +143,9 @@ class SelectedAten(Selected):
         places = ids.shape[3] * self.selection.block * max(ids.shape[2], k.shape[2])
         return tiles(len(q), q.shape[1] * places * (k.shape[3] + v.shape[3]))
 
-    def _gather(self, k: torch.Tensor, v: torch.Tensor, work: PairWork, rows: slice) -> Gathered:
+    def _gather(
+        self, k: torch.Tensor, v: torch.Tensor, work: SelectedPairs, rows: slice
+    ) -> Gathered:
         at, there = self.places(work, rows)
         # The places that are in this chunk first. Where nobody waits for a device, no more of them
         # are gathered than a row has; elsewhere never more than the chunk has.
@@ -164,7 +166,7 @@ class SelectedAten(Selected):
         return scores.masked_fill_(~found.there.unsqueeze(3), float("-inf"))
 
     def add_lse_(
-        self, q: torch.Tensor, k: torch.Tensor, work: PairWork, scale: float, lse: torch.Tensor
+        self, q: torch.Tensor, k: torch.Tensor, work: SelectedPairs, scale: float, lse: torch.Tensor
     ) -> None:
         """Add what this pair has to the log-sum-exp lse [s, b, h] of the selection, in place."""
         for rows in self._tiles(q, k, k[..., :0]):
@@ -176,7 +178,7 @@ class SelectedAten(Selected):
         self,
         q: torch.Tensor,
         k: torch.Tensor,
-        work: PairWork,
+        work: SelectedPairs,
         scale: float,
         lse: torch.Tensor,
         total: torch.Tensor,
@@ -202,7 +204,7 @@ class SelectedAten(Selected):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        work: PairWork,
+        work: SelectedPairs,
         scoring: Scoring,
         out: torch.Tensor,
         lse: torch.Tensor,
@@ -220,7 +222,7 @@ class SelectedAten(Selected):
         rows: Rows,
         k: torch.Tensor,
         v: torch.Tensor,
-        work: PairWork,
+        work: SelectedPairs,
         scoring: Scoring,
         dq: torch.Tensor | None,
         dk: torch.Tensor | None,

@@ -30,9 +30,9 @@ from ..planning.validate import Request, check_shapes
 from .attention import adapted, selected_setting
 from .indexer import index_stand_ins, ready, wide
 from .kernels import SelectedAten
-from .pairs import PairWork, tiles
+from .pairs import SelectedPairs, tiles
 from .plans import plan_ranks
-from .rules import Rule, described, rule_of
+from .rules import SelectionRule, described, rule_of
 from .selection import Selection
 
 
@@ -45,7 +45,7 @@ def indexer_loss(
     k: Shard,
     selection: Selection | Sequence[Selection],
     *,
-    rule: str | Rule,
+    rule: str | SelectionRule,
     scale: float | None = None,
     tp_group: dist.ProcessGroup | None = None,
     plan: Plan | InProcessPlan | None = None,
@@ -94,7 +94,7 @@ def indexer_loss(
     return result
 
 
-def _asked(rule: str | Rule, tp_group: object, together: bool) -> Rule:
+def _asked(rule: str | SelectionRule, tp_group: object, together: bool) -> SelectionRule:
     if tp_group is not None and (together or not isinstance(tp_group, dist.ProcessGroup)):
         raise ValueError(
             "tp_group must be a process group of ranks of their own, or None, got "
@@ -117,7 +117,9 @@ def _without_values(request: Request, selection: Selection, facts: dict[str, obj
     return replace(request, tensors=(q, k, v[..., :0]))
 
 
-def _index_request(request: Request, selection: Selection, asked: Rule | ValueError) -> Request:
+def _index_request(
+    request: Request, selection: Selection, asked: SelectionRule | ValueError
+) -> Request:
     rule = ready(asked)
     q, k, _ = request.tensors
     heads = rule.selections(q.shape[2], k.shape[2])
@@ -150,7 +152,7 @@ def _calls(attention: Plan, index: Plan, label: object) -> tuple[CallTag, CallTa
 class _Part:
     """One rank's part of a call. main: q and k of attention."""
 
-    rule: Rule
+    rule: SelectionRule
     selection: Selection
     attention: Plan
     index: Plan
@@ -227,7 +229,9 @@ class _IndexGradients:
                 self.dweights[rows] += grads[2]
 
 
-def _units(k: torch.Tensor, work: PairWork, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
+def _units(
+    k: torch.Tensor, work: SelectedPairs, rule: SelectionRule
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys in the order of their positions, and the units that they are."""
     _, positions, order = work.on(k.device)
     k = k if work.order is None else k.index_select(0, order)

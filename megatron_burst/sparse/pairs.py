@@ -21,7 +21,7 @@ from ..masks import Causal, Cover, Mask
 TILE = 1 << 22  # elements of the largest tensor that a tile of rows makes
 
 
-class PairWork:
+class SelectedPairs:
     """The positions of a pair, keys in ascending order. order: of the rows of keys, or None."""
 
     def __init__(self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]):
@@ -65,9 +65,11 @@ class PairKernel:
 
     def work_for(
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
-    ) -> PairWork | None:
+    ) -> SelectedPairs | None:
         covers = (mask.cover(q, k) for q in q_spans for k in k_spans)
-        return PairWork(mask, q_spans, k_spans) if any(c != Cover.EMPTY for c in covers) else None
+        return (
+            SelectedPairs(mask, q_spans, k_spans) if any(c != Cover.EMPTY for c in covers) else None
+        )
 
     def forward(self, *_: Any, **__: Any) -> None:
         raise NotImplementedError

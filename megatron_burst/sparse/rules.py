@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 
-class Rule(Protocol):
+class SelectionRule(Protocol):
     """How queries score units of keys.
 
     block: positions in a unit. own: is the unit in which a query lies always selected? weighted:
@@ -127,7 +127,7 @@ class Msa:
         return found.unflatten(-1, (-1, self.block)).amax(-1)
 
 
-RULES: dict[str, type[Rule]] = {
+RULES: dict[str, type[SelectionRule]] = {
     "dsa": Dsa,
     "qsa": Qsa,
     "moba": Moba,
@@ -135,7 +135,7 @@ RULES: dict[str, type[Rule]] = {
 }
 
 
-def rule_of(rule: str | Rule) -> Rule:
+def rule_of(rule: str | SelectionRule) -> SelectionRule:
     """The rule that is meant. ValueError for a name that none has, or an object that is none."""
     if isinstance(rule, str) and rule in RULES:
         return RULES[rule]()
@@ -150,6 +150,6 @@ def rule_of(rule: str | Rule) -> Rule:
     return rule
 
 
-def described(rule: Rule) -> tuple[object, ...]:
+def described(rule: SelectionRule) -> tuple[object, ...]:
     """What ranks compare of a rule."""
     return type(rule).__name__, rule.block, rule.own, tuple(sorted(vars(rule).items()))

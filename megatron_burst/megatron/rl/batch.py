@@ -40,8 +40,8 @@ class TrajectoryBatch:
 
     tree: `mb.trees.PrefixTree`. tokens, positions: int64 [1, n], of this rank's rows, which a model
     takes as input_ids and position_ids together with packed_seq_params, from which rotary
-    embeddings learn the same positions. edges: int64 [e], which
-    predictions of `tree.edges` this rank makes, from its rows `local`.
+    embeddings learn the same positions. edges: int64 [e], which predictions of `tree.edges` this
+    rank makes, from its rows `local`.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class TrajectoryBatch:
         rows: int = 0,
     ) -> None:
         group: Any = parallel_state.get_context_parallel_group()
-        multiple = max(rows, 1) if rows else rows_multiple(config, group.size(), merged)
+        multiple = rows or rows_multiple(config, group.size(), merged)
         # A pack has at least one row, also where there is nothing to compute.
         filled = [*trajectories, *([] if any(map(len, trajectories)) else [[0]])]
         if merged:

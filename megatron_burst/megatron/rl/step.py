@@ -170,10 +170,11 @@ class _Asked(NamedTuple):
 
 
 class _Planned(NamedTuple):
-    """The micro-batches of this data-parallel rank: (indices, tokens) of their trajectories. facts:
-    what all ranks agree on. line: for the log."""
+    """The micro-batches of this data-parallel rank: parts, (indices, tokens) of their trajectories,
+    and the rows that these take. facts: what all ranks agree on. line: for the log."""
 
     parts: list[tuple[tuple[int, ...], list[np.ndarray]]]
+    rows: list[int]
     facts: dict[str, object]
     line: str
 
@@ -202,20 +203,23 @@ def _planned(chunks: list[Any], trajectories: Sequence[Any], asked: _Asked) -> _
                 f"learned {places:,} positions"
             )
     config, size = get_model_config(chunks[0]), parallel_state.get_data_parallel_world_size()
+    shared = shared if asked.tree else [0] * len(order)
     runs = cut_trajectories(
         [len(tokens[i]) for i in order],
-        shared if asked.tree else [0] * len(order),
+        shared,
         work_of(config),
         ranks=size,
         capacity=asked.max_tokens,
         multiple=config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1,
     )
-    parts = [tuple(sorted(order[i] for i in run))
-             for run in runs[parallel_state.get_data_parallel_rank()]]  # fmt: skip
-    given = sum(map(len, tokens))
-    again = sum(shared[i] for each in runs for run in each for i in run[1:]) if asked.tree else 0
+    rows = [
+        [sum(len(tokens[order[i]]) for i in run) - sum(shared[i] for i in run[1:]) for run in each]
+        for each in runs
+    ]
+    rank, given = parallel_state.get_data_parallel_rank(), sum(map(len, tokens))
+    parts = [tuple(sorted(order[i] for i in run)) for run in runs[rank]]
     line = (
-        f"mb.rl: {len(tokens)} trajectories of {given:,} tokens as {given - again:,} rows in "
+        f"mb.rl: {len(tokens)} trajectories of {given:,} tokens as {sum(map(sum, rows)):,} rows in "
         f"{len(parts)} micro-batches on each of {size} data-parallel ranks"
     )
     digest = hashlib.blake2b(digest_size=8)
@@ -226,7 +230,7 @@ def _planned(chunks: list[Any], trajectories: Sequence[Any], asked: _Asked) -> _
         "loss": asked.loss is not None,
         **{name: getattr(asked, name) for name in _Asked._fields[1:]},
     }
-    return _Planned([(part, [tokens[i] for i in part]) for part in parts], facts, line)
+    return _Planned([(part, [tokens[i] for i in part]) for part in parts], rows[rank], facts, line)
 
 
 def _reasons(chunks: list[Any], asked: _Asked) -> Iterator[str]:
@@ -311,17 +315,9 @@ def _batches(
     rows = 0
     if config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths:
         need = rows_multiple(config, config.context_parallel_size, merged)
-        held = [_distinct(part, merged) for _, part in planned.parts]
-        rows = -(-max(held) // need) * need
+        rows = -(-max(1, *planned.rows) // need) * need
     for index, part in planned.parts:
         yield index, TrajectoryBatch(part, config, device, merged=merged, rows=rows)
-
-
-def _distinct(trajectories: list[np.ndarray], merged: bool) -> int:
-    """How many rows trajectories take, at least one."""
-    order, shared = trees.neighbours(trajectories)
-    saved = sum(shared) if merged else 0
-    return max(1, sum(len(trajectories[i]) for i in order) - saved)
 
 
 def _found(

@@ -29,7 +29,7 @@ SAMPLED = {"text": 64, "png": 512}  # rows and columns of the mask; of larger on
 BYTES = 2  # of a number in bf16
 
 
-class Segment(NamedTuple):
+class TreeBar(NamedTuple):
     """Rows begin..stop (exclusive) without a branch. depth: of its first row on the path; parent:
     index of the segment it continues, -1 for none; lane: its place across the path, leaf by
     leaf."""
@@ -52,7 +52,7 @@ class TreeScene:
     width: int
 
     @cached_property
-    def segments(self) -> list[Segment]:
+    def segments(self) -> list[TreeBar]:
         """In the order of rows, without padding."""
         tree, first = self.tree, self.tree.mask.bounds
         begins = [a for a in first[:-1].tolist() if tree.out[a]]
@@ -68,7 +68,7 @@ class TreeScene:
                 children[above[i]].append(i)
         stops = [*begins[1:], tree.rows]
         return [
-            Segment(a, b, int(tree.positions[a]), int(parent), leaves - 1 - lane)
+            TreeBar(a, b, int(tree.positions[a]), int(parent), leaves - 1 - lane)
             for a, b, parent, lane in zip(begins, stops, above, lanes, strict=True)
         ]
 
@@ -82,14 +82,14 @@ class TreeScene:
         """Rows of the longest path."""
         return int(self.tree.positions.max()) + 1
 
-    def runs(self, segment: Segment) -> list[tuple[int, int, int]]:
+    def runs(self, segment: TreeBar) -> list[tuple[int, int, int]]:
         """(first place on the path, the one after the last, rank) of the parts of a segment."""
         found = runs_of(self.shards.holders[segment.begin : segment.stop])
         return [(segment.depth + a, segment.depth + b, rank) for a, b, rank in found]
 
     @cached_property
     def rows(self) -> list[int]:
-        """Of each rank, without padding."""
+        """How many rows each rank has, without padding."""
         real = self.tree.out > 0
         return np.bincount(self.shards.holders[real], minlength=self.grid.size).tolist()
 
