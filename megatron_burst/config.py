@@ -28,6 +28,8 @@ from .schedule.topology import Placement
 from .units import size_of
 
 OFF = "megatron"  # the algorithm that keeps Megatron's attention
+# How keys of sparse attention travel, and the algorithm that does so.
+SPARSE = {"ring": "burst", "multicast": "multicast", "all_gather": "all_gather"}
 Loss = Literal["off", "single_pass", "recompute"]
 Pack = Literal["off", "documents", "trees"]
 Auto = Literal["auto"]
@@ -117,6 +119,15 @@ class BurstConfig:
             "auto takes the way predicted to be fastest, megatron keeps Megatron's all-to-all of "
             "heads",
             names=("auto", *SCANS, OFF),
+        ),
+    ] = "auto"
+    sparse: Annotated[
+        str,
+        Described(
+            "how layers of sparse attention (DSA) exchange index keys and latents over "
+            "context-parallel ranks; auto takes --context-parallel-algo where keys travel in it, "
+            "burst otherwise; ring is burst; megatron keeps Megatron's all-gather",
+            names=("auto", *SPARSE, OFF),
         ),
     ] = "auto"
     nccl_max_ctas: Annotated[
