@@ -28,10 +28,8 @@ from ..layout import Span
 from ..masks import Causal, Mask
 from ..planning.automatic import CHOICES_KEPT, rates_of
 from ..planning.validate import Request
-from .indexer import Selecting
-from .kernels import KERNELS
 from .pairs import PairKernel, SelectedPairs
-from .rules import SelectionRule
+from .rules import SelectionRule, described
 from .selection import Selection
 from .top_k import no_units
 
@@ -75,24 +73,24 @@ class _Trial:
     can be timed as kernels of attention are."""
 
     def __init__(self, of: PairKernel):
-        self.of, self.latent = of.of, of.latent
+        self.by, self.rule, self.latent = of.by, of.of, of.latent
         self.heads, self.top_k = of.heads, of.top_k
-        rule = self.of if isinstance(self.of, str) else (type(self.of).__name__, self.of.block)
-        self.name = f"sparse {rule} {self.heads} {self.top_k} {self.latent}"
+        rule = self.rule and described(self.rule)
+        self.name = f"{self.by.__name__} {rule} {self.heads} {self.top_k} {self.latent}"
 
     def work_for(
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
     ) -> SelectedPairs:
         rows = k_spans[0].length
-        keys = rows if isinstance(self.of, str) else -(-rows // self.of.block) * self.of.block
+        keys = rows if self.rule is None else -(-rows // self.rule.block) * self.rule.block
         return SelectedPairs(Causal(), [Span(keys, 1, rows)], [Span(0, 1, keys)])
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: SelectedPairs,
         scoring: Scoring, out: torch.Tensor, lse: torch.Tensor,
     ) -> None:  # fmt: skip
-        if not isinstance(self.of, str):
-            self._score(self.of, q, k, work)
+        if self.rule is not None:
+            self._score(self.rule, q, k, work)
         else:
             kernel, own = self._attention(q, work), v.shape[3] * self.latent
             kernel.forward(q, k[..., own:], v, work, scoring, out, lse)
@@ -101,19 +99,18 @@ class _Trial:
         self, rows: Rows, k: torch.Tensor, v: torch.Tensor, work: SelectedPairs, scoring: Scoring,
         dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
     ) -> None:  # fmt: skip
-        if not isinstance(self.of, str):  # as much work as is counted: there is none
+        if self.rule is not None:  # as much work as is counted: there is none
             for q in (rows.q, rows.q, rows.q[: len(k) // 2]):
-                self._score(self.of, q, k, work)
+                self._score(self.rule, q, k, work)
         else:
             kernel, own = self._attention(rows.q, work), v.shape[3] * self.latent
             kernel.backward(rows, k[..., own:], v, work, scoring, dq, dk[..., own:], dv)
 
     def _attention(self, q: torch.Tensor, work: SelectedPairs) -> Any:
-        assert isinstance(self.of, str)
         ids = torch.arange(len(work.keys), dtype=torch.int32, device=q.device)
         ids = ids.expand(*q.shape[:2], self.heads, -1)
         layout: Any = None  # of no use to a pair
-        return KERNELS[self.of](Selection(ids, layout, Causal(), checked=True), self.latent)
+        return self.by(Selection(ids, layout, Causal(), checked=True), self.latent)
 
     def _score(
         self, rule: SelectionRule, q: torch.Tensor, k: torch.Tensor, work: SelectedPairs
@@ -123,4 +120,4 @@ class _Trial:
         weights = q[..., 0] if rule.weighted else None
         k = k.repeat(-(-len(work.keys) // len(k)), 1, 1, 1)[: len(work.keys)]
         call: Any = SimpleNamespace(work=work)
-        Selecting(rule, weights, *best).pair(call, (q,), (k,), ())
+        self.by(rule, weights, *best).pair(call, (q,), (k,), ())

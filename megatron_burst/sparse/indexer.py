@@ -136,7 +136,7 @@ def _adapted(request: Request, asked: SelectionRule | ValueError, top_k: int) ->
     q, k, v = request.tensors
     check_blocks(request, rule.block)
     facts = request.facts | {"rule": described(rule), "top_k": top_k}
-    pairs = PairKernel(rule, rule.selections(q.shape[2], k.shape[2]), top_k)
+    pairs = PairKernel(Selecting, rule, rule.selections(q.shape[2], k.shape[2]), top_k)
     return replace(request, kernel=pairs, tensors=(q, k, v[..., :0]), facts=facts)
 
 

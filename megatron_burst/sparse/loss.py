@@ -28,7 +28,7 @@ from ..planning.in_process import InProcessPlan, Shard
 from ..planning.plan import Plan
 from ..planning.validate import Request, check_shapes
 from .attention import adapted, selected_setting
-from .indexer import index_stand_ins, ready, wide
+from .indexer import Selecting, index_stand_ins, ready, wide
 from .kernels import SelectedAten
 from .pairs import PairKernel, SelectedPairs, tiles
 from .plans import plan_ranks
@@ -132,7 +132,7 @@ def _index_request(
         )
     q, k, v = request.tensors
     facts = request.facts | {"rule": described(rule), "top_k": ids.shape[3]}
-    pairs = PairKernel(rule, heads, ids.shape[3])
+    pairs = PairKernel(Selecting, rule, heads, ids.shape[3])
     return replace(request, kernel=pairs, tensors=(q, k, v[..., :0]), facts=facts)
 
 

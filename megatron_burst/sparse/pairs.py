@@ -55,9 +55,10 @@ class PairKernel:
     """A kernel for plans: it notes what a pair consists of. What computes one knows a selection,
     and takes its place in each call.
 
-    For algorithm "auto": of: what computes a pair, the name of a kernel of `kernels`, or a rule;
-    heads, top_k: selections of a row, and their units; attended: keys of a query at most, None for
-    all that it sees; latent: are values columns of the keys, which travel without them?
+    For algorithm "auto": by: what computes a pair, a kernel of `kernels`, or `Selecting` with the
+    rule `of`; heads, top_k: selections of a row, and their units; attended: keys of a query at
+    most, None for all that it sees; latent: are values columns of the keys, which travel without
+    them?
     """
 
     name = "sparse"
@@ -67,10 +68,10 @@ class PairKernel:
     passed_over: tuple[str, ...] = ()
 
     def __init__(
-        self, of: str | SelectionRule, heads: int, top_k: int, attended: int | None = None,
-        latent: bool = False,
+        self, by: Any, of: SelectionRule | None, heads: int, top_k: int,
+        attended: int | None = None, latent: bool = False,
     ):  # fmt: skip
-        self.of, self.heads, self.top_k = of, heads, top_k
+        self.by, self.of, self.heads, self.top_k = by, of, heads, top_k
         self.attended, self.latent = attended, latent
 
     def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
