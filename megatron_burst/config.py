@@ -121,15 +121,6 @@ class BurstConfig:
             names=("auto", *SCANS, OFF),
         ),
     ] = "auto"
-    sparse: Annotated[
-        str,
-        Described(
-            "how layers of sparse attention (DSA) exchange index keys and latents over "
-            "context-parallel ranks; auto takes --context-parallel-algo where keys travel in it, "
-            "burst otherwise; ring is burst; megatron keeps Megatron's all-gather",
-            names=("auto", *SPARSE, OFF),
-        ),
-    ] = "auto"
     nccl_max_ctas: Annotated[
         int | None,
         Described(
@@ -200,6 +191,15 @@ class BurstConfig:
             text="MODULE:NAME",
         ),
     ] = None
+    sparse: Annotated[
+        str,
+        Described(
+            "how layers of sparse attention (DSA) exchange index keys and latents over "
+            "context-parallel ranks; auto as --context-parallel-algo says if keys travel in it, "
+            "else as burst; ring is burst's; megatron keeps Megatron's all-gather",
+            names=("auto", *SPARSE, OFF),
+        ),
+    ] = "auto"
 
     def __post_init__(self):
         for name in CHOICES:

@@ -41,9 +41,12 @@ def selects(config: Any, burst: BurstConfig | None) -> bool:
 
 
 def sparse_algorithm(burst: BurstConfig) -> str:
-    """The algorithm of `mb.select` and `mb.sparse_attention` that these choices stand for."""
+    """The algorithm of `mb.select` and `mb.sparse_attention` that these choices stand for; "auto"
+    where the fastest is to be found, for each of the two."""
     if burst.sparse != "auto":
         return SPARSE[burst.sparse]
+    if burst.algorithm == "auto":
+        return burst.algorithm
     known = ALGORITHMS.get(burst.algorithm)
     return burst.algorithm if known is not None and known.keeps else SPARSE["ring"]
 

@@ -54,15 +54,18 @@ class SelectingKind:
         layout: Any = self.cut.name
         if pack is not None:
             layout = pack.layout(self.cut, book.groups.size)
+        algorithm = sparse_algorithm(self.burst)
+        rates = book.rates(self.burst) if algorithm == "auto" else None
         plan: Any = prepare(
             *tensors.values(),
             groups=book.groups,
             needs_grad=(True, True, True),
             layout=layout,
             mask=Causal() if pack is None else Causal() & pack.mask,
-            algorithm=sparse_algorithm(self.burst),
+            algorithm=algorithm,
             side="kv",
-            kernel="reference",  # it plans, and runs nothing
+            kernel="reference",  # this plan runs nothing itself
+            rates=rates,
         )
         if self not in book.logged:
             book.logged.add(self)
@@ -78,12 +81,17 @@ class SelectingKind:
         index, keys = self.index[1] / planned, self.keys[1] / planned
         forward, backward = plan.traffic()
         return (
-            f"{self.name}: {self.index[0]} and {self.keys[0]} by {plan.algorithm} | "
+            f"{self.name}: {self.index[0]} and {self.keys[0]} by {self._algorithm(plan)} | "
             f"{topology.per_node} x {topology.size // topology.per_node} | "
             f"layout {plan.layout.describe()} | bytes per layer and rank: "
             f"{self.index[0]} {_bytes(forward, index)}, "
             f"{self.keys[0]} forward {_bytes(forward, keys)}, backward {_bytes(backward, keys)}"
         )
+
+    def _algorithm(self, plan: Plan) -> str:
+        if plan.choice is None:
+            return plan.algorithm
+        return f"what auto takes for each ({plan.choice.rates.describe()})"
 
 
 def _bytes(traffic: Traffic, share: float) -> str:
