@@ -324,7 +324,8 @@ class _IndexerLoss(torch.autograd.Function):
         for part in ctx.parts:
             part.index.groups.check()
             part.index.groups.calls.backward(part.calls[2])
-        flat, slopes = ctx.saved_tensors[: -len(dlosses)], ctx.saved_tensors[-len(dlosses) :]
+        saved = ctx.saved_tensors  # once: inside a checkpoint it can be taken no second time
+        flat, slopes = saved[: -len(dlosses)], saved[-len(dlosses) :]
         shards = [flat[n : n + 3] for n in range(0, len(flat), 3)]
         with ctx.groups.running(dlosses[0].device.type):
             found = ctx.groups.run(_backward, ctx.parts, dlosses, shards, slopes)

@@ -31,17 +31,9 @@ def by_hand(rule, given):
     index = [None if x is None else x.detach().requires_grad_() for x in index]
     scores = sparse_oracle.index_scores(rule, block, *index)
     units = sparse_oracle.chosen(scores.detach(), CAUSAL, block, TOP_K, chosen.own)
-    heads = scores.shape[2]
     hidden = ~sparse_oracle.table(units, CAUSAL, block, B, 4)
     _, p = sparse_oracle.attention(q, k, k, hidden, D**-0.5)
-    p = p.unflatten(2, (heads, -1)).sum(3).unflatten(-1, (-1, block)).sum(-1)
-    p = p / p.sum(-1, keepdim=True)
-    kept = torch.zeros_like(scores, dtype=torch.bool)
-    for t, row in enumerate(units):
-        for n, some in enumerate(row):
-            kept[t, n // heads, n % heads, some] = True
-    log = torch.log_softmax(scores.masked_fill(~kept, -1e300), -1)
-    loss = torch.where(p > 0, p * (p.clamp(min=1e-300).log() - log), 0.0).sum(-1)
+    loss = sparse_oracle.indexer_loss(scores, units, p, block)
     leaves = [x for x in index if x is not None]
     return loss.detach(), torch.autograd.grad((loss * outer).sum(), leaves)
 
