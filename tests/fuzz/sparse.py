@@ -67,10 +67,11 @@ def _faults(case: SparseCase, groups) -> list[str]:
         chosen = mb.select(*index, rule=case.made_rule, top_k=case.top_k, **of_selection)
         outs = mb.sparse_attention(
             q, k, v, chosen, value_width=width, scale=case.scale, sink=sink, kernel=case.kernel,
-            **named,
+            return_lse=case.once, **named,
         )  # fmt: skip
+        outs, lse = outs if case.once else (outs, None)
         losses = mb.indexer_loss(
-            *index, q, k, chosen, rule=case.made_rule, scale=case.scale, **named
+            *index, q, k, chosen, rule=case.made_rule, scale=case.scale, lse=lse, **named
         )
         kept.append([each.ids for each in chosen])
         return *outs, *losses
@@ -131,7 +132,7 @@ def kinds(case: SparseCase) -> list[str]:
         *["latent"] * case.latent, *["equal scores"] * case.equal,
         *["all are selected"] * (case.top_k * case.block >= length),
         *["checkpoint"] * (case.keep is not None), *["frozen"] * (not all(case.needs)),
-        *["backward twice"] * case.twice, f"strides {case.strides}",
+        *["backward twice"] * case.twice, *["lse handed on"] * case.once, f"strides {case.strides}",
     ]  # fmt: skip
 
 

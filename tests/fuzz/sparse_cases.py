@@ -51,6 +51,7 @@ class SparseCase:
     strides: str
     keep: float | None  # of mb.checkpoint around it
     twice: bool  # does backward run twice?
+    once: bool  # does the loss take lse from attention?
     kinds: frozenset
     refused: str  # the words of the refusal
 
@@ -108,7 +109,7 @@ def draw(name: str, size: int) -> SparseCase:
         form=rng.choice(["plan", "keywords"]), scale=rng.choice([None, 0.3]),
         sink=rng.choice(["none", "none", "fixed", "learnt"]), needs=needs,
         strides=rng.choice(STRIDES), keep=rng.choice([None, None, 0.3, 0.5, 1.0]),
-        twice=rng.random() < 0.15, refused=refused,
+        twice=rng.random() < 0.15, once=rng.random() < 0.5, refused=refused,
         kinds=frozenset({f"layout {laid}", *(f"mask {kind}" for kind in kinds)}),
     )  # fmt: skip
 
@@ -139,7 +140,8 @@ def _refusal(positions, laid, kinds, mask, block) -> str:
     if laid not in ("contiguous", "zigzag"):
         return "cuts the blocks of or mask: a rule with blocks or served"
     odd = any(bound % block for bound in mask.breaks.tolist())
-    return "mask: a rule with blocks" if odd or kinds - {"causal", "full", "documents", "and"} else ""
+    strange = kinds - {"causal", "full", "documents", "and"}
+    return "mask: a rule with blocks" if odd or strange else ""
 
 
 def tensors(case: SparseCase) -> list[torch.Tensor | None]:
@@ -164,13 +166,11 @@ def tensors(case: SparseCase) -> list[torch.Tensor | None]:
 def solve(case: SparseCase):
     """(units, out, loss, gradients of the six tensors and of the sink), dense, by hand."""
     *given, dout, sink, outer = tensors(case)
-    seen, (length, batch) = torch.from_numpy(case.seen), case.shape
+    seen, batch = torch.from_numpy(case.seen), case.shape[1]
     leaves = [None if x is None else x.requires_grad_() for x in given]
     *index, q, k, v = leaves
     scores = sparse_oracle.index_scores(case.rule, case.block, *index)
-    units = sparse_oracle.chosen(
-        scores.detach(), seen, case.block, case.top_k, case.rule != "dsa"
-    )
+    units = sparse_oracle.chosen(scores.detach(), seen, case.block, case.top_k, case.rule != "dsa")
     heads = case.heads[0]
     hidden = ~sparse_oracle.table(units, seen, case.block, batch, heads)
     scale = case.scale or case.widths[0] ** -0.5
@@ -179,7 +179,8 @@ def solve(case: SparseCase):
         sink.requires_grad_()
     out, _ = sparse_oracle.attention(q, k, values, hidden, scale, sink)
     with torch.no_grad():
-        _, p = sparse_oracle.attention(q, k, values, hidden, scale)
+        shares = sink if case.once else None  # what lse counts
+        _, p = sparse_oracle.attention(q, k, values, hidden, scale, shares)
     loss = sparse_oracle.indexer_loss(scores, units, p, case.block)
     wanted = [x for x in [*leaves, sink] if x is not None]
     grads = iter(torch.autograd.grad((out * dout).sum() + (loss * outer).sum(), wanted))

@@ -84,7 +84,7 @@ def attend(selections, q=None, **named):
 
 
 def changed(**fields):
-    return [replace(each, checked=False, **fields) for each in select()]
+    return [replace(each, **fields) for each in select()]
 
 
 def with_ids(change):
