@@ -31,7 +31,7 @@ from ..masks.base import Combined
 from ..planning.in_process import InProcessPlan, Shard
 from ..planning.plan import Plan
 from ..planning.validate import Request, check_shapes
-from .pairs import tiles
+from .pairs import PairKernel, tiles
 from .plans import plan_ranks, setting
 from .rules import SelectionRule, described, rule_of
 from .selection import selected
@@ -66,9 +66,10 @@ def select(
     equal scores the lower unit is taken; a query that sees fewer units takes all of them; where
     the rule says so its own block is one of them.
 
-    plan: of `mb.prepare`, whose groups, layout, mask and algorithm are taken, without a collective;
-    else groups, layout (zigzag), mask (causal) and algorithm, one in which keys travel (burst), of
-    which all ranks agree at each call. label: as of `mb.attention`.
+    plan: of `mb.prepare`, whose groups, layout, mask and algorithm are taken, without a collective
+    (if it was "auto", the fastest for this call by the rates of the plan); else groups, layout
+    (zigzag), mask (causal) and algorithm, one in which keys travel (burst) or "auto", of which all
+    ranks agree at each call. label: as of `mb.attention`.
 
     Inside `mb.checkpoint` the store keeps the selection of all rows, and the recompute takes it.
 
@@ -125,12 +126,14 @@ def index_stand_ins(shard: dict[str, Any], asked: SelectionRule | ValueError) ->
         words = "needs index_weights" if rule.weighted else "takes no index_weights"
         raise ValueError(f"index_weights: rule {type(rule).__name__} {words}, got {weights!r:.60}")
     if weights is not None:
-        shape, device = tuple(q.shape[:3]), q.device
+        shape, dtypes = tuple(q.shape[:3]), {q.dtype, accumulation_dtype(q.dtype)}
         tensor = isinstance(weights, torch.Tensor)
-        if not tensor or (tuple(weights.shape), weights.device) != (shape, device):
-            got = f"{tuple(weights.shape)} on {weights.device}" if tensor else repr(weights)
+        found = tensor and (tuple(weights.shape), weights.device)
+        if found != (shape, q.device) or weights.dtype not in dtypes:
+            got = f"{found} {weights.dtype}" if tensor else repr(weights)
             raise ValueError(
-                f"index_weights must be {shape} on {device}, one of each index head, got {got:.100}"
+                f"index_weights must be {shape} on {q.device}, one of each index head, and "
+                f"{' or '.join(map(str, sorted(dtypes, key=str)))}, got {got:.100}"
             )
     try:
         check_shapes(q, k, k)
@@ -146,7 +149,8 @@ def _adapted(request: Request, asked: SelectionRule | ValueError, top_k: int) ->
     q, k, v = request.tensors
     check_blocks(request, rule.block)
     facts = request.facts | {"rule": described(rule), "top_k": top_k}
-    return replace(request, tensors=(q, k, v[..., :0]), facts=facts)
+    pairs = PairKernel(Selecting, rule, rule.selections(q.shape[2], k.shape[2]), top_k)
+    return replace(request, kernel=pairs, tensors=(q, k, v[..., :0]), facts=facts)
 
 
 def check_blocks(request: Request, block: int) -> None:
