@@ -18,12 +18,15 @@ import torch
 
 from ..comm.consensus import attempt
 from ..comm.groups import Groups, InProcessGroups
-from ..execution.function import Attention
-from ..kernels.autograd import outside_graphs, refuse_transforms
+from ..comm.packing import CallTag
+from ..execution.function import Attention, KeptResults, forward, rows_to_keep
+from ..execution.job import Job
+from ..kernels.autograd import first_order_only, outside_graphs, refuse_transforms
 from ..planning.in_process import InProcessPlan, Shard
 from ..planning.plan import Plan
 from ..planning.validate import Request, check_shapes
-from .kernels import KERNELS
+from .kernels import KERNELS, Selected, named
+from .pairs import PairKernel
 from .plans import Setting, plan_ranks, setting
 from .selection import Selection
 
@@ -38,12 +41,13 @@ def sparse_attention(
     value_width: int | None = None,
     scale: float | None = None,
     sink: torch.Tensor | None = None,
-    kernel: str = "aten",
+    kernel: str = "auto",
     plan: Plan | InProcessPlan | None = None,
     groups: Groups | InProcessGroups | None = None,
     algorithm: str | None = None,
     label: object = None,
-) -> Shard:
+    return_lse: bool = False,
+) -> Any:
     """Exact attention of every query to the keys that were selected for it, over ranks.
 
     q [s, b, h, d]; k [s, b, k, d]; v [s, b, k, w]: this rank's shard; k divides h. v None, with
@@ -54,11 +58,15 @@ def sparse_attention(
 
     selection: of `mb.select`, or made by hand; layout and mask are its own. scale: of the scores,
     d ** -0.5. sink: [h], a logit in every softmax that has no value; its gradient is that of this
-    rank's rows. kernel: "aten", which gathers keys for some rows at a time, or "reference", dense.
-    plan, groups, algorithm, label: as of `mb.select`.
+    rank's rows. kernel: "triton" (CUDA), "aten", which gathers keys for some rows at a time,
+    "reference", dense, or "auto": "triton" where it serves these tensors, else "aten".
+    plan, groups, algorithm, label: as of `mb.select`. return_lse: return (out, lse), lse [s, b, h]
+    the log-sum-exp of every row's scores and its sink, float32 (float64 for float64 tensors),
+    without a gradient: what `mb.indexer_loss` takes.
 
-    Cannot be differentiated twice. Raises ValueError for unsupported arguments, as `mb.select`
-    does; RuntimeError naming the exchange if a peer died or is out of step.
+    Inside `mb.checkpoint` the store keeps out and lse as of `mb.attention`. Cannot be
+    differentiated twice. Raises ValueError for unsupported arguments, as `mb.select` does;
+    RuntimeError naming the exchange if a peer died or is out of step.
     """
     refuse_transforms("mb.sparse_attention")
     at, chosen = selected_setting(selection, plan, groups, algorithm)
@@ -69,9 +77,10 @@ def sparse_attention(
         for shard, one in zip(shards, chosen, strict=True)
     ]
     latent = v is None
+    takes = [kernel if isinstance(one, ValueError) else named(kernel, *one) for one in asked]
     adapts = [
-        partial(adapted, selection=one, facts={"sparse kernel": kernel, "latent": latent})
-        for one in chosen
+        partial(adapted, selection=one, kernel=name, latent=latent)
+        for one, name in zip(chosen, takes, strict=True)
     ]
     needs = [
         any(isinstance(shard[n], torch.Tensor) and shard[n].requires_grad for shard in shards)
@@ -80,11 +89,12 @@ def sparse_attention(
     first = shards[0]["q"]
     if scale is None and isinstance(first, torch.Tensor) and first.dim():
         scale = first.shape[-1] ** -0.5
-    plans = plan_ranks(at, asked, adapts, needs, scale, sink)
+    plans = plan_ranks(at, asked, adapts, needs, scale, sink, at.store)
+    kept = at.kept(("sparse attention", plans[0].call), label)
     calls = [one.groups.calls.forward(one.identity, label, sink is not None) for one in plans]
     jobs = [
-        replace(one.job, kernel=KERNELS[kernel](each, latent))
-        for one, each in zip(plans, chosen, strict=True)
+        replace(one.job, kernel=KERNELS[name](each, latent))
+        for one, each, name in zip(plans, chosen, takes, strict=True)
     ]
     flat = []
     for shard in shards:
@@ -92,9 +102,57 @@ def sparse_attention(
         if latent:
             k_here, v_here = k_here[..., value_width:], k_here[..., :value_width]
         flat += [shard["q"], k_here, v_here]
-    outs: Any = Attention.apply(jobs, at.groups, calls, None, None, sink, *flat)
-    result: Any = list(outs) if isinstance(at.groups, InProcessGroups) else outs[0]
-    return result
+    found: Any = SparseAttention.apply(jobs, at.groups, calls, kept, None, sink, *flat)
+    outs, lses = found[: len(jobs)], found[len(jobs) :]
+    if isinstance(at.groups, InProcessGroups):
+        return (list(outs), list(lses)) if return_lse else list(outs)
+    return (outs[0], lses[0]) if return_lse else outs[0]
+
+
+class SparseAttention(torch.autograd.Function):
+    """As `Attention`, whose backward it has, for kernels that know selections; returns lse of each
+    rank behind the results."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        jobs: Sequence[Job],
+        groups: Groups | InProcessGroups,
+        calls: Sequence[CallTag],
+        kept: KeptResults | None,
+        _: None,
+        sink: torch.Tensor | None,
+        *shards: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        flat, count, here = [t.contiguous() for t in shards], len(jobs), jobs
+        each = [tuple(flat[i : i + 3]) for i in range(0, len(flat), 3)]
+        stored = None if kept is None else kept.found()
+        if stored is not None:  # the queries of the ring are those that were not kept
+            here = [_of_the_rest(job) for job in jobs]
+        some = [stored and stored[i : i + 2] for i in range(0, 2 * count, 2)]
+        with groups.running(flat[0].device.type):
+            results = groups.run(forward, here, calls, each, [sink] * count, some)
+        outs, saved = zip(*results, strict=True)
+        if kept is not None:
+            pairs = list(zip(jobs, saved, strict=True))
+            kept.leave(lambda: tuple(t for pair in pairs for t in rows_to_keep(*pair)))
+        ctx.jobs, ctx.groups, ctx.calls, ctx.dtype = jobs, groups, calls, flat[0].dtype
+        ctx.lengths = [len(some) for some in saved]
+        lses = tuple(some[4] for some in saved)
+        ctx.save_for_backward(sink, *(t for some in saved for t in some))
+        ctx.mark_non_differentiable(*lses)
+        return *outs, *lses
+
+    @staticmethod
+    @first_order_only("mb.sparse_attention")
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Attention.backward(ctx, *grads[: len(ctx.jobs)])
+
+
+def _of_the_rest(job: Job) -> Job:
+    assert isinstance(job.kernel, Selected)
+    assert job.recompute is not None
+    return replace(job, kernel=job.kernel.of_rows(job.recompute.rest))
 
 
 def selected_setting(
@@ -130,16 +188,15 @@ def _stand_ins(shard: dict[str, Any], selection: Any, kernel: object, width: Any
     q, k, v = shard["q"], shard["k"], shard["v"]
     check_shapes(q, k, k if v is None else v)
     columns = width(k.shape[-1])
-    if not isinstance(kernel, str) or kernel not in KERNELS:
-        raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
     if not isinstance(selection, Selection):
         raise ValueError(f"selection must be an mb.Selection, got {selection!r:.100}")
-    if v is not None:
-        return q, k, v
-    return q[..., columns:], k[..., columns:], k[..., :columns]
+    if v is None:
+        q, k, v = q[..., columns:], k[..., columns:], k[..., :columns]
+    named(kernel, q, k, v)
+    return q, k, v
 
 
-def adapted(request: Request, selection: Selection, facts: dict[str, object]) -> Request:
+def adapted(request: Request, selection: Selection, kernel: str, latent: bool) -> Request:
     """The request of a call over a selection, which must belong to its layout and mask."""
     q, k, _ = request.tensors
     for name in ("layout", "mask"):
@@ -150,5 +207,8 @@ def adapted(request: Request, selection: Selection, facts: dict[str, object]) ->
                 "select and attend with the same plan"
             )
     selection.check(q, k.shape[2], q.shape[0] * request.layout.cp_size)
-    ids = selection.ids.shape, selection.block
-    return replace(request, facts=request.facts | {"selection": ids} | facts)
+    ids, block = selection.ids.shape, selection.block
+    pairs = PairKernel(KERNELS[kernel], None, ids[2], ids[3], ids[3] * block, latent)
+    pairs.name = kernel  # of those that `describe` and plans have
+    facts = {"selection": (ids, block), "sparse kernel": kernel, "latent": latent}
+    return replace(request, kernel=pairs, facts=request.facts | facts)

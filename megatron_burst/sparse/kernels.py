@@ -11,6 +11,8 @@ of a tile.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -42,6 +44,11 @@ class Selected(PairKernel):
 
     def __init__(self, selection: Selection, latent: bool):
         self.selection, self.latent = selection, latent
+
+    def of_rows(self, rows: torch.Tensor) -> Selected:
+        """The same for these rows of the queries, int64, alone."""
+        selection = replace(self.selection, ids=self.selection.ids.index_select(0, rows))
+        return type(self)(selection, self.latent)
 
     def places(self, work: SelectedPairs, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """(rows of the chunk int64, bool) [r, b, H, n]: where each selected position of these rows
@@ -245,4 +252,34 @@ class SelectedAten(Selected):
                     total.index_put_(where, grad, accumulate=True)
 
 
-KERNELS = {"aten": SelectedAten, "reference": SelectedReference}
+def _triton(selection: Selection, latent: bool) -> Selected:
+    from .selected_triton import SelectedTriton  # Triton is not everywhere
+
+    return SelectedTriton(selection, latent)
+
+
+# name -> the kernel for a selection; latent: are values columns of the keys?
+KERNELS: dict[str, Callable[[Selection, bool], Selected]] = {
+    "aten": SelectedAten,
+    "triton": _triton,
+    "reference": SelectedReference,
+}
+
+
+def named(kernel: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
+    """The kernel that is meant for q, k and v as they travel: "auto" is "triton" on CUDA where it
+    serves them, else "aten". ValueError for a name that none has, or one that does not serve."""
+    if not isinstance(kernel, str) or kernel not in ("auto", *KERNELS):
+        raise ValueError(f"kernel must be one of auto, {', '.join(KERNELS)}, got {kernel!r}")
+    if kernel == "auto" and not q.is_cuda:
+        return "aten"
+    if kernel not in ("auto", "triton"):
+        return kernel
+    from .selected_triton import SelectedTriton
+
+    reason = SelectedTriton.refusal(q, k, v)
+    if reason is None:
+        return "triton"
+    if kernel == "auto":
+        return "aten"
+    raise ValueError(f"kernel triton {reason}; kernel='aten' takes anything")

@@ -17,30 +17,32 @@ import torch
 from ..layout import Span
 from ..layout.sharding import to_device
 from ..masks import Cover, Mask
-from .sight import Between, Condition, Tables, condition
+from .rules import SelectionRule
+from .sight import Between, Sights
 
 TILE = 1 << 22  # elements of the largest tensor that a tile of rows makes
 
 
 class SelectedPairs:
     """The positions of a pair, keys in ascending order. order: of the rows of keys, or None.
-    span_rows: int32 [pieces, 4], start, stride, length and first row of each span of keys. condition: what the queries see on a device, or
-    None if only the host knows. tables: of the plan, on devices."""
+    span_rows: int32 [pieces, 4], start, stride, length and first row of each span of keys.
+    condition: what the queries see, on a device, or None if only the host knows. sights: of the
+    plan."""
 
     def __init__(
         self,
         mask: Mask,
-        queries: np.ndarray,
+        q_spans: Sequence[Span],
         k_spans: Sequence[Span],
-        seen: Condition | None,
-        tables: Tables,
+        sights: Sights | None = None,
     ):
-        k = _positions(k_spans)
+        self.mask, self.sights = mask, Sights() if sights is None else sights
+        self.queries, self.condition = self.sights.of(mask, tuple(q_spans))
+        k = np.concatenate([span.positions() for span in k_spans])
         order = np.argsort(k, kind="stable")
-        self.mask, self.queries, self.keys = mask, queries, k[order]
+        self.keys = k[order]
         self.order = None if np.array_equal(order, np.arange(len(k))) else order
         self._rows = np.arange(len(k)) if self.order is None else order
-        self.condition, self.tables = seen, tables
         firsts = np.cumsum([0, *(span.length for span in k_spans)])
         rows = [(*span, first) for span, first in zip(k_spans, firsts, strict=False)]
         self.span_rows = np.array(rows, dtype=np.int32).reshape(-1, 4)
@@ -54,7 +56,7 @@ class SelectedPairs:
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(query positions, key positions, order of the rows of keys), int64 on `device`."""
         q, k, order = (
-            self.tables.on(array, device) for array in (self.queries, self.keys, self._rows)
+            self.sights.on(array, device) for array in (self.queries, self.keys, self._rows)
         )
         return q, k, order
 
@@ -65,15 +67,21 @@ class SelectedPairs:
         q = q[rows].view(-1, *[1] * (positions.dim() - 1))
         if self.condition is not None:
             return self.condition(rows, q, positions)
-        # A mask of one's own, or a dense one, for whose values the host waits; in a plan these
-        # would be as large as the scores.
+        # A dense mask, or one of your own, for whose values the host waits; in a plan they would be
+        # as large as the scores.
         seen = self.mask.visible(q.cpu().numpy(), positions.cpu().numpy())
-        return to_device(np.ascontiguousarray(seen), positions.device)
+        return to_device(np.require(seen, requirements=["C", "W"]), positions.device)
 
 
 class PairKernel:
     """A kernel for plans: it notes what a pair consists of. What computes one knows a selection,
-    and takes its place in each call."""
+    and takes its place in each call.
+
+    For algorithm "auto": by: what computes a pair, a kernel of `kernels`, or `Selecting` with the
+    rule `of`; heads, top_k: selections of a row, and their units; attended: keys of a query at
+    most, None for all that it sees; latent: are values columns of the keys, which travel without
+    them?
+    """
 
     name = "sparse"
     softcaps = False
@@ -81,9 +89,13 @@ class PairKernel:
     deterministic = True
     passed_over: tuple[str, ...] = ()
 
-    def __init__(self):
-        self._tables = Tables()
-        self._seen: dict[tuple[Span, ...], tuple[Mask, np.ndarray, Condition | None]] = {}
+    def __init__(
+        self, by: Any, of: SelectionRule | None, heads: int, top_k: int,
+        attended: int | None = None, latent: bool = False,
+    ):  # fmt: skip
+        self.by, self.of, self.heads, self.top_k = by, of, heads, top_k
+        self.attended, self.latent = attended, latent
+        self._sights = Sights()
 
     def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
         return None
@@ -94,23 +106,13 @@ class PairKernel:
         covers = (mask.cover(q, k) for q in q_spans for k in k_spans)
         if all(c == Cover.EMPTY for c in covers):
             return None
-        # A rank's queries are mostly the same in all pairs.
-        of, queries, seen = self._seen.get(tuple(q_spans), (None, np.empty(0), None))
-        if of is not mask:
-            queries = _positions(q_spans)
-            seen = condition(mask, queries, self._tables)
-            self._seen[tuple(q_spans)] = mask, queries, seen
-        return SelectedPairs(mask, queries, k_spans, seen, self._tables)
+        return SelectedPairs(mask, q_spans, k_spans, self._sights)
 
     def forward(self, *_: Any, **__: Any) -> None:
         raise NotImplementedError
 
     def backward(self, *_: Any, **__: Any) -> None:
         raise NotImplementedError
-
-
-def _positions(spans: Sequence[Span]) -> np.ndarray:
-    return np.concatenate([span.positions() for span in spans])
 
 
 def tiles(rows: int, each: int) -> list[slice]:

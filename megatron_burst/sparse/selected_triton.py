@@ -18,7 +18,8 @@ import torch
 
 from ..kernels.base import Rows, Scoring
 from ..kernels.triton_kernel import HEADS, capability
-from .pairs import PairKernel, SelectedPairs
+from .kernels import Selected
+from .pairs import SelectedPairs
 from .selection import Selection
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -64,7 +65,7 @@ def blocks(direction: str, columns: int, heads: int, itemsize: int) -> HeadBlock
     return size._replace(heads=max(16, min(size.heads, _padded(heads))))
 
 
-class SelectedTriton(PairKernel):
+class SelectedTriton(Selected):
     """latent: are values the first columns of the keys, which travel without them? size: for both
     directions instead of the table's."""
 
@@ -72,7 +73,8 @@ class SelectedTriton(PairKernel):
     deterministic = False
 
     def __init__(self, selection: Selection, latent: bool, size: HeadBlocks | None = None):
-        self.selection, self.latent, self.size = selection, latent, size
+        super().__init__(selection, latent)
+        self.size = size
 
     @staticmethod
     def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -80,6 +82,8 @@ class SelectedTriton(PairKernel):
         missing = unavailable(q.device.type)
         if missing:
             return missing
+        if torch.are_deterministic_algorithms_enabled():
+            return "is not deterministic, and torch.use_deterministic_algorithms(True) was called"
         if q.dtype not in DTYPES:
             return f"takes {', '.join(map(str, DTYPES))}, got {q.dtype}"
         widths = k.shape[-1], v.shape[-1]
@@ -155,13 +159,13 @@ class SelectedTriton(PairKernel):
         places = ids.shape[3] * block
         width = min(places, keys)
         step = max(1, LISTED // (4 * ids.shape[1] * ids.shape[2] * width))
-        spans = work.tables.on(work.span_rows, ids.device)
+        spans = work.sights.on(work.span_rows, ids.device)
         for start in range(0, rows, step):
             some = slice(start, min(start + step, rows))
             part = ids[some].contiguous()
             table, counts = part.new_empty((*part.shape[:3], width)), part.new_empty(part.shape[:3])
             if work.interval is not None:
-                low, high = (work.tables.on(x, ids.device)[some] for x in work.interval)
+                low, high = (work.sights.on(x, ids.device)[some] for x in work.interval)
                 sight = low, high, None
             else:
                 at = part.long().unsqueeze(-1) * block + torch.arange(block, device=ids.device)

@@ -10,11 +10,12 @@ neither, and are evaluated on the host.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from ..layout import Span
 from ..layout.sharding import to_device
 from ..masks import Causal, Dilated, Full, Mask, Prefix, Window
 from ..masks.base import FAR, Combined
@@ -25,21 +26,29 @@ Interval = tuple[np.ndarray, np.ndarray]
 Condition = Callable[[slice, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-@dataclass
-class Tables:
-    """Arrays of the host as tensors: each goes to a device once."""
+class Sights:
+    """What the queries of a plan see, and arrays of the host on devices, where each goes once."""
 
-    there: dict[tuple[int, torch.device], tuple[np.ndarray, torch.Tensor]] = field(
-        default_factory=dict
-    )
+    def __init__(self):
+        self._there: dict[tuple[int, torch.device], tuple[np.ndarray, torch.Tensor]] = {}
+        self._seen: dict[tuple[Span, ...], tuple[Mask, np.ndarray, Condition | None]] = {}
+
+    def of(self, mask: Mask, spans: tuple[Span, ...]) -> tuple[np.ndarray, Condition | None]:
+        """The positions of queries of these spans, mostly the same in all pairs, and what they see."""
+        known, q, seen = self._seen.get(spans, (None, np.empty(0), None))
+        if known is not mask:
+            q = np.concatenate([span.positions() for span in spans])
+            seen = condition(mask, q, self)
+            self._seen[spans] = mask, q, seen
+        return q, seen
 
     def on(self, array: np.ndarray, device: torch.device) -> torch.Tensor:
         """`array` on `device`; the same object gives the same tensor."""
         key = id(array), device
-        if key not in self.there:
-            own = array if array.flags.writeable else array.copy()  # torch warns of others
-            self.there[key] = array, to_device(np.ascontiguousarray(own), device)
-        return self.there[key][1]
+        if key not in self._there:
+            own = np.require(array, requirements=["C", "W"])  # torch warns of others
+            self._there[key] = array, to_device(own, device)
+        return self._there[key][1]
 
 
 def interval(mask: Mask, q: np.ndarray) -> Interval | None:
@@ -81,14 +90,14 @@ def _joined(symbol: str, a: Interval, b: Interval) -> Interval | None:
     return low, high
 
 
-def condition(mask: Mask, q: np.ndarray, tables: Tables) -> Condition | None:
+def condition(mask: Mask, q: np.ndarray, sights: Sights) -> Condition | None:
     """What the queries at q [s] see, on any device; None for masks that only the host knows."""
     found = interval(mask, q)
     if found is not None:
         low, high = (np.clip(bound, 0, MOST).astype(np.int32) for bound in found)
-        return Between(low, high, tables)
+        return Between(low, high, sights)
     if isinstance(mask, Combined):
-        a, b = condition(mask.a, q, tables), condition(mask.b, q, tables)
+        a, b = condition(mask.a, q, sights), condition(mask.b, q, sights)
         return None if a is None or b is None else _Both(mask.symbol, a, b)
     if type(mask) is Dilated:
         return _Apart(mask.stride)
@@ -96,10 +105,10 @@ def condition(mask: Mask, q: np.ndarray, tables: Tables) -> Condition | None:
     from ..masks.tree import Tree
 
     if type(mask) is BlockSparse:
-        return _Blocks(mask.table, mask.block, tables)
+        return _Blocks(mask.table, mask.block, sights)
     if type(mask) is Tree:
         return _Ancestors(mask.out, None if mask.window is None else mask.depths, mask.window,
-                          tables)  # fmt: skip
+                          sights)  # fmt: skip
     return None
 
 
@@ -109,10 +118,10 @@ class Between:
 
     low: np.ndarray
     high: np.ndarray
-    tables: Tables
+    sights: Sights
 
     def __call__(self, rows: slice, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        low, high = (self.tables.on(x, k.device)[rows].view_as(q) for x in (self.low, self.high))
+        low, high = (self.sights.on(x, k.device)[rows].view_as(q) for x in (self.low, self.high))
         return (k >= low) & (k < high)
 
 
@@ -139,10 +148,10 @@ class _Apart:
 class _Blocks:
     table: np.ndarray
     block: int
-    tables: Tables
+    sights: Sights
 
     def __call__(self, rows: slice, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        table = self.tables.on(self.table, k.device)
+        table = self.sights.on(self.table, k.device)
         return table[q // self.block, k // self.block]
 
 
@@ -153,12 +162,12 @@ class _Ancestors:
     out: np.ndarray
     depths: np.ndarray | None
     window: int | None
-    tables: Tables
+    sights: Sights
 
     def __call__(self, rows: slice, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        out = self.tables.on(self.out, k.device)
+        out = self.sights.on(self.out, k.device)
         seen = (k <= q) & (q < out[k]) & (out[q] > 0)
         if self.depths is None:
             return seen
-        depths = self.tables.on(self.depths, k.device)
+        depths = self.sights.on(self.depths, k.device)
         return seen & (depths[q] - depths[k] <= self.window)
