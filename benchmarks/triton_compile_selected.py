@@ -27,7 +27,7 @@ from megatron_burst.kernels.base import Rows, Scoring
 from megatron_burst.layout import Span
 from megatron_burst.masks import Causal
 from megatron_burst.sparse import Selection
-from megatron_burst.sparse.pairs import PairKernel
+from megatron_burst.sparse.pairs import SelectedPairs
 from megatron_burst.sparse.selected_triton import HeadBlocks, SelectedTriton
 
 from .triton_compile import DTYPES, SHARED, Device, Made, assembled
@@ -140,8 +140,7 @@ def _recorded(launch: Launch) -> tuple[Any, tuple, dict[str, Any]]:
     ids = torch.zeros(ROWS, 1, model.selections, model.top_k, dtype=torch.int32)
     selection = Selection(ids, None, Causal(), model.block)  # pyright: ignore[reportArgumentType]
     kernel = SelectedTriton(selection, model.latent, launch.size)
-    work = PairKernel().work_for(Causal(), [Span(keys, 1, ROWS)], [Span(0, 1, keys)])
-    assert work is not None
+    work = SelectedPairs(Causal(), [Span(keys, 1, ROWS)], [Span(0, 1, keys)])
 
     def tensor(rows: int, *sizes: int, of: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(rows, 1, *sizes, dtype=of)  # memory that nobody touches

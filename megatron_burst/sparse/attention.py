@@ -209,6 +209,6 @@ def adapted(request: Request, selection: Selection, kernel: str, latent: bool) -
     selection.check(q, k.shape[2], q.shape[0] * request.layout.cp_size)
     ids, block = selection.ids.shape, selection.block
     pairs = PairKernel(KERNELS[kernel], None, ids[2], ids[3], ids[3] * block, latent)
-    pairs.name = kernel  # of those that `describe` and plans have
+    pairs.name = f"sparse {kernel}"  # as the plan's description has it
     facts = {"selection": (ids, block), "sparse kernel": kernel, "latent": latent}
     return replace(request, kernel=pairs, facts=request.facts | facts)

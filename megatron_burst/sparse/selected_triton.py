@@ -47,7 +47,7 @@ BLOCKS = {
     ("forward", 1024): HeadBlocks(32, 32, 8, 2),
     ("backward_queries", 256): HeadBlocks(16, 32, 4, 2),
     ("backward_queries", 512): HeadBlocks(16, 32, 4, 2),
-    ("backward_queries", 1024): HeadBlocks(32, 32, 8, 2),
+    ("backward_queries", 1024): HeadBlocks(32, 16, 8, 2),
     ("backward_keys", 256): HeadBlocks(16, 64, 4, 2),
     ("backward_keys", 512): HeadBlocks(16, 32, 4, 2),
     ("backward_keys", 1024): HeadBlocks(128, 32, 8, 2),
