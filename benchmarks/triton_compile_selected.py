@@ -107,7 +107,7 @@ def _arguments() -> argparse.Namespace:
 
 def build(launch: Launch) -> tuple[str, Made]:
     """Compile a kernel as it is launched: its blocks in words, and what the assembler says."""
-    from triton.runtime import driver
+    from triton.runtime import driver  # pyright: ignore[reportMissingImports]
 
     driver.set_active(Device(launch.device))  # nothing is launched from this process
     code, given, named = _recorded(launch)
@@ -151,7 +151,7 @@ def _recorded(launch: Launch) -> tuple[Any, tuple, dict[str, Any]]:
     k, v = tensor(keys, n, d, of=dtype), tensor(keys, n, w, of=dtype)
     lse, scoring = tensor(ROWS, h), Scoring(whole**-0.5)
     recording = _Recording(getattr(selected_code, launch.kernel))
-    others = {name: _Recording(None) for name in KERNELS} | {launch.kernel: recording}
+    others: Any = {name: _Recording(None) for name in KERNELS} | {launch.kernel: recording}
     with mock.patch.multiple(selected_code, **others):
         if launch.kernel.startswith("backward"):
             sums = tensor(ROWS, h, whole), tensor(keys, n, d), tensor(keys, n, w)

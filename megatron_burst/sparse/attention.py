@@ -25,9 +25,10 @@ from ..kernels.autograd import first_order_only, outside_graphs, refuse_transfor
 from ..planning.in_process import InProcessPlan, Shard
 from ..planning.plan import Plan
 from ..planning.validate import Request, check_shapes
-from .kernels import KERNELS, Selected, named
+from .kernels import Selected
 from .pairs import PairKernel
 from .plans import Setting, plan_ranks, setting
+from .registry import KERNELS, named
 from .selection import Selection
 
 

@@ -53,6 +53,17 @@ class SelectedPairs:
         seen = self.condition
         return (seen.low, seen.high) if isinstance(seen, Between) else None
 
+    def unit(self, block: int) -> int:
+        """block, if units of that many positions lie whole and in order among the rows of keys,
+        from multiples of it on; else 1."""
+        if len(self.keys) % block:
+            return 1
+        ahead = np.arange(block)
+        for firsts in (self.keys.reshape(-1, block), self._rows.reshape(-1, block)):
+            if (firsts[:, 0] % block).any() or (firsts - firsts[:, :1] != ahead).any():
+                return 1
+        return block
+
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(query positions, key positions, order of the rows of keys), int64 on `device`."""
         q, k, order = (
@@ -115,7 +126,7 @@ class PairKernel:
         raise NotImplementedError
 
 
-def tiles(rows: int, each: int) -> list[slice]:
-    """Slices of so many rows, each of which makes `each` elements."""
-    step = max(1, TILE // max(1, each))
+def tiles(rows: int, each: int, most: int = TILE) -> list[slice]:
+    """Slices of so many rows, each of which makes `each` elements, or bytes, of `most`."""
+    step = max(1, most // max(1, each))
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 # Triton is not everywhere, and what its decorator makes is no function to a type checker.
 # pyright: reportMissingImports=false, reportIndexIssue=false
+# pyright: reportPossiblyUnboundVariable=false
 import triton
 import triton.language as tl
 

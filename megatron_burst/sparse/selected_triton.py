@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..kernels.base import Rows, Scoring
-from ..kernels.triton_kernel import HEADS, capability
+from ..kernels.triton_kernel import HEADS
 from .kernels import Selected
 from .pairs import SelectedPairs
 from .selection import Selection
@@ -56,8 +56,8 @@ WIDE_BLOCKS = HeadBlocks(16, 16, 4, 1)  # of inputs of 32 and 64 bits
 
 
 def blocks(direction: str, columns: int, heads: int, itemsize: int) -> HeadBlocks:
-    """The entry of a pass ("forward" or "backward") over so many columns of keys and values, with
-    no more heads than there are; for inputs of `itemsize` bytes."""
+    """The entry of a kernel ("forward", "backward_queries", "backward_keys") for so many columns of
+    keys and values, with no more heads than there are; for inputs of `itemsize` bytes."""
     if itemsize > 2:
         return WIDE_BLOCKS
     limit = min(most for way, most in BLOCKS if way == direction and most >= min(columns, 1024))
@@ -170,8 +170,9 @@ class SelectedTriton(Selected):
             else:
                 at = part.long().unsqueeze(-1) * block + torch.arange(block, device=ids.device)
                 sight = None, None, work.sees(some, at.flatten(-2).clamp_(min=0)).byte()
+            find: Any = selected_code.find
             with torch.cuda.device_of(ids):
-                selected_code.find[(counts.numel(),)](
+                find[(counts.numel(),)](
                     part, *sight, spans, table, counts, counts[0].numel(), places, width,
                     len(spans), BLOCK=block, T=min(LANES, max(16, _padded(places))),
                 )  # fmt: skip

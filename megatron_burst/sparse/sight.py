@@ -34,7 +34,8 @@ class Sights:
         self._seen: dict[tuple[Span, ...], tuple[Mask, np.ndarray, Condition | None]] = {}
 
     def of(self, mask: Mask, spans: tuple[Span, ...]) -> tuple[np.ndarray, Condition | None]:
-        """The positions of queries of these spans, mostly the same in all pairs, and what they see."""
+        """The positions of queries, whose spans are mostly the same in all pairs, and what they
+        see."""
         known, q, seen = self._seen.get(spans, (None, np.empty(0), None))
         if known is not mask:
             q = np.concatenate([span.positions() for span in spans])
@@ -64,8 +65,8 @@ def interval(mask: Mask, q: np.ndarray) -> Interval | None:
         assert isinstance(mask, Prefix)
         return np.zeros_like(q), np.full_like(q, mask.n)
     if isinstance(mask, Combined):
-        parts = interval(mask.a, q), interval(mask.b, q)
-        return None if parts[0] is None or parts[1] is None else _joined(mask.symbol, *parts)
+        a, b = interval(mask.a, q), interval(mask.b, q)
+        return None if a is None or b is None else _joined(mask.symbol, a, b)
     from ..masks.tables import Documents  # not needed by other masks
 
     if kind is Documents:
@@ -167,7 +168,7 @@ class _Ancestors:
     def __call__(self, rows: slice, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         out = self.sights.on(self.out, k.device)
         seen = (k <= q) & (q < out[k]) & (out[q] > 0)
-        if self.depths is None:
+        if self.depths is None or self.window is None:
             return seen
         depths = self.sights.on(self.depths, k.device)
         return seen & (depths[q] - depths[k] <= self.window)

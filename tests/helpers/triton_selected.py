@@ -1,5 +1,4 @@
-"""A script: the Triton kernels of sparse attention through Triton's interpreter, in float64, against
-dense matrices.
+"""A script: the Triton kernels of sparse attention through Triton's interpreter, against float64.
 
 Prints one JSON line: case -> {tensor: (error, allowed)}. To be run with TRITON_INTERPRET=1, which
 Triton reads when it is imported; needs no GPU. Inputs are fresh in every run; the seed is printed.
@@ -21,6 +20,7 @@ from megatron_burst.sparse.pairs import PairKernel
 from megatron_burst.sparse.selected_triton import HeadBlocks, SelectedTriton
 
 S, SCALE = 8, 0.3
+SMALL = HeadBlocks(16, 16, 4, 1)
 CAUSAL = mb.masks.Causal()
 T = torch.arange(S)
 GAP = T[:, None] - T
@@ -47,7 +47,7 @@ def chosen(selections, batch, block, top_k):
 
 def run(mask="causal", chunks=ZIGZAG, heads=(2, 2), selections=1, block=1, top_k=5, widths=(5, 3),
         batch=1, dtype=torch.float64, latent=False, wanted=(True, True, True),
-        far=0.0, size=HeadBlocks(16, 16, 4, 1)):  # fmt: skip
+        far=0.0):  # fmt: skip
     """{tensor: (error, allowed)} of all chunks one after the other, forward and backward. far: so
     large that the exponential of a score that is zero overflows beside the others."""
     (h, n), (d, w) = heads, widths
@@ -66,7 +66,7 @@ def run(mask="causal", chunks=ZIGZAG, heads=(2, 2), selections=1, block=1, top_k
     right, _ = sparse_oracle.attention(*leaves[:2], values, hidden, SCALE)
     truth = torch.autograd.grad(right, leaves[: 2 if latent else 3], dout.double())
 
-    kernel = SelectedTriton(mb.Selection(ids, None, mask, block), latent, size)
+    kernel = SelectedTriton(mb.Selection(ids, None, mask, block), latent, SMALL)
     pairs = PairKernel(kernel, None, selections, top_k)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     out = torch.zeros(S, batch, h, w, dtype=wide)
