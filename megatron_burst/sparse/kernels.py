@@ -24,9 +24,14 @@ from .indexer import wide
 from .pairs import PairKernel, SelectedPairs, tiles
 from .selection import Selection
 
-# Bytes of the tensors that a tile of rows makes, at least one row: of DSA's 2,048 keys of 576
-# columns 14 rows in float32, beside which the operators' overhead is small.
-BYTES = 1 << 26
+# Bytes of the tensors that a tile of rows makes, at least one row. On a CPU each of them stays
+# within 32 MiB, beyond which the C library gives memory back and gets it anew, page by page; of
+# DSA's 2,048 keys of 576 columns that is 7 rows in float32. Elsewhere 56, to fill a device.
+BYTES = {"cpu": 1 << 26, "cuda": 1 << 29}
+
+
+def _bytes(device: torch.device) -> int:
+    return BYTES["cpu" if device.type == "cpu" else "cuda"]
 
 
 class Gathered(NamedTuple):
@@ -248,11 +253,12 @@ class SelectedAten(Selected):
         columns = 2 * columns + 3 * (q.shape[2] // heads)  # with gradients, and scores
         others = torch.arange(batch, device=k.device)[:, None, None] * key_heads
         others = others + (torch.arange(heads, device=k.device) * key_heads // heads)[:, None]
-        for some in tiles(len(q), batch * places * 8 * (5 + unit), BYTES):
+        most = _bytes(k.device)
+        for some in tiles(len(q), batch * places * 8 * (5 + unit), most):
             at, first, seen = self._listed(work, some, unit)
             at, seen = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (at, seen))
             each = at[0].numel() * unit * columns * keys.rows.element_size()
-            for tile in tiles(len(at), each, BYTES):
+            for tile in tiles(len(at), each, most):
                 shape = len(at[tile]), batch, heads
                 index = (at[tile] * (batch * key_heads) + others).flatten()
                 found = keys.take(index, shape)
@@ -324,7 +330,14 @@ class SelectedAten(Selected):
         dv: torch.Tensor | None,
     ) -> None:
         width, unit = v.shape[-1], work.unit(self.selection.block)
-        key_sums, value_sums = _sums(dk, unit), _sums(dv, unit)
+        key_sums, value_sums, latent, total = None, None, None, None
+        if not self.latent:
+            key_sums, value_sums = _sums(dk, unit), _sums(dv, unit)
+        elif dk is not None or dv is not None:
+            total = torch.zeros(
+                (*k.shape[:3], rows.q.shape[-1]), dtype=rows.lse.dtype, device=k.device
+            )
+            latent = _sums(total, unit)
         for tile, found in self._gathered(rows.q, k, v, work, unit):
             heads = found.seen.shape[2], -1
             q, dout = (wide(x[tile]).unflatten(2, heads) for x in (rows.q, rows.dout))
@@ -334,15 +347,22 @@ class SelectedAten(Selected):
             ds = (dout @ found.values.mT).sub_(delta).mul_(p).mul_(scoring.scale)
             if dq is not None:
                 dq[tile] += (ds @ found.keys).flatten(2, 3)
-            if self.latent:  # one product: of both, and both gradients of the columns in front
+            if latent is not None:  # one product for the gradients of both
                 both = F.pad(dout, (0, q.shape[-1] - width))
                 whole = torch.cat([ds, p], 3).mT @ torch.cat([q, both], 3)
-                grads = whole[..., width:], whole[..., :width]
-            else:
-                grads = ds.mT @ q, p.mT @ dout
+                latent.add_(found.units, whole)
+                continue
+            grads = ds.mT @ q, p.mT @ dout
             for sums, grad in zip((key_sums, value_sums), grads, strict=True):
                 if sums is not None:
                     sums.add_(found.units, grad)
-        for sums, total in ((key_sums, dk), (value_sums, dv)):
-            if sums is not None and total is not None:
-                sums.add_to_(total)
+        if latent is not None and total is not None:
+            latent.add_to_(total)
+            key_grads, value_grads = total[..., width:], total[..., :width]
+            if dk is not None:
+                dk += key_grads
+            if dv is not None:
+                dv += value_grads
+        for sums, grad in ((key_sums, dk), (value_sums, dv)):
+            if sums is not None and grad is not None:
+                sums.add_to_(grad)
