@@ -11,6 +11,7 @@ of a tile.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -158,7 +159,8 @@ class Chunk:
 
     def __init__(self, rows: torch.Tensor, unit: int):
         self.shape, self.unit = rows.shape, unit
-        self.rows = self._units(rows).reshape(-1, unit * rows.shape[3])
+        count = rows.shape[0] // unit * rows.shape[1] * rows.shape[2]
+        self.rows = self._units(rows).reshape(count, unit * rows.shape[3])
 
     def _units(self, x: torch.Tensor) -> torch.Tensor:
         """[u, b, k, unit, columns] of x [t, b, k, columns]."""
@@ -166,17 +168,18 @@ class Chunk:
 
     def take(self, index: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """[*shape, n * unit, columns] of the units in `index`, n for each of shape."""
-        return self.rows.index_select(0, index).view(*shape, -1, self.shape[3])
+        positions = len(index) // math.prod(shape) * self.unit
+        return self.rows.index_select(0, index).view(*shape, positions, self.shape[3])
 
     def add_(self, index: torch.Tensor, grads: torch.Tensor) -> None:
         """Add grads [..., n * unit, columns] to the units in `index`."""
-        self.rows.index_add_(0, index, grads.reshape(len(index), -1))
+        self.rows.index_add_(0, index, grads.reshape(len(index), self.rows.shape[1]))
 
     def add_to_(self, total: torch.Tensor) -> None:
         """Add all to total [t, b, k, columns], unless these are its rows."""
         if self.rows.data_ptr() != total.data_ptr():
             t, b, k, columns = self.shape
-            units = self.rows.view(-1, b, k, self.unit, columns)
+            units = self.rows.view(t // self.unit, b, k, self.unit, columns)
             total += units.permute(0, 3, 1, 2, 4).reshape(t, b, k, columns)
 
 

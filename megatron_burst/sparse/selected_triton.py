@@ -87,8 +87,8 @@ class SelectedTriton(Selected):
         if q.dtype not in DTYPES:
             return f"takes {', '.join(map(str, DTYPES))}, got {q.dtype}"
         widths = k.shape[-1], v.shape[-1]
-        if max(widths) > WIDEST:
-            return f"needs keys and values of at most {WIDEST} columns, got {widths}"
+        if max(widths) > WIDEST or min(widths) < 1:
+            return f"needs keys and values of 1 to {WIDEST} columns, got {widths}"
         if q.shape[1] * q.shape[2] > HEADS:
             return f"takes {HEADS} heads of all batch entries, got {q.shape[1] * q.shape[2]}"
         return None
