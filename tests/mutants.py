@@ -111,7 +111,7 @@ MUTANTS = [
            "of two messages between the same ranks one takes no time"),
     Mutant("autotune/exchanges.py", "away *= clash[exchange]", "away *= 0",
            "a rank sends all messages of an exchange at once"),
-    Mutant("autotune/candidates.py", "(algorithm.keeps or not workload.kept)", "True",
+    Mutant("autotune/candidates.py", "or not (workload.kept or workload.attended)", "or True",
            "auto takes what cannot use kept keys"),
     Mutant("schedule/head_shares.py", "return min(2, count // 2)", "return 0",
            "no head chunk ends late"),

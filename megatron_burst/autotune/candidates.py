@@ -24,7 +24,7 @@ from ..schedule.tables import SIDES, Grid
 from ..schedule.topology import PLACEMENTS, Topology
 from . import simulator
 from .exchanges import ONE_NIC, Wires
-from .pair_counts import pairs_seen
+from .pair_counts import pairs_attended, pairs_seen
 from .places import Nodes, places
 from .prepared import Prepared
 from .rates import Rates
@@ -41,7 +41,9 @@ class Workload:
 
     sizes: of one rank, before heads are shared. kept: the fraction of the travelling keys and
     values that forward keeps for backward. chunks, blocks: of rows, as `sequence_chunks` and
-    `row_blocks` of a call.
+    `row_blocks` of a call. attended: a query attends to at most so many keys, which its rank knows
+    alone, so that keys travel; None: to all that it sees. latent: values are columns of the keys,
+    which are wider by as many.
     """
 
     sizes: Sizes
@@ -50,6 +52,8 @@ class Workload:
     kept: float = 0.0
     chunks: int = 1
     blocks: int = 1
+    attended: int | None = None
+    latent: bool = False
 
     @property
     def seq_len(self) -> int:
@@ -116,8 +120,13 @@ def on_grid(
     spans = cost.ring_spans(workload.layout, topology, workload.seq_len)
     want = wanted(workload.mask, spans, spans)
     assert rates.compute is not None
-    flops = 2.0 * sizes.heads * sizes.batch * (sizes.width + sizes.value_width)
-    seconds = pairs_seen(workload.mask, spans) * (flops / rates.compute)
+    columns = sizes.width + sizes.value_width * (1 + workload.latent)
+    flops = 2.0 * sizes.heads * sizes.batch * columns
+    if workload.attended is None:
+        seen = pairs_seen(workload.mask, spans)
+    else:
+        seen = pairs_attended(workload.mask, spans, workload.attended)
+    seconds = seen * (flops / rates.compute)
     kept = round(workload.kept * (grid.size - 1))
     wants = [want]
     if workload.chunks > 1:
@@ -178,7 +187,7 @@ def _algorithms(workload: Workload, topology: Topology, fixed: Fixed) -> Sequenc
         name
         for name, algorithm in ALGORITHMS.items()
         if algorithm.automatic
-        and (algorithm.keeps or not workload.kept)
+        and (algorithm.keeps or not (workload.kept or workload.attended))
         and not (algorithm.holds_all and topology.ulysses > 1)
         and not (algorithm.two_levels and one_level)
     ]

@@ -18,6 +18,7 @@ from ..masks.seen import meeting
 
 AT_ONCE = 1 << 18  # pairs of spans, so that memory stays small
 LONGEST = 1 << 30  # rows of a span that are counted in integers
+PIECES = 4096  # of all shards, above which a shard is looked at as a whole
 SAMPLES = 48  # rows and columns of a rectangle that are looked at where nothing better is known
 
 
@@ -34,6 +35,21 @@ def pairs_seen(mask: Mask, shards: Sequence[Sequence[Span]]) -> np.ndarray:
         count = _counted(mask, queries.span.at(i[some]), keys.span.at(j[some]))
         total += np.bincount(where, count, len(total))
     return total.reshape(len(shards), -1)
+
+
+def pairs_attended(mask: Mask, shards: Sequence[Sequence[Span]], most: int) -> np.ndarray:
+    """As `pairs_seen`, where a query attends to at most `most` of the keys that it sees, which are
+    taken to lie evenly among them, and the queries of a span to see as many."""
+    pieces = [(span,) for shard in shards for span in shard]
+    owner = np.repeat(np.arange(len(shards)), [len(shard) for shard in shards])
+    if len(pieces) > PIECES:
+        pieces, owner = list(shards), np.arange(len(shards))
+    seen = pairs_seen(mask, pieces)
+    rows = np.array([sum(span.length for span in piece) for piece in pieces])
+    seen *= np.minimum(1.0, most * rows / np.maximum(seen.sum(axis=1), 1.0))[:, None]
+    total = np.zeros((len(shards), len(shards)))
+    np.add.at(total, (owner[:, None], owner[None, :]), seen)
+    return total
 
 
 def _counted(mask: Mask, q: Spans, k: Spans) -> np.ndarray:

@@ -33,7 +33,7 @@ def resolve(
     Collective: measures what `rates` does not state. The error is this rank's own.
     """
     with groups.running():
-        stated = _rates(request, groups, rates)
+        stated = rates_of(request, groups, rates)
     choice = attempt(partial(_choice, request, groups, stated))
     if isinstance(choice, ValueError):
         return choice
@@ -43,7 +43,7 @@ def resolve(
     return replace(request, options=options, wire_dtype=wire, facts=request.facts | facts), choice
 
 
-def _rates(request: Request, groups: Groups, rates: Rates | None) -> Rates:
+def rates_of(request: Request, groups: Groups, rates: Rates | None) -> Rates:
     """All rates: those given, else those known of these groups, else measured now. Collective."""
     rates = rates or groups.cache.get("rates")
     if rates is None:

@@ -24,6 +24,7 @@ from ..planning.in_process import InProcessPlan, Shard
 from ..planning.plan import Plan
 from ..planning.validate import Request, check_shapes
 from .kernels import KERNELS
+from .pairs import PairKernel
 from .plans import Setting, plan_ranks, setting
 from .selection import Selection
 
@@ -69,10 +70,7 @@ def sparse_attention(
         for shard, one in zip(shards, chosen, strict=True)
     ]
     latent = v is None
-    adapts = [
-        partial(adapted, selection=one, facts={"sparse kernel": kernel, "latent": latent})
-        for one in chosen
-    ]
+    adapts = [partial(adapted, selection=one, kernel=kernel, latent=latent) for one in chosen]
     needs = [
         any(isinstance(shard[n], torch.Tensor) and shard[n].requires_grad for shard in shards)
         for n in ("q", "k", "k" if latent else "v")
@@ -139,7 +137,7 @@ def _stand_ins(shard: dict[str, Any], selection: Any, kernel: object, width: Any
     return q[..., columns:], k[..., columns:], k[..., :columns]
 
 
-def adapted(request: Request, selection: Selection, facts: dict[str, object]) -> Request:
+def adapted(request: Request, selection: Selection, kernel: str, latent: bool) -> Request:
     """The request of a call over a selection, which must belong to its layout and mask."""
     q, k, _ = request.tensors
     for name in ("layout", "mask"):
@@ -150,5 +148,7 @@ def adapted(request: Request, selection: Selection, facts: dict[str, object]) ->
                 "select and attend with the same plan"
             )
     selection.check(q, k.shape[2], q.shape[0] * request.layout.cp_size)
-    ids = selection.ids.shape, selection.block
-    return replace(request, facts=request.facts | {"selection": ids} | facts)
+    ids, block = selection.ids.shape, selection.block
+    pairs = PairKernel(KERNELS[kernel], None, ids[2], ids[3], ids[3] * block, latent)
+    facts = {"selection": (ids, block), "sparse kernel": kernel, "latent": latent}
+    return replace(request, kernel=pairs, facts=request.facts | facts)

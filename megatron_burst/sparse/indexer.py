@@ -31,7 +31,7 @@ from ..masks.base import Combined
 from ..planning.in_process import InProcessPlan, Shard
 from ..planning.plan import Plan
 from ..planning.validate import Request, check_shapes
-from .pairs import tiles
+from .pairs import PairKernel, tiles
 from .plans import plan_ranks, setting
 from .rules import SelectionRule, described, rule_of
 from .selection import Selection
@@ -66,9 +66,10 @@ def select(
     equal scores the lower unit is taken; a query that sees fewer units takes all of them; where
     the rule says so its own block is one of them.
 
-    plan: of `mb.prepare`, whose groups, layout, mask and algorithm are taken, without a collective;
-    else groups, layout (zigzag), mask (causal) and algorithm, one in which keys travel (burst), of
-    which all ranks agree at each call. label: as of `mb.attention`.
+    plan: of `mb.prepare`, whose groups, layout, mask and algorithm are taken, without a collective
+    (if it was "auto", the fastest for this call by the rates of the plan); else groups, layout
+    (zigzag), mask (causal) and algorithm, one in which keys travel (burst) or "auto", of which all
+    ranks agree at each call. label: as of `mb.attention`.
 
     Rules with blocks need layouts that leave each block whole on a rank, and masks (`Causal`,
     `Full`, `Documents`, combined by &) that begin no document within one. Raises ValueError for
@@ -135,7 +136,8 @@ def _adapted(request: Request, asked: SelectionRule | ValueError, top_k: int) ->
     q, k, v = request.tensors
     check_blocks(request, rule.block)
     facts = request.facts | {"rule": described(rule), "top_k": top_k}
-    return replace(request, tensors=(q, k, v[..., :0]), facts=facts)
+    pairs = PairKernel(Selecting, rule, rule.selections(q.shape[2], k.shape[2]), top_k)
+    return replace(request, kernel=pairs, tensors=(q, k, v[..., :0]), facts=facts)
 
 
 def check_blocks(request: Request, block: int) -> None:

@@ -28,9 +28,9 @@ from ..planning.in_process import InProcessPlan, Shard
 from ..planning.plan import Plan
 from ..planning.validate import Request, check_shapes
 from .attention import adapted, selected_setting
-from .indexer import index_stand_ins, ready, wide
+from .indexer import Selecting, index_stand_ins, ready, wide
 from .kernels import SelectedAten
-from .pairs import SelectedPairs, tiles
+from .pairs import PairKernel, SelectedPairs, tiles
 from .plans import plan_ranks
 from .rules import SelectionRule, described, rule_of
 from .selection import Selection
@@ -77,7 +77,7 @@ def indexer_loss(
         scale = main[0]["q"].shape[-1] ** -0.5
     of_attention = [attempt(partial(_stand_ins, shard, one)) for shard, one in
                     zip(main, chosen, strict=True)]  # fmt: skip
-    adapts = [partial(_without_values, selection=one, facts={}) for one in chosen]
+    adapts = [partial(_without_values, selection=one) for one in chosen]
     attention = plan_ranks(at, of_attention, adapts, scale=scale)
     of_index = [attempt(partial(index_stand_ins, shard, asked)) for shard in shards]
     adapts = [partial(_index_request, selection=one, asked=asked) for one in chosen]
@@ -111,8 +111,8 @@ def _stand_ins(shard: dict[str, Any], selection: object) -> Any:
     return q, k, k[..., :1]
 
 
-def _without_values(request: Request, selection: Selection, facts: dict[str, object]) -> Request:
-    request = adapted(request, selection, facts)
+def _without_values(request: Request, selection: Selection) -> Request:
+    request = adapted(request, selection, "aten", latent=False)
     q, k, v = request.tensors
     return replace(request, tensors=(q, k, v[..., :0]))
 
@@ -132,7 +132,8 @@ def _index_request(
         )
     q, k, v = request.tensors
     facts = request.facts | {"rule": described(rule), "top_k": ids.shape[3]}
-    return replace(request, tensors=(q, k, v[..., :0]), facts=facts)
+    pairs = PairKernel(Selecting, rule, heads, ids.shape[3])
+    return replace(request, kernel=pairs, tensors=(q, k, v[..., :0]), facts=facts)
 
 
 def _calls(attention: Plan, index: Plan, label: object) -> tuple[CallTag, CallTag, CallTag]:

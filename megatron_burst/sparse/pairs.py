@@ -17,6 +17,7 @@ import torch
 from ..layout import Span
 from ..layout.sharding import to_device
 from ..masks import Causal, Cover, Mask
+from .rules import SelectionRule
 
 TILE = 1 << 22  # elements of the largest tensor that a tile of rows makes
 
@@ -52,13 +53,26 @@ class SelectedPairs:
 
 class PairKernel:
     """A kernel for plans: it notes what a pair consists of. What computes one knows a selection,
-    and takes its place in each call."""
+    and takes its place in each call.
+
+    For algorithm "auto": by: what computes a pair, a kernel of `kernels`, or `Selecting` with the
+    rule `of`; heads, top_k: selections of a row, and their units; attended: keys of a query at
+    most, None for all that it sees; latent: are values columns of the keys, which travel without
+    them?
+    """
 
     name = "sparse"
     softcaps = False
     maximum = False
     deterministic = True
     passed_over: tuple[str, ...] = ()
+
+    def __init__(
+        self, by: Any, of: SelectionRule | None, heads: int, top_k: int,
+        attended: int | None = None, latent: bool = False,
+    ):  # fmt: skip
+        self.by, self.of, self.heads, self.top_k = by, of, heads, top_k
+        self.attended, self.latent = attended, latent
 
     def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
         return None

@@ -2,7 +2,8 @@
 """Plans of the sparse operations: those of `mb.prepare`, with a kernel that knows a selection.
 
 With keywords a plan is a collective, as `mb.prepare` is; from a plan of `mb.attention`, on which
-all ranks agreed, it is derived without one and kept, so that layers wait for no host.
+all ranks agreed, it is derived without one and kept, so that layers wait for no host. Where that
+plan's algorithm was chosen, each operation has its own chosen, by the same rates.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,7 +27,9 @@ from ..planning.plan import Plan
 from ..planning.prepare import plan_of, prepare_rank
 from ..planning.validate import Request, check
 from ..schedule.algorithms import ALGORITHMS
-from .pairs import PairKernel
+
+if TYPE_CHECKING:
+    from ..autotune.select import Choice
 
 PLANS_KEPT = 16  # of each rank: kinds of layers times operations
 Adapt = Callable[[Request], Request]
@@ -70,7 +73,7 @@ def setting(
     plans: Any = plan.ranks if isinstance(plan, InProcessPlan) else (plan,)
     options = AttentionOptions(
         layout=plans[0].layout, mask=plans[0].mask, side="kv", kernel="reference",
-        algorithm=plans[0].algorithm,
+        algorithm=plans[0].algorithm if plans[0].choice is None else "auto",
     )  # fmt: skip
     return Setting(plan.groups, plans, options)
 
@@ -98,7 +101,13 @@ def plan_ranks(
 def _agreed(
     tensors: Any, groups: Groups, adapt: Adapt, options: AttentionOptions, given: dict[str, Any]
 ) -> Plan:
-    return prepare_rank(tensors, groups, options, given, partial(_paired, adapt=adapt))
+    adapt, choice = partial(_paired, adapt=adapt), None
+    if options.algorithm == "auto":
+        from .choice import chosen  # with the simulator, which no other call needs
+
+        choice = chosen(partial(_checked, tensors, groups, adapt, options, given), groups)
+        options = replace(options, algorithm=choice.taken.algorithm)
+    return replace(prepare_rank(tensors, groups, options, given, adapt), choice=choice)
 
 
 def _derived(
@@ -109,31 +118,51 @@ def _derived(
     options: AttentionOptions,
     given: dict[str, Any],
 ) -> Plan:
-    groups.check()
-    if isinstance(tensors, ValueError):
-        raise tensors
-    request = _paired(check(tensors, groups, options, **given), adapt)
+    request = _checked(tensors, groups, partial(_paired, adapt=adapt), options, given)
     facts: Facts = request.facts | {"plan": made.identity}
     kept = groups.cache.setdefault("sparse", Recent(PLANS_KEPT))
-    plan = kept.of(identity(facts), partial(plan_of, replace(request, facts=facts), groups))
+    make = partial(_plan, replace(request, facts=facts), groups, made.choice)
+    plan = kept.of(identity(facts), make)
     groups.connect(plan.channels, plan.device)
     groups.expect(plan.longest_message)
     return plan
 
 
+def _plan(request: Request, groups: Groups, made: Choice | None) -> Plan:
+    """A plan of its own; made: why the plan of attention has its algorithm."""
+    if made is None:
+        return plan_of(request, groups)
+    from .choice import fastest
+
+    choice = fastest(request, groups, made.rates)
+    taken = {"algorithm": choice.taken.algorithm}
+    options, facts = replace(request.options, **taken), request.facts | taken
+    return plan_of(replace(request, options=options, facts=facts), groups, choice)
+
+
+def _checked(
+    tensors: Any, groups: Groups, adapt: Adapt, options: AttentionOptions, given: dict[str, Any]
+) -> Request:
+    groups.check()
+    if isinstance(tensors, ValueError):
+        raise tensors
+    return adapt(check(tensors, groups, options, **given))
+
+
 def _paired(request: Request, adapt: Adapt) -> Request:
-    """A request whose keys travel, and whose kernel only notes the pairs."""
+    """A request whose keys travel; adapt makes it one of an operation, whose kernel only notes the
+    pairs."""
     algorithm, topology = request.options.algorithm, request.facts["groups"]
     ring = ALGORITHMS.get(algorithm)
-    if ring is None or not ring.keeps:
+    if algorithm != "auto" and (ring is None or not ring.keeps):
         able = ", ".join(name for name, each in ALGORITHMS.items() if each.keeps)
         raise ValueError(
-            f"algorithm: a selection stays with its queries, so keys must travel ({able}), "
-            f"got {algorithm!r}"
+            f"algorithm: a selection stays with its queries, so keys must travel ({able}, or auto),"
+            f" got {algorithm!r}"
         )
     if getattr(topology, "ulysses", 1) > 1:
         raise ValueError(
             "groups: sparse attention does not share heads between ranks; make mb.Groups with "
             f"ulysses=1, got {getattr(topology, 'ulysses', 1)}"
         )
-    return adapt(replace(request, kernel=PairKernel()))
+    return adapt(request)
