@@ -79,6 +79,7 @@ _HOMES = {
     "short_convolution": "linear_attention.short_convolution",
     "simulate": "tools.advise.simulate",
     "sparse_attention": "sparse",
+    "sparse_layer_spec": "megatron",
     "state_scan": "linear_attention.state_scan",
     "tiled": "recompute.tiles",
     "trees": "",

@@ -19,7 +19,7 @@ seconds; `install` does.
 From the ground up: `patching` replaces functions of Megatron and restores them; `checks/` is what
 is refused; `data/` cuts batches; `offload/` moves activations to the host; `attention/` is core
 attention, process groups and plans; `layer/` runs layers in chunks and tiles of rows; `linear/`
-passes states; `lm_head/` is LM head and loss; `packing/` packs steps anew; `training` is
+passes states; `sparse/` has layers with a selection rule; `lm_head/` is LM head and loss; `packing/` packs steps anew; `training` is
 Megatron-LM's loop; `install` puts all of it in place.
 """
 
@@ -38,12 +38,14 @@ from .users_mask import MaskBatch, MaskLayer
 if TYPE_CHECKING:
     from .attention.core_attention import BurstCoreAttention
     from .data.slicing import gather_sequence, shard_sequence
+    from .sparse.layers import sparse_layer_spec
 
 _LATE = {  # these import Megatron-Core
     "BurstCoreAttention": "attention.core_attention",
     "gather_sequence": "data.slicing",
     "rl": "rl",
     "shard_sequence": "data.slicing",
+    "sparse_layer_spec": "sparse.layers",
 }
 
 __all__ = [
@@ -56,6 +58,7 @@ __all__ = [
     "installed_layout",
     "lm_head_line",
     "shard_sequence",
+    "sparse_layer_spec",
     "startup_line",
     "training_available",
     "uninstall",

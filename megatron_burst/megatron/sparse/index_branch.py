@@ -46,20 +46,21 @@ class LayerRule:
 
 
 class IndexTensors(NamedTuple):
-    """What a rule selects by, [s, b, i, d], [s, b, 1, d], [s, b, i] or None, and what attaches the
-    loss of its indexer to the output of attention, None where it is not trained."""
+    """What a rule selects by, index_q [s, b, i, d], index_k [s, b, 1, d] and, if it weighs,
+    index_weights [s, b, i]. heads_of: ranks that hold other heads of attention and the same index
+    tensors, None for this one. attach: attaches the loss of the indexer to the output of attention,
+    None where it is not trained."""
 
-    q: torch.Tensor
-    k: torch.Tensor
-    weights: torch.Tensor | None
+    tensors: tuple[torch.Tensor, ...]
+    heads_of: Any
     attach: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
 
 
 class IndexBranch(MegatronModule):
     """Projections and norms of an indexer, under these names in checkpoints:
 
-    `linear_q.weight` [i * d, w], `linear_k.weight` [d, w], `k_layernorm.weight` [d]; all rules but
-    `dsa` `q_layernorm.weight` [d]; `dsa` `k_layernorm.bias` [d]; rules that weigh heads
+    `linear_q.weight` [i * d, w], `linear_k.weight` [d, w], `k_norm.weight` [d]; all rules but
+    `dsa` `q_norm.weight` [d]; `dsa` `k_norm.bias` [d]; rules that weigh heads
     `linear_weights.weight` [i, w].
     """
 
@@ -71,8 +72,8 @@ class IndexBranch(MegatronModule):
         self.linear_k = self._linear(hidden, width)
         self.linear_weights = self._linear(hidden, heads) if choice.weighing else None
         latest = isinstance(choice.rule, Dsa) and not choice.pooled
-        self.q_layernorm = None if latest else _IndexNorm(config, width)
-        self.k_layernorm = _IndexNorm(config, width, centers=latest)
+        self.q_norm = None if latest else _IndexNorm(config, width)
+        self.k_norm = _IndexNorm(config, width, centers=latest)
 
     def forward(
         self, hidden: torch.Tensor, turn: Callable[[torch.Tensor], torch.Tensor]
@@ -81,17 +82,17 @@ class IndexBranch(MegatronModule):
         embedding of [s, b, heads, d]."""
         width, block = self.choice.index_width, self.choice.rule.block
         q = self.linear_q(hidden).unflatten(-1, (self.heads, width))
-        if self.q_layernorm is not None:
-            q = self.q_layernorm(q)
+        if self.q_norm is not None:
+            q = self.q_norm(q)
         q, k = turn(q), self.linear_k(hidden).unsqueeze(2)
         if self.choice.pooled:
             # One key of each block, turned as its first row, and on all its rows: the rule's mean
             # of equal keys is that key.
             wide = k.unflatten(0, (-1, block)).to(accumulation_dtype(k.dtype))
-            k = self.k_layernorm(wide.mean(dim=1).to(k.dtype))
+            k = self.k_norm(wide.mean(dim=1).to(k.dtype))
             k = turn(k.repeat_interleave(block, 0))[::block].repeat_interleave(block, 0)
         else:
-            k = turn(self.k_layernorm(k))
+            k = turn(self.k_norm(k))
         scale = width**-0.5
         if not self.choice.rule.weighted:
             return q * scale, k, None
