@@ -1,8 +1,10 @@
-"""What ranks of `test_sparse_layers` run: a small GPT in fp64 whose layers have a selection rule."""
+"""What ranks of `test_sparse_layers` run: a small GPT in fp64 whose layers have a selection rule,
+and one such layer written out by hand, dense."""
 
 import math
-import zlib
+import multiprocessing
 from functools import partial
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -52,7 +54,7 @@ def build(changes, layers, burst):
 
 def documents():
     """Their bounds in a packed batch."""
-    return [0, 16, 24, 64]
+    return [0, 32, 64]
 
 
 def batch(step, packed):
@@ -140,3 +142,135 @@ def whole(parameter, x):
     parts = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(parts, x.contiguous(), group=group)
     return torch.cat(parts, parameter.partition_dim)
+
+
+# --- a layer by hand ------------------------------------------------------------------------------
+
+WIDTH, TOKENS = 8, 24
+
+
+def against_dense(rule):
+    """The largest errors of a layer's attention on one rank: its output, and gradients by name."""
+    arguments = RULES[rule]
+    with parallel():
+        from megatron.core.tensor_parallel import random
+
+        random.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+        trained = {} if rule == "moba" else {"loss_coeff": 0.5}
+        model = build({"num_layers": 1}, arguments | trained, {})
+        attention = model.module.decoder.layers[0].self_attention
+        draw = torch.Generator().manual_seed(3)
+        x, g = torch.randn(2, TOKENS, 1, 32, generator=draw, dtype=torch.float64)
+        x.requires_grad_()
+        rates = 10000.0 ** (-torch.arange(0, WIDTH, 2, dtype=torch.float64) / WIDTH)
+        angles = torch.arange(TOKENS, dtype=torch.float64)[:, None] * rates
+        table = torch.cat([angles, angles], -1)[:, None, None]
+        out, _ = attention(x, None, rotary_pos_emb=table)
+        model.zero_grad_buffer()
+        (out * g).sum().backward()
+        ours = {n: p.main_grad.clone() for n, p in attention.named_parameters()}
+        leaves = {n: p.detach().clone().requires_grad_() for n, p in attention.named_parameters()}
+        y = x.detach().clone().requires_grad_()
+        expected, loss = by_hand(leaves, y, angles, arguments)
+        ((expected * g[:, 0]).sum() + 0.5 * loss).backward()
+        errors = {"out": out[:, 0] - expected, "x": x.grad - y.grad}
+        for name, leaf in leaves.items():
+            theirs = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            errors[name] = ours[name] - theirs
+        moved = [n for n, p in leaves.items() if "indexer" in n and p.grad.abs().max() > 1e-4]
+        return {n: float(e.detach().abs().max()) for n, e in errors.items()}, len(moved)
+
+
+def norm(x, weight):
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def turn(x, angles):
+    """x [rows, heads, WIDTH], each row by its angles [rows, WIDTH / 2]."""
+    a, b = x[..., : WIDTH // 2], x[..., WIDTH // 2 :]
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def by_hand(p, x, angles, arguments):
+    """out [s, hidden] without the projection's bias, and the indexer's loss; 4 query heads, 2 key
+    heads, blocks of 4."""
+    x, block = x[:, 0], 4
+    mixed = (x @ p["linear_qkv.weight"].T + p["linear_qkv.bias"]).view(TOKENS, 2, 4, WIDTH)
+    q = norm(mixed[:, :, :2].reshape(TOKENS, 4, WIDTH), p["q_layernorm.weight"])
+    k = norm(mixed[:, :, 2], p["k_layernorm.weight"])
+    q, k, v = turn(q, angles), turn(k, angles), mixed[:, :, 3]
+    if arguments["rule"] == "moba":
+        means = k.view(-1, block, 2, WIDTH).mean(1)
+        scores = torch.stack([q[:, h] @ means[:, h // 2].T for h in range(4)], 1)
+    else:
+        rows, count = x.detach(), arguments["index_heads"]
+        iq = (rows @ p["indexer.linear_q.weight"].T).view(TOKENS, count, WIDTH)
+        iq = turn(norm(iq, p["indexer.q_norm.weight"]), angles)
+        ik = (rows @ p["indexer.linear_k.weight"].T).view(-1, block, WIDTH).mean(1)
+        ik = turn(norm(ik, p["indexer.k_norm.weight"])[:, None], angles[::block])[:, 0]
+        scores = torch.einsum("tid,ud->tiu", iq, ik).clamp(min=0).sum(1, keepdim=True)
+        scores = scores / math.sqrt(WIDTH)
+    outs, loss = [], 0.0
+    for t in range(TOKENS):
+        own, rows, teacher, student = t // block, [], 0.0, None
+        for h in range(4):
+            found = scores[t, h if scores.shape[1] == 4 else 0]
+            others = sorted(range(own), key=lambda u: (-found[u].item(), u))
+            units = sorted([own, *others[: arguments["top_k"] - 1]])
+            seen = [j for u in units for j in range(u * block, u * block + block) if j <= t]
+            weight = (k[seen, h // 2] @ q[t, h] / math.sqrt(WIDTH)).softmax(0)
+            rows.append(weight @ v[seen, h // 2])
+            member = torch.tensor([[float(j // block == u) for j in seen] for u in units])
+            teacher, student = teacher + member.double() @ weight.detach(), found[units]
+        outs.append(torch.cat(rows))
+        if arguments["rule"] != "moba":
+            target = teacher / teacher.sum()
+            loss = loss + (target * (target.log() - student.log_softmax(0))).sum() / TOKENS
+    return torch.stack(outs) @ p["linear_proj.weight"].T, loss
+
+
+# --- checkpoints and refusals ---------------------------------------------------------------------
+
+
+def names(changes, layers):
+    """(name, whole shape) of what a checkpoint has of an indexer, on this rank."""
+    sizes = {name: changes[name] for name in SIZES if name in changes}
+    with parallel(**sizes):
+        model = build(changes, layers, {})
+        found = model.module.sharded_state_dict()
+        return {n: tuple(t.global_shape) for n, t in found.items() if "indexer" in n}
+
+
+def saved_and_loaded(folder, changes, others, layers):
+    """The largest difference of the parameters of a model that other sizes have loaded to its own,
+    whose values do not depend on sizes."""
+    from megatron.core import dist_checkpointing
+
+    free = mock.patch.dict(multiprocessing.current_process()._config, {"daemon": False})
+    with parallel(**{name: changes[name] for name in SIZES if name in changes}), free:
+        model = build(changes, layers, {})
+        dist_checkpointing.save(model.module.sharded_state_dict(), folder)
+    with parallel(**{name: others[name] for name in SIZES if name in others}):
+        model = build(others, layers, {})
+        right = {n: p.detach().clone() for n, p in model.module.named_parameters()}
+        for parameter in model.module.parameters():
+            parameter.data.zero_()
+        loaded = dist_checkpointing.load(model.module.sharded_state_dict(), folder)
+        model.module.load_state_dict(loaded)
+        return max(
+            float((p.detach() - right[n]).abs().max()) for n, p in model.module.named_parameters()
+        )
+
+
+def message(changes, layers, burst, step=False):
+    """The ValueError of building a model, or of a step of it; None without one."""
+    try:
+        if step:
+            train(changes, layers, burst, steps=1)
+        else:
+            with parallel(**{name: changes[name] for name in SIZES if name in changes}):
+                build(changes, layers, burst)
+    except ValueError as error:
+        return str(error)
+    return None
