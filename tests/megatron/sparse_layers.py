@@ -25,14 +25,19 @@ def build(changes, layers, burst):
     """This rank's part of a model, which does not depend on parallel sizes, in Megatron's data
     parallelism. layers: arguments of `mb.sparse_layer_spec`, None for Megatron's own attention."""
     from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     import megatron_burst as mb
 
-    config = settings({"num_layers": 2, "num_query_groups": 2, "normalization": "RMSNorm", **changes})
+    config = settings(
+        {"num_layers": 2, "num_query_groups": 2, "normalization": "RMSNorm", **changes}
+    )
     config.finalize_model_grads_func = finalize_model_grads
     mb.megatron.configure(config, mb.BurstConfig(**burst))
     spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
@@ -94,11 +99,9 @@ def forward_step(packed, steps, data, model):
     return losses, loss
 
 
-def train(changes, layers, burst=None, steps=3, rate=0.05, packed=False, micro=2):
-    """[(loss, indexer's loss, {name: gradient})] of steps of plain gradient descent, over all ranks.
-
-    Gradients are of whole parameters.
-    """
+def train(changes, layers, burst=None, packed=False, steps=3, rate=0.05, micro=2):
+    """[(loss, indexer's loss, {name: gradient})] of steps of gradient descent, over all ranks;
+    gradients are of whole parameters."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random
@@ -274,3 +277,16 @@ def message(changes, layers, burst, step=False):
     except ValueError as error:
         return str(error)
     return None
+
+
+def documented(text):
+    """A block of the documentation, with what it says that its reader has; the rules of layers."""
+    from megatron.core.tensor_parallel import random
+
+    with parallel("zigzag", context_parallel_size=2):
+        random.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+        config = settings({"context_parallel_size": 2, "num_layers": 2})
+        space = {"config": config, "vocab_size": VOCABULARY, "seq_length": LENGTH}
+        exec(text, space)
+        layers = space["model"].decoder.layers
+        return [type(layer.self_attention.choice.rule).__name__ for layer in layers]

@@ -29,14 +29,19 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from ...config import OFF
+from ...planning.plan import Plan
+from ...recompute.checkpoint import current
 from ...sparse import indexer_loss, select, sparse_attention
 from ...sparse.rules import Dsa, Msa, Qsa, SelectionRule, rule_of
 from ..attention.core_attention import BurstCoreAttention
+from ..attention.plan_book import LayerKind
 from ..checks.config import model_problems, records_max_logits, ulysses_size
 from ..checks.problem import Problem, Rule, broken, refuse
+from ..checks.sparse import FLAG, sparse_algorithm
 from ..data.cut import group_of, layer_window
 from .index_branch import IndexBranch, IndexTensors, LayerRule, of_this_rank
 from .index_loss import attached
+from .selecting_layers import SelectingKind
 
 # Index heads (None: one for each key/value head) and their width, where a rule has an indexer.
 _INDEXERS = {Dsa: (64, 128), Qsa: (4, 128), Msa: (None, 128)}
@@ -174,6 +179,23 @@ _RULES = (
     Rule(lambda c, b: b.algorithm == OFF,
          "{flag} need BurstAttention at any --context-parallel-size, got --context-parallel-algo "
          f"{OFF}", add=("--context-parallel-algo burst",)),
+    Rule(lambda c, b: b.sparse == OFF, f"{{flag}} with {FLAG} {OFF}: Megatron has none of them",
+         remove=(FLAG,)),
+    Rule(lambda c, b: b.side == "query", "{flag} with --burst-side query: queries stay where their "
+         "selection is", remove=("--burst-side",)),
+    Rule(lambda c, b: b.kv_cache, "{flag} with --burst-kv-cache {b.kv_cache}: keys are not kept "
+         "for backward", remove=("--burst-kv-cache",)),
+    Rule(lambda c, b: b.wire_dtype, "{flag} with --burst-wire-dtype {b.wire_dtype}: gradients "
+         "travel as they are summed", remove=("--burst-wire-dtype",)),
+    Rule(lambda c, b: b.head_chunks not in (None, 1),
+         "{flag} with --burst-head-chunks {b.head_chunks}, which was not tested",
+         remove=("--burst-head-chunks",)),
+    Rule(lambda c, b: b.pack == "trees", "{flag} with --burst-pack trees, which was not tested",
+         remove=("--burst-pack",)),
+    Rule(lambda c, b: b.offload, "{flag} with --burst-offload {b.offload}, which was not tested",
+         remove=("--burst-offload",)),
+    Rule("mtp_num_layers", "{flag} with --mtp-num-layers, which was not tested",
+         remove=("--mtp-num-layers",)),
     Rule(lambda c, b: b.sequence_chunks not in (1, "auto"),
          "{flag} do not run in chunks of rows", remove=("--burst-sequence-chunks",)),
     Rule(lambda c, b: records_max_logits(c), "{flag} do not record the largest attention logits",
@@ -188,7 +210,7 @@ def _problems(config: Any, choice: LayerRule, layer: int) -> Iterator[Problem]:
     what = f"layers with rule {type(rule).__name__}"
     yield from broken(_RULES, config, burst, what)
     yield from model_problems(config)
-    if burst.algorithm == OFF:
+    if OFF in (burst.algorithm, burst.sparse):
         return
     if ulysses_size(burst, config.context_parallel_size) > 1:
         yield Problem(
@@ -299,7 +321,7 @@ class RuleSelfAttention(SelfAttention):
         if apart:
             tensors = [of_this_rank(x, heads, tp) for x in tensors]
         attach = None
-        if self.training and torch.is_grad_enabled() and self.coefficient:
+        if self.training and self.coefficient:
             weight = self.coefficient / selections
             attach = partial(self._attached, weight, tp if apart else None)
         heads_of = tp if tp.size() > 1 and not apart else None
@@ -344,6 +366,13 @@ class RuleCoreAttention(BurstCoreAttention):
 
     choice: LayerRule
 
+    def _layer_kind(self, mask_type: Any) -> LayerKind:
+        """Layers whose plan is of an algorithm in which keys travel."""
+        burst: Any = dataclasses.replace(
+            self._burst, algorithm=sparse_algorithm(self._burst), side="kv", kernel="reference"
+        )
+        return dataclasses.replace(super()._layer_kind(mask_type), burst=burst)
+
     @property
     def sequence_chunks(self) -> int:
         return 1
@@ -368,6 +397,7 @@ class RuleCoreAttention(BurstCoreAttention):
         call = self.call(query, key, value, attn_mask_type, others, packed_seq_params)
         index = attention_bias or IndexTensors((), None, None)
         tensors = query, key, value, *index.tensors
+        self._announce(call.plan, tensors)
         if call.around is not None:
             tensors = call.around.to_attention(tensors, call.label)
         query, key, value, *found = tensors
@@ -375,14 +405,31 @@ class RuleCoreAttention(BurstCoreAttention):
         rule, at = self.choice.rule, {"plan": call.plan, "label": call.label}
         chosen = select(iq, ik, weights, rule=rule, top_k=self.choice.top_k, **at)
         scale = self.softmax_scale
-        out = sparse_attention(query, key, value, chosen, scale=scale, sink=call.sink, **at)
+        out, lse = sparse_attention(
+            query, key, value, chosen, scale=scale, sink=call.sink, return_lse=True, **at
+        )
         if call.around is not None:
             out = call.around.to_stream(out, call.label)
         out = out.flatten(2)
-        if index.attach is not None and torch.is_grad_enabled():
+        grads = torch.is_grad_enabled()
+        # Also where a checkpoint runs without gradients and keeps what it will want.
+        if index.attach is not None and (grads or (current() is not None and self._burst.store)):
             losses = indexer_loss(
-                iq, ik, weights, query, key, chosen, rule=rule, scale=scale,
+                iq, ik, weights, query, key, chosen, rule=rule, scale=scale, lse=lse,
                 tp_group=index.heads_of, **at,
             )  # fmt: skip
-            out = index.attach(out, losses)
+            out = index.attach(out, losses) if grads else out
         return out if packed_seq_params is None else out.squeeze(1)
+
+    def _announce(self, plan: Plan, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Log, once for each kind of layer, what travels."""
+        _, key, value, *index = tensors
+        index = index[1] if index else key
+        name = f"layers with rule {type(self.choice.rule).__name__}, top_k {self.choice.top_k}"
+        kind = SelectingKind(
+            self._burst, self.cut, name, ("index keys", index[0, 0].numel()),
+            ("keys and values", key[0, 0].numel() + value[0, 0].numel()),
+        )  # fmt: skip
+        if kind not in self.book.logged:
+            self.book.logged.add(kind)
+            self.book.log(kind.describe(plan))
