@@ -120,8 +120,8 @@ def _choice(
         )
     if heads != 0 and width == 0:
         raise ValueError(f"index_width: rule {type(found).__name__} needs one for its indexer")
-    number = type(loss_coeff) in (int, float) and 0 <= loss_coeff < float("inf")
-    if loss_coeff is not None and not number:
+    number = isinstance(loss_coeff, (int, float)) and 0 <= loss_coeff < float("inf")
+    if loss_coeff is not None and (not number or type(loss_coeff) is bool):
         raise ValueError(f"loss_coeff must be a number from 0 on, got {loss_coeff!r:.60}")
     return LayerRule(found, top_k, heads, width, loss_coeff)
 
@@ -275,10 +275,10 @@ class RuleSelfAttention(SelfAttention):
             self.indexer = IndexBranch(config, choice, _index_heads(config, choice))
             self.indexer.requires_grad_(self.coefficient > 0)
 
-    def forward(
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: Any = None,
         rotary_pos_emb: Any = None,
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
@@ -377,7 +377,7 @@ class RuleCoreAttention(BurstCoreAttention):
     def sequence_chunks(self) -> int:
         return 1
 
-    def forward(
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         query: torch.Tensor,
         key: torch.Tensor,
