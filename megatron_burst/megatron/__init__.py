@@ -38,7 +38,6 @@ from .users_mask import MaskBatch, MaskLayer
 if TYPE_CHECKING:
     from .attention.core_attention import BurstCoreAttention
     from .data.slicing import gather_sequence, shard_sequence
-    from .sparse.layers import sparse_layer_spec
 
 _LATE = {  # these import Megatron-Core
     "BurstCoreAttention": "attention.core_attention",
@@ -58,7 +57,6 @@ __all__ = [
     "installed_layout",
     "lm_head_line",
     "shard_sequence",
-    "sparse_layer_spec",
     "startup_line",
     "training_available",
     "uninstall",
