@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
+from ...schedule.algorithms import ALGORITHMS
 from ...schedule.head_shares import shareable
 from ...schedule.topology import Placement, alternatives, divisors
 from .shapes.models import Model
@@ -209,6 +210,20 @@ def _check_heads(model: Model, run: Settings) -> None:
     """Ranks that share heads, and head chunks, must divide the heads of a tensor-parallel rank."""
     heads, kv_heads = model.heads // run.tp, max(1, model.kv_heads // run.tp)
     fit = [n for n in range(1, run.cp + 1) if run.cp % n == 0 and shareable(heads, kv_heads, n)]
+    if model.indexer is not None:
+        fit, kv_heads = [1], 1
+        for name, only in (("store", 0), ("sequence_chunks", 1)):
+            if getattr(run, name) != only:
+                raise ValueError(
+                    f"{flag_of(name)} {getattr(run, name)}: not with the sparse attention of "
+                    f"{model.name}: leave it {only}"
+                )
+        ring = ALGORITHMS.get(run.algorithm)
+        if run.side == "query" or (ring is not None and not ring.keeps):
+            raise ValueError(
+                f"--algorithm {run.algorithm} --side {run.side}: keys must travel to the queries "
+                f"of {model.name}'s sparse attention: take burst or multicast, and side kv"
+            )
     if run.ulysses not in fit:
         raise ValueError(
             f"--ulysses {run.ulysses}: ranks that share heads must divide --cp {run.cp} and the "
