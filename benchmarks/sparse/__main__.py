@@ -12,7 +12,7 @@ from benchmarks.report import machine
 
 from .settings import REGIMES, Layer
 
-PARTS = ("held", "cluster")
+PARTS = ("held", "simulated", "union", "cluster")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -21,6 +21,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=5, help="runs of each rival (default: 5)")
     parser.add_argument("--regimes", nargs="+", choices=(*REGIMES,), default=(*REGIMES,))
     parser.add_argument("--rows", type=int, default=Layer().rows, help="of a rank of the cluster")
+    parser.add_argument("--layout", default=Layer().layout, help="of the cluster (striped)")
     parser.add_argument("--tokens", type=int, default=8192, help="of `held` (default: 8192)")
     given = parser.parse_args(words)
     quiet()
@@ -30,6 +31,14 @@ def main(words: Sequence[str] | None = None) -> int:
             from . import held
 
             print(held.table(given.tokens), flush=True)
+        elif part == "simulated":
+            from . import simulated
+
+            print(simulated.table(), flush=True)
+        elif part == "union":
+            from . import union
+
+            print(union.table(2048, 250, 20, say), flush=True)
         elif part == "cluster":
             status = where_there_is_a_cluster(lambda: enclosed(lambda: _cluster(given)))
     return status
@@ -38,7 +47,8 @@ def main(words: Sequence[str] | None = None) -> int:
 def _cluster(given: argparse.Namespace) -> int:
     from . import bench
 
-    records = bench.run(Layer(rows=given.rows), given.regimes, given.repeats, say)
+    layer = Layer(rows=given.rows, layout=given.layout)
+    records = bench.run(layer, given.regimes, given.repeats, say)
     loads = [load for each in records for load in each["load"]]
     print(bench.table(records))
     print(f"\nMeasured on {machine()}, load {min(loads):.0f} to {max(loads):.0f}.")

@@ -26,7 +26,7 @@ from megatron_burst.sparse import indexer, kernels
 from megatron_burst.sparse.pairs import SelectedPairs
 
 from .gathered import Gathering
-from .settings import ALGORITHMS, GATHERS, Layer
+from .settings import GATHERS, Layer
 
 State = dict[str, Any]
 KERNEL = "sleeping"
@@ -76,7 +76,7 @@ def load(state: State, layer: Layer) -> None:
     q, k = (torch.zeros(layer.rows, 1, h, layer.latent) for h in (layer.heads, 1))
     world: Any = dist.group.WORLD
     groups = mb.Groups.from_topology(world, intra=network.per_node)
-    layout = mb.layout.make("zigzag", cp_size=network.size)
+    layout = mb.layout.make(layer.layout, cp_size=network.size)
     length = layer.rows * network.size
     spans = [layout.spans(r, length) for r in range(network.size)]
     whole = SelectedPairs(mb.masks.Causal(), spans[rank], [s for each in spans for s in each])
@@ -124,11 +124,11 @@ def prepare(state: State, name: str, rates: mb.Rates | None = None) -> Work:
 def predicted(state: State, name: str) -> dict[str, float]:
     """Seconds of a selection and an attention by each algorithm, as "auto" compared them."""
     plan: Any = state["plans"][name]
-    seconds: dict[str, float] = {each: 0.0 for each in ALGORITHMS if each != "auto"}
+    seconds: dict[str, float] = {}
     for each in state["groups"].cache["sparse"].values():
         if each.facts["plan"] == plan.identity:
             for one in (each.choice.taken, *each.choice.others):
-                seconds[one.algorithm] += one.seconds
+                seconds[one.algorithm] = seconds.get(one.algorithm, 0.0) + one.seconds
     return seconds
 
 

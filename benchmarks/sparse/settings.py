@@ -13,13 +13,13 @@ from typing import NamedTuple
 GRID, RATES = (2, 4), "50M/200M"
 DIRECT, BY_NODE = "gather, then compute", "gather by node, then compute"
 GATHERS = (DIRECT, BY_NODE)
-ALGORITHMS = ("ring", "burst", "multicast", "all_gather", "auto")
+ALGORITHMS = ("burst", "multicast", "all_gather", "auto")
 # Compute over the time that the rival takes where compute takes none.
 REGIMES = {"links": 0.0, "equal": 1.0, "compute": 4.0}
 
 
 class Layer(NamedTuple):
-    """fp32, batch 1, causal, zigzag. rows: of a rank; latent, values: columns of keys, and the
+    """fp32, batch 1, causal. rows: of a rank; latent, values: columns of keys, and the
     first of them that are values."""
 
     rows: int = 1024
@@ -29,6 +29,7 @@ class Layer(NamedTuple):
     latent: int = 576
     values: int = 512
     index_width: int = 128
+    layout: str = "striped"
 
     @property
     def index_flops(self) -> int:

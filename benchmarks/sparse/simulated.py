@@ -31,6 +31,7 @@ def table() -> str:
     rows = []
     for seq, tp, cp in GRIDS:
         run = Settings(seq, tp=tp, cp=cp, dp=GPUS // (tp * cp), ep=64, recompute="none", side="kv",
+                       layout="striped",
                        intra=cluster.cp_per_node(tp, cp))  # fmt: skip
         x = LayerSizes.of(model, run)
         ways = [(name, replace(run, algorithm=name)) for name in ALGORITHMS]

@@ -9,6 +9,7 @@ import pytest
 
 import megatron_burst as mb
 from megatron_burst.autotune.gpus import gpu
+from megatron_burst.cli import main
 from megatron_burst.tools import model_arguments
 from megatron_burst.tools.advise import rivals, settings
 from megatron_burst.tools.advise.account.operators import LayerSizes, attention_half
@@ -141,3 +142,14 @@ def test_advice_takes_a_ring_of_keys():
     assert best.side == "kv"
     assert (best.ulysses, best.head_chunks, best.store, best.sequence_chunks) == (1, 1, 0.0, 1)
     settings.check(small, best)
+
+
+def test_both_commands_say_what_travels(capsys):
+    said = settings.selection_said(MODEL, RUN)
+    assert said is not None
+    assert "64 index heads select 2,048 keys" in said
+    assert "index keys (256 KiB) and latents (1.125 MiB)" in said  # 1,024 rows of 256 and 1,152
+    assert settings.selection_said(models.named("llama3-8b"), RUN) is None
+    words = ["--model", "deepseek-v3.2", "--gpus", "64", "--seq", "64K", "--cp", "64"]
+    main.main(["memory", *words, "--gpu", "h100"])
+    assert " ".join(said.split()[:9]) in " ".join(capsys.readouterr().out.split())

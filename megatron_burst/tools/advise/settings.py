@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from ...schedule.algorithms import ALGORITHMS
 from ...schedule.head_shares import shareable
 from ...schedule.topology import Placement, alternatives, divisors
+from ...units import byte_size
 from .shapes.models import Model
 
 # Which modules compute: Megatron's local ones on a CPU (torch's norms in fp32, unfused rope and
@@ -101,6 +102,21 @@ class Settings:
     def chunked(self) -> bool:
         """Whether the attention half runs chunk by chunk, or the MLP half tile by tile."""
         return self.sequence_chunks > 1 or self.mlp_tiles > 1
+
+
+def selection_said(model: Model, run: Settings) -> str | None:
+    """What sparse attention selects, and what of a layer travels from each rank; None where there
+    is none."""
+    if (index := model.indexer) is None or (low := model.latent) is None:
+        return None
+    keys, latents = (
+        byte_size(run.rows * each * BYTES["bf16"]) for each in (index.width, low.kv_rank + low.rope)
+    )
+    return (
+        f"sparse attention: {index.heads} index heads select {index.top_k:,} keys of a query; "
+        f"a layer sends a rank's index keys ({keys}) and latents ({latents}) to all others, and in "
+        "backward latents again, with their gradients"
+    )
 
 
 def check(model: Model, run: Settings) -> None:
