@@ -18,12 +18,14 @@ import torch
 
 from ..comm.consensus import attempt
 from ..comm.groups import Groups, InProcessGroups
-from ..execution.function import Attention
-from ..kernels.autograd import outside_graphs, refuse_transforms
+from ..comm.packing import CallTag
+from ..execution.function import Attention, KeptResults, forward, rows_to_keep
+from ..execution.job import Job
+from ..kernels.autograd import first_order_only, outside_graphs, refuse_transforms
 from ..planning.in_process import InProcessPlan, Shard
 from ..planning.plan import Plan
 from ..planning.validate import Request, check_shapes
-from .kernels import KERNELS
+from .kernels import KERNELS, Selected
 from .pairs import PairKernel
 from .plans import Setting, plan_ranks, setting
 from .selection import Selection
@@ -44,7 +46,8 @@ def sparse_attention(
     groups: Groups | InProcessGroups | None = None,
     algorithm: str | None = None,
     label: object = None,
-) -> Shard:
+    return_lse: bool = False,
+) -> Any:
     """Exact attention of every query to the keys that were selected for it, over ranks.
 
     q [s, b, h, d]; k [s, b, k, d]; v [s, b, k, w]: this rank's shard; k divides h. v None, with
@@ -56,10 +59,13 @@ def sparse_attention(
     selection: of `mb.select`, or made by hand; layout and mask are its own. scale: of the scores,
     d ** -0.5. sink: [h], a logit in every softmax that has no value; its gradient is that of this
     rank's rows. kernel: "aten", which gathers keys for some rows at a time, or "reference", dense.
-    plan, groups, algorithm, label: as of `mb.select`.
+    plan, groups, algorithm, label: as of `mb.select`. return_lse: return (out, lse), lse [s, b, h]
+    the log-sum-exp of every row's scores and its sink, float32 (float64 for float64 tensors),
+    without a gradient: what `mb.indexer_loss` takes.
 
-    Cannot be differentiated twice. Raises ValueError for unsupported arguments, as `mb.select`
-    does; RuntimeError naming the exchange if a peer died or is out of step.
+    Inside `mb.checkpoint` the store keeps out and lse as of `mb.attention`. Cannot be
+    differentiated twice. Raises ValueError for unsupported arguments, as `mb.select` does;
+    RuntimeError naming the exchange if a peer died or is out of step.
     """
     refuse_transforms("mb.sparse_attention")
     at, chosen = selected_setting(selection, plan, groups, algorithm)
@@ -78,7 +84,8 @@ def sparse_attention(
     first = shards[0]["q"]
     if scale is None and isinstance(first, torch.Tensor) and first.dim():
         scale = first.shape[-1] ** -0.5
-    plans = plan_ranks(at, asked, adapts, needs, scale, sink)
+    plans = plan_ranks(at, asked, adapts, needs, scale, sink, at.store)
+    kept = at.kept(("sparse attention", plans[0].call), label)
     calls = [one.groups.calls.forward(one.identity, label, sink is not None) for one in plans]
     jobs = [
         replace(one.job, kernel=KERNELS[kernel](each, latent))
@@ -90,9 +97,57 @@ def sparse_attention(
         if latent:
             k_here, v_here = k_here[..., value_width:], k_here[..., :value_width]
         flat += [shard["q"], k_here, v_here]
-    outs: Any = Attention.apply(jobs, at.groups, calls, None, None, sink, *flat)
-    result: Any = list(outs) if isinstance(at.groups, InProcessGroups) else outs[0]
-    return result
+    found: Any = SparseAttention.apply(jobs, at.groups, calls, kept, None, sink, *flat)
+    outs, lses = found[: len(jobs)], found[len(jobs) :]
+    if isinstance(at.groups, InProcessGroups):
+        return (list(outs), list(lses)) if return_lse else list(outs)
+    return (outs[0], lses[0]) if return_lse else outs[0]
+
+
+class SparseAttention(torch.autograd.Function):
+    """As `Attention`, whose backward it has, for kernels that know selections; returns lse of each
+    rank behind the results."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        jobs: Sequence[Job],
+        groups: Groups | InProcessGroups,
+        calls: Sequence[CallTag],
+        kept: KeptResults | None,
+        _: None,
+        sink: torch.Tensor | None,
+        *shards: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        flat, count, here = [t.contiguous() for t in shards], len(jobs), jobs
+        each = [tuple(flat[i : i + 3]) for i in range(0, len(flat), 3)]
+        stored = None if kept is None else kept.found()
+        if stored is not None:  # the queries of the ring are those that were not kept
+            here = [_of_the_rest(job) for job in jobs]
+        some = [stored and stored[i : i + 2] for i in range(0, 2 * count, 2)]
+        with groups.running(flat[0].device.type):
+            results = groups.run(forward, here, calls, each, [sink] * count, some)
+        outs, saved = zip(*results, strict=True)
+        if kept is not None:
+            pairs = list(zip(jobs, saved, strict=True))
+            kept.leave(lambda: tuple(t for pair in pairs for t in rows_to_keep(*pair)))
+        ctx.jobs, ctx.groups, ctx.calls, ctx.dtype = jobs, groups, calls, flat[0].dtype
+        ctx.lengths = [len(some) for some in saved]
+        lses = tuple(some[4] for some in saved)
+        ctx.save_for_backward(sink, *(t for some in saved for t in some))
+        ctx.mark_non_differentiable(*lses)
+        return *outs, *lses
+
+    @staticmethod
+    @first_order_only("mb.sparse_attention")
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Attention.backward(ctx, *grads[: len(ctx.jobs)])
+
+
+def _of_the_rest(job: Job) -> Job:
+    assert isinstance(job.kernel, Selected)
+    assert job.recompute is not None
+    return replace(job, kernel=job.kernel.of_rows(job.recompute.rest))
 
 
 def selected_setting(

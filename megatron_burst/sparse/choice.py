@@ -30,7 +30,7 @@ from ..planning.automatic import CHOICES_KEPT, rates_of
 from ..planning.validate import Request
 from .pairs import PairKernel, SelectedPairs
 from .rules import SelectionRule, described
-from .selection import Selection
+from .selection import selected
 from .top_k import no_units
 
 
@@ -110,7 +110,7 @@ class _Trial:
         ids = torch.arange(len(work.keys), dtype=torch.int32, device=q.device)
         ids = ids.expand(*q.shape[:2], self.heads, -1)
         layout: Any = None  # of no use to a pair
-        return self.by(Selection(ids, layout, Causal(), checked=True), self.latent)
+        return self.by(selected(ids, layout, Causal()), self.latent)
 
     def _score(
         self, rule: SelectionRule, q: torch.Tensor, k: torch.Tensor, work: SelectedPairs

@@ -34,7 +34,7 @@ from ..planning.validate import Request, check_shapes
 from .pairs import PairKernel, tiles
 from .plans import plan_ranks, setting
 from .rules import SelectionRule, described, rule_of
-from .selection import Selection
+from .selection import selected
 from .top_k import add_units_, in_order, no_units
 
 
@@ -71,6 +71,8 @@ def select(
     (zigzag), mask (causal) and algorithm, one in which keys travel (burst) or "auto", of which all
     ranks agree at each call. label: as of `mb.attention`.
 
+    Inside `mb.checkpoint` the store keeps the selection of all rows, and the recompute takes it.
+
     Rules with blocks need layouts that leave each block whole on a rank, and masks (`Causal`,
     `Full`, `Documents`, combined by &) that begin no document within one. Raises ValueError for
     other arguments, the same on every rank (with a plan: on the rank that has them).
@@ -82,11 +84,20 @@ def select(
     stand_ins = [attempt(partial(index_stand_ins, shard, asked)) for shard in shards]
     adapts = [partial(_adapted, asked=asked, top_k=top_k)] * len(shards)
     plans = plan_ranks(at, stand_ins, adapts)
-    calls = [one.groups.calls.forward(one.identity, label, False) for one in plans]
-    tensors = [tuple(shard.values()) for shard in shards]
-    run = partial(_select, rule=ready(asked), top_k=top_k)
-    with at.groups.running(tensors[0][0].device.type):
-        found = at.groups.run(run, plans, calls, tensors)
+    kept = at.kept(("selection", described(ready(asked)), top_k, plans[0].call), label)
+    ids = None if kept is None else kept.found()
+    if ids is None:
+        calls = [one.groups.calls.forward(one.identity, label, False) for one in plans]
+        tensors = [tuple(shard.values()) for shard in shards]
+        run = partial(_select, rule=ready(asked), top_k=top_k)
+        with at.groups.running(tensors[0][0].device.type):
+            ids = tuple(at.groups.run(run, plans, calls, tensors))
+        if kept is not None:
+            kept.leave(lambda: ids)
+    block = ready(asked).block
+    found = [
+        selected(each, one.layout, one.mask, block) for each, one in zip(ids, plans, strict=True)
+    ]
     return found if isinstance(at.groups, InProcessGroups) else found[0]
 
 
@@ -115,12 +126,14 @@ def index_stand_ins(shard: dict[str, Any], asked: SelectionRule | ValueError) ->
         words = "needs index_weights" if rule.weighted else "takes no index_weights"
         raise ValueError(f"index_weights: rule {type(rule).__name__} {words}, got {weights!r:.60}")
     if weights is not None:
-        shape, device = tuple(q.shape[:3]), q.device
+        shape, dtypes = tuple(q.shape[:3]), {q.dtype, accumulation_dtype(q.dtype)}
         tensor = isinstance(weights, torch.Tensor)
-        if not tensor or (tuple(weights.shape), weights.device) != (shape, device):
-            got = f"{tuple(weights.shape)} on {weights.device}" if tensor else repr(weights)
+        found = tensor and (tuple(weights.shape), weights.device)
+        if found != (shape, q.device) or weights.dtype not in dtypes:
+            got = f"{found} {weights.dtype}" if tensor else repr(weights)
             raise ValueError(
-                f"index_weights must be {shape} on {device}, one of each index head, got {got:.100}"
+                f"index_weights must be {shape} on {q.device}, one of each index head, and "
+                f"{' or '.join(map(str, sorted(dtypes, key=str)))}, got {got:.100}"
             )
     try:
         check_shapes(q, k, k)
@@ -177,8 +190,8 @@ def _by_blocks(mask: Mask) -> bool:
 
 def _select(
     plan: Plan, tag: CallTag, tensors: Tensors, rule: SelectionRule, top_k: int
-) -> Selection:
-    """The selection of one rank."""
+) -> torch.Tensor:
+    """The ids of the selection of one rank."""
     q, k, weights = (None if t is None else t.contiguous() for t in tensors)
     assert q is not None
     assert k is not None
@@ -191,7 +204,7 @@ def _select(
     # Nothing is summed or sent back: what was found stays with `compute`.
     sums = {"out": [torch.Size((0,))]}
     ring.run([ring.Ring(job, job.chunks[0].forward, tag, part, compute, own, sums)])
-    return Selection(in_order(units), plan.layout, plan.mask, rule.block, checked=True)
+    return in_order(units)
 
 
 @dataclass(frozen=True)

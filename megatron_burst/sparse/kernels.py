@@ -11,6 +11,7 @@ of a tile.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -42,6 +43,11 @@ class Selected(PairKernel):
 
     def __init__(self, selection: Selection, latent: bool):
         self.selection, self.latent = selection, latent
+
+    def of_rows(self, rows: torch.Tensor) -> Selected:
+        """The same for these rows of the queries, int64, alone."""
+        selection = replace(self.selection, ids=self.selection.ids.index_select(0, rows))
+        return type(self)(selection, self.latent)
 
     def places(self, work: SelectedPairs, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """(rows of the chunk int64, bool) [r, b, H, n]: where each selected position of these rows

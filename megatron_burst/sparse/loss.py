@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`mb.indexer_loss`: how far the indexer is from what attention looks at, over the selection.
 
-Four walks over the ring: the log-sum-exp of attention, its probabilities, the index scores, and
-backward the gradients of the index keys. What a rank keeps is as large as its selection.
+Walks over the ring: the log-sum-exp of attention where it is not given, its probabilities, the
+index scores, and backward the gradients of the index keys. What a rank keeps is as large as its
+selection.
 
 Shape letters: s local rows, b batch, i index heads, k index key heads, h query heads, d width,
 H selections of a row.
@@ -22,8 +23,10 @@ from ..comm.consensus import attempt
 from ..comm.groups import Groups, InProcessGroups
 from ..comm.packing import CallTag, Message
 from ..execution import ring
+from ..execution.function import KeptResults
 from ..execution.job import Call, Pass, Tensors
 from ..kernels.autograd import first_order_only, outside_graphs, refuse_transforms
+from ..kernels.online_softmax import accumulation_dtype
 from ..planning.in_process import InProcessPlan, Shard
 from ..planning.plan import Plan
 from ..planning.validate import Request, check_shapes
@@ -52,32 +55,37 @@ def indexer_loss(
     groups: Groups | InProcessGroups | None = None,
     algorithm: str | None = None,
     label: object = None,
+    lse: Shard | None = None,
 ) -> Shard:
     """KL(attention ; softmax of the index scores) of every query over what was selected for it.
 
     index_q, index_k, index_weights, rule: as of the `mb.select` that made `selection`. q [s, b, h,
-    d], k [s, b, key heads, d]: of the attention over it, without a sink; its probabilities are
-    summed over the heads that share a selection, and over tp_group (whose ranks hold other heads of
-    the same rows), and normalised; of a unit of several positions they are summed too.
+    d], k [s, b, key heads, d]: of the attention over it; its probabilities are summed over the
+    heads that share a selection, and over tp_group (whose ranks hold other heads of the same rows),
+    and normalised; of a unit of several positions they are summed too.
+
+    lse: [s, b, h], as `mb.sparse_attention(..., return_lse=True)` returns it for the same tensors;
+    without it keys travel once more to find it. A sink that is in it takes its share of each head.
 
     Returns [s, b, H] of this rank's rows, in float32 (float64 for float64 tensors), with gradients
     of index_q, index_k and index_weights, and none of q and k. A query that sees nothing has 0.
     With `Groups.in_process` tensors and results are lists, one per rank, without tp_group.
 
     scale: of the attention's scores, d ** -0.5. plan, groups, algorithm, label: as of `mb.select`.
-    Keys travel twice, index keys once, and again in backward, with their gradients. Cannot be
+    Keys travel once, index keys too, and again in backward, with their gradients. Inside
+    `mb.checkpoint` the store keeps the loss and its slopes, as large as the selection. Cannot be
     differentiated twice. Raises ValueError for unsupported arguments, as `mb.select` does.
     """
     refuse_transforms("mb.indexer_loss")
     at, chosen = selected_setting(selection, plan, groups, algorithm)
     shards = at.per_rank(q=index_q, k=index_k, w=index_weights)
-    main = at.per_rank(q=q, k=k)
+    main = at.per_rank(q=q, k=k, lse=lse)
     asked = attempt(partial(_asked, rule, tp_group, isinstance(at.groups, InProcessGroups)))
     if scale is None and isinstance(main[0]["q"], torch.Tensor) and main[0]["q"].dim():
         scale = main[0]["q"].shape[-1] ** -0.5
     of_attention = [attempt(partial(_stand_ins, shard, one)) for shard, one in
                     zip(main, chosen, strict=True)]  # fmt: skip
-    adapts = [partial(_without_values, selection=one) for one in chosen]
+    adapts = [partial(_without_values, selection=one, lse=lse is not None) for one in chosen]
     attention = plan_ranks(at, of_attention, adapts, scale=scale)
     of_index = [attempt(partial(index_stand_ins, shard, asked)) for shard in shards]
     adapts = [partial(_index_request, selection=one, asked=asked) for one in chosen]
@@ -89,7 +97,8 @@ def indexer_loss(
         for each, mine, walk, t in zip(chosen, attention, index, main, strict=True)
     ]
     flat = [t for shard in shards for t in shard.values()]
-    losses: Any = _IndexerLoss.apply(parts, at.groups, *flat)
+    what = "indexer loss", described(parts[0].rule), scale, parts[0].attention.call
+    losses: Any = _IndexerLoss.apply(parts, at.groups, at.kept(what, label), *flat)
     result: Any = list(losses) if isinstance(at.groups, InProcessGroups) else losses[0]
     return result
 
@@ -107,14 +116,22 @@ def _stand_ins(shard: dict[str, Any], selection: object) -> Any:
     check_shapes(shard["q"], shard["k"], shard["k"])
     if not isinstance(selection, Selection):
         raise ValueError(f"selection must be an mb.Selection, got {selection!r:.100}")
-    q, k = shard["q"].detach(), shard["k"].detach()
+    q, k, lse = shard["q"].detach(), shard["k"].detach(), shard["lse"]
+    wanted = tuple(q.shape[:3]), accumulation_dtype(q.dtype), q.device
+    tensor = isinstance(lse, torch.Tensor)
+    found = (tuple(lse.shape), lse.dtype, lse.device) if tensor else lse
+    if lse is not None and found != wanted:
+        raise ValueError(
+            f"lse must be {wanted}, as mb.sparse_attention(..., return_lse=True) returns it, got "
+            f"{found!r:.100}"
+        )
     return q, k, k[..., :1]
 
 
-def _without_values(request: Request, selection: Selection) -> Request:
+def _without_values(request: Request, selection: Selection, lse: bool) -> Request:
     request = adapted(request, selection, "aten", latent=False)
     q, k, v = request.tensors
-    return replace(request, tensors=(q, k, v[..., :0]))
+    return replace(request, tensors=(q, k, v[..., :0]), facts=request.facts | {"lse": lse})
 
 
 def _index_request(
@@ -151,7 +168,7 @@ def _calls(attention: Plan, index: Plan, label: object) -> tuple[CallTag, CallTa
 
 @dataclass(frozen=True)
 class _Part:
-    """One rank's part of a call. main: q and k of attention."""
+    """One rank's part of a call. main: q and k of attention, and its lse or None."""
 
     rule: SelectionRule
     selection: Selection
@@ -159,7 +176,7 @@ class _Part:
     index: Plan
     calls: tuple[CallTag, CallTag, CallTag]
     tp_group: dist.ProcessGroup | None
-    main: Tensors
+    main: tuple[Any, ...]
 
 
 @dataclass
@@ -197,6 +214,8 @@ class _IndexScores:
             weights = None if self.weights is None else wide(self.weights[rows])
             found = rule.scores(wide(q[rows]), k, weights)
             at, there = _where(ids[rows], units)
+            if not self.part.selection.checked:  # what the mask hides takes no part
+                there &= call.work.sees(rows, (ids[rows].long() * rule.block).clamp(min=0))
             self.scores[rows] = torch.where(there, found.gather(-1, at), self.scores[rows])
 
 
@@ -266,13 +285,17 @@ NOTHING = {"out": [torch.Size((0,))]}  # what was found stays with what computes
 def _forward(part: _Part, shard: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     """(loss [s, b, H], its gradient by every index score [s, b, H, top_k])."""
     index_q, index_k, weights = shard
-    q, k = (t.detach().contiguous() for t in part.main)
+    q, k = (t.detach().contiguous() for t in part.main[:2])
+    lse = part.main[2]
     ids, plan = part.selection.ids, part.attention
     kernel, scale = SelectedAten(part.selection, latent=False), plan.job.scoring.scale
     run = plan.job.chunks[0].forward
-    lse = wide(q).new_full(q.shape[:3], float("-inf"))
+    if lse is None:
+        lse = wide(q).new_full(q.shape[:3], float("-inf"))
+        _walk(plan, run, part.calls[0], _LogSumExp(kernel, scale, lse), q, k, NOTHING)
+    else:
+        lse = lse.detach()
     total = lse.new_zeros(ids.shape)
-    _walk(plan, run, part.calls[0], _LogSumExp(kernel, scale, lse), q, k, NOTHING)
     compute = _Probabilities(kernel, scale, lse, total)
     _walk(plan, run, part.calls[1], compute, q, k, NOTHING)
     if part.tp_group is not None:
@@ -283,9 +306,10 @@ def _forward(part: _Part, shard: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     _walk(part.index, run, part.calls[2], compute, index_q, index_k, NOTHING)
     p = total / total.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(total.dtype).tiny)
     lse = scores.logsumexp(dim=-1, keepdim=True)
-    log = (scores - lse.masked_fill(lse == float("-inf"), 0.0)).masked_fill(ids < 0, 0.0)
+    none = scores == float("-inf")  # places that are not taken
+    log = (scores - lse).masked_fill(none, 0.0)
     loss = (torch.xlogy(p, p) - p * log).sum(dim=-1)
-    return loss, log.exp().masked_fill(ids < 0, 0.0) - p
+    return loss, log.exp().masked_fill(none, 0.0) - p
 
 
 def _backward(
@@ -308,14 +332,25 @@ class _IndexerLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, parts: Sequence[_Part], groups: Groups | InProcessGroups, *flat: Any
+        ctx: Any,
+        parts: Sequence[_Part],
+        groups: Groups | InProcessGroups,
+        kept: KeptResults | None,
+        *flat: Any,
     ) -> tuple[torch.Tensor, ...]:
         flat = tuple(None if t is None else t.contiguous() for t in flat)
         shards = [flat[n : n + 3] for n in range(0, len(flat), 3)]
-        with groups.running(flat[0].device.type):
-            found = groups.run(_forward, parts, shards)
-        losses, slopes = zip(*found, strict=True)
-        ctx.parts, ctx.groups = parts, groups
+        stored = None if kept is None else kept.found()
+        if stored is None:
+            with groups.running(flat[0].device.type):
+                losses, slopes = zip(*groups.run(_forward, parts, shards), strict=True)
+        else:
+            losses, slopes = (tuple(t.detach() for t in stored[n::2]) for n in range(2))
+        if kept is not None:
+            pairs = zip(losses, slopes, strict=True)
+            kept.leave(lambda: tuple(t.detach() for pair in pairs for t in pair))
+        # What only forward needs would live as long as the loss.
+        ctx.parts, ctx.groups = [replace(part, main=()) for part in parts], groups
         ctx.save_for_backward(*flat, *slopes)
         return losses
 
@@ -325,8 +360,9 @@ class _IndexerLoss(torch.autograd.Function):
         for part in ctx.parts:
             part.index.groups.check()
             part.index.groups.calls.backward(part.calls[2])
-        flat, slopes = ctx.saved_tensors[: -len(dlosses)], ctx.saved_tensors[-len(dlosses) :]
+        saved = ctx.saved_tensors  # once: inside a checkpoint it can be taken no second time
+        flat, slopes = saved[: -len(dlosses)], saved[-len(dlosses) :]
         shards = [flat[n : n + 3] for n in range(0, len(flat), 3)]
         with ctx.groups.running(dlosses[0].device.type):
             found = ctx.groups.run(_backward, ctx.parts, dlosses, shards, slopes)
-        return None, None, *(grad for grads in found for grad in grads)
+        return None, None, None, *(grad for grads in found for grad in grads)

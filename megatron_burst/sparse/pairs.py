@@ -48,7 +48,7 @@ class SelectedPairs:
             return positions <= q
         # Masks are arithmetic on the host; in a plan their tables would be as large as the scores.
         seen = self.mask.visible(q.cpu().numpy(), positions.cpu().numpy())
-        return to_device(np.ascontiguousarray(seen), positions.device)
+        return to_device(np.require(seen, requirements=["C", "W"]), positions.device)
 
 
 class PairKernel:

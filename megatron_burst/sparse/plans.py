@@ -18,6 +18,7 @@ import torch
 from ..comm.consensus import Facts, identity
 from ..comm.groups import Groups, InProcessGroups, check_groups
 from ..comm.recent import Recent
+from ..execution.function import KeptResults
 from ..layout import LayoutName
 from ..layout.layouts import Layout
 from ..masks import Mask
@@ -26,6 +27,7 @@ from ..planning.in_process import InProcessPlan
 from ..planning.plan import Plan
 from ..planning.prepare import plan_of, prepare_rank
 from ..planning.validate import Request, check
+from ..recompute.checkpoint import Frame, current
 from ..schedule.algorithms import ALGORITHMS
 
 if TYPE_CHECKING:
@@ -37,11 +39,27 @@ Adapt = Callable[[Request], Request]
 
 @dataclass(frozen=True)
 class Setting:
-    """Where an operation runs: a plan of attention, or the keywords that one is made from."""
+    """Where an operation runs: a plan of attention, or the keywords that one is made from. frame:
+    of the checkpoint around it."""
 
     groups: Groups | InProcessGroups
     plans: Sequence[Plan] | None
     options: AttentionOptions
+    frame: Frame | None
+
+    @property
+    def store(self) -> float | None:
+        """The fraction of rows whose results a checkpoint keeps."""
+        if self.plans is not None:
+            return self.plans[0].options.store
+        return None if self.frame is None else self.frame.keep
+
+    def kept(self, what: object, label: object) -> KeptResults | None:
+        """Where the call with this label leaves or finds `what`. ValueError if the checkpoint wants
+        what the plan does not."""
+        if self.plans is not None and self.plans[0].keeps(self.frame, label) is None:
+            return None
+        return KeptResults(self.frame, (what, label)) if self.frame and self.store else None
 
     def per_rank(self, **named: Any) -> list[dict[str, Any]]:
         """What `named` has of each rank of this process."""
@@ -63,7 +81,7 @@ def setting(
             layout="zigzag" if layout is None else layout, mask=mask, side="kv",
             algorithm="burst" if algorithm is None else algorithm, kernel="reference",
         )  # fmt: skip
-        return Setting(groups, None, options)
+        return Setting(groups, None, options, current())
     keywords = {"groups": groups, "layout": layout, "mask": mask, "algorithm": algorithm}
     given = sorted(name for name, value in keywords.items() if value is not None)
     if given:
@@ -75,7 +93,7 @@ def setting(
         layout=plans[0].layout, mask=plans[0].mask, side="kv", kernel="reference",
         algorithm=plans[0].algorithm if plans[0].choice is None else "auto",
     )  # fmt: skip
-    return Setting(plan.groups, plans, options)
+    return Setting(plan.groups, plans, options, current())
 
 
 def plan_ranks(
@@ -85,10 +103,11 @@ def plan_ranks(
     needs_grad: Sequence[bool] = (False, False, False),
     scale: float | None = None,
     sink: torch.Tensor | None = None,
+    store: float | None = None,
 ) -> list[Plan]:
     """The plan of each rank of this process. tensors: q, k and v of each, or what stands for them;
     adapts: what each asks of its request. Raises the same ValueError on every rank."""
-    options = replace(setting.options, softmax_scale=scale)
+    options = replace(setting.options, softmax_scale=scale, store=store)
     given = {"needs_grad": tuple(needs_grad), "sink": sink, "max_logits": None, "rates": None}
     ranks = setting.groups.ranks
     if setting.plans is None:

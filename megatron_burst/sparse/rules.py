@@ -52,10 +52,13 @@ def _shared(heads: int, key_heads: int) -> int:
     return 1
 
 
-def _weighted_relu(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    """sum_h weights[h] * relu(q[h] . k)."""
+def _weighted(
+    q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None, relu: bool
+) -> torch.Tensor:
+    """sum_h weights[h] * relu(q[h] . k), or without relu."""
     assert weights is not None
-    found = torch.relu(torch.einsum("sbid,tbd->sbit", q, k[:, :, 0]))
+    found = torch.einsum("sbid,tbd->sbit", q, k[:, :, 0])
+    found = torch.relu(found) if relu else found
     return torch.einsum("sbi,sbit->sbt", weights, found).unsqueeze(2)
 
 
@@ -65,11 +68,13 @@ def _means(k: torch.Tensor, block: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Dsa:
-    """Tokens by sum_h w[h] * relu(q[h] . k), one selection for all heads (DeepSeek-V3.2)."""
+    """Tokens by sum_h w[h] * relu(q[h] . k), one selection for all heads (DeepSeek-V3.2); relu: or
+    without it (GLM-5)."""
 
     block: int = 1
     own: bool = False
     weighted: bool = True
+    relu: bool = True
 
     def selections(self, heads: int, key_heads: int) -> int:
         return _shared(heads, key_heads)
@@ -77,7 +82,7 @@ class Dsa:
     def scores(
         self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None
     ) -> torch.Tensor:
-        return _weighted_relu(q, _means(k, self.block), weights)
+        return _weighted(q, _means(k, self.block), weights, self.relu)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -19,13 +20,14 @@ class Selection:
     of the whole sequence from u * block. H divides the query heads: a selection per query head, per
     group of them, or (1) for all. layout, mask: of the queries and keys. A query attends to what is
     selected and `mask` shows. checked: are the ids known to be right, as those of `mb.select` are?
+    A copy with other ids is not (`dataclasses.replace`).
     """
 
     ids: torch.Tensor
     layout: Layout
     mask: Mask
     block: int = 1
-    checked: bool = field(default=False, repr=False, compare=False)
+    checked: bool = field(default=False, init=False, repr=False, compare=False)
 
     @property
     def counts(self) -> torch.Tensor:
@@ -69,3 +71,10 @@ class Selection:
         before, after = ids[..., :-1], ids[..., 1:]
         if not bool(((after == -1) | ((after > before) & (before >= 0))).all()):
             raise ValueError("selection: ids of a query must ascend, with -1 after all others")
+
+
+def selected(*fields: Any) -> Selection:
+    """A selection whose ids are right."""
+    made = Selection(*fields)
+    object.__setattr__(made, "checked", True)
+    return made

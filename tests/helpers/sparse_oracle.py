@@ -15,7 +15,7 @@ def index_scores(rule, block, q, k, weights):
     if rule == "dsa":
         dot = torch.stack([q[:, :, h].transpose(0, 1) @ k[:, :, 0].permute(1, 2, 0)
                            for h in range(heads)])  # fmt: skip
-        found = (weights.permute(2, 1, 0)[..., None] * dot.clamp(min=0)).sum(0)
+        found = (weights.permute(2, 1, 0)[..., None] * dot * (dot > 0)).sum(0)
         return found.transpose(0, 1).unsqueeze(2)
     blocks = [slice(u, u + block) for u in range(0, length, block)]
     if rule == "qsa":
@@ -77,3 +77,17 @@ def attention(q, k, v, hidden, scale, sink=None):
         total = total + (sink - scores.detach().amax()).exp()[:, None]
     p = weight / torch.where(total == 0, torch.ones_like(total), total)
     return torch.einsum("sbht,tbhw->sbhw", p, values), p
+
+
+def indexer_loss(scores, chosen, p, block):
+    """KL(p ; softmax of the scores) over what was chosen, [S, b, H]: p [S, b, h, S] of attention,
+    summed over heads and units, normalised."""
+    heads = scores.shape[2]
+    p = p.unflatten(2, (heads, -1)).sum(3).unflatten(-1, (-1, block)).sum(-1)
+    p = p / p.sum(-1, keepdim=True).clamp(min=1e-300)
+    kept = torch.zeros_like(scores, dtype=torch.bool)
+    for t, row in enumerate(chosen):
+        for n, some in enumerate(row):
+            kept[t, n // heads, n % heads, some] = True
+    log = torch.log_softmax(scores.masked_fill(~kept, -1e300), -1)
+    return torch.where(p > 0, p * (p.clamp(min=1e-300).log() - log), 0.0).sum(-1)

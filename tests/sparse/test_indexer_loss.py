@@ -1,5 +1,7 @@
 """The indexer's loss and its gradients against the formula, written by hand, in float64."""
 
+import weakref
+
 import pytest
 import sparse_oracle
 import torch
@@ -31,17 +33,9 @@ def by_hand(rule, given):
     index = [None if x is None else x.detach().requires_grad_() for x in index]
     scores = sparse_oracle.index_scores(rule, block, *index)
     units = sparse_oracle.chosen(scores.detach(), CAUSAL, block, TOP_K, chosen.own)
-    heads = scores.shape[2]
     hidden = ~sparse_oracle.table(units, CAUSAL, block, B, 4)
     _, p = sparse_oracle.attention(q, k, k, hidden, D**-0.5)
-    p = p.unflatten(2, (heads, -1)).sum(3).unflatten(-1, (-1, block)).sum(-1)
-    p = p / p.sum(-1, keepdim=True)
-    kept = torch.zeros_like(scores, dtype=torch.bool)
-    for t, row in enumerate(units):
-        for n, some in enumerate(row):
-            kept[t, n // heads, n % heads, some] = True
-    log = torch.log_softmax(scores.masked_fill(~kept, -1e300), -1)
-    loss = torch.where(p > 0, p * (p.clamp(min=1e-300).log() - log), 0.0).sum(-1)
+    loss = sparse_oracle.indexer_loss(scores, units, p, block)
     leaves = [x for x in index if x is not None]
     return loss.detach(), torch.autograd.grad((loss * outer).sum(), leaves)
 
@@ -93,6 +87,41 @@ def test_ranks_of_tensor_parallelism_sum_their_heads(ranks):
             close(grad, wanted)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_keys_that_the_mask_hides_take_no_part(ranks):
+    """Of a selection made by hand: the last key is hidden from all rows but the last."""
+    *index, q, k, outer = tensors("dsa")
+    layout, groups = mb.layout.make("contiguous", cp_size=ranks), mb.Groups.in_process(intra=ranks)
+    names, length = [0, 1, S - 1], torch.arange(S)
+    units = [[[u for u in names if u <= t]] * B for t in length.tolist()]
+    leaves = [x.requires_grad_() for x in index]
+    hidden = ~sparse_oracle.table(units, CAUSAL, 1, B, 4)
+    _, p = sparse_oracle.attention(q, k, k, hidden, D**-0.5)
+    loss = sparse_oracle.indexer_loss(sparse_oracle.index_scores("dsa", 1, *leaves), units, p, 1)
+    grads = torch.autograd.grad((loss * outer).sum(), leaves)
+    *index, q, k, outer = ([mb.shard(x.detach(), layout, r) for r in range(ranks)]
+                           for x in (*leaves, q, k, outer))  # fmt: skip
+    ids = torch.tensor(names, dtype=torch.int32).expand(S // ranks, B, 1, 3).contiguous()
+    found = [mb.Selection(ids, layout, mb.masks.Causal())] * ranks
+    index = [[x.requires_grad_() for x in shard] for shard in index]
+    losses = mb.indexer_loss(*index, q, k, found, rule="dsa", groups=groups)
+    close(mb.unshard(losses, layout).detach(), loss.detach())
+    torch.autograd.backward(losses, outer)
+    for mine, grad in zip(index, grads, strict=True):
+        close(mb.unshard([x.grad for x in mine], layout), grad)
+
+
+def test_the_graph_holds_nothing_of_attention():
+    *index, q, k, _ = ([x] for x in tensors("dsa"))
+    index = [[x.requires_grad_() for x in shard] for shard in index]
+    groups, gone = mb.Groups.in_process(intra=1), [weakref.ref(q[0]), weakref.ref(k[0])]
+    found = mb.select(*index, rule="dsa", top_k=TOP_K, groups=groups)
+    loss = mb.indexer_loss(*index, q, k, found, rule="dsa", groups=groups)[0]
+    del q, k
+    assert not any(ref() is not None for ref in gone)
+    loss.sum().backward()
+
+
 def test_what_is_refused():
     groups = mb.Groups.in_process(intra=1)
     *index, q, k, _ = ([x] for x in tensors("dsa"))
@@ -101,6 +130,7 @@ def test_what_is_refused():
         "makes .* selections of blocks of 4": {"rule": "qsa"},
         "rule must be one of": {"rule": 3},
         "tp_group must be a process group": {"tp_group": 3},
+        "lse must be .* as mb.sparse_attention": {"lse": [q[0][..., :1]]},
     }.items():
         with pytest.raises(ValueError, match=words):
             mb.indexer_loss(*index, q, k, found, **{"rule": "dsa", "groups": groups} | named)

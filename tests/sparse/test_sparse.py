@@ -7,6 +7,7 @@ import sparse_oracle
 import torch
 
 import megatron_burst as mb
+from megatron_burst.execution import ring
 from megatron_burst.sparse import rules
 
 B, D, W = 2, 4, 3
@@ -233,18 +234,60 @@ def test_layers_take_the_plan_of_attention():
     assert all(torch.equal(a.ids, b.ids) for a, b in zip(found, wanted, strict=True))
 
 
-def test_a_checkpoint_computes_both_again():
-    """With a plan and one latent; what the store keeps of other calls changes nothing."""
-    groups, length = mb.Groups.in_process(intra=1), 16
-    index = [[x] for x in index_tensors("dsa", length)]
-    q, k = (torch.randn(length, B, n, 7, dtype=torch.float64).requires_grad_() for n in (4, 1))
-    plan = mb.prepare([q], [k], [k], groups=groups)
+@pytest.mark.parametrize("keep", [0.5, 1.0])
+def test_a_checkpoint_keeps_what_it_promises(keep, monkeypatch):
+    """Selection, loss and as many rows of attention: its recompute walks for the other rows alone.
+    Gradients are bitwise those without a checkpoint."""
+    groups, length, layout = mb.Groups.in_process(intra=2), 32, layout_of("zigzag", 2)
+    index = [shards(x, layout) for x in index_tensors("dsa", length)]
+    q, k = (shards(torch.randn(length, B, n, 7, dtype=torch.float64), layout) for n in (4, 1))
+    leaves = [x.requires_grad_() for shard in (*index, q, k) for x in shard]
+    plan = mb.prepare(q, k, k, groups=groups, layout=layout, store=keep)
+    walks = []
+    monkeypatch.setattr(ring, "run", lambda rings, run=ring.run: (
+        walks.append(rings[0].run.name), run(rings)))  # fmt: skip
 
-    def layer(q):
+    def layer(*flat):
+        *index, q, k = [flat[n : n + 2] for n in range(0, 10, 2)]
         found = mb.select(*index, rule="dsa", top_k=4, plan=plan, label=0)
-        return mb.sparse_attention([q], [k], None, found, value_width=5, plan=plan, label=0)[0]
+        outs, lse = mb.sparse_attention(
+            q, k, None, found, value_width=5, plan=plan, label=0, return_lse=True
+        )
+        losses = mb.indexer_loss(*index, q, k, found, rule="dsa", plan=plan, label=0, lse=lse)
+        return *outs, *losses
 
-    wanted, found = layer(q), mb.checkpoint(layer, q, keep=0.5)
-    assert torch.equal(found, wanted)
-    grads = [torch.autograd.grad(out.square().sum(), (q, k)) for out in (wanted, found)]
-    assert all(map(torch.equal, *grads))
+    wanted = layer(*leaves)
+    alone = torch.autograd.grad(sum(x.square().sum() for x in wanted), leaves)
+    before, walks[:] = len(walks), []
+    found = mb.checkpoint(layer, *leaves, keep=keep)
+    assert all(map(torch.equal, found, wanted))
+    forward = len(walks)
+    again = torch.autograd.grad(sum(x.square().sum() for x in found), leaves)
+    assert all(map(torch.equal, alone, again))
+    # of two ranks: selection, attention, probabilities, scores; backward of two
+    assert (before, forward) == (12, 8)
+    assert len(walks) - forward == 6  # the rest of attention, and backward
+
+
+def test_what_the_store_has_must_be_planned():
+    groups = mb.Groups.in_process(intra=1)
+    index = [[x] for x in index_tensors("dsa", 16)]
+    q = [index[0][0].requires_grad_()]
+    plan = mb.prepare(q, q, q, groups=groups)
+    with pytest.raises(ValueError, match=r"make it with mb.prepare\(..., store=0.5\)"):
+        mb.checkpoint(lambda _: mb.select(*index, rule="dsa", top_k=4, plan=plan), *q, keep=0.5)
+
+
+def test_lse_is_that_of_all_rows():
+    length, layout, groups = 32, layout_of("zigzag", 2), mb.Groups.in_process(intra=2)
+    found = select(index_tensors("dsa", length), layout, rule="dsa", top_k=6, groups=groups)
+    q, k = (torch.randn(length, B, n, D, dtype=torch.float64) for n in (4, 2))
+    sink = torch.randn(4, dtype=torch.float64)
+    shown = sparse_oracle.table(listed(ids_of(found, layout)), seen("causal", length), 1, B, 4)
+    scores = torch.einsum("sbhd,tbhd->sbht", q, k.repeat_interleave(2, 2)) * D**-0.5
+    wanted = scores.masked_fill(~shown, float("-inf")).logsumexp(-1)
+    mine = [shards(x, layout) for x in (q, k, k)]
+    for one, right in ((None, wanted), (sink, torch.logaddexp(wanted, sink))):
+        _, lse = mb.sparse_attention(*mine, found, sink=one, groups=groups, return_lse=True)
+        close(mb.unshard(lse, layout), right)
+        assert not lse[0].requires_grad

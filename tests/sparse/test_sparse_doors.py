@@ -65,6 +65,10 @@ INDEX = {
     "index_weights: rule Msa takes no": (*index(),),
     "one index key head, got 2": (*index(2, 2),),
     "index_weights must be": (*index()[:2], index(3)[2]),
+    "index_weights must be .* torch.float64, got .* torch.float32": (
+        *index()[:2],
+        [x.float() for x in index()[2]],
+    ),
     "index_q must be a tensor": ([None, None], *index()[1:]),
     "index_q and index_k, .* must divide": (*index(3, 2),),
     "give a list with a tensor of each": (index()[0][:1], *index()[1:]),
@@ -84,7 +88,7 @@ def attend(selections, q=None, **named):
 
 
 def changed(**fields):
-    return [replace(each, checked=False, **fields) for each in select()]
+    return [replace(each, **fields) for each in select()]
 
 
 def with_ids(change):

@@ -1,0 +1,9 @@
+"""A short search with fixed seeds; `make fuzz ARGS=sparse` searches as long as one likes."""
+
+from fuzz import sparse
+
+
+def test_random_layers():
+    tally = sparse.search(range(8))
+    assert not tally.failures, tally
+    assert tally.tried == 8
