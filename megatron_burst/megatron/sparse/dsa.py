@@ -13,9 +13,13 @@ import importlib
 from contextvars import Context
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 
+from ...comm.recent import Recent
+from ...layout.sharding import to_device
+from ...planning.plan import Plan
 from ...recompute.checkpoint import current
 from ...sparse import Selection, indexer_loss, select, sparse_attention
 from ...sparse.rules import Dsa
@@ -25,6 +29,7 @@ from .selecting_layers import SelectingLayer, SparseCall
 # From 0.19 on; before, it is another one.
 dsa: Any = importlib.import_module("megatron.core.transformer.experimental_attention_variant.dsa")
 _NOTE = "dsa selections"
+ROWS_KEPT = 16  # tables of rows, of each micro-batch in flight
 
 
 class BurstDSAttention(dsa.DSAttention):
@@ -88,11 +93,13 @@ class BurstDSAttention(dsa.DSAttention):
         out = torch.einsum("sbhc,hdc->sbhd", out, up_v_weight.to(out.dtype)).flatten(2)
         if index is None:
             return out
-        tensor = self.pg_collection.tp
+        tensor, over = self.pg_collection.tp, selection
+        if not self.config.dsa_indexer_use_sparse_loss:
+            over, lse = self._everything(call["plan"]), None
         # Megatron's checkpoints run first without gradients, and this call is not made then: it
         # finds nothing of that run, so it runs outside the checkpoint's frame.
         rows = Context().run(
-            indexer_loss, *index, query.detach(), key.detach(), selection, rule=self.rule, lse=lse,
+            indexer_loss, *index, query.detach(), key.detach(), over, rule=self.rule, lse=lse,
             scale=self.softmax_scale, tp_group=tensor if tensor.size() > 1 else None, **call,
         )  # fmt: skip
         loss = self._reduced(rows.squeeze(2).transpose(0, 1), packed_seq_params)
@@ -112,6 +119,17 @@ class BurstDSAttention(dsa.DSAttention):
         if self.index_share:
             self._selections[self.layer_number] = selection
         return index if trains else None, selection
+
+    def _everything(self, plan: Plan) -> Selection:
+        """All keys that each row sees: what the loss is over unless it is sparse. As large as the
+        rows times the longest document, of which Megatron has one table for each head."""
+        cache = self.layer.book.groups.cache.setdefault("dsa rows", Recent(ROWS_KEPT))
+        first, last, count = cache.of(plan.identity, lambda: _rows(plan))
+        ids = first[:, None] + torch.arange(count, dtype=torch.int32, device=first.device)
+        ids = ids.masked_fill_(ids > last[:, None], -1)[:, None, None]
+        batch = plan.signature[0][0][1]
+        ids = ids.expand(-1, batch, -1, -1)
+        return selected(ids, plan.layout, plan.mask, self.rule.block)
 
     @property
     def _coefficient(self) -> float:
@@ -163,3 +181,16 @@ class BurstDSAttention(dsa.DSAttention):
         if frame is not None:
             frame.put(what, (selection.ids,))
         return selection
+
+
+def _rows(plan: Plan) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """int32 [s]: the first and the last position that each row sees (none if they are the wrong way
+    round); and how many the longest document has."""
+    groups, total = plan.groups, plan.signature[0][0][0] * plan.groups.size
+    positions = plan.layout.positions(groups.rank, total)
+    bounds = np.unique(np.concatenate([[0, total], plan.mask.breaks]))
+    first = bounds[np.searchsorted(bounds, positions, side="right") - 1]
+    seen = plan.mask.visible(positions, positions)
+    last = np.where(seen, positions, -1)
+    tables = (to_device(x.astype(np.int32), plan.device) for x in (first, last))
+    return *tables, int(np.diff(bounds).max())
