@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 from contextvars import Context
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -98,10 +99,11 @@ class BurstDSAttention(dsa.DSAttention):
             over, lse = self._everything(call["plan"]), None
         # Megatron's checkpoints run first without gradients, and this call is not made then: it
         # finds nothing of that run, so it runs outside the checkpoint's frame.
-        rows = Context().run(
+        loss_of: Any = partial(
             indexer_loss, *index, query.detach(), key.detach(), over, rule=self.rule, lse=lse,
             scale=self.softmax_scale, tp_group=tensor if tensor.size() > 1 else None, **call,
         )  # fmt: skip
+        rows = Context().run(loss_of)
         loss = self._reduced(rows.squeeze(2).transpose(0, 1), packed_seq_params)
         return dsa.DSAIndexerLossAutoScaler.apply(out, loss)
 
@@ -192,5 +194,5 @@ def _rows(plan: Plan) -> tuple[torch.Tensor, torch.Tensor, int]:
     first = bounds[np.searchsorted(bounds, positions, side="right") - 1]
     seen = plan.mask.visible(positions, positions)
     last = np.where(seen, positions, -1)
-    tables = (to_device(x.astype(np.int32), plan.device) for x in (first, last))
-    return *tables, int(np.diff(bounds).max())
+    first, last = (to_device(x.astype(np.int32), plan.device) for x in (first, last))
+    return first, last, int(np.diff(bounds).max())
