@@ -93,6 +93,12 @@ class Qsa(Dsa):
     own: bool = True
 
 
+def _dots(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """q . k of every index head with the key head that it shares, [s, b, i, t]."""
+    found = torch.einsum("sbkgd,tbkd->sbkgt", q.unflatten(2, (k.shape[2], -1)), k)
+    return found.flatten(2, 3)
+
+
 @dataclass(frozen=True)
 class Moba:
     """Blocks by q . their mean key, per query head, the own block always among them (Kimi)."""
@@ -107,29 +113,20 @@ class Moba:
     def scores(
         self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None
     ) -> torch.Tensor:
-        found = torch.einsum(
-            "sbkgd,ubkd->sbkgu", q.unflatten(2, (k.shape[2], -1)), _means(k, self.block)
-        )
-        return found.flatten(2, 3)
+        return _dots(q, _means(k, self.block))
 
 
 @dataclass(frozen=True)
-class Msa:
-    """Blocks by their largest q . k, over the index heads of a key head, the own block always among
-    them (MiniMax-M3)."""
+class Msa(Moba):
+    """Blocks by their largest q . k, per index head, the own block always among them (MiniMax-M3,
+    which has an index head for each key/value head and one index key head)."""
 
     block: int = 128
-    own: bool = True
-    weighted: bool = False
-
-    def selections(self, heads: int, key_heads: int) -> int:
-        return key_heads
 
     def scores(
         self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None
     ) -> torch.Tensor:
-        found = torch.einsum("sbkgd,tbkd->sbkgt", q.unflatten(2, (k.shape[2], -1)), k).amax(3)
-        return found.unflatten(-1, (-1, self.block)).amax(-1)
+        return _dots(q, k).unflatten(-1, (-1, self.block)).amax(-1)
 
 
 RULES: dict[str, type[SelectionRule]] = {
