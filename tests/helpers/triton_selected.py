@@ -32,7 +32,7 @@ SEEN = {
 }
 # Chunks of keys, together all of them, and the rows that each has.
 WHOLE = [[Span(0, 1, S)]]
-ZIGZAG = [[Span(0, 1, 2), Span(6, 1, 2)], [Span(2, 1, 4)]]
+ZIGZAG = [[Span(4, 1, 2), Span(0, 1, 2)], [Span(6, 1, 2), Span(2, 1, 2)]]
 STRIPED = [[Span(1, 2, 4)], [Span(0, 2, 4)]]
 
 
