@@ -1,5 +1,7 @@
 """`mb.sparse_layer_spec`: GPT layers with a selection rule train alike at any parallel size."""
 
+from types import SimpleNamespace
+
 import documented
 import pytest
 import sparse_layers
@@ -8,6 +10,7 @@ from ranks import Ranks
 from sparse_layers import RULES
 
 import megatron_burst as mb
+from megatron_burst.megatron.sparse import layers
 from megatron_burst.sparse import rules
 
 CP2, CP4 = {"context_parallel_size": 2}, {"context_parallel_size": 4}
@@ -189,3 +192,11 @@ def test_only_attention_layers_of_a_block_change():
 def test_the_block_of_the_documentation(four):
     (block,) = [each for each in documented.blocks("docs/sparse.md") if each.needs]
     assert four(sparse_layers.documented, block.text) == [["Qsa"] * 2] * 4
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, 0.01), (0.0, 0.0), (0.5, 0.5)])
+def test_megatrons_coefficient_counts_where_the_spec_has_none(given, found):
+    """Its 0 turns the loss off."""
+    layer = mb.sparse_layer_spec(rule="qsa", top_k=2).submodules.self_attention
+    config = SimpleNamespace(dsa_indexer_loss_coeff=given)
+    assert layers._coefficient(config, layer.params["choice"]) == found

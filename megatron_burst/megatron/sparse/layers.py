@@ -247,7 +247,8 @@ def _index_heads(config: Any, choice: LayerRule) -> int:
 def _coefficient(config: Any, choice: LayerRule) -> float:
     if choice.loss_coeff is not None:
         return choice.loss_coeff
-    return getattr(config, "dsa_indexer_loss_coeff", None) or LOSS
+    given = getattr(config, "dsa_indexer_loss_coeff", None)
+    return LOSS if given is None else given  # 0 stands for no loss
 
 
 class RuleSelfAttention(SelfAttention):
