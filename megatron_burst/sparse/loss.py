@@ -24,19 +24,29 @@ from ..comm.groups import Groups, InProcessGroups
 from ..comm.packing import CallTag, Message
 from ..execution import ring
 from ..execution.function import KeptResults
-from ..execution.job import Call, Pass, Tensors
+from ..execution.job import Call, Tensors
 from ..kernels.autograd import first_order_only, outside_graphs, refuse_transforms
 from ..kernels.online_softmax import accumulation_dtype
 from ..planning.in_process import InProcessPlan, Shard
 from ..planning.plan import Plan
 from ..planning.validate import Request, check_shapes
 from .attention import adapted, selected_setting
-from .indexer import Selecting, index_stand_ins, ready, wide
+from .indexer import (
+    NOTHING,
+    Selecting,
+    index_setting,
+    keys_of_chunk,
+    passing,
+    ready,
+    walk,
+    wide,
+)
 from .kernels import SelectedAten
-from .pairs import PairKernel, SelectedPairs, tiles
+from .pairs import PairKernel, tiles
 from .plans import plan_ranks
 from .rules import SelectionRule, described, rule_of
 from .selection import Selection
+from .units import gradient_of_keys, rows_of_parts, rows_of_units
 
 
 @outside_graphs
@@ -87,9 +97,9 @@ def indexer_loss(
                     zip(main, chosen, strict=True)]  # fmt: skip
     adapts = [partial(_without_values, selection=one, lse=lse is not None) for one in chosen]
     attention = plan_ranks(at, of_attention, adapts, scale=scale)
-    of_index = [attempt(partial(index_stand_ins, shard, asked)) for shard in shards]
+    units, of_index = index_setting(at, shards, asked)
     adapts = [partial(_index_request, selection=one, asked=asked) for one in chosen]
-    index = plan_ranks(at, of_index, adapts, (True, True, False))
+    index = plan_ranks(units, of_index, adapts, (False, True, False))
     parts = [
         _Part(
             ready(asked), each, mine, walk, _calls(mine, walk, label), tp_group, tuple(t.values())
@@ -109,7 +119,13 @@ def _asked(rule: str | SelectionRule, tp_group: object, together: bool) -> Selec
             "tp_group must be a process group of ranks of their own, or None, got "
             f"{tp_group!r:.100}"
         )
-    return rule_of(rule)
+    found = rule_of(rule)
+    if getattr(found, "softmax", False):
+        raise ValueError(
+            f"rule {type(found).__name__} has no loss of its own: its queries and keys learn in "
+            "the attention over compressed keys"
+        )
+    return found
 
 
 def _stand_ins(shard: dict[str, Any], selection: object) -> Any:
@@ -139,12 +155,13 @@ def _index_request(
 ) -> Request:
     rule = ready(asked)
     q, k, _ = request.tensors
-    heads = rule.selections(q.shape[2], k.shape[2])
+    heads = rule.selections(q.shape[2] // rule.block, k.shape[2])
     ids = selection.ids
     found = tuple(ids.shape[:3]), selection.block
-    if found != ((*q.shape[:2], heads), rule.block):
+    wanted = len(q) * rule.block, q.shape[1], heads
+    if found != (wanted, rule.block):
         raise ValueError(
-            f"selection: rule {type(rule).__name__} makes {(*q.shape[:2], heads)} selections of "
+            f"selection: rule {type(rule).__name__} makes {wanted} selections of "
             f"blocks of {rule.block}, got {found[0]} of {found[1]}"
         )
     q, k, v = request.tensors
@@ -204,36 +221,41 @@ class _IndexScores:
     """scores [s, b, H, top_k]: of every selected unit, as its keys pass by."""
 
     part: _Part
+    q: torch.Tensor
     weights: torch.Tensor | None
     scores: torch.Tensor
 
     def pair(self, call: Call, queries: Tensors, keys: Tensors, sums: Sequence[Message]) -> None:
-        (q,), (k,), rule, ids = queries, keys, self.part.rule, self.part.selection.ids
-        k, units = _units(k, call.work, rule)
-        for rows in _index_tiles(q, k):
+        q, rule, ids, work = self.q, self.part.rule, self.part.selection.ids, call.work
+        k = keys_of_chunk(keys[0], work, rule)
+        for rows in tiles(len(q), len(k) * q.shape[1] * q.shape[2]):
             weights = None if self.weights is None else wide(self.weights[rows])
             found = rule.scores(wide(q[rows]), k, weights)
-            at, there = _where(ids[rows], units)
+            units = passing(work, rows, rule.block, q.device)
+            at, there = _where(ids[rows], units.units)
             if not self.part.selection.checked:  # what the mask hides takes no part
-                there &= call.work.sees(rows, (ids[rows].long() * rule.block).clamp(min=0))
+                of_units = units.seen[:, None, None].expand(*there.shape[:3], -1)
+                there &= of_units.gather(-1, at)
             self.scores[rows] = torch.where(there, found.gather(-1, at), self.scores[rows])
 
 
 @dataclass
 class _IndexGradients:
-    """slope [s, b, H, top_k]: the gradient of every score. Adds to dweights, and to the sums."""
+    """slope [s, b, H, top_k]: the gradient of every score. Adds to dq, dweights and the sums."""
 
     part: _Part
+    q: torch.Tensor
     weights: torch.Tensor | None
     slope: torch.Tensor
+    dq: torch.Tensor
     dweights: torch.Tensor | None
 
     def pair(self, call: Call, queries: Tensors, keys: Tensors, sums: Sequence[Message]) -> None:
-        (q,), rule, ids = queries, self.part.rule, self.part.selection.ids
-        (dq,), (dk,) = (each.tensors for each in sums)
-        k, units = _units(keys[0], call.work, rule)
-        _, _, order = call.work.on(k.device)
-        for rows in _index_tiles(q, k):
+        q, rule, ids, (dk, *_) = self.q, self.part.rule, self.part.selection.ids, sums[1].tensors
+        _, units, order = call.work.on(q.device)
+        k = keys_of_chunk(keys[0], call.work, rule)
+        dkeys = torch.zeros_like(k)
+        for rows in tiles(len(q), len(k) * q.shape[1] * q.shape[2]):
             at, there = _where(ids[rows], units)
             slope = self.slope[rows].masked_fill(~there, 0.0)
             leaves = [wide(q[rows]), k]
@@ -243,23 +265,11 @@ class _IndexGradients:
                 found = rule.scores(leaves[0], leaves[1], leaves[2] if len(leaves) > 2 else None)
                 chosen = (found.gather(-1, at) * slope).sum()
             grads = torch.autograd.grad(chosen, leaves)
-            dq[rows] += grads[0]
-            dk.index_add_(0, order, grads[1])
+            self.dq[rows] += grads[0]
+            dkeys += grads[1]
             if self.dweights is not None:
                 self.dweights[rows] += grads[2]
-
-
-def _units(
-    k: torch.Tensor, work: SelectedPairs, rule: SelectionRule
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys in the order of their positions, and the units that they are."""
-    _, positions, order = work.on(k.device)
-    k = k if work.order is None else k.index_select(0, order)
-    return wide(k), (positions[:: rule.block] // rule.block)
-
-
-def _index_tiles(q: torch.Tensor, k: torch.Tensor) -> list[slice]:
-    return tiles(len(q), len(k) * q.shape[1] * q.shape[2])
+        dk.index_add_(0, order, rows_of_parts(dkeys, rule))
 
 
 def _where(ids: torch.Tensor, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -269,17 +279,12 @@ def _where(ids: torch.Tensor, units: torch.Tensor) -> tuple[torch.Tensor, torch.
     return at, units[at] == wanted
 
 
-def _walk(
-    plan: Plan, run: Pass, tag: CallTag, compute: Any, q: Any, k: Any, sums: Any
-) -> ring.Ring:
+def _walk(plan: Plan, tag: CallTag, compute: Any, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Let the keys of attention of all ranks come by."""
     (part,) = ring.head_chunks(plan.job, q.shape[2], k.shape[2])
     own: dict[str, Tensors] = {"query": (q,), "kv": (k,)}
-    one = ring.Ring(plan.job, run, tag, part, compute, own, sums)
-    ring.run([one])
-    return one
-
-
-NOTHING = {"out": [torch.Size((0,))]}  # what was found stays with what computes it
+    run = plan.job.chunks[0].forward
+    ring.run([ring.Ring(plan.job, run, tag, part, compute, own, NOTHING)])
 
 
 def _forward(part: _Part, shard: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -289,21 +294,20 @@ def _forward(part: _Part, shard: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     lse = part.main[2]
     ids, plan = part.selection.ids, part.attention
     kernel, scale = SelectedAten(part.selection, latent=False), plan.job.scoring.scale
-    run = plan.job.chunks[0].forward
     if lse is None:
         lse = wide(q).new_full(q.shape[:3], float("-inf"))
-        _walk(plan, run, part.calls[0], _LogSumExp(kernel, scale, lse), q, k, NOTHING)
+        _walk(plan, part.calls[0], _LogSumExp(kernel, scale, lse), q, k)
     else:
         lse = lse.detach()
     total = lse.new_zeros(ids.shape)
     compute = _Probabilities(kernel, scale, lse, total)
-    _walk(plan, run, part.calls[1], compute, q, k, NOTHING)
+    _walk(plan, part.calls[1], compute, q, k)
     if part.tp_group is not None:
         dist.all_reduce(total, group=part.tp_group)
     scores = total.new_full(ids.shape, float("-inf"))
-    compute = _IndexScores(part, weights, scores)
-    run = part.index.job.chunks[0].forward
-    _walk(part.index, run, part.calls[2], compute, index_q, index_k, NOTHING)
+    compute, job = _IndexScores(part, index_q, weights, scores), part.index.job
+    rows = rows_of_units(index_k, part.rule)
+    walk(job, job.chunks[0].forward, part.calls[2], compute, rows)
     p = total / total.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(total.dtype).tiny)
     lse = scores.logsumexp(dim=-1, keepdim=True)
     none = scores == float("-inf")  # places that are not taken
@@ -317,11 +321,14 @@ def _backward(
 ) -> tuple[torch.Tensor | None, ...]:
     q, k, weights = shard
     dweights = None if weights is None else torch.zeros_like(wide(weights))
-    compute = _IndexGradients(part, weights, slope * dloss.unsqueeze(-1), dweights)
-    sums = {"dquery": [q.shape[1:]], "dkv": [k.shape[1:]]}
-    run, me = part.index.job.chunks[0].backward, part.index.job.ring.rank
-    done = _walk(part.index, run, part.calls[2], compute, q, k, sums)
-    (dq,), (dk,) = (done.partials.whole(run.totals[family, me]) for family in sums)
+    dq, slope = torch.zeros_like(wide(q)), slope * dloss.unsqueeze(-1)
+    compute = _IndexGradients(part, q, weights, slope, dq, dweights)
+    rows, job = rows_of_units(k, part.rule), part.index.job
+    sums = {"dquery": [], "dkv": [rows.shape[1:]]}
+    run = job.chunks[0].backward
+    done = walk(job, run, part.calls[2], compute, rows, sums)
+    (dk,) = done.partials.whole(run.totals["dkv", job.ring.rank])
+    dk = gradient_of_keys(dk, part.rule)
     if dweights is not None:
         dweights = dweights.to(weights.dtype)
     return dq.to(q.dtype), dk.to(k.dtype), dweights

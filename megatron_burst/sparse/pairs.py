@@ -40,7 +40,7 @@ class SelectedPairs:
             self._there[device] = q, k, to_device(order, device)
         return self._there[device]
 
-    def sees(self, rows: slice, positions: torch.Tensor) -> torch.Tensor:
+    def sees(self, rows: slice | torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """bool: do the queries of these rows (dimension 0) see the `positions` beside them?"""
         q, _, _ = self.on(positions.device)
         q = q[rows].view(-1, *[1] * (positions.dim() - 1))
