@@ -31,7 +31,9 @@ MSA = rules.Msa(block=4)
 SELECTING = {
     "top_k must be a positive integer, got 0": {"top_k": 0},
     "top_k must be .* got 2.5": {"top_k": 2.5},
-    "rule must be one of dsa, qsa, moba, msa": {"rule": "best"},
+    "rule must be one of dsa, qsa, moba, msa, nsa, or": {"rule": "best"},
+    "top_k must be at least 3, the blocks that rule Nsa always": {"rule": "nsa", "top_k": 2},
+    "rule: means must divide its block of 64 .* got 5": {"rule": rules.Nsa(means=5)},
     "got <class .*Dsa": {"rule": rules.Dsa},
     "rule: block must be a positive integer, got 0": {"rule": rules.Moba(block=0)},
     "algorithm: a selection stays .* got 'token_ring'": {"algorithm": "token_ring"},
