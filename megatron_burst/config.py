@@ -28,6 +28,8 @@ from .schedule.topology import Placement
 from .units import size_of
 
 OFF = "megatron"  # the algorithm that keeps Megatron's attention
+# How keys of sparse attention travel, and the algorithm that does so.
+SPARSE = {"ring": "burst", "multicast": "multicast", "all_gather": "all_gather"}
 Loss = Literal["off", "single_pass", "recompute"]
 Pack = Literal["off", "documents", "trees"]
 Auto = Literal["auto"]
@@ -189,6 +191,15 @@ class BurstConfig:
             text="MODULE:NAME",
         ),
     ] = None
+    sparse: Annotated[
+        str,
+        Described(
+            "how layers of sparse attention (DSA) exchange index keys and latents over "
+            "context-parallel ranks; auto as --context-parallel-algo says if keys travel in it, "
+            "else as burst; ring is burst's; megatron keeps Megatron's all-gather",
+            names=("auto", *SPARSE, OFF),
+        ),
+    ] = "auto"
 
     def __post_init__(self):
         for name in CHOICES:

@@ -16,6 +16,7 @@ from . import patching
 from .checks.config import config_problems, kernel_problems
 from .checks.features import feature_problems, packing_problems
 from .checks.problem import Problem, refuse
+from .checks.sparse import gathered
 from .checks.splitting import OLDEST
 from .data.cut import cut_for, settle_cut
 from .patching import check_version, core_version
@@ -70,11 +71,12 @@ def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
     from .offload import hooks
     from .packing import step as packing_step
 
-    states: list[Any] = []  # of layers of linear attention
+    states: list[Any] = []  # of layers of linear and sparse attention
     if core_version() >= OLDEST:
         from .linear import delta_net, mamba
+        from .sparse import hooks as sparse_hooks
 
-        states = [delta_net.patch_heads, delta_net.patch, mamba.patch]
+        states = [delta_net.patch_heads, delta_net.patch, mamba.patch, sparse_hooks.patch]
     if for_scripts:
         training_hooks.load()  # before `opened` looks for seams
     with patching.patch_set(_NAME) as patches, patching.opened(patches):
@@ -164,4 +166,5 @@ def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None)
         patches.notes["offload"] = burst
     config.burst = burst
     one_layout(config, burst)
+    gathered(config, burst)
     return config

@@ -96,12 +96,10 @@ def select(
     kept = at.kept(("selection", described(ready(asked)), top_k, plans[0].call), label)
     ids = None if kept is None else kept.found()
     if ids is None:
-        softmax = getattr(ready(asked), "softmax", False)
-        labels = (label, (label, "log-sum-exp"))[: 1 + softmax]
-        calls = [
-            [one.groups.calls.forward(one.identity, name, False) for name in labels]
-            for one in plans
-        ]
+        walks = ["scores"]
+        if getattr(ready(asked), "softmax", False):
+            walks.insert(0, "log-sum-exp")
+        calls = [tags_of([(one, name) for name in walks], label) for one in plans]
         tensors = [tuple(shard.values()) for shard in shards]
         run = partial(_select, rule=ready(asked), top_k=top_k)
         with at.groups.running(tensors[0][0].device.type):
@@ -166,7 +164,7 @@ def _adapted(request: Request, asked: SelectionRule | ValueError, top_k: int) ->
     """The request of a selection: no values travel with the index keys."""
     rule = ready(asked)
     q, k, v = request.tensors
-    facts = request.facts | {"rule": described(rule), "top_k": top_k}
+    facts = {"rule": described(rule), "top_k": top_k} | request.facts  # told first
     heads = rule.selections(q.shape[2] // rule.block, k.shape[2])
     pairs = PairKernel(Selecting, rule, heads, top_k)
     return replace(request, kernel=pairs, tensors=(q, k, v[..., :0]), facts=facts)
@@ -183,6 +181,17 @@ def index_setting(
     return (at, [found] * len(shards)) if isinstance(found, ValueError) else (found, stand_ins)
 
 
+def tags_of(walks: Sequence[tuple[Plan, str]], label: object) -> list[CallTag]:
+    """What the messages of each walk bear, in their order. Without a label the first of them is
+    told by the line that calls."""
+    first = None if label is None else (label, walks[0][1])
+    labels = [first, *((label, name) for _, name in walks[1:])]
+    return [
+        plan.groups.calls.forward(plan.identity, each, False)
+        for (plan, _), each in zip(walks, labels, strict=True)
+    ]
+
+
 def _select(
     plan: Plan, tags: Sequence[CallTag], tensors: Tensors, rule: SelectionRule, top_k: int
 ) -> torch.Tensor:
@@ -193,11 +202,11 @@ def _select(
     scores, units = no_units(shape, q.new_empty(0, dtype=dtype))
     if getattr(rule, "softmax", False):
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float64)
-        walk(job, job.chunks[0].forward, tags[1], _MeansSeen(rule, q, lse), rows)
+        walk(job, job.chunks[0].forward, tags[0], _MeansSeen(rule, q, lse), rows)
         compute = _SelectingBySoftmax(rule, q, None, scores, units, lse.to(dtype))
     else:
         compute = Selecting(rule, q, weights, scores, units)
-    walk(job, job.chunks[0].forward, tags[0], compute, rows)
+    walk(job, job.chunks[0].forward, tags[-1], compute, rows)
     return in_order(units)
 
 

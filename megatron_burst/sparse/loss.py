@@ -38,6 +38,7 @@ from .indexer import (
     keys_of_chunk,
     passing,
     ready,
+    tags_of,
     walk,
     wide,
 )
@@ -81,7 +82,7 @@ def indexer_loss(
     of index_q, index_k and index_weights, and none of q and k. A query that sees nothing has 0.
     With `Groups.in_process` tensors and results are lists, one per rank, without tp_group.
 
-    scale: of the attention's scores, d ** -0.5. plan, groups, algorithm, label: as of `mb.select`.
+    scale: as of `mb.sparse_attention`. plan, groups, algorithm, label: as of `mb.select`.
     Keys travel once, index keys too, and again in backward, with their gradients. Inside
     `mb.checkpoint` the store keeps the loss and its slopes, as large as the selection. Cannot be
     differentiated twice. Raises ValueError for unsupported arguments, as `mb.select` does.
@@ -91,18 +92,24 @@ def indexer_loss(
     shards = at.per_rank(q=index_q, k=index_k, w=index_weights)
     main = at.per_rank(q=q, k=k, lse=lse)
     asked = attempt(partial(_asked, rule, tp_group, isinstance(at.groups, InProcessGroups)))
-    if scale is None and isinstance(main[0]["q"], torch.Tensor) and main[0]["q"].dim():
-        scale = main[0]["q"].shape[-1] ** -0.5
+    scale = at.scale(main[0]["q"], scale)
     of_attention = [attempt(partial(_stand_ins, shard, one)) for shard, one in
                     zip(main, chosen, strict=True)]  # fmt: skip
-    adapts = [partial(_without_values, selection=one, lse=lse is not None) for one in chosen]
+    facts = {"lse": lse is not None, "tp_group": tp_group is not None}
+    adapts = [partial(_without_values, selection=one, facts=facts) for one in chosen]
     attention = plan_ranks(at, of_attention, adapts, scale=scale)
     units, of_index = index_setting(at, shards, asked)
     adapts = [partial(_index_request, selection=one, asked=asked) for one in chosen]
     index = plan_ranks(units, of_index, adapts, (False, True, False))
     parts = [
         _Part(
-            ready(asked), each, mine, walk, _calls(mine, walk, label), tp_group, tuple(t.values())
+            ready(asked),
+            each,
+            mine,
+            walk,
+            _calls(mine, walk, label, lse is None),
+            tp_group,
+            tuple(t.values()),
         )
         for each, mine, walk, t in zip(chosen, attention, index, main, strict=True)
     ]
@@ -144,10 +151,10 @@ def _stand_ins(shard: dict[str, Any], selection: object) -> Any:
     return q, k, k[..., :1]
 
 
-def _without_values(request: Request, selection: Selection, lse: bool) -> Request:
+def _without_values(request: Request, selection: Selection, facts: dict[str, bool]) -> Request:
     request = adapted(request, selection, "aten", latent=False)
     q, k, v = request.tensors
-    return replace(request, tensors=(q, k, v[..., :0]), facts=request.facts | {"lse": lse})
+    return replace(request, tensors=(q, k, v[..., :0]), facts=request.facts | facts)
 
 
 def _index_request(
@@ -165,19 +172,15 @@ def _index_request(
             f"blocks of {rule.block}, got {found[0]} of {found[1]}"
         )
     q, k, v = request.tensors
-    facts = request.facts | {"rule": described(rule), "top_k": ids.shape[3]}
+    facts = {"rule": described(rule), "top_k": ids.shape[3]} | request.facts  # told first
     pairs = PairKernel(Selecting, rule, heads, ids.shape[3])
     return replace(request, kernel=pairs, tensors=(q, k, v[..., :0]), facts=facts)
 
 
-def _calls(attention: Plan, index: Plan, label: object) -> tuple[CallTag, CallTag, CallTag]:
+def _calls(attention: Plan, index: Plan, label: object, lse: bool) -> list[CallTag]:
     """One for each walk of forward; the last also for that of backward."""
-    calls = attention.groups.calls
-    return (
-        calls.forward(attention.identity, (label, "log-sum-exp"), False),
-        calls.forward(attention.identity, (label, "probabilities"), False),
-        calls.forward(index.identity, (label, "index scores"), False),
-    )
+    walks = [(attention, "log-sum-exp")] if lse else []
+    return tags_of([*walks, (attention, "probabilities"), (index, "index scores")], label)
 
 
 # --- one rank -----------------------------------------------------------------------------------
@@ -191,7 +194,7 @@ class _Part:
     selection: Selection
     attention: Plan
     index: Plan
-    calls: tuple[CallTag, CallTag, CallTag]
+    calls: list[CallTag]
     tp_group: dist.ProcessGroup | None
     main: tuple[Any, ...]
 
@@ -264,7 +267,9 @@ class _IndexGradients:
             with torch.enable_grad():
                 found = rule.scores(leaves[0], leaves[1], leaves[2] if len(leaves) > 2 else None)
                 chosen = (found.gather(-1, at) * slope).sum()
-            grads = torch.autograd.grad(chosen, leaves)
+            if not chosen.requires_grad:  # a rule that scores without any of them
+                continue
+            grads = torch.autograd.grad(chosen, leaves, materialize_grads=True)
             self.dq[rows] += grads[0]
             dkeys += grads[1]
             if self.dweights is not None:
@@ -301,13 +306,13 @@ def _forward(part: _Part, shard: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         lse = lse.detach()
     total = lse.new_zeros(ids.shape)
     compute = _Probabilities(kernel, scale, lse, total)
-    _walk(plan, part.calls[1], compute, q, k)
+    _walk(plan, part.calls[-2], compute, q, k)
     if part.tp_group is not None:
         dist.all_reduce(total, group=part.tp_group)
     scores = total.new_full(ids.shape, float("-inf"))
     compute, job = _IndexScores(part, index_q, weights, scores), part.index.job
     rows = rows_of_units(index_k, part.rule)
-    walk(job, job.chunks[0].forward, part.calls[2], compute, rows)
+    walk(job, job.chunks[0].forward, part.calls[-1], compute, rows)
     p = total / total.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(total.dtype).tiny)
     lse = scores.logsumexp(dim=-1, keepdim=True)
     none = scores == float("-inf")  # places that are not taken
@@ -326,7 +331,7 @@ def _backward(
     rows, job = rows_of_units(k, part.rule), part.index.job
     sums = {"dquery": [], "dkv": [rows.shape[1:]]}
     run = job.chunks[0].backward
-    done = walk(job, run, part.calls[2], compute, rows, sums)
+    done = walk(job, run, part.calls[-1], compute, rows, sums)
     (dk,) = done.partials.whole(run.totals["dkv", job.ring.rank])
     dk = gradient_of_keys(dk, part.rule)
     if dweights is not None:
@@ -366,7 +371,7 @@ class _IndexerLoss(torch.autograd.Function):
     def backward(ctx: Any, *dlosses: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         for part in ctx.parts:
             part.index.groups.check()
-            part.index.groups.calls.backward(part.calls[2])
+            part.index.groups.calls.backward(part.calls[-1])
         saved = ctx.saved_tensors  # once: inside a checkpoint it can be taken no second time
         flat, slopes = saved[: -len(dlosses)], saved[-len(dlosses) :]
         shards = [flat[n : n + 3] for n in range(0, len(flat), 3)]

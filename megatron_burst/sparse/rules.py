@@ -48,7 +48,8 @@ class SelectionRule(Protocol):
     ) -> torch.Tensor:
         """[s, b, H, u] of q [s, b, i, d], k [t, b, k, d], weights [s, b, i] or None; t = u * block
         keys (or u * means means), unit by unit. Each score depends on its query and the keys of its
-        unit alone. By operators of torch that can be differentiated."""
+        unit alone. By operators of torch that can be differentiated by these three: parameters of
+        the rule get no gradient."""
         ...
 
 
@@ -58,10 +59,13 @@ def _shared(heads: int, key_heads: int) -> int:
     return 1
 
 
-def _weighted_relu(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    """sum_h weights[h] * relu(q[h] . k)."""
+def _weighted(
+    q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None, relu: bool
+) -> torch.Tensor:
+    """sum_h weights[h] * relu(q[h] . k), or without relu."""
     assert weights is not None
-    found = torch.relu(torch.einsum("sbid,tbd->sbit", q, k[:, :, 0]))
+    found = torch.einsum("sbid,tbd->sbit", q, k[:, :, 0])
+    found = torch.relu(found) if relu else found
     return torch.einsum("sbi,sbit->sbt", weights, found).unsqueeze(2)
 
 
@@ -73,11 +77,13 @@ def _dots(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Dsa:
-    """Tokens by sum_h w[h] * relu(q[h] . k), one selection for all heads (DeepSeek-V3.2)."""
+    """Tokens by sum_h w[h] * relu(q[h] . k), one selection for all heads (DeepSeek-V3.2); relu: or
+    without it (GLM-5)."""
 
     block: int = 1
     own: bool = False
     weighted: bool = True
+    relu: bool = True
 
     def selections(self, heads: int, key_heads: int) -> int:
         return _shared(heads, key_heads)
@@ -85,7 +91,7 @@ class Dsa:
     def scores(
         self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None
     ) -> torch.Tensor:
-        return _weighted_relu(q, k, weights)
+        return _weighted(q, k, weights, self.relu)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer specs of GPT models with gated delta nets, out of Megatron's local modules.
+"""Layer specs of GPT models with gated delta nets or sparse attention (DSA), out of Megatron's
+local modules.
 
 Megatron builds such layers of Transformer Engine's modules only. Decides that a layer without it is
 Megatron's own local layer with its attention replaced, and under which names its parameters are in
@@ -12,8 +13,10 @@ import copy
 import dataclasses
 import importlib
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import gpt_layer_specs
@@ -39,22 +42,24 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from ..megatron.checks.splitting import DELTA_NETS
+from ..megatron.checks.splitting import DELTA_NETS, DSA, OLDEST
+from ..megatron.patching import core_version
 
 
 def local_block_spec(
     config: Any, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> TransformerBlockSubmodules:
-    """The layers that one pipeline stage has of a GPT with gated delta nets.
+    """The layers that one pipeline stage has of a GPT with gated delta nets, or with DSA.
 
-    config: a `TransformerConfig` whose `experimental_attention_variant` is "gated_delta_net"
-    ("gdn" from 0.20 on) and whose `linear_attention_freq` says which layers have one. vp_stage,
-    pp_rank: as Megatron's own builders take them. Raises `ValueError` for another variant.
+    config: a `TransformerConfig` whose `experimental_attention_variant` is "dsa", of all layers, or
+    "gated_delta_net" ("gdn" from 0.20 on), whose `linear_attention_freq` says which layers have
+    one. vp_stage, pp_rank: as Megatron's own builders take them. Raises `ValueError` for another
+    variant.
     """
-    if config.experimental_attention_variant not in DELTA_NETS:
+    if config.experimental_attention_variant not in (*DELTA_NETS, DSA):
         raise ValueError(
             f"--experimental-attention-variant {config.experimental_attention_variant} without "
-            f"Transformer Engine: there are local layers for {DELTA_NETS[0]} only"
+            f"Transformer Engine: there are local layers for {DELTA_NETS[0]} and {DSA} only"
         )
     plain = copy.copy(config)  # without its __post_init__, which has run
     plain.experimental_attention_variant = None
@@ -66,7 +71,11 @@ def local_block_spec(
         vp_stage=vp_stage,
         pp_rank=pp_rank,
     )
-    linear, layers = get_linear_attention_pattern(config), list(block.layer_specs or ())
+    layers = list(block.layer_specs or ())
+    if config.experimental_attention_variant == DSA:
+        layers = [with_dsa(layer) for layer in layers]
+        return dataclasses.replace(block, layer_specs=layers)
+    linear = get_linear_attention_pattern(config)
     for place, layer in enumerate(_layers(config, len(layers), vp_stage, pp_rank)):
         if linear[layer]:
             layers[place] = with_delta_net(layers[place], config)
@@ -99,6 +108,52 @@ def delta_net(config: Any) -> ModuleSpec:
     )
 
 
+def with_dsa(layer: ModuleSpec) -> ModuleSpec:
+    """A local transformer layer with sparse attention over absorbed latents."""
+    parts: Any = layer.submodules
+    submodules = dataclasses.replace(parts, input_layernorm=_NORM, self_attention=dsa())
+    return dataclasses.replace(layer, submodules=submodules)
+
+
+def dsa() -> ModuleSpec:
+    """Sparse attention over absorbed latents, of local modules; for 0.19 and newer."""
+    home: Any = importlib.import_module(
+        "megatron.core.models.gpt.experimental_attention_variant_module_specs"
+    )
+    plain: Any = SimpleNamespace(
+        multi_latent_attention=True,
+        qk_l2_norm=False,
+        qk_layernorm=False,  # the layer puts norms where its configuration has them
+        normalization="RMSNorm",
+    )
+    spec = home.get_dsa_module_spec_for_backend(plain, _WithLinear())
+    parts: Any = spec.submodules
+    parts.linear_q_down_proj = parts.linear_kv_down_proj = _COLUMNS  # those it knows
+    return spec
+
+
+class _WithLinear(LocalSpecProvider):
+    """Megatron's local modules, and the linear layer that they lack."""
+
+    def linear(self) -> type:
+        return WholeLinear
+
+
+class WholeLinear(torch.nn.Linear):
+    """A linear layer that every tensor-parallel rank has whole, as Transformer Engine's
+    "duplicated" ones are; returns (out, None)."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: Any, init_method: Any, **unread: Any
+    ) -> None:
+        super().__init__(input_size, output_size, bias=False, dtype=config.params_dtype)
+        if config.perform_initialization:
+            init_method(self.weight)
+
+    def forward(self, input: torch.Tensor) -> Any:
+        return super().forward(input), None
+
+
 def _layers(config: Any, count: int, vp_stage: int | None, pp_rank: int | None) -> Any:
     """The numbers, from 0, of the layers that a stage has."""
     stages = config.pipeline_model_parallel_layout
@@ -118,8 +173,8 @@ _ROWS: Any = RowParallelLinear
 
 
 def local_hybrid_stack_spec() -> ModuleSpec:
-    """All kinds of layers of a hybrid model but DSA ("D") and further heads, which need Transformer
-    Engine. Their norms are layer norms or RMS norms as the configuration says."""
+    """All kinds of layers of a hybrid model but further heads, which need Transformer Engine. Their
+    norms are layer norms or RMS norms as the configuration says."""
     # From 0.18 on; before, a stack has another home and other kinds of layers.
     home: Any = importlib.import_module("megatron.core.models.hybrid.hybrid_block")
     # 8: any number but None; the configuration has how many.
@@ -141,6 +196,7 @@ def local_hybrid_stack_spec() -> ModuleSpec:
             ),
             attention_layer=_attention(_of_gpt(latent=False), "linear_qkv"),
             mla_layer=_attention(_of_gpt(latent=True)),
+            **({} if core_version() < OLDEST else {"dsa_layer": _attention(dsa())}),
             mlp_layer=_mlp(),
             moe_layer=ModuleSpec(
                 module=MoETransformerLayer,

@@ -14,7 +14,6 @@ pytest.importorskip("megatron.core.models.hybrid.hybrid_block")
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
-from megatron_burst.megatron.attention import hooks
 from megatron_burst.megatron.linear import delta_net, mamba, state_layers
 from megatron_burst.megatron.patching import PatchSet
 from megatron_burst.testing.mamba import GatedNorm, split_conv1d_scan
@@ -128,15 +127,6 @@ def test_a_mixer_over_a_prefix_tree_against_the_recurrence(four):
     for errors in four(mamba_ranks.errors_over_a_tree):
         assert len(errors) == 10
         assert {name: error for name, error in errors.items() if not error < 1e-10} == {}
-
-
-def test_sparse_attention_of_megatrons_is_refused_by_name():
-    from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    stock = hooks._stock_core_attentions()
-    with pytest.raises(ValueError, match=r"core attention DSAttention, .* --context-parallel-algo"):
-        hooks._replaced(ModuleSpec(module=DSAttention), stock)
 
 
 @pytest.mark.parametrize("layer", [mamba, delta_net])

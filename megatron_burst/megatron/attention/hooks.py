@@ -13,6 +13,7 @@ from megatron.core.extensions import transformer_engine
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
 from ...recompute.checkpoint import Framed, Offload, current, framed
@@ -49,11 +50,14 @@ def _stock_core_attentions() -> tuple[type, ...]:
 
 
 def _with_burst(stock: tuple[type, ...], original: Callable, /, *args: Any, **kwargs: Any) -> None:
-    """An attention constructor, from which models with BurstAttention get our core attention."""
+    """An attention constructor, from which models with BurstAttention get our core attention;
+    sparse attention is the matter of `megatron.sparse`."""
     bound = bound_to(original, args, kwargs)
     config, submodules = bound.arguments["config"], bound.arguments["submodules"]
-    burst = getattr(config, "burst", None)
-    if burst is not None and attends(config, burst):
+    burst, core = getattr(config, "burst", None), submodules.core_attention
+    kind = getattr(core, "module", core)
+    sparse = isinstance(kind, type) and issubclass(kind, DSAttention)
+    if burst is not None and attends(config, burst) and not sparse:
         core = _replaced(submodules.core_attention, stock)
         bound.arguments["submodules"] = dataclasses.replace(submodules, core_attention=core)
     original(*bound.args, **bound.kwargs)

@@ -22,8 +22,10 @@ from ...schedule.topology import Topology
 from ..users_mask import mask_function
 from .cuda_graphs import graph_problems
 from .problem import ConfigView, Problem, Refused, Rule, broken, excluded, refuse
+from .sparse import sparse_problems
 from .splitting import (
     DELTA_NETS,
+    DSA,
     attends,
     changing_groups,
     hybrid_problems,
@@ -65,6 +67,7 @@ def config_problems(
         )
     yield from cluster_problems(burst, config)
     yield from mask_problems(config, burst)
+    yield from sparse_problems(config, burst)
     if not attends(config, burst):
         yield from two_layout_problems(config, burst)
         if splits(config) and burst.layout != "zigzag":
@@ -374,7 +377,8 @@ _ZIGZAG = ("--burst-layout zigzag",)
 # Features for which Megatron slices or shifts the sequence itself, assuming zigzag, with a layout.
 _LAYOUT = (
     Rule("mtp_hsm", f"--mtp-hsm with --burst-layout {{flag}}: {HIDDEN_STATES}", add=_ZIGZAG),
-    Rule(lambda c, b: (variant := c.experimental_attention_variant) not in DELTA_NETS and variant,
+    Rule(lambda c, b: (variant := c.experimental_attention_variant) not in (*DELTA_NETS, DSA)
+         and variant,
          "--experimental-attention-variant {value} needs --burst-layout zigzag, not {flag}",
          add=_ZIGZAG),
     Rule(lambda c, b: c.multi_latent_attention and c.apply_rope_fusion,

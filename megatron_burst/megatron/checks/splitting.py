@@ -202,6 +202,7 @@ _APART = (
 OLDEST = (0, 19)  # of Megatron-Core, with states passed from rank to rank
 DELTA_NETS = ("gated_delta_net", "gdn")  # one layer, under its name until 0.19 and since
 FLAG = "--burst-linear"
+DSA = "dsa"  # attention over selected keys, by its name among the variants
 LAYOUTS = ("zigzag", "contiguous", "balanced")  # a row's predecessor is mostly on its rank
 # Symbols of a pattern that stand for no such layer: attention, MLP, experts, bounds.
 _OTHERS = frozenset("*+D-E|/")

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Problems of layers of sparse attention (Megatron's DSA), and the algorithm that serves them.
+
+Where ours serves them, Megatron's `cp_comm_type` is not read, and need not be given; where
+Megatron's own all-gather does (`--burst-sparse megatron`), it must be what Megatron asserts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ...config import OFF, SPARSE, BurstConfig
+from ...schedule.algorithms import ALGORITHMS
+from ..patching import core_version, log
+from .problem import ConfigView, Problem, Rule, broken, excluded
+from .splitting import DSA, OLDEST, PATTERNS, splits
+
+FLAG = "--burst-sparse"
+KEEP = (f"{FLAG} {OFF}",)
+_SYMBOL = "D"  # of such a layer in --hybrid-layer-pattern
+_GATHER = "--cp-comm-type allgather"
+
+
+def sparse_layers(config: Any) -> str | None:
+    """What of the settings asks for such layers; None if the model has none."""
+    if getattr(config, "experimental_attention_variant", None) == DSA:
+        return f"--experimental-attention-variant {DSA}"
+    for name in PATTERNS:
+        pattern = getattr(config, name, None)
+        if pattern and _SYMBOL in pattern:
+            return f"--{name.replace('_', '-')} {pattern}"
+    return None
+
+
+def selects(config: Any, burst: BurstConfig | None) -> bool:
+    """Whether layers of sparse attention in models of such a run are ours."""
+    if burst is None or OFF in (burst.algorithm, burst.sparse) or not splits(config):
+        return False
+    return sparse_layers(config) is not None
+
+
+def sparse_algorithm(burst: BurstConfig) -> str:
+    """The algorithm of `mb.select` and `mb.sparse_attention` that these choices stand for; "auto"
+    where the fastest is to be found, for each of the two."""
+    if burst.sparse != "auto":
+        return SPARSE[burst.sparse]
+    if burst.algorithm == "auto":
+        return burst.algorithm
+    known = ALGORITHMS.get(burst.algorithm)
+    return burst.algorithm if known is not None and known.keeps else SPARSE["ring"]
+
+
+def gathers(config: Any) -> bool:
+    """Whether Megatron's exchange of keys and values is the only one that its own DSA takes."""
+    kinds = getattr(config, "cp_comm_type", None)
+    kinds = kinds if isinstance(kinds, (list, tuple)) else [kinds]
+    return all(kind is not None and kind.replace("_", "").lower() == "allgather" for kind in kinds)
+
+
+# What was not tested, or cannot be, where queries stay and a selection with them.
+_RULES = (
+    Rule(lambda c, b: c.dsa_kernel_backend not in (None, "none"),
+         "{flag}: --dsa-kernel-backend {c.dsa_kernel_backend} computes over keys of the whole "
+         "sequence; add --dsa-kernel-backend none, or keep Megatron's all-gather", add=KEEP),
+    Rule(lambda c, b: c.dsa_indexer_loss_coeff and not c.dsa_indexer_use_sparse_loss,
+         "{flag}: without --dsa-indexer-use-sparse-loss the indexer's loss is over all keys of the "
+         "sequence, and only that over the selected keys is computed on a ring",
+         add=("--dsa-indexer-use-sparse-loss",)),
+    Rule(lambda c, b: b.side == "query",
+         "{flag} with --burst-side query: queries stay where their selection is",
+         remove=("--burst-side",)),
+    Rule(lambda c, b: b.algorithm in ("ulysses", "hybrid") or (b.ulysses_size or 1) > 1,
+         "{flag}: ranks do not share heads of sparse attention, as --context-parallel-algo "
+         "{b.algorithm} or --burst-ulysses-size asks",
+         add=("--context-parallel-algo burst",), remove=("--burst-ulysses-size",)),
+    Rule(lambda c, b: b.kv_cache, "{flag} with --burst-kv-cache {b.kv_cache}: keys are not kept "
+         "for backward", remove=("--burst-kv-cache",)),
+    Rule(lambda c, b: b.wire_dtype, "{flag} with --burst-wire-dtype {b.wire_dtype}: gradients "
+         "travel as they are summed", remove=("--burst-wire-dtype",)),
+    Rule(lambda c, b: b.head_chunks not in (None, 1),
+         "{flag} with --burst-head-chunks {b.head_chunks}: all heads share a key",
+         remove=("--burst-head-chunks",)),
+    Rule(lambda c, b: b.sequence_chunks != 1,
+         "{flag} with --burst-sequence-chunks {b.sequence_chunks}, which was not tested",
+         remove=("--burst-sequence-chunks",)),
+    Rule(lambda c, b: b.attention_layout not in (None, b.layout),
+         "{flag} with --burst-attention-layout {b.attention_layout}, which was not tested",
+         remove=("--burst-attention-layout",)),
+    Rule(lambda c, b: b.mask, "{flag} with --burst-mask {b.mask}, which was not tested",
+         remove=("--burst-mask",)),
+    Rule(lambda c, b: b.pack == "trees", "{flag} with --burst-pack trees, which was not tested",
+         remove=("--burst-pack",)),
+    Rule(lambda c, b: b.offload, "{flag} with --burst-offload {b.offload}, which was not tested",
+         remove=("--burst-offload",)),
+    Rule("window_size", "{flag} with --window-size: DSA selects from all keys before a query",
+         remove=("--window-size",)),
+    Rule(lambda c, b: c.softmax_type not in (None, "vanilla"),
+         "{flag} with --softmax-type {c.softmax_type}: DSA has no sink",
+         remove=("--softmax-type",)),
+    *excluded(
+        "{flag} with {other}, which {why}",
+        mtp_num_layers="was not tested",
+        log_max_attention_logit="DSA does not tell",
+        qk_clip="DSA does not tell",
+    ),
+)  # fmt: skip
+
+
+def sparse_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
+    """Unless sparse attention of a model that is split over ranks can run as `burst` asks for.
+
+    config: a `TransformerConfig`, or any object with attributes of the same names.
+    """
+    what = sparse_layers(config)
+    if what is None or not splits(config):
+        return
+    given: Any = ConfigView(config)
+    if OFF in (burst.algorithm, burst.sparse):
+        if burst.layout != "zigzag" and burst.algorithm != OFF:
+            yield Problem(
+                f"{what} with {FLAG} {OFF} and --burst-layout {burst.layout}: Megatron's "
+                "all-gather takes the tokens for zigzag ones", add=("--burst-layout zigzag",),
+            )  # fmt: skip
+        # With ours installed the configuration was made without Megatron's assertion.
+        if burst.algorithm == OFF and given.has("cp_comm_type") and not gathers(config):
+            yield Problem(
+                f"{what} with --context-parallel-algo {OFF}: Megatron's own exchange must be an "
+                f"all-gather, not {config.cp_comm_type}", add=(_GATHER,),
+            )  # fmt: skip
+        return
+    if core_version() < OLDEST:
+        version, oldest = (".".join(map(str, one)) for one in (core_version(), OLDEST))
+        yield Problem(
+            f"{what} at --context-parallel-size {config.context_parallel_size} needs Megatron-Core "
+            f"{oldest} or newer, whose latents are absorbed, and this is {version}; upgrade "
+            "megatron-core"
+        )
+        return
+    yield from broken(_RULES, config, burst, what)
+
+
+def gathered(config: Any, burst: BurstConfig) -> None:
+    """Give a configuration whose sparse attention stays Megatron's the exchange that this needs."""
+    theirs = burst.sparse == OFF and burst.algorithm != OFF and splits(config)
+    if not theirs or sparse_layers(config) is None or gathers(config):
+        return
+    log(f"cp_comm_type {config.cp_comm_type} is now allgather, for {FLAG} {OFF}")
+    config.cp_comm_type = "allgather"

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's sparse attention (DSA) over a ring of context-parallel ranks, in place of its
+all-gather.
+
+The module is Megatron's own, with its indexer, parameters and names in checkpoints; here is only a
+forward that lets index keys and latents travel. Losses are reduced, scaled and logged as Megatron
+does. Decides where a layer that shares a selection (IndexShare) finds it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+
+from ...recompute.checkpoint import current
+from ...sparse import Selection, indexer_loss, select, sparse_attention
+from ...sparse.rules import Dsa
+from .selecting_layers import SelectingLayer, SparseCall
+
+# From 0.19 on; before, it is another one.
+dsa: Any = importlib.import_module("megatron.core.transformer.experimental_attention_variant.dsa")
+_NOTE = "dsa selections"
+
+
+class BurstDSAttention(dsa.DSAttention):
+    """Drop-in for `DSAttention` behind `AbsorbedMLASelfAttention` at context-parallel size > 1.
+
+    Built by Megatron's layers after `install` and `configure`. Raises the same `ValueError` on all
+    ranks for settings that it cannot honour.
+    """
+
+    def __init__(self, config: Any, submodules: Any, layer_number: int, **named: Any) -> None:
+        super().__init__(config, submodules, layer_number, **named)
+        latents = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        self.layer = SelectingLayer(
+            config, self.pg_collection, layer_number, "DSA",
+            ("index keys", config.dsa_indexer_head_dim), ("latents", latents),
+        )  # fmt: skip
+        self.rule = Dsa(relu=config.dsa_indexer_scoring_relu)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        x: torch.Tensor,
+        qr: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+        up_v_weight: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """query [s, b, h, d], key [s, b, 1, d] absorbed, or packed [t, h, d], [t, 1, d] -> [s, b,
+        h * v_head_dim].
+
+        x [s, b, hidden], qr [s, b, q_lora_rank] or [t, q_lora_rank]: what the indexer sees, a
+        tensor-parallel rank's rows of it with sequence parallelism. up_v_weight [h, v_head_dim,
+        kv_lora_rank]. value, attention_mask and attention_bias must be None, position_ids are not
+        read: positions follow from the layout. Raises `ValueError` on all ranks alike.
+        """
+        others = {
+            "value": value,
+            "attention_mask": attention_mask,
+            "attention_bias": attention_bias,
+        }
+        if query.dim() == 3:
+            query, key = query.unsqueeze(1), key.unsqueeze(1)
+        assert up_v_weight is not None  # beside latents that are absorbed
+        width = self.config.kv_lora_rank
+        call = self.layer.call(
+            query, key, key[..., :width], packed_seq_params, others, attn_mask_type
+        )
+        if self.skip_topk:
+            loss, selection = None, self._of_source(call)
+        else:
+            loss, selection = self._selected(query, key, x, qr, packed_seq_params, call)
+        out = sparse_attention(
+            query, key, None, selection, value_width=width, scale=self.softmax_scale, **call
+        )
+        out = torch.einsum("sbhc,hdc->sbhd", out, up_v_weight.to(out.dtype)).flatten(2)
+        if loss is not None:
+            out = dsa.DSAIndexerLossAutoScaler.apply(out, loss)
+        return out
+
+    def _selected(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        x: torch.Tensor,
+        qr: torch.Tensor,
+        packed: Any,
+        call: SparseCall,
+    ) -> tuple[torch.Tensor | None, Selection]:
+        """(the indexer's loss, if it is trained, the selection)."""
+        config = self.config
+        coefficient = config.dsa_indexer_loss_coeff or 0.0
+        trains = self.training and torch.is_grad_enabled() and coefficient > 0
+        with torch.enable_grad() if trains else torch.no_grad():
+            # Detached: the indexer learns from its own loss alone.
+            q, k, weights = self.indexer.forward_before_topk(x.detach(), qr.detach(), packed)
+        k = k.unsqueeze(2)
+        top_k = min(self.index_topk, len(query) * self.layer.book.groups.size)
+        selection = select(q, k, weights, rule=self.rule, top_k=top_k, **call)
+        if self.index_share:
+            self._selections[self.layer_number] = selection
+        if not trains:
+            return None, selection
+        tensor = self.pg_collection.tp
+        rows = indexer_loss(
+            q, k, weights, query.detach(), key.detach(), selection, rule=self.rule,
+            scale=self.softmax_scale, tp_group=tensor if tensor.size() > 1 else None, **call,
+        )  # fmt: skip
+        return self._reduced(rows.squeeze(2).transpose(0, 1), packed, coefficient), selection
+
+    def _reduced(self, rows: torch.Tensor, packed: Any, coefficient: float) -> torch.Tensor:
+        """The loss of this rank's rows [b, s], as Megatron reduces and logs it: summed if its
+        losses are per token, and their mean otherwise, of real tokens where it says which are."""
+        config, (batch, count) = self.config, rows.shape
+        real = dsa.dsa_masking.extract_query_valid_rows_from_packed_seq_params(
+            packed, b=batch, sq=count, device=rows.device
+        )
+        total = (rows if real is None else rows * real).sum() * coefficient
+        per_token, group = config.calculate_per_token_loss, self.pg_collection.cp
+        if not per_token:
+            total = total / (rows.numel() if real is None else real.sum().clamp(min=1))
+        dsa.DSAIndexerLossLoggingHelper.save_loss_to_tracker(
+            loss=total,
+            layer_number=self.layer_number,
+            num_layers=config.num_layers,
+            reduce_group=group if per_token else None,
+            avg_group=None if per_token else group,
+        )
+        return total
+
+    @property
+    def _selections(self) -> dict[int, Selection]:
+        """The last selection of each layer, for those that share it."""
+        return self.layer.book.groups.cache.setdefault(_NOTE, {})
+
+    def _of_source(self, call: SparseCall) -> Selection:
+        """The selection of the layer whose this one shares.
+
+        Where this layer is recomputed, another micro-batch may have gone through that layer since:
+        the checkpoint around this call keeps the selection of its own.
+        """
+        frame, what = current(), (_NOTE, self.layer_number)
+        if frame is not None and frame.filled:
+            plan, (ids,) = call["plan"], frame.get(what)
+            return Selection(ids, plan.layout, plan.mask, self.rule.block, checked=True)
+        if self.source_layer not in self._selections:
+            raise ValueError(
+                f"DSA layer {self.layer_number} shares the selection of layer {self.source_layer}, "
+                "which has not run before it in this pipeline stage: let every stage begin with a "
+                f"layer that selects (--dsa-indexer-topk-freq {self.index_topk_freq}, "
+                f"--dsa-indexer-skip-topk-offset {self.index_skip_topk_offset})"
+            )
+        selection = self._selections[self.source_layer]
+        if frame is not None:
+            frame.put(what, (selection.ids,))
+        return selection

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replacements of the functions with which Megatron configures and builds sparse attention."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from ..checks.sparse import FLAG, selects
+from ..checks.splitting import DSA
+from ..patching import PatchSet, bound_to, require_function
+from .dsa import BurstDSAttention
+
+_DEFAULTS = (None, "p2p")  # what Megatron-Core and Megatron-LM take where nobody says
+
+
+def patch(patches: PatchSet) -> None:
+    """Add to a set of patches what puts our sparse attention into layers; for 0.19 and newer."""
+    require_function(DSAttention, "forward", [
+        "query", "key", "value", "attention_mask", "x", "qr", "position_ids", "attn_mask_type",
+        "attention_bias", "packed_seq_params", "up_v_weight",
+    ])  # fmt: skip
+    patches.wrap(TransformerConfig, "__post_init__", ["self"], _with_any_exchange)
+    patches.wrap(Attention, "__init__", ["config", "submodules"], _refusing_others)
+    home: Any = importlib.import_module(
+        "megatron.core.transformer.experimental_attention_variant.absorbed_mla"
+    )
+    patches.wrap(home.AbsorbedMLASelfAttention, "__init__", ["config", "submodules"], _with_ours)
+
+
+def _with_any_exchange(original: Callable, self: Any) -> None:
+    """The checks of a configuration, of which DSA asserts an all-gather between ranks. It is not
+    known yet whose attention runs: `configure` checks that of Megatron's own."""
+    given = getattr(self, "cp_comm_type", None)
+    variant = getattr(self, "experimental_attention_variant", None)
+    if variant != DSA or self.context_parallel_size <= 1 or given not in _DEFAULTS:
+        return original(self)
+    self.cp_comm_type = "allgather"
+    try:
+        original(self)
+    finally:
+        self.cp_comm_type = given
+
+
+def _with_ours(original: Callable, /, *args: Any, **kwargs: Any) -> None:
+    """The constructor of attention over absorbed latents."""
+    bound = bound_to(original, args, kwargs)
+    config, submodules = bound.arguments["config"], bound.arguments["submodules"]
+    core = submodules.core_attention
+    if selects(config, getattr(config, "burst", None)) and _kind(core) is DSAttention:
+        core = dataclasses.replace(core, module=BurstDSAttention)
+        bound.arguments["submodules"] = dataclasses.replace(submodules, core_attention=core)
+    original(*bound.args, **bound.kwargs)
+
+
+def _refusing_others(original: Callable, /, *args: Any, **kwargs: Any) -> None:
+    """The constructor of any attention; ours has taken the place of DSA behind absorbed latents."""
+    given = bound_to(original, args, kwargs).arguments
+    config, kind = given["config"], _kind(given["submodules"].core_attention)
+    ours = selects(config, getattr(config, "burst", None))
+    other = isinstance(kind, type) and issubclass(kind, DSAttention) and kind != BurstDSAttention
+    if ours and other:
+        raise ValueError(
+            f"{type(given['self']).__name__} with {kind.__name__}: only Megatron's DSAttention "
+            f"over absorbed latents (AbsorbedMLASelfAttention) runs on a ring; take {FLAG} megatron"
+        )
+    original(*args, **kwargs)
+
+
+def _kind(core: Any) -> Any:
+    return getattr(core, "module", core)
