@@ -10,6 +10,7 @@ i index heads, k index key heads, d width, H selections of a row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,6 +45,8 @@ from .units import (
     rows_of_units,
     stand_ins_of_units,
 )
+
+EVEN = 64  # rows and keys of a product of matrices are a multiple of so many
 
 
 @outside_graphs
@@ -282,8 +285,8 @@ class Selecting:
             add_units_(self.scores[rows], self.units[rows], new, at.units.to(torch.int32))
 
     def _scores(self, rows: slice, k: torch.Tensor, at: Passing) -> torch.Tensor:
-        weights = None if self.weights is None else wide(self.weights[rows])
-        return self.rule.scores(wide(self.q[rows]), k, weights)
+        weights = None if self.weights is None else self.weights[rows]
+        return evenly(self.rule, self.q[rows], k, weights)[..., : len(at.units)]
 
     def _always(self, at: Passing, work: SelectedPairs, rows: slice) -> torch.Tensor:
         """bool [r, u]: what is selected whatever its score."""
@@ -336,7 +339,26 @@ def _of_means(rule: SelectionRule, q: torch.Tensor, k: torch.Tensor, at: Passing
         ends = torch.arange(1, n + 1, device=q.device) * (rule.block // n) - 1
         mine = (at.own[:, None] == at.units).unsqueeze(-1)
         seen = seen & (~mine | (at.place[:, None, None] >= ends))
-    return rule.scores(wide(q), k, None).masked_fill(~seen.flatten(1)[:, None, None], float("-inf"))
+    found = evenly(rule, q, k, None)[..., : len(k)]
+    return found.masked_fill(~seen.flatten(1)[:, None, None], float("-inf"))
+
+
+def evenly(
+    rule: SelectionRule, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None
+) -> torch.Tensor:
+    """The scores of some rows, with more columns of no use behind them. Products of matrices round
+    what lies in an incomplete tile otherwise, and how many rows a chunk has must not show."""
+    rows, n = len(q), parts(rule)
+    units = -(-len(k) // n) + -(len(k) // n) % (EVEN // math.gcd(EVEN, n))
+    q, k = _longer(wide(q), EVEN), _longer(wide(k), units * n)
+    weights = None if weights is None else _longer(wide(weights), EVEN)
+    return rule.scores(q, k, weights)[:rows]
+
+
+def _longer(x: torch.Tensor, multiple: int) -> torch.Tensor:
+    """x with zeros behind its rows, to a multiple of so many."""
+    more = -len(x) % multiple
+    return torch.cat([x, x.new_zeros(more, *x.shape[1:])]) if more else x
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:

@@ -257,6 +257,26 @@ def test_the_selection_is_the_same_on_any_number_of_ranks(rule):
     assert all(torch.equal(ids[0], other) for other in ids[1:])
 
 
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+def test_equal_keys_are_told_apart_by_position_alone(layout):
+    """float32, heads of the usual width, every key many times: equal ids at 1, 2 and 8 ranks, and
+    of equal keys the lower positions, also where chunks have odd lengths."""
+    make, length = torch.Generator().manual_seed(0), 16 * 7
+    which = torch.randint(0, 20, (length,), generator=make)
+    k = torch.randn(20, 128, generator=make)[which][:, None, None]
+    q, weights = (torch.randn(length, 1, 32, *size, generator=make) for size in ((128,), ()))
+    ids = []
+    for ranks in (1, 2, 8):
+        place = layout_of(layout, ranks)
+        ids.append(ids_of(select([q, k, weights], place, rule="dsa", top_k=9), place))
+    assert all(torch.equal(ids[0], other) for other in ids[1:])
+    for t, row in enumerate(ids[0][:, 0, 0].tolist()):
+        taken, cut = {*row}, [u for u in row if any(which[s] == which[u] for s in range(t + 1)
+                                                     if s not in row)]  # fmt: skip
+        assert len({int(which[u]) for u in cut}) <= 1  # one kind of key is taken in part
+        assert all(s in taken for u in cut for s in range(u) if which[s] == which[u])
+
+
 def test_a_rule_of_your_own():
     """One class: keys by their position alone, the earliest first."""
 

@@ -18,6 +18,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from ...recompute.checkpoint import current
 from ...sparse import Selection, indexer_loss, select, sparse_attention
 from ...sparse.rules import Dsa
+from ...sparse.selection import selected
 from .selecting_layers import SelectingLayer, SparseCall
 
 # From 0.19 on; before, it is another one.
@@ -151,7 +152,7 @@ class BurstDSAttention(dsa.DSAttention):
         frame, what = current(), (_NOTE, self.layer_number)
         if frame is not None and frame.filled:
             plan, (ids,) = call["plan"], frame.get(what)
-            return Selection(ids, plan.layout, plan.mask, self.rule.block, checked=True)
+            return selected(ids, plan.layout, plan.mask, self.rule.block)
         if self.source_layer not in self._selections:
             raise ValueError(
                 f"DSA layer {self.layer_number} shares the selection of layer {self.source_layer}, "
