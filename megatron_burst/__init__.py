@@ -79,6 +79,7 @@ _HOMES = {
     "short_convolution": "linear_attention.short_convolution",
     "simulate": "tools.advise.simulate",
     "sparse_attention": "sparse",
+    "sparse_layer_spec": "megatron",
     "state_scan": "linear_attention.state_scan",
     "tiled": "recompute.tiles",
     "trees": "",
@@ -127,9 +128,8 @@ __all__ = [
 
 
 class _Package(ModuleType):
-    """`mb.attention`, `mb.linear_attention` and `mb.linear_cross_entropy` are functions, and their
-    modules have the same names: what the import system binds for a submodule must not hide the
-    function."""
+    """`mb.attention` and others are functions whose modules have the same names: what the import
+    system binds for a submodule must not hide the function."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (isinstance(value, ModuleType) and _HOMES.get(name)):

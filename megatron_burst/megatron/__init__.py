@@ -19,8 +19,8 @@ seconds; `install` does.
 From the ground up: `patching` replaces functions of Megatron and restores them; `checks/` is what
 is refused; `data/` cuts batches; `offload/` moves activations to the host; `attention/` is core
 attention, process groups and plans; `layer/` runs layers in chunks and tiles of rows; `linear/`
-passes states; `lm_head/` is LM head and loss; `packing/` packs steps anew; `training` is
-Megatron-LM's loop; `install` puts all of it in place.
+passes states; `sparse/` attends to what is selected; `lm_head/` is LM head and loss; `packing/`
+packs steps anew; `training` is Megatron-LM's loop; `install` puts all of it in place.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ _LATE = {  # these import Megatron-Core
     "gather_sequence": "data.slicing",
     "rl": "rl",
     "shard_sequence": "data.slicing",
+    "sparse_layer_spec": "sparse.layers",
 }
 
 __all__ = [

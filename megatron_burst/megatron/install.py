@@ -70,6 +70,7 @@ def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
     from .lm_head import fused_loss, mtp
     from .offload import hooks
     from .packing import step as packing_step
+    from .sparse import index_loss
 
     states: list[Any] = []  # of layers of linear and sparse attention
     if core_version() >= OLDEST:
@@ -95,6 +96,7 @@ def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
         hooks.patch_steps(patches)
         loader.patch(patches)
         packing_step.patch(patches)
+        index_loss.patch(patches)
         for patch in states:
             patch(patches)
         patches.notes["scripts"] = for_scripts

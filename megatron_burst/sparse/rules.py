@@ -122,22 +122,17 @@ class Moba:
 
 
 @dataclass(frozen=True)
-class Msa:
-    """Blocks by their largest q . k, over the index heads of a key head, the own block always among
-    them (MiniMax-M3)."""
+class Msa(Moba):
+    """Blocks by their largest q . k, per index head, the own block always among them (MiniMax-M3,
+    which has an index head for each key/value head and one index key head)."""
 
     block: int = 128
-    own: bool = True
-    weighted: bool = False
-
-    def selections(self, heads: int, key_heads: int) -> int:
-        return key_heads
+    means: int = 0
 
     def scores(
         self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None
     ) -> torch.Tensor:
-        found = _dots(q, k).unflatten(2, (k.shape[2], -1)).amax(3)
-        return found.unflatten(-1, (-1, self.block)).amax(-1)
+        return _dots(q, k).unflatten(-1, (-1, self.block)).amax(-1)
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,9 @@ def draw(name: str, size: int) -> SparseCase:
     index_heads = heads = key_heads * group, key_heads
     if rule in ("dsa", "qsa"):
         index_heads = rng.choice([1, 2, 3]), 1
-    elif rule != "moba":  # of which a selection has one per query head, the others per key head
+    elif rule == "msa":  # a selection per index head
+        index_heads = key_heads, rng.choice([1, key_heads])
+    elif rule == "nsa":
         index_heads = key_heads * rng.choice([1, 2]), key_heads
     if latent:
         heads = heads[0], 1

@@ -31,8 +31,7 @@ def index_scores(rule, block, q, k, weights):
     if rule == "moba":
         return torch.stack(each, 2).transpose(0, 1)
     assert rule == "msa"
-    heads_of = [torch.stack(each[n : n + group]).amax(0) for n in range(0, heads, group)]
-    pooled = [torch.stack([x[..., part].amax(-1) for part in blocks], -1) for x in heads_of]
+    pooled = [torch.stack([x[..., part].amax(-1) for part in blocks], -1) for x in each]
     return torch.stack(pooled, 2).transpose(0, 1)
 
 

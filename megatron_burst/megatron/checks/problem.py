@@ -120,9 +120,14 @@ def broken(
 
 
 class Refused(ValueError):
-    """The error for all problems of a run; `problems` has them one by one."""
+    """The error for all problems of a run; `problems` has them one by one.
 
-    def __init__(self, problems: Iterable[Problem]) -> None:
+    A text becomes one of them: Megatron raises what the constructor of a layer raised once more,
+    with its text and the layer's name.
+    """
+
+    def __init__(self, problems: Iterable[Problem] | str) -> None:
+        problems = [Problem(problems)] if isinstance(problems, str) else problems
         self.problems = tuple(dict.fromkeys(problems))
         super().__init__(report(self.problems))
 

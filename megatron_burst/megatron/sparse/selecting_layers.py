@@ -69,12 +69,13 @@ class SelectingKind:
         )
         if self not in book.logged:
             book.logged.add(self)
-            line = self._describe(plan)
+            line = self.describe(plan)
             book.startup = book.startup or line
             book.log(line)
         return plan
 
-    def _describe(self, plan: Plan) -> str:
+    def describe(self, plan: Plan) -> str:
+        """The start-up line of such layers, whose plan this is."""
         topology = plan.groups.topology
         (_, _, _, width), (_, _, heads, values) = (plan.signature[n][0] for n in (1, 2))
         planned = heads * (width + values)

@@ -1,0 +1,17 @@
+"""Ranks of their own, from which Megatron can write a checkpoint: a model with a selection rule is
+saved at some sizes and loaded at others. Arguments: a folder, and the rule."""
+
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+import sparse_layers
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    folder, rule = sys.argv[1:]
+    sizes = {"context_parallel_size": 2, "tensor_model_parallel_size": 2}
+    others = {"context_parallel_size": 4}
+    print(sparse_layers.saved_and_loaded(folder, sizes, others, sparse_layers.RULES[rule]))

@@ -1,0 +1,191 @@
+"""`mb.sparse_layer_spec`: GPT layers with a selection rule train alike at any parallel size."""
+
+import documented
+import pytest
+import sparse_layers
+from documented import ROOT
+from ranks import Ranks
+from sparse_layers import RULES
+
+import megatron_burst as mb
+from megatron_burst.sparse import rules
+
+CP2, CP4 = {"context_parallel_size": 2}, {"context_parallel_size": 4}
+TP2 = CP2 | {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PP2 = CP2 | {"pipeline_model_parallel_size": 2}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective"}
+PER_TOKEN = {"calculate_per_token_loss": True}
+CASES = {  # rule, settings of Megatron, of BurstConfig
+    "moba cp2": ("moba", CP2, {}),
+    "moba cp4": ("moba", CP4, {"algorithm": "multicast"}),
+    "qsa cp2": ("qsa", CP2 | SELECTIVE, {}),
+    "qsa cp4": ("qsa", CP4, {}),
+    "qsa tp2": ("qsa", TP2, {}),
+    "msa cp4": ("msa", CP4, {}),
+    "msa tp2": ("msa", TP2 | FULL, {}),
+    "dsa pp2": ("dsa", PP2, {"layout": "striped"}),
+    "qsa cp2 stored": ("qsa", CP2 | FULL, {"store": 1.0}),
+    "apart": ("qsa", CP4, {"layout": "contiguous", "attention_layout": "zigzag"}),
+}
+
+
+def compare(found, expected, tolerance):
+    for (loss, of_indexers, gradients), (want, wanted, theirs) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(want, rel=1e-6)
+        assert of_indexers == pytest.approx(wanted, rel=1e-5)  # the tracker is in float32
+        for name, gradient in gradients.items():
+            assert (gradient - theirs[name]).abs().max() < tolerance, name
+
+
+@pytest.fixture(scope="module")
+def alone(four):
+    known = {}
+
+    def run(rule):
+        if rule not in known:
+            known[rule] = four(sparse_layers.train, {}, RULES[rule])[0]
+        return known[rule]
+
+    return run
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_trains_alike_at_any_size(four, alone, case):
+    rule, changes, burst = CASES[case]
+    expected = alone(rule)
+    assert all((index > 0) == (rule != "moba") for _, index, _ in expected)
+    # Of a vocabulary over tensor-parallel ranks Megatron sums cross entropy in float32.
+    for found in four(sparse_layers.train, changes, RULES[rule], burst):
+        compare(found, expected, 1e-7 if "tp2" in case else 1e-12)
+
+
+def test_trains_alike_on_packed_documents(four):
+    for rule in ("moba", "qsa"):
+        expected = four(sparse_layers.train, {}, RULES[rule], {}, True)[0]
+        for found in four(sparse_layers.train, CP4, RULES[rule], {}, True):
+            compare(found, expected, 1e-12)
+
+
+def test_a_loss_per_token_weighs_the_indexers_alike(four, alone):
+    for found in four(sparse_layers.train, CP4 | PER_TOKEN, RULES["qsa"]):
+        compare(found, alone("qsa"), 1e-12)
+
+
+@pytest.mark.parametrize("rule", ["moba", "qsa"])
+def test_equal_to_dense_matrices(four, rule):
+    for errors, trained in four(sparse_layers.against_dense, rule):
+        assert max(errors.values()) < 1e-12
+        assert trained == (0 if rule == "moba" else 4)
+
+
+def test_a_checkpoint_goes_on_at_other_sizes(tmp_path):
+    """Saved at CP 2 and TP 2, loaded at CP 4."""
+    server = Ranks(tmp_path, "pretrain_gpt", ROOT / "examples")
+    (tmp_path / "model").mkdir()
+    script = ROOT / "tests" / "megatron" / "sparse_checkpoint.py"
+    done = server.run(4, [str(tmp_path / "model"), "msa"], script=script)
+    server.close()
+    assert done.codes == [0] * 4, "\n".join(done.texts)[-4000:]
+    assert [text.split()[-1] for text in done.texts] == ["0.0"] * 4
+
+
+def test_names_in_checkpoints(four):
+    """docs/sparse.md has them."""
+    prefix, shapes = "decoder.layers.0.self_attention.indexer.", {
+        "linear_q.weight": (24, 32), "linear_k.weight": (8, 32), "k_norm.weight": (8,),
+    }  # fmt: skip
+    more = {
+        "qsa": {"q_norm.weight": (8,)},
+        "dsa": {"k_norm.bias": (8,), "linear_weights.weight": (3, 32)},
+        "moba": {},
+    }
+    for rule, others in more.items():
+        expected = {} if rule == "moba" else shapes | others
+        for found in four(sparse_layers.names, {"tensor_model_parallel_size": 2}, RULES[rule]):
+            assert all(shape[0] == 2 for shape in found.values())  # Megatron stacks layers
+            first = {n.removeprefix(prefix): s[1:] for n, s in found.items() if prefix in n}
+            assert first == expected
+
+
+WRONG = {  # words of the error -> arguments
+    "rule must be one of dsa, qsa, moba, msa": {"rule": "best"},
+    "top_k must be an integer from 1 on, got 0": {"top_k": 0},
+    "block must be an integer from 1 on, got '4'": {"block": "4"},
+    "index_heads: rule Qsa needs an indexer": {"rule": "qsa", "index_heads": 0},
+    "index_heads: rule Moba has no indexer": {"loss_coeff": 0.1},
+    "index_width: rule Moba needs one": {"index_heads": 2},
+    "loss_coeff must be a number from 0 on, got -1": {"rule": "msa", "loss_coeff": -1},
+    "base: must be the spec of a transformer layer": {"base": "local"},
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_wrong_arguments_are_refused(words):
+    with pytest.raises(ValueError, match=words.split(",")[0]):
+        mb.sparse_layer_spec(**{"rule": "moba", "top_k": 2} | WRONG[words])
+
+
+REFUSED = {  # words -> settings of Megatron, layers, BurstConfig, only a step shows it
+    "--context-parallel-algo burst": (CP2, "moba", {"algorithm": "megatron"}, False),
+    "--attention-dropout 0": ({"attention_dropout": 0.1}, "moba", {}, False),
+    "ranks do not share": (CP2, "moba", {"algorithm": "ulysses"}, False),
+    "one for each of --num-query-groups 2": (CP2, {"index_heads": 4}, {}, False),
+    "have no window": ({"window_size": (3, 0)}, "moba", {}, False),
+    "is not that of attention with a sink": ({"softmax_type": "learnable"}, "qsa", {}, False),
+    "blocks of 128 positions": (CP2, {"block": 128}, {}, True),
+    "layout striped cuts the blocks": (CP2, "qsa", {"layout": "striped"}, True),
+    "index_width 4 is narrower than the 8 columns": (CP2, {"index_width": 4}, {}, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_be_served_is_refused_on_every_rank(four, words):
+    changes, layers, burst, step = REFUSED[words]
+    layers = RULES["msa"] | layers if isinstance(layers, dict) else RULES[layers]
+    for found in four(sparse_layers.message, changes, layers, burst, step):
+        assert words in (found or "")
+
+
+def test_a_norm_inside_a_linear_layer_comes_out(monkeypatch):
+    """Transformer Engine's, by stand-ins."""
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    kinds = [type(name, (), {}) for name in ("Fused", "Linear", "Norm")]
+    names = "TELayerNormColumnParallelLinear", "TEColumnParallelLinear", "TENorm"
+    for name, kind in zip(names, kinds, strict=True):
+        monkeypatch.setattr(transformer_engine, name, kind, raising=False)
+    base = get_gpt_layer_local_spec()
+    parts = base.submodules
+    parts.input_layernorm, parts.sharded_state_dict_keys_map = IdentityOp, {}
+    parts.self_attention.submodules.linear_qkv = kinds[0]
+    made = mb.sparse_layer_spec(rule="qsa", top_k=2, base=base).submodules
+    assert made.self_attention.submodules.linear_qkv is kinds[1]
+    assert made.input_layernorm is kinds[2]
+    assert made.sharded_state_dict_keys_map == {
+        "input_layernorm.": "self_attention.linear_qkv.layer_norm_"
+    }
+    kept = mb.sparse_layer_spec(rule="moba", top_k=2, base=base).submodules
+    assert kept.self_attention.submodules.linear_qkv is kinds[0]
+    parts.self_attention.submodules.linear_qkv = kinds[2]
+    with pytest.raises(ValueError, match="no input_layernorm"):
+        mb.sparse_layer_spec(rule="qsa", top_k=2, base=base)
+
+
+def test_only_attention_layers_of_a_block_change():
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    layers = [get_gpt_layer_local_spec(), get_gpt_layer_local_spec(multi_latent_attention=True)]
+    block = TransformerBlockSubmodules(layer_specs=layers)
+    made = mb.sparse_layer_spec(rule=rules.Moba(block=8), top_k=2, base=block).layer_specs
+    assert made[0].submodules.self_attention.params["choice"].rule.block == 8
+    assert made[1] is layers[1]
+    assert layers[0].submodules.self_attention.params.keys() == {"attn_mask_type"}
+
+
+def test_the_block_of_the_documentation(four):
+    (block,) = [each for each in documented.blocks("docs/sparse.md") if each.needs]
+    assert four(sparse_layers.documented, block.text) == [["Qsa"] * 2] * 4
