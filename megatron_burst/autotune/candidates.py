@@ -28,11 +28,10 @@ from .pair_counts import pairs_attended, pairs_seen
 from .places import Nodes, places
 from .prepared import Prepared
 from .rates import Rates
-from .simulator import PassTime
+from .simulator import IDLE, PassTime
 
 HEAD_CHUNKS = (1, 2, 4, 8)
 HELD = 4  # shards of others that a rank may hold at once for the sake of time
-IDLE = PassTime(0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,9 @@ class PassTime(NamedTuple):
         return PassTime(*(times * each for each in self))
 
 
+IDLE = PassTime(0.0, 0.0, 0.0, 0.0)
+
+
 class _Clocks:
     """Until when every rank and every port of its links is occupied.
 

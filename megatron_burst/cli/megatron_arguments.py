@@ -19,6 +19,7 @@ FLAGS = {flag.name: flag for flag in flags.FLAGS}
 SIZES = "--hierarchical-context-parallel-sizes"
 INTEGERS: dict[str, int | None] = {
     "--context-parallel-size": None, "--cpu-offloading-num-layers": 0,
+    "--dsa-indexer-head-dim": None, "--dsa-indexer-n-heads": None, "--dsa-indexer-topk": None,
     "--expert-model-parallel-size": 1, "--ffn-hidden-size": None, "--global-batch-size": None,
     "--hidden-size": None, "--kv-channels": None, "--kv-lora-rank": 512,
     "--linear-conv-kernel-dim": 4, "--linear-key-head-dim": 128, "--linear-num-key-heads": 16,

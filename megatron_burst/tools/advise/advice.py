@@ -129,7 +129,8 @@ def advise(
     cluster = cluster_of(cluster, gpus, per_node)
     hybrid = bool(set(model.pattern) & set("M*-"))
     want = wanted_of(seq, tokens_per_step, fixed)
-    want = replace(want, carries=bool(model.mixers), hybrid=hybrid)
+    want = replace(want, carries=bool(model.mixers), hybrid=hybrid,
+                   selects=model.indexer is not None)  # fmt: skip
     check_wanted(model, cluster, want)
     if type(top) is not int or top < 1:
         raise ValueError(f"--top must be an integer from 1 on, got {top!r}")

@@ -18,7 +18,7 @@ from .advice import Advice
 from .search.pasted import choices, left_to_the_user, run_flags
 from .search.search import Configuration
 from .search.what_if import options_said
-from .settings import Settings
+from .settings import Settings, selection_said
 
 # Those that a narrow terminal can do without, least needed first.
 LEAST = ("EP", "DP", "PP", "batches", "bottleneck", "MFU", "tokens/s/GPU", "GPU memory")
@@ -44,6 +44,8 @@ def show(found: Advice, command: Sequence[str] = ()) -> None:
                           else ".")))  # fmt: skip
     _show_time(console, found)
     _show_memory(console, found)
+    if said := selection_said(found.model, found.best.run):
+        console.print(Text(said))
     console.print(Text("\nWhat would make it faster", style="bold"))
     for change in found.changes:
         console.print(Text(f"  {change.said}"))

@@ -11,6 +11,8 @@ Transformer Engine's `context_parallel.py` does (2.20.0.dev0, commit d0067d0d, A
 - `a2a+p2p`: heads shared within a node, that ring over the rest.
 - `all_gather`: keys and values of the whole sequence on every rank, before anything is computed, in
   forward and again in backward, whose gradients of the whole sequence are then reduce-scattered.
+  The only kind of sparse attention (Megatron-Core 0.19, `dsa.py`): index keys and latents are
+  gathered in forward, latents stay for backward, and computed are the pairs that ours computes.
 
 All cut zigzag, and every document of a pack is padded to a multiple of 2 x CP. Sliding windows run
 with `a2a` and `all_gather` only, sinks with `a2a` only. Layers that carry a state exchange heads.
@@ -43,7 +45,14 @@ from ...schedule.topology import divisors
 from .account.memory import account
 from .account.operators import B, Core, F, LayerSizes
 from .account.steps import layers_of
-from .forecast.attention_time import AttentionTime, nodes_of, sizes_of, topology_of
+from .forecast.attention_time import (
+    AttentionTime,
+    index_sizes,
+    nodes_of,
+    reading,
+    sizes_of,
+    topology_of,
+)
 from .forecast.layer_time import visible
 from .forecast.links import ring_seconds
 from .forecast.step_time import StepTime, step_time
@@ -109,7 +118,7 @@ def _timed(
     own = settings(kind, model, cluster, run, lengths)
     calls = cache(lambda window: attention(kind, model, cluster, own, window, lengths))
     found = []
-    for recompute in RECOMPUTE:
+    for recompute in RECOMPUTE[:: 2 if model.indexer else 1]:  # sparse attention is not kept
         each = replace(own, recompute="none" if recompute == "none" else "full",
                        store=float(recompute == "selective"))  # fmt: skip
         time = step_time(model, cluster, each, lambda *_, window: calls(window))
@@ -176,6 +185,8 @@ def refused(kind: Kind, model: Model, cluster: Cluster, run: Settings) -> str:
     """Why a kind does not run with these parallel sizes; "" if it does."""
     if run.cp == 1:
         return ""
+    if model.indexer is not None and kind != "all_gather":
+        return "sparse attention gathers (--cp-comm-type all_gather)"
     if model.mixers and not model.carried(run.tp, run.cp):
         assert model.mixer is not None
         return (f"{model.mixer.name}: TP {run.tp} x CP {run.cp} do not divide its "
@@ -231,6 +242,8 @@ def attention(
 ) -> AttentionTime:  # fmt: skip
     """The time of one attention call. run: as of `settings`; lengths: of documents, not padded."""
     rates, topology = cluster.rank_rates(), topology_of(cluster, run)
+    if model.indexer is not None:
+        return _sparse(cluster, run, model)
     sizes, nodes = sizes_of(model, run).shared(run.ulysses), nodes_of(cluster, run)
     exchange = sharing(topology, sizes, rates, per_nic=nodes.per_nic)
     assert rates.compute is not None
@@ -288,6 +301,30 @@ def _gathered(
     return PassTime(moved + own + rates.start, own, *links)
 
 
+def _sparse(cluster: Cluster, run: Settings, model: Model) -> AttentionTime:
+    """Sparse attention: index keys gathered, keys selected, latents gathered, attention; in
+    backward attention and a reduce-scatter. Nothing runs beside anything else."""
+    rates, sizes, index = cluster.rank_rates(), sizes_of(model, run), index_sizes(model, run)
+    assert model.indexer is not None
+    assert rates.compute is not None
+    rows, calls = run.rows, 2 * rates.launch + rates.start
+    seen = rows * min(model.indexer.top_k, visible(run.seq))
+    attending = 2.0 * sizes.heads * (sizes.width + 2 * sizes.value_width) * seen / rates.compute
+    there, back = reading(sizes, cluster.gpu)
+    there, back = max(there, attending), max(back, rates.backward * attending)
+    scoring = 2.0 * index.heads * index.width * rows * visible(run.seq) / rates.compute
+    keys, latents = (
+        ring_seconds(cluster, run.cp, run.tp, B * run.seq * run.micro_batch * each)
+        for each in (index.width, sizes.width + sizes.value_width)
+    )
+    forward = keys + latents + scoring + there + 2 * calls
+    backward = latents + back + calls
+    within = "intra" if run.cp == cluster.cp_per_node(run.tp, run.cp) else "inter"
+    busy = {"compute": scoring + there + back, "intra": 0.0, "inter": 0.0}
+    busy[within] = keys + 2 * latents
+    return AttentionTime(forward, backward, (0.0, 0.0), busy)
+
+
 def whole_bytes(x: LayerSizes, run: Settings) -> int:
     """Bytes of the keys and values of the whole sequence, heads of one rank."""
     return run.seq * run.micro_batch * x.kv * B
@@ -319,6 +356,11 @@ def core(kind: Kind, x: LayerSizes, run: Settings) -> Core:
     half of them again while they are put in order; in backward keys and values and the sums of
     their gradients, beside those that the kernel makes.
     """
+    if x.indexer is not None:
+        y = x.absorbed
+        whole, keys = (run.seq * run.micro_batch * each * B for each in (y.kv, x.indexer.width))
+        return Core(forward=2 * whole + keys, backward=2 * whole, sums=run.rows * y.query * F,
+                    keys=run.seq * run.micro_batch, reordered=True, wire=B)  # fmt: skip
     q, kv, out = run.rows * x.query * B, run.rows * x.kv * B, run.rows * x.out * B
     common = Core(sums=q, keys=run.rows, store=run.store, heads_shared=run.ulysses,
                   reordered=True, wire=B)  # fmt: skip

@@ -6,8 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
+from ...schedule.algorithms import ALGORITHMS
 from ...schedule.head_shares import shareable
 from ...schedule.topology import Placement, alternatives, divisors
+from ...units import byte_size
 from .shapes.models import Model
 
 # Which modules compute: Megatron's local ones on a CPU (torch's norms in fp32, unfused rope and
@@ -100,6 +102,21 @@ class Settings:
     def chunked(self) -> bool:
         """Whether the attention half runs chunk by chunk, or the MLP half tile by tile."""
         return self.sequence_chunks > 1 or self.mlp_tiles > 1
+
+
+def selection_said(model: Model, run: Settings) -> str | None:
+    """What sparse attention selects, and what of a layer travels from each rank; None where there
+    is none."""
+    if (index := model.indexer) is None or (low := model.latent) is None:
+        return None
+    keys, latents = (
+        byte_size(run.rows * each * BYTES["bf16"]) for each in (index.width, low.kv_rank + low.rope)
+    )
+    return (
+        f"sparse attention: {index.heads} index heads select {index.top_k:,} keys of a query; "
+        f"a layer sends a rank's index keys ({keys}) and latents ({latents}) to all others, and in "
+        "backward latents again, with their gradients"
+    )
 
 
 def check(model: Model, run: Settings) -> None:
@@ -209,6 +226,20 @@ def _check_heads(model: Model, run: Settings) -> None:
     """Ranks that share heads, and head chunks, must divide the heads of a tensor-parallel rank."""
     heads, kv_heads = model.heads // run.tp, max(1, model.kv_heads // run.tp)
     fit = [n for n in range(1, run.cp + 1) if run.cp % n == 0 and shareable(heads, kv_heads, n)]
+    if model.indexer is not None:
+        fit, kv_heads = [1], 1
+        for name, only in (("store", 0), ("sequence_chunks", 1)):
+            if getattr(run, name) != only:
+                raise ValueError(
+                    f"{flag_of(name)} {getattr(run, name)}: not with the sparse attention of "
+                    f"{model.name}: leave it {only}"
+                )
+        ring = ALGORITHMS.get(run.algorithm)
+        if run.side == "query" or (ring is not None and not ring.keeps):
+            raise ValueError(
+                f"--algorithm {run.algorithm} --side {run.side}: keys must travel to the queries "
+                f"of {model.name}'s sparse attention: take burst or multicast, and side kv"
+            )
     if run.ulysses not in fit:
         raise ValueError(
             f"--ulysses {run.ulysses}: ranks that share heads must divide --cp {run.cp} and the "

@@ -185,6 +185,8 @@ def show(found: Found) -> None:
     if shown.host_bytes:
         table.add_row("host memory of each GPU", byte_size(cluster.host_per_rank), "")
     console.print(table)
+    if said := settings.selection_said(shown.model, run):
+        console.print(Text(said))
     if binds is not None:
         console.print(Text(f"longest sequence: {run.seq:,} tokens; limited by {binds}"))
     elif left.fits:

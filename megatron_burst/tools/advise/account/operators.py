@@ -12,11 +12,11 @@ on a tensor-parallel rank, h hidden, a heads times width, c keys and values toge
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ....units import LOGITS_TILE
 from ..settings import Settings
-from ..shapes.layer_kinds import Mixer
+from ..shapes.layer_kinds import Indexer, Mixer
 from ..shapes.models import Model
 from .tape import Half, Op
 
@@ -30,8 +30,9 @@ class LayerSizes:
     heads of queries, kv_heads of keys; width of a query or key head, value_width of a value head.
     ffn: of the MLP, or of all experts that see a row; experts: how many these are. gate: the
     attention's result is multiplied by one. latent: the narrow rows of multi-head latent attention,
-    on every rank; up: what keys and values are expanded to. mixer: this rank's part; batch:
-    sequences of a micro-batch.
+    on every rank; up: what keys and values are expanded to; kv_rank, rope: the two parts of a
+    latent. indexer: of sparse attention, whose core `absorbed` describes. mixer: this rank's part;
+    batch: sequences of a micro-batch.
     """
 
     hidden: int
@@ -49,6 +50,16 @@ class LayerSizes:
     up: int = 0
     mixer: Mixer | None = None
     batch: int = 1
+    indexer: Indexer | None = None
+    kv_rank: int = 0
+    rope: int = 0
+
+    @property
+    def absorbed(self) -> LayerSizes:
+        """What the core of sparse attention has: latents, which all heads share, as keys, whose
+        first columns are the values."""
+        width = self.kv_rank + self.rope
+        return replace(self, kv_heads=1, width=width, value_width=self.kv_rank)
 
     @property
     def scan(self) -> Mixer | None:
@@ -65,7 +76,9 @@ class LayerSizes:
 
     @property
     def values(self) -> int:
-        return self.kv_heads * self.value_width
+        """None where they are columns of the keys."""
+        latent = self.indexer is not None and self.kv_heads == 1
+        return 0 if latent else self.kv_heads * self.value_width
 
     @property
     def kv(self) -> int:
@@ -81,7 +94,7 @@ class LayerSizes:
         heads = model.heads // run.tp
         sparse = bool(model.moe_layers) if sparse is None else sparse
         ffn = model.dense_ffn if model.experts and not sparse else model.ffn
-        low, mixer = model.latent, model.mixer
+        low, mixer, index = model.latent, model.mixer, model.indexer
         return cls(
             hidden=model.hidden,
             heads=heads,
@@ -94,10 +107,14 @@ class LayerSizes:
             tp=run.tp,
             cpu=run.path == "cpu",
             gate=model.output_gate,
-            latent=low.q_rank + low.kv_rank + low.rope if low else 0,
+            latent=(low.q_rank + low.kv_rank + low.rope if low else 0)
+            + (index.width + index.heads if index else 0),
             up=heads * (model.head_dim - low.rope + model.value_dim) if low else 0,
             mixer=mixer and mixer.on_rank(run.tp),
             batch=run.micro_batch,
+            indexer=index,
+            kv_rank=low.kv_rank if low else 0,
+            rope=low.rope if low else 0,
         )
 
 
@@ -202,8 +219,12 @@ def attention_half(x: LayerSizes, rows: int, core: Core, prefix: str = "") -> Ha
         ops = _latent(x, rows)
     else:
         ops = norm_linear(x, rows, "x", "mixed", x.query * (1 + x.gate) + x.kv, "qkv")
-    ops += [*_rope(x, rows), *core_ops(x, rows, core)]
     out = "out"
+    if x.indexer is None:
+        ops += [*_rope(x, rows), *core_ops(x, rows, core)]
+    else:
+        ops += _selected(x, x.indexer, rows, core)
+        out = "values"
     if x.gate:
         gated = {"gated": rows * x.query * B}
         ops += [Op("gate", ("out", "mixed"), gated, ("out", "mixed"))]
@@ -222,10 +243,35 @@ def _latent(x: LayerSizes, rows: int) -> list[Op]:
     norm, linear = ops
     down = Op("down", ("normed",), {"low": n * x.latent * B}, ("normed",))
     both = {"low normed": n * x.latent * B}
+    if x.indexer is not None:  # keys and values stay as narrow as they are
+        linear = replace(linear, makes={"mixed": rows * x.query * B})
     again = Op("norm of low", ("low",), both, ("low",), {"rstd of low": 2 * n * F})
     gathered = {ATTENTION: rows * x.latent * B if x.tp > 1 else 0.0}
     up = Op("up", ("low normed",), linear.makes, ("low normed",), during=gathered, back=gathered)
     return [norm, down, again, up]
+
+
+def _selected(x: LayerSizes, index: Indexer, rows: int, core: Core) -> list[Op]:
+    """The selection, which keeps int32 positions, and attention of absorbed queries to latents,
+    from whose results values are made. Messages of index keys are fewer than those of latents."""
+    y, chosen = x.absorbed, rows * index.top_k * 4
+    index_q = {"index q": rows * index.heads * index.width * B}
+    absorbed = {"q2": rows * y.query * B, "k2": rows * y.keys * B, "v2": 0.0}
+    ids = Op(
+        "select",
+        ("index q", "low normed"),
+        {},
+        (),
+        {"ids": chosen},
+        during={ATTENTION: 2 * chosen + chosen, RING: core.forward * index.width / y.keys},
+    )
+    return [
+        Op("index queries", ("low normed",), index_q),
+        ids,
+        Op("absorb", ("mixed", "low normed"), absorbed, ("mixed",)),
+        *core_ops(y, rows, core),
+        Op("values", ("out",), {"values": rows * x.out * B}),
+    ]  # fmt: skip
 
 
 def mlp_half(x: LayerSizes, rows: int, prefix: str = "") -> Half:

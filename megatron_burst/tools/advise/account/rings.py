@@ -205,11 +205,11 @@ def core_of(x: LayerSizes, run: Settings, rooms_of: RoomsOf | None = None) -> Co
 
     rooms_of: `ring_rooms`, or one that remembers.
     """
-    shared, x = run.ulysses, on_ring(x, run)
+    shared, x = run.ulysses, on_ring(x if x.indexer is None else x.absorbed, run)
     rows, chunk = run.rows * shared, run.rows * shared // run.sequence_chunks
     whole = run.sequence_chunks == 1  # else dk and dv are summed over chunks, outside
     of = _row_sizes(x, run)
-    side = side_by_bytes(run, of)
+    side = side_by_bytes(run, of) if x.indexer is None else "kv"
     each = room_bytes(x, run, of, side)
     own_query, own_keys = each("dquery", chunk), each("dkv", rows)
     if run.cp == 1:
@@ -293,7 +293,8 @@ def room_bytes(
 
 
 def _row_sizes(x: LayerSizes, run: Settings) -> RowSizes:
-    return RowSizes(run.rows * run.ulysses, 1, x.heads, x.kv_heads, x.width, x.value_width, 2, 4,
+    width = x.width if x.indexer is None else x.rope  # the rest of a key are its values
+    return RowSizes(run.rows * run.ulysses, 1, x.heads, x.kv_heads, width, x.value_width, 2, 4,
                     BYTES[run.wire], ALL_GRADIENTS)  # fmt: skip
 
 

@@ -20,8 +20,10 @@ import numpy as np
 from ....autotune import simulator
 from ....autotune.candidates import sharing
 from ....autotune.clusters import Cluster
+from ....autotune.disturbance import Disturbance
 from ....autotune.exchanges import Wires
-from ....autotune.pair_counts import pairs_seen
+from ....autotune.gpus import Gpu
+from ....autotune.pair_counts import pairs_attended, pairs_seen
 from ....autotune.places import Nodes, places
 from ....autotune.prepared import Prepared
 from ....autotune.recording import Recording
@@ -47,7 +49,7 @@ class RingKey(NamedTuple):
 
     inner: ranks of an inner ring; chunks: of rows; sizes: of a rank, with the fewest heads in the
     same proportion, as other numbers of heads have the same schedules. window: tokens that a query
-    sees, 0: all before it.
+    sees, 0: all before it; attended: keys that it attends to at most, 0: all that it sees.
     """
 
     algorithm: str
@@ -61,6 +63,7 @@ class RingKey(NamedTuple):
     chunks: int
     sizes: Sizes
     window: int = 0
+    attended: int = 0
 
 
 class RingPasses(NamedTuple):
@@ -75,10 +78,20 @@ class RingPasses(NamedTuple):
 
 
 def sizes_of(model: Model, run: Settings) -> Sizes:
-    """What one rank brings to a call."""
+    """What one rank brings to a call: of sparse attention the latents of its rows."""
+    if model.indexer is not None and (low := model.latent) is not None:
+        return Sizes(run.seq // run.cp, run.micro_batch, model.heads // run.tp, 1, low.rope,
+                     low.kv_rank, 2, 4, BYTES[run.wire], (True, True, True))  # fmt: skip
     heads, kv_heads = model.heads // run.tp, max(1, model.kv_heads // run.tp)
     return Sizes(run.seq // run.cp, run.micro_batch, heads, kv_heads, model.head_dim,
                  model.value_dim, 2, 4, BYTES[run.wire], (True, True, True))  # fmt: skip
+
+
+def index_sizes(model: Model, run: Settings) -> Sizes:
+    """What one rank brings to a selection; every tensor-parallel rank makes it for all heads."""
+    assert model.indexer is not None
+    return Sizes(run.seq // run.cp, run.micro_batch, model.indexer.heads, 1, model.indexer.width, 0,
+                 2, 4, BYTES[run.wire], (False, False, False))  # fmt: skip
 
 
 def nodes_of(cluster: Cluster, run: Settings) -> Nodes:
@@ -100,11 +113,12 @@ def ring_of(model: Model, cluster: Cluster, run: Settings, window: int = 0) -> R
             f"inner: rings of {topology.ring_size} ranks cannot be cut into inner rings of "
             f"{run.inner}: take a divisor of {topology.ring_size}"
         )
-    side = side_by_bytes(run, sizes)
+    side = side_by_bytes(run, sizes) if model.indexer is None else "kv"
     least = gcd(sizes.heads, sizes.kv_heads)
     sizes = replace(sizes, batch=1, heads=sizes.heads // least, kv_heads=sizes.kv_heads // least)
     return RingKey(ring_algorithm(run.algorithm), side, run.route, run.layout, topology, inner,
-                run.seq, nodes_of(cluster, run), run.sequence_chunks, sizes, window)  # fmt: skip
+                run.seq, nodes_of(cluster, run), run.sequence_chunks, sizes, window,
+                model.indexer.top_k if model.indexer else 0)  # fmt: skip
 
 
 def made(ring: RingKey) -> RingPasses:
@@ -120,7 +134,9 @@ def made(ring: RingKey) -> RingPasses:
     name, sizes, route = ring.algorithm, ring.sizes, ring.route
     forward = forward_schedule(name, grid, want, sizes, route=route)
     backward = backward_schedule(name, grid, want, sizes, side=ring.side, route=route)
-    return RingPasses(pairs_seen(mask, spans), Prepared(forward, wires), Prepared(backward, wires))
+    most = ring.attended
+    pairs = pairs_attended(mask, spans, most) if most else pairs_seen(mask, spans)
+    return RingPasses(pairs, Prepared(forward, wires), Prepared(backward, wires))
 
 
 RingsOf = Callable[[RingKey], RingPasses]  # called as `made`
@@ -168,7 +184,8 @@ def attention_time(
     recordings: tuple[Recording | None, Recording | None] = (None, None),
     window: int = 0,
 ) -> AttentionTime:
-    """The time of one attention call of a run, with causal sequences.
+    """The time of one attention call of a run, with causal sequences; of sparse attention with the
+    selection before it, in forward, without the indexer's loss.
 
     faults: what is slower; then of the slowest of all rings, or of those of one group. rings:
     `made`, or one that remembers. recordings: told what the ring of each pass does when. window:
@@ -180,15 +197,35 @@ def attention_time(
     sizes = sizes_of(model, run).shared(run.ulysses)
     ring = ring_of(model, cluster, run, window)
     passes = rings(ring)
-    assert rates.compute is not None
-    flops = 2.0 * sizes.heads * sizes.batch * (sizes.width + sizes.value_width)
+    latent = model.indexer is not None
+    if latent:  # what a call takes depends on its queries, not on the rows of the chunk
+        rates = replace(rates, half_rows=0.0)
+    compute = rates.compute
+    assert compute is not None
+    columns = sizes.width + sizes.value_width * (1 + latent)
+    flops = 2.0 * sizes.heads * sizes.batch * columns
     chunks = run.sequence_chunks
-    seconds = passes.pairs * (flops / rates.compute / chunks)
+    seconds = passes.pairs * (flops / compute / chunks)
     both_passes = (
-        (passes.forward, 1.0, recordings[0]), (passes.backward, rates.backward, recordings[1])
-    )  # fmt: skip
+        (passes.forward, seconds, recordings[0]),
+        (passes.backward, rates.backward * seconds, recordings[1]),
+    )
+    if latent:
+        both_passes = tuple(
+            (each, np.maximum(computing, read * (computing > 0)), recording)
+            for (each, computing, recording), read in zip(
+                both_passes, reading(sizes, cluster.gpu), strict=True)
+        )  # fmt: skip
     topology = topology_of(cluster, run)
     exchange = sharing(topology, sizes, rates, chunks > 1, ring.nodes.per_nic)
+
+    def selection(disturbed: Disturbance | None) -> simulator.PassTime:
+        if model.indexer is None:
+            return simulator.IDLE
+        index, heads = index_sizes(model, run), model.indexer.heads
+        each = rings(ring._replace(attended=0, sizes=replace(index, batch=1)))
+        scores = each.pairs * (2.0 * heads * index.width * index.batch / compute)
+        return simulator.pass_time(each.forward, index, scores, rates, disturbed=disturbed)
 
     def timed(how: DisturbedRing) -> AttentionTime:
         forward, backward = (
@@ -196,14 +233,15 @@ def attention_time(
             * simulator.pass_time(
                 each,
                 sizes,
-                scale * seconds,
+                computing,
                 rates,
                 run.head_chunks,
                 disturbed=disturbed,
                 recording=recording,
             )
-            for (each, scale, recording), disturbed in zip(both_passes, how.passes, strict=True)
+            for (each, computing, recording), disturbed in zip(both_passes, how.passes, strict=True)
         )
+        forward += selection(how.passes[0])
         shared = [f * each.seconds for f, each in zip(how.exchange, exchange, strict=True)]
         both = forward + backward + exchange[0] + exchange[1]
         busy = {"compute": both.compute, "intra": both.intra, "inter": both.inter}
@@ -215,6 +253,17 @@ def attention_time(
         return timed(UNDISTURBED)
     found = draws(faults, cluster, run, topology, group)
     return _mean([[timed(each) for each in some] for some in found])
+
+
+def reading(sizes: Sizes, gpu: Gpu) -> tuple[float, float]:
+    """Seconds that a call of sparse attention, forward and backward, takes at least: queries,
+    results and gradients of all its rows pass through memory, however few keys of a chunk a row has
+    selected. Forward reads q, and reads and writes out in fp32; backward reads q and its output's
+    gradient, and reads and writes dq in fp32."""
+    rows = sizes.tokens * sizes.batch * sizes.heads
+    q, out = sizes.width + sizes.value_width, sizes.value_width
+    forward, backward = 2 * q + 8 * out, 2 * q + 2 * out + 8 * q
+    return rows * forward / gpu.memory_rate, rows * backward / gpu.memory_rate
 
 
 def _mean(drawn: Sequence[Sequence[AttentionTime]]) -> AttentionTime:

@@ -86,6 +86,10 @@ def products(model: Model, run: Settings, part: LayerPart) -> Iterator[Product]:
 
 
 def _projections(model: Model, x: LayerSizes, run: Settings) -> Iterator[Product]:
+    if (index := model.indexer) is not None:  # whole on every tensor-parallel rank, for all rows
+        from_rank = model.latent.q_rank if model.latent else 0
+        yield Product(run.rows, from_rank or x.hidden, index.heads * index.width)
+        yield Product(run.rows, x.hidden, index.width + index.heads)
     chunks = run.sequence_chunks
     rows = run.rows / chunks
     cut = (1.0, 3.0) if chunks > 1 else (0.0, 0.0)

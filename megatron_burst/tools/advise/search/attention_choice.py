@@ -124,6 +124,8 @@ class AttentionForecast:
     def candidate(self, run: Settings) -> Candidate:
         """What `select.best` takes for this run's rows, heads and nodes."""
         work = Workload(sizes_of(self.model, run), self.mask(run), self.layout(run))
+        if (index := self.model.indexer) is not None:
+            work = replace(work, attended=index.top_k, latent=True)
         return select.best(work, self._grids(run, work.sizes), self.cluster.rank_rates(),
                            self._fixed(), nodes_of(self.cluster, run)).taken  # fmt: skip
 
@@ -136,18 +138,19 @@ class AttentionForecast:
         return make(run.layout, cp_size=run.cp)
 
     def _fixed(self) -> Fixed:
+        sparse = self.model.indexer is not None
         algorithm, side = (self.pinned.get(name, "auto") for name in ("algorithm", "side"))
         return Fixed(
             None if algorithm == "auto" else ring_algorithm(algorithm),
-            None if side == "auto" else side,
-            self.pinned.get("head_chunks"),
+            "kv" if sparse else None if side == "auto" else side,
+            1 if sparse else self.pinned.get("head_chunks"),
         )
 
     def _grids(self, run: Settings, sizes: Sizes) -> list[Topology]:
         """Grids with the groups that are fixed; rings of moderate size where there are some."""
         found = grids(run.cp, self.cluster.cp_per_node(run.tp, run.cp), sizes)
         size = {"ulysses": run.cp}.get(self.pinned.get("algorithm", ""))
-        size = self.pinned.get("ulysses", size)
+        size = self.pinned.get("ulysses", size if self.model.indexer is None else 1)
         placement, chunks = self.pinned.get("placement"), self.pinned.get("head_chunks") or 1
         kept = [
             grid

@@ -44,13 +44,14 @@ class TrainingGoal:
     """What is to be trained: tokens of a sequence, sequences of a step over all ranks, and fields
     of `Settings` that the user has fixed. carries: the model has layers that carry a state, which
     the striped layout does not allow; hybrid: it is Megatron's HybridModel, which does not take
-    `--burst-offload`."""
+    `--burst-offload`; selects: its attention is sparse, and recomputed whole."""
 
     seq: int
     sequences: int
     pinned: Mapping[str, Any] = field(default_factory=dict)
     carries: bool = False
     hybrid: bool = False
+    selects: bool = False
 
     def values(self, name: str, tried: Any) -> list[Any]:
         """The values of a field to try: the one that is fixed, or `tried`."""
@@ -136,7 +137,8 @@ def options_of(run: Settings, want: TrainingGoal, chunked: bool) -> Iterator[Set
         if "full" not in want.values("recompute", ["full"]):
             continue
         stores = want.values("store", STORES)
-        if run.cp == 1:  # the store is of BurstAttention, which runs over several ranks
+        # The store is of BurstAttention over several ranks, and not of sparse attention.
+        if run.cp == 1 or want.selects:
             stores = [store for store in stores if not store]
         offloads = want.values("offload", OFFLOADS[:1] if want.hybrid else OFFLOADS)
         for store, offload in product(stores, offloads):
@@ -162,6 +164,8 @@ def _plain(want: TrainingGoal) -> bool:
 
 def _pieces(run: Settings, want: TrainingGoal, chunked: bool) -> list[tuple[int, int]]:
     """Pairs (sequence chunks, MLP tiles) to try."""
+    if want.selects and chunked:
+        return []
     pairs = CHUNKED if chunked else tuple((1, tiles) for tiles in TILES)
     pinned = want.pinned
     found = [

@@ -44,6 +44,17 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """What selects the keys of sparse latent attention (DeepSeek-V3.2): `heads` of `width` score
+    all keys that a query sees, one index key of `width` per row; the best `top_k` are attended
+    to."""
+
+    heads: int
+    width: int
+    top_k: int
+
+
+@dataclass(frozen=True)
 class Mixer:
     """A layer that mixes rows without softmax attention (Mamba-2, gated delta net). into, out:
     widths of its projections from and to hidden states; others: its other parameters (convolution,

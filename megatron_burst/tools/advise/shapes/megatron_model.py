@@ -11,9 +11,10 @@ import ast
 from collections.abc import Callable
 from typing import Any
 
-from .layer_kinds import DELTA_NET, Latent, Mixer, gated_delta_net, mamba2
+from .layer_kinds import DELTA_NET, Indexer, Latent, Mixer, gated_delta_net, mamba2
 from .model import Model
 
+DSA = 64, 128, 2048  # index heads, their width, keys selected, of DeepSeek-V3.2
 Get = Callable[[str], Any]
 NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
 # Megatron's letters of a hybrid pattern (`core.models.hybrid.hybrid_layer_allocation`): M is
@@ -57,7 +58,12 @@ def _latent(get: Get, heads: int) -> dict[str, Any]:
     if not get("multi_latent_attention"):
         return {}
     rope, value = get("qk_pos_emb_head_dim") or 64, get("v_head_dim") or 128
+    index = None
+    if get("experimental_attention_variant") == "dsa":
+        sizes = (get(f"dsa_indexer_{each}") for each in ("n_heads", "head_dim", "topk"))
+        index = Indexer(*(size or usual for size, usual in zip(sizes, DSA, strict=True)))
     return {
+        "indexer": index,
         "kv_heads": heads,
         "head_dim": (get("qk_head_dim") or 128) + rope,
         "value_dim": value,

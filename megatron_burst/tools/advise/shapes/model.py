@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
-from .layer_kinds import FULL, KINDS, MIXER, WINDOW, Latent, LayerPart, Mixer
+from .layer_kinds import FULL, KINDS, MIXER, WINDOW, Indexer, Latent, LayerPart, Mixer
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Model:
     tied: the LM head is the embedding. experts: 0 for a dense model; top_k of them see a token, and
     `shared` wide is what every token sees besides. moe_layers: those with experts, the last ones;
     the others have an MLP `dense_ffn` wide.
-    latent: of multi-head latent attention. output_gate: attention's result is multiplied by a gate
+    latent: of multi-head latent attention; indexer: of sparse attention over its latents, which all
+    heads share then, in all layers. output_gate: attention's result is multiplied by a gate
     as wide as the queries. pattern: a letter of `KINDS` for each layer ("" means all "F"); window:
     tokens that a query of a "W" layer sees, itself included; mixer: of "L" and "M" layers.
     sinks: attention has a learned sink per head. also: parts outside the decoder that nothing here
@@ -55,6 +56,7 @@ class Model:
     mixer: Mixer | None = None
     sinks: bool = False
     also: tuple[str, ...] = ()
+    indexer: Indexer | None = None
 
     def __post_init__(self) -> None:
         self._check_kinds()
@@ -76,6 +78,8 @@ class Model:
             raise ValueError(
                 f"model {self.name}: top_k must be 1 to {self.experts} experts, got {self.top_k}"
             )
+        if self.indexer is not None and (self.latent is None or self.pattern):
+            raise ValueError(f"model {self.name}: an indexer needs latent attention in all layers")
         self._check_pattern()
 
     def _check_kinds(self) -> None:
@@ -173,6 +177,9 @@ class Model:
             down = self.hidden * (low.kv_rank + low.rope) + low.kv_rank
             up = low.kv_rank * self.heads * (self.head_dim - low.rope + self.value_dim)
             query = query if low.q_rank else self.hidden * q
+            if (index := self.indexer) is not None:
+                query += (low.q_rank or self.hidden) * index.heads * index.width
+                query += self.hidden * (index.width + index.heads) + 2 * index.width
             return query + down + up + self.hidden * out + 2 * self.hidden
         kv = self.kv_heads * (self.head_dim + self.value_dim)
         return self.hidden * (q * (1 + self.output_gate) + kv + out) + 2 * self.hidden

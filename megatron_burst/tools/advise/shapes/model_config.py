@@ -9,7 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from .layer_kinds import DELTA_NET, Latent, Mixer, gated_delta_net, kimi_delta, lightning, mamba2
+from .layer_kinds import (
+    DELTA_NET,
+    Indexer,
+    Latent,
+    Mixer,
+    gated_delta_net,
+    kimi_delta,
+    lightning,
+    mamba2,
+)
 from .model import Model
 
 # transformers' names of kinds of layers -> letters of `layer_kinds.KINDS`.
@@ -118,7 +127,9 @@ def _latent(config: Config, name: str) -> dict[str, Any]:
                 f"{name}: has kv_lora_rank but no {key!r}, a width of latent attention"
             )
     rope = config.size("qk_rope_head_dim")
+    index = tuple(config.size(f"index_{key}") for key in ("n_heads", "head_dim", "topk"))
     return {
+        "indexer": Indexer(*index) if all(index) else None,
         "kv_heads": config.size("num_attention_heads"),
         "head_dim": config.size("qk_nope_head_dim") + rope,
         "value_dim": config.size("v_head_dim"),

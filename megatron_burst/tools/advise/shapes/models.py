@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .layer_kinds import Latent, Mixer, gated_delta_net, kimi_delta, lightning, mamba2
+from .layer_kinds import Indexer, Latent, Mixer, gated_delta_net, kimi_delta, lightning, mamba2
 from .model import Model, padded
 from .model_config import from_config
 
@@ -80,6 +80,10 @@ _OTHERS = (
     Model("deepseek-v3", 61, 7168, 128, 128, 2048, 129280, head_dim=192, value_dim=128,
           latent=Latent(512, 64, 1536), experts=256, top_k=8, shared=2048, moe_layers=58,
           dense_ffn=18432, also=("the head that predicts several tokens",)),
+    Model("deepseek-v3.2", 61, 7168, 128, 128, 2048, 129280, head_dim=192, value_dim=128,
+          latent=Latent(512, 64, 1536), experts=256, top_k=8, shared=2048, moe_layers=58,
+          dense_ffn=18432, also=("the head that predicts several tokens", "the indexer's loss"),
+          indexer=Indexer(64, 128, 2048)),
     _gpt_oss("gpt-oss-20b", 24, 32),
     _gpt_oss("gpt-oss-120b", 36, 128),
     _gemma3("gemma-3-4b", 34, 2560, 8, 4, 10240, 256),

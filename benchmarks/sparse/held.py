@@ -1,6 +1,6 @@
 """What sparse attention sends and holds, by ring and by all-gather: bytes counted on CPU ranks.
 
-    python -m benchmarks.sparse --tokens 8192 --ranks 4
+    python -m benchmarks.sparse --parts held --tokens 8192
 
 One layer with the latent of DeepSeek-V3.2 (576 columns, values the first 512) and fewer heads:
 selection, attention forward and backward. Bytes are those that a rank sent; what it holds are the
@@ -9,7 +9,6 @@ messages among the storages alive when most bytes are, in chunks (the keys of on
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import torch
@@ -17,8 +16,8 @@ import torch.distributed as dist
 
 import megatron_burst as mb
 
-from .memory.live import LiveTensors
-from .ranks import on_ranks
+from ..memory.live import LiveTensors
+from ..ranks import on_ranks
 
 WIDTH, VALUES, HEADS, INDEX_HEADS, INDEX_WIDTH = 576, 512, 2, 2, 128
 
@@ -65,23 +64,18 @@ def on_rank(tokens: int, top_k: int, algorithm: str) -> dict[str, tuple[int, int
     return layer(groups, tokens // groups.size, top_k, algorithm)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--top-k", type=int, default=64)
-    given = parser.parse_args()
-    rows = given.tokens // given.ranks
+def table(tokens: int, ranks: int = 4, top_k: int = 64) -> str:
+    """A line for each algorithm and pass."""
+    rows, lines = tokens // ranks, []
     chunks = {"select": rows * INDEX_WIDTH * 4, "forward": rows * WIDTH * 4}
     chunks["backward"] = chunks["forward"]
     for algorithm in ("burst", "all_gather"):
-        results = on_ranks(given.ranks, on_rank, given.tokens, given.top_k, algorithm)
+        results = on_ranks(ranks, on_rank, tokens, top_k, algorithm)
         for phase, chunk in chunks.items():
             sent = max(result[phase][0] for result in results)
             held = max(result[phase][1] for result in results)
-            print(f"{algorithm:>10} {phase:>8}: a chunk {chunk:,} bytes, a rank sends at most "
-                  f"{sent / chunk:.2f} chunks, holds messages of {held / chunk:.2f}")  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()
+            lines.append(
+                f"{algorithm:>10} {phase:>8}: a chunk {chunk:,} bytes, a rank sends at most "
+                f"{sent / chunk:.2f} chunks, holds messages of {held / chunk:.2f}"
+            )
+    return "\n".join(lines)

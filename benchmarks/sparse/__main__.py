@@ -1,0 +1,59 @@
+"""`python -m benchmarks.sparse`: all parts, or those that `--parts` names."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from benchmarks.cluster.__main__ import quiet, say, where_there_is_a_cluster
+from benchmarks.cluster.enclosure import enclosed
+from benchmarks.report import machine
+
+from .settings import REGIMES, Layer
+
+PARTS = ("held", "simulated", "union", "cluster")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sparse", description=__doc__)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each rival (default: 5)")
+    parser.add_argument("--regimes", nargs="+", choices=(*REGIMES,), default=(*REGIMES,))
+    parser.add_argument("--rows", type=int, default=Layer().rows, help="of a rank of the cluster")
+    parser.add_argument("--layout", default=Layer().layout, help="of the cluster (striped)")
+    parser.add_argument("--tokens", type=int, default=8192, help="of `held` (default: 8192)")
+    given = parser.parse_args(words)
+    quiet()
+    status = 0
+    for part in given.parts:
+        if part == "held":
+            from . import held
+
+            print(held.table(given.tokens), flush=True)
+        elif part == "simulated":
+            from . import simulated
+
+            print(simulated.table(), flush=True)
+        elif part == "union":
+            from . import union
+
+            print(union.table(2048, 350, 3, say), flush=True)
+        elif part == "cluster":
+            status = where_there_is_a_cluster(lambda: enclosed(lambda: _cluster(given)))
+    return status
+
+
+def _cluster(given: argparse.Namespace) -> int:
+    from . import bench
+
+    layer = Layer(rows=given.rows, layout=given.layout)
+    records = bench.run(layer, given.regimes, given.repeats, say)
+    loads = [load for each in records for load in each["load"]]
+    print(bench.table(records))
+    print(f"\nMeasured on {machine()}, load {min(loads):.0f} to {max(loads):.0f}.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Runs all rivals in turn on the emulated cluster, in each regime, and makes the table."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from benchmarks.cluster import record
+from benchmarks.cluster.bench import Say, cluster, in_turn
+from benchmarks.cluster.network import Network, Rates
+from benchmarks.report import Ratio, markdown, spread
+
+from . import measure
+from .settings import ALGORITHMS, DIRECT, GATHERS, GRID, RATES, REGIMES, Layer
+
+Record = dict[str, Any]
+
+
+def run(layer: Layer, regimes: Sequence[str], repeats: int, say: Say) -> list[Record]:
+    """One record per regime."""
+    found, network = [], Network(*GRID, Rates.parse(RATES))
+    with cluster(network) as ranks:
+        ranks.run(measure.load, layer)
+        works = {}
+        for name in (*GATHERS, *(name for name in ALGORITHMS if name != "auto")):
+            say(f"{name}, warming up")
+            works[name] = ranks.run(measure.prepare, name)
+        links = [_seconds([ranks.run(measure.timed, DIRECT, math.inf)])[0] for _ in range(3)]
+        flops = max(sum(work.flops.values()) for work in works[DIRECT])
+        for regime in regimes:
+            share = REGIMES[regime]
+            speed = flops / (share * median(links)) if share else math.inf
+            rates = ranks.run(measure.rates, speed)
+            known = dataclasses.replace(rates[0], launch=median(each.launch for each in rates))
+            say(f"{regime}: auto, choosing")
+            works["auto"] = ranks.run(measure.prepare, "auto", known)
+            predicted = ranks.run(measure.predicted, "auto")[0]
+            call = measure.timed, speed
+            runs, around = in_turn(
+                ranks, works, repeats, call, lambda x, w=regime: say(f"{w}: {x}")
+            )
+            for name, done in runs.items():
+                for each in done:
+                    record.check(name, works[name], each)
+            found.append(around | {
+                "regime": regime, "compute": flops / speed, "says": works["auto"][0].says,
+                "sent": {name: record.formula(each) for name, each in works.items()},
+                "predicted": predicted,
+                "seconds": {name: _seconds(done) for name, done in runs.items()},
+            })  # fmt: skip
+    return found
+
+
+def _seconds(done: Any) -> list[float]:
+    return [sum(each.values()) for each in record.seconds(done)]
+
+
+def table(records: Sequence[Record]) -> str:
+    """Seconds of each rival, beside the rival that gathers, and what auto is above the best."""
+    rows = []
+    for found in records:
+        seconds, size = found["seconds"], GRID[0] * GRID[1]
+        ours = {n: median(x) for n, x in seconds.items() if n not in (*GATHERS, "auto")}
+        best = min(ours, key=ours.__getitem__)
+        for name, each in seconds.items():
+            says = f" ({found['says']})" if name == "auto" else ""
+            sent = found["sent"][name]["inter"] / size / 1e6
+            predicted = found["predicted"].get(name)
+            above = f"{median(each) / found['compute']:.2f}" if found["compute"] else ""
+            rows.append([
+                found["regime"], f"{name}{says}", spread(each),
+                f"{predicted:.2f}" if predicted else "", f"{sent:.1f}",
+                *(str(Ratio.of(each, seconds[way])) for way in GATHERS), above,
+                str(Ratio.of(each, seconds[best])),
+            ])  # fmt: skip
+    heads = ["regime", "", "seconds", "predicted", "MB between nodes, a rank", "of direct gather",
+             "of gather by node", "of compute alone", "of our best"]  # fmt: skip
+    return markdown(heads, rows)

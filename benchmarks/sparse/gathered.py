@@ -1,0 +1,94 @@
+"""The rival: every rank gathers the keys of all ranks, and computes when all are there.
+
+As Megatron does it: gathered keys stay for backward, whose gradients are summed by a reduce-scatter
+behind it. Two ways of gathering: every rank sends its rows to every other one, or (as NCCL would at
+best) rows cross to a node once, to the rank with the sender's number there, which hands them on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from .settings import DIRECT
+
+
+class Gathering:
+    """Gathers and reduce-scatters over all ranks, in one of two ways; counts what it sends."""
+
+    def __init__(self, way: str, nodes: int, per_node: int):
+        self.way, self.per_node, self.size = way, per_node, nodes * per_node
+        self.rank = dist.get_rank()
+        self.sent = {"intra": 0, "inter": 0}
+        self.mine = [r for r in range(self.size) if self._link(r) == "intra"]
+        self.alike = [r for r in range(self.size) if r % per_node == self.rank % per_node]
+
+    def _link(self, rank: int) -> str:
+        return "intra" if rank // self.per_node == self.rank // self.per_node else "inter"
+
+    def _start(self, pairs: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> list[dist.Work]:
+        """(peer, what goes there, room for what comes from there) of each."""
+        works = []
+        for peer, there, here in pairs:
+            works += [dist.irecv(here, peer), dist.isend(there, peer)]
+            self.sent[self._link(peer)] += there.numel() * there.element_size()
+        return works
+
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """x of all ranks, in order."""
+        found = [x if r == self.rank else torch.empty_like(x) for r in range(self.size)]
+
+        def exchange(ranks: Sequence[int]) -> list[dist.Work]:
+            return self._start([(r, x, found[r]) for r in ranks if r != self.rank])
+
+        if self.way == DIRECT:
+            _wait(exchange(range(self.size)))
+            return found
+        first = exchange(self.alike)  # across nodes, beside the own rows within the node
+        beside = exchange(self.mine)
+        _wait(first)
+        for came in self.alike:
+            if came != self.rank:
+                place = came - came % self.per_node
+                beside += self._start(
+                    [(r, found[came], found[place + r % self.per_node]) for r in self.mine
+                     if r != self.rank]
+                )  # fmt: skip
+        _wait(beside)
+        return found
+
+    def scatter(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The sum over ranks of what each has for this rank's rows."""
+        total = grads[self.rank].clone()
+        if self.way == DIRECT:
+            return self._sum(total, {r: grads[r] for r in range(self.size) if r != self.rank})
+        # Within the node first: this rank sums what is for the ranks with its number.
+        sums = {r: grads[r].clone() for r in self.alike}
+        rooms, works = [], []
+        for r in self.mine:
+            if r == self.rank:
+                continue
+            for to in self.alike:
+                room = torch.empty_like(total)
+                place = to - to % self.per_node + r % self.per_node
+                works += self._start([(r, grads[place], room)])
+                rooms.append((to, room))
+        _wait(works)
+        for to, room in rooms:
+            sums[to] += room
+        return self._sum(sums[self.rank], {r: sums[r] for r in self.alike if r != self.rank})
+
+    def _sum(self, total: torch.Tensor, parts: dict[int, torch.Tensor]) -> torch.Tensor:
+        rooms = [torch.empty_like(total) for _ in parts]
+        _wait(self._start([(r, parts[r], room)
+                           for r, room in zip(parts, rooms, strict=True)]))  # fmt: skip
+        for room in rooms:
+            total += room
+        return total
+
+
+def _wait(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()

@@ -1,0 +1,62 @@
+"""DeepSeek-V3.2 on 512 H100, by the forecast of `megatron-burst advise`: a layer with ours, and
+with keys gathered as Megatron does. Nothing here was measured on a GPU; kernels are taken to reach
+the rate of dense attention, or that of memory where queries and results take longer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import megatron_burst as mb
+from benchmarks.report import markdown
+from megatron_burst.autotune.gpus import gpu
+from megatron_burst.tools.advise import rivals
+from megatron_burst.tools.advise.account.operators import LayerSizes
+from megatron_burst.tools.advise.account.rings import core_of
+from megatron_burst.tools.advise.forecast.attention_time import attention_time
+from megatron_burst.tools.advise.forecast.layer_time import layer_time
+from megatron_burst.tools.advise.settings import Settings
+from megatron_burst.tools.advise.shapes import models
+from megatron_burst.units import byte_size, duration
+
+MODEL, GPU, GPUS, K = "deepseek-v3.2", "h100", 512, 1024
+GRIDS = ((128 * K, 1, 16), (128 * K, 1, 64), (1024 * K, 1, 64), (1024 * K, 8, 64))
+ALGORITHMS = ("burst", "multicast", "all_gather")  # ours
+
+
+def table() -> str:
+    """A row for each way, of each length and number of ranks."""
+    model, cluster = models.named(MODEL), mb.Cluster(gpu(GPU), GPUS)
+    # What a kernel would take that attends to all chunks of a node in one call.
+    eight = replace(cluster.gpu, memory_rate=8 * cluster.gpu.memory_rate)
+    rows = []
+    for seq, tp, cp in GRIDS:
+        run = Settings(seq, tp=tp, cp=cp, dp=GPUS // (tp * cp), ep=64, recompute="none", side="kv",
+                       layout="striped",
+                       intra=cluster.cp_per_node(tp, cp))  # fmt: skip
+        x = LayerSizes.of(model, run)
+        ways = [(name, replace(run, algorithm=name)) for name in ALGORITHMS]
+        for name, each in ways:
+            own, core = attention_time(model, cluster, each), core_of(x, each)
+            fewer = attention_time(model, replace(cluster, gpu=eight), each).seconds
+            layer = layer_time(model, cluster, each).seconds
+            rows.append([f"{seq // K}K, TP {tp} x CP {cp}", f"ours, {name}", duration(own.forward),
+                         duration(own.backward), duration(fewer), duration(layer),
+                         byte_size(core.forward), byte_size(core.backward)])  # fmt: skip
+        own = rivals.attention("all_gather", model, cluster, run)
+        layer = layer_time(model, cluster, run, attention=lambda *_, own=own, **__: own).seconds
+        core = rivals.core("all_gather", x, run)
+        rows.append(
+            [
+                "",
+                "gathered, as Megatron",
+                duration(own.forward),
+                duration(own.backward),
+                "",
+                duration(layer),
+                byte_size(core.forward),
+                byte_size(core.backward),
+            ]
+        )
+    heads = ["", "", "forward", "backward", "both, 8 chunks a call", "layer", "buffers, forward",
+             "buffers, backward"]  # fmt: skip
+    return markdown(heads, rows)
