@@ -46,7 +46,7 @@ from .units import (
     stand_ins_of_units,
 )
 
-EVEN = 64  # rows and keys of a product of matrices are a multiple of so many
+EVEN = 64  # keys of a product of matrices are a multiple of so many
 
 
 @outside_graphs
@@ -228,7 +228,7 @@ def walk(
     """Let the rows of units of all ranks come by. Queries stay with `compute`, in their own dtype;
     a row of each unit stands for them in the ring."""
     (part,) = ring.head_chunks(job, job.heads, job.kv_heads)
-    own: dict[str, Tensors] = {"query": (rows[..., :1],), "kv": (rows, rows[..., :0])}
+    own: dict[str, Tensors] = {"query": (rows[..., :1],), "kv": (rows,)}
     one = ring.Ring(job, run, tag, part, compute, own, sums)
     ring.run([one])
     return one
@@ -350,8 +350,9 @@ def evenly(
     what lies in an incomplete tile otherwise, and how many rows a chunk has must not show."""
     rows, n = len(q), parts(rule)
     units = -(-len(k) // n) + -(len(k) // n) % (EVEN // math.gcd(EVEN, n))
-    q, k = _longer(wide(q), EVEN), _longer(wide(k), units * n)
-    weights = None if weights is None else _longer(wide(weights), EVEN)
+    more = 16 // math.gcd(16, q.shape[2])  # rows of a product are those of all heads
+    q, k = _longer(wide(q), more), _longer(wide(k), units * n)
+    weights = None if weights is None else _longer(wide(weights), more)
     return rule.scores(q, k, weights)[:rows]
 
 
