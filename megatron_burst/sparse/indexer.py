@@ -273,7 +273,7 @@ class Selecting:
 
     def pair(self, call: Call, queries: Tensors, keys: Tensors, sums: Sequence[Message]) -> None:
         q, k, work = self.q, keys_of_chunk(keys[0], call.work, self.rule), call.work
-        for rows in tiles(len(q), k.shape[0] * q.shape[1] * q.shape[2]):
+        for rows in tiles(len(q), max(EVEN, len(k)) * q.shape[1] * q.shape[2]):
             at = passing(work, rows, self.rule.block, q.device)
             new = self._scores(rows, k, at)
             finite = torch.finfo(new.dtype)  # what is seen ranks between what is hidden and forced
@@ -312,7 +312,7 @@ class _MeansSeen:
 
     def pair(self, call: Call, queries: Tensors, keys: Tensors, sums: Sequence[Message]) -> None:
         q, k, work = self.q, keys_of_chunk(keys[0], call.work, self.rule), call.work
-        for rows in tiles(len(q), k.shape[0] * q.shape[1] * q.shape[2]):
+        for rows in tiles(len(q), max(EVEN, len(k)) * q.shape[1] * q.shape[2]):
             at = passing(work, rows, self.rule.block, q.device)
             found = _of_means(self.rule, q[rows], k, at).double().logsumexp(dim=-1)
             torch.logaddexp(self.lse[rows], found, out=self.lse[rows])
