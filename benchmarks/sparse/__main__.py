@@ -38,7 +38,7 @@ def main(words: Sequence[str] | None = None) -> int:
         elif part == "union":
             from . import union
 
-            print(union.table(2048, 350, 3, say), flush=True)
+            print(union.table(2048, 120, 3, say), flush=True)
         elif part == "cluster":
             status = where_there_is_a_cluster(lambda: enclosed(lambda: _cluster(given)))
     return status

@@ -25,9 +25,10 @@ from ..kernels.autograd import first_order_only, outside_graphs, refuse_transfor
 from ..planning.in_process import InProcessPlan, Shard
 from ..planning.plan import Plan
 from ..planning.validate import Request, check_shapes
-from .kernels import KERNELS, Selected
+from .kernels import Selected
 from .pairs import PairKernel
 from .plans import Setting, plan_ranks, setting
+from .registry import KERNELS, named
 from .selection import Selection
 
 
@@ -41,7 +42,7 @@ def sparse_attention(
     value_width: int | None = None,
     scale: float | None = None,
     sink: torch.Tensor | None = None,
-    kernel: str = "aten",
+    kernel: str = "auto",
     plan: Plan | InProcessPlan | None = None,
     groups: Groups | InProcessGroups | None = None,
     algorithm: str | None = None,
@@ -57,12 +58,12 @@ def sparse_attention(
     one per rank, and so is the result.
 
     selection: of `mb.select`, or made by hand; layout and mask are its own. scale: of the scores;
-    None: that of a plan for queries as wide, else d ** -0.5. sink: [h], a logit in every softmax
-    that has no value; its gradient is that of this rank's rows. kernel: "aten", which gathers keys
-    for some rows at a time, or "reference", dense. plan, groups, algorithm, label: as of
-    `mb.select`. return_lse: return (out, lse), lse [s, b, h] the log-sum-exp of every row's scores
-    and its sink, float32 (float64 for float64 tensors), without a gradient: what `mb.indexer_loss`
-    takes.
+    None: the plan's if its queries are as wide, else d ** -0.5. sink: [h], a logit in every softmax
+    that has no value; its gradient is that of this rank's rows. kernel: "triton" (CUDA), "aten",
+    which gathers keys for some rows at a time, "reference", dense, or "auto": "triton" where it
+    serves these tensors, else "aten". plan, groups, algorithm, label: as of `mb.select`.
+    return_lse: return (out, lse), lse [s, b, h] the log-sum-exp of every row's scores and its sink,
+    float32 (float64 for float64 tensors), without a gradient: what `mb.indexer_loss` takes.
 
     Inside `mb.checkpoint` the store keeps out and lse as of `mb.attention`. Cannot be
     differentiated twice. Raises ValueError for unsupported arguments, as `mb.select` does;
@@ -77,7 +78,11 @@ def sparse_attention(
         for shard, one in zip(shards, chosen, strict=True)
     ]
     latent = v is None
-    adapts = [partial(adapted, selection=one, kernel=kernel, latent=latent) for one in chosen]
+    takes = [kernel if isinstance(one, ValueError) else named(kernel, *one) for one in asked]
+    adapts = [
+        partial(adapted, selection=one, kernel=name, latent=latent)
+        for one, name in zip(chosen, takes, strict=True)
+    ]
     needs = [
         any(isinstance(shard[n], torch.Tensor) and shard[n].requires_grad for shard in shards)
         for n in ("q", "k", "k" if latent else "v")
@@ -87,8 +92,8 @@ def sparse_attention(
     kept = at.kept(("sparse attention", plans[0].call), label)
     calls = [one.groups.calls.forward(one.identity, label, sink is not None) for one in plans]
     jobs = [
-        replace(one.job, kernel=KERNELS[kernel](each, latent))
-        for one, each in zip(plans, chosen, strict=True)
+        replace(one.job, kernel=KERNELS[name](each, latent))
+        for one, each, name in zip(plans, chosen, takes, strict=True)
     ]
     flat = []
     for shard in shards:
@@ -182,13 +187,12 @@ def _stand_ins(shard: dict[str, Any], selection: Any, kernel: object, width: Any
     q, k, v = shard["q"], shard["k"], shard["v"]
     check_shapes(q, k, k if v is None else v)
     columns = width(k.shape[-1])
-    if not isinstance(kernel, str) or kernel not in KERNELS:
-        raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
     if not isinstance(selection, Selection):
         raise ValueError(f"selection must be an mb.Selection, got {selection!r:.100}")
-    if v is not None:
-        return q, k, v
-    return q[..., columns:], k[..., columns:], k[..., :columns]
+    if v is None:
+        q, k, v = q[..., columns:], k[..., columns:], k[..., :columns]
+    named(kernel, q, k, v)
+    return q, k, v
 
 
 def adapted(request: Request, selection: Selection, kernel: str, latent: bool) -> Request:
@@ -204,5 +208,6 @@ def adapted(request: Request, selection: Selection, kernel: str, latent: bool) -
     selection.check(q, k.shape[2], q.shape[0] * request.layout.cp_size)
     ids, block = selection.ids.shape, selection.block
     pairs = PairKernel(KERNELS[kernel], None, ids[2], ids[3], ids[3] * block, latent)
+    pairs.name = f"sparse {kernel}"  # as the plan's description has it
     facts = {"selection": (ids, block), "sparse kernel": kernel, "latent": latent}
     return replace(request, kernel=pairs, facts=request.facts | facts)

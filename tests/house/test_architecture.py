@@ -39,6 +39,7 @@ OUTSIDE = {
     "testing": {"megatron"},
     "tools": {"rich", "matplotlib", "PIL"},
     "kernels": {"triton"},
+    "sparse": {"triton"},
     "megatron": {"megatron"},
 }
 

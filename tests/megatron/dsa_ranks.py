@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from session import parallel
+from session import _log, parallel
 
 SEQUENCE, VOCABULARY, HIDDEN, HEADS = 64, 61, 32, 4
 
@@ -28,16 +28,22 @@ def config(sizes, **changes):
         "gradient_accumulation_fusion": False, "persist_layer_norm": False,
         "bias_activation_fusion": False, "bias_dropout_fusion": False,
         "masked_softmax_fusion": False, "apply_rope_fusion": False,
+        "pipeline_dtype": torch.float32,
     }  # fmt: skip
     return MLATransformerConfig(**fields | sizes | changes)
 
 
 def build(settings, pattern=None):
+    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
 
     from megatron_burst.testing import local_specs
 
-    common = {"vocab_size": 64, "max_sequence_length": SEQUENCE, "position_embedding_type": "rope"}
+    common = {
+        "vocab_size": 64, "max_sequence_length": SEQUENCE, "position_embedding_type": "rope",
+        "pre_process": parallel_state.is_pipeline_first_stage(),
+        "post_process": parallel_state.is_pipeline_last_stage(),
+    }  # fmt: skip
     if pattern is None:
         return GPTModel(settings, local_specs.local_block_spec(settings), **common)
     from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -46,7 +52,7 @@ def build(settings, pattern=None):
     return HybridModel(settings, spec, hybrid_layer_pattern=pattern, **common)
 
 
-def batches(count, lengths=None):
+def batches(count):
     """Whole sequences [1, SEQUENCE] of tokens and labels, and the loss mask."""
     draw = torch.Generator().manual_seed(7)
     for _ in range(count):
@@ -68,19 +74,22 @@ def packed_params(lengths):
     )  # fmt: skip
 
 
-def run(sizes, chosen=None, changes=None, lengths=None, pattern=None, layout="zigzag", count=2):
-    """Losses of the micro-batches' sum per token, logged indexer losses, gradients by name.
+def run(sizes, chosen, changes, lengths, pattern, count):
+    """What `count` micro-batches gave: the loss of each, per token, the indexer's as Megatron logs
+    it, gradients by name, and their norm; "lines", what was logged.
 
-    chosen: fields of BurstConfig, None for stock Megatron (no configure)."""
+    chosen: fields of BurstConfig, None for stock Megatron."""
     import megatron_burst as mb
     import megatron_burst.megatron as burst
 
+    layout = (chosen or {}).get("layout", "zigzag")
     groups = {name: size for name, size in sizes.items() if name != "sequence_parallel"}
     with parallel(layout, **groups):
         settings = config(sizes, **(changes or {}))
-        if chosen is not None:
-            burst.configure(settings, mb.BurstConfig(layout=layout, **chosen), seq_length=SEQUENCE)
-        return _trained(settings, lengths, pattern, count)
+        with _log() as lines:
+            if chosen is not None:
+                burst.configure(settings, mb.BurstConfig(**chosen), seq_length=SEQUENCE)
+            return _trained(settings, lengths, pattern, count) | {"lines": lines}
 
 
 def _trained(settings, lengths, pattern, count):
@@ -98,7 +107,8 @@ def _trained(settings, lengths, pattern, count):
 
     import megatron_burst.megatron as burst
 
-    torch.manual_seed(5)
+    # As if stages were one: layers of all of them, and the rank's own taken.
+    torch.manual_seed(5 + 100 * parallel_state.get_pipeline_model_parallel_rank())
     model_parallel_cuda_manual_seed(5)
     model = build(settings, pattern)
     model = DistributedDataParallel(settings, DistributedDataParallelConfig(), model)
@@ -120,8 +130,12 @@ def _trained(settings, lengths, pattern, count):
         forward_step_func=step, data_iterator=[batches(count)], model=[model],
         num_microbatches=count, seq_length=SEQUENCE, micro_batch_size=1,
     )  # fmt: skip
-    totals = torch.stack(reports)
-    dist.all_reduce(totals, group=parallel_state.get_context_parallel_group())
+    totals = torch.stack(reports) if reports else torch.zeros(count, 2)
+    for group in (
+        parallel_state.get_context_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+    ):
+        dist.all_reduce(totals, group=group)
     logged = {}
     Helper.track_indexer_metrics(1.0, 1, None, total_loss_dict=logged)
     Helper.tracker.clear()

@@ -97,7 +97,7 @@ def forward_step(packed, steps, data, model):
     return losses, loss
 
 
-def train(changes, layers, burst=None, packed=False, steps=3, rate=0.05, micro=2):
+def train(changes, layers, burst=None, packed=False, steps=2, rate=0.05, micro=2):
     """[(loss, indexer's loss, {name: gradient})] of steps of gradient descent, over all ranks;
     gradients are of whole parameters."""
     from megatron.core import parallel_state

@@ -112,7 +112,10 @@ ATTENDING = {
     "made for layout .*Contiguous": lambda: attend(
         changed(layout=mb.layout.make("contiguous", cp_size=2)), groups=None, plan=PLAN),
     "made for mask Full": lambda: attend(changed(mask=mb.masks.Full()), groups=None, plan=PLAN),
-    "kernel must be one of aten, reference": lambda: attend(select(), kernel="triton"),
+    "kernel must be one of auto, aten, triton, reference": lambda: attend(
+        select(), kernel="flash"),
+    "kernel triton (needs the package triton|runs on cuda tensors, got cpu)": lambda: attend(
+        select(), kernel="triton"),
     "value_width is for v=None": lambda: attend(select(), value_width=2),
     "number of columns of k below its width 4": lambda: attend(
         select(), [*tensors((4, D), (1, D)), None], value_width=4),

@@ -19,6 +19,7 @@ from .. import patching
 from .config import HIDDEN_STATES, config_problems, kernel_problems
 from .features import feature_problems, packing_problems
 from .problem import ConfigView, Problem, Rule, broken, excluded
+from .sparse import gathers, sparse_layers
 from .splitting import FLAG as LINEAR
 from .splitting import PATTERNS, SCRIPT, linear_layers, splits
 
@@ -98,7 +99,9 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
     if not takes_over(args):
         return
     yield from _world(settings)
-    for name in flags.given(argv, "--cp-comm-type"):
+    # What Megatron asks for where its own sparse attention runs, ordinary launch scripts have.
+    fits = sparse_layers(settings) is not None and gathers(settings)
+    for name in () if fits else flags.given(argv, "--cp-comm-type"):
         yield Problem(
             f"{name} chooses how Megatron's own attention exchanges keys and values, and "
             f"--context-parallel-algo {burst.algorithm} replaces that attention",

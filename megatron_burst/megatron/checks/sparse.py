@@ -63,10 +63,6 @@ _RULES = (
     Rule(lambda c, b: c.dsa_kernel_backend not in (None, "none"),
          "{flag}: --dsa-kernel-backend {c.dsa_kernel_backend} computes over keys of the whole "
          "sequence; add --dsa-kernel-backend none, or keep Megatron's all-gather", add=KEEP),
-    Rule(lambda c, b: c.dsa_indexer_loss_coeff and not c.dsa_indexer_use_sparse_loss,
-         "{flag}: without --dsa-indexer-use-sparse-loss the indexer's loss is over all keys of the "
-         "sequence, and only that over the selected keys is computed on a ring",
-         add=("--dsa-indexer-use-sparse-loss",)),
     Rule(lambda c, b: b.side == "query",
          "{flag} with --burst-side query: queries stay where their selection is",
          remove=("--burst-side",)),

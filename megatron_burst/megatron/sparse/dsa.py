@@ -10,11 +10,17 @@ does. Decides where a layer that shares a selection (IndexShare) finds it.
 from __future__ import annotations
 
 import importlib
+from contextvars import Context
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 
+from ...comm.recent import Recent
+from ...layout.sharding import to_device
+from ...planning.plan import Plan
 from ...recompute.checkpoint import current
 from ...sparse import Selection, indexer_loss, select, sparse_attention
 from ...sparse.rules import Dsa
@@ -24,6 +30,7 @@ from .selecting_layers import SelectingLayer, SparseCall
 # From 0.19 on; before, it is another one.
 dsa: Any = importlib.import_module("megatron.core.transformer.experimental_attention_variant.dsa")
 _NOTE = "dsa selections"
+ROWS_KEPT = 16  # tables of rows, of each micro-batch in flight
 
 
 class BurstDSAttention(dsa.DSAttention):
@@ -77,55 +84,67 @@ class BurstDSAttention(dsa.DSAttention):
             query, key, key[..., :width], packed_seq_params, others, attn_mask_type
         )
         if self.skip_topk:
-            loss, selection = None, self._of_source(call)
+            index, selection = None, self._of_source(call)
         else:
-            loss, selection = self._selected(query, key, x, qr, packed_seq_params, call)
-        out = sparse_attention(
-            query, key, None, selection, value_width=width, scale=self.softmax_scale, **call
-        )
+            index, selection = self._selected(len(query), x, qr, packed_seq_params, call)
+        out, lse = sparse_attention(
+            query, key, None, selection, value_width=width, scale=self.softmax_scale,
+            return_lse=True, **call,
+        )  # fmt: skip
         out = torch.einsum("sbhc,hdc->sbhd", out, up_v_weight.to(out.dtype)).flatten(2)
-        if loss is not None:
-            out = dsa.DSAIndexerLossAutoScaler.apply(out, loss)
-        return out
+        if index is None:
+            return out
+        tensor, over = self.pg_collection.tp, selection
+        if not self.config.dsa_indexer_use_sparse_loss:
+            over, lse = self._everything(call["plan"]), None
+        # Megatron's checkpoints run first without gradients, and this call is not made then: it
+        # finds nothing of that run, so it runs outside the checkpoint's frame.
+        loss_of: Any = partial(
+            indexer_loss, *index, query.detach(), key.detach(), over, rule=self.rule, lse=lse,
+            scale=self.softmax_scale, tp_group=tensor if tensor.size() > 1 else None, **call,
+        )  # fmt: skip
+        rows = Context().run(loss_of)
+        loss = self._reduced(rows.squeeze(2).transpose(0, 1), packed_seq_params)
+        return dsa.DSAIndexerLossAutoScaler.apply(out, loss)
 
     def _selected(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        x: torch.Tensor,
-        qr: torch.Tensor,
-        packed: Any,
-        call: SparseCall,
-    ) -> tuple[torch.Tensor | None, Selection]:
-        """(the indexer's loss, if it is trained, the selection)."""
-        config = self.config
-        coefficient = config.dsa_indexer_loss_coeff or 0.0
-        trains = self.training and torch.is_grad_enabled() and coefficient > 0
+        self, rows: int, x: torch.Tensor, qr: torch.Tensor, packed: Any, call: SparseCall
+    ) -> tuple[tuple[torch.Tensor, ...] | None, Selection]:
+        """(index queries, keys and weights, if the indexer is trained; the selection of `rows`)."""
+        trains = self.training and torch.is_grad_enabled() and self._coefficient > 0
         with torch.enable_grad() if trains else torch.no_grad():
             # Detached: the indexer learns from its own loss alone.
             q, k, weights = self.indexer.forward_before_topk(x.detach(), qr.detach(), packed)
-        k = k.unsqueeze(2)
-        top_k = min(self.index_topk, len(query) * self.layer.book.groups.size)
-        selection = select(q, k, weights, rule=self.rule, top_k=top_k, **call)
+        index = q, k.unsqueeze(2), weights
+        top_k = min(self.index_topk, rows * self.layer.book.groups.size)
+        selection = select(*index, rule=self.rule, top_k=top_k, **call)
         if self.index_share:
             self._selections[self.layer_number] = selection
-        if not trains:
-            return None, selection
-        tensor = self.pg_collection.tp
-        rows = indexer_loss(
-            q, k, weights, query.detach(), key.detach(), selection, rule=self.rule,
-            scale=self.softmax_scale, tp_group=tensor if tensor.size() > 1 else None, **call,
-        )  # fmt: skip
-        return self._reduced(rows.squeeze(2).transpose(0, 1), packed, coefficient), selection
+        return index if trains else None, selection
 
-    def _reduced(self, rows: torch.Tensor, packed: Any, coefficient: float) -> torch.Tensor:
+    def _everything(self, plan: Plan) -> Selection:
+        """All keys that each row sees: what the loss is over unless it is sparse. As large as the
+        rows times the longest document, of which Megatron has one table for each head."""
+        cache = self.layer.book.groups.cache.setdefault("dsa rows", Recent(ROWS_KEPT))
+        first, last, count = cache.of(plan.identity, lambda: _rows(plan))
+        ids = first[:, None] + torch.arange(count, dtype=torch.int32, device=first.device)
+        ids = ids.masked_fill_(ids > last[:, None], -1)[:, None, None]
+        batch = plan.signature[0][0][1]
+        ids = ids.expand(-1, batch, -1, -1)
+        return selected(ids, plan.layout, plan.mask, self.rule.block)
+
+    @property
+    def _coefficient(self) -> float:
+        return self.config.dsa_indexer_loss_coeff or 0.0
+
+    def _reduced(self, rows: torch.Tensor, packed: Any) -> torch.Tensor:
         """The loss of this rank's rows [b, s], as Megatron reduces and logs it: summed if its
         losses are per token, and their mean otherwise, of real tokens where it says which are."""
         config, (batch, count) = self.config, rows.shape
         real = dsa.dsa_masking.extract_query_valid_rows_from_packed_seq_params(
             packed, b=batch, sq=count, device=rows.device
         )
-        total = (rows if real is None else rows * real).sum() * coefficient
+        total = (rows if real is None else rows * real).sum() * self._coefficient
         per_token, group = config.calculate_per_token_loss, self.pg_collection.cp
         if not per_token:
             total = total / (rows.numel() if real is None else real.sum().clamp(min=1))
@@ -164,3 +183,16 @@ class BurstDSAttention(dsa.DSAttention):
         if frame is not None:
             frame.put(what, (selection.ids,))
         return selection
+
+
+def _rows(plan: Plan) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """int32 [s]: the first and the last position that each row sees (none if they are the wrong way
+    round); and how many the longest document has."""
+    groups, total = plan.groups, plan.signature[0][0][0] * plan.groups.size
+    positions = plan.layout.positions(groups.rank, total)
+    bounds = np.unique(np.concatenate([[0, total], plan.mask.breaks]))
+    first = bounds[np.searchsorted(bounds, positions, side="right") - 1]
+    seen = plan.mask.visible(positions, positions)
+    last = np.where(seen, positions, -1)
+    first, last = (to_device(x.astype(np.int32), plan.device) for x in (first, last))
+    return first, last, int(np.diff(bounds).max())

@@ -66,6 +66,7 @@ class SelectingKind:
             side="kv",
             kernel="reference",  # this plan runs nothing itself
             rates=rates,
+            store=self.burst.store,
         )
         if self not in book.logged:
             book.logged.add(self)

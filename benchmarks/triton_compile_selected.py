@@ -1,0 +1,166 @@
+"""Compile the Triton kernels of sparse attention for devices that are not here; print registers and
+spills.
+
+As `triton_compile`, for `megatron_burst.sparse.selected_triton`: needs Triton and no GPU. For each
+kind of model, with the heads of one tensor-parallel rank, it records what `SelectedTriton` launches
+and lets Triton's JIT compile that. A kernel that does not compile, that spills, or that wants more
+shared memory than the device has ends the run with status 1.
+
+    python -m benchmarks.triton_compile_selected --devices 90 --models dsa
+    python -m benchmarks.triton_compile_selected --blocks 32 32 8 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from itertools import product
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from megatron_burst.kernels.base import Rows, Scoring
+from megatron_burst.layout import Span
+from megatron_burst.masks import Causal
+from megatron_burst.sparse import Selection
+from megatron_burst.sparse.pairs import SelectedPairs
+from megatron_burst.sparse.selected_triton import HeadBlocks, SelectedTriton
+
+from .triton_compile import DTYPES, SHARED, Device, Made, assembled
+
+DEVICES = (90, 100)
+ROWS = 16
+KERNELS = "find", "forward", "backward_queries", "backward_keys"
+
+
+class Model(NamedTuple):
+    """A unit of keys, how many a row selects, selections of a row, query and key heads, columns of
+    keys as they travel and of values; latent: are values a part of the keys?"""
+
+    block: int
+    top_k: int
+    selections: int
+    heads: int
+    key_heads: int
+    width: int
+    value_width: int
+    latent: bool
+
+
+MODELS = {
+    "dsa": Model(1, 2048, 1, 128, 1, 64, 512, True),
+    "qsa": Model(4, 512, 1, 24, 2, 256, 256, False),
+    "msa": Model(128, 16, 4, 64, 4, 128, 128, False),
+    "moba": Model(512, 8, 32, 32, 8, 128, 128, False),
+}
+
+
+class Launch(NamedTuple):
+    device: int
+    model: str
+    kernel: str
+    dtype: str
+    size: HeadBlocks | None
+
+
+def main() -> int:
+    args = _arguments()
+    size = None if args.blocks is None else HeadBlocks(*args.blocks)
+    launches = [Launch(*one, size) for one in product(args.devices, args.models, args.kernels,
+                                                      args.dtypes)]  # fmt: skip
+    failed, table = 0, Table("device", "model", "kernel", "dtype", "blocks", "registers", "spilled",
+                             "shared KB")  # fmt: skip
+    for launch in track(launches, description="compiling", console=Console(stderr=True)):
+        words = f"sm_{launch.device}", launch.model, launch.kernel, launch.dtype
+        try:
+            blocks, made = build(launch)
+        except Exception as error:  # the compiler's own kinds
+            failed += 1
+            table.add_row(*words, "", f"{type(error).__name__}: {error}"[:60])
+            continue
+        failed += made.spills > 0 or made.shared > SHARED[launch.device]
+        found = str(made.registers), str(made.spills), f"{made.shared / 1024:.0f}"
+        table.add_row(*words, blocks, *found)
+    Console(width=120).print(table)
+    return 1 if failed else 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--devices", type=int, nargs="+", default=list(DEVICES),
+                        choices=list(SHARED), help="default: 90 100")  # fmt: skip
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=list(KERNELS))
+    parser.add_argument("--dtypes", nargs="+", default=["bf16"], choices=list(DTYPES))
+    parser.add_argument(
+        "--blocks", type=int, nargs=4, metavar=("HEADS", "KEYS", "WARPS", "STAGES"),
+        help="instead of the table's, to look for better ones",
+    )  # fmt: skip
+    return parser.parse_args()
+
+
+def build(launch: Launch) -> tuple[str, Made]:
+    """Compile a kernel as it is launched: its blocks in words, and what the assembler says."""
+    from triton.runtime import driver  # pyright: ignore[reportMissingImports]
+
+    driver.set_active(Device(launch.device))  # nothing is launched from this process
+    code, given, named = _recorded(launch)
+    made = assembled(code.warmup(*given, grid=(1,), **named), launch.device)
+    words = "" if "M" not in named else (
+        f"{named['M']} x {named['N']}, {named['num_warps']} warps, {named['num_stages']} stages"
+    )  # fmt: skip
+    return words, made
+
+
+class _Recording:
+    """Stands for a kernel, whose launch it keeps."""
+
+    def __init__(self, code: Any):
+        self.code, self.found = code, None
+
+    def __getitem__(self, grid: object) -> Any:
+        def call(*given: Any, **named: Any) -> None:
+            self.found = self.code, given, named
+
+        return call
+
+
+def _recorded(launch: Launch) -> tuple[Any, tuple, dict[str, Any]]:
+    """Kernel, arguments, constants and options of a launch over keys that begin the sequence."""
+    from megatron_burst.sparse import selected_code
+
+    model, dtype = MODELS[launch.model], DTYPES[launch.dtype]
+    keys = 2 * model.block * model.top_k
+    ids = torch.zeros(ROWS, 1, model.selections, model.top_k, dtype=torch.int32)
+    selection = Selection(ids, None, Causal(), model.block)  # pyright: ignore[reportArgumentType]
+    kernel = SelectedTriton(selection, model.latent, launch.size)
+    work = SelectedPairs(Causal(), [Span(keys, 1, ROWS)], [Span(0, 1, keys)])
+
+    def tensor(rows: int, *sizes: int, of: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(rows, 1, *sizes, dtype=of)  # memory that nobody touches
+
+    h, n, d, w = model.heads, model.key_heads, model.width, model.value_width
+    whole = d + w if model.latent else d
+    q, dout = tensor(ROWS, h, whole, of=dtype), tensor(ROWS, h, w, of=dtype)
+    k, v = tensor(keys, n, d, of=dtype), tensor(keys, n, w, of=dtype)
+    lse, scoring = tensor(ROWS, h), Scoring(whole**-0.5)
+    recording = _Recording(getattr(selected_code, launch.kernel))
+    others: Any = {name: _Recording(None) for name in KERNELS} | {launch.kernel: recording}
+    with mock.patch.multiple(selected_code, **others):
+        if launch.kernel.startswith("backward"):
+            sums = tensor(ROWS, h, whole), tensor(keys, n, d), tensor(keys, n, w)
+            kernel.backward(Rows(q, dout, lse, lse), k, v, work, scoring, *sums)
+        else:
+            kernel.forward(q, k, v, work, scoring, tensor(ROWS, h, w), lse)
+    assert recording.found is not None
+    return recording.found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

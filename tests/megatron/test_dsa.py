@@ -1,0 +1,137 @@
+"""Megatron's sparse attention (DSA) on a ring: as with its own all-gather, and as on one rank."""
+
+import dsa_ranks
+import pytest
+import torch
+
+pytest.importorskip("megatron.core.transformer.experimental_attention_variant.absorbed_mla")
+
+GATHER = {"cp_comm_type": "allgather"}
+CP2, CP4 = {"context_parallel_size": 2}, {"context_parallel_size": 4}
+TENSOR = CP2 | {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+STAGES = {"pipeline_model_parallel_size": 2}
+FULL = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+# Layers 1 and 3 select, layers 2 and 4 take their selections.
+SHARE = {"num_layers": 4, "dsa_indexer_topk_freq": 2}
+DOCUMENTS = (16, 24, 8, 16)
+
+
+@pytest.fixture(scope="module")
+def ran(four):
+    """`ran(...)` as `dsa_ranks.run` -> the results of all ranks; runs are remembered."""
+    known = {}
+
+    def run(sizes, chosen=None, changes=None, **more):
+        key = repr((sizes, chosen, changes, more))
+        if key not in known:
+            given = {"lengths": None, "pattern": None, "count": 1} | more
+            known[key] = four(dsa_ranks.run, sizes, chosen, changes or {}, *given.values())
+        return known[key]
+
+    return run
+
+
+def worst(found, expected):
+    """Largest relative difference of losses and norm, and of gradients."""
+    losses, grads = 0.0, 0.0
+    for ours, theirs in zip(found, expected, strict=True):
+        for name in ("loss", "indexer", "norm"):
+            losses = max(losses, relative(ours[name], theirs[name]))
+        assert ours["grads"].keys() == theirs["grads"].keys()
+        for name, grad in theirs["grads"].items():
+            assert grad.abs().max() > 0
+            grads = max(grads, relative(ours["grads"][name], grad))
+    return losses, grads
+
+
+def relative(a, b):
+    a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
+    return float((a - b).abs().max() / b.abs().max())
+
+
+def check(found, expected):
+    losses, grads = worst(found, expected)
+    assert losses < 1e-6
+    assert grads < 1e-5  # of the largest gradient of a parameter, in fp32
+
+
+def test_four_ranks_as_megatrons_gather_and_as_one(ran):
+    ours = ran(CP4, {})
+    check(ours, ran(CP4, None, GATHER))
+    check(ours, ran({}))
+    (line,) = ours[0]["lines"]
+    assert line.startswith(
+        "DSA: index keys and latents by burst | 4 x 1 | layout zigzag | bytes per layer and rank: "
+        # 16 rows of 8 numbers in fp32, of which half the ranks need half.
+        "index keys "
+    )
+    assert "latents forward" in line
+    assert ours[1]["lines"] == []
+
+
+def test_tensor_parallel_ranks_sum_what_their_heads_look_at(ran):
+    check(ran(TENSOR, {}), ran(TENSOR, None, GATHER))
+    assert relative(ran(TENSOR, {})[0]["indexer"], ran({})[0]["indexer"]) < 1e-6
+
+
+def test_documents_do_not_see_each_other(ran):
+    ours = ran(CP2, {}, lengths=DOCUMENTS)
+    check(ours, ran(CP2, None, GATHER, lengths=DOCUMENTS))
+    check(ours, ran({}, lengths=DOCUMENTS))
+    assert relative(ours[0]["loss"], ran({})[0]["loss"]) > 1e-3
+
+
+@pytest.mark.parametrize("store", [None, 1.0])
+def test_layers_share_selections_in_a_pipeline_that_recomputes(ran, store):
+    """Between forward and recompute of a layer, other micro-batches go through that whose selection
+    it shares. Megatron's own would take theirs, so that it is compared without recomputation."""
+    ours = ran(STAGES | CP2, {"store": store}, SHARE | FULL, count=3)
+    check(ours, ran(STAGES, None, SHARE, count=3))
+
+
+def test_a_loss_over_all_keys_without_relu_not_per_token(ran):
+    """As is Megatron's default, and GLM-5."""
+    changes = {
+        "dsa_indexer_use_sparse_loss": False,
+        "dsa_indexer_scoring_relu": False,
+        "calculate_per_token_loss": False,
+    }
+    ours = ran(CP4, {}, changes, lengths=DOCUMENTS[::-1])
+    check(ours, ran(CP4, None, changes | GATHER, lengths=DOCUMENTS[::-1]))
+    assert relative(ours[0]["indexer"], ran({}, lengths=DOCUMENTS[::-1])[0]["indexer"]) > 1e-3
+
+
+def test_layers_of_a_hybrid_model(ran):
+    hybrid = {"is_hybrid_model": True, "num_layers": 4}
+    check(
+        ran(CP2, {"layout": "contiguous"}, hybrid, pattern="D-D-"),
+        ran(CP2, None, hybrid | GATHER, pattern="D-D-"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("chosen", "changes"),
+    [
+        ({"sparse": "megatron"}, {}),
+        ({"sparse": "all_gather"}, FULL),
+        pytest.param({"sparse": "multicast"}, {}, marks=pytest.mark.slow),
+        pytest.param({"algorithm": "double_ring"}, {}, marks=pytest.mark.slow),
+        pytest.param(
+            {},
+            {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_other_ways(ran, chosen, changes):
+    ours = ran(CP4, chosen, changes)
+    check(ours, ran(CP4, None, changes | GATHER))
+    name = chosen.get("sparse") or chosen.get("algorithm") or "burst"
+    words = {"megatron": "cp_comm_type None is now allgather, for --burst-sparse megatron"}
+    assert ours[0]["lines"][0].startswith(
+        words.get(name, f"DSA: index keys and latents by {name} |")
+    )
