@@ -57,13 +57,13 @@ def sparse_attention(
     v and sink; none of the selection. With `Groups.in_process` tensors and selections are lists,
     one per rank, and so is the result.
 
-    selection: of `mb.select`, or made by hand; layout and mask are its own. scale: of the scores,
-    d ** -0.5. sink: [h], a logit in every softmax that has no value; its gradient is that of this
-    rank's rows. kernel: "triton" (CUDA), "aten", which gathers keys for some rows at a time,
-    "reference", dense, or "auto": "triton" where it serves these tensors, else "aten".
-    plan, groups, algorithm, label: as of `mb.select`. return_lse: return (out, lse), lse [s, b, h]
-    the log-sum-exp of every row's scores and its sink, float32 (float64 for float64 tensors),
-    without a gradient: what `mb.indexer_loss` takes.
+    selection: of `mb.select`, or made by hand; layout and mask are its own. scale: of the scores;
+    None: the plan's if its queries are as wide, else d ** -0.5. sink: [h], a logit in every softmax
+    that has no value; its gradient is that of this rank's rows. kernel: "triton" (CUDA), "aten",
+    which gathers keys for some rows at a time, "reference", dense, or "auto": "triton" where it
+    serves these tensors, else "aten". plan, groups, algorithm, label: as of `mb.select`.
+    return_lse: return (out, lse), lse [s, b, h] the log-sum-exp of every row's scores and its sink,
+    float32 (float64 for float64 tensors), without a gradient: what `mb.indexer_loss` takes.
 
     Inside `mb.checkpoint` the store keeps out and lse as of `mb.attention`. Cannot be
     differentiated twice. Raises ValueError for unsupported arguments, as `mb.select` does;
@@ -87,9 +87,7 @@ def sparse_attention(
         any(isinstance(shard[n], torch.Tensor) and shard[n].requires_grad for shard in shards)
         for n in ("q", "k", "k" if latent else "v")
     ]
-    first = shards[0]["q"]
-    if scale is None and isinstance(first, torch.Tensor) and first.dim():
-        scale = first.shape[-1] ** -0.5
+    scale = at.scale(shards[0]["q"], scale)
     plans = plan_ranks(at, asked, adapts, needs, scale, sink, at.store)
     kept = at.kept(("sparse attention", plans[0].call), label)
     calls = [one.groups.calls.forward(one.identity, label, sink is not None) for one in plans]

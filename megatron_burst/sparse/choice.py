@@ -32,6 +32,7 @@ from .pairs import PairKernel, SelectedPairs
 from .rules import SelectionRule, described
 from .selection import selected
 from .top_k import no_units
+from .units import parts
 
 
 def chosen(checked: Callable[[], Request], groups: Groups) -> Choice:
@@ -43,6 +44,8 @@ def chosen(checked: Callable[[], Request], groups: Groups) -> Choice:
     assert isinstance(request, Request)
     kernel, (q, k, v) = request.kernel, request.tensors
     assert isinstance(kernel, PairKernel)
+    if kernel.of is not None:  # heads of one row instead of those of a unit's rows: as fast
+        q = q[:, :, : q.shape[2] // kernel.of.block]
     if kernel.latent:  # as what computes a pair has them
         q, k = (torch.empty_like(t[..., :1]).expand(*t.shape[:3], t.shape[3] + v.shape[3])
                 for t in (q, k))  # fmt: skip
@@ -82,8 +85,7 @@ class _Trial:
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
     ) -> SelectedPairs:
         rows = k_spans[0].length
-        keys = rows if self.rule is None else -(-rows // self.rule.block) * self.rule.block
-        return SelectedPairs(Causal(), [Span(keys, 1, rows)], [Span(0, 1, keys)])
+        return SelectedPairs(Causal(), [Span(rows, 1, rows)], [Span(0, 1, rows)])
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: SelectedPairs,
@@ -118,6 +120,6 @@ class _Trial:
         wide = q.new_empty(0, dtype=accumulation_dtype(q.dtype))
         best = no_units((*q.shape[:2], self.heads, self.top_k), wide)
         weights = q[..., 0] if rule.weighted else None
-        k = k.repeat(-(-len(work.keys) // len(k)), 1, 1, 1)[: len(work.keys)]
         call: Any = SimpleNamespace(work=work)
-        self.by(rule, weights, *best).pair(call, (q,), (k,), ())
+        q = q[..., : q.shape[3] // parts(rule)]
+        self.by(rule, q, weights, *best).pair(call, (), (k,), ())

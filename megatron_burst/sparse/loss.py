@@ -24,19 +24,30 @@ from ..comm.groups import Groups, InProcessGroups
 from ..comm.packing import CallTag, Message
 from ..execution import ring
 from ..execution.function import KeptResults
-from ..execution.job import Call, Pass, Tensors
+from ..execution.job import Call, Tensors
 from ..kernels.autograd import first_order_only, outside_graphs, refuse_transforms
 from ..kernels.online_softmax import accumulation_dtype
 from ..planning.in_process import InProcessPlan, Shard
 from ..planning.plan import Plan
 from ..planning.validate import Request, check_shapes
 from .attention import adapted, selected_setting
-from .indexer import Selecting, index_stand_ins, ready, wide
+from .indexer import (
+    NOTHING,
+    Selecting,
+    index_setting,
+    keys_of_chunk,
+    passing,
+    ready,
+    tags_of,
+    walk,
+    wide,
+)
 from .kernels import SelectedAten
-from .pairs import PairKernel, SelectedPairs, tiles
+from .pairs import PairKernel, tiles
 from .plans import plan_ranks
 from .rules import SelectionRule, described, rule_of
 from .selection import Selection
+from .units import gradient_of_keys, rows_of_parts, rows_of_units
 
 
 @outside_graphs
@@ -71,7 +82,7 @@ def indexer_loss(
     of index_q, index_k and index_weights, and none of q and k. A query that sees nothing has 0.
     With `Groups.in_process` tensors and results are lists, one per rank, without tp_group.
 
-    scale: of the attention's scores, d ** -0.5. plan, groups, algorithm, label: as of `mb.select`.
+    scale: as of `mb.sparse_attention`. plan, groups, algorithm, label: as of `mb.select`.
     Keys travel once, index keys too, and again in backward, with their gradients. Inside
     `mb.checkpoint` the store keeps the loss and its slopes, as large as the selection. Cannot be
     differentiated twice. Raises ValueError for unsupported arguments, as `mb.select` does.
@@ -81,18 +92,24 @@ def indexer_loss(
     shards = at.per_rank(q=index_q, k=index_k, w=index_weights)
     main = at.per_rank(q=q, k=k, lse=lse)
     asked = attempt(partial(_asked, rule, tp_group, isinstance(at.groups, InProcessGroups)))
-    if scale is None and isinstance(main[0]["q"], torch.Tensor) and main[0]["q"].dim():
-        scale = main[0]["q"].shape[-1] ** -0.5
+    scale = at.scale(main[0]["q"], scale)
     of_attention = [attempt(partial(_stand_ins, shard, one)) for shard, one in
                     zip(main, chosen, strict=True)]  # fmt: skip
-    adapts = [partial(_without_values, selection=one, lse=lse is not None) for one in chosen]
+    facts = {"lse": lse is not None, "tp_group": tp_group is not None}
+    adapts = [partial(_without_values, selection=one, facts=facts) for one in chosen]
     attention = plan_ranks(at, of_attention, adapts, scale=scale)
-    of_index = [attempt(partial(index_stand_ins, shard, asked)) for shard in shards]
+    units, of_index = index_setting(at, shards, asked)
     adapts = [partial(_index_request, selection=one, asked=asked) for one in chosen]
-    index = plan_ranks(at, of_index, adapts, (True, True, False))
+    index = plan_ranks(units, of_index, adapts, (False, True, False))
     parts = [
         _Part(
-            ready(asked), each, mine, walk, _calls(mine, walk, label), tp_group, tuple(t.values())
+            ready(asked),
+            each,
+            mine,
+            walk,
+            _calls(mine, walk, label, lse is None),
+            tp_group,
+            tuple(t.values()),
         )
         for each, mine, walk, t in zip(chosen, attention, index, main, strict=True)
     ]
@@ -109,7 +126,13 @@ def _asked(rule: str | SelectionRule, tp_group: object, together: bool) -> Selec
             "tp_group must be a process group of ranks of their own, or None, got "
             f"{tp_group!r:.100}"
         )
-    return rule_of(rule)
+    found = rule_of(rule)
+    if getattr(found, "softmax", False):
+        raise ValueError(
+            f"rule {type(found).__name__} has no loss of its own: its queries and keys learn in "
+            "the attention over compressed keys"
+        )
+    return found
 
 
 def _stand_ins(shard: dict[str, Any], selection: object) -> Any:
@@ -128,10 +151,10 @@ def _stand_ins(shard: dict[str, Any], selection: object) -> Any:
     return q, k, k[..., :1]
 
 
-def _without_values(request: Request, selection: Selection, lse: bool) -> Request:
+def _without_values(request: Request, selection: Selection, facts: dict[str, bool]) -> Request:
     request = adapted(request, selection, "aten", latent=False)
     q, k, v = request.tensors
-    return replace(request, tensors=(q, k, v[..., :0]), facts=request.facts | {"lse": lse})
+    return replace(request, tensors=(q, k, v[..., :0]), facts=request.facts | facts)
 
 
 def _index_request(
@@ -139,28 +162,25 @@ def _index_request(
 ) -> Request:
     rule = ready(asked)
     q, k, _ = request.tensors
-    heads = rule.selections(q.shape[2], k.shape[2])
+    heads = rule.selections(q.shape[2] // rule.block, k.shape[2])
     ids = selection.ids
     found = tuple(ids.shape[:3]), selection.block
-    if found != ((*q.shape[:2], heads), rule.block):
+    wanted = len(q) * rule.block, q.shape[1], heads
+    if found != (wanted, rule.block):
         raise ValueError(
-            f"selection: rule {type(rule).__name__} makes {(*q.shape[:2], heads)} selections of "
+            f"selection: rule {type(rule).__name__} makes {wanted} selections of "
             f"blocks of {rule.block}, got {found[0]} of {found[1]}"
         )
     q, k, v = request.tensors
-    facts = request.facts | {"rule": described(rule), "top_k": ids.shape[3]}
+    facts = {"rule": described(rule), "top_k": ids.shape[3]} | request.facts  # told first
     pairs = PairKernel(Selecting, rule, heads, ids.shape[3])
     return replace(request, kernel=pairs, tensors=(q, k, v[..., :0]), facts=facts)
 
 
-def _calls(attention: Plan, index: Plan, label: object) -> tuple[CallTag, CallTag, CallTag]:
+def _calls(attention: Plan, index: Plan, label: object, lse: bool) -> list[CallTag]:
     """One for each walk of forward; the last also for that of backward."""
-    calls = attention.groups.calls
-    return (
-        calls.forward(attention.identity, (label, "log-sum-exp"), False),
-        calls.forward(attention.identity, (label, "probabilities"), False),
-        calls.forward(index.identity, (label, "index scores"), False),
-    )
+    walks = [(attention, "log-sum-exp")] if lse else []
+    return tags_of([*walks, (attention, "probabilities"), (index, "index scores")], label)
 
 
 # --- one rank -----------------------------------------------------------------------------------
@@ -174,7 +194,7 @@ class _Part:
     selection: Selection
     attention: Plan
     index: Plan
-    calls: tuple[CallTag, CallTag, CallTag]
+    calls: list[CallTag]
     tp_group: dist.ProcessGroup | None
     main: tuple[Any, ...]
 
@@ -204,36 +224,41 @@ class _IndexScores:
     """scores [s, b, H, top_k]: of every selected unit, as its keys pass by."""
 
     part: _Part
+    q: torch.Tensor
     weights: torch.Tensor | None
     scores: torch.Tensor
 
     def pair(self, call: Call, queries: Tensors, keys: Tensors, sums: Sequence[Message]) -> None:
-        (q,), (k,), rule, ids = queries, keys, self.part.rule, self.part.selection.ids
-        k, units = _units(k, call.work, rule)
-        for rows in _index_tiles(q, k):
+        q, rule, ids, work = self.q, self.part.rule, self.part.selection.ids, call.work
+        k = keys_of_chunk(keys[0], work, rule)
+        for rows in tiles(len(q), len(k) * q.shape[1] * q.shape[2]):
             weights = None if self.weights is None else wide(self.weights[rows])
             found = rule.scores(wide(q[rows]), k, weights)
-            at, there = _where(ids[rows], units)
+            units = passing(work, rows, rule.block, q.device)
+            at, there = _where(ids[rows], units.units)
             if not self.part.selection.checked:  # what the mask hides takes no part
-                there &= call.work.sees(rows, (ids[rows].long() * rule.block).clamp(min=0))
+                of_units = units.seen[:, None, None].expand(*there.shape[:3], -1)
+                there &= of_units.gather(-1, at)
             self.scores[rows] = torch.where(there, found.gather(-1, at), self.scores[rows])
 
 
 @dataclass
 class _IndexGradients:
-    """slope [s, b, H, top_k]: the gradient of every score. Adds to dweights, and to the sums."""
+    """slope [s, b, H, top_k]: the gradient of every score. Adds to dq, dweights and the sums."""
 
     part: _Part
+    q: torch.Tensor
     weights: torch.Tensor | None
     slope: torch.Tensor
+    dq: torch.Tensor
     dweights: torch.Tensor | None
 
     def pair(self, call: Call, queries: Tensors, keys: Tensors, sums: Sequence[Message]) -> None:
-        (q,), rule, ids = queries, self.part.rule, self.part.selection.ids
-        (dq,), (dk,) = (each.tensors for each in sums)
-        k, units = _units(keys[0], call.work, rule)
-        _, _, order = call.work.on(k.device)
-        for rows in _index_tiles(q, k):
+        q, rule, ids, (dk, *_) = self.q, self.part.rule, self.part.selection.ids, sums[1].tensors
+        _, units, order = call.work.on(q.device)
+        k = keys_of_chunk(keys[0], call.work, rule)
+        dkeys = torch.zeros_like(k)
+        for rows in tiles(len(q), len(k) * q.shape[1] * q.shape[2]):
             at, there = _where(ids[rows], units)
             slope = self.slope[rows].masked_fill(~there, 0.0)
             leaves = [wide(q[rows]), k]
@@ -242,24 +267,14 @@ class _IndexGradients:
             with torch.enable_grad():
                 found = rule.scores(leaves[0], leaves[1], leaves[2] if len(leaves) > 2 else None)
                 chosen = (found.gather(-1, at) * slope).sum()
-            grads = torch.autograd.grad(chosen, leaves)
-            dq[rows] += grads[0]
-            dk.index_add_(0, order, grads[1])
+            if not chosen.requires_grad:  # a rule that scores without any of them
+                continue
+            grads = torch.autograd.grad(chosen, leaves, materialize_grads=True)
+            self.dq[rows] += grads[0]
+            dkeys += grads[1]
             if self.dweights is not None:
                 self.dweights[rows] += grads[2]
-
-
-def _units(
-    k: torch.Tensor, work: SelectedPairs, rule: SelectionRule
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys in the order of their positions, and the units that they are."""
-    _, positions, order = work.on(k.device)
-    k = k if work.order is None else k.index_select(0, order)
-    return wide(k), (positions[:: rule.block] // rule.block)
-
-
-def _index_tiles(q: torch.Tensor, k: torch.Tensor) -> list[slice]:
-    return tiles(len(q), len(k) * q.shape[1] * q.shape[2])
+        dk.index_add_(0, order, rows_of_parts(dkeys, rule))
 
 
 def _where(ids: torch.Tensor, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -269,17 +284,12 @@ def _where(ids: torch.Tensor, units: torch.Tensor) -> tuple[torch.Tensor, torch.
     return at, units[at] == wanted
 
 
-def _walk(
-    plan: Plan, run: Pass, tag: CallTag, compute: Any, q: Any, k: Any, sums: Any
-) -> ring.Ring:
+def _walk(plan: Plan, tag: CallTag, compute: Any, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Let the keys of attention of all ranks come by."""
     (part,) = ring.head_chunks(plan.job, q.shape[2], k.shape[2])
     own: dict[str, Tensors] = {"query": (q,), "kv": (k,)}
-    one = ring.Ring(plan.job, run, tag, part, compute, own, sums)
-    ring.run([one])
-    return one
-
-
-NOTHING = {"out": [torch.Size((0,))]}  # what was found stays with what computes it
+    run = plan.job.chunks[0].forward
+    ring.run([ring.Ring(plan.job, run, tag, part, compute, own, NOTHING)])
 
 
 def _forward(part: _Part, shard: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -289,21 +299,20 @@ def _forward(part: _Part, shard: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     lse = part.main[2]
     ids, plan = part.selection.ids, part.attention
     kernel, scale = SelectedAten(part.selection, latent=False), plan.job.scoring.scale
-    run = plan.job.chunks[0].forward
     if lse is None:
         lse = wide(q).new_full(q.shape[:3], float("-inf"))
-        _walk(plan, run, part.calls[0], _LogSumExp(kernel, scale, lse), q, k, NOTHING)
+        _walk(plan, part.calls[0], _LogSumExp(kernel, scale, lse), q, k)
     else:
         lse = lse.detach()
     total = lse.new_zeros(ids.shape)
     compute = _Probabilities(kernel, scale, lse, total)
-    _walk(plan, run, part.calls[1], compute, q, k, NOTHING)
+    _walk(plan, part.calls[-2], compute, q, k)
     if part.tp_group is not None:
         dist.all_reduce(total, group=part.tp_group)
     scores = total.new_full(ids.shape, float("-inf"))
-    compute = _IndexScores(part, weights, scores)
-    run = part.index.job.chunks[0].forward
-    _walk(part.index, run, part.calls[2], compute, index_q, index_k, NOTHING)
+    compute, job = _IndexScores(part, index_q, weights, scores), part.index.job
+    rows = rows_of_units(index_k, part.rule)
+    walk(job, job.chunks[0].forward, part.calls[-1], compute, rows)
     p = total / total.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(total.dtype).tiny)
     lse = scores.logsumexp(dim=-1, keepdim=True)
     none = scores == float("-inf")  # places that are not taken
@@ -317,11 +326,14 @@ def _backward(
 ) -> tuple[torch.Tensor | None, ...]:
     q, k, weights = shard
     dweights = None if weights is None else torch.zeros_like(wide(weights))
-    compute = _IndexGradients(part, weights, slope * dloss.unsqueeze(-1), dweights)
-    sums = {"dquery": [q.shape[1:]], "dkv": [k.shape[1:]]}
-    run, me = part.index.job.chunks[0].backward, part.index.job.ring.rank
-    done = _walk(part.index, run, part.calls[2], compute, q, k, sums)
-    (dq,), (dk,) = (done.partials.whole(run.totals[family, me]) for family in sums)
+    dq, slope = torch.zeros_like(wide(q)), slope * dloss.unsqueeze(-1)
+    compute = _IndexGradients(part, q, weights, slope, dq, dweights)
+    rows, job = rows_of_units(k, part.rule), part.index.job
+    sums = {"dquery": [], "dkv": [rows.shape[1:]]}
+    run = job.chunks[0].backward
+    done = walk(job, run, part.calls[-1], compute, rows, sums)
+    (dk,) = done.partials.whole(run.totals["dkv", job.ring.rank])
+    dk = gradient_of_keys(dk, part.rule)
     if dweights is not None:
         dweights = dweights.to(weights.dtype)
     return dq.to(q.dtype), dk.to(k.dtype), dweights
@@ -359,7 +371,7 @@ class _IndexerLoss(torch.autograd.Function):
     def backward(ctx: Any, *dlosses: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         for part in ctx.parts:
             part.index.groups.check()
-            part.index.groups.calls.backward(part.calls[2])
+            part.index.groups.calls.backward(part.calls[-1])
         saved = ctx.saved_tensors  # once: inside a checkpoint it can be taken no second time
         flat, slopes = saved[: -len(dlosses)], saved[-len(dlosses) :]
         shards = [flat[n : n + 3] for n in range(0, len(flat), 3)]

@@ -71,7 +71,7 @@ class SelectedPairs:
         )
         return q, k, order
 
-    def sees(self, rows: slice, positions: torch.Tensor) -> torch.Tensor:
+    def sees(self, rows: slice | torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """bool: do the queries of these rows (dimension 0) see the `positions` beside them, which
         lie in the sequence?"""
         q, _, _ = self.on(positions.device)
@@ -126,7 +126,7 @@ class PairKernel:
         raise NotImplementedError
 
 
-def tiles(rows: int, each: int, most: int = TILE) -> list[slice]:
+def tiles(rows: int, each: int, most: int | None = None) -> list[slice]:
     """Slices of so many rows, each of which makes `each` elements, or bytes, of `most`."""
-    step = max(1, most // max(1, each))
+    step = max(1, (most or TILE) // max(1, each))
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]

@@ -54,6 +54,15 @@ class Setting:
             return self.plans[0].options.store
         return None if self.frame is None else self.frame.keep
 
+    def scale(self, q: object, asked: float | None) -> float | None:
+        """Of the scores of queries q [s, b, h, d]: what is asked for, the plan's, or d ** -0.5."""
+        if asked is not None or not isinstance(q, torch.Tensor) or not q.dim():
+            return asked
+        planned = None if self.plans is None else self.plans[0]
+        if planned is not None and planned.signature[0][0][-1] == q.shape[-1]:
+            return planned.job.scoring.scale
+        return q.shape[-1] ** -0.5
+
     def kept(self, what: object, label: object) -> KeptResults | None:
         """Where the call with this label leaves or finds `what`. ValueError if the checkpoint wants
         what the plan does not."""
@@ -89,6 +98,11 @@ def setting(
     if not isinstance(plan, (Plan, InProcessPlan)):
         raise ValueError(f"plan must be made by mb.prepare, got {plan!r:.100}")
     plans: Any = plan.ranks if isinstance(plan, InProcessPlan) else (plan,)
+    if plans[0].options.softcap is not None:
+        raise ValueError(
+            "plan: sparse attention has no softcap, and this plan was made with "
+            f"softcap={plans[0].options.softcap}; make one without"
+        )
     options = AttentionOptions(
         layout=plans[0].layout, mask=plans[0].mask, side="kv", kernel="reference",
         algorithm=plans[0].algorithm if plans[0].choice is None else "auto",

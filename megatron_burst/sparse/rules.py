@@ -21,6 +21,12 @@ class SelectionRule(Protocol):
 
     block: positions in a unit. own: is the unit in which a query lies always selected? weighted:
     does it take weights of the index heads? Ranks compare the class and the attributes of a rule.
+
+    A rule may also have: means, which divides block: of each unit the means of so many equal parts
+    travel, and `scores` gets these for keys (0: all keys travel). first, near: are the first unit
+    that a query sees, and so many before its own, always selected? softmax: `scores` are
+    [s, b, i, n] of single means, and what is compared is their softmax over all means that wholly
+    lie before a query or at it, summed over the heads of a selection and the means of a unit.
     """
 
     @property
@@ -41,8 +47,9 @@ class SelectionRule(Protocol):
         self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None
     ) -> torch.Tensor:
         """[s, b, H, u] of q [s, b, i, d], k [t, b, k, d], weights [s, b, i] or None; t = u * block
-        keys, unit by unit. Each score depends on its query and the keys of its unit alone. By
-        operators of torch that can be differentiated."""
+        keys (or u * means means), unit by unit. Each score depends on its query and the keys of its
+        unit alone. By operators of torch that can be differentiated by these three: parameters of
+        the rule get no gradient."""
         ...
 
 
@@ -62,8 +69,10 @@ def _weighted(
     return torch.einsum("sbi,sbit->sbt", weights, found).unsqueeze(2)
 
 
-def _means(k: torch.Tensor, block: int) -> torch.Tensor:
-    return k.unflatten(0, (-1, block)).mean(dim=1)
+def _dots(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """[s, b, i, t]: q . k, each query head with its key head."""
+    found = torch.einsum("sbkgd,tbkd->sbkgt", q.unflatten(2, (k.shape[2], -1)), k)
+    return found.flatten(2, 3)
 
 
 @dataclass(frozen=True)
@@ -82,7 +91,7 @@ class Dsa:
     def scores(
         self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None
     ) -> torch.Tensor:
-        return _weighted(q, _means(k, self.block), weights, self.relu)
+        return _weighted(q, k, weights, self.relu)
 
 
 @dataclass(frozen=True)
@@ -91,12 +100,7 @@ class Qsa(Dsa):
 
     block: int = 4
     own: bool = True
-
-
-def _dots(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """q . k of every index head with the key head that it shares, [s, b, i, t]."""
-    found = torch.einsum("sbkgd,tbkd->sbkgt", q.unflatten(2, (k.shape[2], -1)), k)
-    return found.flatten(2, 3)
+    means: int = 1
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,7 @@ class Moba:
     block: int = 512
     own: bool = True
     weighted: bool = False
+    means: int = 1
 
     def selections(self, heads: int, key_heads: int) -> int:
         return heads
@@ -113,7 +118,7 @@ class Moba:
     def scores(
         self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None
     ) -> torch.Tensor:
-        return _dots(q, _means(k, self.block))
+        return _dots(q, k)
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,7 @@ class Msa(Moba):
     which has an index head for each key/value head and one index key head)."""
 
     block: int = 128
+    means: int = 0
 
     def scores(
         self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None
@@ -129,11 +135,38 @@ class Msa(Moba):
         return _dots(q, k).unflatten(-1, (-1, self.block)).amax(-1)
 
 
+@dataclass(frozen=True)
+class Nsa:
+    """Blocks by the attention to their compressed keys, summed over the query heads of a key head;
+    always the first that is seen, the own, and the one before (DeepSeek NSA, arXiv 2502.11089,
+    section 3.3.2). index_q, index_k: q and k of attention. Compressed keys are the means of equal
+    parts without overlap; a compression that is learnt comes in as linear maps of the keys before.
+    """
+
+    block: int = 64
+    means: int = 4
+    scale: float | None = None  # of the compressed attention's scores, d ** -0.5
+    own: bool = True
+    first: bool = True
+    near: int = 1
+    softmax: bool = True
+    weighted: bool = False
+
+    def selections(self, heads: int, key_heads: int) -> int:
+        return key_heads
+
+    def scores(
+        self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        return _dots(q, k) * (q.shape[-1] ** -0.5 if self.scale is None else self.scale)
+
+
 RULES: dict[str, type[SelectionRule]] = {
     "dsa": Dsa,
     "qsa": Qsa,
     "moba": Moba,
     "msa": Msa,
+    "nsa": Nsa,
 }
 
 
@@ -149,9 +182,19 @@ def rule_of(rule: str | SelectionRule) -> SelectionRule:
         )
     if type(rule.block) is not int or rule.block < 1:
         raise ValueError(f"rule: block must be a positive integer, got {rule.block!r}")
+    means = getattr(rule, "means", 0)
+    if type(means) is not int or means < 0 or (means and rule.block % means):
+        raise ValueError(
+            f"rule: means must divide its block of {rule.block} positions, or be 0, got {means!r}"
+        )
     return rule
 
 
 def described(rule: SelectionRule) -> tuple[object, ...]:
     """What ranks compare of a rule."""
     return type(rule).__name__, rule.block, rule.own, tuple(sorted(vars(rule).items()))
+
+
+def forced(rule: SelectionRule) -> int:
+    """How many units of a query are always selected, at most."""
+    return rule.own + getattr(rule, "first", False) + getattr(rule, "near", 0)

@@ -12,7 +12,7 @@ from ..layout.layouts import Layout
 from ..masks import Mask
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Selection:
     """The units of keys that this rank's queries attend to, made by `mb.select` or by hand.
 

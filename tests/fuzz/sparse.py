@@ -70,10 +70,12 @@ def _faults(case: SparseCase, groups) -> list[str]:
             return_lse=case.once, **named,
         )  # fmt: skip
         outs, lse = outs if case.once else (outs, None)
+        kept.append([each.ids for each in chosen])
+        if case.rule == "nsa":  # has no loss
+            return tuple(outs)
         losses = mb.indexer_loss(
             *index, q, k, chosen, rule=case.made_rule, scale=case.scale, lse=lse, **named
         )
-        kept.append([each.ids for each in chosen])
         return *outs, *losses
 
     flat = [t for x in ranks if x is not None for t in x]
@@ -81,11 +83,11 @@ def _faults(case: SparseCase, groups) -> list[str]:
     units, out, loss, grads = solve(case)
     found = _units(case, kept[0], units)
     wanted = [out[rows] for rows in case.positions] + [loss[rows] for rows in case.positions]
-    for n, (mine, right) in enumerate(zip(results, wanted, strict=True)):
+    for n, (mine, right) in enumerate(zip(results, wanted, strict=False)):
         found += _off(("out", "loss")[n // size], n % size, mine.detach(), right)
     needed = [x for x in [*flat, sink] if x is not None and x.requires_grad]
     starts = [x[rows] for x in (dout, outer) for rows in case.positions]
-    pairs = [(y, g) for y, g in zip(results, starts, strict=True) if y.requires_grad]
+    pairs = [(y, g) for y, g in zip(results, starts, strict=False) if y.requires_grad]
     if not pairs:
         return found
     for again in range(1 + case.twice):
@@ -97,7 +99,7 @@ def _faults(case: SparseCase, groups) -> list[str]:
         of = {id(x): g for x, g in zip(needed, mine, strict=True)}
         for name, shards, grad in zip(NAMES, ranks, grads[:6], strict=True):
             for rank, shard in enumerate(shards or ()):
-                if shard.requires_grad:
+                if shard.requires_grad and grad is not None:
                     found += _off("d" + name, rank, of[id(shard)], grad[case.positions[rank]])
         if sink is not None and sink.requires_grad:
             found += _off("dsink", 0, of[id(sink)], grads[6])

@@ -19,6 +19,7 @@ from .draw import GRIDS, STRIDES, Grid
 ALGORITHMS = "ring", "double_ring", "burst", "multicast", "prefetch", "all_gather"
 OF_BLOCKS = {
     "qsa": selection_rules.Qsa, "moba": selection_rules.Moba, "msa": selection_rules.Msa,
+    "nsa": selection_rules.Nsa,
 }  # fmt: skip
 
 
@@ -31,6 +32,7 @@ class SparseCase:
     shape: tuple[int, int]  # S, b
     rule: str
     block: int
+    means: int  # of a unit, for nsa
     index_heads: tuple[int, int]
     index_width: int
     heads: tuple[int, int]  # query heads, key heads
@@ -57,6 +59,8 @@ class SparseCase:
 
     @property
     def made_rule(self):
+        if self.rule == "nsa":
+            return selection_rules.Nsa(self.block, self.means)
         return selection_rules.Dsa() if self.rule == "dsa" else OF_BLOCKS[self.rule](self.block)
 
 
@@ -66,7 +70,7 @@ def draw(name: str, size: int) -> SparseCase:
     inter, intra = rng.choice(GRIDS[size])
     rule = rng.choice(["dsa", "dsa", "dsa", *OF_BLOCKS])
     batch = rng.choice([1, 1, 2, 3])
-    equal, refused = rng.random() < 0.3, ""
+    equal, refused = rng.random() < 0.3 and rule != "nsa", ""
     block, rows = 1, rng.choice([2, 4, 6, 8] if size > 3 else [2, 4, 8, 12, 18])
     if rule != "dsa":
         block = rng.choice([2, 4] if equal else [2, 3, 4])  # halves are exact
@@ -83,28 +87,27 @@ def draw(name: str, size: int) -> SparseCase:
         refused = _refusal(positions, laid, kinds, mask, block)
     key_heads, group = rng.choice([1, 2, 3]), rng.choice([1, 2, 3])
     latent = rng.random() < 0.25
-    if rule == "dsa" or rule == "qsa":
+    index_heads = heads = key_heads * group, key_heads
+    if rule in ("dsa", "qsa"):
         index_heads = rng.choice([1, 2, 3]), 1
-        heads = key_heads * group, key_heads
-        selections = 1
-    elif rule == "moba":  # a selection per query head
-        index_heads = heads = key_heads * group, key_heads
-    else:  # a selection per key head
+    elif rule == "msa":  # a selection per index head
+        index_heads = key_heads, rng.choice([1, key_heads])
+    elif rule == "nsa":
         index_heads = key_heads * rng.choice([1, 2]), key_heads
-        heads = key_heads * group, key_heads
-    selections = {"moba": index_heads[0], "msa": index_heads[1]}.get(rule, 1)
     if latent:
         heads = heads[0], 1
-    assert heads[0] % selections == 0
+    top_k = rng.choice([1, 2, 3, 5, 8, length // block, length + 3])
     needs = tuple(rng.random() < 0.85 for _ in range(6))
     return SparseCase(
         seed=rng.randrange(1 << 30),
         grid=Grid(inter, intra, 1, "head_first"),
         shape=(length, batch),
-        rule=rule, block=block, index_heads=index_heads, index_width=rng.choice([2, 4, 5]),
+        rule=rule, block=block,
+        means=rng.choice([n for n in range(1, block + 1) if block % n == 0]),
+        index_heads=index_heads, index_width=rng.choice([2, 4, 5]),
         heads=heads, widths=(7, 5) if latent else rng.choice([(4, 4), (5, 3), (3, 6)]),
-        latent=latent, top_k=rng.choice([1, 2, 3, 5, 8, length // block, length + 3]),
-        equal=equal, positions=positions, seen=seen, layout=layout, mask=mask,
+        latent=latent, top_k=max(3, top_k) if rule == "nsa" else top_k, equal=equal,
+        positions=positions, seen=seen, layout=layout, mask=mask,
         algorithm=rng.choice(ALGORITHMS), kernel=rng.choice(["aten", "aten", "reference"]),
         form=rng.choice(["plan", "keywords"]), scale=rng.choice([None, 0.3]),
         sink=rng.choice(["none", "none", "fixed", "learnt"]), needs=needs,
@@ -154,7 +157,7 @@ def tensors(case: SparseCase) -> list[torch.Tensor | None]:
     found = [torch.randn(length, batch, *s, generator=make, dtype=torch.float64) for s in sizes]
     if case.equal:
         found[:3] = [x.round().clamp(-1, 1) for x in found[:3]]
-    if case.rule in ("moba", "msa"):
+    if case.rule in ("moba", "msa", "nsa"):
         found[2] = None
     if case.latent:
         found[5] = None
@@ -169,8 +172,13 @@ def solve(case: SparseCase):
     seen, batch = torch.from_numpy(case.seen), case.shape[1]
     leaves = [None if x is None else x.requires_grad_() for x in given]
     *index, q, k, v = leaves
-    scores = sparse_oracle.index_scores(case.rule, case.block, *index)
-    units = sparse_oracle.chosen(scores.detach(), seen, case.block, case.top_k, case.rule != "dsa")
+    if nsa := case.rule == "nsa":
+        found = sparse_oracle.compressed_scores(*index[:2], case.block, case.means, seen)
+    else:
+        found = sparse_oracle.index_scores(case.rule, case.block, *index)
+    units = sparse_oracle.chosen(
+        found.detach(), seen, case.block, case.top_k, case.rule != "dsa", nsa, int(nsa)
+    )
     heads = case.heads[0]
     hidden = ~sparse_oracle.table(units, seen, case.block, batch, heads)
     scale = case.scale or case.widths[0] ** -0.5
@@ -181,8 +189,9 @@ def solve(case: SparseCase):
     with torch.no_grad():
         shares = sink if case.once else None  # what lse counts
         _, p = sparse_oracle.attention(q, k, values, hidden, scale, shares)
-    loss = sparse_oracle.indexer_loss(scores, units, p, case.block)
+    loss = sparse_oracle.indexer_loss(found, units, p, case.block)
     wanted = [x for x in [*leaves, sink] if x is not None]
-    grads = iter(torch.autograd.grad((out * dout).sum() + (loss * outer).sum(), wanted))
+    total = (out * dout).sum() + (0.0 if nsa else (loss * outer).sum())
+    grads = iter(torch.autograd.grad(total, wanted, allow_unused=True))
     grads = [None if x is None else next(grads) for x in [*leaves, sink]]
     return units, out.detach(), loss.detach(), grads

@@ -35,9 +35,25 @@ def index_scores(rule, block, q, k, weights):
     return torch.stack(pooled, 2).transpose(0, 1)
 
 
-def chosen(scores, seen, block, top_k, own):
-    """The units of each row as a list: the best top_k visible ones, ties to the lower unit, the own
-    unit first where `own`. seen bool [S, S]."""
+def compressed_scores(q, k, block, means, seen):
+    """[S, b, H, u] of the rule "nsa": softmax over the means that are seen as a whole."""
+    length, _, heads, width = q.shape
+    each, group = block // means, heads // k.shape[2]
+    pooled = torch.stack([k[n : n + each].mean(0) for n in range(0, length, each)])
+    whole = seen.unflatten(1, (-1, each)).all(-1)[:, None]  # [S, 1, means of the sequence]
+    found = []
+    for h in range(heads):
+        dot = torch.einsum("sbd,cbd->sbc", q[:, :, h], pooled[:, :, h // group]) / math.sqrt(width)
+        weight = torch.where(whole, dot.exp(), 0.0)
+        found.append(weight / weight.sum(-1, keepdim=True).clamp(min=1e-300))
+    of_keys = [sum(found[n : n + group]) for n in range(0, heads, group)]
+    return torch.stack(of_keys, 2).unflatten(-1, (-1, means)).sum(-1)
+
+
+def chosen(scores, seen, block, top_k, own, first=False, near=0):
+    """The units of each row as a list: the best top_k visible ones, ties to the lower unit, and
+    before them the own unit where `own`, the first that is seen, and so many before the own.
+    seen bool [S, S]."""
     length, batch, heads, units = scores.shape
     visible_of, scores = seen.unflatten(1, (units, block)).any(-1).tolist(), scores.tolist()
     rows = []
@@ -46,8 +62,10 @@ def chosen(scores, seen, block, top_k, own):
         for b in range(batch):
             for h in range(heads):
                 rank = {u: (-scores[t][b][h][u], u) for u in visible}
-                if own and t // block in rank:
-                    rank[t // block] = (-math.inf, -1)
+                always = {t // block} if own else set()
+                always |= {t // block - n for n in range(1, near + 1)}
+                always |= {*visible[:1]} if first else set()
+                rank |= {u: (-math.inf, u) for u in always & {*visible}}
                 rows.append(sorted(sorted(visible, key=rank.get)[:top_k]))
     return [rows[n : n + batch * heads] for n in range(0, len(rows), batch * heads)]
 

@@ -123,6 +123,9 @@ READERS = {
     "docs/sparse.md-0": Reader(
         INDEX, "chosen.counts.max() == 4 and q.grad.any() and index_k.grad.any()", ranks=4
     ),
+    "docs/sparse.md-1": Reader(
+        INDEX + "gates = 0.5, 0.5", "chosen.counts.max() == 3 and out.shape == q.shape", ranks=4
+    ),
     "docs/own-script.md-2": Reader("", "torch.allclose(out[:, 0].transpose(0, 1), expected)"),
     "docs/own-script.md-3": Reader(CONFIG, "transformer_config.burst.layout == 'zigzag'"),
 }

@@ -152,6 +152,70 @@ def close(found, wanted):
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("algorithm", ["multicast", "prefetch"])
+def test_what_crosses_between_nodes_is_whole_blocks(algorithm):
+    """Documents that begin at blocks: rows that nobody sees stay, and the others are dealt out."""
+    length, layout = 48, layout_of("contiguous", 4)
+    groups, mask = mb.Groups.in_process(inter=2, intra=2), mb.masks.Documents([0, 12, 28, 48])
+    index, rule = index_tensors("qsa", length), rules.Qsa(block=4)
+    named = {"rule": rule, "top_k": 2, "mask": mask & mb.masks.Causal()}
+    found = select(index, layout, groups=groups, algorithm=algorithm, **named)
+    t = torch.arange(length)
+    document = torch.searchsorted(torch.tensor([0, 12, 28, 48]), t, right=True)
+    shown = (t[:, None] >= t) & (document[:, None] == document)
+    scores = sparse_oracle.index_scores("qsa", 4, *index)
+    assert listed(ids_of(found, layout)) == sparse_oracle.chosen(scores, shown, 4, 2, True)
+
+
+@pytest.mark.parametrize("mask", ["causal", "full", "even"])
+@pytest.mark.parametrize("means", [1, 2, 4])
+def test_blocks_by_compressed_attention(mask, means):
+    """Rule nsa: softmax over what is seen as a whole; the first, the own and the one before it."""
+    length, rule = 48, rules.Nsa(block=4, means=means)
+    make = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(length, B, n, D, generator=make, dtype=torch.float64) for n in (4, 2))
+    shown, ids = seen(mask, length), []
+    scores = sparse_oracle.compressed_scores(q, k, 4, means, shown)
+    wanted = sparse_oracle.chosen(scores, shown, 4, 5, True, True, 1)
+    for ranks, algorithm in ((1, "burst"), (2, "ring"), (3, "all_gather")):
+        layout = layout_of("zigzag" if ranks < 3 else "contiguous", ranks)
+        named = {"top_k": 5, "mask": MASKS[mask], "algorithm": algorithm}
+        ids.append(ids_of(select([q, k, None], layout, rule=rule, **named), layout))
+        assert listed(ids[-1]) == wanted
+    x = [t.float() for t in (q, k)]
+    layouts = [layout_of("contiguous", ranks) for ranks in (1, 2, 4)]
+    named = {"rule": rule, "top_k": 4, "mask": MASKS[mask]}
+    ids = [ids_of(select([*x, None], layout, **named), layout) for layout in layouts]
+    assert all(torch.equal(ids[0], other) for other in ids[1:])
+
+
+@pytest.mark.parametrize(
+    ("rule", "row"), [("qsa", 2 / 4), ("moba", 2 / 4), ("msa", 1), ("nsa", 2 / 4)]
+)
+def test_means_travel_instead_of_keys(rule, row):
+    """Bytes of an index key, of 2 each: means have 4, and there is one of each block of 4."""
+    length, layout, groups = 64, layout_of("contiguous", 2), mb.Groups.in_process(intra=2)
+    made = {"nsa": rules.Nsa(block=4, means=1)}.get(rule) or RULES.get(rule, (None,))[0]
+    index = index_tensors("msa" if rule == "nsa" else rule, length, dtype=torch.bfloat16)
+    select(index, layout, rule=made, top_k=3, groups=groups)
+    walks = 2 if rule == "nsa" else 1
+    assert groups.counters.intra == walks * row * length // 2 * B * index[1].shape[2] * D * 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_infinite_scores_displace_nothing(ranks):
+    """Neither the own block of a row nor, where there is room, another block that it sees."""
+    inf, layout = float("inf"), layout_of("contiguous", ranks)
+    for keys in ([inf, inf, 1, 1, 2, 2, 0, 0], [inf - inf, 1, 1, 1, 2, 2, 0, 0],
+                 [1, 1, -inf, 0, 2, 2, 0, 0]):  # fmt: skip
+        index = [torch.ones(8, 1, 1, 1), torch.tensor(keys)[:, None, None, None], None]
+        last = [
+            ids_of(select(index, layout, rule=rules.Moba(block=2), top_k=n), layout)[-1].flatten()
+            for n in (1, 4)
+        ]
+        assert [each.tolist() for each in last] == [[3], [0, 1, 2, 3]]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_one_latent_for_all_heads(ranks):
     """Values are the first columns of the keys, travel once, and give the keys their gradient."""
@@ -191,6 +255,26 @@ def test_the_selection_is_the_same_on_any_number_of_ranks(rule):
         layout = layout_of("zigzag", ranks)
         ids.append(ids_of(select(index, layout, rule=RULES[rule][0], top_k=7), layout))
     assert all(torch.equal(ids[0], other) for other in ids[1:])
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+def test_equal_keys_are_told_apart_by_position_alone(layout):
+    """float32, heads of the usual width, every key many times: equal ids at 1, 2 and 8 ranks, and
+    of equal keys the lower positions, also where chunks have odd lengths."""
+    make, length = torch.Generator().manual_seed(0), 16 * 7
+    which = torch.randint(0, 20, (length,), generator=make)
+    k = torch.randn(20, 128, generator=make)[which][:, None, None]
+    q, weights = (torch.randn(length, 1, 32, *size, generator=make) for size in ((128,), ()))
+    ids = []
+    for ranks in (1, 2, 8):
+        place = layout_of(layout, ranks)
+        ids.append(ids_of(select([q, k, weights], place, rule="dsa", top_k=9), place))
+    assert all(torch.equal(ids[0], other) for other in ids[1:])
+    for t, row in enumerate(ids[0][:, 0, 0].tolist()):
+        taken, cut = {*row}, [u for u in row if any(which[s] == which[u] for s in range(t + 1)
+                                                     if s not in row)]  # fmt: skip
+        assert len({int(which[u]) for u in cut}) <= 1  # one kind of key is taken in part
+        assert all(s in taken for u in cut for s in range(u) if which[s] == which[u])
 
 
 def test_a_rule_of_your_own():

@@ -31,7 +31,9 @@ MSA = rules.Msa(block=4)
 SELECTING = {
     "top_k must be a positive integer, got 0": {"top_k": 0},
     "top_k must be .* got 2.5": {"top_k": 2.5},
-    "rule must be one of dsa, qsa, moba, msa": {"rule": "best"},
+    "rule must be one of dsa, qsa, moba, msa, nsa, or": {"rule": "best"},
+    "top_k must be at least 3, the blocks that rule Nsa always": {"rule": "nsa", "top_k": 2},
+    "rule: means must divide its block of 64 .* got 5": {"rule": rules.Nsa(means=5)},
     "got <class .*Dsa": {"rule": rules.Dsa},
     "rule: block must be a positive integer, got 0": {"rule": rules.Moba(block=0)},
     "algorithm: a selection stays .* got 'token_ring'": {"algorithm": "token_ring"},
@@ -118,6 +120,10 @@ ATTENDING = {
     "number of columns of k below its width 4": lambda: attend(
         select(), [*tensors((4, D), (1, D)), None], value_width=4),
     "sink must be a floating tensor": lambda: attend(select(), sink=torch.ones(3)),
+    "plan: sparse attention has no softcap": lambda: attend(
+        select(), groups=None, plan=mb.prepare(
+            *tensors((4, D), (2, D), (2, D)), groups=GROUPS, layout=LAYOUT, softcap=2.0,
+            kernel="reference")),
     "algorithm: a selection stays": lambda: attend(select(), algorithm="tile"),
 }  # fmt: skip
 PLAN = mb.prepare(*tensors((4, D), (2, D), (2, D)), groups=GROUPS, layout=LAYOUT)
@@ -129,9 +135,25 @@ def test_attention_that_is_refused(words):
         ATTENDING[words]()
 
 
+def test_a_plan_has_the_scale():
+    given = tensors((4, D), (2, D), (2, D))
+    for x in given[0]:
+        x.copy_(torch.arange(x.numel()).view_as(x) / 50)
+    given[1] = [torch.arange(x.numel()).view_as(x) / 50.0 for x in given[1]]
+    given[1] = [x.double() for x in given[1]]
+    given[2] = given[1]
+    plan = mb.prepare(*given, groups=GROUPS, layout=LAYOUT, softmax_scale=0.3)
+    (mine, *_), (other, *_) = (
+        mb.sparse_attention(*given, select(), **named)
+        for named in ({"plan": plan}, {"groups": GROUPS, "scale": 0.3})
+    )
+    assert torch.equal(mine, other)
+    assert not torch.equal(mine, attend(select(), given)[0])
+
+
 def test_it_is_differentiated_once():
     q, k, v = tensors((4, D), (2, D), (2, D))
     q = [x.requires_grad_() for x in q]
     outs = attend(select(), [q, k, v])
-    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+    with pytest.raises(RuntimeError, match=r"mb\.sparse_attention cannot be differentiated twice"):
         torch.autograd.grad(outs[0].sum(), q[0], create_graph=True)

@@ -71,6 +71,14 @@ def error_of(fault):
             kernel = ("aten", "reference")[groups.rank]
             mb.sparse_attention(q, k, v, found, kernel=kernel, groups=groups)
         plan = mb.prepare(q, k, v, groups=groups, layout=layout)
+        if fault == "lines swapped":
+            named = {"rule": "dsa", "plan": plan}
+            calls = [
+                lambda: mb.indexer_loss(*index, q, k, found, **named),
+                lambda: mb.indexer_loss(*index, q, k, found, **named),
+            ]
+            for call in calls[:: (1, -1)[second]]:
+                call()
         if fault == "layer left out":
             for layer in range(second, 3):
                 mb.sparse_attention(q, k, v, found, plan=plan, label=layer)
@@ -96,6 +104,7 @@ def test_every_rank_gets_the_same_error(ranks, fault, words):
     assert words in errors[0][1]
 
 
-def test_ranks_out_of_step_get_an_error_and_no_number(ranks):
-    errors = ranks(2).run(error_of, "layer left out")
+@pytest.mark.parametrize("fault", ["layer left out", "lines swapped"])
+def test_ranks_out_of_step_get_an_error_and_no_number(ranks, fault):
+    errors = ranks(2).run(error_of, fault)
     assert any(error and error[0] == "RuntimeError" for error in errors)
