@@ -132,6 +132,9 @@ def test_other_sparse_attention_is_refused_by_name():
         parts = SimpleNamespace(core_attention=core)
         with pytest.raises(ValueError, match=r"^SimpleNamespace with \w+: only Megatron's DSAtt"):
             hooks._refusing_others(original, SimpleNamespace(), settings, parts)
+    silent = SimpleNamespace(burst=mb.BurstConfig(), context_parallel_size=2)
+    with pytest.raises(ValueError, match='says nothing: set experimental_attention_variant="dsa"'):
+        hooks._refusing_others(original, SimpleNamespace(), silent, parts)
     settings.burst = mb.BurstConfig(sparse="megatron")
     layer = SimpleNamespace()
     hooks._refusing_others(original, layer, settings, parts)

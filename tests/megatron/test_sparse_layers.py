@@ -138,6 +138,9 @@ REFUSED = {  # words -> settings of Megatron, layers, BurstConfig, only a step s
     "is not that of attention with a sink": ({"softmax_type": "learnable"}, "qsa", {}, False),
     "blocks of 128 positions": (CP2, {"block": 128}, {}, True),
     "layout striped cuts the blocks": (CP2, "qsa", {"layout": "striped"}, True),
+    "average keys of a block where": (
+        CP2, "qsa", {"layout": "zigzag", "attention_layout": "contiguous"}, False,
+    ),
     "index_width 4 is narrower than the 8 columns": (CP2, {"index_width": 4}, {}, True),
 }  # fmt: skip
 

@@ -12,8 +12,9 @@ from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from ..checks.sparse import FLAG, selects
-from ..checks.splitting import DSA
+from ...config import OFF
+from ..checks.sparse import FLAG, selects, sparse_layers
+from ..checks.splitting import DSA, splits
 from ..patching import PatchSet, bound_to, require_function
 from .dsa import BurstDSAttention
 
@@ -63,9 +64,15 @@ def _refusing_others(original: Callable, /, *args: Any, **kwargs: Any) -> None:
     """The constructor of any attention; ours has taken the place of DSA behind absorbed latents."""
     given = bound_to(original, args, kwargs).arguments
     config, kind = given["config"], _kind(given["submodules"].core_attention)
-    ours = selects(config, getattr(config, "burst", None))
+    burst = getattr(config, "burst", None)
     other = isinstance(kind, type) and issubclass(kind, DSAttention) and kind != BurstDSAttention
-    if ours and other:
+    ours = burst is not None and burst.algorithm != OFF and splits(config)
+    if other and ours and sparse_layers(config) is None:  # nobody has checked what these need
+        raise ValueError(
+            f"{type(given['self']).__name__} with {kind.__name__}, of which the configuration "
+            f'says nothing: set experimental_attention_variant="{DSA}" before `configure`'
+        )
+    if other and selects(config, burst):
         raise ValueError(
             f"{type(given['self']).__name__} with {kind.__name__}: only Megatron's DSAttention "
             f"over absorbed latents (AbsorbedMLASelfAttention) runs on a ring; take {FLAG} megatron"

@@ -221,6 +221,13 @@ def _problems(config: Any, choice: LayerRule, layer: int) -> Iterator[Problem]:
         yield Problem(f"{what} of {rule.block} positions have no window", remove=("--window-size",))
     if choice.index_heads == 0:
         return
+    apart = burst.attention_layout not in (None, burst.layout)
+    if choice.pooled and apart and burst.layout != "contiguous":
+        yield Problem(
+            f"{what} average keys of a block where the layer has them, and --burst-layout "
+            f"{burst.layout} cuts blocks that --burst-attention-layout leaves whole",
+            add=("--burst-layout contiguous",), remove=("--burst-attention-layout",),
+        )  # fmt: skip
     if _coefficient(config, choice) and getattr(config, "softmax_type", "vanilla") != "vanilla":
         yield Problem(
             f"{what}: the indexer's loss is not that of attention with a sink",
