@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_burst as mb
-from megatron_burst.sparse import rules
+from megatron_burst.sparse import kernels, pairs, rules
 
 S, B, D, TOP_K = 32, 2, 4, 5
 RULES = {"dsa": (rules.Dsa(), 3, 1), "qsa": (rules.Qsa(block=4), 3, 1),
@@ -61,6 +61,13 @@ def test_equal_to_the_formula(rule, ranks, layout):
     for mine, grad in zip([x for x in index if x is not None], grads, strict=True):
         close(mb.unshard([x.grad for x in mine], layout), grad)
     assert all(x.grad is None for x in [*q, *k])
+
+
+@pytest.mark.parametrize("most", [1, 1 << 9])
+def test_equal_where_few_rows_are_computed_at_a_time(most, monkeypatch):
+    monkeypatch.setattr(pairs, "TILE", most)
+    monkeypatch.setitem(kernels.BYTES, "cpu", 4 * most)
+    test_equal_to_the_formula("dsa", 2, "zigzag")
 
 
 def of_half_the_heads():

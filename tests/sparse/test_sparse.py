@@ -8,7 +8,7 @@ import torch
 
 import megatron_burst as mb
 from megatron_burst.execution import ring
-from megatron_burst.sparse import rules
+from megatron_burst.sparse import kernels, pairs, rules
 
 B, D, W = 2, 4, 3
 BOUNDS = [0, 13, 20, 48]
@@ -148,6 +148,14 @@ def test_equal_to_dense_matrices(case):
         close(again.grad, grads[3])
 
 
+@pytest.mark.parametrize(("most", "rule"), [(1, "dsa"), (1 << 12, "qsa")])
+def test_equal_where_few_rows_are_computed_at_a_time(most, rule, monkeypatch):
+    """A row, and some of those that are left."""
+    monkeypatch.setattr(pairs, "TILE", most)
+    monkeypatch.setitem(kernels.BYTES, "cpu", 4 * most)
+    test_equal_to_dense_matrices(Case(rule, 2, top_k=3))
+
+
 def close(found, wanted):
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 
@@ -214,6 +222,14 @@ def test_infinite_scores_displace_nothing(ranks):
             for n in (1, 4)
         ]
         assert [each.tolist() for each in last] == [[3], [0, 1, 2, 3]]
+
+
+def test_what_is_not_a_number_ranks_last():
+    keys = torch.tensor([float("nan"), 0, 1, 1, -2, -2, 0, 0])[:, None, None, None]
+    index = [torch.ones(8, 1, 1, 1), keys, None]
+    ids = ids_of(select(index, layout_of("contiguous", 2), rule=rules.Moba(block=2), top_k=3),
+                 layout_of("contiguous", 2))  # fmt: skip
+    assert ids[-1].flatten().tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -351,6 +367,22 @@ def test_a_checkpoint_keeps_what_it_promises(keep, monkeypatch):
     # of two ranks: selection, attention, probabilities, scores; backward of two
     assert (before, forward) == (12, 8)
     assert len(walks) - forward == 6  # the rest of attention, and backward
+
+
+def test_a_checkpoint_gives_no_layer_what_another_selected():
+    groups = mb.Groups.in_process(intra=1)
+    index, order = [[x] for x in index_tensors("dsa", 16)], []
+    leaf = torch.ones(16, requires_grad=True)
+    plan = mb.prepare(index[0], index[1], index[1], groups=groups, store=1.0)
+
+    def layers(x):
+        order.append(not order)
+        for label in (0, 1) if order[-1] else (1, 0):
+            mb.select(*index, rule="dsa", top_k=4, plan=plan, label=label)
+        return x.square()
+
+    with pytest.raises(ValueError, match="is not the one of the first run"):
+        mb.checkpoint(layers, leaf, keep=1.0).sum().backward()
 
 
 def test_what_the_store_has_must_be_planned():
