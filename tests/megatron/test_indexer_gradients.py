@@ -1,5 +1,5 @@
-"""How the loss of an indexer counts beside the model's, and whose selection a layer of DSA shares: on
-one rank, with stand-ins for Megatron's settings."""
+"""How the loss of an indexer counts beside the model's, and whose selection a layer of DSA shares:
+on one rank, with stand-ins for Megatron's settings."""
 
 from types import SimpleNamespace
 

@@ -70,10 +70,9 @@ def test_equal_where_few_rows_are_computed_at_a_time(most, monkeypatch):
     test_equal_to_the_formula("dsa", 2, "zigzag")
 
 
-def of_half_the_heads():
-    """Loss and gradients on one of two ranks that each hold half of the heads of all rows."""
-    rank = dist.get_rank()
-    alone = [dist.new_group([r]) for r in range(2)][rank]
+def of_half_the_heads(alone, rank):
+    """Loss and gradients over half of the heads of all rows, on one of two ranks that each hold
+    one; alone: the group of this rank."""
     *index, q, k, outer = tensors("dsa")
     index = [x.requires_grad_() for x in index]
     groups = mb.Groups.flat(alone)
@@ -86,12 +85,25 @@ def of_half_the_heads():
     return loss.detach(), [x.grad for x in index]
 
 
-def test_ranks_of_tensor_parallelism_sum_their_heads(ranks):
+@pytest.fixture
+def alone():
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_what_the_heads_of_other_ranks_look_at_is_added(alone, monkeypatch):
+    """By a stand-in for the sum over ranks."""
+    other = []
+    monkeypatch.setattr(dist, "all_reduce", lambda total, group: other.append(total.clone()))
+    of_half_the_heads(alone, 1)
+    monkeypatch.setattr(dist, "all_reduce", lambda total, group: total.add_(other[0]))
+    mine, of_index = of_half_the_heads(alone, 0)
     loss, grads = by_hand("dsa", tensors("dsa"))
-    for mine, of_index in ranks(2).run(of_half_the_heads):
-        close(mine, loss)
-        for grad, wanted in zip(of_index, grads, strict=True):
-            close(grad, wanted)
+    close(mine, loss)
+    for grad, wanted in zip(of_index, grads, strict=True):
+        close(grad, wanted)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -144,3 +156,16 @@ def test_what_is_refused():
             mb.indexer_loss(*index, q, k, found, **{"rule": "dsa", "groups": groups} | named)
     with pytest.raises(ValueError, match="rule Dsa needs index_weights"):
         mb.indexer_loss(*index[:2], None, q, k, found, rule="dsa", groups=groups)
+
+
+def on_one_of_two_ranks():
+    rank = dist.get_rank()
+    return of_half_the_heads([dist.new_group([r]) for r in range(2)][rank], rank)
+
+
+def test_ranks_of_tensor_parallelism_sum_their_heads(ranks):
+    loss, grads = by_hand("dsa", tensors("dsa"))
+    for mine, of_index in ranks(2).run(on_one_of_two_ranks):
+        close(mine, loss)
+        for grad, wanted in zip(of_index, grads, strict=True):
+            close(grad, wanted)
