@@ -599,7 +599,7 @@ MUTANTS = [
     Mutant("sparse/kernels.py", "dvalues + dkeys[..., :width]", "dvalues",
            "a latent has no gradient as a key in the columns of its value"),
     Mutant("sparse/kernels.py", "self.selection.ids.index_select(0, rows)",
-           "self.selection.ids[: len(rows)]",
+           "self.selection.ids[-len(rows) :]",
            "a recompute attends to what other rows have selected"),
     Mutant("sparse/attention.py", "each, [sink] * count, some", "each, [None] * count, some",
            "the sink takes no share"),
