@@ -29,10 +29,9 @@ from ..masks import Causal, Mask
 from ..planning.automatic import CHOICES_KEPT, rates_of
 from ..planning.validate import Request
 from .pairs import PairKernel, SelectedPairs
-from .rules import SelectionRule, described
+from .rules import SelectionRule, described, parts
 from .selection import selected
 from .top_k import no_units
-from .units import parts
 
 
 def chosen(checked: Callable[[], Request], groups: Groups) -> Choice:

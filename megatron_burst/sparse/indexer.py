@@ -33,7 +33,7 @@ from ..planning.plan import Plan
 from ..planning.validate import Request, check_shapes
 from .pairs import PairKernel, SelectedPairs, tiles
 from .plans import Setting, plan_ranks, setting
-from .rules import SelectionRule, described, forced, rule_of
+from .rules import SelectionRule, described, forced, parts, rule_of
 from .selection import selected
 from .top_k import add_units_, in_order, no_units
 from .units import (
@@ -41,7 +41,6 @@ from .units import (
     by_units,
     is_causal,
     keys_of_units,
-    parts,
     rows_of_units,
     stand_ins_of_units,
 )

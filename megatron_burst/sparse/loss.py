@@ -315,7 +315,8 @@ def _forward(part: _Part, shard: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     walk(job, job.chunks[0].forward, part.calls[-1], compute, rows)
     p = total / total.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(total.dtype).tiny)
     lse = scores.logsumexp(dim=-1, keepdim=True)
-    none = scores == float("-inf")  # places that are not taken
+    # Places that are not taken; and padding attends to nothing, also where it has selected some.
+    none = (scores == float("-inf")) | (total.sum(dim=-1, keepdim=True) == 0)
     log = (scores - lse).masked_fill(none, 0.0)
     loss = (torch.xlogy(p, p) - p * log).sum(dim=-1)
     return loss, log.exp().masked_fill(none, 0.0) - p

@@ -198,3 +198,8 @@ def described(rule: SelectionRule) -> tuple[object, ...]:
 def forced(rule: SelectionRule) -> int:
     """How many units of a query are always selected, at most."""
     return rule.own + getattr(rule, "first", False) + getattr(rule, "near", 0)
+
+
+def parts(rule: SelectionRule) -> int:
+    """How many means, or keys, of a unit travel."""
+    return getattr(rule, "means", 0) or rule.block

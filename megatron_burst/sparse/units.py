@@ -19,7 +19,7 @@ from ..layout import LAYOUTS, Layout, Span, make
 from ..masks import Causal, Full, Mask
 from ..masks.base import Combined
 from .plans import Setting
-from .rules import SelectionRule
+from .rules import SelectionRule, parts
 
 
 class UnitLayout(Layout):
@@ -58,12 +58,12 @@ def by_units(at: Setting, index_q: Any, rule: SelectionRule) -> Setting:
     layout.check(seq_len)
     mask.check(seq_len)
     _check_layout(layout, seq_len, block)
-    odd = [bound for bound in mask.breaks.tolist() if bound % block]
-    mask_of_units = None if odd else _of_units(mask, block)
+    mask_of_units = _of_units(mask, block, rule.own and is_causal(mask))
     if mask_of_units is None:
         raise ValueError(
             f"mask: a rule with blocks of {block} positions takes Causal, Full and Documents whose "
-            f"documents begin at multiples of {block}, combined by &, got {mask!r:.200}"
+            f"documents begin at multiples of {block} (not their padding), combined by &, got "
+            f"{mask!r:.200}"
         )
     options = replace(at.options, layout=UnitLayout(layout, block), mask=mask_of_units)
     return replace(at, options=options)
@@ -76,19 +76,25 @@ def _check_layout(layout: Layout, seq_len: int, block: int) -> None:
                 raise ValueError(
                     f"layout {layout.name} cuts the blocks of {block} positions of the rule: rank "
                     f"{rank} holds {length} positions from {start} on, {stride} apart; each block "
-                    "must lie on one rank (contiguous or zigzag, with shards of a multiple of "
-                    f"{2 * block} rows)"
+                    f"must lie on one rank: layout contiguous with {block}, or zigzag with "
+                    f"{2 * block}, dividing a rank's rows of the sequence (of each document, where "
+                    "documents are cut)"
                 )
 
 
-def _of_units(mask: Mask, block: int) -> Mask | None:
+def _of_units(mask: Mask, block: int, padded: bool) -> Mask | None:
+    """padded: may padding begin within a unit? Its keys count in a mean that only queries of that
+    unit see, for whom it is selected whatever it is."""
     from ..masks.tables import Documents  # not needed by rules of tokens
 
     if isinstance(mask, Combined) and mask.symbol == "&":
-        a, b = _of_units(mask.a, block), _of_units(mask.b, block)
+        a, b = (_of_units(each, block, padded) for each in (mask.a, mask.b))
         return None if a is None or b is None else a & b
     if type(mask) is Documents:
-        return Documents(mask.bounds // block, mask.padding)
+        bounds, pads = mask.bounds.copy(), list(mask.padding)
+        if padded:
+            bounds[pads] += -bounds[pads] % block
+        return None if (bounds % block).any() else Documents(bounds // block, pads)
     return mask if type(mask) in (Causal, Full) else None
 
 
@@ -97,11 +103,6 @@ def is_causal(mask: Mask) -> bool:
     if isinstance(mask, Combined):
         return is_causal(mask.a) or is_causal(mask.b)
     return type(mask) is Causal
-
-
-def parts(rule: SelectionRule) -> int:
-    """How many means, or keys, of a unit travel."""
-    return getattr(rule, "means", 0) or rule.block
 
 
 def rows_of_units(k: torch.Tensor, rule: SelectionRule) -> torch.Tensor:

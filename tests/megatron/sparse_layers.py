@@ -287,3 +287,11 @@ def documented(text):
         exec(text, space)
         layers = space["model"].decoder.layers
         return [type(layer.self_attention.choice.rule).__name__ for layer in layers]
+
+
+def layers_tracked():
+    """Of how many layers Megatron's tracker knows after a step without an indexer."""
+    from megatron.core.transformer.experimental_attention_variant import dsa
+
+    train({"dsa_indexer_loss_coeff": 0.1}, RULES["moba"], steps=1)
+    return len(dsa.DSAIndexerLossLoggingHelper.tracker.get("values", ()))

@@ -203,3 +203,8 @@ def test_megatrons_coefficient_counts_where_the_spec_has_none(given, found):
     layer = mb.sparse_layer_spec(rule="qsa", top_k=2).submodules.self_attention
     config = SimpleNamespace(dsa_indexer_loss_coeff=given)
     assert layers._coefficient(config, layer.params["choice"]) == found
+
+
+def test_ranks_without_an_indexer_track_its_loss_too(four):
+    """Or those that have one would wait for them where Megatron sums over pipeline stages."""
+    assert four(sparse_layers.layers_tracked) == [2] * 4

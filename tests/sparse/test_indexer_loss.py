@@ -14,6 +14,9 @@ S, B, D, TOP_K = 32, 2, 4, 5
 RULES = {"dsa": (rules.Dsa(), 3, 1), "qsa": (rules.Qsa(block=4), 3, 1),
          "msa": (rules.Msa(block=2), 4, 2)}  # fmt: skip
 CAUSAL = torch.ones(S, S).tril().bool()
+# Real ends and padded ones: padding begins within a block, and attends to nothing.
+PADDED = mb.masks.Documents([0, 7, 8, 21, 24, 31, 32], padding=(1, 3, 5)) & mb.masks.Causal()
+OF_POSITIONS = torch.tensor([0] * 7 + [-1] + [1] * 13 + [-2] * 3 + [2] * 7 + [-3])
 
 
 def tensors(rule, heads=4):
@@ -25,15 +28,15 @@ def tensors(rule, heads=4):
     return [x if chosen.weighted or n != 2 else None for n, x in enumerate(found)]
 
 
-def by_hand(rule, given):
+def by_hand(rule, given, seen=CAUSAL):
     """Loss [S, b, H] of every row, and gradients of the index tensors by autograd."""
     *index, q, k, outer = given
     chosen, *_ = RULES[rule]
     block = chosen.block
     index = [None if x is None else x.detach().requires_grad_() for x in index]
     scores = sparse_oracle.index_scores(rule, block, *index)
-    units = sparse_oracle.chosen(scores.detach(), CAUSAL, block, TOP_K, chosen.own)
-    hidden = ~sparse_oracle.table(units, CAUSAL, block, B, 4)
+    units = sparse_oracle.chosen(scores.detach(), seen, block, TOP_K, chosen.own)
+    hidden = ~sparse_oracle.table(units, seen, block, B, 4)
     _, p = sparse_oracle.attention(q, k, k, hidden, D**-0.5)
     loss = sparse_oracle.indexer_loss(scores, units, p, block)
     leaves = [x for x in index if x is not None]
@@ -45,16 +48,22 @@ def close(found, wanted):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(("ranks", "layout"), [(1, "zigzag"), (2, "zigzag"), (4, "contiguous")])
-def test_equal_to_the_formula(rule, ranks, layout):
-    given = tensors(rule)
-    loss, grads = by_hand(rule, given)
+@pytest.mark.parametrize(
+    ("ranks", "layout", "mask"),
+    [(1, "zigzag", None), (2, "zigzag", None), (4, "contiguous", None), (2, "zigzag", PADDED)],
+)
+def test_equal_to_the_formula(rule, ranks, layout, mask):
+    given, seen = tensors(rule), CAUSAL
+    if mask is PADDED:
+        one = OF_POSITIONS[:, None]
+        seen = CAUSAL & (one == OF_POSITIONS) & (one >= 0)
+    loss, grads = by_hand(rule, given, seen)
     layout, groups = mb.layout.make(layout, cp_size=ranks), mb.Groups.in_process(intra=ranks)
     shards = [None if x is None else [mb.shard(x, layout, r).requires_grad_() for r in range(ranks)]
               for x in given]  # fmt: skip
     *index, q, k, outer = shards
     chosen = RULES[rule][0]
-    found = mb.select(*index, rule=chosen, top_k=TOP_K, groups=groups, layout=layout)
+    found = mb.select(*index, rule=chosen, top_k=TOP_K, groups=groups, layout=layout, mask=mask)
     losses = mb.indexer_loss(*index, q, k, found, rule=chosen, groups=groups)
     close(mb.unshard(losses, layout).detach(), loss)
     torch.autograd.backward(losses, [x.detach() for x in outer])

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_burst as mb
-from megatron_burst.sparse import pairs
+from megatron_burst.sparse import kernels, pairs
 from megatron_burst.tools.advise.account.rings import rooms
 
 S, RANKS, TOP_K, WIDTH, VALUES = 256, 4, 8, 12, 8
@@ -27,7 +27,8 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("algorithm", ["burst", "all_gather"])
 def test_no_tensor_has_scores_of_all_rows_and_keys(monkeypatch, algorithm):
-    monkeypatch.setattr(pairs, "TILE", 1 << 11)
+    monkeypatch.setattr(pairs, "TILE", 1 << 11)  # elements
+    monkeypatch.setattr(kernels, "_bytes", lambda device: 1 << 13)
     groups, layout = mb.Groups.in_process(intra=RANKS), mb.layout.make("zigzag", cp_size=RANKS)
     sizes = (2, WIDTH), (1, WIDTH), (2,), (2, WIDTH), (1, WIDTH)
     cut = [

@@ -92,6 +92,7 @@ class LayerKind:
     softmax_scale: float | None
     head_sizes: tuple[int | None, ...]  # query heads, key/value heads, key width, value width
     max_logits: bool = False  # record the largest logit of each head
+    selects: bool = False  # selects keys: its operations choose for themselves, and it says so
     number: int = 0  # of the layer, from 1 on; 0 where its mask does not depend on it
     # Of packed batches; None for that of a layout which needs only a name.
     cut: BatchCut | None = None
@@ -118,7 +119,7 @@ class LayerKind:
         """The plan for q [s, b, h, d], k [s, b, g, d] and v [s, b, g, w]."""
         q, k, v = tensors.values()
         known = self, *(t.shape for t in (q, k, v))
-        keywords = self.burst.keywords() | book.chosen.get(known, {})
+        keywords = self.burst.keywords() | ({} if self.selects else book.chosen.get(known, {}))
         mask = own
         if mask is None:
             mask = Causal() if self.causal else Full()
@@ -141,6 +142,8 @@ class LayerKind:
             **keywords,
         )
         plan = cast(Plan, prepared)  # of real groups, so this rank's own
+        if self.selects:
+            return plan
         if plan.choice is not None:
             book.chosen[known] = plan.choice.call
         if book.startup is None:

@@ -58,25 +58,37 @@ def gathers(config: Any) -> bool:
     return all(kind is not None and kind.replace("_", "").lower() == "allgather" for kind in kinds)
 
 
-# What was not tested, or cannot be, where queries stay and a selection with them.
-_RULES = (
-    Rule(lambda c, b: c.dsa_kernel_backend not in (None, "none"),
-         "{flag}: --dsa-kernel-backend {c.dsa_kernel_backend} computes over keys of the whole "
-         "sequence; add --dsa-kernel-backend none, or keep Megatron's all-gather", add=KEEP),
+# What was not tested, or cannot be, where queries stay and a selection with them: of DSA and of
+# layers with a rule.
+SELECTING = (
     Rule(lambda c, b: b.side == "query",
          "{flag} with --burst-side query: queries stay where their selection is",
          remove=("--burst-side",)),
-    Rule(lambda c, b: b.algorithm in ("ulysses", "hybrid") or (b.ulysses_size or 1) > 1,
-         "{flag}: ranks do not share heads of sparse attention, as --context-parallel-algo "
-         "{b.algorithm} or --burst-ulysses-size asks",
-         add=("--context-parallel-algo burst",), remove=("--burst-ulysses-size",)),
     Rule(lambda c, b: b.kv_cache, "{flag} with --burst-kv-cache {b.kv_cache}: keys are not kept "
          "for backward", remove=("--burst-kv-cache",)),
     Rule(lambda c, b: b.wire_dtype, "{flag} with --burst-wire-dtype {b.wire_dtype}: gradients "
          "travel as they are summed", remove=("--burst-wire-dtype",)),
     Rule(lambda c, b: b.head_chunks not in (None, 1),
-         "{flag} with --burst-head-chunks {b.head_chunks}: all heads share a key",
+         "{flag} with --burst-head-chunks {b.head_chunks}, which was not tested",
          remove=("--burst-head-chunks",)),
+    Rule(lambda c, b: b.pack == "trees", "{flag} with --burst-pack trees, which was not tested",
+         remove=("--burst-pack",)),
+    Rule(lambda c, b: b.offload, "{flag} with --burst-offload {b.offload}, which was not tested",
+         remove=("--burst-offload",)),
+    Rule("mtp_num_layers", "{flag} with --mtp-num-layers, which was not tested",
+         remove=("--mtp-num-layers",)),
+)  # fmt: skip
+
+# Of DSA besides.
+_RULES = (
+    *SELECTING,
+    Rule(lambda c, b: c.dsa_kernel_backend not in (None, "none"),
+         "{flag}: --dsa-kernel-backend {c.dsa_kernel_backend} computes over keys of the whole "
+         "sequence; add --dsa-kernel-backend none, or keep Megatron's all-gather", add=KEEP),
+    Rule(lambda c, b: b.algorithm in ("ulysses", "hybrid") or (b.ulysses_size or 1) > 1,
+         "{flag}: ranks do not share heads of sparse attention, as --context-parallel-algo "
+         "{b.algorithm} or --burst-ulysses-size asks",
+         add=("--context-parallel-algo burst",), remove=("--burst-ulysses-size",)),
     Rule(lambda c, b: b.sequence_chunks != 1,
          "{flag} with --burst-sequence-chunks {b.sequence_chunks}, which was not tested",
          remove=("--burst-sequence-chunks",)),
@@ -85,10 +97,6 @@ _RULES = (
          remove=("--burst-attention-layout",)),
     Rule(lambda c, b: b.mask, "{flag} with --burst-mask {b.mask}, which was not tested",
          remove=("--burst-mask",)),
-    Rule(lambda c, b: b.pack == "trees", "{flag} with --burst-pack trees, which was not tested",
-         remove=("--burst-pack",)),
-    Rule(lambda c, b: b.offload, "{flag} with --burst-offload {b.offload}, which was not tested",
-         remove=("--burst-offload",)),
     Rule("window_size", "{flag} with --window-size: DSA selects from all keys before a query",
          remove=("--window-size",)),
     Rule(lambda c, b: c.softmax_type not in (None, "vanilla"),
@@ -96,7 +104,6 @@ _RULES = (
          remove=("--softmax-type",)),
     *excluded(
         "{flag} with {other}, which {why}",
-        mtp_num_layers="was not tested",
         log_max_attention_logit="DSA does not tell",
         qk_clip="DSA does not tell",
     ),

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.utils import get_model_config
 
 from .. import patching
 
@@ -23,6 +24,12 @@ def patch(patches: patching.PatchSet) -> None:
 
     def noting(run: Callable[..., Any], named: dict[str, Any]) -> Any:
         patches.notes[_NOTE] = named["num_microbatches"]
+        models = named["model"]
+        first = models[0] if isinstance(models, list) else models
+        config: Any = get_model_config(first)
+        if getattr(config, "dsa_indexer_loss_coeff", None):
+            # Megatron sums its tracker over all pipeline stages, also those without an indexer.
+            _values(config, next(first.parameters()).device)
         return run(**named)
 
     patching.wrap_steps(patches, noting)
@@ -55,15 +62,21 @@ def attached(
 def _log(mean: torch.Tensor, config: Any, layer: int, cp_group: Any, sum_over: Any) -> None:
     if sum_over is not None:
         torch.distributed.all_reduce(mean, group=sum_over)
+    tracker = _values(config, mean.device)
+    if layer <= len(tracker["values"]):  # layers of further heads count on
+        tracker["values"][layer - 1] += mean
+    tracker["reduce_group"], tracker["avg_group"] = None, cp_group
+
+
+def _values(config: Any, device: torch.device) -> dict[str, Any]:
+    """Megatron's tracker, with room for the loss of each layer."""
     # Late: installing needs none of it.
     from megatron.core.transformer.experimental_attention_variant import dsa
 
     tracker: dict[str, Any] = dsa.DSAIndexerLossLoggingHelper.tracker
     if "values" not in tracker:
-        tracker["values"] = torch.zeros(config.num_layers, device=mean.device)
-    if layer <= len(tracker["values"]):  # layers of further heads count on
-        tracker["values"][layer - 1] += mean
-    tracker["reduce_group"], tracker["avg_group"] = None, cp_group
+        tracker["values"] = torch.zeros(config.num_layers, device=device)
+    return tracker
 
 
 class _Attached(torch.autograd.Function):

@@ -37,7 +37,7 @@ from ..attention.core_attention import BurstCoreAttention
 from ..attention.plan_book import LayerKind
 from ..checks.config import model_problems, records_max_logits, ulysses_size
 from ..checks.problem import Problem, Rule, broken, refuse
-from ..checks.sparse import FLAG, sparse_algorithm
+from ..checks.sparse import FLAG, SELECTING, sparse_algorithm
 from ..data.cut import group_of, layer_window
 from .index_branch import IndexBranch, IndexTensors, LayerRule, of_this_rank
 from .index_loss import attached
@@ -176,26 +176,12 @@ def _norm_apart(fused: Any) -> tuple[Any, Any]:
 
 # What these layers exclude, beside what BurstAttention does.
 _RULES = (
+    *SELECTING,
     Rule(lambda c, b: b.algorithm == OFF,
          "{flag} need BurstAttention at any --context-parallel-size, got --context-parallel-algo "
          f"{OFF}", add=("--context-parallel-algo burst",)),
     Rule(lambda c, b: b.sparse == OFF, f"{{flag}} with {FLAG} {OFF}: Megatron has none of them",
          remove=(FLAG,)),
-    Rule(lambda c, b: b.side == "query", "{flag} with --burst-side query: queries stay where their "
-         "selection is", remove=("--burst-side",)),
-    Rule(lambda c, b: b.kv_cache, "{flag} with --burst-kv-cache {b.kv_cache}: keys are not kept "
-         "for backward", remove=("--burst-kv-cache",)),
-    Rule(lambda c, b: b.wire_dtype, "{flag} with --burst-wire-dtype {b.wire_dtype}: gradients "
-         "travel as they are summed", remove=("--burst-wire-dtype",)),
-    Rule(lambda c, b: b.head_chunks not in (None, 1),
-         "{flag} with --burst-head-chunks {b.head_chunks}, which was not tested",
-         remove=("--burst-head-chunks",)),
-    Rule(lambda c, b: b.pack == "trees", "{flag} with --burst-pack trees, which was not tested",
-         remove=("--burst-pack",)),
-    Rule(lambda c, b: b.offload, "{flag} with --burst-offload {b.offload}, which was not tested",
-         remove=("--burst-offload",)),
-    Rule("mtp_num_layers", "{flag} with --mtp-num-layers, which was not tested",
-         remove=("--mtp-num-layers",)),
     Rule(lambda c, b: b.sequence_chunks not in (1, "auto"),
          "{flag} do not run in chunks of rows", remove=("--burst-sequence-chunks",)),
     Rule(lambda c, b: records_max_logits(c), "{flag} do not record the largest attention logits",
@@ -379,7 +365,7 @@ class RuleCoreAttention(BurstCoreAttention):
         burst: Any = dataclasses.replace(
             self._burst, algorithm=sparse_algorithm(self._burst), side="kv", kernel="reference"
         )
-        return dataclasses.replace(super()._layer_kind(mask_type), burst=burst)
+        return dataclasses.replace(super()._layer_kind(mask_type), burst=burst, selects=True)
 
     @property
     def sequence_chunks(self) -> int:
@@ -436,8 +422,10 @@ class RuleCoreAttention(BurstCoreAttention):
         name = f"layers with rule {type(self.choice.rule).__name__}, top_k {self.choice.top_k}"
         kind = SelectingKind(
             self._burst, self.cut, name, ("index keys", index[0, 0].numel()),
-            ("keys and values", key[0, 0].numel() + value[0, 0].numel()),
+            ("keys/values", key[0, 0].numel() + value[0, 0].numel()),
         )  # fmt: skip
         if kind not in self.book.logged:
             self.book.logged.add(kind)
-            self.book.log(kind.describe(plan))
+            line = kind.describe(plan)
+            self.book.startup = self.book.startup or line
+            self.book.log(line)
