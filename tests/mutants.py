@@ -58,7 +58,7 @@ NEAR = {
     "sparse": "sparse", "sparse/sight": "sight", "sparse/loss": "indexer_loss",
     "sparse/units": "sparse indexer_loss", "megatron": "indexer_gradients",
 }  # fmt: skip
-SECONDS = {"layout", "balanced", "tiles", "consensus"}  # tests that take seconds
+SECONDS = {"layout", "balanced", "tiles", "consensus", "sight"}  # tests that take seconds
 
 
 class Mutant(NamedTuple):
@@ -569,8 +569,8 @@ MUTANTS = [
            "a query takes hidden units where it has room"),
     Mutant("sparse/units.py", "(each, dim=0) / each", "(each, dim=0)",
            "each key of a mean gets the gradient of all"),
-    Mutant("sparse/units.py", "Documents(mask.bounds // block, mask.padding)",
-           "Documents(mask.bounds[[0, -1]] // block, mask.padding)",
+    Mutant("sparse/units.py", "Documents(bounds // block, pads)",
+           "Documents(bounds[[0, -1]] // block)",
            "blocks see those of other documents"),
     Mutant("sparse/units.py", "Span(span.start // block, 1,", "Span(span.start, 1,",
            "units are counted in positions"),
@@ -610,8 +610,7 @@ MUTANTS = [
     Mutant("sparse/pairs.py", "if (firsts[:, 0] % block).any() or (firsts", "if (firsts",
            "blocks that begin within those of a selection pass for whole"),
     # sparse: the indexer's loss
-    Mutant("sparse/loss.py", "total / total.sum(dim=-1, keepdim=True)",
-           "total / total.sum(dim=-1, keepdim=True) ** 0",
+    Mutant("sparse/loss.py", "p = total / total.sum(", "p = total + 0 * total.sum(",
            "what the heads look at is not normalised"),
     Mutant("sparse/loss.py", "dist.all_reduce(total, group=part.tp_group)", "pass",
            "each tensor-parallel rank sees its own heads alone"),

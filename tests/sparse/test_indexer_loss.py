@@ -52,19 +52,20 @@ def close(found, wanted):
     ("ranks", "layout", "mask"),
     [(1, "zigzag", None), (2, "zigzag", None), (4, "contiguous", None), (2, "zigzag", PADDED)],
 )
-def test_equal_to_the_formula(rule, ranks, layout, mask):
+def test_equal_to_the_formula(rule, ranks, layout, mask, algorithm="burst"):
     given, seen = tensors(rule), CAUSAL
     if mask is PADDED:
         one = OF_POSITIONS[:, None]
         seen = CAUSAL & (one == OF_POSITIONS) & (one >= 0)
     loss, grads = by_hand(rule, given, seen)
-    layout, groups = mb.layout.make(layout, cp_size=ranks), mb.Groups.in_process(intra=ranks)
+    layout = mb.layout.make(layout, cp_size=ranks)
+    by = {"groups": mb.Groups.in_process(intra=ranks), "algorithm": algorithm}
     shards = [None if x is None else [mb.shard(x, layout, r).requires_grad_() for r in range(ranks)]
               for x in given]  # fmt: skip
     *index, q, k, outer = shards
     chosen = RULES[rule][0]
-    found = mb.select(*index, rule=chosen, top_k=TOP_K, groups=groups, layout=layout, mask=mask)
-    losses = mb.indexer_loss(*index, q, k, found, rule=chosen, groups=groups)
+    found = mb.select(*index, rule=chosen, top_k=TOP_K, layout=layout, mask=mask, **by)
+    losses = mb.indexer_loss(*index, q, k, found, rule=chosen, **by)
     close(mb.unshard(losses, layout).detach(), loss)
     torch.autograd.backward(losses, [x.detach() for x in outer])
     for mine, grad in zip([x for x in index if x is not None], grads, strict=True):
@@ -76,7 +77,12 @@ def test_equal_to_the_formula(rule, ranks, layout, mask):
 def test_equal_where_few_rows_are_computed_at_a_time(most, monkeypatch):
     monkeypatch.setattr(pairs, "TILE", most)
     monkeypatch.setitem(kernels.BYTES, "cpu", 4 * most)
-    test_equal_to_the_formula("dsa", 2, "zigzag")
+    test_equal_to_the_formula("dsa", 2, "zigzag", None)
+
+
+def test_equal_where_rows_of_keys_travel_in_another_order():
+    """Those that others see, of several documents."""
+    test_equal_to_the_formula("dsa", 4, "striped", PADDED, "ring")
 
 
 def of_half_the_heads(alone, rank):
