@@ -55,7 +55,8 @@ NEAR = {
     "linear_attention/program": "short_convolution",
     "linear_attention/operation": "linear_attention_ranks",
     "linear_attention/tree_scan": "linear_trees", "layout/pieces": "linear_trees",
-    "sparse": "sparse", "sparse/sight": "sight", "sparse/loss": "indexer_loss",
+    "sparse": "sparse", "sparse/sight": "sight", "sparse/pairs": "sight",
+    "sparse/loss": "indexer_loss",
     "sparse/units": "sparse indexer_loss", "megatron": "indexer_gradients",
 }  # fmt: skip
 SECONDS = {"layout", "balanced", "tiles", "consensus", "sight"}  # tests that take seconds

@@ -88,3 +88,20 @@ def test_tables_go_to_a_device_once():
     assert second.condition is first.condition
     there = first.sights.on(mask.out, torch.device("cpu"))
     assert second.sights.on(mask.out, torch.device("cpu")) is there
+
+
+@pytest.mark.parametrize(
+    ("spans", "unit"),
+    [
+        ([(8, 1, 4), (0, 1, 4)], 4),
+        ([(0, 1, 6)], 1),
+        ([(2, 1, 8)], 1),
+        ([(0, 2, 8)], 1),
+        ([(0, 1, 4), (4, 1, 2), (12, 1, 2)], 1),
+        ([(8, 1, 2), (0, 1, 4), (10, 1, 2)], 1),  # whole, but not at a multiple of 4 rows
+    ],
+)
+def test_blocks_that_lie_whole(spans, unit):
+    """Of four positions."""
+    keys = [Span(*span) for span in spans]
+    assert SelectedPairs(Full(), SPANS, keys).unit(4) == unit
