@@ -119,7 +119,7 @@ BALANCED = mb.BurstConfig(kernel="reference", layout="balanced")
         ({"position_embedding_type": "rope", "apply_rope_fusion": True}, "fused rope lays every"),
         ({"multi_latent_attention": True, "apply_rope_fusion": True}, "fused MLA rope works only"),
         ({"linear_attention_freq": 4}, "--linear-attention-freq: layers of linear attention"),
-        ({"experimental_attention_variant": "dsa"}, "--experimental-attention-variant dsa needs"),
+        ({"experimental_attention_variant": "csa"}, "--experimental-attention-variant csa needs"),
     ],
 )
 def test_what_excludes_layout_balanced_is_named(changes, words):
