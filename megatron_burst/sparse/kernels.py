@@ -37,7 +37,7 @@ def _bytes(device: torch.device) -> int:
 
 class Gathered(NamedTuple):
     """Keys of some rows. places [r, b, H, n]: which of the selected units of a row they are.
-    index [r * b * m * n]: their rows of `Chunk`. seen [r, b, m, n * unit]: of their positions.
+    index [r * b * m * n]: their rows of `UnitRows`. seen [r, b, m, n * unit]: of their positions.
     keys [r, b, m, n * unit, d], values [r, b, m, n * unit, w]."""
 
     places: torch.Tensor
@@ -153,7 +153,7 @@ class SelectedReference(Selected):
             dv += dvalues
 
 
-class Chunk:
+class UnitRows:
     """Rows of keys in units as they are gathered: [u * b * k, unit * columns]. Those of single
     positions are the tensor itself, if it is contiguous."""
 
@@ -183,12 +183,12 @@ class Chunk:
             total += units.permute(0, 3, 1, 2, 4).reshape(t, b, k, columns)
 
 
-def _sums(total: torch.Tensor | None, unit: int) -> Chunk | None:
+def _sums(total: torch.Tensor | None, unit: int) -> UnitRows | None:
     """Where gradients of gathered units are added up: in `total` if it lies so, else apart."""
     if total is None:
         return None
     plain = total.is_contiguous() and (unit == 1 or total.shape[1] * total.shape[2] == 1)
-    return Chunk(total if plain else torch.zeros_like(total), unit)
+    return UnitRows(total if plain else torch.zeros_like(total), unit)
 
 
 class SelectedAten(Selected):
@@ -248,8 +248,8 @@ class SelectedAten(Selected):
     ) -> Iterator[tuple[slice, Gathered]]:
         """Some rows at a time, and the keys that they have. v None: without values."""
         ids, (_, batch, key_heads, _) = self.selection.ids, k.shape
-        keys = Chunk(wide(k if v is None else self.whole_keys(k, v)), unit)
-        values = None if v is None or self.latent else Chunk(wide(v), unit)
+        keys = UnitRows(wide(k if v is None else self.whole_keys(k, v)), unit)
+        values = None if v is None or self.latent else UnitRows(wide(v), unit)
         heads = max(ids.shape[2], key_heads)
         places = ids.shape[2] * ids.shape[3] * (self.selection.block // unit)
         columns = keys.shape[3] + (0 if values is None else values.shape[3])

@@ -161,7 +161,7 @@ def _index_request(
     request: Request, selection: Selection, asked: SelectionRule | ValueError
 ) -> Request:
     rule = ready(asked)
-    q, k, _ = request.tensors
+    q, k, v = request.tensors
     heads = rule.selections(q.shape[2] // rule.block, k.shape[2])
     ids = selection.ids
     found = tuple(ids.shape[:3]), selection.block
@@ -171,7 +171,6 @@ def _index_request(
             f"selection: rule {type(rule).__name__} makes {wanted} selections of "
             f"blocks of {rule.block}, got {found[0]} of {found[1]}"
         )
-    q, k, v = request.tensors
     facts = {"rule": described(rule), "top_k": ids.shape[3]} | request.facts  # told first
     pairs = PairKernel(Selecting, rule, heads, ids.shape[3])
     return replace(request, kernel=pairs, tensors=(q, k, v[..., :0]), facts=facts)
@@ -230,14 +229,15 @@ class _IndexScores:
 
     def pair(self, call: Call, queries: Tensors, keys: Tensors, sums: Sequence[Message]) -> None:
         q, rule, ids, work = self.q, self.part.rule, self.part.selection.ids, call.work
+        _, units, _ = work.on(q.device)
         k = keys_of_chunk(keys[0], work, rule)
         for rows in tiles(len(q), len(k) * q.shape[1] * q.shape[2]):
             weights = None if self.weights is None else wide(self.weights[rows])
             found = rule.scores(wide(q[rows]), k, weights)
-            units = passing(work, rows, rule.block, q.device)
-            at, there = _where(ids[rows], units.units)
+            at, there = _where(ids[rows], units)
             if not self.part.selection.checked:  # what the mask hides takes no part
-                of_units = units.seen[:, None, None].expand(*there.shape[:3], -1)
+                seen = passing(work, rows, rule.block, q.device).seen
+                of_units = seen[:, None, None].expand(*there.shape[:3], -1)
                 there &= of_units.gather(-1, at)
             self.scores[rows] = torch.where(there, found.gather(-1, at), self.scores[rows])
 

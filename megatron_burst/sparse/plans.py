@@ -55,7 +55,8 @@ class Setting:
         return None if self.frame is None else self.frame.keep
 
     def scale(self, q: object, asked: float | None) -> float | None:
-        """Of the scores of queries q [s, b, h, d]: what is asked for, the plan's, or d ** -0.5."""
+        """The scale of the scores of queries q [s, b, h, d]: as asked for, the plan's, or
+        d ** -0.5."""
         if asked is not None or not isinstance(q, torch.Tensor) or not q.dim():
             return asked
         planned = None if self.plans is None else self.plans[0]

@@ -23,8 +23,8 @@ from .rules import SelectionRule, parts
 
 
 class UnitLayout(Layout):
-    """Of the units of a layout that leaves each on one rank: unit u is the positions from
-    u * block."""
+    """The layout of the units of a layout that leaves each on one rank: unit u is the positions
+    from u * block."""
 
     def __init__(self, of: Layout, block: int):
         super().__init__(of.cp_size)

@@ -49,16 +49,25 @@ def _stock_core_attentions() -> tuple[type, ...]:
     return tuple(c for c in classes if isinstance(c, type) and hasattr(c, "forward"))
 
 
+def module_of(core: Any) -> Any:
+    """What a core attention of a spec is built from: itself, or the module of its `ModuleSpec`."""
+    return getattr(core, "module", core)
+
+
+def is_sparse(core: Any) -> bool:
+    """Is a core attention of a spec Megatron's sparse one, or derived from it?"""
+    module = module_of(core)
+    return isinstance(module, type) and issubclass(module, DSAttention)
+
+
 def _with_burst(stock: tuple[type, ...], original: Callable, /, *args: Any, **kwargs: Any) -> None:
     """An attention constructor, from which models with BurstAttention get our core attention;
     sparse attention is the matter of `megatron.sparse`."""
     bound = bound_to(original, args, kwargs)
     config, submodules = bound.arguments["config"], bound.arguments["submodules"]
     burst, core = getattr(config, "burst", None), submodules.core_attention
-    kind = getattr(core, "module", core)
-    sparse = isinstance(kind, type) and issubclass(kind, DSAttention)
-    if burst is not None and attends(config, burst) and not sparse:
-        core = _replaced(submodules.core_attention, stock)
+    if burst is not None and attends(config, burst) and not is_sparse(core):
+        core = _replaced(core, stock)
         bound.arguments["submodules"] = dataclasses.replace(submodules, core_attention=core)
     original(*bound.args, **bound.kwargs)
 
@@ -88,7 +97,7 @@ def _replaced(core: Any, stock: tuple[type, ...]) -> Any:
     Raises `ValueError` for any other core attention: it would see only the tokens of its rank, or
     split them in its own way.
     """
-    module = getattr(core, "module", core)
+    module = module_of(core)
     if isinstance(module, type) and issubclass(module, BurstCoreAttention):
         return core
     if module not in stock and not isinstance(module, type):

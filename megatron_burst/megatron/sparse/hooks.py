@@ -13,6 +13,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa import DSAtten
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ...config import OFF
+from ..attention.hooks import is_sparse, module_of
 from ..checks.sparse import FLAG, selects, sparse_layers
 from ..checks.splitting import DSA, splits
 from ..patching import PatchSet, bound_to, require_function
@@ -54,7 +55,7 @@ def _with_ours(original: Callable, /, *args: Any, **kwargs: Any) -> None:
     bound = bound_to(original, args, kwargs)
     config, submodules = bound.arguments["config"], bound.arguments["submodules"]
     core = submodules.core_attention
-    if selects(config, getattr(config, "burst", None)) and _kind(core) is DSAttention:
+    if selects(config, getattr(config, "burst", None)) and module_of(core) is DSAttention:
         core = dataclasses.replace(core, module=BurstDSAttention)
         bound.arguments["submodules"] = dataclasses.replace(submodules, core_attention=core)
     original(*bound.args, **bound.kwargs)
@@ -63,9 +64,9 @@ def _with_ours(original: Callable, /, *args: Any, **kwargs: Any) -> None:
 def _refusing_others(original: Callable, /, *args: Any, **kwargs: Any) -> None:
     """The constructor of any attention; ours has taken the place of DSA behind absorbed latents."""
     given = bound_to(original, args, kwargs).arguments
-    config, kind = given["config"], _kind(given["submodules"].core_attention)
+    config, kind = given["config"], module_of(given["submodules"].core_attention)
     burst = getattr(config, "burst", None)
-    other = isinstance(kind, type) and issubclass(kind, DSAttention) and kind != BurstDSAttention
+    other = is_sparse(given["submodules"].core_attention) and kind != BurstDSAttention
     ours = burst is not None and burst.algorithm != OFF and splits(config)
     if other and ours and sparse_layers(config) is None:  # nobody has checked what these need
         raise ValueError(
@@ -78,7 +79,3 @@ def _refusing_others(original: Callable, /, *args: Any, **kwargs: Any) -> None:
             f"over absorbed latents (AbsorbedMLASelfAttention) runs on a ring; take {FLAG} megatron"
         )
     original(*args, **kwargs)
-
-
-def _kind(core: Any) -> Any:
-    return getattr(core, "module", core)
