@@ -18,7 +18,7 @@ from ..layout import Span
 from ..layout.sharding import to_device
 from ..masks import Cover, Mask
 from .rules import SelectionRule
-from .sight import Between, Sights
+from .sight import Between, Rows, Sights
 
 TILE = 1 << 22  # elements of the largest tensor that a tile of rows makes
 
@@ -71,7 +71,7 @@ class SelectedPairs:
         )
         return q, k, order
 
-    def sees(self, rows: slice | torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def sees(self, rows: Rows, positions: torch.Tensor) -> torch.Tensor:
         """bool: do the queries of these rows (dimension 0) see the `positions` beside them, which
         lie in the sequence?"""
         q, _, _ = self.on(positions.device)

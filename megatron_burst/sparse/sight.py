@@ -22,8 +22,9 @@ from ..masks.base import FAR, Combined
 
 MOST = 2**31 - 1  # no position is as large
 Interval = tuple[np.ndarray, np.ndarray]
+Rows = slice | torch.Tensor  # of dimension 0
 # of these rows of queries at q, beside the keys at k: which of them are seen?
-Condition = Callable[[slice, torch.Tensor, torch.Tensor], torch.Tensor]
+Condition = Callable[[Rows, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Sights:
@@ -121,7 +122,7 @@ class Between:
     high: np.ndarray
     sights: Sights
 
-    def __call__(self, rows: slice, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    def __call__(self, rows: Rows, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         low, high = (self.sights.on(x, k.device)[rows].view_as(q) for x in (self.low, self.high))
         return (k >= low) & (k < high)
 
@@ -132,7 +133,7 @@ class _Both:
     a: Condition
     b: Condition
 
-    def __call__(self, rows: slice, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    def __call__(self, rows: Rows, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         a, b = self.a(rows, q, k), self.b(rows, q, k)
         return a & b if self.symbol == "&" else a | b
 
@@ -141,7 +142,7 @@ class _Both:
 class _Apart:
     stride: int
 
-    def __call__(self, rows: slice, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    def __call__(self, rows: Rows, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return (q - k) % self.stride == 0
 
 
@@ -151,7 +152,7 @@ class _Blocks:
     block: int
     sights: Sights
 
-    def __call__(self, rows: slice, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    def __call__(self, rows: Rows, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         table = self.sights.on(self.table, k.device)
         return table[q // self.block, k // self.block]
 
@@ -165,7 +166,7 @@ class _Ancestors:
     window: int | None
     sights: Sights
 
-    def __call__(self, rows: slice, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    def __call__(self, rows: Rows, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         out = self.sights.on(self.out, k.device)
         seen = (k <= q) & (q < out[k]) & (out[q] > 0)
         if self.depths is None or self.window is None:
