@@ -10,7 +10,11 @@ import megatron_burst as mb
 from megatron_burst import flags
 from megatron_burst.megatron.checks import command_line
 from megatron_burst.megatron.checks.config import check_config, config_problems, kernel_problems
-from megatron_burst.megatron.checks.cuda_graphs import captured
+from megatron_burst.megatron.checks.cuda_graphs import (
+    captured,
+    contain_attention,
+    graph_problems,
+)
 
 MODULES = {field.name for field in dataclasses.fields(TransformerConfig)}
 SCOPE = "cuda_graph_modules" if "cuda_graph_modules" in MODULES else "cuda_graph_scope"
@@ -34,24 +38,73 @@ def told(burst=None, **changes):
 
 
 @pytest.mark.parametrize(
-    ("impl", "modules", "what"),
+    ("impl", "modules", "inside"),
     [
-        ("local", [], "of whole layers"),
-        ("local", ["attn"], "of attn"),
-        ("local", ["mlp"], "of mlp"),  # Megatron's own graphs of it are those of the layer
-        ("local", ["mamba", "moe"], "of mamba, moe"),
-        ("transformer_engine", [], "of whole layers"),
-        ("transformer_engine", ["attn", "mlp"], "of attn, mlp"),
-        ("full_iteration", [], "of whole iterations"),
-        ("a newer one", ["mlp"], "of whole iterations"),
+        ("local", [], True),
+        ("local", ["attn"], True),
+        ("local", ["mlp"], True),  # Megatron's own graphs of it are those of the layer
+        ("local", ["mamba", "moe"], True),
+        ("local", ["moe_router", "moe_preprocess"], False),
+        ("transformer_engine", [], True),
+        ("transformer_engine", ["attn", "mlp"], True),
+        ("transformer_engine", ["mlp", "moe"], False),
+        ("none", ["attn"], False),
     ],
 )
-def test_no_graph_may_contain_attention(impl, modules, what):
+def test_graphs_of_layers_may_contain_attention_with_one_plan(impl, modules, inside):
     for given in (modules, ",".join(modules), [SimpleNamespace(name=one) for one in modules]):
-        ((reason, remove),) = told(cuda_graph_impl=impl, **{SCOPE: given})
-        assert f"--cuda-graph-impl captures CUDA graphs {what}, in which attention is" in reason
-        assert remove == ("--cuda-graph-impl",)
-        assert not told(cuda_graph_impl=impl, **{SCOPE: given}, cp=1)
+        asked = {"cuda_graph_impl": impl, SCOPE: given}
+        assert contain_attention(config(**asked)) == inside
+        assert told(**asked) == []
+        assert len(told(**asked, qk_clip=True)) == inside
+
+
+@pytest.mark.parametrize(
+    ("impl", "modules"),
+    [("full_iteration", []), ("local", ["full_iteration"]), ("a newer one", ["mlp"])],
+)
+def test_graphs_of_whole_iterations_are_refused(impl, modules):
+    ((reason, remove),) = told(cuda_graph_impl=impl, **{SCOPE: modules})
+    assert reason.startswith("--cuda-graph-impl captures whole iterations, in which Python cuts")
+    assert remove == ("--cuda-graph-impl",)
+    assert not told(cuda_graph_impl=impl, **{SCOPE: modules}, cp=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "burst", "words"),
+    [
+        ({}, {"pack": "documents"}, "--burst-pack documents every micro-batch has documents"),
+        ({}, {"mask": "masks:mine"}, "--burst-mask masks:mine is asked for every batch"),
+        ({}, {"attention_layout": "striped"}, "(--burst-attention-layout striped)"),
+        ({"sft": True}, {}, "with --sft every micro-batch has documents"),
+        ({"reset_attention_mask": True}, {}, "--reset-attention-mask every micro-batch has"),
+        ({"dataloader_inter_document_masking": True}, {}, "--dataloader-inter-document-masking"),
+        ({"rl_use_sequence_packing": True}, {}, "with --rl-use-sequence-packing every"),
+        ({"variable_seq_lengths": True}, {}, "--variable-seq-lengths every micro-batch has a l"),
+        ({"hybrid_context_parallel": True}, {}, "--hybrid-context-parallel groups change with"),
+        ({"dynamic_context_parallel": True}, {}, "--dynamic-context-parallel groups change w"),
+        ({"log_max_attention_logit": True}, {}, "--log-max-attention-logit the optimizer step"),
+        ({"qk_clip": True}, {}, "with --qk-clip the optimizer step takes away what a graph"),
+        ({"experimental_attention_variant": "dsa"}, {}, "layers are of a kind that was never"),
+        ({"is_hybrid_model": True}, {}, "--hybrid-layer-pattern layers are of kinds that were"),
+    ],
+)
+def test_what_changes_from_call_to_call_is_in_no_graph(changes, burst, words):
+    chosen = mb.BurstConfig(kernel="reference", **burst)
+    asked = config(cuda_graph_impl="transformer_engine", **{SCOPE: ["attn"]}, **changes)
+    (reason,) = [p.reason for p in graph_problems(asked, chosen)]
+    assert reason.startswith("--cuda-graph-impl captures attention, and ")
+    assert words in reason
+    apart = config(cuda_graph_impl="transformer_engine", **{SCOPE: ["mlp"]}, **changes)
+    assert not [*graph_problems(apart, chosen)]
+
+
+def test_graphs_of_layers_that_pass_states_are_refused():
+    (problem,) = graph_problems(
+        config(cuda_graph_impl="local", **{SCOPE: []}), mb.BurstConfig(), states=True
+    )
+    assert "whole layers of a model whose linear layers pass states" in problem.reason
+    assert "it may capture moe_router, moe_preprocess (--cuda-graph-" in problem.reason
 
 
 @pytest.mark.parametrize("older", ["enable_cuda_graph", "external_cuda_graph"])
@@ -62,6 +115,7 @@ def test_older_names_of_graphs_are_known(older):
         attention_dropout=0.0, **{older: True, SCOPE: []},
     )  # fmt: skip
     assert made.cuda_graph_impl != "none"
+    made.qk_clip = True
     (problem,) = config_problems(made, mb.BurstConfig(kernel="reference"))
     assert problem.remove == (f"--{older.replace('_', '-')}",)
 

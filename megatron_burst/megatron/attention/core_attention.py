@@ -26,6 +26,7 @@ from ...layout import Balanced, DocumentZigzag, Layout
 from ...planning.plan import Plan
 from ..checks.command_line import RESET
 from ..checks.config import check_config, dropout_problem, records_max_logits
+from ..checks.cuda_graphs import contain_attention, graphs_asked
 from ..checks.problem import refuse
 from ..data.cut import (
     BatchCut,
@@ -138,6 +139,13 @@ class BurstCoreAttention(MegatronModule):
         self._add_sink(config.num_attention_heads // pg_collection.tp.size())
         self.register_load_state_dict_pre_hook(_drop_extra_state)
         self.leads = self.book.join(self._layer_kind(attn_mask_type), self._layer)
+        self._graphs = graphs_asked(config)[0] if contain_attention(config) else None
+        if self._graphs is not None and self.leads:
+            self.book.log(
+                f"{self._graphs}: CUDA graphs contain attention, which was checked against the "
+                "rules of capture on a CPU and never captured on a GPU; compare losses with a run "
+                "without them"
+            )
 
     def _add_sink(self, heads: int) -> None:
         """`softmax_offset` [h]: learnable, zeros ("off-by-one" softmax), or None."""
@@ -216,6 +224,12 @@ class BurstCoreAttention(MegatronModule):
         with book.refusing(self.leads):
             check_call(mask_type, others, packed_seq_params, self.cut)
             if packed_seq_params is not None:
+                if self._graphs is not None:
+                    raise ValueError(
+                        f"packed_seq_params with {self._graphs}: its CUDA graphs contain attention "
+                        "and replay one plan, and every pack has its own; leave attention out of "
+                        "them, or call without packed_seq_params"
+                    )
                 pack = self._pack(book, packed_seq_params, query)
         tensors = {"q": query, "k": key, "v": value}
         return AttentionCall(

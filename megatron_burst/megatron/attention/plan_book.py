@@ -18,6 +18,8 @@ about to do. Either all ranks take part or none does, by this rule:
   little: q, k and v mostly come from one projection and need gradients together.
 - Packed batches have one plan per pack. The last `PLANS_KEPT` plans are kept, in the order of use,
   which is the same on all ranks.
+- While a CUDA graph captures a layer nothing is compared, and replays run no Python: the plan was
+  made and compared by a forward before, and is the same for every micro-batch.
 - A micro-batch may have a context-parallel group of its own (hybrid context parallelism). Every set
   of ranks has a book of its own, with groups and plans that its members make, and nobody else.
 - What algorithm "auto" chooses for the first plan of a kind of layer and its shapes holds for all
@@ -232,10 +234,16 @@ class PlanBook:
         shapes = tuple((t.shape, t.dtype, t.device.type) for t in tensors.values())
         # Ranks compare masks by their repr, and functions may return another for every batch.
         key = kind, pack, rows, None if own is None else repr(own), shapes
-        if leads and not again and key in self._plans:
+        captured = capturing(tensors)
+        if leads and not (again or captured) and key in self._plans:
             self.groups.compare(self._plans[key].facts)
 
         def make() -> Any:
+            if captured:
+                raise ValueError(
+                    "a CUDA graph captures attention whose plan was never made: run such a forward "
+                    "and backward before (--cuda-graph-warmup-steps)"
+                )
             if leads:
                 with nullcontext() if self.metrics is None else self.metrics.planning():
                     return kind.prepare(self, tensors, pack, rows, own)
@@ -315,6 +323,11 @@ def priority_line(rings: Sequence[str]) -> str:
         "may wait for attention's kernels to drain: add --high-priority-stream-groups "
         f"{names}, or on GPUs before Blackwell export CUDA_DEVICE_MAX_CONNECTIONS=1"
     )
+
+
+def capturing(tensors: Tensors) -> bool:
+    """Are these tensors of a call that a CUDA graph captures?"""
+    return any(t.is_cuda for t in tensors.values()) and torch.cuda.is_current_stream_capturing()
 
 
 def nothing_seen(query: torch.Tensor) -> torch.Tensor:

@@ -92,7 +92,7 @@ def config_problems(
     yield from two_layout_problems(config, burst)
     yield from linear_problems(config, burst)
     states = burst.linear != OFF and linear_layers(config) is not None
-    yield from graph_problems(config, burst.store, states)
+    yield from graph_problems(config, burst, states)
     yield from model_problems(config)
     yield from max_logit_problems(config, burst.kernel)
     if burst.layout != "zigzag":
