@@ -30,7 +30,7 @@ LARGEST = 448.0  # of e4m3
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="seconds, small")
-    parser.add_argument("--tokens", type=int, default=2048, help="of the whole sequence")
+    parser.add_argument("--tokens", type=int, default=1024, help="of the whole sequence")
     parser.add_argument("--width", type=int, default=128, help="of a head")
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()

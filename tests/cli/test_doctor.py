@@ -230,11 +230,12 @@ def test_what_the_plugin_would_refuse(words, says):
 @pytest.mark.parametrize(
     "words",
     [
-        "--cuda-graph-impl local",
-        "--cuda-graph-impl transformer_engine --cuda-graph-modules mlp attn",
-        "--cuda-graph-impl transformer_engine --cuda-graph-scope attn",
-        "--enable-cuda-graph",
-        "--external-cuda-graph",
+        "--qk-clip --cuda-graph-impl local",
+        "--qk-clip --cuda-graph-impl transformer_engine --cuda-graph-modules mlp attn",
+        "--qk-clip --cuda-graph-impl transformer_engine --cuda-graph-scope attn",
+        "--qk-clip --enable-cuda-graph",
+        "--sft --external-cuda-graph",
+        "--cuda-graph-impl full_iteration",
         "--dynamic-context-parallel",
         "--hybrid-context-parallel",
         "--sequence-packing-scheduler dp_balanced",
@@ -261,7 +262,7 @@ def test_settings_of_the_model_that_end_a_run_are_known(words):
 
 
 def test_graphs_that_leave_attention_out_are_let_be():
-    graphs = "--cuda-graph-impl transformer_engine --cuda-graph-modules mlp moe_router"
+    graphs = "--qk-clip --cuda-graph-impl transformer_engine --cuda-graph-modules mlp moe_router"
     assert worst(found(f"{GOOD} {graphs}"), "BurstAttention") == "ok"
 
 

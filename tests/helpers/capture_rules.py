@@ -53,7 +53,7 @@ class Rules(NoSync):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         results = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
         if any(x.device.type == self.kind for x in (*given, *results)):
-            if torch.Tag.nondeterministic_seeded in func.tags and "dropout" not in str(func):
+            if torch.Tag.nondeterministic_seeded in func.tags and _dropout(func, args, kwargs) != 0:
                 raise NotCapturable(f"{func}: draws random numbers")
             if self.uploads:
                 raise NotCapturable(f"{func}: copies the host's memory, whatever is in it by then")
@@ -101,6 +101,13 @@ class _Flight:
     def wait(self):
         self.pending.wait()
         self.joined = True
+
+
+def _dropout(func, args, kwargs):
+    """The probability that an operator is given, in which case 0 draws nothing; None without."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | (kwargs or {})
+    return given.get("dropout_p", 0.0 if "dropout_p" in names else None)
 
 
 def _refused(home, name):

@@ -41,7 +41,8 @@ def device(capability=HOPPER):
             ("backends.cudnn.version", 91900),
             ("cuda.device_of", nullcontext()),
         ):
-            stack.enter_context(mock.patch(f"torch.{name}", return_value=value))
+            # No `return_value`: a mock would keep the tensors that it is asked about.
+            stack.enter_context(mock.patch(f"torch.{name}", lambda *given, value=value: value))
         stack.enter_context(mock.patch.object(native, "FILE", "no csrc"))
         yield FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -57,7 +58,7 @@ def running(mode):
             stack.enter_context(mock.patch.object(JITFunction, "run", _counted(launches)))
             stack.enter_context(mock.patch.object(torch.Tensor, "data_ptr", _offset))
             # Triton's own kernels do not serve fake tensors anywhere else.
-            stack.enter_context(mock.patch.object(native, "plain", return_value=True))
+            stack.enter_context(mock.patch.object(native, "plain", lambda *given: True))
         stack.enter_context(mock.patch.object(LocalEndpoint, "exchange", _watched()))
         yield launches
 

@@ -48,7 +48,8 @@ def gathered(grad):
 def batch(number):
     """This rank's rows of a sequence of its own data-parallel rank."""
     from megatron.core import parallel_state
-    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    import megatron_burst as mb
 
     draw = torch.Generator().manual_seed(10 * number + parallel_state.get_data_parallel_rank())
     tokens = torch.randint(VOCABULARY, (2, LENGTH + 1), generator=draw)
@@ -56,7 +57,9 @@ def batch(number):
         "input_ids": tokens[:, :-1], "labels": tokens[:, 1:],
         "position_ids": torch.arange(LENGTH).expand(2, -1),
     }  # fmt: skip
-    return get_batch_on_this_cp_rank(given) | {"attention_mask": None}
+    zigzag, rank = mb.layout.make("zigzag", cp_size=2), parallel_state.get_context_parallel_rank()
+    mine = {name: mb.shard(x, zigzag, rank, dim=1) for name, x in given.items()}
+    return mine | {"attention_mask": None}
 
 
 def build(options):
