@@ -1,4 +1,4 @@
-"""What 8 bits on the wire for keys and values would cost, in float64: the reason why there are none.
+"""What 8 bits on the wire for keys and values would cost, in float64: the reason for having none.
 
 Keys and values that are bf16 tensors, as a model has them, are sent in e4m3 with one scale per row
 and head, chosen by the sender, and decoded where they arrive; everything else is computed in
@@ -46,10 +46,11 @@ def main() -> int:
                 measure(kind, args.tokens, args.width, seed, errors)
             rows += table(kind, errors)
     head = ["inputs", "what is rounded", *(f"rms {name}" for name in NAMES), "out, times bf16's"]
+    lines = markdown(head, rows)
     print(
         f"{provenance()}\n\nCausal attention of {args.tokens} tokens, 2:1 heads of width "
         f"{args.width}. Error of each tensor against float64, root mean square over that of the "
-        f"exact tensor, in units of 1e-3. Medians over {args.seeds} seeds.\n\n{markdown(head, rows)}"
+        f"exact tensor, in units of 1e-3. Medians over {args.seeds} seeds.\n\n{lines}"
     )
     return 0
 

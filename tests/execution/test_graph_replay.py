@@ -1,4 +1,4 @@
-"""A CUDA graph of dense attention, played on the CPU: the operators of a call are run again, without
+"""A CUDA graph of dense attention, played on the CPU: the operators of a call are run again without
 the Python around them, on other numbers in the same memory, and give what a call gives."""
 
 from itertools import product
@@ -18,7 +18,6 @@ ALGORITHMS = {
     "ulysses": {"intra": 2, "ulysses": 2}, "hybrid": NODES | {"ulysses": 2}, "two_way": FLAT,
     "tile": NODES,
 }  # fmt: skip
-
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def capturing():
 
         stack.enter_context(mock.patch.object(LocalEndpoint, "exchange", started))
         stack.enter_context(
-            mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True)
+            mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True)
         )
         yield stack.enter_context(Rules())
         for flight in waiting:

@@ -123,19 +123,18 @@ def test_what_is_never_joined_or_kept_is_noticed(monkeypatch):
         def __init__(self, pending):
             self.wait = pending.pending.wait  # past the one that notes it
 
-    exchange = LocalEndpoint.exchange
+    def unjoined(call):
+        inner = LocalEndpoint.exchange
+        with monkeypatch.context() as planted:
+            planted.setattr(LocalEndpoint, "exchange", lambda *given: Lost(inner(*given)))
+            once(call)
+
     with fake_cuda.device() as mode:
         call = Call(mode, mb.Groups.in_process(**FLAT), Problem(), kernel="aten", mask=CAUSAL)
         with fake_cuda.running(mode):
             once(call)
             with pytest.raises(NotCapturable, match="nobody waited for attention"), capturing():
-                inner = LocalEndpoint.exchange
-                with monkeypatch.context() as planted:
-                    planted.setattr(
-                        LocalEndpoint, "exchange", lambda *given: Lost(inner(*given))
-                    )
-                    once(call)
-            assert LocalEndpoint.exchange is not exchange  # of `running`
+                unjoined(call)
             with capturing() as rules:
                 plant(monkeypatch, ring.Ring, "_post", lambda *_: KEPT.append(on_device()))
                 once(call)
