@@ -31,6 +31,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "docs" / "compatibility.json"
 # At the end: benchmarks and examples both have a checkpoint.py, and a test imports this.
@@ -41,10 +43,11 @@ from rows import ROWS  # noqa: E402
 PARITY = "tests/megatron/test_parity.py::test_split_run_equals_one_rank"
 HEAD = "tests/megatron/test_lm_head.py::test_the_fused_loss_changes_nothing"
 HEADS = "tests/megatron/test_mtp.py::test_heads_look_no_further_than_their_document"
-BAD = "tests/megatron/test_bad_input.py::test_a_bad_flag_is_named_on_every_rank"
 LOOP = "tests/megatron_lm/test_training.py::"
 GPT = "tests/megatron_lm/test_hybrid_training.py::"
-HYBRID = "tests/megatron_lm/test_hybrid_model_training.py::test_split_like_one_rank"
+MODELS = "tests/megatron_lm/test_hybrid_model_training.py::"
+SCRIPT = "tests/megatron_lm/test_hybrid_script.py::test_split_like_one_rank"
+OFFLOAD = "tests/megatron_lm/test_offload_training.py::test_the_log_is_the_same"
 RELEASES = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
 
 
@@ -60,39 +63,40 @@ def _parity(name: str, *cases: str) -> Feature:
     return Feature(name, tuple(f"{PARITY}[{case}]" for case in cases))
 
 
-def _refused(name: str, flags: str) -> Feature:
-    return Feature(name, (f"{BAD}[--context-parallel-size 4 {flags}]",), "refused")
+def _hybrid(name: str, *cases: str) -> Feature:
+    tests = tuple(f"{MODELS}test_split_like_one_rank[{case}]" for case in cases)
+    return Feature(f"HybridModel: {name}", tests)
 
 
 FEATURES = (
     _parity("CP 2 x DP 2", "cp2"),
-    _parity("CP 4, flat and 2 x 2", "cp4", "cp2x2"),
-    _parity("distributed optimizer", "distributed-optimizer"),
-    _parity("TP", "tp2"),
+    _parity("CP 4, flat and 2 x 2", "ring-striped", "cp2x2"),
+    _parity("distributed optimizer", "sequence-parallel", "balanced-sequence-parallel"),
+    _parity("TP", "tp2-mqa"),
     _parity("TP x SP", "sequence-parallel"),
-    _parity("PP", "pp2"),
-    _parity("VPP", "vpp2"),
-    _parity("GQA, qk-norm, untied", "gqa-qknorm-untied", "gqa-qknorm-untied-striped"),
-    _parity("MQA x TP", "mqa", "tp2-mqa"),
+    _parity("PP", "pp2-recompute"),
+    _parity("VPP", "store-vpp2"),
+    _parity("GQA, qk-norm, untied", "hybrid-context-first", "sequence-parallel"),
+    _parity("MQA x TP", "tp2-mqa"),
     _parity("MLA", "latent", "latent-striped"),
     _parity("MLA x TP", "latent-tp2"),
     _parity("MTP", "mtp"),
     _parity("MTP x layouts other than zigzag", "mtp-striped", "mtp-contiguous"),
-    _parity("sliding windows", "window", "window-striped-skip"),
-    _parity("softmax sinks", "sink-learnable", "sink-learnable-tp2", "sink-off-by-one"),
-    _parity("packed", "packed", "packed-striped", "packed-contiguous"),
+    _parity("sliding windows", "window"),
+    _parity("softmax sinks", "sink-learnable", "sink-learnable-tp2"),
+    _parity("packed", "packed-recompute-selective", "balanced"),
     _parity("packed x TP x GQA", "packed-gqa-tp2"),
     _parity("packed x PP", "packed-pp2"),
-    _parity("packed x VPP", "packed-vpp2"),
+    _parity("packed x VPP", "packed-vpp2", "packed-vpp2-store"),
     Feature("packed x MTP", tuple(f"{HEADS}[{case}]" for case in (
         "cp2", "cp2x2-striped", "cp4-contiguous", "cp2x2-lm-head", "vpp2"))),
     _parity("packed x MLA", "packed-latent"),
-    _parity("recompute: uniform, block, selective", "recompute-uniform", "recompute-block",
-            "recompute-selective"),
+    _parity("recompute: uniform, block, selective", "recompute-uniform-2", "store-vpp2-block",
+            "packed-recompute-selective"),
     _parity("recompute x PP", "pp2-recompute"),
-    _parity("attention store", "store-half-uniform", "store-all-block"),
+    _parity("attention store", "store-half-uniform", "store-packed-sinks"),
     _parity("attention store x VPP", "store-vpp2", "store-vpp2-block"),
-    _parity("ulysses, hybrid", "ulysses", "hybrid"),
+    _parity("ulysses, hybrid", "ulysses", "hybrid-context-first"),
     Feature("fused LM head: TP x SP, PP, MTP",
             tuple(f"{HEAD}[{case}-single_pass]" for case in ("tp2-cp2-sp", "pp2", "mtp"))),
     Feature("bf16", ("tests/megatron/test_parity.py::"
@@ -117,11 +121,38 @@ FEATURES = (
             tuple(f"{GPT}test_ranks_train_like_one[{case}]" for case in ("cp2", "contiguous-2x2"))),
     Feature("gated delta nets, packed",
             (f"{GPT}test_packed_documents_are_each_alone[zigzag]",)),
-    Feature("hybrid model of gated delta nets, more ranks than heads",
-            (f"{HYBRID}[delta-nets-more-ranks-than-heads]",)),
-    Feature("hybrid model of Mamba-2, x TP", tuple(
-        f"{HYBRID}[{case}]" for case in ("mamba", "mamba-contiguous", "mamba-tensor-parallel"))),
-    _refused("attention dropout", "--attention-dropout 0.1"),
+    Feature("gated delta nets with gates of channels (gdn2)", (
+        *(f"{GPT}test_gates_of_channels_train_like_on_one_rank[{case}]"
+          for case in ("cp2", "contiguous-2x2", "tp2")),
+        f"{GPT}test_gates_of_channels_on_packed_documents",
+        f"{GPT}test_gates_of_channels_in_a_hybrid_model")),
+    _hybrid("gated delta nets, zigzag", "delta-nets"),
+    _hybrid("gated delta nets, more ranks than heads", "delta-nets-more-ranks-than-heads"),
+    _hybrid("Mamba-2, zigzag", "mamba"),
+    _hybrid("contiguous", "delta-nets-contiguous", "mamba-contiguous"),
+    _hybrid("TP x SP", "mamba-tensor-parallel"),
+    _hybrid("PP", "mamba-pipeline"),
+    _hybrid("VPP", "mamba-interleaved"),
+    _hybrid("MoE", "mamba-experts"),
+    _hybrid("MTP", "mamba-further-heads", "mamba-further-heads-contiguous"),
+    _hybrid("distributed optimizer", "mamba-sharded-optimizer"),
+    _hybrid("fused LM head", "mamba", "mamba-further-heads-contiguous"),
+    _hybrid("full and selective recompute, attention store", "mamba-recompute", "mamba-selective"),
+    _hybrid("Megatron's own exchange of heads", "megatrons-delta-nets", "megatrons-mamba"),
+    Feature("HybridModel: packed", tuple(
+        f"{MODELS}test_packed_documents_like_each_alone[{case}]"
+        for case in ("mamba-contiguous", "delta-nets", "mamba-balanced"))),
+    Feature("HybridModel: checkpoint at another CP size",
+            (f"{MODELS}test_a_checkpoint_goes_on_at_another_size_and_layout",)),
+    Feature("HybridModel: offload", tuple(f"{OFFLOAD}[{case}]" for case in (
+        "mixers, experts and attention", "further heads of a hybrid model, recomputed",
+        "gated delta nets, more ranks than heads"))),
+    Feature("`pretrain_hybrid.py`: CP, PP, MoE, MTP", tuple(
+        f"{SCRIPT}[{case}]"
+        for case in ("zigzag", "contiguous", "experts", "pipeline", "further-heads"))),
+    Feature("attention dropout", (
+        "tests/megatron/test_translation.py::"
+        "test_a_layer_spec_is_refused_with_all_reasons_at_once",), "refused"),
 )  # fmt: skip
 TE_FEATURES = tuple(Feature(name, tests) for name, tests in ROWS)
 UNTESTED = ("fp8 computation", "Megatron-FSDP", "heterogeneous layers")
@@ -276,7 +307,7 @@ def release(version: str, folder: Path) -> Path:
 
 def outcomes(tree: Path, limit: float, rows: Sequence[Feature]) -> dict[str, str]:
     """Test -> "passed", "failed" or "skipped", of those that ran before ``tree``'s Megatron."""
-    tests = [test for feature in rows for test in feature.tests]
+    tests = list(dict.fromkeys(test for feature in rows for test in feature.tests))
     interface = tree / "megatron" / "training" / "models" / "gpt.py"  # from 0.19 on
     if not interface.is_file():  # that the script of these tests is written for
         tests = [test for test in tests if not test.startswith("tests/megatron_lm/")]
@@ -289,18 +320,24 @@ def outcomes(tree: Path, limit: float, rows: Sequence[Feature]) -> dict[str, str
             "OMP_NUM_THREADS": "1",
             "TORCHDYNAMO_DISABLE": "1",  # main compiles functions that the CPU stand-ins replace
         }
-        subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", f"--junitxml={found}", *tests],
-            cwd=ROOT, env=environment, timeout=limit, check=False, stdout=subprocess.DEVNULL,
+            cwd=ROOT, env=environment, timeout=limit, check=False, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
+        if done.returncode == pytest.ExitCode.USAGE_ERROR:  # of a test that is not there
+            raise SystemExit(f"compatibility: pytest ran nothing:\n{done.stdout[-2000:]}")
         return _parsed(found) if found.exists() else {}
 
 
 def _with_helpers(tree: Path, folder: Path) -> Path:
-    """``tree``, or a copy of its packages with the installed compiled dataset helpers."""
+    """``tree``, or a copy of its packages and scripts with the installed compiled dataset
+    helpers."""
     if list((tree / "megatron/core/datasets").glob("helpers_cpp*.so")):
         return tree
     shutil.copytree(tree / "megatron", folder / "megatron")
+    for script in tree.glob("*.py"):
+        shutil.copy(script, folder)
     for helper in metadata.files("megatron-core") or []:
         if helper.match("helpers_cpp*.so"):
             shutil.copy(str(helper.locate()), folder / "megatron/core/datasets")

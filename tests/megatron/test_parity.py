@@ -48,7 +48,12 @@ CASES = {
     "latent": (LATENT, TWO_BY_TWO),
     "latent-striped": (LATENT, f"{TWO_BY_TWO} --burst-layout striped"),
     "latent-tp2": (LATENT, "--tensor-model-parallel-size 2 --context-parallel-size 2"),
+    "mtp": ("--mtp-num-layers 1", "--context-parallel-size 2"),
     "mtp-striped": ("--mtp-num-layers 2", f"{TWO_BY_TWO} --burst-layout striped"),
+    "mtp-contiguous": (
+        "--mtp-num-layers 1",
+        "--context-parallel-size 4 --burst-layout contiguous",
+    ),
     "packed-gqa-tp2": (
         f"--packed {GQA}",
         "--tensor-model-parallel-size 2 --context-parallel-size 2",
