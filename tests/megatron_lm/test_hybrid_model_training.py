@@ -31,6 +31,7 @@ INTERLEAVED = f"--hybrid-layer-pattern M-|*|M-|* {SIZES} {SPLIT}"
 MTP = f"--hybrid-layer-pattern M*M-/M*/M* {SIZES}"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn mlp"
+HALF = "--burst-attention-store 0.5 --burst-layout zigzag"  # by itself it would take striped
 # what is compared -> (model, ranks, flags); stages and parts of tensors draw their own weights
 CASES = {
     "delta-nets": (DELTA_NETS, 2, CP2),
@@ -45,9 +46,9 @@ CASES = {
     "mamba-tensor-parallel": (f"{MAMBA} {TP2}", 4, f"{CP2} {APART}"),
     "mamba-recompute": (MAMBA, 2, f"{CP2} {APART} {RECOMPUTE} --burst-attention-store 1.0"),
     "mamba-experts": (EXPERTS, 2, CP2),
-    "mamba-selective": (MAMBA, 2, f"{CP2} {SELECTIVE} --burst-attention-store 0.5"),
+    "mamba-selective": (MAMBA, 2, f"{CP2} {SELECTIVE} {HALF}"),
     "mamba-pipeline": (PIPELINE, 4, f"{CP2} {APART}"),
-    "mamba-interleaved": (INTERLEAVED, 4, f"{CP2} {RECOMPUTE} --burst-attention-store 0.5"),
+    "mamba-interleaved": (INTERLEAVED, 4, f"{CP2} {RECOMPUTE} {HALF}"),
     "mamba-sharded-optimizer": (MAMBA, 4, f"{CP2} {SHARDED}"),
     "mamba-further-heads": (MTP, 2, CP2),
     "mamba-further-heads-contiguous": (

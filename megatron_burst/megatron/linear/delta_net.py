@@ -153,7 +153,7 @@ def _one_gate(
     erase: torch.Tensor,
     write: torch.Tensor,
     call: StateCall,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Any]:
     """q, k, v, decay and beta of Kimi delta attention that does the same.
 
     All [s, b, h, d] but v and write [s, b, h, w]; beta [s, b, h]. What erases less than the dtype
