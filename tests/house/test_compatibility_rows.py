@@ -18,7 +18,8 @@ def missing(test):
         return function
     places = [m.start() for m in re.finditer("-", cases)]
     splits = [[cases.removesuffix("]")]] + [[cases[:p], cases[p + 1 : -1]] for p in places]
-    known = ("single_pass", "2", "4")  # of lists elsewhere in the file, or numbers
+    text = text.replace("{CP4}", "--context-parallel-size 4")
+    known = ("2", "4")  # numbers
     if not cases or any(all(f'"{x}"' in text or x in known for x in one) for one in splits):
         return None
     return cases
