@@ -24,7 +24,6 @@ from ..layout import Span
 from ..planning.plan import Plan
 from ..schedule.cost import visible_pairs
 from . import patching
-from .checks.cuda_graphs import contain_attention
 from .patching import PatchSet
 
 _NOTE = "step metrics"  # a `StepMetrics`, where a writer was asked for
@@ -102,8 +101,6 @@ def metrics() -> StepMetrics | None:
 
 def ask(patches: PatchSet, args: Any) -> None:
     """Measure from now on, if Megatron-LM's arguments ask for a writer."""
-    if contain_attention(args):
-        return  # what a CUDA graph replays is counted nowhere
     if getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", None):
         patches.notes.setdefault(_NOTE, StepMetrics())
 

@@ -30,6 +30,7 @@ from ..comm.consensus import agree
 from . import patching, step_metrics, stream_layout
 from .attention.plan_book import splits_attention
 from .checks import command_line
+from .checks.cuda_graphs import contain_attention
 from .checks.problem import refuse
 from .checks.splitting import adopted
 from .data import datasets
@@ -104,7 +105,8 @@ def _validating(
     if command_line.takes_over(args):
         datasets.replace_masks(args, patches)
     result = original(args, *others, **named)
-    step_metrics.ask(patches, args)
+    if not contain_attention(args):  # what a CUDA graph replays is counted nowhere
+        step_metrics.ask(patches, args)
     return result
 
 

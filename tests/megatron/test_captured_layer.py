@@ -2,16 +2,12 @@
 plan up, and what a graph could not replay is refused on every rank."""
 
 from collections import Counter
-from types import SimpleNamespace
 from unittest import mock
 
 import packed_ranks
 import pytest
 import torch
 from packed_ranks import HEADS, TOTAL, WIDTH
-
-from megatron_burst.megatron import step_metrics
-from megatron_burst.megatron.patching import PatchSet
 
 GRAPHS = {"cuda_graph_impl": "local"}
 
@@ -84,10 +80,3 @@ def test_what_a_graph_cannot_replay_is_refused_on_every_rank(four, happens, word
 
     found = four(partial(counted, **GRAPHS), happens)
     assert all(words in each for each in found), found
-
-
-@pytest.mark.parametrize(("asked", "measured"), [({}, True), (GRAPHS, False)])
-def test_scalars_that_a_replay_would_not_count_are_not_written(asked, measured):
-    patches = PatchSet("test")
-    step_metrics.ask(patches, SimpleNamespace(tensorboard_dir="runs", **asked))
-    assert bool(patches.notes) == measured
