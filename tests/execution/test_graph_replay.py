@@ -2,6 +2,7 @@
 the Python around them, on other numbers in the same memory, and give what a call gives."""
 
 from itertools import product
+from typing import Any
 
 import oracle
 import pytest
@@ -11,7 +12,8 @@ from capture_rules import Graph
 import megatron_burst as mb
 
 CAUSAL = mb.masks.Causal()
-FLAT, NODES = {"intra": 2}, {"inter": 2, "intra": 2}
+FLAT: dict[str, Any] = {"intra": 2}
+NODES: dict[str, Any] = {"inter": 2, "intra": 2}
 # algorithm -> grid
 ALGORITHMS = {
     "ring": FLAT, "double_ring": NODES, "burst": NODES, "all_gather": FLAT,

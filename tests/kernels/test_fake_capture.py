@@ -3,6 +3,8 @@ nothing that a capture forbids, and the third does the same as the second.
 
 Nothing here was captured on a GPU. `execution/test_graph_replay` runs again what ran."""
 
+from typing import Any
+
 import fake_cuda
 import pytest
 import torch
@@ -17,7 +19,8 @@ from megatron_burst.execution import ring
 pytestmark = pytest.mark.skipif(not fake_cuda.READY, reason=fake_cuda.WHY)
 TRITON = pytest.mark.skipif(fake_cuda.JITFunction is None, reason="Triton is not installed")
 CAUSAL = mb.masks.Causal()
-FLAT, NODES = {"intra": 2}, {"inter": 2, "intra": 2}
+FLAT: dict[str, Any] = {"intra": 2}
+NODES = {"inter": 2, "intra": 2}
 HEADS, BOTH = {"intra": 2, "ulysses": 2}, {"inter": 2, "intra": 2, "ulysses": 2}
 WIDE = Problem(heads=4, kv_heads=4, width=96, value_width=64, batch=2)
 ALGORITHMS = {
@@ -50,14 +53,13 @@ def judge(grid, problem, **options):
         call = Call(mode, groups, problem, **{"kernel": "aten", "mask": CAUSAL} | options)
         with fake_cuda.running(mode):
             once(call)  # what a plan puts on the device, it does now
-            ran = []
-            for _ in range(2):
-                with capturing() as rules:
-                    once(call)
-                ran.append(rules.ran)
-            assert rules.kept() == []
-    assert len(ran[0]) > 10
-    assert ran[0] == ran[1]
+            with capturing() as first:
+                once(call)
+            with capturing() as second:
+                once(call)
+            assert first.kept() == second.kept() == []
+    assert len(first.ran) > 10
+    assert first.ran == second.ran
 
 
 @pytest.mark.parametrize(
