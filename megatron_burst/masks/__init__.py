@@ -14,7 +14,7 @@ from .base import Band, Cover, Mask, shards_visible
 from .positions import Causal, Dilated, Full, Prefix, Window
 
 if TYPE_CHECKING:
-    from .tables import BlockSparse, Dense, Documents
+    from .tables import BlockSparse, Dense, Documents, SameSpan
     from .tree import Tree
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Full",
     "Mask",
     "Prefix",
+    "SameSpan",
     "Tree",
     "Window",
     "shards_visible",
@@ -35,7 +36,10 @@ __all__ = [
 
 
 # Masks that a plain call does not need; imported when they are first asked for.
-_LATE = {"BlockSparse": "tables", "Dense": "tables", "Documents": "tables", "Tree": "tree"}
+_LATE = {
+    "BlockSparse": "tables", "Dense": "tables", "Documents": "tables", "SameSpan": "tables",
+    "Tree": "tree",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -216,6 +216,8 @@ class BurstCoreAttention(MegatronModule):
         with book.refusing(self.leads):
             check_call(mask_type, others, packed_seq_params, self.cut)
             if packed_seq_params is not None:
+                if getattr(self.config, "mrope_section", None):
+                    raise mrope_of_packs()
                 pack = self._pack(book, packed_seq_params, query)
         tensors = {"q": query, "k": key, "v": value}
         return AttentionCall(
@@ -344,6 +346,15 @@ def check_call(mask_type: AttnMaskType, others: dict[str, Any], packed: Any, cut
             f"packed_seq_params: cp_partition_mode is {order!r}: rows would get positions of "
             "others; only 'zigzag' is supported"
         )
+
+
+def mrope_of_packs() -> ValueError:
+    """The error for a packed batch of a model whose positions have several axes."""
+    return ValueError(
+        "packed_seq_params with --position-embedding-type mrope: Megatron takes angles of packed "
+        "documents by their places, not by position_ids, so images would lose their axes; call the "
+        "model without packed_seq_params, one sequence per batch row"
+    )
 
 
 def check_pack(config: Any, layout: Layout, total: int, size: int, uncut: bool) -> None:

@@ -107,10 +107,17 @@ class LayerKind:
     def own_mask(self, pack: Pack | None, seq_len: int) -> Mask | None:
         """That of `--burst-mask`, for one sequence of `seq_len` tokens over all ranks or for the
         documents of a pack. Raises `ValueError` for one that is none."""
+        documents, spans = (None, None) if pack is None else (pack.documents, pack.spans)
         if self.burst.mask is None:
+            if spans is not None:
+                raise ValueError(
+                    "packed_seq_params: with_spans told where images lie, and no mask reads it: add "
+                    "--burst-mask megatron_burst.megatron.vision:gemma3 (or gemma4, or one of your "
+                    "own), or leave with_spans out where attention is causal"
+                )
             return None
         layer = MaskLayer(self.number, self.causal, self.window)
-        batch = MaskBatch(seq_len, None if pack is None else pack.documents)
+        batch = MaskBatch(seq_len, documents, spans)
         return users_mask(self.burst.mask, layer, batch)
 
     def prepare(
