@@ -40,8 +40,8 @@ def image_spans(
         tokens = tokens[0]
     if tokens.dim() != 1:
         raise ValueError(
-            f"tokens of shape {tuple(tokens.shape)}: spans are of one sequence, [s] or [1, s]; they "
-            "need --micro-batch-size 1"
+            f"tokens of shape {tuple(tokens.shape)}: spans are of one sequence, [s] or [1, s]; "
+            "they need --micro-batch-size 1"
         )
     ids = [image_tokens] if isinstance(image_tokens, int) else [*image_tokens]
     image = np.isin(tokens.detach().cpu().numpy(), ids)
@@ -124,7 +124,7 @@ def place_images(
             f"{embeddings.shape[2]}: give one row for each"
         )
     held, total = held_positions(rows, packed_seq_params, group)
-    if len(places) and not (0 <= places.min() and places.max() < total):
+    if len(places) and (places.min() < 0 or places.max() >= total):
         raise ValueError(
             f"positions from {places.min()} to {places.max()}: the sequence has {total} tokens"
         )
@@ -164,8 +164,9 @@ def _before(layer: MaskLayer) -> Mask:
 def _given(batch: MaskBatch) -> tuple[tuple[int, int], ...]:
     if batch.spans is None:
         raise ValueError(
-            "the micro-batch does not say where its images lie: give the model the packed_seq_params "
-            "of megatron_burst.megatron.vision.with_spans, with no spans where it has no image"
+            "the micro-batch does not say where its images lie: give the model the "
+            "packed_seq_params of megatron_burst.megatron.vision.with_spans, with no spans where "
+            "it has no image"
         )
     return batch.spans
 

@@ -210,25 +210,35 @@ def llava(layout="zigzag", cp=1):
 
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.multimodal import llava_model
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    # It wants Transformer Engine under context parallelism, and uses none of it here.
+    # It wants Transformer Engine under context parallelism, and uses none of it here; its encoder
+    # takes torch's norm without it, which has other arguments.
+    eyes = functools.partial(llava_model.CLIPViTModel, ln_pre_impl=WrappedTorchNorm)
     stand_ins = {
+        "CLIPViTModel": eyes,
         "TEDotProductAttention": DotProductAttention, "HAVE_TE": True,
         "is_te_min_version": lambda version: True,
     }  # fmt: skip
     with groups(layout, cp), patch.multiple(llava_model, **stand_ins):
-        made, spec = config(cp, {"layout": layout}), get_gpt_layer_local_spec("RMSNorm")
+        made, spec = (
+            config(cp, {"layout": layout}),
+            get_gpt_layer_local_spec(normalization="RMSNorm"),
+        )
         made.language_model_type = "dummy"
-        seeing, projecting = config(1, num_layers=2), config(1)
+        seeing, projecting = (config(1, {"layout": layout}, num_layers=2) for _ in range(2))
         seeing.vision_model_type = "clip"
-        eyes = copy.deepcopy(spec)
-        eyes.submodules.self_attention.params = {"attn_mask_type": AttnMaskType.no_mask}
+        seen = copy.deepcopy(spec)
+        seen.submodules.self_attention.params = {"attn_mask_type": AttnMaskType.no_mask}
         model = llava_model.LLaVAModel(
-            made, spec, VOCABULARY, LENGTH, seeing, eyes, True, projecting,
-            copy.deepcopy(spec.submodules.mlp.submodules), img_h=SIZE, img_w=SIZE, patch_dim=PATCH,
-            language_position_embedding_type="rope", share_embeddings_and_output_weights=False,
+            made, spec, VOCABULARY, LENGTH, seeing, seen, True, projecting,
+            MLPSubmodules(ColumnParallelLinear, RowParallelLinear), img_h=SIZE, img_w=SIZE,
+            patch_dim=PATCH, language_position_embedding_type="rope",
+            share_embeddings_and_output_weights=False,
         )  # fmt: skip
         refill(model)
         draw = torch.Generator().manual_seed(5)
@@ -260,7 +270,8 @@ def mimo(layout="zigzag", cp=1):
 
         made = config(cp, {"layout": layout}, mrope_section=[1, 1, 0])
         words = ModuleSpec(GPTModel, params={
-            "config": made, "transformer_layer_spec": get_gpt_layer_local_spec("RMSNorm"),
+            "config": made,
+            "transformer_layer_spec": get_gpt_layer_local_spec(normalization="RMSNorm"),
             "vocab_size": VOCABULARY, "max_sequence_length": LENGTH,
             "position_embedding_type": "mrope",
         })  # fmt: skip
@@ -276,7 +287,9 @@ def mimo(layout="zigzag", cp=1):
         draw = torch.Generator().manual_seed(5)
         positions = torch.randint(0, 30, (AXES, 1, LENGTH), generator=draw)
         pixels = torch.randn(int((tokens == IMAGE).sum()), HIDDEN, generator=draw)
-        loss, kept = model(tokens, positions, None, mask, labels, {"images": {"linear": {"x": pixels}}})
+        loss, kept = model(
+            tokens, positions, None, mask, labels, {"images": {"linear": {"x": pixels}}}
+        )
         loss = (loss * kept).sum()
         loss.backward()
         return summed(model, [loss])
@@ -290,3 +303,67 @@ class Pixels(torch.nn.Linear):
 
     def forward(self, x):
         return super().forward(x)
+
+
+def heads(layout="zigzag", cp=1):
+    """Core attention of layers like Gemma 4's: wider heads without a window, where keys are
+    values, and a layer that attends to what an earlier one did."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    import megatron_burst.megatron as install
+
+    with groups(layout, cp):
+        made = config(cp, {"layout": layout}, window_size=(WINDOW, 0), window_attn_skip_freq=3)
+        kind = install.BurstCoreAttention if cp > 1 else DotProductAttention
+        draw = torch.Generator().manual_seed(5)
+        shapes = {"q1": (HEADS, 8), "k1": (2, 8), "v1": (2, 8), "q2": (HEADS, 8), "q3": (HEADS, 16),
+                  "k3": (1, 16)}  # fmt: skip
+        whole = {name: torch.randn(LENGTH, 1, *shape, generator=draw)
+                 for name, shape in shapes.items()}  # fmt: skip
+        mine = {
+            name: (install.shard_sequence(x, dim=0) if cp > 1 else x).requires_grad_()
+            for name, x in whole.items()
+        }
+        calls = [(1, "q1", "k1", "v1"), (2, "q2", "k1", "v1"), (3, "q3", "k3", "k3")]
+        total = 0.0
+        for number, *names in calls:
+            q, k, v = (mine[name] for name in names)
+            if cp == 1:
+                out = by_hand(q, k, v, None if number == 3 else WINDOW)
+            else:
+                layer = kind(made, number, AttnMaskType.causal, "self")
+                out = layer(q, k, v).view(*q.shape[:3], -1)
+            total = total + (out * out.cos()).sum()
+        total.backward()
+        group = parallel_state.get_context_parallel_group()
+        value = total.detach().double()
+        torch.distributed.all_reduce(value, group=group)
+        found = {
+            name: install.gather_sequence(x.grad) if cp > 1 else x.grad for name, x in mine.items()
+        }
+        return [value.item()], found
+
+
+def by_hand(q, k, v, window):
+    """Attention of q [s, 1, h, d], k, v [s, 1, g, d] as dense matrices."""
+    row, column = np.mgrid[:LENGTH, :LENGTH]
+    seen = (column <= row) & ((row - column <= window) if window else True)
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    logits = torch.einsum("qbhd,kbhd->bhqk", q, k) / q.shape[-1] ** 0.5
+    weights = logits.masked_fill(~torch.from_numpy(seen), -torch.inf).softmax(-1)
+    return torch.einsum("bhqk,kbhd->qbhd", weights, v)
+
+
+def place(wrong):
+    """Images of two tokens and their spans, with something that does not fit."""
+    import megatron_burst.megatron as install
+    from megatron_burst.megatron.vision import place_images, with_spans
+
+    asked = {"images": 2, "positions": [0, 30], "batch": 1, "spans": [], "seq_len": LENGTH} | wrong
+    with groups("zigzag", 2):
+        config(2, {"layout": "zigzag"})
+        params = with_spans(asked["spans"], asked["seq_len"])
+        rows = install.shard_sequence(torch.zeros(LENGTH, asked["batch"], 4), dim=0)
+        place_images(rows, torch.ones(asked["images"], 4), asked["positions"], params)

@@ -23,6 +23,10 @@ def job(work):
         from megatron_burst.cli.main import main
 
         sys.exit(main(["recipe", "--cpu", *work["words"]]))
+    if "vision" in work:
+        import qwen
+
+        return qwen.run(work)
     from megatron.bridge.training.callbacks import CallbackManager
     from megatron.bridge.training.config import ConfigContainer
     from megatron.bridge.training.gpt_step import forward_step

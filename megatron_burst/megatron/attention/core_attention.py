@@ -372,6 +372,12 @@ def check_pack(config: Any, layout: Layout, total: int, size: int, uncut: bool) 
             "trains, or take --burst-layout zigzag"
         )
     documents_apart = size == 1 or isinstance(layout, DocumentZigzag)
+    if getattr(config, "language_model_type", None) is not None and not documents_apart:
+        raise ValueError(
+            "packed_seq_params of LLaVAModel, which cuts every document in zigzag order: take "
+            "--burst-layout zigzag and documents of multiples of 2 x --context-parallel-size "
+            f"({2 * size}) tokens"
+        )
     if getattr(config, "apply_rope_fusion", False) and not documents_apart:
         raise ValueError(
             "fused rope of packed sequences works only with --burst-layout zigzag and "
