@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 
 from ..layout import Span, Spans
-from ..layout.layouts import Shards, pieces_of
 
 FAR = 1 << 60  # farther than any two positions are apart
 
@@ -302,17 +301,3 @@ class _Or(Combined):
         first, last = np.where(one, first, begin), np.where(one, last, end)
         left, right = np.where(both, FAR, left), np.where(both, FAR, right)
         return Viewers(first, last, left, right, one | both)
-
-
-def shards_visible(mask: Mask, q_shards: Shards, k_shards: Shards) -> np.ndarray:
-    """bool [G, G]: may any query of q_shards[i] see any key of k_shards[j] under `mask`?
-
-    A shard is the spans of a rank, possibly none. False is a promise; True follows `Mask.cover`, so
-    it may stand where nothing is visible.
-    """
-    queries, keys = pieces_of(q_shards), pieces_of(k_shards)
-    rows, columns = (x[:, None] for x in queries.span), (x[None] for x in keys.span)
-    i, j = np.nonzero(mask.covers(Spans(*rows), Spans(*columns)) != Cover.EMPTY)
-    visible = np.zeros((len(q_shards), len(k_shards)), dtype=bool)
-    visible[queries.owner[i], keys.owner[j]] = True
-    return visible

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks that look positions up in a table: Documents, SameSpan, BlockSparse, Dense."""
+"""Masks that look positions up in a table: Documents, SameSpan, BlockSparse, Dense; and a table of
+which shards see which."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from ..layout import Span, Spans, document_bounds, integer, padding_documents
+from ..layout.layouts import Shards, pieces_of
 from .base import FAR, Cover, Mask, VectorMask, Viewers, cover_where
 
 
@@ -241,6 +243,20 @@ class Dense(_Table):
 
     def __repr__(self) -> str:
         return f"Dense({self.digest})"
+
+
+def shards_visible(mask: Mask, q_shards: Shards, k_shards: Shards) -> np.ndarray:
+    """bool [G, G]: may any query of q_shards[i] see any key of k_shards[j] under `mask`?
+
+    A shard is the spans of a rank, possibly none. False is a promise; True follows `Mask.cover`, so
+    it may stand where nothing is visible.
+    """
+    queries, keys = pieces_of(q_shards), pieces_of(k_shards)
+    rows, columns = (x[:, None] for x in queries.span), (x[None] for x in keys.span)
+    i, j = np.nonzero(mask.covers(Spans(*rows), Spans(*columns)) != Cover.EMPTY)
+    visible = np.zeros((len(q_shards), len(k_shards)), dtype=bool)
+    visible[queries.owner[i], keys.owner[j]] = True
+    return visible
 
 
 def _spans(spans: Sequence[tuple[int, int]] | np.ndarray) -> tuple[tuple[int, int], ...]:

@@ -3,6 +3,7 @@ and the mask as a dense matrix written by hand."""
 
 import types
 
+import documented
 import pytest
 import torch
 import vision_ranks
@@ -122,3 +123,9 @@ def test_packed_batches_of_llava_are_cut_in_zigzag_order():
     with pytest.raises(ValueError, match="packed_seq_params of LLaVAModel"):
         check_pack(config, layout.make("contiguous", cp_size=2), 16, 2, uncut=False)
     check_pack(config, layout.make("zigzag", cp_size=2, cu_seqlens=[0, 16]), 16, 2, uncut=False)
+
+
+def test_blocks_of_the_page(four):
+    blocks = [each.text for each in documented.blocks("docs/vision.md") if each.needs]
+    said = [four(vision_ranks.documented, text)[0] for text in blocks]
+    assert said == ["torch.Size([16, 1, 8])\n", "[(6, 18)]\n"]

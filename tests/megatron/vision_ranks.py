@@ -6,6 +6,7 @@ those of one rank are the same for every way of splitting.
 
 import contextlib
 import functools
+import io
 from unittest import mock
 
 import numpy as np
@@ -367,3 +368,13 @@ def place(wrong):
         params = with_spans(asked["spans"], asked["seq_len"])
         rows = install.shard_sequence(torch.zeros(LENGTH, asked["batch"], 4), dim=0)
         place_images(rows, torch.ones(asked["images"], 4), asked["positions"], params)
+
+
+def documented(text):
+    """A block of the page, on ranks of one sequence: what it leaves behind."""
+    with groups("zigzag", 2):
+        config(2, {"layout": "zigzag"})
+        left = {}
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            exec(text, left)
+        return said.getvalue()

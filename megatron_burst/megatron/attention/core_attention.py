@@ -38,6 +38,7 @@ from ..data.cut import (
 )
 from ..data.datasets import documents_expected
 from ..data.packed import Pack, packs
+from ..data.rope import mrope_of_packs
 from .groups import book_of, micro_batch_groups
 from .plan_book import WHOLE, LayerKind, PlanBook, RowChunking, nothing_seen
 from .relayout import Around
@@ -346,15 +347,6 @@ def check_call(mask_type: AttnMaskType, others: dict[str, Any], packed: Any, cut
             f"packed_seq_params: cp_partition_mode is {order!r}: rows would get positions of "
             "others; only 'zigzag' is supported"
         )
-
-
-def mrope_of_packs() -> ValueError:
-    """The error for a packed batch of a model whose positions have several axes."""
-    return ValueError(
-        "packed_seq_params with --position-embedding-type mrope: Megatron takes angles of packed "
-        "documents by their places, not by position_ids, so images would lose their axes; call the "
-        "model without packed_seq_params, one sequence per batch row"
-    )
 
 
 def check_pack(config: Any, layout: Layout, total: int, size: int, uncut: bool) -> None:
