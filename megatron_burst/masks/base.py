@@ -261,8 +261,8 @@ class _And(Combined):
 
     def viewers(self, k_spans: Spans) -> Viewers:
         a, b = self.a.viewers(k_spans), self.b.viewers(k_spans)
-        first, reaches = np.maximum(a.first, b.first), map(np.minimum, a[1:4], b[1:4])
-        return Viewers(first, *reaches, a.exact & b.exact)
+        first, (last, left, right) = np.maximum(a.first, b.first), map(np.minimum, a[1:4], b[1:4])
+        return Viewers(first, last, left, right, a.exact & b.exact)
 
 
 class _Or(Combined):
