@@ -103,7 +103,7 @@ MUTANTS = [
            "a message starts before its receiver is there"),
     Mutant("autotune/simulator.py", "np.maximum(sent, received)", "sent",
            "nobody waits for what is to arrive"),
-    Mutant("autotune/simulator.py", "rates.launch * (of_pair > 0)", "rates.launch * 0",
+    Mutant("autotune/simulator.py", "least, rates.launch)", "least, 0.0)",
            "calls of the kernel cost nothing"),
     Mutant("autotune/simulator.py", "programs[index >= head_chunks - deferred]", "programs[False]",
            "no head chunk computes its own pair last"),

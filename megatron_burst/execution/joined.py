@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..comm.packing import Message
+from .buffers import PartialResults
 from .job import Call, Pass, Step
-
-if TYPE_CHECKING:
-    from .ring import Ring
 
 JoinedWork = Callable[[Sequence[Any]], Any]
 
@@ -50,12 +48,13 @@ def joined(run: Pass, work_of: JoinedWork) -> Pass:
     return replace(run, steps=tuple(map(step, run.steps)), deferred=tuple(map(step, run.deferred)))
 
 
-def compute(ring: Ring, call: Call) -> None:
-    """Compute a joined call of this ring: its target is that of the queries, out or dquery, and
-    those of its parts have gradients of keys besides."""
-    chunks = [ring.chunks[part.keys].tensors for part in call.parts]
+def compute(call: Call, held: Any, partials: PartialResults, computes: Any) -> None:
+    """Compute a joined call: its target is that of the queries, out or dquery, and those of its
+    parts have gradients of keys besides. held, partials, computes: chunks, partial results and what
+    a pair computes, of a `Ring`."""
+    chunks = [held[part.keys].tensors for part in call.parts]
     keys = tuple(torch.cat(each) for each in zip(*chunks, strict=True))
-    (own,), partials = call.targets, ring.partials
+    (own,) = call.targets
     of_keys = [target for part in call.parts for target in part.targets[1:]]
     grads = [partials.open(target) for target in of_keys]
     sums = [partials.open(own)]
@@ -63,7 +62,7 @@ def compute(ring: Ring, call: Call) -> None:
         rows = sum(len(each[0]) for each in chunks)
         whole = tuple(t.new_zeros((rows, *t.shape[1:])) for t in grads[0].tensors)
         sums.append(Message(None, whole))
-    ring.compute.pair(call, ring.chunks[call.queries].tensors, keys, sums)
+    computes.pair(call, held[call.queries].tensors, keys, sums)
     if not isinstance(own.place.at, slice):
         partials.merge(own, sums[0])
     first = 0

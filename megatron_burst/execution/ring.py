@@ -127,7 +127,7 @@ class Ring:
                     if call.parts:
                         from . import joined  # which no dense attention needs
 
-                        joined.compute(self, call)
+                        joined.compute(call, self.chunks, self.partials, self.compute)
                         continue
                     queries, keys = self.chunks[call.queries], self.chunks[call.keys]
                     sums = [self.partials.open(target) for target in call.targets]

@@ -31,7 +31,8 @@ def tables(demand: Demand, *, ahead: int = 1, at_end: bool = False) -> Tables:
     chunks at most. at_end: ranks wait for gradients after the last step, not a step later."""
     ring = FlatRing(demand, demand.travelling)
     rank, step, owner, rows = ring.entries(ring.wanted)
-    sent, own = ~ring.from_forward[step], None
+    sent = ~ring.from_forward[step]
+    own = None
     if at_end and demand.wanted.joined:  # all pairs are one call, behind all copies
         step, own = np.ones_like(step), np.ones(ring.size, dtype=step.dtype)
     post = np.maximum(step - ahead, 0)
