@@ -614,8 +614,6 @@ MUTANTS = [
     # sparse: one call for chunks that are there together
     Mutant("execution/joined.py", "        first = stop\n", "",
            "all chunks get the first one's gradient"),
-    Mutant("execution/joined.py", "tensor += more[first:stop]", "tensor.copy_(more[first:stop])",
-           "a gateway forgets what its peers added to a gradient"),
     Mutant("execution/joined.py", "if not isinstance(target.place.at, slice):", "if False:",
            "gradients of rows that lie apart are dropped"),
     Mutant("execution/joined.py", "if len(calls) == 1:", "if calls:",
