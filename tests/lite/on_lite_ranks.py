@@ -99,14 +99,14 @@ def gradients(model):
     return found
 
 
-def trained(name, cp, swap=None, more=()):
+def trained(name, cp, swap=None, more=None):
     """(log-probabilities of every document, losses, MTP losses, gradients) of a forward of two
     micro-batches and then their backward, by Lite's own step; swap: options of ours, or None."""
     from megatron.lite.model.protocol_utils import pack_thd_forward_kwargs
 
     from megatron_burst.integrations.megatron_lite import set_attention_backend
 
-    made, bundle = build(name, cp, **more)
+    made, bundle = build(name, cp, **(more or {}))
     (model,) = bundle.chunks
     if swap is not None:
         set_attention_backend(model, **swap)

@@ -73,7 +73,7 @@ def test_the_comparison_can_fail(lite, alone):
 
 
 def test_swaps_leave_parameters_and_checkpoints(lite):
-    te, ours = [["DotProductAttention"], 2, "te"], [["LiteCoreAttention"], 0, "burst"]
+    te, ours = (["DotProductAttention"], 2, "te"), (["LiteCoreAttention"], 0, "burst")
     for seen in lite(2, "swapped_back_and_forth"):
         assert seen == [te, ours, te, ours, te]
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}
 MOE |= {"moe_grouped_gemm": False, "moe_permute_fusion": False, "moe_aux_loss_coeff": 0.0}
 MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8}
-MLA |= {"v_head_dim": 8, "num_query_groups": 4}
+MLA |= {"v_head_dim": 8, "num_query_groups": 4, "add_bias_linear": False}
+MLA |= {"gated_linear_unit": True, "normalization": "RMSNorm"}
 # As docs/nemo.md calls it -> the module of its provider, its name, and what makes it tiny.
 MODELS = {
     "Llama 3.1": ("llama.llama_provider", "Llama31ModelProvider", {}),
@@ -78,12 +79,13 @@ def losses(name, size):
     """Of two steps of a model: as it is on one rank, with BurstAttention on several."""
     from megatron.core.utils import get_batch_on_this_cp_rank
 
-    from megatron_burst.recipes import apply_burst
+    from megatron_burst.recipes import apply_burst, validate
 
     provider = made(name)
     provider.context_parallel_size = size
     if size > 1:
-        apply_burst(SimpleNamespace(model=provider))
+        recipe = apply_burst(SimpleNamespace(model=provider, dist=None))
+        validate.check(recipe)  # as Bridge does, with the rest of a recipe
     torch.manual_seed(0)
     module = importlib.import_module(type(provider).__module__)
     # Else gpt-oss takes attention that is not fused.
