@@ -128,8 +128,8 @@ def _sum(values):
 
 
 def one_by_one(name):
-    """As `trained`, of one rank that runs each document alone, unpacked, by Lite's own layers; their
-    delta rule, in float32 there, is computed by hand."""
+    """As `trained`, of one rank that runs each document alone and unpacked, by Lite's own layers,
+    whose delta rule, in float32 there, is computed by hand."""
     from megatron.lite.primitive.modules import gated_delta_net
 
     gated_delta_net.torch_chunk_gated_delta_rule = delta_rule

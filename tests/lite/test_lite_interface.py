@@ -201,7 +201,7 @@ def errors(documents, checkpointed):
     for ours, theirs in zip(made.parameters(), other.parameters(), strict=True):
         dist.all_reduce(ours.grad)
         pairs.append((ours.grad, theirs.grad))
-    worst = max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
+    worst = max(float((ours - theirs).detach().abs().max()) for ours, theirs in pairs)
     assert groups.size == dist.get_world_size()
     return worst
 

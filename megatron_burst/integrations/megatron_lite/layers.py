@@ -81,7 +81,9 @@ class LiteCoreAttention(torch.nn.Module):
             tensors = {name: x.unsqueeze(1) for name, x in tensors.items()}
         make = partial(self.shared.plan_attention, tensors, self.kind.scale)
         plan = self.shared.plan(self.kind, self.leads, tensors, ends, make)
-        out = attention(**tensors, plan=plan, label=self.number).flatten(2)
+        out = attention(*tensors.values(), plan=plan, label=self.number)
+        assert isinstance(out, torch.Tensor)
+        out = out.flatten(2)
         return out.squeeze(1) if packed else out
 
 

@@ -66,11 +66,10 @@ class MicroBatches:
 
     def _read(self, ends: torch.Tensor) -> tuple[int, ...]:
         now = 0 if ends.is_inference() else ends._version
-        version, bounds = self._bounds.get(ends, (None, ()))
-        if version != now:
-            bounds = tuple(ends.tolist())
-            self._bounds[ends] = now, bounds
-        return bounds
+        known: Any = self._bounds.get(ends)
+        if known is None or known[0] != now:
+            known = self._bounds[ends] = now, tuple(ends.tolist())
+        return known[1]
 
     def plan(
         self,
