@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
@@ -37,7 +38,8 @@ def patch_layers(patches: PatchSet) -> None:
     A layer that a checkpoint runs is left alone: the first time it saves nothing, and what it saves
     when it is run again is used at once.
     """
-    patches.wrap(TransformerLayer, "forward", [], partial(_moving, patches))
+    for layer in (TransformerLayer, MambaLayer):
+        patches.wrap(layer, "forward", [], partial(_moving, patches))
 
 
 def _moving(patches: PatchSet, original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
