@@ -16,15 +16,16 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ...linear_attention.operation import linear_attention
 from ...linear_attention.short_convolution import short_convolution
+from .. import homes
 from ..checks.splitting import DELTA_NETS
 from ..patching import PatchSet, require_function
 from .state_layers import MixerKind, StateLayer, construct, forward
 
+GatedDeltaNet = homes.module("gated_delta_net").GatedDeltaNet
 _SILU = ("silu", "swish")
 
 
