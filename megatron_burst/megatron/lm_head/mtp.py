@@ -4,8 +4,8 @@
 Megatron divides the loss of a further head by the tokens of one rank and then averages over ranks.
 With uneven masks (already the last token counts on one rank only) the loss and its gradient depend
 on how a sequence is split. Here the counts are those of the context-parallel group, so the result
-is that of one rank with the whole sequence. A Megatron that counts over the group itself is left alone:
-a probe, once per group, tells.
+is that of one rank with the whole sequence. A Megatron that counts over the group itself is left
+alone: a probe, once per group, tells.
 
 Shape letters: s tokens of this context-parallel rank, b batch.
 """
