@@ -621,8 +621,10 @@ def _meet_again():
 
     Every gloo group has a thread that wakes 100 times a second, and the groups of a few dozen runs
     would take both cores; torch names a group by how many there are, and would find addresses of
-    earlier runs in a store that it has used before.
+    earlier runs in a store that it has used before. A group's thread ends with the last object that
+    holds the group, such as a layer of a model of an earlier run.
     """
+    gc.collect()
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank == 0:
         _stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
