@@ -112,7 +112,7 @@ def _attention_layers(config: Any) -> tuple[int, list[int]] | None:
 def exchange_problems(config: Any) -> Iterator[Problem]:
     """Unless `cp_comm_type` is one exchange: that which nobody asked for is not read, but a choice
     for each layer must not be dropped silently."""
-    kinds = getattr(config, "cp_comm_type", None)
+    kinds: Any = getattr(config, "cp_comm_type", None)
     if mixed(kinds):
         yield Problem(
             f"--cp-comm-type {' '.join(map(str, kinds))} chooses an exchange of Megatron's own "

@@ -107,13 +107,14 @@ def _counts_groups(original: Callable, given: dict[str, Any], group: Any) -> boo
         "output_layer": lambda x, **_: (x, None), "is_training": False,
         "compute_language_model_loss": lambda labels, x: x[:, :, 0].T,
     }  # fmt: skip
-    roll: Any = mtp.roll_tensor
+    home: Any = mtp
+    roll = home.roll_tensor
     try:
-        vars(mtp)["roll_tensor"] = _unmoved
+        home.roll_tensor = _unmoved
         with torch.enable_grad():
             out = original(**asked)
     finally:
-        vars(mtp)["roll_tensor"] = roll
+        home.roll_tensor = roll
     (grad,) = torch.autograd.grad(out.sum(), hidden)
     total = grad[4:].sum()
     ends = torch.stack([total, -total])
