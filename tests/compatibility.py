@@ -31,6 +31,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "docs" / "compatibility.json"
 # At the end: benchmarks and examples both have a checkpoint.py, and a test imports this.
@@ -41,10 +43,12 @@ from rows import ROWS  # noqa: E402
 PARITY = "tests/megatron/test_parity.py::test_split_run_equals_one_rank"
 HEAD = "tests/megatron/test_lm_head.py::test_the_fused_loss_changes_nothing"
 HEADS = "tests/megatron/test_mtp.py::test_heads_look_no_further_than_their_document"
-BAD = "tests/megatron/test_bad_input.py::test_a_bad_flag_is_named_on_every_rank"
 LOOP = "tests/megatron_lm/test_training.py::"
 GPT = "tests/megatron_lm/test_hybrid_training.py::"
-HYBRID = "tests/megatron_lm/test_hybrid_model_training.py::test_split_like_one_rank"
+BAD = "tests/megatron/test_bad_input.py::test_a_bad_flag_is_named_on_every_rank"
+MODELS = "tests/megatron_lm/test_hybrid_model_training.py::"
+SCRIPT = "tests/megatron_lm/test_hybrid_script.py::test_split_like_one_rank"
+OFFLOAD = "tests/megatron_lm/test_offload_training.py::test_the_log_is_the_same"
 RELEASES = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
 
 
@@ -60,8 +64,9 @@ def _parity(name: str, *cases: str) -> Feature:
     return Feature(name, tuple(f"{PARITY}[{case}]" for case in cases))
 
 
-def _refused(name: str, flags: str) -> Feature:
-    return Feature(name, (f"{BAD}[--context-parallel-size 4 {flags}]",), "refused")
+def _hybrid(name: str, *cases: str) -> Feature:
+    tests = tuple(f"{MODELS}test_split_like_one_rank[{case}]" for case in cases)
+    return Feature(f"HybridModel: {name}", tests)
 
 
 FEATURES = (
@@ -117,11 +122,37 @@ FEATURES = (
             tuple(f"{GPT}test_ranks_train_like_one[{case}]" for case in ("cp2", "contiguous-2x2"))),
     Feature("gated delta nets, packed",
             (f"{GPT}test_packed_documents_are_each_alone[zigzag]",)),
-    Feature("hybrid model of gated delta nets, more ranks than heads",
-            (f"{HYBRID}[delta-nets-more-ranks-than-heads]",)),
-    Feature("hybrid model of Mamba-2, x TP", tuple(
-        f"{HYBRID}[{case}]" for case in ("mamba", "mamba-contiguous", "mamba-tensor-parallel"))),
-    _refused("attention dropout", "--attention-dropout 0.1"),
+    Feature("gated delta nets with gates of channels (gdn2)", (
+        *(f"{GPT}test_gates_of_channels_train_like_on_one_rank[{case}]"
+          for case in ("cp2", "contiguous-2x2", "tp2")),
+        f"{GPT}test_gates_of_channels_on_packed_documents",
+        f"{GPT}test_gates_of_channels_in_a_hybrid_model")),
+    _hybrid("gated delta nets, zigzag", "delta-nets"),
+    _hybrid("gated delta nets, more ranks than heads", "delta-nets-more-ranks-than-heads"),
+    _hybrid("Mamba-2, zigzag", "mamba"),
+    _hybrid("contiguous", "delta-nets-contiguous", "mamba-contiguous"),
+    _hybrid("TP x SP", "mamba-tensor-parallel"),
+    _hybrid("PP", "mamba-pipeline"),
+    _hybrid("VPP", "mamba-interleaved"),
+    _hybrid("MoE", "mamba-experts"),
+    _hybrid("MTP", "mamba-further-heads", "mamba-further-heads-contiguous"),
+    _hybrid("distributed optimizer", "mamba-sharded-optimizer"),
+    _hybrid("fused LM head", "mamba", "mamba-further-heads-contiguous"),
+    _hybrid("full and selective recompute, attention store", "mamba-recompute", "mamba-selective"),
+    _hybrid("Megatron's own exchange of heads", "megatrons-delta-nets", "megatrons-mamba"),
+    Feature("HybridModel: packed", tuple(
+        f"{MODELS}test_packed_documents_like_each_alone[{case}]"
+        for case in ("mamba-contiguous", "delta-nets", "mamba-balanced"))),
+    Feature("HybridModel: checkpoint at another CP size",
+            (f"{MODELS}test_a_checkpoint_goes_on_at_another_size_and_layout",)),
+    Feature("HybridModel: offload", tuple(f"{OFFLOAD}[{case}]" for case in (
+        "mixers, experts and attention", "further heads of a hybrid model, recomputed",
+        "gated delta nets, more ranks than heads"))),
+    Feature("`pretrain_hybrid.py`: CP, PP, MoE, MTP", tuple(
+        f"{SCRIPT}[{case}]"
+        for case in ("zigzag", "contiguous", "experts", "pipeline", "further-heads"))),
+    Feature("attention dropout", (
+        f"{BAD}[--context-parallel-size 4 --attention-dropout 0.1]",), "refused"),
 )  # fmt: skip
 TE_FEATURES = tuple(Feature(name, tests) for name, tests in ROWS)
 UNTESTED = ("fp8 computation", "Megatron-FSDP", "heterogeneous layers")
@@ -276,7 +307,7 @@ def release(version: str, folder: Path) -> Path:
 
 def outcomes(tree: Path, limit: float, rows: Sequence[Feature]) -> dict[str, str]:
     """Test -> "passed", "failed" or "skipped", of those that ran before ``tree``'s Megatron."""
-    tests = [test for feature in rows for test in feature.tests]
+    tests = list(dict.fromkeys(test for feature in rows for test in feature.tests))
     interface = tree / "megatron" / "training" / "models" / "gpt.py"  # from 0.19 on
     if not interface.is_file():  # that the script of these tests is written for
         tests = [test for test in tests if not test.startswith("tests/megatron_lm/")]
@@ -289,18 +320,24 @@ def outcomes(tree: Path, limit: float, rows: Sequence[Feature]) -> dict[str, str
             "OMP_NUM_THREADS": "1",
             "TORCHDYNAMO_DISABLE": "1",  # main compiles functions that the CPU stand-ins replace
         }
-        subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", f"--junitxml={found}", *tests],
-            cwd=ROOT, env=environment, timeout=limit, check=False, stdout=subprocess.DEVNULL,
+            cwd=ROOT, env=environment, timeout=limit, check=False, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
+        if done.returncode == pytest.ExitCode.USAGE_ERROR:  # of a test that is not there
+            raise SystemExit(f"compatibility: pytest ran nothing:\n{done.stdout[-2000:]}")
         return _parsed(found) if found.exists() else {}
 
 
 def _with_helpers(tree: Path, folder: Path) -> Path:
-    """``tree``, or a copy of its packages with the installed compiled dataset helpers."""
+    """``tree``, or a copy of its packages and scripts with the installed compiled dataset
+    helpers."""
     if list((tree / "megatron/core/datasets").glob("helpers_cpp*.so")):
         return tree
     shutil.copytree(tree / "megatron", folder / "megatron")
+    for script in tree.glob("*.py"):
+        shutil.copy(script, folder)
     for helper in metadata.files("megatron-core") or []:
         if helper.match("helpers_cpp*.so"):
             shutil.copy(str(helper.locate()), folder / "megatron/core/datasets")

@@ -55,7 +55,10 @@ def _patch_delta_net(patches: PatchSet, common: Any, gdn: Any) -> None:
         "causal_conv1d": causal_conv1d,
         "chunk_gated_delta_rule": gdn.torch_chunk_gated_delta_rule,
     }
-    for module in (common, gdn):
+    gdn2 = homes.find("gated_delta_net.gdn2")  # from 0.20 on
+    if gdn2 is not None:
+        stand_ins["chunk_gdn2"] = gdn2.torch_chunk_gdn2
+    for module in filter(None, (common, gdn, gdn2)):
         for name in stand_ins.keys() & vars(module).keys():
             patches.replace(module, name, stand_ins[name])
 

@@ -14,7 +14,7 @@ import dataclasses
 import importlib
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -28,6 +28,11 @@ from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    get_mtp_layer_spec,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -52,14 +57,14 @@ def local_block_spec(
     """The layers that one pipeline stage has of a GPT with gated delta nets, or with DSA.
 
     config: a `TransformerConfig` whose `experimental_attention_variant` is "dsa", of all layers, or
-    "gated_delta_net" ("gdn" from 0.20 on), whose `linear_attention_freq` says which layers have
-    one. vp_stage, pp_rank: as Megatron's own builders take them. Raises `ValueError` for another
-    variant.
+    "gated_delta_net" ("gdn" from 0.20 on) or "gdn2", whose `linear_attention_freq` says which
+    layers have one. vp_stage, pp_rank: as Megatron's own builders take them. Raises `ValueError`
+    for another variant.
     """
     if config.experimental_attention_variant not in (*DELTA_NETS, DSA):
         raise ValueError(
             f"--experimental-attention-variant {config.experimental_attention_variant} without "
-            f"Transformer Engine: there are local layers for {DELTA_NETS[0]} and {DSA} only"
+            f"Transformer Engine: there are local layers for {', '.join(DELTA_NETS)} and {DSA} only"
         )
     plain = copy.copy(config)  # without its __post_init__, which has run
     plain.experimental_attention_variant = None
@@ -98,8 +103,9 @@ def delta_net(config: Any) -> ModuleSpec:
     """A gated delta net of local modules, behind a norm of its own."""
     rms = config.normalization == "RMSNorm"
     norm: Any = LocalSpecProvider().layer_norm(rms_norm=rms, for_qk=False)
+    second = config.experimental_attention_variant == "gdn2"
     return ModuleSpec(
-        module=_nets.GatedDeltaNet,
+        module=_nets.GatedDeltaNet2 if second else _nets.GatedDeltaNet,
         submodules=_nets.GatedDeltaNetSubmodules(
             in_proj=ColumnParallelLinear,
             out_norm=norm,
@@ -173,8 +179,8 @@ _ROWS: Any = RowParallelLinear
 
 
 def local_hybrid_stack_spec() -> ModuleSpec:
-    """All kinds of layers of a hybrid model but further heads, which need Transformer Engine. Their
-    norms are layer norms or RMS norms as the configuration says."""
+    """All kinds of layers of a hybrid model, further heads too. Their norms are layer norms or RMS
+    norms as the configuration says."""
     # From 0.18 on; before, a stack has another home and other kinds of layers.
     home: Any = importlib.import_module("megatron.core.models.hybrid.hybrid_block")
     # 8: any number but None; the configuration has how many.
@@ -206,7 +212,17 @@ def local_hybrid_stack_spec() -> ModuleSpec:
                     mlp_bda=_ADD,
                 ),
             ),
+            **({} if core_version() < OLDEST else {"mtp_block_spec": _further_heads()}),
         ),
+    )
+
+
+def _further_heads() -> ModuleSpec:
+    """Norms and projection of further heads, whose layers are those of the pattern."""
+    layer = get_mtp_layer_spec(cast("Any", None), use_transformer_engine=False)
+    return ModuleSpec(
+        module=MultiTokenPredictionBlock,
+        submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[layer]),
     )
 
 

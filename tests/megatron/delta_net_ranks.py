@@ -275,3 +275,61 @@ def over_a_tree():
         (rows, all_rows),
         told,
     )
+
+
+def errors_with_gates_of_channels(layout, packed):
+    """Largest errors of the rule that erases and writes by channels, over all ranks, of outputs and
+    of the gradient of every input, against `erased_and_written`."""
+    import megatron_burst as mb
+    from megatron_burst.megatron.linear.delta_net import _one_gate
+
+    rank, draw = dist.get_rank(), torch.Generator().manual_seed(5)
+    widths = {"q": 6, "k": 6, "v": 4, "decay": 6, "erase": 6, "write": 4, "seed": 4}
+    whole = {
+        name: torch.randn(LENGTH, 1, 2, width, generator=draw, dtype=torch.float64)
+        for name, width in widths.items()
+    }
+    whole["k"] /= whole["k"].norm(dim=-1, keepdim=True)
+    whole["decay"] = -whole["decay"].abs() / 4
+    for name in ("erase", "write"):
+        whole[name] = (4 * whole[name]).sigmoid()
+    ends = torch.tensor([0, *(LENGTHS if packed else [LENGTH])]).cumsum(0)
+    ends[-1] = LENGTH
+    bounds = ends.tolist() if packed else None
+    more = {"cu_seqlens": bounds, "per_node": 2} if layout == "balanced" else {}
+    placed = mb.layout.make(layout, cp_size=dist.get_world_size(), **more)
+    groups = mb.Groups.flat(dist.group.WORLD)
+    mine = {name: mb.shard(x, placed, rank, dim=0) for name, x in whole.items()}
+    seed = mine.pop("seed")
+    for x in mine.values():
+        x.requires_grad_()
+    like = {"decay": mine["decay"], "beta": mine["erase"][..., 0].detach()}
+    plan = mb.prepare_linear(
+        mine["q"], mine["k"], mine["v"], **like, groups=groups, layout=placed, cu_seqlens=bounds
+    )
+    call = {"plan": plan, "label": 1}
+    out = mb.linear_attention(**_one_gate(**mine, call=call), **call)
+    out.backward(seed)
+    found = {"out": out.detach()} | {name: x.grad for name, x in mine.items()}
+    given = {name: x.clone().requires_grad_() for name, x in whole.items() if name != "seed"}
+    expected = erased_and_written(**given, starts=set(ends.tolist()))
+    expected.backward(whole["seed"])
+    wanted = {"out": expected.detach()} | {name: x.grad for name, x in given.items()}
+    return {
+        name: (x - mb.shard(wanted[name], placed, rank, dim=0)).abs().max().item()
+        for name, x in found.items()
+    }
+
+
+def erased_and_written(q, k, v, decay, erase, write, starts):
+    """The rule of Megatron's second gated delta net token by token: all [s, b, h, channels];
+    documents begin at `starts`."""
+    out = []
+    for t in range(len(q)):
+        if t in starts:
+            state = torch.zeros_like(k[0, ..., :, None] * v[0, ..., None, :])
+        state = state * decay[t].exp()[..., None]
+        seen = torch.einsum("bhd,bhdw->bhw", erase[t] * k[t], state)
+        state = state + torch.einsum("bhd,bhw->bhdw", k[t], write[t] * v[t] - seen)
+        out.append(torch.einsum("bhd,bhdw->bhw", q[t], state) * q.shape[-1] ** -0.5)
+    return torch.stack(out)

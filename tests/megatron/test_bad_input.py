@@ -20,6 +20,7 @@ BAD_FLAGS = {
     f"{CP4} --burst-attention-store 1.5": "--burst-attention-store",
     f"{CP4} --packed --micro-batch-size 2": "--packed takes one sequence at a time",
     "--packed --window-size 8,0": "drops the documents of sliding-window layers",
+    f"{CP4} --attention-dropout 0.1": "--attention-dropout 0",
     f"{CP4} --context-parallel-algo megatron": "--context-parallel-algo megatron",
     "--context-parallel-size 3": "does not divide the 4 processes",
     "--global-batch-size 6": "--global-batch-size 6",

@@ -109,3 +109,17 @@ def test_a_prefix_tree_equals_separate_trajectories(four):
         assert gap < 1e-6 * largest
         assert rows < all_rows
         assert "with --burst-linear auto or all_gather, got 2 and megatron: tree=False" in told
+
+
+@pytest.mark.parametrize(
+    ("layout", "packed"),
+    [
+        ("zigzag", False),
+        ("balanced", True),
+        pytest.param("contiguous", True, marks=pytest.mark.slow),
+    ],
+)
+def test_gates_of_channels_against_the_rule_written_out(four, layout, packed):
+    for errors in four(ranks.errors_with_gates_of_channels, layout, packed):
+        assert len(errors) == 7
+        assert {name: error for name, error in errors.items() if not error < 1e-10} == {}

@@ -24,7 +24,10 @@ def told(cp=2, linear="auto", layout="zigzag", **changes):
     return [str(problem) for problem in config_problems(config(cp, **changes), burst)]
 
 
-@pytest.mark.parametrize("layers", [DELTA_NET, {"is_hybrid_model": True}])
+LAYERS = [DELTA_NET, {"experimental_attention_variant": "gdn2"}, {"is_hybrid_model": True}]
+
+
+@pytest.mark.parametrize("layers", LAYERS)
 def test_states_are_passed_from_0_19_on(layers):
     found = told(**layers)
     if NEW:
@@ -38,7 +41,7 @@ def test_states_are_passed_from_0_19_on(layers):
 
 
 @new
-@pytest.mark.parametrize("layers", [DELTA_NET, {"is_hybrid_model": True}])
+@pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "balanced", "striped"])
 def test_every_layout_but_those_that_part_neighbours(layers, layout):
     found = told(layout=layout, **layers)
@@ -70,9 +73,7 @@ def test_heads_are_shared_by_tensor_parallel_ranks_alone():
 
 
 @new
-def test_further_variants_and_graphs_are_named():
-    (words,) = told(experimental_attention_variant="gdn2")
-    assert words.startswith("--experimental-attention-variant gdn2: its state is not passed")
+def test_graphs_of_mixers_are_named():
     graphs = {"cuda_graph_impl": "local", "cuda_graph_modules": ["mamba"]}
     (words,) = told(is_hybrid_model=True, **graphs)
     assert "captures Mamba layers" in words

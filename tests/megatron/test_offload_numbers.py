@@ -41,7 +41,6 @@ def config(**changes):
         ({"fp4": "e2m1"}, "--fp4-format"),
         ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
         ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
-        ({"is_hybrid_model": True}, "--hybrid-layer-pattern"),
         ({"gtp_weight_remat_size": 2}, "--tensor-parallel-num-weight-shards"),
         ({"enable_cuda_graph": True}, "--enable-cuda-graph"),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
@@ -79,7 +78,7 @@ def test_the_names_refused_are_those_of_megatron():
 
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     scripts = {"use_megatron_fsdp", "use_torch_fsdp2"}  # of Megatron-LM's command line only
-    newer = {"moe_paged_stash", "is_hybrid_model"}  # not in 0.16
+    newer = {"moe_paged_stash"}  # not in 0.16
     assert {rule.when for rule in OFFLOAD if isinstance(rule.when, str)} - scripts - newer <= known
 
 

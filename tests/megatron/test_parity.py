@@ -150,6 +150,46 @@ CASES = {
         "--context-parallel-size 2 --burst-layout striped "
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
+    # Rows of docs/compatibility.md of one flag each; in CI others above have these flags together.
+    "cp4": ("", "--context-parallel-size 4"),
+    "distributed-optimizer": ("", f"{TWO_BY_TWO} --use-distributed-optimizer"),
+    "gqa-qknorm-untied": (GQA, TWO_BY_TWO),
+    "gqa-qknorm-untied-striped": (GQA, f"{TWO_BY_TWO} --burst-layout striped"),
+    "mqa": ("--num-query-groups 1", "--context-parallel-size 4"),
+    "tp2": ("", "--tensor-model-parallel-size 2 --context-parallel-size 2"),
+    # Stages draw their weights from seeds of their own: compared with two stages, unsplit.
+    "pp2": (PP, "--context-parallel-size 2"),
+    "vpp2": (VPP, "--context-parallel-size 2"),
+    "recompute-uniform": (
+        DEEP,
+        f"{TWO_BY_TWO} --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1",
+    ),
+    "recompute-block": (
+        DEEP,
+        "--context-parallel-size 2 --recompute-granularity full --recompute-method block "
+        "--recompute-num-layers 3",
+    ),
+    "recompute-selective": ("", f"{TWO_BY_TWO} --recompute-granularity selective"),
+    "store-all-block": (
+        DEEP,
+        f"{TWO_BY_TWO} --recompute-granularity full --recompute-method block "
+        "--recompute-num-layers 3 --burst-attention-store 1.0",
+    ),
+    "window-striped-skip": (
+        f"{WINDOW} --window-attn-skip-freq 2",
+        f"{TWO_BY_TWO} --burst-layout striped",
+    ),
+    "sink-off-by-one": ("--softmax-type off-by-one", "--context-parallel-size 2"),
+    "mtp": ("--mtp-num-layers 1", "--context-parallel-size 2"),
+    "mtp-contiguous": (
+        "--mtp-num-layers 1",
+        "--context-parallel-size 4 --burst-layout contiguous",
+    ),
+    "packed": ("--packed", TWO_BY_TWO),
+    "packed-striped": ("--packed", f"{TWO_BY_TWO} --burst-layout striped"),
+    "packed-contiguous": ("--packed", "--context-parallel-size 2 --burst-layout contiguous"),
+    "hybrid": ("", f"{TWO_BY_TWO} --context-parallel-algo hybrid --burst-ulysses-size 2"),
 }
 
 # One of each kind of model, algorithm, layout and recomputation; the others, which combine what

@@ -23,7 +23,16 @@ EXPERTS = (
     "--moe-ffn-hidden-size 48 --moe-aux-loss-coeff 1e-2 "
     "--moe-router-load-balancing-type aux_loss --moe-token-dispatcher-type alltoall"
 )
-# what is compared -> (model, ranks, flags)
+SPLIT = "--pipeline-model-parallel-size 2 --global-batch-size 4"
+PIPELINE = f"--hybrid-layer-pattern M*-|M*- {SIZES} {SPLIT}"
+# Two segments of each stage.
+INTERLEAVED = f"--hybrid-layer-pattern M-|*|M-|* {SIZES} {SPLIT}"
+# Two further heads of attention and of a mixer, whose steps are those of the sequence too.
+MTP = f"--hybrid-layer-pattern M*M-/M*/M* {SIZES}"
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn mlp"
+HALF = "--burst-attention-store 0.5 --burst-layout zigzag"  # by itself it would take striped
+# what is compared -> (model, ranks, flags); stages and parts of tensors draw their own weights
 CASES = {
     "delta-nets": (DELTA_NETS, 2, CP2),
     "delta-nets-more-ranks-than-heads": (DELTA_NETS, 4, f"{CP4} {APART}"),
@@ -37,10 +46,18 @@ CASES = {
     "mamba-tensor-parallel": (f"{MAMBA} {TP2}", 4, f"{CP2} {APART}"),
     "mamba-recompute": (MAMBA, 2, f"{CP2} {APART} {RECOMPUTE} --burst-attention-store 1.0"),
     "mamba-experts": (EXPERTS, 2, CP2),
+    "mamba-selective": (MAMBA, 2, f"{CP2} {SELECTIVE} {HALF}"),
+    "mamba-pipeline": (PIPELINE, 4, f"{CP2} {APART}"),
+    "mamba-interleaved": (INTERLEAVED, 4, f"{CP2} {RECOMPUTE} {HALF}"),
+    "mamba-sharded-optimizer": (MAMBA, 4, f"{CP2} {SHARDED}"),
+    "mamba-further-heads": (MTP, 2, CP2),
+    "mamba-further-heads-contiguous": (
+        MTP, 4, f"{CP4} --burst-layout contiguous --burst-lm-head-loss single_pass",
+    ),
     "mamba-tiles": (MAMBA, 2, f"{CP2} --burst-sequence-chunks 2 --burst-mlp-tiles 2"),
     "megatrons-delta-nets": (DELTA_NETS, 2, f"{CP2} --burst-linear megatron"),
     "megatrons-mamba": (MAMBA, 2, f"{CP2} --burst-linear megatron"),
-}
+}  # fmt: skip
 QUICK = ("delta-nets-more-ranks-than-heads", "mamba-contiguous", "megatrons-mamba")
 
 
@@ -49,7 +66,8 @@ QUICK = ("delta-nets-more-ranks-than-heads", "mamba-contiguous", "megatrons-mamb
 )
 def test_split_like_one_rank(train, case):
     model, ranks, flags = CASES[case]
-    same(train(ranks, f"{model} {flags}"), train(2 if TP2 in model else 1, model))
+    one = 2 if TP2 in model or SPLIT in model else 1
+    same(train(ranks, f"{model} {flags}"), train(one, model))
 
 
 @pytest.mark.parametrize(
@@ -59,6 +77,7 @@ def test_split_like_one_rank(train, case):
         pytest.param(DELTA_NETS, CP2, marks=pytest.mark.slow),
         pytest.param(MAMBA, f"{CP2} --burst-layout balanced", marks=pytest.mark.slow),
     ],
+    ids=["mamba-contiguous", "delta-nets", "mamba-balanced"],
 )
 def test_packed_documents_like_each_alone(train, model, flags):
     alone = train(1, f"{model} --packed --alone")
@@ -71,3 +90,13 @@ def test_the_log_says_how_states_and_rows_travel(train):
     run = train(ranks, f"{model} {flags}")
     assert run.lines("tokens lie contiguous and attention has zigzag")
     assert run.lines("linear attention")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_at_another_size_and_layout(train, tmp_path):
+    whole = train(2, f"{MAMBA} {CP2} --save {tmp_path} --save-interval 5")
+    same(whole, train(1, MAMBA))
+    resumed = train(4, f"{MAMBA} {CP4} {APART} --load {tmp_path} --ckpt-step 5")
+    assert min(resumed.steps) == 6
+    # Megatron's line of the second iteration after a start is an average over two.
+    same(resumed, whole, [6, 8, 9, 10])

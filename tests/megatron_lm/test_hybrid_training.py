@@ -11,6 +11,8 @@ from test_training import CP2, CP4, PP2, RECOMPUTE, TP2
 pytest.importorskip(
     "megatron.training", reason="megatron.training is in wheels for Python 3.12 and on only"
 )
+from megatron.core.ssm import gated_delta_net
+from test_hybrid_model_training import DELTA_NETS as HYBRID
 
 # Four value heads of two key heads.
 GDN = (
@@ -99,3 +101,37 @@ def test_what_does_not_work_ends_every_rank(ranks, flags, words):
 def test_a_flag_without_such_layers_is_told(train):
     (line,) = train(2, f"{CP2} --burst-linear scan --train-iters 1").lines("has no effect")
     assert "--burst-linear scan has no effect: no layer carries a state" in line
+
+
+# Of Megatron-Core 0.20 and newer: gates of channels.
+GDN2 = GDN.replace("gated_delta_net", "gdn2")
+second = pytest.mark.skipif(
+    not hasattr(gated_delta_net, "GatedDeltaNet2"), reason="GatedDeltaNet2 is there from 0.20 on"
+)
+
+
+@second
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        (2, f"{CP2} --burst-linear megatron"),
+        (2, CP2),
+        (4, f"{CP4} --burst-layout contiguous"),  # more ranks than key heads
+        pytest.param(4, f"{CP2} {TP2}", marks=pytest.mark.slow),
+    ],
+    ids=["headwise", "cp2", "contiguous-2x2", "tp2"],
+)
+def test_gates_of_channels_train_like_on_one_rank(train, world, flags):
+    one = TP2 if TP2 in flags else ""
+    same(train(world, f"{GDN2} {flags}"), train(2 if one else 1, f"{GDN2} {one}"))
+
+
+@second
+def test_gates_of_channels_on_packed_documents(train):
+    same(train(2, f"{GDN2} --packed {CP2}"), train(1, f"{GDN2} --packed --alone"))
+
+
+@second
+def test_gates_of_channels_in_a_hybrid_model(train):
+    model = f"{HYBRID} --experimental-attention-variant gdn2"
+    same(train(4, f"{model} {CP4}"), train(1, model), range(1, 11))

@@ -8,11 +8,14 @@ import re
 
 import pytest
 from ranks import COMMON, SCRIPT
-from test_training import CP2, INTERLEAVED, MOE, RECOMPUTE, TP2
+from test_training import CP2, CP4, INTERLEAVED, MOE, RECOMPUTE, TP2
 
 pytest.importorskip(
     "megatron.training", reason="megatron.training is in wheels for Python 3.12 and on only"
 )
+from test_hybrid_model_training import DELTA_NETS
+from test_hybrid_model_training import EXPERTS as MIXERS
+from test_hybrid_model_training import MTP as HYBRID_HEADS
 
 BEFORE = """
 import functools
@@ -78,6 +81,9 @@ LONG = {
     "further heads": (2, f"--mtp-num-layers 1 {CP2} {RECOMPUTE}", "1.0"),
     "tensor and sequence parallel": (4, f"{CP2} {TP2} --recompute-activations", "auto"),
     "Megatron's attention, data parallel": (2, "", "1.0"),
+    "mixers, experts and attention": (2, f"{MIXERS} {CP2}", "1.0"),
+    "further heads of a hybrid model, recomputed": (2, f"{HYBRID_HEADS} {CP2} {RECOMPUTE}", "1.0"),
+    "gated delta nets, more ranks than heads": (4, f"{DELTA_NETS} {CP4}", "0.5"),
 }
 
 

@@ -55,6 +55,15 @@ MOE = (
 SHARED = f"{MOE} --moe-shared-expert-intermediate-size 48"
 PP = "--num-layers 4 --pipeline-model-parallel-size 2"
 VPP = f"{PP} --num-layers-per-virtual-pipeline-stage 1"
+MIXER = "--mamba-num-heads 4 --mamba-head-dim 8 --mamba-state-dim 8 --mamba-num-groups 2"
+DELTA_NETS = (
+    "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 "
+    "--linear-value-head-dim 8 --linear-conv-kernel-dim 4 --hybrid-layer-pattern GG*-"
+)
+MIXERS = f"{MIXER} --hybrid-layer-pattern M*M-"
+MIXERS_AND_EXPERTS = f"{MOE} {MIXER} --hybrid-layer-pattern M*E"
+MIXERS_STAGED = f"{MIXER} --pipeline-model-parallel-size 2 --hybrid-layer-pattern M-|*|M-|*"
+APART = "--burst-layout contiguous --burst-attention-layout zigzag"
 
 COMBINATIONS = (
     # --- algorithms, layouts, topologies
@@ -149,6 +158,14 @@ COMBINATIONS = (
     Combination("bf16", "", 2, CP2, rounding="--bf16"),
     Combination("bf16 on the wire", "", 4, f"{NODES} --burst-wire-dtype bf16", rounding="--bf16"),
     Combination("fp16", "", 2, CP2, rounding="--fp16 --initial-loss-scale 1024"),
+    # --- hybrid models
+    Combination("hybrid delta nets", DELTA_NETS, 2, CP2),
+    Combination("hybrid mixers 2x2, two layouts, store", MIXERS, 4,
+                f"{NODES} {APART} {UNIFORM} --burst-attention-store 0.5"),
+    Combination("hybrid experts, lm head", MIXERS_AND_EXPERTS, 2, f"{CP2} {SINGLE}"),
+    Combination("hybrid two mtp heads", f"{MIXERS}/M*/M*", 2, CP2),
+    Combination("hybrid vpp2, sharded optimizer", MIXERS_STAGED, 4, f"{CP2} {SHARDED}", 2),
+    Combination("hybrid offload", MIXERS, 2, f"{CP2} --burst-offload 1.0"),
 )  # fmt: skip
 
 # One of each kind that broke once, or could: what CI runs.

@@ -196,7 +196,6 @@ OFFLOAD = (
         tp_comm_overlap="saves buffers of its own; not tested with it",
         use_megatron_fsdp="frees gathered weights; not tested with it",
         use_torch_fsdp2="frees gathered weights; not tested with it",
-        is_hybrid_model="has layers of other kinds; not tested with it",
     ),
     Rule(lambda c, b: (c.gtp_weight_remat_size or 1) > 1,
          "{flag} with --tensor-parallel-num-weight-shards, which frees gathered weights",

@@ -200,14 +200,14 @@ _APART = (
 
 
 OLDEST = (0, 19)  # of Megatron-Core, with states passed from rank to rank
-DELTA_NETS = ("gated_delta_net", "gdn")  # one layer, under its name until 0.19 and since
+# One layer, under its name until 0.19 and since, and one whose gates are of channels.
+DELTA_NETS = ("gated_delta_net", "gdn", "gdn2")
 FLAG = "--burst-linear"
 DSA = "dsa"  # attention over selected keys, by its name among the variants
 LAYOUTS = ("zigzag", "contiguous", "balanced")  # a row's predecessor is mostly on its rank
 # Symbols of a pattern that stand for no such layer: attention, MLP, experts, bounds.
 _OTHERS = frozenset("*+D-E|/")
 PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")  # the second until 0.17
-_NOT_PASSED = ("gdn2",)  # further variants of the delta net
 _HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 
 
@@ -224,8 +224,7 @@ def linear_layers(config: Any) -> str | None:
     if getattr(config, "is_hybrid_model", False):
         return "a hybrid model"
     variant = getattr(config, "experimental_attention_variant", None)
-    known = (*DELTA_NETS, *_NOT_PASSED)
-    return f"--experimental-attention-variant {variant}" if variant in known else None
+    return f"--experimental-attention-variant {variant}" if variant in DELTA_NETS else None
 
 
 def linear_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
@@ -249,13 +248,6 @@ def linear_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
             add=(f"{FLAG} megatron",),
         )
         return
-    variant = getattr(config, "experimental_attention_variant", None)
-    if variant in _NOT_PASSED:  # also of a hybrid model
-        yield Problem(
-            f"--experimental-attention-variant {variant}: its state is not passed from rank to "
-            f"rank, only that of {DELTA_NETS[-1]} is",
-            add=(f"{FLAG} megatron",),
-        )
     if burst.layout not in (*LAYOUTS, "auto"):
         yield Problem(
             f"{what} with --burst-layout {burst.layout}: every row's predecessor is on another "

@@ -1,15 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's gated delta net with its state passed from rank to rank.
+"""Megatron's gated delta nets with their state passed from rank to rank.
 
 Megatron shares the heads of such a layer by all-to-all, undoes zigzag and redoes it. Here every
 rank keeps its rows and all heads: the layer is built as on one context-parallel rank, and its
 forward takes the place of Megatron's with the layer's own projections, gates, norms and
 recomputation; what crosses ranks are rows of the convolution and states. Parameters and
 checkpoints are those of the layer.
+
+The second kind (`GatedDeltaNet2`, from 0.20 on) has gates for each channel: e erases, w writes,
+
+    S_t = (I - k_t (e_t * k_t)^T) D_t S_{t-1} + k_t (w_t * v_t)^T.
+
+With a_t = sqrt(e_t) and rows of the state scaled by it, R_t = diag(a_t) S_t, that is Kimi delta
+attention with keys a_t * k_t, values w_t * v_t, beta 1 and decays that follow the scale,
+
+    R_t = (I - (a_t k_t)(a_t k_t)^T) (a_t / a_{t-1}) D_t R_{t-1} + (a_t k_t)(w_t * v_t)^T,
+
+whose answers are those of S_t to queries q_t / a_t. Before a document a is 1.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,30 +35,39 @@ from ...linear_attention.short_convolution import short_convolution
 from .. import homes
 from ..checks.splitting import DELTA_NETS
 from ..patching import PatchSet, require_function
-from .state_layers import MixerKind, StateLayer, construct, forward
+from .state_layers import MixerKind, StateCall, StateLayer, construct, forward
 
-GatedDeltaNet = homes.module("gated_delta_net").GatedDeltaNet
+home = homes.module("gated_delta_net")
+GatedDeltaNet = home.GatedDeltaNet
 _SILU = ("silu", "swish")
+_SECOND: Any = getattr(home, "GatedDeltaNet2", None)
 
 
 def patch(patches: PatchSet) -> None:
     """Add to a set of patches what makes gated delta nets pass states; for 0.19 and newer."""
     family = next(cls for cls in GatedDeltaNet.__mro__ if "__init__" in vars(cls))
     names = ["config", "layer_number", "pg_collection"]
-    patches.wrap(family, "__init__", names, partial(construct, KIND))  # of further variants too
-    names = ["core_attn_out", "gate", "thd_cp_a2a_inv", "batch", "seq_len", "packed_seq_params"]
-    require_function(GatedDeltaNet, "_gated_norm_and_a2a", names)
-    require_function(GatedDeltaNet, "_prepare_input_for_gated_delta_rule", ["qkv", "gate"])
-    names = ["hidden_states", "inference_context", "packed_seq_params", "inference_params"]
-    patches.wrap(GatedDeltaNet, "forward", names, partial(forward, KIND))
+    patches.wrap(family, "__init__", names, _construct)
+    for kind in KINDS:
+        names = ["core_attn_out", "gate", "thd_cp_a2a_inv", "batch", "seq_len", "packed_seq_params"]
+        require_function(kind.known, "_gated_norm_and_a2a", names)
+        require_function(kind.known, "_prepare_input_for_gated_delta_rule", ["qkv", "gate"])
+        names = ["hidden_states", "inference_context", "packed_seq_params", "inference_params"]
+        patches.wrap(kind.known, "forward", names, partial(forward, kind))
 
 
-def _states(net: Any, config: Any, groups: Any) -> StateLayer:
+def _construct(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+    """That of all kinds; a further one, which none of ours is, is refused as if of the first."""
+    kind = next((one for one in KINDS if isinstance(self, one.known)), KIND)
+    construct(kind, original, self, *args, **kwargs)
+
+
+def _states(form: str, net: Any, config: Any, groups: Any) -> StateLayer:
     sizes: Any = (
         net.num_k_heads_local_tp, net.num_v_heads_local_tp, net.key_head_dim, net.value_head_dim,
         net.conv_kernel_dim,
     )  # fmt: skip
-    return StateLayer(config, groups, net.layer_number, "gated_delta_rule", sizes)
+    return StateLayer(config, groups, net.layer_number, form, sizes)
 
 
 def _forward(net: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) -> Any:
@@ -65,31 +86,46 @@ def _forward(net: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) ->
     if not silu:
         mixed = net.act_fn(mixed)
     inputs, gate = _prepared(net, mixed, gate, gates)
-    out = linear_attention(**inputs, **call).transpose(0, 1)
+    if "beta" not in inputs:
+        inputs = _one_gate(call=call, **inputs)
+    with warnings.catch_warnings():
+        if not mixed.is_cuda:  # where growth is looked for
+            # Of rows whose scale grows, the state does not.
+            warnings.filterwarnings("ignore", message="decay has positive logarithms")
+        out = linear_attention(**inputs, **call).transpose(0, 1)
     return _projected(net, out, gate)
 
 
 def _shapes(net: Any, mixed: torch.Tensor, gates: list[torch.Tensor]) -> dict[str, Any]:
-    """What `_prepared` will return, without the memory of it."""
+    """What `mb.linear_attention` will take, without the memory of it."""
     rows, batch = mixed.shape[:2]
     heads = net.num_v_heads_local_tp
 
     def like(*sizes: int, dtype: torch.dtype = mixed.dtype) -> torch.Tensor:
         return mixed.new_empty((), dtype=dtype).expand(rows, batch, *sizes)
 
+    erases = _of_channels(net)
+    channels = (net.key_head_dim,) if erases else ()
+    alpha, beta = gates[0 if erases else 1], gates[0]
     return {
         "q": like(heads, net.key_head_dim),
         "k": like(heads, net.key_head_dim),
         "v": like(heads, net.value_head_dim),
-        "decay": like(heads, dtype=torch.promote_types(gates[1].dtype, torch.float32)),
-        "beta": like(heads, dtype=gates[0].dtype),
+        "decay": like(heads, *channels, dtype=torch.promote_types(alpha.dtype, torch.float32)),
+        "beta": like(heads, dtype=beta.dtype),
     }
+
+
+def _of_channels(net: Any) -> bool:
+    """Whether the gates of a layer are of channels: whether it is of the second kind."""
+    return _SECOND is not None and isinstance(net, _SECOND)
 
 
 def _prepared(
     net: Any, mixed: torch.Tensor, gate: torch.Tensor, gates: list[torch.Tensor]
 ) -> tuple[dict[str, Any], torch.Tensor]:
-    """(q, k, v, decay and beta [s, b, ...], output gate [b, s, h, w]) by the layer's own methods.
+    """(q, k, v, decay, and beta or erase and write [s, b, ...], output gate [b, s, h, w]) by the
+    layer's own methods.
 
     These take and return [b, s, ...]; from 0.20 on, one of them makes all inputs.
     """
@@ -100,11 +136,44 @@ def _prepared(
     if hasattr(net, "_compute_g_and_beta"):
         q, k, v, gate, beta, alpha = prepare(mixed, gate, batch, rows, *gates)
         decay, beta = net._compute_g_and_beta(net.A_log, net.dt_bias, alpha, beta)
+        inputs = {"q": q, "k": k, "v": v, "decay": decay, "beta": beta}
     else:
         made = prepare(mixed, gate, net.A_log, net.dt_bias, batch, rows, *gates)
-        q, k, v, decay, gate, beta = (made[name] for name in ("q", "k", "v", "g", "gate", "beta"))
-    inputs = {"q": q, "k": k, "v": v, "decay": decay, "beta": beta}
+        names = {"q": "q", "k": "k", "v": "v", "g": "decay", "beta": "beta", "b": "erase",
+                 "w": "write"}  # fmt: skip
+        gate = made["gate"]
+        inputs = {names[name]: x for name, x in made.items() if name in names}
     return {name: x.transpose(0, 1) for name, x in inputs.items()}, gate
+
+
+def _one_gate(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    erase: torch.Tensor,
+    write: torch.Tensor,
+    call: StateCall,
+) -> dict[str, Any]:
+    """q, k, v, decay and beta of Kimi delta attention that does the same.
+
+    All [s, b, h, d] but v and write [s, b, h, w]; beta [s, b, h]. What erases less than the dtype
+    of decay can tell, squared, erases so much: its logarithm is a number.
+    """
+    least = torch.finfo(decay.dtype).eps ** 2
+    scale = erase.to(decay.dtype).clamp(min=least).log() / 2
+    root = scale.exp()
+    taps = scale.new_ones((scale.shape[2] * scale.shape[3], 2))
+    taps[:, 0] = -1
+    # The row before this one may be on another rank.
+    steps = short_convolution(scale.flatten(2), taps, **call)
+    return {
+        "q": (q / root).to(q.dtype),
+        "k": (k * root).to(k.dtype),
+        "v": (v * write).to(v.dtype),
+        "decay": decay + steps.view_as(scale),
+        "beta": torch.ones_like(decay[..., 0], dtype=erase.dtype),
+    }
 
 
 def _projected(net: Any, out: torch.Tensor, gate: torch.Tensor) -> Any:
@@ -167,4 +236,11 @@ def check_shared_heads(config: Any, tensor: int, ranks: int) -> None:
 
 # Of the methods the second chooses the rule.
 _METHODS = ("forward", "_setup_variant_attrs", "_resolve_cu_seqlens")
-KIND = MixerKind(GatedDeltaNet, _METHODS, _states, _forward, check_shared_heads)
+
+
+def _kind(known: Any, form: str) -> MixerKind:
+    return MixerKind(known, _METHODS, partial(_states, form), _forward, check_shared_heads)
+
+
+KIND = _kind(GatedDeltaNet, "gated_delta_rule")
+KINDS = (KIND, *([_kind(_SECOND, "kda")] if _SECOND is not None else []))

@@ -190,7 +190,7 @@ def refuse_states(name: str, original: Callable, self: Any, *args: Any, **kwargs
     given = given_to(original, (self, *args), kwargs)
     if states_passed(given["config"], given.get("pg_collection")):
         raise ValueError(
-            f"{name}: only MambaMixer and GatedDeltaNet pass their state from rank to rank; "
+            f"{name}: only Mamba mixers and gated delta nets pass their state from rank to rank; "
             f"{_INSTEAD}"
         )
     original(self, *args, **kwargs)

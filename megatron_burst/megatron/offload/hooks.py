@@ -26,9 +26,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
 
 from ...recompute.checkpoint import current
+from .. import homes
 from ..patching import PatchSet, given_to, require_function, require_parameters, wrap_steps
 from .demand import passes_in_flight
 from .tier import ASKED, tier_of
+
+MambaLayer: Any = homes.module("mamba_layer").MambaLayer
 
 
 def patch_layers(patches: PatchSet) -> None:
@@ -37,7 +40,8 @@ def patch_layers(patches: PatchSet) -> None:
     A layer that a checkpoint runs is left alone: the first time it saves nothing, and what it saves
     when it is run again is used at once.
     """
-    patches.wrap(TransformerLayer, "forward", [], partial(_moving, patches))
+    for layer in (TransformerLayer, MambaLayer):
+        patches.wrap(layer, "forward", [], partial(_moving, patches))
 
 
 def _moving(patches: PatchSet, original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
