@@ -197,7 +197,7 @@ class BurstConfig:
         Described(
             "how layers of sparse attention (DSA) exchange index keys and latents over "
             "context-parallel ranks; auto as --context-parallel-algo says if keys travel in it, "
-            "else as burst; ring is burst's; megatron keeps Megatron's all-gather",
+            "but multicast for burst; ring is burst's; megatron keeps Megatron's all-gather",
             names=("auto", *SPARSE, OFF),
         ),
     ] = "auto"
