@@ -614,8 +614,6 @@ MUTANTS = [
     # sparse: one call for chunks that are there together
     Mutant("execution/joined.py", "        first = stop\n", "",
            "all chunks get the first one's gradient"),
-    Mutant("execution/joined.py", "if not isinstance(target.place.at, slice):", "if False:",
-           "gradients of rows that lie apart are dropped"),
     Mutant("execution/joined.py", "if len(calls) == 1:", "if calls:",
            "a call has the keys of one chunk alone"),
     Mutant("sparse/pairs.py", "for each in works for span in each.k_spans",

@@ -108,9 +108,8 @@ class BurstCoreAttention(MegatronModule):
         **unknown: Any,
     ) -> None:
         super().__init__(config=config)
-        self._burst: BurstConfig = config.burst
-        self.cut = cut_of_run(self._burst.layout)
-        burst = self._burst
+        burst: BurstConfig = config.burst
+        self.cut = cut_of_run(burst.layout)
         check_config(config, burst)
         if attention_dropout:
             refuse([dropout_problem(attention_dropout)])
@@ -135,6 +134,7 @@ class BurstCoreAttention(MegatronModule):
         )  # fmt: skip
         self._layer = max(1, layer_number)
         self._window = layer_window(config, self._layer)
+        self._burst = burst.of_layer(self._layer, self._window is not None)
         self.current_max_attn_logits: torch.Tensor | None = None
         self._add_sink(config.num_attention_heads // pg_collection.tp.size())
         self.register_load_state_dict_pre_hook(_drop_extra_state)

@@ -153,19 +153,37 @@ class LayerKind:
             return plan
         if plan.choice is not None:
             book.chosen[known] = plan.choice.call
+        own = self.window, plan.algorithm
         if book.startup is None:
             more = "" if rates is None else f"; rates of {self.burst.cluster}"
             if self.burst.mask is not None:
                 more += f"; masks of {self.burst.mask}, called for every layer"
             if self.stream is not None:
                 more += exchange_line(book.groups, self.stream, self.attention, pack, (q, k, v))
+            if self.burst.per_layer is not None:
+                more += f"; per layer {self.burst.per_layer}, this is {self._which()}"
             more += priority_line(rings_of_normal_priority(book.groups))
             book.startup = plan.describe() + more
             book.log(book.startup)
+        elif self._apart and own not in book.logged:
+            book.log(f"{plan.describe()}; this is {self._which()}")
         elif book.groups.communicators != book.communicators:
             book.log(book.groups.communicators)
         book.communicators = book.groups.communicators
+        book.logged.add(own)
         return plan
+
+    @property
+    def _apart(self) -> bool:
+        """May layers of several kinds have several algorithms?"""
+        return self.burst.per_layer is not None or self.burst.algorithm == "auto"
+
+    def _which(self) -> str:
+        """Which layers these are, for people."""
+        if self.window is None:
+            return "layers without a window"
+        limits = ", ".join("all" if limit is None else str(limit) for limit in self.window)
+        return f"layers with the window ({limits})"
 
 
 @dataclass
