@@ -32,7 +32,6 @@ MODELS = {
         "nemotronh.nemotron_h_provider", "NemotronHModelProvider",
         {"hybrid_override_pattern": "M*"},
     ),
-    "Qwen2.5-VL": ("qwen_vl.qwen25_vl_provider", "Qwen25VLModelProvider", {}),
     "Gemma 3 VL": ("gemma_vl.gemma3_vl_provider", "Gemma3VLModelProvider", {}),
 }  # fmt: skip
 TINY = {
