@@ -30,7 +30,7 @@ QUICK = (
     "bundles", "tables_oracle",
     "two_way", "packing", "trajectories", "balanced", "tree", "trees", "rows", "state_scan",
     "short_convolution", "linear_attention_ranks", "linear_trees", "own_masks", "sight", "sparse",
-    "indexer_loss", "indexer_gradients",
+    "indexer_loss", "indexer_gradients", "sparse_joined",
 )  # fmt: skip
 
 # The tests to run first for the files of a folder, or for one file: most mutants do not live long.
@@ -55,7 +55,8 @@ NEAR = {
     "linear_attention/program": "short_convolution",
     "linear_attention/operation": "linear_attention_ranks",
     "linear_attention/tree_scan": "linear_trees", "layout/pieces": "linear_trees",
-    "sparse": "sparse", "sparse/sight": "sight", "sparse/pairs": "sight",
+    "execution/joined": "sparse_joined", "sparse": "sparse", "sparse/sight": "sight",
+    "sparse/pairs": "sight",
     "sparse/loss": "indexer_loss",
     "sparse/units": "sparse indexer_loss", "megatron": "indexer_gradients",
 }  # fmt: skip
@@ -102,7 +103,7 @@ MUTANTS = [
            "a message starts before its receiver is there"),
     Mutant("autotune/simulator.py", "np.maximum(sent, received)", "sent",
            "nobody waits for what is to arrive"),
-    Mutant("autotune/simulator.py", "rates.launch * (of_pair > 0)", "rates.launch * 0",
+    Mutant("autotune/simulator.py", "least, rates.launch)", "least, 0.0)",
            "calls of the kernel cost nothing"),
     Mutant("autotune/simulator.py", "programs[index >= head_chunks - deferred]", "programs[False]",
            "no head chunk computes its own pair last"),
@@ -610,6 +611,22 @@ MUTANTS = [
            "the first key of each row is lost"),
     Mutant("sparse/pairs.py", "if (firsts[:, 0] % block).any() or (firsts", "if (firsts",
            "blocks that begin within those of a selection pass for whole"),
+    # sparse: one call for chunks that are there together
+    Mutant("execution/joined.py", "        first = stop\n", "",
+           "all chunks get the first one's gradient"),
+    Mutant("execution/joined.py", "if len(calls) == 1:", "if calls:",
+           "a call has the keys of one chunk alone"),
+    Mutant("sparse/pairs.py", "for each in works for span in each.k_spans",
+           "for each in reversed(works) for span in each.k_spans",
+           "keys of a call lie under the positions of others"),
+    Mutant(_MULTICAST, "(_Turns if demand.wanted.joined else Ways)", "Ways",
+           "no two chunks of a node are there together"),
+    Mutant(_DIRECT, "if at_end and demand.wanted.joined:", "if False:",
+           "gathered keys are attended to chunk by chunk"),
+    Mutant("autotune/simulator.py", "np.maximum(total, least) + launch", "total + least + launch",
+           "the model adds reading to computing"),
+    Mutant("autotune/candidates.py", "q = sizes.width + out * latent", "q = sizes.width",
+           "the model reads the part of queries that travels"),
     # sparse: the indexer's loss
     Mutant("sparse/loss.py", "p = total / total.sum(", "p = total + 0 * total.sum(",
            "what the heads look at is not normalised"),

@@ -22,7 +22,7 @@ from benchmarks.cluster import emulated
 from benchmarks.cluster.emulated import BACKWARD
 from benchmarks.cluster.mail import LINKS, PASSES
 from benchmarks.cluster.record import Run, Work
-from megatron_burst.sparse import indexer, kernels
+from megatron_burst.sparse import indexer, kernels, registry
 from megatron_burst.sparse.pairs import SelectedPairs
 
 from .gathered import Gathering
@@ -68,7 +68,7 @@ def load(state: State, layer: Layer) -> None:
     def score(_: Any, call: Any, *__: Any) -> None:
         device.take(device.flops(call.work)[0])
 
-    kernels.KERNELS[KERNEL] = Sleeping
+    registry.KERNELS[KERNEL] = Sleeping
     indexer.Selecting.pair = score  # pyright: ignore[reportAttributeAccessIssue]
     network, rank = state["network"], state["rank"]
     sizes = (layer.index_heads, layer.index_width), (1, layer.index_width), (layer.index_heads,)

@@ -8,7 +8,7 @@ decides which one is taken.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -117,7 +117,8 @@ def on_grid(
     sizes = workload.sizes.shared(topology.ulysses)
     grid = Grid(topology.inter_size, topology.intra_size)
     spans = cost.ring_spans(workload.layout, topology, workload.seq_len)
-    want = wanted(workload.mask, spans, spans)
+    joined = workload.attended is not None
+    want = wanted(workload.mask, spans, spans, joined)
     assert rates.compute is not None
     columns = sizes.width + sizes.value_width * (1 + workload.latent)
     flops = 2.0 * sizes.heads * sizes.batch * columns
@@ -132,9 +133,12 @@ def on_grid(
         cuts = row_cuts(
             workload.layout, topology, workload.seq_len, workload.chunks, workload.blocks
         )
-        wants = [wanted(workload.mask, shards, spans) for _, shards, _ in cuts]
+        wants = [wanted(workload.mask, shards, spans, joined) for _, shards, _ in cuts]
         seconds = seconds / len(wants)  # chunks are balanced
-    longer, wires = rates.backward * seconds, ONE_NIC
+    longer, wires, least = rates.backward * seconds, ONE_NIC, (0.0, 0.0)
+    if joined:  # what a call takes depends on its queries, not on the rows of the chunk
+        rates = replace(rates, half_rows=0.0)
+        least = reading(sizes, rates.memory, workload.latent)
     if nodes is not None:
         wires = Wires(places=places(topology, nodes))
     per_nic = 1.0 if nodes is None else nodes.per_nic
@@ -154,11 +158,11 @@ def on_grid(
         sent = [_sent((*theres, *each), topology, sizes, len(wants) > 1) for each in backs]
         ready, *backs = ([Prepared(one, wires) for one in each] for each in (theres, *backs))
         for count in _head_chunks(sizes, fixed, alone):
-            forward = _time(ready, sizes, seconds, rates, count) + there_heads
+            forward = _time(ready, sizes, seconds, rates, count, least[0]) + there_heads
             for each, bytes_ in zip(backs, sent, strict=True):
                 backward = IDLE
                 if trained:
-                    backward = _time(each, sizes, longer, rates, count) + back_heads
+                    backward = _time(each, sizes, longer, rates, count, least[1]) + back_heads
                 side = each[0].schedule.side
                 yield Candidate(
                     _named(algorithm, topology), side, count, topology.ulysses,
@@ -167,12 +171,13 @@ def on_grid(
 
 
 def _time(
-    passes: Sequence[Prepared], sizes: Sizes, seconds: np.ndarray, rates: Rates, count: int
-) -> PassTime:
+    passes: Sequence[Prepared], sizes: Sizes, seconds: np.ndarray, rates: Rates, count: int,
+    least: float,
+) -> PassTime:  # fmt: skip
     """The time of all chunks' passes, one after another."""
     total = IDLE
     for each in passes:
-        total += simulator.pass_time(each, sizes, seconds, rates, count)
+        total += simulator.pass_time(each, sizes, seconds, rates, count, least=least)
     return total
 
 
@@ -251,6 +256,19 @@ def sharing(
         taken = max(*busy, size * topology.ulysses / rates.copying)
         passes.append(PassTime(taken + 2 * (rates.posting + rates.exchange_start), 0.0, *busy))
     return passes[0], passes[1]
+
+
+def reading(sizes: Sizes, memory: float, latent: bool) -> tuple[float, float]:
+    """Seconds that a call of sparse attention, forward and backward, takes at least: queries,
+    results and gradients of all its rows pass through memory, of so many bytes per second, however
+    few keys of the call a row has selected. Forward reads q, and reads and writes out in the dtype
+    of sums; backward reads q and its output's gradient, and reads and writes dq as forward out.
+    latent: are values columns of the keys, which are wider by as many?"""
+    rows = sizes.tokens * sizes.batch * sizes.heads
+    out, each, both = sizes.value_width, sizes.itemsize, 2 * sizes.stat_itemsize
+    q = sizes.width + out * latent
+    forward, backward = each * q + both * out, each * (q + out) + both * q
+    return rows * forward / memory, rows * backward / memory
 
 
 def grids(ranks: int, intra: int, sizes: Sizes) -> list[Topology]:

@@ -149,7 +149,8 @@ class Cluster:
         """
         compute = self.gpu.peak * self.gpu.attention
         if self.rates is not None:
-            return self.rates if self.rates.compute else replace(self.rates, compute=compute)
+            memory = min(self.rates.memory, self.gpu.memory_rate)
+            return replace(self.rates, compute=self.rates.compute or compute, memory=memory)
         return Rates(
             intra=self.gpu.nvlink * NVLINK,
             inter=self.nic_rate * NIC,
@@ -161,6 +162,7 @@ class Cluster:
             half_rows=HALF_ROWS,
             slowdown=SLOWDOWN,
             exchange=EXCHANGE,
+            memory=self.gpu.memory_rate,
         )
 
     def run_rates(self, per_node: int) -> Rates:

@@ -40,6 +40,7 @@ ROWS = 64, 8192  # of a tile, at least and at most
 FLAT, ULYSSES = Channel("flat", False), Channel("ulysses", False)  # they reach all neighbours
 SHORT = 8  # rows of a tile that is all launching
 TIMES = 2  # that a size is timed
+COPIED = 2**25  # bytes of a copy on the device
 
 
 class Peers(NamedTuple):
@@ -123,9 +124,13 @@ def links(groups: Groups, device: torch.device) -> Rates:
     both = [peers(groups, link) for link in ("intra", "inter")]
     latencies, speeds = zip(*(link_speeds(groups, each, device) for each in both), strict=True)
     posting = max(_posting(groups, each, device) for each in both)
+    memory = median(_of_ranks(groups, _memory_rate(device)))
     counters.intra, counters.inter = before
     groups.cache["rates"] = rates = Rates(
-        *(min(of_ranks) for of_ranks in speeds), latency=max(latencies), posting=posting
+        *(min(of_ranks) for of_ranks in speeds),
+        latency=max(latencies),
+        posting=posting,
+        memory=memory,
     )
     return rates
 
@@ -238,6 +243,13 @@ def _posting(groups: Groups, peers: Peers | None, device: torch.device) -> float
         return max(_of_ranks(groups, 0.0))
     posted = median(exchange_seconds(start, device)[0] for _ in range(POSTS))
     return max(_of_ranks(groups, posted))
+
+
+def _memory_rate(device: torch.device) -> float:
+    """Bytes per second that a copy on the device reads and writes."""
+    x = torch.zeros(COPIED, dtype=torch.uint8, device=device)
+    there = x.clone()
+    return 2 * COPIED / min(seconds(lambda: there.copy_(x), device) for _ in range(TIMES))
 
 
 def _of_ranks(groups: Groups, value: float) -> list[float]:

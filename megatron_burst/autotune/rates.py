@@ -40,6 +40,8 @@ class Rates:
     fetch it themselves.
     copying: bytes per second at which an all-to-all's tensors are cut up and joined, beside its
     messages.
+    memory: bytes per second that a device reads and writes of its memory; for sparse attention,
+    whose calls read all queries and add to all results.
     shared: on which nodes ranks share NICs, `inter` being that of a rank alone; None: it is what
     every rank gets.
 
@@ -61,10 +63,20 @@ class Rates:
     exchange_start: float = 0.0
     copying: float = math.inf
     handling: float = 0.0
+    memory: float = math.inf
     shared: Nodes | None = None
 
     def __post_init__(self):
-        for name in ("intra", "inter", "compute", "backward", "exchange", "nic", "copying"):
+        for name in (
+            "intra",
+            "inter",
+            "compute",
+            "backward",
+            "exchange",
+            "nic",
+            "copying",
+            "memory",
+        ):
             value = getattr(self, name)
             if name in ("compute", "nic") and value is None:
                 continue

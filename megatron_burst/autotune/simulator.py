@@ -148,13 +148,15 @@ def pass_time(
     wires: Wires = ONE_NIC,
     disturbed: Disturbance | None = None,
     recording: Recording | None = None,
+    least: float = 0.0,
 ) -> PassTime:
     """The time from the common start of all ranks to the end of the last rank's pass.
 
     schedule: where it is `Prepared`, the wires are its own. seconds: float [G, G], what a device
     needs for the pair of query chunk i and key chunk j, all heads; each head chunk computes its
     share of it. disturbed: ranks and messages that are slower. recording: told what
-    happens when.
+    happens when. least: seconds that a call takes at least; where the schedule joins the pairs of a
+    step, they are one.
     """
     prepared = schedule if isinstance(schedule, Prepared) else Prepared(schedule, wires)
     pairs, between = prepared.schedule.tables.pairs, prepared.between
@@ -162,7 +164,7 @@ def pass_time(
     of_pair = seconds[pairs.query, pairs.key] * prepared.shares / head_chunks
     if rates.half_rows:
         of_pair = of_pair * (1 + rates.half_rows / np.maximum(prepared.pair_rows, 1))
-    of_pair = of_pair + rates.launch * (of_pair > 0)
+    of_pair = _of_calls(prepared.schedule, of_pair, least, rates.launch)
     if disturbed is not None:
         per_byte = per_byte * disturbed.of_bytes(prepared.schedule.tables.transfers)
     sent = prepared.bytes_of(sizes) / head_chunks
@@ -184,6 +186,18 @@ def pass_time(
     )
     busy = (head_chunks * float(each) for each in (computing, *sending))
     return PassTime(float(clocks.clock.max()) + rates.start, *busy)
+
+
+def _of_calls(schedule: Schedule, of_pair: np.ndarray, least: float, launch: float) -> np.ndarray:
+    """float: seconds of each pair, what its call takes besides with the first of the call."""
+    pairs = schedule.tables.pairs
+    if not schedule.wanted.joined:
+        return np.where(of_pair > 0, np.maximum(of_pair, least) + launch, 0.0)
+    call = pairs.step.astype(np.int64) * schedule.grid.size + pairs.rank
+    _, first, of = np.unique(call, return_index=True, return_inverse=True)
+    total, found = np.bincount(of, of_pair), of_pair.copy()
+    found[first] += np.where(total > 0, np.maximum(total, least) + launch - total, 0.0)
+    return found
 
 
 def _per_byte(prepared: Prepared, rates: Rates) -> np.ndarray:

@@ -49,13 +49,15 @@ class Target(NamedTuple):
 @dataclass(frozen=True)
 class Call:
     """One call of the kernel: the query and key chunks as they are held, what it planned for
-    them, and what it adds to: the output, or the gradients of the queries and of the keys."""
+    them, and what it adds to: the output, or the gradients of the queries and of the keys. parts:
+    the calls for which it stands, whose keys `joined` puts together; else none."""
 
     pair: Pair
     queries: Chunk
     keys: Chunk
     work: Any
     targets: tuple[Target, ...]
+    parts: tuple[Call, ...] = ()
 
 
 @dataclass(frozen=True)

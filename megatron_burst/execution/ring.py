@@ -124,6 +124,11 @@ class Ring:
             self._land(step.index)
             for call in step.calls:
                 with self._range("queries of rank %d, keys of rank %d", *call.pair[:2]):
+                    if call.parts:
+                        from . import joined  # which no dense attention needs
+
+                        joined.compute(call, self.chunks, self.partials, self.compute)
+                        continue
                     queries, keys = self.chunks[call.queries], self.chunks[call.keys]
                     sums = [self.partials.open(target) for target in call.targets]
                     self.compute.pair(call, queries.tensors, keys.tensors, sums)

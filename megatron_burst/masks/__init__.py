@@ -10,11 +10,11 @@ says which rows have to travel.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .base import Band, Cover, Mask, shards_visible
+from .base import Band, Cover, Mask
 from .positions import Causal, Dilated, Full, Prefix, Window
 
 if TYPE_CHECKING:
-    from .tables import BlockSparse, Dense, Documents
+    from .tables import BlockSparse, Dense, Documents, SameSpan, shards_visible
     from .tree import Tree
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Full",
     "Mask",
     "Prefix",
+    "SameSpan",
     "Tree",
     "Window",
     "shards_visible",
@@ -35,7 +36,8 @@ __all__ = [
 
 
 # Masks that a plain call does not need; imported when they are first asked for.
-_LATE = {"BlockSparse": "tables", "Dense": "tables", "Documents": "tables", "Tree": "tree"}
+_LATE = dict.fromkeys(["BlockSparse", "Dense", "Documents", "SameSpan", "shards_visible"], "tables")
+_LATE["Tree"] = "tree"
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 
 from ..layout import Span, Spans
-from ..layout.layouts import Shards, pieces_of
 
 FAR = 1 << 60  # farther than any two positions are apart
 
@@ -67,6 +66,13 @@ class Viewers(NamedTuple):
         """Where do these see whatever the others may see?"""
         wider = (self.first <= other.first) & (self.last >= other.last)
         return wider & (self.left >= other.left) & (self.right >= other.right) & self.exact
+
+    def reached(self, keys: Spans) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(first, last) of the queries that may see some of `keys`; and, where `exact`, all."""
+        return [
+            (np.maximum(self.first, x - self.right), np.minimum(self.last, y + self.left))
+            for x, y in ((keys.start, keys.last), (keys.last, keys.start))
+        ]
 
 
 class Mask:
@@ -198,9 +204,8 @@ class Combined(VectorMask):
     """Two masks and the operator between them."""
 
     symbol: str
-    #: of two covers, or of two reaches of a band, the one that the pair has; and the other extreme
+    #: of two covers, the one that the pair has
     inner: np.ufunc
-    outer: np.ufunc
 
     def __init__(self, a: Mask, b: Mask):
         if not isinstance(a, Mask) or not isinstance(b, Mask):
@@ -231,20 +236,6 @@ class Combined(VectorMask):
     def covers(self, q_spans: Spans, k_spans: Spans) -> np.ndarray:
         return self.inner(self.a.covers(q_spans, k_spans), self.b.covers(q_spans, k_spans))
 
-    def viewers(self, k_spans: Spans) -> Viewers:
-        a, b = self.a.viewers(k_spans), self.b.viewers(k_spans)
-        return Viewers(
-            first=self.outer(a.first, b.first),
-            last=self.inner(a.last, b.last),
-            left=self.inner(a.left, b.left),
-            right=self.inner(a.right, b.right),
-            exact=self.exact(a, b),
-        )
-
-    def exact(self, a: Viewers, b: Viewers) -> np.ndarray:
-        """Where do the extremes of both say exactly what the pair of masks shows?"""
-        raise NotImplementedError
-
     def __repr__(self) -> str:
         return f"({self.a!r} {self.symbol} {self.b!r})"
 
@@ -252,7 +243,7 @@ class Combined(VectorMask):
 class _And(Combined):
     """What both masks let through."""
 
-    symbol, inner, outer = "&", np.minimum, np.maximum
+    symbol, inner = "&", np.minimum
 
     @property
     def windowed(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -268,14 +259,16 @@ class _And(Combined):
         a, b = self.a.bands(q_spans, k_spans), self.b.bands(q_spans, k_spans)
         return Bands(np.minimum(a.left, b.left), np.minimum(a.right, b.right), a.known & b.known)
 
-    def exact(self, a: Viewers, b: Viewers) -> np.ndarray:
-        return a.exact & b.exact
+    def viewers(self, k_spans: Spans) -> Viewers:
+        a, b = self.a.viewers(k_spans), self.b.viewers(k_spans)
+        first, (last, left, right) = np.maximum(a.first, b.first), map(np.minimum, a[1:4], b[1:4])
+        return Viewers(first, last, left, right, a.exact & b.exact)
 
 
 class _Or(Combined):
     """What either mask lets through."""
 
-    symbol, inner, outer = "|", np.maximum, np.minimum
+    symbol, inner = "|", np.maximum
 
     def narrowed(self, other: Mask) -> Mask | None:
         if self.a.narrowed(other) is None and self.b.narrowed(other) is None:
@@ -291,19 +284,20 @@ class _Or(Combined):
         touch = (a.left + b.right >= -1) & (b.left + a.right >= -1)
         return Bands(left, right, a.known & b.known & (touch | a_empty | b_empty))
 
-    def exact(self, a: Viewers, b: Viewers) -> np.ndarray:
-        return a.holds(b) | b.holds(a)
-
-
-def shards_visible(mask: Mask, q_shards: Shards, k_shards: Shards) -> np.ndarray:
-    """bool [G, G]: may any query of q_shards[i] see any key of k_shards[j] under `mask`?
-
-    A shard is the spans of a rank, possibly none. False is a promise; True follows `Mask.cover`, so
-    it may stand where nothing is visible.
-    """
-    queries, keys = pieces_of(q_shards), pieces_of(k_shards)
-    rows, columns = (x[:, None] for x in queries.span), (x[None] for x in keys.span)
-    i, j = np.nonzero(mask.covers(Spans(*rows), Spans(*columns)) != Cover.EMPTY)
-    visible = np.zeros((len(q_shards), len(k_shards)), dtype=bool)
-    visible[queries.owner[i], keys.owner[j]] = True
-    return visible
+    def viewers(self, k_spans: Spans) -> Viewers:
+        a, b = self.a.viewers(k_spans), self.b.viewers(k_spans)
+        first, (last, left, right) = np.minimum(a.first, b.first), map(np.maximum, a[1:4], b[1:4])
+        one = a.holds(b) | b.holds(a)
+        if one.all():
+            return Viewers(first, last, left, right, one)
+        # Where the queries that see all keys of a span by one mask or the other leave no gap, they
+        # are all that see any: Causal() | SameSpan(). Elsewhere, who may see some is narrowed down.
+        (some_a, all_a), (some_b, all_b) = a.reached(k_spans), b.reached(k_spans)
+        begin, end = np.minimum(some_a[0], some_b[0]), np.maximum(some_a[1], some_b[1])
+        both = np.zeros_like(one)
+        for x, y in ((all_a, all_b), (all_b, all_a)):
+            both |= (x[0] <= begin) & (y[0] <= x[1] + 1) & (y[1] >= end)
+        both &= a.exact & b.exact & ~one
+        first, last = np.where(one, first, begin), np.where(one, last, end)
+        left, right = np.where(both, FAR, left), np.where(both, FAR, right)
+        return Viewers(first, last, left, right, one | both)

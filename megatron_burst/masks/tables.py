@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks that look positions up in a table: Documents, BlockSparse, Dense."""
+"""Masks that look positions up in a table: Documents, SameSpan, BlockSparse, Dense; and a table of
+which shards see which."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from ..layout import Span, Spans, document_bounds, integer, padding_documents
+from ..layout.layouts import Shards, pieces_of
 from .base import FAR, Cover, Mask, VectorMask, Viewers, cover_where
 
 
@@ -68,12 +70,13 @@ class Documents(VectorMask):
     def viewers(self, k_spans: Spans) -> Viewers:
         after, end = self.document(k_spans.start), self.document(k_spans.last)
         edges = np.concatenate([[-FAR], self.bounds, [FAR]])  # no document, the documents, none
-        far, hidden = np.full(np.shape(after), FAR), self._all_hidden(after, end)
+        hidden = self._all_hidden(after, end)
         first, last = (
             np.where(hidden, FAR, edges[after]),
             np.where(hidden, -FAR, edges[end + 1] - 1),
         )
-        return Viewers(first, last, far, far, after == end)
+        far = np.where(hidden, -FAR, FAR)  # of no query, so that any other mask holds it
+        return Viewers(first, last, far, far, (after == end) | hidden)
 
     def _all_hidden(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
         """Are all documents from `first` to `last` padding?"""
@@ -94,6 +97,50 @@ class Documents(VectorMask):
     def __repr__(self) -> str:
         padding = f", padding={self.padding}" if self.padding else ""
         return f"Documents({self.bounds.tolist()}{padding})"
+
+
+class SameSpan(VectorMask):
+    """Positions of one span see each other, in both directions; all others see nothing by it.
+
+    spans: (start, stop) of each, integers in ascending order that do not overlap; of several that
+    touch, each sees only itself. Where the tokens of an image see each other and all others what is
+    before them, the mask is Causal() | SameSpan(images). ValueError for other spans.
+    """
+
+    flash_compatible = True
+
+    def __init__(self, spans: Sequence[tuple[int, int]] | np.ndarray):
+        self.spans = _spans(spans)
+        edges = [0, *(edge for span in self.spans for edge in span), FAR]
+        # Documents of which every second one is padding: what is between the spans, and after.
+        self.documents = Documents(edges, padding=range(0, len(edges), 2))
+
+    @property
+    def cacheable(self) -> bool:
+        return False  # every batch has other spans
+
+    def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
+        return self.documents.visible(q, k)
+
+    def covers(self, q_spans: Spans, k_spans: Spans) -> np.ndarray:
+        return self.documents.covers(q_spans, k_spans)
+
+    def viewers(self, k_spans: Spans) -> Viewers:
+        return self.documents.viewers(k_spans)
+
+    @property
+    def breaks(self) -> np.ndarray:
+        return self.documents.bounds
+
+    def check(self, seq_len: int) -> None:
+        if self.spans and self.spans[-1][1] > seq_len:
+            raise ValueError(
+                f"spans: the last one ends at {self.spans[-1][1]}, the sequence has {seq_len} "
+                "positions"
+            )
+
+    def __repr__(self) -> str:
+        return f"SameSpan({[*self.spans]})"
 
 
 class _Table(Mask):
@@ -196,6 +243,37 @@ class Dense(_Table):
 
     def __repr__(self) -> str:
         return f"Dense({self.digest})"
+
+
+def shards_visible(mask: Mask, q_shards: Shards, k_shards: Shards) -> np.ndarray:
+    """bool [G, G]: may any query of q_shards[i] see any key of k_shards[j] under `mask`?
+
+    A shard is the spans of a rank, possibly none. False is a promise; True follows `Mask.cover`, so
+    it may stand where nothing is visible.
+    """
+    queries, keys = pieces_of(q_shards), pieces_of(k_shards)
+    rows, columns = (x[:, None] for x in queries.span), (x[None] for x in keys.span)
+    i, j = np.nonzero(mask.covers(Spans(*rows), Spans(*columns)) != Cover.EMPTY)
+    visible = np.zeros((len(q_shards), len(k_shards)), dtype=bool)
+    visible[queries.owner[i], keys.owner[j]] = True
+    return visible
+
+
+def _spans(spans: Sequence[tuple[int, int]] | np.ndarray) -> tuple[tuple[int, int], ...]:
+    """The spans as plain numbers; ValueError for what does not ascend or overlaps."""
+    try:
+        given = np.asarray(spans)
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged, elsewhere, or with a gradient
+        raise ValueError(f"spans must be pairs of integers on the host, got {spans}") from error
+    edges = given.reshape(-1).astype(np.int64) if given.dtype.kind in "iu" else np.empty(0, int)
+    pairs = given.size == 0 or (given.dtype.kind in "iu" and given.shape[1:] == (2,))
+    ascending = (edges[:1] >= 0).all() and (np.diff(edges) >= 0).all()
+    if spans is None or not pairs or not ascending or (edges[1::2] == edges[::2]).any():
+        raise ValueError(
+            "spans must be pairs (start, stop) of integers from 0 on, in ascending order, start "
+            f"before stop and without overlaps, got {spans}"
+        )
+    return tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
 def _square(table: np.ndarray) -> np.ndarray:

@@ -40,11 +40,13 @@ class MaskBatch:
 
     seq_len: tokens of the sequence, or of the pack, over all context-parallel ranks. cu_seqlens:
     the boundaries of a pack's documents, from 0 to seq_len, with padding as documents of its own;
-    None for one sequence.
+    None for one sequence. spans: (first, stop) of what `vision.with_spans` was told, images for
+    instance; None where it was not called.
     """
 
     seq_len: int
     cu_seqlens: tuple[int, ...] | None
+    spans: tuple[tuple[int, int], ...] | None = None
 
 
 def mask_function(path: str) -> Callable[..., object]:

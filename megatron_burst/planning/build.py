@@ -112,11 +112,17 @@ def make_pass(
         tuple(_step(boundary, rank, kept, payloads, calls) for boundary in boundaries)
         for boundaries in (program, schedule.program(rank, own_last=True))
     )
-    return Pass(
+    run = Pass(
         name, steps, deferred, whole, dict(longest),
         Counter(hop.chunk for hop in hops if hop.src == rank), left,
         held_bytes(schedule.tables, program, rank, schedule.row_bytes),
     )  # fmt: skip
+    if schedule.wanted.joined:
+        from ..execution import joined  # which no dense attention needs
+
+        kernel: Any = works.kernel
+        run = joined.joined(run, kernel.joined_work)
+    return run
 
 
 def _calls(

@@ -77,6 +77,11 @@ class RingRequest:
         """Positions of the whole sequence."""
         return self.request.tensors[0].shape[0] * self.groups.size
 
+    def wanted(self, queries: Shards) -> Wanted:
+        """What these queries want. Kernels of sparse attention take the pairs of a step at once."""
+        kernel, mask = self.request.kernel, self.request.mask
+        return wanted(mask, queries, self.keys, getattr(kernel, "joins", False))
+
 
 def passes(request: Request, groups: Groups, sizes: Sizes, keys: Shards) -> Passes:
     """The whole pipeline for one rank; arguments as of `RingRequest`."""
@@ -136,10 +141,10 @@ def demands(ring: RingRequest) -> list[RowDemand]:
         from ..recompute import selection
 
         stored = selection.split(mask, length, options.store, groups.size)
-    whole = wanted(mask, ring.keys, ring.keys) if options.visiting == "host" else None
+    whole = ring.wanted(ring.keys) if options.visiting == "host" else None
     found = []
     for rows, queries, members in cuts:
-        seen = wanted(mask, queries, ring.keys)
+        seen = ring.wanted(queries)
         # Keys that rest on the host: what the first row chunk brings is for all of them.
         forward = seen if whole is None else replace(whole, queries=seen.queries)
         own = members[ranks.index(groups.rank)]
@@ -160,7 +165,7 @@ def _again(
 
     again = tuple(part(each, rest) for each in queries)
     here, before = (part(each, kept).rows for each in (queries[ring.groups.ring.rank], own))
-    seen = wanted(ring.request.mask, [each.spans for each in again], ring.keys)
+    seen = ring.wanted([each.spans for each in again])
     return Again(again, here, before, seen)
 
 

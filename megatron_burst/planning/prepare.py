@@ -139,33 +139,15 @@ def plan_of(request: Request, groups: Groups, choice: Choice | None = None) -> P
     else:
         made = make()
     job = Job(
-        ring=groups.ring,
-        ulysses=groups.ulysses,
-        ulysses_links=groups.ulysses_links,
-        kernel=request.kernel,
-        scoring=request.scoring,
-        wire_dtype=request.wire_dtype,
-        needs_grad=request.needs_grad,
-        heads=q.shape[2],
-        kv_heads=k.shape[2],
-        head_chunks=options.head_chunks or 1,
-        chunks=made.chunks,
-        order=made.order,
-    )
+        ring=groups.ring, ulysses=groups.ulysses, ulysses_links=groups.ulysses_links,
+        kernel=request.kernel, scoring=request.scoring, wire_dtype=request.wire_dtype,
+        needs_grad=request.needs_grad, heads=q.shape[2], kv_heads=k.shape[2],
+        head_chunks=options.head_chunks or 1, chunks=made.chunks, order=made.order,
+    )  # fmt: skip
     # Nothing else would tell ranks whose tables differ where messages bear no envelope.
     facts = request.facts | {"schedule": made.digest}
     return Plan(
-        groups=groups,
-        options=options,
-        layout=request.layout,
-        mask=request.mask,
-        signature=signature(*request.tensors),
-        sizes=sizes,
-        passes=made.schedules,
-        facts=facts,
-        identity=identity(facts),
-        digest=made.digest,
-        job=job,
-        again=made.again,
-        choice=choice,
-    )
+        groups=groups, options=options, layout=request.layout, mask=request.mask,
+        signature=signature(*request.tensors), sizes=sizes, passes=made.schedules, facts=facts,
+        identity=identity(facts), digest=made.digest, job=job, again=made.again, choice=choice,
+    )  # fmt: skip

@@ -68,17 +68,11 @@ class Request:
         """This rank's share, before heads are shared."""
         q, k, v = self.tensors
         return Sizes(
-            tokens=q.shape[0],
-            batch=q.shape[1],
-            heads=q.shape[2],
-            kv_heads=k.shape[2],
-            width=q.shape[3],
-            value_width=v.shape[3],
-            itemsize=q.element_size(),
+            tokens=q.shape[0], batch=q.shape[1], heads=q.shape[2], kv_heads=k.shape[2],
+            width=q.shape[3], value_width=v.shape[3], itemsize=q.element_size(),
             stat_itemsize=accumulation_dtype(q.dtype).itemsize,
-            wire_itemsize=self.wire_dtype.itemsize,
-            needs_grad=self.needs_grad,
-        )
+            wire_itemsize=self.wire_dtype.itemsize, needs_grad=self.needs_grad,
+        )  # fmt: skip
 
 
 def check(
@@ -136,16 +130,9 @@ def check(
         "rates": rates,
     }
     return Request(
-        tensors=tensors,
-        options=resolved,
-        layout=layout,
-        mask=mask,
-        kernel=kernel,
-        scoring=Scoring(scale, options.softcap),
-        wire_dtype=wire_dtype,
-        needs_grad=needs_grad,
-        facts=facts,
-    )
+        tensors, resolved, layout, mask, kernel, Scoring(scale, options.softcap), wire_dtype,
+        needs_grad, facts,
+    )  # fmt: skip
 
 
 def _wire_dtype(options: AttentionOptions, q: torch.Tensor) -> torch.dtype:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..config import BurstConfig
 from ..megatron.patching import log, show_log
-from . import validate
+from . import validate, vision
 from .kinds import translating
 from .layers import burst_layer_spec, is_ours
 
@@ -65,11 +65,7 @@ def apply_burst(recipe: Any, *, intra: int | None = None, **choices: Any) -> Any
             "recipe must be a ConfigContainer of Megatron-Bridge with a GPT model, or a "
             f"run.Partial of NeMo 2; got {what}, which has no transformer_layer_spec"
         )
-    if any("vision" in name for name in vars(model)):
-        raise ValueError(
-            f"recipe: {type(model).__name__} is a vision-language model, which shares sequences "
-            "between ranks in its own way; apply_burst supports text models only"
-        )
+    vision.check_provider(model)
     base, before = model.transformer_layer_spec, {}
     if is_ours(base):
         base, before = base.keywords["base"], base.keywords.get("before", {})

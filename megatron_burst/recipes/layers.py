@@ -12,7 +12,7 @@ from typing import Any
 
 from ..megatron import patching, specs
 from ..megatron.patching import show_log
-from . import packed
+from . import packed, vision
 from .kinds import translated, translating
 
 
@@ -35,6 +35,7 @@ def burst_layer_spec(
         layers = specs.burst_layer_spec(config, vp_stage, base=base, **choices)
     patching.translate_with(functools.partial(translated, config))
     packed.patch_bridge()
+    vision.patch_bridge()
     return layers
 
 

@@ -20,6 +20,7 @@ from ..megatron.data.cut import installed_layout
 from ..megatron.patching import check_version
 from .kinds import translating
 from .layers import fields_of, is_ours
+from .vision import vision_problems
 
 _NAME = "recipes"
 
@@ -53,6 +54,7 @@ def check(recipe: Any) -> None:
             *backend_problems(transformer, burst),
             *_group_problems(recipe, transformer, burst.algorithm),
             *lm_head_problems(transformer, burst),
+            *vision_problems(model, transformer),
         ])  # fmt: skip
 
 

@@ -44,12 +44,14 @@ class Wanted:
     """Which pairs of chunks see something, and which rows of them: of all ranks of a ring.
 
     visible: bool [G, G], may queries of rank i see keys of rank j? queries, keys: the rows of every
-    chunk by the ranks that have to do with them.
+    chunk by the ranks that have to do with them. joined: are the pairs of a step one call, so that
+    few steps are better?
     """
 
     visible: np.ndarray
     queries: Bundles
     keys: Bundles
+    joined: bool = False
 
     def whole(self) -> Wanted:
         """The same with whole chunks, whichever rows of them are wanted."""
@@ -150,13 +152,14 @@ def everything(size: int, rows: int = 1) -> Wanted:
     return Wanted(visible, bundles, bundles)
 
 
-def wanted(mask: Mask, q_shards: Shards, k_shards: Shards) -> Wanted:
+def wanted(mask: Mask, q_shards: Shards, k_shards: Shards, joined: bool = False) -> Wanted:
     """What the ranks with these queries and keys want of each other; a shard is spans, or none."""
     queries, keys = rows_seen(mask, q_shards, k_shards)
     return Wanted(
         queries.ranks(len(q_shards)),
         _bundles(queries, len(q_shards)),
         _bundles(keys, len(k_shards)),
+        joined,
     )
 
 

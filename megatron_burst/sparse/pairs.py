@@ -37,7 +37,8 @@ class SelectedPairs:
         sights: Sights | None = None,
     ):
         self.mask, self.sights = mask, Sights() if sights is None else sights
-        self.queries, self.condition = self.sights.of(mask, tuple(q_spans))
+        self.q_spans, self.k_spans = tuple(q_spans), tuple(k_spans)
+        self.queries, self.condition = self.sights.of(mask, self.q_spans)
         k = np.concatenate([span.positions() for span in k_spans])
         order = np.argsort(k, kind="stable")
         self.keys = k[order]
@@ -99,6 +100,7 @@ class PairKernel:
     maximum = False
     deterministic = True
     passed_over: tuple[str, ...] = ()
+    joins = True  # a call reads its queries, and reads and writes their results, whatever it has
 
     def __init__(
         self, by: Any, of: SelectionRule | None, heads: int, top_k: int,
@@ -118,6 +120,11 @@ class PairKernel:
         if all(c == Cover.EMPTY for c in covers):
             return None
         return SelectedPairs(mask, q_spans, k_spans, self._sights)
+
+    def joined_work(self, works: Sequence[SelectedPairs]) -> SelectedPairs:
+        """That of the keys of several pairs, one behind the other."""
+        first, spans = works[0], [span for each in works for span in each.k_spans]
+        return SelectedPairs(first.mask, first.q_spans, spans, first.sights)
 
     def forward(self, *_: Any, **__: Any) -> None:
         raise NotImplementedError

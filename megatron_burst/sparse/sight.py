@@ -68,8 +68,10 @@ def interval(mask: Mask, q: np.ndarray) -> Interval | None:
     if isinstance(mask, Combined):
         a, b = interval(mask.a, q), interval(mask.b, q)
         return None if a is None or b is None else _joined(mask.symbol, a, b)
-    from ..masks.tables import Documents  # not needed by other masks
+    from ..masks.tables import Documents, SameSpan  # not needed by other masks
 
+    if isinstance(mask, SameSpan):
+        return interval(mask.documents, q)
     if kind is Documents:
         assert isinstance(mask, Documents)
         document = mask.document(q)

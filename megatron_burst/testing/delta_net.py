@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..megatron import homes
 from ..megatron.patching import PatchSet
 
-_DELTA_NET = "megatron.core.ssm.gated_delta_net"
 _SPECS = "megatron.core.models.gpt.experimental_attention_variant_module_specs"
 # Of hybrid models, from 0.18 on and before.
 _STACKS = ("megatron.core.models.hybrid.hybrid_block", "megatron.core.ssm.mamba_block")
@@ -33,7 +33,7 @@ def patch(patches: PatchSet) -> None:
     if stack is not None:
         patches.replace(stack, "TENorm", WrappedTorchNorm)
     # From 0.19 on; before, a delta net has one module and no part here.
-    parts = [_module(f"{_DELTA_NET}.{part}") for part in ("common", "gdn")]
+    parts = [homes.find(f"gated_delta_net.{part}") for part in ("common", "gdn")]
     if all(parts):
         _patch_delta_net(patches, *parts)
         _patch_builder(patches, importlib.import_module(_SPECS))
@@ -55,7 +55,7 @@ def _patch_delta_net(patches: PatchSet, common: Any, gdn: Any) -> None:
         "causal_conv1d": causal_conv1d,
         "chunk_gated_delta_rule": gdn.torch_chunk_gated_delta_rule,
     }
-    gdn2 = _module(f"{_DELTA_NET}.gdn2")  # from 0.20 on
+    gdn2 = homes.find("gated_delta_net.gdn2")  # from 0.20 on
     if gdn2 is not None:
         stand_ins["chunk_gdn2"] = gdn2.torch_chunk_gdn2
     for module in filter(None, (common, gdn, gdn2)):

@@ -25,11 +25,6 @@ from megatron.core.models.gpt.experimental_attention_variant_module_specs import
 )
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-from megatron.core.ssm import gated_delta_net as delta_nets
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
-from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
-from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -48,8 +43,12 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+from ..megatron import homes
 from ..megatron.checks.splitting import DELTA_NETS, DSA, OLDEST
 from ..megatron.patching import core_version
+
+_nets, _mixers = homes.module("gated_delta_net"), homes.module("mamba_mixer")
+_mambas = homes.module("mamba_layer")
 
 
 def local_block_spec(
@@ -106,8 +105,8 @@ def delta_net(config: Any) -> ModuleSpec:
     norm: Any = LocalSpecProvider().layer_norm(rms_norm=rms, for_qk=False)
     second = config.experimental_attention_variant == "gdn2"
     return ModuleSpec(
-        module=getattr(delta_nets, "GatedDeltaNet2") if second else GatedDeltaNet,  # noqa: B009
-        submodules=GatedDeltaNetSubmodules(
+        module=_nets.GatedDeltaNet2 if second else _nets.GatedDeltaNet,
+        submodules=_nets.GatedDeltaNetSubmodules(
             in_proj=ColumnParallelLinear,
             out_norm=norm,
             out_proj=RowParallelLinear,
@@ -192,8 +191,8 @@ def local_hybrid_stack_spec() -> ModuleSpec:
             mamba_layer=_mamba(),
             gdn_layer=_attention(
                 ModuleSpec(
-                    module=GatedDeltaNet,
-                    submodules=GatedDeltaNetSubmodules(
+                    module=_nets.GatedDeltaNet,
+                    submodules=_nets.GatedDeltaNetSubmodules(
                         in_proj=_COLUMNS,
                         out_norm=_NORM,
                         out_proj=_ROWS,
@@ -229,12 +228,12 @@ def _further_heads() -> ModuleSpec:
 
 def _mamba() -> ModuleSpec:
     mixer = ModuleSpec(
-        module=MambaMixer,
-        submodules=MambaMixerSubmodules(in_proj=_COLUMNS, out_proj=_ROWS),
+        module=_mixers.MambaMixer,
+        submodules=_mixers.MambaMixerSubmodules(in_proj=_COLUMNS, out_proj=_ROWS),
     )
     return ModuleSpec(
-        module=MambaLayer,
-        submodules=MambaLayerSubmodules(
+        module=_mambas.MambaLayer,
+        submodules=_mambas.MambaLayerSubmodules(
             norm=_NORM,
             mixer=mixer,
             mamba_bda=_ADD,
@@ -269,7 +268,7 @@ def _mlp() -> ModuleSpec:
         submodules=MLPSubmodules(linear_fc1=_COLUMNS, linear_fc2=_ROWS),
     )
     return ModuleSpec(
-        module=MLPLayer,
+        module=homes.module("mlp_layer").MLPLayer,
         submodules=TransformerLayerSubmodules(
             pre_mlp_layernorm=_NORM,
             mlp=mlp,

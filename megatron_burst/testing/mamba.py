@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..megatron import homes
 from ..megatron.checks.splitting import OLDEST
 from ..megatron.patching import PatchSet, core_version
 
@@ -23,8 +24,7 @@ def patch(patches: PatchSet) -> None:
     without Transformer Engine, run on a CPU."""
     if core_version() < OLDEST:  # whose mixers need triton to be imported
         return
-    from megatron.core.ssm import mamba_mixer
-
+    mamba_mixer = homes.module("mamba_mixer")
     if not mamba_mixer.HAVE_MAMBA_SSM:
         patches.replace(mamba_mixer, "HAVE_MAMBA_SSM", True)
         patches.replace(mamba_mixer, "ExtendedRMSNorm", GatedNorm)

@@ -25,6 +25,7 @@ from megatron_burst.cli import main as cli
 INSTALLED = {"megatron": "megatron.core", "bridge": "megatron.bridge", "nemo2": "nemo"}
 ELSEWHERE = {
     "bridge": "tests/recipes runs it",
+    "megatron-lite": "tests/lite runs it",
     "megatron-ranks": "tests/megatron runs it",
     "nemo2": "NeMo 2 cannot run without a GPU",
 }

@@ -288,6 +288,45 @@ def differently_called(keyword, ranks):
         return f"{type(caught).__name__}: {caught}"
 
 
+def counted_by_megatron(
+    hidden_states, labels, loss_mask, output_layer, output_weight, runtime_gather_output,
+    is_training, compute_language_model_loss, config, cp_group=None, packed_seq_params=None,
+):  # fmt: skip
+    """`process_mtp_loss` of a Megatron that divides by the tokens of a context-parallel group."""
+    import torch
+    from megatron.core.transformer import multi_token_prediction as mtp
+
+    def whole(count):
+        count = count.float()
+        dist.all_reduce(count, group=cp_group)
+        return count
+
+    hidden, *heads = hidden_states.chunk(1 + config.mtp_num_layers)
+    asked = {"shifts": -1, "dims": -1, "cp_group": cp_group}
+    at_first = whole(loss_mask.sum())
+    for number, head in enumerate(heads):
+        labels, _ = mtp.roll_tensor(labels, **asked)
+        loss_mask, _ = mtp.roll_tensor(loss_mask, **asked)
+        count = whole(loss_mask.sum()).clamp(min=1)
+        losses = compute_language_model_loss(labels, output_layer(head)[0]) * loss_mask
+        scaled = losses * config.mtp_loss_scaling_factor / config.mtp_num_layers / count
+        scaled = scaled * (at_first if config.calculate_per_token_loss else cp_group.size())
+        hidden = mtp.MTPLossAutoScaler.apply(hidden, scaled)
+        if is_training:
+            tracker = mtp.MTPLossLoggingHelper.tracker
+            tracker.setdefault("values", torch.zeros(config.mtp_num_layers))
+            tracker["values"][number] += losses.detach().sum() * cp_group.size() / count
+    return hidden
+
+
+def further_losses_counted(per_token, kept):
+    """`further_losses` in a Megatron that counts over groups itself."""
+    from megatron.core.transformer import multi_token_prediction as mtp
+
+    with mock.patch.object(mtp, "process_mtp_loss", counted_by_megatron):
+        return further_losses(per_token, kept)
+
+
 def further_losses(per_token, kept):
     """Worst errors, against arithmetic on whole sequences, of what two further heads do on this of
     four ranks to 32 tokens of which only ``kept`` count: (gradients, logged losses)."""
@@ -417,6 +456,25 @@ def logged(flags):
     finally:
         logger.setLevel(level)
     return told
+
+
+def algorithms_of_layers(flags):
+    """{number of a layer of this rank: the algorithm of its plan} in a run with these flags."""
+    from megatron_burst.megatron.attention import core_attention
+
+    attention, found = core_attention.attention, {}
+
+    def noting(*tensors, plan, label, **options):
+        found.setdefault(label, plan.algorithm)
+        assert found[label] == plan.algorithm
+        return attention(*tensors, plan=plan, label=label, **options)
+
+    with (
+        mock.patch.object(core_attention, "attention", noting),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        _run(flags)
+    return found
 
 
 @contextlib.contextmanager

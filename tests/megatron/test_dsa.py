@@ -65,7 +65,8 @@ def test_four_ranks_as_megatrons_gather_and_as_one(ran):
     check(ours, ran({}))
     (line,) = ours[0]["lines"]
     assert line.startswith(
-        "DSA: index keys and latents by burst | 4 x 1 | layout zigzag | bytes per layer and rank: "
+        "DSA: index keys and latents by multicast | 4 x 1 | layout zigzag | "
+        "bytes per layer and rank: "
         # 16 rows of 8 numbers in fp32, of which half the ranks need half.
         "index keys "
     )
@@ -118,7 +119,7 @@ def test_layers_of_a_hybrid_model(ran):
     [
         ({"sparse": "megatron"}, {}),
         ({"sparse": "all_gather"}, FULL),
-        pytest.param({"sparse": "multicast"}, {}, marks=pytest.mark.slow),
+        pytest.param({"sparse": "ring"}, {}, marks=pytest.mark.slow),
         pytest.param({"algorithm": "double_ring"}, {}, marks=pytest.mark.slow),
         pytest.param(
             {},
@@ -130,8 +131,18 @@ def test_layers_of_a_hybrid_model(ran):
 def test_other_ways(ran, chosen, changes):
     ours = ran(CP4, chosen, changes)
     check(ours, ran(CP4, None, changes | GATHER))
-    name = chosen.get("sparse") or chosen.get("algorithm") or "burst"
-    words = {"megatron": "cp_comm_type None is now allgather, for --burst-sparse megatron"}
+    name = chosen.get("sparse") or chosen.get("algorithm") or "multicast"
+    words = {
+        "megatron": "cp_comm_type None is now allgather, for --burst-sparse megatron",
+        "ring": "DSA: index keys and latents by burst |",
+    }
     assert ours[0]["lines"][0].startswith(
         words.get(name, f"DSA: index keys and latents by {name} |")
     )
+
+
+def test_an_algorithm_per_layer(ran):
+    ours = ran(CP4, {"per_layer": "1=multicast,2=ring"}, {})
+    check(ours, ran(CP4, None, GATHER))
+    for name in ("multicast", "ring"):
+        assert any(f"index keys and latents by {name} |" in line for line in ours[0]["lines"])

@@ -79,8 +79,9 @@ def test_every_layout(layout):
 
 def test_which_algorithm_carries_keys():
     for algorithm, sparse, expected in (
-        ("burst", "auto", "burst"), ("all_gather", "auto", "all_gather"), ("tile", "auto", "burst"),
-        ("ring", "auto", "ring"), ("auto", "auto", "auto"), ("ring", "ring", "burst"),
+        ("burst", "auto", "multicast"), ("all_gather", "auto", "all_gather"),
+        ("tile", "auto", "multicast"), ("ring", "auto", "ring"),
+        ("auto", "auto", "auto"), ("ring", "ring", "burst"),
         ("burst", "multicast", "multicast"), ("auto", "all_gather", "all_gather"),
     ):  # fmt: skip
         chosen = mb.BurstConfig(algorithm=algorithm, sparse=sparse)

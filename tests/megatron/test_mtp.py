@@ -25,6 +25,15 @@ def test_losses_are_those_of_whole_sequences(four, per_token, kept):
         assert logged < 1e-6
 
 
+@pytest.mark.skipif(not SEPARATE, reason="Megatron-Core 0.16: GPTModel does it")
+@pytest.mark.parametrize("per_token", [True, False])
+@pytest.mark.parametrize("kept", ["all", "middle", "few", "none"])
+def test_what_megatron_counts_over_groups_is_not_counted_again(four, per_token, kept):
+    for gradients, logged in four(session.further_losses_counted, per_token, KEPT[kept]):
+        assert gradients < 1e-6
+        assert logged < 1e-6
+
+
 @pytest.mark.skipif(SEPARATE, reason="Megatron-Core 0.16 alone")
 def test_gpt_model_counts_an_equal_share_of_all_tokens(four):
     counts = four(session.counted_by_gpt_model, KEPT["middle"])

@@ -223,7 +223,7 @@ def test_a_recipe_without_us_is_not_cut_by_the_layout_of_another(llama):
         ({}, ["dist.use_decentralized_pg=true"], "^dist.use_decentralized_pg=True: "),
         ({}, ["model.experimental_attention_variant=gated_delta_net"],
          "^model.experimental_attention_variant gated_delta_net at model.context_parallel_size 4: "
-         "passing the state .* needs Megatron-Core 0.19 .* add linear megatron"),
+         "passing the state .* needs Megatron-Core 0.19 .* does not split these layers at all"),
         ({"layout": "striped", "attention_layout": "zigzag"}, [],
          "^attention_layout zigzag with layout striped: .* add layout contiguous"),
         ({"lm_head_loss": "single_pass"}, ["model.cross_entropy_loss_fusion=true"],

@@ -3,7 +3,7 @@
 A server: it imports Bridge once, which takes longer than three steps, and forks the ranks of each
 job that it reads from its input (JSON lines; the exit status of each is one line of output). Rank 0
 writes loss and gradient norm of every step, unrounded, to the file the job names. A job with
-`words` is a call of the launcher on one rank.
+`words` is a call of the launcher on one rank; one with `models` runs those of `models`.
 """
 
 import copy
@@ -23,6 +23,14 @@ def job(work):
         from megatron_burst.cli.main import main
 
         sys.exit(main(["recipe", "--cpu", *work["words"]]))
+    if "vision" in work:
+        import qwen
+
+        return qwen.run(work)
+    if "models" in work:
+        import models
+
+        return models.run(work)
     from megatron.bridge.training.callbacks import CallbackManager
     from megatron.bridge.training.config import ConfigContainer
     from megatron.bridge.training.gpt_step import forward_step

@@ -43,7 +43,8 @@ def test_no_tensor_has_scores_of_all_rows_and_keys(monkeypatch, algorithm):
         loss = mb.indexer_loss(*index, q, k, chosen, rule="dsa", **named)
         torch.autograd.backward([x.sum() for x in (*outs, *loss)])
     rows = S // RANKS
-    assert rows * 2 * WIDTH <= seen.most < rows * rows < rows * S  # not even of one chunk
+    each = 1 if algorithm == "burst" else 2  # chunks: all keys are scored at once, a few rows each
+    assert rows * 2 * WIDTH <= seen.most < each * rows * rows < rows * S
 
 
 @pytest.mark.parametrize(("algorithm", "keys"), [("ring", 2), ("burst", 2), ("all_gather", 3)])

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 import megatron_burst as mb
+from megatron_burst.autotune.candidates import reading
 from megatron_burst.autotune.gpus import gpu
 from megatron_burst.cli import main
 from megatron_burst.tools import model_arguments
@@ -15,7 +16,7 @@ from megatron_burst.tools.advise import rivals, settings
 from megatron_burst.tools.advise.account.operators import LayerSizes, attention_half
 from megatron_burst.tools.advise.account.rings import core_of
 from megatron_burst.tools.advise.account.tape import Tape
-from megatron_burst.tools.advise.forecast.attention_time import attention_time, reading, sizes_of
+from megatron_burst.tools.advise.forecast.attention_time import attention_time, sizes_of
 from megatron_burst.tools.advise.shapes import models
 from megatron_burst.tools.advise.shapes.layer_kinds import Indexer
 
@@ -84,11 +85,13 @@ def test_where_few_keys_are_selected_queries_and_results_decide():
     free = replace(slow, rates=replace(RATES, intra=math.inf))
     rows = S // CP * HEADS
     forward, backward = rows * (2 * 576 + 8 * 512), rows * (2 * 576 + 2 * 512 + 8 * 576)
-    assert reading(sizes_of(MODEL, RUN), slow.gpu) == (forward, backward)
+    assert reading(sizes_of(MODEL, RUN), 1.0, latent=True) == (forward, backward)
     # compute takes no time, so no pair is counted as computed; with any it is one call per chunk
-    found = attention_time(MODEL, replace(free, rates=replace(free.rates, compute=1e30)), RUN)
-    assert found.forward == pytest.approx(CP * forward)
-    assert found.backward == pytest.approx(CP * backward)
+    free = replace(free, rates=replace(free.rates, compute=1e30))
+    for algorithm, calls in (("burst", CP), ("multicast", 1), ("all_gather", 1)):
+        found = attention_time(MODEL, free, replace(RUN, algorithm=algorithm))
+        assert found.forward == pytest.approx(calls * forward)
+        assert found.backward == pytest.approx(calls * backward)
 
 
 def test_what_travels_are_index_keys_once_and_latents_with_their_gradients():

@@ -39,6 +39,7 @@ from ..data.cut import (
 )
 from ..data.datasets import documents_expected
 from ..data.packed import Pack, packs
+from ..data.rope import mrope_of_packs
 from .groups import book_of, micro_batch_groups
 from .plan_book import WHOLE, LayerKind, PlanBook, RowChunking, nothing_seen
 from .relayout import Around
@@ -108,9 +109,8 @@ class BurstCoreAttention(MegatronModule):
         **unknown: Any,
     ) -> None:
         super().__init__(config=config)
-        self._burst: BurstConfig = config.burst
-        self.cut = cut_of_run(self._burst.layout)
-        burst = self._burst
+        burst: BurstConfig = config.burst
+        self.cut = cut_of_run(burst.layout)
         check_config(config, burst)
         if attention_dropout:
             refuse([dropout_problem(attention_dropout)])
@@ -135,6 +135,7 @@ class BurstCoreAttention(MegatronModule):
         )  # fmt: skip
         self._layer = max(1, layer_number)
         self._window = layer_window(config, self._layer)
+        self._burst = burst.of_layer(self._layer, self._window is not None)
         self.current_max_attn_logits: torch.Tensor | None = None
         self._add_sink(config.num_attention_heads // pg_collection.tp.size())
         self.register_load_state_dict_pre_hook(_drop_extra_state)
@@ -230,6 +231,8 @@ class BurstCoreAttention(MegatronModule):
                         "and replay one plan, and every pack has its own; leave attention out of "
                         "them, or call without packed_seq_params"
                     )
+                if getattr(self.config, "mrope_section", None):
+                    raise mrope_of_packs()
                 pack = self._pack(book, packed_seq_params, query)
         tensors = {"q": query, "k": key, "v": value}
         return AttentionCall(
@@ -375,6 +378,12 @@ def check_pack(config: Any, layout: Layout, total: int, size: int, uncut: bool) 
             "trains, or take --burst-layout zigzag"
         )
     documents_apart = size == 1 or isinstance(layout, DocumentZigzag)
+    if getattr(config, "language_model_type", None) is not None and not documents_apart:
+        raise ValueError(
+            "packed_seq_params of LLaVAModel, which cuts every document in zigzag order: take "
+            "--burst-layout zigzag and documents of multiples of 2 x --context-parallel-size "
+            f"({2 * size}) tokens"
+        )
     if getattr(config, "apply_rope_fusion", False) and not documents_apart:
         raise ValueError(
             "fused rope of packed sequences works only with --burst-layout zigzag and "

@@ -13,20 +13,26 @@ from megatron.core.extensions import transformer_engine
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
 from ...recompute.checkpoint import Framed, Offload, current, framed
-from .. import patching
+from .. import homes, patching
 from ..checks.splitting import attends
 from ..data.cut import group_of
 from ..offload.tier import tier_of
 from ..patching import bound_to, given_to, require_function
 from .core_attention import BurstCoreAttention
 
+DSAttention: Any = homes.module("dsa").DSAttention
+
 
 def patch_attention(patches: patching.PatchSet) -> None:
-    """Add to a set of patches what puts our core attention into attention layers."""
+    """Add to a set of patches what puts our core attention into attention layers.
+
+    Constructors are where every spec meets its configuration. Megatron's providers of modules
+    (`core_attention()`) do not know it: specs of a GPT ask them by the name of a backend, those of
+    hybrid models not at all.
+    """
     stock = _stock_core_attentions()
     for cls in (Attention, MultiLatentAttention):
         named = ["config", "submodules", "pg_collection"]

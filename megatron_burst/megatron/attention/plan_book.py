@@ -109,10 +109,17 @@ class LayerKind:
     def own_mask(self, pack: Pack | None, seq_len: int) -> Mask | None:
         """That of `--burst-mask`, for one sequence of `seq_len` tokens over all ranks or for the
         documents of a pack. Raises `ValueError` for one that is none."""
+        documents, spans = (None, None) if pack is None else (pack.documents, pack.spans)
         if self.burst.mask is None:
+            if spans is not None:
+                raise ValueError(
+                    "packed_seq_params: with_spans told where images lie, and no mask reads it: "
+                    "add --burst-mask megatron_burst.megatron.vision:gemma3 (or gemma4, or one of "
+                    "your own), or leave with_spans out where attention is causal"
+                )
             return None
         layer = MaskLayer(self.number, self.causal, self.window)
-        batch = MaskBatch(seq_len, None if pack is None else pack.documents)
+        batch = MaskBatch(seq_len, documents, spans)
         return users_mask(self.burst.mask, layer, batch)
 
     def prepare(
@@ -148,19 +155,37 @@ class LayerKind:
             return plan
         if plan.choice is not None:
             book.chosen[known] = plan.choice.call
+        own = self.window, plan.algorithm
         if book.startup is None:
             more = "" if rates is None else f"; rates of {self.burst.cluster}"
             if self.burst.mask is not None:
                 more += f"; masks of {self.burst.mask}, called for every layer"
             if self.stream is not None:
                 more += exchange_line(book.groups, self.stream, self.attention, pack, (q, k, v))
+            if self.burst.per_layer is not None:
+                more += f"; per layer {self.burst.per_layer}, this is {self._which()}"
             more += priority_line(rings_of_normal_priority(book.groups))
             book.startup = plan.describe() + more
             book.log(book.startup)
+        elif self._apart and own not in book.logged:
+            book.log(f"{plan.describe()}; this is {self._which()}")
         elif book.groups.communicators != book.communicators:
             book.log(book.groups.communicators)
         book.communicators = book.groups.communicators
+        book.logged.add(own)
         return plan
+
+    @property
+    def _apart(self) -> bool:
+        """May layers of several kinds have several algorithms?"""
+        return self.burst.per_layer is not None or self.burst.algorithm == "auto"
+
+    def _which(self) -> str:
+        """Which layers these are, for people."""
+        if self.window is None:
+            return "layers without a window"
+        limits = ", ".join("all" if limit is None else str(limit) for limit in self.window)
+        return f"layers with the window ({limits})"
 
 
 @dataclass

@@ -18,6 +18,7 @@ from ...config import BurstConfig
 from .. import patching
 from .config import HIDDEN_STATES, config_problems, kernel_problems
 from .features import feature_problems, packing_problems
+from .per_layer import mixed
 from .problem import ConfigView, Problem, Rule, broken, excluded
 from .sparse import gathers, sparse_layers
 from .splitting import FLAG as LINEAR
@@ -101,6 +102,7 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
     yield from _world(settings)
     # What Megatron asks for where its own sparse attention runs, ordinary launch scripts have.
     fits = sparse_layers(settings) is not None and gathers(settings)
+    fits = fits or mixed(getattr(settings, "cp_comm_type", None))  # refused already
     for name in () if fits else flags.given(argv, "--cp-comm-type"):
         yield Problem(
             f"{name} chooses how Megatron's own attention exchanges keys and values, and "

@@ -21,6 +21,7 @@ from ...kernels import flash_packages
 from ...schedule.topology import Topology
 from ..users_mask import mask_function
 from .cuda_graphs import graph_problems
+from .per_layer import exchange_problems, per_layer_problems
 from .problem import ConfigView, Problem, Refused, Rule, broken, excluded, refuse
 from .sparse import sparse_problems
 from .splitting import (
@@ -67,6 +68,7 @@ def config_problems(
         )
     yield from cluster_problems(burst, config)
     yield from mask_problems(config, burst)
+    yield from per_layer_problems(config, burst)
     yield from sparse_problems(config, burst)
     if not attends(config, burst):
         yield from two_layout_problems(config, burst)
@@ -88,6 +90,7 @@ def config_problems(
             yield from _tensor_problems(config, seq_length)
     if burst.store:
         yield from broken(_STORE, config, burst, f"--burst-attention-store {burst.store}")
+    yield from exchange_problems(config)
     yield from hybrid_problems(config)
     yield from two_layout_problems(config, burst)
     yield from linear_problems(config, burst)

@@ -48,7 +48,10 @@ def sparse_algorithm(burst: BurstConfig) -> str:
     if burst.algorithm == "auto":
         return burst.algorithm
     known = ALGORITHMS.get(burst.algorithm)
-    return burst.algorithm if known is not None and known.keeps else SPARSE["ring"]
+    # A call reads all queries, so the default has one for each node and not for each chunk.
+    if burst.algorithm == SPARSE["ring"] or known is None or not known.keeps:
+        return SPARSE["multicast"]
+    return burst.algorithm
 
 
 def gathers(config: Any) -> bool:

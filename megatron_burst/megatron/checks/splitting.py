@@ -208,6 +208,7 @@ LAYOUTS = ("zigzag", "contiguous", "balanced")  # a row's predecessor is mostly 
 # Symbols of a pattern that stand for no such layer: attention, MLP, experts, bounds.
 _OTHERS = frozenset("*+D-E|/")
 PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")  # the second until 0.17
+_SPLIT_DELTA_NETS = (0, 18)  # the first Megatron-Core that does, by heads
 _HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 
 
@@ -241,11 +242,18 @@ def linear_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
         return
     if core_version() < OLDEST:
         version, oldest = (".".join(map(str, one)) for one in (core_version(), OLDEST))
+        delta = getattr(config, "experimental_attention_variant", None) in DELTA_NETS
+        whole = delta and core_version() < _SPLIT_DELTA_NETS
+        instead = (
+            "which does not split these layers at all: install a newer one"
+            if whole
+            else "whose own all-to-all of heads can run instead"
+        )
         yield Problem(
             f"{what} at --context-parallel-size {config.context_parallel_size}: passing the state "
             f"of these layers from rank to rank needs Megatron-Core {oldest} or newer, and this is "
-            f"{version}, whose own all-to-all of heads can run instead",
-            add=(f"{FLAG} megatron",),
+            f"{version}, {instead}",
+            add=() if whole else (f"{FLAG} megatron",),
         )
         return
     if burst.layout not in (*LAYOUTS, "auto"):

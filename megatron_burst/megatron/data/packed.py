@@ -48,7 +48,8 @@ class Pack:
     bounds: boundaries of the documents in the pack, each with the padding behind it; what pads the
     end of the pack is one more. end: where that begins.
     documents: boundaries for the mask, for which padding is a document of its own. padding: which
-    of these documents are padding: they see nothing, and nothing sees them.
+    of these documents are padding: they see nothing, and nothing sees them. spans: of images, if a
+    script told them (`vision.with_spans`), for a mask of the user's.
     """
 
     total: int
@@ -56,6 +57,7 @@ class Pack:
     end: int
     documents: tuple[int, ...]
     padding: tuple[int, ...] = ()
+    spans: tuple[tuple[int, int], ...] | None = None
 
     @property
     def mask(self) -> Mask:
@@ -175,13 +177,23 @@ class Packs:
 
     def is_tree(self, cu_seqlens: torch.Tensor) -> bool:
         """Whether this very tensor stands for a prefix tree."""
-        return cu_seqlens in self._trees
+        pack: Any = self._trees.get(cu_seqlens)
+        return pack is not None and pack.spans is None
+
+    def note_spans(self, cu_seqlens: torch.Tensor, pack: Pack) -> None:
+        """Remember that `cu_seqlens` stands for `pack`, which says where images lie besides."""
+        self.note_tree(cu_seqlens, pack)
 
     def of(self, total: int, cu_seqlens: torch.Tensor, padded: torch.Tensor | None = None) -> Pack:
         """As `pack_of`, which is asked once for tensors that nobody has changed since."""
-        tree: Any = self._trees.get(cu_seqlens)
-        if tree is not None:
-            return tree
+        noted: Any = self._trees.get(cu_seqlens)
+        if noted is not None and noted.spans is not None and noted.total != total:
+            raise ValueError(
+                f"packed_seq_params: with_spans was told a seq_len of {noted.total}, and the "
+                f"batch has {total} tokens"
+            )
+        if noted is not None:
+            return noted
         state = total, cu_seqlens._version, None if padded is None else padded._version
         entries: Any = self._known.setdefault(cu_seqlens, {})
         with_padding = padded is not None

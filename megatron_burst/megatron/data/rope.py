@@ -14,6 +14,7 @@ Shape letters: S tokens of the whole sequence, d rotary width.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -105,7 +106,18 @@ def _of_own_positions(layout: str, original: Callable, *args: Any, **named: Any)
     mine = to_device(held.positions(ids.shape[-1]), ids.device)
     given["position_ids"] = ids.index_select(-1, mine)
     given["cp_group"] = ONE_RANK
-    return original(*bound.args, **bound.kwargs)
+    angles = original(*bound.args, **bound.kwargs)
+    patching.notes()[_AXES] = weakref.ref(angles)
+    return angles
+
+
+def mrope_of_packs() -> ValueError:
+    """The error for a packed batch of a model whose positions have several axes."""
+    return ValueError(
+        "packed_seq_params with --position-embedding-type mrope: Megatron takes angles of packed "
+        "documents by their places, not by position_ids, so images would lose their axes; call the "
+        "model without packed_seq_params, one sequence per batch row"
+    )
 
 
 def packed_rope(
@@ -120,6 +132,9 @@ def packed_rope(
     t, cu_seqlens, freqs, group = (
         given.pop(name, None) for name in ("t", "cu_seqlens", "freqs", "cp_group")
     )
+    axes = patching.notes().get(_AXES, lambda: None)()
+    if axes is not None and axes.data_ptr() == freqs.data_ptr():
+        raise mrope_of_packs()
     # Newer versions also take max_seqlen, which only their own slicing needs.
     named = {k: x for k, x in given.items() if k in signature_of(rotate).parameters}
     if group is not None and is_blank(freqs):
@@ -159,6 +174,7 @@ def _held(layout: str, group: Any) -> HeldRows:
 
 
 _NOTE = "rotary tables"
+_AXES = "the last angles of several axes"
 TABLES_KEPT = 2  # training and evaluation, or the micro-batches of a forward and of a backward
 
 

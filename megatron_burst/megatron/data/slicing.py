@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import parallel_state, utils
 from megatron.core.models.common.embeddings import (  # noqa: F401  two from-import what we replace
@@ -189,6 +190,16 @@ def shard_sequence(
     group = _group(group, packed_seq_params)
     index = _order(x.shape[dim], packed_seq_params, group, [group.rank()], cutting=True)
     return x.index_select(dim, index.to(x.device))
+
+
+def held_positions(
+    rows: int, packed_seq_params: Any = None, group: Any = None
+) -> tuple[np.ndarray, int]:
+    """int64 [rows]: the positions in the whole sequence of the tokens that `shard_sequence` leaves
+    to this rank; and how many tokens that has."""
+    group = _group(group, packed_seq_params)
+    total = rows * group.size()
+    return _order(total, packed_seq_params, group, [group.rank()], cutting=False).numpy(), total
 
 
 def gather_sequence(

@@ -28,16 +28,17 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.ssm import gated_delta_net as home
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ...linear_attention.operation import linear_attention
 from ...linear_attention.short_convolution import short_convolution
+from .. import homes
 from ..checks.splitting import DELTA_NETS
 from ..patching import PatchSet, require_function
 from .state_layers import MixerKind, StateCall, StateLayer, construct, forward
 
+home = homes.module("gated_delta_net")
+GatedDeltaNet = home.GatedDeltaNet
 _SILU = ("silu", "swish")
 _SECOND: Any = getattr(home, "GatedDeltaNet2", None)
 

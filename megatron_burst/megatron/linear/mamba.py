@@ -13,22 +13,21 @@ Shape letters: s local rows, b batch, h heads of width p, g groups of states of 
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.ssm.mamba_mixer import MambaMixer
 
 from ...linear_attention.operation import linear_attention
 from ...linear_attention.short_convolution import short_convolution
+from .. import homes
 from ..patching import PatchSet
 from .state_layers import MixerKind, StateLayer, construct, forward, refuse_states
 
+MambaMixer = homes.module("mamba_mixer").MambaMixer
 # Mixers of main that share heads in their own way: module, class.
-_OTHERS = (("megatron.core.ssm.gated_delta_product", "GatedDeltaProductMixer"),)
+_OTHERS = (("gated_delta_product", "GatedDeltaProductMixer"),)
 
 
 def patch(patches: PatchSet) -> None:
@@ -38,8 +37,9 @@ def patch(patches: PatchSet) -> None:
     names = ["hidden_states", "inference_context", "inference_params", "packed_seq_params"]
     patches.wrap(MambaMixer, "forward", names, partial(forward, KIND))
     for home, name in _OTHERS:
-        if importlib.util.find_spec(home) is not None:
-            mixer = getattr(importlib.import_module(home), name)
+        there = homes.find(home)
+        if there is not None:
+            mixer = getattr(there, name)
             patches.wrap(mixer, "__init__", ["config"], partial(refuse_states, name))
 
 

@@ -4,7 +4,8 @@
 Megatron divides the loss of a further head by the tokens of one rank and then averages over ranks.
 With uneven masks (already the last token counts on one rank only) the loss and its gradient depend
 on how a sequence is split. Here the counts are those of the context-parallel group, so the result
-is that of one rank with the whole sequence.
+is that of one rank with the whole sequence. A Megatron that counts over the group itself is left
+alone: a probe, once per group, tells.
 
 Shape letters: s tokens of this context-parallel rank, b batch.
 """
@@ -23,6 +24,8 @@ from megatron.core.transformer import multi_token_prediction as mtp
 from .. import patching
 from ..attention.plan_book import splits_attention
 from ..patching import bound_to, given_to, require_function
+
+_NOTE = "mtp counts of groups"
 
 
 def patch(patches: patching.PatchSet) -> None:
@@ -60,6 +63,8 @@ def _normalized(original: Callable, *args: Any, **named: Any) -> Any:
     labels = given["labels"] if given["labels"] is not None else given.get("input_ids")
     if group is None or group.size() == 1 or not splits_attention(group) or labels is None:
         return original(*args, **named)
+    if _counts_groups(original, given, group):
+        return original(*args, **named)
     mask = given.get("loss_mask")
     mask = torch.ones_like(labels) if mask is None else mask
     packed = given.get("packed_seq_params")
@@ -77,6 +82,52 @@ def _normalized(original: Callable, *args: Any, **named: Any) -> Any:
         config.calculate_per_token_loss = False
         config.mtp_loss_scaling_factor = config.mtp_loss_scaling_factor * whole[0] / group.size()
     return original(*bound.args, **bound.kwargs)
+
+
+def _counts_groups(original: Callable, given: dict[str, Any], group: Any) -> bool:
+    """Whether process_mtp_loss itself divides by the counts of the group; a collective, once.
+
+    It is asked for the gradients of two rows on the first rank and one on the others: by counts of
+    the rank those of every rank sum to the same.
+    """
+    known = patching.notes().setdefault(_NOTE, [])
+    for one, answer in known:
+        if one is group:
+            return answer
+    kept, device = 2 if group.rank() == 0 else 1, given["hidden_states"].device
+    hidden = torch.zeros(8, 1, 1, device=device, requires_grad=True)  # rows of the model, of a head
+    mask = (torch.arange(4, device=device) < kept).float()[None]
+    config = copy.copy(given["config"])
+    config.mtp_num_layers, config.mtp_loss_scaling_factor = 1, 1.0
+    config.calculate_per_token_loss = config.mtp_detach_heads = False
+    config.cross_entropy_loss_fusion = False
+    asked = {
+        **dict.fromkeys(given), "hidden_states": hidden, "config": config, "cp_group": group,
+        "labels": torch.zeros(1, 4, dtype=torch.long, device=device), "loss_mask": mask,
+        "output_layer": lambda x, **_: (x, None), "is_training": False,
+        "compute_language_model_loss": lambda labels, x: x[:, :, 0].T,
+    }  # fmt: skip
+    home: Any = mtp
+    roll = home.roll_tensor
+    try:
+        home.roll_tensor = _unmoved
+        with torch.enable_grad():
+            out = original(**asked)
+    finally:
+        home.roll_tensor = roll
+    (grad,) = torch.autograd.grad(out.sum(), hidden)
+    total = grad[4:].sum()
+    ends = torch.stack([total, -total])
+    torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MAX, group=group)
+    largest, smallest = ends[0].item(), -ends[1].item()
+    answer = largest - smallest > 0.1 * largest
+    known.append((group, answer))
+    return answer
+
+
+def _unmoved(tensor: Any, *args: Any, **named: Any) -> Any:
+    """roll_tensor of the probe, which leaves every row where it is; of a list it tells no sums."""
+    return (tensor, tensor.sum()) if isinstance(tensor, torch.Tensor) else tensor
 
 
 def _counting(original: Callable, *args: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:

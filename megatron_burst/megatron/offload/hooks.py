@@ -21,15 +21,17 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
 
 from ...recompute.checkpoint import current
+from .. import homes
 from ..patching import PatchSet, given_to, require_function, require_parameters, wrap_steps
 from .demand import passes_in_flight
 from .tier import ASKED, tier_of
+
+MambaLayer: Any = homes.module("mamba_layer").MambaLayer
 
 
 def patch_layers(patches: PatchSet) -> None:

@@ -9,7 +9,6 @@ does. Decides where a layer that shares a selection (IndexShare) finds it.
 
 from __future__ import annotations
 
-import importlib
 from contextvars import Context
 from functools import partial
 from typing import Any
@@ -25,10 +24,11 @@ from ...recompute.checkpoint import current
 from ...sparse import Selection, indexer_loss, select, sparse_attention
 from ...sparse.rules import Dsa
 from ...sparse.selection import selected
+from .. import homes
 from .selecting_layers import SelectingLayer, SparseCall
 
 # From 0.19 on; before, it is another one.
-dsa: Any = importlib.import_module("megatron.core.transformer.experimental_attention_variant.dsa")
+dsa = homes.module("dsa")
 _NOTE = "dsa selections"
 ROWS_KEPT = 16  # tables of rows, of each micro-batch in flight
 

@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 from megatron.core.transformer.attention import Attention
-from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ...config import OFF
-from ..attention.hooks import is_sparse, module_of
+from .. import homes
+from ..attention.hooks import DSAttention, is_sparse, module_of
 from ..checks.sparse import FLAG, selects, sparse_layers
 from ..checks.splitting import DSA, splits
 from ..patching import PatchSet, bound_to, require_function
@@ -30,9 +29,7 @@ def patch(patches: PatchSet) -> None:
     ])  # fmt: skip
     patches.wrap(TransformerConfig, "__post_init__", ["self"], _with_any_exchange)
     patches.wrap(Attention, "__init__", ["config", "submodules"], _refusing_others)
-    home: Any = importlib.import_module(
-        "megatron.core.transformer.experimental_attention_variant.absorbed_mla"
-    )
+    home = homes.module("absorbed_mla")
     patches.wrap(home.AbsorbedMLASelfAttention, "__init__", ["config", "submodules"], _with_ours)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from megatron.core.utils import get_model_config
 
-from .. import patching
+from .. import homes, patching
 
 _NOTE = "micro-batches of a step"
 
@@ -70,10 +70,7 @@ def _log(mean: torch.Tensor, config: Any, layer: int, cp_group: Any, sum_over: A
 
 def _values(config: Any, device: torch.device) -> dict[str, Any]:
     """Megatron's tracker, with room for the loss of each layer."""
-    # Late: installing needs none of it.
-    from megatron.core.transformer.experimental_attention_variant import dsa
-
-    tracker: dict[str, Any] = dsa.DSAIndexerLossLoggingHelper.tracker
+    tracker: dict[str, Any] = homes.module("dsa").DSAIndexerLossLoggingHelper.tracker
     if "values" not in tracker:
         tracker["values"] = torch.zeros(config.num_layers, device=device)
     return tracker

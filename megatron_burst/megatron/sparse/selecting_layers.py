@@ -129,7 +129,8 @@ class SelectingLayer:
         check_config(config, burst)
         self.group = pg_collection.cp
         self.label = max(1, layer_number or 1)
-        self.kind = SelectingKind(burst, cut_of_run(burst.layout), name, index, keys)
+        own = burst.of_layer(self.label, windowed=False)
+        self.kind = SelectingKind(own, cut_of_run(burst.layout), name, index, keys)
         self.config, self.book = config, book_of(config, pg_collection)
         self.leads = self.book.join(self.kind, self.label)
 

@@ -32,6 +32,9 @@ def tables(demand: Demand, *, ahead: int = 1, at_end: bool = False) -> Tables:
     ring = FlatRing(demand, demand.travelling)
     rank, step, owner, rows = ring.entries(ring.wanted)
     sent = ~ring.from_forward[step]
+    own = None
+    if at_end and demand.wanted.joined:  # all pairs are one call, behind all copies
+        step, own = np.ones_like(step), np.ones(ring.size, dtype=step.dtype)
     post = np.maximum(step - ahead, 0)
     # Posted a few steps ahead, a copy travels beside the pairs of those steps; not all at once, so
     # that a rank holds few chunks.
@@ -43,7 +46,7 @@ def tables(demand: Demand, *, ahead: int = 1, at_end: bool = False) -> Tables:
         parts += [transfers(family, "flat", owner, rows, rank, owner, step + 1, land)]
     by_step = np.flatnonzero(~sent)[np.argsort(step[~sent], kind="stable")]
     kept = Kept(*(column[by_step] for column in (rank, owner, rows)))
-    return demand.as_tables(ring.size, demand.pairs(rank, step, owner, rows), parts, kept)
+    return demand.as_tables(ring.size, demand.pairs(rank, step, owner, rows, own), parts, kept)
 
 
 class FlatRing:

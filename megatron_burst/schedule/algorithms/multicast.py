@@ -55,7 +55,7 @@ class _Edges(NamedTuple):
 
 def tables(demand: Demand) -> Tables:
     """Multicast to the nodes, and gradients summed within each before they cross back."""
-    return tables_of(Ways(demand))
+    return tables_of((_Turns if demand.wanted.joined else Ways)(demand))
 
 
 def tables_of(ways: Ways) -> Tables:
@@ -246,6 +246,23 @@ class Ways:
         moved = transfers(family, "intra", owner, hops.rows, src, dst, post, land)
         inter = np.int8(RINGS.index("inter"))
         return moved._replace(ring=np.where(moved.between(self.grid), inter, moved.ring))
+
+
+class _Turns(Ways):
+    """Where the pairs of a step are one call: all chunks of a node at one step, every second one.
+
+    A hop takes two steps, so that it lies beside the turn before: what a rank computes with comes
+    from its gateway in that turn, and to the gateway in the one before. So a rank holds the chunks
+    of two nodes, and as a gateway one of a third; of its own gradients of keys as many.
+    """
+
+    def __init__(self, demand: Demand):
+        super().__init__(demand)
+        self.between = WITHIN
+
+    def _in_turn(self, halves: bool) -> np.ndarray:
+        node = np.arange(self.grid.size, dtype=np.int32) // self.grid.intra
+        return 1 + WITHIN * ((node - node[:, None]) % self.grid.inter)
 
 
 def _alike(

@@ -32,7 +32,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from ...autotune import simulator
-from ...autotune.candidates import IDLE, sharing
+from ...autotune.candidates import IDLE, reading, sharing
 from ...autotune.clusters import Cluster
 from ...autotune.exchanges import Wires
 from ...autotune.places import places
@@ -49,7 +49,6 @@ from .forecast.attention_time import (
     AttentionTime,
     index_sizes,
     nodes_of,
-    reading,
     sizes_of,
     topology_of,
 )
@@ -310,7 +309,7 @@ def _sparse(cluster: Cluster, run: Settings, model: Model) -> AttentionTime:
     rows, calls = run.rows, 2 * rates.launch + rates.start
     seen = rows * min(model.indexer.top_k, visible(run.seq))
     attending = 2.0 * sizes.heads * (sizes.width + 2 * sizes.value_width) * seen / rates.compute
-    there, back = reading(sizes, cluster.gpu)
+    there, back = reading(sizes, cluster.gpu.memory_rate, latent=True)
     there, back = max(there, attending), max(back, rates.backward * attending)
     scoring = 2.0 * index.heads * index.width * rows * visible(run.seq) / rates.compute
     keys, latents = (

@@ -77,6 +77,7 @@ class _Replay:
                 self._land(at - 1)
                 for pair in self.program[at - 1].pairs:
                     self._compute(pair)
+                self._join(self.program[at - 1].pairs)
             if at < len(self.program):
                 self._post(self.program[at])
         for family in self.families:
@@ -133,6 +134,17 @@ class _Replay:
                     (keys, pair.key_rows) if family == "dkv" else (queries, pair.query_rows)
                 )
                 self.sums[self._whole(family, part.owner)] |= rows & part.rows
+
+    def _join(self, pairs: Sequence[Pair]) -> None:
+        """The chunks of keys that one call has one behind the other, and their gradients."""
+        if not self.schedule.wanted.joined:
+            return
+        keys = self.schedule.tables.keys
+        rows = [keys.count(k.owner, k.rows) for pair in pairs for _, k in self._calls(pair)]
+        if len(rows) > 1:
+            for family in ("kv", "dkv")[: len(self.families)]:
+                kind, chunks = f"{family} joined", -(-sum(rows) // max(1, self.longest["kv"]))
+                self.made[kind] = max(self.made.get(kind, 0), chunks)
 
     def _receive(self, chunk: Chunk) -> None:
         whole, kind = self.partials[chunk[:2]], self._kind(chunk)
@@ -228,7 +240,7 @@ def core_of(x: LayerSizes, run: Settings, rooms_of: RoomsOf | None = None) -> Co
         return rest
     forward, backward = (rooms_of or ring_rooms)(
         run.algorithm, run.layout, run.cp // shared, intra_of(run), side, run.wire == "bf16",
-        run.path == "cpu",
+        run.path == "cpu", x.indexer is not None,
     )  # fmt: skip
     rows_of = {"kv": rows, "dkv": rows, "query": chunk, "dquery": chunk, "out": chunk}
 
@@ -275,7 +287,8 @@ def room_bytes(
     message. x, of: sizes on the ring; side: what travels in backward."""
     least = 0.0
     per_row = {"kv": of.forward.kv, "query": of.backward.query, "dkv": x.kv * F,
-               "dkv wire": x.kv * BYTES[run.wire], "dquery": x.query * F,
+               "dkv wire": x.kv * BYTES[run.wire], "kv joined": of.forward.kv,
+               "dkv joined": x.kv * F, "dquery": x.query * F,
                "dquery wire": x.query * BYTES[run.wire], "out": (x.out + x.heads) * F,
                "out wire": of.forward.out}  # fmt: skip
     if run.path == "cpu":
@@ -299,13 +312,14 @@ def _row_sizes(x: LayerSizes, run: Settings) -> RowSizes:
 
 
 def ring_rooms(
-    algorithm: str, layout: str, cp: int, intra: int, side: str, wire: bool, packed: bool
-) -> tuple[Rooms, Rooms]:
+    algorithm: str, layout: str, cp: int, intra: int, side: str, wire: bool, packed: bool,
+    joined: bool = False,
+) -> tuple[Rooms, Rooms]:  # fmt: skip
     """The most that any rank takes in forward and in backward, of shards of `SHORT` rows."""
     intra = intra if cp % intra == 0 else cp
     grid = Grid(cp // intra, intra)
     shards = [make(layout, cp_size=cp).spans(rank, cp * SHORT) for rank in range(cp)]
-    seen = wanted(Causal(), shards, shards)
+    seen = wanted(Causal(), shards, shards, joined)
     sizes = RowSizes(SHORT, 1, 4, 1, 8, 8, 2, 4, 4, ALL_GRADIENTS)
     name = ring_algorithm(algorithm)
     forward = cost.forward_schedule(name, grid, seen, sizes)

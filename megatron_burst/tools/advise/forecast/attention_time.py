@@ -18,11 +18,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ....autotune import simulator
-from ....autotune.candidates import sharing
+from ....autotune.candidates import reading, sharing
 from ....autotune.clusters import Cluster
 from ....autotune.disturbance import Disturbance
 from ....autotune.exchanges import Wires
-from ....autotune.gpus import Gpu
 from ....autotune.pair_counts import pairs_attended, pairs_seen
 from ....autotune.places import Nodes, places
 from ....autotune.prepared import Prepared
@@ -49,7 +48,8 @@ class RingKey(NamedTuple):
 
     inner: ranks of an inner ring; chunks: of rows; sizes: of a rank, with the fewest heads in the
     same proportion, as other numbers of heads have the same schedules. window: tokens that a query
-    sees, 0: all before it; attended: keys that it attends to at most, 0: all that it sees.
+    sees, 0: all before it; attended: keys that it attends to at most, 0: all that it sees. joined:
+    is it a ring of sparse attention, whose pairs of a step are one call?
     """
 
     algorithm: str
@@ -64,6 +64,7 @@ class RingKey(NamedTuple):
     sizes: Sizes
     window: int = 0
     attended: int = 0
+    joined: bool = False
 
 
 class RingPasses(NamedTuple):
@@ -118,7 +119,7 @@ def ring_of(model: Model, cluster: Cluster, run: Settings, window: int = 0) -> R
     sizes = replace(sizes, batch=1, heads=sizes.heads // least, kv_heads=sizes.kv_heads // least)
     return RingKey(ring_algorithm(run.algorithm), side, run.route, run.layout, topology, inner,
                 run.seq, nodes_of(cluster, run), run.sequence_chunks, sizes, window,
-                model.indexer.top_k if model.indexer else 0)  # fmt: skip
+                model.indexer.top_k if model.indexer else 0, model.indexer is not None)  # fmt: skip
 
 
 def made(ring: RingKey) -> RingPasses:
@@ -129,7 +130,7 @@ def made(ring: RingKey) -> RingPasses:
     if ring.chunks > 1:
         *_, (_, queries, _) = row_cuts(layout, topology, ring.seq, ring.chunks)
     grid = Grid(topology.ring_size // ring.inner, ring.inner)
-    want = wanted(mask, queries, spans)
+    want = wanted(mask, queries, spans, ring.joined)
     wires = Wires(places=places(topology, ring.nodes))
     name, sizes, route = ring.algorithm, ring.sizes, ring.route
     forward = forward_schedule(name, grid, want, sizes, route=route)
@@ -206,16 +207,11 @@ def attention_time(
     flops = 2.0 * sizes.heads * sizes.batch * columns
     chunks = run.sequence_chunks
     seconds = passes.pairs * (flops / compute / chunks)
+    least = reading(sizes, cluster.gpu.memory_rate, latent) if latent else (0.0, 0.0)
     both_passes = (
-        (passes.forward, seconds, recordings[0]),
-        (passes.backward, rates.backward * seconds, recordings[1]),
+        (passes.forward, seconds, recordings[0], least[0]),
+        (passes.backward, rates.backward * seconds, recordings[1], least[1]),
     )
-    if latent:
-        both_passes = tuple(
-            (each, np.maximum(computing, read * (computing > 0)), recording)
-            for (each, computing, recording), read in zip(
-                both_passes, reading(sizes, cluster.gpu), strict=True)
-        )  # fmt: skip
     topology = topology_of(cluster, run)
     exchange = sharing(topology, sizes, rates, chunks > 1, ring.nodes.per_nic)
 
@@ -238,8 +234,11 @@ def attention_time(
                 run.head_chunks,
                 disturbed=disturbed,
                 recording=recording,
+                least=least,
             )
-            for (each, computing, recording), disturbed in zip(both_passes, how.passes, strict=True)
+            for (each, computing, recording, least), disturbed in zip(
+                both_passes, how.passes, strict=True
+            )
         )
         forward += selection(how.passes[0])
         shared = [f * each.seconds for f, each in zip(how.exchange, exchange, strict=True)]
@@ -253,17 +252,6 @@ def attention_time(
         return timed(UNDISTURBED)
     found = draws(faults, cluster, run, topology, group)
     return _mean([[timed(each) for each in some] for some in found])
-
-
-def reading(sizes: Sizes, gpu: Gpu) -> tuple[float, float]:
-    """Seconds that a call of sparse attention, forward and backward, takes at least: queries,
-    results and gradients of all its rows pass through memory, however few keys of a chunk a row has
-    selected. Forward reads q, and reads and writes out in fp32; backward reads q and its output's
-    gradient, and reads and writes dq in fp32."""
-    rows = sizes.tokens * sizes.batch * sizes.heads
-    q, out = sizes.width + sizes.value_width, sizes.value_width
-    forward, backward = 2 * q + 8 * out, 2 * q + 2 * out + 8 * q
-    return rows * forward / gpu.memory_rate, rows * backward / gpu.memory_rate
 
 
 def _mean(drawn: Sequence[Sequence[AttentionTime]]) -> AttentionTime:

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What layers of Megatron Lite run in place of Transformer Engine's attention and of their own
+gated delta nets.
+
+Shape letters: t rows of all documents on this rank, s local rows, b batch, h heads, k key/value
+heads, d width, w value width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...attention import attention
+from ...linear_attention.operation import linear_attention
+from ...linear_attention.short_convolution import short_convolution
+from .micro_batches import LayerSizes, MicroBatches
+
+
+class LiteCoreAttention(torch.nn.Module):
+    """Attention between the projections of a layer, called as Lite calls Transformer Engine's.
+
+    before: what it replaced, attribute of the layer -> value; kept out of the model's modules.
+    """
+
+    def __init__(
+        self,
+        shared: MicroBatches,
+        kind: LayerSizes,
+        leads: bool,
+        number: int,
+        before: dict[str, Any],
+    ):
+        super().__init__()
+        self.shared, self.kind, self.leads, self.number = shared, kind, leads, number
+        self.before = before
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        core_attention_bias_type: str = "no_bias",
+        attn_mask_type: str = "causal",
+        qkv_format: str | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+    ) -> torch.Tensor:
+        """query [t, h, d], key [t, k, d], value [t, k, w] of packed documents, or each with a batch
+        behind its rows, [s, b, h, d]. Returns [t, h w] or [s, b, h w].
+
+        cu_seqlens: cumulative lengths on all ranks, int32 [documents + 1]. Raises ValueError for
+        biases, other masks, and packed rows without them.
+        """
+        if core_attention_bias_type != "no_bias" or not attn_mask_type.endswith("causal"):
+            raise ValueError(
+                "attention: Lite's causal attention without bias is served, got attn_mask_type "
+                f"{attn_mask_type}, core_attention_bias_type {core_attention_bias_type}"
+            )
+        packed = query.dim() == 3
+        if packed != (cu_seqlens_q is not None):
+            raise ValueError(
+                f"attention: packed rows [t, h, d] come with cu_seqlens_q, and others without; got "
+                f"{[*query.shape]} and cu_seqlens_q {cu_seqlens_q}"
+            )
+        ends = {
+            "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv,
+            "cu_seqlens_q_padded": cu_seqlens_q_padded,
+            "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
+        }  # fmt: skip
+        tensors = {"q": query, "k": key, "v": value}
+        if packed:
+            tensors = {name: x.unsqueeze(1) for name, x in tensors.items()}
+        make = partial(self.shared.plan_attention, tensors, self.kind.scale)
+        plan = self.shared.plan(self.kind, self.leads, tensors, ends, make)
+        out = attention(*tensors.values(), plan=plan, label=self.number)
+        assert isinstance(out, torch.Tensor)
+        out = out.flatten(2)
+        return out.squeeze(1) if packed else out
+
+
+@dataclass
+class DeltaNetForward:
+    """The forward of a gated delta net whose ranks keep their rows and all heads: of its own
+    projections, gates and norms, with our convolution and state between them."""
+
+    net: Any
+    shared: MicroBatches
+    kind: LayerSizes
+    leads: bool
+    number: int
+
+    def __call__(
+        self, x: torch.Tensor, position_ids: Any = None, packed_seq_params: Any = None
+    ) -> torch.Tensor:
+        """x [s, b, width], or a tensor-parallel rank's share of its rows; returns the same."""
+        net = self.net
+        mixed = net.in_proj(x)  # [s, b, q | k | v | gate | beta | alpha]
+        ends = {} if packed_seq_params is None else _ends(packed_seq_params)
+        like = self._stand_ins(mixed)
+        make = partial(self.shared.plan_states, like)
+        call = {"plan": self.shared.plan(self.kind, self.leads, like, ends, make)}
+        call["label"] = self.number
+        _, _, _, gate, beta, alpha = net._split_proj(mixed.transpose(0, 1), 1)
+        batch, rows = gate.shape[:2]
+        channels = mixed[..., : net.conv_dim_local]
+        weight, bias = net.conv1d.weight.squeeze(1), net.conv1d.bias
+        channels = short_convolution(channels, weight, bias, activation="silu", **call)
+        q, k, v, gate, beta, alpha = net._prepare_qkv(
+            channels.transpose(0, 1), gate, beta, alpha, batch, rows, 1
+        )
+        decay, beta = net._compute_g_and_beta(net.A_log, net.dt_bias, alpha, beta)
+        inputs = {"q": q, "k": k, "v": v, "decay": decay, "beta": beta}
+        out = linear_attention(**{name: t.transpose(0, 1) for name, t in inputs.items()}, **call)
+        out = net._apply_gated_norm(out.transpose(0, 1), gate)
+        out = out.reshape(batch, rows, net.v_dim_local)
+        return net.o_proj(out.transpose(0, 1).contiguous())
+
+    def _stand_ins(self, mixed: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What linear attention will get, by shape and dtype, without the memory of it."""
+        net, (rows, batch) = self.net, mixed.shape[:2]
+
+        def like(*sizes: int, dtype: torch.dtype = mixed.dtype) -> torch.Tensor:
+            return mixed.new_empty((), dtype=dtype).expand(
+                rows, batch, net.num_v_heads_local, *sizes
+            )
+
+        decay = torch.promote_types(torch.float32, net.A_log.dtype)
+        return {
+            "q": like(net.dk), "k": like(net.dk), "v": like(net.dv), "decay": like(dtype=decay),
+            "beta": like(),
+        }  # fmt: skip
+
+
+def _ends(params: Any) -> dict[str, Any]:
+    """What a `PackedSeqParams` says of documents."""
+    names = ("cu_seqlens_q", "cu_seqlens_q_padded")
+    return {name: getattr(params, name, None) for name in names}

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Problems of algorithms per layer (`--burst-per-layer`), and of Megatron's own list of exchanges
+per layer, which BurstAttention replaces.
+
+Every part of the flag must name a layer that has attention, where the settings tell: a part that
+names none is a mistake, such as a kind of layers that the model lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+from ...config import OFF, BurstConfig
+from ...schedule.algorithms import ALGORITHMS
+from ...schedule.per_layer import FULL, WINDOW, LayerChoice, layer_choices
+from .problem import Problem, Rule, broken
+from .splitting import DELTA_NETS, PATTERNS, needs_ranks, splits
+
+FLAG = "--burst-per-layer"
+_SOFTMAX = "*D"  # symbols of layers of attention in a pattern
+
+
+def _numbered(burst: BurstConfig) -> bool:
+    return any(part.kind is None for part in layer_choices(burst.per_layer or "").parts)
+
+
+_RULES = (
+    Rule(lambda c, b: b.algorithm == "ulysses",
+         "{flag}: with --context-parallel-algo ulysses all ranks share heads, and there is no ring "
+         "whose algorithm could be chosen", add=("--context-parallel-algo burst",)),
+    Rule(lambda c, b: c.mtp_num_layers and _numbered(b),
+         "{flag} with --mtp-num-layers, whose layers count from 1 again: name kinds of layers, "
+         f"{WINDOW} and {FULL}"),
+)  # fmt: skip
+
+
+def per_layer_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
+    """Unless every layer that `--burst-per-layer` names can have its algorithm.
+
+    config: a `TransformerConfig`, or parsed arguments under the same names.
+    """
+    if burst.per_layer is None:
+        return
+    flag = f"{FLAG} {burst.per_layer}"
+    if burst.algorithm == OFF or not splits(config):
+        yield needs_ranks(flag, config, burst, (FLAG,))
+        return
+    yield from broken(_RULES, config, burst, flag)
+    parts = layer_choices(burst.per_layer).parts
+    for part in parts:
+        if burst.kv_cache and not ALGORITHMS[part.algorithm].keeps:
+            yield Problem(
+                f"{flag}: --burst-kv-cache {burst.kv_cache} keeps keys for backward, which with "
+                f"{part.algorithm} are others",
+                remove=("--burst-kv-cache",),
+            )
+    known = _attention_layers(config)
+    if known is None:
+        return
+    count, layers = known
+    for part in parts:
+        if part.kind is None and part.last > count:
+            yield Problem(f"{flag}: {part.text}, and the model has {count} layers")
+        elif not any(_is_of(part, number, config) for number in layers):
+            yield Problem(f"{flag}: {part.text} is of no layer with attention: leave it out")
+
+
+def _is_of(part: LayerChoice, number: int, config: Any) -> bool:
+    if part.kind is None:
+        return part.first <= number <= part.last
+    return part.kind == (WINDOW if _windowed(config, number) else FULL)
+
+
+def _windowed(config: Any, number: int) -> bool:
+    size = getattr(config, "window_size", None)
+    if not size:
+        return False
+    # Late: configurations are checked where there may be no Megatron-Core.
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    often: Any = getattr(config, "window_attn_skip_freq", None)
+    return is_layer_window_attention(size, often, number)
+
+
+def _attention_layers(config: Any) -> tuple[int, list[int]] | None:
+    """How many layers a model has, further heads aside, and which of them have attention; None
+    where the settings do not tell."""
+    size = getattr(config, "window_size", None)
+    if size is not None and (isinstance(size, int) or len(size) != 2):
+        return None  # a problem of its own
+    if size and find_spec("megatron") is None:
+        return None  # which layers have the window, Megatron says
+    pattern = next(filter(None, (getattr(config, name, None) for name in PATTERNS)), None)
+    if pattern:
+        symbols = pattern.split("/")[0].replace("|", "")
+        return len(symbols), [i for i, symbol in enumerate(symbols, 1) if symbol in _SOFTMAX]
+    count = getattr(config, "num_layers", None)
+    if not count:
+        return None
+    layers = range(1, count + 1)
+    if getattr(config, "experimental_attention_variant", None) in DELTA_NETS:
+        often = getattr(config, "linear_attention_freq", None)
+        if isinstance(often, int):
+            return count, [number for number in layers if number % often == 0]
+        if often:
+            return count, [number for number in layers if not often[number - 1]]
+    return count, list(layers)
+
+
+def exchange_problems(config: Any) -> Iterator[Problem]:
+    """Unless `cp_comm_type` is one exchange: that which nobody asked for is not read, but a choice
+    for each layer must not be dropped silently."""
+    kinds: Any = getattr(config, "cp_comm_type", None)
+    if mixed(kinds):
+        yield Problem(
+            f"--cp-comm-type {' '.join(map(str, kinds))} chooses an exchange of Megatron's own "
+            f"attention for each layer, and BurstAttention replaces them all: {FLAG} chooses an "
+            "algorithm of BurstAttention for each layer",
+            remove=("--cp-comm-type",),
+        )
+
+
+def mixed(kinds: Any) -> bool:
+    """Are these exchanges a list of several kinds?"""
+    return isinstance(kinds, (list, tuple)) and len(set(kinds)) > 1

@@ -1,0 +1,132 @@
+"""Images among tokens, over context-parallel ranks: equal to one rank with Megatron's own attention
+and the mask as a dense matrix written by hand."""
+
+import types
+
+import documented
+import pytest
+import torch
+import vision_ranks
+
+from megatron_burst import layout
+from megatron_burst.megatron.attention.core_attention import check_pack
+from megatron_burst.megatron.checks.splitting import OLDEST
+from megatron_burst.megatron.patching import core_version
+from megatron_burst.megatron.vision import image_spans
+
+LAYOUTS = ["zigzag", "contiguous", "striped"]
+
+
+@pytest.fixture(scope="module")
+def one(four):
+    """`one(function, *args)` -> what one rank makes of it, remembered."""
+    known = {}
+
+    def run(function, *args):
+        if (function, args) not in known:
+            known[function, args] = four(function, *args)[0]
+        return known[function, args]
+
+    return run
+
+
+def check(found, wanted):
+    for losses, grads in found:
+        torch.testing.assert_close(losses, wanted[0], rtol=1e-6, atol=0)
+        assert grads.keys() == wanted[1].keys()
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, wanted[1][name], rtol=2e-5, atol=2e-5, msg=name)
+
+
+@pytest.mark.parametrize("order", LAYOUTS)
+@pytest.mark.parametrize("name", ["gemma3", "gemma4"])
+@pytest.mark.parametrize(("cp", "recompute"), [(2, True), (4, False)])
+def test_images_see_all_of_themselves(four, one, name, order, cp, recompute):
+    wanted = one(vision_ranks.gemma, name)
+    check(four(vision_ranks.gemma, name, order, cp, recompute), wanted)
+    causal = one(vision_ranks.gemma, "causal")
+    assert abs(wanted[0][0] / causal[0][0] - 1) > 1e-4  # the mask counts
+
+
+@pytest.mark.parametrize("order", LAYOUTS)
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("cp", [2, 4])
+def test_positions_of_three_axes_and_images_in_their_places(four, one, order, after, cp):
+    check(four(vision_ranks.axes, order, cp, after), one(vision_ranks.axes))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("gemma3", "with_spans, with no spans where it has no image"),
+     ("causal", "with_spans told where images lie, and no mask reads it")],
+)  # fmt: skip
+def test_a_mask_and_its_spans_belong_together(four, name, words):
+    told = name == "causal"
+    for said in four(vision_ranks.error, vision_ranks.gemma, name, "zigzag", 2, False, told):
+        assert said.startswith("ValueError")
+        assert words in said
+
+
+def test_axes_of_packed_documents_are_refused(four):
+    for said in four(vision_ranks.error, vision_ranks.axes, "contiguous", 2, True, True):
+        assert said.startswith("ValueError")
+        assert "packed_seq_params with --position-embedding-type mrope" in said
+
+
+@pytest.mark.parametrize("order", LAYOUTS)
+@pytest.mark.parametrize("cp", [2, 4])
+def test_layers_may_differ_in_their_heads_and_share_keys(four, one, order, cp):
+    check(four(vision_ranks.heads, order, cp), one(vision_ranks.heads))
+
+
+@pytest.mark.parametrize("model", ["llava", "mimo"])
+@pytest.mark.parametrize(("cp", "order"), [(2, "zigzag"), (4, "contiguous"), (4, "striped")])
+def test_megatrons_own_models_of_images(four, one, model, cp, order):
+    if core_version() < OLDEST:
+        pytest.skip("needs Megatron-Core 0.19")
+    run = getattr(vision_ranks, model)
+    check(four(run, order, cp), one(run))
+
+
+def test_runs_of_image_tokens():
+    tokens = torch.tensor([[9, 9, 1, 9, 8, 1, 9]])
+    assert image_spans(tokens, 9) == [(0, 2), (3, 4), (6, 7)]
+    assert image_spans(tokens[0], [8, 9]) == [(0, 2), (3, 5), (6, 7)]
+    assert image_spans(tokens, [8, 9], cu_seqlens=[0, 1, 4, 7]) == [
+        (0, 1), (1, 2), (3, 4), (4, 5), (6, 7),
+    ]  # fmt: skip
+    assert image_spans(torch.ones(3), 9) == []
+    with pytest.raises(ValueError, match="--micro-batch-size 1"):
+        image_spans(tokens.expand(2, -1), 9)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"images": 3}, "images of shape (3, 4) for 2 positions of width 4"),
+        ({"positions": [1, 48]}, "positions from 1 to 48: the sequence has 48 tokens"),
+        ({"positions": [-1, 4]}, "positions from -1 to 4"),
+        ({"positions": [5, 5]}, "two images have the same place"),
+        ({"positions": [0.5, 1.5]}, "positions must be integers [n], got float64"),
+        ({"batch": 2}, "embeddings of shape (24, 2, 4)"),
+        ({"spans": [(40, 49)]}, "spans: the last one ends at 49, the sequence has 48"),
+        ({"seq_len": 96}, "with_spans was told a seq_len of 96, and the batch has 48 tokens"),
+    ],
+)
+def test_what_does_not_fit_is_said(four, wrong, words):
+    for said in four(vision_ranks.error, vision_ranks.place, wrong):
+        assert said.startswith("ValueError"), said
+        assert words in said
+
+
+def test_packed_batches_of_llava_are_cut_in_zigzag_order():
+    config = types.SimpleNamespace(language_model_type="any")
+    with pytest.raises(ValueError, match="packed_seq_params of LLaVAModel"):
+        check_pack(config, layout.make("contiguous", cp_size=2), 16, 2, uncut=False)
+    check_pack(config, layout.make("zigzag", cp_size=2, cu_seqlens=[0, 16]), 16, 2, uncut=False)
+
+
+def test_blocks_of_the_page(four):
+    blocks = [each.text for each in documented.blocks("docs/vision.md") if each.needs]
+    said = [four(vision_ranks.documented, text)[0] for text in blocks]
+    assert said == ["torch.Size([16, 1, 8])\n", "[(6, 18)]\n"]
