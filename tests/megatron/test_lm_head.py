@@ -112,6 +112,7 @@ REFUSED = {
     "--defer-embedding-wgrad-compute": {"defer_embedding_wgrad_compute": True},
     "--fp16": {"fp16": True},
     "--fp8-output-proj": {"fp8_output_proj": True},
+    "--use-torch-fsdp2": {"use_torch_fsdp2": True},
     "--overlap-moe-expert-parallel-comm": {"overlap_moe_expert_parallel_comm": True},
     "full iterations": {"cuda_graph_impl": "full_iteration"},
 }

@@ -241,6 +241,7 @@ _LM_HEAD = (
         fp16="takes bf16 or fp32",
         fp8_output_proj="takes bf16 or fp32",
         overlap_moe_expert_parallel_comm="needs GPTModel.forward",
+        use_torch_fsdp2="needs whole weights after the output layer has freed them",
     ),
     Rule(lambda c, b: c.cuda_graph_impl == "full_iteration"
          or "full_iteration" in str(c.cuda_graph_scope),
