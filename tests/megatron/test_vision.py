@@ -15,6 +15,10 @@ from megatron_burst.megatron.patching import core_version
 from megatron_burst.megatron.vision import image_spans
 
 LAYOUTS = ["zigzag", "contiguous", "striped"]
+# ranks and layout; the rest of the pairs are slow
+WAYS = [(2, "zigzag"), (4, "contiguous"), (4, "striped")]
+REST = [pytest.param(cp, order, marks=pytest.mark.slow) for cp in (2, 4) for order in LAYOUTS
+        if (cp, order) not in WAYS]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -35,22 +39,22 @@ def check(found, wanted):
         torch.testing.assert_close(losses, wanted[0], rtol=1e-6, atol=0)
         assert grads.keys() == wanted[1].keys()
         for name, grad in grads.items():
-            torch.testing.assert_close(grad, wanted[1][name], rtol=2e-5, atol=2e-5, msg=name)
+            whole = wanted[1][name]
+            assert (grad - whole).abs().max() <= 3e-5 * whole.abs().max(), name
 
 
-@pytest.mark.parametrize("order", LAYOUTS)
+@pytest.mark.parametrize(("cp", "order"), [*WAYS, *REST])
 @pytest.mark.parametrize("name", ["gemma3", "gemma4"])
-@pytest.mark.parametrize(("cp", "recompute"), [(2, True), (4, False)])
-def test_images_see_all_of_themselves(four, one, name, order, cp, recompute):
+def test_images_see_all_of_themselves(four, one, name, cp, order):
     wanted = one(vision_ranks.gemma, name)
+    recompute = cp == 2
     check(four(vision_ranks.gemma, name, order, cp, recompute), wanted)
     causal = one(vision_ranks.gemma, "causal")
     assert abs(wanted[0][0] / causal[0][0] - 1) > 1e-4  # the mask counts
 
 
-@pytest.mark.parametrize("order", LAYOUTS)
+@pytest.mark.parametrize(("cp", "order"), [*WAYS, *REST])
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("cp", [2, 4])
 def test_positions_of_three_axes_and_images_in_their_places(four, one, order, after, cp):
     check(four(vision_ranks.axes, order, cp, after), one(vision_ranks.axes))
 
@@ -73,14 +77,13 @@ def test_axes_of_packed_documents_are_refused(four):
         assert "packed_seq_params with --position-embedding-type mrope" in said
 
 
-@pytest.mark.parametrize("order", LAYOUTS)
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize(("cp", "order"), [*WAYS, *REST])
 def test_layers_may_differ_in_their_heads_and_share_keys(four, one, order, cp):
     check(four(vision_ranks.heads, order, cp), one(vision_ranks.heads))
 
 
 @pytest.mark.parametrize("model", ["llava", "mimo"])
-@pytest.mark.parametrize(("cp", "order"), [(2, "zigzag"), (4, "contiguous"), (4, "striped")])
+@pytest.mark.parametrize(("cp", "order"), WAYS)
 def test_megatrons_own_models_of_images(four, one, model, cp, order):
     if core_version() < OLDEST:
         pytest.skip("needs Megatron-Core 0.19")
