@@ -49,6 +49,20 @@ def environment(tmp_path_factory):
     }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def bridge_here(environment):
+    """Bridge's classes in this process, without a network or Transformer Engine."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("HF_HOME", "HF_HUB_OFFLINE"):
+            patch.setenv(name, environment[name])
+
+        from megatron_burst.testing import recipes as cpu
+
+        cpu.enable()
+        yield
+        cpu.disable()
+
+
 @pytest.fixture(scope="session")
 def serve(tmp_path_factory, environment):
     """`serve(world, **work)` -> exit status, what was printed and, if it trained, its steps; by one

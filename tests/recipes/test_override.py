@@ -8,23 +8,18 @@ from shrunk import PRETRAIN
 
 
 @pytest.fixture(scope="module")
-def llama(environment):
+def llama(bridge_here):
     """A fresh copy of Bridge's recipe for 64K tokens, each time it is called."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("HF_HOME", "HF_HUB_OFFLINE"):
-            patch.setenv(name, environment[name])
         patch.setenv("WORLD_SIZE", "32")  # of the recipe: TP 4 x PP 2 x CP 4
 
-        from megatron_burst.megatron import patching
-        from megatron_burst.testing import recipes as cpu
-
-        cpu.enable()
         from megatron.bridge.recipes.llama.llama3 import llama3_8b_64k_pretrain_config
+
+        from megatron_burst.megatron import patching
 
         recipe = llama3_8b_64k_pretrain_config()
         yield lambda: copy.deepcopy(recipe)
         patching.remove("recipes")
-        cpu.disable()
 
 
 def overridden(recipe, *overrides):

@@ -31,6 +31,7 @@ def test_qwen_over_ranks_equals_one_rank(qwen, ranks, layout):
     assert wanted["visual.patch_embed.proj.weight"] > 0.1  # the encoder learns
 
 
+@pytest.mark.usefixtures("bridge_here")
 def test_qwen_with_sequence_parallelism_is_refused():
     import qwen
 
@@ -42,6 +43,7 @@ def test_qwen_with_sequence_parallelism_is_refused():
     assert not [*vision_problems(qwen.provider(1), qwen.provider(1))]
 
 
+@pytest.mark.usefixtures("bridge_here")
 @pytest.mark.parametrize(
     ("home", "name", "word"),
     [
