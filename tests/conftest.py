@@ -45,6 +45,22 @@ def one_thread():
 
 
 @pytest.fixture(scope="session")
+def room_pools():
+    """{room: [Workers]} that tests of that room alone use."""
+    return {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_room(request, room_pools):
+    """Ranks of another room end before the tests of this file: threads of their process groups
+    would take most of two cores until the session ends."""
+    room = request.path.relative_to(TESTS).parts[0]
+    for other in [name for name in room_pools if name != room]:
+        for workers in room_pools.pop(other):
+            workers.close()
+
+
+@pytest.fixture(scope="session")
 def ranks():
     """`ranks(n)`: n gloo processes, shared by all tests that ask for the same n in a row.
 

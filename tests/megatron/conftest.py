@@ -20,18 +20,18 @@ VOCABULARY = 61
 
 
 @pytest.fixture(scope="session")
-def four():
+def four(room_pools):
     """`four(function, *args)` on four ranks of their own: Megatron is patched in them."""
-    started = []
 
     def run(function, *args):
+        started = room_pools.setdefault("megatron", [])
         if not started or not started[-1].alive:  # a failed rank takes the others with it
             started.append(Workers(4, timeout=60))
             started[-1].run(session.start, timeout=180)
         return started[-1].run(function, *args, timeout=120)
 
     yield run
-    for workers in started:
+    for workers in room_pools.pop("megatron", ()):
         workers.close()
 
 
