@@ -25,7 +25,7 @@ RARE = (
     "kernels/test_csrc_use", "layout/", "linear_attention/", "megatron/test_attention_layout",
     "megatron/test_balanced_batches", "megatron/test_layer_chunks", "megatron/test_lm_head",
     "megatron/test_micro_batches", "megatron/test_mtp", "megatron/test_offload",
-    "megatron/test_parity", "megatron/test_vision",
+    "megatron/test_parity", "megatron/test_per_layer", "megatron/test_vision",
     "megatron_lm/test_documents", "megatron_lm/test_hybrid", "megatron_lm/test_layer_chunks",
     "megatron_lm/test_offload", "megatron_lm/test_sft", "megatron_lm/test_tiles",
     "megatron_lm/test_training", "schedule/", "tools/",

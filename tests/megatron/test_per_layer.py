@@ -32,7 +32,11 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("way", WAYS)
+SHORT = ("cp2-kinds", "cp4-numbers", "cp2-pp2")
+SOME = [way if way in SHORT else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
+
+
+@pytest.mark.parametrize("way", SOME)
 def test_training_equals_one_rank(train, way):
     split, asked, _ = WAYS[way]
     ours = train(f"{MODEL} {split} --burst-per-layer {asked}")
@@ -40,7 +44,7 @@ def test_training_equals_one_rank(train, way):
     assert worst(ours, whole) < TOLERANCE
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", SOME)
 def test_every_layer_runs_what_was_asked_for_it(four, common, way):
     split, asked, letters = WAYS[way]
     flags = [*common, *MODEL.split(), *split.split(), "--train-iters", "1"]

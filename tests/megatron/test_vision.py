@@ -83,7 +83,9 @@ def test_layers_may_differ_in_their_heads_and_share_keys(four, one, order, cp):
 
 
 @pytest.mark.parametrize("model", ["llava", "mimo"])
-@pytest.mark.parametrize(("cp", "order"), WAYS)
+@pytest.mark.parametrize(
+    ("cp", "order"), [*WAYS[:2], pytest.param(*WAYS[2], marks=pytest.mark.slow)]
+)
 def test_megatrons_own_models_of_images(four, one, model, cp, order):
     if core_version() < OLDEST:
         pytest.skip("needs Megatron-Core 0.19")
