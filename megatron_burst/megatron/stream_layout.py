@@ -21,11 +21,17 @@ from ..units import byte_size
 from .checks.config import layout_problems
 from .checks.problem import Problem, refuse
 from .checks.splitting import ATTENTION as ATTENTION_LAYOUT
-from .checks.splitting import DELTA_NETS, PATTERNS, STREAMS, layouts_of, splits, two_layout_problems
+from .checks.splitting import (
+    DELTA_NETS,
+    PATTERNS,
+    SOFTMAX,
+    STREAMS,
+    layouts_of,
+    splits,
+    two_layout_problems,
+)
 from .checks.splitting import LINEAR as LINEAR_LAYOUT
 from .patching import log
-
-SOFTMAX = "*+D"  # symbols of layers of softmax attention in --hybrid-layer-pattern
 
 
 class Layers(NamedTuple):

@@ -155,6 +155,7 @@ def test_what_names_no_layer_is_refused(per_layer, changes, choices, words):
         ("window=ring", {"mtp_num_layers": 1}),
         ("window=ring", {"num_layers": None, "window_size": None}),
         ("2-3=ring", {"hybrid_layer_pattern": "M*M*", "num_layers": None}),
+        ("2=ring", {"hybrid_layer_pattern": "M+M*", "num_layers": None}),
         ("7=ring", {"num_layers": None}),  # nobody knows
     ],
 )

@@ -16,10 +16,9 @@ from ...config import OFF, BurstConfig
 from ...schedule.algorithms import ALGORITHMS
 from ...schedule.per_layer import FULL, WINDOW, LayerChoice, layer_choices
 from .problem import Problem, Rule, broken
-from .splitting import DELTA_NETS, PATTERNS, needs_ranks, splits
+from .splitting import DELTA_NETS, PATTERNS, SOFTMAX, needs_ranks, splits
 
 FLAG = "--burst-per-layer"
-_SOFTMAX = "*D"  # symbols of layers of attention in a pattern
 
 
 def _numbered(burst: BurstConfig) -> bool:
@@ -95,7 +94,7 @@ def _attention_layers(config: Any) -> tuple[int, list[int]] | None:
     pattern = next(filter(None, (getattr(config, name, None) for name in PATTERNS)), None)
     if pattern:
         symbols = pattern.split("/")[0].replace("|", "")
-        return len(symbols), [i for i, symbol in enumerate(symbols, 1) if symbol in _SOFTMAX]
+        return len(symbols), [i for i, symbol in enumerate(symbols, 1) if symbol in SOFTMAX]
     count = getattr(config, "num_layers", None)
     if not count:
         return None

@@ -207,6 +207,7 @@ DSA = "dsa"  # attention over selected keys, by its name among the variants
 LAYOUTS = ("zigzag", "contiguous", "balanced")  # a row's predecessor is mostly on its rank
 # Symbols of a pattern that stand for no such layer: attention, MLP, experts, bounds.
 _OTHERS = frozenset("*+D-E|/")
+SOFTMAX = "*+D"  # those of softmax attention: plain, latent, DSA
 PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")  # the second until 0.17
 _SPLIT_DELTA_NETS = (0, 18)  # the first Megatron-Core that does, by heads
 _HEADS = ("linear_num_key_heads", "linear_num_value_heads")
