@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ..masks import Causal, Mask, SameSpan, Window
-from .data.packed import packs
+from .data.packed import packs, params_of
 from .users_mask import MaskBatch, MaskLayer
 
 Positions = Sequence[int] | np.ndarray | torch.Tensor
@@ -68,8 +68,6 @@ def with_spans(
     1. Give the very object that is returned to the model, with its tensors: they stand for the
     spans. Raises `ValueError` for spans that overlap or lie outside.
     """
-    from megatron.core.packed_seq_params import PackedSeqParams
-
     mask = SameSpan(spans)
     mask.check(seq_len)
     params = packed_seq_params
@@ -78,17 +76,9 @@ def with_spans(
         # A copy on the CPU too: what stands for these spans stands for no others.
         ends = host.to(torch.cuda.current_device(), non_blocking=True, copy=True)
         packs().note_values(ends, host)
-        params = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=ends,
-            cu_seqlens_kv=ends,
-            cu_seqlens_q_padded=ends,
-            cu_seqlens_kv_padded=ends,
-            max_seqlen_q=seq_len,
-            max_seqlen_kv=seq_len,
-        )
+        params = params_of(ends, seq_len, padded=ends)
     pack = packs().of(seq_len, params.cu_seqlens_q, params.cu_seqlens_q_padded)
-    packs().note_spans(params.cu_seqlens_q, dataclasses.replace(pack, spans=mask.spans))
+    packs().note(params.cu_seqlens_q, dataclasses.replace(pack, spans=mask.spans))
     return params
 
 

@@ -17,7 +17,7 @@ import torch
 from ...attention import attention
 from ...linear_attention.operation import linear_attention
 from ...linear_attention.short_convolution import short_convolution
-from .micro_batches import LayerSizes, MicroBatches
+from .micro_batches import LiteKind, MicroBatches
 
 
 class LiteCoreAttention(torch.nn.Module):
@@ -29,7 +29,7 @@ class LiteCoreAttention(torch.nn.Module):
     def __init__(
         self,
         shared: MicroBatches,
-        kind: LayerSizes,
+        kind: LiteKind,
         leads: bool,
         number: int,
         before: dict[str, Any],
@@ -94,7 +94,7 @@ class DeltaNetForward:
 
     net: Any
     shared: MicroBatches
-    kind: LayerSizes
+    kind: LiteKind
     leads: bool
     number: int
 

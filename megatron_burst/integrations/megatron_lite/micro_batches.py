@@ -27,7 +27,7 @@ from ...planning.prepare import prepare
 PLANS_KEPT = 256  # more than packed micro-batches in flight x kinds of layers
 
 
-class LayerSizes(NamedTuple):
+class LiteKind(NamedTuple):
     """What is known of a layer when it is built, the same on all ranks: layers with the same have
     their plans in common."""
 
@@ -43,11 +43,11 @@ class MicroBatches:
     groups: Groups
     options: Mapping[str, Any]
     linear: str
-    _kinds: set[LayerSizes] = field(default_factory=set)
+    _kinds: set[LiteKind] = field(default_factory=set)
     _plans: Recent = field(default_factory=lambda: Recent(PLANS_KEPT))
     _bounds: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
-    def leads(self, kind: LayerSizes) -> bool:
+    def leads(self, kind: LiteKind) -> bool:
         """Register a layer; True for the first of its kind."""
         first = kind not in self._kinds
         self._kinds.add(kind)
@@ -73,7 +73,7 @@ class MicroBatches:
 
     def plan(
         self,
-        kind: LayerSizes,
+        kind: LiteKind,
         leads: bool,
         tensors: Mapping[str, torch.Tensor],
         ends: Mapping[str, torch.Tensor | None],

@@ -12,7 +12,7 @@ from typing import Any
 from ...comm.groups import Groups
 from ...schedule.scans import SCANS
 from .layers import DeltaNetForward, LiteCoreAttention
-from .micro_batches import LayerSizes, MicroBatches
+from .micro_batches import LiteKind, MicroBatches
 
 NAME = "burst"
 # The choices of `mb.attention` that are left: Lite decides layout, mask and scale, and its
@@ -133,17 +133,17 @@ def _swap(layer: Any, shared: MicroBatches, number: int) -> None:
     """Give a layer our attention."""
     if _sort(layer) == _DELTA_NET:
         sizes = (layer.num_k_heads_local, layer.num_v_heads_local, layer.dk, layer.dv)
-        kind = LayerSizes(_DELTA_NET, sizes)
+        kind = LiteKind(_DELTA_NET, sizes)
         layer.forward = DeltaNetForward(layer, shared, kind, shared.leads(kind), number)
         return
     if _sort(layer) == "GQAttention":
         sizes = (layer.num_heads_local, layer.num_kv_heads_local, layer.head_dim)
-        kind = LayerSizes("GQAttention", sizes)
+        kind = LiteKind("GQAttention", sizes)
         before = {"core_attn": layer.core_attn, "attention_backend": layer.attention_backend}
         layer.attention_backend = NAME
     else:
         sizes = (layer.num_heads_local, layer.q_head_dim, layer.v_head_dim)
-        kind = LayerSizes("MultiLatentAttention", sizes, layer._softmax_scale)
+        kind = LiteKind("MultiLatentAttention", sizes, layer._softmax_scale)
         before = {"core_attn": layer.core_attn, "_use_torch_core": layer._use_torch_core}
         layer._use_torch_core = False  # Lite's gather of all ranks, where value widths differ
     layer.core_attn = LiteCoreAttention(shared, kind, shared.leads(kind), number, before)

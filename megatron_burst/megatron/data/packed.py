@@ -168,25 +168,22 @@ class Packs:
         self._made: WeakValueDictionary[tuple, _Cuts] = WeakValueDictionary()
         self._cut = Recent(CUTS_KEPT)
         self._values: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._trees: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._noted: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    def note_tree(self, cu_seqlens: torch.Tensor, pack: Pack) -> None:
-        """Remember that `cu_seqlens`, which says nothing itself, stands for a prefix tree."""
+    def note(self, cu_seqlens: torch.Tensor, pack: Pack) -> None:
+        """Remember that this very tensor stands for `pack`, which says what its values do not: a
+        prefix tree, or where images lie."""
         vars(pack)["_made"] = self._made.setdefault(pack.cut_key, pack._made)
-        self._trees[cu_seqlens] = pack
+        self._noted[cu_seqlens] = pack
 
     def is_tree(self, cu_seqlens: torch.Tensor) -> bool:
         """Whether this very tensor stands for a prefix tree."""
-        pack: Any = self._trees.get(cu_seqlens)
+        pack: Any = self._noted.get(cu_seqlens)
         return pack is not None and pack.spans is None
-
-    def note_spans(self, cu_seqlens: torch.Tensor, pack: Pack) -> None:
-        """Remember that `cu_seqlens` stands for `pack`, which says where images lie besides."""
-        self.note_tree(cu_seqlens, pack)
 
     def of(self, total: int, cu_seqlens: torch.Tensor, padded: torch.Tensor | None = None) -> Pack:
         """As `pack_of`, which is asked once for tensors that nobody has changed since."""
-        noted: Any = self._trees.get(cu_seqlens)
+        noted: Any = self._noted.get(cu_seqlens)
         if noted is not None and noted.spans is not None and noted.total != total:
             raise ValueError(
                 f"packed_seq_params: with_spans was told a seq_len of {noted.total}, and the "
@@ -252,6 +249,22 @@ def pack_of(total: int, cu_seqlens: torch.Tensor, padded: torch.Tensor | None = 
             f"cu_seqlens_padded {bounds.tolist()} leaves no room for cu_seqlens {ends.tolist()}"
         )
     return _pack(total, bounds, bounds[:-1], lengths)
+
+
+def params_of(ends: torch.Tensor, longest: int, padded: Any = None) -> Any:
+    """The `PackedSeqParams` of queries and keys whose documents end alike, the longest of so many
+    tokens. padded: where their padding ends, a tensor as `ends`, if that is said too."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
 
 
 def _pack(total: int, bounds: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> Pack:

@@ -24,7 +24,7 @@ from ...layout import make as make_layout
 from ...masks import Mask
 from ...trees import PrefixTree
 from .cut import BatchCut, cut_for
-from .packed import Pack, packs
+from .packed import Pack, packs, params_of
 
 
 @dataclass(frozen=True)
@@ -87,16 +87,7 @@ class TreePack(Pack):
     def params(self, device: torch.device) -> Any:
         """The `PackedSeqParams` that stand for the tree. As Megatron's loops do it, give the same
         object to all layers, also when they run again in backward."""
-        from megatron.core.packed_seq_params import PackedSeqParams
-
         known_by = torch.tensor([0, -self.total], dtype=torch.int32, device=device)
-        packs().note_tree(known_by, self)
+        packs().note(known_by, self)
         packs().note_cut(self)
-        longest = int(self.tree.positions.max()) + 1
-        return PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=known_by,
-            cu_seqlens_kv=known_by,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )
+        return params_of(known_by, int(self.tree.positions.max()) + 1)

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     gather_from_sequence_parallel_region,
@@ -26,7 +25,7 @@ from ... import trees
 from ...linear_cross_entropy import linear_logprobs
 from .. import patching
 from ..data.cut import cut_of_run
-from ..data.packed import Pack, packs
+from ..data.packed import Pack, packs, params_of
 from ..data.tree_pack import TreePack
 
 
@@ -178,11 +177,4 @@ def _documents(
     packs().note_values(sent, ends)
     pack = packs().of(len(tree.tokens), sent)
     packs().note_cut(pack)
-    longest = int(np.max(lengths))
-    return pack, PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=sent,
-        cu_seqlens_kv=sent,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
+    return pack, params_of(sent, int(np.max(lengths)))
