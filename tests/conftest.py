@@ -21,6 +21,12 @@ settings.load_profile("repo")
 TESTS = Path(__file__).parent
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--megatron", default="", help="a checkout of Megatron-LM (tests/te, tests/lite)"
+    )
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Long files first, so that processes that share the files out end at about the same time; and

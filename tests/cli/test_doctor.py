@@ -247,7 +247,7 @@ def test_what_the_plugin_would_refuse(words, says):
         "--burst-lm-head-loss recompute --fp8-output-proj",
         "--burst-offload 1.0 --fine-grained-activation-offloading",
         "--burst-offload auto --cpu-offloading-num-layers 2",
-        "--burst-layout striped --experimental-attention-variant dsa",
+        "--burst-sparse megatron --burst-layout striped --experimental-attention-variant dsa",
         "--attention-backend local",
         "--burst-nccl-max-ctas 4 --distributed-backend gloo",
         "--yaml-cfg model.yaml",

@@ -36,3 +36,9 @@ def test_every_row_of_the_table_is_left_out():
 @pytest.mark.parametrize("path", [*FIRST, *AGAIN])
 def test_rooms_and_files_that_are_named_exist(path):
     assert list((ROOT / "tests").glob(f"{path.removesuffix('/')}*"))
+
+
+def test_no_two_files_of_tests_have_one_name():
+    """Rooms are no packages, so pytest imports a file by its name alone, and refuses a second."""
+    names = [file.name for file in (ROOT / "tests").rglob("test_*.py")]
+    assert len(names) == len(set(names))

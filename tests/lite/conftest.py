@@ -1,6 +1,5 @@
 """Models of Megatron Lite, only where its source is; the interface that it has, anywhere."""
 
-import contextlib
 import sys
 from pathlib import Path
 
@@ -9,15 +8,10 @@ import pytest
 HERE = Path(__file__).parent
 
 
-def pytest_addoption(parser):
-    with contextlib.suppress(ValueError):  # the tests on Transformer Engine have it too
-        parser.addoption("--megatron", default="", help="a checkout of Megatron-LM")
-
-
 @pytest.fixture(scope="session")
 def source(request):
     """The folder to import `megatron.lite` from, of the branch dev of Megatron-LM."""
-    named = request.config.getoption("--megatron", default="")
+    named = request.config.getoption("--megatron")
     folder = Path(named) / "experimental" / "lite"
     if not named or not (folder / "megatron" / "lite").is_dir():
         pytest.skip(

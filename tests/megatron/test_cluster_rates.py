@@ -21,7 +21,9 @@ from megatron_burst.tools.advise.settings import Settings
 from megatron_burst.tools.advise.shapes.models import Model
 from megatron_burst.tools.advise.simulate import simulate
 
-RATES = mb.Rates(3e9, 1e9, 1e-6, 1e12, 2e-6, backward=2.9, half_rows=16, slowdown=0.1)
+RATES = mb.Rates(
+    3e9, 1e9, 1e-6, 1e12, 2e-6, backward=2.9, half_rows=16, slowdown=0.1, memory=3.35e12
+)
 
 
 def written(path, **fields):

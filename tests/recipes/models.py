@@ -1,4 +1,4 @@
-"""Ten models as Megatron-Bridge's providers make them, made tiny, and trained for two steps."""
+"""Nine models as Megatron-Bridge's providers make them, made tiny, and trained for two steps."""
 
 import functools
 import importlib

@@ -12,10 +12,6 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "megatron_lm"))
 
 
-def pytest_addoption(parser):
-    parser.addoption("--megatron", default="", help="a checkout of Megatron-LM")
-
-
 @pytest.fixture(scope="session", autouse=True)
 def transformer_engine():
     try:

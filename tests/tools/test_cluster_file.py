@@ -152,14 +152,19 @@ def test_what_nobody_measured_is_published_and_says_so():
     assert found.compute == pytest.approx(642.85e12)
     assert "published rates, not measured here" in cluster.described
     half = replace(cluster, rates=Rates(1e9, 2e9, latency=1e-5), source="mine", spread=0.04)
-    assert half.rank_rates() == Rates(1e9, 2e9, latency=1e-5, compute=found.compute)
+    assert half.rank_rates() == Rates(1e9, 2e9, latency=1e-5, compute=found.compute, memory=3.35e12)
     assert half.described == "measured: mine; repeats vary by up to 4%"
 
 
 def test_every_field_is_in_the_file():
-    """But those that are objects, and who shares a NIC, which follows from the cluster."""
+    """But those that are objects, and what follows: who shares a NIC, and the GPU's memory rate."""
     there = {(f.of, f.field) for part in cluster_file.SECTIONS.values() for f in part}
     fields = {(of, each.name) for of in (clusters.Cluster, clusters.Gpu, Rates)
               for each in dataclasses.fields(of)}  # fmt: skip
-    left = {(clusters.Cluster, "gpu"), (clusters.Cluster, "rates"), (Rates, "shared")}
+    left = {
+        (clusters.Cluster, "gpu"),
+        (clusters.Cluster, "rates"),
+        (Rates, "shared"),
+        (Rates, "memory"),
+    }
     assert there == fields - left

@@ -44,6 +44,7 @@ WRITTEN = {
     "dilated(4)": masks.Dilated(4),
     "prefix(5)": masks.Prefix(5),
     "documents([0, 3, 8, 16])": masks.Documents([0, 3, 8, 16]),
+    "same_span([(2, 5), (5, 9)])": masks.SameSpan([(2, 5), (5, 9)]),
     "block_sparse([[1,0,0,0],[0,1,0,0],[0,0,1,0],[0,0,0,1]], 4)": masks.BlockSparse(EYE, 4),
 }
 
@@ -151,7 +152,8 @@ def test_masks_nested_too_deeply_are_one_line_too(text, says):
 
 def test_every_class_of_masks_has_its_expression():
     """But for the base class, what is no mask, and trees, which are made from trajectories."""
-    classes = {cls for cls in vars(masks).values() if isinstance(cls, type)} - {masks.Tree}
+    named = {getattr(masks, name) for name in masks.__all__} - {masks.Tree}
+    classes = {cls for cls in named if isinstance(cls, type)}
     written = {type(mask) for mask in WRITTEN.values()} | {masks.Dense}
     assert {cls for cls in classes if issubclass(cls, masks.Mask)} == written | {masks.Mask}
 

@@ -155,6 +155,7 @@ MASKS: dict[str, Callable[..., Mask]] = {
     "dilated": masks.Dilated,
     "prefix": masks.Prefix,
     "documents": masks.Documents,
+    "same_span": masks.SameSpan,
     "block_sparse": masks.BlockSparse,
     "dense": masks.Dense,
 }
