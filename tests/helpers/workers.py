@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from one_device import share_one_device
 
 # The last one brings sympy, which torch imports only with its first operator of some kinds.
 IMPORTED = ["torch", "megatron_burst.attention", "torch.fx.experimental.symbolic_shapes"]
@@ -110,6 +111,7 @@ def _serve(rank, world, port, timeout, pipe, trace):
     """The life of one rank: join the group, then answer calls until the pipe closes."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    share_one_device()
     limit = timedelta(seconds=timeout)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)

@@ -28,7 +28,9 @@ SCRIPT = Path(__file__).with_name("train_gpt.py")
 ROOT = Path(__file__).parents[2]
 LIMIT = 200  # seconds of a run; a busy machine took 90
 ENVIRONMENT = {
-    "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)])),
+    "PYTHONPATH": os.pathsep.join(
+        filter(None, [os.environ.get("PYTHONPATH"), str(ROOT), str(ROOT / "tests" / "helpers")])
+    ),
     "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore",
 }  # fmt: skip
@@ -145,6 +147,7 @@ def fork(rank, world, port, argv, output, script):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     code = 1
+    share_one_device()
     try:
         code = (
             run_alone(script, argv) if script else main(["pretrain", "--cpu", str(SCRIPT), *argv])
@@ -182,6 +185,8 @@ def wait(children, limit):
 
 
 if __name__ == "__main__":
+    from one_device import share_one_device
+
     from megatron_burst.cli.main import main
     from megatron_burst.testing import cpu
 
