@@ -22,7 +22,7 @@ from .section import Figure, Section
 
 # In the order of the page; each is a module with `run(fit) -> Section`.
 SECTIONS = (
-    "attention_fit", "burstengine_attention", "loongtrain_steps", "burstengine_steps",
+    "not_fitted", "attention_fit", "burstengine_attention", "loongtrain_steps", "burstengine_steps",
     "burstengine_memory", "fpdt", "emulated", "faults", "stragglers", "contradictions",
 )  # fmt: skip
 SPEED = "speed"  # measured, and takes minutes: only where it is asked for

@@ -15,7 +15,7 @@ from benchmarks.advise.attention_fit import Constants
 from benchmarks.advise.published_tables import table
 from benchmarks.advise.section import Figure, Point, Section, rows_of, spread
 from megatron_burst.autotune.clusters import GB, Cluster, gpu
-from megatron_burst.tools.advise.forecast.attention_time import attention_time
+from megatron_burst.tools.advise.forecast.attention_time import RingsOf, attention_time, made
 from megatron_burst.tools.advise.settings import Settings
 from megatron_burst.tools.advise.shapes.model import Model
 
@@ -42,13 +42,21 @@ def published() -> dict[tuple[str, int], float]:
     }
 
 
-def predicted(system: str, seq: int) -> float:
-    """TFLOP/s per GPU of causal attention: 3.5 times those of a forward."""
+def fitted_cluster() -> Cluster:
+    """With the rates of table 4's fit."""
     rates = replace(Constants().rates, intra=NVLINK)
-    cluster = Cluster(gpu("a800"), RANKS, nics=4, nic_rate=25 * GB, rates=rates)
+    return Cluster(gpu("a800"), RANKS, nics=4, nic_rate=25 * GB, rates=rates)
+
+
+def predicted(
+    system: str, seq: int, cluster: Cluster | None = None, rings: RingsOf = made
+) -> float:
+    """TFLOP/s per GPU of causal attention: 3.5 times those of a forward. cluster: None: with the
+    rates of table 4's fit; rings: where schedules are remembered."""
+    cluster = cluster or fitted_cluster()
     run = Settings(seq, cp=RANKS, wire="bf16", route="ring", **SYSTEMS[system])
     done = 3.5 * 2 * float(seq) ** 2 * HEADS * WIDTH / RANKS
-    return done / attention_time(MODEL, cluster, run).seconds / 1e12
+    return done / attention_time(MODEL, cluster, run, rings=rings).seconds / 1e12
 
 
 def run(fit: bool = False) -> Section:

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, replace
 
 from ..units import byte_size
+from .bands import ForecastBand, band_of
 from .gpus import GB, GIB, GPUS, SLOWER, Gpu, gpu, is_finite
 from .places import Nodes
 from .rates import BACKWARD, Rates
@@ -22,9 +23,6 @@ NVLINK, NIC, SHARED, HALF_ROWS, SLOWDOWN = 0.8, 0.82, 0.91, 488.0, 0.088
 # Assumed; `megatron-burst calibrate` measures them. Seconds, seconds, fraction.
 LATENCY, LAUNCH, EXCHANGE = 15e-6, 30e-6, 0.8
 SOURCE = "published rates"
-# No error with them is larger in 58 published steps: LoongTrain's table 2 (A100), BurstEngine's
-# tables 2 and 5 (A800), none of which was fitted to. The middle one is 0.037, the largest 0.18.
-OFF = 0.25
 
 
 @dataclass(frozen=True)
@@ -133,13 +131,25 @@ class Cluster:
         return self.rates is not None
 
     @property
+    def kernels_measured(self) -> bool:
+        """Whether those of attention kernels were, and not those of links alone."""
+        return self.rates is not None and self.rates.compute is not None
+
+    @property
+    def band(self) -> ForecastBand:
+        """How much longer steps may take than their forecast."""
+        return band_of(self.gpu.name, self.kernels_measured)
+
+    @property
     def described(self) -> str:
         """Where the rates come from, and how far that can be off, on one line."""
         if self.measured:
             return f"measured: {self.source}; repeats vary by up to {self.spread:.0%}"
+        band = self.band
         return (
-            f"{self.source}, not measured here: a step can be off by up to {OFF:.0%}; "
-            "`megatron-burst calibrate` measures them"
+            f"{self.source}, not measured here: nine in ten of {band.cells} published runs on "
+            f"{band.gpus} took {band} times their forecast; `megatron-burst calibrate` measures "
+            "them"
         )
 
     def rank_rates(self) -> Rates:

@@ -21,6 +21,9 @@ ROWS = {
     "fpdt_table1_max_context": 5,
     "loongtrain_table2_end_to_end": 64,
     "loongtrain_table4_attention_ms": 96,
+    "nemo_llama2_7b_h100": 9,
+    "nemo_llama3_8b_b200": 8,
+    "torchtitan_llama3_h100": 8,
 }
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -42,6 +43,7 @@ def show(found: Advice, command: Sequence[str] = ()) -> None:
                        f"searched {found.tried} of {found.ways} parallel configurations"
                        + (" (the others cannot be among the fastest)." if found.tried < found.ways
                           else ".")))  # fmt: skip
+    console.print(Text(f"step {step_said(found.best.seconds, found.cluster)}"))
     _show_time(console, found)
     _show_memory(console, found)
     if said := selection_said(found.model, found.best.run):
@@ -74,6 +76,15 @@ def headline(found: Advice) -> str:
         f"{found.model.name}, {packs}{want.seq:,} tokens, {want.seq * want.sequences:,} per step, "
         f"on {cluster.gpus} x {cluster.gpu.name}, {cluster.ranks_per_node} per node"
     )
+
+
+def step_said(seconds: float, cluster: Cluster) -> str:
+    """A step's time, and the range in which it is to be expected."""
+    low, high = cluster.band.around(seconds)
+    rates, narrower = "published", "; `megatron-burst calibrate` narrows it"
+    if cluster.kernels_measured:
+        rates, narrower = "measured", ""
+    return f"{duration(seconds)} ({duration(low)} to {duration(high)} at {rates} rates{narrower})"
 
 
 def ranking(found: Advice) -> Table:
@@ -260,10 +271,11 @@ def facts(found: Advice, command: Sequence[str] = ()) -> dict[str, Any]:
         "seq": found.want.seq,
         "tokens_per_step": found.want.seq * found.want.sequences,
         "cluster": {"gpu": cluster.gpu.name, "gpus": cluster.gpus,
-                    "per_node": cluster.ranks_per_node, "rates": cluster.described},
+                    "per_node": cluster.ranks_per_node, "rates": cluster.described,
+                    "band": asdict(cluster.band)},
         "ways": found.ways,
         "tried": found.tried,
-        "ranked": [one_of(each) for each in found.ranked],
+        "ranked": [one_of(each, cluster) for each in found.ranked],
         "changes": [{"change": c.words, "then": c.then, "gain": c.gain} for c in found.changes],
         "megatron": [rivals.facts(one) for one in found.rivals],
         "megatron_fastest": found.fastest_rival and rivals.facts(found.fastest_rival),
@@ -282,7 +294,7 @@ def _flags(found: Advice, command: Sequence[str]) -> list[str] | None:
         return None
 
 
-def one_of(each: Configuration) -> dict[str, Any]:
+def one_of(each: Configuration, cluster: Cluster) -> dict[str, Any]:
     """One configuration as plain data."""
     run, time, peak = each.run, each.time, each.account.peak
     names = ("tp", "pp", "vpp", "ep", "cp", "dp", "micro_batch", "micro_batches")
@@ -295,6 +307,7 @@ def one_of(each: Configuration) -> dict[str, Any]:
             "recompute", "store", "offload", "sequence_chunks", "mlp_tiles", "optimizer_offload",
             "lm_head_loss", "gradients")},
         "seconds": time.seconds,
+        "seconds_range": list(cluster.band.around(time.seconds)),
         "tokens_per_second_per_gpu": time.tokens_per_gpu(run.gpus),
         "mfu": time.mfu,
         "bottleneck": time.bottleneck,

@@ -1,0 +1,172 @@
+"""Every published time beside its forecast, at published rates and at rates fitted to its cluster.
+
+What `autotune.bands` is derived from, and the tables to which no constant was fitted: NVIDIA's
+NeMo on H100 and B200, torchtitan on H100, the systems that LoongTrain compares itself with. Taken
+for them: NeMo's TFLOP/s count all of attention, not its causal half, as `flops_formulas.py` of the
+same repository does, its runs recompute nothing but what a kernel does itself, and a ring carries
+keys and values within context-parallel groups; torchtitan's recompute everything, and gather keys
+and values. Llama 3.1 405B is counted with 128 layers for 126, which do not divide into eight
+stages, and its time is scaled by 126 / 128.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from benchmarks.advise import attention_fit, burstengine_attention, burstengine_steps
+from benchmarks.advise import loongtrain_steps as loongtrain
+from benchmarks.advise.published_tables import table
+from megatron_burst.autotune.clusters import GB, GPUS, Cluster
+from megatron_burst.tools.advise.forecast.attention_time import (
+    RingsOf,
+    attention_time,
+    made,
+    remembered,
+)
+from megatron_burst.tools.advise.forecast.step_time import StepTime, model_operations, step_time
+from megatron_burst.tools.advise.settings import Settings
+from megatron_burst.tools.advise.shapes.model import Model
+from megatron_burst.tools.advise.shapes.models import named
+
+TABLE_4 = "LoongTrain, table 4 (calls)"
+
+
+class BandCell(NamedTuple):
+    """One published time. table, label: where it stands; gpu: on which; ratio: it over its
+    forecast, above 1 where the forecast is too short; fitted: whether a constant of the forecast
+    was fitted to its table; counts: whether a band is derived from it."""
+
+    table: str
+    label: str
+    gpu: str
+    ratio: float
+    fitted: bool = False
+    counts: bool = True
+
+    @property
+    def error(self) -> float:
+        """Forecast time over published time, less one."""
+        return 1 / self.ratio - 1
+
+
+def _nemo(name: str, model: Model, gpu: str, recompute: Any = "none") -> Iterator[BandCell]:
+    """TFLOP/s per GPU of NVIDIA's runs. Without context parallelism they are short, and FP8, which
+    is not counted, decides: no band has them."""
+    for row in table(name):
+        size = {key: int(row[key]) for key in ("tp", "pp", "dp", "cp")}
+        run = Settings(
+            int(row["seq_k"]) << 10, **size, recompute=recompute, gradients="bf16",
+            micro_batches=int(row.get("batch", 4 * size["dp"])) // size["dp"], **RING,
+        )  # fmt: skip
+        time = step_time(model, Cluster(GPUS[gpu], run.gpus), run)
+        whole = model_operations(model, run.seq) + 6 * model.layers * model.hidden * run.seq
+        found = whole * time.tokens_per_gpu(run.gpus) / 1e12
+        system = "NeMo, Llama-2-7B, H100" if gpu == "h100" else "NeMo, Llama-3-8B, B200"
+        label = f"{row['seq_k']}K, TP {run.tp}, CP {run.cp}, DP {run.dp}"
+        yield BandCell(system, label, gpu, found / float(row["tflops"]), counts=run.cp > 1)
+
+
+RING: dict[str, Any] = {"algorithm": "ring", "side": "kv", "wire": "bf16", "route": "ring"}
+
+
+def nemo_h100(recompute: Any = "none") -> Iterator[BandCell]:
+    """Llama-2-7B, 4K to 1M tokens. Batches are not stated: four micro-batches are taken."""
+    return _nemo("nemo_llama2_7b_h100", named("llama2-7b"), "h100", recompute)
+
+
+def nemo_b200() -> Iterator[BandCell]:
+    """Llama-3-8B, 8K to 1M tokens."""
+    return _nemo("nemo_llama3_8b_b200", named("llama3-8b"), "b200")
+
+
+def torchtitan() -> Iterator[BandCell]:
+    """Llama 3.1 8B and 405B with FSDP, 32K to 256K tokens."""
+    models = {"8b": (named("llama3.1-8b"), 1.0),
+              "405b": (replace(named("llama3.1-405b"), layers=128), 126 / 128)}  # fmt: skip
+    for row in table("torchtitan_llama3_h100"):
+        model, scale = models[row["model"]]
+        size = {key: int(row[key]) for key in ("tp", "pp", "dp", "cp")}
+        run = Settings(int(row["seq"]), **size, micro_batches=int(row["batch"]), fsdp=True,
+                       wire="bf16", lm_head_loss="off", algorithm="all_gather",
+                       side="kv")  # fmt: skip
+        cluster = Cluster(GPUS["h100"], run.gpus)
+        found = step_time(model, cluster, run).tokens_per_gpu(run.gpus) / scale
+        label = f"{row['model']}, {run.seq >> 10}K, TP {run.tp}, PP {run.pp}, CP {run.cp}"
+        yield BandCell("torchtitan, Llama 3.1, H100", label, "h100",
+                       found / float(row["tgs"]), counts=run.cp > 1)  # fmt: skip
+
+
+def others_of_loongtrain(rings: RingsOf = made) -> Iterator[BandCell]:
+    """Megatron's ring and DeepSpeed-Ulysses in LoongTrain's table 2; without the four GQA rows of
+    the latter that repeat those of MHA digit by digit."""
+    for row in table("loongtrain_table2_end_to_end"):
+        system, heads = row["system"], row["heads"]
+        if system.startswith("hp") or row["tgs"] == "OOM" or (system, heads) == COPIED:
+            continue
+        shared = loongtrain.RANKS if system == "ds_ulysses" else 1
+        run = Settings(
+            int(row["seq"]), cp=loongtrain.RANKS, gradients="bf16", lm_head_loss="off",
+            ulysses=shared, **{**RING, "algorithm": "ulysses" if shared > 1 else "ring"},
+        )  # fmt: skip
+        time = _step(attention_fit.MODELS[heads], SHARED_NICS, run, rings)
+        found = time.tokens_per_gpu(run.gpus) / float(row["tgs"])
+        yield BandCell("LoongTrain, table 2 (others)", f"{system}, {heads}, {run.seq >> 10}K",
+                       "a100", found)  # fmt: skip
+
+
+COPIED = ("ds_ulysses", "gqa8")
+SHARED_NICS = Cluster(GPUS["a100"], loongtrain.RANKS, nics=4, nic_rate=25 * GB)
+
+
+def _step(model: Model, cluster: Cluster, run: Settings, rings: RingsOf) -> StepTime:
+    return step_time(model, cluster, run, attention=partial(attention_time, rings=rings))
+
+
+def at_published_rates(rings: RingsOf | None = None, every: int = 1) -> list[BandCell]:
+    """All of them. rings: that remember schedules; every: of LoongTrain's long tables every second
+    row, third row and so on alone, to save time."""
+    rings = rings or remembered()
+    found = [*nemo_h100(), *nemo_b200(), *torchtitan(), *others_of_loongtrain(rings)]
+    for row in loongtrain.published()[::every]:
+        time = _step(row.model, SHARED_NICS, row.run, rings)
+        ratio = time.tokens_per_gpu(loongtrain.RANKS) / row.published
+        found.append(BandCell("LoongTrain, table 2", row.label, "a100", ratio))
+    for row in burstengine_steps.published():
+        time = _step(burstengine_steps.MODEL, Cluster(GPUS["a800"], row.gpus), row.run, rings)
+        ratio = row.seconds / time.seconds
+        found.append(BandCell("BurstEngine, tables 2 and 5", row.label, "a800", ratio))
+    ours = replace(SHARED_NICS, gpu=GPUS["a800"])
+    for (system, seq), value in burstengine_attention.published().items():
+        predicted = burstengine_attention.predicted(system, seq, ours, rings)
+        found.append(BandCell("BurstEngine's attention (calls)", f"{system}, {seq >> 10}K", "a800",
+                              predicted / value))  # fmt: skip
+    there = replace(SHARED_NICS, gpus=attention_fit.GPUS)
+    for cell in attention_fit.cells()[::every]:
+        time = attention_time(cell.model, there, cell.run, rings=rings)
+        found.append(BandCell(TABLE_4, cell.label, "a100", cell.seconds / time.seconds, True))
+    return found
+
+
+def at_fitted_rates(rings: RingsOf | None = None, every: int = 1) -> list[BandCell]:
+    """Those of the clusters to which rates were fitted."""
+    rings = rings or remembered()
+    found = [
+        BandCell("LoongTrain, table 2", row.label, "a100",
+                 loongtrain.predicted(row, rings=rings).tokens_per_gpu(loongtrain.RANKS)
+                 / row.published, True)
+        for row in loongtrain.published()[::every]
+    ]  # fmt: skip
+    found += [
+        BandCell("BurstEngine, tables 2 and 5", row.label, "a800",
+                 row.seconds / burstengine_steps.predicted(row, rings=rings).seconds, True)
+        for row in burstengine_steps.published()
+    ]  # fmt: skip
+    constants = attention_fit.Constants()
+    return found + [
+        BandCell(TABLE_4, cell.label, "a100",
+                 cell.seconds / attention_fit.predicted(cell, constants, rings).seconds, True)
+        for cell in attention_fit.cells()[::every]
+    ]  # fmt: skip
