@@ -1,5 +1,7 @@
 """Fixtures all tests share, and the order in which files are tested."""
 
+import fcntl
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -96,8 +98,13 @@ def ranks():
 
 @pytest.fixture(scope="session")
 def csrc_file(tmp_path_factory):
-    """The compiled operators, for the CPU."""
-    return csrc_library.library(tmp_path_factory.mktemp("csrc"), "--cpu")
+    """The compiled operators, for the CPU; processes that share the tests out compile them once."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "csrc"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return csrc_library.library(folder, "--cpu")
 
 
 @pytest.fixture
