@@ -1,11 +1,12 @@
 """Fixtures all tests share, and the order in which files are tested."""
 
+from collections import Counter
 from pathlib import Path
 
 import csrc_library
 import pytest
 import torch
-from ci_rooms import AGAIN, FIRST, RARE
+from ci_rooms import AGAIN, FIRST, HALVED, RARE
 from hypothesis import Phase, settings
 from workers import Workers
 
@@ -37,10 +38,16 @@ def pytest_collection_modifyitems(items):
         return FIRST.index(name) if name in FIRST else len(FIRST)
 
     items.sort(key=room)
+    cases = Counter()
     for item in items:
         file = item.path.relative_to(TESTS).as_posix()
         if not file.startswith(AGAIN):
             item.add_marker(pytest.mark.once)
+        if file.startswith(HALVED):
+            function = item.nodeid.split("[")[0]
+            cases[function] += 1
+            if cases[function] % 2 == 0:
+                item.add_marker(pytest.mark.halved)
         if f"{file}::{item.name}".startswith(RARE) and item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.rare)
 
