@@ -20,7 +20,8 @@ SIZES = "--hierarchical-context-parallel-sizes"
 INTEGERS: dict[str, int | None] = {
     "--context-parallel-size": None, "--cpu-offloading-num-layers": 0,
     "--dsa-indexer-head-dim": None, "--dsa-indexer-n-heads": None, "--dsa-indexer-topk": None,
-    "--expert-model-parallel-size": 1, "--ffn-hidden-size": None, "--global-batch-size": None,
+    "--expert-model-parallel-size": 1, "--expert-tensor-parallel-size": None,
+    "--ffn-hidden-size": None, "--global-batch-size": None,
     "--hidden-size": None, "--kv-channels": None, "--kv-lora-rank": 512,
     "--linear-conv-kernel-dim": 4, "--linear-key-head-dim": 128, "--linear-num-key-heads": 16,
     "--linear-num-value-heads": 32, "--linear-value-head-dim": 128,
@@ -61,7 +62,7 @@ SWITCHES = (
     "--group-query-attention", "--hybrid-context-parallel", "--log-max-attention-logit",
     "--moe-paged-stash", "--mtp-hsm", "--multi-latent-attention",
     "--no-create-attention-mask-in-dataloader", "--optimizer-cpu-offload",
-    "--overlap-moe-expert-parallel-comm", "--qk-clip", "--recompute-activations",
+    "--overlap-moe-expert-parallel-comm", "--qk-clip", "--quick-geglu", "--recompute-activations",
     "--reset-attention-mask", "--sft", "--swiglu", "--tp-comm-overlap",
     "--untie-embeddings-and-output-weights", "--use-distributed-optimizer",
     "--use-kitchen-attention", "--use-megatron-fsdp", "--use-rotary-position-embeddings",
@@ -112,7 +113,8 @@ class MegatronCommand(argparse.Namespace):
     def burst_arguments(self) -> tuple[SimpleNamespace, list[str]]:
         """The values of our own flags, for `flags.settle`, and a line for each that has none of
         its type."""
-        values, wrong = SimpleNamespace(), []
+        # Which layout follows from other choices depends on whether there are several ranks.
+        values, wrong = SimpleNamespace(context_parallel_size=self.cp), []
         for name in self.given(*FLAGS):
             flag = FLAGS[name]
             text = getattr(self, flag.dest)

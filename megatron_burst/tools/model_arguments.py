@@ -61,7 +61,8 @@ def read_command(words: Sequence[str]) -> tuple[Model, dict[str, Any]]:
     if not command.group_query_attention:
         command.num_query_groups = None
     model = model_from(
-        lambda name: getattr(command, name, None), "the Megatron command", gated=command.swiglu,
+        lambda name: getattr(command, name, None), "the Megatron command",
+        gated=command.swiglu or command.quick_geglu,
         tied=not command.untie_embeddings_and_output_weights,
         flag=lambda name: f"--{name.replace('_', '-')}",
     )  # fmt: skip
@@ -69,7 +70,6 @@ def read_command(words: Sequence[str]) -> tuple[Model, dict[str, Any]]:
         raise ValueError("--seq-length is missing in the Megatron command; add it")
     if command.context_parallel_algo is None:
         ours.context_parallel_algo = "burst"
-    ours.context_parallel_size = command.cp
     flags.settle(ours)
     choices = flags.burst_config(ours)
     run = _command_run(command)
@@ -82,13 +82,17 @@ def _command_run(command: MegatronCommand) -> dict[str, Any]:
     pp, vpp = command.pipeline_model_parallel_size, command.num_virtual_stages_per_pipeline_rank
     if command.num_layers_per_virtual_pipeline_stage:
         vpp = command.num_layers // pp // command.num_layers_per_virtual_pipeline_stage
+    if (segments := (command.hybrid_layer_pattern or "").split("/")[0].count("|") + 1) > pp:
+        vpp = segments // pp  # as Megatron derives it
+    # Experts are counted as split over expert-parallel and tensor-parallel ranks.
+    split = command.expert_tensor_parallel_size or command.tp
     run: dict[str, Any] = {
         "seq": command.seq_length,
         "tp": command.tp,
         "cp": command.cp,
         "pp": pp,
         "vpp": vpp or 1,
-        "ep": command.expert_model_parallel_size,
+        "ep": max(1, command.expert_model_parallel_size * split // command.tp),
         "micro_batch": command.micro_batch_size or 1,
         "recompute": "full" if command.recompute_granularity == "full" else "none",
         "gradients": "bf16" if command.grad_reduce_in_bf16 else "fp32",

@@ -14,11 +14,13 @@ from megatron_burst.autotune.gpus import GPUS
 from megatron_burst.cli.doctor.hazards import hazards, refusals
 from megatron_burst.cli.main import main
 from megatron_burst.cli.megatron_arguments import parse
+from megatron_burst.megatron.checks import sparse, splitting
 from megatron_burst.tools import model_arguments
 from megatron_burst.tools.advise.advice import advise
-from megatron_burst.tools.advise.search import pasted
+from megatron_burst.tools.advise.search import model_flags, pasted
 from megatron_burst.tools.advise.settings import Settings
-from megatron_burst.tools.advise.shapes import models
+from megatron_burst.tools.advise.shapes import layer_kinds, models
+from megatron_burst.tools.advise.shapes.layer_kinds import Latent
 from megatron_burst.tools.advise.shapes.model import Model
 
 FEW = ["--gpus", "8", "--seq", "64K", "--tokens-per-step", "512K", "--tp", "4", "--cp", "2"]
@@ -45,7 +47,7 @@ def test_pasted_flags_say_what_was_advised(model, fixed):
         model, Cluster(GPUS["h100"], 16, 4), seq="64K", tokens_per_step="1M", top=2, **fixed
     )
     for index, one in enumerate(advice.ranked):
-        words = " ".join(advice.flags(index)).split()
+        words = shlex.split(" ".join(advice.flags(index)))
         read, given = model_arguments.read_command(words)
         assert [getattr(read, name) for name in SHAPE] == [getattr(model, name) for name in SHAPE]
         defaults = {field.name: field.default for field in fields(Settings)}
@@ -55,9 +57,133 @@ def test_pasted_flags_say_what_was_advised(model, fixed):
         batch = words[words.index("--global-batch-size") + 1]
         assert int(batch) == one.run.micro_batch * one.run.micro_batches * one.run.dp
         command = parse(words)
-        found = [*refusals(command, "2.0"), *hazards(command, 4, MACHINE, "2.0")]
-        assert not [each for each in found if each.level == "problem"]
+        assert not problems(words)
         assert not command.unknown or not any("burst" in name for name in command.unknown)
+
+
+# Their layers of linear attention are none of Megatron's: read back, all have softmax attention.
+FOREIGN = ("kimi-linear-48b-a3b", "minimax-text-01")
+
+
+def of_shape(model):
+    """What flags say of a model: not its name, and none of what is not counted. A width of dense
+    layers that there are none of is taken to be that of experts."""
+    wide = model.dense_ffn or (model.ffn if model.experts else 0)
+    return replace(model, name="", also=(), dense_ffn=wide)
+
+
+def problems(words):
+    command = parse(words)
+    found = [*refusals(command, "2.0"), *hazards(command, 4, MACHINE, "2.0")]
+    return [each for each in found if each.level == "problem"]
+
+
+@pytest.fixture
+def newest(monkeypatch):
+    """The doctor asks which Megatron-Core is installed; flags are written for 0.19."""
+    for module in (splitting, sparse):
+        monkeypatch.setattr(module, "core_version", lambda: (0, 19))
+
+
+@pytest.mark.parametrize("model", models.NAMED.values(), ids=lambda model: model.name)
+def test_flags_of_every_named_model_are_read_back_and_pass_the_doctor(model, newest):
+    stages = 2 if model.layers % 4 == 0 else 1
+    for run, packed in (
+        (Settings(seq=2**17, tp=2, cp=4, pp=stages, vpp=stages, ep=2 if model.experts else 1), 0),
+        (Settings(seq=2**17, tp=1, cp=8), 1),
+    ):
+        words = shlex.split(" ".join(pasted.flags_of(model, run, bool(packed))))
+        read, given = model_arguments.read_command(words)
+        expected = of_shape(model)
+        if model.name in FOREIGN:
+            expected = replace(expected, pattern="", mixer=None)
+        assert of_shape(read) == expected
+        for name in ("seq", "tp", "cp", "pp", "vpp", "ep"):
+            assert given[name] == getattr(run, name), name
+        assert not problems(words)
+    foreign = [each for each in model_flags.lacking(model) if "build softmax attention" in each]
+    assert bool(foreign) is (model.name in FOREIGN)
+
+
+DELTA = layer_kinds.gated_delta_net(32, 16, 128, 128, 4)
+OTHERS = {
+    "windows without a period": (
+        Model("x", 5, 512, 8, 8, 64, 999, pattern="FWWFW", window=64),
+        ["--window-size 63,0", "--window-attn-skip-freq '([0]*1+[1]*2+[0]*1+[1]*1)'"]),
+    "windows everywhere": (Model("x", 2, 512, 8, 8, 64, 999, pattern="WW", window=64),
+                           ["--window-size 63,0"]),
+    "a hybrid with latents, delta nets and experts": (
+        Model("x", 6, 512, 8, 8, 64, 999, head_dim=96, value_dim=48, pattern="M-*M-*",
+              latent=Latent(128, 32), mixer=DELTA, experts=4, top_k=2, moe_layers=1, dense_ffn=256),
+        ["--hybrid-layer-pattern 'G-+|GE+' --spec "
+         "megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"]),
+    "linear layers without a period": (
+        Model("x", 4, 512, 8, 8, 64, 999, pattern="LFFL", mixer=DELTA, gated=False),
+        ["--experimental-attention-variant gated_delta_net --linear-attention-freq "
+         "'([1]*1+[0]*2+[1]*1)'"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_flags_of_other_models(case):
+    model, said = OTHERS[case]
+    run = Settings(seq=4096, tp=1, pp=2 if "*" in model.pattern else 1)
+    flags = pasted.flags_of(model, run)
+    assert set(said) <= set(flags)
+    assert not model_flags.lacking(model)
+    read, _ = model_arguments.read_command(shlex.split(" ".join(flags)))
+    assert of_shape(read) == of_shape(model)
+
+
+def test_layers_of_two_halves_are_two_of_a_hybrid_model():
+    mamba = layer_kinds.mamba2(16, 2, 32, 64, 4)
+    model = Model("x", 3, 512, 8, 8, 64, 999, pattern="LF*", mixer=mamba)
+    flags = pasted.flags_of(model, Settings(seq=4096))
+    assert any(each.startswith("--hybrid-layer-pattern 'M-*-*' ") for each in flags)
+    assert "--mamba-num-heads 16 --mamba-head-dim 64 --mamba-state-dim 32 --mamba-num-groups 2" in (
+        flags
+    )
+    assert model_flags.script_of(model) == "pretrain_hybrid.py"
+    assert model_flags.script_of(replace(model, pattern="", mixer=None)) == "pretrain_gpt.py"
+
+
+@pytest.mark.parametrize(("model", "said"), [
+    (Model("x", 2, 512, 8, 8, 64, 999, pattern="WL", window=9, mixer=DELTA), "windows in some"),
+    (Model("x", 2, 512, 8, 8, 64, 999, value_dim=32), "values of 32 beside keys of 64"),
+    (Model("x", 2, 512, 8, 8, 64, 999, pattern="M*", mixer=layer_kinds.mamba2(16, 2, 32, 64, 3)),
+     "convolution over 3 rows"),
+    (models.NAMED["gemma-3-4b"], "GELU gate"),
+], ids=lambda each: each if isinstance(each, str) else "")  # fmt: skip
+def test_what_no_flag_says_is_told(model, said):
+    (sentence,) = model_flags.lacking(model)
+    assert said in sentence
+
+
+def test_a_hybrid_model_is_started_by_its_own_script(capsys):
+    words = ["advise", "--model", "nemotron-h-8b", *FEW, "--top", "1"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "-m megatron_burst pretrain pretrain_hybrid.py" in out
+    assert "--hybrid-layer-pattern M-M" not in out  # its stars would be for the shell to expand
+    assert "--hybrid-layer-pattern 'M-M-M-M*-" in out
+
+
+def test_what_megatron_lacks_is_told_and_everything_else_printed(capsys):
+    words = ["advise", "--model", "kimi-linear-48b-a3b", "--gpus", "64", "--seq", "64K", "--tp",
+             "4", "--cp", "2", "--ep", "4", "--dp", "8", "--top", "1", "--ulysses", "1",
+             "--algorithm", "burst", "--store", "1", "--offload", "0", "--mlp-tiles", "4",
+             "--optimizer-offload", "0", "--wire", "fp32", "--micro-batch", "1"]  # fmt: skip
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "Megatron-LM has no flag for Kimi delta attention: these flags build softmax" in out
+    for flag in (
+        "--multi-latent-attention --kv-lora-rank 512",
+        "--context-parallel-size 2",
+        "--expert-model-parallel-size 4",
+        "--moe-layer-freq '([0]*1+[1]*26)'",
+    ):
+        assert flag in out
+    assert "--burst-linear" not in out
 
 
 MACHINE = {"variables": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "gpus": ["H100 sm_90"] * 4}
@@ -107,7 +233,7 @@ def test_json_is_all_there_is_on_standard_output(capsys):
     assert main([*BASE, "--json", "--top", "1"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {"model", "seq", "tokens_per_step", "cluster", "ways", "tried", "ranked",
-                          "changes", "megatron", "megatron_fastest", "flags",
+                          "changes", "megatron", "megatron_fastest", "flags", "no_flag_for",
                           "uncounted"}  # fmt: skip
     assert all("refused" in each or each["seconds"] > 0 for each in found["megatron"])
     assert found["megatron_fastest"]["fits"]
@@ -176,12 +302,13 @@ SMALL = ["--num-layers 8", "--hidden-size 1024", "--num-attention-heads 16", "--
 
 @pytest.mark.parametrize(("name", "flags"), [
     ("llama3.1-8b", ["--rotary-base 500000"]), ("mistral-7b", []),
+    ("mixtral-8x7b", ["--rotary-base 1000000"]),
     ("qwen3-8b", ["--rotary-base 1000000 --qk-layernorm"]),
     ("qwen2.5-7b", ["--rotary-base 1000000 --add-qkv-bias"]),
 ])  # fmt: skip
 def test_flags_of_a_family(name, flags):
     model = models.named(name)
-    said = list(pasted.model_flags(model))
+    said = list(model_flags.model_flags(model))
     assert said[said.index("--normalization RMSNorm --disable-bias-linear "
                            "--position-embedding-type rope") + 1 :] == flags  # fmt: skip
     assert ("--rotary-base" in pasted.left_to_the_user(model)) is not bool(flags)

@@ -20,7 +20,7 @@ from .account.fitting import does_not_fit
 from .account.memory import account
 from .forecast.step_time import model_operations
 from .rivals import Rival, fastest, rivals
-from .search import pasted, what_if
+from .search import model_flags, pasted, what_if
 from .search.attention_choice import AttentionForecast
 from .search.packed import PackedForecast, lengths_of, packed_pins
 from .search.search import Configuration, Progress, Search
@@ -77,11 +77,17 @@ class Advice:
         return fastest(self.model, self.cluster, self.want, lengths=self.lengths)
 
     def flags(self, index: int = 0) -> list[str]:
-        """Flags for `megatron-burst pretrain pretrain_gpt.py`, one with its values per entry.
+        """Flags for `megatron-burst pretrain` and Megatron-LM's script of the model, one with its
+        values per entry, quoted for a shell. `no_flag_for` names what they do not say.
 
         index: of `ranked`.
         """
         return pasted.flags_of(self.model, self.ranked[index].run, bool(self.lengths))
+
+    @property
+    def no_flag_for(self) -> list[str]:
+        """A sentence for each thing of the model that Megatron-LM has no flag for."""
+        return model_flags.lacking(self.model)
 
     def recipe(self, index: int = 0) -> str:
         """A script for Megatron-Bridge. index: of `ranked`."""

@@ -16,7 +16,8 @@ from ...cli.console import wrapped
 from ...units import byte_size, duration
 from . import rivals
 from .advice import Advice
-from .search.pasted import choices, left_to_the_user, run_flags
+from .search.model_flags import script_of
+from .search.pasted import left_to_the_user, run_flags
 from .search.search import Configuration
 from .search.what_if import options_said
 from .settings import Settings, selection_said
@@ -220,16 +221,8 @@ def _show_flags(console: Console, found: Advice, command: Sequence[str]) -> None
     else:
         head = "Command to start it, on every node"
     console.print(Text(f"\n{head}", style="bold"))
-    if lines is None:
-        try:
-            found.flags()
-        except ValueError as error:
-            console.print(Text(str(error), style="yellow"))
-        ours = choices(found.best.run, carries=bool(found.model.mixers))
-        lines = [f"--burst: {name} {value}" for name, value in ours.items()]
-        after = ""
-    elif not command:
-        lines = [*launched(found.cluster), *lines]
+    if not command:
+        lines = [*launched(found.cluster, script_of(found.model)), *lines]
         if not found.best.run.fsdp:  # which Megatron refuses with it
             console.print("  export CUDA_DEVICE_MAX_CONNECTIONS=1  # required before Blackwell")
     for index, line in enumerate(lines):
@@ -237,20 +230,23 @@ def _show_flags(console: Console, found: Advice, command: Sequence[str]) -> None
         console.print(Text(f"  {line}{more}"), soft_wrap=True)  # as it is pasted
     if after:
         console.print(Text(after))
+    for sentence in [] if command else found.no_flag_for:
+        console.print(Text(sentence, style="yellow"))
     if found.lengths:
         console.print(Text("  and a data loader that says where documents end: --sft or "
                            "--dataloader-inter-document-masking"))  # fmt: skip
 
 
-def launched(cluster: Cluster) -> list[str]:
-    """The beginning of the command that starts a run on all GPUs of a cluster, line by line."""
+def launched(cluster: Cluster, script: str) -> list[str]:
+    """The beginning of the command that starts a run on all GPUs of a cluster, line by line.
+    script: of Megatron-LM."""
     per_node = min(cluster.gpus, cluster.ranks_per_node)
     nodes = cluster.gpus // per_node
     where = [f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"] * (nodes > 1)
     return [
         f"torchrun --nproc-per-node {per_node}",
         *where,
-        "-m megatron_burst pretrain pretrain_gpt.py",
+        f"-m megatron_burst pretrain {script}",
     ]
 
 
@@ -280,18 +276,16 @@ def facts(found: Advice, command: Sequence[str] = ()) -> dict[str, Any]:
         "megatron": [rivals.facts(one) for one in found.rivals],
         "megatron_fastest": found.fastest_rival and rivals.facts(found.fastest_rival),
         "flags": _flags(found, command),
+        "no_flag_for": [] if command else found.no_flag_for,
         "uncounted": list(found.model.uncounted),
     }  # fmt: skip
 
 
-def _flags(found: Advice, command: Sequence[str]) -> list[str] | None:
-    """Flags to paste: of the run alone beside a command, and of models that flags describe."""
+def _flags(found: Advice, command: Sequence[str]) -> list[str]:
+    """Flags to paste: of the run alone beside a command."""
     if command:
-        return run_flags(found.best.run, bool(found.lengths), bool(found.model.mixers))
-    try:
-        return found.flags()
-    except ValueError:
-        return None
+        return run_flags(found.model, found.best.run, bool(found.lengths))
+    return found.flags()
 
 
 def one_of(each: Configuration, cluster: Cluster) -> dict[str, Any]:

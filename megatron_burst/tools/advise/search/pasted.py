@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run as flags to paste: those of Megatron-LM and ours; and as a call for Megatron-Bridge.
 
-Decides which flags say what a `Model` and `Settings` are. They are read back by
-`tools.model_arguments`, and tests compare.
+Decides which flags say what `Settings` are; `model_flags` those of the model. They are read back
+by `tools.model_arguments`, and tests compare.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from ....config import BurstConfig, flag_of
 from ..settings import Settings
 from ..shapes.model import Model
+from .model_flags import carries_state, family_of, hybrid_flags, is_hybrid, model_flags
 
 # Recipes of Megatron-Bridge for models of `models.NAMED`: family, name.
 BRIDGE = {
@@ -24,94 +25,66 @@ BRIDGE = {
     "qwen3-32b": ("qwen", "qwen3_32b_pretrain_config"),
     "qwen3-30b-a3b": ("qwen", "qwen3_30b_a3b_pretrain_config"),
 }
-# What a family's command needs besides the sizes of `Model`: name's beginning, flags.
-FAMILIES = {
-    "llama3": "--rotary-base 500000",
-    "qwen2.5": "--rotary-base 1000000 --add-qkv-bias",
-    "qwen3": "--rotary-base 1000000 --qk-layernorm",
-}
 
 
 def flags_of(model: Model, run: Settings, packed: bool = False) -> list[str]:
-    """Flags of `pretrain_gpt.py` under `megatron-burst pretrain`, one with its values per entry.
-
-    ValueError for models whose command needs more than their shape: latent attention, hybrids.
-    """
-    if model.latent or model.mixers or model.windows or set(model.pattern) - {"F"}:
-        raise ValueError(
-            f"model {model.name}: its flags are not written here (latent attention, windows or "
-            "layers of other kinds); give your own Megatron command after --, and take the groups "
-            "and our flags from the table"
-        )
-    return [*model_flags(model), *run_flags(run, packed, bool(model.mixers))]
+    """Flags of `script_of(model)` under `megatron-burst pretrain`, one with its values per entry,
+    quoted for a shell. `model_flags.lacking` says what of the model they leave out."""
+    return [*model_flags(model, run.pp * run.vpp), *_beside(model, run, packed)]
 
 
-def run_flags(run: Settings, packed: bool = False, carries: bool = False) -> list[str]:
-    """The same without the model: lengths, groups, batches, memory, and our flags. carries: the
-    model has layers of linear attention, which carry a state."""
+def run_flags(model: Model, run: Settings, packed: bool = False) -> list[str]:
+    """The same without the model: lengths, groups, batches, memory, and our flags. The pattern of
+    a hybrid model is among them where it marks stages of the pipeline."""
+    stages = run.pp * run.vpp
+    marked = list(hybrid_flags(model, stages))[:1] if is_hybrid(model) and stages > 1 else []
+    return [*marked, *_beside(model, run, packed)]
+
+
+def _beside(model: Model, run: Settings, packed: bool) -> list[str]:
     alike = ["--calculate-per-token-loss"] * packed  # ranks hold unequal numbers of tokens
-    return [*group_flags(run), *training_flags(run), *alike, *burst_flags(run, packed, carries)]
-
-
-def model_flags(model: Model) -> Iterator[str]:
-    """The shape."""
-    yield f"--num-layers {model.layers}"
-    yield f"--hidden-size {model.hidden}"
-    experts = bool(model.experts)
-    yield f"--ffn-hidden-size {(model.dense_ffn or model.ffn) if experts else model.ffn}"
-    yield f"--num-attention-heads {model.heads}"
-    if model.kv_heads != model.heads:
-        yield f"--group-query-attention --num-query-groups {model.kv_heads}"
-    yield f"--kv-channels {model.head_dim}"
-    if model.gated:
-        yield "--swiglu"
-    if not model.tied:
-        yield "--untie-embeddings-and-output-weights"
-    yield f"--vocab-size {model.vocabulary} --make-vocab-size-divisible-by 1"
-    if experts:
-        yield f"--num-experts {model.experts} --moe-router-topk {model.top_k}"
-        yield f"--moe-ffn-hidden-size {model.ffn}"
-        if model.shared:
-            yield f"--moe-shared-expert-intermediate-size {model.shared}"
-        if model.moe_layers < model.layers:
-            dense = model.layers - model.moe_layers
-            yield f"--moe-layer-freq ([0]*{dense}+[1]*{model.moe_layers})"
-        yield "--moe-token-dispatcher-type alltoall --moe-grouped-gemm"
-    yield "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
-    if said := family_flags(model):
-        yield said
-
-
-def family_flags(model: Model) -> str:
-    """Flags of a model that is known by name; empty for others, where they are the user's."""
-    return next((f for name, f in FAMILIES.items() if model.name.startswith(name)), "")
+    # Fused rope lays rows out by itself: those of latent attention, and of documents.
+    plain = ["--no-rope-fusion"] * (model.latent is not None or packed)
+    groups = group_flags(model, run)
+    ours = burst_flags(run, packed, carries_state(model))
+    return [*groups, *training_flags(run), *plain, *alike, *ours]
 
 
 def left_to_the_user(model: Model) -> str:
     """What the flags leave out, in words."""
-    known = family_flags(model)
+    known = family_of(model) is not None
     names = ["data", "tokenizer", "learning rate", "--train-iters", "checkpoints"]
     names += [] if known else ["--rotary-base", "--qk-layernorm and biases, if it has them"]
     names += ["rope scaling, if it is to start from published weights"]
     return f"Not included: {', '.join(names)}"
 
 
-def group_flags(run: Settings) -> Iterator[str]:
-    """Lengths, groups, batches."""
+def group_flags(model: Model, run: Settings) -> Iterator[str]:
+    """Lengths, groups, batches. Virtual stages of a hybrid model are marked in its pattern."""
     yield f"--seq-length {run.seq} --max-position-embeddings {run.seq}"
     sequence = " --sequence-parallel" if run.tp > 1 else ""
     yield f"--tensor-model-parallel-size {run.tp}{sequence}"
     yield f"--pipeline-model-parallel-size {run.pp}"
-    if run.vpp > 1:
+    if run.vpp > 1 and not is_hybrid(model):
         yield f"--num-virtual-stages-per-pipeline-rank {run.vpp}"
     yield f"--context-parallel-size {run.cp}"
-    if run.ep > 1:
-        yield f"--expert-model-parallel-size {run.ep}"
+    yield from _expert_groups(model, run)
     yield f"--micro-batch-size {run.micro_batch}"
     yield f"--global-batch-size {run.micro_batch * run.micro_batches * run.dp}"
     intra = math.gcd(run.intra or run.cp, run.cp)
     if 1 < intra < run.cp:
         yield f"--hierarchical-context-parallel-sizes {intra} {run.cp // intra}"
+
+
+def _expert_groups(model: Model, run: Settings) -> Iterator[str]:
+    """Expert-parallel ranks. Where tensor-parallel ranks cannot split experts, they are shared out
+    whole over both kinds of ranks, of which each holds as much as is counted."""
+    family, ep = family_of(model), run.ep
+    if family is not None and family.biases and run.tp > 1:
+        yield "--expert-tensor-parallel-size 1"
+        ep = math.gcd(run.ep * run.tp, model.experts)
+    if ep > 1:
+        yield f"--expert-model-parallel-size {ep}"
 
 
 def training_flags(run: Settings) -> Iterator[str]:

@@ -18,8 +18,8 @@ DSA = 64, 128, 2048  # index heads, their width, keys selected, of DeepSeek-V3.2
 Get = Callable[[str], Any]
 NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
 # Megatron's letters of a hybrid pattern (`core.models.hybrid.hybrid_layer_allocation`): M is
-# Mamba-2, G a gated delta net; E has experts.
-LETTERS = {"M": "M", "G": "M", "*": "*", "-": "-", "E": "-"}
+# Mamba-2, G a gated delta net, + latent attention; E has experts.
+LETTERS = {"M": "M", "G": "M", "*": "*", "+": "*", "-": "-", "E": "-"}
 
 
 def model_from(
@@ -55,7 +55,7 @@ def model_from(
 
 
 def _latent(get: Get, heads: int) -> dict[str, Any]:
-    if not get("multi_latent_attention"):
+    if not get("multi_latent_attention") and "+" not in _hybrid(get):
         return {}
     rope, value = get("qk_pos_emb_head_dim") or 64, get("v_head_dim") or 128
     index = None

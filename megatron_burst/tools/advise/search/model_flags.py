@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model as flags of Megatron-LM, and what of it Megatron-LM has no flag for.
+
+Decides which script builds a model and which flags say its shape. `tools.model_arguments` reads
+them back, and tests compare.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ..shapes.layer_kinds import MIXER
+from ..shapes.model import Model
+
+HYBRID = "M*-"  # letters of layers that have only one half: Megatron's HybridModel
+NORMS = "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
+# Megatron's own stack, which the script of a checkout wants to be named.
+STACK = "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"
+DELTA_NET, MAMBA = "gated delta net", "Mamba-2"  # names of mixers that Megatron has
+MAMBA_TAPS = 4  # of Megatron's short convolution, which no flag sets
+
+
+class Family(NamedTuple):
+    """What the models of a family have besides their sizes.
+
+    flags: for it; norms: flags in place of `NORMS`; gate: the flag of a gated MLP; lacking: what no
+    flag says, in words; biases: experts have some, which Megatron does not split over
+    tensor-parallel ranks.
+    """
+
+    flags: str = ""
+    norms: str = NORMS
+    gate: str = "--swiglu"
+    lacking: str = ""
+    biases: bool = False
+
+
+_LATENT = "--qk-layernorm --moe-router-dtype fp32"
+_V3 = Family(
+    f"{_LATENT} --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-num-groups 8 --moe-router-group-topk 4 --moe-router-topk-scaling-factor 2.5"
+)
+# By the beginning of a model's name, the longest that fits.
+FAMILIES = {
+    "llama2": Family(),
+    "llama3": Family("--rotary-base 500000"),
+    "mixtral": Family("--rotary-base 1000000"),
+    "qwen2.5": Family("--rotary-base 1000000 --add-qkv-bias"),
+    "qwen3": Family("--rotary-base 1000000 --qk-layernorm"),
+    "qwen3-next": Family("--rotary-base 10000000 --rotary-percent 0.25 --qk-layernorm "
+                         "--apply-layernorm-1p --moe-shared-expert-gate"),
+    "deepseek-v2": Family(f"{_LATENT} --moe-router-pre-softmax --moe-router-num-groups 8 "
+                          "--moe-router-group-topk 3 --moe-router-topk-scaling-factor 16.0"),
+    "deepseek-v2-lite": Family(f"{_LATENT} --moe-router-pre-softmax"),
+    "deepseek-v3": _V3,
+    "gpt-oss": Family("--rotary-base 150000 --glu-linear-offset 1.0 "
+                      "--activation-func-clamp-value 7.0",
+                      "--normalization RMSNorm --position-embedding-type rope", "--quick-geglu",
+                      biases=True),
+    "gemma-3": Family("--rotary-base 1000000 --qk-layernorm --apply-layernorm-1p",
+                      lacking="a GELU gate in the MLP (--swiglu has its sizes), norms behind both "
+                      "halves of a layer, scaled embeddings and a rotary base of their own in "
+                      "layers with a window"),
+    "nemotron-h": Family("--squared-relu", "--normalization RMSNorm --disable-bias-linear "
+                         "--position-embedding-type none"),
+    "kimi-linear": Family(f"{_LATENT} --moe-router-score-function sigmoid "
+                          "--moe-router-enable-expert-bias --moe-router-topk-scaling-factor 2.446",
+                          lacking="latent attention without rotary positions"),
+    "minimax-text": Family("--rotary-base 10000000 --rotary-percent 0.5",
+                           lacking="residuals that are scaled"),
+}  # fmt: skip
+
+
+def family_of(model: Model) -> Family | None:
+    """The family of a model that is known by its name, or by its sinks; None for others."""
+    fitting = [name for name in FAMILIES if model.name.startswith(name)]
+    fitting += ["gpt-oss"] * (model.sinks and bool(model.experts))
+    return FAMILIES[max(fitting, key=len)] if fitting else None
+
+
+def is_hybrid(model: Model) -> bool:
+    """Whether it is built as a HybridModel, from a pattern of layers."""
+    return bool(set(model.letters) & set(HYBRID)) or _mamba_blocks(model)
+
+
+def script_of(model: Model) -> str:
+    """The script of Megatron-LM that builds it."""
+    return "pretrain_hybrid.py" if is_hybrid(model) else "pretrain_gpt.py"
+
+
+def model_flags(model: Model, stages: int = 1) -> Iterator[str]:
+    """The shape, one flag or a few that belong together per entry, quoted for a shell. stages: into
+    which a hybrid pattern is cut for pipeline-parallel ranks."""
+    family = family_of(model) or Family()
+    hybrid, experts = is_hybrid(model), bool(model.experts)
+    if not hybrid:
+        yield f"--num-layers {model.layers}"
+    yield f"--hidden-size {model.hidden}"
+    yield f"--ffn-hidden-size {(model.dense_ffn or model.ffn) if experts else model.ffn}"
+    yield f"--num-attention-heads {model.heads}"
+    yield from _latent(model) if model.latent is not None else _heads(model)
+    if model.gated:
+        yield family.gate
+    if not model.tied:
+        yield "--untie-embeddings-and-output-weights"
+    yield f"--vocab-size {model.vocabulary} --make-vocab-size-divisible-by 1"
+    yield from hybrid_flags(model, stages) if hybrid else _layer_kinds(model)
+    if experts:
+        yield from _experts(model, hybrid)
+    yield family.norms
+    if family.flags:
+        yield family.flags
+
+
+def _heads(model: Model) -> Iterator[str]:
+    if model.kv_heads != model.heads:
+        yield f"--group-query-attention --num-query-groups {model.kv_heads}"
+    yield f"--kv-channels {model.head_dim}"
+    if model.output_gate:
+        yield "--attention-output-gate"
+    if model.sinks:
+        yield "--softmax-type learnable"
+
+
+def _latent(model: Model) -> Iterator[str]:
+    low = model.latent
+    assert low is not None
+    query = f" --q-lora-rank {low.q_rank}" if low.q_rank else ""
+    yield f"--multi-latent-attention{query} --kv-lora-rank {low.kv_rank}"
+    yield (
+        f"--qk-head-dim {model.head_dim - low.rope} --qk-pos-emb-head-dim {low.rope} "
+        f"--v-head-dim {model.value_dim}"
+    )
+    if model.hidden % model.heads:  # Megatron asks for a width that it does not use
+        yield f"--kv-channels {model.value_dim}"
+    if (index := model.indexer) is not None:
+        yield (
+            f"--experimental-attention-variant dsa --dsa-indexer-n-heads {index.heads} "
+            f"--dsa-indexer-head-dim {index.width} --dsa-indexer-topk {index.top_k}"
+        )
+
+
+def _layer_kinds(model: Model) -> Iterator[str]:
+    """Windows, or layers of linear attention, of a GPT."""
+    if model.windows and not model.mixers:
+        yield f"--window-size {model.window - 1},0"
+        if model.windows < model.layers:
+            windows = [letter == "W" for letter in model.letters]
+            yield f"--window-attn-skip-freq {frequency(windows)}"
+    if model.mixers and _name(model) == DELTA_NET:
+        yield (
+            "--experimental-attention-variant gated_delta_net --linear-attention-freq "
+            f"{frequency([letter == 'L' for letter in model.letters])}"
+        )
+        yield from _delta_net(model)
+
+
+def _delta_net(model: Model) -> Iterator[str]:
+    of = model.mixer
+    assert of is not None
+    yield (
+        f"--linear-num-value-heads {of.heads} --linear-num-key-heads {of.key_heads} "
+        f"--linear-key-head-dim {of.width} --linear-value-head-dim {of.value_width} "
+        f"--linear-conv-kernel-dim {of.taps}"
+    )
+
+
+def hybrid_flags(model: Model, stages: int = 1) -> Iterator[str]:
+    """Which layers a HybridModel has, and the sizes of its mixers. stages: of the pipeline, which
+    the pattern marks, as Megatron takes no flag for them beside it."""
+    each = model.layers // stages
+    signs = [_signs(model, index) for index in range(model.layers)]
+    parts = ["".join(signs[at : at + each]) for at in range(0, model.layers, each)]
+    yield f"--hybrid-layer-pattern {shlex.quote('|'.join(parts))} {STACK}"
+    if model.mixers and _name(model) == DELTA_NET:
+        yield from _delta_net(model)
+    elif carries_state(model) and (of := model.mixer) is not None:
+        yield (
+            f"--mamba-num-heads {of.heads} --mamba-head-dim {of.value_width} "
+            f"--mamba-state-dim {of.width} --mamba-num-groups {of.key_heads}"
+        )
+
+
+def _signs(model: Model, index: int) -> str:
+    """Megatron's letters of a layer: one for each half that it has."""
+    attention, mlp, sparse = model.parts[index]
+    first = ""
+    if attention == MIXER:
+        first = {DELTA_NET: "G", MAMBA: "M"}.get(_name(model), "*")
+    elif attention is not None:
+        first = "+" if model.latent is not None else "*"
+    return first + ("E" if sparse else "-" * mlp)
+
+
+def _experts(model: Model, hybrid: bool) -> Iterator[str]:
+    yield f"--num-experts {model.experts} --moe-router-topk {model.top_k}"
+    yield f"--moe-ffn-hidden-size {model.ffn}"
+    if model.shared:
+        yield f"--moe-shared-expert-intermediate-size {model.shared}"
+    if model.moe_layers < model.layers and not hybrid:
+        dense = model.layers - model.moe_layers
+        yield f"--moe-layer-freq '([0]*{dense}+[1]*{model.moe_layers})'"
+    yield "--moe-token-dispatcher-type alltoall --moe-grouped-gemm"
+
+
+def frequency(layers: Sequence[bool]) -> str:
+    """Which layers have a window, or linear attention, as Megatron takes it: N where each Nth has
+    not, else a list of ones and zeros, quoted."""
+    for every in range(2, len(layers) + 1):
+        if all(has == bool((i + 1) % every) for i, has in enumerate(layers)):
+            return str(every)
+    runs: list[list[int]] = []
+    for has in layers:
+        if runs and runs[-1][0] == has:
+            runs[-1][1] += 1
+        else:
+            runs.append([int(has), 1])
+    return shlex.quote("(" + "+".join(f"[{has}]*{count}" for has, count in runs) + ")")
+
+
+def lacking(model: Model) -> list[str]:
+    """A sentence for each thing that Megatron-LM has no flag for."""
+    found, mixer = [], _name(model)
+    family = family_of(model)
+    if family is not None and family.lacking:
+        found.append(f"Megatron-LM has no flag for {family.lacking}.")
+    if model.mixers and not carries_state(model):
+        found.append(
+            f"Megatron-LM has no flag for {mixer}: these flags build softmax attention in its "
+            f"{model.mixers} layers."
+        )
+    if model.mixers and mixer == MAMBA and model.mixer and model.mixer.taps != MAMBA_TAPS:
+        found.append(
+            f"Megatron-LM has no flag for Mamba-2's convolution over {model.mixer.taps} rows: its "
+            f"own is over {MAMBA_TAPS}."
+        )
+    if model.windows and (is_hybrid(model) or model.mixers):
+        found.append(
+            f"Megatron-LM has no flag for windows in some attention layers beside {mixer} or in a "
+            "hybrid pattern: these flags have none."
+        )
+    if model.latent is None and model.value_dim != model.head_dim:
+        found.append(
+            f"Megatron-LM has no flag for values of {model.value_dim} beside keys of "
+            f"{model.head_dim} without latent attention."
+        )
+    if model.latent is not None and model.output_gate:
+        found.append("Megatron-LM has no gate on the output of latent attention.")
+    return found
+
+
+def carries_state(model: Model) -> bool:
+    """Whether what these flags build has layers that carry a state from row to row."""
+    return bool(model.mixers) and _name(model) in (DELTA_NET, MAMBA)
+
+
+def _mamba_blocks(model: Model) -> bool:
+    """Whether layers of a Mamba-2 mixer and an MLP are among them, which a GPT does not have."""
+    return bool(model.mixers) and _name(model) == MAMBA
+
+
+def _name(model: Model) -> str:
+    return model.mixer.name if model.mixer is not None else ""

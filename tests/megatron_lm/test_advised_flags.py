@@ -1,0 +1,83 @@
+"""Flags that `advise` prints, by Megatron-LM's own parser and checks: no model is built."""
+
+import argparse
+import importlib.util
+import shlex
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip(
+    "megatron.training", reason="megatron.training is in wheels for Python 3.12 and on only"
+)
+import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.training import arguments
+
+import megatron_burst.megatron as burst
+from megatron_burst.megatron.checks import command_line
+from megatron_burst.megatron.patching import core_version
+from megatron_burst.tools.advise.search import pasted
+from megatron_burst.tools.advise.settings import Settings
+from megatron_burst.tools.advise.shapes.models import NAMED
+
+if core_version() < (0, 19):
+    pytest.skip("its flags are those of Megatron-LM 0.19", allow_module_level=True)
+# What `advise` leaves to the user; Megatron's fused rope asks for Transformer Engine.
+OWN = "--lr 1e-4 --train-iters 10 --mock-data --tokenizer-type NullTokenizer --no-rope-fusion"
+# Of a TransformerConfig, for one model of each kind, by hand.
+SAYS = {
+    "deepseek-v3": {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_head_dim": 128,
+                    "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "num_moe_experts": 256,
+                    "moe_layer_freq": [0] * 3 + [1] * 58,
+                    "moe_shared_expert_intermediate_size": 2048,
+                    "moe_router_score_function": "sigmoid"},
+    "deepseek-v3.2": {"experimental_attention_variant": "dsa", "dsa_indexer_topk": 2048},
+    "gpt-oss-20b": {"softmax_type": "learnable", "window_size": (127, 0),
+                    "window_attn_skip_freq": 2, "gated_linear_unit": True,
+                    "add_bias_linear": True, "expert_tensor_parallel_size": 1},
+    "gemma-3-4b": {"window_size": (1023, 0), "window_attn_skip_freq": 6, "kv_channels": 256},
+    "qwen3-next-80b-a3b": {"experimental_attention_variant": "gated_delta_net",
+                           "linear_attention_freq": 4, "linear_num_value_heads": 32,
+                           "attention_output_gate": True, "moe_shared_expert_gate": True},
+    "nemotron-h-8b": {"num_layers": 52, "mamba_num_heads": 128, "mamba_state_dim": 128,
+                      "gated_linear_unit": False, "is_hybrid_model": True},
+    "kimi-linear-48b-a3b": {"kv_lora_rank": 512, "moe_router_topk": 8},
+}  # fmt: skip
+
+
+@pytest.fixture
+def parser(monkeypatch):
+    """Megatron's, with our flags; on a machine that looks as if it had an H100 with Transformer
+    Engine."""
+    burst.install()
+    find = importlib.util.find_spec
+    engine = SimpleNamespace(
+        find_spec=lambda name: find("json" if name == "transformer_engine" else name)
+    )
+    monkeypatch.setattr(command_line, "importlib", SimpleNamespace(util=engine))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    found = SimpleNamespace(major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: found)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    yield arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    burst.uninstall()
+
+
+@pytest.mark.filterwarnings("ignore")  # Megatron's, of its own arguments and defaults
+@pytest.mark.parametrize("packed", [False, True], ids=["sequences", "packed"])
+def test_megatron_takes_the_flags_of_every_named_model(parser, packed, capsys):
+    for name, model in NAMED.items():
+        stages = 2 if model.layers % 4 == 0 else 1
+        ep = 2 if model.experts else 1
+        run = Settings(seq=2**17, pp=stages, vpp=stages, tp=2, cp=4, ep=ep, micro_batches=4)
+        words = shlex.split(" ".join(pasted.flags_of(model, run, packed)))
+        args = parser.parse_args([*words, *OWN.split()])
+        args.rank, args.local_rank, args.world_size = 0, 0, 8 * stages
+        args = arguments.validate_args(args)
+        config = arguments.core_transformer_config_from_args(args)
+        assert isinstance(config, TransformerConfig), name
+        for field, value in SAYS.get(name, {}).items():
+            assert getattr(config, field) == value, (name, field)
+        assert args.virtual_pipeline_model_parallel_size == (stages if stages > 1 else None), name
