@@ -67,7 +67,7 @@ test-te: ## the tests on Transformer Engine's layers, built into VENV-te (7 GB, 
 	  77) ;; \
 	  *) exit 1;; esac
 
-parity: $(VENV)/.ready-test ## 72 flag combinations of Megatron-LM beside stock, by its event files (Python 3.12, minutes)
+parity: $(VENV)/.ready-test ## 78 flag combinations of Megatron-LM beside stock, by its event files (Python 3.12, minutes)
 	@OMP_NUM_THREADS=1 $(PY) tests/parity/parity.py $(ARGS) < /dev/null
 
 lint: $(VENV)/.ready-test ## ruff (rules and format) and pyright

@@ -4,6 +4,7 @@ import hybrid_stack
 import pytest
 
 
+@pytest.mark.slow
 def test_four_ranks_train_like_one(ranks):
     together, alone = ranks(4).run(hybrid_stack.compare)[0]
     assert together == pytest.approx(alone, abs=1e-5)

@@ -17,9 +17,9 @@ from megatron_burst import masks
 
 def test_random_calls_in_one_process():
     """A short search with fixed seeds; `make fuzz` searches as long as one likes."""
-    tally = attention.search(range(120))
+    tally = attention.search(range(40))
     assert not tally.failures, tally
-    assert tally.tried == 120
+    assert tally.tried == 40
 
 
 def test_a_sink_of_minus_infinity_is_no_sink():

@@ -23,6 +23,9 @@ HALVED = (
     "megatron/test_lm_head", "megatron/test_mask", "megatron/test_attention_layout",
     "megatron/test_layer_chunks", "megatron/test_mlp_tiles", "megatron/test_bad_input",
     "megatron/test_groups", "megatron/test_balanced_batches", "megatron/test_parity",
+    "megatron/test_mtp", "megatron/test_rl", "megatron/test_offload", "megatron/test_micro_batches",
+    "megatron/test_per_layer", "megatron/test_packed", "megatron/test_rope",
+    "execution/test_attention_gloo", "execution/test_doors",
     "kernels/test_csrc", "kernels/test_flash",
 )  # fmt: skip
 # Of the long tail, what CI leaves to `make test-slow`; most have short tests in the same file.

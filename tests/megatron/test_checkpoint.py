@@ -62,7 +62,9 @@ def train(run, common, folder, ranks, flags):
 
 
 # From two ranks to one goes under torchrun, below.
-@pytest.mark.parametrize("case", ["another cp size and layout", "sinks"])
+@pytest.mark.parametrize(
+    "case", ["another cp size and layout", pytest.param("sinks", marks=pytest.mark.slow)]
+)
 def test_a_resumed_run_repeats_the_rest(forked, common, tmp_path, case):
     repeats_the_rest(forked, common, tmp_path, case)
 

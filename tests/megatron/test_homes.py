@@ -46,6 +46,7 @@ print("found", len(classes))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moved", [False, True])
 def test_classes_are_found_in_both_homes(moved):
     command = [sys.executable, "-W", "error::RuntimeWarning", "-c", f"MOVED = {moved}\n{PROBE}"]

@@ -103,9 +103,13 @@ EXPERTS = {
          "moe_router_topk": 1}, (),
     ),
 }  # fmt: skip
+LONG = ("tp2-ep2-shared", "expert-bias")
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=pytest.mark.slow) if x in LONG else x for x in EXPERTS],
+)
 def test_experts(four, name):
     settings, given = EXPERTS[name]
     check(four, layers.MOE | settings, 4, given=given)

@@ -81,7 +81,7 @@ PACKED = {
 }  # fmt: skip
 
 
-SLOW = ("cp2", "cp4-contiguous", "tp2-sp", "vpp2-lm-head")
+SLOW = ("cp2", "cp2x2-lm-head", "cp4-contiguous", "tp2-sp", "vpp2-lm-head")
 
 
 @pytest.fixture(scope="module")

@@ -90,6 +90,7 @@ def test_old_values_record_nothing_for_backward(four):
     assert four(trajectories.recorded) == [False] * 4
 
 
+@pytest.mark.slow
 def test_the_block_of_the_documentation(four):
     (block,) = [each for each in documented.blocks("docs/trees.md") if "mb.rl" in each.text]
     for old, new, gradient in four(trajectories.documented, block.text):

@@ -63,6 +63,7 @@ def test_trains_alike_at_any_size(four, alone, case):
         compare(found, expected, 1e-7 if "tp2" in case else 1e-12)
 
 
+@pytest.mark.slow
 def test_trains_alike_on_packed_documents(four):
     for rule in ("moba", "qsa"):
         expected = four(sparse_layers.train, {}, RULES[rule], {}, True)[0]
@@ -82,6 +83,7 @@ def test_equal_to_dense_matrices(four, rule):
         assert trained == (0 if rule == "moba" else 4)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_at_other_sizes(tmp_path):
     """Saved at CP 2 and TP 2, loaded at CP 4."""
     server = Ranks(tmp_path, "pretrain_gpt", ROOT / "examples")
