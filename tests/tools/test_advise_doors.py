@@ -164,6 +164,8 @@ def test_a_configuration_that_is_none(tmp_path, content, said):
      ({"layer_types": [["full_attention"]] * 4}, "'layer_types' must be a list of texts"),
      ({"num_experts": 4, "num_experts_per_tok": "2"}, "'num_experts_per_tok' must be"),
      ({"num_experts": 4, "mlp_only_layers": [{}]}, "'mlp_only_layers' must be a list of whole"),
+     ({"hidden_size": 10**20}, r"'hidden_size' must be at most 1,000,000,000, got 1e\+20"),
+     ({"model_type": "mamba2"}, "model_type 'mamba2' has no layer of attention"),
      ({"num_attention_heads": 0}, "heads must be from 1")],
     ids=str,
 )  # fmt: skip

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -125,8 +126,8 @@ def check(model: Model, run: Settings) -> None:
     if model.heads % run.tp:
         good = [tp for tp in (1, 2, 4, 8, 16, 32) if model.heads % tp == 0]
         raise ValueError(
-            f"--tp {run.tp} does not divide the {model.heads} heads of {model.name}: take one of "
-            f"{', '.join(map(str, good))}"
+            f"--tp {run.tp} does not divide the {model.heads} heads of {model.name}: take "
+            f"{_one_of(good)}"
         )
     if run.seq % (2 * run.cp):
         near = max(1, round(run.seq / (2 * run.cp))) * 2 * run.cp
@@ -163,6 +164,11 @@ def check(model: Model, run: Settings) -> None:
             "--store, --offload, --sequence-chunks and --mlp-tiles are counted with recomputed "
             "layers only: add --recompute full"
         )
+
+
+def _one_of(numbers: Sequence[int]) -> str:
+    """What a flag may be: "4", or "one of 1, 2, 4"."""
+    return f"{'one of ' if len(numbers) > 1 else ''}{', '.join(map(str, numbers))}"
 
 
 def check_experts(model: Model, ep: int) -> None:
@@ -243,8 +249,8 @@ def _check_heads(model: Model, run: Settings) -> None:
     if run.ulysses not in fit:
         raise ValueError(
             f"--ulysses {run.ulysses}: ranks that share heads must divide --cp {run.cp} and the "
-            f"{heads} query and {kv_heads} key/value heads of a rank of --tp {run.tp}: take one of "
-            f"{', '.join(map(str, fit))}"
+            f"{heads} query and {kv_heads} key/value heads of a rank of --tp {run.tp}: take "
+            f"{_one_of(fit)}"
         )
     if run.algorithm == "ulysses" and run.ulysses != run.cp:
         raise ValueError(
@@ -275,6 +281,4 @@ def _check_mixer(model: Model, run: Settings) -> None:
             "--linear auto, which passes states on and takes any --cp"
         )
     good = [n for n in range(1, mixer.heads + 1) if model.heads % n == 0 and mixer.shares(n)]
-    raise ValueError(
-        f"--tp {run.tp} does not divide {said}: take one of {', '.join(map(str, good))}"
-    )
+    raise ValueError(f"--tp {run.tp} does not divide {said}: take {_one_of(good)}")

@@ -96,6 +96,11 @@ def run(arguments: argparse.Namespace) -> int:
     cluster, model, base, given = _read(arguments)
     runs = [base] if given else list(layouts_of(model, cluster, base))
     if not runs:
+        if next(layouts_of(model, cluster, replace(base, sequence_chunks=1)), None):
+            raise ValueError(
+                f"--sequence-chunks {base.sequence_chunks} is for attention over context-parallel "
+                f"ranks, and --gpus {cluster.gpus} leaves one: take more GPUs, or leave it out"
+            )
         raise ValueError(
             f"--gpus {cluster.gpus}: no --tp that divides {model.kv_heads} key/value heads and "
             f"--pp {base.pp} fits; give --tp and --cp"

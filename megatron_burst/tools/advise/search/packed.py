@@ -65,8 +65,13 @@ def lengths_of(stated: str | Sequence[int], seq: int) -> tuple[int, ...]:
         lengths = [tokens_of(word, TITLE) for word in _words(stated)]
     else:
         lengths = [tokens_of(length, TITLE) for length in stated]
-    longest = max(lengths, default=0)
-    if not lengths or longest > seq:
+    if not lengths:
+        raise ValueError(
+            f"{TITLE} {stated!r}: holds no length: give lengths such as 8K,32K, a file of them, or "
+            f"one of {', '.join(NAMED)}"
+        )
+    longest = max(lengths)
+    if longest > seq:
         raise ValueError(
             f"{TITLE}: a document of {longest:,} tokens and packs of --seq {seq:,}: give lengths "
             "of at most --seq, or longer packs"

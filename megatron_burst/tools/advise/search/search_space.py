@@ -244,9 +244,10 @@ def _no_way(model: Model, cluster: Cluster, want: TrainingGoal) -> str:
                 f"--gpus {cluster.gpus}: {want.sequences} sequences of {want.seq:,} tokens are not "
                 f"shared out evenly: take --tokens-per-step {step}"
             )
+    even = max(2, 1 << (want.seq - 1).bit_length())
+    longer = f"--seq a power of two, such as {even}, or " if even != want.seq else ""
     return (
         f"--gpus {cluster.gpus}: no TP x PP x CP x DP shares {want.sequences} sequences of "
         f"{want.seq:,} tokens out evenly: sequences must be a multiple of DP, and --seq of 2 x CP "
-        f"and TP x CP. Give --seq a power of two, such as {1 << (want.seq - 1).bit_length()}, or "
-        f"--tokens-per-step a multiple of it other than {tokens:,}"
+        f"and TP x CP. Give {longer}--tokens-per-step a multiple of --seq other than {tokens:,}"
     )

@@ -27,6 +27,9 @@ LAYER_TYPES = {
     "chunked_attention": "W", "mamba": "M", "attention": "*", "mlp": "-", "moe": "-",
 }  # fmt: skip
 NEEDED = ("num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size")
+MOST = 10**9  # of a width or a count; larger ones are slips of the pen
+# model_type of models without any attention.
+STATES_ALONE = ("mamba", "mamba2", "falcon_mamba", "rwkv")
 UNGATED = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2")
 
 
@@ -38,8 +41,11 @@ class Config(dict[str, Any]):
         self.name = name
 
     def size(self, key: str) -> int:
-        """A whole number from 0; 0 where there is no such field."""
-        return self._of(key, self.get(key, 0), int, "a whole number from 0")
+        """A whole number from 0 to `MOST`; 0 where there is no such field."""
+        found = self._of(key, self.get(key, 0), int, "a whole number from 0")
+        if found > MOST:
+            raise ValueError(f"{self.name}: {key!r} must be at most {MOST:,}, got {found:.3g}")
+        return found
 
     def flag(self, key: str, default: bool = False) -> bool:
         return self._of(key, self.get(key, default), bool, "true or false")
@@ -82,6 +88,11 @@ def _model(config: Config, also: tuple[str, ...]) -> Model:
                 f"{name}: has no {key!r}; a config.json of a decoder with num_hidden_layers, "
                 "hidden_size, num_attention_heads, intermediate_size and vocab_size would do"
             )
+    if (kind := config.get("model_type")) in STATES_ALONE:
+        raise ValueError(
+            f"{name}: model_type {kind!r} has no layer of attention, which is what context "
+            "parallelism is advised for here; hybrids such as nemotron_h are known"
+        )
     if config.size("num_nextn_predict_layers"):
         also += ("the head that predicts several tokens",)
     heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
