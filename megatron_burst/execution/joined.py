@@ -66,7 +66,8 @@ def compute(call: Call, held: Any, partials: PartialResults, computes: Any) -> N
     if not isinstance(own.place.at, slice):
         partials.merge(own, sums[0])
     first = 0
-    for chunk, target, part in zip(chunks, of_keys, grads, strict=False):
+    # Without gradients, in forward, nothing is left to do.
+    for chunk, target, part in zip(chunks if grads else (), of_keys, grads, strict=True):
         stop = first + len(chunk[0])
         for tensor, more in zip(part.tensors, sums[1].tensors, strict=True):
             tensor += more[first:stop]

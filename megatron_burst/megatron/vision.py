@@ -66,7 +66,8 @@ def with_spans(
     the sequence or pack over all context-parallel ranks. packed_seq_params: of a pack with
     documents, which is returned; None makes those of one sequence, which needs --micro-batch-size
     1. Give the very object that is returned to the model, with its tensors: they stand for the
-    spans. Raises `ValueError` for spans that overlap or lie outside.
+    spans. Raises `ValueError` for spans that overlap or lie outside, and for tensors that stand for
+    other spans or documents already: every micro-batch needs its own.
     """
     mask = SameSpan(spans)
     mask.check(seq_len)

@@ -45,7 +45,9 @@ class Selection:
             got = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else repr(ids)
             raise ValueError(f"selection: ids must be int32 [s, b, heads, top_k], got {got:.100}")
         heads = ids.shape[2]
-        if ids.shape[:2] != q.shape[:2] or ids.device != q.device or 0 in ids.shape:
+        if 0 in ids.shape:
+            raise ValueError(f"selection: ids must hold at least one place, got {tuple(ids.shape)}")
+        if ids.shape[:2] != q.shape[:2] or ids.device != q.device:
             raise ValueError(
                 f"selection: ids of {tuple(ids.shape[:2])} rows and batch on {ids.device}, queries "
                 f"have {tuple(q.shape[:2])} on {q.device}"

@@ -48,6 +48,11 @@ def test_dsa_is_served_from_0_19_on():
         ({"mask": "own_masks:window"}, {}, "--burst-mask own_masks:window"),
         ({"pack": "trees"}, {}, "--burst-pack trees"),
         ({"offload": 0.5}, {}, "--burst-offload 0.5"),
+        (
+            {},
+            {"dsa_indexer_topk_freq": 2, "fp8": "hybrid", "recompute_granularity": "full"},
+            "topk-freq 2: Transformer Engine recomputes .* remove --recompute-granularity",
+        ),
         ({}, {"window_size": (8, 0)}, "--window-size"),
         ({}, {"softmax_type": "learnable"}, "--softmax-type learnable: DSA has no sink"),
         ({}, {"mtp_num_layers": 1}, "--mtp-num-layers"),

@@ -9,8 +9,10 @@ import torch
 import vision_ranks
 
 from megatron_burst import layout
+from megatron_burst.megatron import vision
 from megatron_burst.megatron.attention.core_attention import check_pack
 from megatron_burst.megatron.checks.splitting import OLDEST
+from megatron_burst.megatron.data.packed import Packs
 from megatron_burst.megatron.patching import core_version
 from megatron_burst.megatron.vision import image_spans
 
@@ -122,6 +124,23 @@ def test_what_does_not_fit_is_said(four, wrong, words):
     for said in four(vision_ranks.error, vision_ranks.place, wrong):
         assert said.startswith("ValueError"), said
         assert words in said
+
+
+def test_tensors_stand_for_one_micro_batch(monkeypatch):
+    """Backward of one may come after forward of the next, and ask what its tensors stood for."""
+    known = Packs()
+    monkeypatch.setattr(vision, "packs", lambda: known)
+    ends = torch.tensor([0, 16, 32], dtype=torch.int32)
+    params = types.SimpleNamespace(cu_seqlens_q=ends, cu_seqlens_q_padded=None)
+    for _ in range(2):  # chunks of an interleaved pipeline say the same again
+        assert vision.with_spans([(2, 6)], 32, params) is params
+    with pytest.raises(ValueError, match=r"another micro-batch, .* tensors of its own"):
+        vision.with_spans([(1, 3)], 32, params)
+    assert known.of(32, ends).spans == ((2, 6),)
+    ends.copy_(torch.tensor([0, 8, 32]))
+    for late in (lambda: known.of(32, ends), lambda: vision.with_spans([(2, 6)], 32, params)):
+        with pytest.raises(ValueError, match="changed in place after with_spans"):
+            late()
 
 
 def test_packed_batches_of_llava_are_cut_in_zigzag_order():

@@ -104,6 +104,7 @@ ATTENDING = {
     "ids must be -1 or units below 32, got -1 to 32": lambda: attend(
         with_ids(lambda x: x.masked_fill(x == 2, 32))),
     "ids must be -1 or units below 32, got -2": lambda: attend(with_ids(lambda x: x - 1)),
+    "at least one place, got": lambda: attend(with_ids(lambda x: x[..., :0])),
     "must ascend": lambda: attend(with_ids(lambda x: x.flip(-1))),
     "ids of \\(12, 1\\) rows": lambda: attend(with_ids(lambda x: x[:12])),
     "3 selections of a row must divide the 4": lambda: attend(

@@ -100,6 +100,11 @@ _RULES = (
          remove=("--burst-attention-layout",)),
     Rule(lambda c, b: b.mask, "{flag} with --burst-mask {b.mask}, which was not tested",
          remove=("--burst-mask",)),
+    Rule(lambda c, b: (c.dsa_indexer_topk_freq or 1) > 1 and (c.fp8 or c.fp4)
+         and c.recompute_granularity == "full",
+         "{flag} with --dsa-indexer-topk-freq {c.dsa_indexer_topk_freq}: Transformer Engine "
+         "recomputes layers in fp8 and fp4 where the selection that they share is not kept",
+         remove=("--recompute-granularity",)),
     Rule("window_size", "{flag} with --window-size: DSA selects from all keys before a query",
          remove=("--window-size",)),
     Rule(lambda c, b: c.softmax_type not in (None, "vanilla"),

@@ -172,18 +172,35 @@ class Packs:
 
     def note(self, cu_seqlens: torch.Tensor, pack: Pack) -> None:
         """Remember that this very tensor stands for `pack`, which says what its values do not: a
-        prefix tree, or where images lie."""
+        prefix tree, or where images lie. ValueError if it stands for another: a micro-batch of that
+        one may still be in flight."""
+        if (known := self._noted_of(cu_seqlens)) is not None and known != pack:
+            raise ValueError(
+                "packed_seq_params: these tensors stand for the images of another micro-batch, "
+                "which may still be in flight: give every micro-batch tensors of its own"
+            )
         vars(pack)["_made"] = self._made.setdefault(pack.cut_key, pack._made)
-        self._noted[cu_seqlens] = pack
+        self._noted[cu_seqlens] = _version(cu_seqlens), pack
+
+    def _noted_of(self, cu_seqlens: torch.Tensor) -> Any:
+        """The pack that was noted for this very tensor, None if none was."""
+        found: Any = self._noted.get(cu_seqlens)
+        version, pack = found or (_version(cu_seqlens), None)
+        if version != _version(cu_seqlens):
+            raise ValueError(
+                "packed_seq_params: lengths were changed in place after with_spans: give every "
+                "micro-batch tensors of its own"
+            )
+        return pack
 
     def is_tree(self, cu_seqlens: torch.Tensor) -> bool:
         """Whether this very tensor stands for a prefix tree."""
-        pack: Any = self._noted.get(cu_seqlens)
+        pack = self._noted_of(cu_seqlens)
         return pack is not None and pack.spans is None
 
     def of(self, total: int, cu_seqlens: torch.Tensor, padded: torch.Tensor | None = None) -> Pack:
         """As `pack_of`, which is asked once for tensors that nobody has changed since."""
-        noted: Any = self._noted.get(cu_seqlens)
+        noted = self._noted_of(cu_seqlens)
         if noted is not None and noted.spans is not None and noted.total != total:
             raise ValueError(
                 f"packed_seq_params: with_spans was told a seq_len of {noted.total}, and the "
@@ -225,6 +242,11 @@ class Packs:
     def was_cut(self, pack: Pack) -> bool:
         """Whether one of the last `CUTS_KEPT` batches that this process cut had such documents."""
         return pack.cut_key in self._cut
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often a tensor was written; 0 for one of inference mode, where nobody counts."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def packs() -> Packs:

@@ -172,6 +172,13 @@ class BurstDSAttention(dsa.DSAttention):
         if frame is not None and frame.filled:
             plan, (ids,) = call["plan"], frame.get(what)
             return selected(ids, plan.layout, plan.mask, self.rule.block)
+        # Private, and what torch's own checkpoint asks: is this thread inside a backward?
+        if frame is None and torch._C._current_graph_task_id() != -1:
+            raise ValueError(
+                f"DSA layer {self.layer_number} is recomputed by a checkpoint that is not "
+                f"Megatron's own, which keeps no selection of layer {self.source_layer} for it: "
+                "leave full recompute out, or let every layer select (--dsa-indexer-topk-freq 1)"
+            )
         if self.source_layer not in self._selections:
             raise ValueError(
                 f"DSA layer {self.layer_number} shares the selection of layer {self.source_layer}, "

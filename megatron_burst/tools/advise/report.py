@@ -44,7 +44,7 @@ def show(found: Advice, command: Sequence[str] = ()) -> None:
                        f"searched {found.tried} of {found.ways} parallel configurations"
                        + (" (the others cannot be among the fastest)." if found.tried < found.ways
                           else ".")))  # fmt: skip
-    console.print(Text(f"step {step_said(found.best.seconds, found.cluster)}"))
+    console.print(Text(f"step {step_said(found.best, found.cluster)}"))
     _show_time(console, found)
     _show_memory(console, found)
     if said := selection_said(found.model, found.best.run):
@@ -79,8 +79,12 @@ def headline(found: Advice) -> str:
     )
 
 
-def step_said(seconds: float, cluster: Cluster) -> str:
-    """A step's time, and the range in which it is to be expected."""
+def step_said(found: Configuration, cluster: Cluster) -> str:
+    """A step's time, and the range in which it is to be expected; none where all of a sequence is
+    on one rank, as the published steps of which the range comes are not."""
+    seconds = found.seconds
+    if found.run.cp == 1:
+        return f"{duration(seconds)} (no range is known without context parallelism)"
     low, high = cluster.band.around(seconds)
     rates, narrower = "published", "; `megatron-burst calibrate` narrows it"
     if cluster.kernels_measured:
@@ -301,7 +305,7 @@ def one_of(each: Configuration, cluster: Cluster) -> dict[str, Any]:
             "recompute", "store", "offload", "sequence_chunks", "mlp_tiles", "optimizer_offload",
             "lm_head_loss", "gradients")},
         "seconds": time.seconds,
-        "seconds_range": list(cluster.band.around(time.seconds)),
+        "seconds_range": list(cluster.band.around(time.seconds)) if run.cp > 1 else None,
         "tokens_per_second_per_gpu": time.tokens_per_gpu(run.gpus),
         "mfu": time.mfu,
         "bottleneck": time.bottleneck,
