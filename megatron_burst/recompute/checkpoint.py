@@ -127,6 +127,11 @@ class Framed:
         return result
 
 
+def in_backward() -> bool:
+    """Whether this thread is inside a backward, so that a forward runs again."""
+    return torch._C._current_graph_task_id() != -1  # private, and what torch's own checkpoint asks
+
+
 def _needs_no_gradient(tensor: torch.Tensor) -> bool:
     return not tensor.requires_grad
 

@@ -23,6 +23,7 @@ from ...layout import make as make_layout
 from ...linear_attention.plan import prepare_linear
 from ...masks import Causal, Documents
 from ...planning.prepare import prepare
+from ...recompute.checkpoint import in_backward
 
 PLANS_KEPT = 256  # more than packed micro-batches in flight x kinds of layers
 
@@ -81,8 +82,7 @@ class MicroBatches:
     ) -> Any:
         """The plan of these tensors [s, b, ...] for documents that end at `ends`; a collective if
         `leads`, outside of backward. make: makes one of the documents."""
-        # Private, and what torch's own checkpoint asks: is this thread inside a backward?
-        compares = leads and torch._C._current_graph_task_id() == -1
+        compares = leads and not in_backward()
         try:
             bounds = self.documents(ends)
             total = len(next(iter(tensors.values()))) * self.groups.size

@@ -49,6 +49,7 @@ from ...masks import Causal, Full, Mask, Window
 from ...options import AttentionKeywords
 from ...planning.plan import Plan
 from ...planning.prepare import prepare
+from ...recompute.checkpoint import in_backward
 from .. import patching, step_metrics
 from ..data.cut import BatchCut
 from ..data.packed import Pack, Packs, packs
@@ -252,8 +253,7 @@ class PlanBook:
     ) -> Any:
         """The plan for these tensors; a collective if `leads`, but for layers that run again in
         backward, a look-up otherwise."""
-        # Private, and what torch's own checkpoint asks: is this thread inside a backward?
-        again = torch._C._current_graph_task_id() != -1
+        again = in_backward()
         with self.refusing(leads and not again):
             own = kind.own_mask(pack, len(tensors["q"]) * self.groups.size)
         shapes = tuple((t.shape, t.dtype, t.device.type) for t in tensors.values())

@@ -20,7 +20,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from ...comm.recent import Recent
 from ...layout.sharding import to_device
 from ...planning.plan import Plan
-from ...recompute.checkpoint import current
+from ...recompute.checkpoint import current, in_backward
 from ...sparse import Selection, indexer_loss, select, sparse_attention
 from ...sparse.rules import Dsa
 from ...sparse.selection import selected
@@ -172,8 +172,7 @@ class BurstDSAttention(dsa.DSAttention):
         if frame is not None and frame.filled:
             plan, (ids,) = call["plan"], frame.get(what)
             return selected(ids, plan.layout, plan.mask, self.rule.block)
-        # Private, and what torch's own checkpoint asks: is this thread inside a backward?
-        if frame is None and torch._C._current_graph_task_id() != -1:
+        if frame is None and in_backward():
             raise ValueError(
                 f"DSA layer {self.layer_number} is recomputed by a checkpoint that is not "
                 f"Megatron's own, which keeps no selection of layer {self.source_layer} for it: "
