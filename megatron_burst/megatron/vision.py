@@ -13,11 +13,12 @@ image tokens.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from ..masks import Causal, Mask, SameSpan, Window
 from .data.packed import packs, params_of
@@ -100,33 +101,140 @@ def place_images(
     of other ranks get no gradient here: sums over context-parallel ranks are whole, as Megatron
     takes them of all weights. Raises `ValueError` where shapes or positions do not fit.
     """
-    from .data.slicing import held_positions
+    from .data.slicing import sequence_group
 
     places = _host(positions)
-    rows = embeddings.shape[0]
+    group = sequence_group(group, packed_seq_params)
+    _, row = _homes(embeddings, places, packed_seq_params, group)
+    _check_rows("images", images, len(places), embeddings)
+    mine = np.flatnonzero(row[group.rank()][places] >= 0)
+    to, of = row[group.rank()][places[mine]], torch.from_numpy(mine).to(images.device)
+    return _placed(embeddings, images.index_select(0, of), to)
+
+
+def encode_shared(
+    embeddings: torch.Tensor,
+    encode: Callable[[list[int]], torch.Tensor],
+    counts: Positions,
+    positions: Positions,
+    packed_seq_params: Any = None,
+    *,
+    group: Any = None,
+) -> torch.Tensor:
+    """As `place_images`, with each context-parallel rank encoding a share of the images.
+
+    embeddings, positions, packed_seq_params, group: as of `place_images`. counts: how many tokens
+    each image or frame has, in the order of `positions`; both are the same on all ranks. encode:
+    is called once with the numbers of this rank's images, ascending, and returns their rows
+    [tokens, h] in that order. Shares have about equally many tokens; a rank without one encodes the
+    smallest image and drops its rows, so that every rank's encoder runs and has gradients.
+
+    The rows travel to the ranks that hold their tokens by one all-to-all of the group, their
+    gradients come back by another. So a rank has the gradients of its own images only: sums over
+    context-parallel ranks are whole, as Megatron takes them of all weights. Raises `ValueError`
+    where shapes, counts or positions do not fit.
+    """
+    from .data.slicing import sequence_group
+
+    places, sizes = _host(positions), _host(counts, "counts")
+    if sizes.sum() != len(places) or (sizes < 1).any():
+        raise ValueError(
+            f"counts: {len(sizes)} images have {sizes.sum()} tokens, and there are {len(places)} "
+            "positions; give the number of tokens, at least 1, of each image"
+        )
+    group = sequence_group(group, packed_seq_params)
+    home, row = _homes(embeddings, places, packed_seq_params, group)
+    if not len(sizes):
+        return embeddings
+    firsts, me = np.cumsum(sizes) - sizes, group.rank()
+    shares = _shares(sizes, group.size())
+    mine = shares[me] or [int(sizes.argmin())]
+    rows = encode(mine)
+    _check_rows("encode: rows", rows, int(sizes[mine].sum()), embeddings)
+    # Of each rank's images the places of all tokens, in the order of its rows.
+    tokens = [places[_all(firsts[share], sizes[share])] for share in shares]
+    order = np.argsort(home[tokens[me]], kind="stable")
+    out_of = np.bincount(home[tokens[me]], minlength=len(shares)).tolist()
+    coming = [each[home[each] == me] for each in tokens]
+    sent = rows.index_select(0, torch.from_numpy(order).to(rows.device))
+    moved = _AllToAll.apply(sent, out_of, [len(each) for each in coming], group)
+    return _placed(embeddings, moved, row[me][np.concatenate(coming)])
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows to the ranks of a group, and their gradients back; `out_of` and `into`: how many go to
+    and come from each."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, out_of: list[int], into: list[int], group: Any
+    ) -> torch.Tensor:
+        ctx.way = into, out_of, group
+        if group.size() == 1:
+            return rows.clone()
+        moved = rows.new_empty(sum(into), *rows.shape[1:])
+        dist.all_to_all_single(moved, rows.contiguous(), into, out_of, group=group)
+        return moved
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _AllToAll.apply(*gradients, *ctx.way), None, None, None
+
+
+def _shares(sizes: np.ndarray, ranks: int) -> list[list[int]]:
+    """The images of each rank, ascending; the largest first goes to the rank with fewest tokens."""
+    shares, load = [[] for _ in range(ranks)], [0] * ranks
+    for image in np.argsort(-sizes, kind="stable").tolist():
+        rank = load.index(min(load))
+        shares[rank].append(image)
+        load[rank] += int(sizes[image])
+    return [sorted(each) for each in shares]
+
+
+def _all(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """int64: the numbers from each of `firsts`, so many."""
+    if not len(counts):
+        return np.empty(0, np.int64)
+    return np.concatenate([np.arange(a, a + n) for a, n in zip(firsts, counts, strict=True)])
+
+
+def _homes(
+    embeddings: torch.Tensor, places: np.ndarray, packed_seq_params: Any, group: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which rank holds each position of the sequence, int64 [s], and in which of its rows, int64
+    [ranks, s], -1 where it does not; ValueError for places that do not fit."""
+    from .data.slicing import held_positions
+
     if embeddings.dim() != 3 or embeddings.shape[1] != 1:
         raise ValueError(
             f"embeddings of shape {tuple(embeddings.shape)}: positions are of one sequence, "
             "[t, 1, h]; they need --micro-batch-size 1"
         )
-    if images.shape != (len(places), embeddings.shape[2]):
-        raise ValueError(
-            f"images of shape {tuple(images.shape)} for {len(places)} positions of width "
-            f"{embeddings.shape[2]}: give one row for each"
-        )
-    held, total = held_positions(rows, packed_seq_params, group)
+    held = held_positions(embeddings.shape[0], packed_seq_params, group)
+    total = held.size
     if len(places) and (places.min() < 0 or places.max() >= total):
         raise ValueError(
             f"positions from {places.min()} to {places.max()}: the sequence has {total} tokens"
         )
     if len(np.unique(places)) != len(places):
         raise ValueError("positions: two images have the same place")
-    row = np.full(total, -1)
-    row[held] = np.arange(rows)
-    mine = np.flatnonzero(row[places] >= 0)
-    to, of = (torch.from_numpy(x).to(embeddings.device) for x in (row[places[mine]], mine))
-    taken = images.index_select(0, of).to(embeddings.dtype)
-    return embeddings.index_copy(0, to, taken[:, None])
+    home, row = np.empty(total, np.int64), np.full((len(held), total), -1)
+    for rank, here in enumerate(held):
+        home[here], row[rank, here] = rank, np.arange(len(here))
+    return home, row
+
+
+def _check_rows(what: str, rows: torch.Tensor, count: int, embeddings: torch.Tensor) -> None:
+    if rows.shape != (count, embeddings.shape[2]):
+        raise ValueError(
+            f"{what} of shape {tuple(rows.shape)} for {count} positions of width "
+            f"{embeddings.shape[2]}: give one row for each"
+        )
+
+
+def _placed(embeddings: torch.Tensor, rows: torch.Tensor, to: np.ndarray) -> torch.Tensor:
+    index = torch.from_numpy(to).to(embeddings.device)
+    return embeddings.index_copy(0, index, rows.to(embeddings.dtype)[:, None])
 
 
 def gemma3(layer: MaskLayer, batch: MaskBatch) -> Mask:
@@ -162,11 +270,11 @@ def _given(batch: MaskBatch) -> tuple[tuple[int, int], ...]:
     return batch.spans
 
 
-def _host(positions: Positions) -> np.ndarray:
+def _host(positions: Positions, name: str = "positions") -> np.ndarray:
     """int64 [n] of positions that a script gives; ValueError for what are none."""
     if isinstance(positions, torch.Tensor):
         positions = positions.detach().cpu().numpy()
     given = np.asarray(positions)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-        raise ValueError(f"positions must be integers [n], got {given.dtype} of {given.shape}")
+        raise ValueError(f"{name} must be integers [n], got {given.dtype} of {given.shape}")
     return given.astype(np.int64)

@@ -56,9 +56,29 @@ def test_images_see_all_of_themselves(four, one, name, cp, order):
 
 
 @pytest.mark.parametrize(("cp", "order"), [*WAYS, *REST])
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("after", [False, True, pytest.param("shared", marks=pytest.mark.slow)])
 def test_positions_of_three_axes_and_images_in_their_places(four, one, order, after, cp):
     check(four(vision_ranks.axes, order, cp, after), one(vision_ranks.axes))
+
+
+@pytest.mark.parametrize(
+    ("cp", "order", "counts", "frozen", "encoded"),
+    [
+        (2, "zigzag", [9, 3, 5, 4], False, [[0, 1], [2, 3]]),
+        (4, "contiguous", [2, 11], False, [[1], [0], [0], [0]]),  # two ranks without an image
+        (4, "striped", [1, 2, 3, 4, 5, 6], True, [[5], [4], [0, 3], [1, 2]]),
+    ],
+)
+def test_ranks_that_share_images_equal_ranks_that_encode_all(
+    four, cp, order, counts, frozen, encoded
+):
+    found = four(vision_ranks.shared, order, cp, counts, frozen)
+    wanted = four(vision_ranks.shared, order, cp, counts, frozen, True)
+    assert [own for _, own, _ in found[:cp]] == encoded
+    for (rows, _, grads), (whole, _, all_grads) in zip(found, wanted, strict=True):
+        torch.testing.assert_close(rows, whole, rtol=0, atol=1e-10)
+        torch.testing.assert_close(grads, all_grads, rtol=0, atol=1e-10)
+        assert frozen == (len(grads) == 1)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +136,9 @@ def test_runs_of_image_tokens():
         ({"positions": [5, 5]}, "two images have the same place"),
         ({"positions": [0.5, 1.5]}, "positions must be integers [n], got float64"),
         ({"batch": 2}, "embeddings of shape (24, 2, 4)"),
+        ({"counts": [1, 2]}, "counts: 2 images have 3 tokens, and there are 2 positions"),
+        ({"counts": [0, 2]}, "give the number of tokens, at least 1, of each image"),
+        ({"counts": [1, 1], "images": 3}, "encode: rows of shape (3, 4) for 1 positions"),
         ({"spans": [(40, 49)]}, "spans: the last one ends at 49, the sequence has 48"),
         ({"seq_len": 96}, "with_spans was told a seq_len of 96, and the batch has 48 tokens"),
     ],
@@ -153,4 +176,4 @@ def test_packed_batches_of_llava_are_cut_in_zigzag_order():
 def test_blocks_of_the_page(four):
     blocks = [each.text for each in documented.blocks("docs/vision.md") if each.needs]
     said = [four(vision_ranks.documented, text)[0] for text in blocks]
-    assert said == ["torch.Size([16, 1, 8])\n", "[(6, 18)]\n"]
+    assert said == ["torch.Size([16, 1, 8])\n"] * 2 + ["[(6, 18)]\n"]

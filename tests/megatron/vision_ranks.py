@@ -167,7 +167,7 @@ def axes(layout="zigzag", cp=1, after=True, packed=False):
     """As Qwen-VL: positions of three axes, and embeddings of images among those of the tokens,
     put there before the sequence is cut or after."""
     import megatron_burst.megatron as install
-    from megatron_burst.megatron.vision import place_images, with_spans
+    from megatron_burst.megatron.vision import encode_shared, place_images, with_spans
 
     with groups(layout, cp):
         made = config(cp, {"layout": layout}, mrope_section=[1, 1, 0])
@@ -184,7 +184,14 @@ def axes(layout="zigzag", cp=1, after=True, packed=False):
         def embed(ids):
             return model.embedding(input_ids=ids, position_ids=None)
 
-        if after:
+        if after == "shared":
+            mine = install.shard_sequence(tokens) if cp > 1 else tokens
+            counts = [b - a for a, b in SPANS[0]]
+            parts = torch.split(pixels, counts)
+            rows = encode_shared(
+                embed(mine), lambda own: encoder(torch.cat([parts[i] for i in own])), counts, where
+            )
+        elif after:
             mine = install.shard_sequence(tokens) if cp > 1 else tokens
             rows = place_images(embed(mine), images, where)
         else:
@@ -198,6 +205,40 @@ def axes(layout="zigzag", cp=1, after=True, packed=False):
         loss = (loss * mask).sum()
         loss.backward()
         return summed(torch.nn.ModuleList([model, encoder]), [loss])
+
+
+def shared(layout, cp, counts, frozen=False, every=False):
+    """Images of so many tokens among rows of zero, in float64, by an encoder of two layers: this
+    rank's rows, their number of images, and the encoder's gradients, summed over ranks."""
+    import megatron_burst.megatron as install
+    from megatron_burst.megatron.vision import encode_shared, place_images
+
+    with groups(layout, cp):
+        config(cp, {"layout": layout})
+        encoder = torch.nn.Sequential(
+            torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, HIDDEN)
+        )
+        encoder = encoder.double().requires_grad_(not frozen)
+        refill(encoder)
+        draw = torch.Generator().manual_seed(3)
+        where = torch.randperm(LENGTH, generator=draw)[: sum(counts)]
+        pixels = torch.randn(sum(counts), 5, generator=draw, dtype=torch.float64)
+        weights = torch.randn(LENGTH, 1, HIDDEN, generator=draw, dtype=torch.float64)
+        table = torch.zeros(LENGTH // cp, 1, HIDDEN, dtype=torch.float64, requires_grad=True)
+        parts, encoded = torch.split(pixels, counts), []
+
+        def encode(own):
+            encoded.extend(own)
+            return encoder(torch.cat([parts[i] for i in own]))
+
+        if every:
+            rows = place_images(table, encoder(pixels), where)
+        else:
+            rows = encode_shared(table, encode, counts, where)
+        loss = (rows.sin() * install.shard_sequence(weights, dim=0)).sum()
+        loss.backward()
+        _, grads = summed(encoder, [loss])
+        return rows.detach(), encoded, {"table": table.grad, **grads}
 
 
 IMAGE_PLACE = -200  # LLaVA's token, which becomes all tokens of an image
@@ -360,14 +401,18 @@ def by_hand(q, k, v, window):
 def place(wrong):
     """Images of two tokens and their spans, with something that does not fit."""
     import megatron_burst.megatron as install
-    from megatron_burst.megatron.vision import place_images, with_spans
+    from megatron_burst.megatron.vision import encode_shared, place_images, with_spans
 
     asked = {"images": 2, "positions": [0, 30], "batch": 1, "spans": [], "seq_len": LENGTH} | wrong
     with groups("zigzag", 2):
         config(2, {"layout": "zigzag"})
         params = with_spans(asked["spans"], asked["seq_len"])
         rows = install.shard_sequence(torch.zeros(LENGTH, asked["batch"], 4), dim=0)
-        place_images(rows, torch.ones(asked["images"], 4), asked["positions"], params)
+        images = torch.ones(asked["images"], 4)
+        if "counts" in asked:
+            encode_shared(rows, lambda _: images, asked["counts"], asked["positions"], params)
+        else:
+            place_images(rows, images, asked["positions"], params)
 
 
 def documented(text):

@@ -187,19 +187,18 @@ def shard_sequence(
     `packed_seq_params`. Raises `ValueError` without `install`, and where the tokens do not
     divide as the layout needs.
     """
-    group = _group(group, packed_seq_params)
+    group = sequence_group(group, packed_seq_params)
     index = _order(x.shape[dim], packed_seq_params, group, [group.rank()], cutting=True)
     return x.index_select(dim, index.to(x.device))
 
 
-def held_positions(
-    rows: int, packed_seq_params: Any = None, group: Any = None
-) -> tuple[np.ndarray, int]:
-    """int64 [rows]: the positions in the whole sequence of the tokens that `shard_sequence` leaves
-    to this rank; and how many tokens that has."""
-    group = _group(group, packed_seq_params)
-    total = rows * group.size()
-    return _order(total, packed_seq_params, group, [group.rank()], cutting=False).numpy(), total
+def held_positions(rows: int, packed_seq_params: Any = None, group: Any = None) -> np.ndarray:
+    """int64 [ranks, rows]: the positions in the whole sequence of the tokens that `shard_sequence`
+    leaves to each rank of the group, of which each holds so many rows."""
+    group = sequence_group(group, packed_seq_params)
+    ranks = range(group.size())
+    order = _order(rows * len(ranks), packed_seq_params, group, ranks, cutting=False)
+    return order.numpy().reshape(len(ranks), rows)
 
 
 def gather_sequence(
@@ -213,7 +212,7 @@ def gather_sequence(
     collective of the group: raises `ValueError` where the tokens do not divide, on every rank if
     all have the same number.
     """
-    group = _group(group, packed_seq_params)
+    group = sequence_group(group, packed_seq_params)
     size = group.size()
     order = _order(output.shape[dim] * size, packed_seq_params, group, range(size), cutting=False)
     if size == 1:  # perhaps a micro-batch that has no process group
@@ -226,7 +225,8 @@ def gather_sequence(
     return torch.cat(parts).index_select(0, index.to(own.device)).movedim(0, dim)
 
 
-def _group(group: Any, params: Any) -> Any:
+def sequence_group(group: Any, params: Any) -> Any:
+    """`group`, or the ranks that share the sequences of `params`."""
     return group_of(params, context_group()) if group is None else group
 
 
