@@ -75,10 +75,10 @@ def test_documents_are_mirrored_one_by_one():
 
 @pytest.mark.parametrize("lengths", [[24], [8, 16], [4, 0, 20], [16, 4, 4]])
 def test_rows_have_their_turns_from_both_ends_of_a_document_inwards(lengths):
-    """Also where a block has more of one end, and a cut parts a pair: by sorting, block by block."""
+    """Also where a block has more of one end, and a cut parts a pair: by sorting each block."""
     bounds = np.cumsum([0, *lengths])
     turn = {}  # document, how far from its nearer end, and is it that behind?
-    for document, (first, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for document, (first, stop) in enumerate(itertools.pairwise(bounds)):
         for row in range(first, stop):
             turn[row] = document, min(row - first, stop - 1 - row), 2 * row >= first + stop
     for blocks, count in itertools.product((1, 2, 3, 4, 6), (1, 2, 5, 7, 30)):
