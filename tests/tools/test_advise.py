@@ -102,8 +102,9 @@ def test_as_much_is_stored_and_offloaded_as_fits(memory, host):
     tenths = [tenth / 10 for tenth in range(11)]
     found = []
     for store, offload in product(tenths, tenths):
-        run = Settings(512 * K, tp=2, cp=2, intra=2, algorithm="ring", side="kv", store=store,
-                       offload=offload, layout="striped" if 0 < store < 1 else "zigzag")  # fmt: skip
+        layout = "striped" if 0 < store < 1 else "zigzag"
+        run = Settings(512 * K, tp=2, cp=2, intra=2, algorithm="ring", side="kv", layout=layout,
+                       store=store, offload=offload)  # fmt: skip
         found.append((step_time(TINY, where, run).seconds, run))
     ordered = sorted(found, key=lambda one: one[0])
     first = next(s for s, run in ordered if fit(account(TINY, run, every=False), where).fits)

@@ -91,6 +91,12 @@ def plainest(groups: Settings) -> Settings:
                    head_chunks=1)  # fmt: skip
 
 
+def unbarred(run: Settings) -> Settings:
+    """The run with this attention as it would be if memory were no matter."""
+    return replace(run, recompute="none", store=0.0, offload=0.0, optimizer_offload=0.0,
+                   sequence_chunks=1, mlp_tiles=1)  # fmt: skip
+
+
 def simplest_first(found: Sequence[Configuration]) -> tuple[Configuration, ...]:
     """By time, but the simplest of those that tie with the fastest first."""
     if not found:
@@ -159,13 +165,9 @@ class Search:
         for each in simplest_first(found):
             # Those that follow count where more memory saved less time than they are slower by.
             limit = min((one.seconds for one in closer), default=math.inf)
-            if len(closer) < top or self.attention.step(self._unbarred(each.run)).seconds < limit:
+            if len(closer) < top or self.attention.step(unbarred(each.run)).seconds < limit:
                 closer.append(self.best_of(each.run, thorough=True) or each)
         return SearchResult(simplest_first(closer)[:top], len(ways), tried, self.closest)
-
-    def _unbarred(self, run: Settings) -> Settings:
-        """The run if memory were no matter."""
-        return self.attention.settled(plainest(run))
 
     def _best_variant(self, variants: list[Way]) -> Configuration | None:
         """The best run of one way: its micro-batches, virtual stages and expert-parallel ranks."""
@@ -241,7 +243,7 @@ class Search:
                 others = self._possible(others)
                 timed += [each for each in self.timed(others) if each[1] not in done]
                 best = self._taken(timed)
-                if best is not None or any(0 <= one.fit.device for one in self._failed):
+                if best is not None or any(one.fit.device >= 0 for one in self._failed):
                     best = self._taken(self._finer(groups, best)) or best
             return best
         except ValueError as error:  # what is fixed does not go with these groups
