@@ -111,6 +111,19 @@ def test_as_much_is_stored_and_offloaded_as_fits(memory, host):
     assert best.seconds <= first * (1 + select.TIE)
 
 
+def test_the_longest_sequence_is_one_that_fits_beside_one_that_does_not():
+    where = replace(cluster(2, memory=13), host_memory=30 * GB)
+    found = advise(TINY, where, seq="longest", top=1, pp=1)
+    assert found.best.fit.fits
+    with pytest.raises(DoesNotFit):
+        advise(TINY, where, seq=-(-found.want.seq * 101 // 100 // 32768) * 32768, top=1, pp=1)
+    fixed = advise(TINY, where, seq="longest", top=1, pp=1, tp=1, sequence_chunks=1)
+    assert (fixed.best.run.tp, fixed.best.run.sequence_chunks) == (1, 1)
+    assert fixed.want.seq < found.want.seq
+    with pytest.raises(ValueError, match=r"--longest .*leave --packed and --tokens-per-step out"):
+        advise(TINY, where, seq="longest", tokens_per_step="8M")
+
+
 def test_bounds_are_bounds():
     where, want = cluster(), TrainingGoal(64 * K, 8)
     for model in (TINY, MOE):

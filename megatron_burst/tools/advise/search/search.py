@@ -254,15 +254,21 @@ class Search:
         self, groups: Settings, best: Configuration | None
     ) -> list[tuple[StepTime, Settings]]:
         """Runs with tenths of the store and of the offload that are faster than `best` by more than
-        a tie, with their times."""
-        runs = [
-            run
-            for chunked in (False, True)
-            for run in options_of(groups, self.want, chunked, FRACTIONS, FRACTIONS)
-        ]
+        a tie, with their times; without stores for which the GPU has no room in any of them."""
+        alike: dict[Settings, dict[float, list[Settings]]] = {}  # but for both, then by store
+        for chunked in (False, True):
+            for run in options_of(groups, self.want, chunked, FRACTIONS, FRACTIONS):
+                by_store = alike.setdefault(replace(run, store=0, offload=0), {})
+                by_store.setdefault(run.store, []).append(run)
+        possible: list[Settings] = []
+        for by_store in alike.values():
+            for _, runs in sorted(by_store.items()):
+                moved = self._possible([max(runs, key=lambda run: run.offload)])
+                if not moved or self._left(self.attention.settled(moved[0])).device < 0:
+                    break
+                possible += runs
         limit = best.seconds if best is not None else math.inf
-        timed = self.timed(self._possible(runs))
-        return [each for each in timed if each[0].seconds * (1 + TIE) < limit]
+        return [each for each in self.timed(possible) if each[0].seconds * (1 + TIE) < limit]
 
     def _taken(self, timed: Sequence[tuple[StepTime, Settings]]) -> Configuration | None:
         """The fastest of these that fits, or the simplest of those that tie with it."""
@@ -294,10 +300,15 @@ class Search:
 
     def _account(self, time: StepTime, run: Settings) -> Configuration:
         """A run with its account, which is remembered."""
+        return Configuration(run, time, self._held_by(run), self._left(run))
+
+    def _held_by(self, run: Settings) -> Account:
         if run not in self._held:
             self._held[run] = account(self.model, run, every=False, core_of=self.core_of)
-        found = self._held[run]
-        return Configuration(run, time, found, fit(found, self.cluster))
+        return self._held[run]
+
+    def _left(self, run: Settings) -> MemoryLeft:
+        return fit(self._held_by(run), self.cluster)
 
     def _fitting(self, timed: Sequence[tuple[StepTime, Settings]]) -> Iterator[Configuration]:
         """Those that fit, in order."""

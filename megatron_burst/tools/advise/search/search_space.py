@@ -29,6 +29,8 @@ STORES = (1.0, 0.5, 0.0)
 OFFLOADS = (0.0, 1.0)
 FRACTIONS = tuple(tenth / 10 for tenth in range(11))  # of store and offload, where memory decides
 TILES = (1, 8)  # of the MLP half, beside a whole attention half
+EVEN = 1 << 15  # rows of a rank, which all sizes of groups divide
+FULL = 64  # micro-batches that keep every stage of a pipeline busy
 CHUNKED = ((8, 32), (32, 64))  # sequence chunks, MLP tiles: where nothing else fits
 # What `Settings` says of groups; the rest are options.
 GROUPS = ("tp", "pp", "vpp", "ep", "cp", "dp", "micro_batch")
@@ -155,6 +157,18 @@ def options_of(
                     moving, recompute="full", store=store, offload=offload, sequence_chunks=chunks,
                     mlp_tiles=tiles, layout=layout_of(want, store),
                 )  # fmt: skip
+
+
+def smallest_of(model: Model, cluster: Cluster, want: TrainingGoal) -> Iterator[Settings]:
+    """The runs among which the one with the longest sequence is: of every way to share the GPUs
+    out, with one sequence at a time on all of them, those that recompute all and store nothing, in
+    chunks of rows first and with most on the host first. Their own length says nothing."""
+    fixed = {**want.pinned, "dp": 1}
+    even = replace(want, seq=EVEN * cluster.gpus, sequences=FULL, pinned=fixed)
+    for groups in groups_of(model, cluster, even):
+        if groups.vpp == want.pinned.get("vpp", 1):
+            for chunked in (True, False):
+                yield from options_of(groups, even, chunked, STORES[-1:], FRACTIONS[::-1])
 
 
 def layout_of(want: TrainingGoal, store: float) -> str:
