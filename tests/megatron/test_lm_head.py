@@ -1,4 +1,4 @@
-"""The fused LM head changes nothing: loss and gradient norm of four steps with
+"""The fused LM head changes nothing: loss and gradient norm of three steps with
 `--burst-lm-head-loss`, against Megatron's own output layer and loss in the same run otherwise.
 
 Documents are short, so loss masks are uneven; a warning (a second computation of the logits) in

@@ -1,4 +1,4 @@
-"""Splitting the sequence changes nothing: loss and gradient norm of four steps, against one rank
+"""Splitting the sequence changes nothing: loss and gradient norm of three steps, against one rank
 per sequence with Megatron's own attention, from the same seed."""
 
 import pytest
@@ -263,7 +263,7 @@ def test_packed_documents_do_not_see_each_other(train):
 
 
 def test_it_trains(train):
-    assert train()[-1][0] < train()[0][0] - 0.1
+    assert train()[-1][0] < train()[0][0] - 0.05
 
 
 @pytest.mark.parametrize("wrong", [session.train_without_exchange, session.train_misplaced])
