@@ -171,7 +171,7 @@ def _token_ids(image_tokens: Any) -> list[int]:
     return [integer("image_tokens", one) for one in ([image_tokens] if single else image_tokens)]
 
 
-def _boundaries(cu_seqlens: Positions) -> np.ndarray:
+def _boundaries(cu_seqlens: Any) -> np.ndarray:
     """int64 [n] of the ends of documents, which data loaders give as [1, n] too."""
     shape = np.shape(cu_seqlens)
     return _host(cu_seqlens[0] if len(shape) == 2 and shape[0] == 1 else cu_seqlens, "cu_seqlens")
