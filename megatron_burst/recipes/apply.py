@@ -65,7 +65,7 @@ def apply_burst(recipe: Any, *, intra: int | None = None, **choices: Any) -> Any
             "recipe must be a ConfigContainer of Megatron-Bridge with a GPT model, or a "
             f"run.Partial of NeMo 2; got {what}, which has no transformer_layer_spec"
         )
-    vision.check_provider(model)
+    vision.check_provider(model, is_ours)
     base, before = model.transformer_layer_spec, {}
     if is_ours(base):
         base, before = base.keywords["base"], base.keywords.get("before", {})

@@ -1,46 +1,64 @@
-"""Vision-language models of Bridge: Qwen2.5-VL over ranks equals one rank with Megatron's own
-attention, others are refused."""
+"""Vision-language models of Bridge: Qwen2.5-VL and Qwen3-VL over ranks equal one rank with
+Megatron's own attention, others are refused."""
 
+import itertools
 import types
 
 import pytest
+
+WAYS = [
+    ("qwen2.5", 2, "zigzag"), ("qwen2.5", 4, "contiguous"), ("qwen3", 2, "contiguous"),
+    ("qwen3", 4, "zigzag"), ("qwen3 moe", 2, "zigzag"),
+]  # fmt: skip
+ALL = itertools.product(("qwen2.5", "qwen3", "qwen3 moe"), (2, 4), ("zigzag", "contiguous"))
+REST = [pytest.param(*way, marks=pytest.mark.slow) for way in ALL if way not in WAYS]
 
 
 @pytest.fixture(scope="module")
 def qwen(serve):
     known = {}
 
-    def run(ranks, layout="zigzag"):
-        if (ranks, layout) not in known:
-            code, text, found = serve(ranks, vision=layout)
+    def run(model, ranks, layout="zigzag"):
+        if (model, ranks, layout) not in known:
+            code, text, found = serve(ranks, vision=layout, model=model)
             assert code == 0, text[-3000:]
-            known[ranks, layout] = found
-        return known[ranks, layout]
+            known[model, ranks, layout] = found
+        return known[model, ranks, layout]
 
     return run
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout"), [(2, "zigzag"), (2, "contiguous"), (4, "zigzag"), (4, "contiguous")]
-)
-def test_qwen_over_ranks_equals_one_rank(qwen, ranks, layout):
-    (loss, norms), (whole, wanted) = qwen(ranks, layout), qwen(1)
+@pytest.mark.parametrize(("model", "ranks", "layout"), [*WAYS, *REST])
+def test_qwen_over_ranks_equals_one_rank(qwen, model, ranks, layout):
+    (loss, norms), (whole, wanted) = qwen(model, ranks, layout), qwen(model, 1)
     assert loss == pytest.approx(whole, rel=1e-6)
     assert norms.keys() == wanted.keys()
     assert norms == pytest.approx(wanted, rel=1e-4, abs=1e-5)
-    assert wanted["visual.patch_embed.proj.weight"] > 0.1  # the encoder learns
+    for name in ("patch_embed.proj", *(["deepstack_merger_list.1.linear_fc2"] * (model[4] == "3"))):
+        eyes = "visual" if model == "qwen2.5" else "vision_model"
+        assert wanted[f"{eyes}.{name}.weight"] > 0.1  # the encoder learns
 
 
 @pytest.mark.usefixtures("bridge_here")
-def test_qwen_with_sequence_parallelism_is_refused():
+@pytest.mark.parametrize(
+    ("name", "changes", "word"),
+    [
+        ("qwen2.5", {"sequence_parallel": True, "tensor_model_parallel_size": 2},
+         "--sequence-parallel with Qwen25VLModelProvider"),
+        ("qwen3", {"recompute_granularity": "full", "recompute_method": "uniform",
+                   "recompute_num_layers": 1},
+         "--recompute-granularity full with Qwen3VLModelProvider"),
+    ],
+)  # fmt: skip
+def test_what_qwen_excludes(name, changes, word):
     import qwen
 
     from megatron_burst.recipes.vision import vision_problems
 
-    model = qwen.provider(2, sequence_parallel=True, tensor_model_parallel_size=2)
+    model = qwen.provider(2, name, **changes)
     (problem,) = vision_problems(model, model)
-    assert "--sequence-parallel with Qwen25VLModelProvider" in str(problem)
-    assert not [*vision_problems(qwen.provider(1), qwen.provider(1))]
+    assert word in str(problem)
+    assert not [*vision_problems(qwen.provider(1, name), qwen.provider(1, name))]
 
 
 @pytest.mark.usefixtures("bridge_here")
@@ -49,7 +67,6 @@ def test_qwen_with_sequence_parallelism_is_refused():
     [
         ("gemma_vl", "Gemma3VLModelProvider", "dense mask of the whole sequence"),
         ("ministral3", "Ministral3ModelProvider", "scales of their own"),
-        ("qwen_vl", "Qwen3VLModelProvider", "features of images in between"),
         ("glm_vl", "GLM45VModelProvider", "shares sequences between ranks in its own way"),
     ],
 )
