@@ -11,7 +11,7 @@ JOBS   ?= 2
 TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart grpo million docs test test-slow test-docs test-recipes test-verl test-te parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-accuracy-wire-kv bench-advise bench-checkpoint bench-csrc bench-host bench-linear bench-lm-head bench-loss bench-masks bench-memory bench-offload bench-packed bench-prepare bench-sparse bench-trees bench-gpu bench-cluster gain clean
+.PHONY: help install quickstart grpo million docs test test-slow test-docs test-recipes test-verl test-te parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-accuracy-wire-kv bench-advise bench-checkpoint bench-csrc bench-host bench-linear bench-lm-head bench-loss bench-masks bench-memory bench-offload bench-packed bench-packed-published bench-prepare bench-sparse bench-trees bench-gpu bench-cluster gain clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -137,6 +137,9 @@ bench-memory: $(VENV)/.ready-test ## the longest sequences by the memory account
 
 bench-packed: $(VENV)/.ready-test ## forecast of packed documents on 64 to 1,024 ranks, simulated, tables and a picture, into runs/packed
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.packed $(ARGS)
+
+bench-packed-published: $(VENV)/.ready-test ## packed documents beside published charts, simulated, into docs/packed-published.md (minutes); ARGS="--parts fit"
+	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.packed.charts $(ARGS)
 
 bench-trees: $(VENV)/.ready-test ## prefix trees beside separate trajectories: tokens and pairs, the emulated cluster, 64 GPUs simulated; ARGS="--parts counts"
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.trees $(ARGS)

@@ -155,7 +155,7 @@ FEATURES = (
         f"{BAD}[--context-parallel-size 4 --attention-dropout 0.1]",), "refused"),
 )  # fmt: skip
 TE_FEATURES = tuple(Feature(name, tests) for name, tests in ROWS)
-UNTESTED = ("fp8 computation", "Megatron-FSDP", "heterogeneous layers")
+UNTESTED = ("fp8 computation", "heterogeneous layers")
 
 # What Python runs first in each process: `megatron` is this tree and no other, or a release without
 # megatron.training would be joined by that of the installed one.

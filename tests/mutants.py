@@ -418,8 +418,8 @@ MUTANTS = [
            "side auto counts one chunk"),
     Mutant("planning/pipeline.py", "seen if whole is None else", "seen if True else",
            "the first chunk brings only what it needs itself"),
-    Mutant("layout/row_chunks.py", "found += [early, early[::-1]]", "found += [early, early]",
-           "chunks of zigzag take the same piece of both halves"),
+    Mutant("layout/row_chunks.py", "taken + inwards + 1", "taken + 1",
+           "a block that has one end of a document begins with the rows farther out"),
     Mutant("schedule/sizes.py", "back += query * self.itemsize + stats", "pass",
            "queries that come again among heads are not counted"),
     # kernels

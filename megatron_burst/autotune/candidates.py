@@ -7,6 +7,7 @@ decides which one is taken.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -109,7 +110,8 @@ class Candidate:
 def on_grid(
     workload: Workload, topology: Topology, rates: Rates, fixed: Fixed, nodes: Nodes | None = None
 ) -> Iterator[Candidate]:
-    """Every algorithm, side and number of head chunks on one grid; rates with `compute` stated.
+    """Every algorithm, side and number of head chunks on one grid, no more chunks than shorten a
+    call; rates with `compute` stated.
 
     nodes: whose NICs are shared, with the rates of a rank alone; None: those of the rates.
     """
@@ -157,17 +159,26 @@ def on_grid(
         ]  # fmt: skip
         sent = [_sent((*theres, *each), topology, sizes, len(wants) > 1) for each in backs]
         ready, *backs = ([Prepared(one, wires) for one in each] for each in (theres, *backs))
+        before = [math.inf] * len(backs)
         for count in _head_chunks(sizes, fixed, alone):
             forward = _time(ready, sizes, seconds, rates, count, least[0]) + there_heads
+            made = []
             for each, bytes_ in zip(backs, sent, strict=True):
                 backward = IDLE
                 if trained:
                     backward = _time(each, sizes, longer, rates, count, least[1]) + back_heads
                 side = each[0].schedule.side
-                yield Candidate(
+                made.append(Candidate(
                     _named(algorithm, topology), side, count, topology.ulysses,
                     topology.placement, forward, backward, bytes_,
-                )  # fmt: skip
+                ))  # fmt: skip
+            yield from made
+            times = [candidate.seconds for candidate in made]
+            # More chunks hide more of the first hops and cost more messages: once these outweigh
+            # what is hidden, they do so with more chunks as well.
+            if all(now >= then for now, then in zip(times, before, strict=True)):
+                break
+            before = times
 
 
 def _time(

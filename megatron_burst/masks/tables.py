@@ -273,6 +273,8 @@ def _spans(spans: Sequence[tuple[int, int]] | np.ndarray) -> tuple[tuple[int, in
             "spans must be pairs (start, stop) of integers from 0 on, in ascending order, start "
             f"before stop and without overlaps, got {spans}"
         )
+    if (edges > FAR).any():
+        raise ValueError(f"spans must end at position {FAR} at the latest, got {edges.max()}")
     return tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 

@@ -19,11 +19,11 @@ from typing import Any
 
 from .. import flags
 from ..config import BurstConfig
-from .checks.config import backend_problems
+from .checks.config import backend_problems, unasked
 from .checks.problem import refuse
 from .checks.splitting import adopted
 from .install import configuration_problems, configure, install
-from .patching import require_function
+from .patching import log, require_function
 from .stream_layout import settled
 
 
@@ -71,6 +71,9 @@ def choices_with_layout(choices: dict[str, Any], model: Any) -> BurstConfig:
     if not choices.keys() & {"layout", "attention_layout"}:
         layout = flags.layout_for(config.algorithm, config.store)
         config = adopted(dataclasses.replace(config, layout=layout), transformer)
+        config, line = unasked(transformer, config)
+        if line is not None:
+            log(line)
     return settled(transformer, config, getattr(model, "seq_length", None)).burst
 
 

@@ -177,7 +177,7 @@ def _linear_layers(config: Any, count: int) -> Iterator[bool]:
         if isinstance(frequency, int):
             yield (layer + 1) % frequency != 0
         else:
-            yield bool(frequency and frequency[layer])
+            yield any(frequency[layer : layer + 1]) if frequency else False
 
 
 def _delta_net_state(config: Any) -> int:

@@ -30,6 +30,7 @@ from ..comm.consensus import agree
 from . import patching, step_metrics, stream_layout
 from .attention.plan_book import splits_attention
 from .checks import command_line
+from .checks.config import unasked
 from .checks.cuda_graphs import contain_attention
 from .checks.problem import refuse
 from .checks.splitting import adopted
@@ -111,13 +112,20 @@ def _validating(
 
 
 def _settle(args: Any) -> None:
-    """`flags.settle`, with layouts that Megatron's own settings ask for, or that bytes decide."""
-    open_ = not any(getattr(args, f"burst_{name}", None) for name in ("layout", "attention_layout"))
+    """`flags.settle`, with layouts that Megatron's own settings ask for, that the model allows, or
+    that bytes decide."""
+    named, apart = (getattr(args, f"burst_{name}", None) for name in ("layout", "attention_layout"))
     flags.settle(args)
     settings = command_line.settings_of(args)
-    if open_:
-        choices = adopted(flags.choices(args)[0], settings)
-        args.burst_layout, args.burst_attention_layout = choices.layout, choices.attention_layout
+    if named is None:
+        choices = flags.choices(args)[0]
+        if apart is None:
+            choices = adopted(choices, settings)
+            args.burst_attention_layout = choices.attention_layout
+        choices, line = unasked(settings, choices)
+        args.burst_layout = choices.layout
+        if line is not None:
+            log(line)
     stream_layout.settle(args, settings)
 
 

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..masks import Causal, Mask, SameSpan, Window
+from ..layout import integer
+from ..masks import Causal, Full, Mask, SameSpan, Window
 from .data.packed import packs, params_of
 from .users_mask import MaskBatch, MaskLayer
 
@@ -33,9 +34,10 @@ def image_spans(
     """The runs of image tokens in a sequence: [(first, stop)], for `with_spans`.
 
     tokens: integers [s] or [1, s], the whole sequence before it is cut; waits for a device.
-    image_tokens: the ids, one or several. cu_seqlens: where documents of a pack end; a run across
-    such a boundary is two. Images of equal ids that touch are one run, as in Hugging Face's
-    Gemma. Raises `ValueError` for tokens of another shape.
+    image_tokens: the ids, one or several. cu_seqlens: integers [n] or [1, n], where documents of a
+    pack end; a run across such a boundary is two. Images of equal ids that touch are one run, as in
+    Hugging Face's Gemma. Raises `ValueError` for tokens or boundaries of another shape, and ids
+    that are no integers.
     """
     if tokens.dim() == 2 and tokens.shape[0] == 1:
         tokens = tokens[0]
@@ -44,12 +46,11 @@ def image_spans(
             f"tokens of shape {tuple(tokens.shape)}: spans are of one sequence, [s] or [1, s]; "
             "they need --micro-batch-size 1"
         )
-    ids = [image_tokens] if isinstance(image_tokens, int) else [*image_tokens]
-    image = np.isin(tokens.detach().cpu().numpy(), ids)
+    image = np.isin(tokens.detach().cpu().numpy(), _token_ids(image_tokens))
     begins, ends = image.copy(), image.copy()
     begins[1:] &= ~image[:-1]
     ends[:-1] &= ~image[1:]
-    cuts = _host(cu_seqlens)
+    cuts = _boundaries(cu_seqlens)
     cuts = cuts[(cuts > 0) & (cuts < len(image))]
     cuts = cuts[image[cuts] & image[cuts - 1]]
     begins[cuts] = ends[cuts - 1] = True
@@ -244,20 +245,22 @@ def gemma3(layer: MaskLayer, batch: MaskBatch) -> Mask:
     others what is before them or the same image. Raises `ValueError` for a micro-batch without
     `with_spans`.
     """
-    return _before(layer) | SameSpan(_given(batch))
+    return _without_images(layer) | SameSpan(_given(batch))
 
 
 def gemma4(layer: MaskLayer, batch: MaskBatch) -> Mask:
     """For `--burst-mask`: the mask of those Gemma 4 models whose images see all of themselves, in
     layers with a window only. Else as `gemma3`."""
     spans = _given(batch)
-    return _before(layer) if layer.window is None else _before(layer) | SameSpan(spans)
+    without = _without_images(layer)
+    return without if layer.window is None else without | SameSpan(spans)
 
 
-def _before(layer: MaskLayer) -> Mask:
-    if layer.window is None:
-        return Causal()
-    return Causal() & Window(layer.window[0], 0)
+def _without_images(layer: MaskLayer) -> Mask:
+    """What Megatron asks for: causal or not, with the window of the layer."""
+    if not layer.causal:
+        return Full() if layer.window is None else Window(*layer.window)
+    return Causal() if layer.window is None else Causal() & Window(layer.window[0], 0)
 
 
 def _given(batch: MaskBatch) -> tuple[tuple[int, int], ...]:
@@ -270,8 +273,21 @@ def _given(batch: MaskBatch) -> tuple[tuple[int, int], ...]:
     return batch.spans
 
 
+def _token_ids(image_tokens: Any) -> list[int]:
+    """The ids, of which one may stand by itself; ValueError for what are none."""
+    single = not isinstance(image_tokens, Iterable) or getattr(image_tokens, "ndim", 1) == 0
+    return [integer("image_tokens", one) for one in ([image_tokens] if single else image_tokens)]
+
+
+def _boundaries(cu_seqlens: Any) -> np.ndarray:
+    """int64 [n] of the ends of documents, which data loaders give as [1, n] too."""
+    shape = np.shape(cu_seqlens)
+    return _host(cu_seqlens[0] if len(shape) == 2 and shape[0] == 1 else cu_seqlens, "cu_seqlens")
+
+
 def _host(positions: Positions, name: str = "positions") -> np.ndarray:
-    """int64 [n] of positions that a script gives; ValueError for what are none."""
+    """int64 [n] of positions that a script gives; ValueError, calling them `name`, for what are
+    none."""
     if isinstance(positions, torch.Tensor):
         positions = positions.detach().cpu().numpy()
     given = np.asarray(positions)

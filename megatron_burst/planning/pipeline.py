@@ -26,7 +26,7 @@ from ..options import ring_algorithm
 from ..schedule import cost
 from ..schedule.cost import Sizes
 from ..schedule.demand import Wanted, row_cuts, wanted
-from ..schedule.head_shares import shared_rows
+from ..schedule.head_shares import shared_order
 from ..schedule.rings import Schedule
 from ..schedule.tables import Grid
 from .build import Works, make_pass
@@ -131,10 +131,12 @@ def demands(ring: RingRequest) -> list[RowDemand]:
     whole_shards = [layout.spans(rank, length) for rank in ranks]
     cuts: list[tuple[np.ndarray | None, Shards, Shards]] = [(None, ring.keys, whole_shards)]
     if options.sequence_chunks > 1:
+        from ..layout.row_chunks import rows_of  # not needed by calls that have one chunk
+
         count, blocks = options.sequence_chunks, options.row_blocks
         cuts = [
-            (rows, queries, [own[rank] for rank in ranks])
-            for rows, queries, own in row_cuts(layout, groups.topology, length, count, blocks)
+            (rows_of(runs), queries, [own[rank] for rank in ranks])
+            for runs, queries, own in row_cuts(layout, groups.topology, length, count, blocks)
         ]
     stored = None
     if options.store is not None:
@@ -295,7 +297,7 @@ def _row_chunk(ring: RingRequest, scheduled: RowSchedules, which: str) -> RowChu
 def _order(ring: RingRequest, members: Shards) -> torch.Tensor | None:
     """In which order this rank has the rows of all ranks that share heads, which hold these; None:
     where they need not be reordered."""
-    order = shared_rows(members).order
+    order = shared_order(members)
     return None if order is None else to_device(order, ring.request.tensors[0].device)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..megatron import patching, specs
 from ..megatron.checks.config import backend_problems, config_problems
-from ..megatron.checks.features import lm_head_problems
+from ..megatron.checks.features import UNTESTED_FSDP, lm_head_problems
 from ..megatron.checks.problem import Problem, refuse
 from ..megatron.data.cut import installed_layout
 from ..megatron.patching import check_version
@@ -77,3 +77,6 @@ def _group_problems(recipe: Any, transformer: Any, algorithm: str) -> Iterator[P
             "dist.use_decentralized_pg=True: those groups have no hierarchy of context-parallel "
             "ranks, and were never run with BurstAttention; set dist.use_decentralized_pg=False"
         )
+    sharded = (getattr(recipe, name, None) for name in ("ddp", "dist"))
+    if split and any(getattr(one, "use_megatron_fsdp", False) for one in sharded):
+        yield Problem(f"ddp.use_megatron_fsdp=True {UNTESTED_FSDP}; set use_megatron_fsdp=False")

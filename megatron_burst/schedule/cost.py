@@ -21,7 +21,7 @@ from ..masks.tiling import Cutter
 from . import rings
 from .algorithms import ALGORITHMS
 from .demand import Wanted
-from .head_shares import shared_rows
+from .head_shares import shared_spans
 from .rings import Schedule
 from .sizes import Sizes
 from .tables import FAMILIES, SIDES, Grid, Tables, Transfers
@@ -177,11 +177,11 @@ def visible_pairs(mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) 
 def ring_spans(layout: Layout, topology: Topology, seq_len: int) -> list[tuple[Span, ...]]:
     """The spans that each member of a ring computes with: those of its whole ulysses group.
 
-    The all-to-all gives every member the rows of all of them, in the order of `shared_rows`. All
+    The all-to-all gives every member the rows of all of them, in the order of `shared_spans`. All
     rings of a grid have the same spans, so these are the spans of rank 0's.
     """
     return [
-        shared_rows([layout.spans(rank, seq_len) for rank in topology.ulysses_group(member)]).spans
+        shared_spans([layout.spans(rank, seq_len) for rank in topology.ulysses_group(member)])
         for member in topology.ring(0)
     ]
 

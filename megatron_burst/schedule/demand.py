@@ -18,7 +18,7 @@ from ..layout.layouts import Shards, counted
 from ..masks import Mask
 from ..masks.seen import Seen, rows_seen, united
 from .bundles import Bundles, bundled, spans_of
-from .head_shares import shared_rows
+from .head_shares import shared_spans
 from .tables import ALL, NONE_KEPT, Grid, Kept, Pairs, Side, Tables, Transfers
 from .topology import Topology
 
@@ -197,10 +197,11 @@ def _bundles(seen: Seen, size: int) -> Bundles:
 
 
 class RowCut(NamedTuple):
-    """One chunk: its rows of a shard, the same ones of every rank; for each rank of a ring the
-    spans of its queries, those of the whole ulysses group; and for each rank those of its own."""
+    """One chunk: its rows of a shard as runs (first, stop), the same ones of every rank; for each
+    rank of a ring the spans of its queries, those of the whole ulysses group; and for each rank
+    those of its own."""
 
-    rows: np.ndarray
+    runs: list[tuple[int, int]]
     shards: tuple[tuple[Span, ...], ...]
     own: tuple[list[Span], ...]
 
@@ -209,14 +210,13 @@ def row_cuts(
     layout: Layout, topology: Topology, seq_len: int, count: int, blocks: int = 1
 ) -> Iterator[RowCut]:
     """`count` chunks; blocks: of sequence parallelism, see `layout.row_chunks`."""
-    from ..layout.row_chunks import row_chunks, runs  # not needed by calls that have one chunk
+    from ..layout.row_chunks import chunk_runs  # not needed by calls that have one chunk
 
     members = [topology.ulysses_group(member) for member in topology.ring(0)]
     # Asked for once, not per chunk: a rank may hold two spans of every document of a pack.
     whole = [layout.spans(rank, seq_len) for rank in range(layout.cp_size)]
     starts = [[0, *accumulate(span.length for span in spans)] for spans in whole]
-    for rows in row_chunks(layout, seq_len // layout.cp_size, count, blocks):
-        taken = runs(rows)
+    for taken in chunk_runs(layout, seq_len // layout.cp_size, count, blocks):
         own = tuple(spans_of(taken, *each) for each in zip(whole, starts, strict=True))
-        shards = (shared_rows([own[rank] for rank in ranks]).spans for ranks in members)
-        yield RowCut(rows, tuple(shards), own)
+        shards = (shared_spans([own[rank] for rank in ranks]) for ranks in members)
+        yield RowCut(taken, tuple(shards), own)

@@ -67,28 +67,25 @@ def check_heads(heads: int, kv_heads: int, topology: Topology, algorithm: str) -
     raise ValueError(f"groups: {reason}; {fix}")
 
 
-class SharedRows(NamedTuple):
-    """The rows that each rank of a ulysses group has while they share heads.
+def shared_spans(shards: Sequence[Sequence[Span]]) -> tuple[Span, ...]:
+    """The spans of the rows that each rank of a ulysses group has while they share heads.
 
-    spans: of their positions. order: int64, of each of these rows its number among the rows of the
-    first rank, then of the second, ...; None where that is their order.
+    In the order of their positions where that makes fewer spans of them: shards of zigzag and
+    striped layouts become parts of the sequence again, which take few calls of a kernel.
     """
-
-    spans: tuple[Span, ...]
-    order: np.ndarray | None
-
-
-def shared_rows(shards: Sequence[Sequence[Span]]) -> SharedRows:
-    """The rows of ranks with these shards, in the order of their positions where that makes fewer
-    spans of them: shards of zigzag and striped layouts become parts of the sequence again, which
-    take few calls of a kernel."""
-    spans = [span for shard in shards for span in shard]
+    spans = tuple(span for shard in shards for span in shard)
     joined = None if len(shards) == 1 else _joined_stripes(spans) or _joined_runs(spans)
-    if joined is None:
-        return SharedRows(tuple(spans), None)
+    return spans if joined is None else tuple(joined)
+
+
+def shared_order(shards: Sequence[Sequence[Span]]) -> np.ndarray | None:
+    """int64, of each row of `shared_spans` its number among the rows of the first rank, then of the
+    second, ...; None where that is their order."""
+    spans = tuple(span for shard in shards for span in shard)
+    if shared_spans(shards) == spans:
+        return None
     positions = np.concatenate([span.positions() for span in spans])
-    in_order = bool((np.diff(positions) > 0).all())
-    return SharedRows(tuple(joined), None if in_order else np.argsort(positions))
+    return None if (np.diff(positions) > 0).all() else np.argsort(positions)
 
 
 def _joined_stripes(spans: Sequence[Span]) -> list[Span] | None:

@@ -44,6 +44,11 @@ class LayerChoices(NamedTuple):
         return found
 
 
+def numbers_layers(text: str) -> bool:
+    """Whether a part of a text that is right names layers by their numbers."""
+    return any(part.kind is None for part in layer_choices(text).parts)
+
+
 def layer_choices(text: str) -> LayerChoices:
     """The choices that a text states. Raises ValueError, which does not name the flag, for a text
     that is not of this grammar or states two algorithms of one layer."""

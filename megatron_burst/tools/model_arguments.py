@@ -16,6 +16,7 @@ from typing import Any
 from .. import flags
 from ..cli.megatron_arguments import MegatronCommand, parse
 from ..config import BurstConfig
+from ..schedule.per_layer import layer_choices
 from .advise.shapes import models
 from .advise.shapes.megatron_model import model_from
 from .advise.shapes.models import Model, padded
@@ -70,11 +71,23 @@ def read_command(words: Sequence[str]) -> tuple[Model, dict[str, Any]]:
         raise ValueError("--seq-length is missing in the Megatron command; add it")
     if command.context_parallel_algo is None:
         ours.context_parallel_algo = "burst"
-    flags.settle(ours)
-    choices = flags.burst_config(ours)
+    choices = _settled(command, ours)
     run = _command_run(command)
     run |= choices_of(choices, command.seq_length, command.cp, lambda name: f"--burst-{name}")
     return padded(model, command.make_vocab_size_divisible_by * command.tp), run
+
+
+def _settled(command: MegatronCommand, ours: Any) -> BurstConfig:
+    """The choices that a command states, with the layout that its run would have."""
+    # These import torch, which takes seconds.
+    from ..megatron.checks.command_line import settings_of
+    from ..megatron.checks.config import unasked
+
+    named = getattr(ours, "burst_layout", None)
+    flags.settle(ours)
+    choices, config = flags.burst_config(ours), settings_of(command)
+    config.context_parallel_size = command.cp
+    return choices if named else unasked(config, choices)[0]
 
 
 def _command_run(command: MegatronCommand) -> dict[str, Any]:
@@ -110,11 +123,20 @@ def choices_of(
     choices: BurstConfig, seq: int, cp: int, said: Callable[[str], str]
 ) -> dict[str, Any]:
     """The fields of `Settings` that our own choices set. said: what a choice is called where the
-    user wrote it."""
+    user wrote it. ValueError for algorithms of single layers."""
     # These import torch, which takes seconds.
     from ..megatron.checks.config import ulysses_size
     from ..recompute import tile_counts
 
+    if choices.per_layer is not None:
+        rest = () if choices.algorithm in ("auto", "megatron") else (choices.algorithm,)
+        parts = layer_choices(choices.per_layer).parts
+        names = dict.fromkeys([*(part.algorithm for part in parts), *rest])
+        raise ValueError(
+            f"{said('per-layer')} {choices.per_layer}: one algorithm is counted for all layers; "
+            f"leave it out and ask for each alone (--algorithm {', '.join(names)}): buffers of "
+            "rings are those of one layer at a time, so the largest peak is that of the run"
+        )
     # Pieces have no fewer rows than the run would take.
     fewest = {"sequence_chunks": tile_counts.FEWEST_ROWS, "mlp_tiles": tile_counts.LEAST}
     rows = seq // max(1, cp)

@@ -561,6 +561,18 @@ def test_messages_that_cost_much_are_few():
     assert chosen(given_rates=Rates(50e6, 12.5e6, compute=9e9)).taken.head_chunks > 1
 
 
+@pytest.mark.parametrize("algorithm", ["ring", "burst", "tile"])
+@pytest.mark.parametrize("compute", [1e9, 9e9, 60e9])
+def test_no_number_of_head_chunks_left_untried_is_faster(algorithm, compute):
+    """Where more chunks stop to shorten a call, the rest are not tried: all of them by name."""
+    grid, rates = Topology(8, 4), Rates(50e6, 12.5e6, latency=1e-4, posting=2e-5, compute=compute)
+    work = Workload(sizes(tokens=256), masks.Causal(), layout.make("zigzag", cp_size=8))
+    tried = list(on_grid(work, grid, rates, Fixed(algorithm)))
+    named = [c for n in (1, 2, 4, 8) for c in on_grid(work, grid, rates, Fixed(algorithm, None, n))]
+    assert min(c.seconds for c in tried) == min(c.seconds for c in named)
+    assert len(tried) < len(named) or min(named, key=lambda c: c.seconds).head_chunks > 2
+
+
 def test_a_chunk_of_queries_has_its_own_size():
     """Of 8 and 4 heads: queries and dO, twice those of K and V, with lse and delta."""
     have = sizes(8, 4, needs=(False,) * 3)

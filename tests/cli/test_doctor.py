@@ -250,6 +250,7 @@ def test_what_the_plugin_would_refuse(words, says):
         "--burst-sparse megatron --burst-layout striped --experimental-attention-variant dsa",
         "--attention-backend local",
         "--burst-nccl-max-ctas 4 --distributed-backend gloo",
+        "--use-megatron-fsdp",
         "--yaml-cfg model.yaml",
     ],
 )
@@ -360,6 +361,7 @@ def test_flags_that_nothing_follows():
     [
         " --recompute-granularity full --burst-attention-store 0.5",
         " --recompute-activations --burst-attention-store 0.5",
+        " --recompute-activations --burst-attention-store 0.5 --burst-attention-layout zigzag",
     ],
 )
 def test_the_doctor_settles_flags_as_a_run_does(words):

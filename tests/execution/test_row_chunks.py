@@ -3,6 +3,8 @@
 Whole calls in chunks are among the random ones of `test_every.py`.
 """
 
+import itertools
+
 import numpy as np
 import oracle
 import pytest
@@ -13,7 +15,7 @@ from row_chunk_cases import Case
 import megatron_burst as mb
 from megatron_burst import masks
 from megatron_burst.layout import make
-from megatron_burst.layout.row_chunks import row_chunks
+from megatron_burst.layout.row_chunks import chunk_runs, row_chunks
 
 ONE_BY_ONE = [
     Case(grid=(2, 2, 1), algorithm="burst", chunks=3, side="query", layout="balanced", sink=True),
@@ -69,6 +71,32 @@ def test_documents_are_mirrored_one_by_one():
     layout = make("zigzag", cp_size=2, cu_seqlens=[0, 8, 24])  # 2 + 2 rows, then 4 + 4
     found = row_chunks(layout, 12, 3)
     assert [x.tolist() for x in found] == [[0, 1, 2, 3], [4, 5, 10, 11], [6, 7, 8, 9]]
+
+
+@pytest.mark.parametrize("lengths", [[24], [8, 16], [4, 0, 20], [16, 4, 4]])
+def test_rows_have_their_turns_from_both_ends_of_a_document_inwards(lengths):
+    """Also where a block has more of one end, and a cut parts a pair: by sorting each block."""
+    bounds = np.cumsum([0, *lengths])
+    turn = {}  # document, how far from its nearer end, and is it that behind?
+    for document, (first, stop) in enumerate(itertools.pairwise(bounds)):
+        for row in range(first, stop):
+            turn[row] = document, min(row - first, stop - 1 - row), 2 * row >= first + stop
+    for blocks, count in itertools.product((1, 2, 3, 4, 6), (1, 2, 5, 7, 30)):
+        found = row_chunks(make("zigzag", cp_size=2, cu_seqlens=[*(2 * bounds)]), 24, count, blocks)
+        each = 24 // blocks
+        wanted = [[] for _ in range(count)]
+        for first in range(0, 24, each):
+            order = sorted(range(first, first + each), key=turn.get)
+            for c in range(count):
+                wanted[c] += order[each * c // count : each * (c + 1) // count]
+        assert [x.tolist() for x in found] == [sorted(rows) for rows in wanted]
+
+
+def test_runs_of_a_shard_of_any_length():
+    zigzag, size = make("zigzag", cp_size=2), 10**15
+    assert chunk_runs(zigzag, size, 2) == [
+        [(0, size // 4), (3 * size // 4, size)], [(size // 4, 3 * size // 4)]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("size", "blocks"), [(7, 1), (12, 3), (12, 4)])

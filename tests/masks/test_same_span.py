@@ -126,6 +126,12 @@ def test_what_are_no_spans(spans):
         mb.masks.SameSpan(spans)
 
 
+def test_spans_that_no_sequence_has():
+    mb.masks.SameSpan([(0, 1 << 60)])
+    with pytest.raises(ValueError, match=r"^spans must end at position \d+ at the latest, got"):
+        mb.masks.SameSpan([(0, 4), (8, (1 << 60) + 1)])
+
+
 def test_spans_end_where_the_sequence_does():
     SPANS.check(LENGTH)
     mb.masks.SameSpan([]).check(1)

@@ -460,6 +460,11 @@ def logged(flags):
 
 def algorithms_of_layers(flags):
     """{number of a layer of this rank: the algorithm of its plan} in a run with these flags."""
+    return train_and_note_algorithms(flags)[1]
+
+
+def train_and_note_algorithms(flags):
+    """What `train` and `algorithms_of_layers` return, of one run."""
     from megatron_burst.megatron.attention import core_attention
 
     attention, found = core_attention.attention, {}
@@ -469,12 +474,8 @@ def algorithms_of_layers(flags):
         assert found[label] == plan.algorithm
         return attention(*tensors, plan=plan, label=label, **options)
 
-    with (
-        mock.patch.object(core_attention, "attention", noting),
-        contextlib.redirect_stdout(io.StringIO()),
-    ):
-        _run(flags)
-    return found
+    with mock.patch.object(core_attention, "attention", noting):
+        return train(flags), found
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ The settings are those of Megatron-LM at commit 010994d536a31a389479f995577f7b05
 6776, ``cp_partition_mode`` from its branch dev).
 """
 
+import logging
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Literal
@@ -129,6 +130,35 @@ HYBRID = {
     "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "mamba_num_heads": 8,
     "mamba_head_dim": 16, "mamba_state_dim": 32, "mamba_num_groups": 2,
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("more", "settings", "layouts", "excluding"),
+    [
+        ("", {}, ("striped", None), None),
+        ("", {"hybrid_layer_pattern": "M*M-"}, ("zigzag", None), "--hybrid-layer-pattern M*M-"),
+        ("--burst-linear megatron", {"experimental_attention_variant": "gdn"}, ("zigzag", None),
+         "--experimental-attention-variant gdn"),
+        ("--burst-attention-layout zigzag", {}, ("zigzag", "zigzag"),
+         "--burst-attention-layout zigzag"),
+        ("--burst-attention-layout striped", {}, ("striped", "striped"), None),
+        ("", {"multi_latent_attention": True, "apply_rope_fusion": True}, ("zigzag", None),
+         "fused MLA rope"),
+        ("", {"hybrid_layer_pattern": "**-"}, ("striped", None), None),
+        # What a user names is refused or honoured, and never changed.
+        ("--burst-layout striped", {"hybrid_layer_pattern": "M*M-"}, ("striped", None), None),
+    ],
+)  # fmt: skip
+def test_a_layout_that_nobody_named_is_one_that_works(more, settings, layouts, excluding, caplog):
+    store = "--burst-attention-store 0.5"
+    with caplog.at_level(logging.INFO, "megatron_burst"):
+        args = arguments(f"{store} {more}", **settings)
+    assert (args.burst_layout, args.burst_attention_layout) == layouts
+    said = [line for line in caplog.messages if "would take striped" in line]
+    assert len(said) == (excluding is not None)
+    assert all(excluding in line and store in line for line in said)
+    problems = [str(each) for each in command_line.problems(args, []) if "layout" in str(each)]
+    assert bool(problems) == (more == "--burst-layout striped")
 
 
 def test_bytes_by_hand():

@@ -8,6 +8,10 @@ import session
 from test_parity import TOLERANCE, worst
 
 import megatron_burst as mb
+from megatron_burst.autotune import cluster_file
+from megatron_burst.autotune.clusters import Cluster
+from megatron_burst.megatron import stream_layout
+from megatron_burst.megatron.attention.plan_book import LayerKind
 from megatron_burst.megatron.checks import command_line
 from megatron_burst.megatron.checks.config import config_problems
 from megatron_burst.schedule.per_layer import layer_choices
@@ -55,6 +59,30 @@ def test_every_layer_runs_what_was_asked_for_it(four, common, way):
         if STAGES not in split:
             assert len(layers) == 4
     assert "".join(found[number][0] for number in sorted(found)) == letters
+
+
+def test_auto_chooses_for_each_kind_of_layers(four, common, train, tmp_path):
+    """At these rates a window's few rows are gathered at once, and all rows go round as tiles."""
+    rates = mb.Rates(1e8, 1e8, 1e-4, 1e9)
+    path = tmp_path / "rates.toml"
+    cluster_file.write(Cluster("h100", 4, 2, rates=rates), path)
+    flags = f"{MODEL} {FOUR} --context-parallel-algo auto --burst-cluster {path}"
+    for steps, layers in four(session.train_and_note_algorithms, [*common, *flags.split()]):
+        assert [layers[number] for number in (1, 2, 3, 4)] == ["all_gather", "tile"] * 2
+        assert worst(steps, train(MODEL)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("per_layer", "window", "said"),
+    [
+        ("window=ring", (9, None), "layers with the window (9, all)"),
+        ("2-3=ring,window=ring", (9, 0), "layers with the window (9, 0) that have ring"),
+        ("2-3=ring", None, "layers without a window that have ring"),  # and 4 has burst
+    ],
+)
+def test_layers_named_by_number_are_not_all_of_their_kind(per_layer, window, said):
+    chosen = mb.BurstConfig("ring", per_layer=per_layer)
+    assert LayerKind(chosen, True, window, None, (4, 4, 8, 8)).which() == said
 
 
 def test_the_log_says_which_layers_have_which(four, common):
@@ -161,6 +189,31 @@ def test_what_names_no_layer_is_refused(per_layer, changes, choices, words):
 )
 def test_what_is_honoured(per_layer, changes):
     assert problems(per_layer, changes) == []
+
+
+DELTA = {"experimental_attention_variant": "gated_delta_net", "window_size": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"window_attn_skip_freq": [1, 0]}, "--window-attn-skip-freq [1, 0] is of 2 layers"),
+        (
+            {"window_attn_skip_freq": [1, 0, 1], "hybrid_layer_pattern": "M*|M*/M*"},
+            "[1, 0, 1] is of 3 layers, and the model has 4: give an entry for each, or a number",
+        ),
+        (DELTA | {"linear_attention_freq": [1] * 3}, "--linear-attention-freq [1, 1, 1]"),
+    ],
+)
+@pytest.mark.parametrize("per_layer", [None, "window=ring"])
+def test_lists_of_too_few_layers(changes, said, per_layer):
+    fields = {"context_parallel_size": 4, "num_layers": 4, "window_size": (9, 0)} | changes
+    config = SimpleNamespace(
+        **fields, num_attention_heads=4, num_query_groups=4, tensor_model_parallel_size=1
+    )
+    told = [str(each) for each in config_problems(config, mb.BurstConfig(per_layer=per_layer))]
+    assert sum(said in line for line in told) == 1
+    assert stream_layout.layers_of(config).softmax > 0  # raises nothing of its own
 
 
 EXCHANGES = [

@@ -4,6 +4,7 @@ and the mask as a dense matrix written by hand."""
 import types
 
 import documented
+import numpy as np
 import pytest
 import torch
 import vision_ranks
@@ -14,6 +15,7 @@ from megatron_burst.megatron.attention.core_attention import check_pack
 from megatron_burst.megatron.checks.splitting import OLDEST
 from megatron_burst.megatron.data.packed import Packs
 from megatron_burst.megatron.patching import core_version
+from megatron_burst.megatron.users_mask import MaskBatch, MaskLayer
 from megatron_burst.megatron.vision import image_spans
 
 LAYOUTS = ["zigzag", "contiguous", "striped"]
@@ -122,9 +124,36 @@ def test_runs_of_image_tokens():
     assert image_spans(tokens, [8, 9], cu_seqlens=[0, 1, 4, 7]) == [
         (0, 1), (1, 2), (3, 4), (4, 5), (6, 7),
     ]  # fmt: skip
+    ends = torch.tensor([[0, 1, 4, 7]], dtype=torch.int32)  # as data loaders give them
+    assert image_spans(tokens, np.array([8, 9]), ends) == image_spans(tokens, [8, 9], ends[0])
+    assert image_spans(tokens, np.int64(9)) == image_spans(tokens, torch.tensor(9)) == [
+        (0, 2), (3, 4), (6, 7),
+    ]  # fmt: skip
     assert image_spans(torch.ones(3), 9) == []
     with pytest.raises(ValueError, match="--micro-batch-size 1"):
         image_spans(tokens.expand(2, -1), 9)
+    with pytest.raises(ValueError, match=r"cu_seqlens must be integers \[n\], got int32 of \(2, 4"):
+        image_spans(tokens, 9, ends.expand(2, -1))
+    with pytest.raises(ValueError, match=r"image_tokens must be an integer, got 9\.0"):
+        image_spans(tokens, 9.0)
+    with pytest.raises(ValueError, match="image_tokens must be an integer, got '9'"):
+        image_spans(tokens, "9")
+
+
+@pytest.mark.parametrize("model", [vision.gemma3, vision.gemma4])
+@pytest.mark.parametrize(
+    ("causal", "window", "behind", "ahead"),
+    [
+        (True, None, 16, 0), (True, (3, 0), 3, 0), (True, (3, None), 3, 0),
+        (False, None, 16, 16), (False, (3, 2), 3, 2), (False, (None, 2), 16, 2),
+    ],
+)  # fmt: skip
+def test_masks_of_gemma_keep_what_megatron_asks(model, causal, window, behind, ahead):
+    mask = model(MaskLayer(1, causal, window), MaskBatch(16, None, ((4, 9),)))
+    q, k = np.arange(16)[:, None], np.arange(16)[None]
+    image = (q >= 4) & (q < 9) & (k >= 4) & (k < 9) & (model is vision.gemma3 or bool(window))
+    without = (k >= q - behind) & (k <= q + ahead)
+    assert (mask.visible(q, k) == without | image).all()
 
 
 @pytest.mark.parametrize(

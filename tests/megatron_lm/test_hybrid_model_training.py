@@ -31,7 +31,7 @@ INTERLEAVED = f"--hybrid-layer-pattern M-|*|M-|* {SIZES} {SPLIT}"
 MTP = f"--hybrid-layer-pattern M*M-/M*/M* {SIZES}"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn mlp"
-HALF = "--burst-attention-store 0.5 --burst-layout zigzag"  # by itself it would take striped
+HALF = "--burst-attention-store 0.5"
 # what is compared -> (model, ranks, flags); stages and parts of tensors draw their own weights
 CASES = {
     "delta-nets": (DELTA_NETS, 2, CP2),

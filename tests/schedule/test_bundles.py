@@ -144,7 +144,7 @@ def test_row_chunks_ask_for_the_spans_of_each_rank_once():
     with mock.patch.object(zigzag, "spans", wraps=zigzag.spans) as asked:
         first, second = row_cuts(zigzag, Topology(2, 2), 16, 2)
         assert asked.call_count == 2
-    assert [first.rows.tolist(), second.rows.tolist()] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert [first.runs, second.runs] == [[(0, 2), (6, 8)], [(2, 6)]]
     positions = [[[p for span in own for p in span.positions().tolist()] for own in cut.own]
                  for cut in (first, second)]  # fmt: skip
     assert positions == [[[0, 1, 14, 15], [4, 5, 10, 11]], [[2, 3, 12, 13], [6, 7, 8, 9]]]

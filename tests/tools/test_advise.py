@@ -29,7 +29,7 @@ MOE = Model("moe", 4, 1024, 8, 4, 512, 32000, experts=8, top_k=2, moe_layers=4)
 
 def cluster(gpus=8, memory=80, per_node=4):
     """H100 with so many GB of memory."""
-    return Cluster(replace(GPUS["h100"], memory=memory * GB), gpus, per_node)
+    return Cluster(replace(GPUS["h100"], memory=int(memory * GB)), gpus, per_node)
 
 
 def searched(model, where, want, top=3, prune=True):
@@ -89,6 +89,39 @@ def seconds_by_hand(where):
                                **how)  # fmt: skip
                 if fit(account(TINY, run, every=False), where).fits:
                     yield step_time(TINY, where, run).seconds
+
+
+@pytest.mark.parametrize(("memory", "host"), [(13.7, 6.0), (13.2, 1600.0)])
+def test_as_much_is_stored_and_offloaded_as_fits(memory, host):
+    """All tenths of both by hand, the fastest first until one fits; and more than the ends give."""
+    where = replace(cluster(4, memory=memory), host_memory=int(host * GB))
+    fixed = {"tp": 2, "cp": 2, "sequence_chunks": 1, "mlp_tiles": 1, "optimizer_offload": 0.0}
+    best = searched(TINY, where, TrainingGoal(512 * K, 1, fixed), top=1).ranked[0]
+    assert best.fit.fits
+    assert 0 < best.run.store < 1
+    tenths = [tenth / 10 for tenth in range(11)]
+    found = []
+    for store, offload in product(tenths, tenths):
+        layout = "striped" if 0 < store < 1 else "zigzag"
+        run = Settings(512 * K, tp=2, cp=2, intra=2, algorithm="ring", side="kv", layout=layout,
+                       store=store, offload=offload)  # fmt: skip
+        found.append((step_time(TINY, where, run).seconds, run))
+    ordered = sorted(found, key=lambda one: one[0])
+    first = next(s for s, run in ordered if fit(account(TINY, run, every=False), where).fits)
+    assert best.seconds <= first * (1 + select.TIE)
+
+
+def test_the_longest_sequence_is_one_that_fits_beside_one_that_does_not():
+    where = replace(cluster(2, memory=13), host_memory=30 * GB)
+    found = advise(TINY, where, seq="longest", top=1, pp=1)
+    assert found.best.fit.fits
+    with pytest.raises(DoesNotFit):
+        advise(TINY, where, seq=-(-found.want.seq * 101 // 100 // 32768) * 32768, top=1, pp=1)
+    fixed = advise(TINY, where, seq="longest", top=1, pp=1, tp=1, sequence_chunks=1)
+    assert (fixed.best.run.tp, fixed.best.run.sequence_chunks) == (1, 1)
+    assert fixed.want.seq < found.want.seq
+    with pytest.raises(ValueError, match=r"--longest .*leave --packed and --tokens-per-step out"):
+        advise(TINY, where, seq="longest", tokens_per_step="8M")
 
 
 def test_bounds_are_bounds():

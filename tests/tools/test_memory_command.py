@@ -5,6 +5,7 @@ import json
 import pytest
 
 from megatron_burst.cli.main import main
+from megatron_burst.tools.model_arguments import read_command
 
 BASE = ["memory", "--model", "llama3-8b", "--gpus", "8"]
 FLAGS = ["--sequence-chunks", "32", "--mlp-tiles", "64", "--offload", "1"]
@@ -71,6 +72,22 @@ def test_a_megatron_command(capsys):
 def test_bad_input_says_what_would_do(capsys, words, said):
     assert main([*BASE, *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_command_with_algorithms_of_single_layers_or_no_layout(capsys):
+    flags = (
+        "pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 1024 "
+        "--context-parallel-size 4 --tensor-model-parallel-size 2 --vocab-size 256"
+    )
+    command = flags.split()
+    given = ["memory", "--gpus", "8", "--json", "--"]
+    assert main([*given, *command, "--burst-per-layer", "1=ring,full=tile"]) == 2
+    said = capsys.readouterr().err
+    assert "--burst-per-layer 1=ring,full=tile: one algorithm is counted for all layers" in said
+    assert "(--algorithm ring, tile, burst)" in said
+    half = ["--recompute-granularity", "full", "--burst-attention-store", "0.5"]
+    for more, layout in (([], "striped"), (["--burst-attention-layout", "zigzag"], "zigzag")):
+        assert read_command([*command, *half, *more])[1]["layout"] == layout
 
 
 def test_a_command_that_lacks_a_size(capsys):

@@ -17,7 +17,7 @@ from typing import Any
 from ... import flags
 from ...config import BurstConfig
 from ...megatron.checks import command_line
-from ...megatron.checks.config import backend_problems, config_problems
+from ...megatron.checks.config import backend_problems, config_problems, unasked
 from ...megatron.checks.features import lm_head_problems, offload_problems
 from ...megatron.checks.problem import Problem
 from ...megatron.checks.splitting import FLAG as LINEAR
@@ -162,8 +162,11 @@ def refusals(command: MegatronCommand, te: str | None) -> Iterator[Finding]:
         yield problem("flags", f"{name}: there is no such flag", *near or [f"remove {name}"])
     config = _config(command)
     args, mistyped = command.burst_arguments()
+    named = getattr(args, "burst_layout", None)
     flags.settle(args)
     burst, wrong = flags.choices(args)
+    if named is None:
+        burst, _ = unasked(config, burst)
     refused = [Problem(line) for line in (*mistyped, *wrong)]
     refused += _problems(config, burst, command.seq_length, te)
     for one in refused:

@@ -95,9 +95,7 @@ def choices(entry: Any) -> BurstConfig:
         raise ValueError(
             f"override_transformer_config.{_ENTRY}.{unknown[0]}: there are the fields {known}"
         )
-    chosen = BurstConfig(**given)
-    given.setdefault("layout", flags.layout_for(chosen.algorithm, chosen.store))
-    return BurstConfig(**given)
+    return BurstConfig(**given)  # in zigzag order, where nothing else is named: so verl cuts
 
 
 def engine_problems(settings: Any, model: Any, burst: BurstConfig) -> Iterator[Problem]:

@@ -50,6 +50,7 @@ from ...options import AttentionKeywords
 from ...planning.plan import Plan
 from ...planning.prepare import prepare
 from ...recompute.checkpoint import in_backward
+from ...schedule.per_layer import numbers_layers
 from .. import patching, step_metrics
 from ..data.cut import BatchCut
 from ..data.packed import Pack, Packs, packs
@@ -164,12 +165,12 @@ class LayerKind:
             if self.stream is not None:
                 more += exchange_line(book.groups, self.stream, self.attention, pack, (q, k, v))
             if self.burst.per_layer is not None:
-                more += f"; per layer {self.burst.per_layer}, this is {self._which()}"
+                more += f"; per layer {self.burst.per_layer}, this is {self.which()}"
             more += priority_line(rings_of_normal_priority(book.groups))
             book.startup = plan.describe() + more
             book.log(book.startup)
         elif self._apart and own not in book.logged:
-            book.log(f"{plan.describe()}; this is {self._which()}")
+            book.log(f"{plan.describe()}; this is {self.which()}")
         elif book.groups.communicators != book.communicators:
             book.log(book.groups.communicators)
         book.communicators = book.groups.communicators
@@ -181,12 +182,15 @@ class LayerKind:
         """May layers of several kinds have several algorithms?"""
         return self.burst.per_layer is not None or self.burst.algorithm == "auto"
 
-    def _which(self) -> str:
+    def which(self) -> str:
         """Which layers these are, for people."""
-        if self.window is None:
-            return "layers without a window"
-        limits = ", ".join("all" if limit is None else str(limit) for limit in self.window)
-        return f"layers with the window ({limits})"
+        found = "layers without a window"
+        if self.window is not None:
+            limits = ", ".join("all" if limit is None else str(limit) for limit in self.window)
+            found = f"layers with the window ({limits})"
+        if self.burst.per_layer is not None and numbers_layers(self.burst.per_layer):
+            found += f" that have {self.burst.algorithm}"  # others of the kind have another
+        return found
 
 
 @dataclass

@@ -17,7 +17,7 @@ from ... import flags
 from ...config import BurstConfig
 from .. import patching
 from .config import HIDDEN_STATES, config_problems, kernel_problems
-from .features import feature_problems, packing_problems
+from .features import UNTESTED_FSDP, feature_problems, packing_problems
 from .per_layer import mixed
 from .problem import ConfigView, Problem, Rule, broken, excluded
 from .sparse import gathers, sparse_layers
@@ -79,7 +79,9 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
     settings = settings_of(args)
     if patching.installed("cpu"):
         yield from broken(_WITHOUT_CUDA, settings)
-        for name in ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"):
+        for name in (
+            "cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph", "use_megatron_fsdp",
+        ):  # fmt: skip
             setattr(settings, name, None)  # so that no other check tells of them again
     if takes_over(args) or any(flags.given(argv)):
         yield from yaml_problems(settings)
@@ -113,8 +115,8 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
 
 
 def run_problems(settings: Any, burst: BurstConfig, engine: bool) -> Iterator[Problem]:
-    """Problems of documents, of hybrid models, of groups that change with the micro-batch, and of
-    the backend that moves tensors.
+    """Problems of documents, of hybrid models, of groups that change with the micro-batch, of the
+    backend that moves tensors, and of what shards parameters.
 
     engine: whether Transformer Engine is installed.
     """
@@ -210,6 +212,8 @@ _BACKEND = (
          and "nccl" not in c.distributed_backend,
          "--burst-nccl-max-ctas {b.nccl_max_ctas} limits kernels of NCCL, and "
          "--distributed-backend is {c.distributed_backend}", remove=("--burst-nccl-max-ctas",)),
+    Rule("use_megatron_fsdp", f"--use-megatron-fsdp {UNTESTED_FSDP}",
+         add=("--use-torch-fsdp2",), remove=("--use-megatron-fsdp",)),
 )  # fmt: skip
 # Attention of Megatron's hybrid stack, in a spec of Megatron's.
 _WITHOUT_ENGINE = (

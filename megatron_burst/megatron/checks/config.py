@@ -8,6 +8,7 @@ rank reads the same configuration, so every rank raises the same error.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from ...kernels import flash_packages
 from ...schedule.topology import Topology
 from ..users_mask import mask_function
 from .cuda_graphs import graph_problems
-from .per_layer import exchange_problems, per_layer_problems
+from .per_layer import exchange_problems, frequency_problems, per_layer_problems
 from .problem import ConfigView, Problem, Refused, Rule, broken, excluded, refuse
 from .sparse import sparse_problems
 from .splitting import (
@@ -91,6 +92,7 @@ def config_problems(
     if burst.store:
         yield from broken(_STORE, config, burst, f"--burst-attention-store {burst.store}")
     yield from exchange_problems(config)
+    yield from frequency_problems(config)
     yield from hybrid_problems(config)
     yield from two_layout_problems(config, burst)
     yield from linear_problems(config, burst)
@@ -401,6 +403,28 @@ _BALANCED = (
          "--linear-attention-freq: layers of linear attention assume an order of tokens, and work "
          "only with --burst-layout zigzag, not balanced", add=_ZIGZAG),
 )  # fmt: skip
+
+
+def unasked(config: Any, burst: BurstConfig) -> tuple[BurstConfig, str | None]:
+    """Choices whose layout nobody named, with one that the model allows, and a line for the log if
+    it is not the one that followed from the others.
+
+    striped follows from an attention store of a part, which only it balances; some models and
+    choices exclude it, and zigzag works with all that is served. config: as of `config_problems`.
+    """
+    if burst.layout != "striped" or not attends(config, burst):
+        return burst, None
+    what = linear_layers(config)
+    if burst.attention_layout not in (None, "striped"):
+        what = f"--burst-attention-layout {burst.attention_layout}"
+    excluding = what or next((each.reason for each in layout_problems(config, "striped")), None)
+    if excluding is None:
+        return burst, None
+    line = (
+        f"--burst-layout zigzag: --burst-attention-store {burst.store} would take striped, with "
+        f"which ranks store equally much, and it does not go with {excluding}"
+    )
+    return dataclasses.replace(burst, layout="zigzag"), line
 
 
 def layout_problems(config: Any, layout: str) -> Iterator[Problem]:

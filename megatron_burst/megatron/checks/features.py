@@ -232,6 +232,10 @@ def offload_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
         )
 
 
+UNTESTED_FSDP = (
+    "shards parameters on CUDA devices alone, and was never run with attention over "
+    "context-parallel ranks; torch's FSDP2 was, on a CPU"
+)
 LM_HEAD = "--burst-lm-head-loss"
 _LM_HEAD = (
     *excluded(

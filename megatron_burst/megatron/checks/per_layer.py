@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems of algorithms per layer (`--burst-per-layer`), and of Megatron's own list of exchanges
-per layer, which BurstAttention replaces.
+"""Problems of algorithms per layer (`--burst-per-layer`), of lists that say which layers have a
+window or linear attention, and of Megatron's own list of exchanges per layer, which BurstAttention
+replaces.
 
 Every part of the flag must name a layer that has attention, where the settings tell: a part that
 names none is a mistake, such as a kind of layers that the model lacks.
@@ -14,22 +15,23 @@ from typing import Any
 
 from ...config import OFF, BurstConfig
 from ...schedule.algorithms import ALGORITHMS
-from ...schedule.per_layer import FULL, WINDOW, LayerChoice, layer_choices
+from ...schedule.per_layer import FULL, WINDOW, LayerChoice, layer_choices, numbers_layers
 from .problem import Problem, Rule, broken
 from .splitting import DELTA_NETS, PATTERNS, SOFTMAX, needs_ranks, splits
 
 FLAG = "--burst-per-layer"
-
-
-def _numbered(burst: BurstConfig) -> bool:
-    return any(part.kind is None for part in layer_choices(burst.per_layer or "").parts)
+# A frequency, or a list with an entry for each layer, and the setting without which it is not read.
+_FREQUENCIES = {
+    "window_attn_skip_freq": "window_size",
+    "linear_attention_freq": "experimental_attention_variant",
+}
 
 
 _RULES = (
     Rule(lambda c, b: b.algorithm == "ulysses",
          "{flag}: with --context-parallel-algo ulysses all ranks share heads, and there is no ring "
          "whose algorithm could be chosen", add=("--context-parallel-algo burst",)),
-    Rule(lambda c, b: c.mtp_num_layers and _numbered(b),
+    Rule(lambda c, b: c.mtp_num_layers and numbers_layers(b.per_layer or ""),
          "{flag} with --mtp-num-layers, whose layers count from 1 again: name kinds of layers, "
          f"{WINDOW} and {FULL}"),
 )  # fmt: skip
@@ -87,15 +89,14 @@ def _attention_layers(config: Any) -> tuple[int, list[int]] | None:
     """How many layers a model has, further heads aside, and which of them have attention; None
     where the settings do not tell."""
     size = getattr(config, "window_size", None)
-    if size is not None and (isinstance(size, int) or len(size) != 2):
+    odd = size is not None and (isinstance(size, int) or len(size) != 2)
+    if odd or any(frequency_problems(config)):
         return None  # a problem of its own
     if size and find_spec("megatron") is None:
         return None  # which layers have the window, Megatron says
-    pattern = next(filter(None, (getattr(config, name, None) for name in PATTERNS)), None)
-    if pattern:
-        symbols = pattern.split("/")[0].replace("|", "")
-        return len(symbols), [i for i, symbol in enumerate(symbols, 1) if symbol in SOFTMAX]
-    count = getattr(config, "num_layers", None)
+    symbols, count = _pattern(config), _count(config)
+    if symbols:
+        return count, [i for i, symbol in enumerate(symbols, 1) if symbol in SOFTMAX]
     if not count:
         return None
     layers = range(1, count + 1)
@@ -106,6 +107,30 @@ def _attention_layers(config: Any) -> tuple[int, list[int]] | None:
         if often:
             return count, [number for number in layers if not often[number - 1]]
     return count, list(layers)
+
+
+def _pattern(config: Any) -> str:
+    """The symbols of a hybrid model's layers, further heads aside; "" of other models."""
+    pattern = next(filter(None, (getattr(config, name, None) for name in PATTERNS)), "")
+    return pattern.split("/")[0].replace("|", "")
+
+
+def _count(config: Any) -> int:
+    """How many layers a model has, further heads aside; 0 where the settings do not tell."""
+    return len(_pattern(config)) or getattr(config, "num_layers", None) or 0
+
+
+def frequency_problems(config: Any) -> Iterator[Problem]:
+    """Unless lists that say of every layer whether it has a window have an entry for each."""
+    count = _count(config)
+    for name, needs in _FREQUENCIES.items():
+        marks: Any = getattr(config, name, None)
+        if getattr(config, needs, None) and isinstance(marks, list) and len(marks) < count:
+            flag = f"--{name.replace('_', '-')}"
+            yield Problem(
+                f"{flag} {marks} is of {len(marks)} layers, and the model has {count}: give an "
+                "entry for each, or a number"
+            )
 
 
 def exchange_problems(config: Any) -> Iterator[Problem]:

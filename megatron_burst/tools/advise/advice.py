@@ -16,6 +16,7 @@ from typing import Any
 from ...autotune import cluster_file
 from ...autotune.clusters import Cluster
 from ...units import tokens_of
+from .account.fitting import best as longest
 from .account.fitting import does_not_fit
 from .account.memory import account
 from .forecast.step_time import model_operations
@@ -24,12 +25,13 @@ from .search import model_flags, pasted, what_if
 from .search.attention_choice import AttentionForecast
 from .search.packed import PackedForecast, lengths_of, packed_pins
 from .search.search import Configuration, Progress, Search
-from .search.search_space import TrainingGoal, check_wanted
+from .search.search_space import TrainingGoal, check_wanted, smallest_of
 from .settings import flag_of
 from .shapes import models
 from .shapes.model import Model
 
 STEP = 4 * 2**20  # tokens of a step, where nobody says
+LONGEST = "longest"  # in place of a length
 
 
 class DoesNotFit(ValueError):
@@ -120,9 +122,11 @@ def advise(
 
     model: a name, the path of a Hugging Face `config.json`, or `mb.Model`. cluster: the name of a
     GPU (with gpus and per_node), the path of a cluster file, or `mb.Cluster`. seq: tokens of a
-    sequence, 2**20 or "1M". tokens_per_step: over all ranks (4M, or one sequence if that is more).
-    packed: lengths of documents that fill packs of `seq` tokens: a list, a file of them, or a name
-    of `packed.NAMED`. fixed: fields of `mb.Settings` that are not searched: `tp=8, store=0.5`.
+    sequence, 2**20 or "1M"; "longest" for the longest that fits, with everything allowed that is
+    not fixed, and then the fastest run of that length. tokens_per_step: over all ranks (4M, or one
+    sequence if that is more). packed: lengths of documents that fill packs of `seq` tokens: a list,
+    a file of them, or a name of `packed.NAMED`. fixed: fields of `mb.Settings` that are not
+    searched: `tp=8, store=0.5`.
     top: how many runs to rank. progress: called with how many ways are done, and of how many::
 
         advice = mb.advise("llama3-8b", "h100", gpus=64, seq="1M")
@@ -134,9 +138,16 @@ def advise(
     model = models.named(model) if isinstance(model, str) else model
     cluster = cluster_of(cluster, gpus, per_node)
     hybrid = bool(set(model.pattern) & set("M*-"))
-    want = wanted_of(seq, tokens_per_step, fixed)
-    want = replace(want, carries=bool(model.mixers), hybrid=hybrid,
-                   selects=model.indexer is not None)  # fmt: skip
+    known = {"carries": bool(model.mixers), "hybrid": hybrid, "selects": model.indexer is not None}
+    if seq == LONGEST:
+        if packed is not None or tokens_per_step is not None:
+            raise ValueError(
+                "--longest finds one length, of sequences without documents and of steps that are "
+                "multiples of it: leave --packed and --tokens-per-step out, or give --seq"
+            )
+        goal = TrainingGoal(STEP, 1, fixed, **known)
+        seq = longest(model, cluster, smallest_of(model, cluster, goal)).run.seq
+    want = replace(wanted_of(seq, tokens_per_step, fixed), **known)
     check_wanted(model, cluster, want)
     if type(top) is not int or top < 1:
         raise ValueError(f"--top must be an integer from 1 on, got {top!r}")

@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     flags.add_run(parser)
     add = parser.add_argument
+    add("--longest", action="store_true", help="the longest sequence that fits, instead of --seq")
     add(
         "--tokens-per-step",
         metavar="N",
@@ -98,9 +99,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _model(arguments: argparse.Namespace) -> tuple[Model, str | int]:
     """The model, and the tokens of a sequence."""
     model, given = model_arguments.find(arguments.model, arguments.megatron)
-    seq = arguments.seq or given.get("seq")
+    if arguments.longest and arguments.seq is not None:
+        raise ValueError("--longest and --seq both say how long sequences are: give one of them")
+    seq = advice.LONGEST if arguments.longest else arguments.seq or given.get("seq")
     if seq is None:
-        raise ValueError("--seq is needed, such as --seq 1M")
+        raise ValueError("--seq is needed, such as --seq 1M, or --longest")
     return model, seq
 
 

@@ -216,7 +216,7 @@ def longest(model: Model, cluster: Cluster, run: Settings) -> Longest:
 
     ValueError, with what would help, if not even a granule of tokens fits.
     """
-    unit = 2 * run.cp * -(-GRANULE // (2 * run.cp))
+    unit = _unit(run)
 
     def tried(units: int) -> tuple[Account, MemoryLeft]:
         found = account(model, replace(run, seq=units * unit), every=False)
@@ -237,17 +237,35 @@ def longest(model: Model, cluster: Cluster, run: Settings) -> Longest:
 
 
 def best(model: Model, cluster: Cluster, runs: Iterable[Settings]) -> Longest:
-    """The one of these runs with the longest sequence; runs that do not fit are passed over."""
-    found: list[Longest] = []
-    errors: list[str] = []
+    """The one of these runs with the longest sequence; runs that do not fit are passed over.
+
+    ValueError, with what would help the last of them, where none fits.
+    """
+    found: Longest | None = None
+    refused: ValueError | None = None
+    last: Settings | None = None
     for run in runs:
+        unit = _unit(run)
+        units = 1 if found is None else found.run.seq // unit + 1
         try:
-            found.append(longest(model, cluster, run))
-        except ValueError as error:
-            errors.append(str(error))
-    if not found:
-        raise ValueError(errors[-1] if errors else "no run to try")
-    return max(found, key=lambda one: one.run.seq)
+            longer = account(model, replace(run, seq=units * unit), every=False)
+        except ValueError as error:  # no such run
+            refused = error
+            continue
+        last = run
+        if fit(longer, cluster).fits:
+            other = longest(model, cluster, run)
+            found = other if found is None or other.run.seq > found.run.seq else found
+    if found is None and last is not None:
+        return longest(model, cluster, last)
+    if found is None:
+        raise refused or ValueError("no run to try")
+    return found
+
+
+def _unit(run: Settings) -> int:
+    """The lengths of a run that are tried are multiples of it."""
+    return 2 * run.cp * -(-GRANULE // (2 * run.cp))
 
 
 def layouts_of(model: Model, cluster: Cluster, run: Settings) -> Iterator[Settings]:

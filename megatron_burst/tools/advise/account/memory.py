@@ -85,8 +85,8 @@ def fit(found: Account, cluster: Cluster) -> MemoryLeft:
 
 def _of_stage(model: Model, run: Settings, stage: int, every: bool, core_of: CoreOf) -> Account:
     states, optimizer = states_of(model, run, stage)
-    step = TrainingStep(model, run, stage, core_of)
-    step.run_all(every)
+    step = TrainingStep(model, run, stage, core_of, every)
+    step.run_all()
     host = {"layer inputs and store": step.host, "optimizer": optimizer}
     shown = step.tape.moments if every else peaks(step.tape.moments)
     moments = tuple(Moment(m.phase, {**states, **m.items}) for m in shown)

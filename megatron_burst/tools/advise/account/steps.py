@@ -185,11 +185,17 @@ GATHERED = "gathered weights"
 
 
 class TrainingStep:
-    """What a stage of a run does in one step; `host` counts bytes that wait there."""
+    """What a stage of a run does in one step; `host` counts bytes that wait there.
 
-    def __init__(self, model: Model, run: Settings, stage: int, core_of: CoreOf = core_of):
-        self.model, self.run, self.stage = model, run, stage
-        self.tape = Tape()
+    Unless `every`, layers between the first and the last two only leave what they leave, as they
+    are like these and the peak is never theirs alone; and of each phase only peaks are kept.
+    """
+
+    def __init__(
+        self, model: Model, run: Settings, stage: int, core_of: CoreOf = core_of, every: bool = True
+    ):
+        self.model, self.run, self.stage, self.every = model, run, stage, every
+        self.tape = Tape(every)
         self.walk = LayerWalk(model, run, self.tape, core_of)
         self.parts = [model.parts[layer] for layer in layers_of(model, run, stage)]
         self.layers = len(self.parts)
@@ -197,11 +203,10 @@ class TrainingStep:
         self.host = 0
         self._saved: dict[LayerPart, float] = {}
 
-    def run_all(self, every: bool = True) -> None:
-        """The step; unless `every`, layers between the first and the last two only leave what they
-        leave: they are like these, and the peak is never theirs alone."""
+    def run_all(self) -> None:
+        """The step."""
         tape, run = self.tape, self.run
-        shown = set(range(self.layers)) if every else self._different()
+        shown = set(range(self.layers)) if self.every else self._different()
         tape.begin("batch and embedding")
         tape.make("batch", BATCH, run.rows * (3 * 8 + 4))
         tape.make("rope", ROPE, self._rope_bytes())

@@ -36,17 +36,20 @@ def peaks(moments: Iterable[Moment]) -> list[Moment]:
 
 
 class Tape:
-    """What is in memory, by item, and every change of it."""
+    """What is in memory, by item, and every change of it; unless `every`, of each phase only those
+    at which there was more than before."""
 
-    def __init__(self) -> None:
+    def __init__(self, every: bool = True) -> None:
         self.moments: list[Moment] = []
+        self.every = every
+        self._most = -1  # bytes of the phase's largest moment
         self._tensors: dict[str, tuple[str, int]] = {}  # name -> item, bytes
         self._items: Counter[str] = Counter()
         self._phase = "start"
 
     def begin(self, phase: str) -> None:
         """A phase begins."""
-        self._phase = phase
+        self._phase, self._most = phase, -1
         self._note()
 
     def make(self, name: str, item: str, size: float) -> None:
@@ -86,6 +89,11 @@ class Tape:
         self._items.subtract({item: round(size) for item, size in sizes.items()})
 
     def _note(self) -> None:
+        if not self.every:
+            here = sum(self._items.values())
+            if here <= self._most:
+                return
+            self._most = here
         now = {item: size for item, size in self._items.items() if size}
         self.moments.append(Moment(self._phase, now))
 

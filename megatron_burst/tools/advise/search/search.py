@@ -10,6 +10,7 @@ is taken.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +26,7 @@ from ..forecast.step_time import StepTime
 from ..settings import Settings
 from ..shapes.models import Model
 from .attention_choice import AttentionForecast
-from .search_space import TrainingGoal, groups_of, options_of
+from .search_space import FRACTIONS, TrainingGoal, groups_of, options_of
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,12 @@ def plainest(groups: Settings) -> Settings:
                    head_chunks=1)  # fmt: skip
 
 
+def unbarred(run: Settings) -> Settings:
+    """The run with this attention as it would be if memory were no matter."""
+    return replace(run, recompute="none", store=0.0, offload=0.0, optimizer_offload=0.0,
+                   sequence_chunks=1, mlp_tiles=1)  # fmt: skip
+
+
 def simplest_first(found: Sequence[Configuration]) -> tuple[Configuration, ...]:
     """By time, but the simplest of those that tie with the fastest first."""
     if not found:
@@ -136,6 +143,7 @@ class Search:
         self.closest: Configuration | None = None
         self.refused: ValueError | None = None
         self._held: dict[Settings, Account] = {}  # of one way
+        self._failed: list[Configuration] = []  # of it, too: those that do not fit
         self.least: tuple[float, Settings] | None = None  # of runs that were not looked at
         self.prune = True
 
@@ -153,10 +161,13 @@ class Search:
         found, tried = self._explore(ways, top, self._best_variant, progress)
         if not found and self.closest is None and self.least is not None:
             self.closest = self._account(*self.timed([self.least[1]])[0])  # none was worth one
-        closer = [
-            self.best_of(each.run, thorough=True) or each for each in simplest_first(found)[:top]
-        ]
-        return SearchResult(simplest_first(closer), len(ways), tried, self.closest)
+        closer: list[Configuration] = []
+        for each in simplest_first(found):
+            # Those that follow count where more memory saved less time than they are slower by.
+            limit = min((one.seconds for one in closer), default=math.inf)
+            if len(closer) < top or self.attention.step(unbarred(each.run)).seconds < limit:
+                closer.append(self.best_of(each.run, thorough=True) or each)
+        return SearchResult(simplest_first(closer)[:top], len(ways), tried, self.closest)
 
     def _best_variant(self, variants: list[Way]) -> Configuration | None:
         """The best run of one way: its micro-batches, virtual stages and expert-parallel ranks."""
@@ -210,9 +221,10 @@ class Search:
         """The fastest run with these groups that fits, the simplest of a tie; None if none does.
 
         Where none fits, or with `thorough` where memory bars the fastest of them, a part of the
-        store is tried too, which has a layout of its own, and halves of layers in chunks of rows.
+        store is tried too, which has a layout of its own, and halves of layers in chunks of rows;
+        and after these all tenths of the store and of what lies on the host.
         """
-        self._held = {}
+        self._held, self._failed = {}, []
         try:
             whole, chunked = (list(options_of(groups, self.want, c)) for c in (False, True))
             if not self._possible([*whole, *chunked]):
@@ -231,10 +243,32 @@ class Search:
                 others = self._possible(others)
                 timed += [each for each in self.timed(others) if each[1] not in done]
                 best = self._taken(timed)
+                if best is not None or any(one.fit.device >= 0 for one in self._failed):
+                    best = self._taken(self._finer(groups, best)) or best
             return best
         except ValueError as error:  # what is fixed does not go with these groups
             self.refused = error
             return None
+
+    def _finer(
+        self, groups: Settings, best: Configuration | None
+    ) -> list[tuple[StepTime, Settings]]:
+        """Runs with tenths of the store and of the offload that are faster than `best` by more than
+        a tie, with their times; without stores for which the GPU has no room in any of them."""
+        alike: dict[Settings, dict[float, list[Settings]]] = {}  # but for both, then by store
+        for chunked in (False, True):
+            for run in options_of(groups, self.want, chunked, FRACTIONS, FRACTIONS):
+                by_store = alike.setdefault(replace(run, store=0, offload=0), {})
+                by_store.setdefault(run.store, []).append(run)
+        possible: list[Settings] = []
+        for by_store in alike.values():
+            for _, runs in sorted(by_store.items()):
+                moved = self._possible([max(runs, key=lambda run: run.offload)])
+                if not moved or self._left(self.attention.settled(moved[0])).device < 0:
+                    break
+                possible += runs
+        limit = best.seconds if best is not None else math.inf
+        return [each for each in self.timed(possible) if each[0].seconds * (1 + TIE) < limit]
 
     def _taken(self, timed: Sequence[tuple[StepTime, Settings]]) -> Configuration | None:
         """The fastest of these that fits, or the simplest of those that tie with it."""
@@ -266,19 +300,36 @@ class Search:
 
     def _account(self, time: StepTime, run: Settings) -> Configuration:
         """A run with its account, which is remembered."""
+        return Configuration(run, time, self._held_by(run), self._left(run))
+
+    def _held_by(self, run: Settings) -> Account:
         if run not in self._held:
             self._held[run] = account(self.model, run, every=False, core_of=self.core_of)
-        found = self._held[run]
-        return Configuration(run, time, found, fit(found, self.cluster))
+        return self._held[run]
+
+    def _left(self, run: Settings) -> MemoryLeft:
+        return fit(self._held_by(run), self.cluster)
 
     def _fitting(self, timed: Sequence[tuple[StepTime, Settings]]) -> Iterator[Configuration]:
         """Those that fit, in order."""
         possible = set(self._possible(run for _, run in timed))
         for time, run in timed:
-            if run not in possible:
+            if run not in possible or any(_takes_more(run, one) for one in self._failed):
                 continue
             each = self._account(time, run)
             if each.fit.fits:
                 yield each
-            elif self.closest is None or each.lacks < self.closest.lacks:
+                continue
+            self._failed.append(each)
+            if self.closest is None or each.lacks < self.closest.lacks:
                 self.closest = each
+
+
+def _takes_more(run: Settings, failed: Configuration) -> bool:
+    """Whether a run takes no less of what another lacks, from which only its fractions differ."""
+    other = failed.run
+    if run.store < other.store or run != replace(other, store=run.store, offload=run.offload):
+        return False
+    return (failed.fit.device < 0 and run.offload <= other.offload) or (
+        failed.fit.host < 0 and run.offload >= other.offload
+    )

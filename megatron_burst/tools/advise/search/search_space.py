@@ -9,7 +9,7 @@ offload, row chunks and tiles, from short lists.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
@@ -27,7 +27,10 @@ FEW_ROWS = 4096  # a rank with fewer rows may take several sequences at a time
 SEQUENCES = (1, 2, 4, 8)  # of a micro-batch
 STORES = (1.0, 0.5, 0.0)
 OFFLOADS = (0.0, 1.0)
+FRACTIONS = tuple(tenth / 10 for tenth in range(11))  # of store and offload, where memory decides
 TILES = (1, 8)  # of the MLP half, beside a whole attention half
+EVEN = 1 << 15  # rows of a rank, which all sizes of groups divide
+FULL = 64  # micro-batches that keep every stage of a pipeline busy
 CHUNKED = ((8, 32), (32, 64))  # sequence chunks, MLP tiles: where nothing else fits
 # What `Settings` says of groups; the rest are options.
 GROUPS = ("tp", "pp", "vpp", "ep", "cp", "dp", "micro_batch")
@@ -125,9 +128,16 @@ def _experts(model: Model, want: TrainingGoal, base: Settings) -> list[int]:
     return [ep for ep in tried if (base.dp * base.cp) % ep == 0 and model.experts % ep == 0]
 
 
-def options_of(run: Settings, want: TrainingGoal, chunked: bool) -> Iterator[Settings]:
+def options_of(
+    run: Settings,
+    want: TrainingGoal,
+    chunked: bool,
+    stores: Sequence[float] = STORES,
+    offloads: Sequence[float] = OFFLOADS,
+) -> Iterator[Settings]:
     """What a run with these groups may recompute, store and move. chunked: with the attention half
-    in chunks of rows, which only runs over several context-parallel ranks can."""
+    in chunks of rows, which only runs over several context-parallel ranks can. stores, offloads:
+    the fractions to try of what the user has not fixed."""
     moved = want.values("optimizer_offload", OFFLOADS if run.distributed_optimizer else (0.0,))
     for optimizer in moved:
         moving = replace(run, optimizer_offload=optimizer)
@@ -136,17 +146,29 @@ def options_of(run: Settings, want: TrainingGoal, chunked: bool) -> Iterator[Set
             yield replace(plain, recompute="none", layout=layout_of(want, 1.0))
         if "full" not in want.values("recompute", ["full"]):
             continue
-        stores = want.values("store", STORES)
+        kept = want.values("store", stores)
         # The store is of BurstAttention over several ranks, and not of sparse attention.
         if run.cp == 1 or want.selects:
-            stores = [store for store in stores if not store]
-        offloads = want.values("offload", OFFLOADS[:1] if want.hybrid else OFFLOADS)
-        for store, offload in product(stores, offloads):
+            kept = [store for store in kept if not store]
+        copied = want.values("offload", OFFLOADS[:1] if want.hybrid else offloads)
+        for store, offload in product(kept, copied):
             for chunks, tiles in _pieces(run, want, chunked):
                 yield replace(
                     moving, recompute="full", store=store, offload=offload, sequence_chunks=chunks,
                     mlp_tiles=tiles, layout=layout_of(want, store),
                 )  # fmt: skip
+
+
+def smallest_of(model: Model, cluster: Cluster, want: TrainingGoal) -> Iterator[Settings]:
+    """The runs among which the one with the longest sequence is: of every way to share the GPUs
+    out, with one sequence at a time on all of them, those that recompute all and store nothing, in
+    chunks of rows first and with most on the host first. Their own length says nothing."""
+    fixed = {**want.pinned, "dp": 1}
+    even = replace(want, seq=EVEN * cluster.gpus, sequences=FULL, pinned=fixed)
+    for groups in groups_of(model, cluster, even):
+        if groups.vpp == want.pinned.get("vpp", 1):
+            for chunked in (True, False):
+                yield from options_of(groups, even, chunked, STORES[-1:], FRACTIONS[::-1])
 
 
 def layout_of(want: TrainingGoal, store: float) -> str:

@@ -1,0 +1,99 @@
+"""`python -m benchmarks.packed.charts`: simulate, and write the record, the tables and the pictures
+of docs/packed-published.md.
+
+The record keeps what was simulated; `--parts` says what to simulate anew; without any
+name only the page is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from . import dynamic, fit
+from .kernel import kernels
+from .rivals import RIVALS, Constants
+
+RECORD = Path(__file__).with_name("record.json")
+GPUS = (4, 8, 16, 32, 64)
+
+
+def fitted_rows(known: dict[str, Any]) -> None:
+    """The constants, and every rival's cell beside its prediction."""
+    found = fit.fitted_constants()
+    known["constants"] = asdict(found)
+    known["kernel"] = [asdict(each) for each in kernels("FA3")]
+    known["rivals"] = [
+        {**cell._asdict(), "fitted": cell.fitted, "predicted": round(fit.predicted(cell, found), 1)}
+        for cell in fit.cells()
+        if cell.rival in RIVALS
+    ]
+
+
+def ours_rows(known: dict[str, Any], packs: int) -> None:
+    """Speeds of ours, and the parts of their time."""
+    from . import speeds
+
+    known["ours"], known["parts"] = [], []
+    for causal in (True, False):
+        for ranks in fit.RANKS:
+            rows, parts = speeds.simulated(ranks, causal, Constants(**known["constants"]), packs)
+            known["ours"] += rows
+            known["parts"] += parts
+            print(ranks, causal, *(f"{r['name']} {r['fwd']}/{r['bwd']};" for r in rows), flush=True)
+
+
+def dynamic_rows(known: dict[str, Any]) -> None:
+    """Micro-batches and calls of Megatron's example."""
+    found = dynamic.counts(GPUS)
+    constants = dynamic.constants(found)
+    published = dynamic.published()
+    known["dynamic_constants"] = [round(each, 2) for each in constants.tolist()]
+    known["dynamic"] = [
+        {"way": way, "gpus": gpus, **count._asdict(), "published": published.get((way, gpus)),
+         "predicted": round(float(constants @ [1.0, *count]), 1)}
+        for (way, gpus), count in found.items()
+    ]  # fmt: skip
+
+
+def tree_rows(known: dict[str, Any]) -> None:
+    """Trees of trajectories beside documents."""
+    from . import trajectories
+
+    constants = Constants(**known["constants"])
+    known["trees"] = [
+        trajectories.simulated(ranks, turns, constants)
+        for turns in (False, True)
+        for ranks in fit.RANKS
+    ]
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.packed.charts", description=__doc__)
+    names = ("fit", "ours", "dynamic", "trees")
+    parser.add_argument("--parts", nargs="*", choices=names, default=list(names))
+    parser.add_argument("--packs", type=int, default=20, help="of each size, of the published 20")
+    args = parser.parse_args(words)
+    known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    steps: dict[str, Callable[[], None]] = {
+        "fit": lambda: fitted_rows(known),
+        "ours": lambda: ours_rows(known, args.packs),
+        "dynamic": lambda: dynamic_rows(known),
+        "trees": lambda: tree_rows(known),
+    }
+    for name in names:
+        if name in args.parts:
+            steps[name]()
+            RECORD.write_text(json.dumps(known, indent=0) + "\n")
+    from . import page  # needs matplotlib, which the simulation does not
+
+    page.write(known)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,49 @@
+"""The documents of MagiAttention's benchmark, drawn from its published distribution by its rule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+
+from benchmarks.advise.published_tables import table
+
+CUT = 4  # no document is longer than the pack over this
+PACKS = 20
+
+
+@cache
+def magi_packs(pack: int, count: int = PACKS, seed: int = 42) -> tuple[np.ndarray, ...]:
+    """Lengths, int64, of the documents of the first `count` packs of `pack` tokens each: those that
+    its benchmark runs.
+
+    As its sampler does: a document has the middle length of its bin; what is longer than a quarter
+    of the pack is cut into parts of a quarter and a rest; all parts of the data set are shuffled
+    and put into packs one after another, where the part that does not fit goes on in the next pack;
+    packs are shuffled.
+    """
+    rows = table("magi_document_lengths")
+    middle = np.array([(int(row["first"]) + int(row["last"])) // 2 for row in rows])
+    documents = np.array([int(row["documents"]) for row in rows])
+    cap, rest = pack // CUT, middle % (pack // CUT)
+    whole = np.full((middle // cap * documents).sum(), cap)
+    parts = np.concatenate([whole, np.repeat(rest[rest > 0], documents[rest > 0])])
+    random = np.random.default_rng(seed)
+    parts = parts.astype(np.int32)
+    random.shuffle(parts)
+    ends = np.cumsum(parts, dtype=np.int64)
+    order = list(range(int(ends[-1]) // pack))
+    random.shuffle(order)
+    found = []
+    for index in order[:count]:
+        begin, end = index * pack, (index + 1) * pack
+        inside = ends[np.searchsorted(ends, begin, "right") : np.searchsorted(ends, end, "left")]
+        found.append(np.diff(np.concatenate([[begin], inside, [end]])))
+    return tuple(found)
+
+
+def area(lengths: Sequence[int] | np.ndarray, causal: bool) -> float:
+    """Visible pairs of these documents."""
+    sizes = np.asarray(lengths, dtype=float)
+    return float((sizes * (sizes + 1) / 2 if causal else sizes * sizes).sum())

@@ -1,0 +1,119 @@
+"""Megatron-LM's example of dynamic context parallelism: micro-batches and calls, counted.
+
+Its model is so small that a step takes ten times what its GPUs compute: time goes with the number
+of micro-batches and of calls, not with bytes. So a step is a + m * b + c * s: m micro-batches, c
+calls of attention one after another in a layer, summed over micro-batches. The three constants are
+fitted to four of the ten published times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.advise.published_tables import table
+from benchmarks.packed import megatron
+from megatron_burst.autotune.pair_counts import pairs_seen
+from megatron_burst.layout import make
+from megatron_burst.masks import Causal, Documents
+
+# Ranks of a group, tokens of a rank at most, documents of a group in a step.
+CP, TOKENS, DOCUMENTS = 4, 2048, 8
+MEAN, SIGMA, LEAST, MOST = 1024, 1.5, 128, 8192
+BATCHES = 40
+FITTED_GPUS = (4, 64)
+WAYS = ("dp_balanced", "dynamic_cp", "fours", "all")
+
+
+class Count(NamedTuple):
+    """Of a step: micro-batches, and calls of attention in a layer one after another."""
+
+    micro_batches: float
+    calls: float
+
+
+def lengths(gpus: int, seed: int) -> np.ndarray:
+    """Documents of a step, int64."""
+    random = np.random.default_rng(seed)
+    middle = np.log(MEAN) - SIGMA**2 / 2  # of a log-normal of that mean
+    drawn = random.lognormal(middle, SIGMA, DOCUMENTS * gpus // CP)
+    return np.clip(drawn, LEAST, MOST).astype(np.int64)
+
+
+def counted(way: str, gpus: int, documents: np.ndarray) -> Count:
+    """One step."""
+    if way == "dp_balanced":  # all micro-batches on rings of four
+        plan = megatron.fixed(documents.tolist(), gpus, CP, TOKENS)
+        return Count(len(plan), len(plan) * CP)
+    if way == "dynamic_cp":  # the largest group of each ends last
+        plan = megatron.dynamic(documents.tolist(), gpus, TOKENS)
+        # A document goes to at most one group of context parallelism.
+        return Count(len(plan), sum(min(CP, max(group.size for group in each)) for each in plan))
+    groups, packs = (gpus // CP, 1) if way == "fours" else (1, 1)
+    while (plan := _packs(documents, groups * packs, gpus // groups * TOKENS)) is None:
+        packs += 1
+    calls = [_calls(gpus // groups, each) for each in plan]
+    return Count(packs, sum(max(calls[i * groups : (i + 1) * groups]) for i in range(packs)))
+
+
+def _packs(documents: np.ndarray, count: int, room: int) -> list[list[int]] | None:
+    """The documents in so many packs, longest first into the emptiest; packs of like work follow
+    one another. None where one finds no room."""
+    packs: list[list[int]] = [[] for _ in range(count)]
+    for length in np.sort(documents)[::-1].tolist():
+        emptiest = min(packs, key=sum)
+        if sum(emptiest) + length > room:
+            return None
+        emptiest.append(length)
+    return sorted(packs, key=lambda pack: -max(pack, default=0))
+
+
+def _calls(ranks: int, documents: Sequence[int]) -> int:
+    """Of the rank with the most, in layout balanced: with how many ranks' keys it computes."""
+    if not documents:
+        return 0
+    padding = -sum(documents) % ranks
+    bounds = np.concatenate([[0], np.cumsum([*documents, *[padding] * (padding > 0)])])
+    layout = make("balanced", cp_size=ranks, cu_seqlens=bounds, per_node=CP)
+    shards = [layout.spans(rank, int(bounds[-1])) for rank in range(ranks)]
+    return int((pairs_seen(Documents(bounds) & Causal(), shards) > 0).sum(axis=1).max())
+
+
+def counts(gpus: Sequence[int], batches: int = BATCHES) -> dict[tuple[str, int], Count]:
+    """Means over batches, by way and number of GPUs."""
+    return {
+        (way, size): Count(*np.mean(
+            [counted(way, size, lengths(size, seed)) for seed in range(batches)], axis=0
+        ).tolist())
+        for way in WAYS
+        for size in gpus
+    }  # fmt: skip
+
+
+def published() -> dict[tuple[str, int], float]:
+    """Milliseconds of a step."""
+    return {
+        (way, int(row["gpus"])): float(row[f"{way}_ms"])
+        for row in table("megatron_dynamic_cp")
+        for way in WAYS[:2]
+    }
+
+
+def constants(found: dict[tuple[str, int], Count]) -> np.ndarray:
+    """Milliseconds [3]: of a step besides, of a micro-batch, of a call in all layers. Least squares
+    of the published times at `FITTED_GPUS`, none below 0."""
+    known = {key: ms for key, ms in published().items() if key[1] in FITTED_GPUS}
+    rows = np.array([[1.0, *found[key]] for key in known])
+    times = np.array(list(known.values()))
+    best, least = np.zeros(3), np.inf
+    for kept in range(1, 8):  # of the subsets with no constant below 0, the one nearest to all
+        which = [i for i in range(3) if kept >> i & 1]
+        some = np.linalg.lstsq(rows[:, which], times, rcond=None)[0]
+        full = np.zeros(3)
+        full[which] = some
+        off = float(((rows @ full - times) ** 2).sum())
+        if (some >= 0).all() and off < least - 1e-9:
+            best, least = full, off
+    return best

@@ -1,0 +1,95 @@
+"""What a call of the local attention takes, by its rectangles of queries and keys.
+
+Two constants for each pass, from published speeds of one GPU alone: the rate of a long causal
+sequence, and what each row takes besides, in keys. Rectangles are rounded up to tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+
+from .documents import area, magi_packs
+
+HEADS, KV_HEADS, WIDTH, TOKENS = 64, 8, 128, 8192
+TILE = 128  # rows and columns of a tile of FlashAttention-3 at width 128, about
+FLOPS = (4.0 * HEADS * WIDTH, 2.5 * 4.0 * HEADS * WIDTH)  # of a visible pair, forward and backward
+# One H100, 32K tokens, TFLOP/s forward and backward, read off MagiAttention's charts, +- 2 %:
+# (causal, packed causal) of each kernel.
+ALONE = {
+    "FA3": ((680.0, 585.0), (585.0, 425.0)),
+    "FFA": ((622.0, 547.0), (560.0, 420.0)),
+    "cuDNN": ((567.0, 492.0), (485.0, 353.0)),
+}
+PACK = 1 << 15
+
+
+def tiled(rows: np.ndarray) -> np.ndarray:
+    """Rows rounded up to whole tiles."""
+    return np.ceil(rows / TILE) * TILE
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One pass of a kernel. rate: FLOP/s of pairs in its tiles; edge: what a row takes besides, in
+    keys; flops: of a pair; backward: whether rows of keys count like rows of queries."""
+
+    rate: float
+    edge: float
+    flops: float
+    backward: bool
+
+    @property
+    def per_pair(self) -> float:
+        """Seconds of a pair in a tile."""
+        return self.flops / self.rate
+
+    def tiles(self, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """Seconds of the tiles in which so many rows see so many keys, all of them."""
+        return tiled(rows) * tiled(keys) * self.per_pair
+
+    def triangle(self, rows: np.ndarray) -> np.ndarray:
+        """The same where each row sees those before it and itself."""
+        whole = tiled(rows)
+        return whole * (whole + TILE) / 2 * self.per_pair
+
+    def besides(self, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """Seconds of the rows of a call besides its tiles; keys: the rows that they see."""
+        each = (tiled(rows) + tiled(keys)) / 2 if self.backward else tiled(rows)
+        return self.edge * each * self.per_pair
+
+    def own(self, rows: np.ndarray, causal: bool) -> np.ndarray:
+        """Seconds of documents of so many rows on themselves."""
+        pairs = self.triangle(rows) if causal else self.tiles(rows, rows)
+        return pairs + self.besides(rows, rows)
+
+    def rectangle(self, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """Seconds of rows of a document that see so many of its keys, all of them."""
+        return self.tiles(rows, keys) + self.besides(rows, keys)
+
+
+@cache
+def kernels(name: str) -> tuple[Kernel, Kernel]:
+    """Forward and backward of a kernel that runs alone as fast as `ALONE` says."""
+    packs = magi_packs(PACK)
+    one = np.array([float(PACK)])
+    found = []
+    for backward, (causal, packed) in enumerate(ALONE[name]):
+        flops = FLOPS[backward]
+        low, high = 0.0, 8192.0
+        for _ in range(50):  # the more a row takes besides, the slower are short documents
+            edge = (low + high) / 2
+            kernel = Kernel(1.0, edge, flops, bool(backward))
+            ratio = np.mean([_speed(kernel, each) for each in packs]) / _speed(kernel, one)
+            low, high = (edge, high) if ratio > packed / causal else (low, edge)
+        kernel = Kernel(1.0, low, flops, bool(backward))
+        found.append(replace(kernel, rate=causal * 1e12 / _speed(kernel, one)))
+    return found[0], found[1]
+
+
+def _speed(kernel: Kernel, lengths: np.ndarray) -> float:
+    """FLOP/s of visible pairs of causal documents."""
+    pairs = kernel.flops * area(lengths, True)
+    return pairs / float(kernel.own(lengths.astype(float), True).sum())

@@ -1,0 +1,228 @@
+"""Layout `balanced` with each of our algorithms on the same documents, kernel and links."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron_burst.autotune.candidates import sharing
+from megatron_burst.autotune.pair_counts import pairs_seen
+from megatron_burst.autotune.prepared import Prepared
+from megatron_burst.autotune.rates import Rates
+from megatron_burst.autotune.simulator import PassTime, pass_time
+from megatron_burst.layout import Layout, Span, make
+from megatron_burst.masks import Causal, Documents, Mask
+from megatron_burst.schedule import rings
+from megatron_burst.schedule.algorithms import ALGORITHMS
+from megatron_burst.schedule.demand import wanted
+from megatron_burst.schedule.tables import Grid
+from megatron_burst.schedule.topology import Topology
+
+from .kernel import FLOPS, HEADS, KV_HEADS, WIDTH, kernels, tiled
+from .rivals import NODE, Constants, sizes
+
+TRIED = ("ring", "burst", "all_gather", "multicast", "prefetch")
+AUTO = TRIED[1:]  # what `auto` tries
+HEAD_CHUNKS = (1, 2)
+WIRE = 4  # bytes of an element of travelling gradients: fp32, the default
+MEMORY = 0.8 * 3.35e12  # bytes per second of an H100's memory that a pass over it reaches
+CALL, MESSAGE = 30e-6, 10e-6  # seconds of each call and of each message besides
+ELEMENT = 4 + 4 + 2  # bytes that adding a partial result in bf16 to one in fp32 moves
+
+
+class Pieces(NamedTuple):
+    """Runs of one document: which rank holds each, and its rows."""
+
+    rank: np.ndarray
+    rows: np.ndarray
+    spans: list[Span]
+
+
+@dataclass(frozen=True)
+class Pack:
+    """One sequence in a layout. mask: who sees whom; bounds: where documents or segments begin and
+    end; area: visible pairs."""
+
+    layout: Layout
+    mask: Mask
+    bounds: np.ndarray
+    area: float
+    causal: bool = True
+
+    @property
+    def ranks(self) -> int:
+        """Of the layout."""
+        return self.layout.cp_size
+
+    @property
+    def shards(self) -> list[Sequence[Span]]:
+        """The spans of every rank."""
+        return [self.layout.spans(rank, int(self.bounds[-1])) for rank in range(self.ranks)]
+
+    def pieces(self) -> Pieces:
+        """Spans cut where documents begin."""
+        found, owner = [], []
+        for rank, shard in enumerate(self.shards):
+            for span in shard:
+                assert span.stride == 1
+                begin, end = span.start, span.start + span.length
+                inner = self.bounds[(self.bounds > begin) & (self.bounds < end)].tolist()
+                edges = [begin, *inner, end]
+                found += [Span(a, 1, b - a) for a, b in pairwise(edges)]
+                owner += [rank] * (len(edges) - 1)
+        rows = np.array([span.length for span in found], dtype=float)
+        return Pieces(np.array(owner), rows, found)
+
+
+def documents(lengths: np.ndarray, ranks: int, causal: bool, per_node: int | None = None) -> Pack:
+    """Documents in layout balanced over so many ranks."""
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    windows: Any = [(None, 0 if causal else None)]
+    layout = make("balanced", cp_size=ranks, cu_seqlens=bounds, windows=windows,
+                  per_node=per_node)  # fmt: skip
+    mask = Documents(bounds) & Causal() if causal else Documents(bounds)
+    area = lengths.astype(float)
+    area = area * (area + 1) / 2 if causal else area * area
+    return Pack(layout, mask, bounds, float(area.sum()), causal)
+
+
+class Work(NamedTuple):
+    """[G, G] each: visible pairs, and seconds of forward and backward, of queries i and keys j."""
+
+    pairs: np.ndarray
+    seconds: tuple[np.ndarray, np.ndarray]
+
+
+class _Rows(NamedTuple):
+    """[G, G] each: rows of rank i that have to do with rank j, and those of their tiles."""
+
+    rows: np.ndarray
+    tiles: np.ndarray
+
+    @classmethod
+    def of(
+        cls, pieces: Pieces, ranks: int, piece: np.ndarray, other: np.ndarray, together: bool
+    ) -> _Rows:
+        """Of the pieces that have to do with these ranks. together: all others count as one, whose
+        rows are spread over the pairs."""
+        once = np.unique(piece * ranks + other)
+        piece, other = once // ranks, once % ranks
+        own = pieces.rank[piece]
+        found = []
+        for size in (pieces.rows, tiled(pieces.rows)):
+            all_ = np.zeros((ranks, ranks))
+            np.add.at(all_, (own, other), size[piece])
+            if together:
+                foreign = np.unique(piece[own != other])
+                least = np.bincount(pieces.rank[foreign], size[foreign], ranks)
+                most = all_.sum(axis=1) - all_.diagonal()
+                scale = least / np.maximum(most, 1.0)
+                all_ = np.where(np.eye(ranks) > 0, all_, all_ * scale[:, None])
+            found.append(all_)
+        return cls(*found)
+
+
+ROW = HEADS * WIDTH * ELEMENT / MEMORY  # seconds of adding a row to what is there already
+
+
+def work(pack: Pack, row: float = ROW, together: bool = False) -> Work:
+    """What every pair of ranks computes. row: seconds for each row of a partial result that is
+    added to others. together: a rank computes in two calls, its own pair and all others."""
+    pieces, ranks = pack.pieces(), pack.ranks
+    seen = pairs_seen(pack.mask, [(span,) for span in pieces.spans])
+    i, j = np.nonzero(seen)
+    rows, keys, owner = pieces.rows[i], pieces.rows[j], (pieces.rank[i], pieces.rank[j])
+    where = owner[0] * ranks + owner[1]
+
+    def total(each: np.ndarray) -> np.ndarray:
+        return np.bincount(where, each, ranks * ranks).reshape(ranks, ranks)
+
+    # Rows that take part in a pair of ranks, each once; but for a rank's own, what they come to is
+    # added to what is there already.
+    queries = _Rows.of(pieces, ranks, i, owner[1], together)
+    answers = _Rows.of(pieces, ranks, j, owner[0], together)
+    rows_of, keys_of = queries.rows, answers.rows.T
+    apart = 1 - np.eye(ranks)
+    found = []
+    for kernel in kernels("FA3"):
+        took = np.where(
+            (i == j) & pack.causal,
+            kernel.triangle(rows),
+            kernel.tiles(rows, keys) * np.minimum(1.0, seen[i, j] / (rows * keys)),
+        )
+        adding = rows_of * apart * row
+        if kernel.backward:
+            adding = adding + keys_of * apart * row * 2 * KV_HEADS / HEADS
+        found.append(total(took) + kernel.besides(queries.tiles, answers.tiles.T) + adding)
+    return Work(total(seen[i, j]), (found[0], found[1]))
+
+
+class Run(NamedTuple):
+    """A way to run a pack: what `auto` expects of it, with its handicap, and what it takes.
+
+    algorithm, head_chunks: of the ring; share: GPUs that share heads, 1 for none.
+    """
+
+    algorithm: str
+    head_chunks: int
+    share: int
+    expected: float
+    forward: PassTime
+    backward: PassTime
+
+    def speeds(self, pack: Pack) -> tuple[float, float]:
+        """TFLOP/s of a GPU in visible pairs, forward and backward."""
+        forward, backward = (
+            flops * pack.area / (pack.ranks * self.share) / each.seconds / 1e12
+            for flops, each in zip(FLOPS, (self.forward, self.backward), strict=True)
+        )
+        return forward, backward
+
+
+def runs(
+    pack: Pack,
+    fitted: Constants,
+    tried: Sequence[str] = TRIED,
+    *,
+    share: int = 1,
+    head_chunks: Sequence[int] = HEAD_CHUNKS,
+    done: Work | None = None,
+) -> list[Run]:
+    """All of `tried`, with the links that were fitted.
+
+    share: so many GPUs share the heads of the rows of one rank of the layout. done: the pack's
+    work, if known.
+    """
+    done = done or work(pack)
+    topology = Topology(pack.ranks * share, min(NODE, pack.ranks * share), share)
+    grid = Grid(topology.inter_size, topology.intra_size)
+    own = sizes(WIRE, int(pack.bounds[-1]) // topology.size).shared(share)
+    rates = Rates(fitted.intra, fitted.inter, latency=MESSAGE, launch=CALL,
+                  exchange_start=fitted.start)  # fmt: skip
+    heads = sharing(topology, own, rates)
+    want = wanted(pack.mask, pack.shards, pack.shards)
+    found = []
+    for name in tried if grid.size > 1 else ("ring",):
+        there = Prepared(rings.forward(name, grid, wanted=want, row_bytes=own.forward))
+        back = Prepared(rings.backward(name, grid, "kv", wanted=want, row_bytes=own.backward))
+        for count in head_chunks if grid.size > 1 else (1,):
+            if own.kv_heads % count:
+                continue
+            took, plain = [], 0.0
+            for each, seconds, kernel, flops, exchange in zip(
+                (there, back), done.seconds, kernels("FA3"), FLOPS, heads, strict=True
+            ):
+                took.append(pass_time(each, own, seconds / share, rates, count) + exchange)
+                simple = done.pairs * (flops / kernel.rate / share)  # `auto` knows pairs and a rate
+                plain += pass_time(each, own, simple, rates, count).seconds + exchange.seconds
+            found.append(Run(name, count, share, plain * ALGORITHMS[name].handicap, *took))
+    return found
+
+
+def taken(every: Sequence[Run]) -> Run:
+    """What `auto` picks: the shortest that it expects."""
+    return min(every, key=lambda run: run.expected)

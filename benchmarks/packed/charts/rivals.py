@@ -1,0 +1,130 @@
+"""What the rivals of MagiAttention's benchmark take, by the package's simulator and its exchanges.
+
+They cut every document into 2 x ranks pieces, mirrored, so that all ranks do the same: a pass is
+one rank's pairs, its ring's hops or its all-to-alls. Their kernel is FlashAttention-3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+
+from megatron_burst.autotune.candidates import sharing
+from megatron_burst.autotune.prepared import Prepared
+from megatron_burst.autotune.rates import Rates
+from megatron_burst.autotune.simulator import pass_time
+from megatron_burst.schedule import rings
+from megatron_burst.schedule.demand import everything
+from megatron_burst.schedule.sizes import Sizes
+from megatron_burst.schedule.tables import Grid
+from megatron_burst.schedule.topology import Topology
+
+from .documents import area
+from .kernel import FLOPS, HEADS, KV_HEADS, TOKENS, WIDTH, Kernel, kernels
+
+NODE = 8
+PASSES = ("fwd", "bwd")
+RIVALS = ("ring_p2p", "ulysses", "allgather", "usp", "loongtrain")
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What is fitted to the charts.
+
+    intra, inter: bytes per second of a rank within a node and between nodes. start: seconds of an
+    all-to-all or a gather besides its bytes. forward, backward: seconds of every step of a ring
+    besides its kernel: corrections, launches.
+    """
+
+    intra: float = 250e9
+    inter: float = 45e9
+    start: float = 3e-4
+    forward: float = 9e-4
+    backward: float = 1.3e-3
+
+    def rates(self, backward: bool) -> Rates:
+        """For a ring's pass."""
+        step = self.backward if backward else self.forward
+        return Rates(self.intra, self.inter, latency=1e-5, launch=step,
+                     exchange_start=self.start)  # fmt: skip
+
+
+LOW = Constants(150e9, 15e9, 1e-5, 5e-5, 5e-5)
+HIGH = Constants(450e9, 50e9, 2e-3, 4e-3, 6e-3)
+
+
+def sizes(wire: int = 2, tokens: int = TOKENS) -> Sizes:
+    """Of a rank. wire: bytes of an element of gradients that travel."""
+    return Sizes(tokens, 1, HEADS, KV_HEADS, WIDTH, WIDTH, itemsize=2, stat_itemsize=4,
+                 wire_itemsize=wire, needs_grad=(True, True, True))  # fmt: skip
+
+
+@cache
+def _ring(nodes: int, width: int, backward: bool, tokens: int) -> Prepared:
+    """A flat ring of whole chunks over such a grid."""
+    grid, size = Grid(nodes, width), nodes * width
+    own = sizes()
+    want = everything(size, tokens)
+    if backward:
+        return Prepared(rings.backward("ring", grid, "kv", wanted=want, row_bytes=own.backward))
+    return Prepared(rings.forward("ring", grid, wanted=want, row_bytes=own.forward))
+
+
+def _ring_seconds(
+    kernel: Kernel, lengths: np.ndarray, causal: bool, size: int, share: int
+) -> np.ndarray:
+    """[size, size]: seconds of the pairs of each two ranks; of `share` ranks one's heads."""
+    if size == 1:
+        return np.array([[kernel.own(lengths, causal).sum() / share]])
+    piece = lengths / size
+    off = kernel.rectangle(piece, piece / 2) if causal else kernel.rectangle(piece, piece)
+    found = np.full((size, size), off.sum())
+    np.fill_diagonal(found, kernel.own(piece, causal).sum())
+    return found / share
+
+
+def seconds(
+    rival: str, ranks: int, lengths: np.ndarray, causal: bool, backward: bool, fitted: Constants
+) -> float:
+    """Of one pass over these documents, on nodes of 8."""
+    kernel, rates = kernels("FA3")[backward], fitted.rates(backward)
+    tokens, lengths = int(lengths.sum()) // ranks, lengths.astype(float)
+    if rival == "allgather":
+        return _gathered(kernel, ranks, lengths, causal, backward, fitted)
+    # Eight ranks of a node share heads (USP, LoongTrain), all (Ulysses), none (ring).
+    ulysses = {"ulysses": ranks, "ring_p2p": 1}.get(rival, min(ranks, NODE))
+    topology = Topology(ranks, NODE, ulysses)
+    own = sizes(tokens=tokens).shared(ulysses)
+    nodes, width = (ranks // ulysses, 1) if ulysses > 1 else (ranks // NODE, NODE)
+    work = _ring_seconds(kernel, lengths, causal, nodes * width, ulysses)
+    if nodes * width == 1:
+        rates = replace(rates, launch=0.0)  # one call, nothing to correct
+    ring = pass_time(_ring(nodes, width, backward, own.tokens), own, work, rates)
+    return ring.seconds + sharing(topology, own, rates)[backward].seconds
+
+
+def _gathered(
+    kernel: Kernel, ranks: int, lengths: np.ndarray, causal: bool, backward: bool,
+    fitted: Constants,
+) -> float:  # fmt: skip
+    """All keys first (forward), gradients of all summed last (backward); nothing beside them."""
+    family = sizes().backward.dkv if backward else sizes().forward.kv
+    shard = float(lengths.sum()) / ranks * family
+    nodes = max(1, ranks // NODE)
+    within = (ranks - 1) * shard / fitted.intra
+    between = (nodes - 1) * shard / fitted.inter
+    piece = lengths / (2 * ranks)
+    # Of two mirrored pieces one sees as many keys more as the other fewer.
+    keys = lengths * (0.5 + 0.25 / ranks if causal else 1.0)
+    work = 2 * float(kernel.rectangle(piece, keys).sum())
+    return max(within, between) + fitted.start + work
+
+
+def speed(
+    rival: str, ranks: int, lengths: np.ndarray, causal: bool, backward: bool, fitted: Constants
+) -> float:
+    """TFLOP/s of a GPU in visible pairs."""
+    took = seconds(rival, ranks, lengths, causal, backward, fitted)
+    return FLOPS[backward] * area(lengths, causal) / ranks / took / 1e12

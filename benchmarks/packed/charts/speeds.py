@@ -1,0 +1,95 @@
+"""Ours at 8 to 64 GPUs on the packs of MagiAttention's benchmark, and where the time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from . import ours
+from .documents import magi_packs
+from .kernel import TOKENS, kernels
+from .rivals import NODE, Constants
+
+SHARES = (1, 2, 4, 8)
+TOGETHER = "prefetch, others' keys in one call"
+BOTH = f"{SHARES[-1]} GPUs share heads, others' keys in one call"
+CHOSEN, CHOSEN_SHARED = "auto", "auto, GPUs may share heads"
+
+
+def simulated(
+    ranks: int, causal: bool, fitted: Constants, packs: int
+) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
+    """Speeds by way, and the parts of each pack's passes.
+
+    Speeds: name, forward and backward in TFLOP/s of a GPU: mean, least and most over packs. Of an
+    algorithm the better number of head chunks of each pack; of shared heads `prefetch`.
+    """
+    speeds: dict[str, list[tuple[float, float]]] = {}
+    parts = []
+    for lengths in magi_packs(ranks * TOKENS)[:packs]:
+        found = dict(_of_pack(lengths, ranks, causal, fitted))
+        for name, (pack, run) in found.items():
+            speeds.setdefault(name, []).append(run.speeds(pack))
+        parts.append(_parts(lengths, *found[CHOSEN]))
+    rows = []
+    for name, each in speeds.items():
+        forward, backward = np.array(each).T
+        rows.append({
+            "causal": causal, "ranks": ranks, "name": name,
+            "fwd": round(float(forward.mean()), 1), "bwd": round(float(backward.mean()), 1),
+            "fwd_range": [round(float(forward.min())), round(float(forward.max()))],
+            "bwd_range": [round(float(backward.min())), round(float(backward.max()))],
+        })  # fmt: skip
+    mean = {key: float(np.mean([part[key] for part in parts])) for key in parts[0]}
+    return rows, [{"causal": causal, "ranks": ranks} | mean]
+
+
+def _of_pack(
+    lengths: np.ndarray, ranks: int, causal: bool, fitted: Constants
+) -> Iterator[tuple[str, tuple[ours.Pack, ours.Run]]]:
+    """Every way by its name."""
+    pack = ours.documents(lengths, ranks, causal)
+    alone = ours.runs(pack, fitted)
+    for name in ours.TRIED:
+        yield name, (pack, min((run for run in alone if run.algorithm == name), key=_seconds))
+    tried = [(pack, run) for run in alone if run.algorithm in ours.AUTO]
+    yield CHOSEN, min(tried, key=lambda each: each[1].expected)
+    for share in SHARES[1:]:
+        over = ours.documents(lengths, ranks // share, causal, min(ranks, NODE) // share)
+        some = ours.runs(over, fitted, ("prefetch",), share=share, head_chunks=(1,))
+        yield f"{share} GPUs share heads, prefetch", (over, some[0])
+        tried.append((over, some[0]))
+    yield CHOSEN_SHARED, min(tried, key=lambda each: each[1].expected)
+    over = ours.documents(lengths, ranks // NODE, causal, 1)
+    for name, each, share in ((TOGETHER, pack, 1), (BOTH, over, NODE)):
+        done = ours.work(each, together=True)
+        some = ours.runs(each, fitted, ("prefetch",), share=share, head_chunks=(1,), done=done)
+        yield name, (each, some[0])
+
+
+def _seconds(run: ours.Run) -> float:
+    return run.forward.seconds + run.backward.seconds
+
+
+def _parts(lengths: np.ndarray, pack: ours.Pack, run: ours.Run) -> dict[str, float]:
+    """Milliseconds of what `auto` picked: of the kernel on whole documents, of smaller pieces, of
+    adding partial results, of the busiest rank over the mean, and of what is left."""
+    bare, done = ours.work(pack, row=0.0), ours.work(pack)
+    found = {}
+    for name, kernel, without, with_, took in zip(
+        ("fwd", "bwd"), kernels("FA3"), bare.seconds, done.seconds,
+        (run.forward, run.backward), strict=True,
+    ):  # fmt: skip
+        whole = float(kernel.own(lengths.astype(float), pack.causal).sum()) / pack.ranks
+        mean, most = with_.sum() / pack.ranks, float(with_.sum(axis=1).max())
+        each = {
+            "kernel": whole,
+            "pieces": without.sum() / pack.ranks - whole,
+            "adding": mean - without.sum() / pack.ranks,
+            "busiest": most - mean,
+            "exposed": took.seconds - most,
+        }
+        found |= {f"{name}_{key}": 1e3 * float(value) for key, value in each.items()}
+    return found
