@@ -38,6 +38,8 @@ def find(text: str | None, words: Sequence[str]) -> tuple[Model, dict[str, Any]]
             f"--model {text} and the Megatron command after -- (--num-layers ...) both describe "
             "the model: give one of them"
         )
+    if text is None and words and words[0] in models.NAMED:
+        raise ValueError(f"{words[0]} is a model, not a Megatron command: give --model {words[0]}")
     model, given = read_command(words) if words else (None, {})
     if text is None:
         if model is None:

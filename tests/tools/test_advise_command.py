@@ -328,6 +328,7 @@ def test_pictures(tmp_path, capsys):
     (["--model", "llama3-8b", "--gpus", "8", "--seq", "1M", "--gpu", "x9"], 2, "unknown; one of"),
     (["--model", "llama9", "--gpus", "8", "--seq", "1M"], 2, "llama3-8b"),
     (["--gpus", "8", "--seq", "1M"], 2, "--model is needed"),
+    (["llama3-8b", "--gpus", "8", "--seq", "1M"], 2, "give --model llama3-8b"),
     (["--model", "llama3-8b", "--seq", "1M"], 2, "--gpus is needed"),
     (["--model", "llama3-8b", "--gpus", "8"], 2, "--seq is needed"),
     (["--model", "llama3-8b", "--gpus", "8", "--seq", "1M", "--json", "--recipe"], 2,
