@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ..layout import integer
+from ..layout.layouts import counted
 from ..masks import Causal, Full, Mask, SameSpan, Window
 from .data.packed import packs, params_of
 from .users_mask import MaskBatch, MaskLayer
@@ -153,7 +154,7 @@ def encode_shared(
     rows = encode(mine)
     _check_rows("encode: rows", rows, int(sizes[mine].sum()), embeddings)
     # Of each rank's images the places of all tokens, in the order of its rows.
-    tokens = [places[_all(firsts[share], sizes[share])] for share in shares]
+    tokens = [places[counted(firsts[share], sizes[share])] for share in shares]
     order = np.argsort(home[tokens[me]], kind="stable")
     out_of = np.bincount(home[tokens[me]], minlength=len(shares)).tolist()
     coming = [each[home[each] == me] for each in tokens]
@@ -190,13 +191,6 @@ def _shares(sizes: np.ndarray, ranks: int) -> list[list[int]]:
         shares[rank].append(image)
         load[rank] += int(sizes[image])
     return [sorted(each) for each in shares]
-
-
-def _all(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """int64: the numbers from each of `firsts`, so many."""
-    if not len(counts):
-        return np.empty(0, np.int64)
-    return np.concatenate([np.arange(a, a + n) for a, n in zip(firsts, counts, strict=True)])
 
 
 def _homes(
