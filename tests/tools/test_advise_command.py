@@ -2,8 +2,10 @@
 
 import ast
 import json
+import os
 import re
 import shlex
+import subprocess
 from dataclasses import fields, replace
 
 import pytest
@@ -261,6 +263,36 @@ def test_the_recipe_is_a_script(capsys):
     assert "cfg.model.tensor_model_parallel_size = 4" in script
 
 
+def test_the_job_starts_the_flags_on_every_node(capsys, tmp_path):
+    """Run by bash with stand-ins for what a cluster has: what torchrun is given on the second."""
+    assert main(["advise", "--model", "llama3-8b", "--gpus", "16", *FEW[2:], "--sbatch"]) == 0
+    (tmp_path / "job").write_text(capsys.readouterr().out)
+    stand_ins = {
+        "scontrol": "echo first; echo second",
+        "srun": 'shift; SLURM_NODEID=1 "$@"',
+        "torchrun": """printf '%s\\n' "$@" """,
+    }
+    for name, body in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "-", "SLURMD_NODENAME": "second",
+        "MEGATRON_LM": "/checkout",
+    }  # fmt: skip
+    done = subprocess.run(["bash", str(tmp_path / "job"), "--data-path", "a b"], text=True,
+                          env=slurm, capture_output=True, check=True)  # fmt: skip
+    flags = advise(
+        "llama3-8b", "h100", gpus=16, seq="64K", tokens_per_step="512K", tp=4, cp=2
+    ).flags()
+    assert done.stdout.splitlines() == [
+        *["--nnodes", "2", "--nproc-per-node", "8", "--local-addr", "second", "--rdzv-id", "7",
+          "--rdzv-backend", "c10d", "--rdzv-endpoint", "first:29500", "--rdzv-conf", "is_host=0",
+          "-m", "megatron_burst", "pretrain", "/checkout/pretrain_gpt.py"],
+        *shlex.split(" ".join(flags)), "--data-path", "a b",
+    ]  # fmt: skip
+
+
 def test_a_cluster_file_and_packed_documents(capsys, tmp_path):
     path = tmp_path / "cluster.toml"
     cluster_file.write(replace(Cluster(GPUS["h200"], 8), source="a test"), path)
@@ -333,6 +365,8 @@ def test_pictures(tmp_path, capsys):
     (["--model", "llama3-8b", "--gpus", "8"], 2, "--seq is needed"),
     (["--model", "llama3-8b", "--gpus", "8", "--seq", "1M", "--json", "--recipe"], 2,
      "one of them"),
+    (["--gpus", "8", "--seq", "1M", "--sbatch", "--", "pretrain_gpt.py", "--num-layers", "8"], 2,
+     "--sbatch writes the flags of the model too"),
     (["--model", "llama3-8b", "--gpus", "7", "--seq", "8K"], 2, "take --tokens-per-step 4186112"),
     (["--model", "llama3-8b", "--gpus", "8", "--seq", "1"], 2, "--seq a power of two, such as 2"),
     (["--model", "llama3-8b", "--gpus", "8", "--seq", "1K", "--packed", ","], 2,

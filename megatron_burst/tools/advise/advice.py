@@ -91,6 +91,16 @@ class Advice:
         """A sentence for each thing of the model that Megatron-LM has no flag for."""
         return model_flags.lacking(self.model)
 
+    def job(self, index: int = 0) -> str:
+        """A script for Slurm's sbatch that trains with `flags`. index: of `ranked`."""
+        run, cluster = self.ranked[index].run, self.cluster
+        return pasted.job_of(
+            self.model, run, *nodes_and_gpus(cluster),
+            f"{self.model.name}, sequences of {run.seq:,} tokens, on {cluster.gpus} x "
+            f"{cluster.gpu.name}",
+            bool(self.lengths),
+        )  # fmt: skip
+
     def recipe(self, index: int = 0) -> str:
         """A script for Megatron-Bridge. index: of `ranked`."""
         return pasted.recipe_of(self.model, self.ranked[index].run)
@@ -164,6 +174,12 @@ def advise(
         raise DoesNotFit(does_not_fit(found.closest.account, cluster))
     ranked = tuple(_shown(model, each, attention) for each in found.ranked)
     return Advice(model, cluster, want, ranked, found.ways, found.tried, lengths, search)
+
+
+def nodes_and_gpus(cluster: Cluster) -> tuple[int, int]:
+    """How many nodes there are, and GPUs of each."""
+    per_node = min(cluster.gpus, cluster.ranks_per_node)
+    return cluster.gpus // per_node, per_node
 
 
 def _together(want: TrainingGoal) -> str:

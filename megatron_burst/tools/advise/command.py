@@ -58,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_fields(parser, FIXED)
     add("--top", type=int, default=10, metavar="N", help="number of configurations to show (10)")
     add("--recipe", action="store_true", help="print only the training script for Megatron-Bridge")
+    add("--sbatch", action="store_true", help="print only a script for Slurm's sbatch")
     add_pictures(parser, "draw one layer and one step over time")
     add(
         "megatron",
@@ -69,8 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the advice. Returns the exit status."""
-    if arguments.recipe and arguments.json:
-        raise ValueError("--recipe and --json print different things: give one of them")
+    shown = [f"--{name}" for name in ("recipe", "sbatch", "json") if getattr(arguments, name)]
+    if len(shown) > 1:
+        raise ValueError(f"{' and '.join(shown)} print different things: give one of them")
+    if arguments.sbatch and arguments.megatron:
+        raise ValueError("--sbatch writes the flags of the model too: name it by --model")
     drawn = pictures(arguments)
     model, seq = _model(arguments)
     try:
@@ -89,8 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
         picture.draw(found, path)
     if arguments.json:
         print(json.dumps(report.facts(found, arguments.megatron), indent=1))
-    elif arguments.recipe:
-        print(found.recipe(), end="")
+    elif arguments.recipe or arguments.sbatch:
+        print(found.recipe() if arguments.recipe else found.job(), end="")
     else:
         report.show(found, arguments.megatron)
     return 0

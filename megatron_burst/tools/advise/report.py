@@ -15,9 +15,9 @@ from ...autotune.clusters import Cluster
 from ...cli.console import wrapped
 from ...units import byte_size, duration
 from . import rivals
-from .advice import Advice
+from .advice import Advice, nodes_and_gpus
 from .search.model_flags import script_of
-from .search.pasted import left_to_the_user, run_flags
+from .search.pasted import DOCUMENTS, left_to_the_user, run_flags
 from .search.search import Configuration
 from .search.what_if import options_said
 from .settings import Settings, selection_said
@@ -237,15 +237,13 @@ def _show_flags(console: Console, found: Advice, command: Sequence[str]) -> None
     for sentence in [] if command else found.no_flag_for:
         console.print(Text(sentence, style="yellow"))
     if found.lengths:
-        console.print(Text("  and a data loader that says where documents end: --sft or "
-                           "--dataloader-inter-document-masking"))  # fmt: skip
+        console.print(Text(f"  {DOCUMENTS}"))
 
 
 def launched(cluster: Cluster, script: str) -> list[str]:
     """The beginning of the command that starts a run on all GPUs of a cluster, line by line.
     script: of Megatron-LM."""
-    per_node = min(cluster.gpus, cluster.ranks_per_node)
-    nodes = cluster.gpus // per_node
+    nodes, per_node = nodes_and_gpus(cluster)
     where = [f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"] * (nodes > 1)
     return [
         f"torchrun --nproc-per-node {per_node}",

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run as flags to paste: those of Megatron-LM and ours; and as a call for Megatron-Bridge.
+"""A run as flags to paste: those of Megatron-LM and ours; as a job for Slurm; and as a call for
+Megatron-Bridge.
 
 Decides which flags say what `Settings` are; `model_flags` those of the model. They are read back
 by `tools.model_arguments`, and tests compare.
@@ -14,7 +15,15 @@ from typing import Any
 from ....config import BurstConfig, flag_of
 from ..settings import Settings
 from ..shapes.model import Model
-from .model_flags import carries_state, family_of, hybrid_flags, is_hybrid, model_flags
+from .model_flags import (
+    carries_state,
+    family_of,
+    hybrid_flags,
+    is_hybrid,
+    lacking,
+    model_flags,
+    script_of,
+)
 
 # Recipes of Megatron-Bridge for models of `models.NAMED`: family, name.
 BRIDGE = {
@@ -48,6 +57,10 @@ def _beside(model: Model, run: Settings, packed: bool) -> list[str]:
     groups = group_flags(model, run)
     ours = burst_flags(run, packed, carries_state(model))
     return [*groups, *training_flags(run), *plain, *alike, *ours]
+
+
+DOCUMENTS = ("and a data loader that says where documents end: --sft or "
+             "--dataloader-inter-document-masking")  # fmt: skip
 
 
 def left_to_the_user(model: Model) -> str:
@@ -141,6 +154,54 @@ def choices(run: Settings, packed: bool = False, carries: bool = False) -> dict[
         if name in ("algorithm", "head_chunks", "linear") or value != getattr(BurstConfig, name)
     }
     return {name: f"{v:g}" if isinstance(v, float) else v for name, v in said.items()}
+
+
+JOB = """\
+#!/usr/bin/env bash
+# {said}
+#     MEGATRON_LM=/path/to/Megatron-LM sbatch FILE --data-path PREFIX ...
+{missing}#SBATCH --job-name={name}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node={per_node}
+#SBATCH --exclusive
+#SBATCH --output=%x-%j.log
+set -euo pipefail
+{connections}
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export RENDEZVOUS="${{hosts[0]}}:${{PORT:-29500}}"
+
+# One torchrun per node; the first node holds the rendezvous.
+# shellcheck disable=SC2016 # expanded on each node
+srun --kill-on-bad-exit=1 bash -c 'exec torchrun --nnodes "$SLURM_JOB_NUM_NODES" \\
+  --nproc-per-node {per_node} --local-addr "$SLURMD_NODENAME" --rdzv-id "$SLURM_JOB_ID" \\
+  --rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS" \\
+  --rdzv-conf "is_host=$((SLURM_NODEID == 0))" "$@"' torchrun \\
+  -m megatron_burst pretrain "${{MEGATRON_LM:?must name a checkout of Megatron-LM}}/{script}" \\
+  {flags} \\
+  "$@"
+"""
+
+
+def job_of(
+    model: Model, run: Settings, nodes: int, per_node: int, said: str, packed: bool = False
+) -> str:
+    """A script for sbatch that runs `flags_of` on so many nodes and GPUs of each, with what follows
+    its name. said: what it is, in one line."""
+    missing = [left_to_the_user(model), *lacking(model)]
+    missing += [DOCUMENTS] * packed
+    return JOB.format(
+        said=said,
+        missing="".join(f"# {sentence}\n" for sentence in missing),
+        name=model.name,
+        nodes=nodes,
+        per_node=per_node,
+        # Megatron refuses it with FSDP.
+        connections="" if run.fsdp else
+        "export CUDA_DEVICE_MAX_CONNECTIONS=1 # required before Blackwell\n",
+        script=script_of(model),
+        flags=" \\\n  ".join(flags_of(model, run, packed)),
+    )  # fmt: skip
 
 
 def recipe_of(model: Model, run: Settings) -> str:
