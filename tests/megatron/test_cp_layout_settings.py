@@ -157,8 +157,12 @@ def test_a_layout_that_nobody_named_is_one_that_works(more, settings, layouts, e
     said = [line for line in caplog.messages if "would take striped" in line]
     assert len(said) == (excluding is not None)
     assert all(excluding in line and store in line for line in said)
-    problems = [str(each) for each in command_line.problems(args, []) if "layout" in str(each)]
-    assert bool(problems) == (more == "--burst-layout striped")
+    problems = [str(each) for each in command_line.problems(args, [])]
+    if more == "--burst-layout striped":  # before 0.19 no layout carries states
+        refused = "with --burst-layout striped", "needs Megatron-Core 0.19"
+        assert any(words in problem for problem in problems for words in refused)
+    else:
+        assert not [problem for problem in problems if "layout" in problem]
 
 
 def test_bytes_by_hand():
