@@ -80,7 +80,6 @@ def _cut(parts: Sequence[int], first: int, end: int, turns: int) -> _Cut:
     if len(parts) == 1:
         return _Cut(0, row, row, row)
     part = max(0, bisect_left(parts, row) - 1)
-    middle = (parts[part] + parts[part + 1]) // 2
     begin, stop = parts[part], parts[part + 1]
     middle = (begin + stop) // 2
     left, right = max(first, begin), min(end, stop)  # its rows in this block

@@ -109,8 +109,8 @@ def place_images(
     group = sequence_group(group, packed_seq_params)
     _, row = _homes(embeddings, places, packed_seq_params, group)
     _check_rows("images", images, len(places), embeddings)
-    mine = np.flatnonzero(row[group.rank()][places] >= 0)
-    to, of = row[group.rank()][places[mine]], torch.from_numpy(mine).to(images.device)
+    mine = np.flatnonzero(row[places] >= 0)
+    to, of = row[places[mine]], torch.from_numpy(mine).to(images.device)
     return _placed(embeddings, images.index_select(0, of), to)
 
 
@@ -129,7 +129,9 @@ def encode_shared(
     each image or frame has, in the order of `positions`; both are the same on all ranks. encode:
     is called once with the numbers of this rank's images, ascending, and returns their rows
     [tokens, h] in that order. Shares have about equally many tokens; a rank without one encodes the
-    smallest image and drops its rows, so that every rank's encoder runs and has gradients.
+    smallest image and drops its rows, so that every rank's encoder runs and has gradients. Without
+    any image no rank calls `encode`, so encoders whose parameters are gathered or reduced with
+    ranks of other micro-batches must be run by the caller.
 
     The rows travel to the ranks that hold their tokens by one all-to-all of the group, their
     gradients come back by another. So a rank has the gradients of its own images only: sums over
@@ -160,7 +162,7 @@ def encode_shared(
     coming = [each[home[each] == me] for each in tokens]
     sent = rows.index_select(0, torch.from_numpy(order).to(rows.device))
     moved = _AllToAll.apply(sent, out_of, [len(each) for each in coming], group)
-    return _placed(embeddings, moved, row[me][np.concatenate(coming)])
+    return _placed(embeddings, moved, row[np.concatenate(coming)])
 
 
 class _AllToAll(torch.autograd.Function):
@@ -196,8 +198,8 @@ def _shares(sizes: np.ndarray, ranks: int) -> list[list[int]]:
 def _homes(
     embeddings: torch.Tensor, places: np.ndarray, packed_seq_params: Any, group: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which rank holds each position of the sequence, int64 [s], and in which of its rows, int64
-    [ranks, s], -1 where it does not; ValueError for places that do not fit."""
+    """Which rank holds each position of the sequence, and in which of its rows this rank does, -1
+    where it does not: int64 [s] each; ValueError for places that do not fit."""
     from .data.slicing import held_positions
 
     if embeddings.dim() != 3 or embeddings.shape[1] != 1:
@@ -213,9 +215,9 @@ def _homes(
         )
     if len(np.unique(places)) != len(places):
         raise ValueError("positions: two images have the same place")
-    home, row = np.empty(total, np.int64), np.full((len(held), total), -1)
-    for rank, here in enumerate(held):
-        home[here], row[rank, here] = rank, np.arange(len(here))
+    home, row = np.empty(total, np.int64), np.full(total, -1)
+    home[held] = np.arange(len(held))[:, None]
+    row[held[group.rank()]] = np.arange(held.shape[1])
     return home, row
 
 

@@ -84,7 +84,8 @@ def vision_problems(model: Any, transformer: Any) -> Iterator[Problem]:
             "parallel ranks before context-parallel ranks get theirs",
             remove=("--sequence-parallel",),
         )
-    if name in _QWEN3 and getattr(transformer, "recompute_granularity", None) == "full":
+    mro = {cls.__name__ for cls in type(model).__mro__}
+    if mro & set(_QWEN3) and getattr(transformer, "recompute_granularity", None) == "full":
         yield Problem(
             f"--recompute-granularity full with {name}: Bridge hands a list of image features to "
             "its checkpoint function, which takes tensors only; use --recompute-granularity "

@@ -113,15 +113,32 @@ def test_as_much_is_stored_and_offloaded_as_fits(memory, host):
 
 def test_the_longest_sequence_is_one_that_fits_beside_one_that_does_not():
     where = replace(cluster(2, memory=13), host_memory=30 * GB)
-    found = advise(TINY, where, seq="longest", top=1, pp=1)
+    fixed = {"pp": 1, "tp": 1, "sequence_chunks": 8, "mlp_tiles": 8}
+    found = advise(TINY, where, seq="longest", top=1, **fixed)
     assert found.best.fit.fits
     with pytest.raises(DoesNotFit):
-        advise(TINY, where, seq=-(-found.want.seq * 101 // 100 // 32768) * 32768, top=1, pp=1)
-    fixed = advise(TINY, where, seq="longest", top=1, pp=1, tp=1, sequence_chunks=1)
-    assert (fixed.best.run.tp, fixed.best.run.sequence_chunks) == (1, 1)
-    assert fixed.want.seq < found.want.seq
-    with pytest.raises(ValueError, match=r"--longest .*leave --packed and --tokens-per-step out"):
-        advise(TINY, where, seq="longest", tokens_per_step="8M")
+        advise(TINY, where, seq=-(-found.want.seq * 101 // 100 // 32768) * 32768, top=1, **fixed)
+
+
+@pytest.mark.parametrize(("gpus", "fixed"), [
+    (6, {"tp": 2, "pp": 1, "sequence_chunks": 8, "mlp_tiles": 8}),
+    (4, {"tp": 1, "cp": 2, "dp": 2, "sequence_chunks": 8, "mlp_tiles": 8}),
+], ids=str)  # fmt: skip
+def test_a_longest_sequence_goes_with_what_is_fixed(gpus, fixed):
+    """Sizes that are no powers of two, and data-parallel ranks."""
+    where = replace(cluster(gpus, memory=13, per_node=gpus), host_memory=30 * GB)
+    found = advise(TINY, where, seq="longest", top=1, **fixed)
+    assert {name: getattr(found.best.run, name) for name in fixed} == fixed
+    assert found.best.run.gpus == gpus
+
+
+@pytest.mark.parametrize(("more", "words"), [
+    ({"tokens_per_step": "8M"}, r"--longest .*leave --packed and --tokens-per-step out"),
+    ({"tp": 3}, "--tp 3 does not divide"), ({"foo": 1}, "foo: can be fixed are"),
+])  # fmt: skip
+def test_a_longest_sequence_needs_what_a_given_one_does(more, words):
+    with pytest.raises(ValueError, match=words):
+        advise(TINY, cluster(4), seq="longest", **more)
 
 
 def test_bounds_are_bounds():

@@ -16,16 +16,16 @@ from typing import Any
 from ...autotune import cluster_file
 from ...autotune.clusters import Cluster
 from ...units import tokens_of
-from .account.fitting import best as longest
 from .account.fitting import does_not_fit
 from .account.memory import account
 from .forecast.step_time import model_operations
 from .rivals import Rival, fastest, rivals
 from .search import model_flags, pasted, what_if
 from .search.attention_choice import AttentionForecast
+from .search.longest import longest
 from .search.packed import PackedForecast, lengths_of, packed_pins
 from .search.search import Configuration, Progress, Search
-from .search.search_space import TrainingGoal, check_wanted, smallest_of
+from .search.search_space import TrainingGoal, check_wanted
 from .settings import flag_of
 from .shapes import models
 from .shapes.model import Model
@@ -156,7 +156,8 @@ def advise(
                 "multiples of it: leave --packed and --tokens-per-step out, or give --seq"
             )
         goal = TrainingGoal(STEP, 1, fixed, **known)
-        seq = longest(model, cluster, smallest_of(model, cluster, goal)).run.seq
+        run = longest(model, cluster, goal, AttentionForecast(model, cluster, fixed)).run
+        seq, tokens_per_step = run.seq, run.seq * run.dp * max(1, STEP // (run.seq * run.dp))
     want = replace(wanted_of(seq, tokens_per_step, fixed), **known)
     check_wanted(model, cluster, want)
     if type(top) is not int or top < 1:

@@ -249,13 +249,12 @@ def best(model: Model, cluster: Cluster, runs: Iterable[Settings]) -> Longest:
         units = 1 if found is None else found.run.seq // unit + 1
         try:
             longer = account(model, replace(run, seq=units * unit), every=False)
+            last = run
+            if fit(longer, cluster).fits:
+                other = longest(model, cluster, run)
+                found = other if found is None or other.run.seq > found.run.seq else found
         except ValueError as error:  # no such run
             refused = error
-            continue
-        last = run
-        if fit(longer, cluster).fits:
-            other = longest(model, cluster, run)
-            found = other if found is None or other.run.seq > found.run.seq else found
     if found is None and last is not None:
         return longest(model, cluster, last)
     if found is None:
@@ -264,8 +263,10 @@ def best(model: Model, cluster: Cluster, runs: Iterable[Settings]) -> Longest:
 
 
 def _unit(run: Settings) -> int:
-    """The lengths of a run that are tried are multiples of it."""
-    return 2 * run.cp * -(-GRANULE // (2 * run.cp))
+    """The lengths of a run that are tried are multiples of it: ranks, chunks and tiles of rows all
+    come out even."""
+    even = 2 * run.cp * run.tp * math.lcm(run.sequence_chunks, run.mlp_tiles)
+    return even * -(-GRANULE // even)
 
 
 def layouts_of(model: Model, cluster: Cluster, run: Settings) -> Iterator[Settings]:

@@ -163,7 +163,7 @@ class Search:
             self.closest = self._account(*self.timed([self.least[1]])[0])  # none was worth one
         closer: list[Configuration] = []
         for each in simplest_first(found):
-            # Those that follow count where more memory saved less time than they are slower by.
+            # Of those that follow only what may be faster yet if memory bars less: by an estimate.
             limit = min((one.seconds for one in closer), default=math.inf)
             if len(closer) < top or self.attention.step(unbarred(each.run)).seconds < limit:
                 closer.append(self.best_of(each.run, thorough=True) or each)

@@ -29,8 +29,6 @@ STORES = (1.0, 0.5, 0.0)
 OFFLOADS = (0.0, 1.0)
 FRACTIONS = tuple(tenth / 10 for tenth in range(11))  # of store and offload, where memory decides
 TILES = (1, 8)  # of the MLP half, beside a whole attention half
-EVEN = 1 << 15  # rows of a rank, which all sizes of groups divide
-FULL = 64  # micro-batches that keep every stage of a pipeline busy
 CHUNKED = ((8, 32), (32, 64))  # sequence chunks, MLP tiles: where nothing else fits
 # What `Settings` says of groups; the rest are options.
 GROUPS = ("tp", "pp", "vpp", "ep", "cp", "dp", "micro_batch")
@@ -159,18 +157,6 @@ def options_of(
                 )  # fmt: skip
 
 
-def smallest_of(model: Model, cluster: Cluster, want: TrainingGoal) -> Iterator[Settings]:
-    """The runs among which the one with the longest sequence is: of every way to share the GPUs
-    out, with one sequence at a time on all of them, those that recompute all and store nothing, in
-    chunks of rows first and with most on the host first. Their own length says nothing."""
-    fixed = {**want.pinned, "dp": 1}
-    even = replace(want, seq=EVEN * cluster.gpus, sequences=FULL, pinned=fixed)
-    for groups in groups_of(model, cluster, even):
-        if groups.vpp == want.pinned.get("vpp", 1):
-            for chunked in (True, False):
-                yield from options_of(groups, even, chunked, STORES[-1:], FRACTIONS[::-1])
-
-
 def layout_of(want: TrainingGoal, store: float) -> str:
     """The layout that `flags` takes where none is named: striped balances a partial store."""
     striped = 0 < store < 1 and not want.carries
@@ -207,16 +193,21 @@ STEP = 4 * 2**20  # tokens of a step that a suggestion is near
 
 def check_wanted(model: Model, cluster: Cluster, want: TrainingGoal) -> None:
     """Raise ValueError, with what would do, unless there is a way to share the GPUs out."""
-    for name in want.pinned:
-        if name not in SEARCHED:
-            raise ValueError(f"{name}: can be fixed are {', '.join(SEARCHED)}")
-    check_fields(Settings(want.seq, **want.pinned))
+    check_fixed(want)
     check_experts(model, want.pinned.get("ep", 1))
     check_carried(model, want.pinned.get("layout", ""))
     for reason in _reasons(model, cluster, want):
         raise ValueError(reason)
     if next(groups_of(model, cluster, want), None) is None:
         raise ValueError(_no_way(model, cluster, want))
+
+
+def check_fixed(want: TrainingGoal) -> None:
+    """Raise ValueError for what cannot be fixed, or not to this."""
+    for name in want.pinned:
+        if name not in SEARCHED:
+            raise ValueError(f"{name}: can be fixed are {', '.join(SEARCHED)}")
+    check_fields(Settings(want.seq, **want.pinned))
 
 
 def _reasons(model: Model, cluster: Cluster, want: TrainingGoal) -> Iterator[str]:
