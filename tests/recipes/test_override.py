@@ -128,12 +128,12 @@ def test_hybrid_models_are_refused(llama):
 
 
 def test_models_of_images_are_refused(llama):
+    from megatron.bridge.models.glm_vl import GLM45VModelProvider
     from megatron.bridge.models.ministral3 import Ministral3ModelProvider3B
-    from megatron.bridge.models.qwen_vl import Qwen3VLModelProvider
 
     from megatron_burst.recipes import apply_burst
 
-    for provider in (Ministral3ModelProvider3B, Qwen3VLModelProvider):
+    for provider in (Ministral3ModelProvider3B, GLM45VModelProvider):
         recipe = llama()
         recipe.model = provider(num_layers=2, hidden_size=64, num_attention_heads=4)
         with pytest.raises(ValueError, match=f"{provider.__name__} is a vision-language model"):
