@@ -263,10 +263,14 @@ def best(model: Model, cluster: Cluster, runs: Iterable[Settings]) -> Longest:
 
 
 def _unit(run: Settings) -> int:
-    """The lengths of a run that are tried are multiples of it: ranks, chunks and tiles of rows all
-    come out even."""
-    even = 2 * run.cp * run.tp * math.lcm(run.sequence_chunks, run.mlp_tiles)
+    """The lengths of a run that are tried are multiples of it."""
+    even = evenly(run)
     return even * -(-GRANULE // even)
+
+
+def evenly(run: Settings) -> int:
+    """Of lengths that are multiples of it, ranks, chunks and tiles of rows all come out even."""
+    return 2 * run.cp * run.tp * math.lcm(run.sequence_chunks, run.mlp_tiles)
 
 
 def layouts_of(model: Model, cluster: Cluster, run: Settings) -> Iterator[Settings]:

@@ -8,12 +8,11 @@ that length.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 from ....autotune.clusters import Cluster
-from ..account.fitting import Longest, best
+from ..account.fitting import Longest, best, evenly
 from ..account.memory import account, fit
 from ..settings import Settings
 from ..shapes.model import Model
@@ -59,7 +58,7 @@ def longest(
 
 def _at(run: Settings, seq: float) -> Settings:
     """The run at a length like this one that its ranks, chunks and tiles divide."""
-    step = 2 * run.cp * run.tp * math.lcm(run.sequence_chunks, run.mlp_tiles)
+    step = evenly(run)
     return replace(run, seq=max(1, int(seq) // step) * step)
 
 

@@ -86,9 +86,7 @@ def simplicity(run: Settings) -> tuple[float, ...]:
 def plainest(groups: Settings) -> Settings:
     """The simplest run with these groups, which with attention that sends nothing bounds the time
     of all others."""
-    return replace(groups, recompute="none", store=0.0, offload=0.0, optimizer_offload=0.0,
-                   sequence_chunks=1, mlp_tiles=1, algorithm="burst", ulysses=1,
-                   head_chunks=1)  # fmt: skip
+    return replace(unbarred(groups), algorithm="burst", ulysses=1, head_chunks=1)
 
 
 def unbarred(run: Settings) -> Settings:
