@@ -35,7 +35,7 @@ BLOCKS: dict[tuple[int, str, int], BlockSizes] = {
     (90, "forward", 256): BlockSizes(128, 64, 8, 2),
     (90, "backward", 64): BlockSizes(64, 128, 8, 2),
     (90, "backward", 128): BlockSizes(64, 64, 8, 2),
-    (90, "backward", 256): BlockSizes(64, 64, 8, 1),
+    (90, "backward", 256): BlockSizes(64, 32, 8, 1),
 }
 # sm_120 has no more shared memory than the smallest of the sm_80s.
 BLOCKS |= {(120, way, width): size for (old, way, width), size in BLOCKS.items() if old == 80}

@@ -8,7 +8,7 @@ softmax in normal form, and stores it again; backward adds to the sums it is giv
 are those of the whole sequence, so there is one kernel for either side of the ring.
 
 Imported only when a Triton kernel is made. Masks and block sizes come as lists and constants.
-Tensors are [rows, b, heads, width], as descriptors of one block of rows
+Tensors are [b, heads, rows, width], as descriptors of one block of rows
 of one head; what lies behind their ends is zero.
 """
 
@@ -83,12 +83,12 @@ def forward(
     at = lse + rows * lse_row + _offset(batch, head, lse_batch, lse_head)
     best = tl.load(at, mask=rows < n, other=NOTHING) * LOG2E
     total = tl.where(best == NOTHING, 0.0, 1.0)
-    acc = out.load([start, batch, head, 0]).reshape(M, W)
-    query = q.load([start, batch, head, 0]).reshape(M, D)
+    acc = out.load([batch, head, start, 0]).reshape(M, W)
+    query = q.load([batch, head, start, 0]).reshape(M, D)
     largest = tl.full((M,), NOTHING, tl.float32)  # `best` begins with the lse of earlier pairs
     for i in range(first, stop):
         column = tl.load(others + i) * N
-        key = k.load([column, batch, head // group, 0]).reshape(N, D)
+        key = k.load([batch, head // group, column, 0]).reshape(N, D)
         x = _logits(tl.dot(query, tl.trans(key), input_precision=PRECISION), scale, CAP)
         if MASKED:
             shown = _shown(bits, tl.load(tables + i), M, N, False)
@@ -101,11 +101,11 @@ def forward(
         p = tl.exp2(x - base[:, None])
         decay = tl.exp2(best - base)
         total = total * decay + tl.sum(p, 1)
-        value = v.load([column, batch, head // group, 0]).reshape(N, W)
+        value = v.load([batch, head // group, column, 0]).reshape(N, W)
         acc = tl.dot(p.to(value.dtype), value, acc * decay[:, None], input_precision=PRECISION)
         best = highest
     norm = tl.where(total == 0, 1.0, total)
-    out.store([start, batch, head, 0], (acc / norm[:, None]).reshape(M, 1, 1, W))
+    out.store([batch, head, start, 0], (acc / norm[:, None]).reshape(1, 1, M, W))
     result = tl.where(total == 0, NOTHING, (best + tl.log2(norm)) / LOG2E)
     tl.store(at, result, mask=rows < n)
     if max_logits is not None:
@@ -150,15 +150,15 @@ def backward_keys(
     added atomically where it is. `heads` counts key heads; lse, delta [rows, b, h] contiguous."""
     batch, head, start, first, stop = _program(programs, heads, N)
     lanes, widths = tl.arange(0, M), tl.arange(0, D)
-    key = k.load([start, batch, head, 0]).reshape(N, D)
-    value = v.load([start, batch, head, 0]).reshape(N, W)
+    key = k.load([batch, head, start, 0]).reshape(N, D)
+    value = v.load([batch, head, start, 0]).reshape(N, W)
     dkey = tl.zeros((N, D), tl.float32)
     dvalue = tl.zeros((N, W), tl.float32)
     for own in range(head * group, head * group + group):
         for i in range(first, stop):
             row = tl.load(others + i) * M
-            query = q.load([row, batch, own, 0]).reshape(M, D)
-            gradient = dout.load([row, batch, own, 0]).reshape(M, W)
+            query = q.load([batch, own, row, 0]).reshape(M, D)
+            gradient = dout.load([batch, own, row, 0]).reshape(M, W)
             offset = _offset(batch, own, stats_batch, 1)
             stats, mean = _statistics(lse, delta, row + lanes, n, offset, stats_row)
             shown = True
@@ -180,11 +180,11 @@ def backward_keys(
                 inside = (rows < n)[:, None] & (widths < width)[None, :]
                 tl.atomic_add(at, part, mask=inside, sem="relaxed")
     if DK:
-        total = dk.load([start, batch, head, 0]) + (dkey * scale).reshape(N, 1, 1, D)
-        dk.store([start, batch, head, 0], total)
+        total = dk.load([batch, head, start, 0]) + (dkey * scale).reshape(1, 1, N, D)
+        dk.store([batch, head, start, 0], total)
     if DV:
-        total = dv.load([start, batch, head, 0]) + dvalue.reshape(N, 1, 1, W)
-        dv.store([start, batch, head, 0], total)
+        total = dv.load([batch, head, start, 0]) + dvalue.reshape(1, 1, N, W)
+        dv.store([batch, head, start, 0], total)
 
 
 @triton.jit
@@ -197,15 +197,15 @@ def backward_queries(
     """One block of rows of one head: dq, in an order that is always the same."""
     batch, head, start, first, stop = _program(programs, heads, M)
     lanes = tl.arange(0, M)
-    query = q.load([start, batch, head, 0]).reshape(M, D)
-    gradient = dout.load([start, batch, head, 0]).reshape(M, W)
+    query = q.load([batch, head, start, 0]).reshape(M, D)
+    gradient = dout.load([batch, head, start, 0]).reshape(M, W)
     offset = _offset(batch, head, stats_batch, 1)
     stats, mean = _statistics(lse, delta, start + lanes, n, offset, stats_row)
     acc = tl.zeros((M, D), tl.float32)
     for i in range(first, stop):
         column = tl.load(others + i) * N
-        key = k.load([column, batch, head // group, 0]).reshape(N, D)
-        value = v.load([column, batch, head // group, 0]).reshape(N, W)
+        key = k.load([batch, head // group, column, 0]).reshape(N, D)
+        value = v.load([batch, head // group, column, 0]).reshape(N, W)
         shown = True
         if MASKED:
             shown = _shown(bits, tl.load(tables + i), M, N, False)
@@ -214,5 +214,5 @@ def backward_queries(
         dp = tl.dot(gradient, tl.trans(value), input_precision=PRECISION)
         ds = (p * (dp - mean[:, None]) * slope).to(key.dtype)
         acc = tl.dot(ds, key, acc, input_precision=PRECISION)
-    total = dq.load([start, batch, head, 0]) + (acc * scale).reshape(M, 1, 1, D)
-    dq.store([start, batch, head, 0], total)
+    total = dq.load([batch, head, start, 0]) + (acc * scale).reshape(1, 1, M, D)
+    dq.store([batch, head, start, 0], total)
