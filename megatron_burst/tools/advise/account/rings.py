@@ -137,7 +137,7 @@ class _Replay:
 
     def _join(self, pairs: Sequence[Pair]) -> None:
         """The chunks of keys that one call has one behind the other, and their gradients."""
-        if not self.schedule.wanted.joined:
+        if not self.schedule.joined:
             return
         keys = self.schedule.tables.keys
         rows = [keys.count(k.owner, k.rows) for pair in pairs for _, k in self._calls(pair)]
@@ -319,7 +319,7 @@ def ring_rooms(
     intra = intra if cp % intra == 0 else cp
     grid = Grid(cp // intra, intra)
     shards = [make(layout, cp_size=cp).spans(rank, cp * SHORT) for rank in range(cp)]
-    seen = wanted(Causal(), shards, shards, joined)
+    seen = wanted(Causal(), shards, shards, joined or None)
     sizes = RowSizes(SHORT, 1, 4, 1, 8, 8, 2, 4, 4, ALL_GRADIENTS)
     name = ring_algorithm(algorithm)
     forward = cost.forward_schedule(name, grid, seen, sizes)

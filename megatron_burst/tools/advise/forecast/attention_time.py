@@ -130,7 +130,7 @@ def made(ring: RingKey) -> RingPasses:
     if ring.chunks > 1:
         *_, (_, queries, _) = row_cuts(layout, topology, ring.seq, ring.chunks)
     grid = Grid(topology.ring_size // ring.inner, ring.inner)
-    want = wanted(mask, queries, spans, ring.joined)
+    want = wanted(mask, queries, spans, ring.joined or None)
     wires = Wires(places=places(topology, ring.nodes))
     name, sizes, route = ring.algorithm, ring.sizes, ring.route
     forward = forward_schedule(name, grid, want, sizes, route=route)
