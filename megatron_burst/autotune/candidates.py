@@ -139,7 +139,7 @@ def on_grid(
         wants = [wanted(workload.mask, shards, spans, joined) for _, shards, _ in cuts]
         seconds = seconds / len(wants)  # chunks are balanced
     longer, wires, least = rates.backward * seconds, ONE_NIC, (0.0, 0.0)
-    adds = adding(sizes, rates.memory)
+    adds = adding(sizes, rates.adding)
     if joined:  # what a call takes depends on its queries, not on the rows of the chunk
         rates = replace(rates, half_rows=0.0)
         least, adds = reading(sizes, rates.memory, workload.latent), (NOTHING, NOTHING)
@@ -273,12 +273,12 @@ def sharing(
     return passes[0], passes[1]
 
 
-def adding(sizes: Sizes, memory: float) -> tuple[Adding, Adding]:
-    """What dense attention moves in memory besides computing, forward and backward: a call reads
-    its results in the dtype of q, and reads and writes the sums to which it adds them. Keys of
-    several chunks are copied behind each other and then into their order, and gradients of such
-    keys are made, brought back in order and added."""
-    of_sums, batch = 2 * sizes.stat_itemsize + sizes.itemsize, sizes.batch / memory
+def adding(sizes: Sizes, rate: float) -> tuple[Adding, Adding]:
+    """What dense attention moves in memory besides computing, forward and backward, at so many
+    bytes per second: a call reads its results in the dtype of q, and reads and writes the sums to
+    which it adds them. Keys of several chunks are copied behind each other and then into their
+    order, and gradients of such keys are made, brought back in order and added."""
+    of_sums, batch = 2 * sizes.stat_itemsize + sizes.itemsize, sizes.batch / rate
     of_keys = batch * sizes.kv_heads * (sizes.width + sizes.value_width)
     copied, heads = 4 * sizes.itemsize * of_keys, batch * sizes.heads
     return (
