@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.lm_head_case import eager, inputs, recompute, single_pass, three_products
+from benchmarks.lm_head_case import (
+    eager,
+    inputs,
+    liger,
+    recompute,
+    single_pass,
+    three_products,
+)
 
 from .clock import Clock, Run, extra, forget, interleaved
 from .sizes import Sizes
@@ -21,6 +28,7 @@ RUNS: dict[str, Callable[..., Any]] = {
     BOUND: three_products,
     "single pass": single_pass,
     "recompute": recompute,
+    "Liger": liger,
     "eager": eager,
 }
 
@@ -37,6 +45,8 @@ def measure(sizes: Sizes, clock: Clock) -> Record:
             runs[name] = run
         except torch.OutOfMemoryError:
             refused[name] = "out of memory"
+        except ImportError as error:
+            refused[name] = f"not installed ({error})"
         hidden.grad = weight.grad = None
         forget(clock.device)
     times = interleaved(runs, clock, sizes.repeats, sizes.patience)
