@@ -29,7 +29,7 @@ from .pair_counts import pairs_attended, pairs_seen
 from .places import Nodes, places
 from .prepared import Prepared
 from .rates import Rates
-from .simulator import IDLE, PassTime
+from .simulator import IDLE, NOTHING, Adding, PassTime
 
 HEAD_CHUNKS = (1, 2, 4, 8)
 WORSE = 0.002  # of a call: by how much more chunks are slower before the rest are not tried
@@ -120,7 +120,7 @@ def on_grid(
     sizes = workload.sizes.shared(topology.ulysses)
     grid = Grid(topology.inter_size, topology.intra_size)
     spans = cost.ring_spans(workload.layout, topology, workload.seq_len)
-    joined = workload.attended is not None
+    joined = workload.attended is not None or None  # else as the algorithm has it
     want = wanted(workload.mask, spans, spans, joined)
     assert rates.compute is not None
     columns = sizes.width + sizes.value_width * (1 + workload.latent)
@@ -139,9 +139,10 @@ def on_grid(
         wants = [wanted(workload.mask, shards, spans, joined) for _, shards, _ in cuts]
         seconds = seconds / len(wants)  # chunks are balanced
     longer, wires, least = rates.backward * seconds, ONE_NIC, (0.0, 0.0)
+    adds = adding(sizes, rates.adding)
     if joined:  # what a call takes depends on its queries, not on the rows of the chunk
         rates = replace(rates, half_rows=0.0)
-        least = reading(sizes, rates.memory, workload.latent)
+        least, adds = reading(sizes, rates.memory, workload.latent), (NOTHING, NOTHING)
     if nodes is not None:
         wires = Wires(places=places(topology, nodes))
     per_nic = 1.0 if nodes is None else nodes.per_nic
@@ -162,12 +163,14 @@ def on_grid(
         ready, *backs = ([Prepared(one, wires) for one in each] for each in (theres, *backs))
         before = [math.inf] * len(backs)
         for count in _head_chunks(sizes, fixed, alone):
-            forward = _time(ready, sizes, seconds, rates, count, least[0]) + there_heads
+            forward = _time(ready, sizes, seconds, rates, count, least[0], adds[0])
+            forward += there_heads
             made = []
             for each, bytes_ in zip(backs, sent, strict=True):
                 backward = IDLE
                 if trained:
-                    backward = _time(each, sizes, longer, rates, count, least[1]) + back_heads
+                    backward = _time(each, sizes, longer, rates, count, least[1], adds[1])
+                    backward += back_heads
                 side = each[0].schedule.side
                 made.append(Candidate(
                     _named(algorithm, topology), side, count, topology.ulysses,
@@ -184,12 +187,12 @@ def on_grid(
 
 def _time(
     passes: Sequence[Prepared], sizes: Sizes, seconds: np.ndarray, rates: Rates, count: int,
-    least: float,
+    least: float, adds: Adding,
 ) -> PassTime:  # fmt: skip
     """The time of all chunks' passes, one after another."""
     total = IDLE
     for each in passes:
-        total += simulator.pass_time(each, sizes, seconds, rates, count, least=least)
+        total += simulator.pass_time(each, sizes, seconds, rates, count, least=least, adding=adds)
     return total
 
 
@@ -268,6 +271,24 @@ def sharing(
         taken = max(*busy, size * topology.ulysses / rates.copying)
         passes.append(PassTime(taken + 2 * (rates.posting + rates.exchange_start), 0.0, *busy))
     return passes[0], passes[1]
+
+
+def adding(sizes: Sizes, rate: float) -> tuple[Adding, Adding]:
+    """What dense attention moves in memory besides computing, forward and backward, at so many
+    bytes per second: a call reads its results in the dtype of q, and reads and writes the sums to
+    which it adds them. Keys of several chunks are copied behind each other and then into their
+    order, and gradients of such keys are made, brought back in order and added."""
+    of_sums, batch = 2 * sizes.stat_itemsize + sizes.itemsize, sizes.batch / rate
+    of_keys = batch * sizes.kv_heads * (sizes.width + sizes.value_width)
+    copied, heads = 4 * sizes.itemsize * of_keys, batch * sizes.heads
+    return (
+        Adding(queries=heads * sizes.value_width * of_sums, joined=copied),
+        Adding(
+            queries=heads * sizes.width * of_sums,
+            keys=of_keys * of_sums,
+            joined=copied + 6 * sizes.stat_itemsize * of_keys,
+        ),
+    )
 
 
 def reading(sizes: Sizes, memory: float, latent: bool) -> tuple[float, float]:
