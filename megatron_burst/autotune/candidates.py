@@ -149,7 +149,8 @@ def on_grid(
     there_heads, back_heads = sharing(topology, sizes, rates, len(wants) > 1, per_nic)
     alone, trained = grid.size == 1, any(sizes.needs_grad)
     algorithms = _algorithms(workload, topology, fixed)
-    if fixed.algorithm is None and not _few_rows(want):
+    copies = sizes.kv_heads * topology.ulysses / workload.sizes.kv_heads  # of few heads
+    if fixed.algorithm is None and not _few_rows(want, copies):
         algorithms = [name for name in algorithms if not ALGORITHMS[name].few_rows]
     for algorithm in algorithms:
         theres = [cost.forward_schedule(algorithm, grid, each, sizes) for each in wants]
@@ -212,12 +213,13 @@ def _algorithms(workload: Workload, topology: Topology, fixed: Fixed) -> Sequenc
     ]
 
 
-def _few_rows(want: Wanted) -> bool:
-    """Does a rank see so few rows of others that it can hold all of them at once?"""
+def _few_rows(want: Wanted, copies: float) -> bool:
+    """Does a rank see so few rows of others that it can hold all of them at once? copies: how many
+    times the bytes of keys that ranks which share heads have of all their rows."""
     keys = want.keys
     own = int(np.bincount(keys.owner, keys.rows, 1).max())
     most = int((keys.rows @ keys.wanted).max(initial=0))
-    return most <= min(HELD, (keys.size - 1) / 2) * own
+    return most * copies <= min(HELD, (keys.size - 1) / 2) * own
 
 
 def _sent(

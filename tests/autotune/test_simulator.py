@@ -638,8 +638,11 @@ def test_a_chunk_of_queries_has_its_own_size():
 def test_auto_tries_to_hold_all_rows_where_they_are_few():
     bounds = [0, 6, 12, 20, 30, 41, 52, 64]
     mask = masks.Documents(bounds) & masks.Causal()
-    work = Workload(sizes(4, 4, 8), mask, layout.make("balanced", cp_size=8, cu_seqlens=bounds))
-    for ulysses, held in ((1, True), (2, False)):
+    own = layout.make("balanced", cp_size=8, cu_seqlens=bounds)
+    # Of two groups of four, one sees 8 of the 32 rows of the other, where 16 are few. With one head
+    # of keys each rank has a copy of it: 4 times the bytes.
+    for kv_heads, ulysses, held in ((4, 1, True), (4, 2, True), (2, 4, True), (1, 4, False)):
+        work = Workload(sizes(4, kv_heads, 8), mask, own)
         found = on_grid(work, Topology(8, 4, ulysses), SLOW, Fixed(side="kv", head_chunks=1))
         assert ("prefetch" in {option.algorithm for option in found}) is held
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import megatron_burst as mb
+from megatron_burst.execution import joined
 from megatron_burst.execution.buffers import Buffers
 from megatron_burst.tools.advise.account.rings import rooms
 
@@ -59,3 +60,30 @@ def test_rooms_are_those_that_the_executor_makes(
                 for _ in range(n)
             ]
             assert sorted(took) == sorted(expected), (rank, number)
+
+
+def test_keys_that_one_call_joins_are_counted(monkeypatch):
+    """In rooms of the longest chunk, at most one more than there are rows: keys of all others that
+    come in time for one call, and the gradients that it makes for them."""
+    found = {}
+    compute = joined.compute
+
+    def counting(call, held, partials, computes):
+        rows = sum(len(held[part.keys].tensors[0]) for part in call.parts)
+        name = type(computes).__name__
+        found[name, call.queries.owner] = max(rows, found.get((name, call.queries.owner), 0))
+        compute(call, held, partials, computes)
+
+    monkeypatch.setattr(joined, "compute", counting)
+    groups = mb.Groups.in_process(inter=2, intra=2)
+    q = [torch.zeros(ROWS, 1, 2, WIDTH, requires_grad=True) for _ in range(4)]
+    plan = mb.prepare(q, q, q, groups=groups, algorithm="prefetch", side="kv")
+    sum(out.sum() for out in mb.attention(q, q, q, plan=plan)).backward()
+    for rank in range(4):
+        for schedule, name in zip(plan.ranks[rank].schedules, ("Forward", "Backward"), strict=True):
+            count = rooms(schedule, rank)
+            made = {kind: n for kind, n in count.made.items() if kind in JOINED}
+            rooms_of = -(-found[name, rank] // count.rows["kv"])
+            copies = "kv copied" if name == "Forward" else "dkv joined"
+            assert made == {"kv joined": rooms_of, copies: rooms_of}
+    assert found["Forward", 3] > ROWS
