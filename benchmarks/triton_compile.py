@@ -4,8 +4,9 @@ Needs Triton, whose package brings the assembler, and no GPU. For every entry of
 `megatron_burst.kernels.blocks.BLOCKS` (or one device, one width) it records what `TritonKernel`
 launches for a causal pair, with and without masks, and lets Triton's own JIT compile that, as for a
 GPU of this kind: with its hints about pointers and strides that 16 divides. ptxas says what became
-of it. A kernel that does not compile, that wants more shared memory than the device has, or that
-loads more of a mask than its bits ends the run with status 1.
+of it. A kernel that does not compile, that wants more shared memory than the device has, that
+loads more of a mask than its bits, or that keeps a factor of products in registers over a loop
+(`held`) ends the run with status 1.
 
     python -m benchmarks.triton_compile --devices 90 --widths 128
 """
@@ -56,12 +57,14 @@ class Launch(NamedTuple):
 
 class Made(NamedTuple):
     """What the assembler says of one launch: spills in bytes per thread; loads: bytes that a thread
-    loads or copies from addresses for every tile, those of tensors by descriptors left out."""
+    loads or copies from addresses for every tile, those of tensors by descriptors left out; held:
+    what `held` counts."""
 
     registers: int
     spills: int
     shared: int
     loads: int
+    held: int
 
 
 def main() -> int:
@@ -81,7 +84,7 @@ def main() -> int:
             continue
         for masked, one in made.items():
             mask = one.loads - made[False].loads
-            failed += one.shared > SHARED[launch.device] or mask > most(size)
+            failed += one.shared > SHARED[launch.device] or mask > most(size) or one.held > 0
             words = str(one.registers), str(one.spills), f"{one.shared / 1024:.0f}"
             table.add_row(*shown, "yes" if masked else "no", shape, *words, str(mask))
     Console(width=120).print(table)
@@ -204,21 +207,42 @@ def assembled(kernel: Any, device: int) -> Made:
     registers, stores = (re.search(p, said) for p in (r"Used (\d+) reg", r"(\d+) bytes spill st"))
     assert registers is not None, said
     spills = int(stores[1]) if stores else 0
-    return Made(int(registers[1]), spills, kernel.metadata.shared, loads(ptx))
+    return Made(int(registers[1]), spills, kernel.metadata.shared, loads(ptx), held(ptx))
+
+
+def held(ptx: str) -> int:
+    """Products of warp groups in a loop whose first factor is in registers from before the loop.
+
+    ptxas 12.8 to 13.0 gives such registers to other values too, and from the second round of the
+    loop on results are wrong (seen on an H100, with Triton 3.6).
+    """
+    found = 0
+    for loop in loops(ptx):
+        made: set[str] = set()
+        for line in loop:
+            if target := re.match(r"\s*(?:@!?%p\d+\s+)?[a-z][\w.:]*\s+(\{[^}]*\}|%\w+)", line):
+                made |= {*re.findall(r"%\w+", target[1])}
+        factors = re.findall(r"wgmma\.mma_async\S* \{[^}]*\}, \{([^}]*)\}", "\n".join(loop))
+        found += sum(made.isdisjoint(re.findall(r"%\w+", each)) for each in factors)
+    return found
+
+
+def loops(ptx: str) -> Iterator[list[str]]:
+    """The lines of each loop, the inner ones first."""
+    lines, labels = ptx.splitlines(), {}
+    for number, line in enumerate(lines):
+        if label := re.match(r"(\$\w+):", line):
+            labels[label[1]] = number
+        jump = re.search(r"\bbra(?:\.uni)?\s+(\$\w+);", line)
+        if jump and jump[1] in labels:
+            yield lines[labels[jump[1]] : number]
 
 
 def loads(ptx: str) -> int:
     """Bytes that a thread loads or copies from addresses in one round of the innermost loop; of
     those that wait for a copy, and are a few lines long, none."""
-    lines, labels, loop = ptx.splitlines(), {}, range(0)
-    for number, line in enumerate(lines):
-        if label := re.match(r"(\$\w+):", line):
-            labels[label[1]] = number
-        jump = re.search(r"\bbra(?:\.uni)?\s+(\$\w+);", line)
-        if jump and number - labels.get(jump[1], number) > WAITING:
-            loop = loop or range(labels[jump[1]], number)
     total = 0
-    for line in lines[loop.start : loop.stop]:
+    for line in next((loop for loop in loops(ptx) if len(loop) > WAITING), []):
         if copied := re.search(r"cp\.async\.c\w\.shared\.global \[.*?\], \[.*?\], (\w+)", line):
             total += int(copied[1], 0)
         if loaded := re.search(r"ld\.global[.\w:]*?(?:\.v(\d))?\.[bfsu](\d+)\s", line):

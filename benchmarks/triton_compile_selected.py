@@ -82,7 +82,7 @@ def main() -> int:
             failed += 1
             table.add_row(*words, "", f"{type(error).__name__}: {error}"[:60])
             continue
-        failed += made.spills > 0 or made.shared > SHARED[launch.device]
+        failed += made.spills > 0 or made.held > 0 or made.shared > SHARED[launch.device]
         found = str(made.registers), str(made.spills), f"{made.shared / 1024:.0f}"
         table.add_row(*words, blocks, *found)
     Console(width=120).print(table)

@@ -15,11 +15,12 @@ import torch
 
 from megatron_burst.kernels.base import Kernel, Rows, Scoring
 from megatron_burst.kernels.online_softmax import empty_result
-from megatron_burst.kernels.registry import KERNELS, make
+from megatron_burst.kernels.registry import make
 
 from . import rivals
 from .cases import Case
 from .clock import Clock, Run, extra, forget, interleaved
+from .ring import kernels
 from .rivals import Cannot, Inputs
 from .sample import TOLERANCE, Sample
 from .sizes import Sizes
@@ -156,9 +157,8 @@ def measure(cell: Cell, sizes: Sizes, clock: Clock) -> Record:
     """The record of one cell: seconds of every round, FLOPs, memory, who was refused and why."""
     forget(clock.device)  # the cell before this one
     bench = Bench(cell, sizes.width, clock)
-    for who in KERNELS:
-        if who != "reference" or clock.device.type == "cpu":  # every score at once: not for a GPU
-            bench.admit(who, lambda who=who: bench.kernel(who, make(who, *bench.inputs[:3])))
+    for who in kernels(clock.device):
+        bench.admit(who, lambda who=who: bench.kernel(who, make(who, *bench.inputs[:3])))
     others = rivals.compiled if cell.compiled else rivals.of
     for who, rival in others(clock.device).items():
         bench.admit(who, lambda who=who, rival=rival: bench.rival(who, rival))

@@ -32,7 +32,7 @@ CANDIDATES = {
     "backward": (
         BlockSizes(64, 128, 8, 2), BlockSizes(64, 64, 4, 2), BlockSizes(64, 64, 8, 2),
         BlockSizes(64, 64, 8, 1),
-        BlockSizes(32, 128, 4, 2), BlockSizes(32, 64, 4, 2), BlockSizes(32, 32, 4, 2),
+        BlockSizes(32, 128, 8, 2), BlockSizes(64, 32, 8, 1), BlockSizes(32, 32, 4, 2),
     ),
 }  # fmt: skip
 Record = dict[str, Any]

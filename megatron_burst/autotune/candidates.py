@@ -29,7 +29,7 @@ from .pair_counts import pairs_attended, pairs_seen
 from .places import Nodes, places
 from .prepared import Prepared
 from .rates import Rates
-from .simulator import IDLE, PassTime
+from .simulator import IDLE, NOTHING, Adding, PassTime
 
 HEAD_CHUNKS = (1, 2, 4, 8)
 WORSE = 0.002  # of a call: by how much more chunks are slower before the rest are not tried
@@ -141,7 +141,7 @@ class GridWork:
         sizes = workload.sizes.shared(topology.ulysses)
         grid = Grid(topology.inter_size, topology.intra_size)
         spans = cost.ring_spans(workload.layout, topology, workload.seq_len)
-        joined = workload.attended is not None
+        joined = workload.attended is not None or None  # else as the algorithm has it
         want = wanted(workload.mask, spans, spans, joined)
         assert rates.compute is not None
         columns = sizes.width + sizes.value_width * (1 + workload.latent)
@@ -158,10 +158,11 @@ class GridWork:
             )
             wants = [wanted(workload.mask, shards, spans, joined) for _, shards, _ in cuts]
             seconds = seconds / len(wants)  # chunks are balanced
-        self.least = 0.0, 0.0
+        self.least, self.adds = (0.0, 0.0), adding(sizes, rates.adding)
         if joined:  # what a call takes depends on its queries, not on the rows of the chunk
             rates = replace(rates, half_rows=0.0)
             self.least = reading(sizes, rates.memory, workload.latent)
+            self.adds = NOTHING, NOTHING
         self.wires = ONE_NIC if nodes is None else Wires(places=places(topology, nodes))
         self.workload, self.topology, self.rates, self.fixed = workload, topology, rates, fixed
         self.sizes, self.grid, self.wants = sizes, grid, wants
@@ -171,19 +172,18 @@ class GridWork:
         self.sharing = sharing(
             topology, sizes, rates, len(wants) > 1, 1.0 if nodes is None else nodes.per_nic
         )
-        self.few_rows = _few_rows(want)
-        self.at_least = self._at_least(joined)
+        # Of few heads ranks that share them have copies.
+        self.few_rows = _few_rows(want, sizes.kv_heads * topology.ulysses / workload.sizes.kv_heads)
+        self.at_least = self._at_least()
 
-    def _at_least(self, joined: bool) -> float:
+    def _at_least(self) -> float:
         rates, passes = self.rates, 1 + self.trained
         mean = self.seconds / self.grid.size
         computed = sum(float(mean[each.visible].sum()) for each in self.wants)
         computed *= 1 + self.trained * rates.backward
         computed *= 1 + rates.half_rows / max(1, self.sizes.tokens)
-        calls = 0 if joined else sum(int((self.seconds[w.visible] > 0).sum()) for w in self.wants)
-        own = rates.start * len(self.wants) + rates.launch * calls / self.grid.size
         heads = self.sharing[0].seconds + self.trained * self.sharing[1].seconds
-        return (computed + passes * own + heads) * (1 - ROUNDING)
+        return (computed + passes * rates.start * len(self.wants) + heads) * (1 - ROUNDING)
 
     def algorithms(self) -> list[AlgorithmOnGrid]:
         """Those that are tried on this grid."""
@@ -205,6 +205,17 @@ class AlgorithmOnGrid:
         """Numbers of head chunks that may be tried, in order."""
         return _head_chunks(self.on.sizes, self.on.fixed, self.on.grid.size == 1)
 
+    @property
+    def at_least(self) -> float:
+        """Seconds that no candidate stays below: with a launch of every call, where each pair of
+        chunks is one."""
+        on = self.on
+        if on.workload.attended is not None or ALGORITHMS[self.algorithm].joins:
+            return on.at_least
+        calls = sum(int((on.seconds[each.visible] > 0).sum()) for each in on.wants)
+        launches = (1 + on.trained) * on.rates.launch * calls / on.grid.size
+        return on.at_least + launches * (1 - ROUNDING)
+
     def by_chunks(self) -> Iterator[list[Candidate]]:
         """The candidates of each number of head chunks, one for each side; no more chunks than
         shorten a call."""
@@ -223,12 +234,13 @@ class AlgorithmOnGrid:
         ready, *backs = ([Prepared(one, on.wires) for one in each] for each in (theres, *backs))
         before = [math.inf] * len(backs)
         for count in self.counts:
-            forward = _time(ready, sizes, on.seconds, rates, count, on.least[0]) + on.sharing[0]
+            forward = _time(ready, sizes, on.seconds, rates, count, on.least[0], on.adds[0])
+            forward += on.sharing[0]
             made = []
             for each, bytes_ in zip(backs, sent, strict=True):
                 backward = IDLE
                 if on.trained:
-                    backward = _time(each, sizes, on.longer, rates, count, on.least[1])
+                    backward = _time(each, sizes, on.longer, rates, count, on.least[1], on.adds[1])
                     backward += on.sharing[1]
                 side = each[0].schedule.side
                 made.append(Candidate(
@@ -246,12 +258,12 @@ class AlgorithmOnGrid:
 
 def _time(
     passes: Sequence[Prepared], sizes: Sizes, seconds: np.ndarray, rates: Rates, count: int,
-    least: float,
+    least: float, adds: Adding,
 ) -> PassTime:  # fmt: skip
     """The time of all chunks' passes, one after another."""
     total = IDLE
     for each in passes:
-        total += simulator.pass_time(each, sizes, seconds, rates, count, least=least)
+        total += simulator.pass_time(each, sizes, seconds, rates, count, least=least, adding=adds)
     return total
 
 
@@ -271,12 +283,13 @@ def _algorithms(workload: Workload, topology: Topology, fixed: Fixed) -> Sequenc
     ]
 
 
-def _few_rows(want: Wanted) -> bool:
-    """Does a rank see so few rows of others that it can hold all of them at once?"""
+def _few_rows(want: Wanted, copies: float) -> bool:
+    """Does a rank see so few rows of others that it can hold all of them at once? copies: how many
+    times the bytes of keys that ranks which share heads have of all their rows."""
     keys = want.keys
     own = int(np.bincount(keys.owner, keys.rows, 1).max())
     most = int((keys.rows @ keys.wanted).max(initial=0))
-    return most <= min(HELD, (keys.size - 1) / 2) * own
+    return most * copies <= min(HELD, (keys.size - 1) / 2) * own
 
 
 def _sent(
@@ -330,6 +343,24 @@ def sharing(
         taken = max(*busy, size * topology.ulysses / rates.copying)
         passes.append(PassTime(taken + 2 * (rates.posting + rates.exchange_start), 0.0, *busy))
     return passes[0], passes[1]
+
+
+def adding(sizes: Sizes, rate: float) -> tuple[Adding, Adding]:
+    """What dense attention moves in memory besides computing, forward and backward, at so many
+    bytes per second: a call reads its results in the dtype of q, and reads and writes the sums to
+    which it adds them. Keys of several chunks are copied behind each other and then into their
+    order, and gradients of such keys are made, brought back in order and added."""
+    of_sums, batch = 2 * sizes.stat_itemsize + sizes.itemsize, sizes.batch / rate
+    of_keys = batch * sizes.kv_heads * (sizes.width + sizes.value_width)
+    copied, heads = 4 * sizes.itemsize * of_keys, batch * sizes.heads
+    return (
+        Adding(queries=heads * sizes.value_width * of_sums, joined=copied),
+        Adding(
+            queries=heads * sizes.width * of_sums,
+            keys=of_keys * of_sums,
+            joined=copied + 6 * sizes.stat_itemsize * of_keys,
+        ),
+    )
 
 
 def reading(sizes: Sizes, memory: float, latent: bool) -> tuple[float, float]:

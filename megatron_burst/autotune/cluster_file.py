@@ -56,6 +56,7 @@ SECTIONS: Mapping[str, tuple[Figure, ...]] = {
         Figure("compute", Rates, "compute", float, "FLOP/s of long attention calls, forward"),
         Figure("launch", Rates, "launch", float, "seconds of an attention call without rows"),
         Figure("half_rows", Rates, "half_rows", float, "rows with half of `compute`"),
+        Figure("adding", Rates, "adding", float, "bytes/s of adding results of attention calls"),
         Figure("backward", Rates, "backward", float, "time of a backward over that of a forward"),
         Figure("source", Gpu, "source", str, "of the figures that were not measured"),
     ),

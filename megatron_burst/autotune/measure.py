@@ -131,6 +131,7 @@ def links(groups: Groups, device: torch.device) -> Rates:
         latency=max(latencies),
         posting=posting,
         memory=memory,
+        adding=memory,
     )
     return rates
 

@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
+from ..schedule.bundles import Bundles
 from ..schedule.cost import pair_shares, rows_sent
 from ..schedule.rings import Schedule
 from ..schedule.sizes import Sizes
@@ -69,13 +70,36 @@ class Prepared:
         return pair_shares(self.schedule.tables)
 
     @cached_property
+    def calls(self) -> tuple[np.ndarray, np.ndarray]:
+        """int: the first pair of every call, and of each pair the number of its call."""
+        pairs = self.schedule.tables.pairs
+        call = np.arange(len(pairs.rank))
+        if self.schedule.joined:
+            call = pairs.step.astype(np.int64) * self.schedule.grid.size + pairs.rank
+        return np.unique(call, return_index=True, return_inverse=True)[1:]
+
+    @cached_property
     def pair_rows(self) -> np.ndarray:
-        """int64: of each pair the rows of its queries or of its keys, whichever are fewer."""
+        """int64: of each pair the rows of its queries or of its call's keys, if these are fewer."""
         tables, pairs = self.schedule.tables, self.schedule.tables.pairs
-        return np.minimum(
-            tables.queries.rows_of(pairs.query, pairs.query_rows),
-            tables.keys.rows_of(pairs.key, pairs.key_rows),
-        )
+        keys, of = tables.keys.rows_of(pairs.key, pairs.key_rows), self.calls[1]
+        keys = np.bincount(of, keys).astype(np.int64)[of]
+        return np.minimum(tables.queries.rows_of(pairs.query, pairs.query_rows), keys)
+
+    @cached_property
+    def added(self) -> tuple[np.ndarray, np.ndarray]:
+        """float: to how many rows of queries and of keys each pair adds results, where its own rank
+        adds to them as well: those of two ranks that see each other. A call adds once to each row
+        of its queries, which counts with its first pair."""
+        want, pairs = self.schedule.wanted, self.schedule.tables.pairs
+        queries, keys = (_rows_wanted(bundles) for bundles in (want.queries, want.keys))
+        first, of = self.calls
+        some = np.bincount(want.queries.owner, want.queries.rows * want.queries.wanted.any(axis=1),
+                           want.queries.size)  # fmt: skip
+        seen = np.bincount(of, queries[pairs.query, pairs.key] * self.shares)
+        once = np.zeros(len(of))
+        once[first] = np.minimum(seen, some[pairs.query[first]])
+        return once, keys[pairs.key, pairs.query] * self.shares
 
     @cached_property
     def own_last(self) -> np.ndarray:
@@ -91,3 +115,10 @@ class Prepared:
         own = (pairs.query == pairs.rank) & (pairs.key == pairs.rank)
         own &= (pairs.query_rows == ALL) & (pairs.key_rows == ALL)
         return np.where(own, last[pairs.rank], pairs.step)
+
+
+def _rows_wanted(bundles: Bundles) -> np.ndarray:
+    """int64 [owner, rank]: how many rows of each chunk each rank wants."""
+    found = np.zeros((bundles.size, bundles.size), dtype=np.int64)
+    np.add.at(found, bundles.owner, bundles.rows[:, None] * bundles.wanted)
+    return found

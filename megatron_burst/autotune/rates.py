@@ -42,6 +42,8 @@ class Rates:
     messages.
     memory: bytes per second that a device reads and writes of its memory; for sparse attention,
     whose calls read all queries and add to all results.
+    adding: bytes per second at which a call of dense attention adds its results to those of other
+    calls; math.inf where `compute` and `half_rows`, found on whole calls, are taken to say it.
     shared: on which nodes ranks share NICs, `inter` being that of a rank alone; None: it is what
     every rank gets.
 
@@ -64,6 +66,7 @@ class Rates:
     copying: float = math.inf
     handling: float = 0.0
     memory: float = math.inf
+    adding: float = math.inf
     shared: Nodes | None = None
 
     def __post_init__(self):
@@ -76,6 +79,7 @@ class Rates:
             "nic",
             "copying",
             "memory",
+            "adding",
         ):
             value = getattr(self, name)
             if name in ("compute", "nic") and value is None:

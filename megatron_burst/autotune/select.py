@@ -223,7 +223,7 @@ class _Open:
         self.at, self.open = at * PLACES, True
         self._made, self._counts = what.by_chunks(), list(what.counts)
         algorithm = ALGORITHMS[what.algorithm]
-        self.at_least = what.on.at_least * algorithm.handicap
+        self.at_least = what.at_least * algorithm.handicap
         self._first = what.on.topology.ulysses > 1, algorithm.holds_more
 
     @property

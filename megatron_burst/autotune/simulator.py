@@ -56,6 +56,18 @@ class PassTime(NamedTuple):
 IDLE = PassTime(0.0, 0.0, 0.0, 0.0)
 
 
+class Adding(NamedTuple):
+    """Seconds, of all heads: queries, keys: of adding a row of a call's results to what is there;
+    joined: of bringing a row of keys of others into a call for several chunks."""
+
+    queries: float = 0.0
+    keys: float = 0.0
+    joined: float = 0.0
+
+
+NOTHING = Adding()
+
+
 class _Clocks:
     """Until when every rank and every port of its links is occupied.
 
@@ -149,6 +161,7 @@ def pass_time(
     disturbed: Disturbance | None = None,
     recording: Recording | None = None,
     least: float = 0.0,
+    adding: Adding = NOTHING,
 ) -> PassTime:
     """The time from the common start of all ranks to the end of the last rank's pass.
 
@@ -156,7 +169,7 @@ def pass_time(
     needs for the pair of query chunk i and key chunk j, all heads; each head chunk computes its
     share of it. disturbed: ranks and messages that are slower. recording: told what
     happens when. least: seconds that a call takes at least; where the schedule joins the pairs of a
-    step, they are one.
+    step, they are one. adding: of its results.
     """
     prepared = schedule if isinstance(schedule, Prepared) else Prepared(schedule, wires)
     pairs, between = prepared.schedule.tables.pairs, prepared.between
@@ -164,7 +177,11 @@ def pass_time(
     of_pair = seconds[pairs.query, pairs.key] * prepared.shares / head_chunks
     if rates.half_rows:
         of_pair = of_pair * (1 + rates.half_rows / np.maximum(prepared.pair_rows, 1))
-    of_pair = _of_calls(prepared.schedule, of_pair, least, rates.launch)
+    of_pair = _of_calls(prepared, of_pair, least, rates.launch)
+    if any(adding):
+        queries, keys = prepared.added
+        of_keys = adding.keys + adding.joined * prepared.schedule.joined
+        of_pair = of_pair + (adding.queries * queries + of_keys * keys) / head_chunks
     if disturbed is not None:
         per_byte = per_byte * disturbed.of_bytes(prepared.schedule.tables.transfers)
     sent = prepared.bytes_of(sizes) / head_chunks
@@ -188,13 +205,11 @@ def pass_time(
     return PassTime(float(clocks.clock.max()) + rates.start, *busy)
 
 
-def _of_calls(schedule: Schedule, of_pair: np.ndarray, least: float, launch: float) -> np.ndarray:
+def _of_calls(prepared: Prepared, of_pair: np.ndarray, least: float, launch: float) -> np.ndarray:
     """float: seconds of each pair, what its call takes besides with the first of the call."""
-    pairs = schedule.tables.pairs
-    if not schedule.wanted.joined:
+    if not prepared.schedule.joined:
         return np.where(of_pair > 0, np.maximum(of_pair, least) + launch, 0.0)
-    call = pairs.step.astype(np.int64) * schedule.grid.size + pairs.rank
-    _, first, of = np.unique(call, return_index=True, return_inverse=True)
+    first, of = prepared.calls
     total, found = np.bincount(of, of_pair), of_pair.copy()
     found[first] += np.where(total > 0, np.maximum(total, least) + launch - total, 0.0)
     return found

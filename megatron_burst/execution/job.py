@@ -50,7 +50,8 @@ class Target(NamedTuple):
 class Call:
     """One call of the kernel: the query and key chunks as they are held, what it planned for
     them, and what it adds to: the output, or the gradients of the queries and of the keys. parts:
-    the calls for which it stands, whose keys `joined` puts together; else none."""
+    the calls for which it stands, whose keys `joined` puts together; else none. order: int64, which
+    row of the parts, one behind the other, each row of the keys is; None: in that order."""
 
     pair: Pair
     queries: Chunk
@@ -58,6 +59,7 @@ class Call:
     work: Any
     targets: tuple[Target, ...]
     parts: tuple[Call, ...] = ()
+    order: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -299,7 +299,7 @@ class Cutter:
                     f"mask: a window over {q.span} and {k.span} has a left edge, and this kernel "
                     "takes neither windows nor tables; use kernel='triton' on a GPU, or 'reference'"
                 )
-            yield _window(q, k, band)
+            yield from _window(q, k, band)
             return
         if shape not in self._bands:
             self._bands[shape] = band_tiles(*shape)
@@ -308,14 +308,24 @@ class Cutter:
             yield Tile(rows, columns, part.triangle, part.table)
 
 
-def _window(q: ShardSlice, k: ShardSlice, band: Band) -> Tile:
-    """A band in one tile, without the rows and columns at its ends that see nothing."""
+def _window(q: ShardSlice, k: ShardSlice, band: Band) -> Iterator[Tile]:
+    """A band with a left edge, without the rows and columns at its ends that see nothing: a tile
+    with no more rows than columns, and before it rows that the left edge does not reach."""
     # Only in tables does `AtenKernel` correct rows that see nothing, so a band must have none.
     begin, end = max(0, -band.right), min(q.span.length, k.span.length + band.left)
     first, stop = max(0, begin - band.left), min(k.span.length, end + band.right)
     shift = begin - first  # local rows and columns now count from other places
-    inner = Band(min(band.left - shift, q.span.length), min(band.right + shift, k.span.length))
-    return Tile(q.rows(begin, end), k.rows(first, stop), band=inner)
+    left, right = min(band.left - shift, q.span.length), min(band.right + shift, k.span.length)
+    # FlashAttention 2 takes a right edge from the number of columns on for that number, as counted
+    # from the last row: with more rows than columns the first rows would lose some.
+    over = max(0, end - begin - (stop - first))
+    for part in band_tiles(over, stop - first, Band(over, right), None):
+        rows, columns = (
+            (x[0] + at, x[1] + at) for x, at in ((part.rows, begin), (part.columns, first))
+        )
+        yield Tile(q.rows(*rows), k.rows(*columns), part.triangle, part.table)
+    inner = Band(left - over, min(right + over, k.span.length))
+    yield Tile(q.rows(begin + over, end), k.rows(first, stop), band=inner)
 
 
 def _joined(tiles: Iterable[Tile]) -> Iterator[Tile]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from itertools import starmap
+from functools import partial
+from itertools import product, starmap
 from typing import Any
 from zlib import crc32
 
@@ -38,15 +39,15 @@ class Works:
         self.shards = {"query": q_shards, "kv": k_shards}
         self._planned: dict[tuple[Any, ...], Any] = {}
 
-    def of(self, schedule: Schedule, queries: Chunk, keys: Chunk) -> Any:
-        """What the kernel planned for these chunks; None if nothing is visible."""
-        spans = self._spans(schedule, queries), self._spans(schedule, keys)
+    def of(self, *spans: tuple[Span, ...]) -> Any:
+        """What the kernel planned for queries and keys; None if nothing is visible."""
         if spans not in self._planned:
             visible = all(spans)
             self._planned[spans] = self.kernel.work_for(self.mask, *spans) if visible else None
         return self._planned[spans]
 
-    def _spans(self, schedule: Schedule, chunk: Chunk) -> tuple[Span, ...]:
+    def spans(self, schedule: Schedule, chunk: Chunk) -> tuple[Span, ...]:
+        """The rows of a chunk."""
         shard = self.shards[chunk.family][chunk.owner]
         if chunk.rows == ALL:
             return tuple(shard)
@@ -117,11 +118,10 @@ def make_pass(
         Counter(hop.chunk for hop in hops if hop.src == rank), left,
         held_bytes(schedule.tables, program, rank, schedule.row_bytes),
     )  # fmt: skip
-    if schedule.wanted.joined:
-        from ..execution import joined  # which no dense attention needs
+    if schedule.joined:
+        from ..execution import joined  # which most algorithms do without
 
-        kernel: Any = works.kernel
-        run = joined.joined(run, kernel.joined_work)
+        run = joined.joined(run, works.kernel, works.of, partial(works.spans, schedule), device)
     return run
 
 
@@ -129,13 +129,12 @@ def _calls(
     schedule: Schedule, works: Works, copies: Sequence[Chunk], pair: Pair
 ) -> tuple[Call, ...]:
     """One call for every two parts of the chunks of a pair that see something."""
-    calls = []
-    for queries in parts_of(copies, "query", pair.query, pair.query_rows):
-        for keys in parts_of(copies, "kv", pair.key, pair.key_rows):
-            work = works.of(schedule, queries, keys)
-            if work is not None:
-                calls.append(Call(pair, queries, keys, work, ()))
-    return tuple(calls)
+    meeting = product(parts_of(copies, "query", pair.query, pair.query_rows),
+                      parts_of(copies, "kv", pair.key, pair.key_rows))  # fmt: skip
+    if schedule.joined:  # what is planned is their joined call
+        return tuple(Call(pair, *both, None, ()) for both in meeting)
+    works_of = ((both, works.of(*(works.spans(schedule, c) for c in both))) for both in meeting)
+    return tuple(Call(pair, *both, work, ()) for both, work in works_of if work is not None)
 
 
 def _totals(

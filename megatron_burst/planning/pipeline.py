@@ -78,9 +78,11 @@ class RingRequest:
         return self.request.tensors[0].shape[0] * self.groups.size
 
     def wanted(self, queries: Shards) -> Wanted:
-        """What these queries want. Kernels of sparse attention take the pairs of a step at once."""
-        kernel, mask = self.request.kernel, self.request.mask
-        return wanted(mask, queries, self.keys, getattr(kernel, "joins", False))
+        """What these queries want. Kernels of sparse attention take the pairs of a step at once;
+        keys that rest on the host are brought back chunk by chunk."""
+        request = self.request
+        joined = False if request.options.visiting == "host" else None
+        return wanted(request.mask, queries, self.keys, getattr(request.kernel, "joins", joined))
 
 
 def passes(request: Request, groups: Groups, sizes: Sizes, keys: Shards) -> Passes:

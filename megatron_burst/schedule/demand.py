@@ -45,13 +45,13 @@ class Wanted:
 
     visible: bool [G, G], may queries of rank i see keys of rank j? queries, keys: the rows of every
     chunk by the ranks that have to do with them. joined: are the pairs of a step one call, so that
-    few steps are better?
+    few steps are better? None: as the algorithm has it.
     """
 
     visible: np.ndarray
     queries: Bundles
     keys: Bundles
-    joined: bool = False
+    joined: bool | None = None
 
     def whole(self) -> Wanted:
         """The same with whole chunks, whichever rows of them are wanted."""
@@ -152,7 +152,7 @@ def everything(size: int, rows: int = 1) -> Wanted:
     return Wanted(visible, bundles, bundles)
 
 
-def wanted(mask: Mask, q_shards: Shards, k_shards: Shards, joined: bool = False) -> Wanted:
+def wanted(mask: Mask, q_shards: Shards, k_shards: Shards, joined: bool | None = None) -> Wanted:
     """What the ranks with these queries and keys want of each other; a shard is spans, or none."""
     queries, keys = rows_seen(mask, q_shards, k_shards)
     return Wanted(

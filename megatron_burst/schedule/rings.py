@@ -38,6 +38,12 @@ class Schedule(Demand):
         return algorithm.tables(self)
 
     @property
+    def joined(self) -> bool:
+        """Are the pairs of a step that have the same queries one call?"""
+        asked, usual = self.wanted.joined, ALGORITHMS[self.algorithm].joins
+        return self.side == "kv" and (usual if asked is None else asked)
+
+    @property
     def channels(self) -> list[tuple[str, bool]]:
         """What its hops may travel on, whatever the mask hides: (ring, carries partial results?).
 

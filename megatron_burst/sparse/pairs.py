@@ -121,11 +121,6 @@ class PairKernel:
             return None
         return SelectedPairs(mask, q_spans, k_spans, self._sights)
 
-    def joined_work(self, works: Sequence[SelectedPairs]) -> SelectedPairs:
-        """That of the keys of several pairs, one behind the other."""
-        first, spans = works[0], [span for each in works for span in each.k_spans]
-        return SelectedPairs(first.mask, first.q_spans, spans, first.sights)
-
     def forward(self, *_: Any, **__: Any) -> None:
         raise NotImplementedError
 

@@ -18,7 +18,7 @@ from megatron_burst.autotune.prepared import Prepared
 from megatron_burst.autotune.rates import Rates
 from megatron_burst.autotune.recording import Recording
 from megatron_burst.autotune.select import choose
-from megatron_burst.autotune.simulator import PassTime, pass_time
+from megatron_burst.autotune.simulator import Adding, PassTime, pass_time
 from megatron_burst.schedule import cost, rings
 from megatron_burst.schedule.algorithms import ALGORITHMS, Algorithm, direct
 from megatron_burst.schedule.cost import Sizes, Traffic, pair_shares, traffic, visible_pairs
@@ -126,6 +126,48 @@ def test_compute_hides_hops_or_hops_hide_compute(hop, work):
     pairs = np.full((2, 2), float(work))
     got = pass_time(there("ring", (1, 2)), sizes(), pairs, rates(intra=hop))
     assert got == PassTime(max(hop, work) + work, 2 * work, hop, 0)
+
+
+def test_keys_of_all_others_are_one_call():
+    """Three ranks: a ring starts three calls, `prefetch` two. Where others want 12 of 16 keys, 16
+    queries see 12 keys in a call of one chunk, and 24 in that of two."""
+    pairs, fast = np.ones((3, 3)), rates(intra=1 / 1024, launch=0.5)
+    for name, calls in (("ring", 3), ("prefetch", 2)):
+        assert pass_time(there(name, (1, 3)), sizes(), pairs, fast).compute == 3 + 0.5 * calls
+    back = back_again("prefetch", (1, 3), "query")  # queries of two ranks are not one call
+    assert pass_time(back, sizes(), pairs, fast).compute == 3 + 0.5 * 3
+    for name, rows in (("ring", 12), ("prefetch", 16)):
+        each = Prepared(there(name, (1, 3), quarters(3)[0]))
+        others = each.schedule.tables.pairs.key != each.schedule.tables.pairs.rank
+        assert each.pair_rows[others].tolist() == [rows] * 6
+
+
+def test_each_call_adds_its_results_to_the_rows_of_its_queries():
+    """Of 16 rows a rank: its own pair adds to nothing, every other call to 16 rows of queries; to
+    16 rows of keys of each other rank, which one call for both has to copy."""
+    adding, fast = Adding(queries=1.0, keys=0.25, joined=0.125), rates(intra=1 / 1024)
+    pairs = np.ones((3, 3))
+    for name, seconds in (("ring", 2 * 16 + 32 / 4), ("prefetch", 16 + 32 / 4 + 32 / 8)):
+        for count in (1, 2):  # each head chunk adds its share
+            plan = back_again(name, (1, 3), "kv")
+            got = pass_time(plan, sizes(), pairs, fast, count, adding=adding)
+            assert got.compute == 3 + seconds
+
+
+def test_auto_counts_what_calls_add():
+    """By bytes: fp32 sums are read and written, results and keys have two bytes per element."""
+    have = Sizes(16, 1, 8, 4, 16, 32, 2, 4, 4, YES)
+    work = Workload(have, masks.Full(), layout.make("contiguous", cp_size=4))
+    plain, counted = (
+        next(on_grid(work, Topology(4, 4), Rates(1e12, 1e12, compute=1e12, adding=rate),
+                     Fixed("prefetch", "kv", 1)))
+        for rate in (math.inf, 1e3)
+    )  # fmt: skip
+    keys = 3 * 16 * 4 * (16 + 32)
+    there = 16 * 8 * 32 * 10 + keys * 8
+    back = 16 * 8 * 16 * 10 + keys * (10 + 8 + 24)
+    assert counted.forward.compute - plain.forward.compute == pytest.approx(there / 1e3)
+    assert counted.backward.compute - plain.backward.compute == pytest.approx(back / 1e3)
 
 
 def test_latency_and_launches_are_paid_per_message_and_per_pair():
@@ -596,8 +638,11 @@ def test_a_chunk_of_queries_has_its_own_size():
 def test_auto_tries_to_hold_all_rows_where_they_are_few():
     bounds = [0, 6, 12, 20, 30, 41, 52, 64]
     mask = masks.Documents(bounds) & masks.Causal()
-    work = Workload(sizes(4, 4, 8), mask, layout.make("balanced", cp_size=8, cu_seqlens=bounds))
-    for ulysses, held in ((1, True), (2, False)):
+    own = layout.make("balanced", cp_size=8, cu_seqlens=bounds)
+    # Of two groups of four, one sees 8 of the 32 rows of the other, where 16 are few. With one head
+    # of keys each rank has a copy of it: 4 times the bytes.
+    for kv_heads, ulysses, held in ((4, 1, True), (4, 2, True), (2, 4, True), (1, 4, False)):
+        work = Workload(sizes(4, kv_heads, 8), mask, own)
         found = on_grid(work, Topology(8, 4, ulysses), SLOW, Fixed(side="kv", head_chunks=1))
         assert ("prefetch" in {option.algorithm for option in found}) is held
 

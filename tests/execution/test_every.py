@@ -61,7 +61,7 @@ def errors_of_a_call(algorithm):
     return alone, max(oracle.worst(x, y[rows]) for x, y in zip(results, truths, strict=True))
 
 
-@pytest.mark.parametrize("algorithm", ["burst", "all_gather", "ulysses", "hybrid"])
+@pytest.mark.parametrize("algorithm", ["burst", "all_gather", "prefetch", "ulysses", "hybrid"])
 def test_shared_heads_and_a_sink_that_is_all_that_is_learnt(ranks, algorithm):
     for errors in ranks(4).run(errors_of_a_call, algorithm):
         assert max(errors) < cases.TOLERANCE

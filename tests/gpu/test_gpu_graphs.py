@@ -6,10 +6,10 @@ from problems import on
 
 import megatron_burst as mb
 
-ROWS, HEADS, WIDTH = 512, (8, 2), 128
+ROWS, HEADS, WIDTH = 512, (8, 4), 128
 GRIDS = {
     "burst": ({"inter": 2, "intra": 2}, "query"), "ring": ({"intra": 4}, "kv"),
-    "all_gather": ({"intra": 4}, "kv"), "ulysses": ({"intra": 2, "ulysses": 2}, "kv"),
+    "all_gather": ({"intra": 4}, "kv"), "ulysses": ({"intra": 4, "ulysses": 4}, "kv"),
 }  # fmt: skip
 CASES = [
     on("cuda", kernel, algorithm) for kernel in ("aten", "triton", "aten_cudnn")

@@ -435,6 +435,8 @@ def hidden(rows, columns, causal, left, right):
     if left is not None and left != -1:  # the one is package 4's word for no limit, the other 3's
         assert not causal
         assert left >= 0 <= right  # less would be no limit to some packages
+        # package 2 takes a right edge from `columns` on for `columns`, from the last row
+        assert rows <= columns or not columns
         found |= (ahead < -left) | (ahead > right)
     return found
 

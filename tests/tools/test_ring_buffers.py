@@ -4,10 +4,12 @@ import pytest
 import torch
 
 import megatron_burst as mb
+from megatron_burst.execution import joined
 from megatron_burst.execution.buffers import Buffers
 from megatron_burst.tools.advise.account.rings import rooms
 
 ROWS, WIDTH = 16, 8
+JOINED = "kv joined", "dkv joined", "kv copied"  # beside the buffers
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
@@ -15,7 +17,8 @@ ROWS, WIDTH = 16, 8
 @pytest.mark.parametrize(
     ("algorithm", "size", "intra"),
     [("ring", 4, 4), ("burst", 4, 2), ("burst", 8, 4), ("two_way", 4, 4), ("multicast", 4, 2),
-     ("tile", 4, 4), ("all_gather", 4, 4), ("double_ring", 8, 2), ("token_ring", 4, 4)],
+     ("tile", 4, 4), ("prefetch", 4, 2), ("all_gather", 4, 4), ("double_ring", 8, 2),
+     ("token_ring", 4, 4)],
 )  # fmt: skip
 @pytest.mark.parametrize("wire", [None, torch.float32], ids=["as summed", "narrow"])
 def test_rooms_are_those_that_the_executor_makes(
@@ -50,5 +53,37 @@ def test_rooms_are_those_that_the_executor_makes(
             found = rooms(schedule, rank, wire=wire is not None, packed=True)
             took = [(kind, rows) for me, kind, rows in passes[number] if me == rank]
             rows = {kind: found.rows[kind.split()[0]] for kind in found.made}
-            expected = [(kind, rows[kind]) for kind, n in found.made.items() for _ in range(n)]
+            expected = [
+                (kind, rows[kind])
+                for kind, n in found.made.items()
+                if kind not in JOINED
+                for _ in range(n)
+            ]
             assert sorted(took) == sorted(expected), (rank, number)
+
+
+def test_keys_that_one_call_joins_are_counted(monkeypatch):
+    """In rooms of the longest chunk, at most one more than there are rows: keys of all others that
+    come in time for one call, and the gradients that it makes for them."""
+    found = {}
+    compute = joined.compute
+
+    def counting(call, held, partials, computes):
+        rows = sum(len(held[part.keys].tensors[0]) for part in call.parts)
+        name = type(computes).__name__
+        found[name, call.queries.owner] = max(rows, found.get((name, call.queries.owner), 0))
+        compute(call, held, partials, computes)
+
+    monkeypatch.setattr(joined, "compute", counting)
+    groups = mb.Groups.in_process(inter=2, intra=2)
+    q = [torch.zeros(ROWS, 1, 2, WIDTH, requires_grad=True) for _ in range(4)]
+    plan = mb.prepare(q, q, q, groups=groups, algorithm="prefetch", side="kv")
+    sum(out.sum() for out in mb.attention(q, q, q, plan=plan)).backward()
+    for rank in range(4):
+        for schedule, name in zip(plan.ranks[rank].schedules, ("Forward", "Backward"), strict=True):
+            count = rooms(schedule, rank)
+            made = {kind: n for kind, n in count.made.items() if kind in JOINED}
+            rooms_of = -(-found[name, rank] // count.rows["kv"])
+            copies = "kv copied" if name == "Forward" else "dkv joined"
+            assert made == {"kv joined": rooms_of, copies: rooms_of}
+    assert found["Forward", 3] > ROWS

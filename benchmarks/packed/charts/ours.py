@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_burst.autotune.candidates import sharing
+from megatron_burst.autotune.candidates import adding, sharing
 from megatron_burst.autotune.pair_counts import pairs_seen
 from megatron_burst.autotune.prepared import Prepared
 from megatron_burst.autotune.rates import Rates
@@ -32,6 +32,9 @@ WIRE = 4  # bytes of an element of travelling gradients: fp32, the default
 MEMORY = 0.8 * 3.35e12  # bytes per second of an H100's memory that a pass over it reaches
 CALL, MESSAGE = 30e-6, 10e-6  # seconds of each call and of each message besides
 ELEMENT = 4 + 4 + 2  # bytes that adding a partial result in bf16 to one in fp32 moves
+# Bytes per element of keys, and of their gradients, that a call for several chunks moves besides:
+# copies in bf16, twice; in fp32 zeros, put in order and added.
+COPY, GRADIENT = 4 * 2, 6 * 4
 
 
 class Pieces(NamedTuple):
@@ -131,7 +134,8 @@ ROW = HEADS * WIDTH * ELEMENT / MEMORY  # seconds of adding a row to what is the
 
 def work(pack: Pack, row: float = ROW, together: bool = False) -> Work:
     """What every pair of ranks computes. row: seconds for each row of a partial result that is
-    added to others. together: a rank computes in two calls, its own pair and all others."""
+    added to others. together: a rank computes in two calls, its own pair and all others, whose keys
+    it copies into one buffer."""
     pieces, ranks = pack.pieces(), pack.ranks
     seen = pairs_seen(pack.mask, [(span,) for span in pieces.spans])
     i, j = np.nonzero(seen)
@@ -144,7 +148,7 @@ def work(pack: Pack, row: float = ROW, together: bool = False) -> Work:
     # Rows that take part in a pair of ranks, each once; but for a rank's own, what they come to is
     # added to what is there already.
     queries = _Rows.of(pieces, ranks, i, owner[1], together)
-    answers = _Rows.of(pieces, ranks, j, owner[0], together)
+    answers = _Rows.of(pieces, ranks, j, owner[0], False)
     rows_of, keys_of = queries.rows, answers.rows.T
     apart = 1 - np.eye(ranks)
     found = []
@@ -154,10 +158,10 @@ def work(pack: Pack, row: float = ROW, together: bool = False) -> Work:
             kernel.triangle(rows),
             kernel.tiles(rows, keys) * np.minimum(1.0, seen[i, j] / (rows * keys)),
         )
-        adding = rows_of * apart * row
-        if kernel.backward:
-            adding = adding + keys_of * apart * row * 2 * KV_HEADS / HEADS
-        found.append(total(took) + kernel.besides(queries.tiles, answers.tiles.T) + adding)
+        of_keys = (COPY + GRADIENT * kernel.backward) * together + ELEMENT * kernel.backward
+        of_keys *= 2 * KV_HEADS / HEADS / ELEMENT
+        added = (rows_of + of_keys * keys_of) * apart * row
+        found.append(total(took) + kernel.besides(queries.tiles, answers.tiles.T) + added)
     return Work(total(seen[i, j]), (found[0], found[1]))
 
 
@@ -190,14 +194,11 @@ def runs(
     *,
     share: int = 1,
     head_chunks: Sequence[int] = HEAD_CHUNKS,
-    done: Work | None = None,
 ) -> list[Run]:
     """All of `tried`, with the links that were fitted.
 
-    share: so many GPUs share the heads of the rows of one rank of the layout. done: the pack's
-    work, if known.
+    share: so many GPUs share the heads of the rows of one rank of the layout.
     """
-    done = done or work(pack)
     topology = Topology(pack.ranks * share, min(NODE, pack.ranks * share), share)
     grid = Grid(topology.inter_size, topology.intra_size)
     own = sizes(WIRE, int(pack.bounds[-1]) // topology.size).shared(share)
@@ -205,20 +206,23 @@ def runs(
                   exchange_start=fitted.start)  # fmt: skip
     heads = sharing(topology, own, rates)
     want = wanted(pack.mask, pack.shards, pack.shards)
-    found = []
+    found, adds = [], adding(own, MEMORY)
     for name in tried if grid.size > 1 else ("ring",):
+        done = work(pack, together=ALGORITHMS[name].joins)
         there = Prepared(rings.forward(name, grid, wanted=want, row_bytes=own.forward))
         back = Prepared(rings.backward(name, grid, "kv", wanted=want, row_bytes=own.backward))
         for count in head_chunks if grid.size > 1 else (1,):
             if own.kv_heads % count:
                 continue
             took, plain = [], 0.0
-            for each, seconds, kernel, flops, exchange in zip(
-                (there, back), done.seconds, kernels("FA3"), FLOPS, heads, strict=True
+            for each, seconds, kernel, flops, exchange, of_sums in zip(
+                (there, back), done.seconds, kernels("FA3"), FLOPS, heads, adds, strict=True
             ):
                 took.append(pass_time(each, own, seconds / share, rates, count) + exchange)
-                simple = done.pairs * (flops / kernel.rate / share)  # `auto` knows pairs and a rate
-                plain += pass_time(each, own, simple, rates, count).seconds + exchange.seconds
+                # `auto` knows pairs and a rate, and which rows are added.
+                simple = done.pairs * (flops / kernel.rate / share)
+                known = pass_time(each, own, simple, rates, count, adding=of_sums)
+                plain += known.seconds + exchange.seconds
             found.append(Run(name, count, share, plain * ALGORITHMS[name].handicap, *took))
     return found
 

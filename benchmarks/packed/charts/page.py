@@ -12,7 +12,7 @@ from benchmarks.advise.fitting import errors
 from benchmarks.report import DOCS, markdown, write_section
 
 from . import fit
-from .speeds import BOTH, CHOSEN, CHOSEN_SHARED, SHARES, TOGETHER
+from .speeds import CHOSEN, CHOSEN_SHARED, SHARES
 
 PAGE = DOCS / "packed-published.md"
 Known = dict[str, Any]
@@ -139,7 +139,7 @@ def goals(known: Known) -> str:
     """What was hoped for, at 64 GPUs packed causal, beside what was found."""
     magi = {way: _published("varlen_causal_mask", way)["magi_native"] for way in PASSES}
     lines = []
-    for name in (CHOSEN, CHOSEN_SHARED, BEST, TOGETHER, BOTH):
+    for name in (CHOSEN, CHOSEN_SHARED, BEST, "prefetch"):
         own = {way: _ours(known, True, way)[name] for way in PASSES}
         lines.append([
             name,

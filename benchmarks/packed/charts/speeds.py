@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from megatron_burst.schedule.algorithms import ALGORITHMS
+
 from . import ours
 from .documents import magi_packs
 from .kernel import TOKENS, kernels
 from .rivals import NODE, Constants
 
 SHARES = (1, 2, 4, 8)
-TOGETHER = "prefetch, others' keys in one call"
-BOTH = f"{SHARES[-1]} GPUs share heads, others' keys in one call"
 CHOSEN, CHOSEN_SHARED = "auto", "auto, GPUs may share heads"
 
 
@@ -62,11 +62,6 @@ def _of_pack(
         yield f"{share} GPUs share heads, prefetch", (over, some[0])
         tried.append((over, some[0]))
     yield CHOSEN_SHARED, min(tried, key=lambda each: each[1].expected)
-    over = ours.documents(lengths, ranks // NODE, causal, 1)
-    for name, each, share in ((TOGETHER, pack, 1), (BOTH, over, NODE)):
-        done = ours.work(each, together=True)
-        some = ours.runs(each, fitted, ("prefetch",), share=share, head_chunks=(1,), done=done)
-        yield name, (each, some[0])
 
 
 def _seconds(run: ours.Run) -> float:
@@ -76,7 +71,8 @@ def _seconds(run: ours.Run) -> float:
 def _parts(lengths: np.ndarray, pack: ours.Pack, run: ours.Run) -> dict[str, float]:
     """Milliseconds of what `auto` picked: of the kernel on whole documents, of smaller pieces, of
     adding partial results, of the busiest rank over the mean, and of what is left."""
-    bare, done = ours.work(pack, row=0.0), ours.work(pack)
+    together = ALGORITHMS[run.algorithm].joins
+    bare, done = ours.work(pack, 0.0, together), ours.work(pack, together=together)
     found = {}
     for name, kernel, without, with_, took in zip(
         ("fwd", "bwd"), kernels("FA3"), bare.seconds, done.seconds,

@@ -25,10 +25,10 @@ class Algorithm:
     that it finds keys which forward kept? sided: does it matter which side is to travel?
     holds_more: does it hold chunks that it does not compute with yet, or several at once, memory
     for time? holds_all: all chunks that it uses, so that `auto` does not try it where ranks share
-    heads, and have the rows of a whole group. few_rows: does `auto` try it only where a rank sees
-    few rows of others? two_levels: does it differ from others only where nodes have several ranks?
-    complexity: among equal predictions `auto` takes the lowest. handicap: by what `auto` multiplies
-    its predicted time.
+    heads, and have the rows of a whole group. few_rows: these too, but `auto` tries it wherever a
+    rank sees few rows of others. joins: are all keys that a rank has at a step one call?
+    two_levels: does it differ from others only where nodes have several ranks? complexity: among
+    equal predictions `auto` takes the lowest. handicap: by what `auto` multiplies its time.
     """
 
     tables: Callable[[Demand], Tables]
@@ -39,6 +39,7 @@ class Algorithm:
     holds_more: bool = False
     holds_all: bool = False
     few_rows: bool = False
+    joins: bool = False
     two_levels: bool = False
     complexity: int = 9
     handicap: float = 1.0
@@ -60,14 +61,11 @@ ALGORITHMS: dict[str, Algorithm] = {
     "burst": Algorithm(_made_by("burst"), routed=True, complexity=1),
     "double_ring": Algorithm(_made_by("burst", "double_ring"), routed=True, automatic=False),
     "ring": Algorithm(_made_by("burst", "ring"), routed=True, complexity=0),
-    "all_gather": Algorithm(
-        _made_by("direct", "all_gather"), holds_more=True, holds_all=True, complexity=5,
-        handicap=1.15,
-    ),
+    "all_gather": Algorithm(_made_by("direct", "all_gather"), holds_more=True, holds_all=True,
+                            complexity=5, handicap=1.15),
     "multicast": Algorithm(_made_by("multicast"), holds_more=True, two_levels=True, complexity=2),
-    "prefetch": Algorithm(
-        _made_by("prefetch"), holds_more=True, holds_all=True, few_rows=True, complexity=3
-    ),
+    "prefetch": Algorithm(_made_by("prefetch"), holds_more=True, few_rows=True, joins=True,
+                          complexity=3),
     "two_way": Algorithm(_made_by("two_way"), automatic=False),
     "token_ring": Algorithm(_made_by("token_ring"), automatic=False, keeps=False),
     "tile": Algorithm(_made_by("tile"), keeps=False, sided=False, holds_more=True, complexity=4),

@@ -4,9 +4,10 @@
 Where documents leave one rank more to compute at a step than another, a rank that exchanges rows
 step by step waits for the slowest of every step, though all have as much in total. Here ranks meet
 twice only: copies leave at the first boundaries, those passed on as soon as they are there, and a
-rank that passes rows on computes nothing before; gradients leave when a rank has computed with all
-chunks of others, are summed on their way back, and are awaited after its own chunk. A rank
-holds all rows of others that it sees, and their gradients: for masks that show it few.
+rank that passes rows on computes nothing before. Then come its own chunk and, when all are there,
+those of others: where keys travel, in one call (`execution.joined`). Gradients leave after that,
+are summed on their way back, and are awaited after the own chunk, which in backward comes last. A
+rank holds all rows of others that it sees, and their gradients: for masks that show it few.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ class _Early(Ways):
         passes = ~hops.from_owner
         last = np.zeros(size, dtype=np.int32)  # boundary at which a rank passes something on
         np.maximum.at(last, hops.src[passes], land[passes] - 1)
+        if self.demand.side == "kv" and self.demand.wanted.joined is not False:
+            others = ~np.eye(size, dtype=bool)  # in one call, when all are there
+            np.maximum(ready, ready.max(axis=0), out=ready, where=others)
         step = np.maximum(ready, last)
         if self.demand.gradients:  # the own chunk last: gradients travel meanwhile
             np.fill_diagonal(step, 0)

@@ -24,7 +24,7 @@ from ....schedule.sizes import Sizes as RowSizes
 from ....schedule.tables import ALL, Boundary, Chunk, Grid, Hop, Pair
 from ....schedule.topology import Topology
 from ..settings import BYTES, Settings
-from .operators import Core, F, LayerSizes
+from .operators import B, Core, F, LayerSizes
 
 ALIGNMENT, ENVELOPE = 16, 40  # bytes, of `comm.packing`: CPU messages only
 
@@ -136,15 +136,19 @@ class _Replay:
                 self.sums[self._whole(family, part.owner)] |= rows & part.rows
 
     def _join(self, pairs: Sequence[Pair]) -> None:
-        """The chunks of keys that one call has one behind the other, and their gradients."""
-        if not self.schedule.wanted.joined:
+        """The chunks of keys that one call has one behind the other, and their gradients. In
+        forward also k or v behind each other, before they are in order; in backward what such
+        copies take is free while the kernel runs."""
+        if not self.schedule.joined:
             return
         keys = self.schedule.tables.keys
         rows = [keys.count(k.owner, k.rows) for pair in pairs for _, k in self._calls(pair)]
-        if len(rows) > 1:
-            for family in ("kv", "dkv")[: len(self.families)]:
-                kind, chunks = f"{family} joined", -(-sum(rows) // max(1, self.longest["kv"]))
-                self.made[kind] = max(self.made.get(kind, 0), chunks)
+        kinds = ["kv joined", "dkv joined"][: len(self.families)]
+        if self.schedule.wanted.joined is None and self.families == ("out",):
+            kinds.append("kv copied")
+        for kind in kinds if len(rows) > 1 else ():
+            chunks = -(-sum(rows) // max(1, self.longest["kv"]))
+            self.made[kind] = max(self.made.get(kind, 0), chunks)
 
     def _receive(self, chunk: Chunk) -> None:
         whole, kind = self.partials[chunk[:2]], self._kind(chunk)
@@ -288,6 +292,7 @@ def room_bytes(
     least = 0.0
     per_row = {"kv": of.forward.kv, "query": of.backward.query, "dkv": x.kv * F,
                "dkv wire": x.kv * BYTES[run.wire], "kv joined": of.forward.kv,
+               "kv copied": max(x.keys, x.values) * B,
                "dkv joined": x.kv * F, "dquery": x.query * F,
                "dquery wire": x.query * BYTES[run.wire], "out": (x.out + x.heads) * F,
                "out wire": of.forward.out}  # fmt: skip
@@ -319,7 +324,7 @@ def ring_rooms(
     intra = intra if cp % intra == 0 else cp
     grid = Grid(cp // intra, intra)
     shards = [make(layout, cp_size=cp).spans(rank, cp * SHORT) for rank in range(cp)]
-    seen = wanted(Causal(), shards, shards, joined)
+    seen = wanted(Causal(), shards, shards, joined or None)
     sizes = RowSizes(SHORT, 1, 4, 1, 8, 8, 2, 4, 4, ALL_GRADIENTS)
     name = ring_algorithm(algorithm)
     forward = cost.forward_schedule(name, grid, seen, sizes)

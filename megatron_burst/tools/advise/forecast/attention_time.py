@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ....autotune import simulator
-from ....autotune.candidates import reading, sharing
+from ....autotune.candidates import adding, reading, sharing
 from ....autotune.clusters import Cluster
 from ....autotune.disturbance import Disturbance
 from ....autotune.exchanges import Wires
@@ -130,7 +130,7 @@ def made(ring: RingKey) -> RingPasses:
     if ring.chunks > 1:
         *_, (_, queries, _) = row_cuts(layout, topology, ring.seq, ring.chunks)
     grid = Grid(topology.ring_size // ring.inner, ring.inner)
-    want = wanted(mask, queries, spans, ring.joined)
+    want = wanted(mask, queries, spans, ring.joined or None)
     wires = Wires(places=places(topology, ring.nodes))
     name, sizes, route = ring.algorithm, ring.sizes, ring.route
     forward = forward_schedule(name, grid, want, sizes, route=route)
@@ -207,10 +207,15 @@ def attention_time(
     flops = 2.0 * sizes.heads * sizes.batch * columns
     chunks = run.sequence_chunks
     seconds = passes.pairs * (flops / compute / chunks)
-    least = reading(sizes, cluster.gpu.memory_rate, latent) if latent else (0.0, 0.0)
+    least, adds = (0.0, 0.0), adding(sizes, rates.adding)
+    if latent:
+        least, adds = (
+            reading(sizes, cluster.gpu.memory_rate, latent),
+            (simulator.NOTHING, simulator.NOTHING),
+        )
     both_passes = (
-        (passes.forward, seconds, recordings[0], least[0]),
-        (passes.backward, rates.backward * seconds, recordings[1], least[1]),
+        (passes.forward, seconds, recordings[0], least[0], adds[0]),
+        (passes.backward, rates.backward * seconds, recordings[1], least[1], adds[1]),
     )
     topology = topology_of(cluster, run)
     exchange = sharing(topology, sizes, rates, chunks > 1, ring.nodes.per_nic)
@@ -235,8 +240,9 @@ def attention_time(
                 disturbed=disturbed,
                 recording=recording,
                 least=least,
+                adding=adds,
             )
-            for (each, computing, recording, least), disturbed in zip(
+            for (each, computing, recording, least, adds), disturbed in zip(
                 both_passes, how.passes, strict=True
             )
         )

@@ -1,0 +1,97 @@
+"""`prefetch` computes once for the keys of all other ranks: the oracle's results, and how many
+calls and tiles there are."""
+
+import random
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from pieces import Pieces
+
+import megatron_burst as mb
+from megatron_burst.execution.ring import Backward, Forward
+
+S = 96
+SHAPES = (4, 2, 1, 6, 6), (4, 4, 2, 5, 3), (6, 1, 2, 4, 8), (2, 1, 1, 8, 8)  # h, k, b, d, w
+GRIDS = [(1, 1, 1), (1, 2, 1), (1, 3, 1), (2, 4, 1), (4, 2, 2), (2, 2, 1)]  # the last share heads
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """(pass, rank of the queries, rows of keys) of each call of a kernel."""
+    found = []
+    for of in (Forward, Backward):
+
+        def pair(self, call, queries, keys, sums, of=of, pair=of.pair):
+            found.append((of.__name__, call.pair.query, len(keys[0])))
+            pair(self, call, queries, keys, sums)
+
+        monkeypatch.setattr(of, "pair", pair)
+    return found
+
+
+def packed(rng):
+    """Where documents begin, and bool [S, S]: causal within each."""
+    bounds = [0, *sorted(rng.sample(range(1, S), rng.choice([1, 3, 9]))), S]
+    document = np.searchsorted(bounds, np.arange(S), side="right")
+    seen = (document[:, None] == document) & np.tri(S, dtype=bool)
+    return bounds, torch.from_numpy(seen)
+
+
+@pytest.mark.parametrize("case", range(12))
+def test_equal_to_the_oracle_in_two_calls(calls, case):
+    rng = random.Random(case)
+    inter, intra, ulysses = GRIDS[case % len(GRIDS)]
+    heads, kv_heads, batch, width, value_width = SHAPES[case % len(SHAPES)]
+    bounds, seen = packed(rng)
+    mask = mb.masks.Documents(bounds) & mb.masks.Causal()
+    if case % 3 == 2:
+        seen[rng.sample(range(S), 30)] = False  # rows that see nothing
+        mask = mb.masks.Dense(seen.clone())
+    groups = mb.Groups.in_process(inter=inter, intra=intra, ulysses=ulysses)
+    name = ("balanced", "zigzag", "balanced", "striped", "contiguous")[case % 5]
+    more = {"cu_seqlens": bounds} if name == "balanced" else {}
+    layout = mb.layout.make(name, cp_size=groups.size, **more)
+    make = torch.Generator().manual_seed(case)
+    sizes = (heads, width), (kv_heads, width), (kv_heads, value_width), (heads, value_width)
+    q, k, v, dout = (torch.randn(S, batch, *size, generator=make).double() for size in sizes)
+    sink = torch.linspace(-1, 1, heads).double() if case % 2 else None
+    cut = [[mb.shard(x, layout, rank).requires_grad_() for rank in range(groups.size)]
+           for x in (q, k, v)]  # fmt: skip
+    outs = mb.attention(*cut, groups=groups, layout=layout, mask=mask, algorithm="prefetch",
+                        side="kv", sink=sink, kernel=rng.choice(["aten", "reference"]))  # fmt: skip
+    torch.autograd.backward(outs, [mb.shard(dout, layout, rank) for rank in range(groups.size)])
+    out, _, *grads = oracle.attention(q, k, v, dout, seen, sink=sink)
+    found = outs, *([x.grad for x in leaves] for leaves in cut)
+    for mine, right in zip(found, (out, *grads), strict=True):
+        assert oracle.worst(mb.unshard(mine, layout), right) < 1e-10
+    for of in ("Forward", "Backward"):
+        each = [rank for name, rank, _ in calls if name == of]
+        assert max(each.count(rank) for rank in each) <= 2 * ulysses  # rings, of two calls
+    assert groups.size == 1 or len(calls) > 2 * groups.size or bounds == [0, S]
+
+
+def test_keys_lie_in_the_order_of_their_positions():
+    """Each rank has a third of both documents. The last one sees two chunks, which make one tile of
+    each document; one behind the other they would be two."""
+    thirds = [[(4 * rank, 4 * rank + 4), (12 + 4 * rank, 16 + 4 * rank)] for rank in range(3)]
+    groups, mask = mb.Groups.in_process(intra=3), mb.masks.Documents([0, 12, 24])
+    q = [torch.zeros(8, 1, 2, 4) for _ in range(3)]
+    plan = mb.prepare(q, q, q, groups=groups, layout=Pieces(thirds), algorithm="prefetch",
+                      mask=mask & mb.masks.Causal(), kernel="aten")  # fmt: skip
+    for rank, tiles in zip(plan.ranks, (None, 2, 2), strict=True):
+        calls = [call for step in rank.job.forward.steps for call in step.calls]
+        others = [
+            len(call.work) for call in calls if call.parts or call.pair.key != rank.job.ring.rank
+        ]
+        assert others == ([] if tiles is None else [tiles])
+
+
+def test_keys_that_rest_on_the_host_come_back_one_chunk_at_a_time():
+    groups = mb.Groups.in_process(intra=4)
+    q = [torch.zeros(16, 1, 2, 4) for _ in range(4)]
+    plan = mb.prepare(q, q, q, groups=groups, algorithm="prefetch", sequence_chunks=2,
+                      visiting="host")  # fmt: skip
+    passes = [chunk.forward for rank in plan.ranks for chunk in rank.job.chunks]
+    assert not any(call.parts for each in passes for step in each.steps for call in step.calls)
