@@ -91,6 +91,19 @@ def seconds_by_hand(where):
                     yield step_time(TINY, where, run).seconds
 
 
+def test_remembered_schedules_are_those_that_would_be_made():
+    """Of runs with other batches, layouts, lengths, groups and clusters, one after another."""
+    small = cluster(4, per_node=2)
+    kept, run = AttentionForecast(TINY, small), Settings(16 * K, cp=4)
+    others = {"seq": 64 * K}, {"micro_batch": 2}, {"layout": "striped"}, {"seq": 64 * K, "tp": 2}
+    for where in (small, replace(small, nics=1)):
+        forecast, alone = kept.on(where), AttentionForecast(TINY, where)
+        for other in ({}, *others):
+            each = replace(run, **other)
+            assert forecast.candidate(each) == alone.candidate(each)
+            alone = AttentionForecast(TINY, where)
+
+
 def test_more_on_the_host_is_never_faster():
     """What passes over fractions of the offload: of each store the least of them is the fastest."""
     where = cluster(8)
