@@ -33,6 +33,7 @@ from .simulator import IDLE, NOTHING, Adding, PassTime
 
 HEAD_CHUNKS = (1, 2, 4, 8)
 WORSE = 0.002  # of a call: by how much more chunks are slower before the rest are not tried
+ROUNDING = 1e-9  # by which a sum of floats may exceed another one of the same numbers
 HELD = 4  # a rank may hold keys of others of so many times the bytes of its own queries or keys
 
 
@@ -116,67 +117,136 @@ def on_grid(
 
     nodes: whose NICs are shared, with the rates of a rank alone; None: those of the rates.
     """
-    nodes = nodes or rates.shared
-    sizes = workload.sizes.shared(topology.ulysses)
-    grid = Grid(topology.inter_size, topology.intra_size)
-    spans = cost.ring_spans(workload.layout, topology, workload.seq_len)
-    joined = workload.attended is not None or None  # else as the algorithm has it
-    want = wanted(workload.mask, spans, spans, joined)
-    assert rates.compute is not None
-    columns = sizes.width + sizes.value_width * (1 + workload.latent)
-    flops = 2.0 * sizes.heads * sizes.batch * columns
-    if workload.attended is None:
-        seen = pairs_seen(workload.mask, spans)
-    else:
-        seen = pairs_attended(workload.mask, spans, workload.attended)
-    seconds = seen * (flops / rates.compute)
-    kept = round(workload.kept * (grid.size - 1))
-    wants = [want]
-    if workload.chunks > 1:
-        cuts = row_cuts(
-            workload.layout, topology, workload.seq_len, workload.chunks, workload.blocks
+    for each in GridWork(workload, topology, rates, fixed, nodes).algorithms():
+        for made in each.by_chunks():
+            yield from made
+
+
+class GridWork:
+    """A workload on one grid: what all algorithms have in common there.
+
+    Arguments as of `on_grid`. at_least: seconds that no candidate stays below: ranks share the
+    pairs evenly and nothing that travels takes time, but for the all-to-alls.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        topology: Topology,
+        rates: Rates,
+        fixed: Fixed,
+        nodes: Nodes | None = None,
+    ):
+        nodes = nodes or rates.shared
+        sizes = workload.sizes.shared(topology.ulysses)
+        grid = Grid(topology.inter_size, topology.intra_size)
+        spans = cost.ring_spans(workload.layout, topology, workload.seq_len)
+        joined = workload.attended is not None or None  # else as the algorithm has it
+        want = wanted(workload.mask, spans, spans, joined)
+        assert rates.compute is not None
+        columns = sizes.width + sizes.value_width * (1 + workload.latent)
+        flops = 2.0 * sizes.heads * sizes.batch * columns
+        if workload.attended is None:
+            seen = pairs_seen(workload.mask, spans)
+        else:
+            seen = pairs_attended(workload.mask, spans, workload.attended)
+        seconds = seen * (flops / rates.compute)
+        wants = [want]
+        if workload.chunks > 1:
+            cuts = row_cuts(
+                workload.layout, topology, workload.seq_len, workload.chunks, workload.blocks
+            )
+            wants = [wanted(workload.mask, shards, spans, joined) for _, shards, _ in cuts]
+            seconds = seconds / len(wants)  # chunks are balanced
+        self.least, self.adds = (0.0, 0.0), adding(sizes, rates.adding)
+        if joined:  # what a call takes depends on its queries, not on the rows of the chunk
+            rates = replace(rates, half_rows=0.0)
+            self.least = reading(sizes, rates.memory, workload.latent)
+            self.adds = NOTHING, NOTHING
+        self.wires = ONE_NIC if nodes is None else Wires(places=places(topology, nodes))
+        self.workload, self.topology, self.rates, self.fixed = workload, topology, rates, fixed
+        self.sizes, self.grid, self.wants = sizes, grid, wants
+        self.seconds, self.longer = seconds, rates.backward * seconds
+        self.kept = round(workload.kept * (grid.size - 1))
+        self.trained = any(sizes.needs_grad)
+        self.sharing = sharing(
+            topology, sizes, rates, len(wants) > 1, 1.0 if nodes is None else nodes.per_nic
         )
-        wants = [wanted(workload.mask, shards, spans, joined) for _, shards, _ in cuts]
-        seconds = seconds / len(wants)  # chunks are balanced
-    longer, wires, least = rates.backward * seconds, ONE_NIC, (0.0, 0.0)
-    adds = adding(sizes, rates.adding)
-    if joined:  # what a call takes depends on its queries, not on the rows of the chunk
-        rates = replace(rates, half_rows=0.0)
-        least, adds = reading(sizes, rates.memory, workload.latent), (NOTHING, NOTHING)
-    if nodes is not None:
-        wires = Wires(places=places(topology, nodes))
-    per_nic = 1.0 if nodes is None else nodes.per_nic
-    there_heads, back_heads = sharing(topology, sizes, rates, len(wants) > 1, per_nic)
-    alone, trained = grid.size == 1, any(sizes.needs_grad)
-    algorithms = _algorithms(workload, topology, fixed)
-    if fixed.algorithm is None and not _few_rows(want, workload.sizes, sizes):
-        algorithms = [name for name in algorithms if not ALGORITHMS[name].few_rows]
-    for algorithm in algorithms:
+        self.few_rows = _few_rows(want, workload.sizes, sizes)
+        self.at_least = self._at_least()
+
+    def _at_least(self) -> float:
+        rates, passes = self.rates, 1 + self.trained
+        mean = self.seconds / self.grid.size
+        computed = sum(float(mean[each.visible].sum()) for each in self.wants)
+        computed *= 1 + self.trained * rates.backward
+        computed *= 1 + rates.half_rows / max(1, self.sizes.tokens)
+        heads = self.sharing[0].seconds + self.trained * self.sharing[1].seconds
+        return (computed + passes * rates.start * len(self.wants) + heads) * (1 - ROUNDING)
+
+    def algorithms(self) -> list[AlgorithmOnGrid]:
+        """Those that are tried on this grid."""
+        names = _algorithms(self.workload, self.topology, self.fixed)
+        if self.fixed.algorithm is None and not self.few_rows:
+            names = [name for name in names if not ALGORITHMS[name].few_rows]
+        return [AlgorithmOnGrid(self, name) for name in names]
+
+
+@dataclass(frozen=True)
+class AlgorithmOnGrid:
+    """One algorithm for the workload on a grid."""
+
+    on: GridWork
+    algorithm: str
+
+    @property
+    def counts(self) -> Sequence[int]:
+        """Numbers of head chunks that may be tried, in order."""
+        return _head_chunks(self.on.sizes, self.on.fixed, self.on.grid.size == 1)
+
+    @property
+    def at_least(self) -> float:
+        """Seconds that no candidate stays below: with a launch of every call, where each pair of
+        chunks is one."""
+        on = self.on
+        if on.workload.attended is not None or ALGORITHMS[self.algorithm].joins:
+            return on.at_least
+        calls = sum(int((on.seconds[each.visible] > 0).sum()) for each in on.wants)
+        launches = (1 + on.trained) * on.rates.launch * calls / on.grid.size
+        return on.at_least + launches * (1 - ROUNDING)
+
+    def by_chunks(self) -> Iterator[list[Candidate]]:
+        """The candidates of each number of head chunks, one for each side; no more chunks than
+        shorten a call."""
+        on, algorithm = self.on, self.algorithm
+        grid, wants, sizes, topology, kept = on.grid, on.wants, on.sizes, on.topology, on.kept
+        alone, fixed, rates = grid.size == 1, on.fixed, on.rates
         theres = [cost.forward_schedule(algorithm, grid, each, sizes) for each in wants]
-        sides = ["kv"] if workload.kept or alone or not ALGORITHMS[algorithm].sided else SIDES
+        sided = ALGORITHMS[algorithm].sided and not on.workload.kept and not alone
+        sides = [fixed.side] if fixed.side else SIDES if sided else ["kv"]
         backs = [
             [cost.backward_schedule(algorithm, grid, each, sizes, side=side, kept=kept)
              for each in wants]
-            for side in ([fixed.side] if fixed.side else sides)
+            for side in sides
         ]  # fmt: skip
         sent = [_sent((*theres, *each), topology, sizes, len(wants) > 1) for each in backs]
-        ready, *backs = ([Prepared(one, wires) for one in each] for each in (theres, *backs))
+        ready, *backs = ([Prepared(one, on.wires) for one in each] for each in (theres, *backs))
         before = [math.inf] * len(backs)
-        for count in _head_chunks(sizes, fixed, alone):
-            forward = _time(ready, sizes, seconds, rates, count, least[0], adds[0])
-            forward += there_heads
+        for count in self.counts:
+            forward = _time(ready, sizes, on.seconds, rates, count, on.least[0], on.adds[0])
+            forward += on.sharing[0]
             made = []
             for each, bytes_ in zip(backs, sent, strict=True):
                 backward = IDLE
-                if trained:
-                    backward = _time(each, sizes, longer, rates, count, least[1], adds[1])
-                    backward += back_heads
+                if on.trained:
+                    backward = _time(each, sizes, on.longer, rates, count, on.least[1], on.adds[1])
+                    backward += on.sharing[1]
                 side = each[0].schedule.side
                 made.append(Candidate(
                     _named(algorithm, topology), side, count, topology.ulysses,
                     topology.placement, forward, backward, bytes_,
                 ))  # fmt: skip
-            yield from made
+            yield made
             times = [candidate.seconds for candidate in made]
             # More chunks hide more of the first hops and cost more messages. Where these outweigh
             # what is hidden by more than a little, more chunks were never found to be faster.

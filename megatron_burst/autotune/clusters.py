@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ..units import byte_size
 from .bands import ForecastBand, band_of
@@ -157,6 +158,10 @@ class Cluster:
 
         `inter` is that of a rank alone on its NIC: who shares it is told to the simulator apart.
         """
+        return self._rank_rates
+
+    @cached_property
+    def _rank_rates(self) -> Rates:
         compute = self.gpu.peak * self.gpu.attention
         if self.rates is not None:
             memory = min(self.rates.memory, self.gpu.memory_rate)

@@ -19,13 +19,22 @@ from ..schedule.algorithms import ALGORITHMS
 from ..schedule.cost import Sizes
 from ..schedule.topology import Topology
 from ..units import duration
-from .candidates import Candidate, Fixed, Workload, grids, on_grid
+from .candidates import (
+    AlgorithmOnGrid,
+    Candidate,
+    Fixed,
+    GridWork,
+    Workload,
+    grids,
+    on_grid,
+)
 from .places import Nodes
 from .rates import Rates, check_rates
 
 OPEN = Fixed()
 # Predictions closer than this are a tie: then the simplest is taken, with the fewest bytes.
 TIE = 0.015
+PLACES = 64  # more than candidates of one algorithm on a grid
 BUSY = {"compute": "compute", "intra": "the link within nodes", "inter": "the link between nodes"}
 
 
@@ -163,6 +172,73 @@ def best(
     taken = min((c for c in found if _weighed(c) <= limit), key=_simplicity)
     others = tuple(candidate for candidate in found if candidate is not taken)
     return Choice(taken, others, rates, topologies[0].per_node)
+
+
+def fastest(
+    workload: Workload,
+    topologies: Sequence[Topology],
+    rates: Rates,
+    fixed: Fixed = OPEN,
+    nodes: Nodes | None = None,
+) -> Candidate:
+    """What `best` takes, without simulating candidates that cannot be taken.
+
+    A candidate is not simulated if its bound exceeds what ties with the fastest so far, nor if
+    a simpler one is certain to tie: with the fastest so far, and with all bounds of the others.
+    """
+    works = [GridWork(workload, each, rates, fixed, nodes) for each in topologies]
+    left = [_Open(one, at) for at, one in enumerate(o for w in works for o in w.algorithms())]
+    found: list[tuple[Candidate, int]] = []  # with the place that it has among all
+    while True:
+        upper = min((_weighed(one) for one, _ in found), default=math.inf)
+        left = [each for each in left if each.at_least <= upper * (1 + TIE)]
+        found = [each for each in found if _weighed(each[0]) <= upper * (1 + TIE)]
+        lower = min((upper, *(each.at_least for each in left)))
+        tied = [each for each in found if _weighed(each[0]) <= lower * (1 + TIE)]
+        taken = min(map(_place, tied), default=None)
+        if taken is not None:
+            simpler = [each for each in left if each.simplest <= taken[0][: len(each.simplest)]]
+            if not simpler and all(taken <= _place(each) for each in found):
+                return next(one for one, at in tied if at == taken[1])
+        else:
+            simpler = []
+        # Else those that decide whether a simpler one ties.
+        each = min(simpler or left, key=lambda one: (one.at_least, one.simplest, one.at))
+        made = each.next()
+        if not all(math.isfinite(one.seconds) for one, _ in made):
+            raise ValueError(f"rates: too small for calls of this size: {rates.describe()}")
+        found += made
+        left = [one for one in left if one.open]
+
+
+def _place(each: tuple[Candidate, int]) -> tuple[tuple[Any, ...], int]:
+    return _simplicity(each[0]), each[1]
+
+
+class _Open:
+    """An algorithm on a grid with the candidates of it that were not simulated yet. at: its place
+    among all of them."""
+
+    def __init__(self, what: AlgorithmOnGrid, at: int):
+        self.at, self.open = at * PLACES, True
+        self._made, self._counts = what.by_chunks(), list(what.counts)
+        algorithm = ALGORITHMS[what.algorithm]
+        self.at_least = what.at_least * algorithm.handicap
+        self._first = what.on.topology.ulysses > 1, algorithm.holds_more
+
+    @property
+    def simplest(self) -> tuple[Any, ...]:
+        """What `_simplicity` of those that are left begins with, at least."""
+        return (*self._first, self._counts[0])
+
+    def next(self) -> list[tuple[Candidate, int]]:
+        """Those with the next number of head chunks, with their places; none where no more are
+        tried."""
+        del self._counts[:1]
+        made = next(self._made, [])
+        first, self.at = self.at, self.at + len(made)
+        self.open = bool(made and self._counts)
+        return list(zip(made, range(first, self.at), strict=True))
 
 
 def _weighed(candidate: Candidate) -> float:

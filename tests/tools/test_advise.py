@@ -91,6 +91,20 @@ def seconds_by_hand(where):
                     yield step_time(TINY, where, run).seconds
 
 
+def test_more_on_the_host_is_never_faster():
+    """What passes over fractions of the offload: of each store the least of them is the fastest."""
+    where = cluster(8)
+    for model, chunks, store in product((TINY, MOE), (1, 4), (0.0, 0.3, 1.0)):
+        times = [
+            step_time(model, where, Settings(
+                256 * K, cp=8, intra=4, algorithm="ring", side="kv", store=store, offload=offload,
+                sequence_chunks=chunks, optimizer_offload=0.5,
+            )).seconds
+            for offload in (0.0, 0.1, 0.4, 0.5, 1.0)
+        ]  # fmt: skip
+        assert times == sorted(times)
+
+
 @pytest.mark.parametrize(("memory", "host"), [(13.7, 6.0), (13.2, 1600.0)])
 def test_as_much_is_stored_and_offloaded_as_fits(memory, host):
     """All tenths of both by hand, the fastest first until one fits; and more than the ends give."""

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 from ...schedule.algorithms import ALGORITHMS
 from ...schedule.head_shares import shareable
@@ -194,33 +194,56 @@ def check_carried(model: Model, layout: str) -> None:
 def check_fields(run: Settings) -> None:
     """Sizes are whole numbers from 1, bytes from 0, fractions from 0 to 1, words those there are.
     ValueError with all that are not."""
-    wrong = [
-        said for name, kind in _KINDS.items() if (said := _unfit(name, kind, getattr(run, name)))
-    ]
+    values = vars(run)
+    wrong = [kind.said(name, values[name]) for name, kind in _KINDS if not kind.fits(values[name])]
     if wrong:
         raise ValueError("; ".join(wrong))
 
 
-_KINDS = get_type_hints(Settings)
+class _Kind(NamedTuple):
+    """What a field may hold, and what is said of a value that it may not."""
+
+    fits: Callable[[Any], bool]
+    said: Callable[[str, Any], str]
 
 
-def _unfit(name: str, kind: Any, value: object) -> str | None:
-    """What is wrong with the value of a field of this type; None where nothing is."""
-    if words := [word for word in get_args(kind) if isinstance(word, str)]:
-        fits = value in words if isinstance(value, str) else False
-        return None if fits else f"{flag_of(name)} {value}: one of {', '.join(words)}"
-    if kind in (bool, str):
-        said = {bool: "true or false", str: "a name"}[kind]
-        return None if type(value) is kind else f"{flag_of(name)} must be {said}, got {value!r}"
-    if value is None and get_args(kind) == (int, type(None)):
-        return None
-    if kind is float:
-        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
-        return None if fits else f"{flag_of(name)} must be from 0 to 1, got {value!r}"
-    least = 0 if name.endswith("_bytes") else 1
-    if isinstance(value, int) and not isinstance(value, bool):
-        return None if value >= least else f"{flag_of(name)} must be at least {least}, got {value}"
-    return f"{flag_of(name)} must be a whole number from {least}, got {value!r}"
+def _kind(name: str, of: Any) -> _Kind:
+    """What a field of this type may hold."""
+    if words := frozenset(word for word in get_args(of) if isinstance(word, str)):
+        listed = ", ".join(word for word in get_args(of) if isinstance(word, str))
+        return _Kind(
+            lambda value: isinstance(value, str) and value in words,
+            lambda name, value: f"{flag_of(name)} {value}: one of {listed}",
+        )
+    if of in (bool, str):
+        named = {bool: "true or false", str: "a name"}[of]
+        return _Kind(
+            lambda value: type(value) is of,
+            lambda name, value: f"{flag_of(name)} must be {named}, got {value!r}",
+        )
+    if of is float:
+        return _Kind(
+            lambda value: (
+                isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
+            ),
+            lambda name, value: f"{flag_of(name)} must be from 0 to 1, got {value!r}",
+        )
+    least, may_lack = (0 if name.endswith("_bytes") else 1), type(None) in get_args(of)
+
+    def fits(value: Any) -> bool:
+        if value is None:
+            return may_lack
+        return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+    def said(name: str, value: Any) -> str:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return f"{flag_of(name)} must be at least {least}, got {value}"
+        return f"{flag_of(name)} must be a whole number from {least}, got {value!r}"
+
+    return _Kind(fits, said)
+
+
+_KINDS = tuple((name, _kind(name, of)) for name, of in get_type_hints(Settings).items())
 
 
 def flag_of(name: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from ....autotune.clusters import Cluster
@@ -33,7 +34,7 @@ class Account:
     moments: tuple[Moment, ...]
     host: Mapping[str, int]
 
-    @property
+    @cached_property
     def peak(self) -> Moment:
         """The moment with most bytes."""
         return max(self.moments, key=lambda moment: moment.bytes)
@@ -76,9 +77,10 @@ def account(model: Model, run: Settings, every: bool = True, core_of: CoreOf = c
 
 def fit(found: Account, cluster: Cluster) -> MemoryLeft:
     """What an account leaves of a cluster's memory, per GPU."""
+    items = found.peak.items
     device = cluster.room - found.peak.bytes
     host = cluster.host_per_rank - found.host_bytes
-    largest = max(found.peak.items, key=lambda item: found.peak.items[item])
+    largest = max(items, key=items.__getitem__)
     tight = device / max(1, cluster.room) < host / max(1.0, cluster.host_per_rank)
     return MemoryLeft(device, host, f"GPU memory: {largest}" if tight else "host memory")
 

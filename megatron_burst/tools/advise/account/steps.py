@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from ..settings import BYTES, Settings
 from ..shapes.layer_kinds import FULL, MIXER, WINDOW, LayerPart
@@ -37,6 +38,7 @@ class LayerWalk:
 
     def __init__(self, model: Model, run: Settings, tape: Tape, core_of: CoreOf = core_of):
         self.model, self.run, self.tape = model, run, tape
+        self._halves: dict[tuple[Any, ...], Half] = {}
         self.sparse = LayerSizes.of(model, run)
         self.dense = LayerSizes.of(model, run, sparse=False)
         again = core_of(self.dense, run)  # of a recompute
@@ -156,17 +158,23 @@ class LayerWalk:
         else:
             half = self._half(part, kind, time, "tile ", -(-run.rows // run.mlp_tiles))
             copied = {}
-        with tape.while_there(copied):
-            half.forward(tape, grad=grad)
-            if grad:
-                half.backward(tape)
+        tape.enter(copied)
+        half.forward(tape, grad=grad)
+        if grad:
+            half.backward(tape)
+        tape.leave(copied)
         tape.drop(half.named("y"), half.named("d x"), *(name for name, *_ in beside))
 
     def _half(
         self, part: LayerPart, kind: str, time: str, prefix: str = "", rows: int | None = None
     ) -> Half:
         """The half of a layer. rows: of a piece; None: all."""
-        rows = rows or self.run.rows
+        key = part, kind, time, prefix, rows
+        if key not in self._halves:
+            self._halves[key] = self._made(part, kind, time, prefix, rows or self.run.rows)
+        return self._halves[key]
+
+    def _made(self, part: LayerPart, kind: str, time: str, prefix: str, rows: int) -> Half:
         if kind == MLP:
             return mlp_half(self.sparse if part.sparse else self.dense, rows, prefix)
         if part.attention == MIXER:
@@ -281,12 +289,10 @@ class TrainingStep:
         tape.make("whole", GATHERED, table * B * self.run.fsdp)
         cpu = 2 * self.hidden / B * F * (self.run.path == "cpu" and self.run.mlp_tiles == 1)
         tape.make("normed", HEAD, self.hidden + cpu)
-        with tape.while_there({HEAD: found["while"]}):
-            pass
+        tape.pass_by({HEAD: found["while"]})
         tape.make("kept", HEAD, found["kept"])
         tape.begin("backward of the LM head")
-        with tape.while_there({HEAD: found.get("back", 0)}):
-            pass
+        tape.pass_by({HEAD: found.get("back", 0)})
         tape.make("dy", BETWEEN, self.hidden)
         tape.drop("kept", "normed", hidden, "whole")
         tape.make("whole", GATHERED, self._gathered())

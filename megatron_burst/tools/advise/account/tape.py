@@ -8,9 +8,8 @@ the lifetimes of its tensors in forward and backward follow. Bytes only, no numb
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -43,8 +42,9 @@ class Tape:
         self.moments: list[Moment] = []
         self.every = every
         self._most = -1  # bytes of the phase's largest moment
+        self._here = 0  # bytes of all items
         self._tensors: dict[str, tuple[str, int]] = {}  # name -> item, bytes
-        self._items: Counter[str] = Counter()
+        self._items: dict[str, int] = defaultdict(int)
         self._phase = "start"
 
     def begin(self, phase: str) -> None:
@@ -55,8 +55,10 @@ class Tape:
     def make(self, name: str, item: str, size: float) -> None:
         """A tensor comes into being. A name is free once the tensor has gone."""
         assert name not in self._tensors, name
-        self._tensors[name] = item, round(size)
-        self._items[item] += round(size)
+        bytes_ = round(size)
+        self._tensors[name] = item, bytes_
+        self._items[item] += bytes_
+        self._here += bytes_
         self._note()
 
     def move(self, old: str, new: str, item: str) -> None:
@@ -69,31 +71,40 @@ class Tape:
     def drop(self, *names: str) -> None:
         """Tensors go; those that never came are none."""
         for name in names:
-            item, size = self._tensors.pop(name, ("", 0))
-            self._items[item] -= size
+            if (found := self._tensors.pop(name, None)) is not None:
+                item, size = found
+                self._items[item] -= size
+                self._here -= size
         self._note()
 
     def holds(self, name: str) -> bool:
         """Whether a tensor is there."""
         return name in self._tensors
 
-    @contextmanager
-    def while_there(self, sizes: Mapping[str, float]) -> Iterator[None]:
-        """Tensors that are there within the context only: item -> bytes."""
-        if not sizes:
-            yield
-            return
-        self._items.update({item: round(size) for item, size in sizes.items()})
-        self._note()
-        yield
-        self._items.subtract({item: round(size) for item, size in sizes.items()})
+    def enter(self, sizes: Mapping[str, float]) -> None:
+        """What `leave` takes away comes: item -> bytes."""
+        if sizes:
+            for item, size in sizes.items():
+                self._items[item] += round(size)
+                self._here += round(size)
+            self._note()
+
+    def leave(self, sizes: Mapping[str, float]) -> None:
+        """What came with `enter` goes, which is no moment of its own."""
+        for item, size in sizes.items():
+            self._items[item] -= round(size)
+            self._here -= round(size)
+
+    def pass_by(self, sizes: Mapping[str, float]) -> None:
+        """What comes and goes at once: item -> bytes."""
+        self.enter(sizes)
+        self.leave(sizes)
 
     def _note(self) -> None:
         if not self.every:
-            here = sum(self._items.values())
-            if here <= self._most:
+            if self._here <= self._most:
                 return
-            self._most = here
+            self._most = self._here
         now = {item: size for item, size in self._items.items() if size}
         self.moments.append(Moment(self._phase, now))
 
@@ -146,21 +157,25 @@ class Half:
         self._gradients = {name: size for op in ops for name, size in op.elsewhere.items()}
         self.result = next(iter(ops[-1].makes))
         self._saved = Counter(name for op in ops for name in (*op.saves, *op.keeps))
+        last = {name: i for i, op in enumerate(ops) for name in (*op.makes, *op.reads)}
+        places = {op.name: i for i, op in enumerate(ops)}
+        last |= {name: max(last[name], places[op]) for name, op in self.held.items()}
+        # Of each operator, what goes after it in forward.
+        self._gone: list[list[str]] = [[] for _ in ops]
+        for name, at in last.items():
+            if name != self.result:
+                self._gone[at].append(name)
 
     def forward(self, tape: Tape, grad: bool) -> None:
         """Run it; what is saved stays if `grad`, and the result in either case."""
-        last = {name: i for i, op in enumerate(self.ops) for name in (*op.makes, *op.reads)}
-        places = {op.name: i for i, op in enumerate(self.ops)}
-        last |= {name: max(last[name], places[op]) for name, op in self.held.items()}
-        for i, op in enumerate(self.ops):
-            with tape.while_there(op.before):
-                pass
-            with tape.while_there(op.during):
-                self._make(tape, op.makes)
-                self._make(tape, op.keeps)
-                if not grad:
-                    self._drop(tape, op.keeps)
-            gone = [name for name, at in last.items() if at == i and name != self.result]
+        for op, gone in zip(self.ops, self._gone, strict=True):
+            tape.pass_by(op.before)
+            tape.enter(op.during)
+            self._make(tape, op.makes)
+            self._make(tape, op.keeps)
+            if not grad:
+                self._drop(tape, op.keeps)
+            tape.leave(op.during)
             self._drop(tape, (n for n in gone if not (grad and self._saved[n])))
 
     def backward(self, tape: Tape) -> None:
@@ -169,13 +184,13 @@ class Half:
         left = Counter(self._saved)
         arrived: set[str] = set()
         for op in reversed(self.ops):
-            with tape.while_there(op.back_before):
-                pass
-            with tape.while_there(op.back):
-                for name in op.reads:
-                    if not op.adds:
-                        self._gradient(tape, name, name in arrived)
-                arrived |= set(op.reads)
+            tape.pass_by(op.back_before)
+            tape.enter(op.back)
+            for name in op.reads:
+                if not op.adds:
+                    self._gradient(tape, name, name in arrived)
+            arrived |= set(op.reads)
+            tape.leave(op.back)
             for name in (*op.saves, *op.keeps):
                 left[name] -= 1
                 if not left[name]:
@@ -192,8 +207,7 @@ class Half:
         if not tape.holds(self.named(f"d {name}")):
             tape.make(self.named(f"d {name}"), self.item, size)
         if more:
-            with tape.while_there({self.item: size}):
-                pass
+            tape.pass_by({self.item: size})
 
     def _make(self, tape: Tape, sizes: Mapping[str, float]) -> None:
         for name, size in sizes.items():

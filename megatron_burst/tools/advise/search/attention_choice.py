@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which attention settings a run takes, and how long it takes with them, remembered for a search.
 
-Decides nothing of its own: `autotune.select.best` chooses, as it does for `--context-parallel-algo
+Decides nothing of its own: `autotune.select` chooses, as it does for `--context-parallel-algo
 auto` in a run, so that a run and the advice agree.
 """
 
@@ -122,12 +122,12 @@ class AttentionForecast:
         return tuple(getattr(run, name) for name in OWN)
 
     def candidate(self, run: Settings) -> Candidate:
-        """What `select.best` takes for this run's rows, heads and nodes."""
+        """What `select.fastest` takes for this run's rows, heads and nodes."""
         work = Workload(sizes_of(self.model, run), self.mask(run), self.layout(run))
         if (index := self.model.indexer) is not None:
             work = replace(work, attended=index.top_k, latent=True)
-        return select.best(work, self._grids(run, work.sizes), self.cluster.rank_rates(),
-                           self._fixed(), nodes_of(self.cluster, run)).taken  # fmt: skip
+        return select.fastest(work, self._grids(run, work.sizes), self.cluster.rank_rates(),
+                              self._fixed(), nodes_of(self.cluster, run))  # fmt: skip
 
     def mask(self, run: Settings) -> Mask:
         """Who sees whom."""

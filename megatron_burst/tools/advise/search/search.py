@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+from ....autotune.candidates import ROUNDING
 from ....autotune.clusters import Cluster
 from ....autotune.select import TIE
 from ..account.memory import Account, MemoryLeft, account, fit, states_of
@@ -258,14 +259,28 @@ class Search:
             for run in options_of(groups, self.want, chunked, FRACTIONS, FRACTIONS):
                 by_store = alike.setdefault(replace(run, store=0, offload=0), {})
                 by_store.setdefault(run.store, []).append(run)
+        limit = best.seconds if best is not None else math.inf
+
+        def faster(run: Settings) -> bool:
+            """With what lies on the host moved in no time at all."""
+            bound = self.attention.step(self.attention.settled(run)).seconds
+            return bound * (1 + TIE) * (1 - ROUNDING) < limit
+
         possible: list[Settings] = []
         for by_store in alike.values():
-            for _, runs in sorted(by_store.items()):
-                moved = self._possible([max(runs, key=lambda run: run.offload)])
+            if limit < math.inf:  # more on the host never makes a run faster
+                hopeful = [s for s, runs in by_store.items() if faster(min(runs, key=_offload))]
+                largest = max(hopeful, default=-1.0)
+            else:
+                hopeful, largest = list(by_store), 1.0
+            for store, runs in sorted(by_store.items()):
+                if store > largest:
+                    break
+                moved = self._possible([max(runs, key=_offload)])
                 if not moved or self._left(self.attention.settled(moved[0])).device < 0:
                     break
-                possible += runs
-        limit = best.seconds if best is not None else math.inf
+                if store in hopeful:
+                    possible += runs
         return [each for each in self.timed(possible) if each[0].seconds * (1 + TIE) < limit]
 
     def _taken(self, timed: Sequence[tuple[StepTime, Settings]]) -> Configuration | None:
@@ -321,6 +336,10 @@ class Search:
             self._failed.append(each)
             if self.closest is None or each.lacks < self.closest.lacks:
                 self.closest = each
+
+
+def _offload(run: Settings) -> float:
+    return run.offload
 
 
 def _takes_more(run: Settings, failed: Configuration) -> bool:
