@@ -30,11 +30,11 @@ BLOCKS: dict[tuple[int, str, int], BlockSizes] = {
     (80, "backward", 64): BlockSizes(32, 64, 4, 1),
     (80, "backward", 128): BlockSizes(64, 64, 8, 1),
     (80, "backward", 256): BlockSizes(32, 32, 8, 1),
-    (90, "forward", 64): BlockSizes(128, 128, 8, 3),
-    (90, "forward", 128): BlockSizes(128, 128, 8, 2),
+    (90, "forward", 64): BlockSizes(64, 128, 4, 2),
+    (90, "forward", 128): BlockSizes(128, 64, 4, 3),
     (90, "forward", 256): BlockSizes(128, 64, 8, 2),
     (90, "backward", 64): BlockSizes(64, 128, 8, 2),
-    (90, "backward", 128): BlockSizes(64, 64, 8, 2),
+    (90, "backward", 128): BlockSizes(64, 128, 8, 2),
     (90, "backward", 256): BlockSizes(64, 32, 8, 1),
 }
 # sm_120 has no more shared memory than the smallest of the sm_80s.

@@ -128,26 +128,24 @@ def _weights(products, stats, scale, shown, CAP: tl.constexpr, MASKED: tl.conste
 
 
 @triton.jit
-def _statistics(lse, delta, rows, n, offset, row_stride):
-    """lse in base 2 and delta of these rows; rows that saw nothing, or are none, get inf and 0."""
-    inside = rows < n
-    at = rows.to(tl.int64) * row_stride + offset
-    stats = tl.load(lse + at, mask=inside, other=NOTHING) * LOG2E
-    return tl.where(stats == NOTHING, float("inf"), stats), tl.load(
-        delta + at, mask=inside, other=0.0
-    )
+def _statistics(lse, delta, batch, head, start, M: tl.constexpr):
+    """lse in base 2 and delta of a block of rows; rows that saw nothing get inf, and those behind
+    the end 0 in both: their queries and gradients are 0 too."""
+    stats = lse.load([batch, head, start]).reshape(M) * LOG2E
+    mean = delta.load([batch, head, start]).reshape(M)
+    return tl.where(stats == NOTHING, float("inf"), stats), mean
 
 
 @triton.jit
 def backward_keys(
     q, dout, k, v, dq, dk, dv, lse, delta, programs, others, tables, bits,
-    n, heads, group, stats_row, stats_batch, dq_row, dq_batch, dq_head, width, scale,
+    n, heads, group, dq_row, dq_batch, dq_head, width, scale,
     CAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
     DQ: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """One block of keys of one key head: dk and dv of all the queries that see it; dq, if asked,
-    added atomically where it is. `heads` counts key heads; lse, delta [rows, b, h] contiguous."""
+    added atomically where it is. `heads` counts key heads; lse, delta [b, h, rows]."""
     batch, head, start, first, stop = _program(programs, heads, N)
     lanes, widths = tl.arange(0, M), tl.arange(0, D)
     key = k.load([batch, head, start, 0]).reshape(N, D)
@@ -159,8 +157,7 @@ def backward_keys(
             row = tl.load(others + i) * M
             query = q.load([batch, own, row, 0]).reshape(M, D)
             gradient = dout.load([batch, own, row, 0]).reshape(M, W)
-            offset = _offset(batch, own, stats_batch, 1)
-            stats, mean = _statistics(lse, delta, row + lanes, n, offset, stats_row)
+            stats, mean = _statistics(lse, delta, batch, own, row, M)
             shown = True
             if MASKED:
                 shown = _shown(bits, tl.load(tables + i), M, N, True)
@@ -190,17 +187,15 @@ def backward_keys(
 @triton.jit
 def backward_queries(
     q, dout, k, v, dq, lse, delta, programs, others, tables, bits,
-    n, heads, group, stats_row, stats_batch, scale,
+    n, heads, group, scale,
     CAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one head: dq, in an order that is always the same."""
     batch, head, start, first, stop = _program(programs, heads, M)
-    lanes = tl.arange(0, M)
     query = q.load([batch, head, start, 0]).reshape(M, D)
     gradient = dout.load([batch, head, start, 0]).reshape(M, W)
-    offset = _offset(batch, head, stats_batch, 1)
-    stats, mean = _statistics(lse, delta, start + lanes, n, offset, stats_row)
+    stats, mean = _statistics(lse, delta, batch, head, start, M)
     acc = tl.zeros((M, D), tl.float32)
     for i in range(first, stop):
         column = tl.load(others + i) * N

@@ -166,7 +166,7 @@ class TritonKernel:
         for programs, *lists in work.launches(size, "columns", q.device):
             _launch(triton_code.backward_keys, q, len(programs), heads, size)(
                 *inputs, dq, *sums, lse, delta, programs, *lists,
-                len(q), heads, q.shape[2] // heads, *lse.stride()[:2], *strides, q.shape[3],
+                len(q), heads, q.shape[2] // heads, *strides, q.shape[3],
                 scoring.scale, **_constants(q, scoring, size, d, w, lists),
                 DQ=dq is not None, DK=dk is not None, DV=dv is not None,
             )  # fmt: skip
@@ -180,7 +180,7 @@ class TritonKernel:
         for programs, *lists in work.launches(size, "rows", q.device):
             _launch(triton_code.backward_queries, q, len(programs), heads, size)(
                 *inputs, _block(dq, size.rows, d, output=True), lse, delta, programs, *lists,
-                len(q), heads, heads // k.shape[2], *lse.stride()[:2], scoring.scale,
+                len(q), heads, heads // k.shape[2], scoring.scale,
                 **_constants(q, scoring, size, d, w, lists),
             )  # fmt: skip
 
@@ -255,14 +255,25 @@ def _launch(code: Any, q: torch.Tensor, programs: int, heads: int, size: BlockSi
 
 def _inputs(
     rows: Rows, k: torch.Tensor, v: torch.Tensor, size: BlockSizes
-) -> tuple[tuple[Any, ...], torch.Tensor, torch.Tensor]:
-    """What either backward is given: descriptors of q, dout, k, v; lse and delta, contiguous."""
+) -> tuple[tuple[Any, ...], Any, Any]:
+    """What either backward is given: descriptors of q, dout, k, v, lse and delta."""
     d, w = _padded(k, v)
     inputs = (
         _block(rows.q, size.rows, d), _block(rows.dout, size.rows, w),
         _block(k, size.columns, d), _block(v, size.columns, w),
     )  # fmt: skip
-    return inputs, rows.lse.contiguous(), rows.delta.contiguous()
+    return inputs, _statistics(rows.lse, size.rows), _statistics(rows.delta, size.rows)
+
+
+def _statistics(x: torch.Tensor, rows: int) -> Any:
+    """A descriptor of lse or delta [s, b, h] for `rows` rows of one head, which lie side by side in
+    a copy: without, every thread loads every row that it has a part of by itself."""
+    from triton.tools.tensor_descriptor import TensorDescriptor  # pyright: ignore
+
+    (n, b, h), unit = x.shape, ALIGNED // x.element_size()
+    copy = x.new_empty(b, h, n + -n % unit)
+    copy[..., :n] = x.permute(1, 2, 0)
+    return TensorDescriptor(copy, [b, h, n], list(copy.stride()), [1, 1, rows])
 
 
 def _constants(
