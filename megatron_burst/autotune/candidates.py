@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -192,7 +193,7 @@ class GridWork:
         return [AlgorithmOnGrid(self, name) for name in names]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AlgorithmOnGrid:
     """One algorithm for the workload on a grid."""
 
@@ -215,25 +216,60 @@ class AlgorithmOnGrid:
         launches = (1 + on.trained) * on.rates.launch * calls / on.grid.size
         return on.at_least + launches * (1 - ROUNDING)
 
+    @cached_property
+    def busy(self) -> float:
+        """Seconds that no candidate stays below, from the schedules: those of the busiest rank or
+        port of each pass."""
+        on, count = self.on, self.counts[0]
+
+        def least(passes: Sequence[Prepared], backward: bool) -> float:
+            """Of all chunks of rows."""
+            seconds = on.longer if backward else on.seconds
+            how = on.rates, count, on.least[backward], on.adds[backward]
+            return on.sharing[backward].seconds + sum(
+                simulator.pass_at_least(each, on.sizes, seconds, *how) for each in passes
+            )
+
+        found = least(self._forward, False)
+        if on.trained:
+            found += min(least(each, True) for each in self._backwards)
+        return found * (1 - ROUNDING)
+
+    @cached_property
+    def _forward(self) -> list[Prepared]:
+        """The schedules of forward, one for each chunk of rows."""
+        on = self.on
+        made = (cost.forward_schedule(self.algorithm, on.grid, w, on.sizes) for w in on.wants)
+        return [Prepared(one, on.wires) for one in made]
+
+    @cached_property
+    def _backwards(self) -> list[list[Prepared]]:
+        """Those of backward, for each side that is tried."""
+        on, fixed = self.on, self.on.fixed.side
+        sided = ALGORITHMS[self.algorithm].sided and not on.workload.kept and on.grid.size > 1
+        made = (
+            [
+                cost.backward_schedule(
+                    self.algorithm, on.grid, each, on.sizes, side=side, kept=on.kept
+                )
+                for each in on.wants
+            ]
+            for side in ([fixed] if fixed else SIDES if sided else ["kv"])
+        )
+        return [[Prepared(one, on.wires) for one in each] for each in made]
+
     def by_chunks(self) -> Iterator[list[Candidate]]:
         """The candidates of each number of head chunks, one for each side; no more chunks than
         shorten a call."""
-        on, algorithm = self.on, self.algorithm
-        grid, wants, sizes, topology, kept = on.grid, on.wants, on.sizes, on.topology, on.kept
-        alone, fixed, rates = grid.size == 1, on.fixed, on.rates
-        theres = [cost.forward_schedule(algorithm, grid, each, sizes) for each in wants]
-        sided = ALGORITHMS[algorithm].sided and not on.workload.kept and not alone
-        sides = [fixed.side] if fixed.side else SIDES if sided else ["kv"]
-        backs = [
-            [cost.backward_schedule(algorithm, grid, each, sizes, side=side, kept=kept)
-             for each in wants]
-            for side in sides
-        ]  # fmt: skip
-        sent = [_sent((*theres, *each), topology, sizes, len(wants) > 1) for each in backs]
-        ready, *backs = ([Prepared(one, on.wires) for one in each] for each in (theres, *backs))
+        on, theres, backs = self.on, self._forward, self._backwards
+        sizes, topology, rates = on.sizes, on.topology, on.rates
+        sent = [
+            _sent([one.schedule for one in (*theres, *each)], topology, sizes, len(on.wants) > 1)
+            for each in backs
+        ]
         before = [math.inf] * len(backs)
         for count in self.counts:
-            forward = _time(ready, sizes, on.seconds, rates, count, on.least[0], on.adds[0])
+            forward = _time(theres, sizes, on.seconds, rates, count, on.least[0], on.adds[0])
             forward += on.sharing[0]
             made = []
             for each, bytes_ in zip(backs, sent, strict=True):
@@ -243,7 +279,7 @@ class AlgorithmOnGrid:
                     backward += on.sharing[1]
                 side = each[0].schedule.side
                 made.append(Candidate(
-                    _named(algorithm, topology), side, count, topology.ulysses,
+                    _named(self.algorithm, topology), side, count, topology.ulysses,
                     topology.placement, forward, backward, bytes_,
                 ))  # fmt: skip
             yield made

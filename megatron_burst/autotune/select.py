@@ -204,6 +204,9 @@ def fastest(
             simpler = []
         # Else those that decide whether a simpler one ties.
         each = min(simpler or left, key=lambda one: (one.at_least, one.simplest, one.at))
+        if not each.looked_at:
+            each.look()
+            continue
         made = each.next()
         if not all(math.isfinite(one.seconds) for one, _ in made):
             raise ValueError(f"rates: too small for calls of this size: {rates.describe()}")
@@ -221,8 +224,9 @@ class _Open:
 
     def __init__(self, what: AlgorithmOnGrid, at: int):
         self.at, self.open = at * PLACES, True
-        self._made, self._counts = what.by_chunks(), list(what.counts)
+        self._what, self._made, self._counts = what, what.by_chunks(), list(what.counts)
         algorithm = ALGORITHMS[what.algorithm]
+        self._handicap, self.looked_at = algorithm.handicap, False
         self.at_least = what.at_least * algorithm.handicap
         self._first = what.on.topology.ulysses > 1, algorithm.holds_more
 
@@ -230,6 +234,11 @@ class _Open:
     def simplest(self) -> tuple[Any, ...]:
         """What `_simplicity` of those that are left begins with, at least."""
         return (*self._first, self._counts[0])
+
+    def look(self) -> None:
+        """Make the schedules, which have a better bound."""
+        self.looked_at = True
+        self.at_least = max(self.at_least, self._what.busy * self._handicap)
 
     def next(self) -> list[tuple[Candidate, int]]:
         """Those with the next number of head chunks, with their places; none where no more are

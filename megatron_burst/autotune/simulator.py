@@ -173,6 +173,63 @@ def pass_time(
     """
     prepared = schedule if isinstance(schedule, Prepared) else Prepared(schedule, wires)
     pairs, between = prepared.schedule.tables.pairs, prepared.between
+    of_pair, sent, taken = _costs(
+        prepared, sizes, seconds, rates, head_chunks, least, adding, disturbed
+    )
+    programs = [_program(prepared, of_pair, last) for last in (False, True)]
+    handled = rates.handling * sent if rates.handling else None
+    clocks = _Clocks(prepared, taken, handled, rates, recording)
+    deferred = deferred_chunks(head_chunks)
+    _staggered(
+        [clocks.run(programs[index >= head_chunks - deferred]) for index in range(head_chunks)]
+    )
+    computing = np.bincount(pairs.rank, of_pair, 1).max()
+    sending = (
+        np.bincount(prepared.ports[0], np.where(between == link, taken, 0.0), 1).max()
+        for link in (0, 1)
+    )
+    busy = (head_chunks * float(each) for each in (computing, *sending))
+    return PassTime(float(clocks.clock.max()) + rates.start, *busy)
+
+
+def pass_at_least(
+    prepared: Prepared,
+    sizes: Sizes,
+    seconds: np.ndarray,
+    rates: Rates,
+    head_chunks: int = 1,
+    least: float = 0.0,
+    adding: Adding = NOTHING,
+) -> float:
+    """Seconds that no pass stays below: those of the busiest rank or port, as if none ever waited.
+    Arguments as of `pass_time`; more head chunks take no less."""
+    of_pair, _, taken = _costs(prepared, sizes, seconds, rates, head_chunks, least, adding)
+    computing = np.bincount(prepared.schedule.tables.pairs.rank, of_pair, 1).max()
+    sending = np.bincount(prepared.ports.reshape(-1), np.tile(taken, 2), 1).max()
+    return head_chunks * float(max(computing, sending)) + rates.start
+
+
+class _Costs(NamedTuple):
+    """Of one head chunk. of_pair: seconds of each pair; sent: bytes of each transfer; taken: its
+    seconds."""
+
+    of_pair: np.ndarray
+    sent: np.ndarray
+    taken: np.ndarray
+
+
+def _costs(
+    prepared: Prepared,
+    sizes: Sizes,
+    seconds: np.ndarray,
+    rates: Rates,
+    head_chunks: int,
+    least: float,
+    adding: Adding,
+    disturbed: Disturbance | None = None,
+) -> _Costs:
+    """Arguments as of `pass_time`."""
+    pairs = prepared.schedule.tables.pairs
     per_byte = _per_byte(prepared, rates)
     of_pair = seconds[pairs.query, pairs.key] * prepared.shares / head_chunks
     if rates.half_rows:
@@ -189,20 +246,7 @@ def pass_time(
     if disturbed is not None:
         taken = taken * disturbed.of_messages(prepared.schedule.tables.transfers)
         of_pair = of_pair * disturbed.of_pairs(pairs)
-    programs = [_program(prepared, of_pair, last) for last in (False, True)]
-    handled = rates.handling * sent if rates.handling else None
-    clocks = _Clocks(prepared, taken, handled, rates, recording)
-    deferred = deferred_chunks(head_chunks)
-    _staggered(
-        [clocks.run(programs[index >= head_chunks - deferred]) for index in range(head_chunks)]
-    )
-    computing = np.bincount(pairs.rank, of_pair, 1).max()
-    sending = (
-        np.bincount(prepared.ports[0], np.where(between == link, taken, 0.0), 1).max()
-        for link in (0, 1)
-    )
-    busy = (head_chunks * float(each) for each in (computing, *sending))
-    return PassTime(float(clocks.clock.max()) + rates.start, *busy)
+    return _Costs(of_pair, sent, taken)
 
 
 def _of_calls(prepared: Prepared, of_pair: np.ndarray, least: float, launch: float) -> np.ndarray:

@@ -98,9 +98,11 @@ class CudaCudnn:
         dout, out = (_dense(x) for x in (dout, out))
         seed = torch.empty((), dtype=torch.int64, device=q.device)  # no dropout: never read
         sizes = (None, None, q.shape[2], k.shape[2])
-        lse = lse.contiguous().view(*lse.shape, *self.stats_end)
+        # Of one row any strides count as contiguous, and cuDNN wants a last one of 1.
+        stats = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device).copy_(lse)
+        stats = stats.view(*lse.shape, *self.stats_end)
         return aten._scaled_dot_product_cudnn_attention_backward(
-            dout, q, k, v, out, lse, seed, seed, None, *sizes,
+            dout, q, k, v, out, stats, seed, seed, None, *sizes,
             0.0, shown.causal, scale=scale,
         )  # fmt: skip
 

@@ -73,7 +73,8 @@ def test_the_candidate_taken_is_that_of_all(monkeypatch):
 
     def counted(self):
         for made in every(self):
-            simulated.extend((self.at_least, one.seconds) for one in made)
+            bound = max(self.at_least, self.busy)
+            simulated.extend((bound, one.seconds) for one in made)
             yield made
 
     monkeypatch.setattr(AlgorithmOnGrid, "by_chunks", counted)

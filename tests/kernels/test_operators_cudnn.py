@@ -15,16 +15,17 @@ S, H, D = 32, 8, 16
 
 
 class Calls(TorchDispatchMode):
-    """Records the strides of (q, out, dout) of every cuDNN backward."""
+    """Records the strides of (q, out, dout), and of the statistics, of every cuDNN backward."""
 
     def __init__(self):
         super().__init__()
-        self.strides = []
+        self.strides, self.stats = [], []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is BACKWARD:
-            dout, q, _, _, out = args[:5]
+            dout, q, _, _, out, stats = args[:6]
             self.strides.append((q.stride(), out.stride(), dout.stride()))
+            self.stats.append(stats.stride())
         return func(*args, **(kwargs or {}))
 
 
@@ -68,3 +69,16 @@ def test_strides_of_out_and_dout_follow_from_those_of_q(batch, monkeypatch):
     dense = {(H // 2 * D, D, batch * H // 2 * D, 1)}
     assert set(found) == {*dense, (H * D, D, batch * H * D, 1)}
     assert all(strides == dense for strides in found.values())
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="slices of fake tensors need torch for CUDA")
+@pytest.mark.parametrize("rows", [1, 2, S])
+def test_statistics_are_dense(rows, monkeypatch):
+    """[b, h, s, 1] of one row too, which torch calls contiguous whatever its strides: on an H100
+    cuDNN refused a last stride that was not 1."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    calls = Calls()
+    with FakeTensorMode():
+        q = torch.empty(rows, 1, H, D, dtype=torch.bfloat16, device="cuda:0")
+        backward(calls, Full(), [Span(0, 1, rows)], q, None, q)
+    assert calls.stats == [(H * rows, rows, 1, 1)]
