@@ -8,9 +8,10 @@ decides which one is taken.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -123,11 +124,72 @@ def on_grid(
             yield from made
 
 
+class GridSchedules:
+    """Of a workload on a grid what neither rates nor the batch change: who wants what, and the
+    schedules, which are the same for all heads in the same proportion. wants: of each chunk of
+    rows; seen: visible pairs [G, G].
+
+    nodes: as of `on_grid`.
+    """
+
+    def __init__(self, workload: Workload, topology: Topology, nodes: Nodes | None = None):
+        spans = cost.ring_spans(workload.layout, topology, workload.seq_len)
+        joined = workload.attended is not None or None  # else as the algorithm has it
+        self.want = wanted(workload.mask, spans, spans, joined)
+        self.wants = [self.want]
+        if workload.chunks > 1:
+            cuts = row_cuts(
+                workload.layout, topology, workload.seq_len, workload.chunks, workload.blocks
+            )
+            self.wants = [wanted(workload.mask, shards, spans, joined) for _, shards, _ in cuts]
+        if workload.attended is None:
+            self.seen = pairs_seen(workload.mask, spans)
+        else:
+            self.seen = pairs_attended(workload.mask, spans, workload.attended)
+        self.grid = Grid(topology.inter_size, topology.intra_size)
+        self.wires = ONE_NIC if nodes is None else Wires(places=places(topology, nodes))
+        self._made: dict[tuple[Any, ...], list[Prepared]] = {}
+
+    def forward(self, algorithm: str, sizes: Sizes) -> list[Prepared]:
+        """One for each chunk of rows."""
+        least = _fewest_heads(sizes)
+        return self._prepared(
+            (algorithm, least),
+            lambda want: cost.forward_schedule(algorithm, self.grid, want, least),
+        )
+
+    def backward(self, algorithm: str, sizes: Sizes, side: str, kept: int) -> list[Prepared]:
+        """One for each chunk of rows."""
+        least = _fewest_heads(sizes)
+        return self._prepared(
+            (algorithm, least, side, kept),
+            lambda want: cost.backward_schedule(
+                algorithm, self.grid, want, least, side=side, kept=kept
+            ),
+        )
+
+    def _prepared(self, key: tuple[Any, ...], made: Callable[[Wanted], Schedule]) -> list[Prepared]:
+        if key not in self._made:
+            self._made[key] = [Prepared(made(want), self.wires) for want in self.wants]
+        return self._made[key]
+
+
+def _fewest_heads(sizes: Sizes) -> Sizes:
+    """With one sequence and the fewest heads in the same proportion."""
+    least = math.gcd(sizes.heads, sizes.kv_heads)
+    heads, kv_heads = sizes.heads // least, sizes.kv_heads // least
+    return replace(sizes, batch=1, heads=heads, kv_heads=kv_heads)
+
+
+SchedulesOf = Callable[[Workload, Topology, Nodes | None], GridSchedules]
+
+
 class GridWork:
     """A workload on one grid: what all algorithms have in common there.
 
-    Arguments as of `on_grid`. at_least: seconds that no candidate stays below: ranks share the
-    pairs evenly and nothing that travels takes time, but for the all-to-alls.
+    Arguments as of `on_grid`; schedules: what makes `GridSchedules`, or remembers them. at_least:
+    seconds that no candidate stays below: ranks share the pairs evenly and nothing that travels
+    takes time, but for the all-to-alls.
     """
 
     def __init__(
@@ -137,43 +199,33 @@ class GridWork:
         rates: Rates,
         fixed: Fixed,
         nodes: Nodes | None = None,
+        schedules: SchedulesOf = GridSchedules,
     ):
         nodes = nodes or rates.shared
         sizes = workload.sizes.shared(topology.ulysses)
-        grid = Grid(topology.inter_size, topology.intra_size)
-        spans = cost.ring_spans(workload.layout, topology, workload.seq_len)
-        joined = workload.attended is not None or None  # else as the algorithm has it
-        want = wanted(workload.mask, spans, spans, joined)
+        self.schedules = schedules(workload, topology, nodes)
+        wants = self.schedules.wants
         assert rates.compute is not None
         columns = sizes.width + sizes.value_width * (1 + workload.latent)
         flops = 2.0 * sizes.heads * sizes.batch * columns
-        if workload.attended is None:
-            seen = pairs_seen(workload.mask, spans)
-        else:
-            seen = pairs_attended(workload.mask, spans, workload.attended)
-        seconds = seen * (flops / rates.compute)
-        wants = [want]
+        seconds = self.schedules.seen * (flops / rates.compute)
         if workload.chunks > 1:
-            cuts = row_cuts(
-                workload.layout, topology, workload.seq_len, workload.chunks, workload.blocks
-            )
-            wants = [wanted(workload.mask, shards, spans, joined) for _, shards, _ in cuts]
             seconds = seconds / len(wants)  # chunks are balanced
         self.least, self.adds = (0.0, 0.0), adding(sizes, rates.adding)
-        if joined:  # what a call takes depends on its queries, not on the rows of the chunk
+        if workload.attended is not None:
+            # What a call takes depends on its queries, not on the rows of the chunk.
             rates = replace(rates, half_rows=0.0)
             self.least = reading(sizes, rates.memory, workload.latent)
             self.adds = NOTHING, NOTHING
-        self.wires = ONE_NIC if nodes is None else Wires(places=places(topology, nodes))
         self.workload, self.topology, self.rates, self.fixed = workload, topology, rates, fixed
-        self.sizes, self.grid, self.wants = sizes, grid, wants
+        self.sizes, self.grid, self.wants = sizes, self.schedules.grid, wants
         self.seconds, self.longer = seconds, rates.backward * seconds
-        self.kept = round(workload.kept * (grid.size - 1))
+        self.kept = round(workload.kept * (self.grid.size - 1))
         self.trained = any(sizes.needs_grad)
         self.sharing = sharing(
             topology, sizes, rates, len(wants) > 1, 1.0 if nodes is None else nodes.per_nic
         )
-        self.few_rows = _few_rows(want, workload.sizes, sizes)
+        self.few_rows = _few_rows(self.schedules.want, workload.sizes, sizes)
         self.at_least = self._at_least()
 
     def _at_least(self) -> float:
@@ -238,25 +290,16 @@ class AlgorithmOnGrid:
     @cached_property
     def _forward(self) -> list[Prepared]:
         """The schedules of forward, one for each chunk of rows."""
-        on = self.on
-        made = (cost.forward_schedule(self.algorithm, on.grid, w, on.sizes) for w in on.wants)
-        return [Prepared(one, on.wires) for one in made]
+        return self.on.schedules.forward(self.algorithm, self.on.sizes)
 
     @cached_property
     def _backwards(self) -> list[list[Prepared]]:
         """Those of backward, for each side that is tried."""
         on, fixed = self.on, self.on.fixed.side
         sided = ALGORITHMS[self.algorithm].sided and not on.workload.kept and on.grid.size > 1
-        made = (
-            [
-                cost.backward_schedule(
-                    self.algorithm, on.grid, each, on.sizes, side=side, kept=on.kept
-                )
-                for each in on.wants
-            ]
-            for side in ([fixed] if fixed else SIDES if sided else ["kv"])
-        )
-        return [[Prepared(one, on.wires) for one in each] for each in made]
+        sides = [fixed] if fixed else SIDES if sided else ["kv"]
+        made = on.schedules.backward
+        return [made(self.algorithm, on.sizes, side, on.kept) for side in sides]
 
     def by_chunks(self) -> Iterator[list[Candidate]]:
         """The candidates of each number of head chunks, one for each side; no more chunks than

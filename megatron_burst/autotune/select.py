@@ -23,7 +23,9 @@ from .candidates import (
     AlgorithmOnGrid,
     Candidate,
     Fixed,
+    GridSchedules,
     GridWork,
+    SchedulesOf,
     Workload,
     grids,
     on_grid,
@@ -180,13 +182,15 @@ def fastest(
     rates: Rates,
     fixed: Fixed = OPEN,
     nodes: Nodes | None = None,
+    schedules: SchedulesOf = GridSchedules,
 ) -> Candidate:
-    """What `best` takes, without simulating candidates that cannot be taken.
+    """What `best` takes, without simulating candidates that cannot be taken. schedules: as of
+    `GridWork`.
 
     A candidate is not simulated if its bound exceeds what ties with the fastest so far, nor if
     a simpler one is certain to tie: with the fastest so far, and with all bounds of the others.
     """
-    works = [GridWork(workload, each, rates, fixed, nodes) for each in topologies]
+    works = [GridWork(workload, each, rates, fixed, nodes, schedules) for each in topologies]
     left = [_Open(one, at) for at, one in enumerate(o for w in works for o in w.algorithms())]
     found: list[tuple[Candidate, int]] = []  # with the place that it has among all
     while True:

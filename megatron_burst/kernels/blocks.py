@@ -2,9 +2,10 @@
 """Block sizes of the Triton kernels by device and width, in one table.
 
 No kernel is tuned while a model trains: what is not in the table takes the entry of the next
-older device and of the next greater width. The entries were chosen by what the compiler says of
-registers and spills (`python -m benchmarks.triton_compile`), not by time: none was run on a GPU.
-`benchmarks/gpu.sh --parts blocks` times others there, and prints what belongs in the table.
+older device and of the next greater width. Hopper's were chosen by time on an H100 (but for the
+backward of width 256), with Triton 3.6, by `benchmarks/gpu.sh --parts blocks`, which prints what
+belongs in the table; the others by what the compiler says of registers and spills (`python -m
+benchmarks.triton_compile`).
 """
 
 from __future__ import annotations
@@ -36,6 +37,12 @@ BLOCKS: dict[tuple[int, str, int], BlockSizes] = {
     (90, "backward", 64): BlockSizes(64, 128, 8, 2),
     (90, "backward", 128): BlockSizes(64, 128, 8, 2),
     (90, "backward", 256): BlockSizes(64, 32, 8, 1),
+    (100, "forward", 64): BlockSizes(128, 128, 8, 3),
+    (100, "forward", 128): BlockSizes(128, 128, 8, 2),
+    (100, "forward", 256): BlockSizes(128, 64, 8, 2),
+    (100, "backward", 64): BlockSizes(64, 128, 8, 2),
+    (100, "backward", 128): BlockSizes(64, 64, 8, 2),
+    (100, "backward", 256): BlockSizes(64, 32, 8, 1),
 }
 # sm_120 has no more shared memory than the smallest of the sm_80s.
 BLOCKS |= {(120, way, width): size for (old, way, width), size in BLOCKS.items() if old == 80}

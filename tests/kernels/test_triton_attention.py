@@ -80,7 +80,7 @@ def test_on_a_cpu_it_is_refused():
 def test_a_device_or_width_that_is_not_in_the_table_takes_the_next_entry():
     table = blocks.BLOCKS
     assert blocks.blocks(90, "forward", 128) == table[90, "forward", 128]
-    assert blocks.blocks(100, "forward", 96) == table[90, "forward", 128]
+    assert blocks.blocks(103, "forward", 96) == table[100, "forward", 128]
     assert blocks.blocks(86, "backward", 192) == table[80, "backward", 256]
     assert blocks.blocks(70, "backward", 16) == table[80, "backward", 64]
     assert blocks.blocks(121, "forward", 128) == table[80, "forward", 128]

@@ -143,9 +143,9 @@ class BurstCoreAttention(MegatronModule):
         self._graphs = graphs_asked(config)[0] if contain_attention(config) else None
         if self._graphs is not None and self.leads:
             self.book.log(
-                f"{self._graphs}: CUDA graphs contain attention, which was checked against the "
-                "rules of capture on a CPU and never captured on a GPU; compare losses with a run "
-                "without them"
+                f"{self._graphs}: CUDA graphs contain attention, which was captured on a GPU with "
+                "all ranks in one process, and never with NCCL; compare losses with a run without "
+                "them"
             )
 
     def _add_sink(self, heads: int) -> None:

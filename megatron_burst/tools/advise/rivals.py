@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -35,13 +35,13 @@ from ...autotune import simulator
 from ...autotune.candidates import IDLE, reading, sharing
 from ...autotune.clusters import Cluster
 from ...autotune.exchanges import Wires
-from ...autotune.places import places
+from ...autotune.places import Nodes, places
 from ...autotune.prepared import Prepared
 from ...autotune.simulator import PassTime
 from ...schedule import rings
 from ...schedule.demand import everything
 from ...schedule.tables import Grid
-from ...schedule.topology import divisors
+from ...schedule.topology import Topology, divisors
 from .account.memory import account
 from .account.operators import B, Core, F, LayerSizes
 from .account.steps import layers_of
@@ -257,17 +257,24 @@ def attention(
         if kind == "all_gather" and ring > 1:
             passes.append(_gathered(cluster, run, model, scale * seconds, forward))
             continue
-        grid, want = Grid(topology.inter_size, topology.intra_size), everything(ring, sizes.tokens)
-        schedule = (
-            rings.forward("ring", grid, wanted=want, row_bytes=sizes.forward) if forward
-            else rings.backward("ring", grid, "kv", wanted=want, row_bytes=sizes.backward)
-        )  # fmt: skip
-        prepared = Prepared(schedule, Wires(places=places(topology, nodes)))
+        prepared = _ring(topology, nodes, sizes.tokens, forward)
         passes.append(simulator.pass_time(prepared, sizes, scale * seconds, rates))
     both = sum([*passes, *exchange], IDLE)
     busy = {"compute": both.compute, "intra": both.intra, "inter": both.inter}
     moved = exchange[0].seconds, exchange[1].seconds
     return AttentionTime(passes[0].seconds + moved[0], passes[1].seconds + moved[1], moved, busy)
+
+
+@lru_cache(maxsize=8)  # both passes of the kinds and settings of a few groups
+def _ring(topology: Topology, nodes: Nodes, tokens: int, forward: bool) -> Prepared:
+    """The schedule of a pass of a ring in which every rank sends its whole rows round."""
+    grid = Grid(topology.inter_size, topology.intra_size)
+    want = everything(topology.ring_size, tokens)
+    schedule = (
+        rings.forward("ring", grid, wanted=want) if forward
+        else rings.backward("ring", grid, "kv", wanted=want)
+    )  # fmt: skip
+    return Prepared(schedule, Wires(places=places(topology, nodes)))
 
 
 def pairs(lengths: Sequence[int], ranks: int, window: int = 0) -> np.ndarray:

@@ -13,8 +13,9 @@ from functools import cache, partial
 from typing import Any
 
 from ....autotune import select
-from ....autotune.candidates import Candidate, Fixed, Workload, grids
+from ....autotune.candidates import Candidate, Fixed, GridSchedules, Workload, grids
 from ....autotune.clusters import Cluster
+from ....autotune.places import Nodes
 from ....layout import Layout, make
 from ....masks import Causal, Mask
 from ....options import ring_algorithm
@@ -41,6 +42,7 @@ OWN = (
     "intra", "ulysses", "placement", "inner", "head_chunks",
 )  # fmt: skip
 CHOSEN = ("algorithm", "side", "head_chunks", "ulysses", "placement")
+REMEMBERED = 24  # grids whose schedules are: more than one number of ranks has
 LARGEST_RING = 128  # ranks; larger rings are tried only where heads cannot be shared
 
 
@@ -56,9 +58,15 @@ class AttentionForecast:
         self._times: dict[Any, AttentionTime] = {}
         self.rings, self.states = remembered(), partial(scan_seconds, timed=cache(scan_time))
         self._choices: dict[Any, dict[str, Any]] = {}
+        self._schedules: dict[Any, GridSchedules] = {}
 
     def on(self, cluster: Cluster) -> AttentionForecast:
         """The attention of the same model on another cluster."""
+        other = self._on(cluster)
+        other._schedules = self._schedules
+        return other
+
+    def _on(self, cluster: Cluster) -> AttentionForecast:
         return AttentionForecast(self.model, cluster, self.pinned)
 
     def step(self, run: Settings) -> StepTime:
@@ -127,7 +135,21 @@ class AttentionForecast:
         if (index := self.model.indexer) is not None:
             work = replace(work, attended=index.top_k, latent=True)
         return select.fastest(work, self._grids(run, work.sizes), self.cluster.rank_rates(),
-                              self._fixed(), nodes_of(self.cluster, run))  # fmt: skip
+                              self._fixed(), nodes_of(self.cluster, run),
+                              partial(self._schedules_of, run.layout))  # fmt: skip
+
+    def _schedules_of(
+        self, layout: str, workload: Workload, topology: Topology, nodes: Nodes | None
+    ) -> GridSchedules:
+        """Those of a workload on a grid; the last ones made are remembered, as the next runs mostly
+        have others of the same rows."""
+        key, held = (layout, workload.seq_len, topology, nodes), self._schedules
+        made = held.pop(key, None) or GridSchedules(workload, topology, nodes)
+        if topology.ring_size <= LARGEST_RING:
+            held[key] = made
+        while len(held) > REMEMBERED:
+            del held[next(iter(held))]
+        return made
 
     def mask(self, run: Settings) -> Mask:
         """Who sees whom."""

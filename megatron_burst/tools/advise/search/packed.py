@@ -126,8 +126,7 @@ class PackedForecast(AttentionForecast):
         self.bounds = np.concatenate([[0], np.cumsum(self.lengths)])
         self._layouts: dict[tuple[int, int], Layout] = {}
 
-    def on(self, cluster: Cluster) -> AttentionForecast:
-        """The attention of the same packs on another cluster."""
+    def _on(self, cluster: Cluster) -> AttentionForecast:
         return PackedForecast(self.model, cluster, self.pinned, self.lengths)
 
     def at_least(
