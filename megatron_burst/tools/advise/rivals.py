@@ -24,7 +24,7 @@ packs of a step are taken to be alike.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from typing import Any, Literal, get_args
@@ -69,6 +69,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 RECOMPUTE = ("none", "selective", "full")
 # What of a user's choices holds for Megatron's own too.
 HELD = (*GROUPS, "optimizer_offload", "optimizer_bytes", "distributed_optimizer", "gradients")
+RINGS = 8  # that a search remembers: both passes of the kinds and settings of a few groups
+RingOf = Callable[[Topology, Nodes, int, bool], Prepared]
 
 
 @dataclass(frozen=True)
@@ -111,11 +113,12 @@ def rival(
 
 
 def _timed(
-    kind: Kind, model: Model, cluster: Cluster, run: Settings, lengths: Sequence[int]
-) -> list[Rival]:
+    kind: Kind, model: Model, cluster: Cluster, run: Settings, lengths: Sequence[int],
+    ring: RingOf | None = None,
+) -> list[Rival]:  # fmt: skip
     """With each way to recompute, the fastest first; without bytes."""
     own = settings(kind, model, cluster, run, lengths)
-    calls = cache(lambda window: attention(kind, model, cluster, own, window, lengths))
+    calls = cache(lambda window: attention(kind, model, cluster, own, window, lengths, ring))
     found = []
     for recompute in RECOMPUTE[:: 2 if model.indexer else 1]:  # sparse attention is not kept
         each = replace(own, recompute="none" if recompute == "none" else "full",
@@ -148,6 +151,7 @@ def fastest(
     ways = [(forecast.step_at_least(plainest(each)).seconds, each)
             for each in groups_of(model, cluster, want)]  # fmt: skip
     ways.sort(key=lambda way: way[0])
+    ring = lru_cache(maxsize=RINGS)(_ring)
     for offload in want.values("optimizer_offload", (0.0, 1.0)):
         best: Rival | None = None
         for bound, run in ways:
@@ -157,7 +161,7 @@ def fastest(
             for kind in kinds if run.cp > 1 else kinds[:1]:
                 if refused(kind, model, cluster, run) or not _may_fit(model, cluster, run):
                     continue
-                for each in _timed(kind, model, cluster, run, lengths):
+                for each in _timed(kind, model, cluster, run, lengths, ring):
                     if best is not None and _seconds(each) >= _seconds(best):
                         break
                     if (fitting := _fitted(each, model, cluster)).fits:
@@ -237,9 +241,10 @@ def settings(
 
 def attention(
     kind: Kind, model: Model, cluster: Cluster, run: Settings, window: int = 0,
-    lengths: Sequence[int] = (),
+    lengths: Sequence[int] = (), ring: RingOf | None = None,
 ) -> AttentionTime:  # fmt: skip
-    """The time of one attention call. run: as of `settings`; lengths: of documents, not padded."""
+    """The time of one attention call. run: as of `settings`; lengths: of documents, not padded;
+    ring: makes schedules, or remembers them."""
     rates, topology = cluster.rank_rates(), topology_of(cluster, run)
     if model.indexer is not None:
         return _sparse(cluster, run, model)
@@ -247,17 +252,17 @@ def attention(
     exchange = sharing(topology, sizes, rates, per_nic=nodes.per_nic)
     assert rates.compute is not None
     flops = 2.0 * sizes.heads * sizes.batch * (sizes.width + sizes.value_width)
-    ring = topology.ring_size
-    seconds = pairs(lengths or (run.seq,), ring, window) * (flops / rates.compute)
+    ranks = topology.ring_size
+    seconds = pairs(lengths or (run.seq,), ranks, window) * (flops / rates.compute)
     # Of two ranks' chunks half of the queries or half of the keys meet: a call has half the rows.
     half = 1 + 2 * rates.half_rows / sizes.tokens, 1 + rates.half_rows / sizes.tokens
-    seconds[~np.eye(ring, dtype=bool)] *= half[0] / half[1]
+    seconds[~np.eye(ranks, dtype=bool)] *= half[0] / half[1]
     passes = []
     for forward, scale in ((True, 1.0), (False, rates.backward)):
-        if kind == "all_gather" and ring > 1:
+        if kind == "all_gather" and ranks > 1:
             passes.append(_gathered(cluster, run, model, scale * seconds, forward))
             continue
-        prepared = _ring(topology, nodes, sizes.tokens, forward)
+        prepared = (ring or _ring)(topology, nodes, sizes.tokens, forward)
         passes.append(simulator.pass_time(prepared, sizes, scale * seconds, rates))
     both = sum([*passes, *exchange], IDLE)
     busy = {"compute": both.compute, "intra": both.intra, "inter": both.inter}
@@ -265,7 +270,6 @@ def attention(
     return AttentionTime(passes[0].seconds + moved[0], passes[1].seconds + moved[1], moved, busy)
 
 
-@lru_cache(maxsize=8)  # both passes of the kinds and settings of a few groups
 def _ring(topology: Topology, nodes: Nodes, tokens: int, forward: bool) -> Prepared:
     """The schedule of a pass of a ring in which every rank sends its whole rows round."""
     grid = Grid(topology.inter_size, topology.intra_size)
