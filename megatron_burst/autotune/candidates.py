@@ -36,7 +36,7 @@ from .simulator import IDLE, NOTHING, Adding, PassTime
 HEAD_CHUNKS = (1, 2, 4, 8)
 WORSE = 0.002  # of a call: by how much more chunks are slower before the rest are not tried
 ROUNDING = 1e-9  # by which a sum of floats may exceed another one of the same numbers
-HELD = 4  # shards of others that a rank may hold at once for the sake of time
+HELD = 4  # a rank may hold keys of others of so many times the bytes of its own queries or keys
 
 
 @dataclass(frozen=True)
@@ -225,8 +225,7 @@ class GridWork:
         self.sharing = sharing(
             topology, sizes, rates, len(wants) > 1, 1.0 if nodes is None else nodes.per_nic
         )
-        copies = sizes.kv_heads * topology.ulysses / workload.sizes.kv_heads  # of few heads
-        self.few_rows = _few_rows(self.schedules.want, copies)
+        self.few_rows = _few_rows(self.schedules.want, workload.sizes, sizes)
         self.at_least = self._at_least()
 
     def _at_least(self) -> float:
@@ -362,13 +361,17 @@ def _algorithms(workload: Workload, topology: Topology, fixed: Fixed) -> Sequenc
     ]
 
 
-def _few_rows(want: Wanted, copies: float) -> bool:
-    """Does a rank see so few rows of others that it can hold all of them at once? copies: how many
-    times the bytes of keys that ranks which share heads have of all their rows."""
+def _few_rows(want: Wanted, own: Sizes, shared: Sizes) -> bool:
+    """Does a rank see so few rows of others that it can hold all of them at once: at most half of
+    them, and HELD times the bytes of what it has itself? own, shared: before and after ranks share
+    heads, of which they take copies where there are few."""
     keys = want.keys
-    own = int(np.bincount(keys.owner, keys.rows, 1).max())
+    rows = int(np.bincount(keys.owner, keys.rows, 1).max())
     most = int((keys.rows @ keys.wanted).max(initial=0))
-    return most * copies <= min(HELD, (keys.size - 1) / 2) * own
+    of_key = own.width + own.value_width
+    held = own.tokens * max(own.heads * own.width, own.kv_heads * of_key)
+    few = most * shared.kv_heads * of_key <= HELD * held
+    return few and most <= (keys.size - 1) / 2 * rows
 
 
 def _sent(

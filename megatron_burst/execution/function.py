@@ -123,8 +123,9 @@ def rows_to_keep(job: Job, saved: Tensors) -> Tensors:
         from . import row_chunks  # not needed by other calls
 
         return row_chunks.rows_to_keep(job, saved)
-    assert job.recompute is not None
-    return tuple(rows_of(t.detach(), job.recompute.kept) for t in saved[3:5])
+    again = next(iter(job.chunks)).recompute
+    assert again is not None
+    return tuple(rows_of(t.detach(), again.kept) for t in saved[3:5])
 
 
 # --- autograd -----------------------------------------------------------------------------------

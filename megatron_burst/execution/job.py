@@ -207,11 +207,6 @@ class Job:
         """The backward pass of all rows, or of the first row chunk."""
         return self.chunks[0].backward
 
-    @property
-    def recompute(self) -> PartialPass | None:
-        """What is computed again of all rows, or of the first row chunk."""
-        return self.chunks[0].recompute
-
 
 def rows_of(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """These rows of x: x itself where they are all of them."""

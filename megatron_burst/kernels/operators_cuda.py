@@ -99,7 +99,7 @@ class CudaCudnn:
         seed = torch.empty((), dtype=torch.int64, device=q.device)  # no dropout: never read
         sizes = (None, None, q.shape[2], k.shape[2])
         # Of one row any strides count as contiguous, and cuDNN wants a last one of 1.
-        stats = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device).copy_(lse)
+        stats = lse.clone(memory_format=torch.contiguous_format)
         stats = stats.view(*lse.shape, *self.stats_end)
         return aten._scaled_dot_product_cudnn_attention_backward(
             dout, q, k, v, out, stats, seed, seed, None, *sizes,

@@ -320,9 +320,7 @@ def _window(q: ShardSlice, k: ShardSlice, band: Band) -> Iterator[Tile]:
     # from the last row: with more rows than columns the first rows would lose some.
     over = max(0, end - begin - (stop - first))
     for part in band_tiles(over, stop - first, Band(over, right), None):
-        rows, columns = (
-            (x[0] + at, x[1] + at) for x, at in ((part.rows, begin), (part.columns, first))
-        )
+        rows, columns = (begin + x for x in part.rows), (first + x for x in part.columns)
         yield Tile(q.rows(*rows), k.rows(*columns), part.triangle, part.table)
     inner = Band(left - over, min(right + over, k.span.length))
     yield Tile(q.rows(begin + over, end), k.rows(first, stop), band=inner)

@@ -42,8 +42,7 @@ class Works:
     def of(self, *spans: tuple[Span, ...]) -> Any:
         """What the kernel planned for queries and keys; None if nothing is visible."""
         if spans not in self._planned:
-            visible = all(spans)
-            self._planned[spans] = self.kernel.work_for(self.mask, *spans) if visible else None
+            self._planned[spans] = self.kernel.work_for(self.mask, *spans) if all(spans) else None
         return self._planned[spans]
 
     def spans(self, schedule: Schedule, chunk: Chunk) -> tuple[Span, ...]:

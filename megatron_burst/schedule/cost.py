@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -117,9 +118,8 @@ def backward_schedule(
     `kept` above 0 side "auto" is "kv", and side "query" keeps none. Raises ValueError for an
     unknown algorithm or side.
     """
-    return backward_schedules(
-        algorithm, grid, [wanted], sizes, side=side, route=route, kept=kept
-    )[0]  # fmt: skip
+    made = backward_schedules(algorithm, grid, [wanted], sizes, side=side, route=route, kept=kept)
+    return made[0]
 
 
 def backward_schedules(
@@ -141,14 +141,9 @@ def backward_schedules(
     sides = (side,) if side != "auto" else ("kv",) if kept else SIDES
     made = []
     for each in sides:
-        row_bytes, kept_here = sizes.backward, kept if each == "kv" else 0
-        passes = (
-            rings.backward(
-                algorithm, grid, each, wanted=wanted, row_bytes=row_bytes, kept=kept_here
-            )
-            for wanted in row_chunks
-        )
-        made.append([_by_route(ring, route, sizes) for ring in passes])
+        ring = partial(rings.backward, algorithm, grid, each, row_bytes=sizes.backward,
+                       kept=kept if each == "kv" else 0)  # fmt: skip
+        made.append([_by_route(ring(wanted=wanted), route, sizes) for wanted in row_chunks])
     if len(made) == 1:
         return made[0]
     return min(made, key=lambda passes: sum(total_traffic(s, sizes).total for s in passes))

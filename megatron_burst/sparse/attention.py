@@ -150,8 +150,9 @@ class SparseAttention(torch.autograd.Function):
 
 def _of_the_rest(job: Job) -> Job:
     assert isinstance(job.kernel, Selected)
-    assert job.recompute is not None
-    return replace(job, kernel=job.kernel.of_rows(job.recompute.rest))
+    again = job.chunks[0].recompute
+    assert again is not None
+    return replace(job, kernel=job.kernel.of_rows(again.rest))
 
 
 def selected_setting(

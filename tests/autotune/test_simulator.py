@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst import layout, masks
-from megatron_burst.autotune import select, simulator
+from megatron_burst.autotune import candidates, select, simulator
 from megatron_burst.autotune.candidates import Candidate, Fixed, Workload, on_grid
 from megatron_burst.autotune.exchanges import Wires, exchanges, ports_of
 from megatron_burst.autotune.pair_counts import pairs_seen
@@ -635,13 +635,18 @@ def test_a_chunk_of_queries_has_its_own_size():
     assert got.seconds == (KV + 16 * 8 * 8) / KV
 
 
-def test_auto_tries_to_hold_all_rows_where_they_are_few():
+def test_auto_tries_to_hold_all_rows_where_they_are_few(monkeypatch):
     bounds = [0, 6, 12, 20, 30, 41, 52, 64]
     mask = masks.Documents(bounds) & masks.Causal()
     own = layout.make("balanced", cp_size=8, cu_seqlens=bounds)
-    # Of two groups of four, one sees 8 of the 32 rows of the other, where 16 are few. With one head
-    # of keys each rank has a copy of it: 4 times the bytes.
-    for kv_heads, ulysses, held in ((4, 1, True), (4, 2, True), (2, 4, True), (1, 4, False)):
+    # A rank has 8 rows and sees at most 18 of others; two that share heads 12, four 8. Of 4 heads
+    # of keys and values it has twice the bytes of its queries, of 1 half of them.
+    for kv_heads, ulysses, times, held in (
+        (4, 1, 2.2, False), (4, 1, 2.3, True), (1, 1, 1.1, False), (1, 1, 1.2, True),
+        # Each of four that share heads has one of 4, or the same one.
+        (4, 4, 0.2, False), (4, 4, 0.3, True), (1, 4, 0.4, False), (1, 4, 0.6, True),
+    ):  # fmt: skip
+        monkeypatch.setattr(candidates, "HELD", times)
         work = Workload(sizes(4, kv_heads, 8), mask, own)
         found = on_grid(work, Topology(8, 4, ulysses), SLOW, Fixed(side="kv", head_chunks=1))
         assert ("prefetch" in {option.algorithm for option in found}) is held
