@@ -125,7 +125,7 @@ class Ring:
             for call in step.calls:
                 with self._range("queries of rank %d, keys of rank %d", *call.pair[:2]):
                     if call.parts:
-                        from . import joined  # which no dense attention needs
+                        from . import joined  # which most attention does not need
 
                         joined.compute(call, self.chunks, self.partials, self.compute)
                         continue

@@ -20,7 +20,7 @@ from ...cli.doctor.kernels import dense, ring_of_two
 from ...cli.doctor.report import Finding, note, ok, problem
 from ...kernels.registry import KERNELS, make
 
-BOUND = 3.0
+BOUND = 4.0
 PARTS = ("out", "dq", "dk", "dv")
 HEADS, WIDTH = (4, 2), 128  # query heads and key/value heads; of a head
 LENGTH = {"cuda": 2048, "cpu": 128}  # of the whole sequence
