@@ -25,8 +25,8 @@ class Algorithm:
     that it finds keys which forward kept? sided: does it matter which side is to travel?
     holds_more: does it hold chunks that it does not compute with yet, or several at once, memory
     for time? holds_all: all chunks that it uses, so that `auto` does not try it where ranks share
-    heads, and have the rows of a whole group. few_rows: all chunks too, but `auto` tries it wherever
-    a rank sees few rows of others. joins: are all keys that a rank has at a step one call?
+    heads, and have the rows of a whole group. few_rows: all chunks too, but `auto` tries it where a
+    rank sees few rows of others. joins: are all keys that a rank has at a step one call?
     two_levels: does it differ from others only where nodes have several ranks? complexity: among
     equal predictions `auto` takes the lowest. handicap: by what `auto` multiplies its time.
     """
