@@ -119,9 +119,12 @@ def on_grid(
 
     nodes: whose NICs are shared, with the rates of a rank alone; None: those of the rates.
     """
-    for each in GridWork(workload, topology, rates, fixed, nodes).algorithms():
-        for made in each.by_chunks():
+    work = GridWork(workload, topology, rates, fixed, nodes)
+    left = work.algorithms()[::-1]
+    while left:
+        for made in left.pop().by_chunks():
             yield from made
+        work.schedules.forget()  # of 1,024 ranks those of one algorithm take hundreds of MB
 
 
 class GridSchedules:
@@ -167,6 +170,10 @@ class GridSchedules:
                 algorithm, self.grid, want, least, side=side, kept=kept
             ),
         )
+
+    def forget(self) -> None:
+        """Let go of the schedules that were made."""
+        self._made.clear()
 
     def _prepared(self, key: tuple[Any, ...], made: Callable[[Wanted], Schedule]) -> list[Prepared]:
         if key not in self._made:
