@@ -186,7 +186,7 @@ def noted(algorithm, folder):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_events_are_those_of_the_tables(algorithm, ranks, tmp_path):
-    """Several pairs at a step, which `prefetch` makes one call, chunks in parts, partial outputs."""
+    """Several pairs at a step, of `prefetch` one call, chunks in parts and partial outputs."""
     for rank, (seen, told, own) in enumerate(ranks(4).run(noted, algorithm, tmp_path)):
         assert seen == told
         assert own == {rank}
