@@ -33,6 +33,7 @@ ALIGNED = 16  # bytes: what a descriptor wants of every stride
 
 
 Launch = tuple[torch.Tensor, ...]  # programs, others, tables, bits: what one launch is given
+Inputs = tuple[tuple[Any, ...], Any, Any]  # descriptors of q, dout, k, v; of lse; of delta
 
 
 class MaskedPairs:
@@ -144,18 +145,22 @@ class TritonKernel:
         dk: torch.Tensor | None,
         dv: torch.Tensor | None,
     ) -> None:
+        size = self._size("backward", k, v)
+        given = _inputs(rows, k, v, size)
         if dk is not None or dv is not None:
             atomic = None if torch.are_deterministic_algorithms_enabled() else dq
-            self._by_keys(rows, k, v, work, scoring, atomic, dk, dv)
+            self._by_keys(given, size, rows.q, k, v, work, scoring, atomic, dk, dv)
             dq = dq if atomic is None else None
         if dq is not None:
-            self._by_queries(rows, k, v, work, scoring, dq)
+            self._by_queries(given, size, rows.q, k, v, work, scoring, dq)
 
-    def _by_keys(self, rows: Rows, k, v, work: PairWork, scoring: Scoring, dq, dk, dv) -> None:
+    def _by_keys(
+        self, given: Inputs, size: BlockSizes, q, k, v, work: PairWork, scoring: Scoring,
+        dq, dk, dv,
+    ) -> None:  # fmt: skip
         from . import triton_code
 
-        q, size, (d, w) = rows.q, self._size("backward", k, v), _padded(k, v)
-        inputs, lse, delta = _inputs(rows, k, v, size)
+        (inputs, lse, delta), (d, w) = given, _padded(k, v)
         sums = (
             None if dk is None else _block(dk, size.columns, d, output=True),
             None if dv is None else _block(dv, size.columns, w, output=True),
@@ -171,11 +176,12 @@ class TritonKernel:
                 DQ=dq is not None, DK=dk is not None, DV=dv is not None,
             )  # fmt: skip
 
-    def _by_queries(self, rows: Rows, k, v, work: PairWork, scoring: Scoring, dq) -> None:
+    def _by_queries(
+        self, given: Inputs, size: BlockSizes, q, k, v, work: PairWork, scoring: Scoring, dq
+    ) -> None:
         from . import triton_code
 
-        q, size, (d, w) = rows.q, self._size("backward", k, v), _padded(k, v)
-        inputs, lse, delta = _inputs(rows, k, v, size)
+        (inputs, lse, delta), (d, w) = given, _padded(k, v)
         heads = q.shape[2]
         for programs, *lists in work.launches(size, "rows", q.device):
             _launch(triton_code.backward_queries, q, len(programs), heads, size)(
@@ -253,9 +259,7 @@ def _launch(code: Any, q: torch.Tensor, programs: int, heads: int, size: BlockSi
     return call
 
 
-def _inputs(
-    rows: Rows, k: torch.Tensor, v: torch.Tensor, size: BlockSizes
-) -> tuple[tuple[Any, ...], Any, Any]:
+def _inputs(rows: Rows, k: torch.Tensor, v: torch.Tensor, size: BlockSizes) -> Inputs:
     """What either backward is given: descriptors of q, dout, k, v, lse and delta."""
     d, w = _padded(k, v)
     inputs = (
