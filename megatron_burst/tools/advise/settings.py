@@ -209,11 +209,10 @@ class _Kind(NamedTuple):
 
 def _kind(name: str, of: Any) -> _Kind:
     """What a field of this type may hold."""
-    if words := frozenset(word for word in get_args(of) if isinstance(word, str)):
-        listed = ", ".join(word for word in get_args(of) if isinstance(word, str))
+    if words := [word for word in get_args(of) if isinstance(word, str)]:
         return _Kind(
             lambda value: isinstance(value, str) and value in words,
-            lambda name, value: f"{flag_of(name)} {value}: one of {listed}",
+            lambda name, value: f"{flag_of(name)} {value}: one of {', '.join(words)}",
         )
     if of in (bool, str):
         named = {bool: "true or false", str: "a name"}[of]

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ....autotune.candidates import ROUNDING
@@ -259,7 +260,7 @@ class Search:
             for run in options_of(groups, self.want, chunked, FRACTIONS, FRACTIONS):
                 by_store = alike.setdefault(replace(run, store=0, offload=0), {})
                 by_store.setdefault(run.store, []).append(run)
-        limit = best.seconds if best is not None else math.inf
+        limit, on_host = best.seconds if best is not None else math.inf, attrgetter("offload")
 
         def faster(run: Settings) -> bool:
             """With what lies on the host moved in no time at all."""
@@ -269,14 +270,14 @@ class Search:
         possible: list[Settings] = []
         for by_store in alike.values():
             if limit < math.inf:  # more on the host never makes a run faster
-                hopeful = [s for s, runs in by_store.items() if faster(min(runs, key=_offload))]
+                hopeful = [s for s, runs in by_store.items() if faster(min(runs, key=on_host))]
                 largest = max(hopeful, default=-1.0)
             else:
                 hopeful, largest = list(by_store), 1.0
             for store, runs in sorted(by_store.items()):
                 if store > largest:
                     break
-                moved = self._possible([max(runs, key=_offload)])
+                moved = self._possible([max(runs, key=on_host)])
                 if not moved or self._left(self.attention.settled(moved[0])).device < 0:
                     break
                 if store in hopeful:
@@ -336,10 +337,6 @@ class Search:
             self._failed.append(each)
             if self.closest is None or each.lacks < self.closest.lacks:
                 self.closest = each
-
-
-def _offload(run: Settings) -> float:
-    return run.offload
 
 
 def _takes_more(run: Settings, failed: Configuration) -> bool:
