@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items):
         if not file.startswith(AGAIN):
             item.add_marker(pytest.mark.once)
         if file.startswith(HALVED) and numbers[of[item]] > 1:
-            # Numbers with an even or odd count of ones, which no grid of two or four values repeats.
+            # By the count of ones in the number, whose order no grid of two or four values repeats.
             mark = pytest.mark.odd if cases[of[item]].bit_count() % 2 else pytest.mark.even
             item.add_marker(mark)
             cases[of[item]] += 1
