@@ -44,6 +44,8 @@ class Rates:
     whose calls read all queries and add to all results.
     adding: bytes per second at which a call of dense attention adds its results to those of other
     calls; math.inf where `compute` and `half_rows`, found on whole calls, are taken to say it.
+    room: bytes of a device's memory that are left for what a rank holds for others, where measured
+    or stated; math.inf where nobody knows.
     shared: on which nodes ranks share NICs, `inter` being that of a rank alone; None: it is what
     every rank gets.
 
@@ -67,6 +69,7 @@ class Rates:
     handling: float = 0.0
     memory: float = math.inf
     adding: float = math.inf
+    room: float = math.inf
     shared: Nodes | None = None
 
     def __post_init__(self):
@@ -80,6 +83,7 @@ class Rates:
             "copying",
             "memory",
             "adding",
+            "room",
         ):
             value = getattr(self, name)
             if name in ("compute", "nic") and value is None:
