@@ -14,6 +14,7 @@ from functools import cached_property
 from ..units import byte_size
 from .bands import ForecastBand, band_of
 from .gpus import GB, GIB, GPUS, SLOWER, Gpu, gpu, is_finite
+from .host_time import ASSUMED, HostTime
 from .places import Nodes
 from .rates import BACKWARD, Rates
 
@@ -38,7 +39,8 @@ class Cluster:
     reserve: bytes of a GPU that are not for tensors: CUDA's context, NCCL's buffers, cuBLAS's
     workspaces, and what the allocator cannot use. host_rate: bytes per second that one GPU gets of
     its link to the host while all copy. host_update: bytes per second of a node's host memory that
-    an optimizer on the host reads and writes. overlap: fraction of a reduction of gradients, or of
+    an optimizer on the host reads and writes. host_time: what launching takes of a GPU's processor.
+    overlap: fraction of a reduction of gradients, or of
     a gathering of parameters, that can hide behind computing.
 
     Raises ValueError for numbers that no cluster has.
@@ -57,6 +59,7 @@ class Cluster:
     spread: float = 0.0
     host_update: float = 200 * GB
     overlap: float = 0.9
+    host_time: HostTime = ASSUMED
 
     def __post_init__(self) -> None:
         if isinstance(self.gpu, str):
@@ -165,7 +168,8 @@ class Cluster:
         compute = self.gpu.peak * self.gpu.attention
         if self.rates is not None:
             memory = min(self.rates.memory, self.gpu.memory_rate)
-            return replace(self.rates, compute=self.rates.compute or compute, memory=memory)
+            return replace(self.rates, compute=self.rates.compute or compute, memory=memory,
+                           host=self.host_time)  # fmt: skip
         return Rates(
             intra=self.gpu.nvlink * NVLINK,
             inter=self.nic_rate * NIC,
@@ -178,6 +182,7 @@ class Cluster:
             slowdown=SLOWDOWN,
             exchange=EXCHANGE,
             memory=self.gpu.memory_rate,
+            host=self.host_time,
         )
 
     def run_rates(self, per_node: int) -> Rates:

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from ..units import duration, rate
+from .host_time import HostTime
 from .places import Nodes
 
 BACKWARD = 2.5  # FLOPs of a backward over those of its forward: five products for two
@@ -46,6 +47,7 @@ class Rates:
     calls; math.inf where `compute` and `half_rows`, found on whole calls, are taken to say it.
     shared: on which nodes ranks share NICs, `inter` being that of a rank alone; None: it is what
     every rank gets.
+    host: what launching takes of the processor; None: nothing, as where it does not run ahead.
 
     Raises ValueError that names the rate.
     """
@@ -68,6 +70,7 @@ class Rates:
     memory: float = math.inf
     adding: float = math.inf
     shared: Nodes | None = None
+    host: HostTime | None = None
 
     def __post_init__(self):
         for name in (
