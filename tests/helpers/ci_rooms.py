@@ -17,27 +17,29 @@ AGAIN = (
     "execution/test_in_flight", "comm/test_process_groups", "house/test_flags",
     "house/test_options", "house/test_docs_blocks", "tools/test_memory_measured",
 )  # fmt: skip
-# Of these, files of which the second interpreter has every second case of a function: the first has
-# them all, and what differs between the two shows in half of them.
+# Of these, files of which each interpreter has half of the cases of a function: every case runs on
+# one, every function on both, and what differs between the two shows in half of the cases.
 HALVED = (
     "megatron/test_lm_head", "megatron/test_mask", "megatron/test_attention_layout",
     "megatron/test_layer_chunks", "megatron/test_mlp_tiles", "megatron/test_bad_input",
     "megatron/test_groups", "megatron/test_balanced_batches", "megatron/test_parity",
     "megatron/test_mtp", "megatron/test_rl", "megatron/test_offload", "megatron/test_micro_batches",
     "megatron/test_per_layer", "megatron/test_packed", "megatron/test_rope",
-    "execution/test_attention_gloo", "execution/test_doors",
+    "megatron/test_sparse_layers", "megatron/test_mlp_tiles",
+    "execution/test_attention_gloo", "execution/test_doors", "execution/test_store",
     "kernels/test_csrc", "kernels/test_flash",
 )  # fmt: skip
 # Of the long tail, what CI leaves to `make test-slow`; most have short tests in the same file.
 RARE = (
     "benchmarks/", "examples/test_million", "execution/test_attention.py",
     "execution/test_attention_gloo", "execution/test_large",
-    "kernels/test_triton_attention.py::test_the_kernels_compile",
-    "kernels/test_csrc_use", "layout/", "linear_attention/", "megatron/test_attention_layout",
-    "megatron/test_balanced_batches", "megatron/test_layer_chunks", "megatron/test_lm_head",
-    "megatron/test_micro_batches", "megatron/test_mtp", "megatron/test_offload",
-    "megatron/test_parity", "megatron/test_per_layer", "megatron/test_vision",
-    "megatron_lm/test_documents", "megatron_lm/test_hybrid", "megatron_lm/test_layer_chunks",
-    "megatron_lm/test_offload", "megatron_lm/test_sft", "megatron_lm/test_tiles",
-    "megatron_lm/test_training", "schedule/", "tools/",
+    "kernels/test_triton_attention.py::test_the_kernels_compile", "kernels/test_csrc_use",
+    "layout/", "linear_attention/", "megatron/test_attention_layout",
+    "megatron/test_balanced_batches", "megatron/test_checkpoint", "megatron/test_layer_chunks",
+    "megatron/test_lm_head", "megatron/test_micro_batches", "megatron/test_mtp",
+    "megatron/test_offload", "megatron/test_parity", "megatron/test_per_layer",
+    "megatron/test_vision", "megatron_lm/test_documents", "megatron_lm/test_hybrid",
+    "megatron_lm/test_layer_chunks", "megatron_lm/test_offload", "megatron_lm/test_sft",
+    "megatron_lm/test_slurm", "megatron_lm/test_tiles", "megatron_lm/test_training", "schedule/",
+    "tools/",
 )  # fmt: skip

@@ -154,7 +154,6 @@ def test_two_nodes_of_two_ranks_train(tmp_path):
 
 @megatron_lm
 @pytest.mark.slow
-@pytest.mark.rare
 def test_a_job_that_is_requeued_goes_on(tmp_path):
     train(tmp_path)
     steps = re.findall(r"iteration +(\d+)/", train(tmp_path))
