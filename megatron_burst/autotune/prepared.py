@@ -16,7 +16,7 @@ from ..schedule.bundles import Bundles
 from ..schedule.cost import pair_shares, rows_sent
 from ..schedule.rings import Schedule
 from ..schedule.sizes import Sizes
-from ..schedule.tables import ALL
+from ..schedule.tables import ALL, FAMILIES
 from .exchanges import ONE_NIC, TimedExchange, Wires, exchanges, ports_of
 
 
@@ -71,11 +71,13 @@ class Prepared:
 
     @cached_property
     def calls(self) -> tuple[np.ndarray, np.ndarray]:
-        """int: the first pair of every call, and of each pair the number of its call."""
-        pairs = self.schedule.tables.pairs
+        """int: the first pair of every call, and of each pair the number of its call; as
+        `execution.joined` has them, which leaves own keys alone unless the kernel joins always."""
+        pairs, joins = self.schedule.tables.pairs, self.schedule.wanted.joined
         call = np.arange(len(pairs.rank))
         if self.schedule.joined:
             call = pairs.step.astype(np.int64) * self.schedule.grid.size + pairs.rank
+            call = 2 * call + ((pairs.key == pairs.rank) & (not joins))
         return np.unique(call, return_index=True, return_inverse=True)[1:]
 
     @cached_property
@@ -87,10 +89,11 @@ class Prepared:
         return np.minimum(tables.queries.rows_of(pairs.query, pairs.query_rows), keys)
 
     @cached_property
-    def added(self) -> tuple[np.ndarray, np.ndarray]:
+    def added(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """float: to how many rows of queries and of keys each pair adds results, where its own rank
-        adds to them as well: those of two ranks that see each other. A call adds once to each row
-        of its queries, which counts with its first pair."""
+        adds to them as well: those of two ranks that see each other; and how many rows of keys it
+        has that are copied into a call of several pairs. A call adds once to each row of its
+        queries, which counts with its first pair."""
         want, pairs = self.schedule.wanted, self.schedule.tables.pairs
         queries, keys = (_rows_wanted(bundles) for bundles in (want.queries, want.keys))
         first, of = self.calls
@@ -99,7 +102,27 @@ class Prepared:
         seen = np.bincount(of, queries[pairs.query, pairs.key] * self.shares)
         once = np.zeros(len(of))
         once[first] = np.minimum(seen, some[pairs.query[first]])
-        return once, keys[pairs.key, pairs.query] * self.shares
+        chunks, rows = self._held if self.schedule.joined else (keys, keys)
+        several = np.bincount(of, chunks[pairs.rank, pairs.key])[of] > 1
+        copied = rows[pairs.rank, pairs.key] * self.shares * (several & self.schedule.joined)
+        return once, keys[pairs.key, pairs.query] * self.shares, copied
+
+    @property
+    def _held(self) -> tuple[np.ndarray, np.ndarray]:
+        """int64 [rank, owner]: in how many chunks the keys of each owner come to each rank that
+        computes with some of their rows, and how many rows these have, others that it passes on
+        among them."""
+        tables, keys = self.schedule.tables, self.schedule.wanted.keys
+        used = np.zeros((keys.size, keys.size), dtype=np.int64)
+        np.bitwise_or.at(used, (tables.pairs.rank, tables.pairs.key), tables.pairs.key_rows)
+        chunks = np.eye(keys.size, dtype=np.int64)
+        rows = np.diag(np.bincount(keys.owner, keys.rows, keys.size).astype(np.int64))
+        copies = tables.transfers.where(tables.transfers.family == FAMILIES.index("kv"))
+        for rank, owner, bits in (copies.dst, copies.owner, copies.rows), tables.kept:
+            computes = (used[rank, owner] & bits) != 0
+            np.add.at(chunks, (rank, owner), computes)
+            np.add.at(rows, (rank, owner), computes * tables.keys.rows_of(owner, bits))
+        return chunks, rows
 
     @cached_property
     def own_last(self) -> np.ndarray:

@@ -256,9 +256,8 @@ def _costs(
         of_pair = of_pair * (1 + rates.half_rows / np.maximum(prepared.pair_rows, 1))
     of_pair = _of_calls(prepared, of_pair, least, rates.launch)
     if any(adding):
-        queries, keys = prepared.added
-        of_keys = adding.keys + adding.joined * prepared.schedule.joined
-        of_pair = of_pair + (adding.queries * queries + of_keys * keys) / head_chunks
+        rows = sum(each * n for each, n in zip(adding, prepared.added, strict=True))
+        of_pair = of_pair + rows / head_chunks
     if disturbed is not None:
         per_byte = per_byte * disturbed.of_bytes(prepared.schedule.tables.transfers)
     sent = prepared.bytes_of(sizes) / head_chunks

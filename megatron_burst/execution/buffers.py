@@ -9,8 +9,9 @@ rows of others are sent away, some rows at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -74,10 +75,11 @@ class Buffers:
 @dataclass
 class _Total:
     """All rows of a partial result that this rank has; filled: those to which something was
-    contributed."""
+    contributed. write: writes sums that are not in the message yet."""
 
     message: Message
     filled: int = 0
+    write: Callable[[Message], None] | None = None
 
 
 class PartialResults:
@@ -90,9 +92,13 @@ class PartialResults:
         self._buffers, self._wire = buffers, wire
         self._totals: dict[Chunk, _Total] = {}
 
-    def begin(self, target: Target, tensors: Tensors) -> None:
-        """The sums of all rows of an own chunk go on from what earlier passes added up."""
-        self._totals[target.total] = _Total(Message(None, tensors), target.total.rows)
+    def begin(
+        self, target: Target, sums: Tensors, write: Callable[..., None] | None = None
+    ) -> bool:
+        """All sums of a chunk go on from these, or what is written later; False: it has some."""
+        if first := target.total not in self._totals:
+            self._totals[target.total] = _Total(Message(None, sums), target.total.rows, write)
+        return first
 
     def open(self, target: Target) -> Message:
         """Where to contribute to the rows of a target; `merge` it where these lie apart."""
@@ -146,13 +152,13 @@ class PartialResults:
 
     def _total(self, target: Target) -> _Total:
         total = self._totals.get(target.total)
-        if total is None:
+        if total is None or total.write:
             # The output is no view: autograd refuses to let such a one be changed in place.
             output = target.total[::2] == ("out", ALL)
             make = self._buffers.apart if output else self._buffers.take
             message = make(target.total.family, target.size)
-            _clear(target.total.family, message)
-            total = self._totals[target.total] = _Total(message)
+            ((total and total.write) or partial(_clear, target.total.family))(message)
+            total = self._totals[target.total] = _Total(message, total.filled if total else 0)
         return total
 
 

@@ -50,16 +50,14 @@ class Target(NamedTuple):
 class Call:
     """One call of the kernel: the query and key chunks as they are held, what it planned for
     them, and what it adds to: the output, or the gradients of the queries and of the keys. parts:
-    the calls for which it stands, whose keys `joined` puts together; else none. order: int64, which
-    row of the parts, one behind the other, each row of the keys is; None: in that order."""
+    of a call over several chunks of keys, `joined.Parts`."""
 
     pair: Pair
     queries: Chunk
     keys: Chunk
     work: Any
     targets: tuple[Target, ...]
-    parts: tuple[Call, ...] = ()
-    order: torch.Tensor | None = None
+    parts: Any = ()
 
 
 @dataclass(frozen=True)

@@ -3,97 +3,225 @@
 
 For kernels that read and write all that belongs to their queries at every call, however few keys of
 a chunk these want: that of attention over a selection does, and so does every one where documents
-make small pieces. The copy moves far less than that. What such a call adds to the gradients of the
-keys goes to the chunks that they came from. Decides which pairs are one call, and in which order
-their keys lie; which pairs a step computes is the schedule's.
+make small pieces. The copy moves far less than that. Keys are copied once, each chunk to its place
+in the order that the kernel reads, and a chunk that nothing else wants is let go of then. Gradients
+of keys stay in one buffer until each chunk's are asked for. Decides which pairs are one call, and
+in which order their keys lie; which pairs a step computes is the schedule's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
-from typing import Any
+from functools import partial
+from itertools import accumulate, chain, zip_longest
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from ..comm.packing import Message
 from ..layout import Span
 from ..layout.sharding import to_device
+from ..schedule.demand import RowBytes
 from ..schedule.head_shares import shared_order, shared_spans
+from ..schedule.rings import Schedule
+from ..schedule.sizes import Sizes
 from ..schedule.tables import Chunk
-from .buffers import PartialResults
-from .job import Call, Pass, Step
+from .job import Call, Pass, Step, Target, Tensors
 
-Spans = tuple[Span, ...]
+if TYPE_CHECKING:
+    from .ring import Ring
 
 
-def joined(
-    run: Pass,
-    kernel: Any,
-    planned: Callable[[Spans, Spans], Any],
-    spans_of: Callable[[Chunk], Spans],
-    device: torch.device,
-) -> Pass:
+class Works(Protocol):
+    """What the kernel plans for pairs of spans; `planning.build.Works`."""
+
+    kernel: Any
+    sizes: Sizes
+
+    def of(self, *spans: tuple[Span, ...]) -> Any: ...
+
+    def spans(self, schedule: Schedule, chunk: Chunk) -> tuple[Span, ...]: ...
+
+
+class Part(NamedTuple):
+    """A chunk of keys in a joined call.
+
+    rows: how many; at: where they lie among the keys of the call, a slice or int64 on the device.
+    target: of their gradients, None in forward. last: does nothing want the chunk after the call?
+    """
+
+    keys: Chunk
+    rows: int
+    at: slice | torch.Tensor
+    target: Target | None
+    last: bool
+
+
+class Parts(tuple[Part, ...]):
+    """The chunks of keys of a joined call."""
+
+    def compute(self, call: Call, ring: Ring) -> None:
+        """Compute the call, as `compute` does."""
+        compute(call, ring)
+
+
+def joined(run: Pass, schedule: Schedule, works: Works, device: torch.device) -> Pass:
     """The pass, with one call for the pairs of a step that have the same rows of queries.
 
-    planned: what the kernel plans for spans of queries and of keys, None where nothing is visible.
-    spans_of: of a chunk. Keys are brought in the order of their positions where that makes fewer
-    spans, which take fewer tiles, unless the kernel `joins` pairs always and orders keys itself.
+    Keys are brought in the order of their positions where that makes fewer spans, which take fewer
+    tiles, and a rank's own keys, which need no copy, are a call of their own; unless the kernel
+    `joins` pairs always and orders keys itself.
     """
-    in_order = not getattr(kernel, "joins", False)
+    in_order = not getattr(works.kernel, "joins", False)
     made: dict[Any, list[Call]] = {}  # the same calls in steps and in deferred
 
-    def one(calls: Sequence[Call]) -> list[Call]:
-        key = tuple((call.pair, call.queries, call.keys) for call in calls)
+    def one(calls: Sequence[Call], last: frozenset[Chunk]) -> list[Call]:
+        key = tuple((call.pair, call.queries, call.keys, call.keys in last) for call in calls)
         if key not in made:
-            first, shards = calls[0], [spans_of(call.keys) for call in calls]
+            first, shards = calls[0], [works.spans(schedule, call.keys) for call in calls]
             spans = shared_spans(shards) if in_order else tuple(chain(*shards))
             order = shared_order(shards) if in_order else None
-            call = replace(first, work=planned(spans_of(first.queries), spans))
+            call = replace(first, work=works.of(works.spans(schedule, first.queries), spans))
             if len(calls) > 1:
-                rows = None if order is None else to_device(order, device)
-                own = first.targets[:1]
-                call = replace(call, targets=own, parts=tuple(calls), order=rows)
+                rows = [sum(span.length for span in shard) for shard in shards]
+                parts = Parts(
+                    Part(each.keys, n, at, (*each.targets[1:], None)[0], each.keys in last)
+                    for each, n, at in zip(calls, rows, _places(rows, order, device), strict=True)
+                )
+                call = replace(call, targets=first.targets[:1], parts=parts)
             made[key] = [] if call.work is None else [call]
         return made[key]
 
-    def step(each: Step) -> Step:
-        same: dict[Any, list[Call]] = {}
-        for call in each.calls:
-            same.setdefault((call.queries, call.pair.query_rows), []).append(call)
-        return replace(each, calls=tuple(chain(*map(one, same.values()))))
+    def joined_steps(steps: Sequence[Step]) -> tuple[Step, ...]:
+        arriving, leaving = -1, dict[Chunk, int]()  # until which boundary
+        for at, exchange in ((step.index, each) for step in steps for each in step.exchanges):
+            if any(payload.target is None for payload in exchange.arriving):
+                arriving = at
+            for payload in exchange.leaving:
+                if payload.target is None:
+                    chunk = payload.source[0] if payload.source else payload.hop.chunk
+                    leaving[chunk] = max(leaving.get(chunk, 0), exchange.land)
+        found, freed = [], set[Chunk]()
+        for step, after in zip_longest(steps, steps[1:]):
+            release = tuple(chunk for chunk in step.release if chunk not in freed)
+            uses = Counter(call.keys for call in step.calls)
+            last = frozenset(
+                chunk
+                for chunk in (after.release if after and step.index >= arriving else ())
+                if uses[chunk] == 1 and leaving.get(chunk, 0) <= step.index
+            )  # before that, what is given back is used again
+            same: dict[Any, list[Call]] = {}
+            for call in step.calls:
+                own = in_order and call.keys.owner == call.queries.owner
+                same.setdefault((call.queries, call.pair.query_rows, own), []).append(call)
+            calls = tuple(chain(*(one(each, last) for each in same.values())))
+            freed |= {part.keys for call in calls for part in call.parts if part.last}
+            found.append(replace(step, release=release, calls=calls))
+        return tuple(found)
 
-    return replace(run, steps=tuple(map(step, run.steps)), deferred=tuple(map(step, run.deferred)))
+    run = replace(run, steps=joined_steps(run.steps), deferred=joined_steps(run.deferred))
+    held = _held_bytes(run, works.sizes.row_bytes(schedule), works.sizes)
+    return replace(run, held_bytes=max(run.held_bytes, held))
 
 
-def compute(call: Call, held: Any, partials: PartialResults, computes: Any) -> None:
-    """Compute a joined call: its target is that of the queries, out or dquery, and those of its
-    parts have gradients of keys besides. held, partials, computes: chunks, partial results and what
-    a pair computes, of a `Ring`."""
-    chunks = [held[part.keys].tensors for part in call.parts]
-    order = slice(None) if call.order is None else call.order
-    keys = tuple(torch.cat(each)[order] for each in zip(*chunks, strict=True))
-    (own,) = call.targets
-    of_keys = [target for part in call.parts for target in part.targets[1:]]
-    grads = [partials.open(target) for target in of_keys]
-    sums = [partials.open(own)]
-    if grads:
-        rows = sum(len(each[0]) for each in chunks)
-        whole = tuple(t.new_zeros((rows, *t.shape[1:])) for t in grads[0].tensors)
-        sums.append(Message(None, whole))
-    computes.pair(call, held[call.queries].tensors, keys, sums)
+def _places(
+    rows: Sequence[int], order: np.ndarray | None, device: torch.device
+) -> list[slice | torch.Tensor]:
+    """Where the rows of each part lie in a call's keys. order: as of `shared_order`."""
+    ends = list(accumulate(rows))
+    if order is None:
+        return [slice(end - count, end) for end, count in zip(ends, rows, strict=True)]
+    places = np.empty_like(order)
+    places[order] = np.arange(len(order))
+    together = to_device(places, device)
+    found: list[slice | torch.Tensor] = []
+    for end, count in zip(ends, rows, strict=True):
+        own = places[end - count : end]
+        follow = own[-1] - own[0] == count - 1 and (np.diff(own) == 1).all()
+        found.append(slice(own[0], own[-1] + 1) if follow else together[end - count : end])
+    return found
+
+
+def _held_bytes(run: Pass, row_bytes: RowBytes, sizes: Sizes) -> int:
+    """The most bytes that a rank holds at a time in joined calls: chunks of others and the copies
+    of keys, then these and their gradients, then the gradients and what travels of them.
+    row_bytes: of this pass; sizes: of a rank."""
+    of_sum = row_bytes.dkv // sizes.wire_itemsize * sizes.stat_itemsize
+    held: dict[Chunk, int] = {}  # of copies
+    flying: dict[int, int] = defaultdict(int)  # of gradients, by where they land
+    waiting: set[Chunk] = set()  # whose gradients lie in those of a call
+    most = sums = 0
+    for step in run.steps:
+        flying.pop(step.index - 1, None)
+        for chunk in step.release:
+            held.pop(chunk, None)
+        for exchange in step.exchanges:
+            both = (False, exchange.leaving), (True, exchange.arriving)
+            for arrives, payload in ((way, each) for way, several in both for each in several):
+                if payload.target is not None:
+                    flying[exchange.land] += payload.count * row_bytes.dkv
+                    most = max(most, sum((*held.values(), *flying.values(), sums)))
+                    waiting.discard(payload.target.total)
+                    sums *= bool(waiting)
+                elif arrives:
+                    held[payload.hop.chunk] = payload.count * row_bytes.kv
+        for call in step.calls:
+            rows = sum(part.rows for part in call.parts)
+            most = max(most, sum((*held.values(), *flying.values(), rows * row_bytes.kv)))
+            for part in call.parts:
+                sums += part.rows * of_sum
+                waiting |= {part.target.total} if part.target else set()
+                if part.last:
+                    held.pop(part.keys, None)
+            most = max(most, sum((*held.values(), *flying.values(), rows * row_bytes.kv, sums)))
+    return most
+
+
+def compute(call: Call, ring: Ring) -> None:
+    """Compute a joined call of a ring: its target is that of the queries, out or dquery, and its
+    parts have those of gradients of keys besides."""
+    partials, (own,), parts = ring.partials, call.targets, call.parts
+    keys, sums = _gathered(parts, ring), [partials.open(own)]
+    grads: Tensors = ()
+    if parts[0].target is not None:
+        grads = ring.buffers.apart("dkv", len(keys[0])).tensors
+        for tensor in grads:
+            tensor.zero_()
+        sums.append(Message(None, grads))
+    ring.compute.pair(call, ring.chunks[call.queries].tensors, keys, sums)
     if not isinstance(own.place.at, slice):
         partials.merge(own, sums[0])
-    if not grads:  # in forward
-        return
-    del keys
-    lengths = [len(each[0]) for each in chunks]
-    for number, more in enumerate(sums[1].tensors):
-        if call.order is not None:
-            more = torch.empty_like(more).index_copy_(0, call.order, more)
-        for part, rows in zip(grads, more.split(lengths), strict=True):
-            part.tensors[number].add_(rows)
-    for target, part in zip(of_keys, grads, strict=True):
+    del keys, sums
+    for target, at in ((part.target, part.at) for part in parts if part.target is not None):
+        if target.place.whole and partials.begin(target, (), partial(_write, grads, at)):
+            continue
+        there = partials.open(target)
+        for tensor, rows in zip(there.tensors, grads, strict=True):
+            tensor.add_(rows[at])
         if not isinstance(target.place.at, slice):
-            partials.merge(target, part)
+            partials.merge(target, there)
+
+
+def _gathered(parts: Sequence[Part], ring: Ring) -> Tensors:
+    """The keys of all parts, each copied to its place, and let go of where it is wanted no more."""
+    rows = sum(part.rows for part in parts)
+    first = ring.chunks[parts[0].keys].tensors
+    whole = tuple(t.new_empty((rows, *t.shape[1:])) for t in first)
+    for part in parts:
+        for tensor, rows_of in zip(whole, ring.chunks[part.keys].tensors, strict=True):
+            if isinstance(part.at, slice):
+                tensor[part.at] = rows_of
+            else:
+                tensor.index_copy_(0, part.at, rows_of)
+        if part.last:
+            ring.endpoint.released(ring.chunks.pop(part.keys).tensors)
+    return whole
+
+
+def _write(grads: Tensors, at: slice | torch.Tensor, message: Message) -> None:
+    """The gradients of a part into a message of its own."""
+    for tensor, rows in zip(message.tensors, grads, strict=True):
+        tensor.copy_(rows[at])

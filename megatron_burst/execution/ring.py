@@ -125,9 +125,7 @@ class Ring:
             for call in step.calls:
                 with self._range("queries of rank %d, keys of rank %d", *call.pair[:2]):
                     if call.parts:
-                        from . import joined  # which most attention does not need
-
-                        joined.compute(call, self.chunks, self.partials, self.compute)
+                        call.parts.compute(call, self)
                         continue
                     queries, keys = self.chunks[call.queries], self.chunks[call.keys]
                     sums = [self.partials.open(target) for target in call.targets]

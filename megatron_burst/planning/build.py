@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from functools import partial
 from itertools import product, starmap
 from typing import Any
 from zlib import crc32
@@ -26,6 +25,7 @@ from ..masks import Mask
 from ..schedule.bundles import spans_of
 from ..schedule.program import held_bytes, parts_of
 from ..schedule.rings import Schedule
+from ..schedule.sizes import Sizes
 from ..schedule.tables import ALL, Boundary, Chunk, Hop, Pair, Tables
 
 OWN = "kv", "query"
@@ -34,9 +34,9 @@ OWN = "kv", "query"
 class Works:
     """What a kernel plans for pairs of spans, once for each; shared by the passes of a plan."""
 
-    def __init__(self, kernel: Kernel, mask: Mask, q_shards: Shards, k_shards: Shards):
-        self.kernel, self.mask = kernel, mask
-        self.shards = {"query": q_shards, "kv": k_shards}
+    def __init__(self, kernel: Kernel, mask: Mask, queries: Shards, keys: Shards, sizes: Sizes):
+        self.kernel, self.mask, self.sizes = kernel, mask, sizes
+        self.shards = {"query": queries, "kv": keys}
         self._planned: dict[tuple[Any, ...], Any] = {}
 
     def of(self, *spans: tuple[Span, ...]) -> Any:
@@ -120,7 +120,7 @@ def make_pass(
     if schedule.joined:
         from ..execution import joined  # which most algorithms do without
 
-        run = joined.joined(run, works.kernel, works.of, partial(works.spans, schedule), device)
+        run = joined.joined(run, schedule, works, device)
     return run
 
 

@@ -280,10 +280,10 @@ def _row_chunk(ring: RingRequest, scheduled: RowSchedules, which: str) -> RowChu
     """The passes of a row chunk; which: for messages, "" of a call that has only one."""
     (rows, queries, members, *_, again), forward, backward, recompute = scheduled
     rank, kernel, mask = ring.groups.ring.rank, ring.request.kernel, ring.request.mask
-    device, works = ring.request.tensors[0].device, Works(kernel, mask, queries, ring.keys)
-    kept, partial = backward.kept_chunks(rank), None
+    works = Works(kernel, mask, queries, ring.keys, ring.sizes)
+    kept, partial, device = backward.kept_chunks(rank), None, ring.request.tensors[0].device
     if again is not None and recompute is not None:
-        rest = Works(kernel, mask, [each.spans for each in again.queries], ring.keys)
+        rest = Works(kernel, mask, [each.spans for each in again.queries], ring.keys, ring.sizes)
         run = make_pass("attention recompute", recompute, rank, rest, device)
         partial = _partial_pass(again, rank, run, device)
     name = f"attention backward, side {backward.side}{which}"

@@ -1,6 +1,7 @@
 """`prefetch` computes once for the keys of all other ranks: the oracle's results, and how many
 calls and tiles there are."""
 
+import gc
 import random
 
 import numpy as np
@@ -10,6 +11,8 @@ import torch
 from pieces import Pieces
 
 import megatron_burst as mb
+from megatron_burst.autotune.prepared import Prepared
+from megatron_burst.execution import joined
 from megatron_burst.execution.ring import Backward, Forward
 
 S = 96
@@ -95,3 +98,72 @@ def test_keys_that_rest_on_the_host_come_back_one_chunk_at_a_time():
                       visiting="host")  # fmt: skip
     passes = [chunk.forward for rank in plan.ranks for chunk in rank.job.chunks]
     assert not any(call.parts for each in passes for step in each.steps for call in step.calls)
+
+
+def test_the_simulator_charges_the_keys_that_a_call_copies():
+    """On two levels a rank may hold rows in one chunk that others want: they are copied as well,
+    and its own keys are not. Counted in the plans of random packs."""
+    rng, own = random.Random(0), 0
+    for inter, intra in [(1, 4), (2, 2), (2, 3), (3, 2)]:
+        bounds, _ = packed(rng)
+        groups, mask = mb.Groups.in_process(inter=inter, intra=intra), mb.masks.Documents(bounds)
+        q = [torch.zeros(S // groups.size, 1, 2, 4, requires_grad=True) for _ in groups.ranks]
+        plan = mb.prepare(q, q, q, groups=groups, algorithm="prefetch", side="kv",
+                          layout=rng.choice(["zigzag", "contiguous", "striped"]),
+                          mask=mask & mb.masks.Causal(), kernel="aten")  # fmt: skip
+        for rank, of in enumerate(plan.ranks):
+            for run, schedule in zip((of.job.forward, of.job.backward), of.schedules, strict=True):
+                calls = [call for step in run.steps for call in step.calls]
+                parts = [part for call in calls for part in call.parts]
+                own += sum(part.keys.owner == rank for part in parts)
+                found, pairs = Prepared(schedule), schedule.tables.pairs
+                copied = found.added[2][pairs.rank == rank]
+                assert copied.sum() == sum(part.rows for part in parts)
+                of_rank = found.calls[1][pairs.rank == rank]
+                assert len(set(of_rank)) == len(calls)
+    assert own == 0
+
+
+@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32])
+def test_a_joined_call_holds_its_keys_once_and_its_gradients_once(monkeypatch, wire):
+    """The last rank sees all keys, the others none. While its kernel runs, the copies have taken
+    the place of what arrived; in bytes of all tensors that there are."""
+    size, rows, heads, width = 4, 64, 2, 16
+    arrived = 3 * rows * 2 * heads * width * 2  # k and v of three ranks, bf16
+    seen = torch.zeros(size * rows, size * rows, dtype=torch.bool)
+    seen[-rows:] = True
+    groups = mb.Groups.in_process(intra=size)
+    q, k, v = ([torch.randn(rows, 1, heads, width).bfloat16().requires_grad_() for _ in range(size)]
+               for _ in range(3))  # fmt: skip
+    plan = mb.prepare(q, k, v, groups=groups, algorithm="prefetch", side="kv", layout="contiguous",
+                      mask=mb.masks.Dense(seen), grad_wire_dtype=wire,
+                      kernel="reference")  # fmt: skip
+    there, compute = {}, joined.compute
+
+    def tensors():
+        kept = (x.untyped_storage() for x in gc.get_objects() if type(x) is torch.Tensor)
+        return sum({each.data_ptr(): each.nbytes() for each in kept}.values())
+
+    def computing(call, ring):
+        rooms = sum(ring.chunks[part.keys].room.nbytes for part in call.parts)
+        there["before"] = tensors() - rooms
+        compute(call, ring)
+
+    monkeypatch.setattr(joined, "compute", computing)
+    for of in (Forward, Backward):
+
+        def pair(self, call, queries, keys, sums, of=of, pair=of.pair):
+            if call.parts:
+                there[of] = tensors() - there["before"]
+            pair(self, call, queries, keys, sums)
+
+        monkeypatch.setattr(of, "pair", pair)
+    sum(out.float().sum() for out in mb.attention(q, k, v, plan=plan)).backward()
+    assert there[Forward] == arrived
+    own = plan.ranks[-1].job.backward.totals["dquery", 3].size * heads * width * 4
+    # in fp32; the queries' lie in a message with an envelope
+    assert arrived + 2 * arrived + own <= there[Backward] <= 3 * arrived + own + 4096
+    forward, backward = (getattr(plan.ranks[-1].job, name) for name in ("forward", "backward"))
+    assert forward.held_bytes == 2 * arrived
+    leaving = arrived if wire == torch.bfloat16 else 2 * arrived
+    assert backward.held_bytes == 2 * arrived + leaving

@@ -9,7 +9,7 @@ from megatron_burst.execution.buffers import Buffers
 from megatron_burst.tools.advise.account.rings import rooms
 
 ROWS, WIDTH = 16, 8
-JOINED = "kv joined", "dkv joined", "kv copied"  # beside the buffers
+JOINED = "kv joined", "dkv joined"  # beside the buffers
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
@@ -63,16 +63,14 @@ def test_rooms_are_those_that_the_executor_makes(
 
 
 def test_keys_that_one_call_joins_are_counted(monkeypatch):
-    """In rooms of the longest chunk, at most one more than there are rows: keys of all others that
-    come in time for one call, and the gradients that it makes for them."""
+    """In rooms of the longest chunk: keys of all others that come in time for one call lie beside
+    their copies, and then, let go of, no more beside these and the gradients."""
     found = {}
     compute = joined.compute
 
-    def counting(call, held, partials, computes):
-        rows = sum(len(held[part.keys].tensors[0]) for part in call.parts)
-        name = type(computes).__name__
-        found[name, call.queries.owner] = max(rows, found.get((name, call.queries.owner), 0))
-        compute(call, held, partials, computes)
+    def counting(call, ring):
+        found[type(ring.compute).__name__, ring.me] = sum(part.rows for part in call.parts)
+        compute(call, ring)
 
     monkeypatch.setattr(joined, "compute", counting)
     groups = mb.Groups.in_process(inter=2, intra=2)
@@ -82,8 +80,11 @@ def test_keys_that_one_call_joins_are_counted(monkeypatch):
     for rank in range(4):
         for schedule, name in zip(plan.ranks[rank].schedules, ("Forward", "Backward"), strict=True):
             count = rooms(schedule, rank)
-            made = {kind: n for kind, n in count.made.items() if kind in JOINED}
             rooms_of = -(-found[name, rank] // count.rows["kv"])
-            copies = "kv copied" if name == "Forward" else "dkv joined"
-            assert made == {"kv joined": rooms_of, copies: rooms_of}
+            kinds = JOINED[: 1 + (name == "Backward")]
+            assert {kind: count.made[kind] for kind in kinds} == dict.fromkeys(kinds, rooms_of)
+            copying, *after = (each for each in count.moments if "kv joined" in each)
+            assert copying["kv"] == count.made["kv"]
+            assert "dkv joined" not in copying
+            assert all(each.get("kv", 0) == 0 for each in after)
     assert found["Forward", 3] > ROWS

@@ -24,17 +24,19 @@ from ....schedule.sizes import Sizes as RowSizes
 from ....schedule.tables import ALL, Boundary, Chunk, Grid, Hop, Pair
 from ....schedule.topology import Topology
 from ..settings import BYTES, Settings
-from .operators import B, Core, F, LayerSizes
+from .operators import Core, F, LayerSizes
 
 ALIGNMENT, ENVELOPE = 16, 40  # bytes, of `comm.packing`: CPU messages only
 
 
 class Rooms(NamedTuple):
-    """made: rooms of each kind at the end of a pass, the rank's own sums of gradients among them;
-    rows: of the longest message of each kind."""
+    """made: the most rooms of each kind, the rank's own sums of gradients among them; moments:
+    rooms that there are at the same time, of which one takes most; rows: of the longest message of
+    each kind."""
 
     made: dict[str, int]
     rows: dict[str, int]
+    moments: tuple[dict[str, int], ...]
 
 
 def rooms(schedule: Schedule, rank: int, *, wire: bool = False, packed: bool = False) -> Rooms:
@@ -54,7 +56,13 @@ class _Replay:
         self.program = schedule.program(rank)
         self.families = ("out",) if schedule.row_bytes.out else ("dquery", "dkv")
         self.used: Counter[str] = Counter()
-        self.made: dict[str, int] = {}  # the most at a time, as free buffers are used again
+        self.there: Counter[str] = Counter()  # of each kind, those used and those free to be
+        self.made: dict[str, int] = {}
+        self.moments: list[dict[str, int]] = []
+        # Of joined calls: their keys and gradients, the sums that lie in these, chunks let go of.
+        self.joined: Counter[str] = Counter()
+        self.later: set[Chunk] = set()
+        self.freed: set[Chunk] = set()
         hops = [hop for boundary in self.program for hop in boundary.posts]
         own = [Chunk(family, rank) for family in ("kv", "query")]
         self.kept = schedule.kept_chunks(rank)
@@ -75,19 +83,29 @@ class _Replay:
         for at in range(len(self.program) + 1):
             if at:
                 self._land(at - 1)
-                for pair in self.program[at - 1].pairs:
-                    self._compute(pair)
-                self._join(self.program[at - 1].pairs)
+                self._compute(at - 1)
             if at < len(self.program):
                 self._post(self.program[at])
+                self._note()
         for family in self.families:
             self._whole(family, self.me)
-        return Rooms(self.made, self.longest)
+        self._note()
+        unique = dict.fromkeys(tuple(sorted(each.items())) for each in self.moments)
+        return Rooms(self.made, self.longest, tuple(map(dict, unique)))
+
+    def _note(self) -> None:
+        """What there is now, with a rank's own sums of gradients, which every moment has room for;
+        without joined calls it only grows."""
+        if not self.schedule.joined:
+            self.moments.clear()
+        own = [self.partials[family, self.me] for family in self.families if family != "out"]
+        missing = Counter(each.family for each in own if each not in self.sums.keys() - self.later)
+        self.moments.append(dict(self.there + self.joined + missing))
 
     def _post(self, boundary: Boundary) -> None:
         self._land(boundary.index)
         for chunk in boundary.release:
-            if not parts_of(self.kept, *chunk):
+            if chunk not in self.freed and not parts_of(self.kept, *chunk):
                 self.held.discard(chunk)
                 self._give(chunk.family)
         # As the executor does: exchange by exchange, and what leaves before what comes.
@@ -127,28 +145,68 @@ class _Replay:
             else:
                 self.held.add(hop.chunk)
 
-    def _compute(self, pair: Pair) -> None:
-        for queries, keys in self._calls(pair):
+    def _compute(self, index: int) -> None:
+        pairs = self.program[index].pairs
+        calls = [(pair, *both) for pair in pairs for both in self._calls(pair)]
+        together = []
+        if self.schedule.joined:
+            own = self.schedule.wanted.joined  # else a rank's own keys are a call of their own
+            together = [keys for _, _, keys in calls if own or keys.owner != self.me]
+        if len(together) > 1:
+            self._join(together, index)
+        for pair, queries, keys in calls:
             for family in self.families:
                 part, rows = (
                     (keys, pair.key_rows) if family == "dkv" else (queries, pair.query_rows)
                 )
-                self.sums[self._whole(family, part.owner)] |= rows & part.rows
+                whole = self.partials[family, part.owner]
+                if self._waits(whole, part, keys in together):
+                    self.sums[whole] = rows & part.rows
+                    self.later.add(whole)
+                else:
+                    self.sums[self._whole(family, part.owner)] |= rows & part.rows
 
-    def _join(self, pairs: Sequence[Pair]) -> None:
-        """The chunks of keys that one call has one behind the other, and their gradients. In
-        forward also k or v behind each other, before they are in order; in backward what such
-        copies take is free while the kernel runs."""
-        if not self.schedule.joined:
-            return
-        keys = self.schedule.tables.keys
-        rows = [keys.count(k.owner, k.rows) for pair in pairs for _, k in self._calls(pair)]
-        kinds = ["kv joined", "dkv joined"][: len(self.families)]
-        if self.schedule.wanted.joined is None and self.families == ("out",):
-            kinds.append("kv copied")
-        for kind in kinds if len(rows) > 1 else ():
-            chunks = -(-sum(rows) // max(1, self.longest["kv"]))
-            self.made[kind] = max(self.made.get(kind, 0), chunks)
+    def _waits(self, whole: Chunk, part: Chunk, joined: bool) -> bool:
+        """Do these sums stay among the gradients of a joined call until they are asked for?"""
+        made = joined and self.joined["dkv joined"] > 0 and whole.family == "dkv"
+        return made and whole not in self.sums and whole.rows == part.rows
+
+    def _join(self, together: Sequence[Chunk], index: int) -> None:
+        """One call has a copy of these chunks, those that nothing else wants are let go of, and
+        then it has their gradients."""
+        rows = sum(self.schedule.tables.keys.count(each.owner, each.rows) for each in together)
+        count = -(-rows // max(1, self.longest["kv"]))
+        self._joins("kv joined", count)
+        after = self.program[index + 1 : index + 2]
+        for chunk in (chunk for boundary in after for chunk in boundary.release):
+            if together.count(chunk) == 1 and not (
+                parts_of(self.kept, *chunk) or self._busy(index, chunk)
+            ):
+                self.freed.add(chunk)
+                self.held.discard(chunk)
+                self._give(chunk.family)
+                self.there[chunk.family] -= 1
+        if len(self.families) > 1:
+            self._joins("dkv joined", count)
+        else:
+            self._note()
+        del self.joined["kv joined"]
+
+    def _joins(self, kind: str, count: int) -> None:
+        self.joined[kind] = count
+        self.made[kind] = max(self.made.get(kind, 0), count)
+        self._note()
+
+    def _busy(self, index: int, chunk: Chunk) -> bool:
+        """Does the chunk still leave, or is its buffer used again for another that arrives?"""
+        hops = [h for b in self.program for h in b.posts if not h.chunk.accumulated]
+        arrive = {hop.chunk: hop.post for hop in hops if hop.dst == self.me}
+
+        def of(sent: Chunk) -> bool:
+            return sent == chunk or (sent not in arrive and bool(parts_of([chunk], *sent)))
+
+        leaves = (hop.land > index and of(hop.chunk) for hop in hops if hop.src == self.me)
+        return max(arrive.values()) > index or any(leaves)
 
     def _receive(self, chunk: Chunk) -> None:
         whole, kind = self.partials[chunk[:2]], self._kind(chunk)
@@ -173,14 +231,21 @@ class _Replay:
         """The partial results of a chunk, made when first asked for. A rank's own outputs have
         tensors of their own."""
         chunk = self.partials[family, owner]
-        if chunk not in self.sums:
-            self.sums[chunk] = 0
+        waited = chunk in self.later
+        if chunk not in self.sums or waited:
+            self.sums.setdefault(chunk, 0)
             if family != "out" or chunk.rows != ALL:
                 self._take(family)
+        if waited:
+            self.later.remove(chunk)
+            if not self.later:
+                self._note()
+                del self.joined["dkv joined"]
         return chunk
 
     def _take(self, kind: str) -> None:
         self.used[kind] += 1
+        self.there[kind] = max(self.there[kind], self.used[kind])
         self.made[kind] = max(self.made.get(kind, 0), self.used[kind])
 
     def _give(self, kind: str) -> None:
@@ -249,10 +314,13 @@ def core_of(x: LayerSizes, run: Settings, rooms_of: RoomsOf | None = None) -> Co
     rows_of = {"kv": rows, "dkv": rows, "query": chunk, "dquery": chunk, "out": chunk}
 
     def total(found: Rooms) -> float:
-        return sum(
-            count
-            * each(kind, round(rows_of[kind.split()[0]] * found.rows[kind.split()[0]] / SHORT))
-            for kind, count in found.made.items()
+        return max(
+            sum(
+                count
+                * each(kind, round(rows_of[kind.split()[0]] * found.rows[kind.split()[0]] / SHORT))
+                for kind, count in moment.items()
+            )
+            for moment in found.moments
         )
 
     others = total(backward) - own_query - own_keys
@@ -292,7 +360,6 @@ def room_bytes(
     least = 0.0
     per_row = {"kv": of.forward.kv, "query": of.backward.query, "dkv": x.kv * F,
                "dkv wire": x.kv * BYTES[run.wire], "kv joined": of.forward.kv,
-               "kv copied": max(x.keys, x.values) * B,
                "dkv joined": x.kv * F, "dquery": x.query * F,
                "dquery wire": x.query * BYTES[run.wire], "out": (x.out + x.heads) * F,
                "out wire": of.forward.out}  # fmt: skip
@@ -340,6 +407,8 @@ def _most(found: list[Rooms]) -> Rooms:
 
     def size(one: Rooms) -> int:
         rows: Mapping[str, int] = one.rows
-        return sum(count * rows[kind.split()[0]] for kind, count in one.made.items())
+        return max(
+            sum(n * rows[kind.split()[0]] for kind, n in each.items()) for each in one.moments
+        )
 
     return max(found, key=size)
