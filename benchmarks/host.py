@@ -339,16 +339,24 @@ class Timed:
         }
         self.plan = {"plan": prepare}
 
-    def calls(self, name: str) -> int:
-        """Calls of the operator in one run."""
-        before = self.operator.calls
-        self.runs[name]()
-        return self.operator.calls - before
+    def counts(self, name: str) -> tuple[int, int]:
+        """Calls of the operator and exchanges in one run."""
+        before, exchange = self.operator.calls, ProcessEndpoint.exchange
+        with mock.patch.object(ProcessEndpoint, "exchange", autospec=True) as counted:
+            counted.side_effect = exchange
+            self.runs[name]()
+        return self.operator.calls - before, counted.call_count
 
 
-def row(case: Case, repeats: int) -> list[str]:
+Terms = list[tuple[float, ...]]  # head chunks, calls, exchanges, seconds of a pass
+BACKWARD = 2  # of a backward call over those of a forward one, as `HostTime` has it
+
+
+def row(case: Case, repeats: int, terms: Terms) -> list[str]:
+    """A row of the table; its passes are added to `terms`."""
     timed = Timed(case)
-    counts = [str(timed.calls(name)) for name in ("ours", "ours backward")]
+    launched = [timed.counts(name) for name in ("ours", "ours backward")]
+    counts = [str(calls) for calls, _ in launched]
     timed.runs["plain"]()
     _, cpu = interleaved(timed.runs, repeats)
     _, plans = interleaved(timed.plan, min(repeats, 5))
@@ -358,7 +366,24 @@ def row(case: Case, repeats: int) -> list[str]:
         each = [f"{1e6 * quartiles(x)[1] / timed.hops:.0f}" for x in (ours, plain)]
         ratios = [a / b for a, b in zip(ours, plain, strict=True)]
         cells += [f"{1e3 * quartiles(ours)[1]:.2f}", " / ".join(each), spread(ratios)]
+    if case.ulysses == 1:
+        chunks = case.options.get("head_chunks", 1)
+        names = ("ours", "ours backward")
+        for (calls, exchanges), times, name in zip(launched, (1, BACKWARD), names, strict=True):
+            terms.append((chunks, times * calls, exchanges, quartiles(cpu[name])[1]))
     return [*cells, f"{1e3 * quartiles(plans['plan'])[1]:.1f}"]
+
+
+def figures(terms: Terms) -> str:
+    """`HostTime`'s figures of a pass, fitted to all passes of the table by relative errors."""
+    *counts, took = np.array(terms).T
+    fit = np.linalg.lstsq(np.array(counts).T / took[:, None], np.ones(len(took)), rcond=None)[0]
+    off = np.abs(fit @ np.array(counts) / took - 1)
+    start, call, exchange = 1e6 * fit
+    return (
+        f"As `HostTime`: call {call:.0f} us, exchange {exchange:.0f} us, start {start:.0f} us, off "
+        f"by {np.median(off):.0%} in the median, {off.max():.0%} at most."
+    )
 
 
 WHAT = (
@@ -393,12 +418,14 @@ def main() -> int:
         if args.profile:
             profile(chosen[0], args.profile)
             return 0
-        rows = []
+        rows, terms = [], []
         with progress("host", len(chosen)) as step:
             for case in chosen:
                 step(f"{case.size} ranks, {case.name}")
-                rows.append(row(case, args.repeats))
+                rows.append(row(case, args.repeats, terms))
     print(f"{provenance()} {WHAT}\n\n{markdown(COLUMNS, rows)}")
+    if len(terms) > 3:
+        print(f"\n{figures(terms)}")
     return 0
 
 

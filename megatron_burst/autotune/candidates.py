@@ -96,8 +96,9 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Predicted for one forward and one backward pass."""
-        return self.forward.seconds + self.backward.seconds
+        """Predicted for one forward and one backward pass, each at least as long as its launches
+        take."""
+        return sum(max(each.seconds, each.host) for each in (self.forward, self.backward))
 
     @property
     def bottleneck(self) -> str:
@@ -426,7 +427,8 @@ def sharing(
     """The times of the all-to-alls before and after the ring, of forward and of backward.
 
     Nothing is computed beside them, and both link classes are busy at the same time, as are the
-    copies. per_nic: how many ranks send by one NIC at once.
+    copies. per_nic: how many ranks send by one NIC at once. Launched are an exchange before and one
+    after, each with the copies around it as one call.
     """
     links = [topology.link(0, peer) for peer in topology.ulysses_group(0)[1:]]
     if not links:
@@ -440,7 +442,9 @@ def sharing(
             for link, rate in (("intra", rates.intra), ("inter", inter))
         ]
         taken = max(*busy, size * topology.ulysses / rates.copying)
-        passes.append(PassTime(taken + 2 * (rates.posting + rates.exchange_start), 0.0, *busy))
+        taken += 2 * (rates.posting + rates.exchange_start)
+        host = 2 * (rates.host.call + rates.host.exchange) if rates.host else 0.0
+        passes.append(PassTime(taken, 0.0, *busy)._replace(host=host))
     return passes[0], passes[1]
 
 

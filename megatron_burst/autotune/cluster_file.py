@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from .clusters import Cluster
 from .gpus import GPUS, Gpu
+from .host_time import HostTime
 from .rates import Rates
 
 if sys.version_info >= (3, 11):
@@ -83,6 +84,10 @@ SECTIONS: Mapping[str, tuple[Figure, ...]] = {
         Figure("rate", Cluster, "host_rate", float, "bytes/s of one GPU, one way, while all copy"),
         Figure("update", Cluster, "host_update", float, "bytes/s of an optimizer on the host"),
         Figure("link", Gpu, "host_link", float, "bytes/s of one GPU alone, one way"),
+        Figure("call", HostTime, "call", float, "seconds of launching an attention call"),
+        Figure("exchange", HostTime, "exchange", float, "seconds of starting an exchange"),
+        Figure("start", HostTime, "start", float, "seconds of launching besides, of a pass"),
+        Figure("layer", HostTime, "layer", float, "seconds of launching the rest of a layer"),
     ),
 }  # fmt: skip
 _WORDS = {str: "a text", int: "a whole number", float: "a number"}
@@ -134,7 +139,7 @@ def text(cluster: Cluster, notes: Mapping[str, str]) -> str:
 def made(found: Mapping[str, Mapping[str, Any]]) -> Cluster:
     """The cluster of these values, by section and key, in which no key is unknown and no type
     wrong."""
-    given: dict[type, dict[str, Any]] = {Cluster: {}, Gpu: {}, Rates: {}}
+    given: dict[type, dict[str, Any]] = {Cluster: {}, Gpu: {}, Rates: {}, HostTime: {}}
     for section, figure in _figures():
         value = _at(found, section, figure.key)
         if value is not None:
@@ -144,11 +149,12 @@ def made(found: Mapping[str, Mapping[str, Any]]) -> Cluster:
         Gpu(**given[Gpu]) if known is None else replace(known, **given[Gpu] | {"name": known.name})
     )
     rates = Rates(**given[Rates]) if given[Rates] else None
-    return Cluster(gpu, **given[Cluster], rates=rates)
+    return Cluster(gpu, **given[Cluster], rates=rates, host_time=HostTime(**given[HostTime]))
 
 
 def _value(cluster: Cluster, figure: Figure) -> Any:
-    holder = {Cluster: cluster, Gpu: cluster.gpu, Rates: cluster.rates}[figure.of]
+    holder = {Cluster: cluster, Gpu: cluster.gpu, Rates: cluster.rates,
+              HostTime: cluster.host_time}[figure.of]  # fmt: skip
     return None if holder is None else getattr(holder, figure.field)
 
 

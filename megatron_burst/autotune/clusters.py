@@ -14,6 +14,7 @@ from functools import cached_property
 from ..units import byte_size
 from .bands import ForecastBand, band_of
 from .gpus import GB, GIB, GPUS, SLOWER, Gpu, gpu, is_finite
+from .host_time import ASSUMED, HostTime
 from .places import Nodes
 from .rates import BACKWARD, Rates
 
@@ -38,7 +39,8 @@ class Cluster:
     reserve: bytes of a GPU that are not for tensors: CUDA's context, NCCL's buffers, cuBLAS's
     workspaces, and what the allocator cannot use. host_rate: bytes per second that one GPU gets of
     its link to the host while all copy. host_update: bytes per second of a node's host memory that
-    an optimizer on the host reads and writes. overlap: fraction of a reduction of gradients, or of
+    an optimizer on the host reads and writes. host_time: what launching takes of a GPU's processor.
+    overlap: fraction of a reduction of gradients, or of
     a gathering of parameters, that can hide behind computing.
 
     Raises ValueError for numbers that no cluster has.
@@ -57,6 +59,7 @@ class Cluster:
     spread: float = 0.0
     host_update: float = 200 * GB
     overlap: float = 0.9
+    host_time: HostTime = ASSUMED
 
     def __post_init__(self) -> None:
         if isinstance(self.gpu, str):
@@ -168,8 +171,8 @@ class Cluster:
             memory = min(found.memory, most)
             # Not stated, it is part of half_rows; stated, it is memory that is read and written.
             adding = found.adding if math.isinf(found.adding) else min(found.adding, most)
-            compute = found.compute or compute
-            return replace(found, compute=compute, memory=memory, adding=adding)
+            return replace(found, compute=found.compute or compute, memory=memory, adding=adding,
+                           host=self.host_time)  # fmt: skip
         # `adding` stays math.inf: HALF_ROWS fits whole runs of a ring (LoongTrain's table 4), whose
         # calls added their results, so that it would count them twice.
         return Rates(
@@ -184,6 +187,7 @@ class Cluster:
             slowdown=SLOWDOWN,
             exchange=EXCHANGE,
             memory=self.gpu.memory_rate,
+            host=self.host_time,
         )
 
     def run_rates(self, per_node: int) -> Rates:

@@ -28,6 +28,7 @@ from ..kernels.base import Kernel, Rows, Scoring
 from ..kernels.online_softmax import empty_result
 from ..layout import Span
 from ..masks import Full, Mask
+from .host_time import ASSUMED
 from .rates import BACKWARD, Rates
 
 SMALL = 64  # bytes of a message that is all latency
@@ -134,6 +135,7 @@ def links(groups: Groups, device: torch.device) -> Rates:
         memory=memory,
         adding=memory,
         room=max(room, 1.0),
+        host=ASSUMED if device.type == "cuda" else None,  # else in `posting` and `launch`
     )
     return rates
 

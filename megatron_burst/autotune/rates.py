@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from ..units import duration, rate
+from .host_time import HostTime
 from .places import Nodes
 
 BACKWARD = 2.5  # FLOPs of a backward over those of its forward: five products for two
@@ -48,6 +49,7 @@ class Rates:
     or stated; math.inf where nobody knows.
     shared: on which nodes ranks share NICs, `inter` being that of a rank alone; None: it is what
     every rank gets.
+    host: what launching takes of the processor; None: nothing, as where it does not run ahead.
 
     Raises ValueError that names the rate.
     """
@@ -71,6 +73,7 @@ class Rates:
     adding: float = math.inf
     room: float = math.inf
     shared: Nodes | None = None
+    host: HostTime | None = None
 
     def __post_init__(self):
         for name in (

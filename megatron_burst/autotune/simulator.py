@@ -39,12 +39,14 @@ class GridBoundary(NamedTuple):
 
 
 class PassTime(NamedTuple):
-    """Seconds of a pass, and for how many the busiest rank's device and links are in use."""
+    """Seconds of a pass, and for how many the busiest rank's device and links are in use; host:
+    what launching takes of its processor, which runs beside it."""
 
     seconds: float
     compute: float
     intra: float
     inter: float
+    host: float = 0.0
 
     def __add__(self, other: PassTime) -> PassTime:  # pyright: ignore[reportIncompatibleMethodOverride]
         return PassTime(*(a + b for a, b in zip(self, other, strict=True)))
@@ -189,7 +191,25 @@ def pass_time(
         for link in (0, 1)
     )
     busy = (head_chunks * float(each) for each in (computing, *sending))
-    return PassTime(float(clocks.clock.max()) + rates.start, *busy)
+    host = host_seconds(prepared, seconds, rates, head_chunks)
+    return PassTime(float(clocks.clock.max()) + rates.start, *busy)._replace(host=host)
+
+
+def host_seconds(
+    prepared: Prepared, seconds: np.ndarray, rates: Rates, head_chunks: int = 1
+) -> float:
+    """What launching a pass takes of the busiest rank's processor. Arguments as of `pass_time`."""
+    if rates.host is None:
+        return 0.0
+    pairs, moved = prepared.schedule.tables.pairs, prepared.schedule.tables.transfers
+    # Pairs of a call have its rank in common; of those without keys that are seen none is made.
+    first, of = prepared.calls
+    made = np.bincount(of, seconds[pairs.query, pairs.key] > 0) > 0
+    calls, sent = (
+        np.bincount(rank, minlength=1).max() for rank in (pairs.rank[first[made]], moved.src)
+    )
+    backward = prepared.schedule.gradients
+    return rates.host.of_pass(int(calls), int(sent), head_chunks, backward)
 
 
 def pass_at_least(

@@ -15,6 +15,7 @@ from megatron_burst.autotune.candidates import (
     Workload,
     grids,
 )
+from megatron_burst.autotune.host_time import HostTime
 from megatron_burst.autotune.places import Nodes
 from megatron_burst.schedule.sizes import Sizes
 
@@ -57,6 +58,7 @@ def drawn(seed):
         slowdown=pick.choice([0, 0.1]), nic=pick.choice([None, 1e10]), start=pick.choice([0, 1e-5]),
         adding=pick.choice([float("inf"), 1e12]),
         exchange=0.8, exchange_start=pick.choice([0, 1e-4]), memory=1e12,
+        host=pick.choice([None, HostTime()]),
     )  # fmt: skip
     fixed = Fixed(
         pick.choice([None] * 4 + ["ring"]),

@@ -14,6 +14,7 @@ from megatron_burst import layout, masks
 from megatron_burst.autotune import candidates, select, simulator
 from megatron_burst.autotune.candidates import Candidate, Fixed, Workload, held_of_row, on_grid
 from megatron_burst.autotune.exchanges import Wires, exchanges, ports_of
+from megatron_burst.autotune.host_time import HostTime
 from megatron_burst.autotune.pair_counts import pairs_seen
 from megatron_burst.autotune.prepared import Prepared
 from megatron_burst.autotune.rates import Rates
@@ -127,6 +128,26 @@ def test_compute_hides_hops_or_hops_hide_compute(hop, work):
     pairs = np.full((2, 2), float(work))
     got = pass_time(there("ring", (1, 2)), sizes(), pairs, rates(intra=hop))
     assert got == PassTime(max(hop, work) + work, 2 * work, hop, 0)
+
+
+def test_launches_are_counted_beside_the_pass():
+    """Three ranks on a ring send two messages and make as many calls as pairs are seen; in backward
+    calls count twice, and two messages more bring gradients back."""
+    host = HostTime(call=1.0, exchange=10.0, start=100.0)
+    pairs, given = np.ones((3, 3)), rates(4, host=host)
+    plan = there("ring", (1, 3))
+    got = pass_time(plan, sizes(), pairs, given)
+    assert got == pass_time(plan, sizes(), pairs, rates(4))._replace(host=100 + 3 + 20)
+    assert pass_time(plan, sizes(), pairs, given, 2).host == 2 * got.host
+    assert pass_time(plan, sizes(), np.eye(3), given).host == 100 + 1 + 20
+    assert pass_time(there("prefetch", (1, 3)), sizes(), pairs, given).host == 100 + 2 + 20
+    back = pass_time(back_again("ring", (1, 3), "kv"), sizes(), pairs, given)
+    assert back.host == 100 + 2 * 3 + 40
+
+
+def test_each_pass_of_a_candidate_takes_at_least_what_its_launches_take():
+    there, back = PassTime(1, 1, 0, 0, host=3), PassTime(5, 5, 0, 0, host=4)
+    assert Candidate("ring", "kv", 1, 1, "", there, back, Traffic()).seconds == 3 + 5
 
 
 def test_keys_of_all_others_are_one_call():

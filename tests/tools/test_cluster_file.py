@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_burst.autotune import cluster_file, clusters
+from megatron_burst.autotune.host_time import HostTime
 from megatron_burst.autotune.rates import Rates
 
 ABOVE = st.floats(1e-300, 1e300)
@@ -41,6 +42,7 @@ def measured(draw):
         per_node * draw(st.integers(1, 512)), per_node, draw(st.integers(0, 16)), draw(FROM_0),
         draw(st.none() | rates()), draw(WORDS), draw(st.integers(0, 2**50)),
         draw(st.integers(0, 2**40)), draw(FROM_0), draw(FROM_0), draw(ABOVE), draw(FRACTION),
+        HostTime(*(draw(FROM_0) for _ in range(4))),
     )  # fmt: skip
 
 
@@ -152,7 +154,9 @@ def test_what_nobody_measured_is_published_and_says_so():
     assert found.compute == pytest.approx(642.85e12)
     assert "published rates, not measured here" in cluster.described
     half = replace(cluster, rates=Rates(1e9, 2e9, latency=1e-5), source="mine", spread=0.04)
-    assert half.rank_rates() == Rates(1e9, 2e9, latency=1e-5, compute=found.compute, memory=3.35e12)
+    assert half.rank_rates() == Rates(
+        1e9, 2e9, latency=1e-5, compute=found.compute, memory=3.35e12, host=half.host_time
+    )
     assert half.described == "measured: mine; repeats vary by up to 4%"
 
 
@@ -161,10 +165,14 @@ def test_every_field_is_in_the_file():
     there = {(f.of, f.field) for part in cluster_file.SECTIONS.values() for f in part}
     fields = {(of, each.name) for of in (clusters.Cluster, clusters.Gpu, Rates)
               for each in dataclasses.fields(of)}  # fmt: skip
+    fields |= {(HostTime, each.name) for each in dataclasses.fields(HostTime)}
     left = {
         (clusters.Cluster, "gpu"),
         (clusters.Cluster, "rates"),
+        (clusters.Cluster, "host_time"),
         (Rates, "shared"),
+        (Rates, "host"),
         (Rates, "memory"),
+        (Rates, "room"),
     }
     assert there == fields - left

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_burst.autotune.clusters import Cluster
 from megatron_burst.autotune.gpus import Gpu
+from megatron_burst.autotune.host_time import HostTime
 from megatron_burst.autotune.rates import Rates
 from megatron_burst.tools.advise.account.memory import parameters
 from megatron_burst.tools.advise.forecast import layer_time as layers
@@ -45,10 +46,10 @@ def cluster(gpus=8, **fields):
     return Cluster(GPU, gpus, rates=rates, **{"nics": 8, "nic_rate": 1e10, "overlap": 0.0} | fields)
 
 
-def core(forward=1.0, backward=2.0, bound="compute"):
+def core(forward=1.0, backward=2.0, bound="compute", host=(0.0, 0.0)):
     """An attention call that takes a known time."""
     busy = {"compute": 1.0, "intra": 2.0 * (bound == "intra"), "inter": 0.0}
-    return lambda *_, **__: AttentionTime(forward, backward, (0.0, 0.0), busy)
+    return lambda *_, **__: AttentionTime(forward, backward, (0.0, 0.0), busy, host=host)
 
 
 FREE = core(0.0, 0.0)
@@ -159,6 +160,28 @@ def test_tensor_parallel_collectives_of_a_layer():
     found, each = layer(tp=2), 8192 * 1024 * 2 / 2 / 1e11
     assert found.forward[layers.TENSOR] == pytest.approx(4 * each)
     assert found.backward[layers.TENSOR] == pytest.approx(6 * each)
+
+
+def test_a_layer_takes_at_least_what_its_launches_take():
+    """1 s for a layer but for attention, half of it for each chunk and each tile; 3 and 5 s for
+    attention, whose forward runs again in backward unless all of it is stored."""
+    where = cluster(host_time=HostTime(0.0, 0.0, 0.0, layer=1.0))
+
+    def waited(forward=0.0, backward=0.0, **fields):
+        found = layer(where=where, attention=core(forward, backward, host=(3.0, 5.0)), **fields)
+        return found, found.forward.total, found.backward.total + found.recompute.total
+
+    found, forward, backward = waited()
+    assert (forward, backward) == pytest.approx((1 + 3, 1 + 5 + 1 + 3))
+    assert found.bottleneck == layers.LAUNCHES
+    assert waited(store=1.0)[1:] == pytest.approx((1 + 3, 1 + 5 + 1))
+    assert waited(recompute="none")[1:] == pytest.approx((1 + 3, 1 + 5))
+    pieces = waited(cp=2, sequence_chunks=4, mlp_tiles=6)
+    assert pieces[1:] == pytest.approx((5 + 3, 5 + 5 + 5 + 3))
+    assert layers.LAUNCHES not in waited(10.0, 20.0)[0].parts
+    half = waited(10.0, 0.0, recompute="none")  # forward hides its own launches only
+    assert half[0].forward.total > 10
+    assert half[2] == pytest.approx(1 + 5)
 
 
 def test_copies_to_the_host_cost_what_computing_does_not_hide():

@@ -267,7 +267,9 @@ def attention(
     both = sum([*passes, *exchange], IDLE)
     busy = {"compute": both.compute, "intra": both.intra, "inter": both.inter}
     moved = exchange[0].seconds, exchange[1].seconds
-    return AttentionTime(passes[0].seconds + moved[0], passes[1].seconds + moved[1], moved, busy)
+    host = passes[0].host + exchange[0].host, passes[1].host + exchange[1].host
+    return AttentionTime(passes[0].seconds + moved[0], passes[1].seconds + moved[1], moved, busy,
+                         host=host)  # fmt: skip
 
 
 def _ring(topology: Topology, nodes: Nodes, tokens: int, forward: bool) -> Prepared:
@@ -308,7 +310,8 @@ def _gathered(
     own += 2 * rates.launch
     within = run.cp == cluster.cp_per_node(run.tp, run.cp)
     links = (moved, 0.0) if within else (0.0, moved)
-    return PassTime(moved + own + rates.start, own, *links)
+    host = rates.host.of_pass(2, 1 if forward else 2, 1, not forward) if rates.host else 0.0
+    return PassTime(moved + own + rates.start, own, *links, host)
 
 
 def _sparse(cluster: Cluster, run: Settings, model: Model) -> AttentionTime:

@@ -115,7 +115,8 @@ def _layer(
 ) -> LayerTime:  # fmt: skip
     """A layer on the ranks of one group, with everything that its slowest rank computes outside
     attention taking `factor` times as long."""
-    plain = layer_time(model, cluster, run, faults, part, partial(attention_time, group=group))
+    plain = layer_time(model, cluster, run, faults, part, partial(attention_time, group=group),
+                       wait=False)  # fmt: skip
     slowed = {
         name: SecondsByPart(
             {n: taken * (1 if n in COMMUNICATED else factor) for n, taken in parts.items()}
@@ -123,7 +124,7 @@ def _layer(
         for name in ("forward", "recompute", "backward")
         for parts in [getattr(plain, name)]
     }
-    return replace(plain, **slowed)
+    return replace(plain, **slowed).waiting()
 
 
 # --- stages --------------------------------------------------------------------------------------

@@ -18,13 +18,14 @@ import torch
 from ...autotune import cluster_file
 from ...autotune.clusters import EXCHANGE, LATENCY, NIC, NVLINK, SLOWDOWN, Cluster
 from ...autotune.gpus import GPUS, Gpu, of_device
+from ...autotune.host_time import ASSUMED
 from ...cli.doctor import machine
 from ...recompute.host.limits import host_limit
 from ...recompute.host.mover import BYTES, HostMemory, copy_rate
 from ...units import grid_of
 from ..advise.shapes.models import Model
 from ..call_flags import check_place
-from . import kernels, layer, links
+from . import kernels, launches, layer, links
 from .ranks import Figures, Measured, Ranks, joined, repeated
 
 FIGURES = 60  # repeated quantities, all in all, among which --minutes are shared out
@@ -103,6 +104,11 @@ def measured(ranks: Ranks, model: Model, wanted: Namespace) -> tuple[Cluster, Ma
     together, alone = host_links(ranks)
     figures.add("host.rate", together)
     figures.add("host.link", alone)
+    ranks.say("what launching takes of the processor")
+    for name, one in launches.launches(ranks, model).items():
+        figures.add(f"host.{name}", one)
+    if ranks.size == 1:
+        figures.state("host.exchange", ASSUMED.exchange, NOT_MEASURED)
     limit = host_limit()
     figures.state("host.memory", int(min(ranks.each(limit))), "80 % of what is there")
     what = "GPUs" if ranks.cuda else "CPU ranks"

@@ -26,7 +26,9 @@ from ...comm.consensus import Facts, agree
 from ...comm.groups import Groups
 
 LIMIT = timedelta(seconds=120)
-TIMES = ("launch", "latency", "posting", "exchange_start")  # short, so they vary, and matter less
+# Short times, which vary, and matter less.
+TIMES = ("gpu.launch", "links.latency", "links.posting", "links.exchange_start", "host.call",
+         "host.exchange", "host.start", "host.layer")  # fmt: skip
 REPEATS = 5, 25  # of a figure, at least and at most
 
 
@@ -61,7 +63,7 @@ class Figures:
     def add(self, key: str, one: Measured, more: str = "") -> None:
         self.values[key] = float(f"{one.value:.4g}")
         self.notes[key] = f"{one.note}; {more}" if more else one.note
-        if one.spread is not None and key.split(".")[1] not in TIMES:
+        if one.spread is not None and key not in TIMES:
             self.spreads.append(one.spread)
 
     def state(self, key: str, value: Any, note: str) -> None:
@@ -123,7 +125,7 @@ class Ranks:
     def rounds(self, once: Callable[[], float]) -> list[float]:
         """Seconds of repeats that all ranks begin together, by the slowest rank; the first repeat
         does not count. The same on every rank. once: seconds of one, 0 on a rank that rests."""
-        return self._repeated(lambda: self._together(once))
+        return self.times(lambda: self._together(once))
 
     def slowest(self, call: Callable[[], object]) -> float:
         """Seconds of a call that all ranks begin together, by the slowest rank."""
@@ -132,13 +134,14 @@ class Ranks:
     def repeats(self, call: Callable[[], object]) -> list[float]:
         """Seconds of repeats on this rank alone; the first one, which may compile, does not
         count."""
-        return self._repeated(lambda: seconds(call, self.device))
+        return self.times(lambda: seconds(call, self.device))
 
     def _together(self, once: Callable[[], float]) -> float:
         self.each(0.0)
         return max(self.each(once()))
 
-    def _repeated(self, once: Callable[[], float]) -> list[float]:
+    def times(self, once: Callable[[], float]) -> list[float]:
+        """Seconds of repeats of `once`, which times itself; the first one does not count."""
         once()
         took: list[float] = []
         while len(took) < REPEATS[0] or (sum(took) < self.seconds and len(took) < REPEATS[1]):

@@ -156,7 +156,8 @@ class AttentionTime:
 
     forward, backward: with the all-to-all of ranks that share heads; exchange: that part of each.
     busy: for how long of both the busiest rank's device ("compute") and links ("intra", "inter")
-    are in use. spread: standard deviation of the seconds over the draws of jitter.
+    are in use. spread: standard deviation of the seconds over the draws of jitter. host: seconds
+    of forward and of backward that launching takes of the processor, beside all this.
     """
 
     forward: float
@@ -164,6 +165,7 @@ class AttentionTime:
     exchange: tuple[float, float]
     busy: Mapping[str, float]
     spread: float = 0.0
+    host: tuple[float, float] = (0.0, 0.0)
 
     @property
     def seconds(self) -> float:
@@ -251,9 +253,11 @@ def attention_time(
         shared = [f * each.seconds for f, each in zip(how.exchange, exchange, strict=True)]
         both = forward + backward + exchange[0] + exchange[1]
         busy = {"compute": both.compute, "intra": both.intra, "inter": both.inter}
+        host = forward.host + exchange[0].host, backward.host + exchange[1].host
         return AttentionTime(
-            forward.seconds + shared[0], backward.seconds + shared[1], (shared[0], shared[1]), busy
-        )
+            forward.seconds + shared[0], backward.seconds + shared[1], (shared[0], shared[1]), busy,
+            host=host,
+        )  # fmt: skip
 
     if faults is None:
         return timed(UNDISTURBED)

@@ -3,7 +3,8 @@
 
 A rank does one after another: matrix products and what is bound by memory, core attention
 (`attention_time`), linear attention and its exchange of states (`scan_time`), collectives of
-tensor- and expert-parallel ranks. Copies to the host run beside them and cost what is left over.
+tensor- and expert-parallel ranks. Copies to the host run beside them and cost what is left over, as
+does launching all that: of each layer, as a GPU's queue of launches is not much longer than one.
 
 Linear attention, of which no table was published, counts products of chunks of `CHUNK` rows at the
 rate of large matrix products, or memory where that takes longer. That is a lower bound, not fitted:
@@ -16,7 +17,7 @@ Letters: R rows of a context-parallel rank, n = R / TP of them with sequence par
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ....autotune.clusters import Cluster
@@ -49,7 +50,10 @@ class SecondsByPart(dict[str, float]):
 
     @property
     def largest(self) -> str:
-        """The part that takes most; "" where there is none."""
+        """The part that takes most; "" where there is none. Waiting for launches, where it is more
+        than a little: nothing else shortens a layer that waits."""
+        if self[LAUNCHES] > LITTLE * self.total:
+            return LAUNCHES
         return max(self, key=self.__getitem__, default="")
 
     def taken(self) -> SecondsByPart:
@@ -211,18 +215,29 @@ def linear_seconds(
 ATTENTION, PRODUCTS, MEMORY = "attention", "linear layers", "norms, rope and activations"
 LINEAR, STATES = "linear attention", "states between ranks"
 TENSOR, EXPERTS, HOST = "tensor parallel", "expert exchange", "host link"
+LAUNCHES, LITTLE = "waiting for launches", 0.01  # a fraction of the time
 TimesAttention = Callable[..., AttentionTime]  # called as `attention_time`
 
 
 @dataclass(frozen=True)
 class LayerTime:
     """Seconds of one layer and micro-batch by part. recompute: the forward that backward runs
-    again; backward: without it. core: of the core attention, None if the layer has none."""
+    again; backward: without it. core: of the core attention, None if the layer has none. launching:
+    what the processor needs meanwhile, in forward and from recompute to the end of backward."""
 
     forward: SecondsByPart
     recompute: SecondsByPart
     backward: SecondsByPart
     core: AttentionTime | None = None
+    launching: tuple[float, float] = (0.0, 0.0)
+
+    def waiting(self) -> LayerTime:
+        """The same at least as long as launching takes; it has not waited before."""
+        forward, backward = SecondsByPart(self.forward), SecondsByPart(self.backward)
+        first, second = self.launching
+        forward[LAUNCHES] = max(0.0, first - forward.total)
+        backward[LAUNCHES] = max(0.0, second - backward.total - self.recompute.total)
+        return replace(self, forward=forward.taken(), backward=backward.taken())
 
     @property
     def parts(self) -> SecondsByPart:
@@ -250,11 +265,13 @@ def layer_time(
     part: LayerPart | None = None,
     attention: TimesAttention = attention_time,
     states: States = scan_seconds,
+    wait: bool = True,
 ) -> LayerTime:
     """The time of one layer.
 
     part: what it is made of, as `Model.parts` lists them; None: the last layer's. attention: times
     its core attention; states: times the exchange of states. A search gives ones that remember.
+    wait: for launches, where they take longer.
     """
     part = part or model.parts[-1]
     forward, backward, again = SecondsByPart(), SecondsByPart(), SecondsByPart()
@@ -286,7 +303,22 @@ def layer_time(
     copied = host_bytes(model, run, part) / cluster.link
     forward[HOST] = max(0.0, copied - forward.total)
     backward[HOST] = max(0.0, copied - backward.total - again.total)
-    return LayerTime(forward.taken(), again.taken(), backward.taken(), core)
+    found = LayerTime(forward.taken(), again.taken(), backward.taken(), core,
+                      launching(cluster, run, part, core))  # fmt: skip
+    return found.waiting() if wait else found
+
+
+def launching(
+    cluster: Cluster, run: Settings, part: LayerPart, core: AttentionTime | None
+) -> tuple[float, float]:
+    """Seconds that launching a layer takes of the processor, in forward and in backward with what
+    it recomputes. Half of what is no core attention is launched for each chunk or tile of rows."""
+    pieces = run.sequence_chunks * (part.attention is not None) + run.mlp_tiles * part.mlp
+    rest, (forward, backward) = cluster.host_time.layer / 2 * pieces, core.host if core else (0, 0)
+    again = 0.0
+    if run.recompute == "full":
+        again = rest + forward * (run.store < 1)
+    return rest + forward, rest + backward + again
 
 
 def collectives(

@@ -116,7 +116,8 @@ class AttentionForecast:
         self, model: Model, cluster: Cluster, run: Settings, faults: Faults | None = None,
         window: int = 0,
     ) -> AttentionTime:  # fmt: skip
-        """A bound of `time`: nothing travels, and all ranks compute equally much."""
+        """A bound of `time`: nothing travels, and all ranks compute equally much; one call is
+        launched."""
         alone = replace(run, cp=1, ulysses=1, algorithm="burst", head_chunks=1, sequence_chunks=1,
                         intra=1, inner=None, side="kv", layout="contiguous")  # fmt: skip
         whole = self.time(model, cluster, alone, window=window)

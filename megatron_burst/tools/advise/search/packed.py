@@ -179,7 +179,8 @@ class PackedForecast(AttentionForecast):
         both = forward + backward
         busy = {"compute": both.compute, "intra": both.intra, "inter": both.inter}
         exchange = shared[0].seconds, shared[1].seconds
-        return AttentionTime(forward.seconds, backward.seconds, exchange, busy)
+        return AttentionTime(forward.seconds, backward.seconds, exchange, busy,
+                             host=(forward.host, backward.host))  # fmt: skip
 
 
 def windowed(core: AttentionTime, window: int, seq: int) -> AttentionTime:
@@ -190,4 +191,5 @@ def windowed(core: AttentionTime, window: int, seq: int) -> AttentionTime:
     return replace(
         core, forward=core.forward * share, backward=core.backward * share,
         busy={name: share * taken for name, taken in core.busy.items()},
+        host=(share * core.host[0], share * core.host[1]),
     )  # fmt: skip

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import NamedTuple
 
 from ....autotune.clusters import Cluster
+from ....autotune.host_time import HostTime
 from ..account.memory import account, fit
 from ..settings import Settings
 from .search import Configuration, Search
@@ -70,6 +71,9 @@ def faster_parts(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
         replace(cluster, gpu=replace(gpu, nvlink=2 * gpu.nvlink), rates=faster),
     )
     yield "links to the host 2x as fast", replace(cluster, host_rate=2 * cluster.link)
+    host = cluster.host_time
+    twice = {field.name: getattr(host, field.name) / 2 for field in fields(host)}
+    yield "processors that launch 2x as fast", replace(cluster, host_time=HostTime(**twice))
     memory = replace(gpu, memory_rate=2 * gpu.memory_rate)
     yield "GPU memory 2x as fast", replace(cluster, gpu=memory)
 
