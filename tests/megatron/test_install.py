@@ -26,8 +26,8 @@ import megatron_burst as mb
 import megatron_burst.megatron as burst
 from megatron_burst.kernels.flash_packages import PACKAGES
 from megatron_burst.megatron import patching
-from megatron_burst.megatron.data.cut import layer_window
 from megatron_burst.megatron.patching import require_parameters
+from megatron_burst.megatron.windows import layer_window
 
 PATCHED = [
     (Attention, "__init__"),
@@ -150,7 +150,10 @@ def test_a_kernel_of_a_package_is_refused_without_it():
 
 
 class Theirs(DotProductAttention):
-    """A core attention that is not Megatron's own."""
+    """A core attention that computes something else than Megatron's."""
+
+    def forward(self, *args, **named):
+        return -super().forward(*args, **named)
 
 
 @pytest.mark.parametrize("core", [Theirs, ModuleSpec(module=Theirs), IdentityOp])
