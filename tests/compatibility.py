@@ -274,7 +274,7 @@ def table(known: dict[str, dict[str, Any]]) -> str:
 
 
 def _commits(commits: dict[str, str]) -> str:
-    """Those of a checkout, at which its rows ran, earlier where none was noted; "-" of a release."""
+    """At which rows of a checkout ran, earlier where none was noted; "-" of a release."""
     each = {commits.get(feature.name, "earlier") for feature in FEATURES}
     return ", ".join(sorted(each)) if commits else "-"
 
