@@ -98,6 +98,16 @@ def test_what_gemma_excludes():
 
 
 @pytest.mark.usefixtures("bridge_here")
+def test_the_launcher_hands_over_images():
+    """Bridge's step of text models leaves them out, without an error."""
+    from megatron_burst.cli.recipe import _forward_step
+
+    for model, step in (({"vision_config": None}, "vlm_step"), ({}, "gpt_step")):
+        recipe = types.SimpleNamespace(model=types.SimpleNamespace(**model))
+        assert _forward_step(recipe).__module__ == f"megatron.bridge.training.{step}"
+
+
+@pytest.mark.usefixtures("bridge_here")
 def test_a_revision_is_no_vision():
     """Providers of Bridge 0.6 have the revision of the model on the hub, and text models of Gemma 3
     say whether they are of one with images."""

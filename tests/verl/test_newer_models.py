@@ -1,4 +1,4 @@
-"""Models that Bridge 0.6 trains on one context-parallel rank only: over ranks they equal that."""
+"""Models of Bridge 0.6 over ranks equal one rank, also those that it trains on one rank only."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-RUNS = [("gemma3 vl", 1), ("mimo", 1), ("mimo", 2)]
+RUNS = [("gpt", 1), ("gemma3 vl", 1), ("mimo", 1), ("mimo", 2)]
 
 
 @pytest.fixture(scope="module")
