@@ -177,11 +177,11 @@ class _Replay:
         rows = sum(self.schedule.tables.keys.count(each.owner, each.rows) for each in together)
         count = -(-rows // max(1, self.longest["kv"]))
         self._joins("kv joined", count)
-        after = self.program[index + 1 : index + 2]
+        (arrived, left), uses = self._leaving(), Counter(together)
+        after = self.program[index + 1 : index + 2] if index >= arrived else ()
         for chunk in (chunk for boundary in after for chunk in boundary.release):
-            if together.count(chunk) == 1 and not (
-                parts_of(self.kept, *chunk) or self._busy(index, chunk)
-            ):
+            kept = parts_of(self.kept, *chunk)
+            if uses[chunk] == 1 and left.get(chunk, 0) <= index and not kept:
                 self.freed.add(chunk)
                 self.held.discard(chunk)
                 self._give(chunk.family)
@@ -197,16 +197,15 @@ class _Replay:
         self.made[kind] = max(self.made.get(kind, 0), count)
         self._note()
 
-    def _busy(self, index: int, chunk: Chunk) -> bool:
-        """Does the chunk still leave, or is its buffer used again for another that arrives?"""
+    def _leaving(self) -> tuple[int, dict[Chunk, int]]:
+        """At which boundary the last copy sets out to this rank, and when each chunk has left."""
         hops = [h for b in self.program for h in b.posts if not h.chunk.accumulated]
         arrive = {hop.chunk: hop.post for hop in hops if hop.dst == self.me}
-
-        def of(sent: Chunk) -> bool:
-            return sent == chunk or (sent not in arrive and bool(parts_of([chunk], *sent)))
-
-        leaves = (hop.land > index and of(hop.chunk) for hop in hops if hop.src == self.me)
-        return max(arrive.values()) > index or any(leaves)
+        left: dict[Chunk, int] = defaultdict(int)
+        for hop in (hop for hop in hops if hop.src == self.me):
+            of = hop.chunk if hop.chunk in arrive else parts_of(self.copies, *hop.chunk)[0]
+            left[of] = max(left[of], hop.land)
+        return max(arrive.values(), default=0), left
 
     def _receive(self, chunk: Chunk) -> None:
         whole, kind = self.partials[chunk[:2]], self._kind(chunk)
