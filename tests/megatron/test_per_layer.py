@@ -62,13 +62,13 @@ def test_every_layer_runs_what_was_asked_for_it(four, common, way):
 
 
 def test_auto_chooses_for_each_kind_of_layers(four, common, train, tmp_path):
-    """At these rates a window's few rows are gathered at once, and all rows go round as tiles."""
+    """At these rates a window's few rows are fetched at once, and all rows go round as tiles."""
     rates = mb.Rates(1e8, 1e8, 1e-4, 1e9)
     path = tmp_path / "rates.toml"
     cluster_file.write(Cluster("h100", 4, 2, rates=rates), path)
     flags = f"{MODEL} {FOUR} --context-parallel-algo auto --burst-cluster {path}"
     for steps, layers in four(session.train_and_note_algorithms, [*common, *flags.split()]):
-        assert [layers[number] for number in (1, 2, 3, 4)] == ["all_gather", "tile"] * 2
+        assert [layers[number] for number in (1, 2, 3, 4)] == ["prefetch", "tile"] * 2
         assert worst(steps, train(MODEL)) < TOLERANCE
 
 
