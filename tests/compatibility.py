@@ -190,6 +190,8 @@ def main() -> int:
                 "torch": metadata.version("torch"),
                 "tests": outcomes(tree, args.limit, rows),
             }
+            if version in args.trees:
+                found["commits"] = {row.name: commit(tree) for row in rows}
             known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
             if args.only and version in known:
                 found = added(known[version], found, rows)
@@ -207,7 +209,15 @@ def added(
     return earlier | {
         "tests": earlier["tests"] | found["tests"],
         "later": earlier.get("later", {}) | later,
+        "commits": earlier.get("commits", {}) | found.get("commits", {}),
     }
+
+
+def commit(tree: Path) -> str:
+    """Of a checkout; "unknown" for files without a history."""
+    command = ["git", "-C", str(tree), "rev-parse", "--short=8", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 
 def record_te(files: list[Path]) -> int:
@@ -252,6 +262,7 @@ def table(known: dict[str, dict[str, Any]]) -> str:
     rows = [[f.name, *(cell(f, known[v]["tests"]) for v in versions)] for f in FEATURES]
     days = ({"": known[v]["date"], **known[v].get("later", {})} for v in versions)
     when = [["run on", *map(_days, days)]]
+    when += [["commit", *(_commits(known[v].get("commits", {})) for v in versions)]]
     rows += when + [[f.name, *(cell(f, theirs[v]["tests"]) for v in versions)] for f in TE_FEATURES]
     rows += [["TE: run on", *(_days(theirs[v]["dates"]) for v in versions)]]
     first = known[versions[0]]
@@ -260,6 +271,12 @@ def table(known: dict[str, dict[str, Any]]) -> str:
         f"Untested: {', '.join(UNTESTED)}. Written by `make compatibility` from what ran, on the "
         f"CPU with gloo, Python {first['python']}, torch {first['torch']}. {_te_line(theirs)}"
     )
+
+
+def _commits(commits: dict[str, str]) -> str:
+    """At which rows of a checkout ran, earlier where none was noted; "-" of a release."""
+    each = {commits.get(feature.name, "earlier") for feature in FEATURES}
+    return ", ".join(sorted(each)) if commits else "-"
 
 
 def _days(dates: dict[str, str]) -> str:

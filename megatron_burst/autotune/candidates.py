@@ -36,7 +36,8 @@ from .simulator import IDLE, NOTHING, Adding, PassTime
 HEAD_CHUNKS = (1, 2, 4, 8)
 WORSE = 0.002  # of a call: by how much more chunks are slower before the rest are not tried
 ROUNDING = 1e-9  # by which a sum of floats may exceed another one of the same numbers
-HELD = 4  # a rank may hold keys of others of so many times the bytes of its own queries or keys
+HELD = 24  # a rank may hold for others so many times the bytes of its own queries or keys
+ROOM = 0.5  # of the memory that is known to be left
 
 
 @dataclass(frozen=True)
@@ -233,7 +234,7 @@ class GridWork:
         self.sharing = sharing(
             topology, sizes, rates, len(wants) > 1, 1.0 if nodes is None else nodes.per_nic
         )
-        self.few_rows = _few_rows(self.schedules.want, workload.sizes, sizes)
+        self.few_rows = _few_rows(self.schedules.want, workload.sizes, sizes, rates.room)
         self.at_least = self._at_least()
 
     def _at_least(self) -> float:
@@ -369,17 +370,26 @@ def _algorithms(workload: Workload, topology: Topology, fixed: Fixed) -> Sequenc
     ]
 
 
-def _few_rows(want: Wanted, own: Sizes, shared: Sizes) -> bool:
+def _few_rows(want: Wanted, own: Sizes, shared: Sizes, room: float) -> bool:
     """Does a rank see so few rows of others that it can hold all of them at once: at most half of
-    them, and HELD times the bytes of what it has itself? own, shared: before and after ranks share
-    heads, of which they take copies where there are few."""
+    them, and what it holds of them (`held_of_row`) in HELD times the bytes of what it has itself,
+    and in ROOM of the memory that is left? own, shared: before and after ranks share heads, of
+    which they take copies where there are few; room: bytes, math.inf where nobody knows."""
     keys = want.keys
     rows = int(np.bincount(keys.owner, keys.rows, 1).max())
     most = int((keys.rows @ keys.wanted).max(initial=0))
-    of_key = own.width + own.value_width
-    held = own.tokens * max(own.heads * own.width, own.kv_heads * of_key)
-    few = most * shared.kv_heads * of_key <= HELD * held
+    mine = max(own.forward.query, own.forward.kv) * own.tokens
+    few = most * held_of_row(shared) <= min(HELD * mine, ROOM * room)
     return few and most <= (keys.size - 1) / 2 * rows
+
+
+def held_of_row(sizes: Sizes) -> int:
+    """The most bytes that a rank holds at a time for each row of keys of others in one call, as
+    `execution.joined` does: what arrived beside its copy; the copy beside gradients; these, which
+    are summed in one dtype, beside what travels of them."""
+    keys, travels = sizes.backward.kv, sizes.backward.dkv
+    sums = travels // sizes.wire_itemsize * sizes.stat_itemsize
+    return max(2 * keys, keys + sums, sums + travels)
 
 
 def _sent(

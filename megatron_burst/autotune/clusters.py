@@ -167,9 +167,14 @@ class Cluster:
     def _rank_rates(self) -> Rates:
         compute = self.gpu.peak * self.gpu.attention
         if self.rates is not None:
-            memory = min(self.rates.memory, self.gpu.memory_rate)
-            return replace(self.rates, compute=self.rates.compute or compute, memory=memory,
+            found, most = self.rates, self.gpu.memory_rate
+            memory = min(found.memory, most)
+            # Not stated, it is part of half_rows; stated, it is memory that is read and written.
+            adding = found.adding if math.isinf(found.adding) else min(found.adding, most)
+            return replace(found, compute=found.compute or compute, memory=memory, adding=adding,
                            host=self.host_time)  # fmt: skip
+        # `adding` stays math.inf: HALF_ROWS fits whole runs of a ring (LoongTrain's table 4), whose
+        # calls added their results, so that it would count them twice.
         return Rates(
             intra=self.gpu.nvlink * NVLINK,
             inter=self.nic_rate * NIC,
@@ -186,11 +191,12 @@ class Cluster:
         )
 
     def run_rates(self, per_node: int) -> Rates:
-        """What `prepare` takes: with the NICs that ranks share, which a run does not see.
+        """What `prepare` takes: with the NICs that ranks share, which a run does not see, and the
+        memory of a GPU, of which an estimate knows what else is in it.
 
         per_node: context-parallel ranks of a group on each node, between tensor-parallel ones.
         """
-        alone, ranks = self.rank_rates(), self.ranks_per_node
+        alone, ranks = replace(self.rank_rates(), room=float(self.room)), self.ranks_per_node
         if self.nics >= ranks:
             return alone
         return replace(alone, shared=Nodes(ranks, self.nics, max(1, ranks // per_node)))

@@ -126,6 +126,7 @@ def links(groups: Groups, device: torch.device) -> Rates:
     latencies, speeds = zip(*(link_speeds(groups, each, device) for each in both), strict=True)
     posting = max(_posting(groups, each, device) for each in both)
     memory = median(_of_ranks(groups, _memory_rate(device)))
+    room = min(_of_ranks(groups, _room(device)))
     counters.intra, counters.inter = before
     groups.cache["rates"] = rates = Rates(
         *(min(of_ranks) for of_ranks in speeds),
@@ -133,6 +134,7 @@ def links(groups: Groups, device: torch.device) -> Rates:
         posting=posting,
         memory=memory,
         adding=memory,
+        room=max(room, 1.0),
         host=ASSUMED if device.type == "cuda" else None,  # else in `posting` and `launch`
     )
     return rates
@@ -253,6 +255,14 @@ def _memory_rate(device: torch.device) -> float:
     x = torch.zeros(COPIED, dtype=torch.uint8, device=device)
     there = x.clone()
     return 2 * COPIED / min(seconds(lambda: there.copy_(x), device) for _ in range(TIMES))
+
+
+def _room(device: torch.device) -> float:
+    """Bytes of a GPU that no tensor holds; of a CPU, whose memory ranks share, nobody knows."""
+    if device.type != "cuda":
+        return math.inf
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def _of_ranks(groups: Groups, value: float) -> list[float]:

@@ -45,6 +45,8 @@ class Rates:
     whose calls read all queries and add to all results.
     adding: bytes per second at which a call of dense attention adds its results to those of other
     calls; math.inf where `compute` and `half_rows`, found on whole calls, are taken to say it.
+    room: bytes of a device's memory that are left for what a rank holds for others, where measured
+    or stated; math.inf where nobody knows.
     shared: on which nodes ranks share NICs, `inter` being that of a rank alone; None: it is what
     every rank gets.
     host: what launching takes of the processor; None: nothing, as where it does not run ahead.
@@ -69,6 +71,7 @@ class Rates:
     handling: float = 0.0
     memory: float = math.inf
     adding: float = math.inf
+    room: float = math.inf
     shared: Nodes | None = None
     host: HostTime | None = None
 
@@ -83,6 +86,7 @@ class Rates:
             "copying",
             "memory",
             "adding",
+            "room",
         ):
             value = getattr(self, name)
             if name in ("compute", "nic") and value is None:

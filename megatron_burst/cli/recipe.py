@@ -66,12 +66,17 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.print:
         recipe.print_yaml()
         return
-    step = _module("training.gpt_step", "megatron.bridge").forward_step
     finetunes = hasattr(recipe.dataset, "packed_sequence_specs")
     name = "finetune" if finetunes else "pretrain"
     train = getattr(_module(f"training.{name}", "megatron.bridge"), name)
     with user_errors(), groups_ended():
-        train(recipe, step)
+        train(recipe, _forward_step(recipe))
+
+
+def _forward_step(recipe: Any) -> Any:
+    """Bridge's, which for a vision-language model hands over the images too."""
+    name = "vlm_step" if _module("recipes.vision").is_vision(recipe.model) else "gpt_step"
+    return _module(f"training.{name}", "megatron.bridge").forward_step
 
 
 def _recipe(arguments: argparse.Namespace) -> Any:

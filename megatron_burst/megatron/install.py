@@ -116,11 +116,12 @@ def _fix_layout(patches: patching.PatchSet, layout: str) -> None:
         )
     if "sliced" not in patches.notes:
         from .data.rope import rope_patches
-        from .data.slicing import slicing_patches
+        from .data.slicing import refuse_other_cuts, slicing_patches
 
         with patching.opened(patches, "slicing"):
             for each in slicing_patches(layout):
                 patches.wrap(*each)
+        refuse_other_cuts(patches, layout)
         for each in rope_patches(layout):
             patches.wrap(*each)
         patches.notes["sliced"] = True

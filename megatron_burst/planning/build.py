@@ -169,6 +169,8 @@ def _step(
     payloads: dict[Hop, Payload],
     calls: dict[Pair, tuple[Call, ...]],
 ) -> Step:
+    if not (boundary.posts or boundary.release or boundary.pairs):  # most, of many ranks
+        return Step(boundary.index, (), (), ())
     starting: dict[tuple[Channel, int], list[Payload]] = defaultdict(list)
     for hop in boundary.posts:
         starting[Channel(hop.ring, hop.chunk.accumulated), hop.land].append(payloads[hop])

@@ -19,7 +19,6 @@ from ..comm.groups import Groups
 from ..comm.transport import Channel
 from ..execution.function import KeptResults
 from ..execution.job import Job
-from ..kernels import native
 from ..kernels.base import Kernel
 from ..layout import Layout
 from ..masks import Mask
@@ -28,8 +27,6 @@ from ..recompute.checkpoint import Frame
 from ..schedule import cost
 from ..schedule.rings import Schedule
 from ..schedule.tables import ROUTES
-from ..units import byte_size, grid_of
-from . import pipeline
 from .pipeline import Recompute, without_tables
 from .validate import (
     NeedsGrad,
@@ -256,7 +253,8 @@ class Plan:
         schedules = [*chain(*self.passes), *(each.schedule for each in self.again)]
         if not self.mask.cacheable:  # documents: the next batch may take the other route
             schedules = [replace(each, route=route) for each in schedules for route in ROUTES]
-        channels = [Channel(*each) for schedule in schedules for each in schedule.channels]
+        found = (each.travels(self.groups.cache)[0] for each in schedules)
+        channels = [Channel(*each) for ways in found for each in ways]
         if self.groups.topology.ulysses > 1:
             channels.append(Channel("ulysses", False))
         return list(dict.fromkeys(channels))
@@ -293,7 +291,7 @@ class Plan:
             whole = self.sizes.chunk_bytes(family)
             return whole if family in ("kv", "dkv") or not rows else whole * longest // rows
 
-        families = set().union(*(schedule.families for schedule in self.schedules))
+        families = set().union(*(x.travels(self.groups.cache)[1] for x in self.schedules))
         sizes = [payload(family) for family in families]
         ulysses = self.groups.topology.ulysses
         if ulysses > 1:
@@ -303,64 +301,14 @@ class Plan:
 
     def describe(self) -> str:
         """One line: choices, bytes per layer and rank, and the bytes of the other side."""
-        topology, csrc = self.groups.topology, native.serves(self.device.type)
-        forward, backward = self.traffic()
-        other = "kv" if self.side == "query" else "query"
-        nodes = grid_of(topology.per_node, topology.size // topology.per_node)
-        if topology.ulysses > 1:
-            nodes += f", {topology.ulysses} sharing heads ({topology.placement})"
-        words = [f"burst attention: algorithm {self.algorithm}{self._why()}", nodes]
-        for name, passes in zip(
-            ("forward", "backward"), zip(*self.passes, strict=True), strict=True
-        ):
-            if all(each.route == "direct" for each in passes):
-                words.append(f"{name} sent directly")
-        words.append(f"side {self.side}")
-        if self.head_chunks > 1:
-            words.append(f"{self.head_chunks} head chunks")
-        if len(self.passes) > 1:
-            resting = (
-                ", received keys kept in host memory" if self.options.visiting == "host" else ""
-            )
-            words.append(f"{len(self.passes)} row chunks{resting}")
-        words += [
-            f"layout {self.layout.describe()}",
-            f"kernel {self.kernel.name}{' with csrc' if csrc else ''}{self._passed_over()}",
-            f"bytes per layer and rank: forward {_bytes(forward)}, backward {_bytes(backward)} "
-            f"(side {other} would send {_bytes(self.traffic(other)[1])})",
-            f"store {self._describe_store()}, keys kept for backward {byte_size(self.kept_bytes)}",
-            f"received chunks at most {byte_size(self.held_bytes)} at a time",
-            *filter(None, [self.groups.communicators]),
-        ]
-        return " | ".join(words)
+        from .described import described  # which no call needs
+
+        return described(self)
 
     @property
     def device(self) -> torch.device:
         """The device of q, k, v."""
         return torch.device(self.signature[0][2])
-
-    def _why(self) -> str:
-        if self.choice is None:
-            return ""
-        return f" (auto: {self.choice.why}; {self.choice.rates.describe()})"
-
-    def _passed_over(self) -> str:
-        if self.options.kernel != "auto" or self.device.type != "cuda":
-            return ""
-        return f" (auto: {', '.join(self.kernel.passed_over) or 'the first choice here'})"
-
-    def _describe_store(self) -> str:
-        if not self.again:
-            return "none"
-        rank, traffic = self.groups.ring.rank, cost.Traffic()
-        for again in self.again:
-            traffic += again.traffic(rank, self.sizes)
-        imbalance = pipeline.imbalance(self.again)
-        unequal = f", its busiest rank {imbalance:.2f} x the mean" if imbalance > 1.05 else ""
-        return (
-            f"{self.again[0].keep:g} ({byte_size(self.store_bytes)} per layer; recompute sends "
-            f"{_bytes(traffic)}{unequal})"
-        )
 
     @property
     def store_bytes(self) -> int:
@@ -368,7 +316,3 @@ class Plan:
         sizes = self.sizes
         each = sizes.value_width * sizes.itemsize + sizes.stat_itemsize
         return sum(len(one.run.kept) for one in self.again) * sizes.batch * sizes.heads * each
-
-
-def _bytes(traffic: cost.Traffic) -> str:
-    return f"{byte_size(traffic.intra)} intra + {byte_size(traffic.inter)} inter"

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..config import BurstConfig
 from ..megatron.patching import log, show_log
-from . import validate, vision
+from . import own_attention, validate, vision
 from .kinds import translating
 from .layers import burst_layer_spec, is_ours
 
@@ -66,6 +66,8 @@ def apply_burst(recipe: Any, *, intra: int | None = None, **choices: Any) -> Any
             f"run.Partial of NeMo 2; got {what}, which has no transformer_layer_spec"
         )
     vision.check_provider(model, is_ours)
+    own_attention.patch_provider(model, is_ours)
+    choices = vision.with_mask(model, choices)
     base, before = model.transformer_layer_spec, {}
     if is_ours(base):
         base, before = base.keywords["base"], base.keywords.get("before", {})

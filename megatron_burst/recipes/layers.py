@@ -12,7 +12,7 @@ from typing import Any
 
 from ..megatron import patching, specs
 from ..megatron.patching import show_log
-from . import packed, vision
+from . import own_attention, packed, vision
 from .kinds import translated, translating
 
 
@@ -36,6 +36,7 @@ def burst_layer_spec(
     patching.translate_with(functools.partial(translated, config))
     packed.patch_bridge()
     vision.patch_bridge()
+    own_attention.patch_ropes()
     return layers
 
 

@@ -7,6 +7,9 @@ nothing, so that they run on one context-parallel rank only. Here embeddings, la
 are cut by the layout of the run where the language model gets them. The positions are cut by
 Megatron's rotary embedding (Qwen2.5-VL) or here (Qwen3-VL, which has one of Hugging Face).
 
+Gemma 3 VL cuts its sequences itself, by a function of Megatron that follows the layout. Its masks,
+dense ones of the whole sequence, are replaced by the places of the images (`vision.gemma3`).
+
 The first layers of Qwen3-VL add further features of the images to the hidden states ("deepstack"),
 as one row per image token; each rank keeps those of its own tokens.
 
@@ -31,7 +34,11 @@ _BUILD = "recipes, vision, layers"
 _HOMES = {
     "Qwen25VLModel": "megatron.bridge.models.qwen_vl.modeling_qwen25_vl",
     "Qwen3VLModel": "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model",
+    "Gemma3VLModel": "megatron.bridge.models.gemma_vl.modeling_gemma3_vl",
 }
+_GEMMA3 = "Gemma3VLModelProvider"
+_GEMMA3_MASK = "megatron_burst.megatron.vision:gemma3"
+_DENSE_MASKS = ("_compute_attention_mask", "_compute_attention_biases")  # Bridge 0.3, later ones
 _QWEN25 = "Qwen25VLModelProvider"
 _QWEN3 = ("Qwen3VLModelProvider", "Qwen3VLMoEModelProvider")
 _SPEC = "get_gpt_layer_with_transformer_engine_spec"  # what providers of Qwen3-VL take
@@ -39,8 +46,6 @@ _SPEC = "get_gpt_layer_with_transformer_engine_spec"  # what providers of Qwen3-
 _OWN_CUT = "which shares sequences between ranks in its own way"
 # By the class of the provider; what is not here has _OWN_CUT.
 _REASONS = {
-    "Gemma3VLModelProvider": "whose layers need Transformer Engine's attention with a dense mask "
-    "of the whole sequence",
     "Ministral3ModelProvider": "whose layers need Transformer Engine's attention with scales of "
     "their own",
 }  # fmt: skip
@@ -48,7 +53,9 @@ _REASONS = {
 
 def is_vision(model: Any) -> bool:
     """Whether this provider of Bridge makes a vision-language model."""
-    return any("vision" in name for name in vars(model))
+    # is_vision_language: language models alone have it too.
+    names = vars(model).keys() - {"is_vision_language"}
+    return any("vision" in name.split("_") for name in names)  # not of a revision
 
 
 def check_provider(model: Any, is_ours: Callable[[Any], bool]) -> None:
@@ -59,7 +66,7 @@ def check_provider(model: Any, is_ours: Callable[[Any], bool]) -> None:
     itself, where the recipe's are ours. is_ours: `layers.is_ours`.
     """
     names = [kind.__name__ for kind in type(model).__mro__]
-    if not is_vision(model) or _QWEN25 in names:
+    if not is_vision(model) or _QWEN25 in names or _GEMMA3 in names:
         return
     if any(name in names for name in _QWEN3) and not _cuts_itself():
         _patch_providers(is_ours)
@@ -67,10 +74,16 @@ def check_provider(model: Any, is_ours: Callable[[Any], bool]) -> None:
     why = next((_REASONS[name] for name in names if name in _REASONS), _OWN_CUT)
     raise ValueError(
         f"recipe: {type(model).__name__} is a vision-language model, {why}; of these models "
-        f"apply_burst supports Qwen2.5-VL ({_QWEN25}) and, of Bridge 0.3, Qwen3-VL "
+        f"apply_burst supports Gemma 3 VL, Qwen2.5-VL ({_QWEN25}) and, of Bridge 0.3, Qwen3-VL "
         f"({', '.join(_QWEN3)}). In a script of your own megatron_burst.megatron.vision helps with "
         "others"
     )
+
+
+def with_mask(model: Any, choices: dict[str, Any]) -> dict[str, Any]:
+    """The choices of `apply_burst`, with the mask that this provider's models need."""
+    names = [kind.__name__ for kind in type(model).__mro__]
+    return {"mask": _GEMMA3_MASK} | choices if _GEMMA3 in names else choices
 
 
 def vision_problems(model: Any, transformer: Any) -> Iterator[Problem]:
@@ -85,6 +98,13 @@ def vision_problems(model: Any, transformer: Any) -> Iterator[Problem]:
             remove=("--sequence-parallel",),
         )
     mro = {cls.__name__ for cls in type(model).__mro__}
+    stages = getattr(transformer, "pipeline_model_parallel_size", 1)
+    if _GEMMA3 in mro and stages > 1:
+        yield Problem(
+            f"--pipeline-model-parallel-size {stages} with {name}: "
+            "later stages get no tokens, among which they could find images",
+            add=("--pipeline-model-parallel-size 1",),
+        )
     if mro & set(_QWEN3) and getattr(transformer, "recompute_granularity", None) == "full":
         yield Problem(
             f"--recompute-granularity full with {name}: Bridge hands a list of image features to "
@@ -95,8 +115,9 @@ def vision_problems(model: Any, transformer: Any) -> Iterator[Problem]:
 
 
 def patch_bridge() -> None:
-    """Cut the sequences of Qwen2.5-VL and Qwen3-VL by the layout of the run, if Bridge's models are
-    loaded. Idempotent. Raises `RuntimeError` if they do not have the expected parameters."""
+    """Cut the sequences of Qwen2.5-VL and Qwen3-VL by the layout of the run, and tell attention
+    where images of Gemma 3 VL lie, if Bridge's models are loaded. Idempotent. Raises `RuntimeError`
+    if they do not have the expected parameters."""
     for model, place in _HOMES.items():
         home, name = sys.modules.get(place), f"{_NAME}, {model}"
         if home is None or patching.installed(name) is not None:
@@ -104,7 +125,8 @@ def patch_bridge() -> None:
         if model == "Qwen3VLModel" and _cuts_itself():
             continue
         with patching.patch_set(name) as patches:
-            patches.wrap(getattr(home, model), "forward", ["loss_mask"], _cutting)
+            forward = _showing_images if model == "Gemma3VLModel" else _cutting
+            patches.wrap(getattr(home, model), "forward", ["loss_mask"], forward)
 
 
 def _cuts_itself() -> bool:
@@ -162,6 +184,36 @@ def _cutting(original: Callable, self: Any, *args: Any, **named: Any) -> Any:
     with patching.instead(language, "forward", of_this_rank):
         out = original(self, *args, **named)
     return (out, mine["loss_mask"]) if "loss_mask" in mine else out
+
+
+def _showing_images(original: Callable, self: Any, *args: Any, **named: Any) -> Any:
+    """The forward of Gemma 3 VL, whose layers get the places of the images and no dense masks."""
+    from ..megatron import vision
+    from ..megatron.data.cut import installed_layout
+    from ..megatron.data.slicing import context_group
+
+    if installed_layout() is None or context_group().size() == 1:
+        return original(self, *args, **named)
+    given = patching.given_to(original, (self, *args), named)
+    tokens = given["input_ids"]
+    if given.get("packed_seq_params") is not None:
+        raise ValueError(
+            "packed_seq_params of Gemma 3 VL: documents with images were never run with "
+            "BurstAttention; give one sequence per micro-batch"
+        )
+    spans = vision.image_spans(tokens, self.config.image_token_id)
+    params, language = vision.with_spans(spans, tokens.shape[1]), self.language_model
+    forward = language.forward
+
+    def with_images(**given: Any) -> Any:
+        return forward(**(given | {"packed_seq_params": params}))
+
+    masks = next(name for name in _DENSE_MASKS if hasattr(self, name))
+    with (
+        patching.instead(self, masks, lambda *_, **__: None),
+        patching.instead(language, "forward", with_images),
+    ):
+        return original(self, *args, **named)
 
 
 def _own_features(image: torch.Tensor, features: list[torch.Tensor]) -> dict[str, Any]:

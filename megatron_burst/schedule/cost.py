@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
@@ -135,18 +134,28 @@ def backward_schedules(
     """`backward_schedule` for each row chunk of one call, from what each of them wants.
 
     Side "auto" is one for all of them: the side with fewer bytes over all chunks, ranks and links,
-    "kv" where they are equal. Both sides make the same hops with chunks of other sizes, so where
-    nothing is hidden one side is cheaper on both link classes, and their sum decides.
+    "kv" where they are equal. Where nothing is hidden one side is cheaper on both link classes.
     """
     sides = (side,) if side != "auto" else ("kv",) if kept else SIDES
-    made = []
-    for each in sides:
-        ring = partial(rings.backward, algorithm, grid, each, row_bytes=sizes.backward,
-                       kept=kept if each == "kv" else 0)  # fmt: skip
-        made.append([_by_route(ring(wanted=wanted), route, sizes) for wanted in row_chunks])
-    if len(made) == 1:
-        return made[0]
-    return min(made, key=lambda passes: sum(total_traffic(s, sizes).total for s in passes))
+    found: tuple[int, str, list[Schedule]] | None = None
+    bytes_, many = sizes.backward, len(sides) > 1
+    made = {each: [rings.backward(algorithm, grid, each, wanted=wanted, row_bytes=bytes_,
+                                  kept=kept if each == "kv" else 0) for wanted in row_chunks]
+            for each in sides}  # fmt: skip
+    for least, each in sorted((sum(map(_fewest_bytes, made[each])), each) for each in sides):
+        if found is None or (least, each) < found[:2]:  # else there is no need to count
+            passes = [_by_route(ring, route, sizes) for ring in made[each]]
+            sent = many and sum(total_traffic(s, sizes).total for s in passes)
+            found = min(found or (sent, each, passes), (sent, each, passes), key=lambda x: x[:2])
+    return found[2] if found else []
+
+
+def _fewest_bytes(schedule: Schedule) -> int:
+    """Bytes that no route stays below: each rank gets what it wants once, and sends its sums once;
+    0 where both sides travel."""
+    of = schedule.travelling
+    each = sum(getattr(schedule.row_bytes, family) for family in schedule.sent_families)
+    return int(of.rows @ of.wanted.sum(axis=1)) * each * ALGORITHMS[schedule.algorithm].sided
 
 
 def _by_route(ring: Schedule, route: str, sizes: Sizes) -> Schedule:

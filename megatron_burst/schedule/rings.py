@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
+from typing import Any
 
 from .algorithms import ALGORITHMS, check_algorithm, direct
 from .demand import BACKWARD, FORWARD, Demand, RowBytes, Wanted, everything
@@ -43,27 +45,24 @@ class Schedule(Demand):
         asked, usual = self.wanted.joined, ALGORITHMS[self.algorithm].joins
         return self.side == "kv" and (usual if asked is None else asked)
 
-    @property
-    def channels(self) -> list[tuple[str, bool]]:
-        """What its hops may travel on, whatever the mask hides: (ring, carries partial results?).
+    def travels(self, known: dict[Any, Any]) -> tuple[list[tuple[str, bool]], set[str]]:
+        """Whatever the mask hides: what its hops may travel on, (ring, carries partial results?),
+        and the families that they may carry. known: where other masks have left this.
 
         As on the smallest grid with as many levels, which needs the same rings, whichever side has
         more bytes per row: an algorithm may choose by bytes what travels.
         """
-        kinds: set[tuple[int, bool]] = set()
-        for moved in self._typical():
-            kinds |= set(zip(moved.ring.tolist(), moved.accumulated.tolist(), strict=True))
-        return [
-            (ring, accumulated)
-            for accumulated in (False, True)
-            for ring in ("flat", "intra", "inter")
-            if (RINGS.index(ring), accumulated) in kinds
-        ]
-
-    @property
-    def families(self) -> set[str]:
-        """What its hops may carry, whatever the mask hides."""
-        return {FAMILIES[code] for moved in self._typical() for code in set(moved.family.tolist())}
+        key = self.algorithm, self.route, self.side, self.grid, self.row_bytes
+        if key not in known:
+            moved = [(t.family, t.ring, t.accumulated) for t in self._typical()]
+            hops = {hop for each in moved for hop in zip(*(x.tolist() for x in each), strict=True)}
+            ways = product((False, True), ("flat", "intra", "inter"))
+            there = {(sums, RINGS[ring]) for _, ring, sums in hops}
+            known[key] = (
+                [way[::-1] for way in ways if way in there],
+                {FAMILIES[f] for f, *_ in hops},
+            )
+        return known[key]
 
     def _typical(self) -> Iterator[Transfers]:
         """The transfers on the smallest grid with as many levels, whichever side is larger."""

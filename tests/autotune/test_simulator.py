@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_burst import layout, masks
 from megatron_burst.autotune import candidates, select, simulator
-from megatron_burst.autotune.candidates import Candidate, Fixed, Workload, on_grid
+from megatron_burst.autotune.candidates import Candidate, Fixed, Workload, held_of_row, on_grid
 from megatron_burst.autotune.exchanges import Wires, exchanges, ports_of
 from megatron_burst.autotune.host_time import HostTime
 from megatron_burst.autotune.pair_counts import pairs_seen
@@ -661,16 +662,32 @@ def test_auto_tries_to_hold_all_rows_where_they_are_few(monkeypatch):
     mask = masks.Documents(bounds) & masks.Causal()
     own = layout.make("balanced", cp_size=8, cu_seqlens=bounds)
     # A rank has 8 rows and sees at most 18 of others; two that share heads 12, four 8. Of 4 heads
-    # of keys and values it has twice the bytes of its queries, of 1 half of them.
+    # of keys and values it has twice the bytes of its queries, of 1 half of them. It holds them
+    # twice, keys and copies or copies and gradients.
     for kv_heads, ulysses, times, held in (
-        (4, 1, 2.2, False), (4, 1, 2.3, True), (1, 1, 1.1, False), (1, 1, 1.2, True),
+        (4, 1, 4.4, False), (4, 1, 4.6, True), (1, 1, 2.2, False), (1, 1, 2.4, True),
         # Each of four that share heads has one of 4, or the same one.
-        (4, 4, 0.2, False), (4, 4, 0.3, True), (1, 4, 0.4, False), (1, 4, 0.6, True),
+        (4, 4, 0.4, False), (4, 4, 0.6, True), (1, 4, 0.8, False), (1, 4, 1.2, True),
     ):  # fmt: skip
         monkeypatch.setattr(candidates, "HELD", times)
         work = Workload(sizes(4, kv_heads, 8), mask, own)
         found = on_grid(work, Topology(8, 4, ulysses), SLOW, Fixed(side="kv", head_chunks=1))
         assert ("prefetch" in {option.algorithm for option in found}) is held
+    monkeypatch.undo()
+    # 18 rows of 4 heads of 32 numbers in fp32, twice: in half of the memory that is left.
+    for room, held in ((2 * 18 * 512 * 2, True), (2 * 18 * 512 * 2 - 1, False)):
+        work = Workload(sizes(4, 4, 8), mask, own)
+        found = on_grid(work, Topology(8, 4), replace(SLOW, room=room), Fixed(side="kv"))
+        assert ("prefetch" in {option.algorithm for option in found}) is held
+
+
+def test_bytes_of_a_row_that_a_call_holds_for_others():
+    """Keys and values of 2 heads of 8 + 4 numbers in bf16; sums in fp32, which travel as they are
+    or in bf16; or there are no gradients."""
+    have = Sizes(16, 1, 4, 2, 8, 4, 2, 4, 4, YES)
+    assert held_of_row(have) == 2 * 12 * (4 + 4)
+    assert held_of_row(replace(have, wire_itemsize=2)) == 2 * 12 * (4 + 2)
+    assert held_of_row(replace(have, needs_grad=(True, False, False))) == 2 * 12 * (2 + 2)
 
 
 def test_auto_tries_what_is_registered(monkeypatch):

@@ -14,6 +14,7 @@ from megatron_burst.comm.local import LocalEndpoint
 from megatron_burst.comm.packing import NO_CALL, Envelope
 from megatron_burst.comm.transport import Channel, ProcessEndpoint, Trade
 from megatron_burst.execution import function
+from megatron_burst.schedule.rings import Schedule
 
 SIZE = 4
 
@@ -149,3 +150,21 @@ def test_a_device_takes_collectives_where_its_group_has_the_order(
     assert made == [((2, 3, 1, 2, 8),) * 2] * collectives
     assert len(exchanged) == (not collectives)
     assert end.counters.inter == (2 * 3 * 1 * 2 * 8 * 4 if collectives else 0)  # else `exchange`'s
+
+
+def test_a_second_batch_finds_no_hops_again(monkeypatch):
+    """What messages travel on is found once for all batches of a grid, and is the same as alone."""
+    rows = torch.zeros(8, 1, 2, 4)
+
+    def plans(groups, cut, side="kv"):
+        mask = mb.masks.Documents([0, cut, 32]) & mb.masks.Causal()
+        options = {"mask": mask, "algorithm": "multicast", "side": side, "needs_grad": (True,) * 3}
+        made = mb.prepare([rows] * 4, [rows] * 4, [rows] * 4, groups=groups, **options)
+        return [(plan.channels, plan.longest_message) for plan in made.ranks]
+
+    groups = mb.Groups.in_process(inter=2, intra=2)
+    alone = plans(mb.Groups.in_process(inter=2, intra=2), 20)
+    plans(groups, 5, "query")
+    plans(groups, 5)
+    monkeypatch.delattr(Schedule, "_typical")
+    assert plans(groups, 20) == alone

@@ -109,9 +109,9 @@ def test_imports_run_downwards(path):
 
 # The rooms within megatron/, and its files beside them, in the same order.
 IN_MEGATRON = (
-    "patching", "homes", "step_metrics", "users_mask", "checks", "data", "offload", "attention",
-    "layer", "linear", "sparse", "lm_head", "packing", "vision", "stream_layout", "training",
-    "install", "rl", "specs", "entrance", "__init__",
+    "patching", "homes", "step_metrics", "users_mask", "windows", "checks", "data", "offload",
+    "attention", "layer", "linear", "sparse", "lm_head", "packing", "vision", "stream_layout",
+    "training", "install", "rl", "specs", "entrance", "__init__",
 )  # fmt: skip
 
 

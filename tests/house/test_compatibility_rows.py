@@ -36,3 +36,15 @@ def test_a_test_that_is_not_there_is_found():
     assert missing(there) is None
     assert missing(there.replace("[", "[no-such-")) == "no-such-cp2]"
     assert missing(there.replace("::test", "::text")) == "text_split_run_equals_one_rank"
+
+
+def test_rows_of_a_checkout_keep_the_commit_that_they_ran_at():
+    """Also those that a later run of other rows leaves as they were."""
+    first, second = compatibility.FEATURES[:2]
+    earlier = {"tests": {}, "commits": {row.name: "one" for row in (first, second)}}
+    found = {"date": "2026-01-02", "tests": {}, "commits": {second.name: "two"}}
+    known = compatibility.added(earlier, found, [second])
+    assert known["commits"] == {first.name: "one", second.name: "two"}
+    assert compatibility._commits(known["commits"]) == "earlier, one, two"
+    assert compatibility._commits({}) == "-"
+    assert re.fullmatch("[0-9a-f]{8}|unknown", compatibility.commit(ROOT))

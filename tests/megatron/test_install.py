@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import inspect
+import sys
+import types
 
 import pytest
 from megatron.core import utils
@@ -26,8 +28,8 @@ import megatron_burst as mb
 import megatron_burst.megatron as burst
 from megatron_burst.kernels.flash_packages import PACKAGES
 from megatron_burst.megatron import patching
-from megatron_burst.megatron.data.cut import layer_window
 from megatron_burst.megatron.patching import require_parameters
+from megatron_burst.megatron.windows import layer_window
 
 PATCHED = [
     (Attention, "__init__"),
@@ -150,7 +152,10 @@ def test_a_kernel_of_a_package_is_refused_without_it():
 
 
 class Theirs(DotProductAttention):
-    """A core attention that is not Megatron's own."""
+    """A core attention that computes something else than Megatron's."""
+
+    def forward(self, *args, **named):
+        return -super().forward(*args, **named)
 
 
 @pytest.mark.parametrize("core", [Theirs, ModuleSpec(module=Theirs), IdentityOp])
@@ -167,6 +172,22 @@ def test_a_core_attention_that_is_not_megatrons_is_refused(core):
     off = burst.configure(config(), mb.BurstConfig(algorithm="megatron"))
     with pytest.raises(Exception, match=r"^(?!.*BurstAttention can)"):  # there are no groups here
         SelfAttention(off, parts, layer_number=1)
+
+
+def test_a_cut_of_documents_by_transformer_engine_is_refused_in_another_layout(monkeypatch):
+    """It would give ranks other tokens than attention expects, without an error."""
+    engine = types.ModuleType("transformer_engine_torch")
+    engine.thd_get_partitioned_indices = theirs = lambda *given: given
+    monkeypatch.setitem(sys.modules, engine.__name__, engine)
+    burst.install("zigzag")
+    assert engine.thd_get_partitioned_indices is theirs
+    burst.uninstall()
+    burst.install("contiguous")
+    with pytest.raises(ValueError, match=r"^--burst-layout contiguous: .*the 64 tokens"):
+        engine.thd_get_partitioned_indices(None, 64, 2, 0)
+    assert engine.thd_get_partitioned_indices(None, 64, 1, 0) == (None, 64, 1, 0)
+    burst.uninstall()
+    assert engine.thd_get_partitioned_indices is theirs
 
 
 def test_ulysses_needs_a_head_for_each_rank():

@@ -116,7 +116,7 @@ def test_layers_with_the_same_angles_share_a_table():
     assert first(48) is second(48)
     assert first(48) is not other(48)
     made = weakref.ref(first(16))
-    for length in (32, 64):
+    for length in (32, 64, 80, 96):
         first(length)
     gc.collect()
     assert made() is None  # Megatron keeps 32 of them

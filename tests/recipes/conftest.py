@@ -42,7 +42,8 @@ def environment(tmp_path_factory):
         (folder / "refs" / "main").write_text("0")
         (folder / "snapshots" / "0").mkdir(parents=True)
         (folder / "snapshots" / "0" / "config.json").write_text(json.dumps(LLAMA3))
-    paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+    helpers = str(ROOT / "tests" / "helpers")
+    paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT), helpers]))
     return os.environ | {
         "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore",

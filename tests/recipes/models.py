@@ -1,4 +1,4 @@
-"""Nine models as Megatron-Bridge's providers make them, made tiny, and trained for two steps."""
+"""Eight models as Megatron-Bridge's providers make them, made tiny, and trained for two steps."""
 
 import functools
 import importlib
@@ -32,7 +32,6 @@ MODELS = {
         "nemotronh.nemotron_h_provider", "NemotronHModelProvider",
         {"hybrid_override_pattern": "M*"},
     ),
-    "Gemma 3 VL": ("gemma_vl.gemma3_vl_provider", "Gemma3VLModelProvider", {}),
 }  # fmt: skip
 TINY = {
     "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 64, "num_attention_heads": 4,

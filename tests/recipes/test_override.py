@@ -146,7 +146,7 @@ def own_attention(config):
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     layers = copy.deepcopy(local_layer_spec(config))
-    kind = type("Theirs", (DotProductAttention,), {})
+    kind = type("Theirs", (DotProductAttention,), {"forward": None})
     layers.submodules.self_attention.submodules.core_attention = kind
     return layers
 

@@ -5,6 +5,7 @@ import itertools
 import types
 
 import pytest
+import torch
 
 WAYS = [
     ("qwen2.5", 2, "zigzag"), ("qwen2.5", 4, "contiguous"), ("qwen3", 2, "contiguous"),
@@ -39,6 +40,19 @@ def test_qwen_over_ranks_equals_one_rank(qwen, model, ranks, layout):
         assert wanted[f"{eyes}.{name}.weight"] > 0.1  # the encoder learns
 
 
+@pytest.mark.parametrize(
+    ("model", "ranks", "layout"),
+    [("gemma3 vl", 2, "zigzag"), ("gemma3 vl", 4, "contiguous"), ("gemma3", 2, "contiguous")],
+)
+def test_gemma_over_ranks_equals_one_rank(qwen, model, ranks, layout):
+    """Of dense masks that Bridge makes, and of windows in every other layer."""
+    (loss, norms), (whole, wanted) = qwen(model, ranks, layout), qwen(model, 1)
+    assert loss == pytest.approx(whole, rel=1e-6)
+    assert norms == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+    if model == "gemma3 vl":
+        assert wanted["vision_tower.vision_model.embeddings.patch_embedding.weight"] > 0.1
+
+
 @pytest.mark.usefixtures("bridge_here")
 @pytest.mark.parametrize(
     ("name", "changes", "word"),
@@ -62,10 +76,52 @@ def test_what_qwen_excludes(name, changes, word):
 
 
 @pytest.mark.usefixtures("bridge_here")
+def test_what_gemma_excludes():
+    """And which mask it gets, unless the recipe states one."""
+    from megatron.bridge.models.gemma_vl import Gemma3VLModelProvider
+
+    from megatron_burst.recipes import apply_burst
+    from megatron_burst.recipes.layers import fields_of
+    from megatron_burst.recipes.vision import vision_problems
+
+    sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    model = Gemma3VLModelProvider(
+        context_parallel_size=2, pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.float32, **sizes,
+    )  # fmt: skip
+    (problem,) = vision_problems(model, model)
+    assert "--pipeline-model-parallel-size 2 with Gemma3VLModelProvider" in str(problem)
+    for choices, mask in (({}, "megatron_burst.megatron.vision:gemma3"), ({"mask": "m:f"}, "m:f")):
+        model = Gemma3VLModelProvider(**sizes)
+        apply_burst(types.SimpleNamespace(model=model), **choices)
+        assert fields_of(model.transformer_layer_spec)["mask"] == mask
+
+
+@pytest.mark.usefixtures("bridge_here")
+def test_the_launcher_hands_over_images():
+    """Bridge's step of text models leaves them out, without an error."""
+    from megatron_burst.cli.recipe import _forward_step
+
+    for model, step in (({"vision_config": None}, "vlm_step"), ({}, "gpt_step")):
+        recipe = types.SimpleNamespace(model=types.SimpleNamespace(**model))
+        assert _forward_step(recipe).__module__ == f"megatron.bridge.training.{step}"
+
+
+@pytest.mark.usefixtures("bridge_here")
+def test_a_revision_is_no_vision():
+    """Providers of Bridge 0.6 have the revision of the model on the hub, and text models of Gemma 3
+    say whether they are of one with images."""
+    from megatron_burst.recipes.vision import is_vision
+
+    text = types.SimpleNamespace(hf_model_revision=None, is_vision_language=True)
+    assert not is_vision(text)
+    assert is_vision(types.SimpleNamespace(vision_config=None))
+
+
+@pytest.mark.usefixtures("bridge_here")
 @pytest.mark.parametrize(
     ("home", "name", "word"),
     [
-        ("gemma_vl", "Gemma3VLModelProvider", "dense mask of the whole sequence"),
         ("ministral3", "Ministral3ModelProvider", "scales of their own"),
         ("glm_vl", "GLM45VModelProvider", "shares sequences between ranks in its own way"),
     ],
@@ -80,4 +136,4 @@ def test_others_are_refused_by_name(home, name, word):
     with pytest.raises(ValueError, match=f"^recipe: {name} is a vision-language") as told:
         apply_burst(types.SimpleNamespace(model=model))
     assert word in str(told.value)
-    assert "supports Qwen2.5-VL" in str(told.value)
+    assert "supports Gemma 3 VL, Qwen2.5-VL" in str(told.value)

@@ -24,9 +24,8 @@ def job(work):
 
         sys.exit(main(["recipe", "--cpu", *work["words"]]))
     if "vision" in work:
-        import qwen
-
-        return qwen.run(work)
+        family = importlib.import_module("gemma" if "gemma" in work["model"] else "qwen")
+        return family.run(work)
     if "models" in work:
         import models
 

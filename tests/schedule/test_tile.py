@@ -297,7 +297,7 @@ def test_channels_are_those_of_any_shape():
     for row_bytes in PASSES:
         if row_bytes != FROZEN[0] and row_bytes != FROZEN[1]:
             make = forward if row_bytes.out else lambda *a, **k: backward(*a, "kv", **k)
-            assert make("tile", Grid(4, 2), row_bytes=row_bytes).channels == every
+            assert make("tile", Grid(4, 2), row_bytes=row_bytes).travels({})[0] == every
 
 
 def test_tables_of_a_thousand_ranks_take_less_than_a_second():

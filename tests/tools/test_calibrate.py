@@ -1,9 +1,11 @@
 """`megatron-burst calibrate`: what is fitted and concluded, and whole runs on CPU ranks."""
 
+import math
 import subprocess
 import sys
 from pathlib import Path
 from statistics import median
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,7 +14,8 @@ import torch.distributed as dist
 
 import megatron_burst as mb
 from benchmarks.memory.live import LiveTensors
-from megatron_burst.autotune import cluster_file, gpus, measure
+from megatron_burst.autotune import cluster_file, clusters, gpus, measure
+from megatron_burst.autotune.rates import Rates
 from megatron_burst.cli.main import main
 from megatron_burst.schedule.topology import Topology
 from megatron_burst.tools.advise.settings import Settings
@@ -179,8 +182,9 @@ def test_two_nodes_of_two(tmp_path):
     sane(cluster)
     rates = cluster.rates
     assert (cluster.gpus, cluster.per_node) == (4, 2)
-    for rate in (rates.intra, rates.inter, rates.copying):
+    for rate in (rates.intra, rates.inter, rates.copying, rates.adding):
         assert 1e5 < rate < 1e12
+    assert rates.adding <= cluster.gpu.memory_rate
     assert cluster.nic_rate == rates.inter
     assert cluster.nics in (1, 2)
     assert 0 < rates.latency < 1
@@ -283,3 +287,21 @@ def test_traffic_begins_on_an_idle_device_and_before_the_clock(monkeypatch):
     took = measure.seconds(lambda: order.append("call"), device, lambda: order.append("traffic"))
     assert took == 2.0
     assert order == ["idle", "traffic", "clock", "call", "clock", "idle"]
+
+
+def test_what_a_tile_adds_is_not_its_compute():
+    """Results of 4 heads of 8 columns, in backward keys and values of 2, to sums in fp32."""
+    model, rows = mb.Model("small", 1, 32, 4, 2, 64, 64, head_dim=8), np.array([8, 16])
+    ranks = mock.Mock(device=torch.device("cpu"), cuda=False)
+    there, back = kernels._adding(ranks, model, rows, rate=1e6).T
+    assert there == pytest.approx(rows * 4 * 8 * 12 / 1e6)
+    assert back == pytest.approx(rows * (4 * 8 + 2 * 16) * 12 / 1e6)
+
+
+def test_adding_is_capped_as_memory_is():
+    """A cluster file may state more than the memory carries, or nothing, which stays nothing."""
+    h100 = clusters.GPUS["h100"]
+    for given, used in ((9e12, h100.memory_rate), (1e12, 1e12), (math.inf, math.inf)):
+        found = clusters.Cluster(h100, 8, rates=Rates(1e9, 1e9, adding=given)).rank_rates()
+        assert found.adding == used
+    assert clusters.Cluster(h100, 8).rank_rates().adding == math.inf

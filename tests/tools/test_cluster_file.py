@@ -173,5 +173,6 @@ def test_every_field_is_in_the_file():
         (Rates, "shared"),
         (Rates, "host"),
         (Rates, "memory"),
+        (Rates, "room"),
     }
     assert there == fields - left

@@ -4,9 +4,13 @@ import pytest
 import torch
 
 import megatron_burst as mb
+from megatron_burst.autotune.clusters import GPUS, Cluster
 from megatron_burst.execution import joined
 from megatron_burst.execution.buffers import Buffers
-from megatron_burst.tools.advise.account.rings import rooms
+from megatron_burst.tools.advise.account.rings import joins, ring_rooms, rooms
+from megatron_burst.tools.advise.forecast.attention_time import made, ring_of
+from megatron_burst.tools.advise.settings import Settings
+from megatron_burst.tools.advise.shapes.model import Model
 
 ROWS, WIDTH = 16, 8
 JOINED = "kv joined", "dkv joined"  # beside the buffers
@@ -88,3 +92,17 @@ def test_keys_that_one_call_joins_are_counted(monkeypatch):
             assert "dkv joined" not in copying
             assert all(each.get("kv", 0) == 0 for each in after)
     assert found["Forward", 3] > ROWS
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_keys_that_rest_on_the_host_are_joined_by_no_call(host):
+    """As `visiting="host"` runs `prefetch`, and as `advise` and `memory` count and time it."""
+    model, cluster = Model("small", 1, 128, 8, 4, 256, 512, head_dim=16), Cluster(GPUS["h100"], 4)
+    run = Settings(4096, cp=4, algorithm="prefetch", side="kv", sequence_chunks=2,
+                   chunks_on_host=host)  # fmt: skip
+    asked = ring_of(model, cluster, run)
+    assert asked.joined is (False if host else None)
+    both = made(asked)
+    assert [both.forward.schedule.joined, both.backward.schedule.joined] == [not host] * 2
+    counted = ring_rooms("prefetch", "zigzag", 4, 4, "kv", False, False, joins(False, run))
+    assert ["kv joined" in each.made for each in counted] == [not host] * 2

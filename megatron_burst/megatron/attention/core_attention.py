@@ -33,13 +33,13 @@ from ..data.cut import (
     attention_cut,
     cut_of_run,
     group_of,
-    layer_window,
     ranks_of,
     unpacked,
 )
 from ..data.datasets import documents_expected
 from ..data.packed import Pack, packs
 from ..data.rope import mrope_of_packs
+from ..windows import layer_window
 from .groups import book_of, micro_batch_groups
 from .plan_book import WHOLE, LayerKind, PlanBook, RowChunking, nothing_seen
 from .relayout import Around
@@ -53,7 +53,7 @@ class AttentionCall(NamedTuple):
     """Attention over one micro-batch in one layer, but for its tensors.
 
     label: the layer's number, for messages. around: the exchanges of rows before and after, where
-    attention has another layout than the stream of tokens.
+    attention has another layout than the stream of tokens. value_scale: of the values.
     """
 
     plan: Plan
@@ -61,9 +61,12 @@ class AttentionCall(NamedTuple):
     max_logits: torch.Tensor | None
     label: int
     around: Around | None = None
+    value_scale: float = 1.0
 
     def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """`mb.attention` of q [s, b, h, d], k [s, b, g, d], v [s, b, g, w] -> [s, b, h, w]."""
+        if self.value_scale != 1.0:
+            v = v * self.value_scale
         if self.around is not None:
             q, k, v = self.around.to_attention((q, k, v), self.label)
         out = attention(

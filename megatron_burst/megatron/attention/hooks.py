@@ -22,6 +22,7 @@ from ..data.cut import group_of
 from ..offload.tier import tier_of
 from ..patching import bound_to, given_to, require_function
 from .core_attention import BurstCoreAttention
+from .derived import stands_for
 
 DSAttention: Any = homes.module("dsa").DSAttention
 
@@ -100,30 +101,27 @@ def _in_group_of_batch(original: Callable, self: Any, *args: Any, **kwargs: Any)
 def _replaced(core: Any, stock: tuple[type, ...]) -> Any:
     """Our core attention in place of Megatron's own, given as a class or as its `ModuleSpec`.
 
-    Raises `ValueError` for any other core attention: it would see only the tokens of its rank, or
-    split them in its own way.
+    Raises `ValueError` for a core attention that does not derive from Megatron's, or changes more
+    than how it is built: it would see only the tokens of its rank, or split them in its own way.
     """
     module = module_of(core)
     if isinstance(module, type) and issubclass(module, BurstCoreAttention):
         return core
-    if module not in stock and not isinstance(module, type):
+    ours = BurstCoreAttention if module in stock else stands_for(module, stock)
+    if ours is None and not isinstance(module, type):
         raise ValueError(
             f"the layer spec has no core attention to replace, but {module!r:.100}: layers of "
             "Transformer Engine, such as those of pretrain_hybrid.py, need it installed; or take "
             "--context-parallel-algo megatron"
         )
-    if module not in stock:
+    if ours is None:
         names = " and ".join(one.__name__ for one in stock)
         raise ValueError(
             f"the layer spec has the core attention {getattr(module, '__name__', module)}, and "
-            f"BurstAttention can take the place of {names} only: change the spec, or take "
-            "--context-parallel-algo megatron"
+            f"BurstAttention can take the place of {names} only, and of classes that change only "
+            "how they are built: change the spec, or take --context-parallel-algo megatron"
         )
-    return (
-        BurstCoreAttention
-        if core is module
-        else dataclasses.replace(core, module=BurstCoreAttention)
-    )
+    return ours if core is module else dataclasses.replace(core, module=ours)
 
 
 def patch_recompute(patches: patching.PatchSet) -> None:

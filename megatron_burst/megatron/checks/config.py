@@ -21,6 +21,7 @@ from ...config import OFF, BurstConfig
 from ...kernels import flash_packages
 from ...schedule.topology import Topology
 from ..users_mask import mask_function
+from ..windows import in_own_words
 from .cuda_graphs import graph_problems
 from .per_layer import exchange_problems, frequency_problems, per_layer_problems
 from .problem import ConfigView, Problem, Refused, Rule, broken, excluded, refuse
@@ -348,7 +349,8 @@ def model_problems(config: Any) -> Iterator[Problem]:
     """Features of the layers of a `TransformerConfig` that BurstAttention lacks."""
     if getattr(config, "attention_dropout", 0):
         yield dropout_problem(config.attention_dropout)
-    yield from _window_problems(getattr(config, "window_size", None))
+    if in_own_words(config) is None:
+        yield from _window_problems(getattr(config, "window_size", None))
     yield from broken(_MODEL, config)
 
 

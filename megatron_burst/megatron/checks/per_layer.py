@@ -16,6 +16,7 @@ from typing import Any
 from ...config import OFF, BurstConfig
 from ...schedule.algorithms import ALGORITHMS
 from ...schedule.per_layer import FULL, WINDOW, LayerChoice, layer_choices, numbers_layers
+from ..windows import in_own_words, layer_window
 from .problem import Problem, Rule, broken
 from .splitting import DELTA_NETS, PATTERNS, SOFTMAX, needs_ranks, splits
 
@@ -71,18 +72,7 @@ def per_layer_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
 def _is_of(part: LayerChoice, number: int, config: Any) -> bool:
     if part.kind is None:
         return part.first <= number <= part.last
-    return part.kind == (WINDOW if _windowed(config, number) else FULL)
-
-
-def _windowed(config: Any, number: int) -> bool:
-    size = getattr(config, "window_size", None)
-    if not size:
-        return False
-    # Late: configurations are checked where there may be no Megatron-Core.
-    from megatron.core.transformer.utils import is_layer_window_attention
-
-    often: Any = getattr(config, "window_attn_skip_freq", None)
-    return is_layer_window_attention(size, often, number)
+    return part.kind == (FULL if layer_window(config, number) is None else WINDOW)
 
 
 def _attention_layers(config: Any) -> tuple[int, list[int]] | None:
@@ -90,6 +80,7 @@ def _attention_layers(config: Any) -> tuple[int, list[int]] | None:
     where the settings do not tell."""
     size = getattr(config, "window_size", None)
     odd = size is not None and (isinstance(size, int) or len(size) != 2)
+    odd = odd and in_own_words(config) is None
     if odd or any(frequency_problems(config)):
         return None  # a problem of its own
     if size and find_spec("megatron") is None:

@@ -13,8 +13,6 @@ and long ones to many: the `PackedSeqParams` of a micro-batch names the group th
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +21,7 @@ import torch
 from ...config import BurstConfig
 from ...layout.balanced import CAUSAL, Window
 from .. import patching
+from ..windows import layer_windows
 
 _NOTE = "cut"
 
@@ -58,39 +57,6 @@ def cut_for(config: Any, burst: BurstConfig) -> BatchCut:
         windows=layer_windows(config),
         multiple=config.tensor_model_parallel_size if split else 1,
     )
-
-
-def layer_windows(config: Any) -> tuple[Window, ...]:
-    """What a token sees in the kinds of layers of a model, in the smallest whole numbers of each.
-
-    One windowed layer in three is ((None, 0), (None, 0), (left, 0)).
-    """
-    layers = range(1, getattr(config, "num_layers", 1) + 1)
-    count = Counter(causal_window(config, layer) for layer in layers)
-    common = math.gcd(*count.values())
-    return tuple(window for window, n in count.items() for _ in range(n // common))
-
-
-def causal_window(config: Any, layer_number: int) -> Window:
-    """What a token sees in a layer that counts as causal."""
-    left, _ = layer_window(config, layer_number) or CAUSAL
-    return left, 0
-
-
-def layer_window(config: Any, layer_number: int) -> Window | None:
-    """(left, right) of a layer with a sliding window, None for no limit; None without a window.
-
-    A query at p sees the keys from p - left to p + right; `layer_number` counts from 1.
-    """
-    # Late: this module is imported where there may be no Megatron-Core.
-    from megatron.core.transformer.utils import is_layer_window_attention
-
-    size = getattr(config, "window_size", None)
-    skip: Any = getattr(config, "window_attn_skip_freq", None)
-    if not size or not is_layer_window_attention(size, skip, layer_number):
-        return None
-    left, right = (None if limit == -1 else limit for limit in size)
-    return left, right
 
 
 def attention_cut(burst: BurstConfig) -> BatchCut | None:

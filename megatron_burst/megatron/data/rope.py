@@ -175,7 +175,9 @@ def _held(layout: str, group: Any) -> HeldRows:
 
 _NOTE = "rotary tables"
 _AXES = "the last angles of several axes"
-TABLES_KEPT = 2  # training and evaluation, or the micro-batches of a forward and of a backward
+# Training and evaluation, or the micro-batches of a forward and of a backward, each with the tables
+# of layers with a window and of those without.
+TABLES_KEPT = 4
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,7 @@ class RotaryTables:
     def __init__(self) -> None:
         self._rates: WeakKeyDictionary[Any, tuple[tuple, TurnRates]] = WeakKeyDictionary()
         self._blanks: dict[tuple, tuple[torch.Tensor, TurnRates]] = {}
+        self._pairs: dict[tuple, torch.Tensor] = {}
         self._made = Recent(TABLES_KEPT)
         self._said = False
 
@@ -242,6 +245,17 @@ class RotaryTables:
             self._blanks[key] = nan, rates
         return self._blanks[key][0].expand(length, 1, 1, rates.width)
 
+    def pair(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        """fp32 [2, length, 1, 1, d] of NaN, whose two rows stand for the same tables as two blanks
+        of one shape, as their stack would if it were no copy."""
+        rates = [self._of_blank(blank) for blank in (first, second)]
+        name = "pair", *(key for key, _ in rates)
+        if name not in self._pairs:
+            self._pairs[name] = torch.full((2,), torch.nan, device=first.device)
+            for row, (key, turns) in zip(self._pairs[name], rates, strict=True):
+                self._blanks[(*name, key)] = row, turns
+        return self._pairs[name].view(2, 1, 1, 1, 1).expand(2, *first.shape)
+
     def of_pack(
         self, blank: torch.Tensor, tokens: int, cu_seqlens: torch.Tensor, held: HeldRows
     ) -> torch.Tensor:
@@ -250,14 +264,7 @@ class RotaryTables:
         blank: from `blank`, or a view of it. As long as the pack it stands for positions in the
         pack, otherwise for positions in documents.
         """
-        known = self._blanks.items()
-        found = [(k, r) for k, (nan, r) in known if nan.data_ptr() == blank.data_ptr()]
-        if not found:
-            raise ValueError(
-                "rotary_pos_emb of a packed batch was copied on its way to the attention layer; "
-                "hand on what the rotary embedding returned"
-            )
-        (key, rates), length = found[0], blank.shape[0]
+        (key, rates), length = self._of_blank(blank), blank.shape[0]
         pack, cut = packs().of(tokens * held.size, cu_seqlens), cut_of_run(held.layout)
         place = cut, held.size, held.rank, rates.per_position.device, length
 
@@ -265,6 +272,16 @@ class RotaryTables:
             return self._angles(pack.index(*place), rates, length)
 
         return self._once((key, pack.cut_key, *place), make)
+
+    def _of_blank(self, blank: torch.Tensor) -> tuple[tuple, TurnRates]:
+        known = self._blanks.items()
+        found = [(k, r) for k, (nan, r) in known if nan.data_ptr() == blank.data_ptr()]
+        if not found:
+            raise ValueError(
+                "rotary_pos_emb of a packed batch was copied on its way to the attention layer; "
+                "hand on what the rotary embedding returned"
+            )
+        return found[0]
 
     def _known(self, rope: Any) -> tuple[tuple, TurnRates]:
         if rope not in self._rates:

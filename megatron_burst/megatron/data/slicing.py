@@ -12,6 +12,7 @@ Shape letters: s tokens of this context-parallel rank.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -63,6 +64,29 @@ def slicing_patches(layout: str) -> list[Wrap]:
         names = ["t", "cu_seqlens", "freqs", "cp_size", "cp_rank"]
         rows.append(Wrap(rope_utils, name, names, partial(fused_packed_rope, layout)))
     return rows
+
+
+def refuse_other_cuts(patches: patching.PatchSet, layout: str) -> None:
+    """Refuse the function of Transformer Engine with which loaders and models cut documents
+    themselves, always in zigzag order, in a run of another layout.
+
+    NeMo 2, Megatron's `MimoModel` and models of Megatron-Bridge call it.
+    """
+    name, engine = "thd_get_partitioned_indices", sys.modules.get("transformer_engine_torch")
+    original: Any = getattr(engine, name, None)
+    if original is None or layout == "zigzag":
+        return
+
+    def cut(cu_seqlens: Any, tokens: int, size: int, rank: int) -> Any:
+        if size == 1:
+            return original(cu_seqlens, tokens, size, rank)
+        raise ValueError(
+            f"--burst-layout {layout}: {name} of Transformer Engine would cut the {tokens} tokens "
+            "of this pack in zigzag order, and attention expects others: take --burst-layout "
+            "zigzag, or cut whole packs by megatron_burst.megatron.shard_sequence"
+        )
+
+    patches.replace_function(engine, name, cut)
 
 
 def _sliced_batch(layout: str, original: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -38,7 +38,8 @@ from ..attention.plan_book import LayerKind
 from ..checks.config import model_problems, records_max_logits, ulysses_size
 from ..checks.problem import Problem, Rule, broken, refuse
 from ..checks.sparse import FLAG, SELECTING, sparse_algorithm
-from ..data.cut import group_of, layer_window
+from ..data.cut import group_of
+from ..windows import layer_window
 from .index_branch import IndexBranch, IndexTensors, LayerRule, of_this_rank
 from .index_loss import attached
 from .selecting_layers import SelectingKind

@@ -80,12 +80,13 @@ def measured(ranks: Ranks, model: Model, wanted: Namespace) -> tuple[Cluster, Ma
     """The cluster, and how each figure was found; collective."""
     figures = Figures()
     chunks = kernels.CHUNKS[ranks.device.type]
-    ranks.say(f"attention of {chunks[0]} to {chunks[-1]} rows")
-    attention = kernels.attention(ranks, model)
-    compute = attention["compute"]
     ranks.say("matrix products and memory")
     linear, small = kernels.products(ranks, model)
-    rate, cutting = kernels.memory(ranks, model)
+    rate, cutting, adds = kernels.memory(ranks, model)
+    adds = adds._replace(value=min(adds.value, rate.value))
+    ranks.say(f"attention of {chunks[0]} to {chunks[-1]} rows")
+    attention = kernels.attention(ranks, model, adds.value)
+    compute = attention["compute"]
     stated = stated_gpu(ranks, wanted.gpu, max(linear.value, compute.value))
     for key, (value, note) in stated_figures(stated, ranks).items():
         figures.state(key, value, note)
@@ -94,7 +95,7 @@ def measured(ranks: Ranks, model: Model, wanted: Namespace) -> tuple[Cluster, Ma
     figures.add("links.copying", cutting)
     figures.add("gpu.linear", linear._replace(value=min(1.0, linear.value / peak)))
     figures.add("gpu.small", small)
-    for name, one in attention.items():
+    for name, one in [*attention.items(), ("adding", adds)]:
         figures.add(f"gpu.{name}", one)
     figures.add("gpu.attention", Measured(min(1.0, compute.value / peak), None, "compute / peak"))
     _links(figures, ranks, model, stated)

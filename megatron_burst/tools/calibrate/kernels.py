@@ -13,10 +13,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ...autotune.candidates import adding
 from ...autotune.measure import LocalCalls, local_calls
 from ...kernels.base import Scoring
 from ...kernels.registry import make
 from ...masks import Full
+from ...schedule.sizes import Sizes
 from ..advise.shapes.models import Model
 from .ranks import Measured, Ranks, middle, repeated, worst
 
@@ -55,8 +57,9 @@ def _median(ranks: Ranks, call: Callable[[], object]) -> tuple[float, float]:
     return took.value, took.spread or 0.0
 
 
-def attention(ranks: Ranks, model: Model) -> dict[str, Measured]:
-    """compute, launch, half_rows and backward of `Rates`, fitted to tiles of several sizes."""
+def attention(ranks: Ranks, model: Model, rate: float) -> dict[str, Measured]:
+    """compute, launch, half_rows and backward of `Rates`, fitted to tiles of several sizes. rate:
+    `Rates.adding`: what tiles take to add their results, which the simulator counts apart."""
     rows = (EMPTY, *CHUNKS[ranks.device.type])
 
     def measure() -> list[float]:
@@ -74,7 +77,7 @@ def attention(ranks: Ranks, model: Model) -> dict[str, Measured]:
     h, k = heads(model, ranks)
     # A forward is two products of multiplications and additions.
     flops = [4.0 * h * model.head_dim * each**2 for each in rows]
-    fit = fitted(rows, flops, took[0, :, 0], took[0, :, 1])
+    fit = fitted(rows, flops, *(took[0] - _adding(ranks, model, rows, rate)).T)
     name = str(dtype(ranks)).removeprefix("torch.")
     how = (
         f"fit to forward and backward of {rows[1]} to {rows[-1]} rows, {h}:{k} heads of "
@@ -89,6 +92,14 @@ def attention(ranks: Ranks, model: Model) -> dict[str, Measured]:
         "backward": Measured(fit.backward, None, "of the same fit"),
         "launch": Measured(fit.launch, float(took[1, 0].max()), launch),
     }
+
+
+def _adding(ranks: Ranks, model: Model, rows: Sequence[int], rate: float) -> np.ndarray:
+    """Seconds that a forward and a backward of each size take to add their results [sizes, 2]."""
+    (h, k), width, itemsize = heads(model, ranks), model.head_dim, dtype(ranks).itemsize
+    sizes = Sizes(1, 1, h, k, width, width, itemsize, 4, 4, (True, True, True))
+    each = np.array([adds.queries + adds.keys for adds in adding(sizes, rate)])
+    return np.outer(rows, each)
 
 
 class KernelFit(NamedTuple):
@@ -156,9 +167,9 @@ def products(ranks: Ranks, model: Model) -> tuple[Measured, Measured]:
     )
 
 
-def memory(ranks: Ranks, model: Model) -> tuple[Measured, Measured]:
-    """Bytes per second of a device's own memory, read and written together, and those of a tensor
-    whose heads are dealt out to ranks."""
+def memory(ranks: Ranks, model: Model) -> tuple[Measured, Measured, Measured]:
+    """Bytes per second of a device's own memory, read and written together, those of a tensor
+    whose heads are dealt out to ranks, and those of results that are added to fp32 sums."""
     size, (count, _) = COPY[ranks.device.type], heads(model, ranks)
 
     def measure() -> list[float]:
@@ -170,10 +181,15 @@ def memory(ranks: Ranks, model: Model) -> tuple[Measured, Measured]:
         cut = data[: np.prod(shape)].view(shape).transpose(0, 1)
         joined = into[: np.prod(shape)].view(cut.shape)
         plain = _median(ranks, lambda: into.copy_(data))
-        return [*plain, *_median(ranks, lambda: joined.copy_(cut)), cut.numel()]
+        dealt = _median(ranks, lambda: joined.copy_(cut))
+        sums, part = into.view(torch.float32), data.view(dtype(ranks))[: size // 4]
+        return [*plain, *dealt, cut.numel(), *_median(ranks, lambda: sums.add_(part))]
 
-    took, spread, cutting, varies, moved = middle(ranks.locally("memory", measure))
-    how = f"copies of {size >> 20} MiB on all ranks at once"
-    return Measured(2 * size / took, spread, how), Measured(
-        moved / cutting, varies, f"{how}, by heads"
+    took, spread, cutting, varies, moved, adds, differs = middle(ranks.locally("memory", measure))
+    how, name = f"{size >> 20} MiB on all ranks at once", str(dtype(ranks)).removeprefix("torch.")
+    added = size // 4 * (8 + dtype(ranks).itemsize)
+    return (
+        Measured(2 * size / took, spread, f"copies of {how}"),
+        Measured(moved / cutting, varies, f"copies of {how}, by heads"),
+        Measured(added / adds, differs, f"{name} added to fp32 sums of {how}"),
     )

@@ -309,7 +309,7 @@ def core_of(x: LayerSizes, run: Settings, rooms_of: RoomsOf | None = None) -> Co
         return rest
     forward, backward = (rooms_of or ring_rooms)(
         run.algorithm, run.layout, run.cp // shared, intra_of(run), side, run.wire == "bf16",
-        run.path == "cpu", x.indexer is not None,
+        run.path == "cpu", joins(x.indexer is not None, run),
     )  # fmt: skip
     rows_of = {"kv": rows, "dkv": rows, "query": chunk, "dquery": chunk, "out": chunk}
 
@@ -331,6 +331,12 @@ def on_ring(x: LayerSizes, run: Settings) -> LayerSizes:
     """What a rank has of a row on its ring: its share of the heads, copies where these are few."""
     heads, kv_heads = x.heads // run.ulysses, max(1, x.kv_heads // run.ulysses)
     return replace(x, heads=heads, kv_heads=kv_heads)
+
+
+def joins(sparse: bool, run: Settings) -> bool | None:
+    """Are all keys that a rank has at a step one call? Those of sparse attention are, those that
+    come back from the host chunk by chunk are not; None: as the algorithm has it."""
+    return True if sparse else False if run.chunks_on_host else None
 
 
 def intra_of(run: Settings) -> int:
@@ -385,13 +391,14 @@ def _row_sizes(x: LayerSizes, run: Settings) -> RowSizes:
 
 def ring_rooms(
     algorithm: str, layout: str, cp: int, intra: int, side: str, wire: bool, packed: bool,
-    joined: bool = False,
+    joined: bool | None = None,
 ) -> tuple[Rooms, Rooms]:  # fmt: skip
-    """The most that any rank takes in forward and in backward, of shards of `SHORT` rows."""
+    """The most that any rank takes in forward and in backward, of shards of `SHORT` rows. joined:
+    as `joins` says."""
     intra = intra if cp % intra == 0 else cp
     grid = Grid(cp // intra, intra)
     shards = [make(layout, cp_size=cp).spans(rank, cp * SHORT) for rank in range(cp)]
-    seen = wanted(Causal(), shards, shards, joined or None)
+    seen = wanted(Causal(), shards, shards, joined)
     sizes = RowSizes(SHORT, 1, 4, 1, 8, 8, 2, 4, 4, ALL_GRADIENTS)
     name = ring_algorithm(algorithm)
     forward = cost.forward_schedule(name, grid, seen, sizes)

@@ -34,7 +34,7 @@ from ....schedule.demand import row_cuts, wanted
 from ....schedule.sizes import Sizes
 from ....schedule.tables import Grid
 from ....schedule.topology import Topology
-from ..account.rings import side_by_bytes
+from ..account.rings import joins, side_by_bytes
 from ..settings import BYTES, Settings
 from ..shapes.models import Model
 from .faults import UNDISTURBED, DisturbedRing, Faults, Group, draws
@@ -49,7 +49,7 @@ class RingKey(NamedTuple):
     inner: ranks of an inner ring; chunks: of rows; sizes: of a rank, with the fewest heads in the
     same proportion, as other numbers of heads have the same schedules. window: tokens that a query
     sees, 0: all before it; attended: keys that it attends to at most, 0: all that it sees. joined:
-    is it a ring of sparse attention, whose pairs of a step are one call?
+    as of `account.rings.joins`.
     """
 
     algorithm: str
@@ -64,7 +64,7 @@ class RingKey(NamedTuple):
     sizes: Sizes
     window: int = 0
     attended: int = 0
-    joined: bool = False
+    joined: bool | None = None
 
 
 class RingPasses(NamedTuple):
@@ -119,7 +119,8 @@ def ring_of(model: Model, cluster: Cluster, run: Settings, window: int = 0) -> R
     sizes = replace(sizes, batch=1, heads=sizes.heads // least, kv_heads=sizes.kv_heads // least)
     return RingKey(ring_algorithm(run.algorithm), side, run.route, run.layout, topology, inner,
                 run.seq, nodes_of(cluster, run), run.sequence_chunks, sizes, window,
-                model.indexer.top_k if model.indexer else 0, model.indexer is not None)  # fmt: skip
+                model.indexer.top_k if model.indexer else 0,
+                joins(model.indexer is not None, run))  # fmt: skip
 
 
 def made(ring: RingKey) -> RingPasses:
@@ -130,7 +131,7 @@ def made(ring: RingKey) -> RingPasses:
     if ring.chunks > 1:
         *_, (_, queries, _) = row_cuts(layout, topology, ring.seq, ring.chunks)
     grid = Grid(topology.ring_size // ring.inner, ring.inner)
-    want = wanted(mask, queries, spans, ring.joined or None)
+    want = wanted(mask, queries, spans, ring.joined)
     wires = Wires(places=places(topology, ring.nodes))
     name, sizes, route = ring.algorithm, ring.sizes, ring.route
     forward = forward_schedule(name, grid, want, sizes, route=route)

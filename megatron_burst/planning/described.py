@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan in one line, for the start of a run: `Plan.describe`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..kernels import native
+from ..schedule import cost
+from ..units import byte_size, grid_of
+from . import pipeline
+
+
+def described(plan: Any) -> str:
+    """Choices, bytes per layer and rank, and the bytes of the other side of a `Plan`."""
+    topology, csrc = plan.groups.topology, native.serves(plan.device.type)
+    forward, backward = plan.traffic()
+    other = "kv" if plan.side == "query" else "query"
+    nodes = grid_of(topology.per_node, topology.size // topology.per_node)
+    if topology.ulysses > 1:
+        nodes += f", {topology.ulysses} sharing heads ({topology.placement})"
+    words = [f"burst attention: algorithm {plan.algorithm}{_why(plan)}", nodes]
+    for name, passes in zip(("forward", "backward"), zip(*plan.passes, strict=True), strict=True):
+        if all(each.route == "direct" for each in passes):
+            words.append(f"{name} sent directly")
+    words.append(f"side {plan.side}")
+    if plan.head_chunks > 1:
+        words.append(f"{plan.head_chunks} head chunks")
+    if len(plan.passes) > 1:
+        resting = ", received keys kept in host memory" if plan.options.visiting == "host" else ""
+        words.append(f"{len(plan.passes)} row chunks{resting}")
+    words += [
+        f"layout {plan.layout.describe()}",
+        f"kernel {plan.kernel.name}{' with csrc' if csrc else ''}{_passed_over(plan)}",
+        f"bytes per layer and rank: forward {_bytes(forward)}, backward {_bytes(backward)} "
+        f"(side {other} would send {_bytes(plan.traffic(other)[1])})",
+        f"store {_store(plan)}, keys kept for backward {byte_size(plan.kept_bytes)}",
+        f"received chunks at most {byte_size(plan.held_bytes)} at a time",
+        *filter(None, [plan.groups.communicators]),
+    ]
+    return " | ".join(words)
+
+
+def _why(plan: Any) -> str:
+    if plan.choice is None:
+        return ""
+    return f" (auto: {plan.choice.why}; {plan.choice.rates.describe()})"
+
+
+def _passed_over(plan: Any) -> str:
+    if plan.options.kernel != "auto" or plan.device.type != "cuda":
+        return ""
+    return f" (auto: {', '.join(plan.kernel.passed_over) or 'the first choice here'})"
+
+
+def _store(plan: Any) -> str:
+    if not plan.again:
+        return "none"
+    rank, traffic = plan.groups.ring.rank, cost.Traffic()
+    for again in plan.again:
+        traffic += again.traffic(rank, plan.sizes)
+    imbalance = pipeline.imbalance(plan.again)
+    unequal = f", its busiest rank {imbalance:.2f} x the mean" if imbalance > 1.05 else ""
+    return (
+        f"{plan.again[0].keep:g} ({byte_size(plan.store_bytes)} per layer; recompute sends "
+        f"{_bytes(traffic)}{unequal})"
+    )
+
+
+def _bytes(traffic: cost.Traffic) -> str:
+    return f"{byte_size(traffic.intra)} intra + {byte_size(traffic.inter)} inter"

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Providers of Megatron-Bridge that refuse context parallelism because of their own attention.
+
+Bridge splits no sequences of MiMo-V2-Flash and, from 0.4 on, of Gemma 3 VL, whose core attentions
+need windows and masks that Transformer Engine does not split. BurstAttention takes the place of
+these core attentions (`megatron.attention.derived`), so such a provider finds one context-parallel
+rank until it asks for its layers, which come from `apply_burst` and are built for all ranks.
+
+Both models have two rotary embeddings, for layers with and without a window, and stack their
+tables. Those of packed batches are made where they are applied (`data.rope`), by what stands for
+them until then, which a stack would copy.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ..megatron import patching
+
+_ROPES = {
+    "Gemma3RotaryEmbedding": "megatron.bridge.models.gemma.gemma3_provider",
+    "MiMoV2FlashRotaryEmbedding": "megatron.bridge.models.mimo_v2_flash.modeling_mimo_v2_flash",
+}
+_PROVIDERS = ("Gemma3VLModelProvider", "MiMoV2FlashModelProvider")
+
+
+def patch_provider(model: Any, is_ours: Callable[[Any], bool]) -> None:
+    """Let a provider of `_PROVIDERS` make its model for several context-parallel ranks, if its
+    layers are ours. Idempotent. is_ours: `layers.is_ours`."""
+    found = [kind for kind in type(model).__mro__ if kind.__name__ in _PROVIDERS]
+    for kind in found:
+        name = f"recipes, {kind.__name__}"
+        if patching.installed(name) is None:
+            with patching.patch_set(name) as patches:
+                provided = functools.partial(_provided, is_ours)
+                patches.wrap(kind, "provide", ["vp_stage"], provided)
+
+
+def patch_ropes() -> None:
+    """Keep apart what stands for the two rotary tables of a packed batch, if Bridge's models are
+    loaded. Idempotent. Raises `RuntimeError` if they do not have the expected parameters."""
+    for kind, place in _ROPES.items():
+        home, name = sys.modules.get(place), f"recipes, {kind}"
+        if home is not None and patching.installed(name) is None:
+            with patching.patch_set(name) as patches:
+                patches.wrap(getattr(home, kind), "forward", ["max_seq_len", "packed_seq"], _both)
+
+
+def _both(original: Callable, self: Any, *args: Any, **named: Any) -> Any:
+    """The tables of both rotary embeddings: a stack of two, or in Bridge 0.3 a tuple."""
+    from ..megatron.data.rope import is_blank, tables
+
+    given = patching.given_to(original, (self, *args), named)
+    rest = {name: x for name, x in given.items() if name not in ("self", "max_seq_len")}
+    if not given.get("packed_seq") or isinstance(original(self, 2, **rest), tuple):
+        return original(self, *args, **named)
+    length = given["max_seq_len"]
+    local = self.rope_local(length, **rest)
+    everywhere = type(self.rope_local).forward(self, length, **rest)  # Megatron's
+    if not is_blank(everywhere):
+        return original(self, *args, **named)
+    return tables().pair(local, everywhere)
+
+
+def _provided(
+    is_ours: Callable[[Any], bool], original: Callable, self: Any, *args: Any, **named: Any
+) -> Any:
+    """The model, whose provider sees one context-parallel rank until it asks for its layers."""
+    spec, ranks = self.transformer_layer_spec, self.context_parallel_size
+    if ranks == 1 or not is_ours(spec):
+        return original(self, *args, **named)
+
+    @functools.wraps(spec.func)  # providers read which arguments it has
+    def layers(config: Any, vp_stage: int | None = None) -> Any:
+        self.context_parallel_size = ranks
+        return spec(config, vp_stage=vp_stage)
+
+    self.transformer_layer_spec, self.context_parallel_size = layers, 1
+    try:
+        return original(self, *args, **named)
+    finally:
+        self.transformer_layer_spec, self.context_parallel_size = spec, ranks

@@ -1,0 +1,123 @@
+"""Models of Bridge 0.6 on forked ranks, their real classes tiny and random: a plain GPT, and those
+that Bridge trains on one context-parallel rank only, Gemma 3 VL and MiMo-V2-Flash.
+
+Called with a folder: writes what `gemma.run` and `text` find, to a file for each run of a model.
+"""
+
+import functools
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+sys.path.append(str(Path(__file__).parents[1] / "recipes"))
+
+MIMO = "megatron.bridge.models.mimo_v2_flash"
+SIZES = {
+    "num_layers": 3, "hybrid_attention_pattern": [0, 1, 1], "window_size": 9, "v_head_dim": 6,
+    "kv_channels": 8, "full_attn_num_query_groups": 1, "swa_num_query_groups": 2,
+    "attention_value_scale": 0.7, "rotary_base": (100, 10_000), "autocast_dtype": torch.float32,
+}  # fmt: skip
+
+
+def mimo(ranks):
+    import gemma
+    import qwen
+    import te_modules
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    te_modules.use(f"{MIMO}.modeling_mimo_v2_flash", f"{MIMO}.mimo_v2_flash_provider")
+    layers = importlib.import_module(f"{MIMO}.modeling_mimo_v2_flash")
+    # Layers of Megatron for those of Transformer Engine; their attention is Bridge's.
+    layers.get_gpt_decoder_block_spec = lambda config, use_transformer_engine: (
+        gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    )
+    kind = importlib.import_module(f"{MIMO}.mimo_v2_flash_provider").MiMoV2FlashModelProvider
+    return gemma.of(kind, qwen.TEXT | SIZES | {"context_parallel_size": ranks})
+
+
+def gpt(ranks):
+    import gemma
+    import qwen
+    from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
+
+    sizes = {"context_parallel_size": ranks, "transformer_layer_spec": local_layer_spec}
+    sizes["position_embedding_type"] = "rope"
+    return gemma.of(GPTModelProvider, qwen.TEXT | sizes)
+
+
+def text(provider, work):
+    """One rank: writes [loss, {name: norm of the gradient}], summed over ranks, on rank 0."""
+    import qwen
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel import random
+
+    from megatron_burst.megatron import shard_sequence
+    from megatron_burst.recipes import apply_burst
+
+    dist.init_process_group("gloo")
+    ranks = dist.get_world_size()
+    parallel_state.initialize_model_parallel(context_parallel_size=ranks)
+    random.model_parallel_cuda_manual_seed(7)
+    made = provider(ranks)
+    made._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    if ranks > 1:
+        apply_burst(SimpleNamespace(model=made), **work["choices"])
+    made.finalize()
+    model = made.provide(True, True)
+    for index, (name, weight) in enumerate(sorted(model.named_parameters())):
+        noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(index))
+        weight.data.copy_(noise * (0.1 if "norm" in name else 0.3) + ("norm" in name))
+    draw = torch.Generator().manual_seed(3)
+    tokens, labels = torch.randint(0, 64, (2, 1, qwen.LENGTH), generator=draw)
+    # Which Megatron's own attention needs on one rank.
+    hidden = torch.ones(1, 1, qwen.LENGTH, qwen.LENGTH, dtype=torch.bool).triu(1)
+    if ranks > 1:
+        tokens, labels, hidden = shard_sequence(tokens), shard_sequence(labels), None
+    loss = model(tokens, None, hidden, labels=labels).sum()
+    loss.backward()
+    grads = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    total = loss.detach()
+    for value in (total, *grads.values()):
+        dist.all_reduce(value, group=parallel_state.get_context_parallel_group())
+    if os.environ["RANK"] == "0":
+        norms = {name: x.double().norm().item() for name, x in grads.items()}
+        Path(work["output"]).write_text(json.dumps([total.item(), norms]))
+
+
+def main(folder):
+    from megatron_burst.testing import recipes
+
+    recipes.import_bridge()
+    import gemma
+    from train import fork
+
+    of_mimo, of_gpt = functools.partial(text, mimo), functools.partial(text, gpt)
+    jobs = {
+        "gemma3 vl": [(gemma.run, ranks, {"vision": "zigzag"}) for ranks in (1, 2)],
+        "gpt": [(of_gpt, 1, {}), (of_gpt, 2, {"choices": {}})],
+        "mimo": [
+            (of_mimo, 1, {}), (of_mimo, 2, {"choices": {"layout": "contiguous"}}),
+            (of_mimo, 2, {"choices": {"algorithm": "ulysses"}}),
+            (of_mimo, 2, {"choices": {"sequence_chunks": 2}}),
+        ],
+    }  # fmt: skip
+    for model, runs in jobs.items():
+        for number, (function, world, more) in enumerate(runs):
+            output = folder / f"{model}.{number}"
+            work = {"world": world, "model": model, "output": str(output), **more}
+            work |= {"log": f"{output}.log", "port": os.environ["PORT"]}
+            job = functools.partial(function, work)
+            for child in [fork(job, rank, work) for rank in range(world)]:
+                os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))

@@ -1,0 +1,58 @@
+"""Models of Bridge 0.6 over ranks equal one rank, also those that it trains on one rank only."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RUNS = [("gpt", 1), ("gemma3 vl", 1), ("mimo", 1), ("mimo", 2)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The folder with what each run found, and what it printed."""
+    folder = tmp_path_factory.mktemp("runs")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    paths = [str(ROOT), str(ROOT / "tests" / "helpers"), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PORT": str(port),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONWARNINGS": "ignore",
+    }  # fmt: skip
+    script = Path(__file__).with_name("newer_models.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder)], env=environment, cwd=folder, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+    return folder
+
+
+def test_chunks_of_rows_do_not_know_the_scale_of_values(runs):
+    assert not (runs / "mimo.3").exists()
+    said = (runs / "mimo.3.log").read_text()
+    assert "--burst-sequence-chunks 2: MiMoV2FlashTEDotProductAttention scales the values" in said
+
+
+def found(folder, model, number):
+    output = folder / f"{model}.{number}"
+    assert output.exists(), Path(f"{output}.log").read_text()[-3000:]
+    return json.loads(output.read_text())
+
+
+@pytest.mark.parametrize(("model", "number"), RUNS)
+def test_over_ranks_equals_one_rank(runs, model, number):
+    (loss, norms), (whole, wanted) = found(runs, model, number), found(runs, model, 0)
+    assert loss == pytest.approx(whole, rel=1e-6)
+    assert norms == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+    if model == "mimo":  # of the layers with a window only
+        sinks = [name for name in norms if name.endswith("softmax_offset") and norms[name] > 1e-3]
+        assert [name.split(".layers.")[1][0] for name in sorted(sinks)] == ["1", "2"]
