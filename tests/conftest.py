@@ -40,17 +40,24 @@ def pytest_collection_modifyitems(items):
         return FIRST.index(name) if name in FIRST else len(FIRST)
 
     items.sort(key=room)
-    of = {item: item.nodeid.split("[")[0] for item in items}
-    numbers, cases = Counter(of.values()), Counter()
+    # Cases that are shared out: neither slow nor skipped for one version of something.
+    shared = {
+        item: item.nodeid.split("[")[0]
+        for item in items
+        if item.path.relative_to(TESTS).as_posix().startswith(HALVED)
+        and not item.get_closest_marker("slow")
+        and all(mark.name != "skipif" for mark in item.own_markers)
+    }
+    numbers, cases = Counter(shared.values()), Counter()
     for item in items:
         file = item.path.relative_to(TESTS).as_posix()
         if not file.startswith(AGAIN):
             item.add_marker(pytest.mark.once)
-        if file.startswith(HALVED) and numbers[of[item]] > 1:
+        if numbers[shared.get(item)] > 1:
             # By the count of ones in the number, whose order no grid of two or four values repeats.
-            mark = pytest.mark.odd if cases[of[item]].bit_count() % 2 else pytest.mark.even
+            mark = pytest.mark.odd if cases[shared[item]].bit_count() % 2 else pytest.mark.even
             item.add_marker(mark)
-            cases[of[item]] += 1
+            cases[shared[item]] += 1
         if f"{file}::{item.name}".startswith(RARE) and item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.rare)
 

@@ -19,7 +19,8 @@ from ..layout.balanced import CAUSAL, Window
 # Setting -> whether layer `number` has the window.
 _OWN_WORDS: dict[str, Callable[[Any, int], bool]] = {
     "interleaved_attn_pattern": lambda pattern, number: number % sum(pattern) != 0,
-    "hybrid_attention_pattern": lambda pattern, number: pattern[number - 1] == 1,
+    # Of further heads the pattern has fewer layers than the model.
+    "hybrid_attention_pattern": lambda pattern, number: pattern[number - 1 : number] == [1],
 }
 
 

@@ -67,7 +67,6 @@ def apply_burst(recipe: Any, *, intra: int | None = None, **choices: Any) -> Any
         )
     vision.check_provider(model, is_ours)
     own_attention.patch_provider(model, is_ours)
-    choices = vision.with_mask(model, choices)
     base, before = model.transformer_layer_spec, {}
     if is_ours(base):
         base, before = base.keywords["base"], base.keywords.get("before", {})

@@ -31,12 +31,14 @@ def burst_layer_spec(
     precedence over flags.
     """
     show_log()
+    choices = vision.with_mask(config, choices)
     with translating(config):
         layers = specs.burst_layer_spec(config, vp_stage, base=base, **choices)
     patching.translate_with(functools.partial(translated, config))
     packed.patch_bridge()
     vision.patch_bridge()
     own_attention.patch_ropes()
+    own_attention.name_to_bridge()
     return layers
 
 

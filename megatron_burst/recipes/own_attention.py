@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Providers of Megatron-Bridge that refuse context parallelism because of their own attention.
 
-Bridge splits no sequences of MiMo-V2-Flash and, from 0.4 on, of Gemma 3 VL, whose core attentions
+Bridge splits no sequences of MiMo-V2-Flash and, in 0.6, of Gemma 3 VL, whose core attentions
 need windows and masks that Transformer Engine does not split. BurstAttention takes the place of
 these core attentions (`megatron.attention.derived`), so such a provider finds one context-parallel
 rank until it asks for its layers, which come from `apply_burst` and are built for all ranks.
@@ -18,8 +18,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from ..config import OFF
 from ..megatron import patching
 
+# Core attentions with sinks, which tensor-parallel ranks share like heads.
+_SINKS = (
+    "BurstCoreAttention", "BurstMiMoV2FlashTEDotProductAttention",
+    "BurstMiMoV2FlashMTPTEDotProductAttention",
+)  # fmt: skip
 _ROPES = {
     "Gemma3RotaryEmbedding": "megatron.bridge.models.gemma.gemma3_provider",
     "MiMoV2FlashRotaryEmbedding": "megatron.bridge.models.mimo_v2_flash.modeling_mimo_v2_flash",
@@ -37,6 +43,15 @@ def patch_provider(model: Any, is_ours: Callable[[Any], bool]) -> None:
             with patching.patch_set(name) as patches:
                 provided = functools.partial(_provided, is_ours)
                 patches.wrap(kind, "provide", ["vp_stage"], provided)
+
+
+def name_to_bridge() -> None:
+    """Tell Bridge's conversion of weights how tensor-parallel ranks share the sinks of our core
+    attentions, if it is loaded: as they do with those of the classes that these stand for."""
+    home = sys.modules.get("megatron.bridge.models.conversion.param_mapping")
+    if home is not None:
+        for name in _SINKS:
+            home.AutoMapping.register_module_type(name, "column")
 
 
 def patch_ropes() -> None:
@@ -70,7 +85,7 @@ def _provided(
 ) -> Any:
     """The model, whose provider sees one context-parallel rank until it asks for its layers."""
     spec, ranks = self.transformer_layer_spec, self.context_parallel_size
-    if ranks == 1 or not is_ours(spec):
+    if ranks == 1 or not is_ours(spec) or spec.keywords.get("algorithm") == OFF:
         return original(self, *args, **named)
 
     @functools.wraps(spec.func)  # providers read which arguments it has

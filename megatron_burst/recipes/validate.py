@@ -20,7 +20,7 @@ from ..megatron.data.cut import installed_layout
 from ..megatron.patching import check_version
 from .kinds import translating
 from .layers import fields_of, is_ours
-from .vision import vision_problems
+from .vision import vision_problems, with_mask
 
 _NAME = "recipes"
 
@@ -48,7 +48,7 @@ def check(recipe: Any) -> None:
     if not is_ours(spec):
         return _check_layout_of_others(transformer)
     with translating(model):
-        burst = specs.choices_with_layout(fields_of(spec), model)
+        burst = specs.choices_with_layout(with_mask(model, fields_of(spec)), model)
         refuse([
             *config_problems(transformer, burst, getattr(model, "seq_length", None)),
             *backend_problems(transformer, burst),

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from ..config import OFF
 from ..megatron import patching
 from ..megatron.checks.problem import Problem
 
@@ -36,6 +37,7 @@ _HOMES = {
     "Qwen3VLModel": "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model",
     "Gemma3VLModel": "megatron.bridge.models.gemma_vl.modeling_gemma3_vl",
 }
+_OWN_LAYERS = "Gemma4DenseProvider"
 _GEMMA3 = "Gemma3VLModelProvider"
 _GEMMA3_MASK = "megatron_burst.megatron.vision:gemma3"
 _DENSE_MASKS = ("_compute_attention_mask", "_compute_attention_biases")  # Bridge 0.3, later ones
@@ -66,6 +68,11 @@ def check_provider(model: Any, is_ours: Callable[[Any], bool]) -> None:
     itself, where the recipe's are ours. is_ours: `layers.is_ours`.
     """
     names = [kind.__name__ for kind in type(model).__mro__]
+    if _OWN_LAYERS in names:
+        raise ValueError(
+            f"recipe: {type(model).__name__} names its layers itself and reads no "
+            "transformer_layer_spec, by which apply_burst reaches them"
+        )
     if not is_vision(model) or _QWEN25 in names or _GEMMA3 in names:
         return
     if any(name in names for name in _QWEN3) and not _cuts_itself():
@@ -81,9 +88,11 @@ def check_provider(model: Any, is_ours: Callable[[Any], bool]) -> None:
 
 
 def with_mask(model: Any, choices: dict[str, Any]) -> dict[str, Any]:
-    """The choices of `apply_burst`, with the mask that this provider's models need."""
+    """The choices of `apply_burst`, with the mask that this provider's models need over ranks."""
     names = [kind.__name__ for kind in type(model).__mro__]
-    return {"mask": _GEMMA3_MASK} | choices if _GEMMA3 in names else choices
+    if _GEMMA3 not in names or choices.get("algorithm") == OFF or model.context_parallel_size == 1:
+        return choices
+    return {"mask": _GEMMA3_MASK} | choices
 
 
 def vision_problems(model: Any, transformer: Any) -> Iterator[Problem]:

@@ -25,7 +25,7 @@ HALVED = (
     "megatron/test_groups", "megatron/test_balanced_batches", "megatron/test_parity",
     "megatron/test_mtp", "megatron/test_rl", "megatron/test_offload", "megatron/test_micro_batches",
     "megatron/test_per_layer", "megatron/test_packed", "megatron/test_rope",
-    "megatron/test_sparse_layers", "megatron/test_mlp_tiles",
+    "megatron/test_sparse_layers",
     "execution/test_attention_gloo", "execution/test_doors", "execution/test_store",
     "kernels/test_csrc", "kernels/test_flash",
 )  # fmt: skip

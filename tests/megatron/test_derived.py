@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_burst.megatron.attention.derived import stands_for
 
@@ -34,6 +35,11 @@ class Further(Windowed):
 class Capped(Windowed):
     def forward(self, *args, **named):
         return super().forward(*args, **named).clamp(-1, 1)
+
+
+class Called(Windowed):
+    def __call__(self, query, *others, **named):
+        return super().__call__(3 * query, *others, **named)
 
 
 class Sharp(DotProductAttention):
@@ -77,11 +83,46 @@ def test_a_known_scale_of_values_is_kept():
     assert built(ours, 1)[1] == {"_attention_value_scale": 0.7}
 
 
-@pytest.mark.parametrize("theirs", [Capped, int, "a mock", None])
+@pytest.mark.parametrize("theirs", [Capped, Called, int, "a mock", None])
 def test_what_computes_something_else_is_not_replaced(theirs):
     assert stands_for(theirs, STOCK) is None
 
 
-def test_attributes_that_nobody_reads_are_refused():
-    with pytest.raises(ValueError, match=r"^Sharp sets softmax_scale of Megatron's attention"):
-        built(stands_for(Sharp, STOCK), 1)
+class Touched(DotProductAttention):
+    def __init__(self, config, *args, **named):
+        super().__init__(config, *args, **named)
+        self.softmax_scale *= 3.0
+
+
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        (Sharp, "^Sharp sets softmax_scale of Megatron's attention"),
+        (Touched, "^Touched uses the attention that its constructor makes"),
+    ],
+)
+def test_what_a_constructor_does_besides_is_refused(theirs, message):
+    with pytest.raises(ValueError, match=message):
+        built(stands_for(theirs, STOCK), 1)
+
+
+def test_a_scale_that_is_read_beside_other_things_is_not_known():
+    class MiMoV2FlashTEDotProductAttention(DotProductAttention):
+        def forward(self, query, key, value, *args, **named):
+            value = value * self._attention_value_scale + self.shift
+            return super().forward(query, key, value, *args, **named)
+
+    assert stands_for(MiMoV2FlashTEDotProductAttention, STOCK) is None
+
+
+class Blind(DotProductAttention):
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, **named):
+        super().__init__(config, layer_number, AttnMaskType.no_mask, attention_type, **named)
+
+
+def test_another_kind_of_mask_is_refused():
+    with pytest.raises(ValueError, match=r"^Blind changes the kind of mask .* to AttnMaskType.no"):
+        stands_for(Blind, STOCK)(
+            SimpleNamespace(), layer_number=1, attn_mask_type=AttnMaskType.causal,
+            attention_type="self",
+        )  # fmt: skip

@@ -68,7 +68,7 @@ def run(work):
     made = provider(ranks, images)
     made._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     if ranks > 1:
-        apply_burst(SimpleNamespace(model=made), layout=work["vision"])
+        apply_burst(SimpleNamespace(model=made), layout=work["vision"], **work.get("choices", {}))
     made.finalize()
     model = made.provide(True, True)
     for index, (name, weight) in enumerate(sorted(model.named_parameters())):

@@ -82,7 +82,7 @@ def test_what_gemma_excludes():
 
     from megatron_burst.recipes import apply_burst
     from megatron_burst.recipes.layers import fields_of
-    from megatron_burst.recipes.vision import vision_problems
+    from megatron_burst.recipes.vision import vision_problems, with_mask
 
     sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
     model = Gemma3VLModelProvider(
@@ -92,9 +92,26 @@ def test_what_gemma_excludes():
     (problem,) = vision_problems(model, model)
     assert "--pipeline-model-parallel-size 2 with Gemma3VLModelProvider" in str(problem)
     for choices, mask in (({}, "megatron_burst.megatron.vision:gemma3"), ({"mask": "m:f"}, "m:f")):
-        model = Gemma3VLModelProvider(**sizes)
+        model = Gemma3VLModelProvider(**sizes, context_parallel_size=2)
         apply_burst(types.SimpleNamespace(model=model), **choices)
-        assert fields_of(model.transformer_layer_spec)["mask"] == mask
+        assert with_mask(model, fields_of(model.transformer_layer_spec))["mask"] == mask
+        assert with_mask(model, {"algorithm": "megatron"}) == {"algorithm": "megatron"}
+        model.context_parallel_size = 1  # an override after it
+        assert with_mask(model, fields_of(model.transformer_layer_spec)) == choices
+
+
+@pytest.mark.usefixtures("bridge_here")
+def test_bridge_knows_how_sinks_are_shared():
+    """By the name of their module's class; else it converts no weights of gpt-oss."""
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping
+
+    from megatron_burst.recipes.own_attention import name_to_bridge
+
+    name_to_bridge()
+    mapping = AutoMapping("decoder.layers.0.self_attention.core_attention.softmax_offset", "x")
+    for name in ("BurstCoreAttention", "BurstMiMoV2FlashTEDotProductAttention"):
+        module = type(name, (torch.nn.Module,), {})()
+        assert mapping._detect_parallelism_type(module) == "column"
 
 
 @pytest.mark.usefixtures("bridge_here")

@@ -101,6 +101,11 @@ def main(folder):
     of_mimo, of_gpt = functools.partial(text, mimo), functools.partial(text, gpt)
     jobs = {
         "gemma3 vl": [(gemma.run, ranks, {"vision": "zigzag"}) for ranks in (1, 2)],
+        "gemma3": [
+            (gemma.run, 1, {}),
+            (gemma.run, 2, {"vision": "zigzag", "choices": {"sequence_chunks": 2}}),
+            (gemma.run, 2, {"vision": "contiguous", "choices": {"per_layer": "window=all_gather"}}),
+        ],
         "gpt": [(of_gpt, 1, {}), (of_gpt, 2, {"choices": {}})],
         "mimo": [
             (of_mimo, 1, {}), (of_mimo, 2, {"choices": {"layout": "contiguous"}}),

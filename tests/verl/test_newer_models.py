@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-RUNS = [("gpt", 1), ("gemma3 vl", 1), ("mimo", 1), ("mimo", 2)]
+RUNS = [("gpt", 1), ("gemma3", 1), ("gemma3", 2), ("gemma3 vl", 1), ("mimo", 1), ("mimo", 2)]
 
 
 @pytest.fixture(scope="module")

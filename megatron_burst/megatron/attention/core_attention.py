@@ -114,7 +114,7 @@ class BurstCoreAttention(MegatronModule):
         super().__init__(config=config)
         burst: BurstConfig = config.burst
         self.cut = cut_of_run(burst.layout)
-        check_config(config, burst)
+        check_config(self.whole_config(config), burst)
         if attention_dropout:
             refuse([dropout_problem(attention_dropout)])
         if attention_type != "self":
@@ -150,6 +150,10 @@ class BurstCoreAttention(MegatronModule):
                 "all ranks in one process, and never with NCCL; compare losses with a run without "
                 "them"
             )
+
+    def whole_config(self, config: Any) -> Any:
+        """The configuration of all layers, where a layer's own says less."""
+        return config
 
     def _add_sink(self, heads: int) -> None:
         """`softmax_offset` [h]: learnable, zeros ("off-by-one" softmax), or None."""

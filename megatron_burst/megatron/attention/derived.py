@@ -21,6 +21,11 @@ from .plan_book import WHOLE, RowChunking
 
 # Attributes of classes that multiply values by a number before Megatron's class gets them.
 _SCALES = {"MiMoV2FlashTEDotProductAttention": "_attention_value_scale"}
+# What a class may define, besides its constructor, and still compute what its base does.
+_HARMLESS = {
+    "__init__", "__module__", "__doc__", "__qualname__", "__annotations__", "__annotate__",
+    "__annotate_func__", "__annotations_cache__", "__firstlineno__", "__static_attributes__",
+}  # fmt: skip
 
 
 def stands_for(theirs: Any, stock: tuple[type, ...]) -> type | None:
@@ -37,14 +42,21 @@ def stands_for(theirs: Any, stock: tuple[type, ...]) -> type | None:
         return None
     scale = None
     for cls in mro[: mro.index(base)]:
-        changed = {name for name in vars(cls) if not name.startswith("__")}
-        if cls.__name__ in _SCALES:
+        changed = vars(cls).keys() - _HARMLESS
+        if cls.__name__ in _SCALES and _only_scales(cls):
             scale = _SCALES[cls.__name__]
-            changed.discard("forward")
+            changed -= {"forward"}
         if changed:
             return None
     words = {"theirs": theirs, "stock": base, "scale": scale}
     return type(f"Burst{theirs.__name__}", (DerivedCoreAttention,), words)
+
+
+def _only_scales(cls: type) -> bool:
+    """Whether the forward of a class of `_SCALES` reads nothing but the scale."""
+    code = getattr(vars(cls).get("forward"), "__code__", None)
+    known = {_SCALES[cls.__name__], "super", "forward"}
+    return code is not None and set(code.co_names) <= known
 
 
 class DerivedCoreAttention(BurstCoreAttention):
@@ -62,9 +74,18 @@ class DerivedCoreAttention(BurstCoreAttention):
 
     def __init__(self, config: Any, *args: Any, **named: Any) -> None:
         self._images = bool(getattr(config, "is_vision_language", False))
+        # Which layers have a window, only the whole model says.
+        self._of_model = config
         handed, kept = self._built(_without_images(config), *args, **named)
+        asked = named.get("attn_mask_type")
         if self._images:
             handed["attn_mask_type"] = AttnMaskType.causal
+        elif asked is not None and handed.get("attn_mask_type") != asked:
+            raise ValueError(
+                f"{self.theirs.__name__} changes the kind of mask of its layers, from {asked} to "
+                f"{handed.get('attn_mask_type')}, which BurstAttention does not follow: change the "
+                "spec, or take --context-parallel-algo megatron"
+            )
         scale = 1.0 if self.scale is None else kept[self.scale]
         self._value_scale = 1.0 if scale is None else scale
         super().__init__(**handed)
@@ -73,6 +94,9 @@ class DerivedCoreAttention(BurstCoreAttention):
                 f"--burst-sequence-chunks {super().sequence_chunks}: {self.theirs.__name__} scales "
                 "the values of its layers, which chunks of rows do not know; leave the flag out"
             )
+
+    def whole_config(self, config: Any) -> Any:
+        return self._of_model
 
     @classmethod
     def _built(cls, *args: Any, **named: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -83,8 +107,15 @@ class DerivedCoreAttention(BurstCoreAttention):
         def take(*args: Any, **named: Any) -> None:
             handed.update(patching.given_to(original, args, named))
 
-        with patching.instead(cls.stock, "__init__", take):
-            shell.__init__(*args, **named)
+        try:
+            with patching.instead(cls.stock, "__init__", take):
+                shell.__init__(*args, **named)
+        except AttributeError as error:
+            raise ValueError(
+                f"{cls.theirs.__name__} uses the attention that its constructor makes ({error}), "
+                "which BurstAttention does not follow: change the spec, or take "
+                "--context-parallel-algo megatron"
+            ) from error
         handed.pop("self")
         kept = vars(shell)
         if unknown := sorted(kept.keys() - {cls.scale}):

@@ -252,8 +252,8 @@ class RotaryTables:
         name = "pair", *(key for key, _ in rates)
         if name not in self._pairs:
             self._pairs[name] = torch.full((2,), torch.nan, device=first.device)
-            for row, (key, turns) in zip(self._pairs[name], rates, strict=True):
-                self._blanks[(*name, key)] = row, turns
+            for place, (row, (_, turns)) in enumerate(zip(self._pairs[name], rates, strict=True)):
+                self._blanks[(*name, place)] = row, turns
         return self._pairs[name].view(2, 1, 1, 1, 1).expand(2, *first.shape)
 
     def of_pack(

@@ -142,7 +142,9 @@ class Angles:
 
     def __init__(self, attention: Any, given: Any, hidden: torch.Tensor, params: Any, rows: int):
         self._owner, self._scale = None, []
-        tables = given if isinstance(given, tuple) else (given,)
+        # Of layers with and without a window, of which the layer takes one (Megatron-Bridge).
+        self._stacked = isinstance(given, torch.Tensor) and given.dim() == 5
+        tables = tuple(given) if self._stacked or isinstance(given, tuple) else (given,)
         if isinstance(attention, MultiLatentAttention):
             table, *self._scale = _latent(attention, hidden, params)
             self._owner, tables = attention, (table,)
@@ -152,6 +154,9 @@ class Angles:
     def only(self, rows: ChunkRows) -> Iterator[Any]:
         """Inside, the layer's angles are those of some rows; what it takes as rotary_pos_emb."""
         taken = [None if t is None else t(rows.whole) for t in self._tables]
+        if self._stacked:
+            yield torch.stack([t for t in taken if t is not None])
+            return
         if self._owner is None:
             yield tuple(taken) if len(taken) > 1 else taken[0]
             return
