@@ -19,6 +19,7 @@ FLAGS = {flag.name: flag for flag in flags.FLAGS}
 SIZES = "--hierarchical-context-parallel-sizes"
 INTEGERS: dict[str, int | None] = {
     "--context-parallel-size": None, "--cpu-offloading-num-layers": 0,
+    "--decoder-first-pipeline-num-layers": None, "--decoder-last-pipeline-num-layers": None,
     "--dsa-indexer-head-dim": None, "--dsa-indexer-n-heads": None, "--dsa-indexer-topk": None,
     "--expert-model-parallel-size": 1, "--expert-tensor-parallel-size": None,
     "--ffn-hidden-size": None, "--global-batch-size": None,

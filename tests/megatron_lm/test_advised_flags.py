@@ -12,13 +12,14 @@ pytest.importorskip(
 )
 import torch
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.training import arguments
 
 import megatron_burst.megatron as burst
 from megatron_burst.megatron.checks import command_line
 from megatron_burst.megatron.patching import core_version
 from megatron_burst.tools.advise.search import pasted
-from megatron_burst.tools.advise.settings import Settings
+from megatron_burst.tools.advise.settings import Settings, stage_layers
 from megatron_burst.tools.advise.shapes.models import NAMED
 
 if core_version() < (0, 19):
@@ -81,3 +82,15 @@ def test_megatron_takes_the_flags_of_every_named_model(parser, packed, capsys):
         for field, value in SAYS.get(name, {}).items():
             assert getattr(config, field) == value, (name, field)
         assert args.virtual_pipeline_model_parallel_size == (stages if stages > 1 else None), name
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_megatron_cuts_unequal_stages_as_advise_counts_them(parser):
+    model = NAMED["deepseek-v3"]
+    run = Settings(seq=2**17, pp=4, first_layers=15, last_layers=14, tp=2, cp=4, micro_batches=4)
+    words = shlex.split(" ".join(pasted.flags_of(model, run, False)))
+    args = parser.parse_args([*words, *OWN.split()])
+    args.rank, args.local_rank, args.world_size = 0, 0, 32
+    config = arguments.core_transformer_config_from_args(arguments.validate_args(args))
+    built = [get_num_layers_to_build(config, pp_rank=stage) for stage in range(4)]
+    assert built == stage_layers(model, run) == [15, 16, 16, 14]

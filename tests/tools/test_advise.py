@@ -12,13 +12,16 @@ from megatron_burst.autotune import select
 from megatron_burst.autotune.clusters import Cluster
 from megatron_burst.autotune.gpus import GPUS
 from megatron_burst.tools.advise.account.memory import account, fit
+from megatron_burst.tools.advise.account.steps import layers_of
 from megatron_burst.tools.advise.advice import DoesNotFit, advise
 from megatron_burst.tools.advise.forecast.step_time import step_time
+from megatron_burst.tools.advise.report import stages_said
 from megatron_burst.tools.advise.search.attention_choice import AttentionForecast
-from megatron_burst.tools.advise.search.search import Search, least_bytes, simplest_first
+from megatron_burst.tools.advise.search.pasted import group_flags
+from megatron_burst.tools.advise.search.search import Search, least_bytes, plainest, simplest_first
 from megatron_burst.tools.advise.search.search_space import TrainingGoal, groups_of
 from megatron_burst.tools.advise.search.what_if import faster_parts
-from megatron_burst.tools.advise.settings import Settings
+from megatron_burst.tools.advise.settings import Settings, check, stage_layers
 from megatron_burst.tools.advise.shapes.model import Model
 
 K = 1024
@@ -169,14 +172,66 @@ def test_a_longest_sequence_needs_what_a_given_one_does(more, words):
 
 
 def test_bounds_are_bounds():
-    where, want = cluster(), TrainingGoal(64 * K, 8)
-    for model in (TINY, MOE):
-        search = Search(model, where, want, AttentionForecast(model, where))
+    """Also where memory bars what is fastest."""
+    want, roomy, small = TrainingGoal(64 * K, 8), cluster(), cluster(memory=6.5)
+    for model, where in ((TINY, roomy), (MOE, roomy), (TINY, small)):
+        search, barred = Search(model, where, want, AttentionForecast(model, where)), 0
         for groups in groups_of(model, where, want):
-            best = search.best_of(groups)
-            assert best is not None
-            assert search.at_least(groups) <= best.seconds
-            assert least_bytes(model, best.run) <= best.account.peak.bytes
+            best = search.best_of(groups, thorough=where is small)
+            bound = search.at_least(groups)
+            barred += bound > search.attention.step_at_least(plainest(groups)).seconds
+            if best is not None:
+                assert bound <= best.seconds
+                assert least_bytes(model, best.run) <= best.account.peak.bytes
+            assert best is not None or where is small
+        assert bool(barred) == (where is small)
+
+
+def test_stages_of_unequal_layers_are_tried_where_layers_do_not_divide():
+    """20 layers on 8 stages: 1, 3 x 6, 1; with 32 micro-batches, or --pp."""
+    model, where = replace(TINY, layers=20), cluster(16)
+    uneven = {"first_layers": 1, "last_layers": 1}
+    for sequences, pinned, tried in ((64, {}, {1, 2, 4, 5, 8, 10}), (8, {}, {1, 2, 4, 5, 10}),
+                                     (8, {"pp": 8}, {8})):  # fmt: skip
+        found = list(groups_of(model, where, TrainingGoal(64 * K, sequences, pinned)))
+        assert {run.pp for run in found} <= tried
+        assert (8 in tried) == any(run.pp == 8 for run in found)
+        for run in found:
+            assert run.uneven == (run.pp == 8)
+            assert run.vpp == 1 or not run.uneven
+            if run.uneven:
+                assert {name: getattr(run, name) for name in uneven} == uneven
+                assert stage_layers(model, run) == [1, 3, 3, 3, 3, 3, 3, 1]
+    best = searched(model, where, TrainingGoal(64 * K, 64, {"pp": 8})).ranked[0]
+    stages = [len(layers_of(model, best.run, stage)) for stage in range(8)]
+    assert stages == [1, 3, 3, 3, 3, 3, 3, 1]
+    whole = account(model, best.run, every=False).peak.bytes
+    assert whole == best.account.peak.bytes
+    assert "--decoder-first-pipeline-num-layers 1" in group_flags(model, best.run)
+    assert stages_said(model, best.run) == "8 of 1, 6 x 3, 1"
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [({"pp": 4, "first_layers": 15, "last_layers": 14}, [15, 16, 16, 14]),
+     ({"pp": 2, "first_layers": 31}, [31, 30]), ({"pp": 2, "last_layers": 1}, [60, 1])],
+)  # fmt: skip
+def test_layers_of_unequal_stages(fields, layers):
+    model = replace(TINY, layers=61)
+    run = Settings(64 * K, **fields)
+    assert stage_layers(model, run) == layers
+    every = [each for stage in range(run.pp) for each in layers_of(model, run, stage)]
+    assert every == list(range(61))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"pp": 4}, {"pp": 4, "first_layers": 15}, {"pp": 1, "first_layers": 61},
+               {"pp": 2, "first_layers": 61}, {"pp": 2, "first_layers": 30, "last_layers": 30},
+               {"pp": 2, "vpp": 2, "first_layers": 31}],
+)  # fmt: skip
+def test_stages_that_do_not_come_out_even_are_refused(fields):
+    with pytest.raises(ValueError, match=r"do not divide the 61 layers of .*: take stages"):
+        check(replace(TINY, layers=61), Settings(64 * K, **fields))
 
 
 @pytest.mark.parametrize("pinned", [
@@ -230,7 +285,7 @@ def test_more_memory_that_is_told_of_is_enough():
 @pytest.mark.parametrize(("change", "words"), [
     ({"tp": 3}, "--tp 3 does not divide tiny's 8 heads"),
     ({"tp": 16}, "take 1, 2 or 4"),
-    ({"pp": 3}, "--pp 3 x --vpp 1 do not divide the 4 layers"),
+    ({"pp": 5}, "--pp 5 x --vpp 1 do not divide the 4 layers"),
     ({"cp": 16}, "--cp 16 are 16 ranks, which do not divide --gpus 8"),
     ({"seq": "1X"}, "--seq 1X: a whole number of tokens"),
     ({"tokens_per_step": "100K"}, "not a multiple of --seq 65,536: take"),

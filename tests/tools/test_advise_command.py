@@ -240,8 +240,9 @@ def test_json_is_all_there_is_on_standard_output(capsys):
     assert all("refused" in each or each["seconds"] > 0 for each in found["megatron"])
     assert found["megatron_fastest"]["fits"]
     (one,) = found["ranked"]
-    assert one["groups"] == {"tp": 4, "pp": 1, "vpp": 1, "ep": 1, "cp": 2, "dp": 1,
-                             "micro_batch": 1, "micro_batches": 8}  # fmt: skip
+    assert one["groups"] == {"tp": 4, "pp": 1, "first_layers": None, "last_layers": None,
+                             "vpp": 1, "ep": 1, "cp": 2, "dp": 1, "micro_batch": 1,
+                             "micro_batches": 8}  # fmt: skip
     assert sum(one["parts"].values()) == pytest.approx(one["seconds"], rel=1e-9)
     assert sum(one["memory"]["items"].values()) == one["memory"]["bytes"]
     each = one["tokens_per_second_per_gpu"] * one["seconds"] * 8

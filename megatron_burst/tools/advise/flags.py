@@ -21,6 +21,8 @@ FIELDS = {
     "tp": "tensor-parallel size, with sequence parallelism",
     "cp": "context-parallel size",
     "pp": "pipeline-parallel size",
+    "first_layers": "layers of the first pipeline stage, if not as many as of the others",
+    "last_layers": "layers of the last pipeline stage, if not as many as of the others",
     "vpp": "virtual pipeline stages per rank",
     "ep": "expert-parallel size",
     "dp": "data-parallel size",

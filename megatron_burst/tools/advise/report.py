@@ -19,8 +19,10 @@ from .advice import Advice, nodes_and_gpus
 from .search.model_flags import script_of
 from .search.pasted import DOCUMENTS, left_to_the_user, run_flags
 from .search.search import Configuration
+from .search.search_space import BUSY, UNEVEN
 from .search.what_if import options_said
-from .settings import Settings, selection_said
+from .settings import ENDS, Settings, selection_said, stage_layers
+from .shapes.model import Model
 
 # Those that a narrow terminal can do without, least needed first.
 LEAST = ("EP", "DP", "PP", "batches", "bottleneck", "MFU", "tokens/s/GPU", "GPU memory")
@@ -44,6 +46,12 @@ def show(found: Advice, command: Sequence[str] = ()) -> None:
                        f"searched {found.tried} of {found.ways} parallel configurations"
                        + (" (the others cannot be among the fastest)." if found.tried < found.ways
                           else ".")))  # fmt: skip
+    if "pp" not in found.want.pinned and not found.want.hybrid:
+        tried = [str(pp) for pp in UNEVEN if found.model.layers % pp]
+        but = (
+            f" but with PP {' and '.join(tried)} and {BUSY} micro-batches a stage" if tried else ""
+        )
+        console.print(Text(f"Not tried: pipeline stages of unequal numbers of layers{but}."))
     console.print(Text(f"step {step_said(found.best, found.cluster)}"))
     _show_time(console, found)
     _show_memory(console, found)
@@ -101,7 +109,7 @@ def ranking(found: Advice) -> Table:
     for index, one in enumerate(found.ranked):
         run, time = one.run, one.time
         table.add_row(
-            str(run.tp), f"{run.pp} x {run.vpp}" if run.vpp > 1 else str(run.pp), str(run.ep),
+            str(run.tp), stages_said(found.model, run), str(run.ep),
             grid_said(run), str(run.dp), batches_said(run),
             attention_said(run, bool(found.lengths)),
             options_said(run), duration(time.seconds), f"{time.tokens_per_gpu(run.gpus):,.0f}",
@@ -109,6 +117,15 @@ def ranking(found: Advice) -> Table:
             style="bold" if index == 0 else "",
         )  # fmt: skip
     return table
+
+
+def stages_said(model: Model, run: Settings) -> str:
+    """Pipeline stages and virtual ones, or layers of each: "4 of 15, 2 x 16, 14"."""
+    first, *middle, last = stage_layers(model, run) * (2 if run.pp == 1 else 1)
+    if len({first, *middle, last}) > 1:
+        between = f"{len(middle)} x {middle[0]}, " if middle else ""
+        return f"{run.pp} of {first}, {between}{last}"
+    return f"{run.pp} x {run.vpp}" if run.vpp > 1 else str(run.pp)
 
 
 def fitting(table: Table, console: Console) -> tuple[Table, list[str]]:
@@ -293,7 +310,8 @@ def _flags(found: Advice, command: Sequence[str]) -> list[str]:
 def one_of(each: Configuration, cluster: Cluster) -> dict[str, Any]:
     """One configuration as plain data."""
     run, time, peak = each.run, each.time, each.account.peak
-    names = ("tp", "pp", "vpp", "ep", "cp", "dp", "micro_batch", "micro_batches")
+    names = ("tp", "pp", *ENDS, "vpp", "ep", "cp", "dp", "micro_batch",
+             "micro_batches")  # fmt: skip
     return {
         "groups": {name: getattr(run, name) for name in names},
         "attention": {name: getattr(run, name) for name in (

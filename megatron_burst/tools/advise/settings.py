@@ -24,6 +24,7 @@ Route = Literal["auto", "ring", "direct"]
 # Megatron's exchange of heads.
 Linear = Literal["auto", "all_gather", "scan", "two_level", "ring", "megatron"]
 BYTES = {"fp32": 4, "bf16": 2}
+ENDS = ("first_layers", "last_layers")
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Settings:
 
     seq: tokens of a sequence, over all context-parallel ranks. tp, cp, pp, ep: tensor-, context-,
     pipeline- and expert-parallel ranks; vpp: virtual stages of each pipeline stage; dp:
-    data-parallel ranks besides context parallelism.
+    data-parallel ranks besides context parallelism. first_layers, last_layers: of the first and the
+    last pipeline stage, where they have fewer or more layers than the others; None: as many.
     micro_batch: sequences at a time; micro_batches: of a step. recompute: "full" recomputes
     every layer in backward from its input. store: fraction of attention results that this keeps.
     offload: fraction of inputs and store that waits on the host.
@@ -59,6 +61,8 @@ class Settings:
     vpp: int = 1
     ep: int = 1
     dp: int = 1
+    first_layers: int | None = None
+    last_layers: int | None = None
     micro_batch: int = 1
     micro_batches: int = 1
     recompute: Recompute = "full"
@@ -98,6 +102,11 @@ class Settings:
     def rows(self) -> int:
         """Rows of a context-parallel rank, of all sequences of a micro-batch."""
         return self.seq // self.cp * self.micro_batch
+
+    @property
+    def uneven(self) -> bool:
+        """Whether the first or the last stage has its own number of layers."""
+        return self.first_layers is not None or self.last_layers is not None
 
     @property
     def chunked(self) -> bool:
@@ -145,13 +154,7 @@ def check(model: Model, run: Settings) -> None:
             f"--sequence-chunks {run.sequence_chunks} is for attention over context-parallel "
             "ranks: it needs --cp above 1"
         )
-    if model.layers % (run.pp * run.vpp):
-        good = [n for n in range(1, model.layers + 1) if model.layers % n == 0]
-        raise ValueError(
-            f"--pp {run.pp} x --vpp {run.vpp} do not divide the {model.layers} layers of "
-            f"{model.name}: take stages that are together one of {', '.join(map(str, good))} "
-            "(stages with unequal numbers of layers are not counted)"
-        )
+    stage_layers(model, run)
     if run.vpp > 1 and run.pp == 1:
         raise ValueError(f"--vpp {run.vpp} needs --pp above 1")
     check_experts(model, run.ep)
@@ -164,6 +167,37 @@ def check(model: Model, run: Settings) -> None:
             "--store, --offload, --sequence-chunks and --mlp-tiles are counted with recomputed "
             "layers only: add --recompute full"
         )
+
+
+def stage_layers(model: Model, run: Settings) -> list[int]:
+    """How many layers each pipeline stage has. ValueError where they do not come out even."""
+    ends = [n for n in (run.first_layers, run.last_layers) if n is not None]
+    if not ends and model.layers % (run.pp * run.vpp) == 0:
+        return [model.layers // run.pp] * run.pp
+    left, middle = model.layers - sum(ends), run.pp - len(ends)
+    if ends and run.vpp == 1 < run.pp:
+        each, rest = divmod(left, middle) if middle else (0, left)
+        if rest == 0 and (each > 0 or not middle):
+            first, last = (n or each for n in (run.first_layers, run.last_layers))
+            return [first, *[each] * (run.pp - 2), last]
+    named = [(name, getattr(run, name)) for name in ENDS]
+    said = "".join(f", {flag_of(name)} {n}" for name, n in named if n is not None)
+    good = divisors(model.layers)
+    fix = f"take stages that are together one of {', '.join(map(str, good))}"
+    if run.vpp == 1 and (uneven := uneven_ends(model.layers, run.pp)) is not None:
+        fix += f", or --first-layers {uneven[0]} --last-layers {uneven[1]}"
+    raise ValueError(
+        f"--pp {run.pp} x --vpp {run.vpp}{said} do not divide the {model.layers} layers of "
+        f"{model.name}: {fix}"
+    )
+
+
+def uneven_ends(layers: int, stages: int) -> tuple[int, int] | None:
+    """Layers of the first and the last of so many stages, which have fewer than the others, as the
+    embedding and the loss are on them. None where there are too few layers."""
+    most = -(-layers // stages)
+    both = layers - most * (stages - 2)
+    return (both - both // 2, both // 2) if stages > 1 and both > 1 else None
 
 
 def _one_of(numbers: Sequence[int]) -> str:

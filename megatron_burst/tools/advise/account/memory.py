@@ -71,8 +71,14 @@ def account(model: Model, run: Settings, every: bool = True, core_of: CoreOf = c
     like others; a search can do with the peak of each phase. core_of: what core attention holds.
     ValueError for what cannot be."""
     check(model, run)
-    found = (_of_stage(model, run, stage, every, core_of) for stage in sorted({0, run.pp - 1}))
+    found = (_of_stage(model, run, stage, every, core_of) for stage in fullest_stages(run))
     return max(found, key=lambda one: one.peak.bytes)
+
+
+def fullest_stages(run: Settings) -> list[int]:
+    """The stages one of which takes most: the first, with most micro-batches in flight, and the
+    last, with the LM head; of those between, which may have more layers, the earliest."""
+    return sorted({0, run.pp - 1, *([1] if run.uneven and run.pp > 2 else [])})
 
 
 def fit(found: Account, cluster: Cluster) -> MemoryLeft:

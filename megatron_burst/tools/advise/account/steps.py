@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from ..settings import BYTES, Settings
+from ..settings import BYTES, Settings, stage_layers
 from ..shapes.layer_kinds import FULL, MIXER, WINDOW, LayerPart
 from ..shapes.models import Model
 from .operators import (
@@ -350,6 +350,9 @@ class TrainingStep:
 
 def layers_of(model: Model, run: Settings, stage: int) -> list[int]:
     """The layers of a stage: of each of its virtual stages, equally many in a row."""
+    if run.uneven:
+        sizes = stage_layers(model, run)
+        return list(range(sum(sizes[:stage]), sum(sizes[: stage + 1])))
     each = model.layers // (run.pp * run.vpp)
     starts = [(chunk * run.pp + stage) * each for chunk in range(run.vpp)]
     return [layer for start in starts for layer in range(start, start + each)]

@@ -78,6 +78,9 @@ def group_flags(model: Model, run: Settings) -> Iterator[str]:
     sequence = " --sequence-parallel" if run.tp > 1 else ""
     yield f"--tensor-model-parallel-size {run.tp}{sequence}"
     yield f"--pipeline-model-parallel-size {run.pp}"
+    for end, layers in (("first", run.first_layers), ("last", run.last_layers)):
+        if layers is not None:
+            yield f"--decoder-{end}-pipeline-num-layers {layers}"
     if run.vpp > 1 and not is_hybrid(model):
         yield f"--num-virtual-stages-per-pipeline-rank {run.vpp}"
     yield f"--context-parallel-size {run.cp}"
@@ -218,6 +221,8 @@ def recipe_of(model: Model, run: Settings) -> str:
         "sequence_parallel": run.tp > 1,
         "pipeline_model_parallel_size": run.pp,
         "virtual_pipeline_model_parallel_size": run.vpp if run.vpp > 1 else None,
+        "num_layers_in_first_pipeline_stage": run.first_layers,
+        "num_layers_in_last_pipeline_stage": run.last_layers,
         "context_parallel_size": run.cp,
         "expert_model_parallel_size": run.ep,
         **(

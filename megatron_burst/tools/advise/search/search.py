@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 from ....autotune.candidates import ROUNDING
 from ....autotune.clusters import Cluster
 from ....autotune.select import TIE
-from ..account.memory import Account, MemoryLeft, account, fit, states_of
+from ..account.memory import Account, MemoryLeft, account, fit, fullest_stages, states_of
 from ..account.rings import core_of, ring_rooms
+from ..account.steps import layers_of
 from ..forecast.step_time import StepTime
 from ..settings import Settings
 from ..shapes.models import Model
@@ -53,7 +54,6 @@ class Configuration:
 
 def least_bytes(model: Model, run: Settings) -> float:
     """Bytes of a GPU below which no account of a run is: states, and what layers leave."""
-    states = max(sum(states_of(model, run, stage)[0].values()) for stage in {0, run.pp - 1})
     plain = model.attentions == model.mlps == model.layers
     rows, hidden = run.rows, run.rows / run.tp * model.hidden
     out = rows * (model.heads // run.tp) * model.value_dim
@@ -66,7 +66,10 @@ def least_bytes(model: Model, run: Settings) -> float:
         ffn = min(ffn, model.dense_ffn) if model.moe_layers not in (0, model.layers) else ffn
         left = 2 * hidden + rows * (model.heads // run.tp) * model.head_dim + out
         left += rows * ffn / run.tp
-    return states + 2 * left * (model.layers // run.pp)
+    return max(
+        sum(states_of(model, run, stage)[0].values()) + 2 * left * len(layers_of(model, run, stage))
+        for stage in fullest_stages(run)
+    )
 
 
 def simplicity(run: Settings) -> tuple[float, ...]:
@@ -214,8 +217,21 @@ class Search:
         return self.prune and len(found) >= top and way.bound > found[top - 1].seconds
 
     def at_least(self, groups: Settings) -> float:
-        """A bound of the time of all runs with these groups."""
-        return self.attention.step_at_least(plainest(groups)).seconds
+        """A bound of the time of all runs with these groups that memory may hold: without what it
+        certainly cannot, all layers are recomputed or the optimizer is on the host."""
+        tried = []
+        for moved in (0.0, 1.0):
+            kept = replace(plainest(groups), optimizer_offload=moved)
+            full = replace(kept, recompute="full", offload=1.0)
+            if least_bytes(self.model, kept) <= self.cluster.room:
+                tried.append(kept)
+                break
+            if least_bytes(self.model, full) <= self.cluster.room:
+                stored = 0.0 if groups.cp == 1 or self.want.selects else 1.0
+                tried.append(replace(full, offload=0.0, store=stored))
+        # Where nothing may fit, what lacks least is still told.
+        tried = tried or [plainest(groups)]
+        return min(self.attention.step_at_least(run).seconds for run in tried)
 
     def best_of(self, groups: Settings, thorough: bool = False) -> Configuration | None:
         """The fastest run with these groups that fits, the simplest of a tie; None if none does.

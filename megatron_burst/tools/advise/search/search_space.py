@@ -18,10 +18,13 @@ from typing import Any
 from ....autotune.clusters import Cluster
 from ....options import algorithms
 from ....schedule.topology import alternatives, divisors
-from ..settings import Settings, check_carried, check_experts, check_fields
+from ..settings import ENDS, Settings, check_carried, check_experts, check_fields, uneven_ends
 from ..shapes.model import Model
 
 STAGES = 16  # of a pipeline at most
+# Stages of unequal numbers of layers that are tried, and micro-batches for each below which they
+# are not, as a fifth of a step would be bubble. Each makes a search longer.
+UNEVEN, BUSY = (8, 16), 4
 VIRTUAL = (1, 2, 4)  # chunks of layers on each rank of a pipeline
 FEW_ROWS = 4096  # a rank with fewer rows may take several sequences at a time
 SEQUENCES = (1, 2, 4, 8)  # of a micro-batch
@@ -31,7 +34,7 @@ FRACTIONS = tuple(tenth / 10 for tenth in range(11))  # of store and offload, wh
 TILES = (1, 8)  # of the MLP half, beside a whole attention half
 CHUNKED = ((8, 32), (32, 64))  # sequence chunks, MLP tiles: where nothing else fits
 # What `Settings` says of groups; the rest are options.
-GROUPS = ("tp", "pp", "vpp", "ep", "cp", "dp", "micro_batch")
+GROUPS = ("tp", "pp", *ENDS, "vpp", "ep", "cp", "dp", "micro_batch")
 # What a user may fix.
 SEARCHED = (
     *GROUPS, "recompute", "store", "offload", "sequence_chunks", "mlp_tiles", "optimizer_offload",
@@ -62,7 +65,7 @@ class TrainingGoal:
 def groups_of(model: Model, cluster: Cluster, want: TrainingGoal) -> Iterator[Settings]:
     """Every way to share the GPUs out, without options."""
     options = {k: v for k, v in want.pinned.items() if k not in (*GROUPS, "micro_batches")}
-    stages = [pp for pp in divisors(model.layers) if pp <= min(STAGES, cluster.gpus)]
+    stages = stages_to_try(model, cluster, want)
     sizes = want.values("tp", tensor_sizes(model, cluster)), want.values("pp", stages)
     for tp, pp in product(*sizes):
         left = cluster.gpus // (tp * pp)
@@ -78,8 +81,26 @@ def groups_of(model: Model, cluster: Cluster, want: TrainingGoal) -> Iterator[Se
                 continue
             base = replace(Settings(want.seq), **options)
             intra = cluster.cp_per_node(tp, cp)
-            base = replace(base, tp=tp, pp=pp, cp=cp, dp=dp, intra=intra)
+            base = replace(base, tp=tp, pp=pp, cp=cp, dp=dp, intra=intra, **_ends(model, want, pp))
             yield from _micro_batches(model, want, base)
+
+
+def stages_to_try(model: Model, cluster: Cluster, want: TrainingGoal) -> list[int]:
+    """Sizes of a pipeline: those that divide the layers, and UNEVEN with fewer layers on the first
+    and the last stage. A hybrid model's pattern is cut into equal parts only."""
+    uneven = [pp for pp in UNEVEN if not want.hybrid and uneven_ends(model.layers, pp) is not None]
+    most = min(STAGES, cluster.gpus)
+    return sorted({pp for pp in (*divisors(model.layers), *uneven) if pp <= most})
+
+
+def _ends(model: Model, want: TrainingGoal, pp: int) -> dict[str, int]:
+    """Layers of the first and the last stage: those that are fixed, else what layers need that do
+    not divide."""
+    fixed = {name: want.pinned[name] for name in ENDS if name in want.pinned}
+    if fixed or model.layers % pp == 0 or want.hybrid:
+        return fixed
+    ends = uneven_ends(model.layers, pp)
+    return {} if ends is None else dict(zip(ENDS, ends, strict=True))
 
 
 def tensor_sizes(model: Model, cluster: Cluster) -> list[int]:
@@ -108,11 +129,13 @@ def _micro_batches(model: Model, want: TrainingGoal, base: Settings) -> Iterator
     few = want.seq // base.cp < FEW_ROWS
     for size in want.values("micro_batch", SEQUENCES if few else SEQUENCES[:1]):
         count, rest = divmod(want.sequences, base.dp * size)
-        if rest or not count:
+        few_batches = base.uneven and "pp" not in want.pinned and count < BUSY * base.pp
+        if rest or not count or few_batches:
             continue
         for vpp in want.values("vpp", VIRTUAL if base.pp > 1 else (1,)):
             # Megatron interleaves micro-batches in rounds of as many as there are stages.
-            if model.layers % (base.pp * vpp) or (vpp > 1 and count % base.pp):
+            even = vpp == 1 if base.uneven else model.layers % (base.pp * vpp) == 0
+            if not even or (vpp > 1 and count % base.pp):
                 continue
             for ep in _experts(model, want, base):
                 yield replace(base, micro_batch=size, micro_batches=count, vpp=vpp, ep=ep)
@@ -221,10 +244,11 @@ def _reasons(model: Model, cluster: Cluster, want: TrainingGoal) -> Iterator[str
             f"{model.kv_heads} key/value heads and widths and the {cluster.ranks_per_node} GPUs of "
             f"a node: take {alternatives(sizes)}"
         )
-    if model.layers % (pinned.get("pp", 1) * pinned.get("vpp", 1)):
+    pp, vpp = pinned.get("pp", 1), pinned.get("vpp", 1)
+    if model.layers % (pp * vpp) and (vpp > 1 or not _ends(model, want, pp)):
         good = [n for n in divisors(model.layers) if n <= min(STAGES, cluster.gpus)]
         yield (
-            f"--pp {pinned.get('pp', 1)} x --vpp {pinned.get('vpp', 1)} do not divide the "
+            f"--pp {pp} x --vpp {vpp} do not divide the "
             f"{model.layers} layers of {model.name}: take --pp {alternatives(good)}"
         )
     if want.carries and pinned.get("linear") == "megatron" and "cp" in pinned:
