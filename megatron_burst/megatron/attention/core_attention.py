@@ -152,7 +152,7 @@ class BurstCoreAttention(MegatronModule):
             )
 
     def whole_config(self, config: Any) -> Any:
-        """The configuration of all layers, where a layer's own says less."""
+        """The configuration of all layers, where a layer's own, `config`, says less."""
         return config
 
     def _add_sink(self, heads: int) -> None:
