@@ -102,7 +102,10 @@ class Candidate:
 
     @property
     def bottleneck(self) -> str:
-        """What is busy for the longest time: "compute", "intra" or "inter"."""
+        """What is busy for the longest time: "compute", "intra" or "inter"; "host" where a pass
+        waits for its launches."""
+        if any(each.host > each.seconds for each in (self.forward, self.backward)):
+            return "host"
         both = (self.forward + self.backward)._asdict()
         return max(("compute", "intra", "inter"), key=lambda name: both[name])
 
@@ -451,17 +454,17 @@ def sharing(
 def adding(sizes: Sizes, rate: float) -> tuple[Adding, Adding]:
     """What dense attention moves in memory besides computing, forward and backward, at so many
     bytes per second: a call reads its results in the dtype of q, and reads and writes the sums to
-    which it adds them. Keys of several chunks are copied behind each other and then into their
-    order, and gradients of such keys are made, brought back in order and added."""
+    which it adds them. Keys of several chunks are copied to their places, and gradients of such
+    keys are zeroed, read again and written for each chunk (`execution.joined`)."""
     of_sums, batch = 2 * sizes.stat_itemsize + sizes.itemsize, sizes.batch / rate
     of_keys = batch * sizes.kv_heads * (sizes.width + sizes.value_width)
-    copied, heads = 4 * sizes.itemsize * of_keys, batch * sizes.heads
+    copied, heads = 2 * sizes.itemsize * of_keys, batch * sizes.heads
     return (
         Adding(queries=heads * sizes.value_width * of_sums, joined=copied),
         Adding(
             queries=heads * sizes.width * of_sums,
             keys=of_keys * of_sums,
-            joined=copied + 6 * sizes.stat_itemsize * of_keys,
+            joined=copied + 3 * sizes.stat_itemsize * of_keys,
         ),
     )
 

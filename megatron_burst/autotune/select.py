@@ -37,7 +37,10 @@ OPEN = Fixed()
 # Predictions closer than this are a tie: then the simplest is taken, with the fewest bytes.
 TIE = 0.015
 PLACES = 64  # more than candidates of one algorithm on a grid
-BUSY = {"compute": "compute", "intra": "the link within nodes", "inter": "the link between nodes"}
+BUSY = {
+    "compute": "compute", "intra": "the link within nodes", "inter": "the link between nodes",
+    "host": "launching",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

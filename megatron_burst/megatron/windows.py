@@ -20,7 +20,7 @@ from ..layout.balanced import CAUSAL, Window
 _OWN_WORDS: dict[str, Callable[[Any, int], bool]] = {
     "interleaved_attn_pattern": lambda pattern, number: number % sum(pattern) != 0,
     # Of further heads the pattern has fewer layers than the model.
-    "hybrid_attention_pattern": lambda pattern, number: pattern[number - 1 : number] == [1],
+    "hybrid_attention_pattern": lambda pattern, number: list(pattern[number - 1 : number]) == [1],
 }
 
 
@@ -29,7 +29,16 @@ def in_own_words(config: Any) -> str | None:
     where Megatron's words count."""
     if not isinstance(getattr(config, "window_size", None), int):
         return None
-    return next((name for name in _OWN_WORDS if getattr(config, name, None)), None)
+    return next((name for name in _OWN_WORDS if _is_known(name, getattr(config, name, None))), None)
+
+
+def _is_known(name: str, pattern: Any) -> bool:
+    """Whether a pattern is of the kind whose meaning was read: layers without a window come one at
+    a time, or each layer has a number."""
+    whole = isinstance(pattern, (tuple, list)) and all(isinstance(each, int) for each in pattern)
+    if not whole or not pattern:
+        return False
+    return name != "interleaved_attn_pattern" or (len(pattern) == 2 and pattern[1] == 1)
 
 
 def layer_window(config: Any, layer_number: int) -> Window | None:

@@ -61,7 +61,7 @@ def test_auto_takes_the_rates_of_the_file(ranks, tmp_path):
     cluster = written(path)
     for choices, startup, asked in ranks(4).run(planned, path):
         ((rates, taken),) = choices
-        assert rates == replace(RATES, room=float(cluster.room))
+        assert rates == replace(RATES, room=float(cluster.room), host=cluster.host_time)
         assert startup.endswith(f"; rates of {path}")
         assert asked == [path]
     model = Model("small", 1, 128, 8, 4, 256, 512, head_dim=16)
@@ -74,7 +74,7 @@ def test_auto_takes_the_rates_of_the_file(ranks, tmp_path):
 def test_ranks_that_share_a_nic_are_told_so(tmp_path):
     """One NIC for the two GPUs of a node: both are context-parallel, or one is tensor-parallel."""
     shared = written(tmp_path / "one.toml", nics=1)
-    alone = replace(RATES, room=float(shared.room))
+    alone = replace(RATES, room=float(shared.room), host=shared.host_time)
     assert written(tmp_path / "two.toml").run_rates(2) == alone
     assert shared.run_rates(2) == replace(alone, shared=Nodes(2, 1, 1))
     assert shared.run_rates(1) == replace(alone, shared=Nodes(2, 1, 2))

@@ -29,7 +29,7 @@ import megatron_burst.megatron as burst
 from megatron_burst.kernels.flash_packages import PACKAGES
 from megatron_burst.megatron import patching
 from megatron_burst.megatron.patching import require_parameters
-from megatron_burst.megatron.windows import layer_window
+from megatron_burst.megatron.windows import in_own_words, layer_window
 
 PATCHED = [
     (Attention, "__init__"),
@@ -202,6 +202,14 @@ def test_which_layers_have_a_window():
     assert [layer_window(windowed, n) for n in (1, 2, 3)] == [(12, 0), None, (12, 0)]
     assert layer_window(config(window_size=(-1, 0)), 1) == (None, 0)
     assert layer_window(config(), 1) is None
+    # In the words of Megatron-Bridge's providers.
+    gemma = types.SimpleNamespace(window_size=9, interleaved_attn_pattern=(2, 1))
+    assert [layer_window(gemma, n) for n in (1, 2, 3, 4)] == [(8, 0), (8, 0), None, (8, 0)]
+    mimo = types.SimpleNamespace(window_size=9, hybrid_attention_pattern=[0, 1])
+    assert [layer_window(mimo, n) for n in (1, 2, 3)] == [None, (8, 0), None]
+    for pattern in (["sliding_attention", "full_attention"], (4, 2), ()):  # whose meaning differs
+        gemma.interleaved_attn_pattern = pattern
+        assert in_own_words(gemma) is None
 
 
 def test_mixed_hidden_states_need_the_layout_of_megatron():

@@ -11,6 +11,7 @@ import torch
 
 import megatron_burst as mb
 from megatron_burst.autotune.clusters import Cluster
+from megatron_burst.autotune.host_time import HostTime
 from megatron_burst.tools.advise.advice import advise
 from megatron_burst.tools.advise.forecast.attention_time import attention_time
 from megatron_burst.tools.advise.search.attention_choice import AttentionForecast
@@ -19,11 +20,12 @@ from megatron_burst.tools.advise.settings import Settings
 from megatron_burst.tools.advise.shapes.models import Model
 
 ROWS = 32  # of a rank: few, so that tensors are small; rates are as slow accordingly
+HOST = HostTime()  # what `Cluster` has where nobody measured
 LINKS = {
-    "slow links": mb.Rates(2e8, 2e7, 1e-5, 1e10, 1e-5),
-    "slow device": mb.Rates(2e8, 1e8, 1e-6, 1e8, 1e-6),
-    "late messages": mb.Rates(1e10, 1e10, 1e-3, 1e11, 1e-5, posting=1e-4),
-    "one node is fast": mb.Rates(1e10, 1e7, 1e-5, 1e10, 1e-5, half_rows=8, slowdown=0.1),
+    "slow links": mb.Rates(2e8, 2e7, 1e-5, 1e10, 1e-5, host=HOST),
+    "slow device": mb.Rates(2e8, 1e8, 1e-6, 1e8, 1e-6, host=HOST),
+    "late messages": mb.Rates(1e10, 1e10, 1e-3, 1e11, 1e-5, posting=1e-4, host=HOST),
+    "one node is fast": mb.Rates(1e10, 1e7, 1e-5, 1e10, 1e-5, half_rows=8, slowdown=0.1, host=HOST),
 }
 
 

@@ -19,7 +19,7 @@ from megatron_burst.tools.advise.report import stages_said
 from megatron_burst.tools.advise.search.attention_choice import AttentionForecast
 from megatron_burst.tools.advise.search.pasted import group_flags
 from megatron_burst.tools.advise.search.search import Search, least_bytes, plainest, simplest_first
-from megatron_burst.tools.advise.search.search_space import TrainingGoal, groups_of
+from megatron_burst.tools.advise.search.search_space import TrainingGoal, check_wanted, groups_of
 from megatron_burst.tools.advise.search.what_if import faster_parts
 from megatron_burst.tools.advise.settings import Settings, check, stage_layers
 from megatron_burst.tools.advise.shapes.model import Model
@@ -185,6 +185,39 @@ def test_bounds_are_bounds():
                 assert least_bytes(model, best.run) <= best.account.peak.bytes
             assert best is not None or where is small
         assert bool(barred) == (where is small)
+
+
+def test_a_fixed_fraction_of_the_optimizer_has_its_own_bound():
+    """Where memory bars the whole optimizer on the GPU, and not half of it."""
+    want, bound_by_memory = TrainingGoal(K, 8, {"optimizer_offload": 0.5}), 0
+    for memory in (6.2, 6.6, 7.0, 8.0):
+        where = cluster(1, memory=memory, per_node=1)
+        search = Search(TINY, where, want, AttentionForecast(TINY, where))
+        for groups in groups_of(TINY, where, want):
+            best = search.best_of(groups, thorough=True)
+            if best is not None:
+                assert search.at_least(groups) <= best.seconds
+                whole = replace(plainest(groups), optimizer_offload=0.0)
+                bound_by_memory += least_bytes(TINY, whole) > where.room
+    assert bound_by_memory
+
+
+@pytest.mark.parametrize(("pinned", "words"), [
+    ({"first_layers": 3, "pp": 1}, "^--first-layers 3: only pipelines of several stages"),
+    ({"first_layers": 3, "pp": 2, "vpp": 2}, "^--first-layers 3: only pipelines .*--vpp 1"),
+    ({"first_layers": 3, "last_layers": 4}, "none of the numbers of stages .* give --pp"),
+    ({"first_layers": 3, "pp": 3}, "^--pp 3 x --vpp 1, --first-layers 3 do not divide"),
+])  # fmt: skip
+def test_ends_that_no_stages_have_are_told(pinned, words):
+    """Of 20 layers ends of 3 and 4 leave 13, for 1 or 13 stages."""
+    with pytest.raises(ValueError, match=words):
+        check_wanted(replace(TINY, layers=20), cluster(36), TrainingGoal(64 * K, 36, pinned))
+
+
+def test_ends_are_of_those_stages_that_have_them():
+    model, where = replace(TINY, layers=20), cluster(20)
+    found = list(groups_of(model, where, TrainingGoal(64 * K, 64, {"first_layers": 4})))
+    assert {run.pp for run in found} == {2, 5}
 
 
 def test_stages_of_unequal_layers_are_tried_where_layers_do_not_divide():

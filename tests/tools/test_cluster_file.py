@@ -37,11 +37,13 @@ def rates():
 @st.composite
 def measured(draw):
     per_node = draw(st.integers(1, 72))
+    gpu = draw(gpus() | st.sampled_from(list(clusters.GPUS.values())))
     return clusters.Cluster(
-        draw(gpus() | st.sampled_from(list(clusters.GPUS.values()))),
+        gpu,
         per_node * draw(st.integers(1, 512)), per_node, draw(st.integers(0, 16)), draw(FROM_0),
         draw(st.none() | rates()), draw(WORDS), draw(st.integers(0, 2**50)),
-        draw(st.integers(0, 2**40)), draw(FROM_0), draw(FROM_0), draw(ABOVE), draw(FRACTION),
+        draw(st.integers(0, min(2**40, gpu.memory - 1))), draw(FROM_0), draw(FROM_0), draw(ABOVE),
+        draw(FRACTION),
         HostTime(*(draw(FROM_0) for _ in range(4))),
     )  # fmt: skip
 

@@ -80,7 +80,7 @@ def refuse_other_cuts(patches: patching.PatchSet, layout: str) -> None:
     def cut(cu_seqlens: Any, tokens: int, size: int, rank: int) -> Any:
         if size == 1:
             return original(cu_seqlens, tokens, size, rank)
-        raise ValueError(
+        raise patching.user_error(
             f"--burst-layout {layout}: {name} of Transformer Engine would cut the {tokens} tokens "
             "of this pack in zigzag order, and attention expects others: take --burst-layout "
             "zigzag, or cut whole packs by megatron_burst.megatron.shard_sequence"

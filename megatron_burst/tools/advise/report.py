@@ -19,7 +19,7 @@ from .advice import Advice, nodes_and_gpus
 from .search.model_flags import script_of
 from .search.pasted import DOCUMENTS, left_to_the_user, run_flags
 from .search.search import Configuration
-from .search.search_space import BUSY, UNEVEN
+from .search.search_space import BUSY, stages_to_try
 from .search.what_if import options_said
 from .settings import ENDS, Settings, selection_said, stage_layers
 from .shapes.model import Model
@@ -47,7 +47,8 @@ def show(found: Advice, command: Sequence[str] = ()) -> None:
                        + (" (the others cannot be among the fastest)." if found.tried < found.ways
                           else ".")))  # fmt: skip
     if "pp" not in found.want.pinned and not found.want.hybrid:
-        tried = [str(pp) for pp in UNEVEN if found.model.layers % pp]
+        sizes = stages_to_try(found.model, found.cluster, found.want)
+        tried = [str(pp) for pp in sizes if found.model.layers % pp]
         but = (
             f" but with PP {' and '.join(tried)} and {BUSY} micro-batches a stage" if tried else ""
         )

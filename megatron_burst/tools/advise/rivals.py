@@ -42,7 +42,7 @@ from ...schedule import rings
 from ...schedule.demand import everything
 from ...schedule.tables import Grid
 from ...schedule.topology import Topology, divisors
-from .account.memory import account
+from .account.memory import account, fullest_stages
 from .account.operators import B, Core, F, LayerSizes
 from .account.steps import layers_of
 from .forecast.attention_time import (
@@ -335,7 +335,10 @@ def _sparse(cluster: Cluster, run: Settings, model: Model) -> AttentionTime:
     within = "intra" if run.cp == cluster.cp_per_node(run.tp, run.cp) else "inter"
     busy = {"compute": scoring + there + back, "intra": 0.0, "inter": 0.0}
     busy[within] = keys + 2 * latents
-    return AttentionTime(forward, backward, (0.0, 0.0), busy)
+    host = (0.0, 0.0)
+    if rates.host:  # index keys and latents are gathered; selecting and attending are calls
+        host = rates.host.of_pass(2, 2), rates.host.of_pass(1, 2, backward=True)
+    return AttentionTime(forward, backward, (0.0, 0.0), busy, host)
 
 
 def whole_bytes(x: LayerSizes, run: Settings) -> int:
@@ -353,11 +356,14 @@ def peak_bytes(kind: Kind, model: Model, run: Settings, recompute: str) -> int:
     if recompute != "selective":
         return found.peak.bytes
     x = LayerSizes.of(model, run)
-    layers = [model.parts[each].attention for each in layers_of(model, run, 0)]
-    in_flight = min(run.pp, run.micro_batches)
-    kept = sum(layer in (FULL, WINDOW) for layer in layers) * run.rows * (x.query + x.kv) * B
-    kept += len(layers) * run.rows / run.tp * model.hidden * B
-    return found.peak.bytes + round(in_flight * kept)
+    kept = 0.0
+    for stage in fullest_stages(run):
+        layers = [model.parts[each].attention for each in layers_of(model, run, stage)]
+        attending = sum(layer in (FULL, WINDOW) for layer in layers)
+        each = attending * run.rows * (x.query + x.kv) * B
+        each += len(layers) * run.rows / run.tp * model.hidden * B
+        kept = max(kept, each * min(run.pp - stage, run.micro_batches))
+    return found.peak.bytes + round(kept)
 
 
 def core(kind: Kind, x: LayerSizes, run: Settings) -> Core:

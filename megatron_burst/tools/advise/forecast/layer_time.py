@@ -51,7 +51,7 @@ class SecondsByPart(dict[str, float]):
     @property
     def largest(self) -> str:
         """The part that takes most; "" where there is none. Waiting for launches, where it is more
-        than a little: nothing else shortens a layer that waits."""
+        than a little: nothing else shortens layers that wait."""
         if self[LAUNCHES] > LITTLE * self.total:
             return LAUNCHES
         return max(self, key=self.__getitem__, default="")
@@ -215,7 +215,7 @@ def linear_seconds(
 ATTENTION, PRODUCTS, MEMORY = "attention", "linear layers", "norms, rope and activations"
 LINEAR, STATES = "linear attention", "states between ranks"
 TENSOR, EXPERTS, HOST = "tensor parallel", "expert exchange", "host link"
-LAUNCHES, LITTLE = "waiting for launches", 0.01  # a fraction of the time
+LAUNCHES, LITTLE = "waiting for launches", 0.05  # a fraction of the time
 TimesAttention = Callable[..., AttentionTime]  # called as `attention_time`
 
 

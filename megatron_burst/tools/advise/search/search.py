@@ -220,7 +220,7 @@ class Search:
         """A bound of the time of all runs with these groups that memory may hold: without what it
         certainly cannot, all layers are recomputed or the optimizer is on the host."""
         tried = []
-        for moved in (0.0, 1.0):
+        for moved in sorted(self.want.values("optimizer_offload", (0.0, 1.0))):
             kept = replace(plainest(groups), optimizer_offload=moved)
             full = replace(kept, recompute="full", offload=1.0)
             if least_bytes(self.model, kept) <= self.cluster.room:

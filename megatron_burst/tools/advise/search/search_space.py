@@ -2,9 +2,9 @@
 """The runs that a search tries: sizes of groups, then what each of them recomputes and moves.
 
 Decides what is tried, not what is good, and what is refused before: what no way to share the GPUs
-out could have. Groups: tensor-parallel ranks within a node, stages that divide the layers,
-context-parallel ranks that divide the rows, the rest data-parallel. Options: recompute, store,
-offload, row chunks and tiles, from short lists.
+out could have. Groups: tensor-parallel ranks within a node, stages that divide the layers or have
+fewer on the first and the last, context-parallel ranks that divide the rows, the rest
+data-parallel. Options: recompute, store, offload, row chunks and tiles, from short lists.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ from typing import Any
 from ....autotune.clusters import Cluster
 from ....options import algorithms
 from ....schedule.topology import alternatives, divisors
-from ..settings import ENDS, Settings, check_carried, check_experts, check_fields, uneven_ends
+from ..settings import (
+    ENDS,
+    Settings,
+    check_carried,
+    check_experts,
+    check_fields,
+    flag_of,
+    stage_layers,
+    uneven_ends,
+)
 from ..shapes.model import Model
 
 STAGES = 16  # of a pipeline at most
@@ -82,6 +91,8 @@ def groups_of(model: Model, cluster: Cluster, want: TrainingGoal) -> Iterator[Se
             base = replace(Settings(want.seq), **options)
             intra = cluster.cp_per_node(tp, cp)
             base = replace(base, tp=tp, pp=pp, cp=cp, dp=dp, intra=intra, **_ends(model, want, pp))
+            if base.uneven and _odd_stages(model, base):
+                continue
             yield from _micro_batches(model, want, base)
 
 
@@ -101,6 +112,15 @@ def _ends(model: Model, want: TrainingGoal, pp: int) -> dict[str, int]:
         return fixed
     ends = uneven_ends(model.layers, pp)
     return {} if ends is None else dict(zip(ENDS, ends, strict=True))
+
+
+def _odd_stages(model: Model, run: Settings) -> str:
+    """Why the layers do not come out even; "" where they do."""
+    try:
+        stage_layers(model, run)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def tensor_sizes(model: Model, cluster: Cluster) -> list[int]:
@@ -245,7 +265,16 @@ def _reasons(model: Model, cluster: Cluster, want: TrainingGoal) -> Iterator[str
             f"a node: take {alternatives(sizes)}"
         )
     pp, vpp = pinned.get("pp", 1), pinned.get("vpp", 1)
-    if model.layers % (pp * vpp) and (vpp > 1 or not _ends(model, want, pp)):
+    ends = {name: pinned[name] for name in ENDS if name in pinned}
+    said = ", ".join(f"{flag_of(name)} {n}" for name, n in ends.items())
+    stages = want.values("pp", stages_to_try(model, cluster, want))
+    odd = [_odd_stages(model, Settings(want.seq, pp=n, **ends)) for n in stages] if ends else []
+    if ends and (stages == [1] or vpp > 1):
+        yield f"{said}: only pipelines of several stages have ends: take --pp 2 or more, --vpp 1"
+    elif odd and all(odd):
+        none = f"{said}: none of the numbers of stages that are tried has these ends: give --pp"
+        yield odd[0] if "pp" in pinned else none
+    elif not ends and model.layers % (pp * vpp) and (vpp > 1 or not _ends(model, want, pp)):
         good = [n for n in divisors(model.layers) if n <= min(STAGES, cluster.gpus)]
         yield (
             f"--pp {pp} x --vpp {vpp} do not divide the "

@@ -112,7 +112,13 @@ def _pattern(get: Get, layers: int, name: str, flag: Callable[[str], str]) -> tu
     window = get("window_size")
     if not window:
         return "", 0
-    left = (ast.literal_eval(window) if isinstance(window, str) else window)[0]
+    window = ast.literal_eval(window) if isinstance(window, str) else window
+    if isinstance(window, int):
+        raise ValueError(
+            f"{name}: {flag('window_size')} {window} is one number, in a provider's words; give "
+            "the sizes back and ahead, as [1023, 0], and window_attn_skip_freq, or name the model"
+        )
+    left = window[0]
     skip = get("window_attn_skip_freq")
     windows = _layers(skip, layers, every_is=False) if skip else [True] * layers
     return ("", 0) if left < 0 else ("".join("FW"[w] for w in windows), left + 1)
