@@ -216,8 +216,9 @@ def test_ends_that_no_stages_have_are_told(pinned, words):
 
 def test_ends_are_of_those_stages_that_have_them():
     model, where = replace(TINY, layers=20), cluster(20)
-    found = list(groups_of(model, where, TrainingGoal(64 * K, 64, {"first_layers": 4})))
-    assert {run.pp for run in found} == {2, 5}
+    for pinned, stages in (({}, {5, 10}), ({"first_layers": 4}, {5})):
+        found = groups_of(model, where, TrainingGoal(64 * K, 64, pinned))
+        assert {run.pp for run in found} == stages
 
 
 def test_stages_of_unequal_layers_are_tried_where_layers_do_not_divide():
