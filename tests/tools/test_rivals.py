@@ -117,3 +117,13 @@ def test_advice_ends_with_megatrons_own():
     assert best.time.seconds <= min(each.time.seconds for each in found.rivals if each.time)
     # Megatron's logits are whole and its results of all steps stay: more memory than ours.
     assert min(each.bytes for each in found.rivals) > found.best.account.peak.bytes
+
+
+def test_sparse_attention_launches_gathers_and_two_calls():
+    """Index keys and latents gathered, keys selected, attention; in backward one call fewer."""
+    named, cluster = models.named("deepseek-v3.2"), mb.Cluster("h100", 8, 8)
+    run = rivals.settings("all_gather", named, cluster, mb.Settings(8192, cp=8, intra=8))
+    found, host = rivals.attention("all_gather", named, cluster, run), cluster.host_time
+    there = host.start + 2 * host.call + 2 * host.exchange
+    assert found.host == pytest.approx((there, there))  # backward's calls take twice as long
+    assert found.spread == 0.0

@@ -338,7 +338,7 @@ def _sparse(cluster: Cluster, run: Settings, model: Model) -> AttentionTime:
     host = (0.0, 0.0)
     if rates.host:  # index keys and latents are gathered; selecting and attending are calls
         host = rates.host.of_pass(2, 2), rates.host.of_pass(1, 2, backward=True)
-    return AttentionTime(forward, backward, (0.0, 0.0), busy, host)
+    return AttentionTime(forward, backward, (0.0, 0.0), busy, host=host)
 
 
 def whole_bytes(x: LayerSizes, run: Settings) -> int:
