@@ -106,6 +106,13 @@ def run(work):
         )  # fmt: skip
     losses, mask = out if ranks > 1 else (out, mask)
     loss = (losses * mask).sum()
+    found(model, loss, work["output"])
+
+
+def found(model, loss, output):
+    """Write [loss, {name: norm of the gradient}], summed over ranks, on rank 0."""
+    from megatron.core import parallel_state
+
     loss.backward()
     grads = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
     group = parallel_state.get_context_parallel_group()
@@ -114,7 +121,7 @@ def run(work):
         dist.all_reduce(value, group=group)
     if os.environ["RANK"] == "0":
         norms = {name: x.double().norm().item() for name, x in grads.items()}
-        Path(work["output"]).write_text(json.dumps([total.item(), norms]))
+        Path(output).write_text(json.dumps([total.item(), norms]))
 
 
 def batch():

@@ -6,7 +6,6 @@ Called with a folder: writes what `gemma.run` and `text` find, to a file for eac
 
 import functools
 import importlib
-import json
 import os
 import sys
 from pathlib import Path
@@ -81,14 +80,7 @@ def text(provider, work):
     if ranks > 1:
         tokens, labels, hidden = shard_sequence(tokens), shard_sequence(labels), None
     loss = model(tokens, None, hidden, labels=labels).sum()
-    loss.backward()
-    grads = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
-    total = loss.detach()
-    for value in (total, *grads.values()):
-        dist.all_reduce(value, group=parallel_state.get_context_parallel_group())
-    if os.environ["RANK"] == "0":
-        norms = {name: x.double().norm().item() for name, x in grads.items()}
-        Path(work["output"]).write_text(json.dumps([total.item(), norms]))
+    qwen.found(model, loss, work["output"])
 
 
 def main(folder):
