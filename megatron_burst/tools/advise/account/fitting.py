@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ....autotune.clusters import Cluster
 from ....schedule.topology import divisors
-from ..settings import Settings, flag_of
+from ..settings import ENDS, Settings, flag_of, uneven_ends
 from ..shapes.models import Model
 from .memory import Account, MemoryLeft, account, fit, fullest_stages, states_of
 from .rings import CoreOf, remembering
@@ -43,9 +43,11 @@ class Remedy(NamedTuple):
 
 
 def flag_said(name: str, value: Any) -> str:
-    """A field of `Settings` as its flag with a value."""
+    """A field of `Settings` as its flag with a value; None: without it."""
     if value is True:
         return flag_of(name)
+    if value is None:
+        return f"without {flag_of(name)}"
     return f"{flag_of(name)} {value:g}" if isinstance(value, float) else f"{flag_of(name)} {value}"
 
 
@@ -154,20 +156,34 @@ def _groups(model: Model, cluster: Cluster, run: Settings) -> list[tuple[int, di
     stages, wider tensor- and expert-parallel groups, and ranks besides in powers of two."""
     found = []
     least, most = cluster.gpus, TIMES * cluster.gpus
-    for pp in (n for n in divisors(model.layers) if n >= run.pp):
+    for stages in _stages(model, run):
         for tp in (n for n in divisors(math.gcd(model.heads, model.kv_heads)) if n >= run.tp):
             if tp > max(run.tp, cluster.per_node):
                 continue
-            ranks = tp * pp
+            ranks = tp * stages["pp"]
             while ranks <= most:
                 if ranks > least and ranks % min(cluster.per_node, ranks) == 0:
-                    groups = {"tp": tp, "pp": pp}
+                    groups = {"tp": tp, **stages}
                     if model.experts:
-                        groups["ep"] = max(run.ep, math.gcd(model.experts, ranks // (tp * pp)))
+                        others = ranks // (tp * stages["pp"])
+                        groups["ep"] = max(run.ep, math.gcd(model.experts, others))
                     changed = {k: n for k, n in groups.items() if n != getattr(run, k)}
                     found.append((ranks, changed))
                 ranks *= 2
     return sorted(found, key=lambda each: (each[0], len(each[1]), each[1].get("pp", 0)))
+
+
+def _stages(model: Model, run: Settings) -> Iterator[dict[str, Any]]:
+    """The stages that there are, and more of them, whose ends have other numbers of layers."""
+    if run.uneven:
+        yield {"pp": run.pp}
+    for pp in sorted({*divisors(model.layers), 2 * run.pp, 4 * run.pp}):
+        if model.layers % pp == 0:
+            ends = (None, None)
+        else:
+            ends = uneven_ends(model.layers, pp) if run.uneven else None
+        if ends is not None and pp >= run.pp + run.uneven:
+            yield {"pp": pp, **dict(zip(ENDS, ends, strict=True))}
 
 
 def _fits(model: Model, cluster: Cluster, run: Settings, change: Remedy) -> bool:
