@@ -34,7 +34,6 @@ from ..rails import routes
 from ..tables import RINGS, Kept, Pairs, Tables, Transfers, transfers
 
 WITHIN = 2  # steps that a hop within a node may take, at least
-ROOM = 4  # in whole chunks, what a rank may get in as many steps as a hop takes
 NEVER = 1 << 30
 
 
@@ -148,7 +147,8 @@ class Ways:
         first = self._by_node(np.where(self.use != 0, step, step.max())).min(axis=2)
         at = np.concatenate([step.reshape(-1)[hops.peers], first.reshape(-1)[hops.gates]])
         rows = self.bundles.rows_of(self.owner[hops.way], hops.rows)
-        self.within = self.demand.ahead(hops.dst, at, rows, ROOM, WITHIN)
+        chunks = WITHIN + 1 + (min(self.grid) > 1)  # as where all want all: a gateway one besides
+        self.within = self.demand.ahead(hops.dst, at, rows, chunks, WITHIN)
         self.between = max(self.between, self.within)
 
     def pairs(self) -> Pairs:
