@@ -202,7 +202,8 @@ class Ways:
             np.minimum.at(land, (way, above), land[way, node] - self.between)
             land = np.maximum(land, self.depth)
         by = np.concatenate([step.reshape(-1)[hops.peers], land.reshape(-1)[hops.gates]])
-        post = np.maximum(np.where(hops.from_owner, 0, land[hops.way, hops.above]), by - self._takes(hops))
+        there = np.where(hops.from_owner, 0, land[hops.way, hops.above])
+        post = np.maximum(there, by - self._takes(hops))
         return self._transfers(False, hops, hops.src, hops.dst, post, by)
 
     def gradients(self) -> Transfers:
