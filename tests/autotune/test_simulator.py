@@ -133,6 +133,19 @@ def test_unequal_steps_cost_documents_nothing(algorithm, monkeypatch):
     assert min(both()) >= 16
 
 
+def test_documents_get_eight_head_chunks_where_two_are_slower_than_one():
+    """Every further number of chunks is simulated: `auto` does not stop at the first worse one."""
+    bounds = [0, 71, 164, 268, 311, 320, 367, 512]
+    pack = layout.make("balanced", cp_size=8, cu_seqlens=bounds, per_node=4)
+    work = Workload(sizes(tokens=64), masks.Documents(bounds) & masks.Causal(), pack)
+    links = Rates(4e9, 1e9, compute=2e10)
+    found = select.best(work, [Topology(8, 4)], links, Fixed("prefetch", "kv"))
+    seconds = {one.head_chunks: one.seconds for one in (found.taken, *found.others)}
+    assert seconds[2] > 1.05 * seconds[1]
+    assert found.taken.head_chunks == 8
+    assert seconds[1] > 1.3 * seconds[8]
+
+
 def test_gradients_follow_and_their_last_hops_are_exposed():
     """Keys cross (8) and turn (1), behind them on the same link the gradient of step 1 (1); that
     of step 3 (1) goes to its node's rank, and the node's sum crosses home (8)."""
