@@ -3,6 +3,7 @@ that stand for them. `tests/compatibility.py` writes the table."""
 
 LAYERS = "tests/te/test_te_layers.py::"
 LOOP = "tests/te/test_te_training.py::"
+KIMI = "tests/te/test_te_kimi.py::"
 HYBRID = "tests/te/test_te_hybrid.py::"
 Row = tuple[str, tuple[str, ...]]
 
@@ -60,6 +61,11 @@ ROWS = (
     _hybrid("MTP, fused LM head", "further-heads"),
     _hybrid("distributed optimizer", "sharded-optimizer"),
     _hybrid("offload", "offload"),
+    ("TE trains: Kimi K3 of Megatron-Bridge (main), packed too",
+     (*(f"{KIMI}test_over_ranks_equals_one_rank[{case}]" for case in
+        ("zigzag", "contiguous", "four-ranks", "two-layouts", "tensor-parallel", "fused-loss",
+         "store")),
+      f"{KIMI}test_packed_documents_like_each_alone")),
     ("TE trains: HybridModel: packed",
      tuple(f"{HYBRID}test_packed_documents_like_each_alone[{m}]" for m in ("mamba", "delta-nets"))),
     ("TE trains: HybridModel: checkpoint of one rank at CP 4",
