@@ -54,7 +54,8 @@ NORMS = "of Transformer Engine computes with torch: TELayerNormColumnParallelLin
 def test_split_like_one_rank(train, case):
     model, ranks, flags, whole = CASES[case]
     ours = train(ranks, f"{TE} {model} {flags}")
-    assert ours.lines("burst attention: algorithm burst")
+    if case != "interleaved":  # whose first stage, which logs, has no attention
+        assert ours.lines("burst attention: algorithm burst")
     assert ours.lines("burst linear attention: algorithm ")
     assert ours.lines(NORMS)
     assert worst(ours, train(whole, f"{TE} {model}")) < TOLERANCE
