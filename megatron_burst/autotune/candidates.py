@@ -436,13 +436,12 @@ def sharing(
     links = [topology.link(0, peer) for peer in topology.ulysses_group(0)[1:]]
     if not links:
         return IDLE, IDLE
-    inter = min(rates.inter, (rates.nic or rates.inter) / per_nic)
     passes = []
     messages = 4, 1 + sum(sizes.needs_grad)  # q, k, v and out; dout and what it becomes
     for size, count in zip(sizes.scattered_bytes(topology.ulysses, again), messages, strict=True):
         busy = [
             links.count(link) * (count * rates.latency + size / (rate * rates.exchange))
-            for link, rate in (("intra", rates.intra), ("inter", inter))
+            for link, rate in (("intra", rates.intra), ("inter", float(rates.between(per_nic))))
         ]
         taken = max(*busy, size * topology.ulysses / rates.copying)
         taken += 2 * (rates.posting + rates.exchange_start)

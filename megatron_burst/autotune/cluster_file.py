@@ -64,6 +64,7 @@ SECTIONS: Mapping[str, tuple[Figure, ...]] = {
     "links": (
         Figure("nvlink", Gpu, "nvlink", float, "bytes/s within a node, one way, published"),
         Figure("nics", Cluster, "nics", int, "of a node, shared evenly by its GPUs"),
+        Figure("nic_of", Cluster, "nic_of", str, "who shares one: neighbours, or stride apart"),
         Figure("nic_rate", Cluster, "nic_rate", float, "bytes/s of one NIC, one way"),
         Figure("nic", Gpu, "nic", float, "bytes/s of a NIC of the vendor's node, one way"),
         Figure("intra", Rates, "intra", float, "bytes/s of a rank within its node, one way"),

@@ -15,7 +15,7 @@ from ..units import byte_size
 from .bands import ForecastBand, band_of
 from .gpus import GB, GIB, GPUS, SLOWER, Gpu, gpu, is_finite
 from .host_time import ASSUMED, HostTime
-from .places import Nodes
+from .places import NIC_OF, Nodes
 from .rates import BACKWARD, Rates
 
 # What a published rate becomes in a run where nothing was measured. NVLINK: nccl-tests report a bus
@@ -33,15 +33,15 @@ class Cluster:
 
     gpu: or its name. gpus: of all nodes; per_node: of one. nics: of one node, shared evenly by its
     GPUs, 0: one for each GPU; nic_rate: bytes per second of one, one way, 0: those of the vendor's
-    node. rates: measured, of a rank that sends alone on its NIC; None takes published ones.
-    source: where the rates come from; spread: of measured rates, the largest: half the range of the
-    middle half of the repeats, over their median. host_memory: bytes of one node that may be taken.
-    reserve: bytes of a GPU that are not for tensors: CUDA's context, NCCL's buffers, cuBLAS's
-    workspaces, and what the allocator cannot use. host_rate: bytes per second that one GPU gets of
-    its link to the host while all copy. host_update: bytes per second of a node's host memory that
-    an optimizer on the host reads and writes. host_time: what launching takes of a GPU's processor.
-    overlap: fraction of a reduction of gradients, or of
-    a gathering of parameters, that can hide behind computing.
+    node; nic_of: which GPUs share one, as `Nodes` has it. rates: measured, of a rank that sends
+    alone on its NIC; None takes published ones. source: where the rates come from; spread: of
+    measured rates, the largest: half the range of the middle half of the repeats, over their
+    median. host_memory: bytes of one node that may be taken. reserve: bytes of a GPU that are not
+    for tensors: CUDA's context, NCCL's buffers, cuBLAS's workspaces, and what the allocator cannot
+    use. host_rate: bytes per second that one GPU gets of its link to the host while all copy.
+    host_update: bytes per second of a node's host memory that an optimizer on the host reads and
+    writes. host_time: what launching takes of a GPU's processor. overlap: fraction of a reduction
+    of gradients, or of a gathering of parameters, that can hide behind computing.
 
     Raises ValueError for numbers that no cluster has.
     """
@@ -60,6 +60,7 @@ class Cluster:
     host_update: float = 200 * GB
     overlap: float = 0.9
     host_time: HostTime = ASSUMED
+    nic_of: str = "neighbours"
 
     def __post_init__(self) -> None:
         if isinstance(self.gpu, str):
@@ -86,6 +87,8 @@ class Cluster:
         wrong = []
         if type(self.nics) is not int or self.nics < 0:
             wrong.append(f"nics {self.nics!r} must be a whole number from 0")
+        if self.nic_of not in NIC_OF:
+            wrong.append(f"nic_of {self.nic_of!r} must be one of {', '.join(NIC_OF)}")
         # infinite where nodes have no links
         if not is_finite(self.nic_rate) and self.nic_rate != math.inf:
             wrong.append(f"nic_rate {self.nic_rate!r} must be a number from 0")
@@ -124,10 +127,10 @@ class Cluster:
         as two GPUs often share a switch, where no rate was measured."""
         return self.host_rate or self.gpu.host_link / 2
 
-    @property
-    def nic_share(self) -> float:
-        """Fraction of a NIC that each rank gets while all ranks of a node send."""
-        return min(1.0, self.nics / self.ranks_per_node)
+    def nodes(self, tp: int = 1) -> Nodes:
+        """Who shares NICs, with `tp` tensor-parallel neighbours."""
+        ranks = self.ranks_per_node
+        return Nodes(ranks, min(self.nics, ranks), tp, self.nic_of)
 
     @property
     def measured(self) -> bool:
@@ -199,7 +202,7 @@ class Cluster:
         alone, ranks = replace(self.rank_rates(), room=float(self.room)), self.ranks_per_node
         if self.nics >= ranks:
             return alone
-        return replace(alone, shared=Nodes(ranks, self.nics, max(1, ranks // per_node)))
+        return replace(alone, shared=self.nodes(max(1, ranks // per_node)))
 
 
 __all__ = ["GB", "GIB", "GPUS", "Cluster", "Gpu", "gpu"]

@@ -46,16 +46,28 @@ class Places:
         return len(np.unique(self.nic)) < self.nic.size
 
 
+NIC_OF = ("neighbours", "stride")
+
+
 class Nodes(NamedTuple):
     """`per_node` GPUs that share `nics` NICs evenly; a GPU with several counts as one with one.
 
     tp: tensor-parallel neighbours of each rank of a grid, with consecutive numbers, each in a ring
-    of its own.
+    of its own. nic_of: who shares one: "neighbours", of 8 GPUs and 4 NICs 0 and 1, 2 and 3; with
+    "stride" 0 and 4, 1 and 5.
     """
 
     per_node: int
     nics: int
     tp: int = 1
+    nic_of: str = "neighbours"
+
+    def nic(self, gpus: np.ndarray) -> np.ndarray:
+        """int: the number of the NIC by which each GPU sends, over all nodes."""
+        nics = min(self.nics, self.per_node)
+        node, at = np.divmod(gpus, self.per_node)
+        own = at % nics if self.nic_of == "stride" else at * nics // self.per_node
+        return node * self.per_node + own
 
     @property
     def per_nic(self) -> float:
@@ -64,14 +76,13 @@ class Nodes(NamedTuple):
 
     @property
     def said(self) -> str:
-        """ "8 ranks of a node share 4 NICs"."""
-        return f"{self.per_node} ranks of a node share {self.nics} NICs"
+        """ "8 ranks of a node share 4 NICs (neighbours)"."""
+        return f"{self.per_node} ranks of a node share {self.nics} NICs ({self.nic_of})"
 
 
 def places(topology: Topology, nodes: Nodes) -> Places:
     """Where the ranks of the rings of a grid are."""
-    per_node, nics, tp = nodes
     rings = [topology.ring(topology.rank_at(index, 0)) for index in range(topology.ulysses)]
-    gpus = np.array(rings)[:, None, :] * tp + np.arange(tp)[:, None]
-    node, at = np.divmod(gpus.reshape(-1, topology.ring_size), per_node)
-    return Places(node, node * per_node + at * min(nics, per_node) // per_node)
+    gpus = np.array(rings)[:, None, :] * nodes.tp + np.arange(nodes.tp)[:, None]
+    gpus = gpus.reshape(-1, topology.ring_size)
+    return Places(gpus // nodes.per_node, nodes.nic(gpus))

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..units import duration, rate
 from .host_time import HostTime
 from .places import Nodes
@@ -103,6 +105,10 @@ class Rates:
             if not _is_number(value) or not 0 <= value < math.inf:
                 unit = {"half_rows": "rows", "slowdown": "a fraction"}.get(name, "seconds")
                 raise ValueError(f"rates: {name} must be {unit}, 0 or more, got {value!r}")
+
+    def between(self, load: float | np.ndarray) -> float | np.ndarray:
+        """Bytes per second, to another node, of each of `load` messages that share a NIC."""
+        return np.minimum(self.inter, (self.nic or self.inter) / load)
 
     def describe(self) -> str:
         """All rates on one line, with units."""

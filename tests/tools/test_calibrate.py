@@ -106,10 +106,26 @@ def test_nics_that_are_shared(monkeypatch):
         return Measured(5e9 if len(asked) == 1 else 10e9, 0.0, "")
 
     monkeypatch.setattr(links, "_rate", rate)
-    found = links._nics(Two(), 0.5, 1, 10e9, Measured(0.0, 0.0, ""))
+    found, nic_of = links._nics(Two(), 0.5, 1, 10e9, Measured(0.0, 0.0, ""))
     assert found.value == 2
     assert "shares its NIC with 1 of 3 tried" in found.how
     assert len(asked) == 3
+    assert nic_of == "neighbours"
+    asked.clear()
+    monkeypatch.setattr(links, "_rate", lambda *of: rate(*of)._replace(value=(
+        5e9 if len(asked) == 2 else 10e9)))  # fmt: skip
+    found, nic_of = links._nics(Two(), 0.5, 1, 10e9, Measured(0.0, 0.0, ""))
+    assert "shares its NIC with 2 of 3 tried" in found.how
+    assert nic_of == "stride"
+
+
+def test_what_crosses_from_inner_rings(monkeypatch):
+    """Of four ranks of a node the last two; larger rings are all of a node, measured before."""
+    asked = []
+    monkeypatch.setattr(links, "around", lambda ranks, link, members: asked.append([*members]))
+    monkeypatch.setattr(links, "_rate", lambda *of: Measured(11.4e9, 0.0, ""))
+    said = links._by_inner_size(Two(), 1, Measured(0.0, 0.0, ""))
+    assert (said, asked) == ("the last 2 ranks of a node get 1.14e+10 each", [[2, 3]])
 
 
 # --- ranks -----------------------------------------------------------------------------------
@@ -233,7 +249,8 @@ def test_alone(tmp_path, capsys):
 def test_all_ranks_end_alike(tmp_path):
     done = torchrun(2, "--out", str(tmp_path / "no" / "x.toml"))
     assert done.returncode != 0
-    assert done.stderr.count(f"megatron-burst calibrate: error: rank 0: --out {tmp_path}") == 2
+    said = f"megatron-burst calibrate: error (all ranks): rank 0: --out {tmp_path}"
+    assert done.stderr.count(said) == 1
 
 
 def test_repeats_are_counted(monkeypatch):

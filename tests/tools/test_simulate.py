@@ -22,7 +22,6 @@ from megatron_burst.schedule.tables import Grid
 from megatron_burst.schedule.topology import Topology
 from megatron_burst.tools.advise.forecast.attention_time import (
     attention_time,
-    nodes_of,
     remembered,
     ring_of,
 )
@@ -75,6 +74,18 @@ def test_tensor_parallel_neighbours_send_beside_each_other():
     topology = Topology(2, 1)
     assert forward("ring", (2, 1), topology, Nodes(2, 1, tp=2), rates(inter=4)).seconds == 8
     assert forward("ring", (2, 1), topology, Nodes(2, 2, tp=2), rates(inter=4)).seconds == 4
+
+
+def test_inner_rings_of_two_share_a_nic_with_neighbours_and_not_by_stride():
+    """Nodes of four ranks and two NICs: ranks 2 and 3 cross to 4 and 5, by NIC 1, or by 0 and 1.
+    Three hops cross one after another, each 8 s or 4 s; the last hop of an inner ring takes 1 s."""
+    topology, ends = Topology(8, 4), (np.array([2, 3]), np.array([4, 5]))
+    for nic_of, nics, each in (("neighbours", [0, 0, 1, 1], 2), ("stride", [0, 1, 0, 1], 1)):
+        nodes = Nodes(4, 2, nic_of=nic_of)
+        assert nodes.nic(np.arange(8)).tolist() == nics + [4 + nic for nic in nics]
+        assert places(topology, nodes).load(*ends).tolist() == [each, each]
+        got = forward("burst", (4, 2), topology, nodes, rates(1, 4)).seconds
+        assert got == 3 * 4 * each + 1
 
 
 def test_a_flat_ring_has_the_nic_to_itself_and_a_two_level_ring_does_not():
@@ -177,7 +188,7 @@ def test_schedules_are_remembered_for_other_heads_and_not_for_other_nodes():
     assert ring_of(other, CLUSTER, run) == key
     assert rings(key) is rings(ring_of(other, CLUSTER, run))
     assert ring_of(MODEL, replace(CLUSTER, nics=4), run) != key
-    assert nodes_of(CLUSTER, replace(run, tp=2)) == Nodes(4, 2, 2)
+    assert CLUSTER.nodes(tp=2) == Nodes(4, 2, 2)
 
 
 def test_chunks_of_rows_compute_as_much_and_send_keys_again():

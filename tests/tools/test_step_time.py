@@ -153,6 +153,12 @@ def test_collectives_by_hand():
     assert all_to_all_seconds(cluster(16), 16, 1, 16e9) == pytest.approx(8e9 / 1e10)
     assert send_seconds(cluster(16), 4, 1e9) == 1e9 / 1e11
     assert send_seconds(cluster(16), 8, 1e9) == 1e9 / 1e10
+    # Two behind each NIC, which carries 1.5 times what one of them sends, or as much.
+    shared = cluster(16, nics=4)
+    assert send_seconds(shared, 8, 1e9) == 1e9 / 0.5e10
+    shared = replace(shared, rates=replace(shared.rates, nic=1.5e10))
+    assert send_seconds(shared, 8, 1e9) == 1e9 / 0.75e10
+    assert send_seconds(replace(shared, nics=16), 8, 1e9) == 1e9 / 1e10
 
 
 def test_tensor_parallel_collectives_of_a_layer():

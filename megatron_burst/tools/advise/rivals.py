@@ -48,7 +48,6 @@ from .account.steps import layers_of
 from .forecast.attention_time import (
     AttentionTime,
     index_sizes,
-    nodes_of,
     sizes_of,
     topology_of,
 )
@@ -248,7 +247,7 @@ def attention(
     rates, topology = cluster.rank_rates(), topology_of(cluster, run)
     if model.indexer is not None:
         return _sparse(cluster, run, model)
-    sizes, nodes = sizes_of(model, run).shared(run.ulysses), nodes_of(cluster, run)
+    sizes, nodes = sizes_of(model, run).shared(run.ulysses), cluster.nodes(run.tp)
     exchange = sharing(topology, sizes, rates, per_nic=nodes.per_nic)
     assert rates.compute is not None
     flops = 2.0 * sizes.heads * sizes.batch * (sizes.width + sizes.value_width)

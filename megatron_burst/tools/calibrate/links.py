@@ -3,8 +3,8 @@
 slower a device computes beside them.
 
 Messages go through the endpoints of the rings. Every rank that takes part sends as much as it
-receives. Where all ranks of a node together get less per rank than one rank alone, they share NICs,
-and their number follows from the ratio.
+receives. Where all ranks of a node together get less per rank than one rank alone, they share NICs:
+their number follows from the ratio, and who shares one from hops of two ranks at once.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from ...autotune import measure
 from ...autotune.measure import FIRST, FLAT, SMALL
+from ...autotune.places import NIC_OF, Nodes
 from ...comm.transport import Pending
 from ..advise.shapes.models import Model
 from .kernels import CHUNKS, tile
@@ -89,8 +92,9 @@ def _between(ranks: Ranks, figures: Figures) -> Carried:
     latency, size = _sized(ranks, ring)
     alone = _rate(ranks, "one rank of each node", around(ranks, "inter", [0]), size, latency)
     every = _rate(ranks, "all ranks at once", ring, size, latency)
-    nics = _nics(ranks, min(1.0, every.value / alone.value), size, alone.value, latency)
+    nics, nic_of = _nics(ranks, min(1.0, every.value / alone.value), size, alone.value, latency)
     figures.state("links.nics", round(nics.value), nics.note)
+    figures.state("links.nic_of", nic_of, _by_inner_size(ranks, size, latency))
     figures.add("links.nic_rate", alone._replace(how="`inter`"))
     if nics.value < ranks.per_node:
         together = every.value * ranks.per_node / nics.value
@@ -106,8 +110,11 @@ def _between(ranks: Ranks, figures: Figures) -> Carried:
     return Carried(latency, ring, every.value)
 
 
-def _nics(ranks: Ranks, share: float, size: int, alone: float, latency: Measured) -> Measured:
-    """NICs of a node: so many that all ranks together get what was measured."""
+def _nics(
+    ranks: Ranks, share: float, size: int, alone: float, latency: Measured
+) -> tuple[Measured, str]:
+    """NICs of a node: so many that all ranks together get what was measured; and which of `NIC_OF`
+    says best with whom the first rank shares."""
     count = max(1, round(share * ranks.per_node))
     with_first = []
     for other in range(1, min(ranks.per_node, 1 + PAIRS)):
@@ -120,7 +127,23 @@ def _nics(ranks: Ranks, share: float, size: int, alone: float, latency: Measured
         f"all ranks of a node get {share:.2f} of what one gets alone; {shares} of {tried} tried in "
         "pairs"
     )
-    return Measured(count, None, how)
+
+    def wrong(nic_of: str) -> int:
+        nic = Nodes(ranks.per_node, count, nic_of=nic_of).nic(np.arange(1 + tried))
+        return len({*with_first} ^ {*np.flatnonzero(nic[1:] == nic[0]) + 1})
+
+    return Measured(count, None, how), min(NIC_OF, key=wrong)
+
+
+def _by_inner_size(ranks: Ranks, size: int, latency: Measured) -> str:
+    """What ranks get that cross from inner rings of 2, 4, ... ranks: the last ones of a node."""
+    said, inner = [], 2
+    while inner < ranks.per_node:
+        last = range(ranks.per_node - inner, ranks.per_node)
+        rate = _rate(ranks, "", around(ranks, "inter", last), size, latency)
+        said.append(f"the last {inner} ranks of a node get {rate.value:.3g} each")
+        inner *= 2
+    return ", ".join(said)
 
 
 def _all_to_all(

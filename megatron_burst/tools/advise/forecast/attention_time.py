@@ -95,11 +95,6 @@ def index_sizes(model: Model, run: Settings) -> Sizes:
                  2, 4, BYTES[run.wire], (False, False, False))  # fmt: skip
 
 
-def nodes_of(cluster: Cluster, run: Settings) -> Nodes:
-    """What the ranks of a run share on each node."""
-    return Nodes(cluster.ranks_per_node, min(cluster.nics, cluster.ranks_per_node), run.tp)
-
-
 def topology_of(cluster: Cluster, run: Settings) -> Topology:
     """Where context-parallel ranks are. ValueError where nodes or groups do not divide them."""
     return Topology(run.cp, cluster.cp_per_node(run.tp, run.cp), run.ulysses, run.placement)
@@ -118,7 +113,7 @@ def ring_of(model: Model, cluster: Cluster, run: Settings, window: int = 0) -> R
     least = gcd(sizes.heads, sizes.kv_heads)
     sizes = replace(sizes, batch=1, heads=sizes.heads // least, kv_heads=sizes.kv_heads // least)
     return RingKey(ring_algorithm(run.algorithm), side, run.route, run.layout, topology, inner,
-                run.seq, nodes_of(cluster, run), run.sequence_chunks, sizes, window,
+                run.seq, cluster.nodes(run.tp), run.sequence_chunks, sizes, window,
                 model.indexer.top_k if model.indexer else 0,
                 joins(model.indexer is not None, run))  # fmt: skip
 

@@ -96,7 +96,8 @@ class Faults:
     def links(self, cluster: Cluster, gpus: Sequence[int]) -> np.ndarray:
         """float [G, G]: how many times as long bytes take between these `gpus` of a `cluster`."""
         numbers = np.array(gpus)
-        nodes, nics = numbers // cluster.ranks_per_node, _nic(cluster, numbers)
+        shared = cluster.nodes()
+        nodes, nics = numbers // shared.per_node, shared.nic(numbers)
         between = nodes[:, None] != nodes
         found = np.ones((len(gpus), len(gpus)))
         for key, factor in self.slow_links.items():
@@ -104,7 +105,7 @@ class Faults:
                 slow = (numbers[:, None] == key[0]) & (numbers == key[1])
             else:
                 node, gpus = _ends(key)
-                ends = nodes == node if node is not None else nics == _nic(cluster, np.array(gpus))
+                ends = nodes == node if node is not None else nics == shared.nic(np.array(gpus))
                 slow = between & (ends[:, None] | ends)
             found[slow] = np.maximum(found[slow], factor)
         return found
@@ -124,12 +125,6 @@ class Faults:
     def slows(self, cluster: Cluster, gpus: Sequence[int]) -> bool:
         """Whether one of these `gpus` of a `cluster`, or a link between two of them, is slow."""
         return bool((self.compute(gpus) > 1).any() or (self.links(cluster, gpus) > 1).any())
-
-
-def _nic(cluster: Cluster, gpus: np.ndarray) -> np.ndarray:
-    """The number of the NIC that each GPU uses, over all nodes; of several, its first."""
-    node, index = np.divmod(gpus, cluster.ranks_per_node)
-    return node * cluster.nics + index * cluster.nics // cluster.ranks_per_node
 
 
 def _ends(key: Link) -> tuple[int | None, tuple[int, ...]]:

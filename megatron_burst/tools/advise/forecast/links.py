@@ -13,7 +13,7 @@ def rates_of(cluster: Cluster) -> tuple[float, float]:
     """Bytes per second that a rank sends, one way, while all ranks of its node do: within its node,
     and to other nodes."""
     rates = cluster.rank_rates()
-    return rates.intra, rates.inter * cluster.nic_share
+    return rates.intra, float(rates.between(cluster.nodes().per_nic))
 
 
 def in_node(cluster: Cluster, size: int, stride: int) -> int:

@@ -26,7 +26,6 @@ from ....schedule.topology import Topology, alternatives
 from ..forecast.attention_time import (
     AttentionTime,
     attention_time,
-    nodes_of,
     remembered,
     sizes_of,
 )
@@ -136,7 +135,7 @@ class AttentionForecast:
         if (index := self.model.indexer) is not None:
             work = replace(work, attended=index.top_k, latent=True)
         return select.fastest(work, self._grids(run, work.sizes), self.cluster.rank_rates(),
-                              self._fixed(), nodes_of(self.cluster, run),
+                              self._fixed(), self.cluster.nodes(run.tp),
                               partial(self._schedules_of, run.layout))  # fmt: skip
 
     def _schedules_of(

@@ -22,7 +22,7 @@ from ....layout import Layout, make
 from ....masks import Causal, Documents, Mask
 from ....schedule.topology import Topology
 from ....units import tokens_of
-from ..forecast.attention_time import AttentionTime, nodes_of, sizes_of
+from ..forecast.attention_time import AttentionTime, sizes_of
 from ..forecast.faults import Faults
 from ..forecast.layer_time import visible
 from ..settings import Settings
@@ -175,7 +175,7 @@ class PackedForecast(AttentionForecast):
         topology = Topology(run.cp, here, taken.ulysses, taken.placement)
         sizes = sizes_of(self.model, run).shared(taken.ulysses)
         shared = sharing(topology, sizes, self.cluster.rank_rates(), run.sequence_chunks > 1,
-                         nodes_of(self.cluster, run).per_nic)  # fmt: skip
+                         self.cluster.nodes(run.tp).per_nic)  # fmt: skip
         both = forward + backward
         busy = {"compute": both.compute, "intra": both.intra, "inter": both.inter}
         exchange = shared[0].seconds, shared[1].seconds
