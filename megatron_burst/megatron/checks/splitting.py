@@ -203,7 +203,6 @@ OLDEST = (0, 19)  # of Megatron-Core, with states passed from rank to rank
 # One layer, under its name until 0.19 and since, and one whose gates are of channels.
 DELTA_NETS = ("gated_delta_net", "gdn", "gdn2")
 FLAG = "--burst-linear"
-KIMI = "Kimi K3"  # of Megatron-Bridge, some of whose layers are KDA
 DSA = "dsa"  # attention over selected keys, by its name among the variants
 LAYOUTS = ("zigzag", "contiguous", "balanced")  # a row's predecessor is mostly on its rank
 # Symbols of a pattern that stand for no such layer: attention, MLP, experts, bounds.
@@ -212,22 +211,6 @@ SOFTMAX = "*+D"  # those of softmax attention: plain, latent, DSA
 PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")  # the second until 0.17
 _SPLIT_DELTA_NETS = (0, 18)  # the first Megatron-Core that does, by heads
 _HEADS = ("linear_num_key_heads", "linear_num_value_heads")
-
-
-def _not_run(flag: str, name: str, off: object) -> Rule:
-    return Rule(
-        lambda c, b: getattr(b, name) != off,
-        f"{flag} {{b.{name}}} with {{flag}}: its layers have a forward of their own, in which that "
-        "would not run",
-        remove=(flag,),
-    )
-
-
-_OWN_FORWARD = (
-    _not_run("--burst-sequence-chunks", "sequence_chunks", 1),
-    _not_run("--burst-mlp-tiles", "mlp_tiles", 1),
-    _not_run("--burst-offload", "offload", 0.0),
-)
 
 
 def linear_layers(config: Any) -> str | None:
@@ -243,7 +226,7 @@ def linear_layers(config: Any) -> str | None:
     if getattr(config, "is_hybrid_model", False):
         return "a hybrid model"
     if getattr(config, "kimi_kda_layers", None):
-        return KIMI
+        return "Kimi K3"
     variant = getattr(config, "experimental_attention_variant", None)
     return f"--experimental-attention-variant {variant}" if variant in DELTA_NETS else None
 
@@ -288,8 +271,6 @@ def linear_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
             f"{flag} captures Mamba layers, whose state passes from rank to rank outside of graphs",
             add=(f"{FLAG} megatron",),
         )
-    if what == KIMI:
-        yield from broken(_OWN_FORWARD, config, burst, what)
     tensor = getattr(config, "tensor_model_parallel_size", 1)
     yield from _indivisible(config, tensor, f"--tensor-model-parallel-size {tensor}")
 
