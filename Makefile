@@ -58,10 +58,11 @@ test-verl: ## the tests with verl, in an environment of their own, VENV-verl (6 
 	else echo "test-verl: SKIPPED: verl or what it needs cannot be installed here (see above)"; fi
 
 # Exit status 77: something that the build needs is missing, and it has said what.
-test-te: ## the tests on Transformer Engine's layers, built into VENV-te (7 GB, once); MEGATRON=path
+test-te: ## the tests on Transformer Engine's layers, built into VENV-te (7 GB, once); MEGATRON=path BRIDGE=path
 	@$(PYTHON) tests/te/build.py $(VENV)-te --torch "$(TORCH)"; case $$? in \
 	  0) rm -f $(VENV)-te/found.xml; \
 	     OMP_NUM_THREADS=1 $(VENV)-te/bin/python -m pytest tests/te -rs --megatron "$(MEGATRON)" \
+	       --bridge "$(BRIDGE)" \
 	       --junitxml=$(VENV)-te/found.xml $(ARGS) < /dev/null; code=$$?; \
 	     $(VENV)-te/bin/python tests/compatibility.py --te $(VENV)-te/found.xml; exit $$code;; \
 	  77) ;; \

@@ -28,6 +28,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--megatron", default="", help="a checkout of Megatron-LM (tests/te, tests/lite)"
     )
+    parser.addoption("--bridge", default="", help="a checkout of Megatron-Bridge (tests/te)")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -66,7 +66,7 @@ def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
     from .data import loader
     from .data.rope import rope_patches
     from .data.slicing import slicing_patches
-    from .layer import forward_attention, tiles
+    from .layer import forward_attention, own_forward, tiles
     from .lm_head import fused_loss, mtp
     from .offload import hooks
     from .packing import step as packing_step
@@ -86,6 +86,7 @@ def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
         for owner, name, parameters, _ in (*slicing_patches(""), *rope_patches("")):
             patching.require_function(owner, name, parameters)
         attention_hooks.patch_recompute(patches)
+        own_forward.patch(patches)
         forward_attention.patch(patches)
         fused_loss.patch(patches)
         mtp.patch(patches)

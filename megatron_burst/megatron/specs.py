@@ -88,7 +88,8 @@ def _layers(base: Any, config: Any, vp_stage: int | None) -> Any:
 
 
 def _check_layers(layers: Any) -> None:
-    """Raise `ValueError` unless a layer spec has Megatron's own attention somewhere.
+    """Raise `ValueError` unless a layer spec has Megatron's own attention somewhere, or that of
+    Kimi K3, which is prepared.
 
     An empty list of layers is legal: a pipeline stage may have none.
     """
@@ -98,6 +99,11 @@ def _check_layers(layers: Any) -> None:
     if getattr(layers, "layer_specs", None) == []:
         return
     kinds = [one for one in _modules(layers) if isinstance(one, type)]
+    for one in kinds:
+        if one.__name__ == "KimiK3Attention":
+            from .linear import kimi_delta
+
+            return kimi_delta.enable(one)
     if not any(issubclass(one, Attention) for one in kinds):
         names = ", ".join(sorted({one.__name__ for one in kinds})) or repr(layers)
         raise ValueError(

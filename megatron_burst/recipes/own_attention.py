@@ -6,9 +6,12 @@ need windows and masks that Transformer Engine does not split. BurstAttention ta
 these core attentions (`megatron.attention.derived`), so such a provider finds one context-parallel
 rank until it asks for its layers, which come from `apply_burst` and are built for all ranks.
 
-Both models have two rotary embeddings, for layers with and without a window, and stack their
-tables. Those of packed batches are made where they are applied (`data.rope`), by what stands for
-them until then, which a stack would copy.
+Dense models of Gemma 4 name their layers themselves: where they ask for them, they get those of
+`apply_burst`, which are their own with BurstAttention as core attention.
+
+Gemma 3 and MiMo-V2-Flash have two rotary embeddings, for layers with and without a window, and
+stack their tables. Those of packed batches are made where they are applied (`data.rope`), by what
+stands for them until then, which a stack would copy.
 """
 
 from __future__ import annotations
@@ -31,11 +34,24 @@ _ROPES = {
     "MiMoV2FlashRotaryEmbedding": "megatron.bridge.models.mimo_v2_flash.modeling_mimo_v2_flash",
 }
 _PROVIDERS = ("Gemma3VLModelProvider", "MiMoV2FlashModelProvider")
+# Asks a function for its layers, by this name in its module.
+_GEMMA4, _GEMMA4_LAYERS = "Gemma4DenseProvider", "get_gemma4_layer_spec"
 
 
 def patch_provider(model: Any, is_ours: Callable[[Any], bool]) -> None:
     """Let a provider of `_PROVIDERS` make its model for several context-parallel ranks, if its
-    layers are ours. Idempotent. is_ours: `layers.is_ours`."""
+    layers are ours, and that of dense Gemma 4 models with them. Idempotent. is_ours:
+    `layers.is_ours`."""
+    dense = next((kind for kind in type(model).__mro__ if kind.__name__ == _GEMMA4), None)
+    if dense is not None:
+        home = sys.modules[dense.__module__]
+        if not is_ours(model.transformer_layer_spec):
+            model.transformer_layer_spec = getattr(home, _GEMMA4_LAYERS)
+        name = f"recipes, {_GEMMA4}"
+        if patching.installed(name) is None:
+            with patching.patch_set(name) as patches:
+                built = functools.partial(_with_layers, is_ours, home)
+                patches.wrap(dense, "build", ["pre_process", "post_process"], built)
     found = [kind for kind in type(model).__mro__ if kind.__name__ in _PROVIDERS]
     for kind in found:
         name = f"recipes, {kind.__name__}"
@@ -78,6 +94,22 @@ def _both(original: Callable, self: Any, *args: Any, **named: Any) -> Any:
     if not is_blank(everywhere):
         return original(self, *args, **named)
     return tables().pair(local, everywhere)
+
+
+def _with_layers(
+    is_ours: Callable[[Any], bool],
+    home: Any,
+    original: Callable,
+    self: Any,
+    *args: Any,
+    **named: Any,
+) -> Any:
+    """A dense Gemma 4, whose layers are those of the recipe where these are ours."""
+    spec = self.transformer_layer_spec
+    if not is_ours(spec):
+        return original(self, *args, **named)
+    with patching.instead(home, _GEMMA4_LAYERS, spec):
+        return original(self, *args, **named)
 
 
 def _provided(

@@ -37,7 +37,6 @@ _HOMES = {
     "Qwen3VLModel": "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model",
     "Gemma3VLModel": "megatron.bridge.models.gemma_vl.modeling_gemma3_vl",
 }
-_OWN_LAYERS = "Gemma4DenseProvider"
 _GEMMA3 = "Gemma3VLModelProvider"
 _GEMMA3_MASK = "megatron_burst.megatron.vision:gemma3"
 _DENSE_MASKS = ("_compute_attention_mask", "_compute_attention_biases")  # Bridge 0.3, later ones
@@ -68,11 +67,6 @@ def check_provider(model: Any, is_ours: Callable[[Any], bool]) -> None:
     itself, where the recipe's are ours. is_ours: `layers.is_ours`.
     """
     names = [kind.__name__ for kind in type(model).__mro__]
-    if _OWN_LAYERS in names:
-        raise ValueError(
-            f"recipe: {type(model).__name__} names its layers itself and reads no "
-            "transformer_layer_spec, by which apply_burst reaches them"
-        )
     if not is_vision(model) or _QWEN25 in names or _GEMMA3 in names:
         return
     if any(name in names for name in _QWEN3) and not _cuts_itself():

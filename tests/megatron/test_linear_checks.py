@@ -127,3 +127,16 @@ def test_a_layer_of_megatrons_own_refuses_heads_that_its_ranks_cannot_share():
     check_shared_heads(config(**HEADS), 1, 2)
     with pytest.raises(ValueError, match=r"linear_num_key_heads is 2.*\(1\) x --context.*\(4\)"):
         check_shared_heads(config(**HEADS), 1, 4)
+
+
+@new
+def test_kimi_k3_is_known_by_what_bridge_adds_to_its_configuration():
+    settings = config(2, calculate_per_token_loss=True)
+    vars(settings).update(kimi_kda_layers=(1, 2, 4))
+    striped, zigzag = (
+        [str(x) for x in config_problems(settings, mb.BurstConfig(kernel="reference", layout=y))]
+        for y in ("striped", "zigzag")
+    )
+    assert not zigzag
+    (words,) = striped
+    assert words.startswith("Kimi K3 with --burst-layout striped: every row's predecessor")

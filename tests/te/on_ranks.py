@@ -19,6 +19,8 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_mtp_block_spec,
 )
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -33,9 +35,10 @@ LATENT = {
 
 
 def model(fields, ours, implementation="transformer_engine", seed=1):
-    """A GPT at context-parallel size 2, with our core attention or that of its layers."""
+    """A GPT at context-parallel size 2, or a hybrid model where the fields have a pattern, with our
+    core attention or that of its layers."""
     fields = {key: tuple(v) if isinstance(v, list) else v for key, v in fields.items()}
-    latent = fields.pop("latent", False)
+    latent, pattern = fields.pop("latent", False), fields.pop("pattern", None)
     kind, fields = (
         (MLATransformerConfig, LATENT | fields) if latent else (TransformerConfig, fields)
     )
@@ -54,6 +57,11 @@ def model(fields, ours, implementation="transformer_engine", seed=1):
         burst.configure(config, mb.BurstConfig(), seq_length=64)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
+    if pattern is not None:
+        return HybridModel(
+            config, hybrid_stack_spec, vocab_size=64, max_sequence_length=64,
+            hybrid_layer_pattern=pattern, position_embedding_type="rope",
+        )  # fmt: skip
     theirs = implementation == "transformer_engine"
     layers = get_gpt_decoder_block_spec(
         config, use_transformer_engine=theirs, normalization="RMSNorm"

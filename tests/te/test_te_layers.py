@@ -6,6 +6,12 @@ CAUSAL, WINDOW = None, [12, 0]
 # Empty but in fp8 attention; in sharded checkpoints TE has it only beside learnable sinks.
 FP8_STATE = "decoder.layers.self_attention.core_attention._extra_state"
 
+MIXERS = {"mamba_num_heads": 4, "mamba_head_dim": 8, "mamba_state_dim": 8, "mamba_num_groups": 2}
+NETS = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+
 # what the model has -> (fields of its configuration, layers' windows, shape of their sinks)
 MODELS = {
     "gqa": ({"num_query_groups": 2, "qk_layernorm": True}, [CAUSAL] * 2, None),
@@ -20,6 +26,11 @@ MODELS = {
     "moe": ({"num_moe_experts": 4, "moe_router_topk": 2}, [CAUSAL] * 2, None),
     "moe, grouped": (
         {"num_moe_experts": 4, "moe_router_topk": 2, "moe_grouped_gemm": True}, [CAUSAL] * 2, None
+    ),
+    "hybrid, mamba": ({"pattern": "M*-M*E", **MIXERS, "num_moe_experts": 4}, [CAUSAL] * 2, None),
+    "hybrid, delta nets": ({"pattern": "G-*-", **NETS}, [CAUSAL], None),
+    "hybrid, further heads": (
+        {"pattern": "M*-/M*", "mtp_num_layers": 1, **MIXERS}, [CAUSAL] * 2, None
     ),
     "fused rope": ({"apply_rope_fusion": True}, [CAUSAL] * 2, None),
     "recompute": (
@@ -52,6 +63,7 @@ KINDS = {
     "gqa": {"num_query_groups": 2},
     "sinks": {"softmax_type": "learnable"},
     "mla, mtp": {"latent": True, "mtp_num_layers": 1},
+    "hybrid": {"pattern": "M*G-", **MIXERS, **NETS},
 }
 
 

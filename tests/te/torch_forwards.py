@@ -18,6 +18,8 @@ import torch.nn.functional as F
 def enable():
     """For the whole process, after `megatron_burst.testing.cpu.enable`."""
     import transformer_engine.pytorch as te
+    from megatron.core.extensions.transformer_engine import TENorm
+    from megatron.core.models.hybrid import hybrid_block
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule as Base
 
     Base.__init__ = _with_cuda(Base.__init__)
@@ -26,6 +28,8 @@ def enable():
     te.GroupedLinear.forward = _grouped_linear
     te.RMSNorm.forward = te.LayerNorm.forward = _norm
     te.DotProductAttention.forward = _attention
+    # For which `cpu.enable` takes torch's, with a parameter under the same name.
+    hybrid_block.TENorm = TENorm
 
 
 def _with_cuda(build):

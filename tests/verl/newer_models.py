@@ -40,6 +40,24 @@ def mimo(ranks):
     return gemma.of(kind, qwen.TEXT | SIZES | {"context_parallel_size": ranks})
 
 
+# Windows in layers 1 and 3; layers 3 and 4 take the keys of 1 and 2, and 2 has its keys as values.
+GEMMA4 = {
+    "num_layers": 4, "num_kv_shared_layers": 2, "kv_channels": 8, "global_kv_channels": 16,
+    "num_global_query_groups": 1, "attention_k_eq_v": True, "window_size": (8, 0),
+    "window_attn_skip_freq": [1, 0, 1, 0], "use_double_wide_mlp": True,
+    "per_layer_embed_vocab_size": 64, "per_layer_embed_dim": 8, "final_logit_softcapping": 3.0,
+    "autocast_dtype": torch.float32, "share_embeddings_and_output_weights": True,
+}  # fmt: skip
+
+
+def gemma4(ranks):
+    import gemma
+    import qwen
+    from megatron.bridge.models.gemma.gemma4_provider import Gemma4DenseProvider
+
+    return gemma.of(Gemma4DenseProvider, qwen.TEXT | GEMMA4 | {"context_parallel_size": ranks})
+
+
 def gpt(ranks):
     import gemma
     import qwen
@@ -91,12 +109,18 @@ def main(folder):
     from train import fork
 
     of_mimo, of_gpt = functools.partial(text, mimo), functools.partial(text, gpt)
+    of_gemma4 = functools.partial(text, gemma4)
     jobs = {
         "gemma3 vl": [(gemma.run, ranks, {"vision": "zigzag"}) for ranks in (1, 2)],
         "gemma3": [
             (gemma.run, 1, {}),
             (gemma.run, 2, {"vision": "zigzag", "choices": {"sequence_chunks": 2}}),
             (gemma.run, 2, {"vision": "contiguous", "choices": {"per_layer": "window=all_gather"}}),
+        ],
+        "gemma4 dense": [
+            (of_gemma4, 1, {}), (of_gemma4, 2, {"choices": {}}),
+            (of_gemma4, 2, {"choices": {"layout": "contiguous", "algorithm": "all_gather"}}),
+            (of_gemma4, 2, {"choices": {"mlp_tiles": 2}}),
         ],
         "gpt": [(of_gpt, 1, {}), (of_gpt, 2, {"choices": {}})],
         "mimo": [

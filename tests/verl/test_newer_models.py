@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RUNS = [("gpt", 1), ("gemma3", 1), ("gemma3", 2), ("gemma3 vl", 1), ("mimo", 1), ("mimo", 2)]
+RUNS += [("gemma4 dense", 1), ("gemma4 dense", 2)]
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +43,12 @@ def test_chunks_of_rows_do_not_know_the_scale_of_values(runs):
     assert "--burst-sequence-chunks 2: MiMoV2FlashTEDotProductAttention scales the values" in said
 
 
+def test_layers_of_gemma_4_do_not_run_tiles(runs):
+    assert not (runs / "gemma4 dense.3").exists()
+    said = (runs / "gemma4 dense.3.log").read_text()
+    assert "mlp_tiles 2: layers are Gemma4DenseTransformerLayer, whose _forward_mlp" in said
+
+
 def found(folder, model, number):
     output = folder / f"{model}.{number}"
     assert output.exists(), Path(f"{output}.log").read_text()[-3000:]
@@ -53,6 +60,8 @@ def test_over_ranks_equals_one_rank(runs, model, number):
     (loss, norms), (whole, wanted) = found(runs, model, number), found(runs, model, 0)
     assert loss == pytest.approx(whole, rel=1e-6)
     assert norms == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+    if model == "gemma4 dense":  # layers 3 and 4 use the keys of 1 and 2, and none of their own
+        assert wanted["decoder.layers.2.mlp.linear_fc1.weight"] > 1e-3
     if model == "mimo":  # of the layers with a window only
         sinks = [name for name in norms if name.endswith("softmax_offset") and norms[name] > 1e-3]
         assert [name.split(".layers.")[1][0] for name in sorted(sinks)] == ["1", "2"]

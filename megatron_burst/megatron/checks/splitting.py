@@ -225,6 +225,8 @@ def linear_layers(config: Any) -> str | None:
             return flag if set(pattern) - _OTHERS else None
     if getattr(config, "is_hybrid_model", False):
         return "a hybrid model"
+    if getattr(config, "kimi_kda_layers", None):
+        return "Kimi K3"
     variant = getattr(config, "experimental_attention_variant", None)
     return f"--experimental-attention-variant {variant}" if variant in DELTA_NETS else None
 

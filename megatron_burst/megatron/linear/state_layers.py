@@ -190,8 +190,8 @@ def refuse_states(name: str, original: Callable, self: Any, *args: Any, **kwargs
     given = given_to(original, (self, *args), kwargs)
     if states_passed(given["config"], given.get("pg_collection")):
         raise ValueError(
-            f"{name}: only Mamba mixers and gated delta nets pass their state from rank to rank; "
-            f"{_INSTEAD}"
+            f"{name}: only Mamba mixers, gated delta nets and Kimi K3's KDA pass their state from "
+            f"rank to rank; {_INSTEAD}"
         )
     original(self, *args, **kwargs)
 

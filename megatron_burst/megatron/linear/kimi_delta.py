@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kimi delta attention (KDA) of Megatron-Bridge's Kimi K3 with its state passed from rank to rank.
+
+Bridge has KDA on one context-parallel rank only. Here every rank keeps its rows and all heads: the
+layer is built as on one rank, and what computes its rows takes the place of Bridge's, with the
+layer's own projections, gates and norm; what crosses ranks are rows of the convolutions and states.
+Parameters and checkpoints are those of the layer. Layers of the same class that are latent
+attention get our core attention.
+
+    S_t = (I - beta_t k_t k_t^T) D_t S_{t-1} + beta_t k_t v_t^T,
+    D_t = diag(exp(bound sigmoid(exp(A) (gate_t + dt))))
+
+with queries and keys of unit length (Kimi Linear, section 3; the bounded gate is that of
+flash-linear-attention, `safe_gate`). Shape letters: s local rows, b batch, h heads of width d.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...linear_attention.operation import linear_attention
+from ...linear_attention.short_convolution import short_convolution
+from .. import patching
+from ..attention.core_attention import BurstCoreAttention
+from ..checks.splitting import attends
+from .state_layers import MixerKind, StateLayer, construct, forward
+
+NAME = "KimiK3Attention"  # of Bridge
+
+
+def enable(known: type) -> None:
+    """Let layers of Bridge's class `NAME` train over several context-parallel ranks, if their
+    configuration asks for BurstAttention; for Megatron-Core 0.19 and newer. Idempotent. Raises
+    `RuntimeError` if the class lacks a parameter that its patch needs."""
+    name = f"layers, {NAME}"
+    if patching.installed(name) is None:
+        with patching.patch_set(name) as patches:
+            _patch(patches, known, sys.modules[known.__module__])
+
+
+def _patch(patches: patching.PatchSet, known: Any, home: Any) -> None:
+    kind = MixerKind(known, ("forward", "_forward_kda"), _states, _forward)
+
+    def init(original: Callable, self: Any, *args: Any, **named: Any) -> None:
+        given = patching.given_to(original, (self, *args), named)
+        config = given["config"]
+        if given["layer_number"] in config.kimi_kda_layers:
+            return construct(kind, original, self, *args, **named)
+        burst = getattr(config, "burst", None)
+        if burst is None or not attends(config, burst):
+            return original(self, *args, **named)
+        with patching.instead(home, "TEDotProductAttention", BurstCoreAttention):
+            original(self, *args, **named)
+
+    patches.wrap(known, "__init__", ["config", "layer_number", "pg_collection"], init)
+    names = ["hidden_states", "packed_seq_params"]
+    patches.wrap(known, "_forward_kda", names, partial(forward, kind))
+
+
+def _states(layer: Any, config: Any, groups: Any) -> StateLayer:
+    heads, width = layer.local_num_heads, layer.head_dim
+    sizes = (heads, heads, width, width, config.kimi_linear_conv_kernel_size)
+    return StateLayer(config, groups, layer.layer_idx + 1, "kda", sizes)
+
+
+def _forward(layer: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) -> torch.Tensor:
+    """hidden [s, b, width], the rows of all tensor-parallel ranks -> the same shape."""
+    heads = (layer.local_num_heads, layer.head_dim)
+    mixed = [_only(projection(hidden)) for projection in (layer.q_proj, layer.k_proj, layer.v_proj)]
+    gates = _only(layer.f_b_proj(_only(layer.f_a_proj(hidden))))
+    beta = _only(layer.b_proj(hidden))
+    beta = beta.to(_wide(beta)).sigmoid()
+    call = states.call(_shapes(mixed[0], heads), packed)
+    # One exchange of rows for three convolutions.
+    weights = [one.weight for one in (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d)]
+    together = short_convolution(
+        torch.cat(mixed, dim=-1), torch.cat(weights).squeeze(1), activation="silu", **call
+    )
+    q, k, v = (x.unflatten(-1, heads) for x in together.chunk(3, dim=-1))
+    steps = gates.unflatten(-1, heads).to(_wide(gates)) + layer.dt_bias.view(heads)
+    rates = layer.A_log.to(steps.dtype).exp().unsqueeze(-1)
+    out = linear_attention(
+        _unit(q), _unit(k), v,
+        decay=layer.gate_lower_bound * torch.sigmoid(rates * steps), beta=beta, **call,
+    )  # fmt: skip
+    gate = _only(layer.g_proj(hidden)).unflatten(-1, heads)
+    normal = layer.o_norm(out.reshape(-1, heads[1]), gate.reshape(-1, heads[1]))
+    return _only(layer.o_proj(normal.view(gate.shape).flatten(-2).to(hidden.dtype)))
+
+
+def _only(projected: Any) -> torch.Tensor:
+    """The output of a projection, which has no bias (`KimiK3Attention` makes none)."""
+    out, _ = projected
+    return out
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    """Vectors of length 1 along the last dimension, in the dtype of x."""
+    wide = x.to(_wide(x))
+    return (wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+
+
+def _shapes(mixed: torch.Tensor, heads: tuple[int, int]) -> dict[str, Any]:
+    """What `mb.linear_attention` will take, without the memory of it."""
+
+    def like(*sizes: int, dtype: torch.dtype = mixed.dtype) -> torch.Tensor:
+        return mixed.new_empty((), dtype=dtype).expand(*mixed.shape[:2], *sizes)
+
+    names = ("q", "k", "v")
+    return {name: like(*heads) for name in names} | {
+        "decay": like(*heads, dtype=_wide(mixed)),
+        "beta": like(heads[0], dtype=_wide(mixed)),
+    }
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
