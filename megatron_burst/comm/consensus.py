@@ -45,8 +45,8 @@ def agree(facts: Facts | ValueError, gather: Callable[[torch.Tensor], list[torch
     or the ValueError its arguments caused. gather: this rank's header -> those of all ranks.
     """
     headers = gather(_pack(facts))
-    first = headers[0]
-    if not first[0] and all(other is first or first.equal(other) for other in headers):
+    one = headers[0]
+    if not one[0] and all(other is one or one.equal(other) for other in headers):
         return  # as nearly always; of a thousand ranks, reading all takes tens of milliseconds
     unpacked = [_unpack(header) for header in headers]
     for rank, header in enumerate(unpacked):
@@ -54,14 +54,14 @@ def agree(facts: Facts | ValueError, gather: Callable[[torch.Tensor], list[torch
             told = f"rank {rank}: {header.texts[0]}" if len(headers) > 1 else header.texts[0]
             # of this rank's error, if it was no ValueError to begin with
             raise ValueError(told) from getattr(facts, "__cause__", None)
-    known = unpacked[0]
+    first = unpacked[0]
     for rank, other in enumerate(unpacked):
-        if other.digests == known.digests:
+        if other.digests == first.digests:
             continue
-        differing = [i for i, pair in enumerate(zip(known.digests, other.digests, strict=True))
+        differing = [i for i, pair in enumerate(zip(first.digests, other.digests, strict=True))
                      if len(set(pair)) > 1]  # fmt: skip
         raise ValueError(
-            f"ranks disagree: rank 0 has {known.quote(differing)}, rank {rank} has "
+            f"ranks disagree: rank 0 has {first.quote(differing)}, rank {rank} has "
             f"{other.quote(differing)}; every rank must pass the same shapes and settings, and "
             "make the same calls in the same order"
         )
