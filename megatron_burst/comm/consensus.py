@@ -45,6 +45,9 @@ def agree(facts: Facts | ValueError, gather: Callable[[torch.Tensor], list[torch
     or the ValueError its arguments caused. gather: this rank's header -> those of all ranks.
     """
     headers = gather(_pack(facts))
+    one = headers[0]
+    if not one[0] and all(other is one or one.equal(other) for other in headers):
+        return  # as nearly always; of a thousand ranks, reading all takes tens of milliseconds
     unpacked = [_unpack(header) for header in headers]
     for rank, header in enumerate(unpacked):
         if header.bad:

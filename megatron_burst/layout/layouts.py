@@ -92,6 +92,8 @@ def integer(name: str, value: object) -> int:
 
     Raises ValueError, naming the argument `name`, for everything else, True and False included.
     """
+    if type(value) is int:
+        return value
     try:
         if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
             raise TypeError

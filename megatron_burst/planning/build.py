@@ -61,8 +61,10 @@ def make_pass(
     works: Works,
     device: torch.device,
     kept: Sequence[Chunk] = (),
+    deferred: bool = True,
 ) -> Pass:
-    """What `rank` runs of a schedule. kept: what it leaves behind or finds."""
+    """What `rank` runs of a schedule. kept: what it leaves behind or finds. deferred: do some head
+    chunks compute their own pair last?"""
     program = schedule.program(rank)
     hops = [hop for boundary in program for hop in boundary.posts]
     arriving = [hop.chunk for hop in hops if hop.dst == rank and not hop.chunk.accumulated]
@@ -108,12 +110,12 @@ def make_pass(
     whole = {key: target(total, total.rows) for key, total in totals.items()}
     maps.finish(device)
 
-    steps, deferred = (
+    steps, own_last = (
         tuple(_step(boundary, rank, kept, payloads, calls) for boundary in boundaries)
-        for boundaries in (program, schedule.program(rank, own_last=True))
+        for boundaries in (program, schedule.program(rank, own_last=True) if deferred else ())
     )
     run = Pass(
-        name, steps, deferred, whole, dict(longest),
+        name, steps, own_last, whole, dict(longest),
         Counter(hop.chunk for hop in hops if hop.src == rank), left,
         held_bytes(schedule.tables, program, rank, schedule.row_bytes),
     )  # fmt: skip

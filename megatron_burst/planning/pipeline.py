@@ -26,7 +26,7 @@ from ..options import ring_algorithm
 from ..schedule import cost
 from ..schedule.cost import Sizes
 from ..schedule.demand import Wanted, row_cuts, wanted
-from ..schedule.head_shares import shared_order
+from ..schedule.head_shares import deferred_chunks, shared_order
 from ..schedule.rings import Schedule
 from ..schedule.tables import Grid
 from .build import Works, make_pass
@@ -282,16 +282,18 @@ def _row_chunk(ring: RingRequest, scheduled: RowSchedules, which: str) -> RowChu
     rank, kernel, mask = ring.groups.ring.rank, ring.request.kernel, ring.request.mask
     works = Works(kernel, mask, queries, ring.keys, ring.sizes)
     kept, partial, device = backward.kept_chunks(rank), None, ring.request.tensors[0].device
+    deferred = deferred_chunks(ring.request.options.head_chunks or 1) > 0
     if again is not None and recompute is not None:
         rest = Works(kernel, mask, [each.spans for each in again.queries], ring.keys, ring.sizes)
-        run = make_pass("attention recompute", recompute, rank, rest, device)
+        run = make_pass("attention recompute", recompute, rank, rest, device, (), deferred)
         partial = _partial_pass(again, rank, run, device)
     name = f"attention backward, side {backward.side}{which}"
+    more = kept, deferred
     return RowChunk(
         rows=None if rows is None else to_device(rows, device),
         order=_order(ring, members) if ring.groups.topology.ulysses > 1 else None,
-        forward=make_pass(f"attention forward{which}", forward, rank, works, device, kept),
-        backward=make_pass(name, backward, rank, works, device, kept),
+        forward=make_pass(f"attention forward{which}", forward, rank, works, device, *more),
+        backward=make_pass(name, backward, rank, works, device, *more),
         recompute=partial,
     )
 

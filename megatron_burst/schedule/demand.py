@@ -88,6 +88,25 @@ class Demand:
         wanted = self.travelling.wanted  # its owner never does
         return int(wanted.sum()) == len(wanted) * (self.grid.size - 1)
 
+    def ahead(
+        self, rank: np.ndarray, step: np.ndarray, rows: np.ndarray, chunks: int, least: int
+    ) -> int:
+        """How many steps before their use these rows may be sent to these ranks: `least`, or as
+        many times twice that as no rank gets more rows in so many steps than `chunks` whole chunks
+        have. rows: arrays of equal length."""
+        if self.all_want_all:
+            return least
+        of, steps = self.travelling, int(step.max(initial=0)) + 1
+        room = chunks * np.bincount(of.owner, of.rows, 1).max()
+        got = np.bincount(rank * steps + step, rows, self.grid.size * steps).reshape(-1, steps)
+        until = np.pad(got.cumsum(axis=1), ((0, 0), (1, 0)))
+        while least < steps:
+            window = min(2 * least + 1, steps)
+            if (until[:, window:] - until[:, :-window]).max() > room:
+                break
+            least *= 2
+        return least
+
     @property
     def visible(self) -> np.ndarray:
         """bool [G, G]: may queries of rank i see keys of rank j?"""

@@ -73,8 +73,10 @@ def shared_spans(shards: Sequence[Sequence[Span]]) -> tuple[Span, ...]:
     In the order of their positions where that makes fewer spans of them: shards of zigzag and
     striped layouts become parts of the sequence again, which take few calls of a kernel.
     """
+    if len(shards) == 1:
+        return tuple(shards[0])
     spans = tuple(span for shard in shards for span in shard)
-    joined = None if len(shards) == 1 else _joined_stripes(spans) or _joined_runs(spans)
+    joined = _joined_stripes(spans) or _joined_runs(spans)
     return spans if joined is None else tuple(joined)
 
 

@@ -21,7 +21,7 @@ from megatron_burst.autotune.rates import Rates
 from megatron_burst.autotune.recording import Recording
 from megatron_burst.autotune.select import choose
 from megatron_burst.autotune.simulator import Adding, PassTime, pass_time
-from megatron_burst.schedule import cost, rings
+from megatron_burst.schedule import cost, demand, rings
 from megatron_burst.schedule.algorithms import ALGORITHMS, Algorithm, direct
 from megatron_burst.schedule.cost import Sizes, Traffic, pair_shares, traffic, visible_pairs
 from megatron_burst.schedule.demand import everything
@@ -110,6 +110,40 @@ def test_unequal_steps_cost_all_gather_nothing():
     }
     assert found["all_gather"] < 11.1
     assert found["ring"] > 17
+
+
+@pytest.mark.parametrize("algorithm", ["burst", "multicast"])
+def test_unequal_steps_cost_documents_nothing(algorithm, monkeypatch):
+    """Four ranks, documents of about a third: each computes 8 s for one chunk and 1 s for each
+    other, not at the same step. Its hops have been posted before."""
+    shards = [layout.make("zigzag", cp_size=4).spans(rank, 32) for rank in range(4)]
+    seen = demand.wanted(masks.Documents([0, 10, 21, 32]) & masks.Causal(), shards, shards)
+    seconds = np.where(seen.visible, 1.0, 0.0)
+    seconds[[0, 1, 2, 3], [0, 0, 3, 3]] = 8.0  # burst: at steps 0, 1, 3 and 0
+    fast, grid = rates(intra=1 / 1024), Grid(1, 4)
+
+    def both():
+        made = (cost.forward_schedule(algorithm, grid, seen, sizes()),
+                cost.backward_schedule(algorithm, grid, seen, sizes(), side="kv"))  # fmt: skip
+        return [pass_time(each, sizes(), seconds, fast).seconds for each in made]
+
+    # Ranks have 3, 3, 4 and 2 chunks to compute with.
+    assert both() == pytest.approx([11, 11], abs=0.02)
+    monkeypatch.setattr(demand.Demand, "ahead", lambda self, *given: given[-1])
+    assert min(both()) >= 16
+
+
+def test_documents_get_eight_head_chunks_where_two_are_slower_than_one():
+    """Every further number of chunks is simulated: `auto` does not stop at the first worse one."""
+    bounds = [0, 71, 164, 268, 311, 320, 367, 512]
+    pack = layout.make("balanced", cp_size=8, cu_seqlens=bounds, per_node=4)
+    work = Workload(sizes(tokens=64), masks.Documents(bounds) & masks.Causal(), pack)
+    links = Rates(4e9, 1e9, compute=2e10)
+    found = select.best(work, [Topology(8, 4)], links, Fixed("prefetch", "kv"))
+    seconds = {one.head_chunks: one.seconds for one in (found.taken, *found.others)}
+    assert seconds[2] > 1.05 * seconds[1]
+    assert found.taken.head_chunks == 8
+    assert seconds[1] > 1.3 * seconds[8]
 
 
 def test_gradients_follow_and_their_last_hops_are_exposed():

@@ -1,10 +1,13 @@
 """The memory of a schedule on one rank, by hand on small rings."""
 
+from collections import Counter
+
+import numpy as np
 import pytest
 import torch
 
 import megatron_burst as mb
-from megatron_burst.schedule.demand import RowBytes, everything
+from megatron_burst.schedule.demand import Demand, RowBytes, everything, wanted
 from megatron_burst.schedule.program import held_bytes
 from megatron_burst.schedule.rings import backward, forward
 from megatron_burst.schedule.tables import Grid
@@ -51,3 +54,74 @@ def test_a_tile_holds_partial_outputs_and_the_plan_says_how_much():
     plan = mb.prepare(q, q, q, groups=mb.Groups.in_process(inter=2, intra=2), algorithm="tile")
     assert plan.held_bytes > 0
     assert "received chunks at most" in plan.describe()
+
+
+# --- hops that are posted many steps ahead ------------------------------------------------------
+
+EACH = RowBytes(kv=1, query=0, dkv=0, dquery=0, out=0), RowBytes(1, 0, 1, 0, 0)
+
+
+def most_held(algorithm, grid, asked, passes=EACH):
+    """Of each pass, the rows that the fullest rank holds."""
+    route = "direct" if algorithm == "burst" else "ring"
+    there, back = passes
+    made = (forward(algorithm, grid, wanted=asked, row_bytes=there, route=route),
+            backward(algorithm, grid, "kv", wanted=asked, row_bytes=back, route=route))  # fmt: skip
+    return [max(held(each, rank) for rank in range(grid.size)) for each in made]
+
+
+def packs(grid, rows, count=6):
+    """What ranks want of random documents, in two layouts."""
+    random, total = np.random.default_rng(0), grid.size * rows
+    for median in random.choice([rows // 3, rows, 3 * rows], count):
+        ends = np.cumsum(np.maximum(2, random.lognormal(np.log(median), 1.3, 9 * total // median)))
+        bounds = [0, *np.unique(ends[ends < total].astype(int)).tolist(), total]
+        for name, more in (("zigzag", {}), ("balanced", {"cu_seqlens": bounds})):
+            layout = mb.layout.make(name, cp_size=grid.size, **more)
+            shards = [layout.spans(rank, total) for rank in range(grid.size)]
+            yield wanted(mb.masks.Documents(bounds) & mb.masks.Causal(), shards, shards)
+
+
+@pytest.mark.parametrize("algorithm", ["burst", "multicast"])
+@pytest.mark.parametrize("grid", [Grid(1, 4), Grid(1, 8), Grid(8, 1), Grid(2, 4), Grid(4, 4)])
+def test_rows_sent_long_before_their_use_take_the_room_of_whole_chunks(
+    algorithm, grid, monkeypatch
+):
+    """At most a tenth more than where all see everything, or than what hops that are a step or two
+    ahead take of the same documents; and half of these are sent further ahead."""
+    rows, real, found = 64, Demand.ahead, Counter()
+
+    def ahead(self, *given):
+        found[real(self, *given) > given[-1]] += 1
+        return real(self, *given)
+
+    most = most_held(algorithm, grid, everything(grid.size, rows))
+    for asked in packs(grid, rows):
+        monkeypatch.setattr(Demand, "ahead", ahead)
+        early = most_held(algorithm, grid, asked)
+        monkeypatch.setattr(Demand, "ahead", lambda self, *given: given[-1])
+        late = most_held(algorithm, grid, asked)
+        for mine, dense, before in zip(early, most, late, strict=True):
+            assert mine <= 1.1 * max(dense, before)
+    assert found[True] >= found.total() / 4
+
+
+def test_how_far_ahead_by_hand():
+    """Two chunks of 8 rows may come at once; rank 0 gets 8 rows at each of steps 1, 2 and 3, rank 1
+    gets 3, or 8, at each of steps 1 to 5."""
+    grid = Grid(1, 8)
+    sides = everything(grid.size, 8)
+    sides.keys.wanted[0, 1] = False  # so that not all want all
+    of = Demand(grid, "kv", sides)
+
+    def ahead(*gets, least=1):
+        rank, step, rows = (np.array(column) for column in zip(*gets, strict=True))
+        return of.ahead(rank, step, rows, 2, least)
+
+    assert ahead((0, 1, 8), (0, 2, 8), (0, 3, 8)) == 1  # three chunks in three steps
+    assert ahead(*((1, step, 3) for step in range(1, 6))) == 8  # 15 rows in all of the six
+    assert ahead(*((1, step, 4) for step in range(1, 6))) == 2  # 12 rows in three, in five 20
+    assert ahead((0, 1, 16), (0, 7, 1), least=2) == 4  # 17 rows in eight, of five none has more
+    assert Demand(grid, "kv", everything(8, 8)).ahead(
+        np.array([0]), np.array([7]), np.array([1]), 2, 1
+    ) == 1  # fmt: skip

@@ -26,23 +26,28 @@ def all_gather(demand: Demand) -> Tables:
     return tables(demand, ahead=demand.grid.size, at_end=True)
 
 
-def tables(demand: Demand, *, ahead: int = 1, at_end: bool = False) -> Tables:
-    """Chunks are sent `ahead` steps before their use, so that a rank holds `ahead` + 1 travelling
-    chunks at most. at_end: ranks wait for gradients after the last step, not a step later."""
+def tables(demand: Demand, *, ahead: int | None = None, at_end: bool = False) -> Tables:
+    """Chunks are sent `ahead` steps before their use, and so long a gradient may take, too. None:
+    one step, so that a rank holds two travelling chunks at most; more where ranks see so few rows
+    that these take no more room. at_end: ranks wait for gradients after the last step."""
     ring = FlatRing(demand, demand.travelling)
     rank, step, owner, rows = ring.entries(ring.wanted)
     sent = ~ring.from_forward[step]
     own = None
     if at_end and demand.wanted.joined:  # all pairs are one call, behind all copies
         step, own = np.ones_like(step), np.ones(ring.size, dtype=step.dtype)
+    if ahead is None:
+        ahead = demand.ahead(rank, step, ring.bundles.rows_of(owner, rows), 2, 1)
     post = np.maximum(step - ahead, 0)
     # Posted a few steps ahead, a copy travels beside the pairs of those steps; not all at once, so
     # that a rank holds few chunks.
     copies = (owner, rows, owner, rank, post, step)
     copy, *gradient = demand.sent_families
     parts = [transfers(copy, "flat", *(column[sent] for column in copies))]
-    for family in gradient:  # complete after its step, and at home a step later
-        land = np.full_like(step, ring.size + 1) if at_end else step + 2
+    for family in gradient:  # complete after its step
+        land = np.full_like(step, ring.size + 1)
+        if not at_end:
+            np.minimum(step + 1 + ahead, land, out=land)
         parts += [transfers(family, "flat", owner, rows, rank, owner, step + 1, land)]
     by_step = np.flatnonzero(~sent)[np.argsort(step[~sent], kind="stable")]
     kept = Kept(*(column[by_step] for column in (rank, owner, rows)))

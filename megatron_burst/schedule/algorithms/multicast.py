@@ -15,6 +15,10 @@ that. Copies land for the step that needs them, and a hop is posted at most WITH
 within a node, and as many as a node has ranks (at least 2) between nodes: so many steps ahead a
 rank holds or receives chunks for itself, and a gateway those that it passes on in this turn and in
 what begins so many steps later. Gradients leave at the boundary after their step.
+
+Where ranks see few rows of a chunk, as of packed documents, hops are posted more steps ahead and
+gradients awaited as much later, as far as whole chunks would have filled the same room: steps are
+uneven there, and a rank that is slow at one keeps nobody waiting who is that far from needing it.
 """
 
 from __future__ import annotations
@@ -29,15 +33,15 @@ from ..demand import Demand
 from ..rails import routes
 from ..tables import RINGS, Kept, Pairs, Tables, Transfers, transfers
 
-WITHIN = 2  # steps that a hop within a node may take
+WITHIN = 2  # steps that a hop within a node may take, at least
 NEVER = 1 << 30
 
 
 class _Edges(NamedTuple):
     """Hops of copies, to peers and then to gates; gradients take them the other way.
 
-    way; above: the node of `src`; from_owner: is it the owner that sends? takes: for how many steps
-    a hop is under way. peers, gates: the receivers as indices of [ways, ranks] and [ways, nodes],
+    way; above: the node of `src`; from_owner: is it the owner that sends? crosses: does it go to
+    another node's gate? peers, gates: the receivers as indices of [ways, ranks] and [ways, nodes],
     flat. through: as of `Ways._through`.
     """
 
@@ -47,7 +51,7 @@ class _Edges(NamedTuple):
     from_owner: np.ndarray
     src: np.ndarray
     dst: np.ndarray
-    takes: np.ndarray
+    crosses: np.ndarray
     peers: np.ndarray
     gates: np.ndarray
     through: np.ndarray
@@ -55,7 +59,11 @@ class _Edges(NamedTuple):
 
 def tables(demand: Demand) -> Tables:
     """Multicast to the nodes, and gradients summed within each before they cross back."""
-    return tables_of((_Turns if demand.wanted.joined else Ways)(demand))
+    if demand.wanted.joined:
+        return tables_of(_Turns(demand))
+    ways = Ways(demand)
+    ways.loosen()
+    return tables_of(ways)
 
 
 def tables_of(ways: Ways) -> Tables:
@@ -81,7 +89,8 @@ class Ways:
         nodes, width = self.grid
         found = routes(demand.travelling, self.grid)
         self.bundles = bundles = found.bundles
-        self.between = max(2, width)  # steps that a hop between nodes may take
+        self.within = WITHIN  # steps that a hop within a node may take
+        self.between = max(WITHIN, width)  # between nodes
         first, parent = _alike(bundles.owner, found.carrier, found.parent)
         rail = found.carrier[first][:, None]
         self.owner = bundles.owner[first].astype(np.int32)
@@ -130,6 +139,18 @@ class Ways:
         step[owner[used], rank[used]] = (begin + before)[used]
         return step
 
+    def loosen(self) -> None:
+        """Let hops take as many steps as there is room for."""
+        if self.demand.all_want_all:
+            return
+        hops, step = self.hops, self.step[self.owner]
+        first = self._by_node(np.where(self.use != 0, step, step.max())).min(axis=2)
+        at = np.concatenate([step.reshape(-1)[hops.peers], first.reshape(-1)[hops.gates]])
+        rows = self.bundles.rows_of(self.owner[hops.way], hops.rows)
+        chunks = WITHIN + 1 + (min(self.grid) > 1)  # as where all want all: a gateway one besides
+        self.within = self.demand.ahead(hops.dst, at, rows, chunks, WITHIN)
+        self.between = max(self.between, self.within)
+
     def pairs(self) -> Pairs:
         """What is computed."""
         rows = self._by_owner(self.use)
@@ -173,7 +194,7 @@ class Ways:
         step = self.step[self.owner]
         # When a gate needs the rows: for its own step, and to serve peers.
         needs = (self.use != 0) & ~self.from_forward & self.served
-        land = self._by_node(np.where(needs, step - WITHIN * self.peer, NEVER)).min(axis=2)
+        land = self._by_node(np.where(needs, step - self.within * self.peer, NEVER)).min(axis=2)
         land = np.maximum(land, self.depth)
         # From the farthest gates inwards: each gate needs the rows as much earlier as the hop from
         # it to the next one takes.
@@ -181,19 +202,24 @@ class Ways:
             np.minimum.at(land, (way, above), land[way, node] - self.between)
             land = np.maximum(land, self.depth)
         by = np.concatenate([step.reshape(-1)[hops.peers], land.reshape(-1)[hops.gates]])
-        post = np.maximum(np.where(hops.from_owner, 0, land[hops.way, hops.above]), by - hops.takes)
+        there = np.where(hops.from_owner, 0, land[hops.way, hops.above])
+        post = np.maximum(there, by - self._takes(hops))
         return self._transfers(False, hops, hops.src, hops.dst, post, by)
 
     def gradients(self) -> Transfers:
         """The same ways back. They leave when the last contribution to them is there."""
         hops, step = self.hops, self.step[self.owner]
         adds = (self.use != 0) & self.served
-        done = self._by_node(np.where(adds, step + 1 + WITHIN * self.peer, 0)).max(axis=2)
+        done = self._by_node(np.where(adds, step + 1 + self.within * self.peer, 0)).max(axis=2)
         # A gate's sum is complete when the last of its own ranks and of the gates behind it is in.
         for way, node, above in self._levels(hops.through):
             np.maximum.at(done, (way, above), done[way, node] + self.between)
         post = np.concatenate([step.reshape(-1)[hops.peers] + 1, done.reshape(-1)[hops.gates]])
-        return self._transfers(True, hops, hops.dst, hops.src, post, post + hops.takes)
+        return self._transfers(True, hops, hops.dst, hops.src, post, post + self._takes(hops))
+
+    def _takes(self, hops: _Edges) -> np.ndarray:
+        """For how many steps each hop is under way."""
+        return np.where(hops.crosses, self.between, self.within).astype(np.int32)
 
     def _edges(self, use: np.ndarray) -> _Edges:
         """Along which hops these rows reach their users."""
@@ -201,18 +227,17 @@ class Ways:
         way, dst, peers = _where((use != 0) & self.peer)
         node = dst // self.grid.intra
         src = np.where(self.served.reshape(-1)[peers], self.gate[way, node], self.owner[way])
-        takes = np.full_like(way, WITHIN)
-        to_peers = way, node, use.reshape(-1)[peers], src == self.owner[way], src, dst, takes
+        crosses = np.zeros(len(way), dtype=bool)
+        to_peers = way, node, use.reshape(-1)[peers], src == self.owner[way], src, dst, crosses
         way, node, gates = _where((through != 0) & (self.depth > 0))
         near, above = self.home[way, node], self.parent[way, node]
         src = np.where(near, self.owner[way], self.gate[way, above])
-        takes = np.where(near, WITHIN, self.between).astype(np.int32)
         dst, from_owner = self.gate[way, node], src == self.owner[way]
-        to_gates = way, above, through.reshape(-1)[gates], from_owner, src, dst, takes
-        way, above, rows, from_owner, src, dst, takes = (
+        to_gates = way, above, through.reshape(-1)[gates], from_owner, src, dst, ~near
+        way, above, rows, from_owner, src, dst, crosses = (
             np.concatenate(both) for both in zip(to_peers, to_gates, strict=True)
         )
-        return _Edges(way, above, rows, from_owner, src, dst, takes, peers, gates, through)
+        return _Edges(way, above, rows, from_owner, src, dst, crosses, peers, gates, through)
 
     def _through(self, use: np.ndarray) -> np.ndarray:
         """[ways, nodes]: of these rows, those that the gate needs for itself or passes on."""

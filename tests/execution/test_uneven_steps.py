@@ -1,0 +1,241 @@
+"""A rank that is slow at a step keeps nobody waiting but for data: counted, not timed.
+
+The slow rank does not begin its first pair of a pass before all others have computed all of theirs.
+Where a hop were posted only after that pair, the others would wait for it, and it for them.
+"""
+
+from collections import Counter
+
+import cases
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from nccl_rules import COMMUNICATORS, record
+from nccl_rules import faults as nccl_faults
+
+import megatron_burst as mb
+from megatron_burst.comm.local import LocalEndpoint
+from megatron_burst.execution.ring import Backward, Forward
+from megatron_burst.schedule.demand import Demand
+
+SIZE, ROWS = 4, 8
+PACK = [0, 10, 21, 32]  # documents; each is on three ranks or more
+SLOW = 1  # ranks 0 and 2 need its keys: 0 at its third step
+COMPUTES = {"forward": Forward, "backward": Backward}
+
+
+def pack(seed=0):
+    """(q, k, v, dout), what each row sees, and of every rank its rows, all by hand."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = [torch.randn(SIZE * ROWS, 1, 2, 4, generator=generator).double() for _ in range(4)]
+    document = torch.bucketize(torch.arange(SIZE * ROWS), torch.tensor(PACK[1:]), right=True)
+    seen = (document[:, None] == document).tril()
+    return inputs, seen, oracle.permutation("zigzag", SIZE, SIZE * ROWS)
+
+
+def asked(algorithm):
+    mask = mb.masks.Documents(PACK) & mb.masks.Causal()
+    return {"mask": mask, "layout": "zigzag", "algorithm": algorithm, "side": "kv",
+            "kernel": "reference"}  # fmt: skip
+
+
+def all_ranks(groups, algorithm):
+    """How far off (out, dq, dk, dv) of all ranks are, at most."""
+    inputs, seen, rows = pack()
+    *qkv, douts = [[x[mine].clone() for mine in rows] for x in inputs]
+    leaves = [x.requires_grad_() for xs in qkv for x in xs]
+    outs = mb.attention(*qkv, groups=groups, **asked(algorithm))
+    grads = torch.autograd.grad(outs, leaves, douts)
+    out, _, *of_inputs = oracle.attention(*inputs, seen)
+    right = [x[mine] for x in (out, *of_inputs) for mine in rows]
+    return max(oracle.worst(x, y) for x, y in zip([*outs, *grads], right, strict=True))
+
+
+def in_process(algorithm, monkeypatch, gate=lambda switch, rank, done: None):
+    """(how far off the results are, pairs of each pass and rank); gate: called before a pair with
+    how many pairs of each rank are done."""
+    groups = mb.Groups.in_process(intra=SIZE)
+    counted = {name: Counter() for name in COMPUTES}
+    with monkeypatch.context() as patch:
+        for name, cls in COMPUTES.items():
+
+            def pair(self, call, *rest, real=cls.pair, done=counted[name]):
+                rank = call.queries.owner
+                gate(groups.ranks[0].ring.switch, rank, done)
+                real(self, call, *rest)
+                done[rank] += 1
+
+            patch.setattr(cls, "pair", pair)
+        return all_ranks(groups, algorithm), counted
+
+
+def held_up(pairs, at=0):
+    """The slow rank waits before its pair number `at` for all `pairs` of the others."""
+
+    def gate(switch, rank, done):
+        if rank == SLOW and done[rank] == at:
+            switch.wait(
+                lambda: all(done[r] == n for r, n in pairs.items() if r != SLOW),
+                f"of {dict(pairs)} pairs there are {dict(done)}",
+            )
+
+    return gate
+
+
+@pytest.mark.parametrize("algorithm", ["burst", "ring", "multicast", "all_gather"])
+def test_nobody_waits_for_the_pairs_of_a_slow_rank(algorithm, monkeypatch):
+    error, pairs = in_process(algorithm, monkeypatch)
+    assert error < cases.TOLERANCE
+    assert sum(pairs["forward"].values()) == sum(pairs["backward"].values()) == 12
+    for at in range(pairs["forward"][SLOW]):
+        error, _ = in_process(algorithm, monkeypatch, held_up(pairs["forward"], at))
+        assert error < cases.TOLERANCE
+
+
+@pytest.mark.parametrize("algorithm", ["burst", "multicast"])
+def test_hops_posted_a_step_ahead_made_others_wait(algorithm, monkeypatch):
+    """As it was: so the test above can fail."""
+    _, pairs = in_process(algorithm, monkeypatch)
+    monkeypatch.setattr(Demand, "ahead", lambda self, rank, step, rows, chunks, least: least)
+    gates = [held_up(pairs["forward"], at) for at in range(pairs["forward"][SLOW])]
+    waits = []
+    for gate in gates:
+        try:
+            in_process(algorithm, monkeypatch, gate)
+        except RuntimeError as error:
+            waits.append(str(error))
+    assert waits
+    assert all("deadlock" in one for one in waits)
+
+
+@pytest.mark.parametrize("step", range(SIZE))
+def test_a_ring_waits_for_the_next_hop_alone(step, monkeypatch):
+    """Whole chunks go round: what a rank passes on it has waited for, which it cannot do while it
+    computes. Rank 1, held up in its pair of a step, has posted the hop of that step before. So rank
+    0, which it takes no more from, computes one step more than that, and stops there; so does
+    rank 2; and rank 3, for which rank 2 has posted one more, another."""
+    done, full = Counter(), {"mask": mb.masks.Full(), "layout": "contiguous", "algorithm": "ring"}
+    real, groups = Forward.pair, mb.Groups.in_process(intra=SIZE)
+
+    def pair(self, call, *rest):
+        rank = call.queries.owner
+        if rank == SLOW and done[rank] == step:
+            groups.ranks[0].ring.switch.wait(lambda: False, "for ever")
+        real(self, call, *rest)
+        done[rank] += 1
+
+    monkeypatch.setattr(Forward, "pair", pair)
+    x = [torch.randn(2, 1, 2, 4).double() for _ in range(SIZE)]
+    with pytest.raises(RuntimeError, match="deadlock"):
+        mb.attention(x, x, x, groups=groups, kernel="reference", **full)
+    ends = [step + 2, step, step + 2, step + 3]
+    assert [done[rank] for rank in range(SIZE)] == [min(SIZE, end) for end in ends]
+
+
+# --- on gloo ranks ------------------------------------------------------------------------------
+
+
+def slow_on_gloo(algorithm, key):
+    """How far off (out, dq, dk, dv) of this rank are; the slow one waits at its first pair of
+    forward until all pairs of the others are computed."""
+    groups = mb.Groups.flat(dist.group.WORLD)
+    inputs, seen, rows = pack()
+    mine, store = rows[groups.rank], dist.distributed_c10d._get_default_store()
+    *leaves, dout = [x[mine].clone() for x in inputs]
+    leaves = [x.requires_grad_() for x in leaves]
+    document = torch.bucketize(torch.arange(SIZE * ROWS), torch.tensor(PACK[1:]), right=True)
+    pairs = sum(
+        int((document[rows[rank]][:, None] == document[other]).logical_and(
+            torch.as_tensor(rows[rank])[:, None] >= torch.as_tensor(other)).any())
+        for rank in range(SIZE) if rank != SLOW for other in rows
+    )  # fmt: skip
+    real, first = Forward.pair, []
+
+    def pair(self, call, *rest):
+        if groups.rank == SLOW and not first:
+            first.append(True)
+            store.wait([f"{key}/all"])
+        real(self, call, *rest)
+        if groups.rank != SLOW and store.add(f"{key}/pairs", 1) == pairs:
+            store.set(f"{key}/all", b"")
+
+    Forward.pair = pair
+    try:
+        out = mb.attention(*leaves, groups=groups, **asked(algorithm))
+    finally:
+        Forward.pair = real
+    grads = torch.autograd.grad(out, leaves, dout)
+    right, _, *of_inputs = oracle.attention(*inputs, seen)
+    return max(
+        oracle.worst(x, y[mine]) for x, y in zip((out, *grads), (right, *of_inputs), strict=True)
+    )
+
+
+@pytest.mark.parametrize("algorithm", ["burst", "multicast"])
+def test_on_gloo_a_slow_rank_is_waited_for_by_nobody(ranks, algorithm):
+    errors = ranks(SIZE).run(slow_on_gloo, algorithm, f"uneven {algorithm}")
+    assert max(errors) < cases.TOLERANCE
+
+
+# --- order, and planted faults ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [{"intra": 4}, {"inter": 2, "intra": 2}], ids=str)
+@pytest.mark.parametrize("algorithm", ["burst", "multicast"])
+@pytest.mark.parametrize("name", COMMUNICATORS)
+def test_nccl_takes_hops_in_this_order(algorithm, sizes, name):
+    groups = mb.Groups.in_process(**sizes)
+    traces = record(groups)
+    assert all_ranks(groups, algorithm) < cases.TOLERANCE
+    assert nccl_faults(traces, COMMUNICATORS[name](groups.topology)) == []
+
+
+def shifted(accumulated, by):
+    """`as_tables` with hops of copies that are passed on, or of gradients, posted earlier."""
+    real = Demand.as_tables
+
+    def as_tables(self, *given, **more):
+        made = real(self, *given, **more)
+        moved = made.transfers
+        passed = moved.accumulated if accumulated else moved.src != moved.owner
+        assert passed.any()
+        post = moved.post - by * passed
+        return made._replace(transfers=moved._replace(post=post.clip(0)))
+
+    return as_tables
+
+
+@pytest.mark.parametrize(("accumulated", "backward"), [(False, False), (True, True)])
+def test_a_hop_posted_too_early_is_a_wrong_number_or_an_error(accumulated, backward, monkeypatch):
+    """A copy passed on before it is there; a gradient before its last contribution."""
+    groups = mb.Groups.in_process(inter=2, intra=2)
+    real = Demand.as_tables
+    planted = shifted(accumulated, by=1)
+    monkeypatch.setattr(
+        Demand, "as_tables",
+        lambda self, *a, **m: (planted if self.gradients == backward else real)(self, *a, **m),
+    )  # fmt: skip
+    try:
+        wrong = not all_ranks(groups, "multicast") < cases.TOLERANCE
+    except (RuntimeError, KeyError, ValueError) as error:
+        wrong = bool(str(error))
+    assert wrong
+
+
+def test_a_buffer_taken_before_it_is_free_is_seen(monkeypatch):
+    """What is received into a chunk that its rank has still to compute with."""
+    groups, real = mb.Groups.in_process(intra=SIZE), LocalEndpoint.exchange
+    last = {}
+
+    def exchange(self, channel, sends, receives, label):
+        if self.rank == SLOW and not channel.gradient:
+            for at, one in enumerate(receives):
+                key = one.message.flat.numel()
+                if key in last:
+                    receives[at] = one._replace(message=last[key], tensors=last[key].tensors)
+                last[key] = one.message
+        return real(self, channel, sends, receives, label)
+
+    monkeypatch.setattr(LocalEndpoint, "exchange", exchange)
+    assert not all_ranks(groups, "burst") < cases.TOLERANCE
