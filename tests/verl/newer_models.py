@@ -148,6 +148,7 @@ def main(folder):
             (of_gemma4, 1, {}), (of_gemma4, 2, {"choices": {}}),
             (of_gemma4, 2, {"choices": {"layout": "contiguous", "algorithm": "all_gather"}}),
             (of_gemma4, 2, {"choices": {"mlp_tiles": 2}}),
+            (of_gemma4, 2, {"choices": {"lm_head_loss": "single_pass"}}),
         ],
         "gemma4 experts": [
             (of_experts, 1, {}), (of_experts, 2, {"choices": {"layout": "contiguous"}}),

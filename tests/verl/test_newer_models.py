@@ -49,6 +49,14 @@ def test_layers_of_gemma_4_do_not_run_tiles(runs):
     assert "mlp_tiles 2: layers are Gemma4DenseTransformerLayer, whose _forward_mlp" in said
 
 
+def test_the_fused_loss_knows_no_soft_cap(runs):
+    """Which Bridge puts on the output layer after the model was built."""
+    assert not (runs / "gemma4 dense.4").exists()
+    said = (runs / "gemma4 dense.4.log").read_text()
+    assert "lm_head_loss single_pass needs an output layer that is a ColumnParallelLinear" in said
+    assert "got ColumnParallelLinear of Gemma4OutputLayer" in said
+
+
 def found(folder, model, number):
     output = folder / f"{model}.{number}"
     assert output.exists(), Path(f"{output}.log").read_text()[-3000:]
