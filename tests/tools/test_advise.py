@@ -11,6 +11,7 @@ import megatron_burst as mb
 from megatron_burst.autotune import select
 from megatron_burst.autotune.clusters import Cluster
 from megatron_burst.autotune.gpus import GPUS
+from megatron_burst.tools.advise.account.fitting import least_bytes
 from megatron_burst.tools.advise.account.memory import account, fit
 from megatron_burst.tools.advise.account.steps import layers_of
 from megatron_burst.tools.advise.advice import DoesNotFit, advise
@@ -18,7 +19,7 @@ from megatron_burst.tools.advise.forecast.step_time import step_time
 from megatron_burst.tools.advise.report import stages_said
 from megatron_burst.tools.advise.search.attention_choice import AttentionForecast
 from megatron_burst.tools.advise.search.pasted import group_flags
-from megatron_burst.tools.advise.search.search import Search, least_bytes, plainest, simplest_first
+from megatron_burst.tools.advise.search.search import Search, plainest, simplest_first
 from megatron_burst.tools.advise.search.search_space import TrainingGoal, check_wanted, groups_of
 from megatron_burst.tools.advise.search.what_if import faster_parts
 from megatron_burst.tools.advise.settings import Settings, check, stage_layers
@@ -185,6 +186,21 @@ def test_bounds_are_bounds():
                 assert least_bytes(model, best.run) <= best.account.peak.bytes
             assert best is not None or where is small
         assert bool(barred) == (where is small)
+
+
+def test_a_bound_holds_where_attention_makes_another_stage_the_busiest():
+    """Nine layers in stages of 2, 3, 3 and 1, the last with a large LM head: without traffic it is
+    the busiest, with it the second is, whose gradients are a twentieth of the last's."""
+    model, turned = Model("head", 9, 1024, 8, 8, 4096, 10**6), 0
+    for rate, seq in product((0.05, 0.2, 1.0, 5.0), (4 * K, 16 * K)):
+        where = Cluster("h100", 32, 4, nic_rate=rate * GB, overlap=0.0)
+        attention = AttentionForecast(model, where)
+        run = Settings(seq, cp=8, pp=4, micro_batches=4, intra=4, first_layers=2, last_layers=1,
+                       algorithm="ring", distributed_optimizer=False)  # fmt: skip
+        seconds, least = attention.step(run).seconds, attention.step_at_least(run).seconds
+        assert least <= seconds
+        turned += step_time(model, where, run, attention.at_least).seconds > seconds
+    assert turned
 
 
 def test_a_fixed_fraction_of_the_optimizer_has_its_own_bound():

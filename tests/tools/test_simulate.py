@@ -172,10 +172,16 @@ def test_a_rank_alone_computes_and_nothing_else():
     run = Settings(4096, layout="contiguous")
     given = replace(CLUSTER.rank_rates(), launch=0.0, half_rows=0.0, start=0.0)
     assert given.compute is not None
-    got = attention_time(MODEL, replace(CLUSTER, rates=given), run)
+    free = HostTime(0.0, 0.0, 0.0, 0.0)
+    got = attention_time(MODEL, replace(CLUSTER, rates=given, host_time=free), run)
     assert got.forward == pytest.approx(4 * 4096 * 4097 / 2 * 1024 / given.compute)
     assert got.backward == pytest.approx(got.forward * given.backward)
-    assert (got.bottleneck, got.exchange) == ("compute", (0, 0))
+    assert (got.bottleneck, got.exchange, got.host) == ("compute", (0, 0), (0, 0))
+    assert got.seconds == got.forward + got.backward
+    # 3 s to launch a pass, 4 s a call: one in forward, two as long in backward.
+    slow = replace(CLUSTER, rates=given, host_time=HostTime(call=4.0, start=3.0))
+    got = attention_time(MODEL, slow, run)
+    assert (got.bottleneck, got.seconds) == ("host", 7 + 11)
 
 
 def test_schedules_are_remembered_for_other_heads_and_not_for_other_nodes():

@@ -25,7 +25,7 @@ from .search.attention_choice import AttentionForecast
 from .search.longest import longest
 from .search.packed import PackedForecast, lengths_of, packed_pins
 from .search.search import Configuration, Progress, Search
-from .search.search_space import TrainingGoal, check_wanted
+from .search.search_space import TrainingGoal, check_wanted, of_model
 from .settings import flag_of
 from .shapes import models
 from .shapes.model import Model
@@ -147,8 +147,7 @@ def advise(
     """
     model = models.named(model) if isinstance(model, str) else model
     cluster = cluster_of(cluster, gpus, per_node)
-    hybrid = bool(set(model.pattern) & set("M*-"))
-    known = {"carries": bool(model.mixers), "hybrid": hybrid, "selects": model.indexer is not None}
+    known = of_model(model)
     if seq == LONGEST:
         if packed is not None or tokens_per_step is not None:
             raise ValueError(

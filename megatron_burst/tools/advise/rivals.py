@@ -42,6 +42,7 @@ from ...schedule import rings
 from ...schedule.demand import everything
 from ...schedule.tables import Grid
 from ...schedule.topology import Topology, divisors
+from .account.fitting import least_bytes
 from .account.memory import account, fullest_stages
 from .account.operators import B, Core, F, LayerSizes
 from .account.steps import layers_of
@@ -56,7 +57,7 @@ from .forecast.links import ring_seconds
 from .forecast.step_time import StepTime, step_time
 from .search.attention_choice import AttentionForecast
 from .search.packed import PackedForecast
-from .search.search import least_bytes, plainest
+from .search.search import plainest
 from .search.search_space import GROUPS, TrainingGoal, groups_of
 from .settings import Settings
 from .shapes.model import FULL, WINDOW, Model

@@ -2,7 +2,7 @@
 """`megatron-burst memory`: memory of one rank, item by item, over one training step.
 
     megatron-burst memory --model llama3-8b --gpus 8 --gpu h100 --seq 1M
-    megatron-burst memory --model llama3-8b --gpus 8 --gpu h100 --longest --offload 1
+    megatron-burst memory --model llama3-8b --gpus 8 --gpu h100 --longest
     megatron-burst memory --gpus 64 --gpu h100 -- pretrain_gpt.py --num-layers 32 ...
     megatron-burst memory --model llama3_8b_pretrain_8gpu_h100_256k --gpus 8    (a recipe)
 
@@ -29,12 +29,17 @@ from ..advise import flags, settings
 from ..advise.account.fitting import best, does_not_fit, layouts_of
 from ..advise.account.memory import Account, MemoryLeft, account, fit
 from ..advise.forecast.step_time import StepTime, step_time
+from ..advise.search.attention_choice import AttentionForecast
+from ..advise.search.longest import longest
+from ..advise.search.pasted import run_flags
+from ..advise.search.search_space import SEARCHED, TrainingGoal, of_model
 from ..advise.shapes import models
 from ..call_flags import add_pictures, pictures
 
 EPILOG = """\
 K and M are 1,024 and 1,048,576 tokens. Without --tp the tensor-parallel size that
-takes least memory is chosen, and all remaining ranks are context-parallel. The
+takes least memory is chosen, and all remaining ranks are context-parallel. With
+--longest all settings that are not given are searched, as `advise` has them. The
 model and the run can also be read from a Megatron command after --:
   megatron-burst memory --gpus 64 --gpu h100 -- \\
       pretrain_gpt.py --num-layers 32 --seq-length 131072 ...
@@ -68,12 +73,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 class Found(NamedTuple):
     """What is shown: the account of a run, the cluster it is on, what limits the longest sequence,
-    None where that was not asked for, and by what parallel sizes were chosen, "" where given."""
+    None where that was not asked for, by what parallel sizes were chosen, "" where given, and
+    whether all settings that are not given were searched."""
 
     account: Account
     cluster: clusters.Cluster
     binds: str | None
     chosen_by: str
+    searched: bool = False
 
     @property
     def left(self) -> MemoryLeft:
@@ -93,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.longest and arguments.seq is not None:
         raise ValueError("--longest looks for --seq: give one of them")
     drawn = pictures(arguments)
-    cluster, model, base, given = _read(arguments)
+    cluster, model, base, given, free = _read(arguments)
     runs = [base] if given else list(layouts_of(model, cluster, base))
     if not runs:
         if next(layouts_of(model, cluster, replace(base, sequence_chunks=1)), None):
@@ -107,10 +114,15 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.longest:
         with progress("searching the longest sequence"):
-            longest = best(model, cluster, runs)
-        found = Found(
-            account(model, longest.run), cluster, longest.binds, "" if given else "longest sequence"
-        )
+            if free is None:
+                most = best(model, cluster, runs)
+            else:
+                goal = TrainingGoal(1, 1, free, **of_model(model))
+                most = longest(model, cluster, goal, AttentionForecast(model, cluster, free))
+        chosen_by = "" if given else "longest sequence"
+        # No more micro-batches than fill a pipeline: more take as much memory, and longer.
+        run = replace(most.run, micro_batches=most.run.pp) if free is not None else most.run
+        found = Found(account(model, run), cluster, most.binds, chosen_by, free is not None)
     else:
         accounts = [account(model, replace(one, seq=base.seq)) for one in runs]
         smallest = min(accounts, key=lambda one: one.peak.bytes)
@@ -128,10 +140,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _read(
     arguments: argparse.Namespace,
-) -> tuple[clusters.Cluster, models.Model, settings.Settings, bool]:
-    """The cluster, the model, the run, and whether its groups are given."""
-    model, given = model_arguments.find(arguments.model, arguments.megatron)
-    given |= flags.given_fields(arguments, flags.FIELDS)
+) -> tuple[clusters.Cluster, models.Model, settings.Settings, bool, dict[str, Any] | None]:
+    """The cluster, the model, the run, whether its groups are given, and what is fixed where a
+    search is left the rest: None where a command or a recipe says all, or what it cannot vary."""
+    model, described = model_arguments.find(arguments.model, arguments.megatron)
+    given = described | flags.given_fields(arguments, flags.FIELDS)
     if arguments.seq is not None:
         given["seq"] = tokens_of(arguments.seq, "--seq")
     if "seq" not in given and not arguments.longest:
@@ -142,7 +155,8 @@ def _read(
     cluster = replace(cluster, reserve=size_of(arguments.reserve, "--reserve"))
     base = settings.Settings(**{"seq": 1, **given})
     base = replace(base, intra=max(1, cluster.ranks_per_node // base.tp))
-    return cluster, model, *_groups(base, given, cluster)
+    free = None if described or not given.keys() <= {*SEARCHED} else given
+    return cluster, model, *_groups(base, given, cluster), free
 
 
 def _groups(
@@ -172,7 +186,7 @@ def _groups(
 
 def show(found: Found) -> None:
     """Print the peak by item, what is left, and the time of a step."""
-    (shown, cluster, binds, _), left = found, found.left
+    (shown, cluster, binds, _, searched), left = found, found.left
     console, run, peak = wrapped(), shown.run, shown.peak
     console.print(Text(_headline(shown, cluster)))
     console.print(Text(_batch(run, found.chosen_by)))
@@ -194,6 +208,11 @@ def show(found: Found) -> None:
         console.print(Text(said))
     if binds is not None:
         console.print(Text(f"longest sequence: {run.seq:,} tokens; limited by {binds}"))
+        if searched:
+            words = " ".join(run_flags(shown.model, run))
+            console.print(Text(f"flags, besides those of the model: {words}"))
+        else:
+            console.print(Text("with these settings; `megatron-burst advise --longest` varies all"))
     elif left.fits:
         console.print(Text(f"fits: {byte_size(left.device)} free on every GPU", style="green"))
     else:
@@ -215,7 +234,7 @@ def _step(time: StepTime | str, cluster: clusters.Cluster) -> str:
 
 def facts(found: Found) -> dict[str, Any]:
     """The same as plain data: bytes, seconds."""
-    (shown, cluster, binds, _), time, run = found, found.time(), found.account.run
+    (shown, cluster, binds, _, searched), time, run = found, found.time(), found.account.run
     groups = {name: getattr(run, name) for name in ("tp", "cp", "pp", "vpp", "ep", "dp")}
     return {
         "model": shown.model.name,
@@ -230,6 +249,7 @@ def facts(found: Found) -> dict[str, Any]:
         "fits": found.left.fits,
         "not_counted": list(shown.model.uncounted),
         "binds": binds,
+        "flags": run_flags(shown.model, run) if searched else None,
         "seconds": None if isinstance(time, str) else time.seconds,
         "mfu": None if isinstance(time, str) else time.mfu,
     }  # fmt: skip

@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 
 from ....autotune.clusters import Cluster
 from ....schedule.topology import divisors
-from ..settings import Settings, flag_of
+from ..settings import ENDS, Settings, flag_of, uneven_ends
 from ..shapes.models import Model
-from .memory import Account, MemoryLeft, account, fit, states_of
+from .memory import Account, MemoryLeft, account, fit, fullest_stages, states_of
+from .rings import CoreOf, remembering
+from .steps import layers_of
 
 CHUNKS = {"sequence_chunks": 32, "mlp_tiles": 64}
 GRANULE = 1 << 15  # tokens: sequences are multiples of it, and of 2 x cp
@@ -41,9 +43,11 @@ class Remedy(NamedTuple):
 
 
 def flag_said(name: str, value: Any) -> str:
-    """A field of `Settings` as its flag with a value."""
+    """A field of `Settings` as its flag with a value; None: without it."""
     if value is True:
         return flag_of(name)
+    if value is None:
+        return f"without {flag_of(name)}"
     return f"{flag_of(name)} {value:g}" if isinstance(value, float) else f"{flag_of(name)} {value}"
 
 
@@ -152,20 +156,34 @@ def _groups(model: Model, cluster: Cluster, run: Settings) -> list[tuple[int, di
     stages, wider tensor- and expert-parallel groups, and ranks besides in powers of two."""
     found = []
     least, most = cluster.gpus, TIMES * cluster.gpus
-    for pp in (n for n in divisors(model.layers) if n >= run.pp):
+    for stages in _stages(model, run):
         for tp in (n for n in divisors(math.gcd(model.heads, model.kv_heads)) if n >= run.tp):
             if tp > max(run.tp, cluster.per_node):
                 continue
-            ranks = tp * pp
+            ranks = tp * stages["pp"]
             while ranks <= most:
                 if ranks > least and ranks % min(cluster.per_node, ranks) == 0:
-                    groups = {"tp": tp, "pp": pp}
+                    groups = {"tp": tp, **stages}
                     if model.experts:
-                        groups["ep"] = max(run.ep, math.gcd(model.experts, ranks // (tp * pp)))
+                        others = ranks // (tp * stages["pp"])
+                        groups["ep"] = max(run.ep, math.gcd(model.experts, others))
                     changed = {k: n for k, n in groups.items() if n != getattr(run, k)}
                     found.append((ranks, changed))
                 ranks *= 2
     return sorted(found, key=lambda each: (each[0], len(each[1]), each[1].get("pp", 0)))
+
+
+def _stages(model: Model, run: Settings) -> Iterator[dict[str, Any]]:
+    """The stages that there are, and more of them, whose ends have other numbers of layers."""
+    if run.uneven:
+        yield {"pp": run.pp}
+    for pp in sorted({*divisors(model.layers), 2 * run.pp, 4 * run.pp}):
+        if model.layers % pp == 0:
+            ends = (None, None)
+        else:
+            ends = uneven_ends(model.layers, pp) if run.uneven else None
+        if ends is not None and pp >= run.pp + run.uneven:
+            yield {"pp": pp, **dict(zip(ENDS, ends, strict=True))}
 
 
 def _fits(model: Model, cluster: Cluster, run: Settings, change: Remedy) -> bool:
@@ -211,15 +229,18 @@ class Longest:
     binds: str
 
 
-def longest(model: Model, cluster: Cluster, run: Settings) -> Longest:
-    """The longest sequence of `run`, whose own length does not count.
+def longest(
+    model: Model, cluster: Cluster, run: Settings, core_of: CoreOf | None = None
+) -> Longest:
+    """The longest sequence of `run`, whose own length does not count. core_of: what core attention
+    holds, from a caller that remembers it.
 
     ValueError, with what would help, if not even a granule of tokens fits.
     """
-    unit = _unit(run)
+    unit, core_of = _unit(run), core_of or remembering()
 
     def tried(units: int) -> tuple[Account, MemoryLeft]:
-        found = account(model, replace(run, seq=units * unit), every=False)
+        found = account(model, replace(run, seq=units * unit), False, core_of)
         return found, fit(found, cluster)
 
     low, high = 0, 1
@@ -236,27 +257,34 @@ def longest(model: Model, cluster: Cluster, run: Settings) -> Longest:
     return Longest(found.run, found, left, binds)
 
 
-def best(model: Model, cluster: Cluster, runs: Iterable[Settings]) -> Longest:
+def best(
+    model: Model, cluster: Cluster, runs: Iterable[Settings], core_of: CoreOf | None = None
+) -> Longest:
     """The one of these runs with the longest sequence; runs that do not fit are passed over.
+    core_of: as of `longest`.
 
     ValueError, with what would help the last of them, where none fits.
     """
     found: Longest | None = None
+    core_of = core_of or remembering()
     refused: ValueError | None = None
     last: Settings | None = None
     for run in runs:
         unit = _unit(run)
         units = 1 if found is None else found.run.seq // unit + 1
         try:
-            longer = account(model, replace(run, seq=units * unit), every=False)
+            if least_bytes(model, replace(run, seq=units * unit)) > cluster.room:
+                last = last or run
+                continue
+            longer = account(model, replace(run, seq=units * unit), False, core_of)
             last = run
             if fit(longer, cluster).fits:
-                other = longest(model, cluster, run)
+                other = longest(model, cluster, run, core_of)
                 found = other if found is None or other.run.seq > found.run.seq else found
         except ValueError as error:  # no such run
             refused = error
     if found is None and last is not None:
-        return longest(model, cluster, last)
+        return longest(model, cluster, last, core_of)
     if found is None:
         raise refused or ValueError("no run to try")
     return found
@@ -284,3 +312,23 @@ def layouts_of(model: Model, cluster: Cluster, run: Settings) -> Iterator[Settin
             if cp > 1 or run.sequence_chunks == 1:
                 yield replace(run, tp=tp, cp=cp, dp=1, intra=intra)
         tp *= 2
+
+
+def least_bytes(model: Model, run: Settings) -> float:
+    """Bytes of a GPU below which no account of a run is: states, and what layers leave."""
+    plain = model.attentions == model.mlps == model.layers
+    rows, hidden = run.rows, run.rows / run.tp * model.hidden
+    out = rows * (model.heads // run.tp) * model.value_dim
+    if not plain:
+        left = hidden * (1 - run.offload)
+    elif run.recompute == "full":
+        left = (hidden + run.store * out) * (1 - run.offload)
+    else:  # inputs of both norms, queries, results, and what goes into the last product
+        ffn = model.top_k * model.ffn if model.experts else model.ffn
+        ffn = min(ffn, model.dense_ffn) if model.moe_layers not in (0, model.layers) else ffn
+        left = 2 * hidden + rows * (model.heads // run.tp) * model.head_dim + out
+        left += rows * ffn / run.tp
+    return max(
+        sum(states_of(model, run, stage)[0].values()) + 2 * left * len(layers_of(model, run, stage))
+        for stage in fullest_stages(run)
+    )

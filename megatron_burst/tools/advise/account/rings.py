@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from typing import NamedTuple
 
 from ....layout import make
@@ -67,7 +68,9 @@ class _Replay:
         own = [Chunk(family, rank) for family in ("kv", "query")]
         self.kept = schedule.kept_chunks(rank)
         arrive = [h.chunk for h in hops if h.dst == rank and not h.chunk.accumulated]
-        self.copies = [*own, *self.kept, *arrive]
+        self.copies: dict[tuple[str, int], list[Chunk]] = defaultdict(list)  # by what and whose
+        for chunk in (*own, *self.kept, *arrive):
+            self.copies[chunk[:2]].append(chunk)
         self.held = {*own, *self.kept}
         self.partials = self._partials(hops)
         self.longest: dict[str, int] = defaultdict(int)
@@ -203,7 +206,7 @@ class _Replay:
         arrive = {hop.chunk: hop.post for hop in hops if hop.dst == self.me}
         left: dict[Chunk, int] = defaultdict(int)
         for hop in (hop for hop in hops if hop.src == self.me):
-            of = hop.chunk if hop.chunk in arrive else parts_of(self.copies, *hop.chunk)[0]
+            of = hop.chunk if hop.chunk in arrive else self._parts(*hop.chunk)[0]
             left[of] = max(left[of], hop.land)
         return max(arrive.values(), default=0), left
 
@@ -254,9 +257,12 @@ class _Replay:
         return f"{chunk.family} wire" if chunk.accumulated and self.wire else chunk.family
 
     def _calls(self, pair: Pair) -> list[tuple[Chunk, Chunk]]:
-        queries = parts_of(self.copies, "query", pair.query, pair.query_rows)
-        keys = parts_of(self.copies, "kv", pair.key, pair.key_rows)
+        queries = self._parts("query", pair.query, pair.query_rows)
+        keys = self._parts("kv", pair.key, pair.key_rows)
         return [(q, k) for q in queries for k in keys]
+
+    def _parts(self, family: str, owner: int, rows: int) -> list[Chunk]:
+        return parts_of(self.copies.get((family, owner), ()), family, owner, rows)
 
     def _partials(self, hops: Sequence[Hop]) -> dict[tuple[str, int], Chunk]:
         """For every chunk of which this rank holds partial results: all rows that it ever holds."""
@@ -324,6 +330,11 @@ def core_of(x: LayerSizes, run: Settings, rooms_of: RoomsOf | None = None) -> Co
 
     others = total(backward) - own_query - own_keys
     return replace(rest, forward=total(forward), backward=others)
+
+
+def remembering() -> CoreOf:
+    """`core_of` that remembers what it found of rings, which no length changes."""
+    return partial(core_of, rooms_of=cache(ring_rooms))
 
 
 def on_ring(x: LayerSizes, run: Settings) -> LayerSizes:

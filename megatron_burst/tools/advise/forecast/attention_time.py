@@ -164,12 +164,15 @@ class AttentionTime:
 
     @property
     def seconds(self) -> float:
-        """Seconds of one forward and one backward."""
-        return self.forward + self.backward
+        """Seconds of one forward and one backward, each at least what its launches take."""
+        return sum(map(max, (self.forward, self.backward), self.host))
 
     @property
     def bottleneck(self) -> str:
-        """What is busy for the longest time: "compute", "intra" or "inter"."""
+        """What is busy for the longest time: "compute", "intra" or "inter"; "host" where a pass
+        waits for its launches."""
+        if self.host[0] > self.forward or self.host[1] > self.backward:
+            return "host"
         return max(self.busy, key=lambda name: self.busy[name])
 
 

@@ -74,7 +74,7 @@ class AttentionForecast:
 
     def step_at_least(self, run: Settings) -> StepTime:
         """A bound of `step` with any attention settings."""
-        return step_time(self.model, self.cluster, run, self.at_least, self.states)
+        return step_time(self.model, self.cluster, run, self.at_least, self.states, True)
 
     def settled(self, run: Settings) -> Settings:
         """The run with the attention settings that are predicted to be fastest."""

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The longest sequence that any run of a search can train: `mb.advise(seq="longest")`.
+"""The longest sequence that any run of a search can train: `mb.advise(seq="longest")`, `memory
+--longest`.
 
 Of every way to share the GPUs out the runs that take least memory are tried, whatever their time,
 with the attention that would be taken at such a length. The search then finds the fastest run of
@@ -14,6 +15,7 @@ from dataclasses import replace
 from ....autotune.clusters import Cluster
 from ..account.fitting import Longest, best, evenly
 from ..account.memory import account, fit
+from ..account.rings import remembering
 from ..settings import Settings
 from ..shapes.model import Model
 from .attention_choice import AttentionForecast
@@ -49,11 +51,12 @@ def longest(
             break
     check_wanted(model, cluster, goal)
     runs = list(_smallest(model, cluster, goal))
-    first = best(model, cluster, runs)
+    core_of = remembering()
+    first = best(model, cluster, runs, core_of)
     # Which attention is fastest depends on the length, and how much that holds on which it is.
     near = [_at(run, first.run.seq * LEAST) for run in runs]
-    hopeful = (run for run in near if fit(account(model, run, every=False), cluster).fits)
-    return best(model, cluster, map(attention.settled, hopeful))
+    hopeful = (run for run in near if fit(account(model, run, False, core_of), cluster).fits)
+    return best(model, cluster, map(attention.settled, hopeful), core_of)
 
 
 def _at(run: Settings, seq: float) -> Settings:

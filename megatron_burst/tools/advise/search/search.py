@@ -15,16 +15,15 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ....autotune.candidates import ROUNDING
 from ....autotune.clusters import Cluster
 from ....autotune.select import TIE
-from ..account.memory import Account, MemoryLeft, account, fit, fullest_stages, states_of
-from ..account.rings import core_of, ring_rooms
-from ..account.steps import layers_of
+from ..account.fitting import least_bytes
+from ..account.memory import Account, MemoryLeft, account, fit
+from ..account.rings import remembering
 from ..forecast.step_time import StepTime
 from ..settings import Settings
 from ..shapes.models import Model
@@ -50,26 +49,6 @@ class Configuration:
     def lacks(self) -> float:
         """Bytes that a run that does not fit lacks, on the GPU and the host together."""
         return -min(0.0, self.fit.device) - min(0.0, self.fit.host)
-
-
-def least_bytes(model: Model, run: Settings) -> float:
-    """Bytes of a GPU below which no account of a run is: states, and what layers leave."""
-    plain = model.attentions == model.mlps == model.layers
-    rows, hidden = run.rows, run.rows / run.tp * model.hidden
-    out = rows * (model.heads // run.tp) * model.value_dim
-    if not plain:
-        left = hidden * (1 - run.offload)
-    elif run.recompute == "full":
-        left = (hidden + run.store * out) * (1 - run.offload)
-    else:  # inputs of both norms, queries, results, and what goes into the last product
-        ffn = model.top_k * model.ffn if model.experts else model.ffn
-        ffn = min(ffn, model.dense_ffn) if model.moe_layers not in (0, model.layers) else ffn
-        left = 2 * hidden + rows * (model.heads // run.tp) * model.head_dim + out
-        left += rows * ffn / run.tp
-    return max(
-        sum(states_of(model, run, stage)[0].values()) + 2 * left * len(layers_of(model, run, stage))
-        for stage in fullest_stages(run)
-    )
 
 
 def simplicity(run: Settings) -> tuple[float, ...]:
@@ -142,7 +121,7 @@ class Search:
     ):
         self.model, self.cluster, self.want = model, cluster, want
         self.attention = attention
-        self.core_of = partial(core_of, rooms_of=cache(ring_rooms))
+        self.core_of = remembering()
         self.closest: Configuration | None = None
         self.refused: ValueError | None = None
         self._held: dict[Settings, Account] = {}  # of one way

@@ -71,6 +71,12 @@ class TrainingGoal:
         return [self.pinned[name]] if name in self.pinned else list(tried)
 
 
+def of_model(model: Model) -> dict[str, bool]:
+    """What a `TrainingGoal` says of the model."""
+    hybrid = bool(set(model.pattern) & set("M*-"))
+    return {"carries": bool(model.mixers), "hybrid": hybrid, "selects": model.indexer is not None}
+
+
 def groups_of(model: Model, cluster: Cluster, want: TrainingGoal) -> Iterator[Settings]:
     """Every way to share the GPUs out, without options."""
     options = {k: v for k, v in want.pinned.items() if k not in (*GROUPS, "micro_batches")}
