@@ -43,9 +43,9 @@ def short_convolution(
     x [s, b, c]: this rank's rows; weight [c, width], of which the last column is that of the row
     itself; bias [c] or None; before a document there are zeros. Rows come from as many ranks as
     hold some of the width - 1 before a piece. activation: None or "silu". Returns [s, b, c] in the
-    dtype of x, in which weight and bias are used. Their gradients are those of this rank's rows:
-    the sum over ranks is that of the sequence. With `Groups.in_process` x and what is returned are
-    lists, one tensor per rank.
+    dtype of x; it is computed in that of weight where this is wider. Gradients of weight and bias
+    are those of this rank's rows: the sum over ranks is that of the sequence. With
+    `Groups.in_process` x and what is returned are lists, one tensor per rank.
 
     groups, layout, cu_seqlens: which positions of which documents the ranks hold; layout a name
     (default "zigzag") or one that `mb.layout.make` made, but striped. tree: in place of cu_seqlens,
@@ -112,12 +112,16 @@ def _convolved(
 ) -> torch.Tensor:
     """One rank's rows, convolved."""
     rows = x if before is None else torch.cat([x, before]).index_select(0, window.order)
-    kernel = weight.to(x.dtype).unsqueeze(1)
-    shift = None if bias is None else bias.to(x.dtype)
+    wide = torch.promote_types(x.dtype, weight.dtype)
+    kernel = weight.to(wide).unsqueeze(1)
+    shift = None if bias is None else bias.to(wide)
+    rows = rows.to(wide)
     # Windows that reach from one piece into the rows before the next one are left out.
     rows_out = torch.nn.functional.conv1d(rows.permute(1, 2, 0), kernel, shift, groups=x.shape[2])
-    rows_out = rows_out.permute(2, 0, 1).index_select(0, window.ends).to(x.dtype)
-    return torch.nn.functional.silu(rows_out) if activation == "silu" else rows_out
+    rows_out = rows_out.permute(2, 0, 1).index_select(0, window.ends)
+    if activation == "silu":
+        rows_out = torch.nn.functional.silu(rows_out)
+    return rows_out.to(x.dtype)
 
 
 def _check_weights(x: Any, weight: Any, bias: Any, activation: object) -> None:

@@ -94,6 +94,20 @@ def test_a_plan_of_linear_attention_serves():
     mb.linear_attention(q, q, q, plan=plan)
 
 
+def test_weights_wider_than_the_rows_are_not_rounded():
+    make = torch.Generator().manual_seed(2)
+    x = torch.randn(8, 1, C, generator=make).bfloat16()
+    weight = torch.randn(C, 3, generator=make)
+    groups = mb.Groups.in_process(intra=1)
+    (out,) = mb.short_convolution([x], weight, activation="silu", groups=groups)
+    exact = torch.zeros(8, 1, C, dtype=torch.float64)
+    for row in range(8):
+        for back in range(min(row, 2) + 1):
+            exact[row] += weight[:, 2 - back].double() * x[row - back].double()
+    exact = exact * torch.sigmoid(exact)
+    assert torch.equal(out, exact.bfloat16())  # rounded once, at the end
+
+
 def test_the_result_has_the_dtype_of_the_rows():
     groups = mb.Groups.in_process(intra=2)
     x = [torch.ones(4, 1, C, dtype=torch.bfloat16) for _ in range(2)]

@@ -5,6 +5,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from test_checks import config
 
 import megatron_burst as mb
+from megatron_burst.megatron import stream_layout
 from megatron_burst.megatron.checks import splitting as checks
 from megatron_burst.megatron.checks.config import config_problems
 from megatron_burst.megatron.patching import core_version
@@ -129,14 +130,35 @@ def test_a_layer_of_megatrons_own_refuses_heads_that_its_ranks_cannot_share():
         check_shared_heads(config(**HEADS), 1, 4)
 
 
+def of_kimi(**choices):
+    """A configuration with what Bridge adds, and what is said of it."""
+    settings = config(2, calculate_per_token_loss=True, num_layers=4)
+    vars(settings).update(
+        kimi_kda_layers=(1, 2, 4), kimi_linear_num_heads=4, kimi_linear_head_dim=8,
+        kimi_linear_conv_kernel_size=4,
+    )  # fmt: skip
+    burst = mb.BurstConfig(kernel="reference", **{"layout": "zigzag"} | choices)
+    return settings, [str(problem) for problem in config_problems(settings, burst)]
+
+
 @new
 def test_kimi_k3_is_known_by_what_bridge_adds_to_its_configuration():
-    settings = config(2, calculate_per_token_loss=True)
-    vars(settings).update(kimi_kda_layers=(1, 2, 4))
-    striped, zigzag = (
-        [str(x) for x in config_problems(settings, mb.BurstConfig(kernel="reference", layout=y))]
-        for y in ("striped", "zigzag")
-    )
-    assert not zigzag
-    (words,) = striped
+    assert not of_kimi()[1]
+    (words,) = of_kimi(layout="striped")[1]
     assert words.startswith("Kimi K3 with --burst-layout striped: every row's predecessor")
+    (words,) = of_kimi(linear="megatron")[1]
+    assert words.startswith("--burst-linear megatron: Kimi K3's layers run on one context-parallel")
+    assert words.endswith("add --burst-linear auto")
+    (words,) = of_kimi(per_layer="1=all_gather")[1]
+    assert "is of no layer with attention" in words
+    assert not of_kimi(per_layer="3=all_gather")[1]
+
+
+@new
+def test_states_of_kimi_k3_count_where_the_layout_is_chosen():
+    settings, _ = of_kimi()
+    layers = stream_layout.layers_of(settings)
+    assert layers == (3, 0, 1)
+    # 4 heads with states of 8 x 8, and 3 rows of q, k and v, in fp32, once along two ranks.
+    each = 4 * (4 * 8 * 8 + 3 * 3 * 4 * 8)
+    assert stream_layout.traffic(settings, layers, "contiguous", "contiguous", 64) == (3 * each, 0)

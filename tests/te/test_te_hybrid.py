@@ -58,6 +58,8 @@ def test_split_like_one_rank(train, case):
         assert ours.lines("burst attention: algorithm burst")
     assert ours.lines("burst linear attention: algorithm ")
     assert ours.lines(NORMS)
+    if case == "offload":
+        assert ours.lines("> megatron_burst: --burst-offload ")
     assert worst(ours, train(whole, f"{TE} {model}")) < TOLERANCE
     if case not in NOT_LOCAL:
         assert worst(ours, train(whole, model)) < TOLERANCE

@@ -58,6 +58,33 @@ def gemma4(ranks):
     return gemma.of(Gemma4DenseProvider, qwen.TEXT | GEMMA4 | {"context_parallel_size": ranks})
 
 
+GEMMA4_EXPERTS = {
+    "num_layers": 4, "kv_channels": 8, "num_query_groups": 2, "global_head_dim": 16,
+    "num_global_key_value_heads": 1, "attention_k_eq_v": True, "window_size": 9,
+    "interleaved_attn_pattern": (1, 1), "num_moe_experts": 4, "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 16, "moe_shared_expert_intermediate_size": 16,
+    "moe_grouped_gemm": False, "moe_permute_fusion": False, "moe_aux_loss_coeff": 0.0,
+    "moe_router_load_balancing_type": "none", "final_logit_softcapping": 3.0,
+    "autocast_dtype": torch.float32,
+}  # fmt: skip
+
+
+def gemma4_experts(ranks):
+    import gemma
+    import qwen
+    import te_modules
+
+    homes = [
+        f"megatron.bridge.models.gemma.{name}" for name in ("modeling_gemma4", "gemma4_provider")
+    ]
+    te_modules.use(*homes)
+    layers, providers = (importlib.import_module(home) for home in homes)
+    # Layers of Megatron for those of Transformer Engine; their attention is Bridge's.
+    spec = functools.partial(layers._gemma4_block_spec, use_transformer_engine=False)
+    sizes = {"context_parallel_size": ranks, "transformer_layer_spec": spec}
+    return gemma.of(providers.Gemma4ModelProvider, qwen.TEXT | GEMMA4_EXPERTS | sizes)
+
+
 def gpt(ranks):
     import gemma
     import qwen
@@ -109,7 +136,7 @@ def main(folder):
     from train import fork
 
     of_mimo, of_gpt = functools.partial(text, mimo), functools.partial(text, gpt)
-    of_gemma4 = functools.partial(text, gemma4)
+    of_gemma4, of_experts = functools.partial(text, gemma4), functools.partial(text, gemma4_experts)
     jobs = {
         "gemma3 vl": [(gemma.run, ranks, {"vision": "zigzag"}) for ranks in (1, 2)],
         "gemma3": [
@@ -121,6 +148,10 @@ def main(folder):
             (of_gemma4, 1, {}), (of_gemma4, 2, {"choices": {}}),
             (of_gemma4, 2, {"choices": {"layout": "contiguous", "algorithm": "all_gather"}}),
             (of_gemma4, 2, {"choices": {"mlp_tiles": 2}}),
+            (of_gemma4, 2, {"choices": {"lm_head_loss": "single_pass"}}),
+        ],
+        "gemma4 experts": [
+            (of_experts, 1, {}), (of_experts, 2, {"choices": {"layout": "contiguous"}}),
         ],
         "gpt": [(of_gpt, 1, {}), (of_gpt, 2, {"choices": {}})],
         "mimo": [

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RUNS = [("gpt", 1), ("gemma3", 1), ("gemma3", 2), ("gemma3 vl", 1), ("mimo", 1), ("mimo", 2)]
-RUNS += [("gemma4 dense", 1), ("gemma4 dense", 2)]
+RUNS += [("gemma4 dense", 1), ("gemma4 dense", 2), ("gemma4 experts", 1)]
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +47,14 @@ def test_layers_of_gemma_4_do_not_run_tiles(runs):
     assert not (runs / "gemma4 dense.3").exists()
     said = (runs / "gemma4 dense.3.log").read_text()
     assert "mlp_tiles 2: layers are Gemma4DenseTransformerLayer, whose _forward_mlp" in said
+
+
+def test_the_fused_loss_knows_no_soft_cap(runs):
+    """Which Bridge puts on the output layer after the model was built."""
+    assert not (runs / "gemma4 dense.4").exists()
+    said = (runs / "gemma4 dense.4.log").read_text()
+    assert "lm_head_loss single_pass needs an output layer that is a ColumnParallelLinear" in said
+    assert "got ColumnParallelLinear of Gemma4OutputLayer" in said
 
 
 def found(folder, model, number):

@@ -28,6 +28,9 @@ def processed(original: Callable[..., Any], **given: Any) -> Any:
     hidden, weight, layer = (
         given[name] for name in ("hidden_states", "output_weight", "output_layer")
     )
+    # Imports Megatron.
+    check = importlib.import_module("megatron_burst.megatron.lm_head.fused_loss").check_output
+    check(layer, "fused_output_processor")
     found = linear_logprobs(
         hidden.flatten(0, 1),
         layer.weight if weight is None else weight,

@@ -97,6 +97,8 @@ def _attention_layers(config: Any) -> tuple[int, list[int]] | None:
             return count, [number for number in layers if number % often == 0]
         if often:
             return count, [number for number in layers if not often[number - 1]]
+    if kimi := getattr(config, "kimi_kda_layers", None):
+        return count, [number for number in layers if number not in kimi]
     return count, list(layers)
 
 

@@ -203,6 +203,7 @@ OLDEST = (0, 19)  # of Megatron-Core, with states passed from rank to rank
 # One layer, under its name until 0.19 and since, and one whose gates are of channels.
 DELTA_NETS = ("gated_delta_net", "gdn", "gdn2")
 FLAG = "--burst-linear"
+KIMI = "Kimi K3"  # of Megatron-Bridge, some of whose layers are KDA
 DSA = "dsa"  # attention over selected keys, by its name among the variants
 LAYOUTS = ("zigzag", "contiguous", "balanced")  # a row's predecessor is mostly on its rank
 # Symbols of a pattern that stand for no such layer: attention, MLP, experts, bounds.
@@ -226,7 +227,7 @@ def linear_layers(config: Any) -> str | None:
     if getattr(config, "is_hybrid_model", False):
         return "a hybrid model"
     if getattr(config, "kimi_kda_layers", None):
-        return "Kimi K3"
+        return KIMI
     variant = getattr(config, "experimental_attention_variant", None)
     return f"--experimental-attention-variant {variant}" if variant in DELTA_NETS else None
 
@@ -239,6 +240,12 @@ def linear_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     """
     what = linear_layers(config)
     if what is None or changing_groups(config):  # `hybrid_problems` names what changes groups
+        return
+    if burst.linear == "megatron" and what == KIMI:
+        yield Problem(
+            f"{FLAG} megatron: {KIMI}'s layers run on one context-parallel rank without us",
+            add=(f"{FLAG} auto",),
+        )
         return
     if burst.linear == "megatron":
         yield from _heads_problems(config, burst, what)

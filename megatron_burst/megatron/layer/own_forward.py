@@ -38,17 +38,22 @@ def _refusing(original: Callable, self: Any, *args: Any, **named: Any) -> None:
     config = given_to(original, (self, *args), named)["config"]
     burst = getattr(config, "burst", None)
     if burst is not None and attends(config, burst):
-        problems = tuple(own_forward_problems(type(self), burst))
+        problems = tuple(own_forward_problems(type(self), config, burst))
         if problems:
             raise user_error(report(problems))
     original(self, *args, **named)
 
 
-def own_forward_problems(layer: type, burst: BurstConfig) -> Iterator[Problem]:
-    """The choices that would have no effect in layers of this class."""
+def own_forward_problems(layer: type, config: Any, burst: BurstConfig) -> Iterator[Problem]:
+    """The choices that would have no effect in layers of this class.
+
+    Of layers that are recomputed whole, what goes to the host goes there around their forward.
+    """
+    whole = getattr(config, "recompute_granularity", None) == "full"
     for flag, name, unasked, method in _TAKE_EFFECT:
         value = getattr(burst, name)
-        if value != unasked and not _reaches(layer, method):
+        around = whole and name == "offload"
+        if value != unasked and not around and not _reaches(layer, method):
             yield Problem(
                 f"{flag} {value}: layers are {layer.__name__}, whose {method} is not that of "
                 "Megatron's TransformerLayer, in which this takes effect",

@@ -72,17 +72,26 @@ def _check_model(model: Any, mode: str) -> None:
     if not isinstance(model, _models()):
         names = " and ".join(one.__name__ for one in _models())
         raise patching.user_error(f"{LM_HEAD} {mode} supports {names}, not {type(model).__name__}")
-    if type(layer) is not ColumnParallelLinear or layer.bias is not None:
-        raise patching.user_error(
-            f"{LM_HEAD} {mode} needs an output layer that is a ColumnParallelLinear without bias, "
-            f"got {type(layer).__name__}"
-        )
+    check_output(layer, f"{LM_HEAD} {mode}")
     if layer.gather_output:
         raise patching.user_error(
             f"{LM_HEAD} {mode} never gathers logits: build the model with parallel_output=True"
         )
     if getattr(layer, "gtp_remat_size", 1) > 1:
         raise patching.user_error(f"{LM_HEAD} {mode} needs whole rows of the weight on every rank")
+
+
+def check_output(layer: Any, what: str) -> None:
+    """Raise `ValueError`, beginning with `what`, unless logits are a product with the layer's
+    weight. Models of Bridge change the class of their layer after it was built."""
+    kinds = type(layer).__mro__
+    if kinds[0] is not ColumnParallelLinear or getattr(layer, "bias", None) is not None:
+        until = kinds.index(ColumnParallelLinear) if ColumnParallelLinear in kinds else 1
+        names = dict.fromkeys(one.__name__ for one in kinds[: max(until, 1)])
+        raise patching.user_error(
+            f"{what} needs an output layer that is a ColumnParallelLinear without bias, got "
+            f"{' of '.join(names)}"
+        )
 
 
 def _binding(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -135,6 +144,7 @@ class LazyHead:
         """(logits, no bias); the logits are lazy only inside `bound`."""
         if self._masks is None or runtime_gather_output or patching.installed("burst") is None:
             return type(self.layer).forward(self.layer, input_, weight, runtime_gather_output)
+        check_output(self.layer, f"{LM_HEAD} {self.mode}")
         weight = self.layer.weight if weight is None else weight
         assert weight is not None
         if hasattr(weight, "__fsdp_param__"):

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
     gather_from_sequence_parallel_region,
 )
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
@@ -27,6 +26,7 @@ from .. import patching
 from ..data.cut import cut_of_run
 from ..data.packed import Pack, packs, params_of
 from ..data.tree_pack import TreePack
+from ..lm_head.fused_loss import check_output
 
 
 class TrajectoryBatch:
@@ -90,7 +90,7 @@ class TrajectoryBatch:
         if not get_attr_wrapped_model(model, "post_process"):
             return model(**inputs)
         layer = get_attr_wrapped_model(model, "output_layer")
-        check_head(layer)
+        check_output(layer, "mb.rl")
         handed: list[Any] = []
 
         def hand_over(hidden: torch.Tensor, weight: Any = None, *_: Any, **__: Any) -> Any:
@@ -156,15 +156,6 @@ def rows_multiple(config: Any, cp_size: int, merged: bool) -> int:
     split = getattr(config, "sequence_parallel", False)
     shares = cp_size if merged or cp_size == 1 else 2 * cp_size
     return shares * (config.tensor_model_parallel_size if split else 1)
-
-
-def check_head(layer: Any) -> None:
-    """Raise ValueError for an output layer of which log-probabilities are not known."""
-    if type(layer) is not ColumnParallelLinear or getattr(layer, "bias", None) is not None:
-        raise ValueError(
-            "mb.rl needs an output layer that is a ColumnParallelLinear without bias, got "
-            f"{type(layer).__name__}"
-        )
 
 
 def _documents(

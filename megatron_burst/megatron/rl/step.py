@@ -29,10 +29,11 @@ from ...linear_cross_entropy.logprobs import temperature_reasons
 from ...packing.trajectories import cut_trajectories
 from .. import patching
 from ..checks.splitting import linear_layers
+from ..lm_head.fused_loss import check_output
 from ..packing.step import ReadyBatches, work_of
 from ..patching import log
 from ..training import gather_from_all
-from .batch import TrajectoryBatch, check_head, rows_multiple
+from .batch import TrajectoryBatch, rows_multiple
 
 _TOLD = "mb.rl was logged"
 
@@ -284,7 +285,7 @@ def _reasons(chunks: list[Any], asked: _Asked) -> Iterator[str]:
     for chunk in chunks:
         if get_attr_wrapped_model(chunk, "post_process"):
             try:
-                check_head(get_attr_wrapped_model(chunk, "output_layer"))
+                check_output(get_attr_wrapped_model(chunk, "output_layer"), "mb.rl")
             except ValueError as error:
                 yield f"model: {error}"
     if asked.tree is True:
