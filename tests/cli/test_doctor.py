@@ -279,7 +279,9 @@ class Read(SimpleNamespace):
 READ = "names that were read"
 # No flag sets it; the launcher counts the processes; Megatron's other name of --cuda-graph-scope;
 # what `configure` sets.
-NO_FLAG = {"attn_logit_softcapping", "world_size", "cuda_graph_scope_deprecated", "burst"}
+NO_FLAG = {
+    "attn_logit_softcapping", "world_size", "cuda_graph_scope_deprecated", "burst", "kimi_kda_layers",
+}  # fmt: skip
 
 
 def test_the_doctor_knows_all_that_the_launcher_reads_of_the_arguments():

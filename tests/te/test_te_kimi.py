@@ -66,7 +66,10 @@ def test_packed_documents_like_each_alone(run):
     ("choices", "words"),
     [
         ({"layout": "striped"}, "Kimi K3 with layout striped"),
-        ({"linear": "megatron"}, "Kimi K3 KDA context parallelism is not supported yet"),
+        (
+            {"linear": "megatron"},
+            "linear megatron: Kimi K3's layers run on one context-parallel rank",
+        ),
         ({"mlp_tiles": 2, "offload": 0.5}, "KimiK3TransformerLayer, whose _forward_mlp is not"),
     ],
 )
