@@ -280,7 +280,8 @@ READ = "names that were read"
 # No flag sets it; the launcher counts the processes; Megatron's other name of --cuda-graph-scope;
 # what `configure` sets.
 NO_FLAG = {
-    "attn_logit_softcapping", "world_size", "cuda_graph_scope_deprecated", "burst", "kimi_kda_layers",
+    "attn_logit_softcapping", "world_size", "cuda_graph_scope_deprecated", "burst",
+    "kimi_kda_layers",
 }  # fmt: skip
 
 
