@@ -107,8 +107,10 @@ class Rates:
                 raise ValueError(f"rates: {name} must be {unit}, 0 or more, got {value!r}")
 
     def between(self, load: float | np.ndarray) -> float | np.ndarray:
-        """Bytes per second, to another node, of each of `load` messages that share a NIC."""
-        return np.minimum(self.inter, (self.nic or self.inter) / load)
+        """Bytes per second, to another node, of each of `load` messages that share a NIC: `inter`
+        for one by itself."""
+        shared = np.minimum(self.inter, (self.nic or self.inter) / load)
+        return np.where(np.asarray(load) > 1, shared, self.inter)[()]
 
     def describe(self) -> str:
         """All rates on one line, with units."""

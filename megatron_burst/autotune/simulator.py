@@ -281,7 +281,10 @@ def _of_calls(prepared: Prepared, of_pair: np.ndarray, least: float, launch: flo
 def _per_byte(prepared: Prepared, rates: Rates) -> np.ndarray:
     """float: seconds per byte of each transfer, by its link and by who shares its NIC."""
     inter = rates.between(1.0 if prepared.load is None else prepared.load)
-    return np.where(prepared.between, 1 / inter, 1 / rates.intra)
+    with np.errstate(
+        over="ignore"
+    ):  # of rates next to nothing, which are refused where they matter
+        return np.where(prepared.between, 1 / inter, 1 / rates.intra)
 
 
 def _staggered(runs: Sequence[Generator[None, None, None]]) -> None:

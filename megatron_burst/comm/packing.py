@@ -75,17 +75,15 @@ def cut(shapes: Shapes) -> Cut:
 
 
 def empty(shapes: Shapes, device: torch.device, least: int = 0) -> Message:
-    """An empty message for tensors of these shapes and dtypes; `least` as of `room`."""
+    """An empty message for tensors of these shapes and dtypes; `least` as of `room_size`."""
     whole = cut(shapes)
-    return carve(room(whole, device, least), whole)
+    size = room_size(whole, device, least)
+    return carve(torch.empty(size, dtype=torch.uint8, device=device), whole)
 
 
-def room(cut: Cut, device: torch.device, least: int = 0) -> torch.Tensor:
-    """A buffer for a message cut so, or for shorter ones; on the CPU of `least` bytes."""
-    length = cut.length
-    if device.type == "cpu":
-        length = max(length + ENVELOPE, least)
-    return torch.empty(length, dtype=torch.uint8, device=device)
+def room_size(cut: Cut, device: torch.device, least: int = 0) -> int:
+    """Bytes of a buffer for a message cut so, or for shorter ones; on the CPU at least `least`."""
+    return max(cut.length + ENVELOPE, least) if device.type == "cpu" else cut.length
 
 
 def carve(buffer: torch.Tensor, cut: Cut) -> Message:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one rank holds during a pass: buffers of messages, and partial results.
 
-Every buffer of a kind has room for its longest message, and is used for shorter ones as well, so
-that a pass holds few of them however messages shrink. Partial results are gradients, which add up,
+A buffer of a kind has room for its longest message, or for a fourth, a sixteenth, ... of it, and is
+used for shorter ones as well, so that a pass holds few of them however messages shrink, and many
+short ones take little. Partial results are gradients, which add up,
 and outputs, which merge by online softmax: a rank's results for its own rows stay on it, those for
 rows of others are sent away, some rows at a time.
 """
@@ -39,24 +40,38 @@ class MessageKind:
             self._cuts[rows] = packing.cut(shapes)
         return self._cuts[rows]
 
+    def room(self, rows: int) -> int:
+        """Rows of the buffer for a message: those of the longest, or a fourth, a sixteenth, ... of
+        it, the least that is enough; of a sum of several messages, its own. Not a half: halves of
+        chunks of a zigzag layout are as often sent as whole ones, and use the same buffers."""
+        room = self.longest
+        while 1 < rows <= room // 4:
+            room //= 4
+        return max(room, rows)
+
 
 class Buffers:
     """Messages by kind, reused once nothing holds them."""
 
     def __init__(self, device: torch.device, endpoint: Endpoint, kinds: Mapping[str, MessageKind]):
         self.device, self.endpoint, self.kinds = device, endpoint, kinds
-        self._free: dict[str, dict[int, list[Message]]] = {kind: {} for kind in kinds}  # by rows
+        # By kind, bytes of the buffer, and rows of the message.
+        self._free: dict[str, dict[int, dict[int, list[Message]]]] = {kind: {} for kind in kinds}
 
     def take(self, kind: str, rows: int) -> Message:
         """A message of so many rows; what is in it is undefined."""
-        free = self._free[kind]
-        if free.get(rows):  # most: as it was cut before
-            return free[rows].pop()
-        of = self.kinds[kind]
-        other = next((messages for messages in free.values() if messages), None)
-        room = None if other is None else other.pop().room
-        if room is None:
-            room = packing.room(of.cut(of.longest), self.device, self.endpoint.room)
+        of, free = self.kinds[kind], self._free[kind]
+        most = packing.room_size(of.cut(of.room(rows)), self.device, self.endpoint.room)
+        for size in sorted(size for size in free if size >= most):
+            fitting = free[size]
+            if fitting.get(rows):  # most: as it was cut before
+                return fitting[rows].pop()
+            other = next((messages for messages in fitting.values() if messages), None)
+            if other is not None:
+                room = other.pop().room
+                assert room is not None
+                return packing.carve(room, of.cut(rows))
+        room = torch.empty(most, dtype=torch.uint8, device=self.device)
         return packing.carve(room, of.cut(rows))
 
     def apart(self, kind: str, rows: int) -> Message:
@@ -68,8 +83,10 @@ class Buffers:
     def give(self, kind: str, message: Message) -> None:
         """Nobody reads this message again."""
         self.endpoint.released(message.tensors)
-        rows = message.tensors[0].size(0) if message.tensors else 0
-        self._free[kind].setdefault(rows, []).append(message)
+        if message.room is not None:  # else it is no buffer of these
+            rows = message.tensors[0].size(0) if message.tensors else 0
+            free = self._free[kind].setdefault(message.room.numel(), {})
+            free.setdefault(rows, []).append(message)
 
 
 @dataclass

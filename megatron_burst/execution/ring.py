@@ -94,6 +94,7 @@ class Ring:
     ):
         self.run, self.heads, self.compute, self._tag = run, heads, compute, tag
         self.steps = run.deferred if heads.deferred else run.steps
+        assert self.steps, "a pass made without the order of head chunks that are deferred"
         self.endpoint, self.me = job.ring, job.ring.rank
         held = {Chunk(family, self.me): Message(None, tensors) for family, tensors in own.items()}
         held |= {each.chunk: Message(None, t) for each, t in zip(run.kept, kept, strict=False)}

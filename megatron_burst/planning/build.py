@@ -104,7 +104,7 @@ def make_pass(
     payloads = {hop: payload(hop) for hop in hops}
     left = tuple(_kept(maps, copies, chunk) for chunk in kept)
     longest: dict[str, int] = defaultdict(int)
-    for chunk in (*(hop.chunk for hop in hops), *totals.values(), *kept):
+    for chunk in (*(hop.chunk for hop in hops), *kept):
         rows = maps.place(chunk, chunk.rows).count
         longest[chunk.family] = max(longest[chunk.family], rows)
     whole = {key: target(total, total.rows) for key, total in totals.items()}

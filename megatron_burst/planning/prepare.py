@@ -20,6 +20,7 @@ from ..comm.recent import Recent
 from ..execution.job import Job
 from ..options import AttentionKeywords, AttentionOptions
 from ..schedule.cost import ring_spans
+from ..schedule.head_shares import deferred_chunks
 from .in_process import InProcessPlan, Shard
 from .pipeline import passes
 from .plan import Plan
@@ -134,7 +135,8 @@ def plan_of(request: Request, groups: Groups, choice: Choice | None = None) -> P
         key = (request.kernel.name, q.device, request.mask, request.layout,
                tuple(map(tuple, spans)), sizes,
                options.algorithm, options.side, options.kv_cache, options.store,
-               options.sequence_chunks, options.row_blocks, options.visiting)  # fmt: skip
+               options.sequence_chunks, options.row_blocks, options.visiting,
+               deferred_chunks(options.head_chunks or 1) > 0)  # fmt: skip
         made = groups.cache.setdefault("works", Recent(WORKS_KEPT)).of(key, make)
     else:
         made = make()

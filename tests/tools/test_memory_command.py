@@ -1,6 +1,7 @@
 """`megatron-burst memory` on the command line: table, JSON, picture, Megatron's arguments."""
 
 import json
+from itertools import chain
 
 import pytest
 
@@ -112,3 +113,23 @@ def test_a_command_with_algorithms_of_single_layers_or_no_layout(capsys):
 def test_a_command_that_lacks_a_size(capsys):
     assert main(["memory", "--gpus", "8", "--", "pretrain_gpt.py", "--num-layers", "2"]) == 2
     assert "--hidden-size is missing" in capsys.readouterr().err
+
+
+def test_the_layers_of_the_first_and_last_stage_are_numbers(capsys):
+    sizes = {"--gpus": "16", "--seq": "128K", "--tp": "2", "--pp": "8"}
+    words = ["memory", "--model", "llama3-8b", "--gpu", "h100", *chain(*sizes.items())]
+    assert main([*words, "--first-layers", "3", "--last-layers", "5"]) == 0
+    with pytest.raises(SystemExit):
+        main([*words, "--first-layers", "some"])
+    assert "argument --first-layers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [("--sequence-chunks 8 --cp 1", "needs --cp above 1"),
+     ("--recompute none --store 0.5", "add --recompute full")],
+)  # fmt: skip
+def test_what_excludes_any_length_is_named(given, words, capsys):
+    run = ["memory", *f"--model llama3-8b --gpus 8 --gpu h100 --longest {given}".split()]
+    assert main(run) == 2
+    assert words in capsys.readouterr().err

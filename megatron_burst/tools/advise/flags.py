@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 from dataclasses import replace
+from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from ...autotune import clusters
@@ -56,6 +57,9 @@ def add_fields(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
     """Add the flags of these fields."""
     for name in names:
         kind, text = _TYPES[name], FIELDS[name]
+        kinds = [one for one in get_args(kind) if one is not NoneType]
+        if kinds and isinstance(kinds[0], type):  # a number, or none
+            (kind,) = kinds
         if words := get_args(kind):
             parser.add_argument(*named(flag_of(name)), choices=words, help=text)
         elif kind is bool:

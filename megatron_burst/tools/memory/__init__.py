@@ -26,7 +26,7 @@ from ...cli.console import progress, wrapped
 from ...units import byte_size, duration, size_of, tokens_of
 from .. import model_arguments
 from ..advise import flags, settings
-from ..advise.account.fitting import best, does_not_fit, layouts_of
+from ..advise.account.fitting import Longest, best, does_not_fit, layouts_of
 from ..advise.account.memory import Account, MemoryLeft, account, fit
 from ..advise.forecast.step_time import StepTime, step_time
 from ..advise.search.attention_choice import AttentionForecast
@@ -117,8 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
             if free is None:
                 most = best(model, cluster, runs)
             else:
-                goal = TrainingGoal(1, 1, free, **of_model(model))
-                most = longest(model, cluster, goal, AttentionForecast(model, cluster, free))
+                most = _searched(model, cluster, free, runs)
         chosen_by = "" if given else "longest sequence"
         # No more micro-batches than fill a pipeline: more take as much memory, and longer.
         run = replace(most.run, micro_batches=most.run.pp) if free is not None else most.run
@@ -136,6 +135,21 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         show(found)
     return 0 if found.left.fits else 1
+
+
+def _searched(
+    model: models.Model,
+    cluster: clusters.Cluster,
+    free: dict[str, Any],
+    runs: list[settings.Settings],
+) -> Longest:
+    """The longest with all that is not given searched; runs: those of what is given alone."""
+    goal = TrainingGoal(1, 1, free, **of_model(model))
+    try:
+        return longest(model, cluster, goal, AttentionForecast(model, cluster, free))
+    except ValueError:
+        best(model, cluster, runs)  # says which of what is given does not go together
+        raise
 
 
 def _read(
