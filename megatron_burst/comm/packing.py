@@ -76,9 +76,8 @@ def cut(shapes: Shapes) -> Cut:
 
 def empty(shapes: Shapes, device: torch.device, least: int = 0) -> Message:
     """An empty message for tensors of these shapes and dtypes; `least` as of `room_size`."""
-    whole = cut(shapes)
-    size = room_size(whole, device, least)
-    return carve(torch.empty(size, dtype=torch.uint8, device=device), whole)
+    of = cut(shapes)
+    return carve(torch.empty(room_size(of, device, least), dtype=torch.uint8, device=device), of)
 
 
 def room_size(cut: Cut, device: torch.device, least: int = 0) -> int:

@@ -40,15 +40,6 @@ class MessageKind:
             self._cuts[rows] = packing.cut(shapes)
         return self._cuts[rows]
 
-    def room(self, rows: int) -> int:
-        """Rows of the buffer for a message: those of the longest, or a fourth, a sixteenth, ... of
-        it, the least that is enough; of a sum of several messages, its own. Not a half: halves of
-        chunks of a zigzag layout are as often sent as whole ones, and use the same buffers."""
-        room = self.longest
-        while 1 < rows <= room // 4:
-            room //= 4
-        return max(room, rows)
-
 
 class Buffers:
     """Messages by kind, reused once nothing holds them."""
@@ -61,18 +52,21 @@ class Buffers:
     def take(self, kind: str, rows: int) -> Message:
         """A message of so many rows; what is in it is undefined."""
         of, free = self.kinds[kind], self._free[kind]
-        most = packing.room_size(of.cut(of.room(rows)), self.device, self.endpoint.room)
-        for size in sorted(size for size in free if size >= most):
+        room = of.longest  # no half of it: a zigzag layout sends halves as often as whole chunks
+        while 1 < rows <= room // 4:
+            room //= 4
+        least = packing.room_size(of.cut(max(room, rows)), self.device, self.endpoint.room)
+        for size in sorted(size for size in free if size >= least):
             fitting = free[size]
             if fitting.get(rows):  # most: as it was cut before
                 return fitting[rows].pop()
             other = next((messages for messages in fitting.values() if messages), None)
             if other is not None:
-                room = other.pop().room
-                assert room is not None
-                return packing.carve(room, of.cut(rows))
-        room = torch.empty(most, dtype=torch.uint8, device=self.device)
-        return packing.carve(room, of.cut(rows))
+                buffer = other.pop().room
+                assert buffer is not None
+                return packing.carve(buffer, of.cut(rows))
+        buffer = torch.empty(least, dtype=torch.uint8, device=self.device)
+        return packing.carve(buffer, of.cut(rows))
 
     def apart(self, kind: str, rows: int) -> Message:
         """Tensors of their own, which never travel, of as many rows."""

@@ -63,8 +63,7 @@ def make_pass(
     kept: Sequence[Chunk] = (),
     deferred: bool = True,
 ) -> Pass:
-    """What `rank` runs of a schedule. kept: what it leaves behind or finds. deferred: do some head
-    chunks compute their own pair last?"""
+    """What `rank` runs. kept: what it leaves or finds. deferred: with own pairs last, too."""
     program = schedule.program(rank)
     hops = [hop for boundary in program for hop in boundary.posts]
     arriving = [hop.chunk for hop in hops if hop.dst == rank and not hop.chunk.accumulated]

@@ -88,31 +88,21 @@ class Demand:
         wanted = self.travelling.wanted  # its owner never does
         return int(wanted.sum()) == len(wanted) * (self.grid.size - 1)
 
-    def ahead(
-        self,
-        rank: np.ndarray,
-        step: np.ndarray,
-        source: np.ndarray,
-        rows: np.ndarray,
-        chunks: int,
-        least: int,
-    ) -> int:
-        """How many steps before their use these rows may be sent to these ranks: `least`, or as
-        many times twice that as no rank gets more rows in so many steps than `chunks` whole chunks
-        have: of copies, and where gradients go back to the sources, of these. source, rows: of each
-        message, as rank and step."""
+    def ahead(self, messages: Sequence[np.ndarray], chunks: int, least: int) -> int:
+        """How many steps before their use messages may be sent: `least`, or as many times twice
+        that as no rank gets more rows in so many steps than `chunks` whole chunks have: of copies,
+        and where gradients go back, of these. messages: rank, step, source and rows of each."""
         if self.all_want_all:
             return least
+        rank, step, source, rows = messages
         of, steps = self.travelling, int(step.max(initial=0)) + 1
         room = chunks * np.bincount(of.owner, of.rows, 1).max()
-        until = []
-        for to in (rank, source) if self.gradients else (rank,):
-            got = np.bincount(to * steps + step, rows, self.grid.size * steps).reshape(-1, steps)
-            until.append(np.pad(got.cumsum(axis=1), ((0, 0), (1, 0))))
-        got = np.concatenate(until)
+        ends, size = (rank, source) if self.gradients else (rank,), self.grid.size * steps
+        got = np.concatenate([np.bincount(to * steps + step, rows, size) for to in ends])
+        until = np.pad(got.reshape(-1, steps).cumsum(axis=1), ((0, 0), (1, 0)))
         while least < steps:
             window = min(2 * least + 1, steps)
-            if (got[:, window:] - got[:, :-window]).max() > room:
+            if (until[:, window:] - until[:, :-window]).max() > room:
                 break
             least *= 2
         return least

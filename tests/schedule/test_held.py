@@ -116,14 +116,14 @@ def test_how_far_ahead_by_hand():
 
     def ahead(*gets, least=1):
         rank, step, rows = (np.array(column) for column in zip(*gets, strict=True))
-        return of.ahead(rank, step, 2 + np.arange(len(rank)), rows, 2, least)
+        return of.ahead((rank, step, 2 + np.arange(len(rank)), rows), 2, least)
 
     assert ahead((0, 1, 8), (0, 2, 8), (0, 3, 8)) == 1  # three chunks in three steps
     assert ahead(*((1, step, 3) for step in range(1, 6))) == 8  # 15 rows in all of the six
     assert ahead(*((1, step, 4) for step in range(1, 6))) == 2  # 12 rows in three, in five 20
     assert ahead((0, 1, 16), (0, 7, 1), least=2) == 4  # 17 rows in eight, of five none has more
     assert Demand(grid, "kv", everything(8, 8)).ahead(
-        np.array([0]), np.array([7]), np.array([1]), np.array([1]), 2, 1
+        [np.array([x]) for x in (0, 7, 1, 1)], 2, 1
     ) == 1  # fmt: skip
 
 
@@ -135,4 +135,4 @@ def test_gradients_that_return_to_one_rank_count_there():
     one, eight = np.arange(1, 8), np.full(7, 8)
     for row_bytes, steps in ((RowBytes(), 1), (RowBytes(dkv=0), 8)):
         of = Demand(Grid(1, 8), "kv", sides, row_bytes)
-        assert of.ahead(one, one, np.zeros_like(one), eight, 2, 1) == steps
+        assert of.ahead((one, one, np.zeros_like(one), eight), 2, 1) == steps

@@ -37,7 +37,7 @@ def tables(demand: Demand, *, ahead: int | None = None, at_end: bool = False) ->
     if at_end and demand.wanted.joined:  # all pairs are one call, behind all copies
         step, own = np.ones_like(step), np.ones(ring.size, dtype=step.dtype)
     if ahead is None:
-        ahead = demand.ahead(rank, step, owner, ring.bundles.rows_of(owner, rows), 2, 1)
+        ahead = demand.ahead((rank, step, owner, ring.bundles.rows_of(owner, rows)), 2, 1)
     post = np.maximum(step - ahead, 0)
     # Posted a few steps ahead, a copy travels beside the pairs of those steps; not all at once, so
     # that a rank holds few chunks.

@@ -148,7 +148,7 @@ class Ways:
         at = np.concatenate([step.reshape(-1)[hops.peers], first.reshape(-1)[hops.gates]])
         rows = self.bundles.rows_of(self.owner[hops.way], hops.rows)
         chunks = WITHIN + 1 + (min(self.grid) > 1)  # as where all want all: a gateway one besides
-        self.within = self.demand.ahead(hops.dst, at, hops.src, rows, chunks, WITHIN)
+        self.within = self.demand.ahead((hops.dst, at, hops.src, rows), chunks, WITHIN)
         self.between = max(self.between, self.within)
 
     def pairs(self) -> Pairs:
