@@ -281,9 +281,8 @@ def _of_calls(prepared: Prepared, of_pair: np.ndarray, least: float, launch: flo
 def _per_byte(prepared: Prepared, rates: Rates) -> np.ndarray:
     """float: seconds per byte of each transfer, by its link and by who shares its NIC."""
     inter = rates.between(1.0 if prepared.load is None else prepared.load)
-    with np.errstate(
-        over="ignore"
-    ):  # of rates next to nothing, which are refused where they matter
+    # Of rates next to nothing, which are refused where they matter.
+    with np.errstate(over="ignore"):
         return np.where(prepared.between, 1 / inter, 1 / rates.intra)
 
 

@@ -3,9 +3,9 @@
 
 A buffer of a kind has room for its longest message, or for a fourth, a sixteenth, ... of it, and is
 used for shorter ones as well, so that a pass holds few of them however messages shrink, and many
-short ones take little. Partial results are gradients, which add up,
-and outputs, which merge by online softmax: a rank's results for its own rows stay on it, those for
-rows of others are sent away, some rows at a time.
+short ones take little. Partial results are gradients, which add up, and outputs, which merge by
+online softmax: a rank's results for its own rows stay on it, those for rows of others are sent
+away, some rows at a time.
 """
 
 from __future__ import annotations

@@ -117,11 +117,10 @@ class Pass:
     """What one rank needs for one pass.
 
     deferred: the steps of head chunks that compute the pair of their own chunks last; none where
-    there are no such. totals:
-    (family, owner) -> all rows of which this rank holds partial results. longest: of each family,
-    the most rows of a chunk of others. sends: how often each copy of rows is sent. held_bytes: the
-    most that this rank holds of chunks of others. kinds: what `ring` found out about its messages,
-    by the dtypes and heads they depend on.
+    there are no such. totals: (family, owner) -> all rows of which this rank holds partial results.
+    longest: of each family, the most rows of a chunk of others. sends: how often each copy of rows
+    is sent. held_bytes: the most that this rank holds of chunks of others. kinds: what `ring` found
+    out about its messages, by the dtypes and heads they depend on.
     """
 
     name: str

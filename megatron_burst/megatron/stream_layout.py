@@ -26,6 +26,7 @@ from .checks.splitting import (
     PATTERNS,
     SOFTMAX,
     STREAMS,
+    kimi_layers,
     layouts_of,
     splits,
     two_layout_problems,
@@ -167,7 +168,7 @@ def layers_of(config: Any) -> Layers:
     count = getattr(config, "num_layers", None) or 0
     variant = getattr(config, "experimental_attention_variant", None)
     linear = sum(_linear_layers(config, count)) if variant in DELTA_NETS else 0
-    linear += len(getattr(config, "kimi_kda_layers", None) or ())
+    linear += len(kimi_layers(config))
     return Layers(linear, 0, count - linear)
 
 
@@ -183,7 +184,7 @@ def _linear_layers(config: Any, count: int) -> Iterator[bool]:
 
 def _delta_net_state(config: Any) -> int:
     """Bytes that travel once along a chain: states in fp32, and the convolution's rows."""
-    if getattr(config, "kimi_kda_layers", None):
+    if kimi_layers(config):
         heads, width = config.kimi_linear_num_heads, config.kimi_linear_head_dim
         rows = (config.kimi_linear_conv_kernel_size - 1) * 3 * heads * width
         return 4 * heads * width * width + _element(config) * rows

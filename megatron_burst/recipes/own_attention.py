@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..config import OFF
 from ..megatron import patching
+from ..megatron.checks.problem import Problem
 
 # Core attentions with sinks, which tensor-parallel ranks share like heads.
 _SINKS = (
@@ -42,7 +43,7 @@ def patch_provider(model: Any, is_ours: Callable[[Any], bool]) -> None:
     """Let a provider of `_PROVIDERS` make its model for several context-parallel ranks, if its
     layers are ours, and that of dense Gemma 4 models with them. Idempotent. is_ours:
     `layers.is_ours`."""
-    dense = next((kind for kind in type(model).__mro__ if kind.__name__ == _GEMMA4), None)
+    dense = _gemma4(model)
     if dense is not None:
         home = sys.modules[dense.__module__]
         if not is_ours(model.transformer_layer_spec):
@@ -59,6 +60,22 @@ def patch_provider(model: Any, is_ours: Callable[[Any], bool]) -> None:
             with patching.patch_set(name) as patches:
                 provided = functools.partial(_provided, is_ours)
                 patches.wrap(kind, "provide", ["vp_stage"], provided)
+
+
+def _gemma4(model: Any) -> type | None:
+    """Bridge's class of providers of dense Gemma 4, if this is one."""
+    return next((kind for kind in type(model).__mro__ if kind.__name__ == _GEMMA4), None)
+
+
+def gemma4_problems(model: Any, transformer: Any) -> Iterator[Problem]:
+    """What a provider of dense Gemma 4 excludes besides what every model does."""
+    if _gemma4(model) and getattr(transformer, "recompute_granularity", None) == "full":
+        yield Problem(
+            f"--recompute-granularity full with {type(model).__name__}: Bridge hands a pair of "
+            "rotary tables to its checkpoint function, which takes tensors only; use "
+            "--recompute-granularity selective, and no store",
+            remove=("--recompute-granularity",),
+        )
 
 
 def name_to_bridge() -> None:

@@ -20,6 +20,7 @@ from ..megatron.data.cut import installed_layout
 from ..megatron.patching import check_version
 from .kinds import translating
 from .layers import fields_of, is_ours
+from .own_attention import gemma4_problems
 from .vision import vision_problems, with_mask
 
 _NAME = "recipes"
@@ -55,6 +56,7 @@ def check(recipe: Any) -> None:
             *_group_problems(recipe, transformer, burst.algorithm),
             *lm_head_problems(transformer, burst),
             *vision_problems(model, transformer),
+            *gemma4_problems(model, transformer),
         ])  # fmt: skip
 
 

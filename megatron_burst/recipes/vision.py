@@ -38,7 +38,6 @@ _HOMES = {
     "Gemma3VLModel": "megatron.bridge.models.gemma_vl.modeling_gemma3_vl",
 }
 _GEMMA3 = "Gemma3VLModelProvider"
-_GEMMA4 = "Gemma4DenseProvider"
 _GEMMA3_MASK = "megatron_burst.megatron.vision:gemma3"
 _DENSE_MASKS = ("_compute_attention_mask", "_compute_attention_biases")  # Bridge 0.3, later ones
 _QWEN25 = "Qwen25VLModelProvider"
@@ -91,16 +90,7 @@ def with_mask(model: Any, choices: dict[str, Any]) -> dict[str, Any]:
 
 
 def vision_problems(model: Any, transformer: Any) -> Iterator[Problem]:
-    """What a supported vision-language model excludes besides what every model does, and what
-    dense Gemma 4 does."""
-    full = getattr(transformer, "recompute_granularity", None) == "full"
-    if full and _GEMMA4 in [kind.__name__ for kind in type(model).__mro__]:
-        yield Problem(
-            f"--recompute-granularity full with {type(model).__name__}: Bridge hands a pair of "
-            "rotary tables to its checkpoint function, which takes tensors only; use "
-            "--recompute-granularity selective, and no store",
-            remove=("--recompute-granularity",),
-        )
+    """What a supported vision-language model excludes besides what every model does."""
     if not is_vision(model) or transformer.context_parallel_size == 1:
         return
     name = type(model).__name__
@@ -118,7 +108,7 @@ def vision_problems(model: Any, transformer: Any) -> Iterator[Problem]:
             "later stages get no tokens, among which they could find images",
             add=("--pipeline-model-parallel-size 1",),
         )
-    if mro & set(_QWEN3) and full:
+    if mro & set(_QWEN3) and getattr(transformer, "recompute_granularity", None) == "full":
         yield Problem(
             f"--recompute-granularity full with {name}: Bridge hands a list of image features to "
             "its checkpoint function, which takes tensors only; use --recompute-granularity "

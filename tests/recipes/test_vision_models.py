@@ -101,6 +101,17 @@ def test_what_gemma_excludes():
 
 
 @pytest.mark.usefixtures("bridge_here")
+def test_dense_gemma_4_is_not_recomputed_whole():
+    """By its name, as Bridge 0.3 has no such provider."""
+    from megatron_burst.recipes.own_attention import gemma4_problems
+
+    dense = type("Gemma4DenseProvider", (), {"recompute_granularity": "full"})()
+    (problem,) = gemma4_problems(dense, dense)
+    assert "Gemma4DenseProvider: Bridge hands a pair of rotary tables" in str(problem)
+    dense.recompute_granularity = "selective"
+    assert not [*gemma4_problems(dense, dense)]
+
+
 def test_bridge_knows_how_sinks_are_shared():
     """By the name of their module's class; else it converts no weights of gpt-oss."""
     from megatron.bridge.models.conversion.param_mapping import AutoMapping

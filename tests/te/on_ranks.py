@@ -5,11 +5,9 @@
 The server that forks the ranks has imported Megatron and Transformer Engine (`te_on_cpu`).
 """
 
-import json
 import os
-import sys
-import traceback
 
+import answer
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -153,16 +151,9 @@ def differing(one, other):
     return [name for name, value in one.named_parameters() if not torch.equal(value, pairs[name])]
 
 
-def main(function, words):
-    dist.init_process_group("gloo")
+def split_over_all():
     parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
-    found = globals()[function](*json.loads(words))
-    print("FOUND " + json.dumps(found))
 
 
 if __name__ == "__main__":
-    try:
-        main(*sys.argv[1:])
-    except Exception:
-        traceback.print_exc()
-        raise
+    answer.main(globals(), split_over_all)

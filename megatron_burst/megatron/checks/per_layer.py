@@ -18,7 +18,7 @@ from ...schedule.algorithms import ALGORITHMS
 from ...schedule.per_layer import FULL, WINDOW, LayerChoice, layer_choices, numbers_layers
 from ..windows import in_own_words, layer_window
 from .problem import Problem, Rule, broken
-from .splitting import DELTA_NETS, PATTERNS, SOFTMAX, needs_ranks, splits
+from .splitting import DELTA_NETS, PATTERNS, SOFTMAX, kimi_layers, needs_ranks, splits
 
 FLAG = "--burst-per-layer"
 # A frequency, or a list with an entry for each layer, and the setting without which it is not read.
@@ -97,9 +97,8 @@ def _attention_layers(config: Any) -> tuple[int, list[int]] | None:
             return count, [number for number in layers if number % often == 0]
         if often:
             return count, [number for number in layers if not often[number - 1]]
-    if kimi := getattr(config, "kimi_kda_layers", None):
-        return count, [number for number in layers if number not in kimi]
-    return count, list(layers)
+    kimi = kimi_layers(config)
+    return count, [number for number in layers if number not in kimi]
 
 
 def _pattern(config: Any) -> str:

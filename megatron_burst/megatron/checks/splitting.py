@@ -214,6 +214,11 @@ _SPLIT_DELTA_NETS = (0, 18)  # the first Megatron-Core that does, by heads
 _HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 
 
+def kimi_layers(config: Any) -> tuple[int, ...]:
+    """The numbers, from 1, of the layers of a Kimi K3 that are KDA; none of other models."""
+    return tuple(getattr(config, "kimi_kda_layers", None) or ())
+
+
 def linear_layers(config: Any) -> str | None:
     """What of the settings asks for such layers; None if the model has none.
 
@@ -226,7 +231,7 @@ def linear_layers(config: Any) -> str | None:
             return flag if set(pattern) - _OTHERS else None
     if getattr(config, "is_hybrid_model", False):
         return "a hybrid model"
-    if getattr(config, "kimi_kda_layers", None):
+    if kimi_layers(config):
         return KIMI
     variant = getattr(config, "experimental_attention_variant", None)
     return f"--experimental-attention-variant {variant}" if variant in DELTA_NETS else None
@@ -240,12 +245,6 @@ def linear_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     """
     what = linear_layers(config)
     if what is None or changing_groups(config):  # `hybrid_problems` names what changes groups
-        return
-    if burst.linear == "megatron" and what == KIMI:
-        yield Problem(
-            f"{FLAG} megatron: {KIMI}'s layers run on one context-parallel rank without us",
-            add=(f"{FLAG} auto",),
-        )
         return
     if burst.linear == "megatron":
         yield from _heads_problems(config, burst, what)
@@ -284,6 +283,12 @@ def linear_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
 
 def _heads_problems(config: Any, burst: BurstConfig, what: str) -> Iterator[Problem]:
     """Unless Megatron's own all-to-all of heads can run."""
+    if what == KIMI:
+        yield Problem(
+            f"{FLAG} megatron: {KIMI}'s layers run on one context-parallel rank without us",
+            add=(f"{FLAG} auto",),
+        )
+        return
     if burst.layout not in ("zigzag", "auto"):
         yield Problem(
             f"{FLAG} megatron with --burst-layout {burst.layout}: Megatron's own all-to-all of "

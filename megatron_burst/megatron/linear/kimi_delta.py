@@ -28,16 +28,14 @@ from ...linear_attention.short_convolution import short_convolution
 from .. import patching
 from ..attention.core_attention import BurstCoreAttention
 from ..checks.splitting import attends
-from .state_layers import MixerKind, StateLayer, construct, forward
-
-NAME = "KimiK3Attention"  # of Bridge
+from .state_layers import MixerKind, StateLayer, construct, forward, wide
 
 
 def enable(known: type) -> None:
-    """Let layers of Bridge's class `NAME` train over several context-parallel ranks, if their
-    configuration asks for BurstAttention; for Megatron-Core 0.19 and newer. Idempotent. Raises
-    `RuntimeError` if the class lacks a parameter that its patch needs."""
-    name = f"layers, {NAME}"
+    """Let layers of Bridge's class `KimiK3Attention` train over several context-parallel ranks, if
+    their configuration asks for BurstAttention; for Megatron-Core 0.19 and newer. Idempotent.
+    Raises `RuntimeError` if the class lacks a parameter that its patch needs."""
+    name = f"layers, {known.__name__}"
     if patching.installed(name) is None:
         with patching.patch_set(name) as patches:
             _patch(patches, known, sys.modules[known.__module__])
@@ -74,7 +72,7 @@ def _forward(layer: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) 
     mixed = [_only(projection(hidden)) for projection in (layer.q_proj, layer.k_proj, layer.v_proj)]
     gates = _only(layer.f_b_proj(_only(layer.f_a_proj(hidden))))
     beta = _only(layer.b_proj(hidden))
-    beta = beta.to(_wide(beta)).sigmoid()
+    beta = beta.to(wide(beta)).sigmoid()
     call = states.call(_shapes(mixed[0], heads), packed)
     # One exchange of rows for three convolutions.
     weights = [one.weight for one in (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d)]
@@ -82,7 +80,7 @@ def _forward(layer: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) 
         torch.cat(mixed, dim=-1), torch.cat(weights).squeeze(1), activation="silu", **call
     )
     q, k, v = (x.unflatten(-1, heads) for x in together.chunk(3, dim=-1))
-    steps = gates.unflatten(-1, heads).to(_wide(gates)) + layer.dt_bias.view(heads)
+    steps = gates.unflatten(-1, heads).to(wide(gates)) + layer.dt_bias.view(heads)
     rates = layer.A_log.to(steps.dtype).exp().unsqueeze(-1)
     out = linear_attention(
         _unit(q), _unit(k), v,
@@ -101,8 +99,8 @@ def _only(projected: Any) -> torch.Tensor:
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
     """Vectors of length 1 along the last dimension, in the dtype of x."""
-    wide = x.to(_wide(x))
-    return (wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+    long = x.to(wide(x))
+    return (long * (long.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
 
 
 def _shapes(mixed: torch.Tensor, heads: tuple[int, int]) -> dict[str, Any]:
@@ -113,10 +111,6 @@ def _shapes(mixed: torch.Tensor, heads: tuple[int, int]) -> dict[str, Any]:
 
     names = ("q", "k", "v")
     return {name: like(*heads) for name in names} | {
-        "decay": like(*heads, dtype=_wide(mixed)),
-        "beta": like(heads[0], dtype=_wide(mixed)),
+        "decay": like(*heads, dtype=wide(mixed)),
+        "beta": like(heads[0], dtype=wide(mixed)),
     }
-
-
-def _wide(x: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

@@ -23,7 +23,7 @@ from ...linear_attention.operation import linear_attention
 from ...linear_attention.short_convolution import short_convolution
 from .. import homes
 from ..patching import PatchSet
-from .state_layers import MixerKind, StateLayer, construct, forward, refuse_states
+from .state_layers import MixerKind, StateLayer, construct, forward, refuse_states, wide
 
 MambaMixer = homes.module("mamba_mixer").MambaMixer
 # Mixers of main that share heads in their own way: module, class.
@@ -62,7 +62,7 @@ def _forward(mixer: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) 
     )
     x, keys, queries = mixed.split((inner, state, state), dim=-1)
     x = x.unflatten(-1, (heads, mixer.headdim))
-    steps = F.softplus(steps.to(_wide(steps)) + mixer.dt_bias)
+    steps = F.softplus(steps.to(wide(steps)) + mixer.dt_bias)
     skip = mixer.D.to(steps.dtype).unflatten(0, (heads, -1))  # [h, 1], [h, p] with D_has_hdim
     # Values in the dtype of keys, also where Megatron keeps the step apart in fp32: mixed dtypes
     # are refused, and the kernels of fla take none but 16-bit ones.
@@ -90,12 +90,8 @@ def _shapes(mixer: Any, mixed: torch.Tensor) -> dict[str, Any]:
         "q": keys,
         "k": keys,
         "v": like(mixer.nheads_local_tp, mixer.headdim),
-        "decay": like(mixer.nheads_local_tp, dtype=_wide(mixed)),
+        "decay": like(mixer.nheads_local_tp, dtype=wide(mixed)),
     }
-
-
-def _wide(x: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 KIND = MixerKind(MambaMixer, ("forward", "_ssm_training"), _states, _forward)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict
 
+import torch
 from megatron.core.transformer.enums import AttnMaskType
 
 from ...config import OFF, BurstConfig
@@ -130,6 +131,11 @@ class StateLayer:
         # Core attention, or the data path before it, has checked who cut the pack.
         check_pack(self.config, pack.layout(self.kind.cut, size), pack.total, size, uncut=False)
         return pack
+
+
+def wide(x: torch.Tensor) -> torch.dtype:
+    """The dtype of steps and decays of inputs like x: fp32 at least."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 _STATES = "_burst_states"  # the layer's `StateLayer`, where states are passed
