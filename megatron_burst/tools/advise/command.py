@@ -35,7 +35,7 @@ exit status: 0 advice, 1 nothing fits, 2 bad input
 """
 # Fields of `Settings` that a flag of the same name fixes.
 FIXED = [name for name in flags.FIELDS
-         if name not in ("micro_batches", "optimizer_bytes", "fsdp", "path")]  # fmt: skip
+         if name not in ("micro_batches", "optimizer_bytes", "fsdp", "path", "per_layer")]  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
