@@ -92,8 +92,18 @@ def test_flags_of_every_named_model_are_read_back_and_pass_the_doctor(model, new
     stages = 2 if model.layers % 4 == 0 else 1
     kinds = "window=ring,full=tile" if model.windows else None
     for run, packed in (
-        (Settings(seq=2**17, tp=2, cp=4, pp=stages, vpp=stages, ep=2 if model.experts else 1,
-                  per_layer=kinds), 0),
+        (
+            Settings(
+                seq=2**17,
+                tp=2,
+                cp=4,
+                pp=stages,
+                vpp=stages,
+                ep=2 if model.experts else 1,
+                per_layer=kinds,
+            ),
+            0,
+        ),
         (Settings(seq=2**17, tp=1, cp=8), 1),
     ):
         words = shlex.split(" ".join(pasted.flags_of(model, run, bool(packed))))

@@ -23,7 +23,6 @@ from megatron_burst.tools.advise.forecast.attention_time import attention_time
 from megatron_burst.tools.advise.forecast.layer_time import layer_time
 from megatron_burst.tools.advise.forecast.step_time import step_time
 from megatron_burst.tools.advise.report import attention_said, one_of
-from megatron_burst.tools.advise.search import pasted
 from megatron_burst.tools.advise.search.attention_choice import AttentionForecast
 from megatron_burst.tools.advise.search.packed import PackedForecast
 from megatron_burst.tools.advise.settings import Settings, check
@@ -37,7 +36,9 @@ ONE = replace(TWO, pattern="")
 SLIM = replace(ONE, ffn=64, vocabulary=8)  # whose peak is in attention
 # Launches are free, so that layers wait for none and times add up.
 NODES = Cluster("h100", 8, 4, host_time=HostTime(0.0, 0.0, 0.0, 0.0))
-RUN = Settings(64 * K, cp=8, intra=4, micro_batches=2, algorithm="tile", side="kv", recompute="none")
+RUN = Settings(
+    64 * K, cp=8, intra=4, micro_batches=2, algorithm="tile", side="kv", recompute="none"
+)
 
 
 def call(algorithm, window):
@@ -83,7 +84,8 @@ def test_numbers_count_over_the_stages_of_a_pipeline():
     # Each of two micro-batches waits for it, as the busiest stage has the head and is the second.
     assert longer == pytest.approx(2 * (of("token_ring") - of("tile")), rel=1e-9)
     assert seconds(**halves, per_layer="2=token_ring") - seconds(**halves) == pytest.approx(
-        of("token_ring") - of("tile"), rel=1e-9  # of the first stage once, in the bubble
+        of("token_ring") - of("tile"),
+        rel=1e-9,  # of the first stage once, in the bubble
     )
 
 
@@ -96,9 +98,10 @@ def test_a_call_alone_has_one_algorithm():
     alone = attention_time(TWO, NODES, replace(run, algorithm="ring"))
     assert (last.forward, last.backward) == (alone.forward, alone.backward)
     slow = mb.Faults(slow_ranks={0: 1.5})
-    assert mb.simulate(TWO, NODES, run, faults=slow).seconds < mb.simulate(
-        TWO, NODES, RUN, faults=slow
-    ).seconds
+    assert (
+        mb.simulate(TWO, NODES, run, faults=slow).seconds
+        < mb.simulate(TWO, NODES, RUN, faults=slow).seconds
+    )
 
 
 # --- memory ----------------------------------------------------------------------------------

@@ -88,8 +88,8 @@ class Advice:
         assert self.search is not None
         alike = self.search.attention.step(replace(run, per_layer=None)).seconds
         return (
-            f"--burst-per-layer {run.per_layer}: a step {1 - self.best.seconds / alike:.1%} shorter "
-            f"than with {run.algorithm} in all layers"
+            f"--burst-per-layer {run.per_layer}: a step {1 - self.best.seconds / alike:.1%} "
+            f"shorter than with {run.algorithm} in all layers"
         )
 
     def flags(self, index: int = 0) -> list[str]:

@@ -320,8 +320,8 @@ def one_of(each: Configuration, cluster: Cluster) -> dict[str, Any]:
     return {
         "groups": {name: getattr(run, name) for name in names},
         "attention": {name: getattr(run, name) for name in (
-            "algorithm", "per_layer", "side", "layout", "linear", "ulysses", "placement", "head_chunks",
-            "intra")},
+            "algorithm", "per_layer", "side", "layout", "linear", "ulysses", "placement",
+            "head_chunks", "intra")},
         "options": {name: getattr(run, name) for name in (
             "recompute", "store", "offload", "sequence_chunks", "mlp_tiles", "optimizer_offload",
             "lm_head_loss", "gradients")},

@@ -286,9 +286,7 @@ CoreOf = Callable[..., Core]  # called as `core_of`
 SHORT = 64  # rows of a rank in the schedule whose buffers are counted, for each chunk of a layout
 
 
-def core_of(
-    x: LayerSizes, run: Settings, rooms_of: RoomsOf | None = None, window: int = 0
-) -> Core:
+def core_of(x: LayerSizes, run: Settings, rooms_of: RoomsOf | None = None, window: int = 0) -> Core:
     """What the core attention of one layer holds beside its tensors, for causal sequences.
 
     rooms_of: `ring_rooms`, or one that remembers. window: tokens that a query sees, 0: all before

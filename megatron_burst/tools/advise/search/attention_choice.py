@@ -98,13 +98,17 @@ class AttentionForecast:
         two = 0 < model.windows < model.attentions
         if not two or run.ulysses == run.cp or "algorithm" in self.pinned:
             return run
-        work = Workload(sizes_of(model, run), Window(model.window - 1, 0), self.layout(run))
-        taken = select.fastest(work, [topology_of(self.cluster, run)], self.cluster.rank_rates(),
-                               Fixed(None, run.side, run.head_chunks), self.cluster.nodes(run.tp))
-        algorithm = ring_algorithm(taken.algorithm)
-        if algorithm == ring_algorithm(run.algorithm):
-            return run
-        return replace(run, per_layer=f"{WINDOW}={algorithm}")
+        key = WINDOW, self._key(run)
+        if key not in self._choices:
+            work = Workload(sizes_of(model, run), Window(model.window - 1, 0), self.layout(run))
+            shared = Fixed(None, run.side, run.head_chunks)
+            grid, nodes = topology_of(self.cluster, run), self.cluster.nodes(run.tp)
+            taken = select.fastest(work, [grid], self.cluster.rank_rates(), shared, nodes)
+            algorithm = ring_algorithm(taken.algorithm)
+            other = algorithm != ring_algorithm(run.algorithm)
+            self._choices[key] = {"per_layer": f"{WINDOW}={algorithm}"} if other else {}
+        chosen = self._choices[key]
+        return replace(run, **chosen) if chosen else run
 
     def _in_chunks(self, run: Settings) -> Settings:
         """The same with the side that suits chunks of rows: keys go round once for each."""
