@@ -15,7 +15,9 @@ MORE = ("nccl",)  # only when asked for
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument(
-        "parts", nargs="*", metavar="PART",
+        "parts",
+        nargs="*",
+        metavar="PART",
         help=f"{', '.join(PARTS)}, which are the default, or {', '.join(MORE)}",
     )
     parser.add_argument("--seed", type=int, default=0)

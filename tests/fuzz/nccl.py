@@ -1,4 +1,4 @@
-"""The calls of `gloo`, on ranks that share one GPU and talk through NCCL: `python -m tests.fuzz nccl`.
+"""The calls of `gloo`, on ranks that share a GPU and talk by NCCL: `python -m tests.fuzz nccl`.
 
 Every kernel is the one that takes anything, since shapes are drawn that flash attention refuses:
 what is tried here is the order of messages, streams and buffers. tests/gpu has real kernels.

@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from problems import on
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +26,6 @@ SHAPES = {
 TRAINING = "--global-batch-size 2 --train-iters 4 --lr-warmup-iters 1"
 FOUR = "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-MLA = "--multi-latent-attention --kv-lora-rank 64 --qk-head-dim 64 --v-head-dim 64"
 # name: (flags of both, flags of four ranks)
 CASES = {
     "store": ("", f"{FOUR} {RECOMPUTE} --burst-attention-store 0.5"),
@@ -38,14 +36,14 @@ CASES = {
     "packed, auto, balanced": (
         "--packed", f"{FOUR} --context-parallel-algo auto --burst-layout balanced"),
     "pieces": (
-        "", f"{FOUR} {RECOMPUTE} --burst-sequence-chunks 4 --burst-mlp-tiles 4 --burst-lm-head-loss "
-        "single_pass"),
+        "", f"{FOUR} {RECOMPUTE} --burst-sequence-chunks 4 --burst-mlp-tiles 4 "
+        "--burst-lm-head-loss single_pass"),
     "head chunks, kept keys": ("", f"{FOUR} --burst-head-chunks 2 --burst-kv-cache 0.5"),
     "fused loss, tensor parallel": (
         "", "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 "
         "--burst-lm-head-loss recompute"),
     "pipeline": ("", "--pipeline-model-parallel-size 2 --context-parallel-size 2"),
-    "latent attention, further head": (f"{MLA} --mtp-num-layers 1", FOUR),
+    "further head": ("--mtp-num-layers 1", FOUR),
     "window, sinks": (
         "--window-size 300,0 --softmax-type learnable",
         f"{FOUR} --burst-per-layer window=multicast,full=burst --window-attn-skip-freq 2"),

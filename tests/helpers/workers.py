@@ -1,4 +1,4 @@
-"""Persistent ranks for the tests, of gloo or of NCCL: processes that start once and run many functions.
+"""Persistent ranks of gloo or NCCL for the tests: processes that start once and run many functions.
 
 `Workers(n)` starts n processes; `run(function, *args)` calls an importable function on all of
 them and returns their results in rank order. It never hangs: processes that do not answer in time
