@@ -1,5 +1,5 @@
 """Rivals that give whole documents to groups of neighbouring ranks, in micro-batches: by Megatron's
-rule and of FlexSP's kind. Who gets what is planned by `benchmarks.packed`; here documents get ranks.
+rule and of FlexSP's kind. `benchmarks.packed` plans who gets what; here documents get ranks.
 
 A rank holds at most as many tokens as with ours. So a plan that does not fit has a second
 micro-batch, whose ranks wait for nothing but the transfers of their own group.

@@ -14,7 +14,7 @@ LINKS = ("intra", "inter")
 
 def of(plan: mb.Plan) -> dict[str, dict]:
     """By pass: "sent", payload bytes of this rank to every global rank; "messages", how many of its
-    own by link; "least", bytes that all ranks together must send between nodes, said by the first."""
+    own by link; "least", bytes that all ranks together must send between nodes, of the first."""
     topology, me = plan.groups.topology, plan.groups.rank
     ring, sharing = topology.ring(me), topology.ulysses_group(me)
     heads = plan.sizes.scattered_bytes(topology.ulysses)

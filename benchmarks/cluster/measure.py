@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_burst as mb
+from megatron_burst.comm.process_groups import new_group, process_group, timeout_of
 from megatron_burst.comm.transport import Channel
 from megatron_burst.execution.job import Pass
 from megatron_burst.tools.trace.local import profiled
@@ -320,9 +321,11 @@ def _groups(
     size = size or network.size
     key = ulysses, placement, first, size
     if key not in made:
-        group, members = dist.group.WORLD, list(range(first, first + size))
+        group, members = process_group(dist.group.WORLD), range(first, first + size)
         if size < network.size:
-            group = dist.new_group(members, use_local_synchronization=True)
+            # torch names a group by how many its ranks have, which here are not equally many
+            name = f"ranks {first} to {first + size - 1} of the benchmark"
+            group = new_group(members, "gloo", timeout_of(group), name)
         made[key] = mb.Groups.from_topology(
             group, intra=min(size, network.per_node), ulysses=ulysses, placement=placement
         )

@@ -16,7 +16,6 @@ from .cells import CHOSEN, HEADS, REGIMES, RIVALS, WIRES, Cell, Rival
 from .network import WIRINGS, Rates
 from .problems import DOCUMENTS
 
-
 Targets = Mapping[tuple[str, str], tuple[float, float]]
 
 

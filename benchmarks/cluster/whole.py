@@ -22,7 +22,9 @@ def register() -> None:
     """Enter them among the algorithms of this process; `auto` does not take them."""
     ALGORITHMS.setdefault(NAME, Algorithm(tables, automatic=False))
     ALGORITHMS.setdefault(RING, Algorithm(ring, automatic=False))
-    ALGORITHMS.setdefault(GATHER, Algorithm(gather, automatic=False, holds_more=True, holds_all=True))
+    ALGORITHMS.setdefault(
+        GATHER, Algorithm(gather, automatic=False, holds_more=True, holds_all=True)
+    )
 
 
 def ring(demand: Demand) -> Tables:
