@@ -1,4 +1,5 @@
-"""torch's own attention on the same pair: flash, cuDNN and FlexAttention, each at its best.
+"""What else computes the same pair: torch's flash, cuDNN, FlexAttention, and where they are
+installed FlashAttention 3 and 4, each at its best.
 
 A rival is asked for a case and answers with what it runs, or with the reason why it cannot
 (`Cannot`). Stock operators get one call per pair where one call can do it: no merging, no stand-in,
@@ -10,17 +11,20 @@ Tensors are [s, b, h, d] with b = 1; operators want other orders: views, but for
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
+from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from megatron_burst.kernels.operators import CpuFlash, Operator, Shown
+from megatron_burst.kernels.flash import Flash
+from megatron_burst.kernels.flash_packages import PACKAGES, load
+from megatron_burst.kernels.operators import CpuFlash, Lengths, Operator, Shown
 from megatron_burst.kernels.operators_cuda import CudaCudnn, CudaFlash
+from megatron_burst.kernels.packages import NotInstalled
 
-from .cases import Case, OneCall
+from .cases import Case
 
-aten = torch.ops.aten
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Rival = Callable[["Inputs", Case], "Calls"]
 
@@ -54,73 +58,50 @@ class Calls(NamedTuple):
 def of(device: torch.device) -> dict[str, Rival]:
     """The rivals that this kind of device has at once."""
     if device.type == "cpu":
-        return {"torch flash": lambda inputs, case: stock(CpuFlash(), inputs, case)}
-    return {"torch FA2": flash, "cuDNN": cudnn}
+        return {"torch flash": partial(stock, CpuFlash())}
+    theirs = {"torch FA2": partial(stock, CudaFlash()), "cuDNN": partial(stock, CudaCudnn())}
+    return theirs | _installed("flash3")
 
 
 def compiled(device: torch.device) -> dict[str, Rival]:
     """Those that compile for every case, and so have cells of their own, later."""
-    return {} if device.type == "cpu" else {"FlexAttention": flex}
+    return {} if device.type == "cpu" else {"FlexAttention": flex} | _installed("flash4")
 
 
-def flash(inputs: Inputs, case: Case) -> Calls:
-    how = case.one_call
-    if how is not None and (how.window or how.bounds):
-        return packed(inputs, how)
-    return stock(CudaFlash(), inputs, case)
-
-
-def cudnn(inputs: Inputs, case: Case) -> Calls:
-    return stock(CudaCudnn(), inputs, case)
+def _installed(name: str) -> dict[str, Rival]:
+    """A FlashAttention package, if it is there and has the functions that we know."""
+    package = PACKAGES[name]
+    try:
+        operator = Flash(name, package, load(name))
+    except NotInstalled:
+        return {}
+    return {package.title: partial(stock, operator)}
 
 
 def stock(operator: Operator, inputs: Inputs, case: Case) -> Calls:
-    """One call on a rectangle or a lower triangle."""
+    """One call on a rectangle, a lower triangle, a window or documents."""
     how = case.one_call
-    if how is None or how.window or how.bounds:
+    if how is None or (how.window and not operator.windows) or (how.bounds and not operator.joins):
         raise Cannot("no single call of this operator computes it")
+    shown = Shown(how.triangle)
+    if how.window is not None:
+        shown = Shown(window=(how.window - 1, 0))
+    if how.bounds is not None:
+        sizes = np.diff(how.bounds)
+        shown = Shown(causal=True, lengths=Lengths(np.stack([sizes, sizes], axis=1)))
     parts = (how.rows, how.columns, how.columns, how.rows)
     q, k, v, dout = (x[part].permute(1, 2, 0, 3) for x, part in zip(inputs[:4], parts, strict=True))
 
     def forward() -> Any:
-        return operator.forward(q, k, v, Shown(how.triangle), inputs.scale)
+        return operator.forward(q, k, v, shown, inputs.scale)
 
     def backward(state: Any) -> Grads:
         out, lse = state
-        grads = operator.backward(dout, q, k, v, out, lse, Shown(how.triangle), inputs.scale)
+        grads = operator.backward(dout, q, k, v, out, lse, shown, inputs.scale)
         dq, dk, dv = (x.permute(2, 0, 1, 3) for x in grads)
         return dq, dk, dv
 
     return Calls(forward, backward, lambda state: state[0].permute(2, 0, 1, 3), *parts[:2])
-
-
-def packed(inputs: Inputs, how: OneCall) -> Calls:
-    """torch's flash operator on packed documents, or on one with a window."""
-    bounds = how.bounds or (0, len(inputs.q))
-    longest = max(b - a for a, b in pairwise(bounds))
-    ends = torch.tensor(bounds, dtype=torch.int32, device=inputs.q.device)
-    sizes = (ends, ends, longest, longest)
-    causal, reach = how.window is None, {}
-    if how.window is not None:
-        reach = {"window_size_left": how.window - 1, "window_size_right": 0}
-    q, k, v, dout = (x.squeeze(1) for x in inputs[:4])
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout: never read
-    offset = torch.zeros((), dtype=torch.uint64, device=q.device)
-
-    def forward() -> Any:
-        return aten._flash_attention_forward(
-            q, k, v, *sizes, 0.0, causal, False, scale=inputs.scale, **reach
-        )[:2]
-
-    def backward(state: Any) -> Grads:
-        out, lse = state
-        grads = aten._flash_attention_backward(
-            dout, q, k, v, out, lse, *sizes, 0.0, causal, seed, offset, scale=inputs.scale, **reach
-        )
-        dq, dk, dv = (x.unsqueeze(1) for x in grads)
-        return dq, dk, dv
-
-    return Calls(forward, backward, lambda state: state[0].unsqueeze(1))
 
 
 def flex(inputs: Inputs, case: Case) -> Calls:

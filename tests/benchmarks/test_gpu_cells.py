@@ -5,10 +5,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.gpu import attention, rivals, sizes, tables
-from benchmarks.gpu.cases import OneCall, cases
+from benchmarks.gpu.cases import cases
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.sample import TOLERANCE
 from megatron_burst.kernels import registry
@@ -70,17 +69,38 @@ def test_flops_count_two_products_forward_and_five_backward():
     assert attention.flops(cell, 16, attention.KV) == 10 * pairs * 4 * 16
 
 
-@pytest.mark.parametrize("how", [OneCall(window=8), OneCall(bounds=(0, 5, 32))], ids=["w", "d"])
-def test_torch_takes_the_arguments_of_packed_flash_attention(how):
-    """On fake tensors: no device needed, torch checks the call against the operator's schema."""
-    with FakeTensorMode():
-        q, k = (
-            torch.empty(32, 1, heads, 8, dtype=torch.bfloat16, device="cuda:0") for heads in (4, 2)
-        )
-        calls = rivals.packed(rivals.Inputs(q, k, k, q, 0.5), how)
-        state = calls.forward()
-        assert calls.read(state).shape == q.shape
-        assert [g.shape for g in calls.backward(state)] == [q.shape, k.shape, k.shape]
+@pytest.mark.parametrize("name", [n for n, case in TINY.items() if case.one_call is not None])
+def test_one_call_of_an_operator_is_shown_the_mask(name):
+    """By what `Shown` says of its fields, in rows and columns of the call."""
+    case, told = TINY[name], []
+
+    class Operator:
+        windows = joins = True
+
+        def forward(self, q, k, v, shown, scale):
+            told.append((shown, q.shape[2], k.shape[2]))
+            return q, None
+
+    x = torch.zeros(64, 1, 1, 1)
+    calls = rivals.stock(Operator(), rivals.Inputs(x, x, x, x, 1.0), case)
+    calls.forward()
+    ((shown, rows, columns),) = told
+    i, j = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
+    seen = torch.ones(rows, columns, dtype=torch.bool)
+    if shown.lengths is not None:
+        ends = [bounds[1:] for bounds in shown.lengths.on(CPU)[:2]]
+        documents = [
+            torch.bucketize(at, end, right=True) for at, end in zip((i, j), ends, strict=True)
+        ]
+        seen &= documents[0] == documents[1]
+    if shown.causal:
+        seen &= j <= i
+    if shown.window is not None:
+        left, right = shown.window
+        seen &= (j >= i + columns - rows - left) & (j <= i + columns - rows + right)
+    whole = torch.zeros(64, 64, dtype=torch.bool)
+    whole[calls.rows, calls.columns] = seen
+    assert torch.equal(whole, dense(case))
 
 
 @pytest.mark.parametrize("name", ["documents, causal", "causal zigzag, first rank, last keys"])

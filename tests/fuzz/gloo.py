@@ -9,7 +9,7 @@ from workers import WorkerError, Workers
 import megatron_burst as mb
 
 from . import attention
-from .draw import Grid, draw
+from .draw import Case, Grid, draw
 from .judge import Run
 from .tally import Tally
 
@@ -29,26 +29,36 @@ def _groups(grid: Grid) -> mb.Groups:
     )
 
 
-def on_rank(number: int) -> tuple[list[str], list[str]]:
-    """What is wrong on this rank with a case, and the refusals it was told."""
-    case = draw(f"gloo {number}", dist.get_world_size())
+def drawn(number: int, size: int) -> Case:
+    return draw(f"gloo {number}", size)
+
+
+def on_rank(number: int, drawn: Callable[[int, int], Case], device: str):
+    """(What is wrong on this rank with a case, the refusals it was told)."""
+    case = drawn(number, dist.get_world_size())
     try:
         groups = _groups(case.grid)
     except ValueError as error:
         expected = not case.grid.even and "placement: " in str(error)
         return [] if expected else [f"{case.grid} was refused: {error}"], []
-    run = Run(case, groups).go()
+    run = Run(case, groups, device).go()
     return run.faults, run.messages
 
 
-def search(cases: Iterable[int], pools: Callable[[int], Workers]) -> Tally:
+def search(
+    cases: Iterable[int],
+    pools: Callable[[int], Workers],
+    drawn: Callable[[int, int], Case] = drawn,
+    device: str = "cpu",
+    name: str = "gloo",
+) -> Tally:
     """Try these cases on `pools(n)`, n processes that live, until too many have failed."""
-    tally = Tally("gloo")
+    tally = Tally(name)
     for number in cases:
         size = world(number)
-        case = draw(f"gloo {number}", size)
+        case = drawn(number, size)
         try:
-            answers = pools(size).run(on_rank, number, timeout=60)
+            answers = pools(size).run(on_rank, number, drawn, device, timeout=60)
         except WorkerError as error:
             found = [str(error)]
         else:

@@ -101,8 +101,8 @@ def strided(x: torch.Tensor, kind: str) -> torch.Tensor:
 class Run:
     """One case on these groups; `faults` fills as its events go by."""
 
-    def __init__(self, case: Case, groups: mb.Groups):
-        self.case, self.groups = case, groups
+    def __init__(self, case: Case, groups: mb.Groups, device: str = "cpu"):
+        self.case, self.groups, self.device = case, groups, device
         self.local = [rank.rank for rank in getattr(groups, "ranks", [groups])]
         self.many = groups.backend == "in_process"
         self.faults: list[str] = []
@@ -126,11 +126,16 @@ class Run:
         *qkv, dout, _ = inputs(call)
         mine = [call.positions[rank] for rank in self.local]
         leaves = [
-            [strided(x[rows], call.strides).detach().requires_grad_(need) for rows in mine]
+            [
+                strided(x[rows].to(self.device), call.strides).detach().requires_grad_(need)
+                for rows in mine
+            ]
             for x, need in zip(qkv, call.needs, strict=True)
         ]
-        one = torch.ones((), dtype=call.dtype)
-        douts = [one.expand_as(dout[rows]) if call.ones else dout[rows] for rows in mine]
+        one = torch.ones((), dtype=call.dtype, device=self.device)
+        douts = [dout[rows].to(self.device) for rows in mine]
+        if call.ones:
+            douts = [one.expand_as(x) for x in douts]
         return leaves, douts
 
     def _given(self, leaves):
@@ -141,7 +146,7 @@ class Run:
         given = self._given(leaves)
         sink = None
         if call.sink != "none":
-            sink = inputs(call)[-1].requires_grad_(call.sink == "learnt")
+            sink = inputs(call)[-1].to(self.device).requires_grad_(call.sink == "learnt")
         if call.form == "keywords":
             more = {"groups": self.groups, **call.choices}
         else:
@@ -188,7 +193,7 @@ class Run:
             total = next(found).double()
             if not self.many:
                 dist.all_reduce(total)
-            error = oracle.worst(total, self.truths[index].dsink)
+            error = oracle.worst(total.cpu(), self.truths[index].dsink)
             # Of every row, its output: what that is off, all rows' together.
             rows = math.prod(call.shape[:2]) * call.shape[5]
             if not error <= EXACT + rows * (self.truths[index].limits[0] - EXACT):
@@ -201,7 +206,7 @@ class Run:
             if part.shape != right.shape or part.dtype != call.dtype:
                 self.faults.append(f"call {index}: {name} is {part.dtype} {tuple(part.shape)}")
                 continue
-            error = oracle.worst(part, right)
+            error = oracle.worst(part.cpu(), right)
             if not error <= truth.limits[which]:
                 self.faults.append(
                     f"call {index}, rank {rank}: {name} is off by {error:.3g}, "

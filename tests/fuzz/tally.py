@@ -55,15 +55,15 @@ def attempt(check: Callable[[], list[str]]) -> list[str]:
 
 
 class Pools:
-    """`pools(n)`: n processes, the same ones as long as they live and n stays."""
+    """`pools(n)`: n processes of a backend, the same ones as long as they live and n stays."""
 
-    def __init__(self):
-        self.pool = None
+    def __init__(self, backend: str = "gloo"):
+        self.backend, self.pool = backend, None
 
     def __call__(self, size: int) -> Workers:
         if self.pool is None or not self.pool.alive or self.pool.world != size:
             self.close()
-            self.pool = Workers(size)
+            self.pool = Workers(size, backend=self.backend)
         return self.pool
 
     def close(self):

@@ -1,8 +1,11 @@
-"""Persistent gloo ranks for the tests: processes that start once and run many functions.
+"""Persistent ranks of gloo or NCCL for the tests: processes that start once and run many functions.
 
 `Workers(n)` starts n processes; `run(function, *args)` calls an importable function on all of
 them and returns their results in rank order. It never hangs: processes that do not answer in time
 are killed, and the error shows the traceback of every rank that failed and of every one that hung.
+
+NCCL refuses two ranks on one GPU of one host. Here every rank says that it is another host: all use
+one GPU, and NCCL goes through sockets, with the same kernels and streams as between nodes.
 """
 
 import contextlib
@@ -18,7 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from one_device import share_one_device
+from one_device import one_gpu, share_one_device
 
 # The last one brings sympy, which torch imports only with its first operator of some kinds.
 IMPORTED = ["torch", "megatron_burst.attention", "torch.fx.experimental.symbolic_shapes"]
@@ -30,9 +33,9 @@ class WorkerError(Exception):
 
 
 class Workers:
-    """`world` processes with torch.distributed on gloo; `timeout` (s) is the group's own."""
+    """`world` processes with torch.distributed; `timeout` (s) is the group's own."""
 
-    def __init__(self, world, timeout=60):
+    def __init__(self, world, timeout=60, backend="gloo"):
         # The server has imported what ranks need, and forks: starting one costs milliseconds.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTED)
@@ -43,7 +46,7 @@ class Workers:
         self.pipes, self.processes = [], []
         for rank in range(world):
             here, there = context.Pipe()
-            arguments = (rank, world, self.store.port, timeout, there, self._trace(rank))
+            arguments = (rank, world, backend, self.store.port, timeout, there, self._trace(rank))
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             there.close()
@@ -107,14 +110,16 @@ def _report(failures, hung):
     return "\n" + "\n".join(parts)
 
 
-def _serve(rank, world, port, timeout, pipe, trace):
+def _serve(rank, world, backend, port, timeout, pipe, trace):
     """The life of one rank: join the group, then answer calls until the pipe closes."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     share_one_device()
+    if backend == "nccl":
+        one_gpu(rank)
     limit = timedelta(seconds=timeout)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     with trace.open("w") as file:
         while True:
             try:
