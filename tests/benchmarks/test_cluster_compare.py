@@ -401,7 +401,8 @@ def test_a_small_comparison_runs(tmp_path, suite):
     """Results and bytes are checked by the run itself."""
     out = tmp_path / "x.json"
     words = ["compare", suite, "--grids", "2x2", "--tokens", "256", "--seeds", "1-2",
-             "--repeats", "2", "--masks", "500", "--regimes", "compute", "--out", str(out)]  # fmt: skip
+             "--repeats", "2", "--masks", "500", "--regimes", "compute",
+             "--out", str(out)]  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.cluster", *words],
         cwd=ROOT, capture_output=True, text=True, timeout=300,
