@@ -133,7 +133,7 @@ def emulated(repeats: int, seconds: float) -> str:
     def run(ranks: Ranks, cell: Cell, speed: float | None) -> tuple[dict[str, list[float]], float]:
         """Seconds of each rival, and the speed at which the first takes `seconds`."""
         with tempfile.TemporaryDirectory(prefix="trees-") as folder:
-            measure.write_problem(cell.problem(), ranks.network, Path(folder), ("balanced",))
+            measure.write_problem(cell.problem(), ranks.network, Path(folder))
             ranks.run(measure.load, cell.problem(), Path(folder))
         found: dict[str, list[float]] = {}
         for rival in RIVALS:

@@ -166,7 +166,10 @@ def _compare(arguments: Arguments) -> int:
             return 1
         for name, suite in SUITES.items():
             if mine := [record for record in records if record["suite"] == name]:
-                print(f"{suite.what} ({name})\n\n{table.summary(mine, suite.base)}\n")
+                shown = table.summary(mine, suite.base)
+                if suite.ours:
+                    shown = table.beside(mine, suite.ours, suite.base, suite.targets)
+                print(f"{suite.what} ({name})\n\n{shown}\n")
         return 0
 
     return enclosed(inside)

@@ -19,8 +19,8 @@ from typing import Any
 from megatron_burst.autotune.rates import Rates
 from megatron_burst.tools.trace.record import Trace
 
-from . import measure, predict, record
-from .cells import REGIMES, Cell, Rival
+from . import groups, measure, predict, record
+from .cells import CHOSEN, REGIMES, Cell, Rival
 from .mail import LINKS, PASSES
 from .network import Network
 from .ranks import RankError, Ranks
@@ -126,16 +126,15 @@ def trace_cell(cell: Cell, rival: Rival, say: Say) -> Trace:
 def _prepared(
     ranks: Ranks, cell: Cell, rivals: Sequence[Rival], say: Say
 ) -> tuple[dict[Rival, list[Work]], list[str]]:
-    """Every rival but "auto" warmed up and checked, and what mb.attention says of those that it
-    refuses here."""
+    """Every rival that no cell has to choose for, warmed up and checked, and what mb.attention says
+    of those that it refuses here."""
     problem, works, refused = cell.problem(), {}, []
     with tempfile.TemporaryDirectory(prefix="cluster-") as folder:
         say(f"{cell.grid} {cell.heads}: the truth, in one process")
-        layouts = tuple(dict.fromkeys(rival.layout for rival in rivals))
-        measure.write_problem(problem, ranks.network, Path(folder), layouts)
+        measure.write_problem(problem, ranks.network, Path(folder))
         ranks.run(measure.load, problem, Path(folder))
     for rival in rivals:
-        if rival.algorithm == "auto":  # chosen in each cell
+        if _chosen(rival):
             continue
         say(f"{cell.grid} {cell.heads}: {rival.name}, warming up")
         try:
@@ -153,7 +152,7 @@ def _one_cell(
     forecast: bool, say: Say,
 ) -> Record:  # fmt: skip
     where = f"{cell.grid} {cell.heads} {cell.mask} {cell.regime}"
-    autos = [rival for rival in suite.rivals if rival.algorithm == "auto"]
+    autos = [rival for rival in suite.rivals if _chosen(rival)]
     speed, rates = None, None
     if works:  # of a layout, all rivals compute alike
         speed = _speed(cell, *next(iter(works.items())))
@@ -162,7 +161,7 @@ def _one_cell(
         rates = dataclasses.replace(found[0], launch=median(each.launch for each in found))
     for rival in autos:
         say(f"{where}: {rival.name}, choosing")
-        works = works | {rival: ranks.run(measure.prepare, rival, rates)}
+        works = works | {rival: _late(ranks, cell, rival, rates)}
     of_name, left_out = {rival.name: rival for rival in works}, []
 
     def slow(runs: Runs) -> Iterator[str]:
@@ -187,6 +186,26 @@ def _one_cell(
     }
 
 
+def _chosen(rival: Rival) -> bool:
+    """Is how it runs decided in each cell?"""
+    return rival.algorithm == "auto" or rival.layout in (CHOSEN, *groups.PLANNERS)
+
+
+def _late(ranks: Ranks, cell: Cell, rival: Rival, rates: Rates | None) -> list[Work]:
+    """A rival that goes by the rates of its cell, warmed up and checked."""
+    assert rates is not None
+    if rival.layout in groups.PLANNERS:
+        plan = groups.planned(rival.layout, cell, rates)
+        works, said = ranks.run(measure.prepare, rival, None, plan), groups.words(plan)
+    elif rival.layout == CHOSEN:
+        laid = predict.best_layout(cell, rates)
+        works = ranks.run(measure.prepare, rival._replace(layout=laid), rates)
+        said = f"{laid}, {works[0].says}"
+    else:
+        return ranks.run(measure.prepare, rival, rates)
+    return [work._replace(says=said) for work in works]
+
+
 def slower(runs: Mapping[Rival, list[list[Run]]]) -> dict[str, tuple[float, str]]:
     """Rivals that take clearly longer than another one of the same algorithm and layout: how many
     times as long, and as which."""
@@ -202,7 +221,7 @@ def slower(runs: Mapping[Rival, list[list[Run]]]) -> dict[str, tuple[float, str]
 
 def _predicted(cell: Cell, rival: Rival, rates: Rates) -> float | None:
     """Predicted seconds; None of "auto", whose words say it."""
-    found = None if rival.algorithm == "auto" else predict.predict(cell, rival, rates)
+    found = None if _chosen(rival) else predict.predict(cell, rival, rates)
     return found and found.seconds
 
 

@@ -14,13 +14,13 @@ HEADS = {
     "MHA": (16, 16), "GQA 4:1": (16, 4), "GQA 32:8": (32, 8), "MHA 8": (8, 8), "MHA 4": (4, 4),
     "MHA 1": (1, 1),
 }  # fmt: skip
-WIRES = {"fp32": 4, "bf16": 2}  # dtype of travelling partial results -> bytes
+WIRES = {"fp32": 4, "bf16": 2}  # dtype of tensors, or of partial results that travel -> bytes
 
 
 class Problem(NamedTuple):
-    """One attention, fp32, batch 1: `tokens` per rank.
+    """One attention, batch 1: `tokens` per rank.
 
-    mask: its name (`problems`). wire: a key of `WIRES`.
+    mask: its name (`problems`). wire, dtype: keys of `WIRES`, of what travels and of the tensors.
     """
 
     tokens: int
@@ -29,6 +29,7 @@ class Problem(NamedTuple):
     width: int
     mask: str = "causal"
     wire: str = "fp32"
+    dtype: str = "fp32"
 
     @property
     def flops_per_pair(self) -> int:
@@ -36,10 +37,13 @@ class Problem(NamedTuple):
         return 4 * self.heads * self.width
 
 
+CHOSEN = "chosen"
+
+
 class Rival(NamedTuple):
     """One way of running `mb.attention`. algorithm "auto": chosen in each cell, from its rates.
 
-    layout: a key of `cuts.LAYOUTS`.
+    layout: a key of `cuts.LAYOUTS` or of `groups.PLANNERS`, or CHOSEN: in each cell, by forecast.
     """
 
     name: str
@@ -78,7 +82,7 @@ RIVALS = (
 class Cell(NamedTuple):
     """One block of the table: all rivals in one setting.
 
-    wiring: a key of `network.WIRINGS`. mask, wire, width: as of `Problem`.
+    wiring: a key of `network.WIRINGS`. mask, wire, width, dtype: as of `Problem`.
     """
 
     nodes: int
@@ -91,6 +95,7 @@ class Cell(NamedTuple):
     mask: str = "causal"
     wire: str = "fp32"
     width: int = 64
+    dtype: str = "fp32"
 
     @property
     def network(self) -> Network:
@@ -101,4 +106,6 @@ class Cell(NamedTuple):
         return f"{self.nodes}x{self.per_node}"
 
     def problem(self) -> Problem:
-        return Problem(self.tokens, *HEADS[self.heads], self.width, self.mask, self.wire)
+        return Problem(
+            self.tokens, *HEADS[self.heads], self.width, self.mask, self.wire, self.dtype
+        )

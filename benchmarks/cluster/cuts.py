@@ -7,6 +7,7 @@ All rivals compute the same attention of the same tokens; a rank holds other tok
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -64,9 +65,16 @@ def cut(name: str, mask: str, length: int, nodes: int, per_node: int) -> Cut:
     if name == "balanced":
         layout = make("balanced", cp_size=size, cu_seqlens=bounds, per_node=per_node)
         return Cut(layout, whole, np.arange(length))
-    lengths, multiple = np.diff(bounds), 2 * size
+    return each_document(bounds, range(len(bounds) - 1), size)
+
+
+def each_document(bounds: Sequence[int], some: Sequence[int], size: int) -> Cut:
+    """The documents of these numbers, zigzag of each over `size` ranks. bounds: cumulative lengths
+    of all documents."""
+    lengths, multiple = np.diff(bounds)[[*some]], 2 * size
     padded = np.concatenate([[0], np.cumsum(-(-lengths // multiple) * multiple)])
-    tokens = np.full(padded[-1], -1)
-    tokens[np.arange(length) + np.repeat(padded[:-1] - bounds[:-1], lengths)] = np.arange(length)
+    tokens, first = np.full(padded[-1], -1), np.repeat(padded[:-1], lengths)
+    inside = np.concatenate([np.arange(each) for each in lengths])
+    tokens[first + inside] = np.repeat(np.asarray(bounds)[[*some]], lengths) + inside
     layout = make("zigzag", cp_size=size, cu_seqlens=padded)
     return Cut(layout, Documents(padded) & Causal(), tokens)

@@ -143,4 +143,4 @@ def visible(work: Sequence[Any]) -> int:
 def _samples(x: torch.Tensor) -> tuple[torch.Size, bytes]:
     """Shape and ROWS x COLUMNS entries of every head; odd steps, and no copy of the whole."""
     rows, columns = x.shape[0] // ROWS | 1, x.shape[-1] // COLUMNS | 1
-    return x.shape, x[::rows, ..., ::columns].contiguous().numpy().tobytes()
+    return x.shape, x[::rows, ..., ::columns].contiguous().view(torch.uint8).numpy().tobytes()

@@ -134,7 +134,7 @@ def _first(answer: Answer) -> str:
 
 def attend(state: State, rival: Rival, seconds: float) -> dict[str, Any]:
     """Call attention until `seconds` have passed; the worst error of a result, how many calls."""
-    plan, share = state["plans"][rival.name]
+    ((plan, share),) = state["plans"][rival.name]
     q, k, v, dout = share.inputs
     begin, worst, calls = time.monotonic(), 0.0, 0
     while time.monotonic() - begin < seconds:

@@ -14,7 +14,7 @@ LINKS = ("intra", "inter")
 
 def of(plan: mb.Plan) -> dict[str, dict]:
     """By pass: "sent", payload bytes of this rank to every global rank; "messages", how many of its
-    own by link; "least", bytes that all ranks together must send between nodes."""
+    own by link; "least", bytes that all ranks together must send between nodes, of the first."""
     topology, me = plan.groups.topology, plan.groups.rank
     ring, sharing = topology.ring(me), topology.ulysses_group(me)
     heads = plan.sizes.scattered_bytes(topology.ulysses)
@@ -28,7 +28,8 @@ def of(plan: mb.Plan) -> dict[str, dict]:
         between = mine.between(schedule.grid)
         counts = int((~between).sum()), int(between.sum())
         messages[name] = {link: plan.head_chunks * n for link, n in zip(LINKS, counts, strict=True)}
-        sent[name], least[name] = to.tolist(), least_between(schedule, plan.sizes)
+        first = plan.groups.rank == 0
+        sent[name], least[name] = to.tolist(), first * least_between(schedule, plan.sizes)
     return {"sent": sent, "messages": messages, "least": least}
 
 

@@ -20,78 +20,101 @@ import torch
 import torch.distributed as dist
 
 import megatron_burst as mb
+from megatron_burst.comm.process_groups import new_group, process_group, timeout_of
 from megatron_burst.comm.transport import Channel
 from megatron_burst.execution.job import Pass
 from megatron_burst.tools.trace.local import profiled
 from megatron_burst.tools.trace.record import TraceEvent, events_of
 
 from . import emulated, mail, whole
-from .cells import Problem, Rival
-from .cuts import UNKNOWN, Cut, cut
+from .cells import WIRES, Problem, Rival
+from .cuts import UNKNOWN, Cut, cut, each_document
 from .emulated import BACKWARD, EmulatedKernel, Memory, visible
+from .groups import Planned
 from .mail import LINKS, PASSES
 from .network import Network
-from .problems import attend
+from .problems import attend, bounds_of
 from .record import Run, Work
 
 # Of the largest entry, by what travels on the wire: in fp32 the order of sums differs, bf16 rounds.
 TOLERANCE = {"fp32": 2e-5, "bf16": 2e-2}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+FILE = "problem.pt"
 State = dict[str, Any]
 
 
 class Share(NamedTuple):
-    """What a rank holds of a problem in one layout: q, k, v and dout, and the truth of out, dq, dk
-    and dv. The mask is that of all rows of this layout."""
+    """What a rank holds of a problem, or of some documents of it, in one layout: q, k, v and dout,
+    and the truth of out, dq, dk and dv. The mask is that of all rows of this layout. ranks: the
+    first of those that hold it, and how many they are."""
 
     inputs: tuple[torch.Tensor, ...]
     truth: tuple[torch.Tensor, ...]
     cut: Cut
+    ranks: tuple[int, int]
 
 
-def write_problem(
-    problem: Problem, network: Network, folder: Path, layouts: Sequence[str] = ("zigzag",)
-) -> None:
-    """Random inputs of the whole sequence and the truth, cut by each of `layouts` into one file per
-    rank.
+def write_problem(problem: Problem, network: Network, folder: Path) -> None:
+    """Random inputs of the whole sequence and the truth, in one file, from which every rank takes
+    its shares.
 
-    The truth is torch's own attention over the whole sequence, in one process. Padding holds other
-    random inputs and no gradient of its outputs, of which nothing is known.
+    The truth is torch's own attention over the whole sequence, in one process and fp32. Padding
+    holds other random inputs and no gradient of its outputs, of which nothing is known.
     """
-    generator = torch.Generator().manual_seed(11)
+    generator, dtype = torch.Generator().manual_seed(11), DTYPES[problem.dtype]
     length, d = problem.tokens * network.size, problem.width
-    q, dout = (torch.randn(length, 1, problem.heads, d, generator=generator) for _ in range(2))
-    k, v = (torch.randn(length, 1, problem.kv_heads, d, generator=generator) for _ in range(2))
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+
+    def drawn(heads: int) -> torch.Tensor:
+        return torch.randn(length, 1, heads, d, generator=generator).to(dtype)
+
+    q, dout = drawn(problem.heads), drawn(problem.heads)
+    k, v = drawn(problem.kv_heads), drawn(problem.kv_heads)
+    leaves = [x.float().requires_grad_() for x in (q, k, v)]
     out = attend(*leaves, problem.mask)
-    grads = torch.autograd.grad(out, leaves, dout)
+    grads = torch.autograd.grad(out, leaves, dout.float())
     truth = [out.detach(), *grads]
     assert all(x.isfinite().all() for x in truth)
-    others = [torch.randn(x.shape, generator=generator) for x in (q, k, v)]
+    others = [drawn(x.shape[2]) for x in (q, k, v)]
     whole = list(zip((q, k, v, dout, *truth), (*others, 0.0, UNKNOWN, 0.0, 0.0, 0.0), strict=True))
-    cuts = {name: _cut(name, problem, network) for name in layouts}
-    for rank in range(network.size):
-        found = {}
-        for name, each in cuts.items():
-            shards = [each.shard(x, rank, padding) for x, padding in whole]
-            found[name] = Share(tuple(shards[:4]), tuple(shards[4:]), each)
-        torch.save(found, folder / f"{rank}.pt")
-
-
-def _cut(name: str, problem: Problem, network: Network) -> Cut:
-    length = problem.tokens * network.size
-    return cut(name, problem.mask, length, network.nodes, network.per_node)
+    torch.save(whole, folder / FILE)
 
 
 def load(state: State, problem: Problem, folder: Path) -> None:
-    """Read this rank's shares of a problem, by layout; forget the one before."""
-    state["shares"] = torch.load(folder / f"{state['rank']}.pt", weights_only=False)
+    """Open a problem, whose memory all ranks share; forget the one before."""
+    state["whole"] = torch.load(folder / FILE, mmap=True)
     state["problem"], state["plans"], state["memory"] = problem, {}, Memory()
+    state["shares"] = {}
+
+
+def shares(state: State, layout: str, plan: Planned | None = None) -> list[Share]:
+    """What this rank holds in a layout: one share; with the plan of groups, one of each micro-batch
+    in which its group has documents."""
+    network, me, problem = state["network"], state["rank"], state["problem"]
+    length = problem.tokens * network.size
+
+    def share(made: Cut, first: int, size: int) -> Share:
+        shards = [made.shard(x, me - first, padding) for x, padding in state["whole"]]
+        return Share(tuple(shards[:4]), tuple(shards[4:]), made, (first, size))
+
+    if plan is not None:
+        bounds = bounds_of(problem.mask, length)
+        assert bounds is not None
+        mine = [part for parts in plan for part in parts
+                if part.first <= me < part.first + part.size]  # fmt: skip
+        return [
+            share(each_document(bounds, part.documents, part.size), part.first, part.size)
+            for part in mine
+        ]
+    if layout not in state["shares"]:
+        made = cut(layout, problem.mask, length, network.nodes, network.per_node)
+        state["shares"][layout] = [share(made, 0, network.size)]
+    return state["shares"][layout]
 
 
 def rates(state: State, speed: float | None) -> mb.Rates:
     """What `mb.measure_rates` finds; compute is emulated at `speed` FLOP/s (0.0: no time), or
     measured where that is None. An emulated call also takes what this rank oversleeps."""
-    like = next(iter(state["shares"].values())).inputs[:3] if speed is None else None
+    like = shares(state, "zigzag")[0].inputs[:3] if speed is None else None
     found = mb.measure_rates(_groups(state, 1, "head_first"), like=like)
     if speed is None:
         return found
@@ -99,62 +122,97 @@ def rates(state: State, speed: float | None) -> mb.Rates:
     return dataclasses.replace(found, compute=speed or math.inf, launch=launch)
 
 
-def prepare(state: State, rival: Rival, rates: mb.Rates | None = None) -> Work:
-    """Make the plan of a rival, run it once to warm up, and say what it costs. Collective.
+def prepare(
+    state: State, rival: Rival, rates: mb.Rates | None = None, groups: Planned | None = None
+) -> Work:
+    """Make the plans of a rival, run it once to warm up, and say what it costs. Collective.
 
-    rates: what algorithm "auto" chooses by.
+    rates: what algorithm "auto" chooses by. groups: that have documents of their own.
     """
-    share = state["shares"][rival.layout]
-    plan = _plan(state, rival, share, rates)
-    state["plans"][rival.name] = plan, share
-    untimed = plan.with_kernel(_emulated(state, plan, None))
+    parts = [(_plan(state, rival, share, rates), share)
+             for share in shares(state, rival.layout, groups)]  # fmt: skip
+    state["plans"][rival.name] = parts
     state["memory"].open = True
-    problem: Problem = state["problem"]
-    run = timed(state, rival.name, 0.0, untimed)
+    run = timed(state, rival.name, 0.0)
     state["memory"].open = False
     assert run.error <= run.most, f"{rival.name} is off by {run.error:.3g} of the largest entry"
+    chosen = rival.algorithm == "auto"
+    return total_work(
+        state["network"].size,
+        [(_work(state["problem"], plan, chosen), share.ranks) for plan, share in parts],
+    )
+
+
+def _work(problem: Problem, plan: mb.Plan, chosen: bool) -> Work:
     flops = problem.flops_per_pair / plan.groups.topology.ulysses  # of a share of the heads
     runs = (plan.job.forward, flops), (plan.job.backward, flops * BACKWARD)
     return Work(
         {p: {link: getattr(sent, link) for link in LINKS}
          for p, sent in zip(PASSES, plan.traffic(), strict=True)},
-        says=_words(plan) if rival.algorithm == "auto" else "",
+        says=_words(plan) if chosen else "",
         flops={p: pairs(run) * each for p, (run, each) in zip(PASSES, runs, strict=True)},
         **mail.of(plan),
     )  # fmt: skip
 
 
-def timed(state: State, name: str, speed: float | None, plan: mb.Plan | None = None) -> Run:
+def total_work(size: int, works: Sequence[tuple[Work, tuple[int, int]]]) -> Work:
+    """Of one rank of `size`, of the groups that it is part of: each with its first rank and its
+    size."""
+    sent = {p: [0] * size for p in PASSES}
+    for work, (first, many) in works:
+        for p in PASSES:
+            for other in range(many):
+                sent[p][first + other] += work.sent[p][other]
+
+    def by_link(name: str) -> dict[str, dict[str, int]]:
+        return {p: {x: sum(getattr(w, name)[p][x] for w, _ in works) for x in LINKS}
+                for p in PASSES}  # fmt: skip
+
+    return Work(
+        by_link("bytes"), sent, next((work.says for work, _ in works), ""),
+        {p: sum(work.flops[p] for work, _ in works) for p in PASSES}, by_link("messages"),
+        {p: sum(work.least[p] for work, _ in works) for p in PASSES},
+    )  # fmt: skip
+
+
+def timed(state: State, name: str, speed: float | None) -> Run:
     """One forward and backward of a prepared rival; emulated at `speed` FLOP/s, None for real.
 
-    speed 0.0: emulated compute that takes no time.
+    speed 0.0: emulated compute that takes no time. Where groups have documents of their own, the
+    forwards of all micro-batches come before the first backward.
     """
-    known, share = state["plans"][name]
-    if plan is None:
-        plan = known
-        if speed is not None:
-            kernel = _emulated(state, plan, speed or None)
-            plan = plan.with_kernel(kernel)
-    q, k, v, dout = share.inputs
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    counters = plan.groups.counters
-    counters.reset()
+    parts = state["plans"][name]
+    plans = [plan for plan, _ in parts]
+    if speed is not None:
+        plans = [plan.with_kernel(_emulated(state, plan, speed or None)) for plan in plans]
+    each_leaves = [[x.detach().requires_grad_() for x in share.inputs[:3]] for _, share in parts]
+    all_counters = {id(plan.groups): plan.groups.counters for plan in plans}.values()
+    for counters in all_counters:
+        counters.reset()
     network, me = state["network"], state["rank"]
     dist.barrier()
     before = network.sent_from_here(me)
     with emulated.urgent(speed is not None and not state["memory"].open):
         dist.barrier()
         begin = time.perf_counter()
-        out = mb.attention(*leaves, plan=plan)
+        outs = [mb.attention(*leaves, plan=plan)
+                for plan, leaves in zip(plans, each_leaves, strict=True)]  # fmt: skip
         forward = begin, time.perf_counter()
         dist.barrier()
         begin = time.perf_counter()
-        grads = torch.autograd.grad(out, leaves, dout)
+        each_grads = [
+            torch.autograd.grad(out, leaves, share.inputs[3])
+            for out, leaves, (_, share) in zip(outs, each_leaves, parts, strict=True)
+        ]
         backward = begin, time.perf_counter()
         dist.barrier()
     sent = {link: n - before[link] for link, n in network.sent_from_here(me).items()}
-    error = worst_error((out, *grads), share.truth)
-    counted = {"intra": counters.intra, "inter": counters.inter}
+    errors = [
+        worst_error((out, *grads), share.truth)
+        for out, grads, (_, share) in zip(outs, each_grads, parts, strict=True)
+    ]
+    error = torch.tensor([0.0, *errors]).max().item()  # of no number, too
+    counted = {link: sum(getattr(x, link) for x in all_counters) for link in LINKS}
     most = TOLERANCE[state["problem"].wire]
     return Run({"forward": forward, "backward": backward}, sent, counted, error, most)
 
@@ -218,12 +276,13 @@ def _plan(state: State, rival: Rival, share: Share, rates: mb.Rates | None) -> m
     q, k, v = (x.detach().requires_grad_() for x in share.inputs[:3])
     network, problem = state["network"], state["problem"]
     whole.register()
-    mask, wire = share.cut.mask, problem.wire
+    mask, wire, (first, size) = share.cut.mask, problem.wire, share.ranks
     if rival.ulysses == "chosen":
         assert rates is not None
         choice = mb.choose(
             ranks=network.size, intra=network.per_node, rates=rates, tokens=problem.tokens,
-            heads=problem.heads, kv_heads=problem.kv_heads, width=problem.width, itemsize=4,
+            heads=problem.heads, kv_heads=problem.kv_heads, width=problem.width,
+            itemsize=WIRES[problem.dtype],
         )  # fmt: skip
         groups = _groups(state, choice.groups["ulysses"], choice.groups["placement"])
         plan = mb.prepare(
@@ -232,8 +291,9 @@ def _plan(state: State, rival: Rival, share: Share, rates: mb.Rates | None) -> m
         )  # fmt: skip
         return dataclasses.replace(plan, choice=choice)
     ulysses = rival.ulysses_size(network.nodes, network.per_node)
+    groups = _groups(state, ulysses, rival.placement, first, size)
     plan = mb.prepare(
-        q, k, v, groups=_groups(state, ulysses, rival.placement), algorithm=rival.algorithm,
+        q, k, v, groups=groups, algorithm=rival.algorithm,
         side=rival.side, kernel="aten", rates=rates, mask=mask, grad_wire_dtype=wire,
         layout=share.cut.layout,
         head_chunks=None if rival.algorithm == "auto" else rival.head_chunks,
@@ -252,12 +312,21 @@ def _words(plan: mb.Plan) -> str:
     return f"{taken.name}{side}{groups} (predicted: {plan.choice.why})"
 
 
-def _groups(state: State, ulysses: int, placement: str) -> mb.Groups:
-    """A grid, made once per rank's life and in the same order everywhere."""
+def _groups(
+    state: State, ulysses: int, placement: str, first: int = 0, size: int | None = None
+) -> mb.Groups:
+    """A grid of all ranks, or of `size` from `first` on, made once per rank's life and in the same
+    order everywhere."""
     network, made = state["network"], state.setdefault("groups", {})
-    key = ulysses, placement
+    size = size or network.size
+    key = ulysses, placement, first, size
     if key not in made:
+        group, members = process_group(dist.group.WORLD), range(first, first + size)
+        if size < network.size:
+            # torch names a group by how many its ranks have, which here are not equally many
+            name = f"ranks {first} to {first + size - 1} of the benchmark"
+            group = new_group(members, "gloo", timeout_of(group), name)
         made[key] = mb.Groups.from_topology(
-            dist.group.WORLD, intra=network.per_node, ulysses=ulysses, placement=placement
+            group, intra=min(size, network.per_node), ulysses=ulysses, placement=placement
         )
     return made[key]

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 
 from megatron_burst.autotune.candidates import Candidate, Fixed, Workload, on_grid
 from megatron_burst.autotune.rates import Rates
+from megatron_burst.autotune.select import fastest
 from megatron_burst.schedule.cost import Sizes
 from megatron_burst.schedule.topology import Topology
 
 from .cells import REGIMES, WIRES, Cell, Rival
-from .cuts import cut
+from .cuts import LAYOUTS, cut
 
 RINGS = {"ulysses": "ring", "hybrid": "burst"}
 REACHED = 0.94  # of the rate a link is shaped to: the rest are headers
@@ -22,16 +23,13 @@ PER_RIVAL, PER_RUN = 4.0, 0.35
 
 
 def predict(cell: Cell, rival: Rival, rates: Rates) -> Candidate | None:
-    """What a rival is predicted to take at these rates; None if its ranks cannot share heads."""
-    problem, size = cell.problem(), cell.nodes * cell.per_node
+    """What a rival is predicted to take at these rates; None if its ranks cannot share heads, or
+    groups of ranks have documents of their own."""
+    if rival.layout not in LAYOUTS:
+        return None
+    workload = _workload(cell, rival.layout)
     ulysses = rival.ulysses_size(cell.nodes, cell.per_node)
-    topology = Topology(size, cell.per_node, ulysses, rival.placement)
-    laid = cut(rival.layout, problem.mask, problem.tokens * size, cell.nodes, cell.per_node)
-    sizes = Sizes(
-        len(laid.tokens) // size, 1, problem.heads, problem.kv_heads, problem.width, problem.width,
-        4, 4, WIRES[problem.wire], (True, True, True),
-    )  # fmt: skip
-    workload = Workload(sizes, laid.mask, laid.layout)
+    topology = Topology(cell.nodes * cell.per_node, cell.per_node, ulysses, rival.placement)
     fixed = Fixed(
         RINGS.get(rival.algorithm, rival.algorithm),
         None if rival.side == "auto" else rival.side,
@@ -42,6 +40,23 @@ def predict(cell: Cell, rival: Rival, rates: Rates) -> Candidate | None:
     except ValueError:
         return None
     return min(found, key=lambda option: option.sent.total)
+
+
+def best_layout(cell: Cell, rates: Rates) -> str:
+    """Of packed documents: that in which what `auto` takes is predicted to end first."""
+    topology = Topology(cell.nodes * cell.per_node, cell.per_node)
+    times = {name: fastest(_workload(cell, name), [topology], rates).seconds for name in LAYOUTS}
+    return min(times, key=times.__getitem__)
+
+
+def _workload(cell: Cell, layout: str) -> Workload:
+    problem, size = cell.problem(), cell.nodes * cell.per_node
+    laid = cut(layout, problem.mask, problem.tokens * size, cell.nodes, cell.per_node)
+    sizes = Sizes(
+        len(laid.tokens) // size, 1, problem.heads, problem.kv_heads, problem.width, problem.width,
+        WIRES[problem.dtype], 4, WIRES[problem.wire], (True, True, True),
+    )  # fmt: skip
+    return Workload(sizes, laid.mask, laid.layout)
 
 
 def estimate(cells: Sequence[Cell], rivals: Sequence[Rival], repeats: int) -> float:

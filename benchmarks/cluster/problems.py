@@ -28,9 +28,10 @@ class Lengths(NamedTuple):
     cap: int
 
 
-DOCUMENTS = {"500": Lengths(500, 1.5, 8 * 1024), "1K": Lengths(1024, 1.8, 64 * 1024)}
+DOCUMENTS = {"500": Lengths(500, 1.5, 8 * 1024), "1K": Lengths(1024, 1.8, 64 * 1024),
+             "tail": Lengths(2048, 1.8, 512 * 1024)}  # fmt: skip
 MASKS = (
-    "causal, full, window N, blocks N, documents 500 seed N, documents 1K seed N, tree NAME, "
+    f"causal, full, window N, blocks N, documents {'|'.join(DOCUMENTS)} seed N, tree NAME, "
     "trajectories NAME"
 )
 ROWS = 512  # of queries at once where a mask has to be given as a table
@@ -86,7 +87,7 @@ def bounds_of(text: str, length: int) -> list[int] | None:
     """Cumulative lengths of the documents of the mask of this name; None if it has none."""
     if text.startswith("trajectories "):
         return np.cumsum([0, *TREES[text.split()[1]].lengths]).tolist()
-    found = re.fullmatch(r"documents (500|1K) seed (\d+)", text)
+    found = re.fullmatch(rf"documents ({'|'.join(DOCUMENTS)}) seed (\d+)", text)
     return found and bounds(found[1], int(found[2]), length)
 
 

@@ -67,7 +67,7 @@ def of(network: Network, name: str, works: list[Work], done: list[list[Run]]) ->
         "sender": _of_ranks(works, max),
         "mean": _of_ranks(works, lambda sizes: sum(sizes) / network.size),
         "messages": {link: _messages(works, link) for link in LINKS},
-        "least": sum(works[0].least.values()),
+        "least": sum(sum(work.least.values()) for work in works),
         "flops": dict(zip(PASSES, map(max, zip(*flops, strict=True)), strict=True)),
         "imbalance": max(map(sum, flops)) / mean if mean else None,
         "bytes": {

@@ -6,14 +6,17 @@ ratios are of runs that followed one another. `bench` runs `EVERY`, `compare` th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
+from types import MappingProxyType
 from typing import NamedTuple
 
 from . import whole
-from .cells import HEADS, REGIMES, RIVALS, WIRES, Cell, Rival
+from .cells import CHOSEN, HEADS, REGIMES, RIVALS, WIRES, Cell, Rival
 from .network import WIRINGS, Rates
 from .problems import DOCUMENTS
+
+Targets = Mapping[tuple[str, str], tuple[float, float]]
 
 
 class Suite(NamedTuple):
@@ -21,7 +24,9 @@ class Suite(NamedTuple):
 
     best: are rivals of one algorithm (its head chunks) dropped after a first round but for the
     fastest? masks: a name without its seed where there is a batch per seed. Where a field is a
-    text, it is a list with commas, as on the command line.
+    text, it is a list with commas, as on the command line. ours: the rival that the summary divides
+    by each other one, instead of each by the base; targets: of its time over that of the base, and
+    over its limit, by kind of documents and regime.
     """
 
     what: str
@@ -37,27 +42,22 @@ class Suite(NamedTuple):
     regimes: str = "communication"
     best: bool = False
     width: int = 64
+    dtype: str = "fp32"
+    ours: str = ""
+    targets: Targets = MappingProxyType({})
 
 
-def _chunked(name: str, algorithm: str, counts: Sequence[int]) -> tuple[Rival, ...]:
+def _chunked(
+    name: str, algorithm: str, counts: Sequence[int], layout: str = "zigzag"
+) -> tuple[Rival, ...]:
     return tuple(
-        Rival(f"{name}, {n} head chunks" if n > 1 else name, algorithm, "auto", head_chunks=n)
+        Rival(f"{name}, {n} head chunks" if n > 1 else name, algorithm, "auto", head_chunks=n,
+              layout=layout)
         for n in counts
-    )
-
-
-def _laid_out(layout: str, words: str, *algorithms: tuple[str, str]) -> tuple[Rival, ...]:
-    """(name, algorithm) after (name, algorithm), in one layout; in head chunks that hide hops, but
-    for all_gather: the ends of one chunk would wait for other ranks amid the next."""
-    return tuple(
-        Rival(f"{words}, {name}", algorithm, "auto", layout=layout,
-              head_chunks=1 if algorithm == "all_gather" else 4)
-        for name, algorithm in algorithms
     )  # fmt: skip
 
 
 WHOLE = "burst, whole chunks"
-ROWS = ("burst", "burst"), ("multicast", "multicast")
 EVERY = Suite("every algorithm", RIVALS, (), "2x2", "100M/400M", "MHA", 512,
               regimes="communication,balanced,compute")  # fmt: skip
 FULL = EVERY._replace(
@@ -67,7 +67,7 @@ FULL = EVERY._replace(
 
 
 def _megatron(layout: str) -> tuple[Rival, ...]:
-    """Megatron's kinds but all_gather, whose rings in NCCL send what p2p sends."""
+    """Megatron's kinds but all_gather."""
     return (
         Rival("Megatron p2p", whole.RING, layout=layout),
         Rival("Megatron a2a", "ulysses", ulysses="all", layout=layout),
@@ -75,7 +75,18 @@ def _megatron(layout: str) -> tuple[Rival, ...]:
     )
 
 
-PACK, EACH, MIXED = "zigzag of the pack", "zigzag per document", "balanced"
+OURS, MIXED = "ours", "balanced"
+EACH = "zigzag per document, whole chunks"
+# Of the time of zigzag per document, and of the limit.
+TARGETS = {
+    (documents, regime): (share, over)
+    for documents, shares in (
+        ("500", (0.25, 0.45, 1.0)), ("1K", (0.38, 0.6, 1.0)), ("tail", (0.65, 0.8, 1.0))
+    )
+    for regime, share, over in zip(
+        ("communication", "balanced", "compute"), shares, (1.1, 1.1, 1.03), strict=True
+    )
+}  # fmt: skip
 SUITES = {
     "megatron": Suite(
         "Megatron's own kinds, one sequence",
@@ -87,27 +98,29 @@ SUITES = {
     "megatron_documents": Suite(
         "Megatron's own kinds, packed documents",
         (*_megatron("documents"),
-         *_laid_out("balanced", MIXED, ROWS[1]),
+         Rival(f"{MIXED}, multicast", "multicast", "auto", layout="balanced", head_chunks=4),
          Rival(f"{MIXED}, auto", "auto", "auto", layout="balanced")),
         ("Megatron p2p", "Megatron a2a", "Megatron a2a+p2p"), "2x4", "100M/400M", "MHA 8", 2048,
-        tuple(f"documents {name}" for name in DOCUMENTS), regimes="communication,compute",
-        width=16,
+        ("documents 500", "documents 1K"), regimes="communication,compute", width=16,
     ),
     "documents": Suite(
         "packed documents: rows only where they are seen",
         (*_chunked(WHOLE, whole.NAME, (1,)), *_chunked("burst", "burst", (1,)),
          *_chunked("multicast", "multicast", (1,))),
-        (WHOLE,), "2x4,4x2", "50M/200M", "MHA 1", 4096,
-        tuple(f"documents {name}" for name in DOCUMENTS),
+        (WHOLE,), "2x4,4x2", "50M/200M", "MHA 1", 4096, ("documents 500", "documents 1K"),
     ),
-    "balanced": Suite(
-        "layouts of packed documents: equal tokens and equal pairs on all ranks, beside zigzag",
-        (*_laid_out("documents", EACH, ("whole chunks", whole.NAME), ROWS[0]),
-         *_laid_out("zigzag", PACK, *ROWS),
-         *_laid_out("balanced", MIXED, *ROWS, ("all_gather", "all_gather"))),
-        (f"{EACH}, whole chunks",), "2x4,4x2", "50M/200M", "MHA 4", 4096,
-        tuple(f"documents {name}" for name in DOCUMENTS), regimes="communication,compute",
-        width=16,
+    "packed": Suite(
+        "packed documents: the layout and algorithm that `auto` takes, beside every rival",
+        (*_megatron("documents"),
+         *_chunked(EACH, whole.NAME, (4,), "documents"),
+         Rival("all-gather, whole chunks", whole.GATHER, layout="documents"),
+         Rival("groups by Megatron's rule", whole.RING, layout="dynamic"),
+         Rival("groups of FlexSP's kind", "multicast", "auto", layout="flexsp"),
+         Rival(OURS, "auto", "auto", layout=CHOSEN)),
+        ("Megatron p2p", f"{EACH}, 4 head chunks"), "2x4,4x2,2x2", "100M/400M", "MHA 8", 2048,
+        tuple(f"documents {name}" for name in DOCUMENTS), wires=("bf16",),
+        regimes="communication,balanced,compute", width=16, dtype="bf16", ours=OURS,
+        targets=TARGETS,
     ),
     "multicast": Suite(
         "rows that several ranks of a node want cross to it once",
@@ -146,10 +159,11 @@ def cells(suite: Suite, seeds: Sequence[int] = ()) -> list[Cell]:
                     suite.wirings, _words(suite.heads), masks, suite.wires,
                     _words(suite.regimes))  # fmt: skip
     return [
-        Cell(*grid, rates, heads, regime, suite.tokens, wiring, mask, wire, suite.width)
+        Cell(*grid, rates, heads, regime, suite.tokens, wiring, mask, wire, suite.width,
+             suite.dtype)
         for grid, rates, wiring, heads, mask, wire, regime in every
         if (grid[0], wiring) != (1, "mesh")  # the same links as "node"
-    ]
+    ]  # fmt: skip
 
 
 def _words(text: str) -> list[str]:

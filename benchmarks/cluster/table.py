@@ -9,6 +9,7 @@ run by run; *permitted* the base's limit over the rival's. Nothing here runs any
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from statistics import median
@@ -18,6 +19,7 @@ from benchmarks.report import Ratio, markdown, quartiles
 
 from .mail import LINKS, PASSES
 from .record import MIB, Record
+from .suites import Targets
 
 
 class Row(NamedTuple):
@@ -126,7 +128,8 @@ def headline(record: Record) -> str:
     cell = record["cell"]
     wiring = "" if cell["wiring"] == "nic" else f", links per pair of ranks ({cell['wiring']})"
     width = "" if cell["width"] == 64 else f" of width {cell['width']}"
-    wire = "" if cell["wire"] == "fp32" else f", {cell['wire']} on the wire"
+    wire = "" if cell["wire"] == cell["dtype"] else f", {cell['wire']} on the wire"
+    wire = ("" if cell["dtype"] == "fp32" else f", {cell['dtype']}") + wire
     return (
         f"{cell['nodes']} x {cell['per_node']}, {cell['mask']}, {cell['tokens']} tokens per rank, "
         f"{cell['heads']}{width}, {cell['rates']}{wiring}{wire}, {cell['regime']}"
@@ -177,6 +180,48 @@ def summary(records: Sequence[Record], base: Sequence[str]) -> str:
         columns = [_column([(first, all_) for _, first, all_ in batch], way) for way in ways]
         lines.append([f"{setting}{count}", f"{batch[0][1]} ({over:.2f})", *columns])
     return markdown(["setting", "base (over the limit)", *ways], lines)
+
+
+def beside(records: Sequence[Record], ours: str, base: Sequence[str], targets: Targets) -> str:
+    """A row per setting, batches of documents in one: the time of `ours` over that of each other
+    rival and over its limit, with the targets; what it was made of.
+
+    Ratios are of runs that followed one another: the median of all of them, the smallest and the
+    largest; those of the limit are of batches. The base of a batch is the fastest of `base`.
+    """
+    others = dict.fromkeys(r["name"] for x in records for r in x["rivals"] if r["name"] != ours)
+    lines = []
+    for setting, some in groupby(sorted(records, key=_setting), key=_setting):
+        batch = list(some)
+        first = batch[0]["cell"]
+        kind = (first["mask"].removeprefix("documents ").partition(" ")[0], first["regime"])
+        goals = [f"; target {goal:.2f}" for goal in targets.get(kind, ())] or ["", ""]
+        bases = [fastest(record, base) for record in batch]
+        over = [row.over_limit for record, one in zip(batch, bases, strict=True)
+                for row in rows(record, one) if row.name == ours]  # fmt: skip
+        taken = Counter(r["says"].partition(" (")[0] for x in batch for r in x["rivals"]
+                        if r["name"] == ours)  # fmt: skip
+        lines.append([
+            f"{setting}, {len(batch)} {'batch' if len(batch) == 1 else 'batches'}",
+            f"{_over(batch, ours, bases)}{goals[0]}",
+            f"{Ratio(median(over), min(over), max(over))}{goals[1]}",
+            *(_over(batch, ours, [name] * len(batch)) for name in others),
+            "; ".join(f"{words} ({n})" for words, n in taken.most_common()),
+        ])  # fmt: skip
+    heads = ["setting", "over zigzag per document, the faster", "over the limit",
+             *(f"over {name}" for name in others), "taken (batches)"]  # fmt: skip
+    return markdown(heads, lines)
+
+
+def _over(batch: Sequence[Record], ours: str, others: Sequence[str]) -> str:
+    """The time of ours over that of another rival in each batch, run by run; "" where none ran."""
+    mine, theirs = [], []
+    for record, other in zip(batch, others, strict=True):
+        times = totals(record)
+        if other in times:
+            mine += times[ours]
+            theirs += times[other]
+    return str(Ratio.of(mine, theirs)) if theirs else ""
 
 
 def _setting(record: Record) -> str:

@@ -160,7 +160,7 @@ def test_a_small_benchmark_writes_records_tables_and_a_plot(cluster, tmp_path):
         ("bench --grids 2x40", "--grids must look like 2x4 and hold 2 to 64 ranks, got '2x40'"),
         ("bench --regimes fast", "--regimes: there is communication, .*, real, got 'fast'"),
         ("bench --rivals none", "--rivals none: there is ring, ring, 4 head chunks"),
-        ("compare tile", "there is megatron, megatron_documents, documents, balanced"),
+        ("compare tile", "there is megatron, megatron_documents, documents, packed"),
         ("trace --grids 2x2,2x4", "a trace is of one cell"),
     ],
 )
@@ -232,6 +232,31 @@ def test_batches_are_summed_up_by_their_medians():
     text = table.summary(found, ("ring",))
     assert "| 2 x 2, documents 500, balanced, 3 batches | ring (" in text
     assert "| 3.00 (2.00 to 4.00), permitted 1.00, over the limit 1.00, 4 head chunks |" in text
+
+
+def test_ours_over_every_rival_by_hand():
+    """Two batches: ours takes 6 and 3 s in each of three runs. Of the ring (9 s) that is 6/9 and
+    3/9, of which the median of all six runs is 1/2; of burst (11, 10, 12 s) it is 6/12 at least
+    in the first batch and 3/10 at most in the second. The faster of both is the ring. Forward is
+    limited by 2 s of compute, backward by 8 Mbit that nobody sends faster than ours, in 3 s or in
+    1.5."""
+    ours = [rival("ours", *[(s, s)] * 3) | {"says": f"{laid}, tile, side kv (predicted: 1 s)"}
+            for s, laid in ((3.0, "zigzag"), (1.5, "balanced"))]  # fmt: skip
+    found = [recorded(BURST, RING, each, seed=i) for i, each in enumerate(ours)]
+    goals = {("500", "balanced"): (0.45, 1.1), ("1K", "balanced"): (9.0, 9.0)}
+    text = table.beside(found, "ours", ("ring", "burst query"), goals)
+    head, _, line = text.splitlines()
+    assert [x.strip() for x in head.split("|")[4:6]] == ["over burst query", "over ring"]
+    setting, base, limit, burst, ring, taken = (x.strip() for x in line.split("|")[1:-1])
+    assert setting == "2 x 2, documents 500, balanced, 2 batches"
+    assert base == f"{ring}; target 0.45" == "0.50 (0.33 to 0.67); target 0.45"
+    assert burst == "0.40 (0.25 to 0.60)"  # 6/12, 6/11, 6/10 and 3/12, 3/11, 3/10: 0.3 and 0.5
+    # 6 over 5 and 3 over 3.5
+    assert limit == "1.03 (0.86 to 1.20); target 1.10"
+    assert taken == "zigzag, tile, side kv (1); balanced, tile, side kv (1)"
+    alone = table.beside([recorded(RING, ours[0])], "ours", ("ring",), {})
+    alone = " ".join(alone.split())
+    assert "balanced, 1 batch | 0.67 (0.67 to 0.67) | 1.20 (1.20 to 1.20) | 0.67 " in alone
 
 
 def work(size, messages, flops=1.0):
