@@ -96,6 +96,19 @@ def test_the_log_says_which_layers_have_which(four, common):
     assert not any("burst attention: " in line for lines in others for line in lines)
 
 
+def test_kinds_that_only_a_later_stage_has_are_logged_once(four, common):
+    """Of two stages with two layers each the second has the third layer, which has no window."""
+    model = f"{MODEL} {STAGES} --context-parallel-size 2 --window-attn-skip-freq 3"
+    flags = f"{model} --burst-per-layer window=ring,full=tile"
+    ranks = four(session.logged, [*common, *flags.split()])
+    lines = [line for told in ranks for line in told if line.startswith("burst attention: ")]
+    first, second = lines
+    assert first in ranks[0]
+    assert first.endswith("this is layers with the window (9, 0)")
+    assert second in ranks[2]
+    assert second.endswith("this is layers without a window")
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [

@@ -93,6 +93,14 @@ def test_the_log_says_how_states_and_rows_travel(train):
 
 
 @pytest.mark.slow
+def test_a_stage_that_has_such_layers_says_so(train):
+    """The first of two stages has no attention, and both have layers that carry a state."""
+    run = train(4, f"--hybrid-layer-pattern M-|M* {SIZES} {SPLIT} {CP2}")
+    assert len(run.lines("burst attention: ")) == 1
+    assert len(run.lines("linear attention: ")) == 1
+
+
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_at_another_size_and_layout(train, tmp_path):
     whole = train(2, f"{MAMBA} {CP2} --save {tmp_path} --save-interval 5")
     same(whole, train(1, MAMBA))

@@ -36,6 +36,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
+from torch.distributed import distributed_c10d
 
 from ...autotune import cluster_file
 from ...autotune.rates import Rates
@@ -168,9 +169,9 @@ class LayerKind:
                 more += f"; per layer {self.burst.per_layer}, this is {self.which()}"
             more += priority_line(rings_of_normal_priority(book.groups))
             book.startup = plan.describe() + more
-            book.log(book.startup)
+            book.log(book.startup, own if self._apart else "attention")
         elif self._apart and own not in book.logged:
-            book.log(f"{plan.describe()}; this is {self.which()}")
+            book.log(f"{plan.describe()}; this is {self.which()}", own)
         elif book.groups.communicators != book.communicators:
             book.log(book.groups.communicators)
         book.communicators = book.groups.communicators
@@ -324,9 +325,21 @@ class PlanBook:
             self._rates = cluster_file.read(burst.cluster).run_rates(per_node)
         return self._rates
 
-    def log(self, line: str) -> None:
-        """Log a line about plans, on rank 0."""
-        if torch.distributed.get_rank() == 0:
+    def log(self, line: str, what: Hashable = None) -> None:
+        """Log a line about plans, once in a run: on rank 0, or on the first stage of its pipeline
+        that says something of `what` (default: this line), as a stage may have no such layer.
+        Stages run one after another at first, and the first of them to ask the store logs."""
+        # Late: what a plan says of itself is read where there may be no Megatron-Core.
+        from megatron.core.parallel_state import get_pipeline_model_parallel_group
+
+        pipeline: Any = get_pipeline_model_parallel_group(check_initialized=False)
+        told = torch.distributed.get_rank() != 0
+        if pipeline is not None and pipeline.size() > 1:
+            told = 0 not in torch.distributed.get_process_group_ranks(pipeline)
+            if not told:
+                key = f"megatron_burst {pipeline.group_name} {self.groups.size} {what or line}"
+                told = distributed_c10d._get_default_store().add(key, 1) > 1
+        if not told:
             logging.getLogger("megatron_burst").info(line)
 
 
