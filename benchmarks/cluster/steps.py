@@ -1,9 +1,9 @@
-"""Whole training steps over shaped links: packed documents, a small Llama of Megatron-Core, 4 ranks.
+"""Whole training steps over shaped links: packed documents, a small Llama of Megatron-Core.
 
 Every way trains the same model on the same documents: forward, backward, reduction of gradients and
 optimizer, all computed for real on the cores that the ranks share. So it shows what links cost, and
 not what an imbalance of compute does. Megatron's own attention over several ranks needs Transformer
-Engine and a GPU: its schedules run on our code, and groups of ranks per micro-batch are left out.
+Engine and a GPU: its schedules run on our code. Dynamic context parallelism is left out.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Step(NamedTuple):
 
 
 def pack(documents: str, seed: int, length: int, multiple: int) -> Pack:
-    """The documents of `bounds`, each padded to a multiple; alike on all ranks. Tokens do not depend
-    on the padding."""
+    """The documents of `bounds`, each padded to a multiple; alike on all ranks. Their tokens do not
+    depend on the padding."""
     ends = bounds(documents, seed, length)
     lengths = np.diff(ends)
     drawn = np.random.default_rng((seed, 1)).integers(0, VOCABULARY, length)
