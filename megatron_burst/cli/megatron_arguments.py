@@ -9,9 +9,11 @@ reports all bad ones at once or raises for the first.
 from __future__ import annotations
 
 import argparse
+import ast
 import math
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 from .. import flags
 
@@ -41,13 +43,12 @@ TEXTS: dict[str, str | None] = {
     "--attention-backend": None, "--attention-cp-layout": None, "--cp-partition-mode": None,
     "--cuda-graph-impl": "none", "--distributed-backend": "nccl",
     "--experimental-attention-variant": None, "--fp4-format": None, "--fp8-format": None,
-    "--hybrid-layer-pattern": None, "--hybrid-override-pattern": None,
-    "--linear-attention-freq": None, "--linear-cp-layout": None, "--moe-layer-freq": None,
+    "--hybrid-layer-pattern": None, "--hybrid-override-pattern": None, "--linear-cp-layout": None,
     "--position-embedding-type": None, "--recompute-granularity": None,
     "--sequence-packing-scheduler": None, "--softmax-type": "vanilla",
-    "--transformer-impl": "transformer_engine", "--window-attn-skip-freq": None,
-    "--yaml-cfg": None,
+    "--transformer-impl": "transformer_engine", "--yaml-cfg": None,
 }  # fmt: skip
+FREQUENCIES = "--linear-attention-freq", "--moe-layer-freq", "--window-attn-skip-freq"
 LISTS: dict[str, type] = {
     SIZES: int, "--cp-comm-type": str, "--cuda-graph-modules": str, "--cuda-graph-scope": str,
     "--recompute-modules": str, "--spec": str,
@@ -134,6 +135,8 @@ def parse(words: Sequence[str]) -> MegatronCommand:
         parser.add_argument(name, type=int, default=default)
     for name, text in TEXTS.items():
         parser.add_argument(name, default=text, dest=_attribute(name))
+    for name in FREQUENCIES:
+        parser.add_argument(name, type=_frequency)
     for name, kind in LISTS.items():
         parser.add_argument(name, type=kind, nargs="*" if name == "--spec" else "+")
     for name in SWITCHES:
@@ -156,6 +159,30 @@ def parse(words: Sequence[str]) -> MegatronCommand:
 
 def _attribute(flag: str) -> str:
     return ATTRIBUTES.get(flag) or flag.removeprefix("--").replace("-", "_")
+
+
+def _frequency(text: str) -> Any:
+    """A number, or a list with an entry for each layer: "([0]*3+[1]*58)", lists, their sums and
+    multiples, as Megatron evaluates them."""
+
+    def value(node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=int() as number):
+                return number
+            case ast.List(elts=items):
+                return [value(item) for item in items]
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return value(left) + value(right)
+            case ast.BinOp(left=left, op=ast.Mult(), right=right):
+                return value(left) * value(right)
+        raise TypeError
+
+    try:
+        return value(ast.parse(text, mode="eval").body)
+    except (SyntaxError, TypeError):
+        raise argparse.ArgumentTypeError(
+            f"expected a list such as ([0]*3+[1]*58), or a number, got {text!r}"
+        ) from None
 
 
 def _pair(text: str) -> list[int]:

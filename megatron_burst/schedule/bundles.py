@@ -75,7 +75,7 @@ class Bundles:
     def sets(self, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """`bits(which)` without the empty sets: flat indices and sets, int64."""
         bits = self._bits(which).reshape(-1)
-        at = np.flatnonzero(bits)
+        at = np.flatnonzero(bits != 0)
         return at, bits[at].astype(np.int64)
 
     def _bits(self, which: np.ndarray) -> np.ndarray:
@@ -85,7 +85,10 @@ class Bundles:
         found = np.zeros((self.size, *which.shape[1:]), dtype=number)
         for bit in range(most + 1):
             these = np.flatnonzero(self.number == bit)
-            found[self.owner[these]] |= which[these].astype(number) << number.type(bit)
+            if bit:
+                found[self.owner[these]] |= which[these].astype(number) << number.type(bit)
+            else:  # nothing is there yet
+                found[self.owner[these]] = which[these]
         return found
 
     def ranges(self, owner: int, bits: int) -> list[tuple[int, int]]:

@@ -64,7 +64,7 @@ def message_bytes(schedule: Schedule, moved: Transfers, sizes: Sizes) -> np.ndar
 def rows_sent(tables: Tables, moved: Transfers) -> np.ndarray:
     """int64: how many rows each of these transfers carries."""
     rows = np.zeros(len(moved.owner), dtype=np.int64)
-    of_keys = np.isin(moved.family, [FAMILIES.index(name) for name in ("kv", "dkv")])
+    of_keys = np.array([name in ("kv", "dkv") for name in FAMILIES])[moved.family]
     for which, bundles in ((of_keys, tables.keys), (~of_keys, tables.queries)):
         rows[which] = bundles.rows_of(moved.owner[which], moved.rows[which])
     return rows

@@ -86,7 +86,7 @@ class Demand:
     def all_want_all(self) -> bool:
         """Does every rank want every row of the travelling side?"""
         wanted = self.travelling.wanted  # its owner never does
-        return int(wanted.sum()) == len(wanted) * (self.grid.size - 1)
+        return np.count_nonzero(wanted) == len(wanted) * (self.grid.size - 1)
 
     def ahead(self, messages: Sequence[np.ndarray], chunks: int, least: int) -> int:
         """How many steps before their use messages may be sent: `least`, or as many times twice
@@ -97,13 +97,20 @@ class Demand:
         rank, step, source, rows = messages
         of, steps = self.travelling, int(step.max(initial=0)) + 1
         room = chunks * np.bincount(of.owner, of.rows, 1).max()
-        ends, size = (rank, source) if self.gradients else (rank,), self.grid.size * steps
-        got = np.concatenate([np.bincount(to * steps + step, rows, size) for to in ends])
-        until = np.pad(got.reshape(-1, steps).cumsum(axis=1), ((0, 0), (1, 0)))
+        got = []  # by end: when messages are used, ends apart, and rows until each
+        for to in (rank, source) if self.gradients else (rank,):
+            # Some window has its share: where that is too much, nothing has to be sorted.
+            if np.bincount(to, rows, 1).max() > room * -(-steps // min(2 * least + 1, steps)):
+                return least
+            used = to.astype(np.int64) * 2 * steps + step
+            order = np.argsort(used)
+            got.append((used[order], np.cumsum(rows[order])))
         while least < steps:
             window = min(2 * least + 1, steps)
-            if (until[:, window:] - until[:, :-window]).max() > room:
-                break
+            for used, until in got:  # a window that ends with a message
+                before = np.searchsorted(used, used - window, side="right")
+                if (until - np.append(0, until)[before]).max(initial=0) > room:
+                    return least
             least *= 2
         return least
 

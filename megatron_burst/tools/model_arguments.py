@@ -16,7 +16,6 @@ from typing import Any
 from .. import flags
 from ..cli.megatron_arguments import MegatronCommand, parse
 from ..config import BurstConfig
-from ..schedule.per_layer import layer_choices
 from .advise.shapes import models
 from .advise.shapes.megatron_model import model_from
 from .advise.shapes.models import Model, padded
@@ -127,20 +126,11 @@ def choices_of(
     choices: BurstConfig, seq: int, cp: int, said: Callable[[str], str]
 ) -> dict[str, Any]:
     """The fields of `Settings` that our own choices set. said: what a choice is called where the
-    user wrote it. ValueError for algorithms of single layers."""
+    user wrote it. ValueError for a choice that is of BurstAttention where Megatron's is taken."""
     # These import torch, which takes seconds.
     from ..megatron.checks.config import ulysses_size
     from ..recompute import tile_counts
 
-    if choices.per_layer is not None:
-        rest = () if choices.algorithm in ("auto", "megatron") else (choices.algorithm,)
-        parts = layer_choices(choices.per_layer).parts
-        names = dict.fromkeys([*(part.algorithm for part in parts), *rest])
-        raise ValueError(
-            f"{said('per-layer')} {choices.per_layer}: one algorithm is counted for all layers; "
-            f"leave it out and ask for each alone (--algorithm {', '.join(names)}): buffers of "
-            "rings are those of one layer at a time, so the largest peak is that of the run"
-        )
     # Pieces have no fewer rows than the run would take.
     fewest = {"sequence_chunks": tile_counts.FEWEST_ROWS, "mlp_tiles": tile_counts.LEAST}
     rows = seq // max(1, cp)
@@ -149,6 +139,7 @@ def choices_of(
         "store": choices.store or 0.0,
         "lm_head_loss": choices.lm_head_loss,
         "algorithm": choices.algorithm if ours and choices.algorithm != "auto" else "burst",
+        "per_layer": choices.per_layer,
         "layout": choices.layout if choices.layout not in ("auto", "balanced") else "zigzag",
         "side": choices.side,
         "linear": choices.linear if ours or cp == 1 else "megatron",
@@ -164,11 +155,13 @@ def choices_of(
         if value == "auto" and name in fewest:
             counted = min(counted, max(1, rows // fewest[name]))
         fields[name] = counted if value == "auto" else value
-    if not ours and fields["sequence_chunks"] > 1:
-        raise ValueError(
-            f"{said('sequence-chunks')} {choices.sequence_chunks} is for BurstAttention: take "
-            "--context-parallel-algo burst, or leave it out"
-        )
+    chunks = choices.sequence_chunks if fields["sequence_chunks"] > 1 else None
+    for name, value in {"sequence-chunks": chunks, "per-layer": choices.per_layer}.items():
+        if not ours and value is not None:
+            raise ValueError(
+                f"{said(name)} {value} is for BurstAttention: take --context-parallel-algo burst, "
+                "or leave it out"
+            )
     return fields
 
 

@@ -24,7 +24,14 @@ from megatron_burst.cli.doctor.hazards import hazards, refusals
 from megatron_burst.cli.doctor.report import absent, note, ok, problem, status
 from megatron_burst.cli.doctor.sizes import hierarchical_sizes
 from megatron_burst.cli.main import main
-from megatron_burst.cli.megatron_arguments import INTEGERS, LISTS, SWITCHES, TEXTS, parse
+from megatron_burst.cli.megatron_arguments import (
+    FREQUENCIES,
+    INTEGERS,
+    LISTS,
+    SWITCHES,
+    TEXTS,
+    parse,
+)
 from megatron_burst.kernels import torch_features
 from megatron_burst.megatron.checks import command_line
 from megatron_burst.megatron.checks.config import backend_problems
@@ -289,7 +296,7 @@ def test_the_doctor_knows_all_that_the_launcher_reads_of_the_arguments():
     """Each flag is given by itself, so that what is read only beside another one is found."""
     read, known = set(), set()
     more = "--burst-attention-store 0.5 --burst-lm-head-loss recompute --burst-layout striped"
-    singles = ["", *SWITCHES, *(f"{name} 2" for name in (*INTEGERS, *TEXTS, *LISTS))]
+    singles = ["", *SWITCHES, *(f"{name} 2" for name in (*INTEGERS, *TEXTS, *FREQUENCIES, *LISTS))]
     lines = [f"{base} {one}" for base in (GOOD, f"{GOOD} {more}") for one in singles]
     for words in (line.split() for line in (*lines, f"{GOOD} {STATES}", f"{GOOD} {HYBRID}")):
         command = parse(words)

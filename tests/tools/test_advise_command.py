@@ -90,8 +90,20 @@ def newest(monkeypatch):
 @pytest.mark.parametrize("model", models.NAMED.values(), ids=lambda model: model.name)
 def test_flags_of_every_named_model_are_read_back_and_pass_the_doctor(model, newest):
     stages = 2 if model.layers % 4 == 0 else 1
+    kinds = "window=ring,full=tile" if model.windows else None
     for run, packed in (
-        (Settings(seq=2**17, tp=2, cp=4, pp=stages, vpp=stages, ep=2 if model.experts else 1), 0),
+        (
+            Settings(
+                seq=2**17,
+                tp=2,
+                cp=4,
+                pp=stages,
+                vpp=stages,
+                ep=2 if model.experts else 1,
+                per_layer=kinds,
+            ),
+            0,
+        ),
         (Settings(seq=2**17, tp=1, cp=8), 1),
     ):
         words = shlex.split(" ".join(pasted.flags_of(model, run, bool(packed))))
@@ -100,9 +112,11 @@ def test_flags_of_every_named_model_are_read_back_and_pass_the_doctor(model, new
         if model.name in FOREIGN:
             expected = replace(expected, pattern="", mixer=None)
         assert of_shape(read) == expected
-        for name in ("seq", "tp", "cp", "pp", "vpp", "ep"):
+        for name in ("seq", "tp", "cp", "pp", "vpp", "ep", "per_layer"):
             assert given[name] == getattr(run, name), name
         assert not problems(words)
+    # The doctor knows which layers have a window.
+    assert (not problems([*words, "--burst-per-layer", "window=ring"])) is (model.windows > 0)
     foreign = [each for each in model_flags.lacking(model) if "build softmax attention" in each]
     assert bool(foreign) is (model.name in FOREIGN)
 
@@ -251,8 +265,8 @@ def test_json_is_all_there_is_on_standard_output(capsys):
     band = found["cluster"]["band"]
     assert (low, high) == (one["seconds"], 2.58 * one["seconds"])  # of H100, by hand
     assert band == {"low": 1.0, "high": 2.58, "cells": 12, "gpus": "H100"}
-    assert set(one["attention"]) == {"algorithm", "side", "layout", "ulysses", "placement",
-                                     "head_chunks", "intra", "linear"}  # fmt: skip
+    assert set(one["attention"]) == {"algorithm", "per_layer", "side", "layout", "ulysses",
+                                     "placement", "head_chunks", "intra", "linear"}  # fmt: skip
 
 
 def test_the_recipe_is_a_script(capsys):

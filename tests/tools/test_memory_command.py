@@ -101,10 +101,16 @@ def test_a_command_with_algorithms_of_single_layers_or_no_layout(capsys):
     )
     command = flags.split()
     given = ["memory", "--gpus", "8", "--json", "--"]
-    assert main([*given, *command, "--burst-per-layer", "1=ring,full=tile"]) == 2
-    said = capsys.readouterr().err
-    assert "--burst-per-layer 1=ring,full=tile: one algorithm is counted for all layers" in said
-    assert "(--algorithm ring, tile, burst)" in said
+    ours = ["--burst-per-layer", "1=ring,full=tile"]
+    assert read_command([*command, *ours])[1]["per_layer"] == "1=ring,full=tile"
+    assert main([*given, *command, *ours]) == 0
+    capsys.readouterr()
+    for wrong, words in (
+        (["--burst-per-layer", "3=ring"], "3=ring is of no layer with attention"),
+        ([*ours, "--context-parallel-algo", "megatron"], f"{ours[0]} {ours[1]} is for Burst"),
+    ):
+        assert main([*given, *command, *wrong]) == 2
+        assert words in capsys.readouterr().err
     half = ["--recompute-granularity", "full", "--burst-attention-store", "0.5"]
     for more, layout in (([], "striped"), (["--burst-attention-layout", "zigzag"], "zigzag")):
         assert read_command([*command, *half, *more])[1]["layout"] == layout

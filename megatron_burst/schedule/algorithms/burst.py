@@ -54,26 +54,25 @@ def two_level(
 
 
 class _Path:
-    """Where every bundle is at every step: arrays [bundle, outer, inner], and with each owner's
-    bundles as a bit set [owner, outer, inner].
+    """Where every bundle is at every step: arrays [bundle, outer, inner].
 
     Rings go round the way that sends fewer bytes: to the next rank or node, or to the one before.
+    ways: 1 or -1, by axis.
     """
 
     def __init__(self, demand: Demand, rings: Grid):
         nodes, width = rings
         self.demand, self.rings = demand, rings
         self.bundles = bundles = demand.travelling
-        owner, outer, inner = (x.astype(np.int32) for x in np.ogrid[: rings.size, :nodes, :width])
-        node, member = (owner // width + outer) % nodes, (owner % width + inner) % width
-        self.here = node * width + member
+        self.ways = {1: 1, 2: 1}
         # Twice round in both directions: who is how far ahead of its owner is then a window of it.
         twice = np.tile(bundles.wanted.reshape(-1, nodes, width), (1, 2, 2))
         windows = np.lib.stride_tricks.sliding_window_view(twice, (nodes, width), axis=(1, 2))
         at = np.arange(len(bundles.owner)), *np.divmod(bundles.owner, width)
         self.wanted = windows[at]
         # A kept chunk is still computed with, so its gradient travels, but it need not be sent.
-        self.from_forward = outer * width + inner >= rings.size - demand.kept
+        steps = np.arange(rings.size).reshape(nodes, width)
+        self.from_forward = steps >= rings.size - demand.kept
         self.hops = {axis: self._hops(axis) for axis in (1, 2)}
         # Which way the inner rings turn changes nothing for the outer ones, nor they for the inner.
         for axis in (1, 2):
@@ -98,8 +97,8 @@ class _Path:
         wanted = self.wanted
         sent = wanted & ~self.from_forward if self.demand.kept else wanted
         if axis == 1:
-            wanted = np.logical_or.reduce(wanted, axis=2)
-            sent = np.logical_or.reduce(sent, axis=2) if self.demand.kept else wanted
+            wanted = _any(wanted)
+            sent = _any(sent) if self.demand.kept else wanted
         # Turned, the ring counts from its end: the farthest rank is the first one that adds.
         return _farthest(sent), _farthest(_turned(wanted, axis))
 
@@ -110,9 +109,9 @@ class _Path:
         # Two ranks have one way; and where copies and gradients are as large, turning swaps them.
         if self.rings[axis - 1] < 3 or (each[0] == each[1] and not kept):
             return
-        before = self.here, self.wanted, self.hops
+        before = self.wanted, self.hops
         there = self._bytes(axis, each)
-        self.here, self.wanted = (_turned(x, axis) for x in before[:2])
+        self.wanted = _turned(self.wanted, axis)
         if kept:
             self.hops = {axis: self._hops(axis) for axis in (1, 2)}
         else:
@@ -120,7 +119,9 @@ class _Path:
             other = self.hops[2] if axis == 2 else [_turned(x, 1) for x in self.hops[2]]
             self.hops = {1: self.hops[1], 2: other} | {axis: self.hops[axis][::-1]}
         if self._bytes(axis, each) >= there:
-            self.here, self.wanted, self.hops = before
+            self.wanted, self.hops = before
+        else:
+            self.ways[axis] = -1
 
     def _bytes(self, axis: int, each: tuple[int, int]) -> int:
         """Bytes of all hops along an axis. each: bytes per row of a copy, and of a gradient."""
@@ -132,14 +133,14 @@ class _Path:
 
     def pairs(self) -> Pairs:
         """What is computed."""
-        owner, step, at, rows = self._entries(self.wanted)
-        return self.demand.pairs(self.here.reshape(-1)[at], step, owner, rows)
+        owner, step, rows = self._entries(self.wanted)
+        return self.demand.pairs(self._rank(owner, step), step, owner, rows)
 
     def kept(self) -> Kept:
         """In the order of the steps."""
-        owner, step, at, rows = self._entries(self.wanted & self.from_forward)
+        owner, step, rows = self._entries(self.wanted & self.from_forward)
         order = np.argsort(step, kind="stable")
-        return Kept(self.here.reshape(-1)[at][order], owner[order], rows[order])
+        return Kept(self._rank(owner, step)[order], owner[order], rows[order])
 
     def within(self, family: str, ring: str, blocks: bool) -> Transfers:
         """The hops to the next rank of the node. blocks: do gradients land where posted?
@@ -152,8 +153,8 @@ class _Path:
         gradient = family != self.demand.side
         # The partial gradients of the owner's own node stay in it: at outer step 0 the ring of the
         # node ends at the owner, so nothing of them has to come home from another node.
-        owner, step, at, rows = self._entries(self.moves(2, gradient))
-        src, dst = (x.reshape(-1)[at] for x in (self.here, np.roll(self.here, -1, axis=2)))
+        owner, step, rows = self._entries(self.moves(2, gradient))
+        src, dst = self._rank(owner, step), self._rank(owner, step, 1)
         post = step + gradient
         land = post + (not (gradient and blocks))
         return transfers(family, ring, owner, rows, src, dst, post, land)
@@ -165,21 +166,28 @@ class _Path:
         node's sum takes one hop more within the node, if there are any; the sum then crosses during
         the next outer step.
         """
-        width, first, gradient = self.rings.intra, self.here[:, :, 0], family != self.demand.side
+        width, gradient = self.rings.intra, family != self.demand.side
         # Only the first rank of the inner ring crosses, on the owner's rail: the NICs of all ranks
         # of a node carry something at once, each the chunks of its own index.
-        owner, outer, at, rows = self._entries(self.moves(1, gradient))
-        src, dst = (x.reshape(-1)[at] for x in (first, np.roll(first, -1, axis=1)))
+        owner, outer, rows = self._entries(self.moves(1, gradient))
+        src, dst = (self._rank(owner, (outer + more) * width) for more in (0, 1))
         post = outer * width + (width + (width > 1) if gradient else 0)
         land = post + (0 if gradient and blocks else width)
         return transfers(family, "inter", owner, rows, src, dst, post, land)
 
     def _entries(self, which: np.ndarray) -> tuple[np.ndarray, ...]:
         """The sets [owner, ...] of bundles that are not empty, as columns: owner, index in the
-        rest, index in all, and the set."""
+        rest, and the set."""
         at, bits = self.bundles.sets(which)
         owner, rest = np.divmod(at.astype(np.int32), max(1, which.size) // max(1, len(which)))
-        return owner, rest, at, bits
+        return owner, rest, bits
+
+    def _rank(self, owner: np.ndarray, step: np.ndarray, more: int = 0) -> np.ndarray:
+        """Who has the chunk of `owner` at `step`, or `more` hops further within the node."""
+        nodes, width = self.rings
+        outer, inner = np.divmod(step, width)
+        node = (owner // width + self.ways[1] * outer) % nodes
+        return node * width + (owner + self.ways[2] * (inner + more)) % width
 
 
 def _turned(x: np.ndarray, axis: int) -> np.ndarray:
@@ -187,7 +195,18 @@ def _turned(x: np.ndarray, axis: int) -> np.ndarray:
     return np.roll(np.flip(x, axis), 1, axis)
 
 
+def _any(wanted: np.ndarray) -> np.ndarray:
+    """Is anything wanted along the last axis? NumPy's reductions of a short axis take longer."""
+    found = wanted[..., 0].copy()
+    for index in range(1, wanted.shape[-1]):
+        found |= wanted[..., index]
+    return found
+
+
 def _farthest(wanted: np.ndarray) -> np.ndarray:
     """The last index of the last axis at which something is wanted, 0 if none is."""
     length = wanted.shape[-1]
-    return (wanted * np.arange(length, dtype=np.min_scalar_type(-length - 1))).max(axis=-1)
+    found = np.zeros(wanted.shape[:-1], dtype=np.min_scalar_type(-length - 1))
+    for index in range(1, length):  # as in `_any`
+        np.putmask(found, wanted[..., index], index)
+    return found

@@ -55,20 +55,22 @@ def tables(demand: Demand, *, ahead: int | None = None, at_end: bool = False) ->
 
 
 class FlatRing:
-    """One way round: arrays [owner, step], and of what the ranks want [bundle, step].
+    """One way round; of what the ranks want: bool [bundle, step].
 
     way: 1: at step t a chunk is with the rank t behind its owner, -1: with the one t before it.
     bundles: those that go this way.
     """
 
     def __init__(self, demand: Demand, bundles: Bundles, way: int = 1):
-        self.size = demand.grid.size
-        steps = np.arange(self.size, dtype=np.int32)
+        self.size, self.way = demand.grid.size, way
         self.demand, self.bundles = demand, bundles
-        self.here = (steps[:, None] + way * steps) % self.size
-        self.wanted = np.take_along_axis(bundles.wanted, self.here[bundles.owner], axis=1)
+        # Twice round: what is met on the way from an owner is then a window of it.
+        twice = np.tile(bundles.wanted[:, ::way], (1, 2))
+        first = bundles.owner if way == 1 else self.size - 1 - bundles.owner
+        windows = np.lib.stride_tricks.sliding_window_view(twice, self.size, axis=1)
+        self.wanted = windows[np.arange(len(first)), first]
         # A kept chunk is still computed with, so its gradient travels, but it need not be sent.
-        self.from_forward = steps >= self.size - demand.kept
+        self.from_forward = np.arange(self.size) >= self.size - demand.kept
 
     def moves(self, family: str) -> np.ndarray:
         """bool [bundle, step]: which bundles, or their gradients, go on to the next rank?
@@ -88,11 +90,11 @@ class FlatRing:
         step, so it travels beside the next one; when it lands, the receiver has its own part ready.
         """
         rank, step, owner, rows = self.entries(self.moves(family))
-        after, post = np.roll(self.here, -1, axis=1), step + (family != self.demand.side)
-        return transfers(family, "flat", owner, rows, rank, after[owner, step], post, post + 1)
+        after, post = (rank + self.way) % self.size, step + (family != self.demand.side)
+        return transfers(family, "flat", owner, rows, rank, after, post, post + 1)
 
     def entries(self, which: np.ndarray) -> tuple[np.ndarray, ...]:
         """Rank, step, owner and rows, wherever some of these bundles of an owner are."""
         at, rows = self.bundles.sets(which)
         owner, step = np.divmod(at.astype(np.int32), self.size)
-        return self.here[owner, step], step, owner, rows
+        return (owner + self.way * step) % self.size, step, owner, rows

@@ -78,6 +78,20 @@ class Advice:
         """The fastest of them that fits, with parallel sizes of its own; None if nothing fits."""
         return fastest(self.model, self.cluster, self.want, lengths=self.lengths)
 
+    @cached_property
+    def by_kind(self) -> str:
+        """What an algorithm for each kind of layers gains in the best run, in words; "" where one
+        for all layers is as fast."""
+        run = self.best.run
+        if run.per_layer is None:
+            return ""
+        assert self.search is not None
+        alike = self.search.attention.step(replace(run, per_layer=None)).seconds
+        return (
+            f"--burst-per-layer {run.per_layer}: a step {1 - self.best.seconds / alike:.1%} "
+            f"shorter than with {run.algorithm} in all layers"
+        )
+
     def flags(self, index: int = 0) -> list[str]:
         """Flags for `megatron-burst pretrain` and Megatron-LM's script of the model, one with its
         values per entry, quoted for a shell. `no_flag_for` names what they do not say.

@@ -34,8 +34,8 @@ command after --, whose parallel sizes and other run settings are ignored:
 exit status: 0 advice, 1 nothing fits, 2 bad input
 """
 # Fields of `Settings` that a flag of the same name fixes.
-FIXED = [name for name in flags.FIELDS
-         if name not in ("micro_batches", "optimizer_bytes", "fsdp", "path")]  # fmt: skip
+NOT_FIXED = "micro_batches", "optimizer_bytes", "fsdp", "path", "per_layer"
+FIXED = [name for name in flags.FIELDS if name not in NOT_FIXED]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -56,6 +56,8 @@ def show(found: Advice, command: Sequence[str] = ()) -> None:
     console.print(Text(f"step {step_said(found.best, found.cluster)}"))
     _show_time(console, found)
     _show_memory(console, found)
+    if found.by_kind:
+        console.print(Text(found.by_kind))
     if said := selection_said(found.model, found.best.run):
         console.print(Text(said))
     console.print(Text("\nWhat would make it faster", style="bold"))
@@ -173,10 +175,12 @@ def batches_said(run: Settings) -> str:
 
 
 def attention_said(run: Settings, packed: bool = False) -> str:
-    """Algorithm, side, layout, head chunks, placement."""
+    """Algorithm, side, layout, algorithms of some layers, head chunks, placement."""
     if run.cp == 1:
         return "on one rank"
     said = [run.algorithm, run.side, "balanced" if packed else run.layout]
+    if run.per_layer is not None:
+        said.append(run.per_layer)
     if run.head_chunks > 1:
         said.append(f"{run.head_chunks} head chunks")
     if 1 < run.ulysses < run.cp:
@@ -316,8 +320,8 @@ def one_of(each: Configuration, cluster: Cluster) -> dict[str, Any]:
     return {
         "groups": {name: getattr(run, name) for name in names},
         "attention": {name: getattr(run, name) for name in (
-            "algorithm", "side", "layout", "linear", "ulysses", "placement", "head_chunks",
-            "intra")},
+            "algorithm", "per_layer", "side", "layout", "linear", "ulysses", "placement",
+            "head_chunks", "intra")},
         "options": {name: getattr(run, name) for name in (
             "recompute", "store", "offload", "sequence_chunks", "mlp_tiles", "optimizer_offload",
             "lm_head_loss", "gradients")},

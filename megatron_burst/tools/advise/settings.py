@@ -9,8 +9,10 @@ from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 from ...schedule.algorithms import ALGORITHMS
 from ...schedule.head_shares import shareable
+from ...schedule.per_layer import layer_choices
 from ...schedule.topology import Placement, alternatives, divisors
 from ...units import byte_size
+from .shapes.layer_kinds import FULL, WINDOW
 from .shapes.models import Model
 
 # Which modules compute: Megatron's local ones on a CPU (torch's norms in fp32, unfused rope and
@@ -45,7 +47,8 @@ class Settings:
     over data- and context-parallel ranks; optimizer_offload: fraction that lies on the host.
     rope_local: tables of this rank's rows only, not of the whole sequence.
     linear: what carries the states of linear attention over context-parallel ranks.
-    algorithm, layout, side, wire, head_chunks: of attention; intra: ranks of a node, None: as the
+    algorithm, layout, side, wire, head_chunks: of attention; per_layer: algorithms of some layers,
+    as `--burst-per-layer` states them; intra: ranks of a node, None: as the
     cluster has. ulysses: context-parallel ranks that share heads, by `placement`; inner: ranks of
     an inner ring, None: those of a node. route: of chunks: "auto" is what runs here, "ring" hands
     them on even where few rows are wanted. fsdp: parameters and gradients are shared out too
@@ -77,6 +80,7 @@ class Settings:
     optimizer_bytes: int = 12
     optimizer_offload: float = 0.0
     algorithm: str = "burst"
+    per_layer: str | None = None
     layout: str = "zigzag"
     side: str = "auto"
     linear: Linear = "auto"
@@ -162,6 +166,8 @@ def check(model: Model, run: Settings) -> None:
     if run.cp > 1:
         check_carried(model, run.layout)
     _check_mixer(model, run)
+    if run.per_layer is not None:
+        _check_per_layer(model, run, run.per_layer)
     if run.recompute == "none" and (run.store or run.offload or run.chunked):
         raise ValueError(
             "--store, --offload, --sequence-chunks and --mlp-tiles are counted with recomputed "
@@ -261,6 +267,11 @@ def _kind(name: str, of: Any) -> _Kind:
             ),
             lambda name, value: f"{flag_of(name)} must be from 0 to 1, got {value!r}",
         )
+    if of == str | None:
+        return _Kind(
+            lambda value: value is None or isinstance(value, str),
+            lambda name, value: f"{flag_of(name)} must be a text, got {value!r}",
+        )
     least, may_lack = (0 if name.endswith("_bytes") else 1), type(None) in get_args(of)
 
     def fits(value: Any) -> bool:
@@ -321,6 +332,36 @@ def _check_heads(model: Model, run: Settings) -> None:
             f"--head-chunks {run.head_chunks} does not divide the {here} key/value heads that a "
             "rank computes"
         )
+
+
+def _check_per_layer(model: Model, run: Settings, stated: str) -> None:
+    """Every part of `per_layer` must name a layer with attention, whose rings take its
+    algorithm."""
+    flag = f"{flag_of('per_layer')} {stated}"
+    try:
+        parts = layer_choices(stated).parts
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from None
+    if run.cp == 1 or run.algorithm == "ulysses":
+        where = "--cp 1" if run.cp == 1 else "--algorithm ulysses"
+        raise ValueError(
+            f"{flag}: with {where} there is no ring whose algorithm could be chosen: take "
+            f"{'--cp above 1' if run.cp == 1 else '--algorithm hybrid'}, or leave it out"
+        )
+    kinds = [part.attention for part in model.parts]
+    for part in parts:
+        of = kinds[part.first - 1 : part.last] if part.kind is None else kinds
+        wanted = (FULL, WINDOW) if part.kind is None else (part.kind,)
+        if part.last > len(kinds) or not set(wanted) & set(of):
+            raise ValueError(
+                f"{flag}: {part.text} is of no layer with attention of {model.name}, which has "
+                f"{len(kinds)} layers, {model.windows} of them with a window: leave it out"
+            )
+        if model.indexer is not None and not ALGORITHMS[part.algorithm].keeps:
+            raise ValueError(
+                f"{flag}: keys must travel to the queries of {model.name}'s sparse attention, "
+                f"which they do not with {part.algorithm}: take burst or multicast"
+            )
 
 
 def _check_mixer(model: Model, run: Settings) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from ...autotune import cluster_file
 from ...autotune.clusters import Cluster, gpu
-from .account.steps import layers_of
+from .account.steps import parts_of
 from .forecast.attention_time import attention_time
 from .forecast.faults import Faults, Group, groups
 from .forecast.layer_time import (
@@ -149,7 +149,7 @@ def _stages(
         forward_seconds, backward_seconds = (
             each.total + (factor - 1) * each[HEAD] for each in (forward, backward)
         )
-        cores = (timed(model.parts[each]).core for each in layers_of(model, run, index))
+        cores = (timed(part).core for part in parts_of(model, run, index))
         # Layers follow one another, so their deviations add up as those of independent draws do.
         spread = math.sqrt(sum(core.spread**2 for core in cores if core is not None))
         found.append(_Stage(forward_seconds, backward_seconds, spread))
@@ -214,6 +214,11 @@ def simulate(
         cluster = cluster_file.read(cluster) if from_file else Cluster(gpu(str(cluster)), run.gpus)
     _check_groups(cluster, run, faults)
     if part == "attention":
+        if run.per_layer is not None:
+            raise ValueError(
+                f"per_layer {run.per_layer}: part attention is one call: give its algorithm, and "
+                "leave per_layer out"
+            )
         return attention_time(model, cluster, run, faults)
     if part == "layer":
         return (

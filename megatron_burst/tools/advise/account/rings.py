@@ -15,7 +15,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from ....layout import make
-from ....masks import Causal
+from ....masks import Causal, Window
 from ....options import ring_algorithm
 from ....schedule import cost
 from ....schedule.demand import wanted
@@ -282,14 +282,15 @@ class _Replay:
 
 ALL_GRADIENTS = (True, True, True)
 RoomsOf = Callable[..., tuple[Rooms, Rooms]]  # called as `ring_rooms`
-CoreOf = Callable[[LayerSizes, Settings], Core]  # called as `core_of`
+CoreOf = Callable[..., Core]  # called as `core_of`
 SHORT = 64  # rows of a rank in the schedule whose buffers are counted, for each chunk of a layout
 
 
-def core_of(x: LayerSizes, run: Settings, rooms_of: RoomsOf | None = None) -> Core:
+def core_of(x: LayerSizes, run: Settings, rooms_of: RoomsOf | None = None, window: int = 0) -> Core:
     """What the core attention of one layer holds beside its tensors, for causal sequences.
 
-    rooms_of: `ring_rooms`, or one that remembers.
+    rooms_of: `ring_rooms`, or one that remembers. window: tokens that a query sees, 0: all before
+    it.
     """
     shared, x = run.ulysses, on_ring(x if x.indexer is None else x.absorbed, run)
     rows, chunk = run.rows * shared, run.rows * shared // run.sequence_chunks
@@ -315,6 +316,7 @@ def core_of(x: LayerSizes, run: Settings, rooms_of: RoomsOf | None = None) -> Co
     forward, backward = (rooms_of or ring_rooms)(
         run.algorithm, run.layout, run.cp // shared, intra_of(run), side, run.wire == "bf16",
         run.path == "cpu", joins(x.indexer is not None, run),
+        -(-(window - 1) * SHORT * run.cp // (shared * run.seq)) if window else None,
     )  # fmt: skip
     rows_of = {"kv": rows, "dkv": rows, "query": chunk, "dquery": chunk, "out": chunk}
 
@@ -401,14 +403,15 @@ def _row_sizes(x: LayerSizes, run: Settings) -> RowSizes:
 
 def ring_rooms(
     algorithm: str, layout: str, cp: int, intra: int, side: str, wire: bool, packed: bool,
-    joined: bool | None = None,
+    joined: bool | None = None, before: int | None = None,
 ) -> tuple[Rooms, Rooms]:  # fmt: skip
     """The most that any rank takes in forward and in backward, of shards of `SHORT` rows. joined:
-    as `joins` says."""
+    as `joins` says; before: how many of these rows before its own a query sees, None: all."""
     intra = intra if cp % intra == 0 else cp
     grid = Grid(cp // intra, intra)
     shards = [make(layout, cp_size=cp).spans(rank, cp * SHORT) for rank in range(cp)]
-    seen = wanted(Causal(), shards, shards, joined)
+    mask = Causal() if before is None else Window(before, 0)
+    seen = wanted(mask, shards, shards, joined)
     sizes = RowSizes(SHORT, 1, 4, 1, 8, 8, 2, 4, 4, ALL_GRADIENTS)
     name = ring_algorithm(algorithm)
     forward = cost.forward_schedule(name, grid, seen, sizes)

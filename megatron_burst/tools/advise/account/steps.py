@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from ....schedule.per_layer import layer_choices
 from ..settings import BYTES, Settings, stage_layers
 from ..shapes.layer_kinds import FULL, MIXER, WINDOW, LayerPart
 from ..shapes.models import Model
@@ -19,6 +20,7 @@ from .operators import (
     ATTENTION,
     MLP,
     B,
+    Core,
     F,
     LayerSizes,
     attention_half,
@@ -41,7 +43,7 @@ class LayerWalk:
         self._halves: dict[tuple[Any, ...], Half] = {}
         self.sparse = LayerSizes.of(model, run)
         self.dense = LayerSizes.of(model, run, sparse=False)
-        again = core_of(self.dense, run)  # of a recompute
+        self._core_of, again = core_of, core_of(self.dense, run)  # of a recompute
         self.cores = {"first": replace(again, store=0.0), "again": again}
         rows, x = run.rows, self.dense
         self.hidden = rows / run.tp * model.hidden * B
@@ -179,7 +181,17 @@ class LayerWalk:
             return mlp_half(self.sparse if part.sparse else self.dense, rows, prefix)
         if part.attention == MIXER:
             return mixer_half(self.dense, rows, prefix)
-        return attention_half(self.dense, rows, self.cores[time], prefix)
+        return attention_half(self.dense, rows, self._core(part, time), prefix)
+
+    def _core(self, part: LayerPart, time: str) -> Core:
+        """What its core attention holds. A layer that has the run's algorithm counts as one that
+        sees all, which takes most."""
+        core = self.cores[time]
+        if part.algorithm is None:
+            return core
+        window = self.model.window if part.attention == WINDOW else 0
+        own = replace(self.run, algorithm=part.algorithm)
+        return replace(self._core_of(self.dense, own, window=window), store=core.store)
 
 
 def halves_of(part: LayerPart) -> list[str]:
@@ -205,7 +217,7 @@ class TrainingStep:
         self.model, self.run, self.stage, self.every = model, run, stage, every
         self.tape = Tape(every)
         self.walk = LayerWalk(model, run, self.tape, core_of)
-        self.parts = [model.parts[layer] for layer in layers_of(model, run, stage)]
+        self.parts = parts_of(model, run, stage)
         self.layers = len(self.parts)
         self.hidden = self.walk.hidden
         self.host = 0
@@ -356,3 +368,19 @@ def layers_of(model: Model, run: Settings, stage: int) -> list[int]:
     each = model.layers // (run.pp * run.vpp)
     starts = [(chunk * run.pp + stage) * each for chunk in range(run.vpp)]
     return [layer for start in starts for layer in range(start, start + each)]
+
+
+def parts_of(model: Model, run: Settings, stage: int) -> list[LayerPart]:
+    """What the layers of a stage are made of, with the algorithms that the run names for some."""
+    layers = layers_of(model, run, stage)
+    if run.per_layer is None:
+        return [model.parts[layer] for layer in layers]
+    chosen = layer_choices(run.per_layer)
+
+    def part(layer: int) -> LayerPart:
+        found = model.parts[layer]
+        if found.attention not in (FULL, WINDOW):
+            return found
+        return found._replace(algorithm=chosen.algorithm(layer + 1, found.attention == WINDOW))
+
+    return list(map(part, layers))

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from ....autotune.clusters import Cluster
 from ....autotune.gpus import Gpu
 from ..account.operators import CHUNK, B, F, LayerSizes, chunk_states
+from ..account.steps import parts_of
 from ..settings import Settings
 from ..shapes.layer_kinds import Mixer
 from ..shapes.model import FULL, MIXER, WINDOW, LayerPart, Model
@@ -269,11 +270,11 @@ def layer_time(
 ) -> LayerTime:
     """The time of one layer.
 
-    part: what it is made of, as `Model.parts` lists them; None: the last layer's. attention: times
+    part: what it is made of, as `parts_of` lists them; None: the last layer's. attention: times
     its core attention; states: times the exchange of states. A search gives ones that remember.
     wait: for launches, where they take longer.
     """
-    part = part or model.parts[-1]
+    part = part or parts_of(model, run, run.pp - 1)[-1]
     forward, backward, again = SecondsByPart(), SecondsByPart(), SecondsByPart()
     for product in products(model, run, part):
         taken = product_seconds(cluster.gpu, product) * product.times
@@ -296,7 +297,8 @@ def layer_time(
     core = None
     if part.attention in (FULL, WINDOW):
         window = model.window if part.attention == WINDOW else 0
-        core = attention(model, cluster, run, faults, window=window)
+        own = replace(run, algorithm=part.algorithm) if part.algorithm else run
+        core = attention(model, cluster, own, faults, window=window)
         forward[ATTENTION], backward[ATTENTION] = core.forward, core.backward
         if full:
             again[ATTENTION] = recomputed_attention(core, run)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from ....autotune.clusters import Cluster
 from ..account.memory import parameters
 from ..account.operators import B
-from ..account.steps import layers_of
+from ..account.steps import parts_of
 from ..settings import BYTES, Settings, check
 from ..shapes.model import LayerPart, Model
 from .attention_time import attention_time
@@ -208,7 +208,7 @@ def _stage(
     """One micro-batch on a stage: its layers, the embedding on the first, the head on the last."""
     forward = SecondsByPart()
     backward = SecondsByPart()
-    kinds = Counter(model.parts[each] for each in layers_of(model, run, index))
+    kinds = Counter(parts_of(model, run, index))
     for part, count in kinds.items():
         one = layer(part)
         forward.add(one.forward, count)

@@ -17,9 +17,10 @@ from ....autotune.candidates import Candidate, Fixed, GridSchedules, Workload, g
 from ....autotune.clusters import Cluster
 from ....autotune.places import Nodes
 from ....layout import Layout, make
-from ....masks import Causal, Mask
+from ....masks import Causal, Mask, Window
 from ....options import ring_algorithm
 from ....schedule.head_shares import Share
+from ....schedule.per_layer import WINDOW
 from ....schedule.sizes import Sizes
 from ....schedule.tables import SIDES
 from ....schedule.topology import Topology, alternatives
@@ -28,6 +29,7 @@ from ..forecast.attention_time import (
     attention_time,
     remembered,
     sizes_of,
+    topology_of,
 )
 from ..forecast.faults import Faults
 from ..forecast.scan_time import scan_seconds, scan_time
@@ -77,15 +79,36 @@ class AttentionForecast:
         return step_time(self.model, self.cluster, run, self.at_least, self.states, True)
 
     def settled(self, run: Settings) -> Settings:
-        """The run with the attention settings that are predicted to be fastest."""
+        """The run with the attention settings that are predicted to be fastest, the same in all
+        layers."""
         if run.cp == 1:
             return run
         whole = self._key(replace(run, sequence_chunks=1))
         if whole not in self._choices:
             taken = self.candidate(run)
             self._choices[whole] = {name: getattr(taken, name) for name in CHOSEN}
-        settled = replace(run, **self._choices[whole])
+        settled = replace(run, per_layer=None, **self._choices[whole])
         return settled if run.sequence_chunks == 1 else self._in_chunks(settled)
+
+    def by_kind(self, run: Settings) -> Settings:
+        """The run with the algorithm of layers with a window that is predicted to be fastest,
+        beside its own in all others, if that is another one; with the run's side, head chunks and
+        groups, which all layers share. One that is pinned is that of all layers."""
+        model = self.model
+        two = 0 < model.windows < model.attentions
+        if not two or run.ulysses == run.cp or "algorithm" in self.pinned:
+            return run
+        key = WINDOW, self._key(run)
+        if key not in self._choices:
+            work = Workload(sizes_of(model, run), Window(model.window - 1, 0), self.layout(run))
+            shared = Fixed(None, run.side, run.head_chunks)
+            grid, nodes = topology_of(self.cluster, run), self.cluster.nodes(run.tp)
+            taken = select.fastest(work, [grid], self.cluster.rank_rates(), shared, nodes)
+            algorithm = ring_algorithm(taken.algorithm)
+            other = algorithm != ring_algorithm(run.algorithm)
+            self._choices[key] = {"per_layer": f"{WINDOW}={algorithm}"} if other else {}
+        chosen = self._choices[key]
+        return replace(run, **chosen) if chosen else run
 
     def _in_chunks(self, run: Settings) -> Settings:
         """The same with the side that suits chunks of rows: keys go round once for each."""

@@ -185,7 +185,7 @@ def hybrid_flags(model: Model, stages: int = 1) -> Iterator[str]:
 
 def _signs(model: Model, index: int) -> str:
     """Megatron's letters of a layer: one for each half that it has."""
-    attention, mlp, sparse = model.parts[index]
+    attention, mlp, sparse, _ = model.parts[index]
     first = ""
     if attention == MIXER:
         first = {DELTA_NET: "G", MAMBA: "M"}.get(_name(model), "*")

@@ -164,6 +164,11 @@ class PackedForecast(AttentionForecast):
             )
         return self._layouts[key]
 
+    def by_kind(self, run: Settings) -> Settings:
+        """The run: of layers with a window only an estimate is known, the same of all
+        algorithms."""
+        return run
+
     def timed(self, run: Settings, window: int = 0) -> AttentionTime:
         """The time of the candidate that is taken for these packs; of a layer that sees a window,
         an estimate from it."""

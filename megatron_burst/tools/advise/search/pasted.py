@@ -134,6 +134,7 @@ def choices(run: Settings, packed: bool = False, carries: bool = False) -> dict[
     ours = run.cp > 1
     wanted: dict[str, Any] = {
         "algorithm": run.algorithm if ours else "megatron",
+        "per_layer": run.per_layer if ours else None,
         "layout": run.layout if ours and not packed else BurstConfig.layout,
         "side": run.side if ours else "auto",
         "ulysses_size": run.ulysses if ours and run.ulysses not in (1, run.cp) else None,

@@ -240,7 +240,7 @@ class Search:
                 best = self._taken(timed)
                 if best is not None or any(one.fit.device >= 0 for one in self._failed):
                     best = self._taken(self._finer(groups, best)) or best
-            return best
+            return best and self._by_kind(best)
         except ValueError as error:  # what is fixed does not go with these groups
             self.refused = error
             return None
@@ -306,6 +306,16 @@ class Search:
         settled = map(self.attention.settled, runs)
         found = ((self.attention.step(run), run) for run in settled)
         return sorted(found, key=lambda each: (each[0].seconds, simplicity(each[1])))
+
+    def _by_kind(self, found: Configuration) -> Configuration:
+        """The same with an algorithm for each kind of layers, where that gains more than a tie and
+        fits."""
+        run = self.attention.by_kind(found.run)
+        if run is found.run:
+            return found
+        each = self._account(self.attention.step(run), run)
+        gains = each.seconds * (1 + TIE) < found.seconds
+        return each if gains and each.fit.fits else found
 
     def _account(self, time: StepTime, run: Settings) -> Configuration:
         """A run with its account, which is remembered."""

@@ -42,11 +42,13 @@ def _faster(best: Configuration, search: Search) -> Iterator[WhatIf]:
     """Faster parts of the cluster, the run with the attention that is best then."""
     for words, other in faster_parts(search.cluster):
         attention = search.attention.on(other)
-        runs = [best.run, attention.settled(best.run)]
+        runs = [best.run, attention.by_kind(attention.settled(best.run))]
         times = [attention.step(run).seconds for run in runs]
         then = ""
         if times[1] < times[0] and runs[1] != runs[0]:
             then = f"{runs[1].algorithm}, side {runs[1].side}"
+            if runs[1].per_layer is not None:
+                then += f", {runs[1].per_layer}"
             if runs[1].ulysses > 1:
                 then += f", {runs[1].ulysses} ranks sharing heads"
         yield WhatIf(words, 1 - min(times) / best.seconds, then)
@@ -83,6 +85,9 @@ def _larger(best: Configuration, search: Search) -> Iterator[WhatIf]:
     lack least, and the fastest of them."""
     lacking: list[tuple[float, float, Settings]] = []
     for time, run in search.timed(options_of(best.run, search.want, chunked=False)):
+        if best.run.per_layer is not None:
+            run = search.attention.by_kind(run)
+            time = search.attention.step(run)
         gain = 1 - time.seconds / best.seconds
         if gain >= LEAST:
             left = fit(account(search.model, run, every=False), search.cluster)

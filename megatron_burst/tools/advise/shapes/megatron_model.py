@@ -132,10 +132,7 @@ def _hybrid(get: Get) -> str:
 
 
 def _layers(frequency: Any, layers: int, *, every_is: bool) -> list[bool]:
-    """Megatron's frequencies: N says that one layer in N is, or is not; a list, or Python that
-    makes one, says it of each."""
-    if isinstance(frequency, str):
-        frequency = int(frequency) if frequency.isdigit() else _list_of(frequency)
+    """Megatron's frequencies: N says that one layer in N is, or is not; a list says it of each."""
     if isinstance(frequency, int):
         # Experts are in the first layer of N, full attention is in the last.
         at = 0 if every_is else frequency - 1
@@ -143,24 +140,6 @@ def _layers(frequency: Any, layers: int, *, every_is: bool) -> list[bool]:
     if len(frequency) != layers:
         raise ValueError(f"a pattern of {len(frequency)} layers for {layers}: {frequency}")
     return [bool(value) for value in frequency]
-
-
-def _list_of(text: str) -> list[int]:
-    """ "([0]*3+[1]*58)": lists, their sums and multiples, as Megatron evaluates them."""
-
-    def value(node: ast.expr) -> Any:
-        match node:
-            case ast.Constant(value=int() as number):
-                return number
-            case ast.List(elts=items):
-                return [value(item) for item in items]
-            case ast.BinOp(left=left, op=ast.Add(), right=right):
-                return value(left) + value(right)
-            case ast.BinOp(left=left, op=ast.Mult(), right=right):
-                return value(left) * value(right)
-        raise ValueError(f"a list such as ([0]*3+[1]*58), or a number, got {text!r}")
-
-    return value(ast.parse(text, mode="eval").body)
 
 
 def _mixer(get: Get, pattern: str) -> Mixer | None:
