@@ -17,6 +17,7 @@ from benchmarks.report import machine
 from .cells import HEADS, REGIMES, RIVALS, Cell
 from .enclosure import Unavailable, enclosed
 from .network import WIRINGS
+from .problems import DOCUMENTS
 from .results import MEASURED, kept, load, save
 from .suites import EVERY, FULL, SUITES, Suite, cells
 
@@ -82,6 +83,15 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--repeats", type=int, help="runs of each (default: 3; full: 5)")
         for name in NARROWED:
             command.add_argument(f"--{name}", help="only those whose name contains one of A,B,...")
+    steps = commands.add_parser("steps", help="whole training steps of a small Llama, 2 x 2 ranks")
+    steps.set_defaults(run=_steps)
+    steps.add_argument("--rates", default="50M/200M", help="inter/intra bit/s (50M/200M)")
+    steps.add_argument(
+        "--documents", default=",".join(DOCUMENTS), help=f"of {', '.join(DOCUMENTS)}"
+    )
+    steps.add_argument("--tokens", type=int, default=2048, help="per rank (2048)")
+    steps.add_argument("--rounds", type=int, default=2, help="of all ways in turn (2)")
+    steps.add_argument("--steps", type=int, default=2, help="timed in each round (2)")
     chart = commands.add_parser("chart", help="draw the figure of docs/cluster.md, or another")
     chart.set_defaults(run=_chart)
     chart.add_argument("--csv", type=Path, nargs="+", default=[MEASURED], help="of `bench`, joined")
@@ -198,6 +208,24 @@ def _measured(
         return None
     say(f"records: {out}")
     return records
+
+
+def _steps(arguments: Arguments) -> int:
+    kinds = arguments.documents.split(",")
+    if unknown := [kind for kind in kinds if kind not in DOCUMENTS]:
+        raise ValueError(f"--documents: there is {', '.join(DOCUMENTS)}, got {unknown[0]!r}")
+
+    os.environ["PYTHONWARNINGS"] = "ignore"  # every rank would repeat Megatron's
+
+    def inside() -> int:
+        from . import steps
+
+        print(steps.measured(arguments.rates, kinds, arguments.tokens, arguments.rounds,
+                             arguments.steps, say))  # fmt: skip
+        print(f"\n`{shlex.join(sys.argv[1:])}`; {machine()}; load {os.getloadavg()[0]:.1f}")
+        return 0
+
+    return enclosed(inside)
 
 
 def _chart(arguments: Arguments) -> int:

@@ -117,7 +117,7 @@ SUITES = {
          Rival("groups by Megatron's rule", whole.RING, layout="dynamic"),
          Rival("groups of FlexSP's kind", "multicast", "auto", layout="flexsp"),
          Rival(OURS, "auto", "auto", layout=CHOSEN)),
-        ("Megatron p2p", f"{EACH}, 4 head chunks"), "2x4,4x2,2x2", "100M/400M", "MHA 8", 2048,
+        ("Megatron p2p", f"{EACH}, 4 head chunks"), "2x4,4x2,2x2", "50M/200M", "MHA 8", 4096,
         tuple(f"documents {name}" for name in DOCUMENTS), wires=("bf16",),
         regimes="communication,balanced,compute", width=16, dtype="bf16", ours=OURS,
         targets=TARGETS,

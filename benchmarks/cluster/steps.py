@@ -1,0 +1,229 @@
+"""Whole training steps over shaped links: packed documents, a small Llama of Megatron-Core.
+
+Every way trains the same model on the same documents: forward, backward, reduction of gradients and
+optimizer, all computed for real on the cores that the ranks share. So it shows what links cost, and
+not what an imbalance of compute does. Megatron's own attention over several ranks needs Transformer
+Engine and a GPU: its schedules run on our code. Dynamic context parallelism is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.report import Ratio, markdown
+
+from .network import Network, Rates
+from .problems import bounds
+from .ranks import RankError, Ranks, State
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NODES, PER_NODE, VOCABULARY = 2, 2, 512
+MODEL = (
+    "--num-layers 4 --hidden-size 256 --ffn-hidden-size 704 --num-attention-heads 8 "
+    "--num-query-groups 4 --data-path none --init-method-std 0.06 --lr 1e-3 --min-lr 1e-4"
+)
+SAME = 1e-4  # relative difference of the losses of two ways
+
+
+class Way(NamedTuple):
+    """How context parallelism splits a pack. padded: each document to a multiple of 2 x ranks, as
+    Megatron needs it, in zigzag order of each."""
+
+    name: str
+    algorithm: str
+    layout: str = "zigzag"
+    padded: bool = True
+    side: str = "kv"
+
+
+OURS = "ours"
+WAYS = (
+    Way("Megatron p2p", "ring"),
+    Way("Megatron a2a", "ulysses"),
+    Way(OURS, "auto", "balanced", False, "auto"),
+)
+
+
+class Pack(NamedTuple):
+    """Documents one after another, perhaps with padding behind each: [total] each. ends, padded:
+    cumulative lengths without and with the padding."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    positions: np.ndarray
+    counts: np.ndarray  # 1 where the label is one of the same document
+    ends: list[int]
+    padded: list[int]
+
+
+class Step(NamedTuple):
+    """One step: seconds from the first rank's begin to the last one's end, and the loss."""
+
+    seconds: float
+    loss: float
+
+
+def pack(documents: str, seed: int, length: int, multiple: int) -> Pack:
+    """The documents of `bounds`, each padded to a multiple; alike on all ranks. Their tokens do not
+    depend on the padding."""
+    ends = bounds(documents, seed, length)
+    lengths = np.diff(ends)
+    drawn = np.random.default_rng((seed, 1)).integers(0, VOCABULARY, length)
+    room = -(-lengths // multiple) * multiple
+    padded = [0, *np.cumsum(room).tolist()]
+    inside = np.concatenate([np.arange(each) for each in lengths])
+    at = np.repeat(padded[:-1], lengths) + inside
+    tokens, labels, positions, counts = np.zeros((4, padded[-1]), dtype=np.int64)
+    tokens[at], positions[at] = drawn, inside
+    follows = inside < np.repeat(lengths, lengths) - 1
+    labels[at], counts[at] = np.where(follows, np.roll(drawn, -1), 0), follows
+    return Pack(tokens, labels, positions, counts, ends, padded)
+
+
+def start(state: State) -> None:
+    """Once per rank: Megatron on the CPU."""
+    from megatron_burst.testing import cpu
+
+    os.environ["WORLD_SIZE"] = str(dist.get_world_size())  # as a launcher says it
+    cpu.enable()
+    sys.path.insert(0, str(EXAMPLES))
+    import pretrain_gpt  # noqa: F401  the slow import
+
+
+def train(
+    state: State, way: Way, documents: str, tokens: int, seeds: Sequence[int]
+) -> list[tuple[float, float, float]]:
+    """A step for each seed: when it began and ended on this rank, and its loss. Collective."""
+    import arguments
+    import model as example
+    import pretrain_gpt
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    import megatron_burst as mb
+    import megatron_burst.megatron as burst
+
+    size = dist.get_world_size()
+    words = f"{MODEL} --seq-length {tokens * size} --vocab-size {VOCABULARY}"
+    words += f" --context-parallel-size {size} --burst-layout {way.layout}"
+    words += f" --hierarchical-context-parallel-sizes {PER_NODE} {size // PER_NODE}"
+    args = arguments.parse_args(words.split())
+    burst.install(layout=way.layout)
+    try:
+        config = example.model_config(args)
+        choice = mb.BurstConfig(algorithm=way.algorithm, layout=way.layout, side=way.side)
+        burst.configure(config, choice)
+        if "megatron" not in state:
+            pretrain_gpt.make_groups(args)
+            state["megatron"] = True
+        torch.manual_seed(args.seed)
+        stages = example.build_model(args, config)
+        optimizer, _ = example.build_optimizer(args, config, stages)
+        optimizer.param_groups[0]["lr"] = args.lr
+        done = []
+        for seed in seeds:
+            whole = pack(documents, seed, tokens * size, 2 * size if way.padded else 1)
+            dist.barrier()
+            begin = time.perf_counter()
+            stages[0].zero_grad_buffer()
+            optimizer.zero_grad()
+            reports = get_forward_backward_func()(
+                forward_step_func=pretrain_step, data_iterator=[batches(whole)], model=stages,
+                num_microbatches=1, seq_length=len(whole.tokens), micro_batch_size=1,
+            )  # fmt: skip
+            optimizer.step()
+            end = time.perf_counter()
+            done.append((begin, end, pretrain_gpt.mean_over_all_tokens(reports)))
+        return done
+    finally:
+        burst.uninstall()
+
+
+def batches(whole: Pack) -> Iterator[dict[str, Any]]:
+    """This rank's share of a pack, the one micro-batch of a step."""
+    import megatron_burst.megatron as burst
+    from megatron_burst.megatron.data.packed import params_of
+
+    ends, padded = (torch.tensor(x, dtype=torch.int32) for x in (whole.ends, whole.padded))
+    params = params_of(ends, int(ends.diff().max()), padded if whole.ends != whole.padded else None)
+    names = ("tokens", "labels", "position_ids", "loss_mask")
+    shares = {
+        name: burst.shard_sequence(torch.from_numpy(x)[None], params)
+        for name, x in zip(names, whole[:4], strict=True)
+    }
+    yield shares | {"loss_mask": shares["loss_mask"].float(), "packed_seq_params": params}
+
+
+def pretrain_step(data: Iterator[dict[str, Any]], model: torch.nn.Module) -> Any:
+    """One micro-batch, as Megatron's schedules want it."""
+    from functools import partial
+
+    import pretrain_gpt
+
+    batch = next(data)
+    losses = model(
+        batch["tokens"], batch["position_ids"], attention_mask=None, labels=batch["labels"],
+        loss_mask=batch["loss_mask"], packed_seq_params=batch["packed_seq_params"],
+    )  # fmt: skip
+    return losses, partial(pretrain_gpt.sum_of_losses, batch["loss_mask"])
+
+
+def measured(
+    rates: str, documents: Sequence[str], tokens: int, rounds: int, steps: int, say: Any
+) -> str:
+    """All ways in turn, `rounds` times; in each round a step to warm up, and `steps` timed ones."""
+    from .bench import built
+
+    network, lines = Network(NODES, PER_NODE, Rates.parse(rates)), []
+    with built(network), Ranks(network) as ranks:
+        ranks.run(start)
+        for kind in documents:
+            found: dict[str, list[Step]] = {way.name: [] for way in WAYS}
+            for number in range(rounds):
+                first = number * (steps + 1)
+                seeds = range(first, first + steps + 1)
+                for way in WAYS:
+                    say(f"documents {kind}, {way.name} ({number + 1}/{rounds})")
+                    runs = ranks.run(train, way, kind, tokens, seeds)
+                    found[way.name] += stepped(runs)[1:]
+            agree(found)
+            lines += table(kind, found, tokens * network.size)
+    heads = ["documents", "way", "seconds of a step", "real tokens per second",
+             "tokens per second of ours over it"]  # fmt: skip
+    return markdown(heads, lines)
+
+
+def stepped(runs: Sequence[Sequence[tuple[float, float, float]]]) -> list[Step]:
+    """The steps of all ranks as one; all share one clock, and the loss is the same on all."""
+    return [
+        Step(max(end for _, end, _ in each) - min(begin for begin, _, _ in each), each[0][2])
+        for each in zip(*runs, strict=True)
+    ]
+
+
+def agree(found: dict[str, list[Step]]) -> None:
+    """RankError unless all ways have the same losses."""
+    names = list(found)
+    for name in names[1:]:
+        for one, other in zip(found[names[0]], found[name], strict=True):
+            if not abs(one.loss - other.loss) <= SAME * abs(one.loss):
+                raise RankError(f"{name}: the loss is {other.loss}, {names[0]}'s {one.loss}")
+
+
+def table(kind: str, found: dict[str, list[Step]], tokens: int) -> list[list[str]]:
+    """A row per way; tokens: real ones of a step."""
+    times = {name: [step.seconds for step in each] for name, each in found.items()}
+    return [
+        [kind, name, f"{median(each):.3f} ({min(each):.3f} to {max(each):.3f})",
+         f"{tokens / median(each):,.0f}", str(Ratio.of(each, times[OURS]))]
+        for name, each in times.items()
+    ]  # fmt: skip

@@ -1,0 +1,81 @@
+"""Whole steps on the emulated cluster: packs, losses and speeds by hand; a small run."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cluster import __main__ as command
+from benchmarks.cluster import problems, steps
+from benchmarks.cluster.ranks import RankError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_padding_moves_documents_and_changes_nothing_in_them(monkeypatch):
+    """Documents of 3, 1 and 4 tokens, each padded to a multiple of 4: 4, 4 and 4."""
+    monkeypatch.setattr(steps, "bounds", lambda *_: [0, 3, 4, 8])
+    tight, padded = (steps.pack("500", 1, 8, multiple) for multiple in (1, 4))
+    assert tight.ends == tight.padded == padded.ends == [0, 3, 4, 8]
+    assert padded.padded == [0, 4, 8, 12]
+    assert tight.positions.tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
+    assert tight.counts.tolist() == [1, 1, 0, 0, 1, 1, 1, 0]
+    t = tight.tokens.tolist()
+    assert tight.labels.tolist() == [t[1], t[2], 0, 0, t[5], t[6], t[7], 0]
+    for whole, loose in zip(tight[:4], padded[:4], strict=True):
+        a, b, c, d, e, f, g, h = whole.tolist()
+        assert loose.tolist() == [a, b, c, 0, d, 0, 0, 0, e, f, g, h]
+
+
+def test_a_seed_says_which_documents_and_tokens():
+    one, again, other = (steps.pack("500", seed, 4096, 8) for seed in (1, 1, 2))
+    assert one.ends == again.ends == problems.bounds("500", 1, 4096) != other.ends
+    assert (one.tokens == again.tokens).all()
+    assert all(end % 8 == 0 for end in one.padded)
+
+
+def test_a_step_lasts_from_the_first_begin_to_the_last_end():
+    ranks = [[(1.0, 3.0, 0.5), (4.0, 5.0, 0.25)], [(0.5, 2.0, 0.5), (4.5, 7.0, 0.25)]]
+    assert steps.stepped(ranks) == [(2.5, 0.5), (3.0, 0.25)]
+
+
+def test_the_speed_is_that_of_real_tokens():
+    """100 tokens in medians of 4 and 2 s; run by run ours is 2, 1.5 and 4 times as fast."""
+    found = {"Megatron p2p": [steps.Step(s, 1.0) for s in (4.0, 3.0, 8.0)],
+             steps.OURS: [steps.Step(2.0, 1.0)] * 3}  # fmt: skip
+    assert steps.table("500", found, 100) == [
+        ["500", "Megatron p2p", "4.000 (3.000 to 8.000)", "25", "2.00 (1.50 to 4.00)"],
+        ["500", "ours", "2.000 (2.000 to 2.000)", "50", "1.00 (1.00 to 1.00)"],
+    ]
+
+
+def test_ways_whose_losses_differ_are_an_error():
+    same = {"a": [steps.Step(1.0, 5.0)], "b": [steps.Step(2.0, 5.0004)]}
+    steps.agree(same)
+    for wrong in (5.001, float("nan")):
+        with pytest.raises(RankError, match=r"c: the loss is .*, a's 5.0"):
+            steps.agree(same | {"c": [steps.Step(1.0, wrong)]})
+
+
+def test_documents_that_there_are_not_are_refused():
+    parsed = command.parser().parse_args(["steps", "--documents", "500,2K"])
+    with pytest.raises(ValueError, match="--documents: there is 500, 1K, tail, got '2K'"):
+        parsed.run(parsed)
+
+
+@pytest.mark.slow
+def test_steps_of_all_ways_have_one_loss():
+    """The run compares the losses itself."""
+    pytest.importorskip("megatron.core")
+    words = ["steps", "--documents", "500", "--tokens", "256", "--rounds", "1", "--steps", "1"]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "benchmarks.cluster", *words],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    if done.returncode == 2:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split("|")[2].strip() for line in done.stdout.splitlines()[2:5]] == [
+        way.name for way in steps.WAYS
+    ]
