@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import megatron_burst as mb
 from benchmarks.cluster import __main__ as command
 from benchmarks.cluster import (
     cells,
@@ -364,6 +365,16 @@ def test_the_least_bytes_between_nodes_count_a_row_once_per_node():
         for key in positions[owner]
     )
     assert mail.least_between(schedule, sizes) == rows * 8
+
+
+def test_the_least_bytes_are_said_once():
+    """By the first rank of a plan: causal zigzag of 2 x 2, 2 rows of a piece. Keys and values of 6
+    of the 8 pieces are seen by the other node, by hand: all but the last of ranks 0 and 1."""
+    grid = mb.Groups.in_process(inter=2, intra=2)
+    plan = mb.prepare(shape=(4, 1, 1, 4), groups=grid, algorithm="burst", side="kv")
+    found = [mail.of(each)["least"]["forward"] for each in plan.ranks]
+    assert found == [found[0], 0, 0, 0]
+    assert found[0] == 6 * 2 * 2 * 4 * 4
 
 
 # --- suites --------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ rank of the node.
 
 from __future__ import annotations
 
+from functools import reduce
+
 import numpy as np
 
 from ..demand import Demand
@@ -96,9 +98,8 @@ class _Path:
         wants them, and from the first on that adds to them."""
         wanted = self.wanted
         sent = wanted & ~self.from_forward if self.demand.kept else wanted
-        if axis == 1:
-            wanted = _any(wanted)
-            sent = _any(sent) if self.demand.kept else wanted
+        if axis == 1:  # by columns: NumPy's reductions of a short axis take far longer
+            wanted, sent = (reduce(np.logical_or, np.moveaxis(x, 2, 0)) for x in (wanted, sent))
         # Turned, the ring counts from its end: the farthest rank is the first one that adds.
         return _farthest(sent), _farthest(_turned(wanted, axis))
 
@@ -133,14 +134,14 @@ class _Path:
 
     def pairs(self) -> Pairs:
         """What is computed."""
-        owner, step, rows = self._entries(self.wanted)
-        return self.demand.pairs(self._rank(owner, step), step, owner, rows)
+        owner, step, rows, rank, _ = self._entries(self.wanted)
+        return self.demand.pairs(rank, step, owner, rows)
 
     def kept(self) -> Kept:
         """In the order of the steps."""
-        owner, step, rows = self._entries(self.wanted & self.from_forward)
+        owner, step, rows, rank, _ = self._entries(self.wanted & self.from_forward)
         order = np.argsort(step, kind="stable")
-        return Kept(self._rank(owner, step)[order], owner[order], rows[order])
+        return Kept(rank[order], owner[order], rows[order])
 
     def within(self, family: str, ring: str, blocks: bool) -> Transfers:
         """The hops to the next rank of the node. blocks: do gradients land where posted?
@@ -153,8 +154,7 @@ class _Path:
         gradient = family != self.demand.side
         # The partial gradients of the owner's own node stay in it: at outer step 0 the ring of the
         # node ends at the owner, so nothing of them has to come home from another node.
-        owner, step, rows = self._entries(self.moves(2, gradient))
-        src, dst = self._rank(owner, step), self._rank(owner, step, 1)
+        owner, step, rows, src, dst = self._entries(self.moves(2, gradient))
         post = step + gradient
         land = post + (not (gradient and blocks))
         return transfers(family, ring, owner, rows, src, dst, post, land)
@@ -169,25 +169,25 @@ class _Path:
         width, gradient = self.rings.intra, family != self.demand.side
         # Only the first rank of the inner ring crosses, on the owner's rail: the NICs of all ranks
         # of a node carry something at once, each the chunks of its own index.
-        owner, outer, rows = self._entries(self.moves(1, gradient))
-        src, dst = (self._rank(owner, (outer + more) * width) for more in (0, 1))
+        owner, outer, rows, src, dst = self._entries(self.moves(1, gradient))
         post = outer * width + (width + (width > 1) if gradient else 0)
         land = post + (0 if gradient and blocks else width)
         return transfers(family, "inter", owner, rows, src, dst, post, land)
 
     def _entries(self, which: np.ndarray) -> tuple[np.ndarray, ...]:
-        """The sets [owner, ...] of bundles that are not empty, as columns: owner, index in the
-        rest, and the set."""
+        """The sets [owner, outer, inner] or [owner, outer] of bundles that are not empty, as
+        columns: owner, index in the rest, the set, who has it, and who is next on the last axis."""
+        nodes, width = self.rings
         at, bits = self.bundles.sets(which)
         owner, rest = np.divmod(at.astype(np.int32), max(1, which.size) // max(1, len(which)))
-        return owner, rest, bits
-
-    def _rank(self, owner: np.ndarray, step: np.ndarray, more: int = 0) -> np.ndarray:
-        """Who has the chunk of `owner` at `step`, or `more` hops further within the node."""
-        nodes, width = self.rings
-        outer, inner = np.divmod(step, width)
-        node = (owner // width + self.ways[1] * outer) % nodes
-        return node * width + (owner + self.ways[2] * (inner + more)) % width
+        within = which.ndim == 3
+        outer, inner = np.divmod(rest, width) if within else (rest, np.zeros_like(rest))
+        ranks = (
+            (owner // width + self.ways[1] * node) % nodes * width
+            + (owner + self.ways[2] * member) % width
+            for node, member in ((outer, inner), (outer + 1 - within, inner + within))
+        )
+        return owner, rest, bits, *ranks
 
 
 def _turned(x: np.ndarray, axis: int) -> np.ndarray:
@@ -195,18 +195,10 @@ def _turned(x: np.ndarray, axis: int) -> np.ndarray:
     return np.roll(np.flip(x, axis), 1, axis)
 
 
-def _any(wanted: np.ndarray) -> np.ndarray:
-    """Is anything wanted along the last axis? NumPy's reductions of a short axis take longer."""
-    found = wanted[..., 0].copy()
-    for index in range(1, wanted.shape[-1]):
-        found |= wanted[..., index]
-    return found
-
-
 def _farthest(wanted: np.ndarray) -> np.ndarray:
     """The last index of the last axis at which something is wanted, 0 if none is."""
     length = wanted.shape[-1]
     found = np.zeros(wanted.shape[:-1], dtype=np.min_scalar_type(-length - 1))
-    for index in range(1, length):  # as in `_any`
+    for index in range(1, length):  # as above, by columns
         np.putmask(found, wanted[..., index], index)
     return found

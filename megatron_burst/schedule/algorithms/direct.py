@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From each owner straight to the ranks that use its chunk, and gradients straight back.
 
-Rank r meets the chunk of r - t at step t, as on one ring (`FlatRing`, which the algorithms that do
-go round one ring share). What saves bytes where a mask leaves each chunk few readers (documents,
-windows) costs them where a ring would have used the fast links.
+Rank r meets the chunk of r - t at step t, as on one ring. What saves bytes where a mask leaves each
+chunk few readers (documents, windows) costs them where a ring would have used the fast links.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import numpy as np
 
 from ..bundles import Bundles
 from ..demand import Demand
-from ..tables import Kept, Tables, Transfers, transfers
+from ..tables import Kept, Tables, transfers
 
 
 def all_gather(demand: Demand) -> Tables:
@@ -71,27 +70,6 @@ class FlatRing:
         self.wanted = windows[np.arange(len(first)), first]
         # A kept chunk is still computed with, so its gradient travels, but it need not be sent.
         self.from_forward = np.arange(self.size) >= self.size - demand.kept
-
-    def moves(self, family: str) -> np.ndarray:
-        """bool [bundle, step]: which bundles, or their gradients, go on to the next rank?
-
-        A copy while a rank further along wants it, a gradient from the first rank on that adds.
-        """
-        if family != self.demand.side:
-            return np.logical_or.accumulate(self.wanted, axis=1)
-        sent = np.flip(self.wanted & ~self.from_forward, axis=1)
-        later = np.flip(np.logical_or.accumulate(sent, axis=1), axis=1)
-        return np.pad(later[:, 1:], ((0, 0), (0, 1)))
-
-    def hops(self, family: str) -> Transfers:
-        """The hops to the next rank this way.
-
-        A copy travels beside the step that computes with it. A gradient is complete only after the
-        step, so it travels beside the next one; when it lands, the receiver has its own part ready.
-        """
-        rank, step, owner, rows = self.entries(self.moves(family))
-        after, post = (rank + self.way) % self.size, step + (family != self.demand.side)
-        return transfers(family, "flat", owner, rows, rank, after, post, post + 1)
 
     def entries(self, which: np.ndarray) -> tuple[np.ndarray, ...]:
         """Rank, step, owner and rows, wherever some of these bundles of an owner are."""

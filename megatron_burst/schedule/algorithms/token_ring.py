@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from ..demand import Demand
 from ..tables import Tables, transfers
-from .direct import FlatRing
+from .two_way import OneWay
 
 
 def tables(demand: Demand) -> Tables:
@@ -37,7 +37,7 @@ def tables(demand: Demand) -> Tables:
         family = "d" + demand.side
     bundles = demand.travelling
     ring = min(
-        (FlatRing(demand, bundles, way) for way in (1, -1)),
+        (OneWay(demand, bundles, way) for way in (1, -1)),
         key=lambda ring: (ring.moves(demand.side).sum(axis=1) * bundles.rows).sum(),
     )
     parts = [ring.hops(demand.side)]

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..bundles import Bundles
 from ..demand import Demand
-from ..tables import Kept, Tables
+from ..tables import Kept, Tables, Transfers, transfers
 from .direct import FlatRing
 
 WAYS = (1, -1)  # to the next rank, to the one before
@@ -25,13 +25,38 @@ def tables(demand: Demand) -> Tables:
     """Two rings over all ranks, whatever the links between them."""
     halves = demand.travelling.split(len(WAYS))
     goes = _ways(demand, halves)
-    ways = [FlatRing(demand, halves.where(goes == way), way) for way in WAYS]
+    ways = [OneWay(demand, halves.where(goes == way), way) for way in WAYS]
     met = (way.entries(way.wanted) for way in ways)
     pairs = demand.pairs(*map(np.concatenate, zip(*met, strict=True)))
     stays = (way.entries(way.wanted & way.from_forward) for way in ways)
     rank, _, owner, rows = map(np.concatenate, zip(*stays, strict=True))
     parts = [way.hops(family) for family in demand.sent_families for way in ways]
     return demand.as_tables(demand.grid.size, pairs, parts, Kept(rank, owner, rows), halves)
+
+
+class OneWay(FlatRing):
+    """Hops from neighbour to neighbour, one way round."""
+
+    def moves(self, family: str) -> np.ndarray:
+        """bool [bundle, step]: which bundles, or their gradients, go on to the next rank?
+
+        A copy while a rank further along wants it, a gradient from the first rank on that adds.
+        """
+        if family != self.demand.side:
+            return np.logical_or.accumulate(self.wanted, axis=1)
+        sent = np.flip(self.wanted & ~self.from_forward, axis=1)
+        later = np.flip(np.logical_or.accumulate(sent, axis=1), axis=1)
+        return np.pad(later[:, 1:], ((0, 0), (0, 1)))
+
+    def hops(self, family: str) -> Transfers:
+        """The hops to the next rank this way.
+
+        A copy travels beside the step that computes with it. A gradient is complete only after the
+        step, so it travels beside the next one; when it lands, the receiver has its own part ready.
+        """
+        rank, step, owner, rows = self.entries(self.moves(family))
+        after, post = (rank + self.way) % self.size, step + (family != self.demand.side)
+        return transfers(family, "flat", owner, rows, rank, after, post, post + 1)
 
 
 def _ways(demand: Demand, halves: Bundles) -> np.ndarray:
