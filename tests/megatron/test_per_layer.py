@@ -168,6 +168,7 @@ def problems(per_layer="window=ring", changes=(), **choices):
         ("window=ring", {"context_parallel_size": 1}, {}, "context-parallel-size above 1"),
         ("window=ring", {}, {"algorithm": "megatron"}, "needs --context-parallel-algo burst"),
         ("window=ring", {}, {"algorithm": "ulysses"}, "all ranks share heads"),
+        ("window=ring", {}, {"ulysses_size": 4}, "share heads by --burst-ulysses-size"),
         ("window=ring", {"window_size": None}, {}, "window=ring is of no layer"),
         ("full=ring", {"window_attn_skip_freq": None}, {}, "full=ring is of no layer"),
         ("3-5=ring", {}, {}, "3-5=ring, and the model has 4 layers"),

@@ -157,6 +157,8 @@ def test_windows_with_an_algorithm_of_their_own_hold_little():
         ({"per_layer": "window=ring", "cp": 1}, "with --cp 1 there is no ring"),
         ({"per_layer": "window=ring", "algorithm": "ulysses", "cp": 2, "ulysses": 2, "intra": 2},
          "with --algorithm ulysses"),
+        ({"per_layer": "window=ring", "cp": 2, "ulysses": 2, "intra": 2},
+         "with --ulysses 2, which is --cp, there is no ring .* take --ulysses below 2"),
         ({"per_layer": 5}, "--per-layer must be a text, got 5"),
     ],
 )  # fmt: skip

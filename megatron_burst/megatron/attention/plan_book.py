@@ -169,7 +169,7 @@ class LayerKind:
                 more += f"; per layer {self.burst.per_layer}, this is {self.which()}"
             more += priority_line(rings_of_normal_priority(book.groups))
             book.startup = plan.describe() + more
-            book.log(book.startup, own if self._apart else "attention")
+            book.log(book.startup, own if self._apart else ("attention", self.head_sizes))
         elif self._apart and own not in book.logged:
             book.log(f"{plan.describe()}; this is {self.which()}", own)
         elif book.groups.communicators != book.communicators:

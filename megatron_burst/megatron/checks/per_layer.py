@@ -32,6 +32,9 @@ _RULES = (
     Rule(lambda c, b: b.algorithm == "ulysses",
          "{flag}: with --context-parallel-algo ulysses all ranks share heads, and there is no ring "
          "whose algorithm could be chosen", add=("--context-parallel-algo burst",)),
+    Rule(lambda c, b: b.algorithm != "ulysses" and b.ulysses_size == c.context_parallel_size,
+         "{flag}: all ranks share heads by --burst-ulysses-size, and there is no ring whose "
+         "algorithm could be chosen", remove=("--burst-ulysses-size",)),
     Rule(lambda c, b: c.mtp_num_layers and numbers_layers(b.per_layer or ""),
          "{flag} with --mtp-num-layers, whose layers count from 1 again: name kinds of layers, "
          f"{WINDOW} and {FULL}"),

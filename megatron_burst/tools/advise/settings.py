@@ -337,16 +337,20 @@ def _check_heads(model: Model, run: Settings) -> None:
 def _check_per_layer(model: Model, run: Settings, stated: str) -> None:
     """Every part of `per_layer` must name a layer with attention, whose rings take its
     algorithm."""
-    flag = f"{flag_of('per_layer')} {stated}"
+    flag = f"{flag_of('per_layer')} (of a command: --burst-per-layer) {stated}"
     try:
         parts = layer_choices(stated).parts
     except ValueError as error:
         raise ValueError(f"{flag}: {error}") from None
-    if run.cp == 1 or run.algorithm == "ulysses":
-        where = "--cp 1" if run.cp == 1 else "--algorithm ulysses"
+    if run.cp == 1 or run.algorithm == "ulysses" or run.ulysses == run.cp:
+        where, instead = "--cp 1", "--cp above 1"
+        if run.cp > 1:
+            ulysses = run.algorithm == "ulysses"
+            where = "--algorithm ulysses" if ulysses else f"--ulysses {run.ulysses}, which is --cp,"
+            instead = "--algorithm hybrid" if ulysses else f"--ulysses below {run.cp}"
         raise ValueError(
             f"{flag}: with {where} there is no ring whose algorithm could be chosen: take "
-            f"{'--cp above 1' if run.cp == 1 else '--algorithm hybrid'}, or leave it out"
+            f"{instead}, or leave it out"
         )
     kinds = [part.attention for part in model.parts]
     for part in parts:

@@ -285,6 +285,8 @@ def _headline(found: Account, cluster: clusters.Cluster) -> str:
     how = [f"recompute {run.recompute}", f"store {run.store:g}", f"offload {run.offload:g}",
            f"{run.sequence_chunks} sequence chunks", f"{run.mlp_tiles} MLP tiles",
            f"gradients {run.gradients}"]  # fmt: skip
+    if run.per_layer is not None:
+        how.append(f"{run.algorithm}, {run.per_layer}")
     if run.ulysses > 1:
         how.append(f"{run.ulysses} ranks share heads")
     if run.fsdp:
