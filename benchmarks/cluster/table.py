@@ -8,6 +8,7 @@ run by run; *permitted* the base's limit over the rival's. Nothing here runs any
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -49,7 +50,8 @@ class Row(NamedTuple):
 
     @property
     def over_limit(self) -> float:
-        return self.middle / self.limit
+        """Infinite where nothing had to travel or to be computed."""
+        return self.middle / self.limit if self.limit else math.inf
 
 
 def rows(record: Record, base: str) -> list[Row]:
@@ -61,7 +63,8 @@ def rows(record: Record, base: str) -> list[Row]:
         Row(
             name, *quartiles(times[name]),
             *(median(run[p] for run in rival["seconds"]) for p in PASSES),
-            limits[name], Ratio.of(times[base], times[name]), limits[base] / limits[name],
+            limits[name], Ratio.of(times[base], times[name]),
+            limits[base] / limits[name] if limits[name] else math.inf,
             *(_sent(rival, link) for link in reversed(LINKS)),
             rival["least"] / size / MIB, extra_bytes(rival["bytes"]),
             rival.get("predicted"), rival["imbalance"],

@@ -4,6 +4,7 @@ Skipped, with the reason, where the machine refuses network namespaces.
 """
 
 import json
+import math
 import os
 import re
 import signal
@@ -216,6 +217,16 @@ def test_the_limit_knows_what_a_rival_sustained():
     text = table.shown(recorded(BURST, RING), "ring")
     assert "| burst query | 11.000 [10.500, 11.500] | 3.000 + 8.000 " in text
     assert text.endswith("ulysses cannot run here: too few heads")
+
+
+def test_a_way_that_sends_nothing_has_no_limit():
+    """Documents that all lie on one rank, where compute takes no time."""
+    nothing = {way: {"intra": 0, "inter": 0} for way in PASSES}
+    still = rival("ours", (0.5, 0.5)) | {"busiest": nothing, "sender": nothing, "mean": nothing}
+    ring, ours = table.rows(recorded(RING, still, speed=0.0), "ring")
+    assert (ours.limit, ours.over_limit, ours.permitted) == (0.0, math.inf, math.inf)
+    assert ring.permitted == 1.0
+    assert "inf" in table.shown(recorded(RING, still, speed=0.0), "ring")
 
 
 def test_the_base_is_the_fastest_of_those_named_or_of_all_but_auto():
