@@ -222,7 +222,11 @@ def test_the_limit_knows_what_a_rival_sustained():
 def test_a_way_that_sends_nothing_has_no_limit():
     """Documents that all lie on one rank, where compute takes no time."""
     nothing = {way: {"intra": 0, "inter": 0} for way in PASSES}
-    still = rival("ours", (0.5, 0.5)) | {"busiest": nothing, "sender": nothing, "mean": nothing}
+    still = rival("ours", (0.5, 0.5), (0.5, 0.5), (0.5, 0.5)) | {
+        "busiest": nothing,
+        "sender": nothing,
+        "mean": nothing,
+    }
     ring, ours = table.rows(recorded(RING, still, speed=0.0), "ring")
     assert (ours.limit, ours.over_limit, ours.permitted) == (0.0, math.inf, math.inf)
     assert ring.permitted == 1.0
