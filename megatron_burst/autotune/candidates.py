@@ -133,7 +133,7 @@ def on_grid(
 
 
 class GridSchedules:
-    """Of a workload on a grid what neither rates nor the batch change: who wants what, and the
+    """What neither rates nor the batch change of a workload on a grid: who wants what, and the
     schedules, which are the same for all heads in the same proportion. wants: of each chunk of
     rows; seen: visible pairs [G, G].
 
@@ -287,7 +287,7 @@ class AlgorithmOnGrid:
         on, count = self.on, self.counts[0]
 
         def least(passes: Sequence[Prepared], backward: bool) -> float:
-            """Of all chunks of rows."""
+            """Seconds of all chunks of rows together."""
             seconds = on.longer if backward else on.seconds
             how = on.rates, count, on.least[backward], on.adds[backward]
             return on.sharing[backward].seconds + sum(

@@ -230,8 +230,8 @@ def pass_at_least(
 
 
 class _Costs(NamedTuple):
-    """Of one head chunk. of_pair: seconds of each pair; sent: bytes of each transfer; taken: its
-    seconds."""
+    """What one head chunk costs. of_pair: seconds of each pair; sent: bytes of each transfer;
+    taken: its seconds."""
 
     of_pair: np.ndarray
     sent: np.ndarray

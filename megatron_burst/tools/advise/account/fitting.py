@@ -297,7 +297,7 @@ def _unit(run: Settings) -> int:
 
 
 def evenly(run: Settings) -> int:
-    """Of lengths that are multiples of it, ranks, chunks and tiles of rows all come out even."""
+    """A length whose multiples ranks, chunks and tiles of rows all divide."""
     return 2 * run.cp * run.tp * math.lcm(run.sequence_chunks, run.mlp_tiles)
 
 
