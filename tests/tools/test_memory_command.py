@@ -27,6 +27,24 @@ def test_sizes_that_nobody_gave_are_said(capsys):
     assert said in capsys.readouterr().out
 
 
+def test_experts_are_shared_out_unless_their_ranks_are_given(capsys):
+    """gpt-oss-120b on 64 GPUs: 36 layers of 128 experts, which took 80 of 116 GiB of a rank of TP 8
+    where every rank of CP 8 had all of them."""
+    words = ["memory", "--model", "gpt-oss-120b", "--gpus", "64", "--seq", "1M", "--json"]
+    experts = 36 * 128 * 3 * 2880**2
+    ends, heads, router = 2 * 201088 * 2880, 2880 * 64 * (2 * 64 + 2 * 8), 2880 * 128
+    dense = ends + 36 * (heads + router)
+    for more, tp, ep in ((["--ep", "1"], 8, 1), ([], 4, 16)):
+        assert main([*words, *more]) == (ep == 1)
+        found = json.loads(capsys.readouterr().out)
+        assert found["groups"] == {"tp": tp, "cp": 64 // tp, "pp": 1, "vpp": 1, "ep": ep, "dp": 1}
+        held = sum(found["peak"]["items"][name] for name in ("parameters", "gradients"))
+        # In bf16 and in fp32; norms are left out here.
+        assert held == pytest.approx(6 * (dense / tp + experts / (tp * ep)), rel=1e-3)
+    assert main(words[:-1]) == 0
+    assert "sizes chosen: TP 4, CP 16, EP 16 (smallest peak)" in capsys.readouterr().out
+
+
 def test_what_does_not_fit_is_exit_status_1(capsys):
     assert main([*BASE, "--seq", "5M"]) == 1
     assert "--sequence-chunks 32" in capsys.readouterr().out

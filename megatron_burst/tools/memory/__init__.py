@@ -38,7 +38,8 @@ from ..call_flags import add_pictures, pictures
 
 EPILOG = """\
 K and M are 1,024 and 1,048,576 tokens. Without --tp the tensor-parallel size that
-takes least memory is chosen, and all remaining ranks are context-parallel. With
+takes least memory is chosen, all remaining ranks are context-parallel, and as many
+of them as divide the experts of a model are expert-parallel. With
 --longest all settings that are not given are searched, as `advise` has them. The
 model and the run can also be read from a Megatron command after --:
   megatron-burst memory --gpus 64 --gpu h100 -- \\
@@ -101,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("--longest looks for --seq: give one of them")
     drawn = pictures(arguments)
     cluster, model, base, given, free = _read(arguments)
-    runs = [base] if given else list(layouts_of(model, cluster, base))
+    runs = [base] if given else list(layouts_of(model, cluster, base, arguments.ep is None))
     if not runs:
         if next(layouts_of(model, cluster, replace(base, sequence_chunks=1)), None):
             raise ValueError(
@@ -274,7 +275,8 @@ def _batch(run: settings.Settings, chosen_by: str) -> str:
     count = run.micro_batch * run.micro_batches * run.dp
     said = f"{count} sequence{'s' * (count > 1)} per step"
     if chosen_by:
-        said += f"; sizes chosen: TP {run.tp}, CP {run.cp} ({chosen_by})"
+        experts = f", EP {run.ep}" * (run.ep > 1)
+        said += f"; sizes chosen: TP {run.tp}, CP {run.cp}{experts} ({chosen_by})"
     return said
 
 
