@@ -74,10 +74,50 @@ def test_the_longest_is_searched_with_everything_allowed(capsys):
     shown = capsys.readouterr().out
     assert "offload 0," in shown
     assert "flags, besides those of the model: --seq-length" in shown
-    assert main([*BASE, "--longest", "--micro-batches", "2"]) == 0
+    assert main([*BASE, "--longest", "--per-layer", "full=burst"]) == 0
     shown = capsys.readouterr().out
     assert "longest sequence: 950,272 tokens" in shown
     assert "with these settings" in shown
+    assert main([*BASE, "--longest", "--micro-batches", "1"]) == 0
+    assert f"longest sequence: {found['seq']:,} tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "layers"),
+    # Interleaved, a first stage of 2 holds 5 of 4 x 8 layers, which it does with 4 micro-batches;
+    # 2 make 4 times 8. Not interleaved it holds 2 times 16.
+    [("--seq 128K --vpp 2", 5 * 8), ("--seq 128K --vpp 2 --micro-batches 2", 4 * 8),
+     ("--seq 128K --vpp 2 --micro-batches 16", 5 * 8), ("--seq 128K", 2 * 16),
+     ("--seq 128K --micro-batches 1", 16), ("--longest --offload 0 --vpp 2", 5 * 8),
+     ("--longest --offload 0 --vpp 2 --micro-batches 2", 4 * 8)],
+)  # fmt: skip
+def test_as_many_micro_batches_are_in_flight_as_a_pipeline_holds(given, layers, capsys):
+    words = f"memory --model llama3-8b --gpus 8 --pp 2 --tp 2 {given} --json".split()
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    groups = found["groups"]
+    layer = found["seq"] // groups["tp"] // groups["cp"] * 4096 * 2
+    others = found["peak"]["items"].get("other micro-batches", 0)
+    assert others == (layers - 16) * layer
+
+
+def test_a_batch_of_a_command_is_shared_out(capsys):
+    """A batch of 4 over 2 data-parallel ranks: each has 2 micro-batches in flight on 4 stages."""
+    command = (
+        "pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 4096 "
+        "--vocab-size 256 --pipeline-model-parallel-size 4 --recompute-granularity full"
+    )
+    for batch, held in (("4", 2), ("64", 4), (None, 4)):
+        more = [] if batch is None else ["--global-batch-size", batch]
+        assert main(["memory", "--gpus", "8", "--json", "--", *command.split(), *more]) == 0
+        items = json.loads(capsys.readouterr().out)["peak"]["items"]
+        assert items["other micro-batches"] == (held - 1) * 4096 * 64 * 2
+
+
+def test_interleaved_stages_take_rounds_of_micro_batches(capsys):
+    words = ["--longest", "--pp", "4", "--vpp", "2", "--micro-batches", "3"]
+    assert main([*BASE, *words]) == 2
+    assert "--micro-batches 3: --vpp 2 runs rounds" in capsys.readouterr().err
 
 
 def test_a_megatron_command(capsys):
