@@ -374,9 +374,12 @@ class Balanced(Layout):
         even = SLACKS[0], self._mixed(SLACKS[0])
         if self.row_cost is None or self.cp_size == 1:
             return even
+        limit = CLEARLY * self._busy(even[1])
+        if self._most(even[1]) >= limit:  # without any rows it would take too long
+            return even
         others = [(slack, self._mixed(slack)) for slack in SLACKS[1:]]
         taken = min(others, key=lambda each: self._busy(each[1]))
-        return taken if self._busy(taken[1]) < CLEARLY * self._busy(even[1]) else even
+        return taken if self._busy(taken[1]) < limit else even
 
     def _mixed(self, slack: float) -> tuple[list[DocumentShare], ...]:
         costs = self._costs
@@ -396,9 +399,12 @@ class Balanced(Layout):
             _merged(chain.from_iterable(shares[first : first + self.per_node]))
             for first in range(0, self.cp_size, self.per_node)
         ]
-        pairs = max(sum(map(self._costs.of, each)) for each in shares)
         alone = within * max(map(self._rows, shares))
-        return pairs + max(alone, between * max(map(self._rows, nodes)) / self.per_node)
+        return self._most(shares) + max(alone, between * max(map(self._rows, nodes)) / self.per_node)
+
+    def _most(self, shares: Sequence[Sequence[DocumentShare]]) -> int:
+        """The pairs of the busiest rank."""
+        return max(sum(map(self._costs.of, each)) for each in shares)
 
     def _rows(self, shares: Iterable[DocumentShare]) -> int:
         """How many rows of others these see, summed over `windows`."""
