@@ -27,6 +27,24 @@ def test_sizes_that_nobody_gave_are_said(capsys):
     assert said in capsys.readouterr().out
 
 
+def test_experts_are_shared_out_unless_their_ranks_are_given(capsys):
+    """gpt-oss-120b on 64 GPUs: 36 layers of 128 experts, which took 80 of 116 GiB of a rank of TP 8
+    where every rank of CP 8 had all of them."""
+    words = ["memory", "--model", "gpt-oss-120b", "--gpus", "64", "--seq", "1M", "--json"]
+    experts = 36 * 128 * 3 * 2880**2
+    ends, heads, router = 2 * 201088 * 2880, 2880 * 64 * (2 * 64 + 2 * 8), 2880 * 128
+    dense = ends + 36 * (heads + router)
+    for more, tp, ep in ((["--ep", "1"], 8, 1), ([], 4, 16)):
+        assert main([*words, *more]) == (ep == 1)
+        found = json.loads(capsys.readouterr().out)
+        assert found["groups"] == {"tp": tp, "cp": 64 // tp, "pp": 1, "vpp": 1, "ep": ep, "dp": 1}
+        held = sum(found["peak"]["items"][name] for name in ("parameters", "gradients"))
+        # In bf16 and in fp32; norms are left out here.
+        assert held == pytest.approx(6 * (dense / tp + experts / (tp * ep)), rel=1e-3)
+    assert main(words[:-1]) == 0
+    assert "sizes chosen: TP 4, CP 16, EP 16 (smallest peak)" in capsys.readouterr().out
+
+
 def test_what_does_not_fit_is_exit_status_1(capsys):
     assert main([*BASE, "--seq", "5M"]) == 1
     assert "--sequence-chunks 32" in capsys.readouterr().out
@@ -56,10 +74,50 @@ def test_the_longest_is_searched_with_everything_allowed(capsys):
     shown = capsys.readouterr().out
     assert "offload 0," in shown
     assert "flags, besides those of the model: --seq-length" in shown
-    assert main([*BASE, "--longest", "--micro-batches", "2"]) == 0
+    assert main([*BASE, "--longest", "--per-layer", "full=burst"]) == 0
     shown = capsys.readouterr().out
     assert "longest sequence: 950,272 tokens" in shown
     assert "with these settings" in shown
+    assert main([*BASE, "--longest", "--micro-batches", "1"]) == 0
+    assert f"longest sequence: {found['seq']:,} tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "layers"),
+    # Interleaved, a first stage of 2 holds 5 of 4 x 8 layers, which it does with 4 micro-batches;
+    # 2 make 4 times 8. Not interleaved it holds 2 times 16.
+    [("--seq 128K --vpp 2", 5 * 8), ("--seq 128K --vpp 2 --micro-batches 2", 4 * 8),
+     ("--seq 128K --vpp 2 --micro-batches 16", 5 * 8), ("--seq 128K", 2 * 16),
+     ("--seq 128K --micro-batches 1", 16), ("--longest --offload 0 --vpp 2", 5 * 8),
+     ("--longest --offload 0 --vpp 2 --micro-batches 2", 4 * 8)],
+)  # fmt: skip
+def test_as_many_micro_batches_are_in_flight_as_a_pipeline_holds(given, layers, capsys):
+    words = f"memory --model llama3-8b --gpus 8 --pp 2 --tp 2 {given} --json".split()
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    groups = found["groups"]
+    layer = found["seq"] // groups["tp"] // groups["cp"] * 4096 * 2
+    others = found["peak"]["items"].get("other micro-batches", 0)
+    assert others == (layers - 16) * layer
+
+
+def test_a_batch_of_a_command_is_shared_out(capsys):
+    """A batch of 4 over 2 data-parallel ranks: each has 2 micro-batches in flight on 4 stages."""
+    command = (
+        "pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 4096 "
+        "--vocab-size 256 --pipeline-model-parallel-size 4 --recompute-granularity full"
+    )
+    for batch, held in (("4", 2), ("64", 4), (None, 4)):
+        more = [] if batch is None else ["--global-batch-size", batch]
+        assert main(["memory", "--gpus", "8", "--json", "--", *command.split(), *more]) == 0
+        items = json.loads(capsys.readouterr().out)["peak"]["items"]
+        assert items["other micro-batches"] == (held - 1) * 4096 * 64 * 2
+
+
+def test_interleaved_stages_take_rounds_of_micro_batches(capsys):
+    words = ["--longest", "--pp", "4", "--vpp", "2", "--micro-batches", "3"]
+    assert main([*BASE, *words]) == 2
+    assert "--micro-batches 3: --vpp 2 runs rounds" in capsys.readouterr().err
 
 
 def test_a_megatron_command(capsys):

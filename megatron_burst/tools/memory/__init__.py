@@ -23,6 +23,7 @@ from rich.text import Text
 
 from ...autotune import clusters
 from ...cli.console import progress, wrapped
+from ...cli.megatron_arguments import parse
 from ...units import byte_size, duration, size_of, tokens_of
 from .. import model_arguments
 from ..advise import flags, settings
@@ -38,7 +39,9 @@ from ..call_flags import add_pictures, pictures
 
 EPILOG = """\
 K and M are 1,024 and 1,048,576 tokens. Without --tp the tensor-parallel size that
-takes least memory is chosen, and all remaining ranks are context-parallel. With
+takes least memory is chosen, all remaining ranks are context-parallel, and as many
+of them as divide the experts of a model are expert-parallel. Without --micro-batches
+(or --global-batch-size of a command) there are as many as fill the pipeline. With
 --longest all settings that are not given are searched, as `advise` has them. The
 model and the run can also be read from a Megatron command after --:
   megatron-burst memory --gpus 64 --gpu h100 -- \\
@@ -101,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("--longest looks for --seq: give one of them")
     drawn = pictures(arguments)
     cluster, model, base, given, free = _read(arguments)
-    runs = [base] if given else list(layouts_of(model, cluster, base))
+    runs = [base] if given else list(layouts_of(model, cluster, base, arguments.ep is None))
     if not runs:
         if next(layouts_of(model, cluster, replace(base, sequence_chunks=1)), None):
             raise ValueError(
@@ -119,8 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
             else:
                 most = _searched(model, cluster, free, runs)
         chosen_by = "" if given else "longest sequence"
-        # No more micro-batches than fill a pipeline: more take as much memory, and longer.
-        run = replace(most.run, micro_batches=most.run.pp) if free is not None else most.run
+        run = most.run if arguments.micro_batches else filled(most.run)
         found = Found(account(model, run), cluster, most.binds, chosen_by, free is not None)
     else:
         accounts = [account(model, replace(one, seq=base.seq)) for one in runs]
@@ -137,6 +139,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if found.left.fits else 1
 
 
+def filled(run: settings.Settings) -> settings.Settings:
+    """The run with no more micro-batches than fill its pipeline: more take as much memory, and
+    longer. Interleaved stages hold pp * vpp + pp - 1 chunks of layers, and take rounds of pp
+    micro-batches."""
+    return replace(run, micro_batches=run.pp if run.vpp == 1 else 2 * run.pp)
+
+
 def _searched(
     model: models.Model,
     cluster: clusters.Cluster,
@@ -144,9 +153,11 @@ def _searched(
     runs: list[settings.Settings],
 ) -> Longest:
     """The longest with all that is not given searched; runs: those of what is given alone."""
+    free = dict(free)
+    count = free.pop("micro_batches", None)
     goal = TrainingGoal(1, 1, free, **of_model(model))
     try:
-        return longest(model, cluster, goal, AttentionForecast(model, cluster, free))
+        return longest(model, cluster, goal, AttentionForecast(model, cluster, free), count)
     except ValueError:
         best(model, cluster, runs)  # says which of what is given does not go together
         raise
@@ -169,8 +180,13 @@ def _read(
     cluster = replace(cluster, reserve=size_of(arguments.reserve, "--reserve"))
     base = settings.Settings(**{"seq": 1, **given})
     base = replace(base, intra=max(1, cluster.ranks_per_node // base.tp))
-    free = None if described or not given.keys() <= {*SEARCHED} else given
-    return cluster, model, *_groups(base, given, cluster), free
+    free = None if described or not given.keys() <= {*SEARCHED, "micro_batches"} else given
+    base, sized = _groups(base, given, cluster)
+    if "micro_batches" not in given:
+        base = filled(base)
+        if batch := parse([word for word in arguments.megatron if word != "--"]).global_batch_size:
+            base = replace(base, micro_batches=max(1, batch // (base.micro_batch * base.dp)))
+    return cluster, model, base, sized, free
 
 
 def _groups(
@@ -274,7 +290,8 @@ def _batch(run: settings.Settings, chosen_by: str) -> str:
     count = run.micro_batch * run.micro_batches * run.dp
     said = f"{count} sequence{'s' * (count > 1)} per step"
     if chosen_by:
-        said += f"; sizes chosen: TP {run.tp}, CP {run.cp} ({chosen_by})"
+        experts = f", EP {run.ep}" * (run.ep > 1)
+        said += f"; sizes chosen: TP {run.tp}, CP {run.cp}{experts} ({chosen_by})"
     return said
 
 

@@ -301,16 +301,20 @@ def evenly(run: Settings) -> int:
     return 2 * run.cp * run.tp * math.lcm(run.sequence_chunks, run.mlp_tiles)
 
 
-def layouts_of(model: Model, cluster: Cluster, run: Settings) -> Iterator[Settings]:
+def layouts_of(
+    model: Model, cluster: Cluster, run: Settings, experts: bool = False
+) -> Iterator[Settings]:
     """The run with every tensor-parallel size that fits a node and the heads; the others are its
-    context-parallel ranks, more than one if rows are cut into chunks."""
+    context-parallel ranks, more than one if rows are cut into chunks. experts: as many of them as
+    divide a model's experts share these, which takes least memory; else `run.ep` do."""
     tp = 1
     while tp <= cluster.ranks_per_node:
         fits = model.heads % tp == 0 and model.kv_heads % tp == 0 and model.carried(tp)
         if cluster.gpus % (tp * run.pp) == 0 and fits:
             intra, cp = max(1, cluster.ranks_per_node // tp), cluster.gpus // tp // run.pp
             if cp > 1 or run.sequence_chunks == 1:
-                yield replace(run, tp=tp, cp=cp, dp=1, intra=intra)
+                ep = math.gcd(model.experts, cp) if experts and model.experts else run.ep
+                yield replace(run, tp=tp, cp=cp, dp=1, ep=ep, intra=intra)
         tp *= 2
 
 

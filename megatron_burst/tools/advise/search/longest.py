@@ -16,7 +16,7 @@ from ....autotune.clusters import Cluster
 from ..account.fitting import Longest, best, evenly
 from ..account.memory import account, fit
 from ..account.rings import remembering
-from ..settings import Settings
+from ..settings import Settings, flag_of
 from ..shapes.model import Model
 from .attention_choice import AttentionForecast
 from .search_space import (
@@ -34,9 +34,11 @@ FULL = 64  # micro-batches that keep every stage of a pipeline busy
 
 
 def longest(
-    model: Model, cluster: Cluster, want: TrainingGoal, attention: AttentionForecast
-) -> Longest:
-    """The run with the longest sequence, at that length. want: whose length does not count.
+    model: Model, cluster: Cluster, want: TrainingGoal, attention: AttentionForecast,
+    micro_batches: int | None = None,
+) -> Longest:  # fmt: skip
+    """The run with the longest sequence, at that length. want: whose length does not count;
+    micro_batches: of a step, None: as many as keep every stage of a pipeline busy.
 
     ValueError where nothing that is fixed goes together, or not even a short sequence fits.
     """
@@ -50,7 +52,12 @@ def longest(
         if next(groups_of(model, cluster, goal), None) is not None:
             break
     check_wanted(model, cluster, goal)
-    runs = list(_smallest(model, cluster, goal))
+    runs = list(_smallest(model, cluster, goal, micro_batches))
+    if micro_batches and not runs:
+        raise ValueError(
+            f"{flag_of('micro_batches')} {micro_batches}: {flag_of('vpp')} {want.pinned['vpp']} "
+            f"runs rounds of as many as there are stages: take a multiple of {flag_of('pp')}"
+        )
     core_of = remembering()
     first = best(model, cluster, runs, core_of)
     # Which attention is fastest depends on the length, and how much that holds on which it is.
@@ -65,10 +72,14 @@ def _at(run: Settings, seq: float) -> Settings:
     return replace(run, seq=max(1, int(seq) // step) * step)
 
 
-def _smallest(model: Model, cluster: Cluster, goal: TrainingGoal) -> Iterator[Settings]:
+def _smallest(
+    model: Model, cluster: Cluster, goal: TrainingGoal, micro_batches: int | None
+) -> Iterator[Settings]:
     """Runs that recompute all, if nothing else is fixed, in chunks of rows and with most on the
     host first; without a store and with half of one, whose layout may hold less."""
     for groups in groups_of(model, cluster, goal):
-        if groups.vpp == goal.pinned.get("vpp", 1):
+        groups = replace(groups, micro_batches=micro_batches or groups.micro_batches)
+        even = groups.vpp == 1 or groups.micro_batches % groups.pp == 0
+        if even and groups.vpp == goal.pinned.get("vpp", 1):
             for chunked in (True, False):
                 yield from options_of(groups, goal, chunked, STORES[:0:-1], (1.0, 0.5, 0.0))
