@@ -399,8 +399,8 @@ class Balanced(Layout):
             _merged(chain.from_iterable(shares[first : first + self.per_node]))
             for first in range(0, self.cp_size, self.per_node)
         ]
-        alone = within * max(map(self._rows, shares))
-        return self._most(shares) + max(alone, between * max(map(self._rows, nodes)) / self.per_node)
+        alone, together = (max(map(self._rows, each)) for each in (shares, nodes))
+        return self._most(shares) + max(within * alone, between * together / self.per_node)
 
     def _most(self, shares: Sequence[Sequence[DocumentShare]]) -> int:
         """The pairs of the busiest rank."""

@@ -15,15 +15,9 @@ if TYPE_CHECKING:
 
 LAYOUTS: dict[str, type[Layout]] = {cls.name: cls for cls in (Contiguous, Zigzag, Striped)}
 # Of each argument besides cp_size the layouts that take it.
-_TAKEN = {
-    "block": ("block_striped",),
-    "cu_seqlens": ("zigzag", "balanced"),
-    "per_node": ("balanced",),
-    "windows": ("balanced",),
-    "padding": ("balanced",),
-    "tree": ("balanced",),
-    "row_cost": ("balanced",),
-}
+_TAKEN = {"block": ("block_striped",), "cu_seqlens": ("zigzag", "balanced")} | dict.fromkeys(
+    ("per_node", "windows", "padding", "tree", "row_cost"), ("balanced",)
+)
 
 
 def make(
