@@ -13,7 +13,7 @@ from functools import cached_property
 
 from ..units import byte_size
 from .bands import ForecastBand, band_of
-from .gpus import GB, GIB, GPUS, SLOWER, Gpu, gpu, is_finite
+from .gpus import DOCUMENTS, GB, GIB, GPUS, KERNELS, SLOWER, Gpu, gpu, is_finite
 from .host_time import ASSUMED, HostTime
 from .places import NIC_OF, Nodes
 from .rates import BACKWARD, Rates
@@ -160,12 +160,18 @@ class Cluster:
             "them"
         )
 
-    def rank_rates(self) -> Rates:
+    def rank_rates(self, documents: bool = False) -> Rates:
         """The rates of one rank: what was measured, or else what published ones become in a run.
 
         `inter` is that of a rank alone on its NIC: who shares it is told to the simulator apart.
+        documents: of attention to packs of them, which kernels on Hopper compute more slowly.
         """
-        return self._rank_rates
+        found, gpu = self._rank_rates, self.gpu
+        if not documents or self.kernels_measured or gpu.name not in KERNELS:
+            return found
+        forward, backward = DOCUMENTS[gpu.kernel or "flash3"]
+        compute = gpu.peak * forward / GPUS["h100"].peak
+        return replace(found, compute=compute, backward=BACKWARD * forward / backward)
 
     @cached_property
     def _rank_rates(self) -> Rates:

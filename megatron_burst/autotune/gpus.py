@@ -16,7 +16,9 @@ on A100: up to 0.63 against 0.73 of the peak; FlashAttention-3: 561 against 648 
 
 KERNELS has the same fraction by kernel, on Hopper, where the one that is always there takes 1.7
 times as long as the fastest: forward on H100, FlashAttention-2 370 TFLOP/s, cuDNN 595,
-FlashAttention-3 648; cuDNN on H200 as above.
+FlashAttention-3 648; cuDNN on H200 as above. DOCUMENTS has what these reach, forward and backward,
+over causal documents packed to 32K tokens, on H100: the first two measured (docs/performance.md),
+FlashAttention 3 by MagiAttention's blog.
 """
 
 from __future__ import annotations
@@ -109,6 +111,8 @@ GPUS: dict[str, Gpu] = {
 
 _HOPPER = {"aten": 370 / 989, "aten_cudnn": 595 / 989, "flash3": 0.65}
 KERNELS = {"h100": _HOPPER, "h800": _HOPPER, "h200": {**_HOPPER, "aten_cudnn": 0.68}}
+
+DOCUMENTS = {"aten": (284e12, 246e12), "aten_cudnn": (424e12, 350e12), "flash3": (585e12, 425e12)}
 
 
 def with_kernel(gpu: Gpu, kernel: str) -> Gpu:

@@ -377,7 +377,9 @@ def test_documents_take_less_time_and_are_laid_out_in_balance():
     )
     alone = advise(TINY, where, seq="64K", tokens_per_step="512K", cp=1, tp=1, dp=8)
     part = [one.best.time.parts["attention"] for one in (halves, alone)]
-    assert part[0] / part[1] == pytest.approx(0.5, rel=0.02)
+    # Half the pairs, at 585 for 643 TFLOP/s forward and 425 for 553 backward, 2.5 times as much.
+    rates = (1 / 585 + 2.5 / 425) / (1 / 642.85 + 2.5 / (0.86 * 642.85))
+    assert part[0] / part[1] == pytest.approx(0.5 * rates, rel=0.02)
 
 
 def test_it_needs_no_torch():

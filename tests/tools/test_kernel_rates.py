@@ -12,7 +12,11 @@ from megatron_burst.autotune.gpus import KERNELS, with_kernel
 from megatron_burst.autotune.rates import Rates
 from megatron_burst.cli.main import main
 from megatron_burst.kernels.registry import KERNELS as RUN
+from megatron_burst.tools.advise import rivals
 from megatron_burst.tools.advise.flags import cluster_of
+from megatron_burst.tools.advise.search.packed import PackedForecast
+from megatron_burst.tools.advise.settings import Settings
+from megatron_burst.tools.advise.shapes.models import named
 
 H100 = GPUS["h100"]
 
@@ -33,6 +37,42 @@ def test_kernels_are_those_of_runs_and_none_is_above_the_fastest():
     for name, rates in KERNELS.items():
         assert set(rates) <= set(RUN)
         assert max(rates.values()) == GPUS[name].attention
+
+
+def test_rates_over_documents_by_hand():
+    """FlashAttention 3 reaches 585 and 425 TFLOP/s over documents, FlashAttention 2 284 and 246: a
+    backward of 2.5 times the operations takes 2.5 x 585 / 425 times as long. Half the peak is half
+    the rate. What was measured stays, and so do GPUs of which nobody knows."""
+    for gpu, rate, backward in (
+        (H100, 585e12, 2.5 * 585 / 425),
+        (with_kernel(H100, "aten"), 284e12, 2.5 * 284 / 246),
+        (with_kernel(H100, "aten_cudnn"), 424e12, 2.5 * 424 / 350),
+        (replace(H100, peak=H100.peak / 2), 585e12 / 2, 2.5 * 585 / 425),
+    ):
+        found = Cluster(gpu, 8).rank_rates(documents=True)
+        assert (found.compute, found.backward) == pytest.approx((rate, backward))
+        assert Cluster(gpu, 8).rank_rates().compute == gpu.peak * gpu.attention
+    known = Cluster(H100, 8, rates=Rates(1e11, 4e10, compute=5e14))
+    for same in (known, Cluster("a100", 8), Cluster("b200", 8)):
+        assert same.rank_rates(documents=True) == same.rank_rates()
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_packs_take_the_rates_over_documents(cp):
+    """Of long documents, whose launches are little: 585 / 284 and 425 / 246 times as long."""
+    model, run, times = named("llama3-8b"), Settings(1 << 18, cp=cp), []
+    for kernel in ("flash3", "aten"):
+        where = Cluster(with_kernel(H100, kernel), 8)
+        times.append(PackedForecast(model, where, lengths=[1 << 17] * 2).timed(run))
+    fast, slow = times
+    assert slow.forward / fast.forward == pytest.approx(585 / 284, rel=0.01)
+    assert slow.backward / fast.backward == pytest.approx(425 / 246, rel=0.01)
+    ours, theirs = (Cluster(with_kernel(H100, kernel), 8) for kernel in ("flash3", "aten"))
+    took = [
+        rivals.attention("a2a", model, where, replace(run, ulysses=cp), lengths=[1 << 17] * 2)
+        for where in (ours, theirs)
+    ]
+    assert took[1].forward / took[0].forward == pytest.approx(585 / 284, rel=0.02)
 
 
 def test_the_zigzag_ring_of_ring_flash_attention_by_hand():

@@ -245,7 +245,7 @@ def attention(
 ) -> AttentionTime:  # fmt: skip
     """The time of one attention call. run: as of `settings`; lengths: of documents, not padded;
     ring: makes schedules, or remembers them."""
-    rates, topology = cluster.rank_rates(), topology_of(cluster, run)
+    rates, topology = cluster.rank_rates(documents=bool(lengths)), topology_of(cluster, run)
     if model.indexer is not None:
         return _sparse(cluster, run, model)
     sizes, nodes = sizes_of(model, run).shared(run.ulysses), cluster.nodes(run.tp)

@@ -16,6 +16,7 @@ from ....autotune import select
 from ....autotune.candidates import Candidate, Fixed, GridSchedules, Workload, grids
 from ....autotune.clusters import Cluster
 from ....autotune.places import Nodes
+from ....autotune.rates import Rates
 from ....layout import Layout, make
 from ....masks import Causal, Mask, Window
 from ....options import ring_algorithm
@@ -157,7 +158,7 @@ class AttentionForecast:
         work = Workload(sizes_of(self.model, run), self.mask(run), self.layout(run))
         if (index := self.model.indexer) is not None:
             work = replace(work, attended=index.top_k, latent=True)
-        return select.fastest(work, self._grids(run, work.sizes), self.cluster.rank_rates(),
+        return select.fastest(work, self._grids(run, work.sizes), self.rates(),
                               self._fixed(), self.cluster.nodes(run.tp),
                               partial(self._schedules_of, run.layout))  # fmt: skip
 
@@ -173,6 +174,10 @@ class AttentionForecast:
         while len(held) > REMEMBERED:
             del held[next(iter(held))]
         return made
+
+    def rates(self) -> Rates:
+        """Those of a rank, of this attention."""
+        return self.cluster.rank_rates()
 
     def mask(self, run: Settings) -> Mask:
         """Who sees whom."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from ....autotune.candidates import sharing
 from ....autotune.clusters import Cluster
+from ....autotune.rates import Rates
 from ....layout import Layout, make
 from ....masks import Causal, Documents, Mask
 from ....schedule.topology import Topology
@@ -149,6 +150,10 @@ class PackedForecast(AttentionForecast):
         lengths = np.array(self.lengths, dtype=float)
         return float((lengths**2).sum() / lengths.sum())
 
+    def rates(self) -> Rates:
+        """Those of a rank, of attention to documents."""
+        return self.cluster.rank_rates(documents=True)
+
     def mask(self, run: Settings) -> Mask:
         """Causal within documents."""
         return Documents(self.bounds) & Causal()
@@ -179,7 +184,7 @@ class PackedForecast(AttentionForecast):
         here = self.cluster.cp_per_node(run.tp, run.cp)
         topology = Topology(run.cp, here, taken.ulysses, taken.placement)
         sizes = sizes_of(self.model, run).shared(taken.ulysses)
-        shared = sharing(topology, sizes, self.cluster.rank_rates(), run.sequence_chunks > 1,
+        shared = sharing(topology, sizes, self.rates(), run.sequence_chunks > 1,
                          self.cluster.nodes(run.tp).per_nic)  # fmt: skip
         both = forward + backward
         busy = {"compute": both.compute, "intra": both.intra, "inter": both.inter}
