@@ -248,7 +248,8 @@ def section(host: Host, rows: list[Measured]) -> Section:
         list(_by_cell(rows)), figures, points,
         [f"`{name}` {value:.3g} {UNITS[name]}" for name, value in asdict(host).items()],
         ["Double rings and Burst, by what the cells are bound by: median and extremes of the error "
-         "of times:", _by_regime(rows), "The five worst: " + "; ".join(f"{p.label} {p.error:+.0%}" for p in worst) + ".",
+         "of times:", _by_regime(rows),
+         "The five worst: " + "; ".join(f"{p.label} {p.error:+.0%}" for p in worst) + ".",
          "Ranked wrong: " + "; ".join(_words(*each) for each in found.wrong) + ".", NOTES],
         unit="measured, seconds",
     )  # fmt: skip
