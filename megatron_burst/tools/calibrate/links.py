@@ -150,11 +150,10 @@ def _by_inner_size(ranks: Ranks, size: int, latency: Measured, nodes: Nodes, rat
         last = range(ranks.per_node - inner, ranks.per_node)
         rate = _rate(ranks, "", around(ranks, "inter", last), size, latency).value
         taken = float(rates.between(np.bincount(nodes.nic(np.array(last))).max()))
-        said.append(
-            f"the last {inner} ranks of a node get {rate:.3g} each (forecasts: {taken:.3g})"
-        )
+        there = f"the last {inner} ranks of a node get {rate:.3g} each (forecasts: {taken:.3g})"
+        said.append(there)
         if not 1 / UNLIKE < rate / taken < UNLIKE:
-            ranks.say(f"{said[-1]}: nics and nic_of do not say it, take care with inner rings")
+            ranks.say(f"{there}: forecasts of inner rings of {inner} ranks are off by as much")
         inner *= 2
     return ", ".join(said)
 
