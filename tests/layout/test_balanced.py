@@ -472,6 +472,14 @@ def test_a_batch_of_every_distribution_is_balanced(name):
     assert max(pairs) <= 1.05 * sum(pairs) / RANKS
 
 
+@pytest.mark.parametrize("window", [512, 1024, 2048, 4096])
+def test_windows_about_as_long_as_a_rank_are_balanced(window):
+    """The first tokens of a document see fewer keys than a window, those of its middle as many."""
+    bounds = batch("long tail", 0, each=2048)
+    pairs = pairs_of_ranks(Balanced(RANKS, bounds, per_node=PER_NODE, windows=[(window - 1, 0)]))
+    assert max(pairs) <= 1.035 * sum(pairs) / RANKS
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LENGTHS)
 def test_many_batches_of_every_distribution(name):
