@@ -429,7 +429,8 @@ class Balanced(Layout):
         return max(sum(map(self._costs.of, each)) for each in shares)
 
     def _rows(self, shares: Iterable[DocumentShare]) -> int:
-        """How many rows of others these see, summed over `windows`."""
+        """How many rows of others these see, summed over `windows`; two shares of a document count
+        each by itself."""
         found, lengths, padding = 0, self._costs.lengths, self._costs.padding
         for document, first, stop in shares:
             length = lengths[document]
