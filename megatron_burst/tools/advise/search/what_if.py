@@ -105,8 +105,11 @@ def _larger(best: Configuration, search: Search) -> Iterator[WhatIf]:
     lacking: list[tuple[float, float, Settings]] = []
     for time, run in search.timed(options_of(best.run, search.want, chunked=False)):
         if best.run.per_layer is not None:
-            run = search.attention.by_kind(run)
-            time = search.attention.step(run)
+            by_kind = search.attention.by_kind(run)
+            time, run = min(
+                (time, run), (search.attention.step(by_kind), by_kind),
+                key=lambda each: each[0].seconds,
+            )  # fmt: skip
         gain = 1 - time.seconds / best.seconds
         if gain >= LEAST:
             left = fit(account(search.model, run, every=False), search.cluster)
