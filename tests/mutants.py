@@ -145,8 +145,12 @@ MUTANTS = [
     # layout balanced
     Mutant("layout/layouts.py", "0 <= found[0] <= found[-1] < documents",
            "0 <= found[0] <= found[-1] <= documents", "a document behind the last may be padding"),
-    Mutant("layout/balanced.py", "SLACK = 64", "SLACK = 4",
+    Mutant("layout/balanced.py", "SLACKS = (1 / 64,", "SLACKS = (1 / 4,",
            "documents stay whole at the price of balance"),
+    Mutant("layout/balanced.py", "min(length - stop, left + right)", "min(length - stop, left)",
+           "rows of others between the two runs of a share are not counted"),
+    Mutant("megatron/data/packed.py", "row_cost=cut.row_cost", "row_cost=None",
+           "slow links leave no documents whole"),
     Mutant("layout/balanced.py", "front, back, base = (place + 1) // 2, place // 2,",
            "front, back, base = place // 2, (place + 1) // 2,",
            "the mirror order begins at the end"),

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from benchmarks.advise import attention_fit, burstengine_attention, burstengine_steps
 from benchmarks.advise import loongtrain_steps as loongtrain
 from benchmarks.advise.published_tables import table
-from megatron_burst.autotune.clusters import GB, GPUS, Cluster
+from megatron_burst.autotune.clusters import GB, GPUS, Cluster, Gpu
 from megatron_burst.tools.advise.forecast.attention_time import (
     RingsOf,
     attention_time,
@@ -52,7 +52,7 @@ class BandCell(NamedTuple):
         return 1 / self.ratio - 1
 
 
-def _nemo(name: str, model: Model, gpu: str, recompute: Any = "none") -> Iterator[BandCell]:
+def _nemo(name: str, model: Model, gpu: Gpu, recompute: Any = "none") -> Iterator[BandCell]:
     """TFLOP/s per GPU of NVIDIA's runs. Without context parallelism they are short, and FP8, which
     is not counted, decides: no band has them."""
     for row in table(name):
@@ -61,25 +61,25 @@ def _nemo(name: str, model: Model, gpu: str, recompute: Any = "none") -> Iterato
             int(row["seq_k"]) << 10, **size, recompute=recompute, gradients="bf16",
             micro_batches=int(row.get("batch", 4 * size["dp"])) // size["dp"], **RING,
         )  # fmt: skip
-        time = step_time(model, Cluster(GPUS[gpu], run.gpus), run)
+        time = step_time(model, Cluster(gpu, run.gpus), run)
         whole = model_operations(model, run.seq) + 6 * model.layers * model.hidden * run.seq
         found = whole * time.tokens_per_gpu(run.gpus) / 1e12
-        system = "NeMo, Llama-2-7B, H100" if gpu == "h100" else "NeMo, Llama-3-8B, B200"
+        system = "NeMo, Llama-2-7B, H100" if gpu.name == "h100" else "NeMo, Llama-3-8B, B200"
         label = f"{row['seq_k']}K, TP {run.tp}, CP {run.cp}, DP {run.dp}"
-        yield BandCell(system, label, gpu, found / float(row["tflops"]), counts=run.cp > 1)
+        yield BandCell(system, label, gpu.name, found / float(row["tflops"]), counts=run.cp > 1)
 
 
 RING: dict[str, Any] = {"algorithm": "ring", "side": "kv", "wire": "bf16", "route": "ring"}
 
 
-def nemo_h100(recompute: Any = "none") -> Iterator[BandCell]:
+def nemo_h100(recompute: Any = "none", gpu: Gpu = GPUS["h100"]) -> Iterator[BandCell]:
     """Llama-2-7B, 4K to 1M tokens. Batches are not stated: four micro-batches are taken."""
-    return _nemo("nemo_llama2_7b_h100", named("llama2-7b"), "h100", recompute)
+    return _nemo("nemo_llama2_7b_h100", named("llama2-7b"), gpu, recompute)
 
 
 def nemo_b200() -> Iterator[BandCell]:
     """Llama-3-8B, 8K to 1M tokens."""
-    return _nemo("nemo_llama3_8b_b200", named("llama3-8b"), "b200")
+    return _nemo("nemo_llama3_8b_b200", named("llama3-8b"), GPUS["b200"])
 
 
 def torchtitan() -> Iterator[BandCell]:

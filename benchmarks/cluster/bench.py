@@ -200,7 +200,9 @@ def _late(ranks: Ranks, cell: Cell, rival: Rival, rates: Rates | None) -> list[W
     elif rival.layout == CHOSEN:
         laid = predict.best_layout(cell, rates)
         works = ranks.run(measure.prepare, rival._replace(layout=laid), rates)
-        said = f"{laid}, {works[0].says}"
+        name, *numbers = laid.split()
+        whole = ", whole documents" if numbers else ""
+        said = f"{name}{whole}, {works[0].says}"
     else:
         return ranks.run(measure.prepare, rival, rates)
     return [work._replace(says=said) for work in works]

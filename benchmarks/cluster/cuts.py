@@ -49,9 +49,11 @@ class Cut(NamedTuple):
 def cut(name: str, mask: str, length: int, nodes: int, per_node: int) -> Cut:
     """`length` tokens under the mask of this name (`problems`), cut by the layout of that name.
 
-    Raises ValueError for a layout that there is not, or that the mask has no documents for.
+    "balanced" may be followed by two numbers, its `row_cost`. Raises ValueError for a layout that
+    there is not, or that the mask has no documents for.
     """
     size, bounds = nodes * per_node, bounds_of(mask, length)
+    name, *numbers = name.split()
     if name not in LAYOUTS:
         raise ValueError(f"layout: there is {', '.join(LAYOUTS)}, got {name!r}")
     if name == "zigzag":
@@ -63,7 +65,8 @@ def cut(name: str, mask: str, length: int, nodes: int, per_node: int) -> Cut:
     if bounds is None:
         raise ValueError(f"layout {name} needs packed documents, got the mask {mask!r}")
     if name == "balanced":
-        layout = make("balanced", cp_size=size, cu_seqlens=bounds, per_node=per_node)
+        cost = [*map(float, numbers)] or None
+        layout = make("balanced", cp_size=size, cu_seqlens=bounds, per_node=per_node, row_cost=cost)
         return Cut(layout, whole, np.arange(length))
     return each_document(bounds, range(len(bounds) - 1), size)
 

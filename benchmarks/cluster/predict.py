@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron_burst.autotune.candidates import Candidate, Fixed, Workload, on_grid
 from megatron_burst.autotune.rates import Rates
-from megatron_burst.autotune.select import fastest
+from megatron_burst.autotune.select import fastest, row_cost
 from megatron_burst.schedule.cost import Sizes
 from megatron_burst.schedule.topology import Topology
 
@@ -25,7 +25,7 @@ PER_RIVAL, PER_RUN = 4.0, 0.35
 def predict(cell: Cell, rival: Rival, rates: Rates) -> Candidate | None:
     """What a rival is predicted to take at these rates; None if its ranks cannot share heads, or
     groups of ranks have documents of their own."""
-    if rival.layout not in LAYOUTS:
+    if rival.layout.split()[0] not in LAYOUTS:
         return None
     workload = _workload(cell, rival.layout)
     ulysses = rival.ulysses_size(cell.nodes, cell.per_node)
@@ -43,9 +43,13 @@ def predict(cell: Cell, rival: Rival, rates: Rates) -> Candidate | None:
 
 
 def best_layout(cell: Cell, rates: Rates) -> str:
-    """Of packed documents: that in which what `auto` takes is predicted to end first."""
+    """Of packed documents: that in which what `auto` takes is predicted to end first, beside those
+    of the suites `balanced` with what a row costs at these rates."""
     topology = Topology(cell.nodes * cell.per_node, cell.per_node)
-    times = {name: fastest(_workload(cell, name), [topology], rates).seconds for name in LAYOUTS}
+    cost = row_cost(_workload(cell, "balanced").sizes, rates)
+    assert cost is not None
+    names = [*LAYOUTS, "balanced {:.6g} {:.6g}".format(*cost)]
+    times = {name: fastest(_workload(cell, name), [topology], rates).seconds for name in names}
     return min(times, key=times.__getitem__)
 
 

@@ -54,6 +54,7 @@ SECTIONS: Mapping[str, tuple[Figure, ...]] = {
         Figure("linear", Gpu, "linear", float, "of the peak, large matrix products"),
         Figure("small", Gpu, "small", float, "rows that double a product's time"),
         Figure("attention", Gpu, "attention", float, "of the peak, long attention calls, forward"),
+        Figure("kernel", Gpu, "kernel", str, "whose rate `attention` is"),
         Figure("compute", Rates, "compute", float, "FLOP/s of long attention calls, forward"),
         Figure("launch", Rates, "launch", float, "seconds of an attention call without rows"),
         Figure("half_rows", Rates, "half_rows", float, "rows with half of `compute`"),

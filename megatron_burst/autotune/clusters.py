@@ -152,9 +152,10 @@ class Cluster:
         """Where the rates come from, and how far that can be off, on one line."""
         if self.measured:
             return f"measured: {self.source}; repeats vary by up to {self.spread:.0%}"
-        band = self.band
+        band, kernel = self.band, self.gpu.kernel
+        source = f"{self.source} of kernel {kernel}" if kernel else self.source
         return (
-            f"{self.source}, not measured here: nine in ten of {band.cells} published runs on "
+            f"{source}, not measured here: nine in ten of {band.cells} published runs on "
             f"{band.gpus} took {band} times their forecast; `megatron-burst calibrate` measures "
             "them"
         )

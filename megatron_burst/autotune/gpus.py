@@ -13,12 +13,16 @@ not more than that is taken. `linear` is nine tenths of what a search over shape
 matrix products (Bekman, Machine Learning Engineering, "maximum achievable matmul FLOPS": A100 0.87,
 H100 0.80, B200 0.78). A backward of attention runs at 0.86 of the forward's rate (FlashAttention-2
 on A100: up to 0.63 against 0.73 of the peak; FlashAttention-3: 561 against 648 TFLOP/s).
+
+KERNELS has the same fraction by kernel, on Hopper, where the one that is always there takes 1.7
+times as long as the fastest: forward on H100, FlashAttention-2 370 TFLOP/s, cuDNN 595,
+FlashAttention-3 648; cuDNN on H200 as above.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 GB, GIB = 10**9, 2**30
 SLOWER = 0.86  # rate of an attention backward over that of a forward
@@ -41,7 +45,7 @@ class Gpu:
     linear: fractions of the peak that long attention calls (forward) and large matrix products
     reach. nic: bytes per second of a NIC of the vendor's node, one way, which has one for every
     GPU. small: a product of sizes m x k x n takes longer by small / m + small / k + small / n of
-    its time.
+    its time. kernel: whose rate `attention` is, as `--burst-kernel` calls it; None: the fastest's.
 
     Raises ValueError for numbers that no GPU has.
     """
@@ -57,6 +61,7 @@ class Gpu:
     linear: float = 0.7
     nic: float = 50 * GB
     small: float = 64.0
+    kernel: str | None = None
 
     def __post_init__(self) -> None:
         wrong = []
@@ -100,6 +105,19 @@ GPUS: dict[str, Gpu] = {
             900 * GB, 8000 * GB, *_B),
     )
 }  # fmt: skip
+
+
+_HOPPER = {"aten": 370 / 989, "aten_cudnn": 595 / 989, "flash3": 0.65}
+KERNELS = {"h100": _HOPPER, "h800": _HOPPER, "h200": {**_HOPPER, "aten_cudnn": 0.68}}
+
+
+def with_kernel(gpu: Gpu, kernel: str) -> Gpu:
+    """The GPU at the published rate of one kernel. ValueError with those that there are."""
+    known = KERNELS.get(gpu.name, {})
+    if kernel not in known:
+        there = f"take one of {', '.join(known)}" if known else "leave it out"
+        raise ValueError(f"--kernel {kernel}: no rate of it was published for {gpu.name}: {there}")
+    return replace(gpu, attention=known[kernel], kernel=kernel)
 
 
 def gpu(name: str) -> Gpu:

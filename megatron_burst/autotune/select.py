@@ -36,6 +36,7 @@ from .rates import Rates, check_rates
 OPEN = Fixed()
 # Predictions closer than this are a tie: then the simplest is taken, with the fewest bytes.
 TIE = 0.015
+FASTEST = 1e30  # FLOP/s: where computing takes no time
 PLACES = 64  # more than candidates of one algorithm on a grid
 BUSY = {
     "compute": "compute", "intra": "the link within nodes", "inter": "the link between nodes",
@@ -219,6 +220,23 @@ def fastest(
             raise ValueError(f"rates: too small for calls of this size: {rates.describe()}")
         found += made
         left = [one for one in left if one.open]
+
+
+def row_cost(sizes: Sizes, rates: Rates) -> tuple[float, float] | None:
+    """How many pairs a rank computes in the time for which a row of another rank is on its link, of
+    the same node and of another one: what layout balanced takes. None where `rates` do not say how
+    fast a rank computes.
+
+    A row is its key and value in both passes, and its gradients in backward; all ranks of a node
+    send at once.
+    """
+    if rates.compute is None:
+        return None
+    columns = (sizes.width + sizes.value_width) * sizes.batch
+    pair = 2.0 * sizes.heads * columns * (1 + rates.backward) / min(rates.compute, FASTEST)
+    row = sizes.forward.kv + sizes.backward.kv + sizes.backward.dkv
+    load = 1.0 if rates.shared is None else rates.shared.per_nic
+    return row / rates.intra / pair, row / float(rates.between(load)) / pair
 
 
 def _place(each: tuple[Candidate, int]) -> tuple[tuple[Any, ...], int]:

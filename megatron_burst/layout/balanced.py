@@ -11,6 +11,10 @@ mean density. Documents are sorted by density; every rank takes a run from the d
 from the sparse end. How long the two are follows from one equation in one unknown, so ranks come
 out even; only where a run ends is a document cut. Nodes are filled first, then the ranks of each
 node. Runs are cut by integers alone, so that every process finds the same.
+
+Even ranks cut a document nearly everywhere where one begins, and ranks exchange its rows. Where
+links are slow, uneven ranks with whole documents are faster: `row_cost` says what a row takes, and
+the solver runs with several limits on how uneven ranks may be.
 """
 
 from __future__ import annotations
@@ -18,9 +22,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,8 +40,11 @@ from .layouts import (
 
 Window = tuple[int | None, int | None]  # keys seen before a query, and after it; None: all
 CAUSAL: Window = (None, 0)
-# A bin may miss its share of the pairs by so much, one part in SLACK, to leave a document whole.
-SLACK = 64
+# By which part of its share of the pairs a bin may miss it, to leave a document whole; all but the
+# first are tried only where it is known what a row on a link takes.
+SLACKS = (1 / 64, 1 / 4, 1.0)
+# Of the estimated time of even ranks: what less even ones have to stay below.
+CLEARLY = 0.9
 LONGEST = 1 << 28  # tokens of a document whose pairs, in many kinds of layers, int64 surely holds
 
 
@@ -129,12 +136,15 @@ def _reached_all(n: np.ndarray, reach: int | None) -> np.ndarray:
     return m * (m - 1) // 2 + (n - m) * (reach or 0)
 
 
-def mix(shares: Sequence[DocumentShare], bins: int, costs: Costs) -> list[list[DocumentShare]]:
+def mix(
+    shares: Sequence[DocumentShare], bins: int, costs: Costs, slack: float = SLACKS[0]
+) -> list[list[DocumentShare]]:
     """The shares cut into `bins` with equally many tokens each, and nearly as many pairs.
 
-    The tokens of all shares must be a multiple of `bins`.
+    The tokens of all shares must be a multiple of `bins`. slack: by which part of its share of the
+    pairs a bin may miss it, to leave a document whole.
     """
-    pool = _Pool(shares, costs)
+    pool = _Pool(shares, costs, slack)
     room = pool.left // bins
     return [pool.take(room, pool.pairs // (bins - index)) for index in range(bins)]
 
@@ -145,13 +155,13 @@ class _Pool:
     A place counts tokens in that order. Taken are those before `low` and those from `high` on.
     """
 
-    def __init__(self, shares: Sequence[DocumentShare], costs: Costs):
+    def __init__(self, shares: Sequence[DocumentShare], costs: Costs, slack: float):
         pairs = [costs.of(share) for share in shares]
         sizes = [share.stop - share.first for share in shares]
         density = np.array(pairs, dtype=np.float64) / np.maximum(sizes, 1)
         order = np.lexsort((np.arange(len(sizes)), density)).tolist()
         self.shares = [shares[i] for i in order]
-        self.costs = costs
+        self.costs, self.slack = costs, slack
         self.starts = [0, *np.cumsum([sizes[i] for i in order]).tolist()]
         self.sums = [0, *accumulate(pairs[i] for i in order)]
         self.low, self.high = 0, self.starts[-1]
@@ -174,7 +184,7 @@ class _Pool:
             sparse one: all that are left, less those in between."""
             return self._before(self.low + room - dense) - self._before(self.high - dense) - goal
 
-        dense = self._whole(room, _root(excess, room), excess, need // SLACK)
+        dense = self._whole(room, _root(excess, room), excess, int(need * self.slack))
         low, high = self.low + room - dense, self.high - dense
         taken = [*self._between(self.low, low), *self._between(high, self.high)]
         self.low, self.high = low, high
@@ -201,10 +211,11 @@ class _Pool:
         at the sparse end."""
         for end in (self.high, self.low + room):
             place = bisect_left(self.starts, end - dense)
-            for start in self.starts[max(0, place - 1) : place + 1]:
-                other = end - start
-                if 0 <= other <= room and abs(excess(other)) <= tolerance:
-                    return other
+            others = [end - start for start in self.starts[max(0, place - 1) : place + 1]]
+            off = {other: abs(excess(other)) for other in others if 0 <= other <= room}
+            nearest = min(off, key=off.__getitem__, default=dense)
+            if off.get(nearest, math.inf) <= tolerance:
+                return nearest
         return dense
 
     def _between(self, first: int, stop: int) -> list[DocumentShare]:
@@ -255,7 +266,10 @@ class Balanced(Layout):
     documents that are padding, which attend to nothing. tree: in place of `cu_seqlens` and
     `padding`, a prefix tree (what `mb.trees.pack` returns, or a `masks.Tree`): its segments are
     laid out like documents, each token also sees the ancestors of its segment, and windows are
-    (left, 0). Raises ValueError for invalid arguments.
+    (left, 0). row_cost: how many pairs a rank computes in the time for which one row of another
+    rank is on its link, a row of its node and a row of another node; where given, ranks are less
+    even if they are estimated to be done earlier with documents that are whole. Not for trees.
+    Raises ValueError for invalid arguments.
     """
 
     name = "balanced"
@@ -269,6 +283,7 @@ class Balanced(Layout):
         windows: Sequence[Window] | None = None,
         padding: Sequence[int] = (),
         tree: Any = None,
+        row_cost: Sequence[float] | None = None,
     ):
         super().__init__(cp_size)
         self.bases: tuple[int, ...] = ()  # of segments of a tree
@@ -304,6 +319,9 @@ class Balanced(Layout):
                 f"windows: no row of a tree sees rows after it, so each must be (left, 0), got "
                 f"{ahead[0]}"
             )
+        self.row_cost = None if row_cost is None else _row_cost(row_cost)
+        if tree is not None and row_cost is not None:
+            raise ValueError("row_cost: is for documents, and a tree was given; leave it out")
 
     def _per_node(self, given: int | None) -> int:
         if given is None:
@@ -317,12 +335,14 @@ class Balanced(Layout):
         return (
             f"Balanced(cp_size={self.cp_size}, cu_seqlens={list(self.bounds)}, "
             f"per_node={self.per_node}, windows={self.windows}, padding={self.padding}"
-            f"{f', bases={list(self.bases)}' if self.bases else ''})"
+            f"{f', bases={list(self.bases)}' if self.bases else ''}"
+            f"{f', row_cost={self.row_cost}' if self.row_cost else ''})"
         )
 
     def describe(self) -> str:
-        """Its name, and the pairs of the busiest rank over the mean."""
-        return f"{self.name} (busiest rank {self.balance:.2f} x the mean)"
+        """Its name, the pairs of the busiest rank over the mean, and why they are not even."""
+        why = "" if self._taken[0] == SLACKS[0] else ", which leaves documents whole"
+        return f"{self.name} (busiest rank {self.balance:.2f} x the mean{why})"
 
     def check(self, seq_len: int) -> None:
         if seq_len != self.bounds[-1]:
@@ -343,13 +363,61 @@ class Balanced(Layout):
     def _costs(self) -> Costs:
         return Costs(np.diff(self.bounds).tolist(), self.windows, self.padding, self.bases or None)
 
-    @cached_property
+    @property
     def shares(self) -> tuple[list[DocumentShare], ...]:
         """What each rank takes."""
+        return self._taken[1]
+
+    @cached_property
+    def _taken(self) -> tuple[float, tuple[list[DocumentShare], ...]]:
+        """By which part ranks may miss their share of the pairs, and what each takes."""
+        even = SLACKS[0], self._mixed(SLACKS[0])
+        if self.row_cost is None or self.cp_size == 1:
+            return even
+        limit = CLEARLY * self._busy(even[1])
+        if self._most(even[1]) >= limit:  # without any rows it would take too long
+            return even
+        others = [(slack, self._mixed(slack)) for slack in SLACKS[1:]]
+        taken = min(others, key=lambda each: self._busy(each[1]))
+        return taken if self._busy(taken[1]) < limit else even
+
+    def _mixed(self, slack: float) -> tuple[list[DocumentShare], ...]:
         costs = self._costs
         documents = [DocumentShare(i, 0, n) for i, n in enumerate(costs.lengths) if n]
-        nodes = mix(documents, self.cp_size // self.per_node, costs)
-        return tuple(each for node in nodes for each in mix(node, self.per_node, costs))
+        nodes = mix(documents, self.cp_size // self.per_node, costs, slack)
+        return tuple(each for node in nodes for each in mix(node, self.per_node, costs, slack))
+
+    def _busy(self, shares: Sequence[Sequence[DocumentShare]]) -> float:
+        """An estimate of how long these shares take, in pairs: those of the busiest rank, and what
+        the rows on the busiest links come to. How much of these overlaps is left out.
+
+        A row that ranks of a node need is sent to the node once, over the links of all its ranks.
+        """
+        assert self.row_cost is not None
+        within, between = self.row_cost
+        nodes = [
+            _merged(chain.from_iterable(shares[first : first + self.per_node]))
+            for first in range(0, self.cp_size, self.per_node)
+        ]
+        alone, together = (max(map(self._rows, each)) for each in (shares, nodes))
+        return self._most(shares) + max(within * alone, between * together / self.per_node)
+
+    def _most(self, shares: Sequence[Sequence[DocumentShare]]) -> int:
+        """The pairs of the busiest rank."""
+        return max(sum(map(self._costs.of, each)) for each in shares)
+
+    def _rows(self, shares: Iterable[DocumentShare]) -> int:
+        """How many rows of others these see, summed over `windows`."""
+        found, lengths, padding = 0, self._costs.lengths, self._costs.padding
+        for document, first, stop in shares:
+            length = lengths[document]
+            if stop - first < length and document not in padding:
+                for window in self.windows:
+                    left, right = (length if reach is None else reach for reach in window)
+                    # Before the first run, between it and the last, and behind that.
+                    found += min((first + 1) // 2, left) + min(length - stop, left + right)
+                    found += min(first // 2, right)
+        return found
 
     @cached_property
     def _all_spans(self) -> tuple[tuple[Span, ...], ...]:
@@ -379,6 +447,28 @@ class Balanced(Layout):
 
     def _spans(self, rank: int, seq_len: int) -> tuple[Span, ...]:
         return self._all_spans[rank]
+
+
+def _merged(shares: Iterable[DocumentShare]) -> list[DocumentShare]:
+    """The shares of several ranks as those of one."""
+    found: list[DocumentShare] = []
+    for share in sorted(shares):
+        if found and found[-1][::2] == share[:2]:  # goes on where the last one stops
+            share = DocumentShare(share.document, found.pop().first, share.stop)
+        found.append(share)
+    return found
+
+
+def _row_cost(given: object) -> tuple[float, float]:
+    costs = tuple(given) if isinstance(given, Sequence) else ()
+    if len(costs) != 2 or not all(
+        isinstance(each, (int, float)) and 0 <= each < math.inf for each in costs
+    ):
+        raise ValueError(
+            "row_cost must hold two numbers from 0 on, the pairs of a row of the same node and of "
+            f"another node, got {given!r}"
+        )
+    return float(costs[0]), float(costs[1])
 
 
 def _window(given: object) -> Window:

@@ -15,14 +15,9 @@ if TYPE_CHECKING:
 
 LAYOUTS: dict[str, type[Layout]] = {cls.name: cls for cls in (Contiguous, Zigzag, Striped)}
 # Of each argument besides cp_size the layouts that take it.
-_TAKEN = {
-    "block": ("block_striped",),
-    "cu_seqlens": ("zigzag", "balanced"),
-    "per_node": ("balanced",),
-    "windows": ("balanced",),
-    "padding": ("balanced",),
-    "tree": ("balanced",),
-}
+_TAKEN = {"block": ("block_striped",), "cu_seqlens": ("zigzag", "balanced")} | dict.fromkeys(
+    ("per_node", "windows", "padding", "tree", "row_cost"), ("balanced",)
+)
 
 
 def make(
@@ -35,18 +30,19 @@ def make(
     windows: Sequence[Window] | None = None,
     padding: Sequence[int] | None = None,
     tree: Any = None,
+    row_cost: Sequence[float] | None = None,
 ) -> Layout:
     """The layout called `name` over `cp_size` ranks; ValueError if there is none.
 
     block: only for "block_striped". cu_seqlens: cumulative lengths of documents, for "zigzag", then
     within each document, and for "balanced", which needs them or a tree. per_node, windows,
-    padding: only for "balanced", see `Balanced`. tree: only for "balanced", in place of cu_seqlens
-    and padding: what `mb.trees.pack` returns, or a `masks.Tree`.
+    padding, row_cost: only for "balanced", see `Balanced`. tree: only for "balanced", in place of
+    cu_seqlens and padding: what `mb.trees.pack` returns, or a `masks.Tree`.
     """
     if name not in NAMES:
         raise ValueError(f"layout must be one of {', '.join(NAMES)}, got {name!r}")
     given = {"block": block, "cu_seqlens": cu_seqlens, "per_node": per_node, "windows": windows,
-             "padding": padding, "tree": tree}  # fmt: skip
+             "padding": padding, "tree": tree, "row_cost": row_cost}  # fmt: skip
     given = {key: value for key, value in given.items() if value is not None}
     for key in given:
         if name not in _TAKEN[key]:

@@ -26,6 +26,7 @@ ROWS = {
     "megatron_dynamic_cp": 5,
     "nemo_llama2_7b_h100": 9,
     "nemo_llama3_8b_b200": 8,
+    "ring_flash_attention": 4,
     "torchtitan_llama3_h100": 8,
 }
 

@@ -60,8 +60,11 @@ def lopsided(layout):
     return found
 
 
+COSTS = (None, (0.0, 0.0), (0.5, 9.0), (1e6, 4e6))
+
+
 @st.composite
-def packs(draw, windows=WINDOWS, least=1):
+def packs(draw, windows=WINDOWS, least=1, costs=(None,)):
     """Any batch: documents of 0 tokens too, more ranks than documents and the reverse."""
     ranks = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 16, 64]))
     each = draw(st.integers(least, max(least, 1024 // ranks)))
@@ -74,7 +77,10 @@ def packs(draw, windows=WINDOWS, least=1):
         inner = ends[ends < total].tolist()
     bounds = [0, *inner, total]
     padding = draw(st.sampled_from([(), (), range(1), range(0, len(bounds) - 1, 4)]))
-    return Balanced(ranks, bounds, windows=draw(st.sampled_from(windows)), padding=tuple(padding))
+    return Balanced(
+        ranks, bounds, windows=draw(st.sampled_from(windows)), padding=tuple(padding),
+        row_cost=draw(st.sampled_from(costs)),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("windows", [*WINDOWS, ((None, 3),)])
@@ -93,7 +99,7 @@ def test_pairs_by_formula_are_those_of_a_dense_table(windows):
 # --- what is promised of any batch ----------------------------------------------------------
 
 
-@given(packs())
+@given(packs(costs=COSTS))
 @settings(max_examples=150)
 @example(Balanced(64, [0, 64]))
 @example(Balanced(8, range(9)))
@@ -105,7 +111,7 @@ def test_every_token_has_one_rank_and_ranks_have_equally_many(layout):
     assert sorted(np.concatenate(found).tolist()) == list(range(total))
 
 
-@given(packs())
+@given(packs(costs=COSTS))
 def test_spans_are_in_order_and_joined(layout):
     for rank in range(layout.cp_size):
         spans = layout.spans(rank, layout.bounds[-1])
@@ -114,13 +120,13 @@ def test_spans_are_in_order_and_joined(layout):
         assert all(type(number) is int for span in spans for number in span)
 
 
-@given(packs())
+@given(packs(costs=COSTS))
 def test_a_rank_has_as_much_of_the_front_of_a_document_as_of_its_end(layout):
     """Token i with token l - 1 - i, but for one at each cut."""
     assert all(alone <= spans for alone, spans in lopsided(layout))
 
 
-@given(packs())
+@given(packs(costs=COSTS))
 def test_the_layout_tells_its_pairs(layout):
     pairs = pairs_of_ranks(layout)
     assert list(layout.pairs) == pairs
@@ -209,6 +215,80 @@ def test_padding_costs_nothing():
     assert Balanced(4, [0, 512, 1024], padding=[0, 1]).balance == 1.0
 
 
+# --- where links are slow -------------------------------------------------------------------
+
+
+def rows_of_others(layout, ranks):
+    """How many tokens on other ranks those of `ranks` see, summed over windows: from a dense
+    table."""
+    total = layout.bounds[-1]
+    token = np.arange(total)
+    document = np.searchsorted(layout.bounds, token, side="right") - 1
+    real = ~np.isin(document, layout.padding)
+    mine = np.isin(token, np.concatenate([positions(layout)[rank] for rank in ranks]))
+    apart, found = token[None] - token[mine][:, None], 0
+    for left, right in layout.windows:
+        seen = (document[mine][:, None] == document[None]) & real[None]
+        seen &= apart >= -(total if left is None else left)
+        seen &= apart <= (total if right is None else right)
+        found += int((seen.any(axis=0) & ~mine).sum())
+    return found
+
+
+@given(packs(least=2, costs=COSTS[1:]).filter(lambda layout: layout.bounds[-1] <= 512))
+@settings(max_examples=60)
+def test_rows_of_others_by_formula_are_those_of_a_dense_table(layout):
+    """All of those without a window; with one no fewer, where a share has few tokens at an end."""
+    for rank, shares in enumerate(layout.shares):
+        true, said = rows_of_others(layout, [rank]), layout._rows(shares)
+        assert said >= true
+        if set(layout.windows) <= {CAUSAL, BOTH} and all(b - a > 1 for _, a, b in shares):
+            assert said == true
+
+
+def cuts(layout):
+    """How many documents lie on several ranks."""
+    ranks = np.empty(layout.bounds[-1], dtype=int)
+    for rank, mine in enumerate(positions(layout)):
+        ranks[mine] = rank
+    return sum(len(set(ranks[a:b].tolist())) > 1 for a, b in pairwise(layout.bounds))
+
+
+def test_documents_stay_whole_where_rows_take_long():
+    """Documents of 6, 2, 4, 4 on two ranks: 6 and 2 have 24 pairs, 4 and 4 have 20."""
+    bounds = [0, 6, 8, 12, 16]
+    even, whole = (Balanced(2, bounds, row_cost=cost) for cost in (None, (50.0, 50.0)))
+    assert cuts(even) > 0 == cuts(whole)
+    assert sorted(pairs_of_ranks(even)) == [22, 22]
+    assert sorted(pairs_of_ranks(whole)) == [20, 24]
+    assert "1.09 x the mean, which leaves documents whole)" in whole.describe()
+    assert "whole" not in even.describe()
+
+
+def test_ranks_stay_even_where_rows_take_no_time():
+    for cost in ((0.0, 0.0), (0.01, 0.01)):
+        layout = Balanced(2, [0, 6, 8, 12, 16], row_cost=cost)
+        assert positions(layout)[0].tolist() == positions(Balanced(2, layout.bounds))[0].tolist()
+
+
+def test_a_row_of_another_node_is_sent_to_a_node_once():
+    """One document on two nodes of two ranks, between nodes only: a node lacks the middle or what
+    is around it. The shares, from the outermost: a rank sees all tokens before its last one."""
+    layout = Balanced(4, [0, 64], per_node=2, row_cost=(0.0, 1.0))
+    pairs = max(pairs_of_ranks(layout))
+    lacks = max(rows_of_others(layout, node) for node in ([0, 1], [2, 3]))
+    assert layout._busy(layout.shares) == pairs + lacks / 2
+
+
+def test_batches_whose_rows_take_long_are_cut_less():
+    """64 ranks, short documents: of the rows that nodes send each other at most half are left."""
+    bounds = batch("short", 0)
+    even = Balanced(RANKS, bounds, per_node=PER_NODE)
+    whole = Balanced(RANKS, bounds, per_node=PER_NODE, row_cost=(1e4, 1e5))
+    assert rows_between_nodes(whole, PER_NODE) < rows_between_nodes(even, PER_NODE) / 2
+    assert cuts(whole) < cuts(even)
+
+
 # --- the same everywhere --------------------------------------------------------------------
 
 SPANS = (
@@ -255,8 +335,9 @@ def test_what_was_given_makes_a_layout_another():
         Balanced(4, [0, 8, 16], per_node=2),
         Balanced(4, [0, 8, 16], windows=(BOTH,)),
         Balanced(4, [0, 8, 16], padding=[1]),
+        Balanced(4, [0, 8, 16], row_cost=(1, 2)),
     ]
-    assert len({repr(each) for each in (plain, *others)}) == 6
+    assert len({repr(each) for each in (plain, *others)}) == 7
     assert plain == mb.layout.make("balanced", cp_size=4, cu_seqlens=[0, 8, 16], per_node=4)
 
 
@@ -290,6 +371,12 @@ REFUSED = [
     ({"padding": 1}, "padding must hold indices of documents, got 1"),
     ({"padding": [0.5]}, "padding must be an integer, got 0.5"),
     ({"padding": [False]}, "padding must be an integer, got False"),
+    ({"row_cost": 3.0}, "row_cost must hold two numbers from 0 on, .*, got 3.0"),
+    ({"row_cost": (1,)}, r"row_cost must hold two numbers .*, got \(1,\)"),
+    ({"row_cost": (1, -1)}, r"row_cost must hold two numbers .*, got \(1, -1\)"),
+    ({"row_cost": (1, float("inf"))}, "row_cost must hold two numbers"),
+    ({"row_cost": (1, float("nan"))}, "row_cost must hold two numbers"),
+    ({"row_cost": ("1", True)}, "row_cost must hold two numbers"),
     ({"cp_size": 0}, "cp_size must be at least 1, got 0"),
     ({"cp_size": "4"}, "cp_size must be an integer, got '4'"),
     ({"block": 4}, "block goes with layout block_striped, got balanced with block=4"),
@@ -304,9 +391,9 @@ def test_what_is_no_batch_is_refused(given_, words):
 
 
 @pytest.mark.parametrize("name", ["contiguous", "striped", "zigzag"])
-@pytest.mark.parametrize("key", ["per_node", "windows", "padding"])
+@pytest.mark.parametrize("key", ["per_node", "windows", "padding", "row_cost"])
 def test_other_layouts_take_none_of_it(name, key):
-    value = {"per_node": 2, "windows": (CAUSAL,), "padding": (0,)}[key]
+    value = {"per_node": 2, "windows": (CAUSAL,), "padding": (0,), "row_cost": (1, 2)}[key]
     with pytest.raises(ValueError, match=f"{key} goes with layout balanced, got {name} with {key}"):
         mb.layout.make(name, cp_size=2, **{key: value})
 

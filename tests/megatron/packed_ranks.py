@@ -28,9 +28,9 @@ def params(lengths=LENGTHS, room=ROOM):
 
 
 @contextlib.contextmanager
-def core_attention(layout, attention=None, **changes):
+def core_attention(layout, attention=None, choices=None, **changes):
     """One layer's core attention over all ranks, installed for the time being; in the layout
-    ``attention``, if that is not the one of the tokens."""
+    ``attention``, if that is not the one of the tokens. choices: further ones of the user."""
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -43,12 +43,14 @@ def core_attention(layout, attention=None, **changes):
             context_parallel_size=dist.get_world_size(), attention_dropout=0.0,
             calculate_per_token_loss=True, **changes,
         )  # fmt: skip
-        chosen = mb.BurstConfig(layout=layout, attention_layout=attention, intra_size=2)
+        chosen = mb.BurstConfig(
+            layout=layout, attention_layout=attention, intra_size=2, **choices or {}
+        )
         burst.configure(config, chosen)
         yield burst.BurstCoreAttention(config, 1, AttnMaskType.causal, "self")
 
 
-def worst_errors(layout, padded, window, attention=None):
+def worst_errors(layout, padded, window, attention=None, choices=None):
     """Largest error of the output and of the gradients of q, k and v, gathered in order, against a
     dense mask of the documents; and the largest magnitude in rows of padding."""
     import megatron_burst.megatron as burst
@@ -59,7 +61,8 @@ def worst_errors(layout, padded, window, attention=None):
     q, k, v, seed = (
         torch.randn(TOTAL, HEADS, WIDTH, generator=draw, dtype=torch.float64) for _ in range(4)
     )
-    with core_attention(layout, attention, window_size=window and (window - 1, 0)) as core:
+    windows = {"window_size": window and (window - 1, 0)}
+    with core_attention(layout, attention, choices, **windows) as core:
         mine = [burst.shard_sequence(x, asked, dim=0).requires_grad_() for x in (q, k, v)]
         out = core(*mine, packed_seq_params=asked)
         out.backward(burst.shard_sequence(seed, asked, dim=0).flatten(1))
@@ -87,6 +90,20 @@ def dense(q, k, v, seed, lengths, window):
     out = torch.where(seen[:, None, None], out, 0.0)
     grads = torch.autograd.grad(out[seen], (q, k, v), seed[seen])
     return [out.detach(), *(x.nan_to_num() for x in grads)], seen
+
+
+def said(choices):
+    """The start-up line, and how many tokens each document has on this rank."""
+    import megatron_burst.megatron as burst
+
+    asked = params(ROOM, None)
+    room = torch.tensor([*ROOM, TOTAL - sum(ROOM)])  # what pads the end is one more
+    document = torch.repeat_interleave(torch.arange(len(room)), room)
+    with core_attention("balanced", choices=choices) as core:
+        x = burst.shard_sequence(torch.zeros(TOTAL, HEADS, WIDTH), asked, dim=0)
+        core(x, x, x, packed_seq_params=asked)
+        mine = burst.shard_sequence(document, asked, dim=0)
+        return core.book.startup, torch.bincount(mine, minlength=len(room)).tolist()
 
 
 def error(how, ranks):

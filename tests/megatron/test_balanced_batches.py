@@ -5,6 +5,10 @@ import pytest
 import session
 from workers import Workers
 
+import megatron_burst as mb
+from megatron_burst.autotune import cluster_file
+from megatron_burst.autotune.clusters import Cluster
+
 LAYOUTS = ("balanced", "zigzag", "striped")
 
 
@@ -15,6 +19,37 @@ def test_packed_attention_equals_a_dense_mask(four, layout, padded, window):
     for errors, empty in four(packed_ranks.worst_errors, layout, padded, window):
         assert max(errors) < 1e-10, errors
         assert empty == 0 or not padded  # padding sees nothing, and nothing sees it
+
+
+@pytest.fixture
+def slow_links(tmp_path):
+    """The choices of a run whose cluster file says that links are slow."""
+    path = str(tmp_path / "slow.toml")
+    rates = mb.Rates(1e6, 1e5, compute=1e12)
+    cluster_file.write(Cluster("h100", 4, 2, rates=rates), path)
+    return {"algorithm": "auto", "cluster": path}
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("padded", [True, False])
+def test_documents_that_slow_links_leave_whole_equal_a_dense_mask(four, slow_links, padded, window):
+    for errors, empty in four(
+        packed_ranks.worst_errors, "balanced", padded, window, None, slow_links
+    ):
+        assert max(errors) < 1e-10, errors
+        assert empty == 0 or not padded
+
+
+def test_slow_links_leave_documents_whole_and_the_log_says_so(four, slow_links):
+    """Of the documents of up to 60 tokens, as many as a rank has, fewer are on two ranks."""
+    cut = {}
+    for name, choices in (("even", {}), ("whole", slow_links)):
+        lines, rows = zip(*four(packed_ranks.said, choices), strict=True)
+        assert ("which leaves documents whole" in lines[0]) == (name == "whole"), lines[0]
+        assert [sum(mine) for mine in rows] == [60] * 4
+        held = zip(packed_ranks.ROOM, zip(*rows, strict=True), strict=False)
+        cut[name] = sum(sum(n > 0 for n in each) > 1 for room, each in held if room <= 60)
+    assert cut["whole"] < cut["even"]
 
 
 @pytest.mark.slow

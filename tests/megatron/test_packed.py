@@ -4,6 +4,7 @@ import gc
 import inspect
 import weakref
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -16,6 +17,8 @@ from rotary import Group, config
 
 import megatron_burst as mb
 import megatron_burst.megatron as burst
+from megatron_burst.autotune import cluster_file
+from megatron_burst.autotune.clusters import Cluster
 from megatron_burst.megatron.attention import plan_book
 from megatron_burst.megatron.data import slicing
 from megatron_burst.megatron.data.cut import BatchCut, cut_for, cut_of_run
@@ -245,6 +248,31 @@ def test_a_run_is_cut_by_its_nodes_and_by_what_all_its_layers_see():
     nodes = config(hierarchical_context_parallel_sizes=[1, 2])
     assert cut_for(nodes, mb.BurstConfig(layout="balanced")).per_node == 1
     assert cut_for(config(**every), mb.BurstConfig(layout="striped")) == BatchCut("striped")
+
+
+def test_what_a_row_costs_follows_from_the_cluster_file(tmp_path):
+    """By hand: 4 heads of 16 + 16 columns for each of two tensor-parallel ranks are 256 FLOPs a
+    pair in forward, times 1 + 3; a row of 2 key/value heads has 128 bytes in each pass and as many
+    elements of fp32 gradients: 512. In the time of a byte 1e12 / 1e9 / 1024 pairs are computed."""
+    path = str(tmp_path / "mine.toml")
+    rates = mb.Rates(4e9, 1e9, compute=1e12, backward=3.0)
+    sizes = {"num_attention_heads": 8, "num_query_groups": 4, "kv_channels": 16}
+    of_run = config(**sizes, tensor_model_parallel_size=2)
+
+    def cost(nics, **changes):
+        cluster_file.write(Cluster("h100", 8, 4, rates=rates, nics=nics), path)
+        choice = {"algorithm": "auto", "layout": "balanced", "cluster": path} | changes
+        return cut_for(of_run, mb.BurstConfig(**choice)).row_cost
+
+    assert cost(4) == pytest.approx((125.0, 500.0))
+    assert cost(2) == pytest.approx((125.0, 1000.0))  # two ranks share a NIC
+    assert cost(4, wire_dtype="bf16") == pytest.approx((125.0 * 0.75, 500.0 * 0.75))
+    assert cost(4, cluster=None) is None
+    assert cost(4, ulysses_size=2) is None
+    latent = {"multi_latent_attention": True, "qk_head_dim": 24, "qk_pos_emb_head_dim": 8,
+              "v_head_dim": 16}  # fmt: skip
+    of_run = SimpleNamespace(**vars(of_run) | latent)
+    assert cost(4) == pytest.approx((125.0, 500.0))  # twice as wide in both
 
 
 def test_the_first_configuration_decides_how_a_run_is_cut():

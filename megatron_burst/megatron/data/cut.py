@@ -18,8 +18,11 @@ from typing import Any
 
 import torch
 
+from ...autotune import cluster_file
+from ...autotune.select import row_cost
 from ...config import BurstConfig
 from ...layout.balanced import CAUSAL, Window
+from ...schedule.sizes import Sizes
 from .. import patching
 from ..windows import layer_windows
 
@@ -32,13 +35,14 @@ class BatchCut:
 
     name: the layout. For "balanced" also per_node: ranks per node, None if nobody said; windows:
     what a token sees in each kind of layer, each as often as its share of the layers says;
-    multiple: what has to divide the tokens of a rank.
+    multiple: what has to divide the tokens of a rank; row_cost: as of `layout.Balanced`.
     """
 
     name: str
     per_node: int | None = None
     windows: tuple[Window, ...] = (CAUSAL,)
     multiple: int = 1
+    row_cost: tuple[float, float] | None = None
 
 
 def cut_for(config: Any, burst: BurstConfig) -> BatchCut:
@@ -51,12 +55,41 @@ def cut_for(config: Any, burst: BurstConfig) -> BatchCut:
         return BatchCut(burst.layout)
     sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
     split = getattr(config, "sequence_parallel", False)
+    per_node = sizes[0] if sizes else burst.intra_size
     return BatchCut(
         burst.layout,
-        per_node=sizes[0] if sizes else burst.intra_size,
+        per_node=per_node,
         windows=layer_windows(config),
         multiple=config.tensor_model_parallel_size if split else 1,
+        row_cost=_row_cost(config, burst, per_node),
     )
+
+
+def _row_cost(config: Any, burst: BurstConfig, per_node: int | None) -> tuple[float, float] | None:
+    """What a row on a link costs, where a cluster file says how fast links are; None for ranks that
+    share heads by a number stated, whose all-to-all moves as many rows in every layout."""
+    shared = burst.ulysses_size is not None and burst.ulysses_size > 1
+    if burst.cluster is None or burst.algorithm != "auto" or shared:
+        return None
+    cluster, tensor = cluster_file.read(burst.cluster), config.tensor_model_parallel_size
+    rates = cluster.run_rates(per_node or max(1, cluster.ranks_per_node // tensor))
+    heads = config.num_attention_heads
+    groups = getattr(config, "num_query_groups", None) or heads
+    of_query, of_value = head_sizes(config)
+    wire = 2 if burst.wire_dtype == "bf16" else 4
+    return row_cost(
+        Sizes(1, 1, heads // tensor, max(1, groups // tensor), of_query, of_value, 2, 4, wire,
+              (True, True, True)),
+        rates,
+    )  # fmt: skip
+
+
+def head_sizes(config: Any) -> tuple[int, int]:
+    """Width of queries and keys, and of values, of a `TransformerConfig`."""
+    if getattr(config, "multi_latent_attention", False):
+        return config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
+    size = getattr(config, "kv_channels", None) or config.hidden_size // config.num_attention_heads
+    return size, size
 
 
 def attention_cut(burst: BurstConfig) -> BatchCut | None:

@@ -108,6 +108,7 @@ class Pack:
             per_node=None if cut.per_node is None else math.gcd(cut.per_node, cp_size),
             windows=cut.windows,
             padding=[len(self.bounds) - 2] if self.end < self.total else [],
+            row_cost=cut.row_cost,
         )
 
     def places(self, cut: BatchCut, cp_size: int, rank: int) -> tuple[np.ndarray, np.ndarray]:

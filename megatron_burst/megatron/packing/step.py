@@ -20,6 +20,7 @@ from megatron.core.utils import get_model_config
 
 from ...config import OFF, BurstConfig
 from ...packing import Packing, Work, pack
+from ..data.cut import head_sizes
 from ..patching import PatchSet, log, wrap_steps
 from ..windows import causal_window
 from . import documents
@@ -183,19 +184,12 @@ def _data_group() -> Any:
 def work_of(config: Any) -> Work:
     """FLOPs of attention and of linear layers of a `TransformerConfig`; the LM head aside."""
     heads, width = config.num_attention_heads, config.hidden_size
-    of_query, of_value = _head_sizes(config)
+    of_query, of_value = head_sizes(config)
     groups = getattr(config, "num_query_groups", None) or heads
     projections = width * (heads + groups) * (of_query + of_value)
     token = 2 * config.num_layers * (projections + width * _mlp_width(config))
     windows = [causal_window(config, number) for number in range(1, config.num_layers + 1)]
     return Work.of(token_flops=token, pair_flops=2 * heads * (of_query + of_value), windows=windows)
-
-
-def _head_sizes(config: Any) -> tuple[int, int]:
-    if getattr(config, "multi_latent_attention", False):
-        return config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
-    size = getattr(config, "kv_channels", None) or config.hidden_size // config.num_attention_heads
-    return size, size
 
 
 def _mlp_width(config: Any) -> int:

@@ -54,6 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--packed", metavar="LENGTHS", help=f"packed documents, in packs of --seq tokens: {lengths}"
     )
+    add(
+        "--kernel",
+        metavar="NAME",
+        help="attention kernel of the run, if not the fastest for --gpu: aten (FlashAttention-2), "
+        "aten_cudnn or flash3, at its published rate",
+    )
     add("--cluster", type=Path, metavar="FILE", help="cluster file of `megatron-burst calibrate`")
     flags.add_fields(parser, FIXED)
     add("--top", type=int, default=10, metavar="N", help="number of configurations to show (10)")
@@ -116,7 +122,8 @@ def _cluster(arguments: argparse.Namespace) -> clusters.Cluster:
     if arguments.cluster is None:
         if arguments.gpus is None:
             raise ValueError("--gpus is needed, such as --gpus 64, or --cluster FILE")
-        return flags.cluster_of(arguments)
+        return flags.cluster_of(arguments, kernel=arguments.kernel)
     if arguments.gpu is not None:
         raise ValueError("--gpu and --cluster both say which GPUs there are: give one of them")
-    return flags.cluster_of(arguments, advice.cluster_of(arguments.cluster, None, 0))
+    found = advice.cluster_of(arguments.cluster, None, 0)
+    return flags.cluster_of(arguments, found, arguments.kernel)

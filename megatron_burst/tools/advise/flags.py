@@ -13,6 +13,7 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from ...autotune import clusters
+from ...autotune.gpus import with_kernel
 from ...units import size_of
 from .. import model_arguments
 from ..call_flags import named
@@ -91,9 +92,12 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def cluster_of(
-    arguments: argparse.Namespace, cluster: clusters.Cluster | None = None
+    arguments: argparse.Namespace,
+    cluster: clusters.Cluster | None = None,
+    kernel: str | None = None,
 ) -> clusters.Cluster:
-    """The cluster of the flags; they change what `cluster` says, if one is given.
+    """The cluster of the flags; they change what `cluster` says, if one is given. kernel: of
+    attention, at whose published rate runs compute; None: the fastest.
 
     Raises ValueError for flags that name no cluster.
     """
@@ -103,6 +107,10 @@ def cluster_of(
     else:
         per_node = 8 if arguments.per_node is None else arguments.per_node
         cluster = clusters.Cluster(clusters.gpu(arguments.gpu or "h100"), arguments.gpus, per_node)
+    if kernel is not None:
+        if cluster.kernels_measured:
+            raise ValueError(f"--kernel {kernel}: this cluster's was measured: leave the flag out")
+        cluster = replace(cluster, gpu=with_kernel(cluster.gpu, kernel))
     if arguments.gpu_memory:
         memory = size_of(arguments.gpu_memory, "--gpu-memory")
         cluster = replace(cluster, gpu=replace(cluster.gpu, name="GPU", memory=memory))

@@ -1,0 +1,116 @@
+"""What the attention kernel decides on Hopper: calls and runs at the published rate of each kernel.
+
+`ring-flash-attention` calls FlashAttention 2. Its README was read after its settings had been, and
+after the forecasts at the rate of `--gpu h800` had been made (32.6 calls per second of the zigzag
+ring beside 17.4); the rates by kernel are of other publications.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from benchmarks.advise.band_cells import RING, BandCell, nemo_h100
+from benchmarks.advise.fitting import errors
+from benchmarks.advise.published_tables import table
+from benchmarks.advise.section import Figure, Section
+from benchmarks.report import markdown
+from megatron_burst.autotune.clusters import GPUS, Cluster
+from megatron_burst.autotune.gpus import KERNELS, Gpu, with_kernel
+from megatron_burst.tools.advise.forecast.attention_time import attention_time
+from megatron_burst.tools.advise.settings import Settings
+from megatron_burst.tools.advise.shapes.model import Model
+
+RANKS, ROWS = 8, 8192  # GPUs of a node, rows of each
+MODEL = Model("attention of Llama-3.1-8B", 1, 4096, 32, 8, 14336, 128256)
+LAYOUTS = {"ring": "contiguous", "zigzag": "zigzag", "striped": "striped"}
+APART = "striped"  # shown, and not among the figures
+
+
+class RingCall(NamedTuple):
+    """Calls per second of a ring. fastest: as forecast at the rate of the fastest kernel."""
+
+    gpu: str
+    label: str
+    published: float
+    predicted: float
+    fastest: float
+
+    @property
+    def error(self) -> float:
+        """Time predicted over the published one, less one."""
+        return self.published / self.predicted - 1
+
+
+def ring_calls() -> Iterator[RingCall]:
+    """All of the README's batch rows."""
+    for row in table("ring_flash_attention"):
+        fastest = GPUS[row["gpu"]]
+        own = with_kernel(fastest, "aten") if fastest.name in KERNELS else fastest
+        for way in LAYOUTS:
+            label = f"{fastest.name}, {way}, {row['pass'].replace('_', ' + ')}"
+            speeds = (_per_second(gpu, way, row["pass"] == "fwd") for gpu in (own, fastest))
+            yield RingCall(fastest.name, label, float(row[way]), *speeds)
+
+
+def _per_second(gpu: Gpu, way: str, forward: bool) -> float:
+    run = Settings(RANKS * ROWS, cp=RANKS, layout=LAYOUTS[way], **RING)
+    time = attention_time(MODEL, Cluster(gpu, RANKS), run)
+    return 1 / (time.forward if forward else time.seconds)
+
+
+def by_kernel() -> dict[str, list[BandCell]]:
+    """NVIDIA's counted runs on H100, forecast at the rate of each kernel."""
+    h100 = GPUS["h100"]
+    return {
+        kernel: [cell for cell in nemo_h100(gpu=with_kernel(h100, kernel)) if cell.counts]
+        for kernel in KERNELS["h100"]
+    }
+
+
+def run(fit: bool = False) -> Section:
+    """The section of the page; nothing is fitted."""
+    calls, runs = list(ring_calls()), by_kernel()
+    balanced = [call for call in calls if APART not in call.label]
+    off = errors([1 / call.predicted for call in balanced], [1 / c.published for c in balanced])
+    fast = [call.fastest / call.published for call in balanced if call.gpu == "h800"]
+    return Section(
+        name="kernel-rates",
+        title="Rates by attention kernel on H100 and H800",
+        intro=(
+            "Calls per second of a ring of 8 GPUs (zhuzilin/ring-flash-attention, README): 8K rows "
+            "of each, 32 heads of 128 and 8 of keys, causal. The kernel is FlashAttention 2, so "
+            "calls on H800 are forecast with `--kernel aten`; nothing was fitted. A positive error "
+            "is a forecast that is too long.",
+        ),
+        columns=("call", "published", "predicted", "error", "at the fastest kernel's rate"),
+        rows=[
+            [c.label, f"{c.published:g}", f"{c.predicted:.1f}", f"{c.error:+.1%}",
+             f"{c.fastest:.1f}"] for c in calls
+        ],
+        figures=(
+            Figure("Rings and zigzag rings", str(off)),
+            Figure("The same on H800 at the fastest kernel's rate",
+                   f"predicted {min(fast):.2f} to {max(fast):.2f} times as fast as published"),
+        ),
+        notes=(
+            "NVIDIA's runs on H100 with context parallelism, forecast at the rate of each kernel; "
+            "times published over forecast:",
+            _runs(runs),
+            "Rows and heads of a rank do not explain what is left: the five longer runs have the "
+            "same 32K rows of a rank, and three of them the same 8 heads, and differ by their "
+            "length. Calls at 8K rows of a rank by FlashAttention 3 (MagiAttention's charts) take "
+            "0.9 to 1.2 times their forecast, on 8 to 64 GPUs. So a kernel's rate is taken as "
+            "published whatever the rows, with `half_rows` for short ones, and is not lowered for "
+            "H100. Which kernel NVIDIA's runs took is not said; Transformer Engine prefers cuDNN's "
+            "there. Why striped rings take longer than forecast, on both GPUs, is not known.",
+        ),
+    )  # fmt: skip
+
+
+def _runs(runs: dict[str, list[BandCell]]) -> str:
+    rows = [
+        [cells[0].label, *(f"{cell.ratio:.2f}" for cell in cells)]
+        for cells in zip(*runs.values(), strict=True)
+    ]
+    return markdown(("run", *(f"`{kernel}`" for kernel in runs)), rows)

@@ -1,0 +1,96 @@
+"""`advise --kernel`: forecasts at the published rate of the attention kernel that a run takes."""
+
+from argparse import Namespace
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.advise import kernel_rates
+from megatron_burst.autotune import bands, cluster_file
+from megatron_burst.autotune.clusters import GPUS, Cluster
+from megatron_burst.autotune.gpus import KERNELS, with_kernel
+from megatron_burst.autotune.rates import Rates
+from megatron_burst.cli.main import main
+from megatron_burst.kernels.registry import KERNELS as RUN
+from megatron_burst.tools.advise.flags import cluster_of
+
+H100 = GPUS["h100"]
+
+
+def test_rates_by_hand():
+    """FlashAttention 2 forward on H100: 370 TFLOP/s; cuDNN 595. The fastest is that of --gpu."""
+    for kernel, rate in (("aten", 370e12), ("aten_cudnn", 595e12)):
+        cluster = Cluster(with_kernel(H100, kernel), 8)
+        assert cluster.rank_rates().compute == pytest.approx(rate)
+        assert f"published rates of kernel {kernel}, not measured here" in cluster.described
+        assert cluster.band is bands.HOPPER
+    assert with_kernel(H100, "flash3").attention == H100.attention
+    assert with_kernel(GPUS["h200"], "aten_cudnn").attention == GPUS["h200"].attention
+    assert "of kernel" not in Cluster(H100, 8).described
+
+
+def test_kernels_are_those_of_runs_and_none_is_above_the_fastest():
+    for name, rates in KERNELS.items():
+        assert set(rates) <= set(RUN)
+        assert max(rates.values()) == GPUS[name].attention
+
+
+def test_the_zigzag_ring_of_ring_flash_attention_by_hand():
+    """Half of 65,536^2 pairs, 4 x 32 x 128 operations each, over 8 GPUs: 4.398e12 operations, 11.89
+    ms at 370 TFLOP/s. Published: 15.87 ms of a forward (63 calls a second), forecast: 13.5 ms, with
+    launches and what short chunks lose; at the fastest kernel's rate 7.9 ms, half the published."""
+    operations = 65536**2 / 2 * 4 * 32 * 128 / 8
+    assert operations == pytest.approx(4.398e12, rel=1e-3)
+    calls = {call.label: call for call in kernel_rates.ring_calls()}
+    call = calls["h800, zigzag, fwd"]
+    assert call.published == 63
+    assert 11.89e-3 < 1 / call.predicted < 15.87e-3
+    assert 1 / call.predicted == pytest.approx(13.5e-3, rel=0.01)
+    assert call.fastest / call.published == pytest.approx(2.0, abs=0.02)
+    both = [calls[f"h800, {way}, fwd + bwd"] for way in ("ring", "zigzag")]
+    assert all(-0.09 < each.error < 0 for each in both)
+    assert all(c.fastest == c.predicted for c in calls.values() if c.gpu == "a100")
+
+
+def test_nvidias_runs_take_longer_the_faster_the_kernel():
+    """At 32K tokens 1.19 times the forecast of the fastest kernel, at 1M 1.63."""
+    found = kernel_rates.by_kernel()
+    assert list(found) == ["aten", "aten_cudnn", "flash3"]
+    first, last = ([cells[at].ratio for cells in found.values()] for at in (0, -1))
+    assert first == sorted(first)
+    assert last == sorted(last)
+    assert (first[-1], last[-1]) == pytest.approx((1.188, 1.627), abs=0.002)
+
+
+def test_advise_by_kernel(capsys):
+    words = ["advise", "--model", "llama3-8b", "--gpus", "8", "--seq", "64K", "--tp", "4", "--cp",
+             "2", "--pp", "1", "--top", "1"]  # fmt: skip
+    assert main([*words, "--kernel", "aten"]) == 0
+    assert "rates: published rates of kernel aten, not measured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [(["--kernel", "triton"], "--kernel triton: no rate of it was published for h100: take one of "
+      "aten, aten_cudnn, flash3"),
+     (["--kernel", "aten", "--gpu", "b200"], "--kernel aten: no rate of it was published for b200: "
+      "leave it out")],
+)  # fmt: skip
+def test_kernels_without_a_rate_are_refused(capsys, words, reason):
+    assert main(["advise", "--model", "llama3-8b", "--gpus", "8", "--seq", "64K", *words]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_measured_kernels_have_their_own_rate(tmp_path):
+    """Links alone measured: the kernel's published rate; the kernel too: refused."""
+    flags = Namespace(gpus=None, per_node=None, gpu_memory=None, host_memory=None)
+    rates = Rates(1e11, 4e10)
+    links = Cluster(H100, 8, rates=rates)
+    found = cluster_of(flags, links, "aten")
+    assert found.rank_rates().compute == pytest.approx(370e12)
+    measured = replace(links, rates=replace(rates, compute=5e14))
+    assert cluster_of(flags, measured) == measured
+    with pytest.raises(ValueError, match="--kernel aten: this cluster's was measured"):
+        cluster_of(flags, measured, "aten")
+    cluster_file.write(found, tmp_path / "one.toml")
+    assert cluster_file.read(tmp_path / "one.toml") == found
