@@ -18,6 +18,7 @@ ROWS = {
     "burstengine_table2_ablation": 6,
     "burstengine_table3_sparse": 3,
     "burstengine_table5_intra_node": 4,
+    "easycontext_llama2_7b_a100": 5,
     "fpdt_table1_max_context": 5,
     "loongtrain_table2_end_to_end": 64,
     "loongtrain_table4_attention_ms": 96,
@@ -28,6 +29,7 @@ ROWS = {
     "nemo_llama3_8b_b200": 8,
     "ring_flash_attention": 4,
     "torchtitan_llama3_h100": 8,
+    "trl_qwen3_8b_h100": 1,
 }
 
 
