@@ -16,6 +16,7 @@ from typing import Any
 from .. import flags
 from ..cli.megatron_arguments import MegatronCommand, parse
 from ..config import BurstConfig
+from ..schedule.per_layer import FULL, WINDOW, numbers_layers
 from .advise.shapes import models
 from .advise.shapes.megatron_model import model_from
 from .advise.shapes.models import Model, padded
@@ -75,6 +76,8 @@ def read_command(words: Sequence[str]) -> tuple[Model, dict[str, Any]]:
     choices = _settled(command, ours)
     run = _command_run(command)
     run |= choices_of(choices, command.seq_length, command.cp, lambda name: f"--burst-{name}")
+    if command.mtp_num_layers:
+        _check_numbered("--burst-per-layer", run["per_layer"], "--mtp-num-layers")
     return padded(model, command.make_vocab_size_divisible_by * command.tp), run
 
 
@@ -165,6 +168,16 @@ def choices_of(
     return fields
 
 
+def _check_numbered(name: str, stated: str | None, heads: str) -> None:
+    """Raise ValueError for algorithms of numbered layers beside further heads, as a run does. name,
+    heads: what both are called where the user wrote them."""
+    if stated and numbers_layers(stated):
+        raise ValueError(
+            f"{name} {stated} with {heads}, whose layers count from 1 again: name kinds of layers, "
+            f"{WINDOW} and {FULL}"
+        )
+
+
 def _is_recipe(text: str) -> bool:
     """Recipes have names of functions, and no model that is known has one."""
     known = text.lower() in models.NAMED or text.endswith(".json") or Path(text).exists()
@@ -219,6 +232,8 @@ def read_recipe(config: Any, name: str = "the recipe") -> tuple[Model, dict[str,
     chosen = getattr(get("transformer_layer_spec"), "keywords", {})
     choices = BurstConfig(**{n: x for n, x in chosen.items() if n not in ("base", "before")})
     run |= choices_of(choices, seq or 1, cp, lambda name: name.replace("-", "_"))
+    if get("mtp_num_layers"):
+        _check_numbered("per_layer", run["per_layer"], "model.mtp_num_layers")
     return padded(model, (get("make_vocab_size_divisible_by") or 128) * tp), run
 
 

@@ -318,6 +318,20 @@ def test_what_would_be_faster_is_timed():
     assert advice.changes
 
 
+def test_gradients_in_bf16_are_told_of_and_taken_only_where_they_are_allowed():
+    where, goal = cluster(16, per_node=2), {"seq": "64K", "tokens_per_step": "512K", "cp": 8}
+    advice = advise(MOE, where, **goal)
+    assert {one.run.wire for one in advice.ranked} == {"fp32"}
+    (told,) = [change for change in advice.changes if "--wire bf16" in change.words]
+    seconds = step_time(MOE, where, replace(advice.best.run, wire="bf16")).seconds
+    assert told.gain >= 1 - seconds / advice.best.seconds > 0.01
+    for dtype in ("bf16", "fp32"):
+        allowed = advise(MOE, where, **goal, wire=dtype)
+        assert allowed.best.run.wire == dtype
+        assert ("--burst-wire-dtype bf16" in allowed.flags()) is (dtype == "bf16")
+        assert not any("--wire bf16" in change.words for change in allowed.changes)
+
+
 def test_more_memory_that_is_told_of_is_enough():
     where = cluster(8, memory=9)
     advice = advise(TINY, where, seq="128K", tokens_per_step="1M")

@@ -348,10 +348,13 @@ SMALL = ["--num-layers 8", "--hidden-size 1024", "--num-attention-heads 16", "--
 
 
 @pytest.mark.parametrize(("name", "flags"), [
-    ("llama3.1-8b", ["--rotary-base 500000"]), ("mistral-7b", []),
+    ("llama3-8b", ["--rotary-base 500000"]), ("mistral-7b", []),
+    ("llama3.1-8b", ["--rotary-base 500000 --use-rope-scaling --rope-scaling-factor 8"]),
+    ("llama3.2-1b", ["--rotary-base 500000 --use-rope-scaling --rope-scaling-factor 32"]),
     ("mixtral-8x7b", ["--rotary-base 1000000"]),
-    ("qwen3-8b", ["--rotary-base 1000000 --qk-layernorm"]),
-    ("qwen2.5-7b", ["--rotary-base 1000000 --add-qkv-bias"]),
+    ("qwen3-8b", ["--qk-layernorm", "--norm-epsilon 1e-06 --rotary-base 1000000"]),
+    ("qwen2.5-7b", ["--add-qkv-bias", "--norm-epsilon 1e-06 --rotary-base 1000000"]),
+    ("qwen2.5-14b", ["--add-qkv-bias", "--rotary-base 1000000"]),
 ])  # fmt: skip
 def test_flags_of_a_family(name, flags):
     model = models.named(name)

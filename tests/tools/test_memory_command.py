@@ -162,9 +162,12 @@ def test_a_command_with_algorithms_of_single_layers_or_no_layout(capsys):
     ours = ["--burst-per-layer", "1=ring,full=tile"]
     assert read_command([*command, *ours])[1]["per_layer"] == "1=ring,full=tile"
     assert main([*given, *command, *ours]) == 0
+    of_kinds = ["--burst-per-layer", "full=tile", "--mtp-num-layers", "1"]
+    assert main([*given, *command, *of_kinds]) == 0
     capsys.readouterr()
     for wrong, words in (
         (["--burst-per-layer", "3=ring"], "3=ring is of no layer with attention"),
+        ([*ours, "--mtp-num-layers", "1"], "with --mtp-num-layers, whose layers count from 1"),
         ([*ours, "--context-parallel-algo", "megatron"], f"{ours[0]} {ours[1]} is for Burst"),
     ):
         assert main([*given, *command, *wrong]) == 2

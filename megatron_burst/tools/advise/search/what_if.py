@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from ....autotune.clusters import Cluster
 from ....autotune.host_time import HostTime
 from ..account.memory import account, fit
 from ..settings import Settings
+from .attention_choice import AttentionForecast
 from .search import Configuration, Search
 from .search_space import options_of
 
@@ -34,24 +35,42 @@ class WhatIf(NamedTuple):
 
 def changes(best: Configuration, search: Search) -> list[WhatIf]:
     """Those that make the best run of a search at least 1 % faster, the largest gain first."""
-    found = [*_faster(best, search), *_larger(best, search), *_longer(best, search)]
+    found = [*_faster(best, search), *_rounded(best, search), *_larger(best, search),
+             *_longer(best, search)]  # fmt: skip
     return sorted((one for one in found if one.gain >= LEAST), key=lambda one: -one.gain)
 
 
 def _faster(best: Configuration, search: Search) -> Iterator[WhatIf]:
     """Faster parts of the cluster, the run with the attention that is best then."""
     for words, other in faster_parts(search.cluster):
-        attention = search.attention.on(other)
-        runs = [best.run, attention.by_kind(attention.settled(best.run))]
-        times = [attention.step(run).seconds for run in runs]
-        then = ""
-        if times[1] < times[0] and runs[1] != runs[0]:
-            then = f"{runs[1].algorithm}, side {runs[1].side}"
-            if runs[1].per_layer is not None:
-                then += f", {runs[1].per_layer}"
-            if runs[1].ulysses > 1:
-                then += f", {runs[1].ulysses} ranks sharing heads"
-        yield WhatIf(words, 1 - min(times) / best.seconds, then)
+        yield _with(words, best, best.run, search.attention.on(other))
+
+
+def _rounded(best: Configuration, search: Search) -> Iterator[WhatIf]:
+    """Gradients of attention that travel in bf16. As that rounds them at every hop, no search takes
+    it unless it is asked for."""
+    if "wire" in search.want.pinned or best.run.cp == 1:
+        return
+    words = "gradients that attention sends in bf16 (--wire bf16: every hop rounds them)"
+    run = replace(best.run, wire="bf16")
+    yield _with(words, best, run, search.attention, lambda one: (
+        fit(account(search.model, one, every=False), search.cluster).fits))  # fmt: skip
+
+
+def _with(
+    words: str, best: Configuration, run: Settings, attention: AttentionForecast,
+    fits: Callable[[Settings], bool] = lambda _: True,
+) -> WhatIf:  # fmt: skip
+    """A run instead of the best one, or with the attention that then is faster, if that fits."""
+    seconds, then = attention.step(run).seconds, ""
+    other = attention.by_kind(attention.settled(run))
+    if other != run and (faster := attention.step(other).seconds) < seconds and fits(other):
+        seconds, then = faster, f"{other.algorithm}, side {other.side}"
+        if other.per_layer is not None:
+            then += f", {other.per_layer}"
+        if other.ulysses > 1:
+            then += f", {other.ulysses} ranks sharing heads"
+    return WhatIf(words, 1 - seconds / best.seconds, then)
 
 
 def faster_parts(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
@@ -86,8 +105,11 @@ def _larger(best: Configuration, search: Search) -> Iterator[WhatIf]:
     lacking: list[tuple[float, float, Settings]] = []
     for time, run in search.timed(options_of(best.run, search.want, chunked=False)):
         if best.run.per_layer is not None:
-            run = search.attention.by_kind(run)
-            time = search.attention.step(run)
+            by_kind = search.attention.by_kind(run)
+            time, run = min(
+                (time, run), (search.attention.step(by_kind), by_kind),
+                key=lambda each: each[0].seconds,
+            )  # fmt: skip
         gain = 1 - time.seconds / best.seconds
         if gain >= LEAST:
             left = fit(account(search.model, run, every=False), search.cluster)
