@@ -147,7 +147,7 @@ def fastest(
     )
     forecast = AttentionForecast(model, cluster)
     if lengths:
-        forecast = PackedForecast(model, cluster, None, lengths)
+        forecast = PackedForecast(model, cluster, None, lengths, "zigzag")
     ways = [(forecast.step_at_least(plainest(each)).seconds, each)
             for each in groups_of(model, cluster, want)]  # fmt: skip
     ways.sort(key=lambda way: way[0])

@@ -144,9 +144,8 @@ class PackedForecast(AttentionForecast):
         self, model: Model, cluster: Cluster, run: Settings, faults: Faults | None = None,
         window: int = 0,
     ) -> AttentionTime:  # fmt: skip
-        """A bound of `time`, without padding; what is fixed for several ranks does not bind the one
-        rank of it."""
-        run = replace(run, seq=sum(self.lengths))
+        """A bound of `time`, where only the pack is padded; what is fixed for several ranks does not
+        bind the one rank of it."""
         if not self.pinned:
             return super().at_least(model, cluster, run, window=window)
         return self._free.at_least(model, cluster, run, window=window)
@@ -154,7 +153,7 @@ class PackedForecast(AttentionForecast):
     @cached_property
     def _free(self) -> PackedForecast:
         """The same with nothing fixed."""
-        return PackedForecast(self.model, self.cluster, None, self.lengths)
+        return PackedForecast(self.model, self.cluster, None, self.lengths, self.cut)
 
     @property
     def effective(self) -> float:
