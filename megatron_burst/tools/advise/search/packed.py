@@ -134,7 +134,8 @@ class PackedForecast(AttentionForecast):
         cut: Cut = "balanced",
     ):
         super().__init__(model, cluster, pinned)
-        self.lengths, self.cut = tuple(lengths), cut
+        self.lengths = tuple(lengths)
+        self.cut: Cut = cut
         self._layouts: dict[tuple[int, int], Layout] = {}
 
     def _on(self, cluster: Cluster) -> AttentionForecast:
