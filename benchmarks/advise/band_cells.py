@@ -5,8 +5,11 @@ NeMo on H100 and B200, torchtitan on H100, the systems that LoongTrain compares 
 for them: NeMo's TFLOP/s count all of attention, not its causal half, as `flops_formulas.py` of the
 same repository does, its runs recompute nothing but what a kernel does itself, and a ring carries
 keys and values within context-parallel groups; torchtitan's recompute everything, and gather keys
-and values. Llama 3.1 405B is counted with 128 layers for 126, which do not divide into eight
-stages, and its time is scaled by 126 / 128.
+and values. Torchtitan's context parallelism allows FlashAttention 2 and a slower kernel alone (the
+SDPBackend list of its `get_train_context`), so it is forecast at that kernel's published rate.
+Llama 3.1 405B is counted with 128 layers for 126, which do not divide into eight stages, and its
+time is scaled by 126 / 128. MagiAttention's charts are of attention calls, and no band has them: 20
+calls of one benchmark would outweigh the steps.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from benchmarks.advise import attention_fit, burstengine_attention, burstengine_
 from benchmarks.advise import loongtrain_steps as loongtrain
 from benchmarks.advise.published_tables import table
 from megatron_burst.autotune.clusters import GB, GPUS, Cluster, Gpu
+from megatron_burst.autotune.gpus import with_kernel
 from megatron_burst.tools.advise.forecast.attention_time import (
     RingsOf,
     attention_time,
@@ -82,8 +86,11 @@ def nemo_b200() -> Iterator[BandCell]:
     return _nemo("nemo_llama3_8b_b200", named("llama3-8b"), GPUS["b200"])
 
 
-def torchtitan() -> Iterator[BandCell]:
-    """Llama 3.1 8B and 405B with FSDP, 32K to 256K tokens."""
+FLASH_2 = with_kernel(GPUS["h100"], "aten")
+
+
+def torchtitan(gpu: Gpu = FLASH_2) -> Iterator[BandCell]:
+    """Llama 3.1 8B and 405B with FSDP, 32K to 256K tokens. gpu: with context parallelism."""
     models = {"8b": (named("llama3.1-8b"), 1.0),
               "405b": (replace(named("llama3.1-405b"), layers=128), 126 / 128)}  # fmt: skip
     for row in table("torchtitan_llama3_h100"):
@@ -92,11 +99,63 @@ def torchtitan() -> Iterator[BandCell]:
         run = Settings(int(row["seq"]), **size, micro_batches=int(row["batch"]), fsdp=True,
                        wire="bf16", lm_head_loss="off", algorithm="all_gather",
                        side="kv")  # fmt: skip
-        cluster = Cluster(GPUS["h100"], run.gpus)
+        cluster = Cluster(gpu if run.cp > 1 else GPUS["h100"], run.gpus)
         found = step_time(model, cluster, run).tokens_per_gpu(run.gpus) / scale
         label = f"{row['model']}, {run.seq >> 10}K, TP {run.tp}, PP {run.pp}, CP {run.cp}"
         yield BandCell("torchtitan, Llama 3.1, H100", label, "h100",
                        found / float(row["tgs"]), counts=run.cp > 1)  # fmt: skip
+
+
+def trl() -> Iterator[BandCell]:
+    """Qwen3-8B, 1M tokens on one node. Its figure was known before it was predicted."""
+    for row in table("trl_qwen3_8b_h100"):
+        run = Settings(int(row["seq"]), cp=int(row["cp"]), fsdp=True, offload=1.0,
+                       lm_head_loss="recompute", **RING)  # fmt: skip
+        time = step_time(named("qwen3-8b"), Cluster(GPUS["h100"], run.gpus), run)
+        yield BandCell("TRL, Qwen3-8B, H100", f"{run.seq >> 10}K, CP {run.cp}", "h100",
+                       float(row["seconds"]) / time.seconds)  # fmt: skip
+
+
+def easycontext() -> Iterator[BandCell]:
+    """Llama-2-7B on 8 A100, 64K to 700K tokens, with the optimizer on the host."""
+    for row in table("easycontext_llama2_7b_a100"):
+        dp = int(row["dp"])
+        run = Settings(
+            int(row["seq"]), dp=dp, cp=int(row["cp"]), micro_batches=int(row["batch"]) // dp,
+            fsdp=True, optimizer_offload=1.0, gradients="bf16", lm_head_loss="off", **RING,
+        )  # fmt: skip
+        time = step_time(named("llama2-7b"), Cluster(GPUS["a100"], run.gpus), run)
+        found = time.tokens / time.seconds / float(row["tokens_per_s"])
+        label = f"{run.seq >> 10}K, CP {run.cp}, DP {run.dp}"
+        yield BandCell("EasyContext, Llama-2-7B, A100", label, "a100", found)
+
+
+# What each system of MagiAttention's charts runs; up to so many ranks share heads.
+MAGI_SYSTEMS: dict[str, dict[str, Any]] = {
+    "ulysses": {"algorithm": "ulysses", "ulysses": 64}, "ring_p2p": {"algorithm": "ring"},
+    "allgather": {"algorithm": "all_gather"}, "usp": {"algorithm": "ring", "ulysses": 8},
+    "loongtrain": {"algorithm": "double_ring", "ulysses": 8},
+}  # fmt: skip
+MAGI_MODEL = Model("MagiAttention's charts", 1, 8192, 64, 8, 8192, 32000)
+
+
+def magi_calls(rings: RingsOf = made) -> Iterator[BandCell]:
+    """One forward and backward, causal, 8K tokens and GPU."""
+    charts = {(row["mask"], row["algo"], row["pass"]): row for row in table("magi_h100")}
+    for system, how in MAGI_SYSTEMS.items():
+        for ranks in (8, 16, 32, 64):
+            speeds = (float(charts["causal_mask", system, each][str(ranks)])
+                      for each in ("fwd", "bwd"))  # fmt: skip
+            shared = min(how.get("ulysses", 1), ranks)
+            own = how if shared < ranks else {"algorithm": "ulysses"}
+            run = Settings(ranks << 13, cp=ranks, **{**RING, **own, "ulysses": shared})
+            time = attention_time(MAGI_MODEL, Cluster(GPUS["h100"], ranks), run, rings=rings)
+            forward = 2.0 * run.seq**2 * MAGI_MODEL.heads * MAGI_MODEL.head_dim / ranks
+            published = sum(forward * times / speed / 1e12
+                            for times, speed in zip((1, 2.5), speeds, strict=True))  # fmt: skip
+            label = f"{system}, {ranks} GPUs"
+            yield BandCell("MagiAttention's charts, H100 (calls)", label, "h100",
+                           published / time.seconds, counts=False)  # fmt: skip
 
 
 def others_of_loongtrain(rings: RingsOf = made) -> Iterator[BandCell]:
@@ -129,7 +188,8 @@ def at_published_rates(rings: RingsOf | None = None, every: int = 1) -> list[Ban
     """All of them. rings: that remember schedules; every: of LoongTrain's long tables every second
     row, third row and so on alone, to save time."""
     rings = rings or remembered()
-    found = [*nemo_h100(), *nemo_b200(), *torchtitan(), *others_of_loongtrain(rings)]
+    found = [*nemo_h100(), *nemo_b200(), *torchtitan(), *trl(), *easycontext(),
+             *magi_calls(rings), *others_of_loongtrain(rings)]  # fmt: skip
     for row in loongtrain.published()[::every]:
         time = _step(row.model, SHARED_NICS, row.run, rings)
         ratio = time.tokens_per_gpu(loongtrain.RANKS) / row.published

@@ -74,7 +74,8 @@ def run(fit: bool = False) -> Section:
         notes=(
             "Not counted are runs on H100 and B200 without context parallelism: on short "
             "sequences their linear layers, in FP8, which forecasts do not know, take most of the "
-            "time. TFLOP/s of NVIDIA's runs are taken to count all of attention, as the code of "
+            "time; nor are MagiAttention's calls, which are no steps. TFLOP/s of NVIDIA's runs are "
+            "taken to count all of attention, as the code of "
             "the same repository does, and nothing to be recomputed; if everything was, the "
             f"counted runs on H100 took {min(recomputed):+.0%} to {max(recomputed):+.0%} more or "
             "less than their forecast instead. Torchtitan's H100 have slower memory (2.4 TB/s) "

@@ -18,6 +18,7 @@ ROWS = {
     "burstengine_table2_ablation": 6,
     "burstengine_table3_sparse": 3,
     "burstengine_table5_intra_node": 4,
+    "easycontext_llama2_7b_a100": 5,
     "fpdt_table1_max_context": 5,
     "loongtrain_table2_end_to_end": 64,
     "loongtrain_table4_attention_ms": 96,
@@ -28,6 +29,7 @@ ROWS = {
     "nemo_llama3_8b_b200": 8,
     "ring_flash_attention": 4,
     "torchtitan_llama3_h100": 8,
+    "trl_qwen3_8b_h100": 1,
 }
 
 
@@ -62,6 +64,16 @@ def test_emulated_cells_are_predicted_as_well_as_the_page_says(rows):
     found = emulated.ranking(rows)
     assert found.pairs == 1206
     assert len(found.wrong) <= 18
+
+
+def test_two_level_rings_are_not_off_to_one_side(rows):
+    """Neither double rings too long nor Burst too short, whatever the cells are bound by; cells
+    that compute for real, of which there are two, are apart."""
+    found = emulated.by_regime(rows)
+    assert sum(map(len, found.values())) == 164  # 2 x 33 + 2 x 35 + 28
+    whole = {key: off for key, off in found.items() if key[1] != "real"}
+    assert max(abs(sorted(off)[len(off) // 2]) for off in whole.values()) < 0.035
+    assert max(max(off) for off in whole.values()) < 0.05  # none is much too long
 
 
 def test_links_alone_give_the_flat_rings_time():

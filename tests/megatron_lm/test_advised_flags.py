@@ -32,11 +32,20 @@ SAYS = {
                     "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "num_moe_experts": 256,
                     "moe_layer_freq": [0] * 3 + [1] * 58,
                     "moe_shared_expert_intermediate_size": 2048,
-                    "moe_router_score_function": "sigmoid"},
+                    "moe_router_score_function": "sigmoid", "layernorm_epsilon": 1e-6,
+                    "rope_type": "yarn", "rotary_scaling_factor": 40, "mscale": 1.0,
+                    "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096},
+    "deepseek-v2-lite": {"mscale": 0.707, "mscale_all_dim": 0.707, "beta_fast": 32,
+                         "beta_slow": 1, "layernorm_epsilon": 1e-6},
+    "qwen3-8b": {"layernorm_epsilon": 1e-6},
+    "llama3-8b": {"layernorm_epsilon": 1e-5},
     "deepseek-v3.2": {"experimental_attention_variant": "dsa", "dsa_indexer_topk": 2048},
     "gpt-oss-20b": {"softmax_type": "learnable", "window_size": (127, 0),
                     "window_attn_skip_freq": 2, "gated_linear_unit": True,
-                    "add_bias_linear": True, "expert_tensor_parallel_size": 1},
+                    "add_bias_linear": True, "expert_tensor_parallel_size": 1,
+                    "yarn_rotary_scaling_factor": 32, "yarn_beta_fast": 32, "yarn_beta_slow": 1,
+                    "yarn_original_max_position_embeddings": 4096, "yarn_mscale": 1.0,
+                    "yarn_mscale_all_dim": 0.0, "yarn_correction_range_round_to_int": False},
     "gemma-3-4b": {"window_size": (1023, 0), "window_attn_skip_freq": 6, "kv_channels": 256},
     "qwen3-next-80b-a3b": {"experimental_attention_variant": "gated_delta_net",
                            "linear_attention_freq": 4, "linear_num_value_heads": 32,
@@ -45,6 +54,15 @@ SAYS = {
                       "gated_linear_unit": False, "is_hybrid_model": True},
     "kimi-linear-48b-a3b": {"kv_lora_rank": 512, "moe_router_topk": 8},
 }  # fmt: skip
+
+# Of the arguments themselves.
+ROPE = {
+    "gpt-oss-20b": {"position_embedding_type": "yarn", "rotary_base": 150000},
+    "llama3-8b": {"use_rope_scaling": False, "rotary_base": 500000},
+    "llama3.1-8b": {"use_rope_scaling": True, "rope_scaling_factor": 8.0},
+    "llama3.2-3b": {"use_rope_scaling": True, "rope_scaling_factor": 32.0},
+    "qwen3-next-80b-a3b": {"rotary_base": 10**7, "rotary_percent": 0.25},
+}
 
 
 @pytest.fixture
@@ -84,6 +102,8 @@ def test_megatron_takes_the_flags_of_every_named_model(parser, packs, capsys):
         assert args.burst_per_layer == kinds
         for field, value in SAYS.get(name, {}).items():
             assert getattr(config, field) == value, (name, field)
+        for field, value in ROPE.get(name, {}).items():
+            assert getattr(args, field) == value, (name, field)
         assert args.virtual_pipeline_model_parallel_size == (stages if stages > 1 else None), name
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_burst.tools import model_arguments
+from megatron_burst.tools.advise.search import model_flags, pasted
 from megatron_burst.tools.advise.shapes import models
 from megatron_burst.tools.advise.shapes.layer_kinds import Latent, Mixer
 
@@ -144,6 +145,69 @@ def test_config_of_hybrids():
 )  # fmt: skip
 def test_configurations_that_are_refused(more, words):
     more = {name: value for name, value in more.items() if value is not None}
+    with pytest.raises(ValueError, match=words):
+        models.from_config(config(**more))
+
+
+LLAMA31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+           "original_max_position_embeddings": 8192, "rope_type": "llama3"}  # fmt: skip
+YARN = {"factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn"}
+LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+FULL = (
+    "--position-embedding-type yarn --rotary-scaling-factor 32 "
+    "--yarn-original-max-position-embeddings 4096 --yarn-beta-fast 16 --yarn-beta-slow 1 "
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "flags", "lacking"),
+    [({"rms_norm_eps": 1e-6, "rope_theta": 5e5}, "--norm-epsilon 1e-06 --rotary-base 500000", ""),
+     ({"layer_norm_epsilon": 1e-5, "rope_theta": 10000, "partial_rotary_factor": 0.25},
+      "--norm-epsilon 1e-05 --rotary-base 10000 --rotary-percent 0.25", ""),
+     ({"rope_theta": 5e5, "rope_scaling": LLAMA31},
+      "--rotary-base 500000 --use-rope-scaling --rope-scaling-factor 8", ""),
+     ({"rope_parameters": LLAMA31 | {"rope_theta": 5e5}},
+      "--rotary-base 500000 --use-rope-scaling --rope-scaling-factor 8", ""),
+     ({"rope_scaling": {"rope_type": "default"}, "rope_theta": 1e4}, "--rotary-base 10000", ""),
+     ({"rope_scaling": LLAMA31 | {"high_freq_factor": 2.0}}, "", "scaling of config.json (llama3)"),
+     ({"rope_scaling": {"type": "linear", "factor": 4.0}},
+      "--rotary-seq-len-interpolation-factor 4", ""),
+     ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "", "(dynamic)"),
+     ({"rope_scaling": YARN | {"beta_fast": 16}},
+      FULL + "--yarn-correction-range-round-to-int", ""),
+     ({"rope_scaling": YARN | {"beta_fast": 16, "truncate": False}},
+      FULL + "--no-yarn-correction-range-round-to-int", ""),
+     ({"rope_scaling": YARN | {"attention_factor": 2.0}}, "", "(yarn)"),
+     ({"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}} | LATENT,
+      "--rope-type yarn --rotary-scaling-factor 32 --mscale 0.707 --mscale-all-dim 0.707", ""),
+     ({"rope_scaling": YARN | {"beta_fast": 16}} | LATENT, "", "(yarn)"),
+     ({"rope_theta": 1234.5}, "", "a rotary base of 1234.5"),
+     ({"rope_theta": 1e6, "rope_local_base_freq": 1e4}, "", "in some kinds of layers"),
+     ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "", "some kinds of layers")],
+)  # fmt: skip
+def test_norms_and_positions_of_a_configuration(more, flags, lacking):
+    read = models.from_config(config(**more))
+    assert read.numerics is not None
+    assert read.numerics.flags == flags
+    assert lacking in read.numerics.lacking
+    assert bool(read.numerics.lacking) is bool(lacking)
+    said = list(model_flags.model_flags(read))
+    assert said[-1] == flags or not flags
+    position = "yarn" if "embedding-type yarn" in flags else "rope"
+    assert " ".join(said).count("--position-embedding-type") == 1
+    assert f"--position-embedding-type {position}" in " ".join(said)
+    assert any(read.numerics.lacking in each for each in model_flags.lacking(read)) or not lacking
+    assert "--rotary-base" not in pasted.left_to_the_user(read)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [({"rms_norm_eps": "1e-6"}, "'rms_norm_eps' must be a number from 0"),
+     ({"rope_theta": float("inf")}, "'rope_theta' must be a number from 0"),
+     ({"rope_scaling": "yarn"}, "'rope_scaling' must be an object, got 'yarn'"),
+     ({"rope_scaling": YARN | {"factor": -1}}, "rope_scaling: 'factor' must be a number")],
+)  # fmt: skip
+def test_norms_and_positions_that_are_refused(more, words):
     with pytest.raises(ValueError, match=words):
         models.from_config(config(**more))
 

@@ -25,12 +25,13 @@ MAMBA_TAPS = 4  # of Megatron's short convolution, which no flag sets
 class Family(NamedTuple):
     """What the models of a family have besides their sizes.
 
-    flags: for it; norms: flags in place of `NORMS`; gate: the flag of a gated MLP; lacking: what no
-    flag says, in words; biases: experts have some, which Megatron does not split over
-    tensor-parallel ranks.
+    flags: for it; numerics: as of `Model.numerics`, where the model has none of its own; norms:
+    flags in place of `NORMS`; gate: the flag of a gated MLP; lacking: what no flag says, in words;
+    biases: experts have some, which Megatron does not split over tensor-parallel ranks.
     """
 
     flags: str = ""
+    numerics: str = ""
     norms: str = NORMS
     gate: str = "--swiglu"
     lacking: str = ""
@@ -38,37 +39,51 @@ class Family(NamedTuple):
 
 
 _LATENT = "--qk-layernorm --moe-router-dtype fp32"
+_SMALL = "--norm-epsilon 1e-06"
+_YARN = f"{_SMALL} --rope-type yarn --rotary-scaling-factor 40"
+_YARN_V2 = f"{_YARN} --mscale 0.707 --mscale-all-dim 0.707"
 _V3 = Family(
     f"{_LATENT} --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
-    "--moe-router-num-groups 8 --moe-router-group-topk 4 --moe-router-topk-scaling-factor 2.5"
+    "--moe-router-num-groups 8 --moe-router-group-topk 4 --moe-router-topk-scaling-factor 2.5",
+    f"{_YARN} --mscale 1 --mscale-all-dim 1",
 )
+_LLAMA3 = "--rotary-base 500000"
+_LLAMA31 = f"{_LLAMA3} --use-rope-scaling --rope-scaling-factor 8"
 # By the beginning of a model's name, the longest that fits.
 FAMILIES = {
     "llama2": Family(),
-    "llama3": Family("--rotary-base 500000"),
-    "mixtral": Family("--rotary-base 1000000"),
-    "qwen2.5": Family("--rotary-base 1000000 --add-qkv-bias"),
-    "qwen3": Family("--rotary-base 1000000 --qk-layernorm"),
-    "qwen3-next": Family("--rotary-base 10000000 --rotary-percent 0.25 --qk-layernorm "
-                         "--apply-layernorm-1p --moe-shared-expert-gate"),
+    "llama3": Family(numerics=_LLAMA3),
+    "llama3.1": Family(numerics=_LLAMA31),
+    "llama3.2": Family(numerics=f"{_LLAMA3} --use-rope-scaling --rope-scaling-factor 32"),
+    "llama3.3": Family(numerics=_LLAMA31),
+    "mixtral": Family(numerics="--rotary-base 1000000"),
+    "qwen2.5": Family("--add-qkv-bias", "--rotary-base 1000000"),
+    "qwen2.5-7b": Family("--add-qkv-bias", f"{_SMALL} --rotary-base 1000000"),
+    "qwen3": Family("--qk-layernorm", f"{_SMALL} --rotary-base 1000000"),
+    "qwen3-next": Family("--qk-layernorm --apply-layernorm-1p --moe-shared-expert-gate",
+                         f"{_SMALL} --rotary-base 10000000 --rotary-percent 0.25"),
     "deepseek-v2": Family(f"{_LATENT} --moe-router-pre-softmax --moe-router-num-groups 8 "
-                          "--moe-router-group-topk 3 --moe-router-topk-scaling-factor 16.0"),
-    "deepseek-v2-lite": Family(f"{_LATENT} --moe-router-pre-softmax"),
+                          "--moe-router-group-topk 3 --moe-router-topk-scaling-factor 16.0",
+                          _YARN_V2),
+    "deepseek-v2-lite": Family(f"{_LATENT} --moe-router-pre-softmax", _YARN_V2),
     "deepseek-v3": _V3,
-    "gpt-oss": Family("--rotary-base 150000 --glu-linear-offset 1.0 "
-                      "--activation-func-clamp-value 7.0",
+    "gpt-oss": Family("--glu-linear-offset 1.0 --activation-func-clamp-value 7.0",
+                      "--rotary-base 150000 --position-embedding-type yarn "
+                      "--rotary-scaling-factor 32 --yarn-original-max-position-embeddings 4096 "
+                      "--yarn-beta-fast 32 --yarn-beta-slow 1 "
+                      "--no-yarn-correction-range-round-to-int",
                       "--normalization RMSNorm --position-embedding-type rope", "--quick-geglu",
                       biases=True),
-    "gemma-3": Family("--rotary-base 1000000 --qk-layernorm --apply-layernorm-1p",
+    "gemma-3": Family("--qk-layernorm --apply-layernorm-1p", f"{_SMALL} --rotary-base 1000000",
                       lacking="a GELU gate in the MLP (--swiglu has its sizes), norms behind both "
-                      "halves of a layer, scaled embeddings and a rotary base of their own in "
-                      "layers with a window"),
-    "nemotron-h": Family("--squared-relu", "--normalization RMSNorm --disable-bias-linear "
+                      "halves of a layer, scaled embeddings, and a rotary base of their own in "
+                      "layers with a window beside scaled positions in the others"),
+    "nemotron-h": Family("--squared-relu", norms="--normalization RMSNorm --disable-bias-linear "
                          "--position-embedding-type none"),
     "kimi-linear": Family(f"{_LATENT} --moe-router-score-function sigmoid "
                           "--moe-router-enable-expert-bias --moe-router-topk-scaling-factor 2.446",
                           lacking="latent attention without rotary positions"),
-    "minimax-text": Family("--rotary-base 10000000 --rotary-percent 0.5",
+    "minimax-text": Family(numerics="--rotary-base 10000000 --rotary-percent 0.5",
                            lacking="residuals that are scaled"),
 }  # fmt: skip
 
@@ -109,9 +124,13 @@ def model_flags(model: Model, stages: int = 1) -> Iterator[str]:
     yield from hybrid_flags(model, stages) if hybrid else _layer_kinds(model)
     if experts:
         yield from _experts(model, hybrid)
-    yield family.norms
+    numerics = family.numerics if model.numerics is None else model.numerics.flags
+    other = "--position-embedding-type" in numerics
+    yield family.norms.replace(" --position-embedding-type rope", "") if other else family.norms
     if family.flags:
         yield family.flags
+    if numerics:
+        yield numerics
 
 
 def _heads(model: Model) -> Iterator[str]:
@@ -226,6 +245,8 @@ def lacking(model: Model) -> list[str]:
     family = family_of(model)
     if family is not None and family.lacking:
         found.append(f"Megatron-LM has no flag for {family.lacking}.")
+    if model.numerics is not None and model.numerics.lacking:
+        found.append(f"Megatron-LM has no flag for {model.numerics.lacking}.")
     if model.mixers and not carries_state(model):
         found.append(
             f"Megatron-LM has no flag for {mixer}: these flags build softmax attention in its "

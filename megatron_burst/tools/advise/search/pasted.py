@@ -72,8 +72,9 @@ def left_to_the_user(model: Model) -> str:
     """What the flags leave out, in words."""
     known = family_of(model) is not None
     names = ["data", "tokenizer", "learning rate", "--train-iters", "checkpoints"]
-    names += [] if known else ["--rotary-base", "--qk-layernorm and biases, if it has them"]
-    names += ["rope scaling, if it is to start from published weights"]
+    if not known and model.numerics is None:
+        names.append("--norm-epsilon, --rotary-base and rope scaling")
+    names += [] if known else ["--qk-layernorm and biases, if it has them"]
     return f"Not included: {', '.join(names)}"
 
 

@@ -9,8 +9,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from .layer_kinds import FULL, KINDS, MIXER, WINDOW, Indexer, Latent, LayerPart, Mixer
+
+
+class Numerics(NamedTuple):
+    """What changes neither time nor memory: the epsilon of norms, and rotary positions. flags: of
+    Megatron-LM for it; lacking: what it has none for, in words."""
+
+    flags: str = ""
+    lacking: str = ""
 
 
 @dataclass(frozen=True)
@@ -28,7 +37,7 @@ class Model:
     as wide as the queries. pattern: a letter of `KINDS` for each layer ("" means all "F"); window:
     tokens that a query of a "W" layer sees, itself included; mixer: of "L" and "M" layers.
     sinks: attention has a learned sink per head. also: parts outside the decoder that nothing here
-    counts, in words.
+    counts, in words. numerics: None where nobody said.
 
     Raises ValueError for sizes that no model could have.
     """
@@ -57,6 +66,7 @@ class Model:
     sinks: bool = False
     also: tuple[str, ...] = ()
     indexer: Indexer | None = None
+    numerics: Numerics | None = None
 
     def __post_init__(self) -> None:
         self._check_kinds()

@@ -19,7 +19,7 @@ from .layer_kinds import (
     lightning,
     mamba2,
 )
-from .model import Model
+from .model import Model, Numerics
 
 # transformers' names of kinds of layers -> letters of `layer_kinds.KINDS`.
 LAYER_TYPES = {
@@ -46,6 +46,15 @@ class Config(dict[str, Any]):
         if found > MOST:
             raise ValueError(f"{self.name}: {key!r} must be at most {MOST:,}, got {found:.3g}")
         return found
+
+    def number(self, key: str) -> float:
+        """A number from 0 to `MOST` of a field that is there."""
+        found = self[key]
+        if type(found) not in (int, float) or not 0 <= found <= MOST:
+            raise ValueError(
+                f"{self.name}: {key!r} must be a number from 0 to {MOST:,}, got {found!r:.60}"
+            )
+        return float(found)
 
     def flag(self, key: str, default: bool = False) -> bool:
         return self._of(key, self.get(key, default), bool, "true or false")
@@ -113,6 +122,7 @@ def _model(config: Config, also: tuple[str, ...]) -> Model:
         "sinks": _like(config, "gpt_oss"),
         "mixer": _mixer(config, name) if set(pattern) & set("LM") else None,
         "also": also,
+        "numerics": _numerics(config),
     }
     return Model(**(fields | _latent(config, name) | _mlp(config, pattern, name)))
 
@@ -126,6 +136,71 @@ def _gated(config: Config) -> bool:
     act = str(config.get("hidden_act") or config.get("hidden_activation") or "silu")
     act = str(config.get("mlp_hidden_act", act))
     return act not in UNGATED or _like(config, "gemma")
+
+
+def _numerics(config: Config) -> Numerics | None:
+    """The epsilon of norms and rotary positions; None where the configuration says nothing of
+    them. Newer ones have all of the latter in `rope_parameters`."""
+    keys = ("rms_norm_eps", "layer_norm_epsilon", "norm_eps")
+    flags = [f"--norm-epsilon {config.number(key):g}" for key in keys if key in config][:1]
+    rope = _object(config, "rope_parameters") or _object(config, "rope_scaling")
+    if "rope_local_base_freq" in config or any(isinstance(each, dict) for each in rope.values()):
+        return Numerics(" ".join(flags), "rotary positions of their own in some kinds of layers")
+    lacking = ""
+    base, share = (next((of.number(key) for of in (config, rope) if key in of), None)
+                   for key in ("rope_theta", "partial_rotary_factor"))  # fmt: skip
+    if base is not None and base == int(base):
+        flags.append(f"--rotary-base {int(base)}")
+    elif base is not None:
+        lacking = f"a rotary base of {base}, which is no whole number"
+    if share is not None:
+        flags.append(f"--rotary-percent {share:g}")
+    kind = rope.text("rope_type") or rope.text("type") or "default"
+    if kind != "default":
+        scaled = _scaled(kind, rope, bool(config.size("kv_lora_rank")))
+        flags += [scaled] if scaled else []
+        lacking = lacking if scaled else f"the rope scaling of {config.name} ({kind})"
+    return Numerics(" ".join(flags), lacking) if flags or lacking else None
+
+
+# What Megatron-LM fixes: of Llama 3's scaling, and of YaRN in latent attention.
+LENGTH = "original_max_position_embeddings"
+LLAMA3 = {LENGTH: 8192.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {LENGTH: 4096.0, "beta_fast": 32.0, "beta_slow": 1.0}
+
+
+def _scaled(kind: str, rope: Config, latent: bool) -> str:
+    """Scaled rotary positions as flags of Megatron-LM; "" where it has none for them."""
+    factor = rope.number("factor") if "factor" in rope else 0.0
+    if kind == "linear" and not latent and 0 < factor == int(factor):
+        return f"--rotary-seq-len-interpolation-factor {int(factor)}"
+    fixed = {"llama3": LLAMA3, "yarn": YARN}.get(kind, {})
+    said = {key: rope.number(key) if key in rope else value for key, value in fixed.items()}
+    if not factor or LENGTH not in rope or "attention_factor" in rope:
+        return ""
+    if kind == "llama3" and not latent and said == fixed:
+        return f"--use-rope-scaling --rope-scaling-factor {factor:g}"
+    if kind != "yarn" or (latent and said != fixed):
+        return ""
+    flags = f"--rotary-scaling-factor {factor:g}"
+    for key, flag in (("mscale", "--mscale"), ("mscale_all_dim", "--mscale-all-dim")):
+        flags += f" {flag} {rope.number(key):g}" if key in rope else ""
+    if latent:
+        return f"--rope-type yarn {flags}"
+    length, fast, slow = said.values()
+    whole = "" if rope.flag("truncate", True) else "no-"
+    return (
+        f"--position-embedding-type yarn {flags} --yarn-original-max-position-embeddings "
+        f"{length:.0f} --yarn-beta-fast {fast:g} --yarn-beta-slow {slow:g} "
+        f"--{whole}yarn-correction-range-round-to-int"
+    )
+
+
+def _object(config: Config, key: str) -> Config:
+    found = config.get(key, {})
+    if not isinstance(found, dict):
+        raise ValueError(f"{config.name}: {key!r} must be an object, got {found!r:.60}")
+    return Config(found, f"{config.name}: {key}")
 
 
 def _latent(config: Config, name: str) -> dict[str, Any]:
@@ -259,9 +334,4 @@ def _mixer(config: Config, name: str) -> Mixer:
 
 def _kimi(config: Config) -> Config:
     """What Kimi Linear says of its linear layers."""
-    found = config["linear_attn_config"]
-    if not isinstance(found, dict):
-        raise ValueError(
-            f"{config.name}: 'linear_attn_config' must be an object, got {found!r:.60}"
-        )
-    return Config(found, f"{config.name}: linear_attn_config")
+    return _object(config, "linear_attn_config")
