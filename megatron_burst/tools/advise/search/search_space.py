@@ -86,7 +86,7 @@ def padded(length: int, cp: int) -> int:
     return -(-length // (2 * cp)) * 2 * cp if cp > 1 else length
 
 
-def of_model(model: Model) -> dict[str, bool]:
+def of_model(model: Model) -> dict[str, Any]:
     """What a `TrainingGoal` says of the model."""
     hybrid = bool(set(model.pattern) & set("M*-"))
     return {"carries": bool(model.mixers), "hybrid": hybrid, "selects": model.indexer is not None}
