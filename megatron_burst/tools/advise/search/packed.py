@@ -145,7 +145,7 @@ class PackedForecast(AttentionForecast):
         self, model: Model, cluster: Cluster, run: Settings, faults: Faults | None = None,
         window: int = 0,
     ) -> AttentionTime:  # fmt: skip
-        """A bound of `time`, where only the pack is padded; what is fixed for several ranks does not
+        """A bound of `time`, where only packs are padded; what is fixed for several ranks does not
         bind the one rank of it."""
         if not self.pinned:
             return super().at_least(model, cluster, run, window=window)
