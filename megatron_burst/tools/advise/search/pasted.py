@@ -200,7 +200,7 @@ def job_of(model: Model, run: Settings, nodes: int, per_node: int, said: str, cu
     """A script for sbatch that runs `flags_of` on so many nodes and GPUs of each, with what follows
     its name. said: what it is, in one line."""
     missing = [left_to_the_user(model), *lacking(model)]
-    missing += [DOCUMENTS[cut]] * bool(cut)
+    missing += [DOCUMENTS[cut]] if cut else []
     return JOB.format(
         said=said,
         missing="".join(f"# {sentence}\n" for sentence in missing),
