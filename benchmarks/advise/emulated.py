@@ -20,6 +20,7 @@ from benchmarks.cluster import results
 from benchmarks.cluster.cells import RIVALS, WIRES, Cell, Rival
 from benchmarks.cluster.network import Rates as Links
 from benchmarks.cluster.predict import RINGS
+from benchmarks.report import markdown
 from megatron_burst.autotune.exchanges import Wires
 from megatron_burst.autotune.pair_counts import pairs_seen
 from megatron_burst.autotune.prepared import Prepared
@@ -246,7 +247,9 @@ def section(host: Host, rows: list[Measured]) -> Section:
         "emulated", "The emulated cluster", INTRO, ("cell", "rivals", "median", "worst", "which"),
         list(_by_cell(rows)), figures, points,
         [f"`{name}` {value:.3g} {UNITS[name]}" for name, value in asdict(host).items()],
-        ["The five worst: " + "; ".join(f"{p.label} {p.error:+.0%}" for p in worst) + ".",
+        ["Double rings and Burst, by what the cells are bound by: median and extremes of the error "
+         "of times:", _by_regime(rows),
+         "The five worst: " + "; ".join(f"{p.label} {p.error:+.0%}" for p in worst) + ".",
          "Ranked wrong: " + "; ".join(_words(*each) for each in found.wrong) + ".", NOTES],
         unit="measured, seconds",
     )  # fmt: skip
@@ -259,6 +262,23 @@ def _by_cell(rows: list[Measured]) -> Iterator[list[str]]:
         worst = max(some, key=lambda row: abs(row.point.error))
         label = worst.point.label.split(": ")[0]
         yield [label, str(len(some)), f"{off.median:.1%}", f"{worst.point.error:+.1%}", worst.rival]
+
+
+def by_regime(rows: list[Measured]) -> dict[tuple[str, str], list[float]]:
+    """Errors of two-level rings, by rival and regime."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for row in sorted(rows, key=lambda row: (row.rival, row.cell.regime)):
+        if row.rival.startswith(("double_ring", "burst")):
+            found.setdefault((row.rival, row.cell.regime), []).append(row.point.error)
+    return found
+
+
+def _by_regime(rows: list[Measured]) -> str:
+    return markdown(
+        ("rival", "regime", "cells", "median", "too short at most", "too long at most"),
+        [[*key, str(len(off)), f"{np.median(off):+.1%}", f"{min(0.0, *off):+.1%}",
+          f"{max(0.0, *off):+.1%}"] for key, off in by_regime(rows).items()],
+    )  # fmt: skip
 
 
 def _words(cell: Cell, one: str, other: str, there: float, here: float) -> str:

@@ -90,6 +90,7 @@ SECTIONS: Mapping[str, tuple[Figure, ...]] = {
         Figure("exchange", HostTime, "exchange", float, "seconds of starting an exchange"),
         Figure("start", HostTime, "start", float, "seconds of launching besides, of a pass"),
         Figure("layer", HostTime, "layer", float, "seconds of launching the rest of a layer"),
+        Figure("plan", HostTime, "plan", float, "seconds of planning for a new pack of documents"),
     ),
 }  # fmt: skip
 _WORDS = {str: "a text", int: "a whole number", float: "a number"}

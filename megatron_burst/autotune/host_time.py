@@ -21,12 +21,14 @@ class HostTime:
     call: of one attention call of forward, with the sum to which its result is added; one of
     backward takes BACKWARD times as long. exchange: of sending another rank what travels together,
     and of receiving as much; start: of a pass besides, once for each head chunk; layer: of the rest
-    of a layer, in forward, and as much in backward. `megatron-burst calibrate` measures them.
+    of a layer, in forward, and as much in backward; plan: of planning for a new pack of documents,
+    before the first layer launches. `megatron-burst calibrate` measures them.
 
     Those that stand in fit the table of docs/performance.md, "Host time" (7 % off in the median,
     30 % at most); layer is what one of Megatron-Core with local modules took without its core
     attention, at 8 rows on a slower day of the same machine, over what the plain ring loop of the
-    table took longer that day. None is of a GPU's host.
+    table took longer that day; plan is what layout and plan took on 8 ranks with 100 documents in
+    layout balanced (11 ms; 18, 19 and 48 on 16, 64 and 256), rounded down. None is of a GPU's host.
 
     Raises ValueError that names the figure.
     """
@@ -35,6 +37,7 @@ class HostTime:
     exchange: float = 27e-6
     start: float = 0.3e-3
     layer: float = 0.6e-3
+    plan: float = 10e-3
 
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self)):

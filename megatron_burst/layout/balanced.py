@@ -24,7 +24,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,6 +43,11 @@ CAUSAL: Window = (None, 0)
 # By which part of its share of the pairs a bin may miss it, to leave a document whole; all but the
 # first are tried only where it is known what a row on a link takes.
 SLACKS = (1 / 64, 1 / 4, 1.0)
+# Ranks are even where the busiest has at most so many times the mean.
+EVEN = 1.03
+# Where windows make the ends of a document lighter than its middle, it is cut into parts of about
+# one density: at these places of mirror order, in window lengths. Later ones are tried as needed.
+PARTS = ((), (2.0,), (1.0, 2.0), (0.5, 1.0, 1.5, 2.0))
 # Of the estimated time of even ranks: what less even ones have to stay below.
 CLEARLY = 0.9
 LONGEST = 1 << 28  # tokens of a document whose pairs, in many kinds of layers, int64 surely holds
@@ -371,7 +376,7 @@ class Balanced(Layout):
     @cached_property
     def _taken(self) -> tuple[float, tuple[list[DocumentShare], ...]]:
         """By which part ranks may miss their share of the pairs, and what each takes."""
-        even = SLACKS[0], self._mixed(SLACKS[0])
+        even = SLACKS[0], self._even()
         if self.row_cost is None or self.cp_size == 1:
             return even
         limit = CLEARLY * self._busy(even[1])
@@ -381,11 +386,28 @@ class Balanced(Layout):
         taken = min(others, key=lambda each: self._busy(each[1]))
         return taken if self._busy(taken[1]) < limit else even
 
-    def _mixed(self, slack: float) -> tuple[list[DocumentShare], ...]:
+    def _even(self) -> tuple[list[DocumentShare], ...]:
+        """The most even shares, of documents in as few parts as make them even."""
+        windowed = any(left is not None for left, _ in self.windows)
+        limit, found = EVEN * sum(self._costs.whole), []
+        for parts in PARTS if windowed else PARTS[:1]:
+            found.append(self._mixed(SLACKS[0], parts))
+            if self._most(found[-1]) * self.cp_size <= limit:
+                break
+        return min(found, key=self._most)
+
+    def _mixed(self, slack: float, parts: Sequence[float] = ()) -> tuple[list[DocumentShare], ...]:
         costs = self._costs
-        documents = [DocumentShare(i, 0, n) for i, n in enumerate(costs.lengths) if n]
+        windows = {left for left, _ in self.windows if left is not None}
+        inner = sorted({int(part * left) // 2 * 2 for part in parts for left in windows} - {0})
+        documents = [
+            DocumentShare(i, a, b)
+            for i, n in enumerate(costs.lengths) if n
+            for a, b in pairwise([0, *inner[: bisect_left(inner, n)], n])
+        ]  # fmt: skip
         nodes = mix(documents, self.cp_size // self.per_node, costs, slack)
-        return tuple(each for node in nodes for each in mix(node, self.per_node, costs, slack))
+        ranks = [each for node in nodes for each in mix(node, self.per_node, costs, slack)]
+        return tuple(map(_merged, ranks) if parts else ranks)
 
     def _busy(self, shares: Sequence[Sequence[DocumentShare]]) -> float:
         """An estimate of how long these shares take, in pairs: those of the busiest rank, and what
@@ -407,7 +429,8 @@ class Balanced(Layout):
         return max(sum(map(self._costs.of, each)) for each in shares)
 
     def _rows(self, shares: Iterable[DocumentShare]) -> int:
-        """How many rows of others these see, summed over `windows`."""
+        """How many rows of others these see, summed over `windows`; two shares of a document count
+        each by itself."""
         found, lengths, padding = 0, self._costs.lengths, self._costs.padding
         for document, first, stop in shares:
             length = lengths[document]

@@ -66,6 +66,16 @@ def test_emulated_cells_are_predicted_as_well_as_the_page_says(rows):
     assert len(found.wrong) <= 18
 
 
+def test_two_level_rings_are_not_off_to_one_side(rows):
+    """Neither double rings too long nor Burst too short, whatever the cells are bound by; cells
+    that compute for real, of which there are two, are apart."""
+    found = emulated.by_regime(rows)
+    assert sum(map(len, found.values())) == 164  # 2 x 33 + 2 x 35 + 28
+    whole = {key: off for key, off in found.items() if key[1] != "real"}
+    assert max(abs(sorted(off)[len(off) // 2]) for off in whole.values()) < 0.035
+    assert max(max(off) for off in whole.values()) < 0.05  # none is much too long
+
+
 def test_links_alone_give_the_flat_rings_time():
     """2 x 4 ranks, 8 MiB per hop at 25 MB/s between nodes: 7 hops of the slowest link."""
     still = emulated.Host(1.0, 1.0, 1e-12, 1e-12, 1e-20, 1e-20, 1e-12, 1e-20, 1e-12, 1e15)

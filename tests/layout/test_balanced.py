@@ -237,12 +237,16 @@ def rows_of_others(layout, ranks):
 
 @given(packs(least=2, costs=COSTS[1:]).filter(lambda layout: layout.bounds[-1] <= 512))
 @settings(max_examples=60)
+@example(Balanced(2, [0, 10], row_cost=(0, 0)))
 def test_rows_of_others_by_formula_are_those_of_a_dense_table(layout):
-    """All of those without a window; with one no fewer, where a share has few tokens at an end."""
+    """All of those without a window; no fewer with one, or where a rank has two shares of a
+    document or a single token of one."""
     for rank, shares in enumerate(layout.shares):
         true, said = rows_of_others(layout, [rank]), layout._rows(shares)
         assert said >= true
-        if set(layout.windows) <= {CAUSAL, BOTH} and all(b - a > 1 for _, a, b in shares):
+        once = len({document for document, _, _ in shares}) == len(shares)
+        once &= all(stop - first > 1 for _, first, stop in shares)
+        if set(layout.windows) <= {CAUSAL, BOTH} and once:
             assert said == true
 
 
@@ -470,6 +474,14 @@ def test_a_batch_of_every_distribution_is_balanced(name):
     layout = Balanced(RANKS, batch(name, 0), per_node=PER_NODE)
     pairs = pairs_of_ranks(layout)
     assert max(pairs) <= 1.05 * sum(pairs) / RANKS
+
+
+@pytest.mark.parametrize("window", [512, 1024, 2048, 4096])
+def test_windows_about_as_long_as_a_rank_are_balanced(window):
+    """The first tokens of a document see fewer keys than a window, those of its middle as many."""
+    bounds = batch("long tail", 0, each=2048)
+    pairs = pairs_of_ranks(Balanced(RANKS, bounds, per_node=PER_NODE, windows=[(window - 1, 0)]))
+    assert max(pairs) <= 1.035 * sum(pairs) / RANKS
 
 
 @pytest.mark.slow

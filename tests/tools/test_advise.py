@@ -378,6 +378,12 @@ def test_documents_take_less_time_and_are_laid_out_in_balance():
     packed = advise(TINY, where, seq="64K", tokens_per_step="512K", cp=4, packed="1k-to-32k")
     assert sum(packed.lengths) == 64 * K
     assert packed.best.seconds < whole.best.seconds
+    slow = replace(where, host_time=replace(where.host_time, plan=100.0))
+    found = advise(TINY, slow, seq="64K", tokens_per_step="512K", cp=4, packed="1k-to-32k")
+    # One plan a micro-batch, of one pack of 64K tokens, on each of dp replicas.
+    count = 8 // found.best.run.dp
+    assert found.best.seconds == pytest.approx(100 * count, rel=0.01)
+    assert advise(TINY, slow, seq="64K", tokens_per_step="512K", cp=4).best == whole.best
     assert {"--burst-pack documents", "--calculate-per-token-loss"} <= set(packed.flags())
     assert "--calculate-per-token-loss" not in whole.flags()
     halves = advise(

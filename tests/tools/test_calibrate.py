@@ -15,6 +15,7 @@ import torch.distributed as dist
 import megatron_burst as mb
 from benchmarks.memory.live import LiveTensors
 from megatron_burst.autotune import cluster_file, clusters, gpus, measure
+from megatron_burst.autotune.host_time import ASSUMED
 from megatron_burst.autotune.rates import Rates
 from megatron_burst.cli.main import main
 from megatron_burst.schedule.topology import Topology
@@ -210,6 +211,8 @@ def test_two_nodes_of_two(tmp_path):
     for figure in (host.call, host.exchange, host.layer):
         assert 1e-6 < figure < 0.1
     assert 0 <= host.start < 0.1
+    assert 1e-4 < host.plan < 1
+    assert host.plan != ASSUMED.plan
     assert rates.exchange == 1.0  # two ranks of a node: as a hop
     assert cluster.described.startswith("measured: mine.toml of 20")
     assert "CPU ranks: 2 per node x 2 nodes" in cluster.described
@@ -237,7 +240,7 @@ def test_alone(tmp_path, capsys):
     cluster = cluster_file.read(path)
     sane(cluster)
     assert cluster.rates.intra == cluster.rates.inter == float("inf")
-    assert path.read_text().count("NOT MEASURED") == 3  # links, exchange
+    assert path.read_text().count("NOT MEASURED") == 4  # links, exchange, plan
     told = capsys.readouterr()
     assert "links within a node" in told.err
     assert "links between nodes" in told.err

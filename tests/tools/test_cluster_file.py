@@ -44,7 +44,7 @@ def measured(draw):
         draw(st.none() | rates()), draw(WORDS), draw(st.integers(0, 2**50)),
         draw(st.integers(0, min(2**40, gpu.memory - 1))), draw(FROM_0), draw(FROM_0), draw(ABOVE),
         draw(FRACTION),
-        HostTime(*(draw(FROM_0) for _ in range(4))),
+        HostTime(*(draw(FROM_0) for _ in range(5))),
     )  # fmt: skip
 
 

@@ -46,10 +46,12 @@ def cluster(gpus=8, **fields):
     return Cluster(GPU, gpus, rates=rates, **{"nics": 8, "nic_rate": 1e10, "overlap": 0.0} | fields)
 
 
-def core(forward=1.0, backward=2.0, bound="compute", host=(0.0, 0.0)):
+def core(forward=1.0, backward=2.0, bound="compute", host=(0.0, 0.0), planning=0.0):
     """An attention call that takes a known time."""
     busy = {"compute": 1.0, "intra": 2.0 * (bound == "intra"), "inter": 0.0}
-    return lambda *_, **__: AttentionTime(forward, backward, (0.0, 0.0), busy, host=host)
+    return lambda *_, **__: AttentionTime(
+        forward, backward, (0.0, 0.0), busy, host=host, planning=planning
+    )
 
 
 FREE = core(0.0, 0.0)
@@ -192,6 +194,24 @@ def test_a_layer_takes_at_least_what_its_launches_take():
     half = waited(10.0, 0.0, recompute="none")  # forward hides its own launches only
     assert half[0].forward.total > 10
     assert half[2] == pytest.approx(1 + 5)
+
+
+def test_a_pack_is_planned_for_before_the_first_layer():
+    """Launching a layer takes 4 s in forward and 6 in backward, and a plan 20: it is made once a
+    micro-batch on each of two stages, and four layers of 8 are one's. A layer that computes for 15
+    s in forward hides 15 of 24, and one of 30 s hides all."""
+    where = cluster(host_time=HostTime(0.0, 0.0, 0.0, layer=1.0))
+    run = Settings(8192, pp=2, micro_batches=3, lm_head_loss="off", recompute="none")
+
+    def waited(forward, planning):
+        attention = core(forward, 0.0, host=(3.0, 5.0), planning=planning)
+        return steps.step_time(SMALL, where, run, attention).seconds
+
+    products = layer().forward.total  # beside attention
+    # Three micro-batches of the busiest stage, and the other's once.
+    assert waited(0.0, 20.0) - waited(0.0, 0.0) == pytest.approx(4 * 20)
+    assert waited(15.0, 20.0) - waited(15.0, 0.0) == pytest.approx(4 * (24 - 15 - products))
+    assert waited(30.0, 20.0) == waited(30.0, 0.0)
 
 
 def test_copies_to_the_host_cost_what_computing_does_not_hide():

@@ -109,6 +109,7 @@ def measured(ranks: Ranks, model: Model, wanted: Namespace) -> tuple[Cluster, Ma
         figures.add(f"host.{name}", one)
     if ranks.size == 1:
         figures.state("host.exchange", ASSUMED.exchange, NOT_MEASURED)
+        figures.state("host.plan", ASSUMED.plan, NOT_MEASURED)
     limit = host_limit()
     figures.state("host.memory", int(min(ranks.each(limit))), "80 % of what is there")
     what = "GPUs" if ranks.cuda else "CPU ranks"

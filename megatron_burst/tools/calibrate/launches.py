@@ -13,12 +13,15 @@ from collections.abc import Callable
 from functools import partial
 from statistics import median
 
+import numpy as np
 import torch
 from torch.nn.functional import layer_norm, linear, silu
 
 from ...attention import attention
 from ...autotune.host_time import BACKWARD
 from ...autotune.measure import FLAT, SMALL, Peers, settle, starter
+from ...layout import make
+from ...masks import Causal, Documents
 from ...planning.prepare import prepare
 from ..advise.shapes.models import Model
 from .kernels import EMPTY, dtype, heads, tile
@@ -26,6 +29,7 @@ from .ranks import Measured, Ranks, middle, repeated
 
 WIDTH, HEADS = 64, 4  # of the layer
 ROWS = 64  # of a rank's attention
+DOCUMENTS, LENGTH = 100, 1024  # in a pack that is planned for; rows of a rank
 
 
 def launches(ranks: Ranks, model: Model) -> dict[str, Measured]:
@@ -42,6 +46,8 @@ def launches(ranks: Ranks, model: Model) -> dict[str, Measured]:
     if ranks.size > 1:
         found["exchange"] = repeated(ranks.rounds(_exchange(ranks)), f"{SMALL} bytes")
         moved = (ranks.size - 1) * found["exchange"].value
+        drawn = f"{DOCUMENTS} documents in {LENGTH} rows of a rank, others each time"
+        found["plan"] = repeated(ranks.rounds(_planning(ranks, model)), drawn)
     start = max(0.0, ring.value - ranks.size * forward - moved)
     return found | {"start": Measured(start, None, rest + ring.how)}
 
@@ -98,6 +104,24 @@ def _ring(ranks: Ranks, model: Model) -> Callable[[], float]:
     q, k, v = (torch.zeros((ROWS, 1, each, model.head_dim), **like) for each in (h, n, n))
     plan = prepare(q, k, v, groups=ranks.groups, algorithm="ring", side="kv")
     return lambda: _taken(ranks, lambda: attention(q, k, v, plan=plan))
+
+
+def _planning(ranks: Ranks, model: Model) -> Callable[[], float]:
+    """Times layout and plan of a pack of documents, whose lengths are others each time."""
+    (h, n), drawn = heads(model, ranks), np.random.default_rng(0)
+    seq = ranks.size * LENGTH
+
+    def plan() -> None:
+        cuts = np.sort(drawn.choice(np.arange(1, seq), DOCUMENTS - 1, replace=False))
+        bounds = [0, *cuts.tolist(), seq]
+        layout = make("balanced", cp_size=ranks.size, cu_seqlens=bounds, per_node=ranks.per_node)
+        prepare(
+            groups=ranks.groups, shape=(LENGTH, 1, h, model.head_dim), kv_heads=n,
+            dtype=dtype(ranks), device=ranks.device, mask=Documents(bounds) & Causal(),
+            layout=layout,
+        )  # fmt: skip
+
+    return lambda: _taken(ranks, plan)
 
 
 def _exchange(ranks: Ranks) -> Callable[[], float]:

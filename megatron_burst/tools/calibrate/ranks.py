@@ -28,7 +28,7 @@ from ...comm.groups import Groups
 LIMIT = timedelta(seconds=120)
 # Short times, which vary, and matter less.
 TIMES = ("gpu.launch", "links.latency", "links.posting", "links.exchange_start", "host.call",
-         "host.exchange", "host.start", "host.layer")  # fmt: skip
+         "host.exchange", "host.start", "host.layer", "host.plan")  # fmt: skip
 REPEATS = 5, 25  # of a figure, at least and at most
 
 

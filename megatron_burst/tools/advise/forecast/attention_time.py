@@ -152,7 +152,8 @@ class AttentionTime:
     forward, backward: with the all-to-all of ranks that share heads; exchange: that part of each.
     busy: for how long of both the busiest rank's device ("compute") and links ("intra", "inter")
     are in use. spread: standard deviation of the seconds over the draws of jitter. host: seconds
-    of forward and of backward that launching takes of the processor, beside all this.
+    of forward and of backward that launching takes of the processor, beside all this; planning:
+    that it takes before the first layer of each micro-batch, where every one has its own plan.
     """
 
     forward: float
@@ -161,6 +162,7 @@ class AttentionTime:
     busy: Mapping[str, float]
     spread: float = 0.0
     host: tuple[float, float] = (0.0, 0.0)
+    planning: float = 0.0
 
     @property
     def seconds(self) -> float:

@@ -241,6 +241,13 @@ class LayerTime:
         return replace(self, forward=forward.taken(), backward=backward.taken())
 
     @property
+    def planning(self) -> float:
+        """Seconds that the first layer of a micro-batch takes longer, for which its processor has
+        to plan before it launches."""
+        needed = self.launching[0] + (self.core.planning if self.core else 0.0)
+        return max(0.0, needed - self.forward.total)
+
+    @property
     def parts(self) -> SecondsByPart:
         """Seconds of forward, recompute and backward together."""
         found = SecondsByPart()

@@ -29,6 +29,7 @@ from ..settings import BYTES, Settings, check
 from ..shapes.model import LayerPart, Model
 from .attention_time import attention_time
 from .layer_time import (
+    LAUNCHES,
     MEMORY,
     LayerTime,
     Product,
@@ -214,6 +215,7 @@ def _stage(
         forward.add(one.forward, count)
         backward.add(one.backward, count)
         backward[RECOMPUTE] += count * one.recompute.total
+        forward[LAUNCHES] += one.planning
     if index == 0:
         moved = 3 * run.rows / run.tp * model.hidden * B / cluster.gpu.memory_rate
         forward[MEMORY] += moved

@@ -184,8 +184,10 @@ class PackedForecast(AttentionForecast):
         both = forward + backward
         busy = {"compute": both.compute, "intra": both.intra, "inter": both.inter}
         exchange = shared[0].seconds, shared[1].seconds
-        return AttentionTime(forward.seconds, backward.seconds, exchange, busy,
-                             host=(forward.host, backward.host))  # fmt: skip
+        return AttentionTime(
+            forward.seconds, backward.seconds, exchange, busy, host=(forward.host, backward.host),
+            planning=self.cluster.host_time.plan if run.cp > 1 else 0.0,
+        )  # fmt: skip
 
 
 def windowed(core: AttentionTime, window: int, seq: int) -> AttentionTime:
