@@ -16,6 +16,7 @@ import megatron_burst as mb
 from benchmarks.memory.live import LiveTensors
 from megatron_burst.autotune import cluster_file, clusters, gpus, measure
 from megatron_burst.autotune.host_time import ASSUMED
+from megatron_burst.autotune.places import Nodes
 from megatron_burst.autotune.rates import Rates
 from megatron_burst.cli.main import main
 from megatron_burst.schedule.topology import Topology
@@ -125,8 +126,22 @@ def test_what_crosses_from_inner_rings(monkeypatch):
     asked = []
     monkeypatch.setattr(links, "around", lambda ranks, link, members: asked.append([*members]))
     monkeypatch.setattr(links, "_rate", lambda *of: Measured(11.4e9, 0.0, ""))
-    said = links._by_inner_size(Two(), 1, Measured(0.0, 0.0, ""))
-    assert (said, asked) == ("the last 2 ranks of a node get 1.14e+10 each", [[2, 3]])
+    warned = []
+    monkeypatch.setattr(Two, "say", lambda ranks, words: warned.append(words), raising=False)
+
+    def said(nics, nic_of, nic=None):
+        """20 GB/s alone, and 22 of a NIC that two share."""
+        rates = Rates(math.inf, 20e9, nic=nic)
+        nodes = Nodes(4, nics, nic_of=nic_of)
+        return links._by_inner_size(Two(), 1, Measured(0.0, 0.0, ""), nodes, rates)
+
+    words = "the last 2 ranks of a node get 1.14e+10 each (forecasts: {})"
+    assert said(2, "neighbours", 22e9) == words.format("1.1e+10")
+    assert (asked, warned) == ([[2, 3]], [])
+    assert said(2, "stride", 22e9) == words.format("2e+10")  # by two NICs, each alone
+    assert said(4, "neighbours") == words.format("2e+10")
+    assert len(warned) == 2
+    assert warned[0].startswith(words.format("2e+10"))
 
 
 # --- ranks -----------------------------------------------------------------------------------

@@ -9,7 +9,9 @@ their number follows from the ratio, and who shares one from hops of two ranks a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +19,7 @@ import numpy as np
 from ...autotune import measure
 from ...autotune.measure import FIRST, FLAT, SMALL
 from ...autotune.places import NIC_OF, Nodes
+from ...autotune.rates import Rates
 from ...comm.transport import Pending
 from ..advise.shapes.models import Model
 from .kernels import CHUNKS, tile
@@ -27,6 +30,7 @@ LONG = 0.05  # seconds that a message should take
 CHAIN = 8  # small messages in a row, of which latency is the mean
 SHARED = 1.4  # a hop that takes so many times as long beside another shares its NIC
 PAIRS = 7  # of ranks of a node that are tried
+UNLIKE = 1.25  # times as fast or slow as forecast: NICs are not shared as the file says
 LONGER = 2.0  # times as long as computing a message beside it is to take
 
 Pairs = Sequence[tuple[int, int]]  # ranks to send to and to receive from; empty where a rank rests
@@ -94,11 +98,14 @@ def _between(ranks: Ranks, figures: Figures) -> Carried:
     every = _rate(ranks, "all ranks at once", ring, size, latency)
     nics, nic_of = _nics(ranks, min(1.0, every.value / alone.value), size, alone.value, latency)
     figures.state("links.nics", round(nics.value), nics.note)
-    figures.state("links.nic_of", nic_of, _by_inner_size(ranks, size, latency))
     figures.add("links.nic_rate", alone._replace(how="`inter`"))
+    rates = Rates(math.inf, alone.value)
     if nics.value < ranks.per_node:
         together = every.value * ranks.per_node / nics.value
         figures.add("links.nic_shared", every._replace(value=together))
+        rates = replace(rates, nic=together)
+    nodes = Nodes(ranks.per_node, round(nics.value), nic_of=nic_of)
+    figures.state("links.nic_of", nic_of, _by_inner_size(ranks, size, latency, nodes, rates))
     rank, size_ = ranks.groups.rank, ranks.size
     steps = range(ranks.per_node, size_, ranks.per_node)
     pairs = [((rank + step) % size_, (rank - step) % size_) for step in steps]
@@ -135,13 +142,18 @@ def _nics(
     return Measured(count, None, how), min(NIC_OF, key=wrong)
 
 
-def _by_inner_size(ranks: Ranks, size: int, latency: Measured) -> str:
-    """What ranks get that cross from inner rings of 2, 4, ... ranks: the last ones of a node."""
+def _by_inner_size(ranks: Ranks, size: int, latency: Measured, nodes: Nodes, rates: Rates) -> str:
+    """What ranks get that cross from inner rings of 2, 4, ... ranks, the last ones of a node, and
+    what forecasts take there with these figures; the first rank says where that is far off."""
     said, inner = [], 2
     while inner < ranks.per_node:
         last = range(ranks.per_node - inner, ranks.per_node)
-        rate = _rate(ranks, "", around(ranks, "inter", last), size, latency)
-        said.append(f"the last {inner} ranks of a node get {rate.value:.3g} each")
+        rate = _rate(ranks, "", around(ranks, "inter", last), size, latency).value
+        taken = float(rates.between(np.bincount(nodes.nic(np.array(last))).max()))
+        there = f"the last {inner} ranks of a node get {rate:.3g} each (forecasts: {taken:.3g})"
+        said.append(there)
+        if not 1 / UNLIKE < rate / taken < UNLIKE:
+            ranks.say(f"{there}: forecasts of inner rings of {inner} ranks are off by as much")
         inner *= 2
     return ", ".join(said)
 
