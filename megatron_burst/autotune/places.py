@@ -70,9 +70,9 @@ class Nodes(NamedTuple):
         return node * self.per_node + own
 
     @property
-    def per_nic(self) -> float:
-        """How many GPUs send by one NIC while all of a node send."""
-        return max(1.0, self.per_node / self.nics)
+    def per_nic(self) -> int:
+        """How many GPUs send by the busiest NIC while all of a node send."""
+        return -(-self.per_node // self.nics)
 
     @property
     def said(self) -> str:

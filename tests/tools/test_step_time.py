@@ -155,6 +155,10 @@ def test_collectives_by_hand():
     assert all_to_all_seconds(cluster(16), 16, 1, 16e9) == pytest.approx(8e9 / 1e10)
     assert send_seconds(cluster(16), 4, 1e9) == 1e9 / 1e11
     assert send_seconds(cluster(16), 8, 1e9) == 1e9 / 1e10
+    # Three of eight behind the busiest of three NICs, for which the others wait.
+    three = cluster(16, nics=3)
+    assert ring_seconds(three, 16, 1, 16e9) == pytest.approx(15e9 / (8 * 1e10 / 3))
+    assert all_to_all_seconds(three, 16, 1, 16e9) == pytest.approx(8e9 / (1e10 / 3))
     # Two behind each NIC, which carries 1.5 times what one of them sends, or as much.
     shared = cluster(16, nics=4)
     assert send_seconds(shared, 8, 1e9) == 1e9 / 0.5e10

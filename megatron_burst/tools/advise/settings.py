@@ -298,9 +298,14 @@ def flag_of(name: str) -> str:
 def _check_heads(model: Model, run: Settings) -> None:
     """Ranks that share heads, and head chunks, must divide the heads of a tensor-parallel rank."""
     heads, kv_heads = model.heads // run.tp, max(1, model.kv_heads // run.tp)
-    fit = [n for n in range(1, run.cp + 1) if run.cp % n == 0 and shareable(heads, kv_heads, n)]
+
+    def fits(ranks: int) -> bool:
+        if model.indexer is not None:
+            return ranks == 1
+        return run.cp % ranks == 0 and shareable(heads, kv_heads, ranks)
+
     if model.indexer is not None:
-        fit, kv_heads = [1], 1
+        kv_heads = 1
         for name, only in (("store", 0), ("sequence_chunks", 1)):
             if getattr(run, name) != only:
                 raise ValueError(
@@ -313,11 +318,11 @@ def _check_heads(model: Model, run: Settings) -> None:
                 f"--algorithm {run.algorithm} --side {run.side}: keys must travel to the queries "
                 f"of {model.name}'s sparse attention: take burst or multicast, and side kv"
             )
-    if run.ulysses not in fit:
+    if not fits(run.ulysses):
         raise ValueError(
             f"--ulysses {run.ulysses}: ranks that share heads must divide --cp {run.cp} and the "
             f"{heads} query and {kv_heads} key/value heads of a rank of --tp {run.tp}: take "
-            f"{_one_of(fit)}"
+            f"{_one_of([*filter(fits, range(1, run.cp + 1))])}"
         )
     if run.algorithm == "ulysses" and run.ulysses != run.cp:
         raise ValueError(
