@@ -85,15 +85,15 @@ def parser(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")  # Megatron's, of its own arguments and defaults
-@pytest.mark.parametrize("packed", [False, True], ids=["sequences", "packed"])
-def test_megatron_takes_the_flags_of_every_named_model(parser, packed, capsys):
+@pytest.mark.parametrize("packs", ["", "balanced", "zigzag"])
+def test_megatron_takes_the_flags_of_every_named_model(parser, packs, capsys):
     for name, model in NAMED.items():
         stages = 2 if model.layers % 4 == 0 else 1
         ep = 2 if model.experts else 1
         kinds = "window=ring,full=tile" if model.windows else None
         run = Settings(seq=2**17, pp=stages, vpp=stages, tp=2, cp=4, ep=ep, micro_batches=4,
                        per_layer=kinds)  # fmt: skip
-        words = shlex.split(" ".join(pasted.flags_of(model, run, packed)))
+        words = shlex.split(" ".join(pasted.flags_of(model, run, packs)))
         args = parser.parse_args([*words, *OWN.split()])
         args.rank, args.local_rank, args.world_size = 0, 0, 8 * stages
         args = arguments.validate_args(args)
@@ -111,7 +111,7 @@ def test_megatron_takes_the_flags_of_every_named_model(parser, packed, capsys):
 def test_megatron_cuts_unequal_stages_as_advise_counts_them(parser):
     model = NAMED["deepseek-v3"]
     run = Settings(seq=2**17, pp=4, first_layers=15, last_layers=14, tp=2, cp=4, micro_batches=4)
-    words = shlex.split(" ".join(pasted.flags_of(model, run, False)))
+    words = shlex.split(" ".join(pasted.flags_of(model, run)))
     args = parser.parse_args([*words, *OWN.split()])
     args.rank, args.local_rank, args.world_size = 0, 0, 32
     config = arguments.core_transformer_config_from_args(arguments.validate_args(args))

@@ -412,7 +412,7 @@ def test_packs_take_what_is_fixed_for_several_ranks(pinned):
         assert getattr(advice.best.run, name) == value
 
 
-@pytest.mark.parametrize("pinned", [{"layout": "zigzag"}, {"sequence_chunks": 4}])
+@pytest.mark.parametrize("pinned", [{"layout": "striped"}, {"sequence_chunks": 4}])
 def test_packs_refuse_what_they_cannot_have(pinned):
     flag = "--" + next(iter(pinned)).replace("_", "-")
     with pytest.raises(ValueError, match=f"{flag} .*--packed out"):

@@ -91,7 +91,7 @@ def newest(monkeypatch):
 def test_flags_of_every_named_model_are_read_back_and_pass_the_doctor(model, newest):
     stages = 2 if model.layers % 4 == 0 else 1
     kinds = "window=ring,full=tile" if model.windows else None
-    for run, packed in (
+    for run, packs in (
         (
             Settings(
                 seq=2**17,
@@ -102,11 +102,12 @@ def test_flags_of_every_named_model_are_read_back_and_pass_the_doctor(model, new
                 ep=2 if model.experts else 1,
                 per_layer=kinds,
             ),
-            0,
+            "",
         ),
-        (Settings(seq=2**17, tp=1, cp=8), 1),
+        (Settings(seq=2**17, tp=1, cp=8), "balanced"),
+        (Settings(seq=2**17, tp=1, cp=8), "zigzag"),
     ):
-        words = shlex.split(" ".join(pasted.flags_of(model, run, bool(packed))))
+        words = shlex.split(" ".join(pasted.flags_of(model, run, packs)))
         read, given = model_arguments.read_command(words)
         expected = of_shape(model)
         if model.name in FOREIGN:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ...autotune import cluster_file
 from ...autotune.clusters import Cluster
@@ -23,7 +23,7 @@ from .rivals import Rival, fastest, rivals
 from .search import model_flags, pasted, what_if
 from .search.attention_choice import AttentionForecast
 from .search.longest import longest
-from .search.packed import PackedForecast, lengths_of, packed_pins
+from .search.packed import Cut, PackedForecast, cut_of, lengths_of, packed_pins
 from .search.search import Configuration, Progress, Search
 from .search.search_space import TrainingGoal, check_wanted, of_model
 from .settings import flag_of
@@ -92,13 +92,18 @@ class Advice:
             f"shorter than with {run.algorithm} in all layers"
         )
 
+    @property
+    def cut(self) -> Cut | Literal[""]:
+        """The layout of packs; "" where there are none."""
+        return "zigzag" if self.want.documents else "balanced" if self.lengths else ""
+
     def flags(self, index: int = 0) -> list[str]:
         """Flags for `megatron-burst pretrain` and Megatron-LM's script of the model, one with its
         values per entry, quoted for a shell. `no_flag_for` names what they do not say.
 
         index: of `ranked`.
         """
-        return pasted.flags_of(self.model, self.ranked[index].run, bool(self.lengths))
+        return pasted.flags_of(self.model, self.ranked[index].run, self.cut)
 
     @property
     def no_flag_for(self) -> list[str]:
@@ -112,7 +117,7 @@ class Advice:
             self.model, run, *nodes_and_gpus(cluster),
             f"{self.model.name}, sequences of {run.seq:,} tokens, on {cluster.gpus} x "
             f"{cluster.gpu.name}",
-            bool(self.lengths),
+            self.cut,
         )  # fmt: skip
 
     def recipe(self, index: int = 0) -> str:
@@ -178,8 +183,10 @@ def advise(
     attention, lengths = AttentionForecast(model, cluster, want.pinned), ()
     if packed is not None:
         lengths = lengths_of(packed, want.seq)
-        want = replace(want, pinned=packed_pins(want.pinned))
-        attention = PackedForecast(model, cluster, want.pinned, lengths)
+        cut = cut_of(want.pinned)
+        want = replace(want, pinned=packed_pins(want.pinned),
+                       documents=lengths if cut == "zigzag" else ())  # fmt: skip
+        attention = PackedForecast(model, cluster, want.pinned, lengths, cut)
     search = Search(model, cluster, want, attention)
     found = search.run(top, progress)
     if not found.ranked:
@@ -206,13 +213,16 @@ def _together(want: TrainingGoal) -> str:
 
 
 def _shown(model: Model, found: Configuration, attention: AttentionForecast) -> Configuration:
-    """With all moments of the account; and the MFU of documents, where there are some."""
+    """With all moments of the account; and the tokens and MFU of documents, where there are some,
+    without their padding."""
     time = found.time
     if isinstance(attention, PackedForecast):
         share = model_operations(model, round(attention.effective)) / model_operations(
             model, found.run.seq
         )
-        time = replace(time, mfu=time.mfu * share)
+        share *= sum(attention.lengths) / found.run.seq
+        tokens = time.tokens // found.run.seq * sum(attention.lengths)
+        time = replace(time, mfu=time.mfu * share, tokens=tokens)
     return replace(found, time=time, account=account(model, found.run))
 
 

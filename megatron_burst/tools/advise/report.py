@@ -114,7 +114,7 @@ def ranking(found: Advice) -> Table:
         table.add_row(
             str(run.tp), stages_said(found.model, run), str(run.ep),
             grid_said(run), str(run.dp), batches_said(run),
-            attention_said(run, bool(found.lengths)),
+            attention_said(run, found.cut),
             options_said(run), duration(time.seconds), f"{time.tokens_per_gpu(run.gpus):,.0f}",
             f"{time.mfu:.1%}", byte_size(one.account.peak.bytes), time.bottleneck,
             style="bold" if index == 0 else "",
@@ -174,11 +174,12 @@ def batches_said(run: Settings) -> str:
     return f"{count} x {run.micro_batch}" if run.micro_batch > 1 else count
 
 
-def attention_said(run: Settings, packed: bool = False) -> str:
-    """Algorithm, side, layout, algorithms of some layers, head chunks, placement."""
+def attention_said(run: Settings, cut: str = "") -> str:
+    """Algorithm, side, layout (cut: that of packs), algorithms of some layers, head chunks,
+    placement."""
     if run.cp == 1:
         return "on one rank"
-    said = [run.algorithm, run.side, "balanced" if packed else run.layout]
+    said = [run.algorithm, run.side, cut or run.layout]
     if run.per_layer is not None:
         said.append(run.per_layer)
     if run.head_chunks > 1:
@@ -258,8 +259,8 @@ def _show_flags(console: Console, found: Advice, command: Sequence[str]) -> None
         console.print(Text(after))
     for sentence in [] if command else found.no_flag_for:
         console.print(Text(sentence, style="yellow"))
-    if found.lengths:
-        console.print(Text(f"  {DOCUMENTS}"))
+    if found.cut:
+        console.print(Text(f"  {DOCUMENTS[found.cut]}"))
 
 
 def launched(cluster: Cluster, script: str) -> list[str]:
@@ -308,7 +309,7 @@ def facts(found: Advice, command: Sequence[str] = ()) -> dict[str, Any]:
 def _flags(found: Advice, command: Sequence[str]) -> list[str]:
     """Flags to paste: of the run alone beside a command."""
     if command:
-        return run_flags(found.model, found.best.run, bool(found.lengths))
+        return run_flags(found.model, found.best.run, found.cut)
     return found.flags()
 
 

@@ -58,7 +58,7 @@ from .forecast.step_time import StepTime, step_time
 from .search.attention_choice import AttentionForecast
 from .search.packed import PackedForecast
 from .search.search import plainest
-from .search.search_space import GROUPS, TrainingGoal, groups_of
+from .search.search_space import GROUPS, TrainingGoal, groups_of, padded
 from .settings import Settings
 from .shapes.model import FULL, WINDOW, Model
 
@@ -147,7 +147,7 @@ def fastest(
     )
     forecast = AttentionForecast(model, cluster)
     if lengths:
-        forecast = PackedForecast(model, cluster, None, lengths)
+        forecast = PackedForecast(model, cluster, None, lengths, "zigzag")
     ways = [(forecast.step_at_least(plainest(each)).seconds, each)
             for each in groups_of(model, cluster, want)]  # fmt: skip
     ways.sort(key=lambda way: way[0])
@@ -215,11 +215,6 @@ def shared(model: Model, cluster: Cluster, run: Settings) -> int:
         return 1
     fit = [n for n in divisors(here) if n < run.cp and not (heads % n or kv_heads % n)]
     return max(fit)
-
-
-def padded(length: int, cp: int) -> int:
-    """Rows that a document takes: a multiple of 2 x CP."""
-    return -(-length // (2 * cp)) * 2 * cp if cp > 1 else length
 
 
 def settings(

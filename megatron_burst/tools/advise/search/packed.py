@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -28,8 +28,10 @@ from ..forecast.layer_time import visible
 from ..settings import Settings
 from ..shapes.model import Model
 from .attention_choice import AttentionForecast
+from .search_space import padded
 
 TITLE = "--packed"
+Cut = Literal["balanced", "zigzag"]
 SHORTEST = 16  # tokens of a document that is drawn
 
 
@@ -85,12 +87,9 @@ def lengths_of(stated: str | Sequence[int], seq: int) -> tuple[int, ...]:
 
 
 def packed_pins(pinned: Mapping[str, Any]) -> dict[str, Any]:
-    """What is fixed for packs: one a micro-batch, cut by layout "balanced", attention in one piece.
-    ValueError for what packs cannot have."""
-    if pinned.get("layout", "balanced") != "balanced":
-        raise ValueError(
-            f"--layout {pinned['layout']}: packs are cut by balanced: leave --layout or {TITLE} out"
-        )
+    """What is fixed for packs: one a micro-batch, attention in one piece. Their layout is not of a
+    run, but of the forecast. ValueError for what packs cannot have."""
+    cut_of(pinned)
     if pinned.get("sequence_chunks", 1) != 1:
         raise ValueError(
             f"--sequence-chunks {pinned['sequence_chunks']}: attention to packs in chunks of rows "
@@ -98,6 +97,17 @@ def packed_pins(pinned: Mapping[str, Any]) -> dict[str, Any]:
         )
     left = {name: value for name, value in pinned.items() if name != "layout"}
     return {"micro_batch": 1, "sequence_chunks": 1, **left}
+
+
+def cut_of(pinned: Mapping[str, Any]) -> Cut:
+    """The layout of packs. ValueError for one that is not timed."""
+    layout = pinned.get("layout", "balanced")
+    if layout not in get_args(Cut):
+        raise ValueError(
+            f"--layout {layout}: packs are cut by balanced, or document by document by zigzag: "
+            f"take one of these, or leave --layout or {TITLE} out"
+        )
+    return layout
 
 
 def _words(stated: str) -> list[str]:
@@ -112,7 +122,8 @@ def _words(stated: str) -> list[str]:
 
 
 class PackedForecast(AttentionForecast):
-    """The attention of packs of documents, in layout "balanced" over several ranks."""
+    """The attention of packs of documents. cut: their layout over several ranks; zigzag cuts every
+    document, as Megatron does, and pads it to a multiple of 2 x CP."""
 
     def __init__(
         self,
@@ -120,20 +131,22 @@ class PackedForecast(AttentionForecast):
         cluster: Cluster,
         pinned: Mapping[str, Any] | None = None,
         lengths: Sequence[int] = (),
+        cut: Cut = "balanced",
     ):
         super().__init__(model, cluster, pinned)
         self.lengths = tuple(lengths)
-        self.bounds = np.concatenate([[0], np.cumsum(self.lengths)])
+        self.cut: Cut = cut
         self._layouts: dict[tuple[int, int], Layout] = {}
 
     def _on(self, cluster: Cluster) -> AttentionForecast:
-        return PackedForecast(self.model, cluster, self.pinned, self.lengths)
+        return PackedForecast(self.model, cluster, self.pinned, self.lengths, self.cut)
 
     def at_least(
         self, model: Model, cluster: Cluster, run: Settings, faults: Faults | None = None,
         window: int = 0,
     ) -> AttentionTime:  # fmt: skip
-        """A bound of `time`; what is fixed for several ranks does not bind the one rank of it."""
+        """A bound of `time`, where only packs are padded; what is fixed for several ranks does not
+        bind the one rank of it."""
         if not self.pinned:
             return super().at_least(model, cluster, run, window=window)
         return self._free.at_least(model, cluster, run, window=window)
@@ -141,7 +154,7 @@ class PackedForecast(AttentionForecast):
     @cached_property
     def _free(self) -> PackedForecast:
         """The same with nothing fixed."""
-        return PackedForecast(self.model, self.cluster, None, self.lengths)
+        return PackedForecast(self.model, self.cluster, None, self.lengths, self.cut)
 
     @property
     def effective(self) -> float:
@@ -149,18 +162,30 @@ class PackedForecast(AttentionForecast):
         lengths = np.array(self.lengths, dtype=float)
         return float((lengths**2).sum() / lengths.sum())
 
+    def bounds(self, run: Settings) -> np.ndarray:
+        """Where documents end, from 0 on, with their padding; that of the pack is one more."""
+        lengths = list(self.lengths)
+        if self.cut == "zigzag":
+            lengths = [padded(length, run.cp) for length in lengths]
+            if (rest := run.seq - sum(lengths)) > 0:
+                lengths.append(rest)
+        return np.concatenate([[0], np.cumsum(lengths)])
+
     def mask(self, run: Settings) -> Mask:
         """Causal within documents."""
-        return Documents(self.bounds) & Causal()
+        bounds = self.bounds(run)
+        return Documents(bounds, range(len(self.lengths), len(bounds) - 1)) & Causal()
 
     def layout(self, run: Settings) -> Layout:
-        """Balanced over the ranks and nodes of the run."""
+        """Over the ranks and nodes of the run."""
         if run.cp == 1:
             return make("contiguous", cp_size=1)
+        if self.cut == "zigzag":
+            return make("zigzag", cp_size=run.cp, cu_seqlens=self.bounds(run))
         key = run.cp, self.cluster.cp_per_node(run.tp, run.cp)
         if key not in self._layouts:
             self._layouts[key] = make(
-                "balanced", cp_size=run.cp, cu_seqlens=self.bounds, per_node=key[1]
+                "balanced", cp_size=run.cp, cu_seqlens=self.bounds(run), per_node=key[1]
             )
         return self._layouts[key]
 

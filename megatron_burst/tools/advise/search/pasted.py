@@ -36,31 +36,36 @@ BRIDGE = {
 }
 
 
-def flags_of(model: Model, run: Settings, packed: bool = False) -> list[str]:
+def flags_of(model: Model, run: Settings, cut: str = "") -> list[str]:
     """Flags of `script_of(model)` under `megatron-burst pretrain`, one with its values per entry,
     quoted for a shell. `model_flags.lacking` says what of the model they leave out."""
-    return [*model_flags(model, run.pp * run.vpp), *_beside(model, run, packed)]
+    return [*model_flags(model, run.pp * run.vpp), *_beside(model, run, cut)]
 
 
-def run_flags(model: Model, run: Settings, packed: bool = False) -> list[str]:
+def run_flags(model: Model, run: Settings, cut: str = "") -> list[str]:
     """The same without the model: lengths, groups, batches, memory, and our flags. The pattern of
     a hybrid model is among them where it marks stages of the pipeline."""
     stages = run.pp * run.vpp
     marked = list(hybrid_flags(model, stages))[:1] if is_hybrid(model) and stages > 1 else []
-    return [*marked, *_beside(model, run, packed)]
+    return [*marked, *_beside(model, run, cut)]
 
 
-def _beside(model: Model, run: Settings, packed: bool) -> list[str]:
-    alike = ["--calculate-per-token-loss"] * packed  # ranks hold unequal numbers of tokens
+def _beside(model: Model, run: Settings, cut: str) -> list[str]:
+    alike = ["--calculate-per-token-loss"] * bool(cut)  # ranks hold unequal numbers of tokens
     # Fused rope lays rows out by itself: those of latent attention, and of documents.
-    plain = ["--no-rope-fusion"] * (model.latent is not None or packed)
+    plain = ["--no-rope-fusion"] * (model.latent is not None or cut != "")
     groups = group_flags(model, run)
-    ours = burst_flags(run, packed, carries_state(model))
+    ours = burst_flags(run, cut, carries_state(model))
     return [*groups, *training_flags(run), *plain, *alike, *ours]
 
 
-DOCUMENTS = ("and a data loader that says where documents end: --sft or "
-             "--dataloader-inter-document-masking")  # fmt: skip
+# What packs need besides, by their layout.
+DOCUMENTS = {
+    "balanced": "and a data loader that says where documents end: --sft or "
+    "--dataloader-inter-document-masking",
+    "zigzag": "and --sft, which pads every document to a multiple of 2 x CP: --seq-length counts "
+    "the padding",
+}
 
 
 def left_to_the_user(model: Model) -> str:
@@ -124,19 +129,20 @@ def training_flags(run: Settings) -> Iterator[str]:
         yield f"--optimizer-offload-fraction {run.optimizer_offload:g}"
 
 
-def burst_flags(run: Settings, packed: bool = False, carries: bool = False) -> list[str]:
+def burst_flags(run: Settings, cut: str = "", carries: bool = False) -> list[str]:
     """Our own flags."""
-    return [f"{flag_of(name)} {value}" for name, value in choices(run, packed, carries).items()]
+    return [f"{flag_of(name)} {value}" for name, value in choices(run, cut, carries).items()]
 
 
-def choices(run: Settings, packed: bool = False, carries: bool = False) -> dict[str, Any]:
+def choices(run: Settings, cut: str = "", carries: bool = False) -> dict[str, Any]:
     """Fields of `BurstConfig` that are not their defaults, and what is said in any case: the
-    algorithm, head chunks, and how states are carried where the model has some."""
+    algorithm, head chunks, and how states are carried where the model has some. cut: the layout of
+    packs, "" where there are none."""
     ours = run.cp > 1
     wanted: dict[str, Any] = {
         "algorithm": run.algorithm if ours else "megatron",
         "per_layer": run.per_layer if ours else None,
-        "layout": run.layout if ours and not packed else BurstConfig.layout,
+        "layout": run.layout if ours and not cut else BurstConfig.layout,
         "side": run.side if ours else "auto",
         "ulysses_size": run.ulysses if ours and run.ulysses not in (1, run.cp) else None,
         "placement": run.placement if ours and 1 < run.ulysses < run.cp else "head_first",
@@ -147,7 +153,7 @@ def choices(run: Settings, packed: bool = False, carries: bool = False) -> dict[
         "sequence_chunks": run.sequence_chunks,
         "mlp_tiles": run.mlp_tiles,
     }
-    if packed:
+    if cut == "balanced":
         wanted["pack"] = "documents"
     if ours and carries:
         wanted["linear"] = run.linear
@@ -156,7 +162,9 @@ def choices(run: Settings, packed: bool = False, carries: bool = False) -> dict[
     said = {
         name: value
         for name, value in wanted.items()
-        if name in ("algorithm", "head_chunks", "linear") or value != getattr(BurstConfig, name)
+        if name in ("algorithm", "head_chunks", "linear")
+        or (name == "layout" and cut == "zigzag")  # a part of a store would take striped
+        or value != getattr(BurstConfig, name)
     }
     return {name: f"{v:g}" if isinstance(v, float) else v for name, v in said.items()}
 
@@ -188,13 +196,11 @@ srun --kill-on-bad-exit=1 bash -c 'exec torchrun --nnodes "$SLURM_JOB_NUM_NODES"
 """
 
 
-def job_of(
-    model: Model, run: Settings, nodes: int, per_node: int, said: str, packed: bool = False
-) -> str:
+def job_of(model: Model, run: Settings, nodes: int, per_node: int, said: str, cut: str = "") -> str:
     """A script for sbatch that runs `flags_of` on so many nodes and GPUs of each, with what follows
     its name. said: what it is, in one line."""
     missing = [left_to_the_user(model), *lacking(model)]
-    missing += [DOCUMENTS] * packed
+    missing += [DOCUMENTS[cut]] if cut else []
     return JOB.format(
         said=said,
         missing="".join(f"# {sentence}\n" for sentence in missing),
@@ -205,7 +211,7 @@ def job_of(
         connections="" if run.fsdp else
         "export CUDA_DEVICE_MAX_CONNECTIONS=1 # required before Blackwell\n",
         script=script_of(model),
-        flags=" \\\n  ".join(flags_of(model, run, packed)),
+        flags=" \\\n  ".join(flags_of(model, run, cut)),
     )  # fmt: skip
 
 

@@ -57,7 +57,8 @@ class TrainingGoal:
     """What is to be trained: tokens of a sequence, sequences of a step over all ranks, and fields
     of `Settings` that the user has fixed. carries: the model has layers that carry a state, which
     the striped layout does not allow; hybrid: it is Megatron's HybridModel, which does not take
-    `--burst-offload`; selects: its attention is sparse, and recomputed whole."""
+    `--burst-offload`; selects: its attention is sparse, and recomputed whole. documents: lengths of
+    those of a pack that zigzag cuts one by one, which fill sequences of this length unpadded."""
 
     seq: int
     sequences: int
@@ -65,13 +66,27 @@ class TrainingGoal:
     carries: bool = False
     hybrid: bool = False
     selects: bool = False
+    documents: tuple[int, ...] = ()
+
+    def rows(self, tp: int, cp: int) -> int:
+        """Tokens of a sequence over these ranks, padding included: of every document, and what
+        sequence-parallel ranks lack to equal rows."""
+        if not self.documents:
+            return self.seq
+        size = sum(padded(length, cp) for length in self.documents)
+        return size + -size % (2 * cp * tp)
 
     def values(self, name: str, tried: Any) -> list[Any]:
         """The values of a field to try: the one that is fixed, or `tried`."""
         return [self.pinned[name]] if name in self.pinned else list(tried)
 
 
-def of_model(model: Model) -> dict[str, bool]:
+def padded(length: int, cp: int) -> int:
+    """Rows that a document takes where zigzag cuts it: a multiple of 2 x CP."""
+    return -(-length // (2 * cp)) * 2 * cp if cp > 1 else length
+
+
+def of_model(model: Model) -> dict[str, Any]:
     """What a `TrainingGoal` says of the model."""
     hybrid = bool(set(model.pattern) & set("M*-"))
     return {"carries": bool(model.mixers), "hybrid": hybrid, "selects": model.indexer is not None}
@@ -94,7 +109,7 @@ def groups_of(model: Model, cluster: Cluster, want: TrainingGoal) -> Iterator[Se
             dp = left // cp
             if dp not in want.values("dp", [dp]):
                 continue
-            base = replace(Settings(want.seq), **options)
+            base = replace(Settings(want.rows(tp, cp)), **options)
             intra = cluster.cp_per_node(tp, cp)
             base = replace(base, tp=tp, pp=pp, cp=cp, dp=dp, intra=intra, **_ends(model, want, pp))
             if base.uneven and _odd_stages(model, base):
@@ -145,7 +160,7 @@ def tensor_sizes(model: Model, cluster: Cluster) -> list[int]:
 
 def _rows_fit(cluster: Cluster, want: TrainingGoal, tp: int, cp: int) -> bool:
     """Do ranks get equal rows, of zigzag and of sequence parallelism, and nodes equal ranks?"""
-    if want.seq % (2 * cp) or want.seq % (cp * tp):
+    if (rows := want.rows(tp, cp)) % (2 * cp) or rows % (cp * tp):
         return False
     return cp % cluster.cp_per_node(tp, cp) == 0
 
