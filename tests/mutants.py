@@ -145,10 +145,12 @@ MUTANTS = [
     # layout balanced
     Mutant("layout/layouts.py", "0 <= found[0] <= found[-1] < documents",
            "0 <= found[0] <= found[-1] <= documents", "a document behind the last may be padding"),
-    Mutant("layout/balanced.py", "SLACKS = (1 / 64,", "SLACKS = (1 / 4,",
+    Mutant("layout/balanced.py", "SLACK, MORE_SLACK = 1 / 64,", "SLACK, MORE_SLACK = 1 / 4,",
            "documents stay whole at the price of balance"),
     Mutant("layout/balanced.py", "PARTS if windowed else PARTS[:1]", "PARTS[:1]",
            "documents that are longer than a window count as of one density"),
+    Mutant("layout/balanced.py", "fits = free >= max(1, lengths[document] - first)",
+           "fits = free >= 1", "a document goes where it has no room"),
     Mutant("layout/balanced.py", "min(length - stop, left + right)", "min(length - stop, left)",
            "rows of others between the two runs of a share are not counted"),
     Mutant("megatron/data/packed.py", "row_cost=cut.row_cost", "row_cost=None",

@@ -14,7 +14,7 @@ node. Runs are cut by integers alone, so that every process finds the same.
 
 Even ranks cut a document nearly everywhere where one begins, and ranks exchange its rows. Where
 links are slow, uneven ranks with whole documents are faster: `row_cost` says what a row takes, and
-the solver runs with several limits on how uneven ranks may be.
+less even ranks are tried.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from .layouts import (
 
 Window = tuple[int | None, int | None]  # keys seen before a query, and after it; None: all
 CAUSAL: Window = (None, 0)
-# By which part of its share of the pairs a bin may miss it, to leave a document whole; all but the
-# first are tried only where it is known what a row on a link takes.
-SLACKS = (1 / 64, 1 / 4, 1.0)
+# By which part of its share of the pairs a bin may miss it, to leave a document whole; and where it
+# is known that rows take long.
+SLACK, MORE_SLACK = 1 / 64, 1 / 4
 # Ranks are even where the busiest has at most so many times the mean.
 EVEN = 1.03
 # Where windows make the ends of a document lighter than its middle, it is cut into parts of about
 # one density: at these places of mirror order, in window lengths. Later ones are tried as needed.
 PARTS = ((), (2.0,), (1.0, 2.0), (0.5, 1.0, 1.5, 2.0))
 # Of the estimated time of even ranks: what less even ones have to stay below.
-CLEARLY = 0.9
+CLEARLY = 0.8
 LONGEST = 1 << 28  # tokens of a document whose pairs, in many kinds of layers, int64 surely holds
 
 
@@ -142,7 +142,7 @@ def _reached_all(n: np.ndarray, reach: int | None) -> np.ndarray:
 
 
 def mix(
-    shares: Sequence[DocumentShare], bins: int, costs: Costs, slack: float = SLACKS[0]
+    shares: Sequence[DocumentShare], bins: int, costs: Costs, slack: float = SLACK
 ) -> list[list[DocumentShare]]:
     """The shares cut into `bins` with equally many tokens each, and nearly as many pairs.
 
@@ -257,6 +257,51 @@ def _root(excess: Callable[[int], int], top: int) -> int:
     return low if -below <= above else high
 
 
+def keep_whole(costs: Costs, ranks: int, per_node: int) -> list[list[DocumentShare]]:
+    """Equally many tokens on every rank, and documents on as few ranks as have room for them.
+
+    The costliest document comes first: to the rank with the fewest pairs of those with room for
+    all of it. A document longer than a rank's share fills ranks that are empty, of one node while
+    it can. What fits nowhere in one piece goes last into the largest gaps, which are short.
+    """
+    lengths, room = costs.lengths, sum(costs.lengths) // ranks
+    free, pairs, node = np.full(ranks, room), np.zeros(ranks), np.arange(ranks) // per_node
+    shares: list[list[DocumentShare]] = [[] for _ in range(ranks)]
+    late = []
+
+    def give(rank: int, document: int, first: int) -> int:
+        """As much as there is room for, from this place on; returns where it stops."""
+        share = DocumentShare(document, first, min(lengths[document], first + int(free[rank])))
+        shares[rank].append(share)
+        free[rank] -= share.stop - first
+        pairs[rank] += costs.of(share)
+        return share.stop
+
+    for document in sorted(range(len(lengths)), key=lambda i: (-costs.whole[i], -lengths[i], i)):
+        first, near = 0, -1
+        while lengths[document] - first >= room and (empty := free == room).any():
+            count = np.bincount(node[empty], minlength=ranks // per_node)
+            wanted = min((lengths[document] - first) // room, per_node)
+            enough = np.where(count >= wanted, count, ranks + 1)
+            near = int(enough.argmin() if enough.min() <= ranks else count.argmax())
+            for rank in np.flatnonzero(empty & (node == near))[:wanted].tolist():
+                first = give(rank, document, first)
+        fits = free >= max(1, lengths[document] - first)
+        fits = here if (here := fits & (node == near)).any() else fits
+        if first == lengths[document]:
+            continue
+        if fits.any():
+            give(int(np.where(fits, pairs, np.inf).argmin()), document, first)
+        else:
+            late.append((document, first, near))
+    for document, first, near in late:
+        while first < lengths[document]:
+            here = free * (node == near)
+            rank = int((here if here.any() else free).argmax())
+            first, near = give(rank, document, first), rank // per_node
+    return shares
+
+
 class Balanced(Layout):
     """Every rank holds S / `cp_size` tokens with nearly equally many visible pairs.
 
@@ -346,7 +391,7 @@ class Balanced(Layout):
 
     def describe(self) -> str:
         """Its name, the pairs of the busiest rank over the mean, and why they are not even."""
-        why = "" if self._taken[0] == SLACKS[0] else ", which leaves documents whole"
+        why = "" if self._taken[0] else ", which leaves documents whole"
         return f"{self.name} (busiest rank {self.balance:.2f} x the mean{why})"
 
     def check(self, seq_len: int) -> None:
@@ -374,24 +419,24 @@ class Balanced(Layout):
         return self._taken[1]
 
     @cached_property
-    def _taken(self) -> tuple[float, tuple[list[DocumentShare], ...]]:
-        """By which part ranks may miss their share of the pairs, and what each takes."""
-        even = SLACKS[0], self._even()
+    def _taken(self) -> tuple[bool, tuple[list[DocumentShare], ...]]:
+        """Are ranks even, and what each takes."""
+        even = self._even()
         if self.row_cost is None or self.cp_size == 1:
-            return even
-        limit = CLEARLY * self._busy(even[1])
-        if self._most(even[1]) >= limit:  # without any rows it would take too long
-            return even
-        others = [(slack, self._mixed(slack)) for slack in SLACKS[1:]]
-        taken = min(others, key=lambda each: self._busy(each[1]))
-        return taken if self._busy(taken[1]) < limit else even
+            return True, even
+        limit = CLEARLY * self._busy(even)
+        if self._most(even) >= limit:  # without any rows it would take too long
+            return True, even
+        whole = tuple(keep_whole(self._costs, self.cp_size, self.per_node))
+        taken = min(self._mixed(MORE_SLACK), whole, key=self._busy)
+        return (False, taken) if self._busy(taken) < limit else (True, even)
 
     def _even(self) -> tuple[list[DocumentShare], ...]:
         """The most even shares, of documents in as few parts as make them even."""
         windowed = any(left is not None for left, _ in self.windows)
         limit, found = EVEN * sum(self._costs.whole), []
         for parts in PARTS if windowed else PARTS[:1]:
-            found.append(self._mixed(SLACKS[0], parts))
+            found.append(self._mixed(SLACK, parts))
             if self._most(found[-1]) * self.cp_size <= limit:
                 break
         return min(found, key=self._most)
