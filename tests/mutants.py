@@ -147,7 +147,7 @@ MUTANTS = [
            "0 <= found[0] <= found[-1] <= documents", "a document behind the last may be padding"),
     Mutant("layout/balanced.py", "SLACK, MORE_SLACK = 1 / 64,", "SLACK, MORE_SLACK = 1 / 4,",
            "documents stay whole at the price of balance"),
-    Mutant("layout/balanced.py", "PARTS if windowed else PARTS[:1]", "PARTS[:1]",
+    Mutant("layout/balanced.py", "PARTS if self._windowed else PARTS[:1]", "PARTS[:1]",
            "documents that are longer than a window count as of one density"),
     Mutant("layout/balanced.py", "fits = free >= max(1, lengths[document] - first)",
            "fits = free >= 1", "a document goes where it has no room"),

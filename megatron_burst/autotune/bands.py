@@ -28,13 +28,15 @@ from dataclasses import dataclass
 class ForecastBand:
     """Multiples of the forecast between which nine in ten steps were.
 
-    low, high: the multiples. cells: how many published ones; gpus: on which GPUs, for messages.
+    low, high: the multiples. cells: how many published ones; gpus: on which GPUs, for messages;
+    provided: what the forecasts were told, for messages.
     """
 
     low: float
     high: float
     cells: int
     gpus: str
+    provided: str = ""
 
     def around(self, seconds: float) -> tuple[float, float]:
         """The shortest and the longest time that a forecast of these seconds stands for."""
@@ -45,7 +47,7 @@ class ForecastBand:
 
 
 AMPERE = ForecastBand(0.97, 1.18, 175, "A100 and A800")
-HOPPER = ForecastBand(1.0, 1.67, 13, "H100")
+HOPPER = ForecastBand(1.0, 1.67, 13, "H100", " at the rate of their kernel (`advise --kernel`)")
 BLACKWELL = ForecastBand(1.0, 1.32, 6, "B200")
 MEASURED = ForecastBand(0.97, 1.04, 146, "A100 and A800")
 

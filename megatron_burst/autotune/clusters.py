@@ -156,8 +156,8 @@ class Cluster:
         source = f"{self.source} of kernel {kernel}" if kernel else self.source
         return (
             f"{source}, not measured here: nine in ten of {band.cells} published runs on "
-            f"{band.gpus} took {band} times their forecast; `megatron-burst calibrate` measures "
-            "them"
+            f"{band.gpus} took {band} times their forecast{band.provided}; `megatron-burst "
+            "calibrate` measures them"
         )
 
     def rank_rates(self, documents: bool = False) -> Rates:
@@ -166,11 +166,17 @@ class Cluster:
         `inter` is that of a rank alone on its NIC: who shares it is told to the simulator apart.
         documents: of attention to packs of them, which kernels on Hopper compute more slowly.
         """
-        found, gpu = self._rank_rates, self.gpu
-        if not documents or self.kernels_measured or gpu.name not in KERNELS:
+        found, gpu, kernel = self._rank_rates, self.gpu, self.gpu.kernel or "flash3"
+        h100 = GPUS["h100"].peak
+        hopper = (gpu.name in KERNELS or gpu.peak == h100) and kernel in DOCUMENTS
+        if not documents or self.kernels_measured or not hopper:
             return found
-        forward, backward = DOCUMENTS[gpu.kernel or "flash3"]
-        compute = gpu.peak * forward / GPUS["h100"].peak
+        forward, backward = DOCUMENTS[kernel]
+        # A rate that was stated in place of the published one is as much slower on documents.
+        published = KERNELS.get(gpu.name, KERNELS["h100"])[kernel]
+        if gpu.kernel is None and gpu.name in GPUS:
+            published = GPUS[gpu.name].attention
+        compute = gpu.peak / h100 * forward * gpu.attention / published
         return replace(found, compute=compute, backward=BACKWARD * forward / backward)
 
     @cached_property

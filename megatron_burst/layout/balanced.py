@@ -44,7 +44,7 @@ CAUSAL: Window = (None, 0)
 # is known that rows take long.
 SLACK, MORE_SLACK = 1 / 64, 1 / 4
 # Ranks are even where the busiest has at most so many times the mean.
-EVEN = 1.03
+EVEN = 1.05
 # Where windows make the ends of a document lighter than its middle, it is cut into parts of about
 # one density: at these places of mirror order, in window lengths. Later ones are tried as needed.
 PARTS = ((), (2.0,), (1.0, 2.0), (0.5, 1.0, 1.5, 2.0))
@@ -424,6 +424,8 @@ class Balanced(Layout):
         even = self._even()
         if self.row_cost is None or self.cp_size == 1:
             return True, even
+        if self._windowed:  # parts of documents send more rows
+            even = min(even, self._mixed(SLACK), key=self._busy)
         limit = CLEARLY * self._busy(even)
         if self._most(even) >= limit:  # without any rows it would take too long
             return True, even
@@ -431,11 +433,14 @@ class Balanced(Layout):
         taken = min(self._mixed(MORE_SLACK), whole, key=self._busy)
         return (False, taken) if self._busy(taken) < limit else (True, even)
 
+    @property
+    def _windowed(self) -> bool:
+        return any(left is not None for left, _ in self.windows)
+
     def _even(self) -> tuple[list[DocumentShare], ...]:
         """The most even shares, of documents in as few parts as make them even."""
-        windowed = any(left is not None for left, _ in self.windows)
         limit, found = EVEN * sum(self._costs.whole), []
-        for parts in PARTS if windowed else PARTS[:1]:
+        for parts in PARTS if self._windowed else PARTS[:1]:
             found.append(self._mixed(SLACK, parts))
             if self._most(found[-1]) * self.cp_size <= limit:
                 break

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import importlib
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -149,8 +151,17 @@ def _facts(args: Any) -> dict[str, Any]:
 def _agreeing(patches: PatchSet, original: Callable, *args: Any, **named: Any) -> Any:
     """Compare the flags of all ranks before Megatron makes process groups, which is collective."""
     if _ASKED in patches.notes:
-        agree(patches.notes[_ASKED], gather_from_all)
+        facts = patches.notes[_ASKED]
+        agree(facts | _contents(facts["--burst-cluster"]), gather_from_all)
     return original(*args, **named)
+
+
+def _contents(path: str | None) -> dict[str, str]:
+    """What the cluster file of this rank says, as a digest: packs are cut by it, on all stages."""
+    if path is None:
+        return {}
+    digest = hashlib.blake2b(Path(path).read_bytes(), digest_size=6).hexdigest()
+    return {"the contents of --burst-cluster": digest}
 
 
 def gather_from_all(header: torch.Tensor) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import megatron_burst as mb
 from megatron_burst.layout import Balanced
-from megatron_burst.layout.balanced import Costs, keep_whole
+from megatron_burst.layout.balanced import SLACK, Costs, keep_whole
 
 CAUSAL, BOTH = (None, 0), (None, None)
 # One kind of layer after the other, and several summed; of those in EVEN a share of a document
@@ -512,7 +512,20 @@ def test_windows_about_as_long_as_a_rank_are_balanced(window):
     """The first tokens of a document see fewer keys than a window, those of its middle as many."""
     bounds = batch("long tail", 0, each=2048)
     pairs = pairs_of_ranks(Balanced(RANKS, bounds, per_node=PER_NODE, windows=[(window - 1, 0)]))
-    assert max(pairs) <= 1.035 * sum(pairs) / RANKS
+    assert max(pairs) <= 1.05 * sum(pairs) / RANKS
+
+
+def test_parts_of_documents_are_not_taken_where_their_rows_take_long():
+    """Where rows cost next to nothing, the layout is that without `row_cost`; where they cost much,
+    ranks see fewer rows of others."""
+    bounds = batch("long tail", 0, each=2048)
+    even, cheap, dear = (
+        Balanced(RANKS, bounds, per_node=PER_NODE, windows=[(1023, 0)], row_cost=cost)
+        for cost in (None, (1e-3, 1e-3), (300.0, 300.0))
+    )
+    assert cheap.shares == even.shares
+    assert dear._busy(dear.shares) <= dear._busy(dear._mixed(SLACK))
+    assert max(map(dear._rows, dear.shares)) < max(map(even._rows, even.shares))
 
 
 @pytest.mark.slow

@@ -1,7 +1,10 @@
 """`--burst-cluster`: algorithm "auto" of a run takes the rates of a cluster file."""
 
 import logging
+import os
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -13,6 +16,7 @@ import megatron_burst as mb
 from megatron_burst.autotune import cluster_file
 from megatron_burst.autotune.clusters import Cluster
 from megatron_burst.autotune.places import Nodes
+from megatron_burst.megatron import training
 from megatron_burst.megatron.attention import plan_book
 from megatron_burst.megatron.checks.config import cluster_problems
 from megatron_burst.megatron.data.packed import Pack
@@ -147,3 +151,26 @@ def test_files_that_cannot_serve(tmp_path):
     path.write_text('[cluster]\ngpu = 8\n[gpu]\nname = "h100"\n')
     (reason,) = told(algorithm="auto", cluster=str(path))
     assert reason.startswith(f"--burst-cluster {path}: cluster.gpu is unknown")
+
+
+def compared(texts):
+    """What the comparison of all ranks ends in here; the file of each has a text of its own, under
+    one name."""
+    here = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        Path("mine.toml").write_text(texts[dist.get_rank()])
+        patches = SimpleNamespace(notes={training._ASKED: {"--burst-cluster": "mine.toml"}})
+        try:
+            return training._agreeing(patches, lambda: "made")
+        except ValueError as error:
+            return str(error)
+        finally:
+            os.chdir(here)
+
+
+def test_ranks_compare_what_their_cluster_files_say(ranks):
+    """Packs are cut by it on every pipeline stage, each of which reads a file of its own."""
+    assert ranks(2).run(compared, ("a", "a")) == ["made", "made"]
+    for told in ranks(2).run(compared, ("a", "b")):
+        assert "the contents of --burst-cluster" in told

@@ -210,7 +210,8 @@ def test_a_table_with_everything(capsys):
     assert main(BASE) == 0
     out, err = capsys.readouterr()
     for words in ("llama3-8b, sequences of 65,536 tokens", "published rates", "tokens/s/GPU", "MFU",
-                  "nine in ten of 13 published runs on H100 took 1 to 1.67 times their forecast",
+                  "nine in ten of 13 published runs on H100 took 1 to 1.67 times their "
+                  "forecast at the rate of their kernel (`advise --kernel`)",
                   "at published rates; `megatron-burst calibrate` narrows it)",
                   "Recommended: row 1", "parallel configurations", "step of row 1",
                   "attention", "memory of row 1", "reserved for CUDA and NCCL", "parameters",
@@ -265,7 +266,13 @@ def test_json_is_all_there_is_on_standard_output(capsys):
     low, high = one["seconds_range"]
     band = found["cluster"]["band"]
     assert (low, high) == (one["seconds"], 1.67 * one["seconds"])  # of H100, by hand
-    assert band == {"low": 1.0, "high": 1.67, "cells": 13, "gpus": "H100"}
+    assert band == {
+        "low": 1.0,
+        "high": 1.67,
+        "cells": 13,
+        "gpus": "H100",
+        "provided": " at the rate of their kernel (`advise --kernel`)",
+    }
     assert set(one["attention"]) == {"algorithm", "per_layer", "side", "layout", "ulysses",
                                      "placement", "head_chunks", "intra", "linear"}  # fmt: skip
 

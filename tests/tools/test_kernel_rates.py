@@ -48,12 +48,15 @@ def test_rates_over_documents_by_hand():
         (with_kernel(H100, "aten"), 284e12, 2.5 * 284 / 246),
         (with_kernel(H100, "aten_cudnn"), 424e12, 2.5 * 424 / 350),
         (replace(H100, peak=H100.peak / 2), 585e12 / 2, 2.5 * 585 / 425),
+        (replace(H100, attention=0.65 / 5), 585e12 / 5, 2.5 * 585 / 425),  # stated by the user
+        (replace(H100, name="GPU", memory=90 * 2**30), 585e12, 2.5 * 585 / 425),  # --gpu-memory
     ):
         found = Cluster(gpu, 8).rank_rates(documents=True)
         assert (found.compute, found.backward) == pytest.approx((rate, backward))
         assert Cluster(gpu, 8).rank_rates().compute == gpu.peak * gpu.attention
     known = Cluster(H100, 8, rates=Rates(1e11, 4e10, compute=5e14))
-    for same in (known, Cluster("a100", 8), Cluster("b200", 8)):
+    mine = Cluster(replace(H100, kernel="mine", attention=0.3), 8)
+    for same in (known, mine, Cluster("a100", 8), Cluster("b200", 8)):
         assert same.rank_rates(documents=True) == same.rank_rates()
 
 

@@ -182,6 +182,8 @@ FULL = (
       "--rope-type yarn --rotary-scaling-factor 32 --mscale 0.707 --mscale-all-dim 0.707", ""),
      ({"rope_scaling": YARN | {"beta_fast": 16}} | LATENT, "", "(yarn)"),
      ({"rope_theta": 1234.5}, "", "a rotary base of 1234.5"),
+     ({"rope_theta": 3580165449.0}, "--rotary-base 3580165449", ""),  # of 1M tokens
+     ({"rope_theta": 1e4, "rope_scaling": False}, "--rotary-base 10000", ""),
      ({"rope_theta": 1e6, "rope_local_base_freq": 1e4}, "", "in some kinds of layers"),
      ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "", "some kinds of layers")],
 )  # fmt: skip

@@ -28,6 +28,7 @@ from megatron_burst.tools.advise.forecast.links import (
     send_seconds,
 )
 from megatron_burst.tools.advise.forecast.pipeline import pipeline_seconds
+from megatron_burst.tools.advise.search.packed import PackedForecast
 from megatron_burst.tools.advise.settings import Settings
 from megatron_burst.tools.advise.shapes.model import Model
 from megatron_burst.tools.advise.shapes.models import NAMED
@@ -212,6 +213,19 @@ def test_a_pack_is_planned_for_before_the_first_layer():
     assert waited(0.0, 20.0) - waited(0.0, 0.0) == pytest.approx(4 * 20)
     assert waited(15.0, 20.0) - waited(15.0, 0.0) == pytest.approx(4 * (24 - 15 - products))
     assert waited(30.0, 20.0) == waited(30.0, 0.0)
+
+
+@pytest.mark.parametrize(("name", "plans"), [("deepseek-v2-lite", 1), ("gpt-oss-20b", 2)])
+def test_layers_of_one_attention_share_the_plans_of_a_pack(name, plans):
+    """Layers with and without experts have one mask, those with a window another."""
+    run = Settings(65536, cp=8, tp=1, intra=8, layout="balanced")
+
+    def seconds(plan):
+        where = cluster(host_time=HostTime(0.0, 0.0, 0.0, plan=plan))
+        forecast = PackedForecast(NAMED[name], where, None, [8192] * 8)
+        return forecast.step(forecast.settled(run)).seconds
+
+    assert seconds(1000.0) - seconds(0.0) == pytest.approx(plans * 1000, abs=10)
 
 
 def test_copies_to_the_host_cost_what_computing_does_not_hide():

@@ -73,7 +73,7 @@ def _row_cost(config: Any, burst: BurstConfig, per_node: int | None) -> tuple[fl
         return None
     cluster, tensor = cluster_file.read(burst.cluster), config.tensor_model_parallel_size
     rates = cluster.run_rates(per_node or max(1, cluster.ranks_per_node // tensor))
-    heads = config.num_attention_heads
+    heads = max(tensor, config.num_attention_heads)
     groups = getattr(config, "num_query_groups", None) or heads
     of_query, of_value = head_sizes(config)
     wire = 2 if burst.wire_dtype == "bf16" else 4

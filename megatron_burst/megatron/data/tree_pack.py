@@ -45,7 +45,8 @@ class TreePack(Pack):
         total = len(tree.tokens)
         form = np.stack([tree.out, tree.positions]).tobytes()
         digest = hashlib.blake2b(form, digest_size=16).digest()
-        cut = cut_for(config, dataclasses.replace(config.burst, layout="balanced"))
+        choices = dataclasses.replace(config.burst, layout="balanced", cluster=None)
+        cut = cut_for(config, choices)
         bounds = 0, total
         return cls(total, bounds, total, bounds, digest=digest, own=cut, tree=tree)
 

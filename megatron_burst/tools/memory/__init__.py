@@ -122,7 +122,8 @@ def run(arguments: argparse.Namespace) -> int:
             else:
                 most = _searched(model, cluster, free, runs)
         chosen_by = "" if given else "longest sequence"
-        run = most.run if arguments.micro_batches else filled(most.run)
+        # A search counts one micro-batch where nobody said how many.
+        run = most.run if free is None or arguments.micro_batches else filled(most.run)
         found = Found(account(model, run), cluster, most.binds, chosen_by, free is not None)
     else:
         accounts = [account(model, replace(one, seq=base.seq)) for one in runs]

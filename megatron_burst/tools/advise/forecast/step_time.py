@@ -210,12 +210,14 @@ def _stage(
     forward = SecondsByPart()
     backward = SecondsByPart()
     kinds = Counter(parts_of(model, run, index))
+    planning: dict[tuple[str | None, str | None], float] = {}  # layers of one attention share plans
     for part, count in kinds.items():
         one = layer(part)
         forward.add(one.forward, count)
         backward.add(one.backward, count)
         backward[RECOMPUTE] += count * one.recompute.total
-        forward[LAUNCHES] += one.planning
+        planning.setdefault((part.attention, part.algorithm), one.planning)
+    forward[LAUNCHES] += sum(planning.values())
     if index == 0:
         moved = 3 * run.rows / run.tp * model.hidden * B / cluster.gpu.memory_rate
         forward[MEMORY] += moved

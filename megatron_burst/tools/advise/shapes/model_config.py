@@ -28,6 +28,7 @@ LAYER_TYPES = {
 }  # fmt: skip
 NEEDED = ("num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size")
 MOST = 10**9  # of a width or a count; larger ones are slips of the pen
+LARGEST = 10**15  # of other numbers; rotary bases of a million tokens are above 10**9
 # model_type of models without any attention.
 STATES_ALONE = ("mamba", "mamba2", "falcon_mamba", "rwkv")
 UNGATED = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2")
@@ -48,11 +49,11 @@ class Config(dict[str, Any]):
         return found
 
     def number(self, key: str) -> float:
-        """A number from 0 to `MOST` of a field that is there."""
+        """A number from 0 to `LARGEST` of a field that is there."""
         found = self[key]
-        if type(found) not in (int, float) or not 0 <= found <= MOST:
+        if type(found) not in (int, float) or not 0 <= found <= LARGEST:
             raise ValueError(
-                f"{self.name}: {key!r} must be a number from 0 to {MOST:,}, got {found!r:.60}"
+                f"{self.name}: {key!r} must be a number from 0 to {LARGEST:,}, got {found!r:.60}"
             )
         return float(found)
 
@@ -197,7 +198,7 @@ def _scaled(kind: str, rope: Config, latent: bool) -> str:
 
 
 def _object(config: Config, key: str) -> Config:
-    found = config.get(key, {})
+    found = config.get(key) or {}  # false: none
     if not isinstance(found, dict):
         raise ValueError(f"{config.name}: {key!r} must be an object, got {found!r:.60}")
     return Config(found, f"{config.name}: {key}")
