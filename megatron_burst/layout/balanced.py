@@ -286,10 +286,10 @@ def keep_whole(costs: Costs, ranks: int, per_node: int) -> list[list[DocumentSha
             near = int(enough.argmin() if enough.min() <= ranks else count.argmax())
             for rank in np.flatnonzero(empty & (node == near))[:wanted].tolist():
                 first = give(rank, document, first)
-        fits = free >= max(1, lengths[document] - first)
-        fits = here if (here := fits & (node == near)).any() else fits
         if first == lengths[document]:
             continue
+        fits = free >= lengths[document] - first
+        fits = here if (here := fits & (node == near)).any() else fits
         if fits.any():
             give(int(np.where(fits, pairs, np.inf).argmin()), document, first)
         else:
@@ -421,30 +421,28 @@ class Balanced(Layout):
     @cached_property
     def _taken(self) -> tuple[bool, tuple[list[DocumentShare], ...]]:
         """Are ranks even, and what each takes."""
-        even = self._even()
+        tried = self._evenly()
+        even = min(tried, key=self._most)
         if self.row_cost is None or self.cp_size == 1:
             return True, even
-        if self._windowed:  # parts of documents send more rows
-            even = min(even, self._mixed(SLACK), key=self._busy)
-        limit = CLEARLY * self._busy(even)
+        # Parts of documents send more rows than the documents.
+        spent, even = self._least_busy([even] if even is tried[0] else [even, tried[0]])
+        limit = CLEARLY * spent
         if self._most(even) >= limit:  # without any rows it would take too long
             return True, even
         whole = tuple(keep_whole(self._costs, self.cp_size, self.per_node))
-        taken = min(self._mixed(MORE_SLACK), whole, key=self._busy)
-        return (False, taken) if self._busy(taken) < limit else (True, even)
+        spent, less = self._least_busy([self._mixed(MORE_SLACK), whole])
+        return (False, less) if spent < limit else (True, even)
 
-    @property
-    def _windowed(self) -> bool:
-        return any(left is not None for left, _ in self.windows)
-
-    def _even(self) -> tuple[list[DocumentShare], ...]:
-        """The most even shares, of documents in as few parts as make them even."""
-        limit, found = EVEN * sum(self._costs.whole), []
-        for parts in PARTS if self._windowed else PARTS[:1]:
-            found.append(self._mixed(SLACK, parts))
-            if self._most(found[-1]) * self.cp_size <= limit:
+    def _evenly(self) -> list[tuple[list[DocumentShare], ...]]:
+        """Shares of documents, and of documents in more and more parts until they are even."""
+        windowed = any(left is not None for left, _ in self.windows)
+        limit, tried = EVEN * sum(self._costs.whole), []
+        for parts in PARTS if windowed else PARTS[:1]:
+            tried.append(self._mixed(SLACK, parts))
+            if self._most(tried[-1]) * self.cp_size <= limit:
                 break
-        return min(found, key=self._most)
+        return tried
 
     def _mixed(self, slack: float, parts: Sequence[float] = ()) -> tuple[list[DocumentShare], ...]:
         costs = self._costs
@@ -458,6 +456,12 @@ class Balanced(Layout):
         nodes = mix(documents, self.cp_size // self.per_node, costs, slack)
         ranks = [each for node in nodes for each in mix(node, self.per_node, costs, slack)]
         return tuple(map(_merged, ranks) if parts else ranks)
+
+    def _least_busy(
+        self, tried: Iterable[tuple[list[DocumentShare], ...]]
+    ) -> tuple[float, tuple[list[DocumentShare], ...]]:
+        """The shares that take least, the first of equal ones, behind what `_busy` says of them."""
+        return min(((self._busy(shares), shares) for shares in tried), key=lambda each: each[0])
 
     def _busy(self, shares: Sequence[Sequence[DocumentShare]]) -> float:
         """An estimate of how long these shares take, in pairs: those of the busiest rank, and what
