@@ -321,7 +321,7 @@ def one_of(each: Configuration, cluster: Cluster) -> dict[str, Any]:
     return {
         "groups": {name: getattr(run, name) for name in names},
         "attention": {name: getattr(run, name) for name in (
-            "algorithm", "per_layer", "side", "layout", "linear", "ulysses", "placement",
+            "algorithm", "per_layer", "kernel", "side", "layout", "linear", "ulysses", "placement",
             "head_chunks", "intra")},
         "options": {name: getattr(run, name) for name in (
             "recompute", "store", "offload", "sequence_chunks", "mlp_tiles", "optimizer_offload",

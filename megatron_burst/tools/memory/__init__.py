@@ -23,7 +23,6 @@ from rich.text import Text
 
 from ...autotune import clusters
 from ...cli.console import progress, wrapped
-from ...cli.megatron_arguments import parse
 from ...units import byte_size, duration, size_of, tokens_of
 from .. import model_arguments
 from ..advise import flags, settings
@@ -170,6 +169,7 @@ def _read(
     """The cluster, the model, the run, whether its groups are given, and what is fixed where a
     search is left the rest: None where a command or a recipe says all, or what it cannot vary."""
     model, described = model_arguments.find(arguments.model, arguments.megatron)
+    batch = described.pop("global_batch", None)
     given = described | flags.given_fields(arguments, flags.FIELDS)
     if arguments.seq is not None:
         given["seq"] = tokens_of(arguments.seq, "--seq")
@@ -184,10 +184,23 @@ def _read(
     free = None if described or not given.keys() <= {*SEARCHED, "micro_batches"} else given
     base, sized = _groups(base, given, cluster)
     if "micro_batches" not in given:
-        base = filled(base)
-        if batch := parse([word for word in arguments.megatron if word != "--"]).global_batch_size:
-            base = replace(base, micro_batches=max(1, batch // (base.micro_batch * base.dp)))
+        base = filled(base) if batch is None else _shared_out(base, batch)
+    if said := settings.uneven_rounds(base):
+        raise ValueError(said)
     return cluster, model, base, sized, free
+
+
+def _shared_out(run: settings.Settings, batch: int) -> settings.Settings:
+    """The run with the micro-batches of a step of so many sequences. ValueError where ranks cannot
+    have equally many."""
+    each = run.micro_batch * run.dp
+    if batch % each or batch < 1:
+        raise ValueError(
+            f"a global batch of {batch} sequences is not a multiple of {each}, micro-batches of "
+            f"{run.micro_batch} x {run.dp} data-parallel ranks: take {-(-max(1, batch) // each) * each} "
+            "(--global-batch-size, train.global_batch_size of a recipe), or give --micro-batches"
+        )
+    return replace(run, micro_batches=batch // each)
 
 
 def _groups(

@@ -53,7 +53,8 @@ class Configuration:
 
 def simplicity(run: Settings) -> tuple[float, ...]:
     """What decides between runs that tie: the least of these, and of equals the fastest: what lies
-    on the host, pieces, stages, a part of the store, recompute, ranks that share heads."""
+    on the host, pieces, stages, a part of the store, recompute, ranks that share heads, ranks that
+    share experts."""
     return (
         run.optimizer_offload,
         run.offload,
@@ -64,6 +65,7 @@ def simplicity(run: Settings) -> tuple[float, ...]:
         run.store not in (0.0, 1.0),
         run.recompute == "full",
         run.ulysses > 1,
+        run.ep,
     )
 
 
