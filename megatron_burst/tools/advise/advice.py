@@ -193,7 +193,7 @@ def advise(
         if found.closest is None:
             raise search.refused or ValueError(_together(want))
         raise DoesNotFit(does_not_fit(found.closest.account, cluster))
-    ranked = tuple(_shown(model, each, attention) for each in found.ranked)
+    ranked = tuple(_shown(model, each, search) for each in found.ranked)
     return Advice(model, cluster, want, ranked, found.ways, found.tried, lengths, search)
 
 
@@ -212,10 +212,10 @@ def _together(want: TrainingGoal) -> str:
     )
 
 
-def _shown(model: Model, found: Configuration, attention: AttentionForecast) -> Configuration:
+def _shown(model: Model, found: Configuration, search: Search) -> Configuration:
     """With all moments of the account; and the tokens and MFU of documents, where there are some,
     without their padding."""
-    time = found.time
+    time, attention = found.time, search.attention
     if isinstance(attention, PackedForecast):
         share = model_operations(model, round(attention.effective)) / model_operations(
             model, found.run.seq
@@ -223,7 +223,7 @@ def _shown(model: Model, found: Configuration, attention: AttentionForecast) -> 
         share *= sum(attention.lengths) / found.run.seq
         tokens = time.tokens // found.run.seq * sum(attention.lengths)
         time = replace(time, mfu=time.mfu * share, tokens=tokens)
-    return replace(found, time=time, account=account(model, found.run))
+    return replace(found, time=time, account=account(model, found.run, core_of=search.core_of))
 
 
 def cluster_of(cluster: str | Path | Cluster, gpus: int | None, per_node: int) -> Cluster:

@@ -44,6 +44,8 @@ OWN = (
     "intra", "ulysses", "placement", "inner", "head_chunks",
 )  # fmt: skip
 CHOSEN = ("algorithm", "side", "head_chunks", "ulysses", "placement")
+# What the choice of these depends on, of whole rows.
+ASKED = tuple(name for name in OWN if name not in (*CHOSEN, "sequence_chunks"))
 REMEMBERED = 24  # grids whose schedules are: more than one number of ranks has
 LARGEST_RING = 128  # ranks; larger rings are tried only where heads cannot be shared
 
@@ -84,11 +86,11 @@ class AttentionForecast:
         layers."""
         if run.cp == 1:
             return run
-        whole = self._key(replace(run, sequence_chunks=1))
-        if whole not in self._choices:
+        asked = tuple(getattr(run, name) for name in ASKED)
+        if asked not in self._choices:
             taken = self.candidate(run)
-            self._choices[whole] = {name: getattr(taken, name) for name in CHOSEN}
-        settled = replace(run, per_layer=None, **self._choices[whole])
+            self._choices[asked] = {name: getattr(taken, name) for name in CHOSEN}
+        settled = replace(run, per_layer=None, **self._choices[asked])
         return settled if run.sequence_chunks == 1 else self._in_chunks(settled)
 
     def by_kind(self, run: Settings) -> Settings:
