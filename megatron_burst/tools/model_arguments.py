@@ -146,7 +146,7 @@ def choices_of(
         "algorithm": choices.algorithm if ours and choices.algorithm != "auto" else "burst",
         "per_layer": choices.per_layer,
         "kernel": None if choices.kernel == "auto" else choices.kernel,
-        "layout": choices.layout if choices.layout not in ("auto", "balanced") else "zigzag",
+        "layout": choices.layout if choices.layout != "auto" else "zigzag",
         "side": choices.side,
         "linear": choices.linear if ours or cp == 1 else "megatron",
         "wire": "bf16" if choices.wire_dtype == "bf16" else "fp32",
