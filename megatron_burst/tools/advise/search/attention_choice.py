@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 from ....autotune import select
@@ -25,6 +25,7 @@ from ....schedule.per_layer import WINDOW
 from ....schedule.sizes import Sizes
 from ....schedule.tables import SIDES
 from ....schedule.topology import Topology, alternatives
+from ..account.rings import CoreOf, remembering
 from ..forecast.attention_time import (
     AttentionTime,
     attention_time,
@@ -63,6 +64,11 @@ class AttentionForecast:
         self.rings, self.states = remembered(), partial(scan_seconds, timed=cache(scan_time))
         self._choices: dict[Any, dict[str, Any]] = {}
         self._schedules: dict[Any, GridSchedules] = {}
+
+    @cached_property
+    def core_of(self) -> CoreOf:
+        """What core attention holds, remembered."""
+        return remembering()
 
     def on(self, cluster: Cluster) -> AttentionForecast:
         """The attention of the same model on another cluster."""

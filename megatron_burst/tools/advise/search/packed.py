@@ -27,7 +27,7 @@ from ....schedule.tables import Grid
 from ....schedule.topology import Topology
 from ....units import tokens_of
 from ..account.operators import Core, LayerSizes
-from ..account.rings import SHORT, Rooms, core_of, most_rooms
+from ..account.rings import SHORT, CoreOf, Rooms, core_of, most_rooms
 from ..forecast.attention_time import AttentionTime, sizes_of, topology_of
 from ..forecast.faults import Faults
 from ..forecast.layer_time import visible
@@ -157,9 +157,12 @@ class PackedForecast(AttentionForecast):
             time, mfu=time.mfu * share * tokens / run.seq, tokens=time.tokens // run.seq * tokens
         )
 
-    def core_of(self, x: LayerSizes, run: Settings, window: int = 0) -> Core:
-        """`account.rings.core_of` of these packs: what a rank holds depends on whom its documents
-        see."""
+    @cached_property
+    def core_of(self) -> CoreOf:
+        """The same of these packs: what a rank holds depends on whom its documents see."""
+        return self._core_of
+
+    def _core_of(self, x: LayerSizes, run: Settings, window: int = 0) -> Core:
         return core_of(x, run, partial(self._rooms, run, window), window)
 
     def _rooms(

@@ -23,7 +23,6 @@ from ....autotune.clusters import Cluster
 from ....autotune.select import TIE
 from ..account.fitting import least_bytes
 from ..account.memory import Account, MemoryLeft, account, fit
-from ..account.rings import remembering
 from ..forecast.step_time import StepTime
 from ..settings import Settings
 from ..shapes.models import Model
@@ -123,7 +122,7 @@ class Search:
     ):
         self.model, self.cluster, self.want = model, cluster, want
         self.attention = attention
-        self.core_of = remembering()
+        self.core_of = attention.core_of
         self.closest: Configuration | None = None
         self.refused: ValueError | None = None
         self._held: dict[Settings, Account] = {}  # of one way
@@ -275,7 +274,7 @@ class Search:
                 if store > largest:
                     break
                 moved = self._possible([max(runs, key=on_host)])
-                if not moved or self._left(self.attention.settled(moved[0])).device < 0:
+                if not moved or self.left(self.attention.settled(moved[0])).device < 0:
                     break
                 if store in hopeful:
                     possible += runs
@@ -321,14 +320,15 @@ class Search:
 
     def _account(self, time: StepTime, run: Settings) -> Configuration:
         """A run with its account, which is remembered."""
-        return Configuration(run, time, self._held_by(run), self._left(run))
+        return Configuration(run, time, self._held_by(run), self.left(run))
 
     def _held_by(self, run: Settings) -> Account:
         if run not in self._held:
             self._held[run] = account(self.model, run, every=False, core_of=self.core_of)
         return self._held[run]
 
-    def _left(self, run: Settings) -> MemoryLeft:
+    def left(self, run: Settings) -> MemoryLeft:
+        """What a run leaves of the memory, by an account that is remembered."""
         return fit(self._held_by(run), self.cluster)
 
     def _fitting(self, timed: Sequence[tuple[StepTime, Settings]]) -> Iterator[Configuration]:
