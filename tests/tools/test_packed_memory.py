@@ -83,8 +83,8 @@ def test_rows_are_counted_with_the_padding_of_documents(capsys):
 
 def test_the_layout_of_a_command_cuts_its_packs(capsys):
     command = (
-        "pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 65536 "
-        "--context-parallel-size 8 --vocab-size 256 --burst-layout"
+        "pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 256 "
+        "--seq-length 65536 --context-parallel-size 8 --burst-layout"
     )
     for layout in ("zigzag", "balanced"):
         words = ["memory", "--gpus", "8", "--packed", "1000", "--", *command.split(), layout]

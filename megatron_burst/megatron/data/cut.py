@@ -22,7 +22,7 @@ import torch
 
 from ...autotune import cluster_file
 from ...autotune.select import row_cost
-from ...comm.consensus import agree, attempt
+from ...comm.consensus import Facts, agree, attempt
 from ...config import BurstConfig
 from ...layout.balanced import CAUSAL, Window
 from ...schedule.sizes import Sizes
@@ -111,12 +111,12 @@ def compare_clusters(patches: patching.PatchSet, path: str | None) -> None:
     if path is None or _COMPARED in patches.notes or not torch.distributed.is_initialized():
         return
     patches.notes[_COMPARED] = path
-    digest = attempt(lambda: {"the contents of --burst-cluster": _digest(path)})
-    agree(digest, gather_from_all)
 
+    def contents() -> Facts:
+        digest = hashlib.blake2b(Path(path).read_bytes(), digest_size=6).hexdigest()
+        return {"the contents of --burst-cluster": digest}
 
-def _digest(path: str) -> str:
-    return hashlib.blake2b(Path(path).read_bytes(), digest_size=6).hexdigest()
+    agree(attempt(contents), gather_from_all)
 
 
 def gather_from_all(header: torch.Tensor) -> list[torch.Tensor]:

@@ -222,10 +222,11 @@ def _shared_out(run: settings.Settings, batch: int) -> settings.Settings:
     have equally many."""
     each = run.micro_batch * run.dp
     if batch % each or batch < 1:
+        near = max(1, -(-batch // each)) * each
         raise ValueError(
             f"a global batch of {batch} sequences is not a multiple of {each}, micro-batches of "
-            f"{run.micro_batch} x {run.dp} data-parallel ranks: take {-(-max(1, batch) // each) * each} "
-            "(--global-batch-size, train.global_batch_size of a recipe), or give --micro-batches"
+            f"{run.micro_batch} x {run.dp} data-parallel ranks: take {near} (--global-batch-size, "
+            "train.global_batch_size of a recipe), or give --micro-batches"
         )
     return replace(run, micro_batches=batch // each)
 
