@@ -274,7 +274,7 @@ def test_json_is_all_there_is_on_standard_output(capsys):
         "gpus": "H100",
         "provided": " at the rate of their kernel (`advise --kernel`)",
     }
-    assert set(one["attention"]) == {"algorithm", "per_layer", "side", "layout", "ulysses",
+    assert set(one["attention"]) == {"algorithm", "per_layer", "kernel", "side", "layout", "ulysses",
                                      "placement", "head_chunks", "intra", "linear"}  # fmt: skip
 
 

@@ -251,10 +251,13 @@ class Search:
     ) -> list[tuple[StepTime, Settings]]:
         """Runs with tenths of the store and of the offload that are faster than `best` by more than
         a tie, with their times; without stores for which the GPU has no room in any of them."""
-        alike: dict[Settings, dict[float, list[Settings]]] = {}  # but for both, then by store
+        besides = attrgetter(
+            "recompute", "optimizer_offload", "sequence_chunks", "mlp_tiles", "layout"
+        )
+        alike: dict[Any, dict[float, list[Settings]]] = {}  # but for both, then by store
         for chunked in (False, True):
             for run in options_of(groups, self.want, chunked, FRACTIONS, FRACTIONS):
-                by_store = alike.setdefault(replace(run, store=0, offload=0), {})
+                by_store = alike.setdefault(besides(run), {})
                 by_store.setdefault(run.store, []).append(run)
         limit, on_host = best.seconds if best is not None else math.inf, attrgetter("offload")
 
