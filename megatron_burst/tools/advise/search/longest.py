@@ -15,7 +15,6 @@ from dataclasses import replace
 from ....autotune.clusters import Cluster
 from ..account.fitting import Longest, best, evenly
 from ..account.memory import account, fit
-from ..account.rings import remembering
 from ..settings import Settings, uneven_rounds
 from ..shapes.model import Model
 from .attention_choice import AttentionForecast
@@ -60,7 +59,7 @@ def longest(
     if all(odd := [uneven_rounds(each) for each in groups]):
         raise ValueError(odd[0])
     runs = [run for each in groups if not uneven_rounds(each) for run in _smallest(each, goal)]
-    core_of = remembering()
+    core_of = attention.core_of
     first = best(model, cluster, runs, core_of)
     # Which attention is fastest depends on the length, and how much that holds on which it is.
     near = [_at(run, first.run.seq * LEAST) for run in runs]
