@@ -3,7 +3,7 @@
 Every way trains the same model on the same documents: forward, backward, reduction of gradients and
 optimizer, all computed for real on the cores that the ranks share. So it shows what links cost, and
 not what an imbalance of compute does. Megatron's own attention over several ranks needs Transformer
-Engine and a GPU: its schedules run on our code. So does its dynamic context parallelism, by the rule
+Engine and a GPU: its schedules run on our code. So does dynamic context parallelism, by the rule
 of its scheduler: documents in micro-batches of groups of ranks.
 """
 
@@ -42,7 +42,7 @@ SAME = 1e-4  # relative difference of the losses of two ways
 class Way(NamedTuple):
     """How context parallelism splits a pack. padded: each document to a multiple of 2 x ranks, as
     Megatron needs it, in zigzag order of each. dynamic: documents in micro-batches, each of groups
-    of ranks, by Megatron's rule; otherwise the pack is one micro-batch of all ranks."""
+    of ranks, by Megatron's rule; otherwise each pack is a micro-batch of all ranks."""
 
     name: str
     algorithm: str
@@ -80,6 +80,13 @@ class Pack(NamedTuple):
             [0, *np.cumsum(np.diff(bounds)[some]).tolist()] for bounds in (self.ends, self.padded)
         )
         return Pack(*(x[rows] for x in self[:4]), ends, padded)
+
+    @classmethod
+    def joined(cls, packs: Sequence[Pack]) -> Pack:
+        """Their documents in one."""
+        columns = [np.concatenate(each) for each in zip(*(p[:4] for p in packs), strict=True)]
+        lengths = [np.concatenate([np.diff(p[i]) for p in packs]) for i in (4, 5)]
+        return cls(*columns, *([0, *np.cumsum(each).tolist()] for each in lengths))
 
 
 class Share(NamedTuple):
@@ -143,9 +150,10 @@ def start(state: State) -> None:
 
 
 def train(
-    state: State, way: Way, documents: str, tokens: int, seeds: Sequence[int]
+    state: State, way: Way, documents: str, tokens: int, steps: Sequence[Sequence[int]]
 ) -> list[tuple[float, float, float]]:
-    """A step for each seed: when it began and ended on this rank, and its loss. Collective."""
+    """Steps of the packs of these seeds: when each began and ended on this rank, and its loss.
+    Collective."""
     import arguments
     import model as example
     import pretrain_gpt
@@ -172,18 +180,19 @@ def train(
         optimizer, _ = example.build_optimizer(args, config, stages)
         optimizer.param_groups[0]["lr"] = args.lr
         done = []
-        for seed in seeds:
-            whole = pack(documents, seed, tokens * size, 2 * size if way.padded else 1)
+        for seeds in steps:
+            multiple = 2 * size if way.padded else 1
+            packs = [pack(documents, seed, tokens * size, multiple) for seed in seeds]
             dist.barrier()
             begin = time.perf_counter()
-            shares = [Share(size, whole)]
+            shares = [Share(size, each) for each in packs]
             if way.dynamic:
-                shares = dynamic(whole, tokens, size, state["rank"])
+                shares = dynamic(Pack.joined(packs), tokens, size, state["rank"])
             stages[0].zero_grad_buffer()
             optimizer.zero_grad()
             reports = get_forward_backward_func()(
                 forward_step_func=pretrain_step, data_iterator=[batches(shares, state["groups"])],
-                model=stages, num_microbatches=len(shares), seq_length=len(whole.tokens),
+                model=stages, num_microbatches=len(shares), seq_length=len(shares[0].pack.tokens),
                 micro_batch_size=1,
             )  # fmt: skip
             optimizer.step()
@@ -227,9 +236,10 @@ def pretrain_step(data: Iterator[dict[str, Any]], model: torch.nn.Module) -> Any
 
 
 def measured(
-    rates: str, documents: Sequence[str], tokens: int, rounds: int, steps: int, say: Any
+    rates: str, documents: Sequence[str], tokens: int, packs: int, rounds: int, steps: int, say: Any
 ) -> str:
-    """All ways in turn, `rounds` times; in each round a step to warm up, and `steps` timed ones."""
+    """All ways in turn, `rounds` times; in each round a step to warm up, and `steps` timed ones.
+    packs: of each step."""
     from .bench import built
 
     network, lines = Network(NODES, PER_NODE, Rates.parse(rates)), []
@@ -239,13 +249,14 @@ def measured(
             found: dict[str, list[Step]] = {way.name: [] for way in WAYS}
             for number in range(rounds):
                 first = number * (steps + 1)
-                seeds = range(first, first + steps + 1)
+                each = range(first, first + steps + 1)
+                seeds = [range(step * packs, (step + 1) * packs) for step in each]
                 for way in WAYS:
                     say(f"documents {kind}, {way.name} ({number + 1}/{rounds})")
                     runs = ranks.run(train, way, kind, tokens, seeds)
                     found[way.name] += stepped(runs)[1:]
             agree(found)
-            lines += table(kind, found, tokens * network.size)
+            lines += table(kind, found, packs * tokens * network.size)
     heads = ["documents", "way", "seconds of a step", "real tokens per second",
              "tokens per second of ours over it"]  # fmt: skip
     return markdown(heads, lines)

@@ -59,6 +59,17 @@ def test_some_documents_of_a_pack_keep_their_order_and_padding(monkeypatch):
         assert held.tolist() == [e, f, g, h, a, b, c, d]
 
 
+def test_packs_of_a_step_are_joined(monkeypatch):
+    """Documents of 3 and 1 tokens, and of 2, each padded to a multiple of 4."""
+    lengths = {1: [0, 3, 4], 2: [0, 2]}
+    monkeypatch.setattr(steps, "bounds", lambda _, seed, __: lengths[seed])
+    one, two = steps.pack("500", 1, 4, 4), steps.pack("500", 2, 2, 4)
+    both = steps.Pack.joined([one, two])
+    assert (both.ends, both.padded) == ([0, 3, 4, 6], [0, 4, 8, 12])
+    for held, *parts in zip(both[:4], one[:4], two[:4], strict=True):
+        assert held.tolist() == [x for part in parts for x in part.tolist()]
+
+
 def test_a_document_of_all_tokens_takes_all_ranks_whatever_its_padding(monkeypatch):
     """27 tokens over 4 ranks of 7 are 32 with their padding: 8 on each rank, not a fifth rank."""
     monkeypatch.setattr(steps, "bounds", lambda *_: [0, 27])
@@ -106,7 +117,8 @@ def test_documents_that_there_are_not_are_refused():
 def test_steps_of_all_ways_have_one_loss():
     """The run compares the losses itself."""
     pytest.importorskip("megatron.core")
-    words = ["steps", "--documents", "500", "--tokens", "256", "--rounds", "1", "--steps", "1"]
+    words = ["steps", "--documents", "500", "--tokens", "256", "--packs", "2"]
+    words += ["--rounds", "1", "--steps", "1"]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "benchmarks.cluster", *words],
         cwd=ROOT, capture_output=True, text=True, timeout=300,
@@ -114,6 +126,6 @@ def test_steps_of_all_ways_have_one_loss():
     if done.returncode == 2:
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [line.split("|")[2].strip() for line in done.stdout.splitlines()[2:5]] == [
-        way.name for way in steps.WAYS
-    ]
+    names = [way.name for way in steps.WAYS]
+    rows = done.stdout.splitlines()[2 : 2 + len(names)]
+    assert [row.split("|")[2].strip() for row in rows] == names
