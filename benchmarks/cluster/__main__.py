@@ -90,6 +90,7 @@ def parser() -> argparse.ArgumentParser:
         "--documents", default=",".join(DOCUMENTS), help=f"of {', '.join(DOCUMENTS)}"
     )
     steps.add_argument("--tokens", type=int, default=2048, help="per rank (2048)")
+    steps.add_argument("--packs", type=int, default=1, help="of a step (1)")
     steps.add_argument("--rounds", type=int, default=2, help="of all ways in turn (2)")
     steps.add_argument("--steps", type=int, default=2, help="timed in each round (2)")
     chart = commands.add_parser("chart", help="draw the figure of docs/cluster.md, or another")
@@ -220,8 +221,8 @@ def _steps(arguments: Arguments) -> int:
     def inside() -> int:
         from . import steps
 
-        print(steps.measured(arguments.rates, kinds, arguments.tokens, arguments.rounds,
-                             arguments.steps, say))  # fmt: skip
+        print(steps.measured(arguments.rates, kinds, arguments.tokens, arguments.packs,
+                             arguments.rounds, arguments.steps, say))  # fmt: skip
         print(f"\n`{shlex.join(sys.argv[1:])}`; {machine()}; load {os.getloadavg()[0]:.1f}")
         return 0
 

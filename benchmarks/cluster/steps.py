@@ -3,7 +3,8 @@
 Every way trains the same model on the same documents: forward, backward, reduction of gradients and
 optimizer, all computed for real on the cores that the ranks share. So it shows what links cost, and
 not what an imbalance of compute does. Megatron's own attention over several ranks needs Transformer
-Engine and a GPU: its schedules run on our code. Dynamic context parallelism is left out.
+Engine and a GPU: its schedules run on our code. So does dynamic context parallelism, by the rule
+of its scheduler: documents in micro-batches of groups of ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -20,8 +22,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.packed import megatron
 from benchmarks.report import Ratio, markdown
 
+from .groups import placed
 from .network import Network, Rates
 from .problems import bounds
 from .ranks import RankError, Ranks, State
@@ -37,19 +41,22 @@ SAME = 1e-4  # relative difference of the losses of two ways
 
 class Way(NamedTuple):
     """How context parallelism splits a pack. padded: each document to a multiple of 2 x ranks, as
-    Megatron needs it, in zigzag order of each."""
+    Megatron needs it, in zigzag order of each. dynamic: documents in micro-batches, each of groups
+    of ranks, by Megatron's rule; otherwise each pack is a micro-batch of all ranks."""
 
     name: str
     algorithm: str
     layout: str = "zigzag"
     padded: bool = True
     side: str = "kv"
+    dynamic: bool = False
 
 
 OURS = "ours"
 WAYS = (
     Way("Megatron p2p", "ring"),
     Way("Megatron a2a", "ulysses"),
+    Way("Megatron dynamic CP", "ring", dynamic=True),
     Way(OURS, "auto", "balanced", False, "auto"),
 )
 
@@ -64,6 +71,29 @@ class Pack(NamedTuple):
     counts: np.ndarray  # 1 where the label is one of the same document
     ends: list[int]
     padded: list[int]
+
+    def of(self, documents: Sequence[int]) -> Pack:
+        """The pack of the documents of these numbers, in this order."""
+        some, rooms = [*documents], list(pairwise(self.padded))
+        rows = np.concatenate([np.arange(*rooms[number]) for number in some])
+        ends, padded = (
+            [0, *np.cumsum(np.diff(bounds)[some]).tolist()] for bounds in (self.ends, self.padded)
+        )
+        return Pack(*(x[rows] for x in self[:4]), ends, padded)
+
+    @classmethod
+    def joined(cls, packs: Sequence[Pack]) -> Pack:
+        """Their documents in one."""
+        columns = [np.concatenate(each) for each in zip(*(p[:4] for p in packs), strict=True)]
+        lengths = [np.concatenate([np.diff(p[i]) for p in packs]) for i in (4, 5)]
+        return cls(*columns, *([0, *np.cumsum(each).tolist()] for each in lengths))
+
+
+class Share(NamedTuple):
+    """What a group of ranks does in a micro-batch. ranks: its size."""
+
+    ranks: int
+    pack: Pack
 
 
 class Step(NamedTuple):
@@ -90,8 +120,22 @@ def pack(documents: str, seed: int, length: int, multiple: int) -> Pack:
     return Pack(tokens, labels, positions, counts, ends, padded)
 
 
+def dynamic(whole: Pack, tokens: int, size: int, rank: int) -> list[Share]:
+    """What the group of `rank` does in each micro-batch, by the rule of Megatron's scheduler, which
+    sees documents with their padding. tokens: that one of the `size` ranks holds at most, or more
+    where the longest document needs it."""
+    lengths = np.diff(whole.padded).tolist()
+    most = max(tokens, -(-max(lengths) // size))
+    return [
+        Share(part.size, whole.of(part.documents))
+        for parts in placed(megatron.dynamic(lengths, size, most), lengths)
+        for part in parts
+        if part.first <= rank < part.first + part.size
+    ]
+
+
 def start(state: State) -> None:
-    """Once per rank: Megatron on the CPU."""
+    """Once per rank: Megatron on the CPU, and the groups of ranks smaller than all."""
     from megatron_burst.testing import cpu
 
     os.environ["WORLD_SIZE"] = str(dist.get_world_size())  # as a launcher says it
@@ -99,11 +143,17 @@ def start(state: State) -> None:
     sys.path.insert(0, str(EXAMPLES))
     import pretrain_gpt  # noqa: F401  the slow import
 
+    size, state["groups"] = 2, {}
+    while size < dist.get_world_size():
+        state["groups"][size], _ = dist.new_subgroups(size)
+        size *= 2
+
 
 def train(
-    state: State, way: Way, documents: str, tokens: int, seeds: Sequence[int]
+    state: State, way: Way, documents: str, tokens: int, steps: Sequence[Sequence[int]]
 ) -> list[tuple[float, float, float]]:
-    """A step for each seed: when it began and ended on this rank, and its loss. Collective."""
+    """Steps of the packs of these seeds: when each began and ended on this rank, and its loss.
+    Collective."""
     import arguments
     import model as example
     import pretrain_gpt
@@ -130,15 +180,20 @@ def train(
         optimizer, _ = example.build_optimizer(args, config, stages)
         optimizer.param_groups[0]["lr"] = args.lr
         done = []
-        for seed in seeds:
-            whole = pack(documents, seed, tokens * size, 2 * size if way.padded else 1)
+        for seeds in steps:
+            multiple = 2 * size if way.padded else 1
+            packs = [pack(documents, seed, tokens * size, multiple) for seed in seeds]
             dist.barrier()
             begin = time.perf_counter()
+            shares = [Share(size, each) for each in packs]
+            if way.dynamic:
+                shares = dynamic(Pack.joined(packs), tokens, size, state["rank"])
             stages[0].zero_grad_buffer()
             optimizer.zero_grad()
             reports = get_forward_backward_func()(
-                forward_step_func=pretrain_step, data_iterator=[batches(whole)], model=stages,
-                num_microbatches=1, seq_length=len(whole.tokens), micro_batch_size=1,
+                forward_step_func=pretrain_step, data_iterator=[batches(shares, state["groups"])],
+                model=stages, num_microbatches=len(shares), seq_length=len(shares[0].pack.tokens),
+                micro_batch_size=1,
             )  # fmt: skip
             optimizer.step()
             end = time.perf_counter()
@@ -148,19 +203,22 @@ def train(
         burst.uninstall()
 
 
-def batches(whole: Pack) -> Iterator[dict[str, Any]]:
-    """This rank's share of a pack, the one micro-batch of a step."""
+def batches(shares: Sequence[Share], groups: dict[int, Any]) -> Iterator[dict[str, Any]]:
+    """What this rank holds of each micro-batch. groups: of ranks, by size; of one and all: none."""
     import megatron_burst.megatron as burst
     from megatron_burst.megatron.data.packed import params_of
 
-    ends, padded = (torch.tensor(x, dtype=torch.int32) for x in (whole.ends, whole.padded))
-    params = params_of(ends, int(ends.diff().max()), padded if whole.ends != whole.padded else None)
-    names = ("tokens", "labels", "position_ids", "loss_mask")
-    shares = {
-        name: burst.shard_sequence(torch.from_numpy(x)[None], params)
-        for name, x in zip(names, whole[:4], strict=True)
-    }
-    yield shares | {"loss_mask": shares["loss_mask"].float(), "packed_seq_params": params}
+    for ranks, whole in shares:
+        ends, padded = (torch.tensor(x, dtype=torch.int32) for x in (whole.ends, whole.padded))
+        room = padded if whole.ends != whole.padded else None
+        params = params_of(ends, int(ends.diff().max()), room)
+        params.cp_group, params.local_cp_size = groups.get(ranks), ranks
+        names = ("tokens", "labels", "position_ids", "loss_mask")
+        held = {
+            name: burst.shard_sequence(torch.from_numpy(x)[None], params)
+            for name, x in zip(names, whole[:4], strict=True)
+        }
+        yield held | {"loss_mask": held["loss_mask"].float(), "packed_seq_params": params}
 
 
 def pretrain_step(data: Iterator[dict[str, Any]], model: torch.nn.Module) -> Any:
@@ -178,9 +236,10 @@ def pretrain_step(data: Iterator[dict[str, Any]], model: torch.nn.Module) -> Any
 
 
 def measured(
-    rates: str, documents: Sequence[str], tokens: int, rounds: int, steps: int, say: Any
+    rates: str, documents: Sequence[str], tokens: int, packs: int, rounds: int, steps: int, say: Any
 ) -> str:
-    """All ways in turn, `rounds` times; in each round a step to warm up, and `steps` timed ones."""
+    """All ways in turn, `rounds` times; in each round a step to warm up, and `steps` timed ones.
+    packs: of each step."""
     from .bench import built
 
     network, lines = Network(NODES, PER_NODE, Rates.parse(rates)), []
@@ -190,13 +249,14 @@ def measured(
             found: dict[str, list[Step]] = {way.name: [] for way in WAYS}
             for number in range(rounds):
                 first = number * (steps + 1)
-                seeds = range(first, first + steps + 1)
+                each = range(first, first + steps + 1)
+                seeds = [range(step * packs, (step + 1) * packs) for step in each]
                 for way in WAYS:
                     say(f"documents {kind}, {way.name} ({number + 1}/{rounds})")
                     runs = ranks.run(train, way, kind, tokens, seeds)
                     found[way.name] += stepped(runs)[1:]
             agree(found)
-            lines += table(kind, found, tokens * network.size)
+            lines += table(kind, found, packs * tokens * network.size)
     heads = ["documents", "way", "seconds of a step", "real tokens per second",
              "tokens per second of ours over it"]  # fmt: skip
     return markdown(heads, lines)

@@ -403,7 +403,7 @@ def _sent(
     """The bytes that all ranks send, on all rings and within all ulysses groups."""
     total = Traffic()
     for schedule in schedules:
-        ring = cost.total_traffic(schedule, sizes)
+        ring = cost.traffic(schedule, None, sizes)
         total += Traffic(ring.intra * topology.ulysses, ring.inter * topology.ulysses)
     for rank in range(topology.size):
         group = topology.ulysses_group(rank)

@@ -13,10 +13,10 @@ from functools import cached_property
 import numpy as np
 
 from ..schedule.bundles import Bundles
-from ..schedule.cost import pair_shares, rows_sent
+from ..schedule.cost import rows_sent
 from ..schedule.rings import Schedule
 from ..schedule.sizes import Sizes
-from ..schedule.tables import ALL, FAMILIES
+from ..schedule.tables import ALL, FAMILIES, Tables
 from .exchanges import ONE_NIC, TimedExchange, Wires, exchanges, ports_of
 
 
@@ -145,3 +145,18 @@ def _rows_wanted(bundles: Bundles) -> np.ndarray:
     found = np.zeros((bundles.size, bundles.size), dtype=np.int64)
     np.add.at(found, bundles.owner, bundles.rows[:, None] * bundles.wanted)
     return found
+
+
+def pair_shares(tables: Tables) -> np.ndarray:
+    """float: which part of its chunks' visible pairs each row of `tables.pairs` computes.
+
+    1 where the two chunks meet once; where they meet in parts, a part's share is that of its rows.
+    """
+    pairs = tables.pairs
+    meeting = pairs.query.astype(np.int64) * tables.keys.size + pairs.key
+    times = np.bincount(meeting, minlength=1)
+    if times.max() <= 1:
+        return np.ones(len(meeting))
+    rows = (tables.queries.rows_of(pairs.query, pairs.query_rows)
+            * tables.keys.rows_of(pairs.key, pairs.key_rows)).astype(float)  # fmt: skip
+    return rows / np.bincount(meeting, rows)[meeting]

@@ -401,7 +401,7 @@ class Balanced(Layout):
     @property
     def pairs(self) -> tuple[int, ...]:
         """Visible pairs of each rank's queries, summed over `windows`."""
-        return tuple(sum(map(self._costs.of, shares)) for shares in self.shares)
+        return self._pairs(self.shares)
 
     @property
     def balance(self) -> float:
@@ -422,13 +422,13 @@ class Balanced(Layout):
     def _taken(self) -> tuple[bool, tuple[list[DocumentShare], ...]]:
         """Are ranks even, and what each takes."""
         tried = self._evenly()
-        even = min(tried, key=self._most)
+        even = min(tried, key=lambda shares: max(self._pairs(shares)))
         if self.row_cost is None or self.cp_size == 1:
             return True, even
         # Parts of documents send more rows than the documents.
         spent, even = self._least_busy([even] if even is tried[0] else [even, tried[0]])
         limit = CLEARLY * spent
-        if self._most(even) >= limit:  # without any rows it would take too long
+        if max(self._pairs(even)) >= limit:  # without any rows it would take too long
             return True, even
         whole = tuple(keep_whole(self._costs, self.cp_size, self.per_node))
         spent, less = self._least_busy([self._mixed(MORE_SLACK), whole])
@@ -440,7 +440,7 @@ class Balanced(Layout):
         limit, tried = EVEN * sum(self._costs.whole), []
         for parts in PARTS if windowed else PARTS[:1]:
             tried.append(self._mixed(SLACK, parts))
-            if self._most(tried[-1]) * self.cp_size <= limit:
+            if max(self._pairs(tried[-1])) * self.cp_size <= limit:
                 break
         return tried
 
@@ -476,11 +476,11 @@ class Balanced(Layout):
             for first in range(0, self.cp_size, self.per_node)
         ]
         alone, together = (max(map(self._rows, each)) for each in (shares, nodes))
-        return self._most(shares) + max(within * alone, between * together / self.per_node)
+        return max(self._pairs(shares)) + max(within * alone, between * together / self.per_node)
 
-    def _most(self, shares: Sequence[Sequence[DocumentShare]]) -> int:
-        """The pairs of the busiest rank."""
-        return max(sum(map(self._costs.of, each)) for each in shares)
+    def _pairs(self, shares: Sequence[Sequence[DocumentShare]]) -> tuple[int, ...]:
+        """Those of each rank with these shares."""
+        return tuple(sum(map(self._costs.of, each)) for each in shares)
 
     def _rows(self, shares: Iterable[DocumentShare]) -> int:
         """How many rows of others these see, summed over `windows`; two shares of a document count

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins for q, k and v where only their shape is known yet; they take no memory."""
+"""Stand-ins for tensors of which only the shape is known yet; they take no memory."""
 
 from __future__ import annotations
 
@@ -39,3 +39,8 @@ def of_shape(
     one = torch.empty(1, dtype=dtype, device=device)
     q, k, v = (one.expand(*rows, *e) for e in ((heads, width), (keys, width), (keys, values)))
     return q, k, v
+
+
+def rows_like(x: torch.Tensor, *sizes: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """[s, b, *sizes] for the rows of x [s, b, ...]; dtype: that of x, unless another is given."""
+    return x.new_empty((), dtype=dtype).expand(*x.shape[:2], *sizes)

@@ -44,15 +44,13 @@ class Traffic:
         return Traffic(self.intra + other.intra, self.inter + other.inter)
 
 
-def traffic(schedule: Schedule, rank: int, sizes: Sizes) -> Traffic:
-    """Payload bytes that `rank` sends when a schedule runs once."""
+def traffic(schedule: Schedule, rank: int | None, sizes: Sizes) -> Traffic:
+    """Payload bytes that `rank` (None: all ranks of a ring together) sends when a schedule runs
+    once."""
     moved = schedule.tables.transfers
-    return _by_link(schedule, moved.where(moved.src == rank), sizes)
-
-
-def total_traffic(schedule: Schedule, sizes: Sizes) -> Traffic:
-    """Payload bytes that all ranks of a ring send together when a schedule runs once."""
-    return _by_link(schedule, schedule.tables.transfers, sizes)
+    moved = moved if rank is None else moved.where(moved.src == rank)
+    each, between = message_bytes(schedule, moved, sizes), moved.between(schedule.grid)
+    return Traffic(int(each[~between].sum()), int(each[between].sum()))
 
 
 def message_bytes(schedule: Schedule, moved: Transfers, sizes: Sizes) -> np.ndarray:
@@ -68,11 +66,6 @@ def rows_sent(tables: Tables, moved: Transfers) -> np.ndarray:
     for which, bundles in ((of_keys, tables.keys), (~of_keys, tables.queries)):
         rows[which] = bundles.rows_of(moved.owner[which], moved.rows[which])
     return rows
-
-
-def _by_link(schedule: Schedule, moved: Transfers, sizes: Sizes) -> Traffic:
-    each, between = message_bytes(schedule, moved, sizes), moved.between(schedule.grid)
-    return Traffic(int(each[~between].sum()), int(each[between].sum()))
 
 
 def head_traffic(
@@ -145,7 +138,7 @@ def backward_schedules(
     for least, each in sorted((sum(map(_fewest_bytes, made[each])), each) for each in sides):
         if found is None or (least, each) < found[:2]:  # else there is no need to count
             passes = [_by_route(ring, route, sizes) for ring in made[each]]
-            sent = many and sum(total_traffic(s, sizes).total for s in passes)
+            sent = many and sum(traffic(s, None, sizes).total for s in passes)
             found = min(found or (sent, each, passes), (sent, each, passes), key=lambda x: x[:2])
     return found[2] if found else []
 
@@ -167,8 +160,32 @@ def _by_route(ring: Schedule, route: str, sizes: Sizes) -> Schedule:
     # links for it; some algorithms have no route. Then there is nothing to count.
     if ring.all_want_all or not ALGORITHMS[ring.algorithm].routed:
         return ring
-    sent = {each: total_traffic(each, sizes) for each in (ring, replace(ring, route="direct"))}
+    direct = replace(ring, route="direct")
+    if not ring.kept and _clearly_fewer(ring, ring.grid):
+        return direct
+    sent = {each: traffic(each, None, sizes) for each in (ring, direct)}
     return min(sent, key=lambda each: (sent[each].inter, sent[each].intra))
+
+
+def _clearly_fewer(ring: Schedule, grid: Grid) -> bool:
+    """Does route "direct" send fewer bytes between nodes, or in a single node, than ring hops to
+    the farthest who want a row? Then there is no need to make the tables of the ring.
+
+    Whichever way they go round, copies pass every node up to the last one that wants them, and
+    gradients every node from the first one on.
+    """
+    of, width = ring.travelling, grid.intra if grid.inter > 1 else 1
+    length = grid.size // width
+    bundle, rank = np.divmod(np.flatnonzero(of.wanted), grid.size)
+    ahead = (rank // width - of.owner[bundle] // width) % length
+    bundle, ahead = bundle[ahead > 0], ahead[ahead > 0]
+    first = np.flatnonzero(np.diff(bundle, prepend=-1))
+    rows = of.rows[bundle]
+    last = rows[first] @ np.maximum.reduceat(ahead, first)
+    turned = rows[first] @ (length - np.minimum.reduceat(ahead, first))
+    copy, gradient = (getattr(ring.row_bytes, name) for name in (ring.side, "d" + ring.side))
+    hops = copy * last + gradient * turned, copy * turned + gradient * last
+    return rows.sum() * (copy + gradient) < min(hops)
 
 
 def visible_pairs(mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -> int:
@@ -188,18 +205,3 @@ def ring_spans(layout: Layout, topology: Topology, seq_len: int) -> list[tuple[S
         shared_spans([layout.spans(rank, seq_len) for rank in topology.ulysses_group(member)])
         for member in topology.ring(0)
     ]
-
-
-def pair_shares(tables: Tables) -> np.ndarray:
-    """float: which part of its chunks' visible pairs each row of `tables.pairs` computes.
-
-    1 where the two chunks meet once; where they meet in parts, a part's share is that of its rows.
-    """
-    pairs = tables.pairs
-    meeting = pairs.query.astype(np.int64) * tables.keys.size + pairs.key
-    times = np.bincount(meeting, minlength=1)
-    if times.max() <= 1:
-        return np.ones(len(meeting))
-    rows = (tables.queries.rows_of(pairs.query, pairs.query_rows)
-            * tables.keys.rows_of(pairs.key, pairs.key_rows)).astype(float)  # fmt: skip
-    return rows / np.bincount(meeting, rows)[meeting]

@@ -16,14 +16,14 @@ from megatron_burst.autotune.candidates import Candidate, Fixed, Workload, held_
 from megatron_burst.autotune.exchanges import Wires, exchanges, ports_of
 from megatron_burst.autotune.host_time import HostTime
 from megatron_burst.autotune.pair_counts import pairs_seen
-from megatron_burst.autotune.prepared import Prepared
+from megatron_burst.autotune.prepared import Prepared, pair_shares
 from megatron_burst.autotune.rates import Rates
 from megatron_burst.autotune.recording import Recording
 from megatron_burst.autotune.select import choose
 from megatron_burst.autotune.simulator import Adding, PassTime, pass_time
 from megatron_burst.schedule import cost, demand, rings
 from megatron_burst.schedule.algorithms import ALGORITHMS, Algorithm, direct
-from megatron_burst.schedule.cost import Sizes, Traffic, pair_shares, traffic, visible_pairs
+from megatron_burst.schedule.cost import Sizes, Traffic, traffic, visible_pairs
 from megatron_burst.schedule.demand import everything
 from megatron_burst.schedule.program import pairs_of
 from megatron_burst.schedule.tables import (

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from schedule_cases import sends
 
 from megatron_burst import layout, masks
+from megatron_burst.autotune.prepared import pair_shares
 from megatron_burst.layout import Span
 from megatron_burst.schedule import rings
 from megatron_burst.schedule.algorithms import ALGORITHMS as EVERY
@@ -17,8 +18,6 @@ from megatron_burst.schedule.cost import (
     Traffic,
     backward_schedules,
     forward_schedule,
-    pair_shares,
-    total_traffic,
     traffic,
     visible_pairs,
 )
@@ -201,7 +200,51 @@ def test_the_bytes_of_all_ranks_are_those_of_each_message(
             sent[hop.link] += payload(hop)
         each.append(Traffic(**sent))
         assert traffic(plan, rank, have) == each[-1]
-    assert total_traffic(plan, have) == sum(each, start=Traffic())
+    assert traffic(plan, None, have) == sum(each, start=Traffic())
+
+
+@given(
+    st.sampled_from(["burst", "ring", "double_ring"]), grids, st.sampled_from(["", *SIDES]),
+    st.booleans(), st.integers(0, 2), st.floats(0, 1), tables,
+)  # fmt: skip
+def test_auto_takes_the_route_whose_bytes_are_fewest_as_both_are_counted(
+    algorithm, grid, side, gradients, kept, density, random
+):
+    """Fewer between nodes, then fewer within them, and the ring where both are equal; also where
+    "direct" is known to be cheaper before the ring has tables, and gradients stay at home."""
+    grid, have = Grid(*grid), sizes(needs=(gradients,) * 3)
+    want = wants.at_random(random, random.random((grid.size, grid.size)) < density)
+    kept = min(kept, grid.size - 1) * (side == "kv")
+    if side:
+        made = lambda route: backward_schedule_of(  # noqa: E731
+            algorithm, grid, want, have, side=side, route=route, kept=kept
+        )
+    else:
+        made = lambda route: forward_schedule(  # noqa: E731
+            algorithm, grid, want, have, route=route
+        )
+
+    def sent(route):
+        total = traffic(made(route), None, have)
+        return total.inter, total.intra
+
+    assert made("auto").route == min(("ring", "direct"), key=sent)
+
+
+def test_copies_that_forward_kept_do_not_count_for_the_route():
+    """Eight nodes of two ranks; both of a node want what the next node has. A copy makes seven hops
+    between nodes and its gradient one, where direct sends are two each way: 8 to 4 of as many
+    bytes. With all copies kept only gradients travel, 1 to 2."""
+    grid, have = Grid(8, 2), sizes(wire=2)
+    node = np.arange(16) // 2
+    want = wants.whole((node[:, None] + 1) % 8 == node, 10)
+    made = lambda kept: backward_schedule_of(  # noqa: E731
+        "burst", grid, want, have, side="kv", kept=kept
+    )
+    assert (made(0).route, made(15).route) == ("direct", "ring")
+    copies = 16 * have.chunk_bytes("kv")
+    sent = [traffic(made(kept), None, have).inter / copies for kept in (0, 15)]
+    assert sent == [4, 1]
 
 
 def test_a_window_over_many_ranks_by_hand():
@@ -237,9 +280,9 @@ def test_rows_go_no_further_than_they_are_seen_on_the_causal_ring():
     # First halves: 3 from each rank; second halves: of owner r >= s from rank s, not from rank 0.
     sent = [traffic(plan, rank, have).total / half for rank in range(4)]
     assert sent == [3, 3 + 3, 3 + 2, 3 + 1]
-    assert total_traffic(plan, have).total == 18 * half
+    assert traffic(plan, None, have).total == 18 * half
     whole = forward_schedule("ring", grid, want.whole(), have, route="ring")
-    assert total_traffic(whole, have).total == 24 * half
+    assert traffic(whole, None, have).total == 24 * half
 
 
 @pytest.mark.parametrize(
@@ -256,7 +299,7 @@ def test_a_window_of_4k_over_64_ranks_of_16k_rows(name, whole, rows, busiest):
     )
     for demanded, mean in ((want.whole(), whole), (want, rows)):
         plan = forward_schedule("burst", grid, demanded, have)
-        assert total_traffic(plan, have).total / 64 / 2**20 == mean
+        assert traffic(plan, None, have).total / 64 / 2**20 == mean
     each = [traffic(plan, rank, have) for rank in range(64)]
     most = max(x.intra for x in each), max(x.inter for x in each)
     assert Traffic(*(size >> 20 for size in most)) == busiest
@@ -326,7 +369,7 @@ def test_auto_takes_the_side_with_fewer_bytes_of_all_that_there_are(algorithm):
         have = sizes(8, (8, 4, 1)[case // 4], wire=(4, 2)[case % 2], needs=(True, True, case < 9))
         every = {side: backward_schedules(algorithm, grid, chunks, have, side=side)
                  for side in SIDES}  # fmt: skip
-        sent = {side: sum(total_traffic(each, have).total for each in passes)
+        sent = {side: sum(traffic(each, None, have).total for each in passes)
                 for side, passes in every.items()}  # fmt: skip
         found = backward_schedules(algorithm, grid, chunks, have)
         assert [each.side for each in found] == [min(SIDES, key=sent.__getitem__)] * 2

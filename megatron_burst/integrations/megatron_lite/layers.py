@@ -17,6 +17,7 @@ import torch
 from ...attention import attention
 from ...linear_attention.operation import linear_attention
 from ...linear_attention.short_convolution import short_convolution
+from ...planning.stand_ins import rows_like
 from .micro_batches import LiteKind, MicroBatches
 
 
@@ -126,13 +127,8 @@ class DeltaNetForward:
 
     def _stand_ins(self, mixed: torch.Tensor) -> dict[str, torch.Tensor]:
         """What linear attention will get, by shape and dtype, without the memory of it."""
-        net, (rows, batch) = self.net, mixed.shape[:2]
-
-        def like(*sizes: int, dtype: torch.dtype = mixed.dtype) -> torch.Tensor:
-            return mixed.new_empty((), dtype=dtype).expand(
-                rows, batch, net.num_v_heads_local, *sizes
-            )
-
+        net = self.net
+        like = partial(rows_like, mixed, net.num_v_heads_local)
         decay = torch.promote_types(torch.float32, net.A_log.dtype)
         return {
             "q": like(net.dk), "k": like(net.dk), "v": like(net.dv), "decay": like(dtype=decay),

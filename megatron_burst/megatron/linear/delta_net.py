@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ...linear_attention.operation import linear_attention
 from ...linear_attention.short_convolution import short_convolution
+from ...planning.stand_ins import rows_like
 from .. import homes
 from ..checks.splitting import DELTA_NETS
 from ..patching import PatchSet, require_function
@@ -98,12 +99,7 @@ def _forward(net: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) ->
 
 def _shapes(net: Any, mixed: torch.Tensor, gates: list[torch.Tensor]) -> dict[str, Any]:
     """What `mb.linear_attention` will take, without the memory of it."""
-    rows, batch = mixed.shape[:2]
-    heads = net.num_v_heads_local_tp
-
-    def like(*sizes: int, dtype: torch.dtype = mixed.dtype) -> torch.Tensor:
-        return mixed.new_empty((), dtype=dtype).expand(rows, batch, *sizes)
-
+    heads, like = net.num_v_heads_local_tp, partial(rows_like, mixed)
     erases = _of_channels(net)
     channels = (net.key_head_dim,) if erases else ()
     alpha, beta = gates[0 if erases else 1], gates[0]

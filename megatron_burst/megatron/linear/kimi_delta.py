@@ -25,6 +25,7 @@ import torch
 
 from ...linear_attention.operation import linear_attention
 from ...linear_attention.short_convolution import short_convolution
+from ...planning.stand_ins import rows_like
 from .. import patching
 from ..attention.core_attention import BurstCoreAttention
 from ..checks.splitting import attends
@@ -105,12 +106,8 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 def _shapes(mixed: torch.Tensor, heads: tuple[int, int]) -> dict[str, Any]:
     """What `mb.linear_attention` will take, without the memory of it."""
-
-    def like(*sizes: int, dtype: torch.dtype = mixed.dtype) -> torch.Tensor:
-        return mixed.new_empty((), dtype=dtype).expand(*mixed.shape[:2], *sizes)
-
-    names = ("q", "k", "v")
-    return {name: like(*heads) for name in names} | {
+    like = partial(rows_like, mixed)
+    return {name: like(*heads) for name in ("q", "k", "v")} | {
         "decay": like(*heads, dtype=wide(mixed)),
         "beta": like(heads[0], dtype=wide(mixed)),
     }

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from ...linear_attention.operation import linear_attention
 from ...linear_attention.short_convolution import short_convolution
+from ...planning.stand_ins import rows_like
 from .. import homes
 from ..patching import PatchSet
 from .state_layers import MixerKind, StateLayer, construct, forward, refuse_states, wide
@@ -80,11 +81,7 @@ def _forward(mixer: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) 
 
 def _shapes(mixer: Any, mixed: torch.Tensor) -> dict[str, Any]:
     """What `mb.linear_attention` will take, without the memory of it."""
-    rows, batch = mixed.shape[:2]
-
-    def like(*sizes: int, dtype: torch.dtype = mixed.dtype) -> torch.Tensor:
-        return mixed.new_empty((), dtype=dtype).expand(rows, batch, *sizes)
-
+    like = partial(rows_like, mixed)
     keys = like(mixer.ngroups_local_tp, mixer.d_state)
     return {
         "q": keys,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...autotune.prepared import pair_shares
 from ...layout import LAYOUTS, Layout, Span, make
 from ...masks import Mask
 from ...schedule import cost, rings
@@ -62,7 +63,7 @@ def imbalance_of(schedule: Schedule, pairs: np.ndarray) -> float:
     size, tables = schedule.grid.size, schedule.tables
     work = np.zeros((tables.steps, size))
     computed = tables.pairs
-    each = pairs[computed.query, computed.key] * cost.pair_shares(tables)
+    each = pairs[computed.query, computed.key] * pair_shares(tables)
     np.add.at(work, (computed.step, computed.rank), each)
     total = float(pairs.sum(dtype=float))  # of S^2 pairs int64 holds those of 3e9 positions
     return float(work.max(axis=1).sum()) * size / total if total else 1.0
