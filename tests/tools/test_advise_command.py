@@ -275,7 +275,8 @@ def test_json_is_all_there_is_on_standard_output(capsys):
         "provided": " at the rate of their kernel (`advise --kernel`)",
     }
     assert set(one["attention"]) == {"algorithm", "per_layer", "kernel", "side", "layout",
-                                     "ulysses", "placement", "head_chunks", "intra", "linear"}  # fmt: skip
+                                     "ulysses", "placement", "head_chunks", "intra",
+                                     "linear"}  # fmt: skip
 
 
 def test_the_recipe_is_a_script(capsys):
