@@ -191,7 +191,8 @@ def advise(
     if not found.ranked:
         if found.closest is None:
             raise search.refused or ValueError(_together(want))
-        raise DoesNotFit(does_not_fit(found.closest.account, cluster))
+        held = attention.held if isinstance(attention, PackedForecast) else None
+        raise DoesNotFit(does_not_fit(found.closest.account, cluster, held))
     # With all moments of the account.
     ranked = tuple(
         replace(each, account=account(model, each.run, core_of=search.core_of))

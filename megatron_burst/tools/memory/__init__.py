@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from rich.table import Table
@@ -26,7 +27,6 @@ from ...cli.console import progress, wrapped
 from ...units import byte_size, duration, size_of, tokens_of
 from .. import model_arguments
 from ..advise import flags, settings
-from ..advise.account import rings
 from ..advise.account.fitting import Longest, best, does_not_fit, layouts_of
 from ..advise.account.memory import Account, MemoryLeft, account, fit
 from ..advise.forecast.step_time import StepTime, step_time
@@ -133,13 +133,8 @@ def run(arguments: argparse.Namespace) -> int:
         run = most.run if free is None or arguments.micro_batches else filled(most.run)
         found = Found(account(model, run), cluster, most.binds, chosen_by, free is not None)
     else:
-        core = rings.core_of if packs is None else packs.core_of
-        documents = packs.lengths if packs is not None and packs.cut == "zigzag" else ()
-        goal = TrainingGoal(base.seq, 1, documents=documents)
-        runs = [replace(one, seq=goal.rows(one.tp, one.cp)) for one in runs]
-        smallest = min(
-            (account(model, one, core_of=core) for one in runs), key=lambda one: one.peak.bytes
-        )
+        held = partial(account, model) if packs is None else partial(packs.held, every=True)
+        smallest = min(map(held, runs), key=lambda one: one.peak.bytes)
         found = Found(smallest, cluster, None, "" if given else "smallest peak", packs=packs)
     for path in drawn:
         from . import picture
@@ -290,7 +285,8 @@ def show(found: Found) -> None:
     elif left.fits:
         console.print(Text(f"fits: {byte_size(left.device)} free on every GPU", style="green"))
     else:
-        console.print(Text(does_not_fit(shown, cluster), style="bold red"))
+        held = None if packs is None else packs.held
+        console.print(Text(does_not_fit(shown, cluster, held), style="bold red"))
     console.print(Text(_step(found.time(), cluster)))
     console.print(Text("Analytical estimate from tensor sizes, not a measurement on a GPU."))
 

@@ -9,7 +9,7 @@ far as the account does.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ CHUNKS = {"sequence_chunks": 32, "mlp_tiles": 64}
 GRANULE = 1 << 15  # tokens: sequences are multiples of it, and of 2 x cp
 MOST = 3  # changes that are named
 TIMES = 64  # at most so many times the GPUs that there are
+Held = Callable[[Settings], Account]  # of packs of documents, in place of `account`
 
 
 class Remedy(NamedTuple):
@@ -51,20 +52,22 @@ def flag_said(name: str, value: Any) -> str:
     return f"{flag_of(name)} {value:g}" if isinstance(value, float) else f"{flag_of(name)} {value}"
 
 
-def changes(model: Model, cluster: Cluster, run: Settings) -> list[Remedy]:
+def changes(
+    model: Model, cluster: Cluster, run: Settings, held: Held | None = None
+) -> list[Remedy]:
     """Changes of a run that does not fit, each of which makes it fit, the cheapest first. Empty
     where nothing that is tried does."""
-    found = [one for one in _alone(model, cluster, run) if _fits(model, cluster, run, one)]
+    found = [one for one in _alone(model, cluster, run) if _fits(model, cluster, run, one, held)]
     if len(found) < MOST:
         if not found:  # no single one is enough
-            several = map(Remedy, _together(model, cluster, run))
-            found += [one for one in several if _fits(model, cluster, run, one)][:1]
-        more = _more_gpus(model, cluster, run, alone=bool(found))
+            several = map(Remedy, _together(model, cluster, run, held is None))
+            found += [one for one in several if _fits(model, cluster, run, one, held)][:1]
+        more = _more_gpus(model, cluster, run, held, alone=bool(found))
         found += [more] if more is not None else []
     return found[:MOST]
 
 
-def does_not_fit(found: Account, cluster: Cluster) -> str:
+def does_not_fit(found: Account, cluster: Cluster, held: Held | None = None) -> str:
     """An error's words: how much a run takes, how much there is, and what would make it fit."""
     left, run = fit(found, cluster), found.run
     if left.device < 0:
@@ -78,7 +81,7 @@ def does_not_fit(found: Account, cluster: Cluster) -> str:
             f"{found.host_bytes / 1e9:.0f} GB of host memory per GPU, where "
             f"{cluster.host_per_rank / 1e9:.0f} are there"
         )
-    helps = [change.said for change in changes(found.model, cluster, run)]
+    helps = [change.said for change in changes(found.model, cluster, run, held)]
     if helps:
         helps[0] = ("it fits " if helps[0].startswith("with ") else "add ") + helps[0]
     elif sum(found.states.values()) > cluster.room:
@@ -110,14 +113,17 @@ def _alone(model: Model, cluster: Cluster, run: Settings) -> Iterator[Remedy]:
         tp *= 2
 
 
-def _together(model: Model, cluster: Cluster, run: Settings) -> Iterator[dict[str, Any]]:
-    """More and more of them together; first, where states are too many, wider groups."""
+def _together(
+    model: Model, cluster: Cluster, run: Settings, chunked: bool
+) -> Iterator[dict[str, Any]]:
+    """More and more of them together; first, where states are too many, wider groups. chunked: with
+    attention in chunks of rows, which that of packs is not."""
     fields: dict[str, Any] = {}
     if sum(states_of(model, run, 0)[0].values()) > cluster.room / 2:
         fields |= _wider(model, cluster, run)
     fields |= {"lm_head_loss": "single_pass"} if run.lm_head_loss == "off" else {}
     tp = fields.get("tp", run.tp)
-    chunks = CHUNKS if run.cp * run.tp > tp else {"mlp_tiles": 64}
+    chunks = CHUNKS if chunked and run.cp * run.tp > tp else {"mlp_tiles": 64}
     steps = ({"recompute": "full"}, {"offload": 1.0}, chunks, {"optimizer_offload": 1.0})
     for step in steps:
         fields |= {name: x for name, x in step.items() if getattr(run, name) != x}
@@ -140,13 +146,15 @@ def _wider(model: Model, cluster: Cluster, run: Settings) -> dict[str, int]:
     return fields
 
 
-def _more_gpus(model: Model, cluster: Cluster, run: Settings, *, alone: bool) -> Remedy | None:
+def _more_gpus(
+    model: Model, cluster: Cluster, run: Settings, held: Held | None, *, alone: bool
+) -> Remedy | None:
     """The fewest GPUs of up to 64 times as many; unless `alone`, with what costs little beside."""
-    beside = () if alone else tuple(_together(model, cluster, run))
+    beside = () if alone else tuple(_together(model, cluster, run, held is None))
     for gpus, groups in _groups(model, cluster, run):
         for fields in (groups, *(each | groups for each in beside)):
             change = Remedy(fields, gpus)
-            if _fits(model, cluster, run, change):
+            if _fits(model, cluster, run, change, held):
                 return change
     return None
 
@@ -186,13 +194,16 @@ def _stages(model: Model, run: Settings) -> Iterator[dict[str, Any]]:
             yield {"pp": pp, **dict(zip(ENDS, ends, strict=True))}
 
 
-def _fits(model: Model, cluster: Cluster, run: Settings, change: Remedy) -> bool:
+def _fits(
+    model: Model, cluster: Cluster, run: Settings, change: Remedy, held: Held | None
+) -> bool:
     """Whether the run fits after a change."""
     try:
         after, cluster = _after(cluster, run, change)
         if sum(states_of(model, after, 0)[0].values()) > cluster.room:
             return False
-        return fit(account(model, after, every=False), cluster).fits
+        found = held(after) if held is not None else account(model, after, every=False)
+        return fit(found, cluster).fits
     except ValueError:  # sizes that do not divide each other, or a cluster of no whole nodes
         return False
 

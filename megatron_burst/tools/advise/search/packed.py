@@ -26,6 +26,7 @@ from ....schedule.demand import wanted
 from ....schedule.tables import Grid
 from ....schedule.topology import Topology
 from ....units import tokens_of
+from ..account.memory import Account, account
 from ..account.operators import Core, LayerSizes
 from ..account.rings import SHORT, CoreOf, Rooms, core_of, most_rooms
 from ..forecast.attention_time import AttentionTime, sizes_of, topology_of
@@ -35,7 +36,7 @@ from ..forecast.step_time import StepTime, model_operations
 from ..settings import Settings
 from ..shapes.model import Model
 from .attention_choice import AttentionForecast
-from .search_space import padded
+from .search_space import TrainingGoal, padded
 
 TITLE = "--packed"
 Cut = Literal["balanced", "zigzag"]
@@ -102,6 +103,11 @@ def packed_pins(pinned: Mapping[str, Any]) -> dict[str, Any]:
             f"--sequence-chunks {pinned['sequence_chunks']}: attention to packs in chunks of rows "
             f"is not timed: leave --sequence-chunks or {TITLE} out"
         )
+    if pinned.get("micro_batch", 1) != 1:
+        raise ValueError(
+            f"--micro-batch {pinned['micro_batch']}: a pack is one row: take --micro-batch 1, or "
+            f"leave {TITLE} out"
+        )
     left = {name: value for name, value in pinned.items() if name != "layout"}
     return {"micro_batch": 1, "sequence_chunks": 1, **left}
 
@@ -156,6 +162,14 @@ class PackedForecast(AttentionForecast):
         return replace(
             time, mfu=time.mfu * share * tokens / run.seq, tokens=time.tokens // run.seq * tokens
         )
+
+    def held(self, run: Settings, every: bool = False) -> Account:
+        """The account of a run of these packs, with the padding of its ranks. ValueError where it
+        cannot have packs."""
+        packed_pins({"sequence_chunks": run.sequence_chunks, "micro_batch": run.micro_batch})
+        documents = self.lengths if self.cut == "zigzag" else ()
+        rows = TrainingGoal(sum(self.lengths), 1, documents=documents).rows(run.tp, run.cp)
+        return account(self.model, replace(run, seq=rows), every, self.core_of)
 
     @cached_property
     def core_of(self) -> CoreOf:
