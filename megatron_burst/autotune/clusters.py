@@ -13,7 +13,7 @@ from functools import cached_property
 
 from ..units import byte_size
 from .bands import ForecastBand, band_of
-from .gpus import DOCUMENTS, GB, GIB, GPUS, KERNELS, SLOWER, Gpu, gpu, is_finite
+from .gpus import DOCUMENTS, GB, GIB, GPUS, KERNELS, SLOWER, Gpu, gpu, is_finite, with_kernel
 from .host_time import ASSUMED, HostTime
 from .places import NIC_OF, Nodes
 from .rates import BACKWARD, Rates
@@ -173,9 +173,7 @@ class Cluster:
             return found
         forward, backward = DOCUMENTS[kernel]
         # A rate that was stated in place of the published one is as much slower on documents.
-        published = KERNELS.get(gpu.name, KERNELS["h100"])[kernel]
-        if gpu.kernel is None and gpu.name in GPUS:
-            published = GPUS[gpu.name].attention
+        published = with_kernel(GPUS.get(gpu.name, GPUS["h100"]), gpu.kernel).attention
         compute = gpu.peak / h100 * forward * gpu.attention / published
         return replace(found, compute=compute, backward=BACKWARD * forward / backward)
 

@@ -115,8 +115,11 @@ KERNELS = {"h100": _HOPPER, "h800": _HOPPER, "h200": {**_HOPPER, "aten_cudnn": 0
 DOCUMENTS = {"aten": (284e12, 246e12), "aten_cudnn": (424e12, 350e12), "flash3": (585e12, 425e12)}
 
 
-def with_kernel(gpu: Gpu, kernel: str) -> Gpu:
-    """The GPU at the published rate of one kernel. ValueError with those that there are."""
+def with_kernel(gpu: Gpu, kernel: str | None) -> Gpu:
+    """The GPU at the published rate of one kernel, None: as it is. ValueError with those that there
+    are."""
+    if kernel is None:
+        return gpu
     known = KERNELS.get(gpu.name, {})
     if kernel not in known:
         there = f"take one of {', '.join(known)}" if known else "leave it out"

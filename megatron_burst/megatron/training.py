@@ -16,12 +16,10 @@ from __future__ import annotations
 
 import argparse
 import functools
-import hashlib
 import importlib
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +35,7 @@ from .checks.cuda_graphs import contain_attention
 from .checks.problem import refuse
 from .checks.splitting import adopted
 from .data import datasets
+from .data.cut import compare_clusters, gather_from_all
 from .data.slicing import context_group
 from .patching import PatchSet, bound_to, log, show_log
 
@@ -152,23 +151,9 @@ def _agreeing(patches: PatchSet, original: Callable, *args: Any, **named: Any) -
     """Compare the flags of all ranks before Megatron makes process groups, which is collective."""
     if _ASKED in patches.notes:
         facts = patches.notes[_ASKED]
-        agree(facts | _contents(facts["--burst-cluster"]), gather_from_all)
+        agree(facts, gather_from_all)
+        compare_clusters(patches, facts["--burst-cluster"])
     return original(*args, **named)
-
-
-def _contents(path: str | None) -> dict[str, str]:
-    """What the cluster file of this rank says, as a digest: packs are cut by it, on all stages."""
-    if path is None:
-        return {}
-    digest = hashlib.blake2b(Path(path).read_bytes(), digest_size=6).hexdigest()
-    return {"the contents of --burst-cluster": digest}
-
-
-def gather_from_all(header: torch.Tensor) -> list[torch.Tensor]:
-    """The headers of all ranks of the job, as `agree` wants them."""
-    gathered = [header] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, header)
-    return gathered
 
 
 def _configuring(

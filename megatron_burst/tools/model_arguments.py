@@ -27,7 +27,8 @@ HELP = "name of a model, config.json of Hugging Face, or name of a Megatron-Brid
 
 
 def find(text: str | None, words: Sequence[str]) -> tuple[Model, dict[str, Any]]:
-    """The model, and the fields of `Settings` that its description gives.
+    """The model, and the fields of `Settings` that its description gives, with "global_batch",
+    sequences of a step.
 
     text: of `--model`; words: of a Megatron command, empty without one. ValueError, with
     what would do, where neither is given, or both describe a model.
@@ -113,6 +114,7 @@ def _command_run(command: MegatronCommand) -> dict[str, Any]:
         "vpp": vpp or 1,
         "ep": max(1, command.expert_model_parallel_size * split // command.tp),
         "micro_batch": command.micro_batch_size or 1,
+        "global_batch": command.global_batch_size,
         "recompute": "full" if command.recompute_granularity == "full" else "none",
         "gradients": "bf16" if command.grad_reduce_in_bf16 else "fp32",
         "distributed_optimizer": command.use_distributed_optimizer,
@@ -143,7 +145,8 @@ def choices_of(
         "lm_head_loss": choices.lm_head_loss,
         "algorithm": choices.algorithm if ours and choices.algorithm != "auto" else "burst",
         "per_layer": choices.per_layer,
-        "layout": choices.layout if choices.layout not in ("auto", "balanced") else "zigzag",
+        "kernel": None if choices.kernel == "auto" else choices.kernel,
+        "layout": choices.layout if choices.layout != "auto" else "zigzag",
         "side": choices.side,
         "linear": choices.linear if ours or cp == 1 else "megatron",
         "wire": "bf16" if choices.wire_dtype == "bf16" else "fp32",
@@ -219,6 +222,7 @@ def read_recipe(config: Any, name: str = "the recipe") -> tuple[Model, dict[str,
         "vpp": get("virtual_pipeline_model_parallel_size") or 1,
         "ep": get("expert_model_parallel_size") or 1,
         "micro_batch": _of(config, "train", "micro_batch_size") or 1,
+        "global_batch": _of(config, "train", "global_batch_size"),
         "recompute": "full" if get("recompute_granularity") == "full" else "none",
         "gradients": "bf16" if _of(config, "ddp", "grad_reduce_in_fp32") is False else "fp32",
         "distributed_optimizer": bool(_of(config, "ddp", "use_distributed_optimizer")),

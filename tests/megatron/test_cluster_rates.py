@@ -11,12 +11,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.transformer import TransformerConfig
 
 import megatron_burst as mb
 from megatron_burst.autotune import cluster_file
 from megatron_burst.autotune.clusters import Cluster
 from megatron_burst.autotune.places import Nodes
-from megatron_burst.megatron import training
+from megatron_burst.megatron import configure, install, training, uninstall
 from megatron_burst.megatron.attention import plan_book
 from megatron_burst.megatron.checks.config import cluster_problems
 from megatron_burst.megatron.data.packed import Pack
@@ -153,24 +154,45 @@ def test_files_that_cannot_serve(tmp_path):
     assert reason.startswith(f"--burst-cluster {path}: cluster.gpu is unknown")
 
 
-def compared(texts):
-    """What the comparison of all ranks ends in here; the file of each has a text of its own, under
-    one name."""
+def by_flags():
+    """Where Megatron-LM makes its groups."""
+    patches = SimpleNamespace(notes={training._ASKED: {"--burst-cluster": "mine.toml"}})
+    return training._agreeing(patches, lambda: "made")
+
+
+def by_call():
+    """Where a recipe, or a script of its own, configures its model."""
+    config = TransformerConfig(
+        num_layers=2, hidden_size=64, num_attention_heads=4, context_parallel_size=2,
+        attention_dropout=0.0,
+    )  # fmt: skip
+    uninstall()
+    install(layout="zigzag")
+    try:
+        configure(config, mb.BurstConfig("auto", cluster="mine.toml"))
+    finally:
+        uninstall()
+    return "made"
+
+
+def compared(way, gpus):
+    """What a way to compare all ranks ends in here; the file of each says another number of GPUs,
+    under one name."""
     here = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        Path("mine.toml").write_text(texts[dist.get_rank()])
-        patches = SimpleNamespace(notes={training._ASKED: {"--burst-cluster": "mine.toml"}})
+        cluster_file.write(Cluster("h100", gpus[dist.get_rank()], 2, rates=RATES), "mine.toml")
         try:
-            return training._agreeing(patches, lambda: "made")
+            return way()
         except ValueError as error:
             return str(error)
         finally:
             os.chdir(here)
 
 
-def test_ranks_compare_what_their_cluster_files_say(ranks):
+@pytest.mark.parametrize("way", [by_flags, by_call], ids=lambda way: way.__name__)
+def test_ranks_compare_what_their_cluster_files_say(ranks, way):
     """Packs are cut by it on every pipeline stage, each of which reads a file of its own."""
-    assert ranks(2).run(compared, ("a", "a")) == ["made", "made"]
-    for told in ranks(2).run(compared, ("a", "b")):
+    assert ranks(2).run(compared, way, (4, 4)) == ["made", "made"]
+    for told in ranks(2).run(compared, way, (4, 8)):
         assert "the contents of --burst-cluster" in told

@@ -188,6 +188,20 @@ def test_bounds_are_bounds():
         assert bool(barred) == (where is small)
 
 
+def test_a_bound_of_recomputed_layers_has_their_attention_stored():
+    """Memory bars what recomputes nothing, and the best run keeps all results of attention."""
+    where, want = cluster(memory=9), TrainingGoal(512 * K, 1, {"tp": 1, "pp": 1, "cp": 8})
+    search = Search(TINY, where, want, AttentionForecast(TINY, where, want.pinned))
+    (groups,) = groups_of(TINY, where, want)
+    assert least_bytes(TINY, plainest(groups)) > where.room
+    best = search.best_of(groups)
+    assert best is not None
+    assert (best.run.recompute, best.run.store) == ("full", 1.0)
+    again = replace(plainest(groups), recompute="full")
+    bound, alike = search.at_least(groups), search.attention.step_at_least(again).seconds
+    assert bound <= best.seconds < alike
+
+
 def test_a_bound_holds_where_attention_makes_another_stage_the_busiest():
     """Nine layers in stages of 2, 3, 3 and 1, the last with a large LM head: without traffic it is
     the busiest, with it the second is, whose gradients are a twentieth of the last's."""
@@ -305,6 +319,10 @@ def test_of_a_tie_the_simplest_is_taken():
     moved = replace(one, run=replace(one.run, offload=1.0, recompute="full"))
     assert simplest_first([moved, plain])[0] is plain
     assert simplest_first([moved, late])[0] is moved
+    shared = replace(plain, run=replace(plain.run, ep=2), time=replace(one.time, seconds=1e-3))
+    assert simplest_first([shared, plain])[0] is shared  # no tie
+    near = replace(shared, time=plain.time)
+    assert simplest_first([replace(one, run=near.run), plain])[0] is plain
 
 
 def test_what_would_be_faster_is_timed():

@@ -193,6 +193,7 @@ def test_what_megatron_lacks_is_told_and_everything_else_printed(capsys):
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "Megatron-LM has no flag for Kimi delta attention: these flags build softmax" in out
+    assert "Not tried: --burst-attention-layout, which passes states" in out
     for flag in (
         "--multi-latent-attention --kv-lora-rank 512",
         "--context-parallel-size 2",
@@ -273,8 +274,9 @@ def test_json_is_all_there_is_on_standard_output(capsys):
         "gpus": "H100",
         "provided": " at the rate of their kernel (`advise --kernel`)",
     }
-    assert set(one["attention"]) == {"algorithm", "per_layer", "side", "layout", "ulysses",
-                                     "placement", "head_chunks", "intra", "linear"}  # fmt: skip
+    assert set(one["attention"]) == {"algorithm", "per_layer", "kernel", "side", "layout",
+                                     "ulysses", "placement", "head_chunks", "intra",
+                                     "linear"}  # fmt: skip
 
 
 def test_the_recipe_is_a_script(capsys):

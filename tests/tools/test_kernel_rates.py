@@ -109,7 +109,12 @@ def test_advise_by_kernel(capsys):
     words = ["advise", "--model", "llama3-8b", "--gpus", "8", "--seq", "64K", "--tp", "4", "--cp",
              "2", "--pp", "1", "--top", "1"]  # fmt: skip
     assert main([*words, "--kernel", "aten"]) == 0
-    assert "rates: published rates of kernel aten, not measured" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "rates: published rates of kernel aten, not measured" in shown
+    # The pasted command takes the kernel whose rate the forecast has.
+    assert "--burst-kernel aten \\" in shown
+    assert main([*words, "--kernel", "aten", "--recipe"]) == 0
+    assert "kernel='aten'" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

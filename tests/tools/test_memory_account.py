@@ -125,6 +125,16 @@ def test_a_search_sees_the_same_peak():
         assert every.host == some.host
 
 
+@pytest.mark.parametrize("offload", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("name", ["kimi-linear-48b-a3b", "nemotron-h-8b", "gemma-3-4b"])
+def test_a_search_sees_the_peak_of_layers_of_several_kinds(name, offload):
+    """A layer without a store is fuller while that of the one before it comes back."""
+    model = models.NAMED[name]
+    run = Settings(seq=2**17, tp=4, cp=8, store=1.0, offload=offload)
+    every, some = (account(model, run, every=each) for each in (True, False))
+    assert every.peak.bytes == some.peak.bytes
+
+
 def test_one_f_one_b_keeps_what_is_in_flight():
     one = account(LLAMA, Settings(seq=MEGA, cp=4, pp=4, micro_batches=8)).peak.items
     each = MEGA // 4 * 4096 * 2

@@ -112,12 +112,28 @@ def test_a_batch_of_a_command_is_shared_out(capsys):
         assert main(["memory", "--gpus", "8", "--json", "--", *command.split(), *more]) == 0
         items = json.loads(capsys.readouterr().out)["peak"]["items"]
         assert items["other micro-batches"] == (held - 1) * 4096 * 64 * 2
+    words = ["memory", "--gpus", "8", "--", *command.split(), "--micro-batch-size", "2"]
+    assert main([*words, "--global-batch-size", "10"]) == 2
+    told = capsys.readouterr().err
+    assert "batch of 10 sequences is not a multiple of 4, micro-batches of 2 x 2" in told
+    assert "take 12 (--global-batch-size" in told
 
 
-def test_interleaved_stages_take_rounds_of_micro_batches(capsys):
-    words = ["--longest", "--pp", "4", "--vpp", "2", "--micro-batches", "3"]
+@pytest.mark.parametrize("length", ["--longest", "--seq 128K"])
+@pytest.mark.parametrize("stages", ["--pp 4 --vpp 2", "--pp 2 --vpp 2"])
+def test_interleaved_stages_take_rounds_of_micro_batches(capsys, length, stages):
+    words = f"{length} {stages} --micro-batches 3".split()
     assert main([*BASE, *words]) == 2
-    assert "--micro-batches 3: --vpp 2 runs rounds" in capsys.readouterr().err
+    said = "--micro-batches 3: --vpp 2 runs rounds of as many as there are stages: take a multiple"
+    assert f"{said} of {stages[:6]}" in capsys.readouterr().err
+
+
+def test_the_longest_of_virtual_stages_has_stages(capsys):
+    """Of all numbers of stages that are searched those above 1."""
+    assert main([*BASE, "--longest", "--vpp", "4", "--json"]) == 0
+    groups = json.loads(capsys.readouterr().out)["groups"]
+    assert groups["pp"] > 1
+    assert groups["vpp"] == 4
 
 
 def test_a_megatron_command(capsys):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_burst.cli.main import main
 from megatron_burst.tools import model_arguments
 from megatron_burst.tools.advise.search import model_flags, pasted
 from megatron_burst.tools.advise.shapes import models
@@ -247,7 +248,7 @@ def test_a_megatron_command_of_other_layers(words, letters):
     assert model.window == (128 if "W" in letters else 0)
 
 
-def test_a_bridge_recipe(monkeypatch):
+def test_a_bridge_recipe(monkeypatch, capsys):
     """A configuration with the attributes of Megatron-Bridge's, which need not be installed."""
     spec = SimpleNamespace(keywords={"base": None, "store": 0.5, "lm_head_loss": "single_pass"})
     provider = SimpleNamespace(
@@ -257,11 +258,18 @@ def test_a_bridge_recipe(monkeypatch):
         context_parallel_size=8, transformer_layer_spec=spec, recompute_granularity="full",
     )  # fmt: skip
     found = SimpleNamespace(
-        model=provider, train=SimpleNamespace(micro_batch_size=1),
+        model=provider, train=SimpleNamespace(micro_batch_size=2, global_batch_size=12),
         ddp=SimpleNamespace(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
     )  # fmt: skip
     monkeypatch.setattr(model_arguments, "recipe", lambda name: found)
-    model, run = model_arguments.find("llama3_8b_pretrain_32gpu_h100_1m", [])
+    name = "llama3_8b_pretrain_32gpu_h100_1m"
+    model, run = model_arguments.find(name, [])
+    assert (run["micro_batch"], run["global_batch"]) == (2, 12)
+    # 64 GPUs are 2 data-parallel ranks, each of 3 micro-batches of 2 sequences; 128 GPUs are 4.
+    assert main(["memory", "--model", name, "--gpus", "64"]) in (0, 1)
+    assert "\n12 sequences per step\n" in capsys.readouterr().out
+    assert main(["memory", "--model", name, "--gpus", "128"]) == 2
+    assert "a global batch of 12 sequences is not a multiple of 8" in capsys.readouterr().err
     assert model.layers == 32
     assert model.parameters == pytest.approx(models.named("llama3-8b").parameters, rel=1e-3)
     assert {name: run[name] for name in ("tp", "cp", "seq", "store", "lm_head_loss")} == {

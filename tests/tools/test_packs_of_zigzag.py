@@ -72,6 +72,8 @@ def test_advice_counts_tokens_without_padding_and_prints_what_such_packs_need():
     run, time = found.best.run, found.best.time
     assert run.seq == 65 * 1008 + 544
     assert time.tokens == found.want.seq * found.want.sequences
+    assert found.search is not None
+    assert found.search.attention.step(run) == time  # by which changes are compared with it
     flags = found.flags()
     assert {"--burst-layout zigzag", "--calculate-per-token-loss"} <= set(flags)
     assert not [flag for flag in flags if "--burst-pack" in flag]

@@ -13,20 +13,23 @@ and long ones to many: the `PackedSeqParams` of a micro-batch names the group th
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...autotune import cluster_file
 from ...autotune.select import row_cost
+from ...comm.consensus import Facts, agree, attempt
 from ...config import BurstConfig
 from ...layout.balanced import CAUSAL, Window
 from ...schedule.sizes import Sizes
 from .. import patching
 from ..windows import layer_windows
 
-_NOTE = "cut"
+_NOTE, _COMPARED = "cut", "cluster file"
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ def _row_cost(config: Any, burst: BurstConfig, per_node: int | None) -> tuple[fl
     if burst.cluster is None or burst.algorithm != "auto" or shared:
         return None
     cluster, tensor = cluster_file.read(burst.cluster), config.tensor_model_parallel_size
-    rates = cluster.run_rates(per_node or max(1, cluster.ranks_per_node // tensor))
+    ranks = config.context_parallel_size
+    rates = cluster.run_rates(per_node or cluster.cp_per_node(tensor, ranks))
     heads = max(tensor, config.num_attention_heads)
     groups = getattr(config, "num_query_groups", None) or heads
     of_query, of_value = head_sizes(config)
@@ -96,6 +100,30 @@ def attention_cut(burst: BurstConfig) -> BatchCut | None:
     """How softmax attention cuts sequences, where that is not how the run cuts its batches."""
     apart = burst.attention_layout not in (None, burst.layout)
     return BatchCut(str(burst.attention_layout)) if apart else None
+
+
+def compare_clusters(patches: patching.PatchSet, path: str | None) -> None:
+    """Compare, once all ranks are there, what the cluster file of each says: packs are cut by it,
+    on all stages. Collective over all ranks the first time.
+
+    Raises the same `ValueError` on every rank where files differ.
+    """
+    if path is None or _COMPARED in patches.notes or not torch.distributed.is_initialized():
+        return
+    patches.notes[_COMPARED] = path
+
+    def contents() -> Facts:
+        digest = hashlib.blake2b(Path(path).read_bytes(), digest_size=6).hexdigest()
+        return {"the contents of --burst-cluster": digest}
+
+    agree(attempt(contents), gather_from_all)
+
+
+def gather_from_all(header: torch.Tensor) -> list[torch.Tensor]:
+    """The headers of all ranks of the job, as `agree` wants them."""
+    gathered = [header] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, header)
+    return gathered
 
 
 def settle_cut(patches: patching.PatchSet, cut: BatchCut) -> None:

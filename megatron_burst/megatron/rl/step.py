@@ -29,10 +29,10 @@ from ...linear_cross_entropy.logprobs import temperature_reasons
 from ...packing.trajectories import cut_trajectories
 from .. import patching
 from ..checks.splitting import linear_layers
+from ..data.cut import gather_from_all
 from ..lm_head.fused_loss import check_output
 from ..packing.step import ReadyBatches, work_of
 from ..patching import log
-from ..training import gather_from_all
 from .batch import TrajectoryBatch, rows_multiple
 
 _TOLD = "mb.rl was logged"

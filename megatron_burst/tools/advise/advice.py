@@ -18,7 +18,6 @@ from ...autotune.clusters import Cluster
 from ...units import tokens_of
 from .account.fitting import does_not_fit
 from .account.memory import account
-from .forecast.step_time import model_operations
 from .rivals import Rival, fastest, rivals
 from .search import model_flags, pasted, what_if
 from .search.attention_choice import AttentionForecast
@@ -193,7 +192,11 @@ def advise(
         if found.closest is None:
             raise search.refused or ValueError(_together(want))
         raise DoesNotFit(does_not_fit(found.closest.account, cluster))
-    ranked = tuple(_shown(model, each, attention) for each in found.ranked)
+    # With all moments of the account.
+    ranked = tuple(
+        replace(each, account=account(model, each.run, core_of=search.core_of))
+        for each in found.ranked
+    )
     return Advice(model, cluster, want, ranked, found.ways, found.tried, lengths, search)
 
 
@@ -210,20 +213,6 @@ def _together(want: TrainingGoal) -> str:
         f"{said}: no run has all of these; --store is of attention over several context-parallel "
         "ranks, so it needs --cp above 1, and --recompute full"
     )
-
-
-def _shown(model: Model, found: Configuration, attention: AttentionForecast) -> Configuration:
-    """With all moments of the account; and the tokens and MFU of documents, where there are some,
-    without their padding."""
-    time = found.time
-    if isinstance(attention, PackedForecast):
-        share = model_operations(model, round(attention.effective)) / model_operations(
-            model, found.run.seq
-        )
-        share *= sum(attention.lengths) / found.run.seq
-        tokens = time.tokens // found.run.seq * sum(attention.lengths)
-        time = replace(time, mfu=time.mfu * share, tokens=tokens)
-    return replace(found, time=time, account=account(model, found.run))
 
 
 def cluster_of(cluster: str | Path | Cluster, gpus: int | None, per_node: int) -> Cluster:

@@ -21,7 +21,6 @@ from ...cli.console import progress
 from .. import model_arguments
 from ..call_flags import add_pictures, pictures
 from . import advice, flags, report
-from .search.packed import NAMED
 from .shapes.model import Model
 
 EPILOG = """\
@@ -50,10 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens per step over all ranks (4M, or one sequence if longer)",
     )
-    lengths = f"lengths such as 8K,32K,128K, a file of lengths, or {', '.join(NAMED)}"
-    add(
-        "--packed", metavar="LENGTHS", help=f"packed documents, in packs of --seq tokens: {lengths}"
-    )
+    flags.add_packed(parser)
     add(
         "--kernel",
         metavar="NAME",

@@ -17,6 +17,7 @@ from ...autotune.gpus import with_kernel
 from ...units import size_of
 from .. import model_arguments
 from ..call_flags import named
+from .search.packed import NAMED, TITLE
 from .settings import Settings, flag_of
 
 FIELDS = {
@@ -46,7 +47,7 @@ FIELDS = {
     "per_layer": "algorithms of some layers: window=ring,full=tile,1-2=burst",
     "side": "tensors sent in backward: kv (K, V) or query (Q, dO)",
     "linear": "how states of linear attention pass between ranks",
-    "layout": "which tokens each rank holds: zigzag or striped",
+    "layout": "which tokens each rank holds: zigzag or striped; of packs balanced or zigzag",
     "ulysses": "context-parallel ranks that share heads by all-to-all",
     "head_chunks": "groups of heads; one is sent while another computes",
     "placement": "adjacent ranks share heads, or belong to one ring",
@@ -91,6 +92,13 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print JSON, for scripts")
 
 
+def add_packed(parser: argparse.ArgumentParser) -> None:
+    """Add the flag for packed documents."""
+    lengths = f"lengths such as 8K,32K,128K, a file of lengths, or {', '.join(NAMED)}"
+    text = f"packed documents, in packs of --seq tokens: {lengths}"
+    parser.add_argument(TITLE, metavar="LENGTHS", help=text)
+
+
 def cluster_of(
     arguments: argparse.Namespace,
     cluster: clusters.Cluster | None = None,
@@ -107,10 +115,9 @@ def cluster_of(
     else:
         per_node = 8 if arguments.per_node is None else arguments.per_node
         cluster = clusters.Cluster(clusters.gpu(arguments.gpu or "h100"), arguments.gpus, per_node)
-    if kernel is not None:
-        if cluster.kernels_measured:
-            raise ValueError(f"--kernel {kernel}: this cluster's was measured: leave the flag out")
-        cluster = replace(cluster, gpu=with_kernel(cluster.gpu, kernel))
+    if kernel is not None and cluster.kernels_measured:
+        raise ValueError(f"--kernel {kernel}: this cluster's was measured: leave the flag out")
+    cluster = replace(cluster, gpu=with_kernel(cluster.gpu, kernel))
     if arguments.gpu_memory:
         memory = size_of(arguments.gpu_memory, "--gpu-memory")
         cluster = replace(cluster, gpu=replace(cluster.gpu, name="GPU", memory=memory))

@@ -53,6 +53,11 @@ def show(found: Advice, command: Sequence[str] = ()) -> None:
             f" but with PP {' and '.join(tried)} and {BUSY} micro-batches a stage" if tried else ""
         )
         console.print(Text(f"Not tried: pipeline stages of unequal numbers of layers{but}."))
+    if found.want.carries:
+        console.print(Text(
+            "Not tried: --burst-attention-layout, which passes states of linear attention half as "
+            "far and exchanges rows around softmax attention; --burst-layout auto compares bytes."
+        ))  # fmt: skip
     console.print(Text(f"step {step_said(found.best, found.cluster)}"))
     _show_time(console, found)
     _show_memory(console, found)
@@ -321,7 +326,7 @@ def one_of(each: Configuration, cluster: Cluster) -> dict[str, Any]:
     return {
         "groups": {name: getattr(run, name) for name in names},
         "attention": {name: getattr(run, name) for name in (
-            "algorithm", "per_layer", "side", "layout", "linear", "ulysses", "placement",
+            "algorithm", "per_layer", "kernel", "side", "layout", "linear", "ulysses", "placement",
             "head_chunks", "intra")},
         "options": {name: getattr(run, name) for name in (
             "recompute", "store", "offload", "sequence_chunks", "mlp_tiles", "optimizer_offload",

@@ -47,7 +47,8 @@ class Settings:
     over data- and context-parallel ranks; optimizer_offload: fraction that lies on the host.
     rope_local: tables of this rank's rows only, not of the whole sequence.
     linear: what carries the states of linear attention over context-parallel ranks.
-    algorithm, layout, side, wire, head_chunks: of attention; per_layer: algorithms of some layers,
+    algorithm, layout, side, wire, head_chunks: of attention; kernel: that of it which was stated,
+    None: the fastest that there is; per_layer: algorithms of some layers,
     as `--burst-per-layer` states them; intra: ranks of a node, None: as the
     cluster has. ulysses: context-parallel ranks that share heads, by `placement`; inner: ranks of
     an inner ring, None: those of a node. route: of chunks: "auto" is what runs here, "ring" hands
@@ -81,6 +82,7 @@ class Settings:
     optimizer_offload: float = 0.0
     algorithm: str = "burst"
     per_layer: str | None = None
+    kernel: str | None = None
     layout: str = "zigzag"
     side: str = "auto"
     linear: Linear = "auto"
@@ -195,6 +197,16 @@ def stage_layers(model: Model, run: Settings) -> list[int]:
     raise ValueError(
         f"--pp {run.pp} x --vpp {run.vpp}{said} do not divide the {model.layers} layers of "
         f"{model.name}: {fix}"
+    )
+
+
+def uneven_rounds(run: Settings) -> str:
+    """Why the run's virtual stages do not take so many micro-batches; "" where they do."""
+    if run.vpp == 1 or run.micro_batches % run.pp == 0:
+        return ""
+    return (
+        f"--micro-batches {run.micro_batches}: --vpp {run.vpp} runs rounds of as many as there are "
+        f"stages: take a multiple of --pp {run.pp}"
     )
 
 

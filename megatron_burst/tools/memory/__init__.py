@@ -23,15 +23,16 @@ from rich.text import Text
 
 from ...autotune import clusters
 from ...cli.console import progress, wrapped
-from ...cli.megatron_arguments import parse
 from ...units import byte_size, duration, size_of, tokens_of
 from .. import model_arguments
 from ..advise import flags, settings
+from ..advise.account import rings
 from ..advise.account.fitting import Longest, best, does_not_fit, layouts_of
 from ..advise.account.memory import Account, MemoryLeft, account, fit
 from ..advise.forecast.step_time import StepTime, step_time
-from ..advise.search.attention_choice import AttentionForecast
+from ..advise.search.attention_choice import CHOSEN, AttentionForecast
 from ..advise.search.longest import longest
+from ..advise.search.packed import PackedForecast, cut_of, lengths_of, packed_pins
 from ..advise.search.pasted import run_flags
 from ..advise.search.search_space import SEARCHED, TrainingGoal, of_model
 from ..advise.shapes import models
@@ -63,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="memory of a GPU kept for CUDA and NCCL (4GiB)",
     )
+    flags.add_packed(parser)
     flags.add_fields(parser, flags.FIELDS)
     add("--longest", action="store_true", help="find the longest sequence that fits")
     add_pictures(parser, "draw the memory over one step")
@@ -76,14 +78,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 class Found(NamedTuple):
     """What is shown: the account of a run, the cluster it is on, what limits the longest sequence,
-    None where that was not asked for, by what parallel sizes were chosen, "" where given, and
-    whether all settings that are not given were searched."""
+    None where that was not asked for, by what parallel sizes were chosen, "" where given, whether
+    all settings that are not given were searched, and what is known of packed documents."""
 
     account: Account
     cluster: clusters.Cluster
     binds: str | None
     chosen_by: str
     searched: bool = False
+    packs: PackedForecast | None = None
 
     @property
     def left(self) -> MemoryLeft:
@@ -93,6 +96,8 @@ class Found(NamedTuple):
         """The time of a step; or why none is predicted: rings need equally many ranks on each
         node."""
         try:
+            if self.packs is not None:
+                return self.packs.step(self.account.run)
             return step_time(self.account.model, self.cluster, self.account.run)
         except ValueError as error:
             return str(error)
@@ -102,8 +107,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the account. Returns the exit status."""
     if arguments.longest and arguments.seq is not None:
         raise ValueError("--longest looks for --seq: give one of them")
+    if arguments.longest and arguments.packed is not None:
+        raise ValueError("--longest finds the length of one sequence: leave --packed out")
     drawn = pictures(arguments)
-    cluster, model, base, given, free = _read(arguments)
+    cluster, model, base, given, free, packs = _read(arguments)
     runs = [base] if given else list(layouts_of(model, cluster, base, arguments.ep is None))
     if not runs:
         if next(layouts_of(model, cluster, replace(base, sequence_chunks=1)), None):
@@ -126,9 +133,14 @@ def run(arguments: argparse.Namespace) -> int:
         run = most.run if free is None or arguments.micro_batches else filled(most.run)
         found = Found(account(model, run), cluster, most.binds, chosen_by, free is not None)
     else:
-        accounts = [account(model, replace(one, seq=base.seq)) for one in runs]
-        smallest = min(accounts, key=lambda one: one.peak.bytes)
-        found = Found(smallest, cluster, None, "" if given else "smallest peak")
+        core = rings.core_of if packs is None else packs.core_of
+        documents = packs.lengths if packs is not None and packs.cut == "zigzag" else ()
+        goal = TrainingGoal(base.seq, 1, documents=documents)
+        runs = [replace(one, seq=goal.rows(one.tp, one.cp)) for one in runs]
+        smallest = min(
+            (account(model, one, core_of=core) for one in runs), key=lambda one: one.peak.bytes
+        )
+        found = Found(smallest, cluster, None, "" if given else "smallest peak", packs=packs)
     for path in drawn:
         from . import picture
 
@@ -166,10 +178,15 @@ def _searched(
 
 def _read(
     arguments: argparse.Namespace,
-) -> tuple[clusters.Cluster, models.Model, settings.Settings, bool, dict[str, Any] | None]:
-    """The cluster, the model, the run, whether its groups are given, and what is fixed where a
-    search is left the rest: None where a command or a recipe says all, or what it cannot vary."""
+) -> tuple[
+    clusters.Cluster, models.Model, settings.Settings, bool, dict[str, Any] | None,
+    PackedForecast | None,
+]:  # fmt: skip
+    """The cluster, the model, the run, whether its groups are given, what is fixed where a
+    search is left the rest: None where a command or a recipe says all, or what it cannot vary; and
+    what is known of packed documents, None without them."""
     model, described = model_arguments.find(arguments.model, arguments.megatron)
+    batch = described.pop("global_batch", None)
     given = described | flags.given_fields(arguments, flags.FIELDS)
     if arguments.seq is not None:
         given["seq"] = tokens_of(arguments.seq, "--seq")
@@ -184,10 +201,34 @@ def _read(
     free = None if described or not given.keys() <= {*SEARCHED, "micro_batches"} else given
     base, sized = _groups(base, given, cluster)
     if "micro_batches" not in given:
-        base = filled(base)
-        if batch := parse([word for word in arguments.megatron if word != "--"]).global_batch_size:
-            base = replace(base, micro_batches=max(1, batch // (base.micro_batch * base.dp)))
-    return cluster, model, base, sized, free
+        base = filled(base) if batch is None else _shared_out(base, batch)
+    if said := settings.uneven_rounds(base):
+        raise ValueError(said)
+    packs = None
+    if arguments.packed is not None:
+        packed_pins(given)
+        lengths = lengths_of(arguments.packed, base.seq)
+        pinned = {name: getattr(base, name) for name in CHOSEN if name != "placement"}
+        packs = PackedForecast(model, cluster, pinned, lengths, cut_of(given))
+    elif arguments.layout == "balanced":
+        raise ValueError("--layout balanced is for packed documents: give --packed, or zigzag")
+    if base.layout == "balanced":  # of packs, which have it apart
+        base = replace(base, layout="zigzag")
+    return cluster, model, base, sized, free, packs
+
+
+def _shared_out(run: settings.Settings, batch: int) -> settings.Settings:
+    """The run with the micro-batches of a step of so many sequences. ValueError where ranks cannot
+    have equally many."""
+    each = run.micro_batch * run.dp
+    if batch % each or batch < 1:
+        near = max(1, -(-batch // each)) * each
+        raise ValueError(
+            f"a global batch of {batch} sequences is not a multiple of {each}, micro-batches of "
+            f"{run.micro_batch} x {run.dp} data-parallel ranks: take {near} (--global-batch-size, "
+            "train.global_batch_size of a recipe), or give --micro-batches"
+        )
+    return replace(run, micro_batches=batch // each)
 
 
 def _groups(
@@ -217,10 +258,12 @@ def _groups(
 
 def show(found: Found) -> None:
     """Print the peak by item, what is left, and the time of a step."""
-    (shown, cluster, binds, _, searched), left = found, found.left
+    (shown, cluster, binds, _, searched, packs), left = found, found.left
     console, run, peak = wrapped(), shown.run, shown.peak
     console.print(Text(_headline(shown, cluster)))
     console.print(Text(_batch(run, found.chosen_by)))
+    if packs is not None:
+        console.print(Text(_packs(packs, run)))
     table = Table(box=None, pad_edge=False)
     table.add_column("item")
     table.add_column("bytes per GPU", justify="right")
@@ -265,11 +308,12 @@ def _step(time: StepTime | str, cluster: clusters.Cluster) -> str:
 
 def facts(found: Found) -> dict[str, Any]:
     """The same as plain data: bytes, seconds."""
-    (shown, cluster, binds, _, searched), time, run = found, found.time(), found.account.run
+    (shown, cluster, binds, _, searched, packs), time, run = found, found.time(), found.account.run
     groups = {name: getattr(run, name) for name in ("tp", "cp", "pp", "vpp", "ep", "dp")}
     return {
         "model": shown.model.name,
         "seq": run.seq,
+        "documents": None if packs is None else list(packs.lengths),
         "groups": groups,
         "peak": {"bytes": shown.peak.bytes, "phase": shown.peak.phase,
                  "items": dict(shown.peak.items)},
@@ -294,6 +338,13 @@ def _batch(run: settings.Settings, chosen_by: str) -> str:
         experts = f", EP {run.ep}" * (run.ep > 1)
         said += f"; sizes chosen: TP {run.tp}, CP {run.cp}{experts} ({chosen_by})"
     return said
+
+
+def _packs(packs: PackedForecast, run: settings.Settings) -> str:
+    """How many documents there are, how they are cut, and what padding they get."""
+    count, padding = len(packs.lengths), run.seq - sum(packs.lengths)
+    said = f"packs of {count} document{'s' * (count > 1)}, layout {packs.cut}"
+    return said + f", {padding:,} tokens of padding" * (padding > 0)
 
 
 def _headline(found: Account, cluster: clusters.Cluster) -> str:

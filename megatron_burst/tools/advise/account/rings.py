@@ -18,7 +18,7 @@ from ....layout import make
 from ....masks import Causal, Window
 from ....options import ring_algorithm
 from ....schedule import cost
-from ....schedule.demand import wanted
+from ....schedule.demand import Wanted, wanted
 from ....schedule.program import parts_of
 from ....schedule.rings import Schedule
 from ....schedule.sizes import Sizes as RowSizes
@@ -36,7 +36,7 @@ class Rooms(NamedTuple):
     each kind."""
 
     made: dict[str, int]
-    rows: dict[str, int]
+    rows: Mapping[str, float]
     moments: tuple[dict[str, int], ...]
 
 
@@ -413,10 +413,18 @@ def ring_rooms(
     mask = Causal() if before is None else Window(before, 0)
     seen = wanted(mask, shards, shards, joined)
     sizes = RowSizes(SHORT, 1, 4, 1, 8, 8, 2, 4, 4, ALL_GRADIENTS)
+    ranks = sorted({0, cp // 2, cp - 1})
+    return most_rooms(algorithm, grid, seen, sizes, side, ranks, wire=wire, packed=packed)
+
+
+def most_rooms(
+    algorithm: str, grid: Grid, seen: Wanted, sizes: RowSizes, side: str, ranks: Sequence[int],
+    *, wire: bool, packed: bool,
+) -> tuple[Rooms, Rooms]:  # fmt: skip
+    """The most that any of these ranks takes in forward and in backward."""
     name = ring_algorithm(algorithm)
     forward = cost.forward_schedule(name, grid, seen, sizes)
     backward = cost.backward_schedule(name, grid, seen, sizes, side=side)
-    ranks = sorted({0, cp // 2, cp - 1})
     return _most([rooms(forward, r, wire=wire, packed=packed) for r in ranks]), _most(
         [rooms(backward, r, wire=wire, packed=packed) for r in ranks]
     )
@@ -425,10 +433,9 @@ def ring_rooms(
 def _most(found: list[Rooms]) -> Rooms:
     """That with most rooms, by their rows."""
 
-    def size(one: Rooms) -> int:
-        rows: Mapping[str, int] = one.rows
+    def size(one: Rooms) -> float:
         return max(
-            sum(n * rows[kind.split()[0]] for kind, n in each.items()) for each in one.moments
+            sum(n * one.rows[kind.split()[0]] for kind, n in each.items()) for each in one.moments
         )
 
     return max(found, key=size)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from ....schedule.per_layer import layer_choices
@@ -253,8 +254,9 @@ class TrainingStep:
         tape.drop("dy", "rope", "batch", "whole")
 
     def _different(self) -> set[int]:
-        """The layers that a search must see: the first and last two, and the last of each kind."""
-        last = {part: layer for layer, part in enumerate(self.parts)}
+        """The layers that a search must see: the first and last two, and the last of each kind
+        after each kind, whose store may come back from the host meanwhile."""
+        last = {both: layer for layer, both in enumerate(pairwise(self.parts), 1)}
         return {0, 1, self.layers - 2, self.layers - 1, *last.values()}
 
     def _gathered(self) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 from ....autotune import select
@@ -25,6 +25,7 @@ from ....schedule.per_layer import WINDOW
 from ....schedule.sizes import Sizes
 from ....schedule.tables import SIDES
 from ....schedule.topology import Topology, alternatives
+from ..account.rings import CoreOf, remembering
 from ..forecast.attention_time import (
     AttentionTime,
     attention_time,
@@ -44,6 +45,8 @@ OWN = (
     "intra", "ulysses", "placement", "inner", "head_chunks",
 )  # fmt: skip
 CHOSEN = ("algorithm", "side", "head_chunks", "ulysses", "placement")
+# What the choice of these depends on, of whole rows.
+ASKED = tuple(name for name in OWN if name not in (*CHOSEN, "sequence_chunks"))
 REMEMBERED = 24  # grids whose schedules are: more than one number of ranks has
 LARGEST_RING = 128  # ranks; larger rings are tried only where heads cannot be shared
 
@@ -61,6 +64,11 @@ class AttentionForecast:
         self.rings, self.states = remembered(), partial(scan_seconds, timed=cache(scan_time))
         self._choices: dict[Any, dict[str, Any]] = {}
         self._schedules: dict[Any, GridSchedules] = {}
+
+    @cached_property
+    def core_of(self) -> CoreOf:
+        """What core attention holds, remembered."""
+        return remembering()
 
     def on(self, cluster: Cluster) -> AttentionForecast:
         """The attention of the same model on another cluster."""
@@ -84,11 +92,11 @@ class AttentionForecast:
         layers."""
         if run.cp == 1:
             return run
-        whole = self._key(replace(run, sequence_chunks=1))
-        if whole not in self._choices:
+        asked = tuple(getattr(run, name) for name in ASKED)
+        if asked not in self._choices:
             taken = self.candidate(run)
-            self._choices[whole] = {name: getattr(taken, name) for name in CHOSEN}
-        settled = replace(run, per_layer=None, **self._choices[whole])
+            self._choices[asked] = {name: getattr(taken, name) for name in CHOSEN}
+        settled = replace(run, per_layer=None, **self._choices[asked])
         return settled if run.sequence_chunks == 1 else self._in_chunks(settled)
 
     def by_kind(self, run: Settings) -> Settings:

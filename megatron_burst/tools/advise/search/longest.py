@@ -15,8 +15,7 @@ from dataclasses import replace
 from ....autotune.clusters import Cluster
 from ..account.fitting import Longest, best, evenly
 from ..account.memory import account, fit
-from ..account.rings import remembering
-from ..settings import Settings, flag_of
+from ..settings import Settings, uneven_rounds
 from ..shapes.model import Model
 from .attention_choice import AttentionForecast
 from .search_space import (
@@ -52,13 +51,15 @@ def longest(
         if next(groups_of(model, cluster, goal), None) is not None:
             break
     check_wanted(model, cluster, goal)
-    runs = list(_smallest(model, cluster, goal, micro_batches))
-    if micro_batches and not runs:
-        raise ValueError(
-            f"{flag_of('micro_batches')} {micro_batches}: {flag_of('vpp')} {want.pinned['vpp']} "
-            f"runs rounds of as many as there are stages: take a multiple of {flag_of('pp')}"
-        )
-    core_of = remembering()
+    groups = [
+        replace(each, micro_batches=micro_batches or each.micro_batches)
+        for each in groups_of(model, cluster, goal)
+        if each.vpp == goal.pinned.get("vpp", 1)
+    ]
+    if all(odd := [uneven_rounds(each) for each in groups]):
+        raise ValueError(odd[0])
+    runs = [run for each in groups if not uneven_rounds(each) for run in _smallest(each, goal)]
+    core_of = attention.core_of
     first = best(model, cluster, runs, core_of)
     # Which attention is fastest depends on the length, and how much that holds on which it is.
     near = [_at(run, first.run.seq * LEAST) for run in runs]
@@ -72,14 +73,8 @@ def _at(run: Settings, seq: float) -> Settings:
     return replace(run, seq=max(1, int(seq) // step) * step)
 
 
-def _smallest(
-    model: Model, cluster: Cluster, goal: TrainingGoal, micro_batches: int | None
-) -> Iterator[Settings]:
+def _smallest(groups: Settings, goal: TrainingGoal) -> Iterator[Settings]:
     """Runs that recompute all, if nothing else is fixed, in chunks of rows and with most on the
     host first; without a store and with half of one, whose layout may hold less."""
-    for groups in groups_of(model, cluster, goal):
-        groups = replace(groups, micro_batches=micro_batches or groups.micro_batches)
-        even = groups.vpp == 1 or groups.micro_batches % groups.pp == 0
-        if even and groups.vpp == goal.pinned.get("vpp", 1):
-            for chunked in (True, False):
-                yield from options_of(groups, goal, chunked, STORES[:0:-1], (1.0, 0.5, 0.0))
+    for chunked in (True, False):
+        yield from options_of(groups, goal, chunked, STORES[:0:-1], (1.0, 0.5, 0.0))

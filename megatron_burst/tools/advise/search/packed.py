@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -20,12 +20,18 @@ from ....autotune.candidates import sharing
 from ....autotune.clusters import Cluster
 from ....autotune.rates import Rates
 from ....layout import Layout, make
-from ....masks import Causal, Documents, Mask
+from ....masks import Causal, Documents, Mask, Window
+from ....schedule.cost import ring_spans
+from ....schedule.demand import wanted
+from ....schedule.tables import Grid
 from ....schedule.topology import Topology
 from ....units import tokens_of
-from ..forecast.attention_time import AttentionTime, sizes_of
+from ..account.operators import Core, LayerSizes
+from ..account.rings import SHORT, CoreOf, Rooms, core_of, most_rooms
+from ..forecast.attention_time import AttentionTime, sizes_of, topology_of
 from ..forecast.faults import Faults
 from ..forecast.layer_time import visible
+from ..forecast.step_time import StepTime, model_operations
 from ..settings import Settings
 from ..shapes.model import Model
 from .attention_choice import AttentionForecast
@@ -138,6 +144,49 @@ class PackedForecast(AttentionForecast):
         self.lengths = tuple(lengths)
         self.cut: Cut = cut
         self._layouts: dict[tuple[int, int], Layout] = {}
+        self._held: dict[Any, tuple[Rooms, Rooms]] = {}
+
+    def step(self, run: Settings) -> StepTime:
+        """The time of a step of a run; its tokens and MFU are those of documents, without their
+        padding."""
+        time, tokens = super().step(run), sum(self.lengths)
+        share = model_operations(self.model, round(self.effective)) / model_operations(
+            self.model, run.seq
+        )
+        return replace(
+            time, mfu=time.mfu * share * tokens / run.seq, tokens=time.tokens // run.seq * tokens
+        )
+
+    @cached_property
+    def core_of(self) -> CoreOf:
+        """The same of these packs: what a rank holds depends on whom its documents see."""
+        return self._core_of
+
+    def _core_of(self, x: LayerSizes, run: Settings, window: int = 0) -> Core:
+        return core_of(x, run, partial(self._rooms, run, window), window)
+
+    def _rooms(
+        self, run: Settings, window: int, algorithm: str, _layout: str, size: int, _intra: int,
+        side: str, wire: bool, packed: bool, joined: bool | None, _before: int | None,
+    ) -> tuple[Rooms, Rooms]:  # fmt: skip
+        """As `ring_rooms`, of the rank that takes most of all, as no two are alike."""
+        key = (run.tp, run.cp, run.ulysses, run.placement, window, algorithm, side, wire, packed)
+        if key not in self._held:
+            topology, sizes = topology_of(self.cluster, run), sizes_of(self.model, run)
+            mask = self.mask(run) & Window(window - 1, 0) if window else self.mask(run)
+            spans = ring_spans(self.layout(run), topology, run.seq)
+            grid = Grid(topology.inter_size, topology.intra_size)
+            found = most_rooms(
+                algorithm, grid, wanted(mask, spans, spans, joined), sizes.shared(run.ulysses),
+                side, range(size), wire=wire, packed=packed,
+            )  # fmt: skip
+            of_short = SHORT * size / run.seq
+            forward, backward = (
+                each._replace(rows={kind: n * of_short for kind, n in each.rows.items()})
+                for each in found
+            )
+            self._held[key] = forward, backward
+        return self._held[key]
 
     def _on(self, cluster: Cluster) -> AttentionForecast:
         return PackedForecast(self.model, cluster, self.pinned, self.lengths, self.cut)

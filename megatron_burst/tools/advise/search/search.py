@@ -23,7 +23,6 @@ from ....autotune.clusters import Cluster
 from ....autotune.select import TIE
 from ..account.fitting import least_bytes
 from ..account.memory import Account, MemoryLeft, account, fit
-from ..account.rings import remembering
 from ..forecast.step_time import StepTime
 from ..settings import Settings
 from ..shapes.models import Model
@@ -53,7 +52,8 @@ class Configuration:
 
 def simplicity(run: Settings) -> tuple[float, ...]:
     """What decides between runs that tie: the least of these, and of equals the fastest: what lies
-    on the host, pieces, stages, a part of the store, recompute, ranks that share heads."""
+    on the host, pieces, stages, a part of the store, recompute, ranks that share heads, ranks that
+    share experts."""
     return (
         run.optimizer_offload,
         run.offload,
@@ -64,6 +64,7 @@ def simplicity(run: Settings) -> tuple[float, ...]:
         run.store not in (0.0, 1.0),
         run.recompute == "full",
         run.ulysses > 1,
+        run.ep,
     )
 
 
@@ -121,7 +122,7 @@ class Search:
     ):
         self.model, self.cluster, self.want = model, cluster, want
         self.attention = attention
-        self.core_of = remembering()
+        self.core_of = attention.core_of
         self.closest: Configuration | None = None
         self.refused: ValueError | None = None
         self._held: dict[Settings, Account] = {}  # of one way
@@ -250,10 +251,13 @@ class Search:
     ) -> list[tuple[StepTime, Settings]]:
         """Runs with tenths of the store and of the offload that are faster than `best` by more than
         a tie, with their times; without stores for which the GPU has no room in any of them."""
-        alike: dict[Settings, dict[float, list[Settings]]] = {}  # but for both, then by store
+        besides = attrgetter(
+            "recompute", "optimizer_offload", "sequence_chunks", "mlp_tiles", "layout"
+        )
+        alike: dict[Any, dict[float, list[Settings]]] = {}  # but for both, then by store
         for chunked in (False, True):
             for run in options_of(groups, self.want, chunked, FRACTIONS, FRACTIONS):
-                by_store = alike.setdefault(replace(run, store=0, offload=0), {})
+                by_store = alike.setdefault(besides(run), {})
                 by_store.setdefault(run.store, []).append(run)
         limit, on_host = best.seconds if best is not None else math.inf, attrgetter("offload")
 
@@ -273,7 +277,7 @@ class Search:
                 if store > largest:
                     break
                 moved = self._possible([max(runs, key=on_host)])
-                if not moved or self._left(self.attention.settled(moved[0])).device < 0:
+                if not moved or self.left(self.attention.settled(moved[0])).device < 0:
                     break
                 if store in hopeful:
                     possible += runs
@@ -319,14 +323,15 @@ class Search:
 
     def _account(self, time: StepTime, run: Settings) -> Configuration:
         """A run with its account, which is remembered."""
-        return Configuration(run, time, self._held_by(run), self._left(run))
+        return Configuration(run, time, self._held_by(run), self.left(run))
 
     def _held_by(self, run: Settings) -> Account:
         if run not in self._held:
             self._held[run] = account(self.model, run, every=False, core_of=self.core_of)
         return self._held[run]
 
-    def _left(self, run: Settings) -> MemoryLeft:
+    def left(self, run: Settings) -> MemoryLeft:
+        """What a run leaves of the memory, by an account that is remembered."""
         return fit(self._held_by(run), self.cluster)
 
     def _fitting(self, timed: Sequence[tuple[StepTime, Settings]]) -> Iterator[Configuration]:

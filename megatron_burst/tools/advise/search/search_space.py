@@ -109,7 +109,7 @@ def groups_of(model: Model, cluster: Cluster, want: TrainingGoal) -> Iterator[Se
             dp = left // cp
             if dp not in want.values("dp", [dp]):
                 continue
-            base = replace(Settings(want.rows(tp, cp)), **options)
+            base = replace(Settings(want.rows(tp, cp), kernel=cluster.gpu.kernel), **options)
             intra = cluster.cp_per_node(tp, cp)
             base = replace(base, tp=tp, pp=pp, cp=cp, dp=dp, intra=intra, **_ends(model, want, pp))
             if base.uneven and _odd_stages(model, base):
@@ -176,7 +176,7 @@ def _micro_batches(model: Model, want: TrainingGoal, base: Settings) -> Iterator
         for vpp in want.values("vpp", VIRTUAL if base.pp > 1 else (1,)):
             # Megatron interleaves micro-batches in rounds of as many as there are stages.
             even = vpp == 1 if base.uneven else model.layers % (base.pp * vpp) == 0
-            if not even or (vpp > 1 and count % base.pp):
+            if not even or (vpp > 1 and (base.pp == 1 or count % base.pp)):
                 continue
             for ep in _experts(model, want, base):
                 yield replace(base, micro_batch=size, micro_batches=count, vpp=vpp, ep=ep)
@@ -286,6 +286,8 @@ def _reasons(model: Model, cluster: Cluster, want: TrainingGoal) -> Iterator[str
             f"a node: take {alternatives(sizes)}"
         )
     pp, vpp = pinned.get("pp", 1), pinned.get("vpp", 1)
+    if vpp > 1 and pinned.get("pp") == 1:
+        yield f"--vpp {vpp} needs --pp above 1"
     ends = {name: pinned[name] for name in ENDS if name in pinned}
     said = ", ".join(f"{flag_of(name)} {n}" for name, n in ends.items())
     stages = want.values("pp", stages_to_try(model, cluster, want))

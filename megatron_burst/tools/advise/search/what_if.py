@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from ....autotune.clusters import Cluster
 from ....autotune.host_time import HostTime
-from ..account.memory import account, fit
 from ..settings import Settings
 from .attention_choice import AttentionForecast
 from .search import Configuration, Search
@@ -53,8 +52,7 @@ def _rounded(best: Configuration, search: Search) -> Iterator[WhatIf]:
         return
     words = "gradients that attention sends in bf16 (--wire bf16: every hop rounds them)"
     run = replace(best.run, wire="bf16")
-    yield _with(words, best, run, search.attention, lambda one: (
-        fit(account(search.model, one, every=False), search.cluster).fits))  # fmt: skip
+    yield _with(words, best, run, search.attention, lambda one: search.left(one).fits)
 
 
 def _with(
@@ -112,7 +110,7 @@ def _larger(best: Configuration, search: Search) -> Iterator[WhatIf]:
             )  # fmt: skip
         gain = 1 - time.seconds / best.seconds
         if gain >= LEAST:
-            left = fit(account(search.model, run, every=False), search.cluster)
+            left = search.left(run)
             if -search.cluster.room <= left.device < 0 <= left.host:
                 lacking.append((-left.device, gain, run))
     if not lacking:
