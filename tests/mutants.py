@@ -358,7 +358,11 @@ MUTANTS = [
     # multicast
     Mutant(_MULTICAST, "self.use & ~arrives", "self.use",
            "a kept row comes a second time with what a gate passes on"),
-    Mutant(_MULTICAST, "np.where(self.use != 0, hops, 0).astype(np.int32))", "0)",
+    Mutant(_MULTICAST, "(_Paths, demand.side, demand.grid)", "(_Paths, demand.grid)",
+           "queries travel on the paths of keys"),
+    Mutant("planning/pipeline.py", "replace(schedule, wanted=replace(schedule.wanted))",
+           "replace(schedule)", "a plan keeps the paths of all ranks"),
+    Mutant(_MULTICAST, "np.where(self.use != 0, hops, 0), np.maximum)", "0 * self.use, np.maximum)",
            "a rank computes before the rows can be there"),
     Mutant(_MULTICAST, "step + 1 + self.within * self.peer", "step + 1",
            "a node's sum leaves before its peers' parts have landed"),

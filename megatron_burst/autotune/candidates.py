@@ -177,8 +177,10 @@ class GridSchedules:
         )
 
     def forget(self) -> None:
-        """Let go of the schedules that were made."""
+        """Let go of the schedules that were made, and of what they have in common."""
         self._made.clear()
+        for want in self.wants:
+            want.common.clear()
 
     def _prepared(self, key: tuple[Any, ...], made: Callable[[Wanted], Schedule]) -> list[Prepared]:
         if key not in self._made:

@@ -249,7 +249,7 @@ def imbalance(several: Sequence[Recompute]) -> float:
 
 def without_tables(schedule: Schedule) -> Schedule:
     """A copy that makes its tables when asked: a plan does not keep those of all ranks."""
-    return replace(schedule)
+    return replace(schedule, wanted=replace(schedule.wanted))
 
 
 def programs(ring: RingRequest, scheduled: Sequence[RowSchedules]) -> Passes:

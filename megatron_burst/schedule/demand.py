@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,13 +45,15 @@ class Wanted:
 
     visible: bool [G, G], may queries of rank i see keys of rank j? queries, keys: the rows of every
     chunk by the ranks that have to do with them. joined: are the pairs of a step one call, so that
-    few steps are better? None: as the algorithm has it.
+    few steps are better? None: as the algorithm has it. common: what algorithms make of this for
+    several passes.
     """
 
     visible: np.ndarray
     queries: Bundles
     keys: Bundles
     joined: bool | None = None
+    common: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def whole(self) -> Wanted:
         """The same with whole chunks, whichever rows of them are wanted."""

@@ -5,10 +5,12 @@ What has to cross is counted here from the dense visibility of rows, or for the 
 its description; who sends how much, from the columns of the tables.
 """
 
-from itertools import product
+from dataclasses import replace
+from itertools import chain, product
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tables_oracle import act_out, dense
@@ -244,7 +246,7 @@ def test_a_hot_owner_is_spread_over_peers_and_nodes(grid, monkeypatch):
     crossing = loads(spread)[0].sum()
     with monkeypatch.context() as patch:
         patch.setattr("megatron_burst.schedule.algorithms.multicast.routes", plain)
-        direct = multicast(grid, asked)
+        direct = multicast(grid, replace(asked))
         assert busiest(direct)[0].max() > 2
         assert loads(direct)[0].sum() == crossing, "nothing crosses twice"
         if grid.intra > 2:
@@ -267,7 +269,7 @@ def test_rails_carry_no_more_than_they_must(monkeypatch):
     asked = wanted(visible, shards, shards)
     assert busiest(multicast(grid, asked))[0].max() < 1.3  # seven of eight nodes send: 8 / 7
     monkeypatch.setattr("megatron_burst.schedule.algorithms.multicast.routes", plain)
-    assert busiest(multicast(grid, asked))[0].max() > 9
+    assert busiest(multicast(grid, replace(asked)))[0].max() > 9
 
 
 def test_a_rail_that_only_receives_too_much_is_relieved():
@@ -283,6 +285,33 @@ def test_a_rail_that_only_receives_too_much_is_relieved():
     got = loads(multicast(grid, Wanted(visible, keys, keys)))[0][1]
     assert got.sum() == 2 * rows
     assert got.max() <= 1.1 * rows
+
+
+@pytest.mark.parametrize("name", ["documents", "window", "hot"])
+def test_passes_of_the_same_rows_share_their_paths(name):
+    """Forward, backwards of both sides and with keys kept, of two algorithms, have the tables that
+    each has of its own; paths are made once for each side."""
+    grid = Grid(2, 4)
+    asked, _ = case(name, "zigzag", grid.size)
+    for algorithm in ("multicast", "prefetch"):
+        for side, sizes, kept in PASSES:
+            shared, alone = (
+                Schedule(grid, side, each, sizes, kept, algorithm=algorithm).tables
+                for each in (asked, replace(asked))
+            )
+            assert shared.digest == alone.digest
+            for one, other in zip(shared[1:4], alone[1:4], strict=True):
+                assert all(np.array_equal(x, y) for x, y in zip(one, other, strict=True))
+    assert len(asked.common) == 2
+
+
+def test_a_plan_keeps_no_paths():
+    """They are as large as tables, and a run has hundreds of plans."""
+    q = [torch.zeros(8, 1, 2, 4, requires_grad=True) for _ in range(4)]
+    plan = mb.prepare(q, q, q, groups=mb.Groups.in_process(inter=2, intra=2),
+                      mask=MASKS["documents"](32), algorithm="multicast")  # fmt: skip
+    for schedule in chain(*(each for rank in plan.ranks for each in rank.passes)):
+        assert not schedule.wanted.common
 
 
 def test_where_rails_are_even_everything_stays_on_its_own():

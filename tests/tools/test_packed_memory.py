@@ -23,10 +23,11 @@ def held(lengths, cut, run):
 
 @pytest.mark.parametrize("algorithm", ["ring", "burst", "prefetch", "tile"])
 @pytest.mark.parametrize("side", ["kv", "query"])
-def test_one_document_is_held_as_a_sequence(algorithm, side):
-    run = mb.Settings(4 * SHORT, cp=4, intra=2, algorithm=algorithm, side=side)
+@pytest.mark.parametrize("seq", [4 * SHORT, 4096])
+def test_one_document_is_held_as_a_sequence(algorithm, side, seq):
+    run = mb.Settings(seq, cp=4, intra=2, algorithm=algorithm, side=side)
     alone = core_of(LayerSizes.of(MODEL, run), run)
-    assert held((4 * SHORT,), "zigzag", run) == alone
+    assert held((seq,), "zigzag", run) == alone
 
 
 def test_documents_that_lie_on_one_rank_need_no_buffers():

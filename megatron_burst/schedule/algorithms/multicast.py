@@ -29,9 +29,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..bundles import Bundles
 from ..demand import Demand
 from ..rails import routes
-from ..tables import RINGS, Kept, Pairs, Tables, Transfers, transfers
+from ..tables import NONE_KEPT, RINGS, Grid, Kept, Pairs, Tables, Transfers, transfers
 
 WITHIN = 2  # steps that a hop within a node may take, at least
 NEVER = 1 << 30
@@ -73,24 +74,24 @@ def tables_of(ways: Ways) -> Tables:
     return demand.as_tables(steps, ways.pairs(), parts, ways.kept(), ways.bundles)
 
 
-class Ways:
-    """The ways of all rows: a line per way, that is for rows of one owner that travel alike.
+class _Paths:
+    """Where all rows go: a line per way, that is for rows of one owner that travel alike. The same
+    in every pass in which that side travels.
 
     owner, node: of the rows. home: bool [ways, nodes], is it the owner's node? gate: [ways, nodes],
     who gets the rows for a node; of the owner's node the owner, or the peer that carries them.
     parent: [ways, nodes], from which node's gate a gate gets them. depth: [ways, nodes], after how
     many hops. use: int64 [ways, ranks], which rows a rank computes with. peer: bool [ways, ranks],
     is it no gate? served: bool [ways, ranks], does it get them from a gate, or is it one? Else it
-    is a node peer of the owner. step: [owner, rank], when a rank computes with a chunk.
+    is a node peer of the owner. of_pairs: int64 [owner, rank], which rows a rank computes with in
+    all. hops: of all rows to their users.
     """
 
-    def __init__(self, demand: Demand):
-        self.demand, self.grid = demand, demand.grid
-        nodes, width = self.grid
-        found = routes(demand.travelling, self.grid)
+    def __init__(self, travelling: Bundles, grid: Grid):
+        self.grid = grid
+        nodes, width = grid
+        found = routes(travelling, grid)
         self.bundles = bundles = found.bundles
-        self.within = WITHIN  # steps that a hop within a node may take
-        self.between = max(WITHIN, width)  # between nodes
         first, parent = _alike(bundles.owner, found.carrier, found.parent)
         rail = found.carrier[first][:, None]
         self.owner = bundles.owner[first].astype(np.int32)
@@ -100,12 +101,13 @@ class Ways:
         self.gate = (np.arange(nodes) * width + rail).astype(np.int32)
         self.depth = self._depth()
         bits = bundles.wanted * np.left_shift(np.int64(1), bundles.number)[:, None]
-        self.use = _or_groups(bits, first)
-        ranks = np.arange(self.grid.size)
+        self.use = _groups(np.bitwise_or, bits, first)
+        ranks = np.arange(grid.size)
         self.peer = ranks % width != rail
         direct = self.home & ~found.handed[first][:, None]
         self.served = ~(self._of_ranks(direct) & self.peer)
-        self.step = self._steps()
+        self.of_pairs = self._by_owner(self.use)
+        self.hops = self._edges(self.use)
 
     def _depth(self) -> np.ndarray:
         here = np.zeros(self.gate.shape, dtype=np.int32)
@@ -115,111 +117,6 @@ class Ways:
             if (after == here).all():
                 return here
             here = after
-
-    def _steps(self) -> np.ndarray:
-        step = self._in_turn(self.demand.gradients)
-        # Not before the rows can be there: every hop ends at a boundary of its own.
-        hops = np.where(self.served, self._of_ranks(self.depth) + self.peer, 1)
-        np.maximum.at(step, self.owner, np.where(self.use != 0, hops, 0).astype(np.int32))
-        return step
-
-    def _in_turn(self, halves: bool) -> np.ndarray:
-        """int32 [owner, rank]: nodes in rotation, the own one first, or half of it first and half
-        last; within the turn of a node its ranks in rotation, without gaps."""
-        nodes, width = self.grid
-        node, member, turn, place = np.ogrid[:nodes, :width, : nodes + 1, :width]
-        owner = (node - turn) % nodes * width + (member - place) % width
-        rank = np.broadcast_to(node * width + member, owner.shape)
-        first = place < (-(-width // 2) if halves else width)
-        used = self.demand.used(owner, rank) & np.where(turn % nodes, True, (turn > 0) != first)
-        before = np.cumsum(used, axis=3, dtype=np.int32) - used
-        length = used.sum(axis=3, dtype=np.int32).max(axis=1)
-        begin = (np.cumsum(length, axis=1, dtype=np.int32) - length)[:, None, :, None]
-        step = np.zeros((self.grid.size, self.grid.size), dtype=np.int32)
-        step[owner[used], rank[used]] = (begin + before)[used]
-        return step
-
-    def loosen(self) -> None:
-        """Let hops take as many steps as there is room for."""
-        if self.demand.all_want_all:
-            return
-        hops, step = self.hops, self.step[self.owner]
-        first = self._by_node(np.where(self.use != 0, step, step.max())).min(axis=2)
-        at = np.concatenate([step.reshape(-1)[hops.peers], first.reshape(-1)[hops.gates]])
-        rows = self.bundles.rows_of(self.owner[hops.way], hops.rows)
-        chunks = WITHIN + 1 + (min(self.grid) > 1)  # as where all want all: a gateway one besides
-        self.within = self.demand.ahead((hops.dst, at, hops.src, rows), chunks, WITHIN)
-        self.between = max(self.between, self.within)
-
-    def pairs(self) -> Pairs:
-        """What is computed."""
-        rows = self._by_owner(self.use)
-        owner, rank, at = _where(rows)
-        step, of_pair = self.step.reshape(-1)[at], rows.reshape(-1)[at]
-        return self.demand.pairs(rank, step, owner, of_pair, own=self.step.diagonal())
-
-    def kept(self) -> Kept:
-        """In the order of the steps; without what a gate receives because it passes it on."""
-        arrives = np.where(self.peer, 0, self._of_ranks(self.hops_of_copies.through))
-        rows = self._by_owner(np.where(self.from_forward, self.use & ~arrives, 0))
-        owner, rank, at = _where(rows)
-        order = np.lexsort((rank, self.step.reshape(-1)[at]))
-        return Kept(rank[order], owner[order], rows.reshape(-1)[at][order])
-
-    @cached_property
-    def from_forward(self) -> np.ndarray:
-        """bool [ways, ranks]: did the rank keep the chunk? The last ones that forward used."""
-        size, kept = self.grid.size, self.demand.kept
-        if not kept:
-            return np.broadcast_to(np.False_, self.use.shape)
-        others = self._by_owner(self.use) != 0
-        order = np.argsort(np.where(others, self._in_turn(False), -1), axis=0, kind="stable")
-        last = np.zeros_like(others)
-        np.put_along_axis(last, order[max(0, size - kept) :], True, axis=0)
-        return (others & last)[self.owner]
-
-    @cached_property
-    def hops(self) -> _Edges:
-        """The hops of all rows to their users."""
-        return self._edges(self.use)
-
-    @cached_property
-    def hops_of_copies(self) -> _Edges:
-        """Without the rows that their users kept from forward."""
-        return self._edges(self.use * ~self.from_forward) if self.demand.kept else self.hops
-
-    def copies(self) -> Transfers:
-        """They land when they are needed: for a step, or to be passed on in time."""
-        hops = self.hops_of_copies
-        step = self.step[self.owner]
-        # When a gate needs the rows: for its own step, and to serve peers.
-        needs = (self.use != 0) & ~self.from_forward & self.served
-        land = self._by_node(np.where(needs, step - self.within * self.peer, NEVER)).min(axis=2)
-        land = np.maximum(land, self.depth)
-        # From the farthest gates inwards: each gate needs the rows as much earlier as the hop from
-        # it to the next one takes.
-        for way, node, above in self._levels(hops.through):
-            np.minimum.at(land, (way, above), land[way, node] - self.between)
-            land = np.maximum(land, self.depth)
-        by = np.concatenate([step.reshape(-1)[hops.peers], land.reshape(-1)[hops.gates]])
-        there = np.where(hops.from_owner, 0, land[hops.way, hops.above])
-        post = np.maximum(there, by - self._takes(hops))
-        return self._transfers(False, hops, hops.src, hops.dst, post, by)
-
-    def gradients(self) -> Transfers:
-        """The same ways back. They leave when the last contribution to them is there."""
-        hops, step = self.hops, self.step[self.owner]
-        adds = (self.use != 0) & self.served
-        done = self._by_node(np.where(adds, step + 1 + self.within * self.peer, 0)).max(axis=2)
-        # A gate's sum is complete when the last of its own ranks and of the gates behind it is in.
-        for way, node, above in self._levels(hops.through):
-            np.maximum.at(done, (way, above), done[way, node] + self.between)
-        post = np.concatenate([step.reshape(-1)[hops.peers] + 1, done.reshape(-1)[hops.gates]])
-        return self._transfers(True, hops, hops.dst, hops.src, post, post + self._takes(hops))
-
-    def _takes(self, hops: _Edges) -> np.ndarray:
-        """For how many steps each hop is under way."""
-        return np.where(hops.crosses, self.between, self.within).astype(np.int32)
 
     def _edges(self, use: np.ndarray) -> _Edges:
         """Along which hops these rows reach their users."""
@@ -259,12 +156,130 @@ class Ways:
     def _of_ranks(self, of_nodes: np.ndarray) -> np.ndarray:
         return np.repeat(of_nodes, self.grid.intra, axis=1)
 
-    def _by_owner(self, rows: np.ndarray) -> np.ndarray:
-        """int64 [owner, rank]: rows of all ways, [ways, ranks]."""
+    def _by_owner(self, of_ways: np.ndarray, unite: np.ufunc = np.bitwise_or) -> np.ndarray:
+        """int64 [owner, rank]: rows of all ways, [ways, ranks]; or what else is united."""
         found = np.zeros((self.grid.size, self.grid.size), dtype=np.int64)
         owners, first = np.unique(self.owner, return_index=True)
-        found[owners] = _or_groups(rows, first)
+        found[owners] = _groups(unite, of_ways, first)
         return found
+
+
+class Ways(_Paths):
+    """The paths of one pass, and when rows travel on them.
+
+    step: [owner, rank], when a rank computes with a chunk. within, between: how many steps a hop
+    within a node, and one between nodes, may take.
+    """
+
+    def __init__(self, demand: Demand):
+        common, key = demand.wanted.common, (_Paths, demand.side, demand.grid)
+        if key not in common:
+            common[key] = _Paths(demand.travelling, demand.grid)
+        vars(self).update(vars(common[key]))
+        self.demand = demand
+        self.within, self.between = WITHIN, max(WITHIN, self.grid.intra)
+        self.step = self._steps()
+
+    def _steps(self) -> np.ndarray:
+        step = self._in_turn(self.demand.gradients)
+        # Not before the rows can be there: every hop ends at a boundary of its own.
+        hops = np.where(self.served, self._of_ranks(self.depth) + self.peer, 1)
+        least = self._by_owner(np.where(self.use != 0, hops, 0), np.maximum)
+        return np.maximum(step, least, dtype=np.int32, casting="unsafe")
+
+    def _in_turn(self, halves: bool) -> np.ndarray:
+        """int32 [owner, rank]: nodes in rotation, the own one first, or half of it first and half
+        last; within the turn of a node its ranks in rotation, without gaps."""
+        nodes, width = self.grid
+        node, member, turn, place = np.ogrid[:nodes, :width, : nodes + 1, :width]
+        owner = (node - turn) % nodes * width + (member - place) % width
+        rank = np.broadcast_to(node * width + member, owner.shape)
+        first = place < (-(-width // 2) if halves else width)
+        used = self.demand.used(owner, rank) & np.where(turn % nodes, True, (turn > 0) != first)
+        before = np.cumsum(used, axis=3, dtype=np.int32) - used
+        length = used.sum(axis=3, dtype=np.int32).max(axis=1)
+        begin = (np.cumsum(length, axis=1, dtype=np.int32) - length)[:, None, :, None]
+        step = np.zeros((self.grid.size, self.grid.size), dtype=np.int32)
+        step[owner[used], rank[used]] = (begin + before)[used]
+        return step
+
+    def loosen(self) -> None:
+        """Let hops take as many steps as there is room for."""
+        if self.demand.all_want_all:
+            return
+        hops, step = self.hops, self.step[self.owner]
+        first = self._by_node(np.where(self.use != 0, step, step.max())).min(axis=2)
+        at = np.concatenate([step.reshape(-1)[hops.peers], first.reshape(-1)[hops.gates]])
+        rows = self.bundles.rows_of(self.owner[hops.way], hops.rows)
+        chunks = WITHIN + 1 + (min(self.grid) > 1)  # as where all want all: a gateway one besides
+        self.within = self.demand.ahead((hops.dst, at, hops.src, rows), chunks, WITHIN)
+        self.between = max(self.between, self.within)
+
+    def pairs(self) -> Pairs:
+        """What is computed."""
+        owner, rank, at = _where(self.of_pairs)
+        step, of_pair = self.step.reshape(-1)[at], self.of_pairs.reshape(-1)[at]
+        return self.demand.pairs(rank, step, owner, of_pair, own=self.step.diagonal())
+
+    def kept(self) -> Kept:
+        """In the order of the steps; without what a gate receives because it passes it on."""
+        if not self.demand.kept:
+            return NONE_KEPT
+        arrives = np.where(self.peer, 0, self._of_ranks(self.hops_of_copies.through))
+        rows = self._by_owner(np.where(self.from_forward, self.use & ~arrives, 0))
+        owner, rank, at = _where(rows)
+        order = np.lexsort((rank, self.step.reshape(-1)[at]))
+        return Kept(rank[order], owner[order], rows.reshape(-1)[at][order])
+
+    @cached_property
+    def from_forward(self) -> np.ndarray:
+        """bool [ways, ranks]: did the rank keep the chunk? The last ones that forward used."""
+        size, kept = self.grid.size, self.demand.kept
+        if not kept:
+            return np.broadcast_to(np.False_, self.use.shape)
+        others = self.of_pairs != 0
+        order = np.argsort(np.where(others, self._in_turn(False), -1), axis=0, kind="stable")
+        last = np.zeros_like(others)
+        np.put_along_axis(last, order[max(0, size - kept) :], True, axis=0)
+        return (others & last)[self.owner]
+
+    @cached_property
+    def hops_of_copies(self) -> _Edges:
+        """Without the rows that their users kept from forward."""
+        return self._edges(self.use * ~self.from_forward) if self.demand.kept else self.hops
+
+    def copies(self) -> Transfers:
+        """They land when they are needed: for a step, or to be passed on in time."""
+        hops = self.hops_of_copies
+        step = self.step[self.owner]
+        # When a gate needs the rows: for its own step, and to serve peers.
+        needs = (self.use != 0) & ~self.from_forward & self.served
+        land = self._by_node(np.where(needs, step - self.within * self.peer, NEVER)).min(axis=2)
+        land = np.maximum(land, self.depth)
+        # From the farthest gates inwards: each gate needs the rows as much earlier as the hop from
+        # it to the next one takes.
+        for way, node, above in self._levels(hops.through):
+            np.minimum.at(land, (way, above), land[way, node] - self.between)
+            land = np.maximum(land, self.depth)
+        by = np.concatenate([step.reshape(-1)[hops.peers], land.reshape(-1)[hops.gates]])
+        there = np.where(hops.from_owner, 0, land[hops.way, hops.above])
+        post = np.maximum(there, by - self._takes(hops))
+        return self._transfers(False, hops, hops.src, hops.dst, post, by)
+
+    def gradients(self) -> Transfers:
+        """The same ways back. They leave when the last contribution to them is there."""
+        hops, step = self.hops, self.step[self.owner]
+        adds = (self.use != 0) & self.served
+        done = self._by_node(np.where(adds, step + 1 + self.within * self.peer, 0)).max(axis=2)
+        # A gate's sum is complete when the last of its own ranks and of the gates behind it is in.
+        for way, node, above in self._levels(hops.through):
+            np.maximum.at(done, (way, above), done[way, node] + self.between)
+        post = np.concatenate([step.reshape(-1)[hops.peers] + 1, done.reshape(-1)[hops.gates]])
+        return self._transfers(True, hops, hops.dst, hops.src, post, post + self._takes(hops))
+
+    def _takes(self, hops: _Edges) -> np.ndarray:
+        """For how many steps each hop is under way."""
+        return np.where(hops.crosses, self.between, self.within).astype(np.int32)
 
     def _transfers(self, gradient, hops: _Edges, src, dst, post, land) -> Transfers:
         family, owner = "d" * gradient + self.demand.side, self.owner[hops.way]
@@ -311,11 +326,11 @@ def _where(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return *np.divmod(at, np.int32(chosen.shape[1])), at
 
 
-def _or_groups(bits: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """The union of each group of lines; `first`: where each begins."""
-    found = bits[first]
-    length = np.diff(np.r_[first, len(bits)])
+def _groups(unite: np.ufunc, lines: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """The lines of each group as one; `first`: where each begins."""
+    found = lines[first]
+    length = np.diff(np.r_[first, len(lines)])
     for later in range(1, int(length.max(initial=0))):  # few; faster than reduceat over lines
         some = np.flatnonzero(length > later)
-        found[some] |= bits[first[some] + later]
+        found[some] = unite(found[some], lines[first[some] + later])
     return found
