@@ -109,12 +109,12 @@ def test_what_packs_cannot_have_is_refused(capsys, words, said):
 
 def test_what_makes_packs_fit_is_tried_with_packs(capsys):
     """Not in chunks of rows, which packs cannot have, and with the padding of other ranks."""
-    words = [*WORDS[:1], *"--model llama3-8b --gpus 8 --seq 2M --packed 512K".split()]
-    words += "--tp 2 --cp 4".split()
+    run = "--model llama3-8b --gpus 8 --seq 2M --packed 512K --tp 2 --cp 4"
+    words = ["memory", *run.split()]
     assert main(words) == 1
     assert "; add --offload 1 --mlp-tiles 64, or with 16 GPUs" in capsys.readouterr().out
     assert main([*words, "--offload", "1", "--mlp-tiles", "64"]) == 0
-    assert main(["advise", *words[1:], *"--offload 0 --mlp-tiles 1".split()]) == 1
+    assert main(["advise", *words[1:], "--offload", "0", "--mlp-tiles", "1"]) == 1
     told = capsys.readouterr().err
     assert "does not fit" in told
     assert "--sequence-chunks" not in told

@@ -194,9 +194,7 @@ def _stages(model: Model, run: Settings) -> Iterator[dict[str, Any]]:
             yield {"pp": pp, **dict(zip(ENDS, ends, strict=True))}
 
 
-def _fits(
-    model: Model, cluster: Cluster, run: Settings, change: Remedy, held: Held | None
-) -> bool:
+def _fits(model: Model, cluster: Cluster, run: Settings, change: Remedy, held: Held | None) -> bool:
     """Whether the run fits after a change."""
     try:
         after, cluster = _after(cluster, run, change)
