@@ -152,8 +152,9 @@ def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None)
     Sets `config.burst`, which copies of the config keep. With algorithm "megatron", or on one
     context-parallel rank, Megatron's own attention runs. `seq_length` (global, tokens) is
     checked if given. With a cluster file, once there is a process group, the first call on all
-    ranks compares what their files say. Raises `ValueError` naming the flag of every setting that
-    cannot be honoured.
+    ranks compares what their files say; every rank has to name one, or none: a rank without one
+    keeps the others waiting. Raises `ValueError` naming the flag of every setting that cannot be
+    honoured.
     """
     patches = patching.installed(_NAME)
     if patches is None:

@@ -134,6 +134,9 @@ def test_the_longest_of_virtual_stages_has_stages(capsys):
     groups = json.loads(capsys.readouterr().out)["groups"]
     assert groups["pp"] > 1
     assert groups["vpp"] == 4
+    assert main([*BASE, "--longest", "--vpp", "4", "--micro-batches", "3"]) == 2
+    said = "--micro-batches 3: --vpp 4 runs rounds of as many as there are stages: take a multiple"
+    assert said in capsys.readouterr().err
 
 
 def test_a_megatron_command(capsys):

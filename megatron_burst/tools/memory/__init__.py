@@ -167,7 +167,8 @@ def _searched(
     try:
         return longest(model, cluster, goal, AttentionForecast(model, cluster, free), count)
     except ValueError:
-        best(model, cluster, runs)  # says which of what is given does not go together
+        if "pp" in free or "vpp" not in free:  # else the search has stages, and these runs none
+            best(model, cluster, runs)  # says which of what is given does not go together
         raise
 
 
