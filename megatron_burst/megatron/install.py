@@ -18,7 +18,7 @@ from .checks.features import feature_problems, packing_problems
 from .checks.problem import Problem, refuse
 from .checks.sparse import gathered
 from .checks.splitting import OLDEST
-from .data.cut import compare_clusters, cut_for, settle_cut
+from .data.cut import cut_for, settle_cut
 from .patching import check_version, core_version
 from .stream_layout import log_choice, one_layout, settled
 
@@ -151,9 +151,7 @@ def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None)
 
     Sets `config.burst`, which copies of the config keep. With algorithm "megatron", or on one
     context-parallel rank, Megatron's own attention runs. `seq_length` (global, tokens) is
-    checked if given. With a cluster file, once there is a process group, the first call on all
-    ranks compares what their files say; every rank has to name one, or none: a rank without one
-    keeps the others waiting. Raises `ValueError` naming the flag of every setting that cannot be
+    checked if given. Raises `ValueError` naming the flag of every setting that cannot be
     honoured.
     """
     patches = patching.installed(_NAME)
@@ -164,7 +162,6 @@ def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None)
     refuse(configuration_problems(config, burst, seq_length))
     if burst.algorithm != "megatron" or "layout" in patches.notes:
         _fix_layout(patches, burst.layout)
-    compare_clusters(patches, burst.cluster)
     if burst.algorithm != "megatron":
         settle_cut(patches, cut_for(config, burst))
     if burst.pack == "documents":

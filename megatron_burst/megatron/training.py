@@ -152,7 +152,7 @@ def _agreeing(patches: PatchSet, original: Callable, *args: Any, **named: Any) -
     if _ASKED in patches.notes:
         facts = patches.notes[_ASKED]
         agree(facts, gather_from_all)
-        compare_clusters(patches, facts["--burst-cluster"])
+        compare_clusters(patches.notes, facts["--burst-cluster"])
     return original(*args, **named)
 
 

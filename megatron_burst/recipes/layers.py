@@ -11,6 +11,7 @@ import functools
 from typing import Any
 
 from ..megatron import patching, specs
+from ..megatron.data.cut import compare_clusters
 from ..megatron.patching import show_log
 from . import own_attention, packed, vision
 from .kinds import translated, translating
@@ -34,6 +35,7 @@ def burst_layer_spec(
     choices = vision.with_mask(config, choices)
     with translating(config):
         layers = specs.burst_layer_spec(config, vp_stage, base=base, **choices)
+        compare_clusters(patching.notes(), choices.get("cluster"))
     patching.translate_with(functools.partial(translated, config))
     packed.patch_bridge()
     vision.patch_bridge()

@@ -98,6 +98,7 @@ class Truth:
                 3 * oracle.worst(other, right) + 2 * unit * right.abs().max().item() + more
                 for other, right, more in zip(theirs, self.results, rounded, strict=True)
             ]
+            assert all(map(math.isfinite, self.limits))  # NaN would pass everything
         wire = call.choices["grad_wire_dtype"]
         if wire is not None:  # each hop rounds a sum, which may be larger than the last one
             unit = torch.finfo(wire).eps

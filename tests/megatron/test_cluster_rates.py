@@ -12,17 +12,19 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 
 import megatron_burst as mb
 from megatron_burst.autotune import cluster_file
 from megatron_burst.autotune.clusters import Cluster
 from megatron_burst.autotune.places import Nodes
-from megatron_burst.megatron import configure, install, training, uninstall
+from megatron_burst.megatron import training, uninstall
 from megatron_burst.megatron.attention import plan_book
 from megatron_burst.megatron.checks.config import cluster_problems
 from megatron_burst.megatron.data.packed import Pack
 from megatron_burst.megatron.linear import state_layers
+from megatron_burst.recipes.layers import burst_layer_spec
 from megatron_burst.tools.advise.settings import Settings
 from megatron_burst.tools.advise.shapes.models import Model
 from megatron_burst.tools.advise.simulate import simulate
@@ -163,16 +165,16 @@ def by_flags():
     return training._agreeing(patches, lambda: "made")
 
 
-def by_call():
-    """Where a recipe, or a script of its own, configures its model."""
+def by_recipe():
+    """Where a recipe asks for the layers of its model."""
     config = TransformerConfig(
         num_layers=2, hidden_size=64, num_attention_heads=4, context_parallel_size=2,
         attention_dropout=0.0,
     )  # fmt: skip
+    layers = get_gpt_layer_local_spec()
     uninstall()
-    install(layout="zigzag")
     try:
-        configure(config, mb.BurstConfig("auto", cluster="mine.toml"))
+        burst_layer_spec(config, base=layers, algorithm="auto", cluster="mine.toml")
     finally:
         uninstall()
     return "made"
@@ -193,9 +195,9 @@ def compared(way, gpus):
             os.chdir(here)
 
 
-@pytest.mark.parametrize("way", [by_flags, by_call], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", [by_flags, by_recipe], ids=lambda way: way.__name__)
 def test_ranks_compare_what_their_cluster_files_say(ranks, way):
     """Packs are cut by it on every pipeline stage, each of which reads a file of its own."""
     assert ranks(2).run(compared, way, (4, 4)) == ["made", "made"]
     for told in ranks(2).run(compared, way, (4, 8)):
-        assert "the contents of --burst-cluster" in told
+        assert "rank 0 has the contents of" in told

@@ -14,6 +14,7 @@ from megatron_burst.cli.main import main
 from megatron_burst.kernels.registry import KERNELS as RUN
 from megatron_burst.tools.advise import rivals
 from megatron_burst.tools.advise.flags import cluster_of
+from megatron_burst.tools.advise.search import pasted
 from megatron_burst.tools.advise.search.packed import PackedForecast
 from megatron_burst.tools.advise.settings import Settings
 from megatron_burst.tools.advise.shapes.models import named
@@ -115,6 +116,13 @@ def test_advise_by_kernel(capsys):
     assert "--burst-kernel aten \\" in shown
     assert main([*words, "--kernel", "aten", "--recipe"]) == 0
     assert "kernel='aten'" in capsys.readouterr().out
+
+
+def test_a_kernel_that_no_run_takes_is_no_flag():
+    """A cluster file may say in words whose rate it has."""
+    for kernel, stated in (("flash3", "flash3"), ("FlashAttention-2", "auto")):
+        run = Settings(65536, cp=2, kernel=kernel)
+        assert pasted.choices(run).get("kernel", "auto") == stated
 
 
 @pytest.mark.parametrize(

@@ -102,13 +102,14 @@ def attention_cut(burst: BurstConfig) -> BatchCut | None:
     return BatchCut(str(burst.attention_layout)) if apart else None
 
 
-def compare_clusters(patches: patching.PatchSet, path: str | None) -> None:
+def compare_clusters(notes: dict[str, Any], path: str | None) -> None:
     """Compare, once all ranks are there, what the cluster file of each says: packs are cut by it,
-    on all stages. Collective over all ranks the first time.
+    on all stages. Collective over all ranks the first time; notes: of the installed patches, where
+    it is remembered.
 
     Raises the same `ValueError` on every rank where files differ.
     """
-    if path is None or _COMPARED in patches.notes or not torch.distributed.is_initialized():
+    if path is None or _COMPARED in notes or not torch.distributed.is_initialized():
         return
 
     def contents() -> Facts:
@@ -116,7 +117,7 @@ def compare_clusters(patches: patching.PatchSet, path: str | None) -> None:
         return {"the contents of --burst-cluster": digest}
 
     agree(attempt(contents), gather_from_all)
-    patches.notes[_COMPARED] = path  # where they differ, the next call is told so, too
+    notes[_COMPARED] = path  # where they differ, the next call is told so, too
 
 
 def gather_from_all(header: torch.Tensor) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ....config import BurstConfig, flag_of
+from ....options import KERNELS
 from ..settings import Settings
 from ..shapes.model import Model
 from .model_flags import (
@@ -142,7 +143,7 @@ def choices(run: Settings, cut: str = "", carries: bool = False) -> dict[str, An
     wanted: dict[str, Any] = {
         "algorithm": run.algorithm if ours else "megatron",
         "per_layer": run.per_layer if ours else None,
-        "kernel": run.kernel if ours and run.kernel else "auto",
+        "kernel": run.kernel if ours and run.kernel in KERNELS else "auto",  # or words of a file
         "layout": run.layout if ours and not cut else BurstConfig.layout,
         "side": run.side if ours else "auto",
         "ulysses_size": run.ulysses if ours and run.ulysses not in (1, run.cp) else None,
