@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where Megatron keeps modules that move between packages: layers that carry a state, and sparse
+"""Locations of Megatron's modules that move between packages: layers with a state, and sparse
 attention.
 
-A Megatron in which they have moved costs one line of `PACKAGES`. The module of a class is asked for
-by the last part of its name, which is the same in every package.
+Callers name a module by its last part in the older packages, such as "dsa" or
+"gated_delta_net.gdn". `MOVED` has the newer location of each of them. The newer location comes
+first: where both exist, the older one only forwards names.
 """
 
 from __future__ import annotations
@@ -11,36 +12,63 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-# The first that has a module counts.
 PACKAGES = (
     "megatron.core.ssm",
     "megatron.core.transformer.experimental_attention_variant",
 )
+# Megatron-LM pull requests 7239 and 7380 (September 2026): the table of deprecated paths that the
+# latter tests. Kernels moved to `core/ops` before the classes that call them did.
+_SSM, _ATTENTION = "megatron.core.ops.ssm", "megatron.core.ops.attention"
+MOVED = {
+    "absorbed_mla": f"{_ATTENTION}.mla",
+    "dsa": f"{_ATTENTION}.dsa.modules",
+    "dsa_loss": "megatron.core.transformer.dsa_loss",
+    "gated_delta_net": f"{_SSM}.gated_delta.modules",
+    "gated_delta_net.common": f"{_SSM}.gated_delta.common",
+    "gated_delta_net.gdn": f"{_SSM}.gated_delta.gdn",
+    "gated_delta_net.gdn2": f"{_SSM}.gated_delta.gdn2",
+    "gated_delta_product": f"{_SSM}.gdp.mixer",
+    "mamba_layer": "megatron.core.transformer.mamba_layer",
+    "mamba_mixer": f"{_SSM}.mamba2.mixer",
+    "mlp_layer": "megatron.core.transformer.mlp_layer",
+}
 
 
 def find(name: str) -> Any:
-    """The module `name` of whichever of `PACKAGES` has it; None without one."""
-    for package in PACKAGES:
-        path = f"{package}.{name}"
-        try:
-            return importlib.import_module(path)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{path}.".startswith(f"{error.name}."):
-                raise  # the module is there, and something that it imports is not
+    """Return the module `name` from the first location that has it, or None."""
+    for path in _paths(name):
+        if (found := imported(path)) is not None:
+            return found
     return None
 
 
 def module(name: str) -> Any:
-    """The module `name` of whichever of `PACKAGES` has it.
+    """Return the module `name` from the first location that has it.
 
-    Raises `RuntimeError` naming Megatron's version and the packages where none has it.
+    Raises:
+        RuntimeError: No location has it; the message names Megatron's version and the locations.
     """
     found = find(name)
     if found is None:
         import megatron.core
 
         raise RuntimeError(
-            f"Megatron-Core {megatron.core.__version__} has no module {name} in "
-            f"{' or '.join(PACKAGES)}; this version of megatron_burst does not support it"
+            f"Megatron-Core {megatron.core.__version__} has no module {name}: it is not at "
+            f"{' or '.join(_paths(name))}; this version of megatron_burst does not support it"
         )
     return found
+
+
+def imported(path: str) -> Any:
+    """Import the module at `path`; None if it, or a package that contains it, does not exist."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{path}.".startswith(f"{error.name}."):
+            raise  # the module exists, and something that it imports does not
+    return None
+
+
+def _paths(name: str) -> list[str]:
+    newer = [MOVED[name]] if name in MOVED else []
+    return newer + [f"{package}.{name}" for package in PACKAGES]

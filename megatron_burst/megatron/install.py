@@ -116,13 +116,14 @@ def _fix_layout(patches: patching.PatchSet, layout: str) -> None:
             "layout; call uninstall() first, and build the model again"
         )
     if "sliced" not in patches.notes:
+        from .data.other_cuts import guard_other_cuts
         from .data.rope import rope_patches
-        from .data.slicing import refuse_other_cuts, slicing_patches
+        from .data.slicing import slicing_patches
 
         with patching.opened(patches, "slicing"):
             for each in slicing_patches(layout):
                 patches.wrap(*each)
-        refuse_other_cuts(patches, layout)
+        guard_other_cuts(patches, layout)
         for each in rope_patches(layout):
             patches.wrap(*each)
         patches.notes["sliced"] = True

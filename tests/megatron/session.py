@@ -280,7 +280,7 @@ def differently_called(keyword, ranks):
                 "packed_seq_params": {"packed_seq_params": object()},
                 "attn_mask_type": {"attn_mask_type": AttnMaskType.padding},
                 "cross-attention": {"packed_seq_params": _two_documents(8, 9)},
-                "documents": {"packed_seq_params": _two_documents(9)},
+                "documents": {"packed_seq_params": _two_documents(16)},
             }
             asked = {"attention_mask": None} | packed | (extra.get(keyword, {}) if odd else {})
             core(q, k, v, **asked)

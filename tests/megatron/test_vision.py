@@ -198,8 +198,8 @@ def test_tensors_stand_for_one_micro_batch(monkeypatch):
 def test_packed_batches_of_llava_are_cut_in_zigzag_order():
     config = types.SimpleNamespace(language_model_type="any")
     with pytest.raises(ValueError, match="packed_seq_params of LLaVAModel"):
-        check_pack(config, layout.make("contiguous", cp_size=2), 16, 2, uncut=False)
-    check_pack(config, layout.make("zigzag", cp_size=2, cu_seqlens=[0, 16]), 16, 2, uncut=False)
+        check_pack(config, layout.make("contiguous", cp_size=2), 2)
+    check_pack(config, layout.make("zigzag", cp_size=2, cu_seqlens=[0, 16]), 2)
 
 
 def test_blocks_of_the_page(four):

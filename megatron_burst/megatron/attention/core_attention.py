@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -22,7 +21,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from ...attention import attention
 from ...config import Auto, BurstConfig
-from ...layout import Balanced, DocumentZigzag, Layout
+from ...layout import DocumentZigzag, Layout
 from ...planning.plan import Plan
 from ..checks.command_line import RESET
 from ..checks.config import check_config, dropout_problem, records_max_logits
@@ -37,7 +36,8 @@ from ..data.cut import (
     unpacked,
 )
 from ..data.datasets import documents_expected
-from ..data.packed import Pack, packs
+from ..data.other_cuts import check_cut, cuts_batches
+from ..data.packed import Pack
 from ..data.rope import mrope_of_packs
 from ..windows import layer_window
 from .groups import book_of, micro_batch_groups
@@ -128,9 +128,7 @@ class BurstCoreAttention(MegatronModule):
         self.book = book_of(config, pg_collection)
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         self._per_node = sizes[0] if sizes else burst.intra_size
-        # Other ranks of a tensor-parallel group may get what the first one has cut, and later
-        # stages get activations.
-        self._gets_batches = pg_collection.tp.rank() == 0 and _first_stage(config)
+        self._cuts = cuts_batches(config, pg_collection)
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale
         self._head_sizes = (
@@ -285,9 +283,8 @@ class BurstCoreAttention(MegatronModule):
     def _pack(self, book: PlanBook, params: Any, query: torch.Tensor) -> Pack:
         size = book.groups.size
         pack = book.pack(query.shape[0] * size, params)
-        layout = pack.layout(self.cut, size)
-        uncut = self._gets_batches and not packs().was_cut(pack)
-        check_pack(self.config, layout, pack.total, size, uncut)
+        check_cut(params, pack, self.cut, size, self._cuts)
+        check_pack(self.config, pack.layout(self.cut, size), size)
         return pack
 
     def _largest(self, query: torch.Tensor) -> torch.Tensor:
@@ -309,13 +306,6 @@ class BurstCoreAttention(MegatronModule):
             cut=self.cut if apart is None else apart,
             stream=None if apart is None else self.cut,
         )
-
-
-def _first_stage(config: Any) -> bool:
-    """Whether this rank is in the pipeline stage that gets tokens."""
-    if getattr(config, "pipeline_model_parallel_size", 1) == 1:
-        return True
-    return parallel_state.get_pipeline_model_parallel_rank() == 0
 
 
 def _drop_extra_state(module: Any, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
@@ -362,28 +352,10 @@ def check_call(mask_type: AttnMaskType, others: dict[str, Any], packed: Any, cut
     form = getattr(packed, "qkv_format", None)
     if form != "thd":
         raise ValueError(f"packed_seq_params: qkv_format must be 'thd', got {form!r}")
-    order = getattr(packed, "cp_partition_mode", None)  # Megatron-LM's branch dev
-    if order not in (None, "zigzag"):
-        raise ValueError(
-            f"packed_seq_params: cp_partition_mode is {order!r}: rows would get positions of "
-            "others; only 'zigzag' is supported"
-        )
 
 
-def check_pack(config: Any, layout: Layout, total: int, size: int, uncut: bool) -> None:
-    """Raise `ValueError` unless a pack of `total` tokens was laid out as attention expects.
-
-    layout: of the pack over `size` ranks. uncut: this rank should have cut it, and did not.
-    """
-    if isinstance(layout, Balanced) and uncut:
-        raise ValueError(
-            f"layout balanced: nothing here cut the {total} tokens of this pack by it. "
-            "What cut them (Transformer Engine's thd_get_partitioned_indices, or a loader "
-            "for another model) gave this rank other tokens: let "
-            "utils.get_batch_on_this_cp_rank of Megatron-Core or "
-            "megatron_burst.megatron.shard_sequence cut whole packs, in the process that "
-            "trains, or take --burst-layout zigzag"
-        )
+def check_pack(config: Any, layout: Layout, size: int) -> None:
+    """Raise `ValueError` if a pack's layout over `size` ranks excludes settings of the model."""
     documents_apart = size == 1 or isinstance(layout, DocumentZigzag)
     if getattr(config, "language_model_type", None) is not None and not documents_apart:
         raise ValueError(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,10 +18,10 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 
 from ...recompute.checkpoint import Framed, Offload, current, framed
 from .. import homes, patching
-from ..checks.splitting import attends
+from ..checks.splitting import OLDEST, attends
 from ..data.cut import group_of
 from ..offload.tier import tier_of
-from ..patching import bound_to, given_to, require_function
+from ..patching import bound_to, core_version, given_to, require_function
 from .core_attention import BurstCoreAttention
 from .derived import stands_for
 
@@ -48,6 +49,48 @@ def patch_attention(patches: patching.PatchSet) -> None:
             "query", "key", "value", "attention_mask", "attn_mask_type", "attention_bias",
             "packed_seq_params",
         ])  # fmt: skip
+    hybrid = _hybrid_model()
+    if hybrid is not None:
+        patches.wrap(hybrid, "forward", ["packed_seq_params"], refuse_other_attention)
+
+
+def _hybrid_model() -> Any:
+    """Return Megatron's HybridModel if its forward can choose other attention: after 0.20."""
+    if core_version() < OLDEST:
+        return None
+    home = homes.imported("megatron.core.models.hybrid.hybrid_model")
+    model = getattr(home, "HybridModel", None)
+    names = () if model is None else inspect.signature(model.forward).parameters
+    return model if {"cp_batch", "shared_prefix_layout"} & set(names) else None
+
+
+def refuse_other_attention(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call HybridModel.forward, unless its arguments change what attention computes.
+
+    Megatron-LM after 0.20 (September 2026): with `shared_prefix_layout` the model runs its own
+    attention over a tree, and `cp_batch` may have two layouts, between which it exchanges rows.
+    Other arguments are passed through.
+    """
+    burst = getattr(self.config, "burst", None)
+    if burst is None or not attends(self.config, burst):
+        return original(self, *args, **kwargs)
+    given = given_to(original, (self, *args), kwargs)
+    if given.get("shared_prefix_layout") is not None:
+        raise ValueError(
+            "shared_prefix_layout: HybridModel then runs attention of its own over a prefix tree, "
+            "and BurstAttention computes none of it: give trajectories to mb.rl.logprobs, or take "
+            "--context-parallel-algo megatron"
+        )
+    batch = given.get("cp_batch")
+    if batch is not None and len(batch.batches_by_layout) > 1:
+        names = " and ".join(sorted(batch.batches_by_layout))
+        raise ValueError(
+            f"cp_batch has the layouts {names}, between which Megatron exchanges rows around "
+            "attention; BurstAttention does so itself: leave --linear-cp-layout and "
+            "--attention-cp-layout out, and take --burst-layout contiguous "
+            "--burst-attention-layout zigzag"
+        )
+    return original(self, *args, **kwargs)
 
 
 def _stock_core_attentions() -> tuple[type, ...]:

@@ -12,7 +12,6 @@ Shape letters: s tokens of this context-parallel rank.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -33,6 +32,7 @@ from .. import patching
 from ..checks.config import HIDDEN_STATES
 from ..patching import Wrap, bound_to, given_to
 from .cut import BatchCut, cut_of_run, group_of, installed_layout
+from .other_cuts import refuse_layout
 from .packed import Pack, packs
 from .rope import check_length, fused_packed_rope, packed_rope
 
@@ -66,29 +66,6 @@ def slicing_patches(layout: str) -> list[Wrap]:
     return rows
 
 
-def refuse_other_cuts(patches: patching.PatchSet, layout: str) -> None:
-    """Refuse the function of Transformer Engine with which loaders and models cut documents
-    themselves, always in zigzag order, in a run of another layout.
-
-    NeMo 2, Megatron's `MimoModel` and models of Megatron-Bridge call it.
-    """
-    name, engine = "thd_get_partitioned_indices", sys.modules.get("transformer_engine_torch")
-    original: Any = getattr(engine, name, None)
-    if original is None or layout == "zigzag":
-        return
-
-    def cut(cu_seqlens: Any, tokens: int, size: int, rank: int) -> Any:
-        if size == 1:
-            return original(cu_seqlens, tokens, size, rank)
-        raise patching.user_error(
-            f"--burst-layout {layout}: {name} of Transformer Engine would cut the {tokens} tokens "
-            "of this pack in zigzag order, and attention expects others: take --burst-layout "
-            "zigzag, or cut whole packs by megatron_burst.megatron.shard_sequence"
-        )
-
-    patches.replace_function(engine, name, cut)
-
-
 def _sliced_batch(layout: str, original: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """`megatron.core.utils.get_batch_on_this_cp_rank` (0.16 to 0.20).
 
@@ -98,8 +75,11 @@ def _sliced_batch(layout: str, original: Callable, *args: Any, **kwargs: Any) ->
     batch, group = given["batch"], given.get("cp_group")
     packed = batch.get("cu_seqlens") is not None
     if packed and given.get("is_hybrid_cp"):
-        return _of_own_group(batch, given.get("hybrid_cp_group_func"), layout)
+        cut = _of_own_group(batch, given.get("hybrid_cp_group_func"), layout)
+        return original(*args, **kwargs) if cut is None else cut
     group = context_group(group)
+    if group.size() > 1 and given.get("use_contiguous_cp"):  # after 0.20
+        refuse_layout(layout, "contiguous", None, "get_batch_on_this_cp_rank of Megatron-Core")
     if group.size() == 1 or (not packed and layout == "zigzag"):
         return original(*args, **kwargs)
     if packed:
@@ -113,10 +93,11 @@ def _sliced_batch(layout: str, original: Callable, *args: Any, **kwargs: Any) ->
 
 def _of_own_group(
     batch: dict[str, Any], group_of_size: Callable | None, layout: str
-) -> dict[str, Any]:
-    """The part of a micro-batch that has a group of its own, of `local_cp_size` ranks.
+) -> dict[str, Any] | None:
+    """Return the part of a micro-batch that has a group of its own, of `local_cp_size` ranks.
 
-    The original cuts the whole pack in zigzag order, attention every document.
+    The original cuts the whole pack in zigzag order, attention every document. None for one rank:
+    the original cuts nothing, and after 0.20 it names the group of this rank alone.
     """
     size = batch.get("local_cp_size")
     if size is None or group_of_size is None:
@@ -125,7 +106,7 @@ def _of_own_group(
             "hybrid_cp_group_func, which makes a group of it"
         )
     if int(size) == 1:
-        return batch
+        return None
     group = group_of_size(group_size=int(size))
     documents = batch["cu_seqlens"], batch.get("cu_seqlens_padded")
     cut = cut_of_run(layout)
@@ -277,7 +258,8 @@ def _rolled(
     """`multi_token_prediction.roll_tensor` (0.16 to 0.20) in a run of that layout.
 
     The original runs without context parallelism, and for hidden states, which have gradients.
-    whole: sequences that are not packed, by their lengths.
+    whole: sequences that are not packed, by their lengths. After 0.20 the original also takes
+    `cp_layout`, the order of the tokens, and `fill_value` for tokens without a next one.
     """
     bound = bound_to(original, args, kwargs)
     bound.apply_defaults()
@@ -287,6 +269,8 @@ def _rolled(
         group = params.cp_group
     if tensor is None or group is None or group.size() == 1:
         return original(*args, **kwargs)
+    if given.get("cp_layout", "zigzag") != "zigzag":  # its default
+        refuse_layout(layout, given["cp_layout"], None, "roll_tensor of multi-token prediction")
     if given["shifts"] != -1 or given["dims"] not in (-1, tensor.dim() - 1):
         raise ValueError(
             f"roll_tensor with shifts={given['shifts']}, dims={given['dims']}: over "
@@ -302,17 +286,19 @@ def _rolled(
     else:
         pack = packs().of(total, params.cu_seqlens_q, params.cu_seqlens_q_padded)
     index = pack.successors(cut_of_run(layout), group.size(), group.rank(), tensor.device)
-    moved = exchange(tensor, *index, group)
+    moved = exchange(tensor, *index, group, given.get("fill_value", 0))
     return moved, moved.sum() if given.get("return_sum", True) else None
 
 
 def exchange(
-    tensor: torch.Tensor, sent: torch.Tensor, taken: torch.Tensor, group: Any
+    tensor: torch.Tensor, sent: torch.Tensor, taken: torch.Tensor, group: Any, fill: Any = 0
 ) -> torch.Tensor:
-    """`tensor` [..., s] of this rank, shifted by `mb.layout.successors`; a collective of
-    `group`."""
+    """Return `tensor` [..., s] of this rank, shifted by `mb.layout.successors`.
+
+    A collective of `group`. fill: the value of tokens without a successor.
+    """
     own = tensor.index_select(-1, sent)
     received = [torch.empty_like(own) for _ in range(group.size())]
     torch.distributed.all_gather(received, own, group=group)
-    zero = tensor.new_zeros(*tensor.shape[:-1], 1)
-    return torch.cat([tensor, *received, zero], dim=-1).index_select(-1, taken)
+    last = tensor.new_full((*tensor.shape[:-1], 1), fill)
+    return torch.cat([tensor, *received, last], dim=-1).index_select(-1, taken)

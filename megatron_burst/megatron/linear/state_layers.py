@@ -27,6 +27,7 @@ from ..attention.groups import book_of
 from ..attention.plan_book import PlanBook, RowChunking, Tensors
 from ..checks.config import check_config
 from ..data.cut import ONE_RANK, BatchCut, cut_of_run, group_of
+from ..data.other_cuts import check_cut, cuts_batches
 from ..data.packed import Pack
 from ..patching import bound_to, given_to
 
@@ -101,6 +102,7 @@ class StateLayer:
         burst: BurstConfig = config.burst
         check_config(config, burst)
         self.config, self.group = config, pg_collection.cp
+        self._cuts = cuts_batches(config, pg_collection)
         self.label = max(1, layer_number or 1)
         self.kind = LinearKind(burst, form, sizes, cut_of_run(burst.layout), scale)
         self.book = book_of(config, pg_collection)
@@ -128,8 +130,8 @@ class StateLayer:
             return None
         size = self.book.groups.size
         pack = self.book.pack(rows * size, params)
-        # Core attention, or the data path before it, has checked who cut the pack.
-        check_pack(self.config, pack.layout(self.kind.cut, size), pack.total, size, uncut=False)
+        check_cut(params, pack, self.kind.cut, size, self._cuts)
+        check_pack(self.config, pack.layout(self.kind.cut, size), size)
         return pack
 
 

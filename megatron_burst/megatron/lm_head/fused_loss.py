@@ -32,7 +32,7 @@ from ..checks.features import LM_HEAD
 from ..checks.splitting import OLDEST
 from ..patching import core_version, given_to
 from . import STARTUP
-from .mtp import rolled
+from .mtp import head_masks
 
 Bound = tuple[bool, torch.Tensor | None]
 
@@ -108,13 +108,17 @@ def _masks(model: Any, given: dict[str, Any]) -> Iterator[Bound]:
     """(whether it is a further head, its loss mask [b, s]) for each head; further heads come first.
 
     The i-th further head of multi-token prediction predicts the i-th token after the next one, so
-    its mask is rolled i times. This is a generator because rolling communicates: each step runs
+    its mask is shifted i times. This is a generator because rolling communicates: each step runs
     when Megatron computes the loss of that head.
     """
     mask = given.get("loss_mask")
     full = torch.ones_like(given["labels"]) if mask is None else mask
     count, packed = model.config.mtp_num_layers or 0, given.get("packed_seq_params")
-    for moved in rolled(full, count, model.pg_collection.cp, packed):
+    if given.get("compute_mtp_loss") is False:  # after 0.20: the further heads do not run
+        count = 0
+    inputs = given.get("mtp_input_mask")
+    inputs = None if inputs is None else inputs.to(full.dtype)
+    for moved in head_masks(full, count, model.pg_collection.cp, packed, inputs):
         yield True, moved
     yield False, mask
 

@@ -39,13 +39,29 @@ def patch(patches: patching.PatchSet) -> None:
     patches.wrap(mtp, "process_mtp_loss", names, _normalized)
 
 
-def rolled(mask: torch.Tensor, times: int, group: Any, packed: Any) -> Iterator[torch.Tensor]:
-    """A loss mask [b, s] shifted by 1, 2, ... `times` tokens; each step communicates."""
+def head_masks(
+    mask: torch.Tensor, times: int, group: Any, packed: Any, inputs: torch.Tensor | None = None
+) -> Iterator[torch.Tensor]:
+    """Yield the loss masks [b, s] of `times` further heads; each step communicates.
+
+    mask: The loss mask of the model, which is shifted by one more token for each head.
+    inputs: `mtp_input_mask` [b, s] of Megatron-LM after 0.20: which tokens a head may read. Head k
+        reads the next k tokens, and its loss counts if all of them are valid.
+    """
+    valid = None
     for _ in range(times):
-        mask = mtp.roll_tensor(mask, shifts=-1, dims=-1, cp_group=group, packed_seq_params=packed)[
-            0
-        ]
-        yield mask
+        mask = _next(mask, group, packed)
+        if inputs is None:
+            yield mask
+            continue
+        inputs = _next(inputs, group, packed)
+        valid = inputs if valid is None else valid * inputs
+        yield mask * valid
+
+
+def _next(mask: torch.Tensor, group: Any, packed: Any) -> torch.Tensor:
+    """Return a mask [b, s] shifted by one token."""
+    return mtp.roll_tensor(mask, shifts=-1, dims=-1, cp_group=group, packed_seq_params=packed)[0]
 
 
 def _normalized(original: Callable, *args: Any, **named: Any) -> Any:
@@ -69,8 +85,10 @@ def _normalized(original: Callable, *args: Any, **named: Any) -> Any:
     mask = torch.ones_like(labels) if mask is None else mask
     packed = given.get("packed_seq_params")
     if given["labels"] is None:  # labels will be the next inputs, which the last token lacks
-        (mask,) = rolled(mask, 1, group, packed)
-    masks = [mask, *rolled(mask, config.mtp_num_layers, group, packed)]
+        mask = _next(mask, group, packed)
+    inputs = given.get("mtp_input_mask")
+    inputs = None if inputs is None else inputs.to(mask.dtype)
+    masks = [mask, *head_masks(mask, config.mtp_num_layers, group, packed, inputs)]
     own = torch.stack([mask.sum() for mask in masks]).float()
     whole = own.clone()
     torch.distributed.all_reduce(whole, group=group)

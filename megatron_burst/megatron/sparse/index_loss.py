@@ -70,7 +70,8 @@ def _log(mean: torch.Tensor, config: Any, layer: int, cp_group: Any, sum_over: A
 
 def _values(config: Any, device: torch.device) -> dict[str, Any]:
     """Megatron's tracker, with room for the loss of each layer."""
-    tracker: dict[str, Any] = homes.module("dsa").DSAIndexerLossLoggingHelper.tracker
+    home: Any = homes.find("dsa_loss") or homes.module("dsa")
+    tracker: dict[str, Any] = home.DSAIndexerLossLoggingHelper.tracker
     if "values" not in tracker:
         tracker["values"] = torch.zeros(config.num_layers, device=device)
     return tracker

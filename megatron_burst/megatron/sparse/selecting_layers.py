@@ -27,6 +27,7 @@ from ..attention.plan_book import PlanBook, RowChunking, Tensors
 from ..checks.config import check_config
 from ..checks.sparse import sparse_algorithm
 from ..data.cut import BatchCut, cut_of_run, group_of
+from ..data.other_cuts import check_cut, cuts_batches
 from ..data.packed import Pack
 
 
@@ -128,6 +129,7 @@ class SelectingLayer:
         burst: BurstConfig = config.burst
         check_config(config, burst)
         self.group = pg_collection.cp
+        self._cuts = cuts_batches(config, pg_collection)
         self.label = max(1, layer_number or 1)
         own = burst.of_layer(self.label, windowed=False)
         self.kind = SelectingKind(own, cut_of_run(burst.layout), name, index, keys)
@@ -168,5 +170,6 @@ class SelectingLayer:
             return None
         size = self.book.groups.size
         pack = self.book.pack(len(q) * size, params)
-        check_pack(self.config, pack.layout(self.kind.cut, size), pack.total, size, uncut=False)
+        check_cut(params, pack, self.kind.cut, size, self._cuts)
+        check_pack(self.config, pack.layout(self.kind.cut, size), size)
         return pack

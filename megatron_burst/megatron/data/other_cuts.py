@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Code of Megatron and Transformer Engine that cuts, shifts or reorders batches by itself.
+
+The run has one layout. Functions that bypass `get_batch_on_this_cp_rank` may use another one, and
+ranks would then hold other tokens than attention expects, with valid shapes and without an error.
+Each of these functions is replaced if the installed version has it: it runs if its layout equals
+the layout of the run, and raises `ValueError` otherwise. `check_cut` is the check of attention, for
+packs that a function unknown to this module has cut.
+
+How attention knows who cut a pack: `Packs.note_cut` records every pack that this process cuts in
+the layout of the run. A pack without a record was cut elsewhere. Its layout is then "contiguous" if
+its `PackedSeqParams.cp_partition_mode` says so, and otherwise zigzag within each document, which is
+the convention of Megatron and Transformer Engine. `cp_partition_mode` is "zigzag" by default, so
+that value alone does not contradict a record.
+
+Interfaces of Megatron-LM after commit d98e8a64 (August 2026), read in its sources of September
+2026: `context_parallel/utils.py` (pull request 6912), `sequence_roll.py`, `conversion.py` and
+`partition.py` in the same package, and `transformer/mtp_sequence_roll.py` of the branch dev.
+Transformer Engine: `context_parallel.py` of 2.20.2 (pull request 3221).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from ...config import OFF
+from ...layout import DocumentZigzag
+from .. import homes, patching
+from ..checks.splitting import STREAMS, splits
+from ..patching import Wrap, bound_to, given_to
+from .cut import BatchCut
+from .packed import Pack, packs
+
+_ENGINE = "transformer_engine_torch"
+_ENGINE_PYTHON = "transformer_engine.pytorch.attention.dot_product_attention.context_parallel"
+# Strategies of Transformer Engine's `CPLoadBalancingStrategy`, and our names of their layouts.
+_STRATEGIES = {"DUAL_CHUNK_SWAP": "zigzag", "NO_LOAD_BALANCE": "contiguous"}
+
+
+def guard_other_cuts(patches: patching.PatchSet, layout: str) -> None:
+    """Replace the functions of Megatron and Transformer Engine that cut batches by themselves.
+
+    Args:
+        patches: The installed set of patches.
+        layout: The layout of the run.
+    """
+    for wrap in _megatron_wraps(layout):
+        patches.wrap(*wrap)
+    _guard(patches, _ENGINE, "thd_get_partitioned_indices", partial(_native_indices, layout))
+    _guard(patches, _ENGINE_PYTHON, "get_thd_partitioned_indices", partial(_indices, layout))
+    _guard(patches, _ENGINE_PYTHON, "get_batch_on_this_cp_rank", partial(_engine_batch, layout))
+
+
+def check_cut(params: Any, pack: Pack, cut: BatchCut, size: int, cuts: bool) -> None:
+    """Refuse a pack whose rows are not those that the run's layout gives to this rank.
+
+    Args:
+        params: The `PackedSeqParams` of the pack.
+        pack: Its documents.
+        cut: How the run cuts batches.
+        size: Number of ranks that hold the pack.
+        cuts: Whether this rank cuts its batches itself (see `cuts_batches`).
+
+    Raises:
+        ValueError: The pack was cut in another layout.
+    """
+    if size == 1:
+        return
+    mode = partition_mode(params, cut)
+    if not cuts or packs().was_cut(pack):
+        return
+    if mode == "contiguous":
+        whole = pack.end == pack.total  # a loader may have clipped the lengths to its own rows
+    else:
+        whole = isinstance(pack.layout(cut, size), DocumentZigzag)
+    if whole:
+        return
+    remedy = (
+        f"pad every document to a multiple of 2 x --context-parallel-size ({2 * size}) tokens"
+        if cut.name == "zigzag"
+        else "take --burst-layout zigzag"
+    )
+    raise patching.user_error(
+        f"layout {cut.name}: nothing here cut the {pack.total} tokens of this pack by it. What cut "
+        "them (Transformer Engine, a loader for another model) uses zigzag within each document, "
+        "or its own order, and gave this rank other tokens: let utils.get_batch_on_this_cp_rank of "
+        "Megatron-Core or megatron_burst.megatron.shard_sequence cut whole packs, in the process "
+        f"that trains, or {remedy}"
+    )
+
+
+def partition_mode(params: Any, cut: BatchCut) -> str:
+    """Return the layout that `PackedSeqParams.cp_partition_mode` states, "zigzag" by default.
+
+    Raises:
+        ValueError: It states a layout that contradicts the layout of the run.
+    """
+    mode = getattr(params, "cp_partition_mode", None) or "zigzag"
+    if mode not in ("zigzag", cut.name):
+        raise patching.user_error(
+            f"packed_seq_params: cp_partition_mode is {mode!r}, and the run has --burst-layout "
+            f"{cut.name}: rows would get positions of others; "
+            + (f"take --burst-layout {mode}, or " if mode in STREAMS else "")
+            + "leave cp_partition_mode out"
+        )
+    return mode
+
+
+def cuts_batches(config: Any, pg_collection: Any) -> bool:
+    """Return whether this rank cuts its batches itself.
+
+    Other ranks of a tensor-parallel group may receive what the first one has cut, and later
+    pipeline stages receive activations.
+    """
+    if pg_collection.tp.rank() != 0:
+        return False
+    if getattr(config, "pipeline_model_parallel_size", 1) == 1:
+        return True
+    return parallel_state.get_pipeline_model_parallel_rank() == 0
+
+
+def refuse_layout(layout: str, wanted: str, tokens: int | None, name: str) -> None:
+    """Raise `ValueError` if `name` cuts `tokens` tokens in the layout `wanted`, not the run's."""
+    if wanted == layout:
+        return
+    what = "this batch" if tokens is None else f"the {tokens} tokens of this pack"
+    remedy = f"take --burst-layout {wanted}, or " if wanted in STREAMS else ""
+    raise patching.user_error(
+        f"--burst-layout {layout}: {name} would cut {what} in {wanted} order, and attention "
+        f"expects others: {remedy}cut whole packs by megatron_burst.megatron.shard_sequence"
+    )
+
+
+def _megatron_wraps(layout: str) -> list[Wrap]:
+    """Return the replacements for modules that the installed Megatron has."""
+    core = "megatron.core"
+    rows = [
+        (f"{core}.context_parallel.utils", "get_batches_on_this_cp_rank",
+         ["batch", "boundary_layout", "additional_layouts", "use_per_sequence_balancing"],
+         _batches),
+        (f"{core}.context_parallel.partition", "get_cp_partition_indices",
+         ["cu_seqlens", "total_tokens", "cp_size", "layout"], _partition),
+        (f"{core}.context_parallel.sequence_roll", "roll_contiguous", ["cp_group"], _roll),
+        (f"{core}.context_parallel.sequence_roll", "roll_contiguous_fields", ["cp_group"], _roll),
+        (f"{core}.transformer.mtp_sequence_roll", "prepare_mtp_sequence_roll_context",
+         ["cp_group", "packed_seq_params"], _roll_context),
+    ]  # fmt: skip
+    name = "convert_module_input_tensors_cp_partition_mode"
+    home = next(
+        (one for one in ("context_parallel", "context_parallel_layout")
+         if homes.imported(f"{core}.{one}.conversion") is not None), None,
+    )  # fmt: skip
+    if home is not None:
+        names = ["hidden_states", "packed_seq_params", "target_partition_mode", "config"]
+        rows.append((f"{core}.{home}.conversion", name, names, _conversion))
+    return [
+        Wrap(module, function, names, partial(around, layout))
+        for path, function, names, around in rows
+        if hasattr(module := homes.imported(path), function)
+    ]
+
+
+def _batches(layout: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`context_parallel.utils.get_batches_on_this_cp_rank`, in the layout of the run.
+
+    The original cuts packs itself if it needs zigzag within padded documents, and calls
+    `get_batch_on_this_cp_rank` otherwise. Packs of a zigzag run may take either path: positions
+    are the same.
+    """
+    bound = bound_to(original, args, kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    if given["cp_group"].size() == 1 and not given.get("is_hybrid_cp"):
+        return original(*args, **kwargs)
+    ours = layout if layout in STREAMS else "zigzag"  # Megatron's name for the view
+    wanted = {given["boundary_layout"], *given["additional_layouts"]}
+    if wanted not in ({"zigzag"}, {ours}):
+        raise patching.user_error(
+            f"--burst-layout {layout}: get_batches_on_this_cp_rank was called for layouts "
+            f"{' and '.join(sorted(wanted))}, and BurstAttention exchanges rows itself: leave "
+            "--linear-cp-layout and --attention-cp-layout out, or take --burst-layout contiguous "
+            "(with --burst-attention-layout zigzag for attention in zigzag order)"
+        )
+    given["boundary_layout"], given["additional_layouts"] = ours, ()
+    if layout != "zigzag":
+        given["use_per_sequence_balancing"] = False
+    return original(*bound.args, **bound.kwargs)
+
+
+def _partition(layout: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`context_parallel.partition.get_cp_partition_indices`, which selects a rank's rows."""
+    given = given_to(original, args, kwargs)
+    if given["cp_size"] > 1:
+        _note(layout, given["layout"], given["cu_seqlens"], given["total_tokens"],
+              "get_cp_partition_indices of Megatron-Core")  # fmt: skip
+    return original(*args, **kwargs)
+
+
+def _conversion(layout: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`convert_module_input_tensors_cp_partition_mode`, which moves rows around attention.
+
+    Megatron's attention takes zigzag rows only. Ours takes the rows of the run's layout, so the
+    exchange is left out: with equal layouts the original returns its input.
+    """
+    bound = bound_to(original, args, kwargs)
+    given = bound.arguments
+    config, params = given["config"], given["packed_seq_params"]
+    burst = getattr(config, "burst", None)
+    ours = burst is not None and burst.algorithm != OFF and splits(config)
+    source = getattr(params, "cp_partition_mode", None) or given.get("source_partition_mode")
+    source = source or getattr(config, "cp_partition_mode", None) or "zigzag"
+    if ours and given["target_partition_mode"] == "zigzag" and source != "zigzag":
+        refuse_layout(layout, source, None, "cp_partition_mode")
+        given["target_partition_mode"] = source
+    return original(*bound.args, **bound.kwargs)
+
+
+def _roll(layout: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`context_parallel.sequence_roll`: shifts of multi-token prediction on contiguous ranks."""
+    group = given_to(original, args, kwargs).get("cp_group")
+    if group is not None and group.size() > 1 and layout != "contiguous":
+        raise patching.user_error(
+            f"--burst-layout {layout} with --mtp-num-layers: Megatron shifts the tokens of this "
+            "batch as contiguous ones (cp_partition_mode or --attention-cp-layout contiguous); "
+            "take --burst-layout contiguous, or leave Megatron's setting out"
+        )
+    return original(*args, **kwargs)
+
+
+def _roll_context(layout: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`mtp_sequence_roll.prepare_mtp_sequence_roll_context` of the branch dev.
+
+    None makes Megatron call `roll_tensor`, which follows the layout of the run.
+    """
+    given = given_to(original, args, kwargs)
+    group, params = given["cp_group"], given["packed_seq_params"]
+    if params is None or group is None or group.size() == 1:
+        return original(*args, **kwargs)
+    mode = partition_mode(params, BatchCut(layout))
+    return original(*args, **kwargs) if mode == layout else None
+
+
+def _guard(patches: patching.PatchSet, path: str, name: str, around: Callable) -> None:
+    """Replace a function of Transformer Engine, if it is loaded and has the function."""
+    home = sys.modules.get(path)
+    original: Any = getattr(home, name, None)
+    if original is not None:
+        replacement = functools.wraps(original)(partial(around, original))
+        patches.replace_function(home, name, replacement)
+
+
+def _native_indices(
+    layout: str, original: Callable, cu_seqlens: Any, tokens: int, size: int, rank: int
+) -> Any:
+    """`thd_get_partitioned_indices` of Transformer Engine's library: always zigzag.
+
+    NeMo 2, Megatron's `MimoModel` and models of Megatron-Bridge call it.
+    """
+    if size > 1:
+        refuse_layout(layout, "zigzag", tokens, "thd_get_partitioned_indices of Transformer Engine")
+    return original(cu_seqlens, tokens, size, rank)
+
+
+def _indices(layout: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`get_thd_partitioned_indices`, in the order of a load-balancing strategy."""
+    given = given_to(original, args, kwargs)
+    if given["cp_size"] > 1:
+        _note(layout, _order_of(given), given["cu_seqlens_padded"], given["total_tokens"],
+              "get_thd_partitioned_indices of Transformer Engine")  # fmt: skip
+    return original(*args, **kwargs)
+
+
+def _engine_batch(layout: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`get_batch_on_this_cp_rank` of Transformer Engine, for packed batches."""
+    given = given_to(original, args, kwargs)
+    ends = given["cu_seqlens_padded"]
+    if torch.distributed.get_world_size(given.get("cp_group")) > 1:
+        _note(layout, _order_of(given), ends, int(ends[-1]),
+              "get_batch_on_this_cp_rank of Transformer Engine")  # fmt: skip
+    return original(*args, **kwargs)
+
+
+def _order_of(given: dict[str, Any]) -> str:
+    """Return the layout of a call's load-balancing strategy; versions before 2.20 have none."""
+    strategy = given.get("load_balancing_strategy")
+    name = "DUAL_CHUNK_SWAP" if strategy is None else strategy.name
+    return _STRATEGIES.get(name, name)
+
+
+def _note(layout: str, wanted: str, ends: Any, tokens: int, name: str) -> None:
+    """Record a cut in the layout of the run; `ValueError` for another one."""
+    refuse_layout(layout, wanted, tokens, name)
+    if ends is not None and layout != "zigzag":
+        packs().note_cut(packs().of(tokens, ends))
