@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_burst.megatron import homes
+
 from .settings import LAYERS, Setting
 
 MEGATRON, TORCH = "Megatron-Core's functions", "torch's all_to_all_single"
@@ -24,13 +26,9 @@ Exchange = Callable[[torch.Tensor], torch.Tensor]
 
 def megatron() -> Any | None:
     """The module of Megatron-Core with these functions; None where there is none."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from megatron.core.ssm.gated_delta_net import common
-    except ImportError:
-        return None
-    return common
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return homes.find("gated_delta_net.common")
 
 
 def exchanges(setting: Setting, module: Any | None) -> tuple[Exchange, Exchange]:
