@@ -16,6 +16,9 @@ Transformer Engine's `context_parallel.py` does (2.20.0.dev0, commit d0067d0d, A
 
 All cut zigzag, and every document of a pack is padded to a multiple of 2 x CP. Sliding windows run
 with `a2a` and `all_gather` only, sinks with `a2a` only. Layers that carry a state exchange heads.
+Transformer Engine 2.20.2 refuses the same, but no longer packs in FP8 (pull request 2994: B200, all
+four kinds, not MXFP8). Two of its options are not counted: FP8, and `NO_LOAD_BALANCE` (pull request
+3221, experimental), in which `all_gather` takes contiguous packs and the last rank has most pairs.
 
 What is in doubt is counted for Megatron: copies that put gathered rows in order take no time, a
 kernel loses nothing on pieces of a few rows of a document, padding is never attended to, and all
