@@ -152,10 +152,12 @@ def _bench(arguments: Arguments) -> int:
         records = _measured({"bench": job}, arguments)
         if records is None:
             return 1
-        found, out = [kept(record) for record in records], arguments.out
+        found = [kept(record) for record in records if record["rivals"]]
+        out = arguments.out
         save(found, out.with_suffix(".csv"))
-        heatmap.draw(found, out.with_suffix(".png"))
-        return 0
+        if found:
+            heatmap.draw(found, out.with_suffix(".png"))
+        return _verdict(records)
 
     return enclosed(inside)
 
@@ -181,15 +183,28 @@ def _compare(arguments: Arguments) -> int:
                 if suite.ours:
                     shown = table.beside(mine, suite.ours, suite.base, suite.targets)
                 print(f"{suite.what} ({name})\n\n{shown}\n")
-        return 0
+        return _verdict(records)
 
     return enclosed(inside)
+
+
+def _verdict(records: list[dict[str, Any]]) -> int:
+    """Print which rivals were refused. Returns the exit status: 1 if results or bytes of one were
+    wrong; a rival that cannot run in a setting is no failure."""
+    from . import table
+
+    if lines := table.refusals(records):
+        print(lines)
+    wrong = sum(one["wrong"] for record in records for one in table.refused(record))
+    if wrong:
+        print(f"{wrong} refused for wrong results", file=sys.stderr)
+    return int(wrong > 0)
 
 
 def _measured(
     jobs: dict[str, tuple[Suite, list[Cell]]], arguments: Arguments
 ) -> list[dict[str, Any]] | None:
-    """The records, old and new; None if a run was wrong. They reach the disk after every cell."""
+    """The records, old and new; None if ranks failed. They reach the disk after every cell."""
     from . import table, whole
     from .bench import run_cells
     from .ranks import RankError
@@ -205,7 +220,7 @@ def _measured(
                 out.write_text(json.dumps({"cells": records}, indent=1))
                 print(f"{table.shown(found, table.fastest(found, suite.base))}\n", flush=True)
     except RankError as error:
-        print(f"a run was wrong: {error}", file=sys.stderr)
+        print(f"ranks failed: {error}", file=sys.stderr)
         return None
     say(f"records: {out}")
     return records

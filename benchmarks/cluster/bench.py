@@ -99,7 +99,7 @@ def run_cells(
                 works, refused = _prepared(ranks, same[0], suite.rivals, say)
                 for cell in same:
                     found = _one_cell(ranks, cell, suite, works, repeats, forecast, say)
-                    found["left out"] = refused + found["left out"]
+                    found["refused"] = refused + found["refused"]
                     yield found
 
 
@@ -108,7 +108,7 @@ def trace_cell(cell: Cell, rival: Rival, say: Say) -> Trace:
     with cluster(cell.network) as ranks:
         works, refused = _prepared(ranks, cell, [rival], say)
         if refused:
-            raise ValueError(refused[0])
+            raise ValueError("{name} {reason}".format(**refused[0]))
         speed = _speed(cell, rival, works[rival])
         ranks.run(measure.timed, rival.name, speed)
         say(f"{rival.name}: traced")
@@ -125,10 +125,14 @@ def trace_cell(cell: Cell, rival: Rival, say: Say) -> Trace:
 
 def _prepared(
     ranks: Ranks, cell: Cell, rivals: Sequence[Rival], say: Say
-) -> tuple[dict[Rival, list[Work]], list[str]]:
-    """Every rival that no cell has to choose for, warmed up and checked, and what mb.attention says
-    of those that it refuses here."""
-    problem, works, refused = cell.problem(), {}, []
+) -> tuple[dict[Rival, list[Work]], list[Record]]:
+    """Warm up and check every rival that no cell has to choose for.
+
+    Returns the rivals that can run, and name, reason and `wrong` of each of the others.
+    """
+    problem = cell.problem()
+    works: dict[Rival, list[Work]] = {}
+    refused: list[Record] = []
     with tempfile.TemporaryDirectory(prefix="cluster-") as folder:
         say(f"{cell.grid} {cell.heads}: the truth, in one process")
         measure.write_problem(problem, ranks.network, Path(folder))
@@ -137,14 +141,30 @@ def _prepared(
         if _chosen(rival):
             continue
         say(f"{cell.grid} {cell.heads}: {rival.name}, warming up")
-        try:
+        with refusal(rival.name, refused):
             works[rival] = ranks.run(measure.prepare, rival)
-        except RankError as error:
-            reasons = [x for x in str(error).splitlines() if x.startswith("ValueError: ")]
-            if not reasons:
-                raise
-            refused.append(f"{rival.name} cannot run here: {reasons[0][len('ValueError: ') :]}")
     return works, refused
+
+
+REFUSALS = {"ValueError": False, "Inaccurate": True}  # raised on ranks -> are results wrong?
+
+
+@contextmanager
+def refusal(name: str, refused: list[Record]) -> Iterator[None]:
+    """Add to `refused` a rival that cannot run or whose results are wrong, with the reason.
+
+    Other errors end the benchmark: after them the ranks cannot go on.
+    """
+    try:
+        yield
+    except record.WrongRun as error:
+        refused.append({"name": name, "reason": str(error), "wrong": True})
+    except RankError as error:
+        if error.ended or len(set(error.kinds)) != 1 or error.kinds[0] not in REFUSALS:
+            raise
+        wrong = REFUSALS[error.kinds[0]]
+        reason = error.words[0] if wrong else f"cannot run here: {error.words[0]}"
+        refused.append({"name": name, "reason": reason, "wrong": wrong})
 
 
 def _one_cell(
@@ -153,7 +173,7 @@ def _one_cell(
 ) -> Record:  # fmt: skip
     where = f"{cell.grid} {cell.heads} {cell.mask} {cell.regime}"
     autos = [rival for rival in suite.rivals if _chosen(rival)]
-    speed, rates = None, None
+    speed, rates, refused = None, None, []
     if works:  # of a layout, all rivals compute alike
         speed = _speed(cell, *next(iter(works.items())))
     if forecast or autos:
@@ -161,7 +181,8 @@ def _one_cell(
         rates = dataclasses.replace(found[0], launch=median(each.launch for each in found))
     for rival in autos:
         say(f"{where}: {rival.name}, choosing")
-        works = works | {rival: _late(ranks, cell, rival, rates)}
+        with refusal(rival.name, refused):
+            works = works | {rival: _late(ranks, cell, rival, rates)}
     of_name, left_out = {rival.name: rival for rival in works}, []
 
     def slow(runs: Runs) -> Iterator[str]:
@@ -173,16 +194,21 @@ def _one_cell(
 
     call = measure.timed, speed
     runs, around = in_turn(ranks, of_name, repeats, call, lambda x: say(f"{where}: {x}"), slow)
+    found = []
+    for name, done in runs.items():
+        rival = of_name[name]
+        with refusal(name, refused):
+            found.append(
+                record.of(ranks.network, name, works[rival], done)
+                | {"predicted": rates and _predicted(cell, rival, rates)}
+            )
     return around | {
         "cell": cell._asdict() | {"rates": str(cell.rates)},
         "speed": speed,
         "rates": rates and dataclasses.asdict(rates),
         "left out": left_out,
-        "rivals": [
-            record.of(ranks.network, name, works[of_name[name]], done)
-            | {"predicted": rates and _predicted(cell, of_name[name], rates)}
-            for name, done in runs.items()
-        ],
+        "refused": refused,
+        "rivals": found,
     }
 
 

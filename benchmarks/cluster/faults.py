@@ -112,8 +112,9 @@ def _judge(rank: int, answer: Answer, fault: Fault) -> Iterator[str]:
     if answer.kind == "done":
         if not fault.survives:
             yield f"rank {rank} noticed nothing"
-        if answer.value["error"] > measure.TOLERANCE[PROBLEM.wire]:
-            yield f"rank {rank} returned a result that is off by {answer.value['error']:.2g}"
+        if not answer.value["error"] <= 1.0:
+            error = f"{answer.value['error']:.2g}"
+            yield f"rank {rank} returned a result that is off by {error} times its bound"
         return
     if answer.kind != "failed":
         yield f"rank {rank} {answer.kind}"
@@ -133,7 +134,8 @@ def _first(answer: Answer) -> str:
 
 
 def attend(state: State, rival: Rival, seconds: float) -> dict[str, Any]:
-    """Call attention until `seconds` have passed; the worst error of a result, how many calls."""
+    """Call attention until `seconds` have passed; the largest error of a result in multiples of its
+    bound, and how many calls."""
     ((plan, share),) = state["plans"][rival.name]
     q, k, v, dout = share.inputs
     begin, worst, calls = time.monotonic(), 0.0, 0
@@ -141,6 +143,6 @@ def attend(state: State, rival: Rival, seconds: float) -> dict[str, Any]:
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         out = mb.attention(*leaves, plan=plan)
         grads = torch.autograd.grad(out, leaves, dout)
-        worst = max(worst, measure.worst_error((out, *grads), share.truth))
+        worst = max(worst, measure.worst_error((out, *grads), share.truth, share.bounds))
         calls += 1
     return {"calls": calls, "error": worst}

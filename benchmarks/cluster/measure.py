@@ -2,7 +2,8 @@
 
 `prepare`, `timed` and `transfer` are called on all ranks alike (see `ranks`). A run is a forward
 and a backward of the unchanged `mb.attention`, each after a barrier; its result is compared with
-that of one rank for the whole sequence before its times are handed back.
+that of one rank for the whole sequence, within the bounds of `rounding`, before its times are
+handed back.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megatron_burst.execution.job import Pass
 from megatron_burst.tools.trace.local import profiled
 from megatron_burst.tools.trace.record import TraceEvent, events_of
 
-from . import emulated, mail, whole
+from . import emulated, mail, rounding, whole
 from .cells import WIRES, Problem, Rival
 from .cuts import UNKNOWN, Cut, cut, each_document
 from .emulated import BACKWARD, EmulatedKernel, Memory, visible
@@ -35,28 +36,34 @@ from .mail import LINKS, PASSES
 from .network import Network
 from .problems import attend, bounds_of
 from .record import Run, Work
+from .rounding import Roundings
 
-# Of the largest entry, by what travels on the wire: in fp32 the order of sums differs, bf16 rounds.
-TOLERANCE = {"fp32": 2e-5, "bf16": 2e-2}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FILE = "problem.pt"
 State = dict[str, Any]
 
 
+class Inaccurate(ArithmeticError):
+    """A rival's results are outside the bounds of its roundings."""
+
+
 class Share(NamedTuple):
     """What a rank holds of a problem, or of some documents of it, in one layout: q, k, v and dout,
     and the truth of out, dq, dk and dv. The mask is that of all rows of this layout. ranks: the
-    first of those that hold it, and how many they are."""
+    first of those that hold it, and how many they are. sums: of absolute terms, None without bf16.
+    bounds: of the error of each entry of the truth, once a rival is known (`rounding`)."""
 
     inputs: tuple[torch.Tensor, ...]
     truth: tuple[torch.Tensor, ...]
     cut: Cut
     ranks: tuple[int, int]
+    sums: rounding.Sums | None = None
+    bounds: Sequence[torch.Tensor] = ()
 
 
 def write_problem(problem: Problem, network: Network, folder: Path) -> None:
-    """Random inputs of the whole sequence and the truth, in one file, from which every rank takes
-    its shares.
+    """Random inputs of the whole sequence, the truth and, with bf16, sums of absolute terms
+    (`rounding`), in one file, from which every rank takes its shares.
 
     The truth is torch's own attention over the whole sequence, in one process and fp32. Padding
     holds other random inputs and no gradient of its outputs, of which nothing is known.
@@ -74,8 +81,12 @@ def write_problem(problem: Problem, network: Network, folder: Path) -> None:
     grads = torch.autograd.grad(out, leaves, dout.float())
     truth = [out.detach(), *grads]
     assert all(x.isfinite().all() for x in truth)
+    sums = []
+    if "bf16" in (problem.dtype, problem.wire):
+        sums = rounding.absolute_sums(q, k, v, dout, truth[0], problem.mask)
     others = [drawn(x.shape[2]) for x in (q, k, v)]
-    whole = list(zip((q, k, v, dout, *truth), (*others, 0.0, UNKNOWN, 0.0, 0.0, 0.0), strict=True))
+    padding = (*others, 0.0, UNKNOWN, 0.0, 0.0, 0.0, *(0.0 for _ in sums))
+    whole = list(zip((q, k, v, dout, *truth, *sums), padding, strict=True))
     torch.save(whole, folder / FILE)
 
 
@@ -83,7 +94,7 @@ def load(state: State, problem: Problem, folder: Path) -> None:
     """Open a problem, whose memory all ranks share; forget the one before."""
     state["whole"] = torch.load(folder / FILE, mmap=True)
     state["problem"], state["plans"], state["memory"] = problem, {}, Memory()
-    state["shares"] = {}
+    state["shares"], state["roundings"] = {}, Roundings()
 
 
 def shares(state: State, layout: str, plan: Planned | None = None) -> list[Share]:
@@ -94,7 +105,8 @@ def shares(state: State, layout: str, plan: Planned | None = None) -> list[Share
 
     def share(made: Cut, first: int, size: int) -> Share:
         shards = [made.shard(x, me - first, padding) for x, padding in state["whole"]]
-        return Share(tuple(shards[:4]), tuple(shards[4:]), made, (first, size))
+        sums = rounding.Sums(*shards[8:]) if shards[8:] else None
+        return Share(tuple(shards[:4]), tuple(shards[4:8]), made, (first, size), sums)
 
     if plan is not None:
         bounds = bounds_of(problem.mask, length)
@@ -127,20 +139,40 @@ def prepare(
 ) -> Work:
     """Make the plans of a rival, run it once to warm up, and say what it costs. Collective.
 
-    rates: what algorithm "auto" chooses by. groups: that have documents of their own.
+    rates: what algorithm "auto" chooses by. groups: that have documents of their own. Raises
+    `Inaccurate` for wrong results, on the ranks that have them.
     """
     parts = [(_plan(state, rival, share, rates), share)
              for share in shares(state, rival.layout, groups)]  # fmt: skip
+    found = _roundings(state, [plan for plan, _ in parts])
+    parts = [
+        (plan, share._replace(
+            bounds=rounding.bounds(state["problem"], found, share.truth, share.sums)))
+        for plan, share in parts
+    ]  # fmt: skip
     state["plans"][rival.name] = parts
     state["memory"].open = True
     run = timed(state, rival.name, 0.0)
     state["memory"].open = False
-    assert run.error <= run.most, f"{rival.name} is off by {run.error:.3g} of the largest entry"
+    if not run.error <= run.most:
+        raise Inaccurate(f"an error is {run.error:.3g} times the bound of its rounding")
     chosen = rival.algorithm == "auto"
     return total_work(
         state["network"].size,
         [(_work(state["problem"], plan, chosen), share.ranks) for plan, share in parts],
     )
+
+
+def _roundings(state: State, plans: Sequence[mb.Plan]) -> Roundings:
+    """The largest counts of all ranks, and of the rivals before: kernel calls that one of those
+    computed are remembered. Collective."""
+    found = state["roundings"]
+    for plan in plans:
+        found = found.most(rounding.roundings(plan))
+    counts = torch.tensor(found)
+    dist.all_reduce(counts, dist.ReduceOp.MAX)
+    state["roundings"] = Roundings(*counts.tolist())
+    return state["roundings"]
 
 
 def _work(problem: Problem, plan: mb.Plan, chosen: bool) -> Work:
@@ -208,13 +240,12 @@ def timed(state: State, name: str, speed: float | None) -> Run:
         dist.barrier()
     sent = {link: n - before[link] for link, n in network.sent_from_here(me).items()}
     errors = [
-        worst_error((out, *grads), share.truth)
+        worst_error((out, *grads), share.truth, share.bounds)
         for out, grads, (_, share) in zip(outs, each_grads, parts, strict=True)
     ]
     error = torch.tensor([0.0, *errors]).max().item()  # of no number, too
     counted = {link: sum(getattr(x, link) for x in all_counters) for link in LINKS}
-    most = TOLERANCE[state["problem"].wire]
-    return Run({"forward": forward, "backward": backward}, sent, counted, error, most)
+    return Run({"forward": forward, "backward": backward}, sent, counted, error, most=1.0)
 
 
 def trace(state: State, name: str, speed: float | None) -> tuple[list[TraceEvent], Run]:
@@ -227,14 +258,16 @@ def trace(state: State, name: str, speed: float | None) -> tuple[list[TraceEvent
     return [event._replace(rank=state["rank"]) for event in events], run
 
 
-def worst_error(got: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float:
-    """The largest difference, relative to the largest entry of its tensor; where the truth is
-    `UNKNOWN` anything is right."""
+def worst_error(
+    got: Sequence[torch.Tensor], truth: Sequence[torch.Tensor], bounds: Sequence[torch.Tensor]
+) -> float:
+    """The largest error of an entry, divided by its bound. An entry whose truth is `UNKNOWN` may be
+    anything."""
     worst = []
-    for x, y in zip(got, truth, strict=True):
+    for x, y, bound in zip(got, truth, bounds, strict=True):
         known = ~y.isnan()
-        worst.append((x.detach() - y)[known].abs().max() / y[known].abs().max())
-    return torch.stack(worst).max().item()  # what is no number is not skipped
+        worst.append(((x.detach() - y) / bound)[known].abs().max())
+    return torch.stack(worst).max().item()  # NaN if an entry is NaN
 
 
 def transfer(state: State, sizes: dict[str, int]) -> dict[str, tuple[float, float]]:

@@ -116,7 +116,7 @@ class _Piece(NamedTuple):
     kind: str  # "full", "causal", or "table": only the mask says which
 
 
-def _pieces(text: str, length: int) -> Iterator[_Piece]:
+def pieces(text: str, length: int) -> Iterator[_Piece]:
     whole = (0, length)
     if text in ("causal", "full"):
         yield _Piece(whole, whole, text)
@@ -146,7 +146,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, text: str) -> torc
     group = q.shape[2] // k.shape[2]
     first = [x.permute(1, 2, 0, 3) for x in (q, *(y.repeat_interleave(group, 2) for y in (k, v)))]
     parts, mask = [], mask_of(text, q.shape[0])
-    for piece in _pieces(text, q.shape[0]):
+    for piece in pieces(text, q.shape[0]):
         rows, keys = slice(*piece.rows), slice(*piece.keys)
         table = None
         if piece.kind == "table":

@@ -42,7 +42,17 @@ class Answer(NamedTuple):
 
 
 class RankError(RuntimeError):
-    """A rank failed, died or did not answer."""
+    """A rank failed, died or did not answer.
+
+    kinds, words: type and message of each exception, in rank order. ended: did a rank die or hang?
+    """
+
+    def __init__(self, message: str, failures: Sequence[Answer] = ()):
+        super().__init__(message)
+        first = [str(each.value).split("\n", 1)[0] for each in failures if each.kind == "failed"]
+        self.kinds = [line.partition(": ")[0] for line in first]
+        self.words = [line.partition(": ")[2] for line in first]
+        self.ended = len(first) < len(failures)
 
 
 class Ranks:
@@ -82,7 +92,7 @@ class Ranks:
                 f"--- rank {rank} {a.kind} after {a.seconds:.1f} s\n{a.value}"
                 for rank, a in bad.items()
             ]
-            raise RankError("\n" + "\n".join(words))
+            raise RankError("\n" + "\n".join(words), list(bad.values()))
         return [answer.value for answer in answers]
 
     def answers(

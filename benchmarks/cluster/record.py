@@ -22,6 +22,10 @@ Record = dict[str, Any]
 ByLink = dict[str, dict[str, int]]  # pass -> link class -> number
 
 
+class WrongRun(RankError):
+    """Results or bytes of a run are wrong."""
+
+
 class Work(NamedTuple):
     """What a rival costs one rank, by pass.
 
@@ -114,16 +118,16 @@ def check(name: str, works: Sequence[Work], runs: Sequence[Run]) -> None:
     the kernel within 3 % where messages are large."""
     for rank, (run, work) in enumerate(zip(runs, works, strict=True)):
         if not run.error <= run.most:
-            raise RankError(f"{name}: rank {rank} is off by {run.error:.3g}")
+            raise WrongRun(f"{name}: rank {rank} is off by {run.error:.3g}, allowed {run.most:.3g}")
         mine = formula([work])
         if run.counted not in (None, mine):
-            raise RankError(f"{name}: rank {rank} sent {run.counted}, the formula says {mine}")
+            raise WrongRun(f"{name}: rank {rank} sent {run.counted}, the formula says {mine}")
     for link, total in formula(works).items():
         if total < LARGE * _messages(works, link):
             continue
         sent = sum(run.sent[link] for run in runs)
         # what barriers and the making of connections cost is a few KB, whatever is measured
         if abs(sent - total) > BYTES_WITHIN * total + 20_000 * len(runs):
-            raise RankError(
+            raise WrongRun(
                 f"{name}: the kernel counted {sent} {link} bytes, the formula says {total}"
             )

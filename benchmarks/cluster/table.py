@@ -80,12 +80,14 @@ def totals(record: Record) -> dict[str, list[float]]:
 
 
 def fastest(record: Record, names: Iterable[str] = ()) -> str:
-    """By the median, of the rivals with these names; of all that are not "auto" if none ran."""
+    """By the median, of the rivals with these names; of all that are not "auto" if none of these
+    ran; "" if all rivals were refused."""
     times = {name: median(each) for name, each in totals(record).items()}
     given = [name for name in names if name in times]
     return min(
         given or [name for name in times if not name.startswith("auto")] or times,
         key=times.__getitem__,
+        default="",
     )
 
 
@@ -161,15 +163,32 @@ def shown(record: Record, base: str) -> str:
     heads = ["", "seconds", "forward + backward", "over the limit", f"gain over {base}",
              "permitted", "predicted", "MiB between nodes (most)", "within (most)", "headers",
              "imbalance"]  # fmt: skip
+    blank = [""] * (len(heads) - 2)
+    cells += [[one["name"], f"refused: {one['reason']}", *blank] for one in refused(record)]
     chosen = [f"{r['name']}: {r['says']}" for r in record["rivals"] if r["says"]]
     title = f"{headline(record)}: {compute}; links reached {most} Mbit/s; load {record['load']}"
     return "\n".join([f"**{title}**", "", markdown(heads, cells), *record["left out"], *chosen])
 
 
+def refused(record: Record) -> list[Record]:
+    """Name, reason and `wrong` of each rival without times; none in records of older versions."""
+    return record.get("refused", [])
+
+
+def refusals(records: Sequence[Record]) -> str:
+    """A line per refused rival and cell; "" if every rival ran."""
+    return "\n".join(
+        f"refused: {one['name']}, {headline(record)}: {one['reason']}"
+        for record in records
+        for one in refused(record)
+    )
+
+
 def summary(records: Sequence[Record], base: Sequence[str]) -> str:
     """A row per setting, a column for each way beside the base, of head chunks the fastest; batches
     of documents that differ by their seed alone are one row of medians over them."""
-    found = [(_setting(r), first, rows(r, first)) for r in records for first in [fastest(r, base)]]
+    ran = [record for record in records if record["rivals"]]
+    found = [(_setting(r), first, rows(r, first)) for r in ran for first in [fastest(r, base)]]
     bases = {family(first) for _, first, _ in found}
     ways = dict.fromkeys(family(row.name) for *_, some in found for row in some)
     ways = [way for way in ways if bases != {way}]
@@ -191,10 +210,12 @@ def beside(records: Sequence[Record], ours: str, base: Sequence[str], targets: T
 
     Ratios are of runs that followed one another: the median of all of them, the smallest and the
     largest; those of the limit are of batches. The base of a batch is the fastest of `base`.
+    Batches in which `ours` was refused are omitted.
     """
-    others = dict.fromkeys(r["name"] for x in records for r in x["rivals"] if r["name"] != ours)
+    ran = [record for record in records if ours in totals(record)]
+    others = dict.fromkeys(r["name"] for x in ran for r in x["rivals"] if r["name"] != ours)
     lines = []
-    for setting, some in groupby(sorted(records, key=_setting), key=_setting):
+    for setting, some in groupby(sorted(ran, key=_setting), key=_setting):
         batch = list(some)
         first = batch[0]["cell"]
         kind = (first["mask"].removeprefix("documents ").partition(" ")[0], first["regime"])

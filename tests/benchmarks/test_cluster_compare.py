@@ -5,6 +5,7 @@ refuses them.
 """
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from benchmarks.cluster import (
     predict,
     problems,
     record,
+    rounding,
     suites,
     whole,
 )
@@ -136,12 +138,16 @@ def test_layouts_without_documents_are_refused():
         cuts.cut("x", "causal", 128, 2, 2)
 
 
-def test_what_is_not_known_of_a_truth_is_not_judged_and_all_else_is():
-    truth = torch.tensor([2.0, cuts.UNKNOWN, -4.0])
-    assert measure.worst_error([torch.tensor([2.0, 9.0, -4.0])], [truth]) == 0.0
-    assert measure.worst_error([torch.tensor([3.0, 9.0, -4.0])], [truth]) == 0.25
-    wrong = measure.worst_error([torch.tensor([np.nan, 9.0, -4.0])], [truth])
-    assert not wrong <= 1e-5
+def test_errors_are_multiples_of_their_bounds_where_the_truth_is_known():
+    truth, bounds = torch.tensor([2.0, cuts.UNKNOWN, -4.0]), torch.tensor([0.5, 0.5, 2.0])
+
+    def worst(*values):
+        return measure.worst_error([torch.tensor(values)], [truth], [bounds])
+
+    assert worst(2.0, 9.0, -4.0) == 0.0
+    assert worst(3.0, 9.0, -4.0) == 2.0
+    assert worst(2.0, 9.0, -3.0) == 0.5
+    assert not worst(np.nan, 9.0, -4.0) <= 1.0
 
 
 def test_shares_of_all_layouts_are_one_problem(monkeypatch, tmp_path):
@@ -185,6 +191,123 @@ def test_a_problem_in_bf16_has_the_truth_of_its_rounded_inputs(monkeypatch, tmp_
     out = state["whole"][4][0]
     assert (out - right).abs().max() < 1e-5
     assert out.dtype == torch.float32
+
+
+# --- bounds of bf16 ------------------------------------------------------------------------
+
+
+def test_absolute_sums_by_hand():
+    """Two tokens of width 1, causal, scale 1. P = [[1, 0], [1/4, 3/4]] for scores 0 and ln 3.
+
+    dP = dO V^T = [[6, .], [-4, 8]], O = [2, -5/2] and D = [6, 5].
+    dS = [[0, 0], [1/4 * -9, 3/4 * 3]] = [[0, 0], [-9/4, 9/4]].
+    """
+    q, k = ([0.0, math.log(3.0)], [0.0, 1.0])
+    v, dout = ([2.0, -4.0], [3.0, -2.0])
+    q, k, v, dout = (torch.tensor(x).reshape(2, 1, 1, 1) for x in (q, k, v, dout))
+    out = torch.tensor([2.0, -2.5]).reshape(2, 1, 1, 1)
+    found = rounding.absolute_sums(q, k, v, dout, out, "causal")
+    ln = math.log(3.0)
+    wanted = {
+        "out": [2, 0.5 + 3], "dq": [0, 9 / 4], "dk": [9 / 4 * ln, 9 / 4 * ln],
+        "dv": [3 + 0.5, 1.5],
+        # rowsum(|dO| * P |V|) = 6 and 7
+        "dq_of_delta": [0, 7 * 3 / 4], "dk_of_delta": [7 / 4 * ln, 7 * 3 / 4 * ln],
+    }  # fmt: skip
+    for name, values in wanted.items():
+        assert getattr(found, name).flatten().tolist() == pytest.approx(values, rel=1e-5), name
+
+
+def test_roundings_by_hand():
+    """A ring of four: partial dK and dV of an owner leave the three other ranks."""
+    groups_of = mb.Groups.in_process(inter=2, intra=2)
+    plan = mb.prepare(shape=(1536, 1, 1, 4), groups=groups_of, algorithm="ring", side="kv",
+                      mask=mb.masks.Full(), kernel="aten")  # fmt: skip
+    found = [rounding.roundings(each) for each in plan.ranks]
+    assert found == [rounding.Roundings(6, 3, 0, 0, 3)] * 4
+    assert [rounding.query_blocks(n) for n in (1, 33, 191, 192, 767, 768, 1025)] == [
+        1, 2, 6, 3, 12, 3, 5,
+    ]  # fmt: skip
+    plan = mb.prepare(shape=(64, 1, 1, 4), groups=groups_of, algorithm="ring", side="query",
+                      kernel="aten")  # fmt: skip
+    assert rounding.roundings(plan.ranks[0]) == rounding.Roundings(2, 1, 0, 3, 0)
+
+
+@pytest.fixture(scope="module", params=[("bf16", "bf16"), ("fp32", "bf16"), ("bf16", "fp32")])
+def narrow(request, tmp_path_factory):
+    """A problem on 2 x 2 ranks in which tensors, partial results or both are bf16."""
+    dtype, wire = request.param
+    problem = cells.Problem(192, 4, 4, 16, "documents 500 seed 3", wire, dtype)
+    return problem, loaded(problem, tmp_path_factory.mktemp("narrow"))
+
+
+def worst_of_all_ranks(narrow, ulysses=1, algorithm="ring", side="kv", change=None, **options):
+    """The largest error of a run in process, in multiples of its bound.
+
+    change: of the results (out, dq, dk, dv) of all ranks, before they are compared.
+    """
+    problem, states = narrow
+    inner = mb.Groups.in_process(inter=2, intra=2, ulysses=ulysses)
+    held = [measure.shares(state, "zigzag")[0] for state in states]
+    q, k, v, dout = ([*x] for x in zip(*(share.inputs for share in held), strict=True))
+    leaves = [[x.detach().requires_grad_() for x in part] for part in (q, k, v)]
+    plan = mb.prepare(
+        *leaves, groups=inner, algorithm=algorithm, side=side, kernel="aten",
+        mask=held[0].cut.mask, layout=held[0].cut.layout, grad_wire_dtype=problem.wire, **options,
+    )  # fmt: skip
+    outs = mb.attention(*leaves, plan=plan)
+    grads = torch.autograd.grad(outs, [x for part in leaves for x in part], dout)
+    results = [[out.detach() for out in outs], grads[:4], grads[4:8], grads[8:]]
+    results = [[x.clone() for x in part] for part in results]
+    if change is not None:
+        change(results, held)
+    found = rounding.Roundings()
+    for each in plan.ranks:
+        found = found.most(rounding.roundings(each))
+    return max(
+        measure.worst_error(
+            [part[rank] for part in results], share.truth,
+            rounding.bounds(problem, found, share.truth, share.sums),
+        )
+        for rank, share in enumerate(held)
+    )  # fmt: skip
+
+
+WAYS = (
+    {}, {"side": "query"}, {"ulysses": 2}, {"ulysses": 4, "algorithm": "ulysses"},
+    {"algorithm": "tile", "side": "auto"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_right_results_are_within_the_bounds_of_bf16(narrow, way):
+    assert 0.0 < worst_of_all_ranks(narrow, **way) <= 1.0
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.8, 1.25])
+def test_a_wrong_scale_exceeds_the_bounds(narrow, factor):
+    assert worst_of_all_ranks(narrow, softmax_scale=factor * 16**-0.5) > 1.0
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 3])
+def test_a_lost_partial_sum_exceeds_the_bounds(narrow, tensor):
+    """The gradients of rank 0 without the part of the pairs of rank 0 with itself."""
+
+    def drop(results, held):
+        q, k, v, dout = (x[:, 0].float().transpose(0, 1) for x in held[0].inputs)
+        out = held[0].truth[0][:, 0].transpose(0, 1)
+        whole = states[0]["whole"]
+        every_k = whole[1][0][:, 0].float().transpose(0, 1)
+        at = held[0].cut.layout.positions(0, 768)
+        seen = torch.from_numpy(held[0].cut.mask.visible(at[:, None], np.arange(768)[None]))
+        p = (q @ every_k.mT / 4).masked_fill(~seen, -math.inf).softmax(-1)[:, :, at]
+        ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True)) / 4
+        part = (None, ds @ k, ds.mT @ q, p.mT @ dout)[tensor]
+        mine = results[tensor][0]
+        mine.copy_((mine[:, 0].float() - part.transpose(0, 1))[:, None])
+
+    _, states = narrow
+    assert worst_of_all_ranks(narrow, change=drop) > 1.0
 
 
 # --- groups of ranks -----------------------------------------------------------------------

@@ -1,7 +1,9 @@
 """examples/grpo.py: what it refuses, and what it says of what ranks found."""
 
 import json
+import subprocess
 import sys
+from pathlib import Path
 
 import grpo
 import launch
@@ -83,3 +85,17 @@ def test_what_does_not_hold_fails(run, compared):
 
 def test_few_steps_need_not_learn():
     assert all(each.passed for each in grpo.checks(run_of([0.5] * 3), COMPARED))
+
+
+def test_a_short_run_passes_all_checks(tmp_path):
+    """Real ranks: gradients and log-probabilities equal those of separate trajectories."""
+    words = "--steps 1 --warm-up 1 --prompts 4 --samples 4".split()
+    script = Path(grpo.__file__)
+    run = subprocess.run(
+        [sys.executable, script, *words, "--out", tmp_path],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count("passed ") == 4
+    compared = json.loads((tmp_path / "comparison.json").read_text())
+    assert compared["difference"] <= 1e-14 * compared["gradient"]

@@ -18,6 +18,7 @@ CASES = {  # settings of Megatron, of BurstConfig, arguments
     "cp4, documents": (CP4, {}, {"tree": False}),
     "cp2, dp2": (CP2, {}, {"max_tokens": 20}),
     "cp2, dp2, per token": (CP2 | PER_TOKEN, {"layout": "balanced"}, {"max_tokens": 30}),
+    "cp4, per token, 72 rows": (CP4 | PER_TOKEN, {}, {"tree": False}),
     "cp2, tp2": (TP2, {"algorithm": "multicast"}, {}),
     "cp2, tp2, sequence parallel": (TP2 | {"sequence_parallel": True}, {}, {}),
     "cp2, pp2": (PP2, {}, {"max_tokens": 16}),

@@ -112,8 +112,18 @@ def logprobs(
     def count(batch: TrajectoryBatch) -> int:
         return batch.tokens.shape[1] if config.calculate_per_token_loss else 1
 
-    total = torch.tensor(sum(count(batch) for _, batch in batches), device=device)
+    total = torch.tensor(
+        sum(count(batch) for _, batch in batches), dtype=torch.int, device=device
+    )
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+
+    def undivided(value: torch.Tensor) -> torch.Tensor:
+        """Cancel the division of Megatron's schedule and `finalize_model_grads`."""
+        if not config.calculate_per_token_loss:
+            return value * total
+        # Megatron multiplies gradients by 1.0 / total, which torch rounds to float32. Divide by the
+        # same rounded number: value * total leaves a relative error of up to 6e-8 in float64.
+        return value / (1.0 / total)
 
     def forward_step(batches: Any, stage: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         index, batch = next(batches)
@@ -131,7 +141,7 @@ def logprobs(
                 loss=None if loss is None else value.detach().clone(),
             )
             counted = torch.tensor(count(batch), dtype=torch.int, device=value.device)
-            return value * total, counted, seen
+            return undivided(value), counted, seen
 
         return output, reported
 
