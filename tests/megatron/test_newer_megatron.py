@@ -24,6 +24,7 @@ from megatron_burst.megatron.data import slicing
 from megatron_burst.megatron.data.cut import BatchCut, group_of
 from megatron_burst.megatron.data.other_cuts import check_cut
 from megatron_burst.megatron.data.packed import packs
+from megatron_burst.megatron.lm_head import fused_loss
 from megatron_burst.megatron.lm_head.mtp import head_masks
 from megatron_burst.recipes import ready_made
 
@@ -324,6 +325,22 @@ def test_heads_leave_out_tokens_behind_an_invalid_input(monkeypatch):
     assert found == [[1, 0, 1, 0, 1, 1, 1, 0], [0, 1, 0, 0, 1, 1, 0, 0]]
     plain = [x[0].tolist() for x in head_masks(mask, 2, None, None)]
     assert plain == [[1, 0, 1, 1, 1, 1, 1, 0], [0, 1, 1, 1, 1, 1, 0, 0]]
+
+
+def test_the_fused_loss_gets_the_masks_of_the_heads_that_run(monkeypatch):
+    """`compute_mtp_loss` and `mtp_input_mask` of HybridModel.forward."""
+    monkeypatch.setattr(mtp, "roll_tensor", newer_roll)
+    model = types.SimpleNamespace(
+        config=types.SimpleNamespace(mtp_num_layers=1),
+        pg_collection=types.SimpleNamespace(cp=None),
+    )
+    labels, valid = torch.zeros(1, 4), torch.tensor([[True, True, False, True]])
+    given = {"labels": labels, "loss_mask": torch.ones(1, 4), "mtp_input_mask": valid}
+    (further, first), (last, second) = fused_loss._masks(model, given)
+    assert (further, first.tolist()) == (True, [[1, 0, 1, 0]])
+    assert (last, second.tolist()) == (False, [[1, 1, 1, 1]])
+    ((last, only),) = fused_loss._masks(model, given | {"compute_mtp_loss": False})
+    assert (last, only.tolist()) == (False, [[1, 1, 1, 1]])
 
 
 # --- HybridModel.forward --------------------------------------------------------------------
