@@ -171,6 +171,14 @@ def get_thd_partitioned_indices(
     return torch.arange(total_tokens)[rows]
 
 
+def get_batch_on_this_cp_rank(
+    cu_seqlens_padded, input_ids_padded, labels_padded, position_ids_padded, cp_group=None,
+    qvk_format="thd", load_balancing_strategy=CPLoadBalancingStrategy.DUAL_CHUNK_SWAP,
+):  # fmt: skip
+    """In the same file; on a CPU neither strategy calls the library."""
+    return "rows of this rank"
+
+
 class HybridModel:
     """`core/models/hybrid/hybrid_model.py` of Megatron-LM main, September 2026: the arguments of
     its forward."""
@@ -196,7 +204,8 @@ MODULES = {
     f"{CORE}.transformer.mtp_sequence_roll": [prepare_mtp_sequence_roll_context],
     f"{CORE}.models.hybrid.hybrid_model": [HybridModel],
     "transformer_engine.pytorch.attention.dot_product_attention.context_parallel": [
-        get_thd_partitioned_indices
+        get_thd_partitioned_indices,
+        get_batch_on_this_cp_rank,
     ],
 }
 

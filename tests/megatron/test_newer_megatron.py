@@ -24,6 +24,7 @@ from megatron_burst.megatron.data import slicing
 from megatron_burst.megatron.data.cut import BatchCut, group_of
 from megatron_burst.megatron.data.other_cuts import check_cut
 from megatron_burst.megatron.data.packed import packs
+from megatron_burst.megatron.lm_head import fused_loss
 from megatron_burst.megatron.lm_head.mtp import head_masks
 from megatron_burst.recipes import ready_made
 
@@ -177,7 +178,8 @@ def test_attention_gets_the_rows_of_the_run_without_an_exchange(newer):
     """`Attention.forward` would exchange contiguous rows for zigzag ones."""
     chosen = installed("contiguous")
     params = NewerParams("thd", ends(0, 16), ends(0, 16), cp_partition_mode="contiguous")
-    asked = {"hidden_states": "rows", "packed_seq_params": params, "sequence_parallel": False}
+    asked = {"hidden_states": "rows", "packed_seq_params": params, "sequence_parallel": False,
+             "cp_group": FIRST}  # fmt: skip
     convert = newer.conversion.convert_module_input_tensors_cp_partition_mode
     assert convert(**asked, target_partition_mode="zigzag", config=chosen) == ("rows", None)
     assert params.cp_partition_mode == "contiguous"
@@ -191,7 +193,7 @@ def test_an_exchange_around_attention_of_another_layout_is_refused(newer):
     with pytest.raises(ValueError, match=r"^--burst-layout zigzag: cp_partition_mode"):
         newer.conversion.convert_module_input_tensors_cp_partition_mode(
             hidden_states="rows", packed_seq_params=params, sequence_parallel=False,
-            target_partition_mode="zigzag", config=chosen,
+            target_partition_mode="zigzag", config=chosen, cp_group=FIRST,
         )  # fmt: skip
 
 
@@ -231,6 +233,21 @@ def test_other_cuts_are_refused_in_another_layout(newer, layout, other, number):
     message = rf"^--burst-layout {layout}: .* the 16 tokens of this pack in {other} order"
     with pytest.raises(ValueError, match=message):
         calls(newer, other)[number]()
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+def test_batches_that_transformer_engine_cuts_need_its_layout(newer, layout, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group.size())
+    installed(layout)
+    for strategy, name in zip(CPLoadBalancingStrategy, ("zigzag", "contiguous"), strict=True):
+        asked = {"cp_group": FIRST, "load_balancing_strategy": strategy}
+        given = ends(0, 8, 16), None, None, None
+        if layout == name:
+            cut = newer.engine.get_batch_on_this_cp_rank(*given, **asked)
+            assert cut == "rows of this rank"
+            continue
+        with pytest.raises(ValueError, match=rf"^--burst-layout {layout}: .* in {name} order"):
+            newer.engine.get_batch_on_this_cp_rank(*given, **asked)
 
 
 # --- multi-token prediction -----------------------------------------------------------------
@@ -308,6 +325,22 @@ def test_heads_leave_out_tokens_behind_an_invalid_input(monkeypatch):
     assert found == [[1, 0, 1, 0, 1, 1, 1, 0], [0, 1, 0, 0, 1, 1, 0, 0]]
     plain = [x[0].tolist() for x in head_masks(mask, 2, None, None)]
     assert plain == [[1, 0, 1, 1, 1, 1, 1, 0], [0, 1, 1, 1, 1, 1, 0, 0]]
+
+
+def test_the_fused_loss_gets_the_masks_of_the_heads_that_run(monkeypatch):
+    """`compute_mtp_loss` and `mtp_input_mask` of HybridModel.forward."""
+    monkeypatch.setattr(mtp, "roll_tensor", newer_roll)
+    model = types.SimpleNamespace(
+        config=types.SimpleNamespace(mtp_num_layers=1),
+        pg_collection=types.SimpleNamespace(cp=None),
+    )
+    labels, valid = torch.zeros(1, 4), torch.tensor([[True, True, False, True]])
+    given = {"labels": labels, "loss_mask": torch.ones(1, 4), "mtp_input_mask": valid}
+    (further, first), (last, second) = fused_loss._masks(model, given)
+    assert (further, first.tolist()) == (True, [[1, 0, 1, 0]])
+    assert (last, second.tolist()) == (False, [[1, 1, 1, 1]])
+    ((last, only),) = fused_loss._masks(model, given | {"compute_mtp_loss": False})
+    assert (last, only.tolist()) == (False, [[1, 1, 1, 1]])
 
 
 # --- HybridModel.forward --------------------------------------------------------------------

@@ -212,9 +212,10 @@ def _conversion(layout: str, original: Callable, *args: Any, **kwargs: Any) -> A
     """
     bound = bound_to(original, args, kwargs)
     given = bound.arguments
-    config, params = given["config"], given["packed_seq_params"]
+    config, params, group = given["config"], given["packed_seq_params"], given.get("cp_group")
     burst = getattr(config, "burst", None)
-    ours = burst is not None and burst.algorithm != OFF and splits(config)
+    shared = group is not None and group.size() > 1
+    ours = shared and burst is not None and burst.algorithm != OFF and splits(config)
     source = getattr(params, "cp_partition_mode", None) or given.get("source_partition_mode")
     source = source or getattr(config, "cp_partition_mode", None) or "zigzag"
     if ours and given["target_partition_mode"] == "zigzag" and source != "zigzag":

@@ -105,7 +105,7 @@ def _binding(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _masks(model: Any, given: dict[str, Any]) -> Iterator[Bound]:
-    """(whether it is a further head, its loss mask [b, s]) for each head; further heads come first.
+    """Yield (whether it is a further head, its loss mask [b, s]) for each head, further ones first.
 
     The i-th further head of multi-token prediction predicts the i-th token after the next one, so
     its mask is shifted i times. This is a generator because rolling communicates: each step runs
