@@ -15,15 +15,16 @@ D = rowsum(dO * O), dP = dO V^T and dS = P * (dP - D), a rival computes:
     dQ = scale dS K     rounds once per block. Each gradient that travels is rounded once per hop,
                         and the final gradient once.
 
-An error e of D changes dS by P e. So, with o(n) = g(n) P |V| and e = rowsum(|dO| * o(n)):
+An error e of D changes dS by P e. So, with e = g(out + 1) rowsum(|dO| * P |V|):
 
     |error of O|   <=  g(out) P |V|
     |error of dV|  <=  g(key) P^T |dO|
     |error of dK|  <=  g(key) scale |dS|^T |Q| + (1 + g(key)) scale (P e)^T |Q|
     |error of dQ|  <=  g(query) scale |dS| |K| + (1 + g(query)) scale (P e) |K|
 
-Sums over blocks and hops are fp32, as are scores and lse. Their errors are bounded by `FP32` times
-the largest entry of the tensor.
+`out`, `key` and `query` are the numbers of roundings (`bounds` counts them). Scores, lse, D and sums
+over kernel calls and ranks are fp32. Their errors are bounded by `FP32` times the largest entry of
+the tensor.
 """
 
 from __future__ import annotations
@@ -130,8 +131,15 @@ def bounds(
 
 
 def _error(count: int) -> float:
-    """The largest relative error of so many roundings to bf16."""
-    assert count * UNIT < 0.5, f"{count} roundings to bf16 leave nothing to check"
+    """The largest relative error of so many roundings to bf16.
+
+    Raises ValueError if the count is so large that any result would be within the bound.
+    """
+    if count * UNIT >= 0.5:
+        raise ValueError(
+            f"results of {count} roundings to bf16 cannot be checked, at most 127 can: use fewer "
+            "tokens per rank"
+        )
     return count * UNIT / (1 - count * UNIT)
 
 

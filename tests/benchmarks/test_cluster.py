@@ -296,6 +296,88 @@ def test_a_wrong_result_or_other_bytes_end_the_benchmark():
             record.check("burst", works, [right, odd])
 
 
+def failed(*words):
+    """The error of ranks that ended with these words; "" for a rank that died."""
+    ends = [
+        Answer("failed" if each else "died", each and f"{each}\nTraceback", 1.0) for each in words
+    ]
+    return RankError("ranks failed", ends)
+
+
+INACCURATE = "Inaccurate: an error is 3 times the bound of its rounding"
+NO_HEADS = "ValueError: ulysses=8 needs 8 heads: got 4"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "wrong"),
+    [
+        (failed(INACCURATE), "an error is 3 times the bound of its rounding", True),
+        (failed(INACCURATE, INACCURATE.replace("3", "4")),
+         "an error is 3 times the bound of its rounding", True),
+        (failed(NO_HEADS, NO_HEADS), "cannot run here: ulysses=8 needs 8 heads: got 4", False),
+        (record.WrongRun("ring: rank 1 is off by 3"), "ring: rank 1 is off by 3", True),
+    ],
+)  # fmt: skip
+def test_a_refused_or_inaccurate_rival_is_noted_with_its_reason(error, reason, wrong):
+    noted = []
+    with bench.refusal("ring", noted):
+        raise error
+    assert noted == [{"name": "ring", "reason": reason, "wrong": wrong}]
+
+
+@pytest.mark.parametrize(
+    "error", [failed(""), failed(INACCURATE, ""), failed(INACCURATE, NO_HEADS),
+              failed("RuntimeError: exchange failed")]
+)  # fmt: skip
+def test_ranks_that_cannot_go_on_end_the_benchmark(error):
+    with pytest.raises(RankError, match="ranks failed"), bench.refusal("ring", []):
+        raise error
+
+
+def test_refused_rivals_are_in_the_tables_and_wrong_ones_in_the_exit_status(capsys):
+    wrong = {"name": "ring", "reason": "an error is 3 times its bound", "wrong": True}
+    unfit = {"name": "ulysses", "reason": "cannot run here: 8 heads", "wrong": False}
+    one = recorded(BURST) | {"refused": [wrong, unfit]}
+    none = recorded(seed=1) | {"refused": [wrong | {"name": "burst query"}]}
+    lines = table.shown(one, table.fastest(one)).splitlines()
+    rows = [[x.strip() for x in line.split("|")[1:3]] for line in lines if "refused: " in line]
+    assert rows == [["ring", "refused: an error is 3 times its bound"],
+                    ["ulysses", "refused: cannot run here: 8 heads"]]  # fmt: skip
+    assert "refused: an error is 3 times its bound" in table.shown(none, table.fastest(none))
+    for records in ([one, none], [none]):
+        assert ("1 batch" in table.beside(records, "burst query", (), {})) == (one in records)
+        assert ("burst query (" in table.summary(records, ())) == (one in records)
+    assert command._verdict([one, none]) == 1
+    said = capsys.readouterr()
+    assert "refused: ulysses, 2 x 2, documents 500 seed 0, " in said.out
+    assert said.out.count("refused: ") == 3
+    assert said.err == "2 refused for wrong results\n"
+    assert command._verdict([recorded(BURST) | {"refused": [unfit]}, recorded(BURST)]) == 0
+
+
+@SLOW
+def test_a_comparison_goes_on_without_a_wrong_rival(cluster, tmp_path):
+    """`planted_rival` makes one rival wrong."""
+    out = tmp_path / "x.json"
+    done = subprocess.run(
+        [sys.executable, "tests/helpers/planted_rival.py", "compare", "megatron", "--grids", "2x2",
+         "--tokens", "64", "--regimes", "communication", "--repeats", "1", "--out", str(out)],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    (found,) = json.loads(out.read_text())["cells"]
+    assert [(one["name"], one["wrong"]) for one in found["refused"]] == [("Megatron a2a", True)]
+    assert [r["name"] for r in found["rivals"]] == [
+        "Megatron p2p",
+        "Megatron a2a+p2p",
+        "burst",
+        "auto",
+    ]
+    assert re.search(r"\| Megatron a2a +\| refused: an error is .* times the bound", done.stdout)
+    assert "1 refused for wrong results" in done.stderr
+
+
 def test_kernel_bytes_of_small_messages_are_told_and_not_judged():
     """A message of 64 KiB is held to 3 %, one of half that is not."""
     size = 100 << 20
@@ -392,7 +474,8 @@ GOOD = (
         (Answer("hung", "", 30.0), ["rank 0 hung"]),
         (Answer("died", "", 1.0), ["rank 0 died"]),
         (Answer("done", {"error": 0.0, "calls": 1}, 1.0), ["rank 0 noticed nothing"]),
-        (Answer("done", {"error": 0.5, "calls": 1}, 1.0), ["noticed nothing", "off by 0.5"]),
+        (Answer("done", {"error": 1.5, "calls": 1}, 1.0), ["noticed nothing", "off by 1.5 times"]),
+        (Answer("done", {"error": math.nan, "calls": 1}, 1.0), ["noticed nothing", "off by nan"]),
     ],
 )
 def test_what_a_survivor_may_not_do(answer, wrong):

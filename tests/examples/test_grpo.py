@@ -89,7 +89,7 @@ def test_few_steps_need_not_learn():
 
 def test_a_short_run_passes_all_checks(tmp_path):
     """Real ranks: gradients and log-probabilities equal those of separate trajectories."""
-    words = "--steps 1 --warm-up 1 --prompts 4 --samples 4".split()
+    words = ["--steps", "1", "--warm-up", "1", "--prompts", "4", "--samples", "4"]
     script = Path(grpo.__file__)
     run = subprocess.run(
         [sys.executable, script, *words, "--out", tmp_path],

@@ -1,6 +1,6 @@
 """The command line of the emulated cluster with one wrong rival: `Megatron a2a` halves its queries.
 
-    python -m tests.helpers.planted_rival compare megatron --grids 2x2
+PYTHONPATH=. python tests/helpers/planted_rival.py compare megatron --grids 2x2
 """
 
 import sys

@@ -112,9 +112,7 @@ def logprobs(
     def count(batch: TrajectoryBatch) -> int:
         return batch.tokens.shape[1] if config.calculate_per_token_loss else 1
 
-    total = torch.tensor(
-        sum(count(batch) for _, batch in batches), dtype=torch.int, device=device
-    )
+    total = torch.tensor(sum(count(batch) for _, batch in batches), dtype=torch.int, device=device)
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
 
     def undivided(value: torch.Tensor) -> torch.Tensor:
