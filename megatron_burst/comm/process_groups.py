@@ -110,6 +110,23 @@ def ranks_per_host(group: dist.ProcessGroup) -> int:
     return each
 
 
+def unbind_default_arguments() -> None:
+    """Replace the default process group by None in the default arguments of torch.distributed.nn.
+
+    None has the same meaning there. When this module is imported after `init_process_group`, its
+    functions keep the default process group beyond `destroy_process_group`, and gloo's threads with
+    it, which can abort the process at its end (pytorch issue 190489). torch imports the module when
+    an optimizer is made, and it is imported here, so that a later import cannot bind the group.
+    """
+    from torch.distributed.nn import functional
+
+    world = dist.distributed_c10d._get_default_group()
+    for function in vars(functional).values():
+        defaults = getattr(function, "__defaults__", None) or ()
+        if any(default is world for default in defaults):
+            function.__defaults__ = tuple(None if value is world else value for value in defaults)
+
+
 def join(group: dist.ProcessGroup, device: torch.device) -> None:
     """A collective on a group, for tensors of this kind of device.
 

@@ -8,6 +8,7 @@ import io
 import logging
 import os
 import warnings
+import weakref
 from datetime import timedelta
 from unittest import mock
 
@@ -340,7 +341,7 @@ def further_losses(per_token, kept):
 
     with parallel("zigzag", context_parallel_size=4):
         group, rank = parallel_state.get_context_parallel_group(), dist.get_rank()
-        plan_book._books()[group, ()] = None  # as if a model's attention ran on it
+        plan_book._books()[weakref.ref(group), ()] = None  # as if a model's attention ran on it
         mine = [4 * chunk + i for chunk in (rank, 7 - rank) for i in range(4)]
         mask = torch.tensor([float(place in kept) for place in range(32)])
         values = torch.arange(64.0).reshape(2, 32).sin()  # losses of the two heads, everywhere
@@ -417,7 +418,7 @@ def counted_by_gpt_model(kept):
         mine = [4 * chunk + i for chunk in (rank, 7 - rank) for i in range(4)]
         mask = torch.tensor([float(place in kept) for place in range(32)])[None, mine]
         _, stock = gpt_model.roll_tensor(mask, shifts=-1, dims=-1, cp_group=group)
-        plan_book._books()[group, ()] = None  # as if a model's attention ran on it
+        plan_book._books()[weakref.ref(group), ()] = None  # as if a model's attention ran on it
         _, ours = gpt_model.roll_tensor(mask, shifts=-1, dims=-1, cp_group=group)
         return float(ours), float(stock)
 
