@@ -26,6 +26,7 @@ import torch.distributed as dist
 from ..schedule.topology import Topology
 from .communicators import Communicators, GridPlace
 from .consensus import Facts, agree, attempt
+from .hosts import ranks_per_host
 from .packing import CallTag
 from .process_groups import (
     agreed,
@@ -33,7 +34,6 @@ from .process_groups import (
     introduce,
     introduce_nodes,
     process_group,
-    ranks_per_host,
     unbind_default_arguments,
 )
 from .transport import Channel, Counters, Endpoint, ProcessEndpoint
@@ -218,10 +218,12 @@ class Groups(RanksHere):
 
     @classmethod
     def by_host(cls, group: dist.ProcessGroup, **options: Any) -> Groups:
-        """Ranks of `group` that share a host name form a node (a collective over `group`).
+        """Ranks of `group` on one host form a node (a collective over `group`).
 
-        options: as of `from_topology`, without `intra`. Raises ValueError if hosts hold different
-        numbers of ranks, or the ranks of a host do not follow one another.
+        A host is a host name and a boot id: machines whose containers have the same host name are
+        different nodes. Warns if the launcher's LOCAL_WORLD_SIZE describes other nodes. options: as
+        of `from_topology`, without `intra`. Raises ValueError if hosts hold different numbers of
+        ranks, or the ranks of a host do not follow one another.
         """
         return cls.from_topology(group, intra=ranks_per_host(process_group(group)), **options)
 

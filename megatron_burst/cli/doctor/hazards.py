@@ -100,7 +100,7 @@ def _sizes(command: MegatronCommand, gpus_per_node: int) -> Iterator[Finding]:
         )
     elif cp > 1 and given is None and not best.flat:
         yield note(
-            SIZES, f"not given: ranks with one host name form a node; {best.reason}", best.flags
+            SIZES, f"not given: ranks on one host form a node; {best.reason}", best.flags
         )
     elif cp > 1:
         yield ok(SIZES, best.reason)
