@@ -9,15 +9,15 @@ one line with exit status 2, and returns an exit status, or None for 0.
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
 from .errors import ours
+from .parsers import HELP, suggestion, unrecognized
 from .ranks import report
 
 # Name: module, line in the help.
@@ -50,32 +50,22 @@ class _Parser(argparse.ArgumentParser):
         """As argparse has it, but refuse what is left: the message names the sub-command."""
         found, rest = super().parse_known_args(*args, **named)
         if rest:
-            flag = rest[0].partition("=")[0]
-            near = _nearest(flag, self._option_string_actions) if flag.startswith("-") else ""
-            self.error(f"unrecognized arguments: {' '.join(rest)}{near}")
+            self.error(unrecognized(self, rest))
         return found, rest
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            near = _nearest(str(value), map(str, action.choices or ()))
+            near = suggestion(str(value), map(str, action.choices or ()))
             if not near:
                 raise
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}{near}") from error
 
     def error(self, message: str) -> NoReturn:
         """Print the message without the usage, which would hide it."""
-        print(f"{self.prog}: error: {message} (--help lists the options)", file=sys.stderr)
+        print(f"{self.prog}: error: {message} {HELP}", file=sys.stderr)
         raise SystemExit(2)
-
-
-def _nearest(word: str, words: Iterable[str]) -> str:
-    """A question that names the most similar word, one of the same letters first; or nothing."""
-    words = list(words)
-    near = difflib.get_close_matches(word, words, max(1, len(words)), cutoff=0.7)
-    best = max(near, key=lambda each: sorted(each) == sorted(word), default=None)
-    return "" if best is None else f"; did you mean {best}?"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from .errors import user_errors
+from .parsers import one_line_errors
 from .ranks import groups_ended
 
 
@@ -43,7 +44,7 @@ def run(arguments: argparse.Namespace) -> None:
     sys.argv = [str(script), *arguments.arguments]
     sys.path[0] = str(script.resolve().parent)
     _install(arguments.cpu)
-    with user_errors(), groups_ended():
+    with user_errors(), groups_ended(), one_line_errors("megatron-burst pretrain"):
         runpy.run_path(str(script), run_name="__main__")
 
 

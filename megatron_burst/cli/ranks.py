@@ -6,9 +6,10 @@ Ranks are those of the launcher (torchrun, srun), which sets RANK, WORLD_SIZE an
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -89,5 +90,19 @@ def groups_ended() -> Iterator[None]:
 
 def _destroy_groups() -> None:
     dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return
+    # A group's threads end only with its last reference. Models have reference cycles, and Megatron
+    # has module variables, of which destroy_model_parallel resets most.
+    megatron = sys.modules.get("megatron.core.parallel_state")
+    if megatron is not None:
+        megatron.destroy_model_parallel()
+        for name, value in list(vars(megatron).items()):
+            if any(isinstance(group, dist.ProcessGroup) for group in _items(value)):
+                setattr(megatron, name, None)
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def _items(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else [value]

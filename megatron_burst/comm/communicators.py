@@ -4,12 +4,19 @@
 Decides that a communicator is made when a plan first names its channel, on all ranks in the same
 order; that activations travel on a given group that has just the ranks of their ring; and that
 gradients, which must overlap with activations, never share a communicator with them.
+
+Process groups are referenced weakly. `torch.distributed` owns them until
+`destroy_process_group()`, which joins a group's threads only if nothing else references the group.
+gloo's threads need the interpreter's lock to free the tensors of their last collective. If they
+do this while the interpreter ends, they abort the process (pytorch issue 190489). Plans and
+autograd graphs, which reference `Groups`, often live until then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -58,8 +65,7 @@ class Communicators:
     NCCL's kernels on those that are made; None for NCCL's own choice. Making it is collective over
     the grid.
 
-    Attributes: `backend`, of the parent in torch's words; `moves`, device type -> backend;
-    `control`, a process group of all ranks of the grid on the host; `all` process groups in use.
+    Attributes: `backend`, of the parent in torch's words; `moves`, device type -> backend.
     """
 
     def __init__(
@@ -75,17 +81,34 @@ class Communicators:
         if self.backend == "undefined":  # torch's word for a group that was made without one
             self.backend = dist.get_backend_config(parent)
         self._max_ctas = self._checked(max_ctas)
-        self.groups: dict[tuple[Channel, str], dist.ProcessGroup] = {}
+        self.groups: MutableMapping[tuple[Channel, str], dist.ProcessGroup] = WeakValueDictionary()
         if not isinstance(given, (list, tuple)):
             raise ValueError(f"reuse: give a list of process groups, got {type(given).__name__}")
-        self._given = {
-            _key(dist.get_process_group_ranks(process_group(group, "reuse"))): group
-            for group in reversed(given)  # of two the first
-        }
-        self._made: dict[tuple[tuple[int, ...], bool, str], dist.ProcessGroup] = {}
+        self._given = WeakValueDictionary(
+            {
+                _key(dist.get_process_group_ranks(process_group(group, "reuse"))): group
+                for group in reversed(given)  # of two the first
+            }
+        )
+        self._made: MutableMapping[tuple[tuple[int, ...], bool, str], dist.ProcessGroup] = (
+            WeakValueDictionary()
+        )
         self._taken: int | None = None  # bytes of device memory
-        self.control = new_group(place.ranks, "gloo", self._timeout, name)
-        self.all = {self.control}
+        self._control = ref(new_group(place.ranks, "gloo", self._timeout, name))
+        self._used = {self._control}
+
+    @property
+    def control(self) -> dist.ProcessGroup:
+        """A process group of all ranks of the grid on the host; only while they are `alive`."""
+        control = self._control()
+        assert control is not None, "the process groups were destroyed"
+        return control
+
+    @property
+    def alive(self) -> bool:
+        """Whether `torch.distributed` still has every process group that is in use."""
+        existing = dist.distributed_c10d._world.pg_map
+        return all(used() in existing for used in self._used)
 
     def _checked(self, max_ctas: int | None) -> int | None:
         if max_ctas is None:
@@ -118,7 +141,7 @@ class Communicators:
             group = group or self._own(channel, device, f"{name}-{number}")
             join(group, device)
             self.groups[channel, device.type] = group
-            self.all.add(group)
+            self._used.add(ref(group))
         after = memory_taken(device)
         if before is not None and after is not None:
             self._taken = (self._taken or 0) + after - before

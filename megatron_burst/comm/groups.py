@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,8 +26,16 @@ import torch.distributed as dist
 from ..schedule.topology import Topology
 from .communicators import Communicators, GridPlace
 from .consensus import Facts, agree, attempt
+from .hosts import ranks_per_host
 from .packing import CallTag
-from .process_groups import agreed, asked, introduce, introduce_nodes, process_group, ranks_per_host
+from .process_groups import (
+    agreed,
+    asked,
+    introduce,
+    introduce_nodes,
+    process_group,
+    unbind_default_arguments,
+)
 from .transport import Channel, Counters, Endpoint, ProcessEndpoint
 
 if TYPE_CHECKING:
@@ -140,7 +148,7 @@ class Groups(RanksHere):
     Make it once, on every rank and before the first attention, usually by `by_host`,
     `from_topology` or `flat`. Ranks are numbered 0 to size - 1, node by node; `rank` is this one's
     number. It cannot be copied or pickled. The process groups of its rings are made, collectively,
-    when a plan first needs them, and live as long as the process.
+    when a plan first needs them, and freed by `torch.distributed.destroy_process_group()`.
 
     `mb.Groups(intra=pg, inter=pg)` takes the process groups of this rank's node and of the ranks
     with its index on all nodes (index 0 and 1 of Megatron's hierarchical groups). ulysses: so many
@@ -210,10 +218,12 @@ class Groups(RanksHere):
 
     @classmethod
     def by_host(cls, group: dist.ProcessGroup, **options: Any) -> Groups:
-        """Ranks of `group` that share a host name form a node (a collective over `group`).
+        """Ranks of `group` on one host form a node (a collective over `group`).
 
-        options: as of `from_topology`, without `intra`. Raises ValueError if hosts hold different
-        numbers of ranks, or the ranks of a host do not follow one another.
+        A host is a host name and a boot id: machines whose containers have the same host name are
+        different nodes. Warns if the launcher's LOCAL_WORLD_SIZE describes other nodes. options: as
+        of `from_topology`, without `intra`. Raises ValueError if hosts hold different numbers of
+        ranks, or the ranks of a host do not follow one another.
         """
         return cls.from_topology(group, intra=ranks_per_host(process_group(group)), **options)
 
@@ -285,7 +295,7 @@ class Groups(RanksHere):
         return self._communicators.describe() if self.devices and self.size > 1 else ""
 
     @property
-    def carriers(self) -> dict[tuple[Channel, str], dist.ProcessGroup]:
+    def carriers(self) -> Mapping[tuple[Channel, str], dist.ProcessGroup]:
         """What the rings travel on so far: (channel, type of device) -> process group."""
         return self._communicators.groups if self.devices and self.size > 1 else {}
 
@@ -310,8 +320,7 @@ class Groups(RanksHere):
 
     def check(self) -> None:
         """Raise ValueError if a call on these groups has failed half-way, or they are no more."""
-        alive = dist.distributed_c10d._world.pg_map
-        if not all(group in alive for group in self._communicators.all):
+        if not self._communicators.alive:
             raise ValueError(
                 "groups: the process groups they were made of were destroyed "
                 "(torch.distributed.destroy_process_group); make new mb.Groups"
@@ -332,6 +341,7 @@ class Groups(RanksHere):
         max_ctas: int | None,
     ) -> None:
         """Take this rank's place in the grid of the global `ranks`, node by node; `name`: of it."""
+        unbind_default_arguments()
         self.topology, self.rank = topology, ranks.index(dist.get_rank())
         self.cache, self.calls, counters = {}, Calls(warns=len(ranks) > 1), Counters()
         made = Communicators(GridPlace(topology, self.rank, ranks), parent, name, reuse, max_ctas)

@@ -10,7 +10,6 @@ groups, as where every micro-batch has context-parallel groups of its own.
 
 from __future__ import annotations
 
-import socket
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -58,29 +57,29 @@ def asked(ulysses: int, placement: str, reuse: object, nccl_max_ctas: int | None
 
 def introduce(group: dist.ProcessGroup, asked: str, given: tuple = ()) -> list[Said]:
     """What each rank of `group` says; a collective. asked, given: as in `Said`."""
-    return _told(Said(dist.get_rank(), f"burst-{uuid.uuid4().hex}", asked, given), group)
+    return gather_objects(Said(dist.get_rank(), f"burst-{uuid.uuid4().hex}", asked, given), group)
 
 
-def _told(mine: T, group: dist.ProcessGroup) -> list[T]:
-    """What each rank of `group` gives; a collective."""
-    given = [mine] * group.size()
+def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
+    """Return the `value` of every rank of `group`; a collective."""
+    gathered = [value] * group.size()
     try:
-        dist.all_gather_object(given, mine, group=group)
+        dist.all_gather_object(gathered, value, group=group)
     except RuntimeError as error:
         ranks = dist.get_process_group_ranks(group)
         raise RuntimeError(
             f"groups: of the ranks {ranks} some did not take part in making them: one raised an "
             f"error, died, or was given another process group; {error}"
         ) from error
-    return given
+    return gathered
 
 
 def introduce_nodes(intra: dist.ProcessGroup, inter: dist.ProcessGroup, asked: str) -> list[Said]:
     """What each rank of a grid says, node by node; a collective. intra: the ranks of this rank's
     node, inter: those with its index on all nodes. ValueError where nodes differ in size."""
-    nodes = _told(introduce(intra, asked), inter)
+    nodes = gather_objects(introduce(intra, asked), inter)
     rows = [[one.rank for one in node] for node in nodes]
-    for each in _told(rows, intra):  # an index that a small node lacks sees no such node
+    for each in gather_objects(rows, intra):  # an index that a small node lacks sees no such node
         if len({len(node) for node in each}) != 1:
             raise ValueError(f"intra: nodes must hold equally many ranks, got {each}")
     return [one for node in nodes for one in node]
@@ -97,17 +96,21 @@ def agreed(said: list[Said]) -> list[int]:
     return [one.rank for one in said]
 
 
-def ranks_per_host(group: dist.ProcessGroup) -> int:
-    """How many ranks of `group` share a host name (a collective); ValueError unless all hosts hold
-    equally many, and the ranks of each follow one another."""
-    hosts = _told(socket.gethostname(), group)
-    each = hosts.count(hosts[0])
-    if len(hosts) % each or hosts != [host for host in hosts[::each] for _ in range(each)]:
-        raise ValueError(
-            f"ranks are not placed evenly and in order on hosts: {hosts}; "
-            "give the ranks per node yourself (intra size)"
-        )
-    return each
+def unbind_default_arguments() -> None:
+    """Replace the default process group by None in the default arguments of torch.distributed.nn.
+
+    None has the same meaning there. When this module is imported after `init_process_group`, its
+    functions keep the default process group beyond `destroy_process_group`, and gloo's threads with
+    it, which can abort the process at its end (pytorch issue 190489). torch imports the module when
+    an optimizer is made, and it is imported here, so that a later import cannot bind the group.
+    """
+    from torch.distributed.nn import functional
+
+    world = dist.distributed_c10d._get_default_group()
+    for function in vars(functional).values():
+        defaults = getattr(function, "__defaults__", None) or ()
+        if any(default is world for default in defaults):
+            function.__defaults__ = tuple(None if value is world else value for value in defaults)
 
 
 def join(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -192,7 +192,7 @@ class ProcessEndpoint:
 
     rank: int
     ranks: Sequence[int]  # peer -> global rank
-    channels: dict[tuple[Channel, str], dist.ProcessGroup]  # by type of device too
+    channels: Mapping[tuple[Channel, str], dist.ProcessGroup]  # by type of device too
     counters: Counters = field(default_factory=Counters)
     room: int = 0
     clock: WaitClock | None = None

@@ -1,5 +1,6 @@
 """`megatron-burst pretrain`: how it runs a script, without Megatron-LM."""
 
+import argparse
 import sys
 from types import SimpleNamespace
 
@@ -82,6 +83,45 @@ def test_errors_of_the_script_keep_their_traceback(megatron, tmp_path, capsys, k
     error = capsys.readouterr().err
     assert "Traceback" in error
     assert f"{kind}: theirs" in error
+
+
+PARSER = """
+import argparse
+parser = argparse.ArgumentParser(prog="train.py")
+parser.add_argument("--burst-layout")
+parser.add_argument("--layers", type=int)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--burst-layuot", "zigzag"],
+         "unrecognized arguments: --burst-layuot zigzag; did you mean --burst-layout?"),
+        (["--layers", "2", "--lyaers=3"],
+         "unrecognized arguments: --lyaers=3; did you mean --layers?"),
+        (["--something-else"], "unrecognized arguments: --something-else"),
+        (["--layers", "two"], "argument --layers: invalid int value: 'two'"),
+    ],
+)  # fmt: skip
+def test_errors_of_the_scripts_parser_are_one_line(megatron, tmp_path, capsys, words, told):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["pretrain", script(tmp_path, f"{PARSER}parser.parse_args()"), *words])
+    assert end.value.code == 2
+    line = f"megatron-burst pretrain: error: train.py: {told} (--help lists the options)\n"
+    assert capsys.readouterr().err == line
+
+
+def test_a_script_may_accept_unknown_flags(megatron, tmp_path, capsys):
+    path = script(tmp_path, f"{PARSER}print(parser.parse_known_args()[1])")
+    assert cli.main(["pretrain", path, "--burst-layuot", "zigzag"]) == 0
+    assert capsys.readouterr().out == "['--burst-layuot', 'zigzag']\n"
+
+
+def test_argparse_is_the_same_after_the_script(megatron, tmp_path):
+    stock = argparse.ArgumentParser.parse_args, argparse.ArgumentParser.error
+    cli.main(["pretrain", script(tmp_path, "")])
+    assert (argparse.ArgumentParser.parse_args, argparse.ArgumentParser.error) == stock
 
 
 def test_other_errors_are_left_alone(megatron, tmp_path):

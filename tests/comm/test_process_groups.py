@@ -1,8 +1,11 @@
 """Which process groups a grid's rings travel on: as many as a plan names, given ones where they
 fit, made by their members alone, on the backend of the tensors."""
 
+import importlib
 import itertools
+import weakref
 from datetime import timedelta
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -346,3 +349,55 @@ def test_the_start_up_line_says_what_communicators_took(ranks):
     for gpu, cpu in ranks(2).run(memory_told, sizes):
         assert cpu == "communicators: 1 made (inter gradients), given groups for inter"
         assert gpu == f"{cpu}, 164 MiB of device memory before any message"
+
+
+# --- their end -----------------------------------------------------------------------------------
+
+
+def gloo_threads():
+    """How many threads of this process run collectives of gloo."""
+    names = [task.read_text() for task in Path("/proc/self/task").glob("*/comm")]
+    return names.count("pt_gloo_runloop\n")
+
+
+def kept_after_the_end(folder, nn_first):
+    """What outlives `destroy_process_group()` while the script still holds its groups, plan and
+    loss: process groups, and threads. nn_first: torch.distributed.nn was imported before."""
+    meet_again("gloo", folder)
+    functional = importlib.import_module("torch.distributed.nn.functional")
+    if nn_first:
+        importlib.reload(functional)  # as when an optimizer imports it after init_process_group
+    node = dist.new_group([0, 1])
+    groups = mb.Groups.from_topology(dist.group.WORLD, intra=2, reuse=[node])
+    q, k, v = qkv()
+    plan = mb.prepare(q, k, v, groups=groups)
+    loss = mb.attention(q, k, v, plan=plan).sum()
+    loss.backward()
+    alive = {name: weakref.ref(group) for group, name in c10d._world.pg_names.items()}
+    carriers = len(groups.carriers)
+    del node
+    dist.destroy_process_group()
+    kept = [name for name, group in alive.items() if group() is not None]
+    threads = gloo_threads()
+    try:
+        groups.check()
+    except ValueError as error:
+        refused = str(error)
+    store = dist.FileStore(f"{folder}/after", 2)
+    dist.init_process_group(
+        "gloo", store=store, rank=groups.rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    return len(alive), carriers, kept, threads, refused
+
+
+@pytest.mark.parametrize("nn_first", [False, True])
+def test_nothing_outlives_destroy_process_group(ranks, tmp_path, nn_first):
+    """gloo's threads abort the process if they need the interpreter's lock while Python ends."""
+    for alive, carriers, kept, threads, refused in ranks(2).run(
+        kept_after_the_end, str(tmp_path), nn_first
+    ):
+        assert alive == 4  # of all ranks, given, the grid's own, for gradients
+        assert carriers == 2
+        assert kept == []
+        assert threads == 0
+        assert "the process groups they were made of were destroyed" in refused

@@ -8,6 +8,7 @@ import io
 import logging
 import os
 import warnings
+import weakref
 from datetime import timedelta
 from unittest import mock
 
@@ -340,7 +341,7 @@ def further_losses(per_token, kept):
 
     with parallel("zigzag", context_parallel_size=4):
         group, rank = parallel_state.get_context_parallel_group(), dist.get_rank()
-        plan_book._books()[group, ()] = None  # as if a model's attention ran on it
+        plan_book._books()[weakref.ref(group), ()] = None  # as if a model's attention ran on it
         mine = [4 * chunk + i for chunk in (rank, 7 - rank) for i in range(4)]
         mask = torch.tensor([float(place in kept) for place in range(32)])
         values = torch.arange(64.0).reshape(2, 32).sin()  # losses of the two heads, everywhere
@@ -417,9 +418,30 @@ def counted_by_gpt_model(kept):
         mine = [4 * chunk + i for chunk in (rank, 7 - rank) for i in range(4)]
         mask = torch.tensor([float(place in kept) for place in range(32)])[None, mine]
         _, stock = gpt_model.roll_tensor(mask, shifts=-1, dims=-1, cp_group=group)
-        plan_book._books()[group, ()] = None  # as if a model's attention ran on it
+        plan_book._books()[weakref.ref(group), ()] = None  # as if a model's attention ran on it
         _, ours = gpt_model.roll_tensor(mask, shifts=-1, dims=-1, cp_group=group)
         return float(ours), float(stock)
+
+
+def kept_by_the_launcher():
+    """How many process groups Megatron makes, and which of them outlive a run of `pretrain`."""
+    from megatron.core import parallel_state
+
+    from megatron_burst.cli.ranks import groups_ended
+
+    _meet_again()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    _next_store()
+    with groups_ended():
+        parallel_state.initialize_model_parallel(
+            context_parallel_size=4, hierarchical_context_parallel_sizes=[2, 2]
+        )
+        names = dist.distributed_c10d._world.pg_names
+        made = {name: weakref.ref(group) for group, name in names.items()}
+        del names
+    kept = [name for name, group in made.items() if group() is not None]
+    _start(rank, size)
+    return len(made), kept
 
 
 def node_lines(hosts, sizes, intra_size):
@@ -627,13 +649,23 @@ def _meet_again():
     """
     gc.collect()
     rank, size = dist.get_rank(), dist.get_world_size()
+    _next_store()
+    dist.destroy_process_group()
+    _start(rank, size)
+
+
+def _next_store():
+    """Make the store of the next run; a collective of this one."""
+    rank = dist.get_rank()
     if rank == 0:
         _stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
     port = [_stores[-1].port if rank == 0 else None]
     dist.broadcast_object_list(port, src=0)
     if rank != 0:
         _stores.append(dist.TCPStore("127.0.0.1", port[0], is_master=False))
-    dist.destroy_process_group()
+
+
+def _start(rank, size):
     dist.init_process_group(
         "gloo", store=_stores[-1], rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )

@@ -57,6 +57,13 @@ def test_ranks_on_two_hosts(four, sizes, intra_size, per_node, fit):
         assert f"make nodes of {fit} " in line
 
 
+def test_no_process_group_outlives_the_launcher(four):
+    """Threads of gloo that do may abort a run that has ended well."""
+    for made, kept in four(session.kept_by_the_launcher):
+        assert made > 10
+        assert kept == []
+
+
 # --- Megatron's groups ----------------------------------------------------------------------------
 
 

@@ -73,6 +73,21 @@ def test_all_that_is_wrong_is_told_at_once_with_what_to_paste(ranks, flags, reas
     assert fixes == {k: x for k, x in (("add", add), ("remove", remove)) if x}
 
 
+def test_a_mistyped_flag_is_one_line_without_megatrons_usage(ranks):
+    told = messages(ranks.run(2, [*COMMON, *CP2.split(), "--burst-layuot", "striped"]))
+    assert told.splitlines()[0].endswith(
+        "unrecognized arguments: --burst-layuot striped; did you mean --burst-layout? "
+        "(--help lists the options)"
+    )
+    assert "usage:" not in told
+
+
+def test_a_value_that_a_flag_does_not_take_is_one_line(ranks):
+    told = messages(ranks.run(2, [*COMMON, *CP2.split(), "--burst-intra-size", "two"]))
+    assert "argument --burst-intra-size: invalid int value: 'two'" in told.splitlines()[0]
+    assert "usage:" not in told
+
+
 def test_a_rank_with_other_flags_than_the_rest(ranks):
     run = ranks.run(2, [*COMMON, *CP2.split()], odd=["--burst-side", "query"])
     assert "rank 0 has --burst-side 'auto', rank 1 has --burst-side 'query'" in messages(run)

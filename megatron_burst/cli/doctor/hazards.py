@@ -7,7 +7,6 @@ their problems into findings. It does not import Megatron-Core, which would take
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from ...megatron.checks.problem import Problem
 from ...megatron.checks.splitting import FLAG as LINEAR
 from ...megatron.checks.splitting import linear_layers, splits
 from ..megatron_arguments import FLAGS, SIZES, MegatronCommand
+from ..parsers import nearest
 from .report import Finding, note, ok, problem
 from .sizes import hierarchical_sizes
 
@@ -99,9 +99,7 @@ def _sizes(command: MegatronCommand, gpus_per_node: int) -> Iterator[Finding]:
             best.flags or f"remove {SIZES}",
         )
     elif cp > 1 and given is None and not best.flat:
-        yield note(
-            SIZES, f"not given: ranks with one host name form a node; {best.reason}", best.flags
-        )
+        yield note(SIZES, f"not given: ranks on one host form a node; {best.reason}", best.flags)
     elif cp > 1:
         yield ok(SIZES, best.reason)
 
@@ -158,8 +156,8 @@ def refusals(command: MegatronCommand, te: str | None) -> Iterator[Finding]:
     if not unknown and not given:
         return
     for name in unknown:
-        near = difflib.get_close_matches(name, FLAGS, 1)
-        yield problem("flags", f"{name}: there is no such flag", *near or [f"remove {name}"])
+        near = nearest(name, FLAGS)
+        yield problem("flags", f"{name}: there is no such flag", near or f"remove {name}")
     config = _config(command)
     args, mistyped = command.burst_arguments()
     named = getattr(args, "burst_layout", None)

@@ -19,6 +19,7 @@ import megatron_burst as mb
 
 from ...autotune import measure
 from ...comm.communicators import memory_taken
+from ...comm.hosts import host_labels, this_host
 from ...schedule.algorithms import ALGORITHMS
 from ...units import grid_of
 from ..megatron_arguments import MegatronCommand
@@ -50,7 +51,9 @@ def run(command: MegatronCommand, gpus_per_node: int | None, as_json: bool) -> i
 
 def examine(command: MegatronCommand, gpus_per_node: int | None, as_json: bool) -> int:
     """Check groups made from the default process group. Returns the same status on all ranks."""
-    here = _of_ranks(machine.describe())
+    labels = host_labels(_of_ranks(this_host()))
+    described = _of_ranks(machine.describe())
+    here = [one | {"host": label} for one, label in zip(described, labels, strict=True)]
     hosts = [one["host"] for one in here]
     per_node = hosts.count(hosts[0]) if gpus_per_node is None else gpus_per_node
     before = memory_taken(machine.own_device())

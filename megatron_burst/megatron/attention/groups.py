@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import logging
 import math
-import socket
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
 from ...comm.groups import Groups
-from ...comm.process_groups import backends
+from ...comm.hosts import this_host
+from ...comm.process_groups import backends, gather_objects
 from ...config import BurstConfig, flag_of
 from ..checks.config import check_topology, ulysses_size
 from ..data.cut import ONE_RANK
@@ -28,7 +29,7 @@ def context_groups(pg_collection: Any, sizes: list[int] | None, burst: BurstConf
     """The grid of this rank's context-parallel group; collective over that group.
 
     Nodes are Megatron's hierarchical groups if it made them (index 0 innermost), otherwise runs of
-    `burst.intra_size` ranks, otherwise ranks that share a host name. Nodes of one rank are legal
+    `burst.intra_size` ranks, otherwise ranks on one host. Nodes of one rank are legal
     (tensor parallelism then takes all GPUs of a node), and the log says so.
     """
     if pg_collection.cp.size() == 1:  # hybrid context parallelism
@@ -47,7 +48,7 @@ def context_groups(pg_collection: Any, sizes: list[int] | None, burst: BurstConf
 def micro_batch_groups(group: Any, per_node: int | None, burst: BurstConfig) -> Groups:
     """The grid of the ranks that hold a micro-batch; collective over them.
 
-    per_node: of the whole run, None for as many as share a host name. A group is a part of a node,
+    per_node: of the whole run, None for as many as share a host. A group is a part of a node,
     or several nodes, or nodes are parts of these: the largest that both sizes allow.
     """
     if group is ONE_RANK:
@@ -92,14 +93,13 @@ def _warn_of_spread_nodes(cp: Any, per_node: int) -> None:
     This can be intended: fast links may join hosts, such as NVLink within a rack. More often the
     size does not account for tensor parallelism, and exchanges within a node take slow links.
     """
-    hosts: list[str] = [""] * cp.size()
-    torch.distributed.all_gather_object(hosts, socket.gethostname(), group=cp)
+    hosts = gather_objects(this_host(), cp)
     line = node_warning(hosts, per_node)
     if line is not None and torch.distributed.get_rank() == 0:
         logging.getLogger("megatron_burst").warning(line)
 
 
-def node_warning(hosts: list[str], per_node: int) -> str | None:
+def node_warning(hosts: Sequence[Hashable], per_node: int) -> str | None:
     """The warning for context-parallel ranks on these hosts, in rank order; None without one."""
     nodes = [hosts[i : i + per_node] for i in range(0, len(hosts), per_node)]
     if all(len(set(node)) == 1 for node in nodes):

@@ -30,6 +30,7 @@ about to do. Either all ranks take part or none does, by this rule:
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -390,16 +391,17 @@ def startup_line() -> str | None:
 
 def splits_attention(group: Any) -> bool:
     """Whether a model of this process splits its attention over this context-parallel group."""
-    return any(one is group for one, _ in _books())
+    return any(reference() is group for reference, _ in _books())
 
 
 def plan_book(group: Any, key: tuple, make_groups: Callable[[], Groups]) -> PlanBook:
     """The book of a context-parallel group and a topology; made, and kept until `uninstall`."""
-    # The key holds the group itself, so no later group can have the same identity.
-    books = _books()
-    if (group, key) not in books:
-        books[group, key] = PlanBook(make_groups(), metrics=step_metrics.metrics())
-    return books[group, key]
+    # A weak reference: `destroy_process_group()` joins a group's threads only if nothing else keeps
+    # the group. A dead reference equals no other, so a later group cannot get this book.
+    books, where = _books(), (weakref.ref(group), key)
+    if where not in books:
+        books[where] = PlanBook(make_groups(), metrics=step_metrics.metrics())
+    return books[where]
 
 
 def _books() -> dict[tuple, PlanBook]:

@@ -13,7 +13,6 @@ shape of the held tensor, never its elements.
 from __future__ import annotations
 
 import contextlib
-import socket
 import time
 from collections.abc import Iterable, Iterator
 from statistics import median
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...comm.hosts import this_host
 from ...config import BurstConfig
 from ...recompute.host.copies import Moved
 from ...recompute.host.frames import HostFrame
@@ -313,9 +313,9 @@ def shared_node(stated: int | None) -> Node:
 
     stated: bytes per node; None for 80 % of what is there.
     """
-    host = socket.gethostname()
+    host = this_host()
     limit = stated or host_limit()
-    limits = [other for name, other in gather((host, limit)) if name == host]
+    limits = [other for place, other in gather((host, limit)) if place == host]
     return Node(min(limits), len(limits))
 
 

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", default="llama3-8b", metavar="NAME",
         help="model whose shapes are measured, as of advise --model (llama3-8b)")  # fmt: skip
     add(*named("--per-node"), type=int, metavar="N",
-        help="ranks per node (those that share a host name)")  # fmt: skip
+        help="ranks per node (those on one host)")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
