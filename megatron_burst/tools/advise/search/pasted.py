@@ -15,7 +15,7 @@ from typing import Any
 from ....config import BurstConfig, flag_of
 from ....options import KERNELS
 from ..settings import Settings
-from ..shapes.model import STRUCTURE, Model
+from ..shapes.model import POSITIONS, STRUCTURE, Model
 from .model_flags import (
     carries_state,
     hybrid_flags,
@@ -72,8 +72,7 @@ def left_to_the_user(model: Model) -> str:
     """What the flags leave out, in words."""
     names = ["data", "tokenizer", "learning rate", "--train-iters", "checkpoints"]
     if model.family is None:
-        names.append("--norm-epsilon, --rotary-base and rope scaling")
-        names.append(STRUCTURE)
+        names += [POSITIONS, STRUCTURE]
     elif model.family.left:
         names.append(model.family.left)
     return f"Not included: {', '.join(names)}"

@@ -13,8 +13,11 @@ from typing import NamedTuple
 
 from .config_classes import Built
 from .config_fields import Fields
-from .model import NORMS, STRUCTURE, Family, Model
+from .model import NORMS, POSITIONS, STRUCTURE, Family, Model
 
+ACTIVATIONS = (
+    "mlp_hidden_act", "hidden_act", "hidden_activation", "activation_function", "activation",
+)  # fmt: skip
 OUTPUT = ("o_proj", "out_proj", "dense", "c_proj", "wo")  # of attention
 ATTENTION = ("attn", "attention", "self_attention", "mixer")
 MLP = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "mixer")
@@ -81,7 +84,9 @@ def family_of(
     flags += _router_flags(fields, kind, has) if model.experts else []
     flags += _no_rope(model, fields, kind)
     gate, activation = _activation(fields, model.gated)
+    flags += ["--squared-relu"] if not model.gated and _act(fields) == "relu2" else []
     lacking = [*_lacking(model, fields, kind, has), *activation, *rotary]
+    left = [POSITIONS] * (not numerics and not rotary) + [STRUCTURE] * (made is None)
     norms = NORMS.replace("RMSNorm", "LayerNorm") if has.layer_norm else NORMS
     if has.mlp_bias:
         norms = norms.replace(" --disable-bias-linear", "")
@@ -94,7 +99,7 @@ def family_of(
         gate,
         tuple(lacking),
         biases=has.mlp_bias,
-        left=STRUCTURE if made is None else "",
+        left=", ".join(left),
     ), has.sinks
 
 
@@ -211,10 +216,13 @@ def _no_rope(model: Model, fields: Fields, kind: str) -> list[str]:
     return [f"--no-rope-freq {shlex.quote(str([int(x) for x in without]).replace(' ', ''))}"]
 
 
+def _act(fields: Fields) -> str:
+    return next((fields.text(key) for key in ACTIVATIONS if key in fields), "silu")
+
+
 def _activation(fields: Fields, gated: bool) -> tuple[str, list[str]]:
     """Return the flag of a gated MLP, and an activation without a flag, in words."""
-    keys = ("mlp_hidden_act", "hidden_act", "hidden_activation", "activation_function", "activation")
-    act = next((fields.text(key) for key in keys if key in fields), "silu")
+    act = _act(fields)
     if not gated:
         return "--swiglu", [] if act.startswith(("gelu", "relu2")) else [f"activation {act!r}"]
     if "swiglu_limit" in fields:

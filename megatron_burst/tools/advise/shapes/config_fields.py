@@ -22,7 +22,7 @@ SUSPECT = re.compile(
 # Of these, names whose values change no shape.
 HARMLESS = re.compile(
     r"aux_loss|z_loss|_coef$|capacity|drop|jitter|renorm|_dtype$|kernel$|kernels$|feed_forward"
-    r"|norm_min|scaling_factor|fp32|overlap|rope|rotary|router|_mode$|use_mixed_mlp|_act$|initializer|predict_layers$"
+    r"|norm_min|scaling_factor|fp32|overlap|rope|rotary|router|_mode$|use_mixed_mlp|order_of_interleaved|use_parallel|_act$|initializer|predict_layers$"
     r"|inference|cache|expert_bias|_group$|score|combine|fused|tensor_parallel|^num_hidden_layers$"
     r"|scale$|_multiplier|^linear_(a_log|dt_|allow)|^mamba_dt|^mtp_"
 )
@@ -79,7 +79,7 @@ class Fields(Mapping[str, Any]):
         found = 0
         for key in keys:
             value = self.get(key, 0)
-            if isinstance(value, (list, tuple)) and value and all(x == value[0] for x in value):
+            if isinstance(value, (list, tuple)) and len(value) > 1 and len(set(map(str, value))) == 1:
                 value = value[0]
             value = self._of(key, value, int, "a whole number from 0")
             if value > MOST:

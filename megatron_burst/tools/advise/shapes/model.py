@@ -7,6 +7,7 @@ one of them. `models` has shapes by name, `model_config` reads a `config.json`.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -25,7 +26,9 @@ from .layer_kinds import (
 )
 
 NORMS = "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
+# Flags that a description by sizes alone does not determine.
 STRUCTURE = "--qk-layernorm and biases, if it has them"
+POSITIONS = "--norm-epsilon, --rotary-base and rope scaling"
 
 
 class Family(NamedTuple):
@@ -212,6 +215,12 @@ class Model:
         if kind == CHUNKED:
             return (self.chunk + 1) // 2 if self.chunk < seq else 0
         return self.window if kind == WINDOW else 0
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Number of layers by their attention half; "none": layers with an MLP alone."""
+        found = Counter(part.attention or "none" for part in self.parts)
+        return {kind: found[kind] for kind in (*SOFTMAX, MIXER, "none") if found[kind]}
 
     @property
     def mixers(self) -> int:

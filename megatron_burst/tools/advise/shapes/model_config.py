@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from . import config_classes
 from .config_classes import Built
-from .config_family import family_of
+from .config_family import ACTIVATIONS, family_of
 from .config_fields import Fields, Missing
 from .layer_kinds import (
     DELTA_NET,
@@ -257,8 +257,7 @@ def _kv_heads(source: Source, heads: int) -> int:
 def _gated(source: Source) -> bool:
     """Whether the MLP has three matrices: with silu, and with gelu in families that gate it."""
     fields = source.fields
-    keys = ("mlp_hidden_act", "hidden_act", "hidden_activation", "activation_function", "activation")
-    act = next((fields.text(key) for key in keys if key in fields), "silu")
+    act = next((fields.text(key) for key in ACTIVATIONS if key in fields), "silu")
     return act not in UNGATED or source.kind.startswith(GATED)
 
 
