@@ -37,7 +37,7 @@ OUTSIDE = {
     "autotune": {"tomli"},  # Python 3.10 has no tomllib
     "cli": {"rich"},
     "testing": {"megatron"},
-    "tools": {"rich", "matplotlib", "PIL", "transformers"},
+    "tools": {"rich", "matplotlib", "PIL"},
     "kernels": {"triton"},
     "sparse": {"triton"},
     "megatron": {"megatron"},

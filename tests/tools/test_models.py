@@ -137,7 +137,7 @@ def test_config_of_hybrids():
 
 @pytest.mark.parametrize(
     ("more", "words"),
-    [({"layer_types": ["full_attention"] * 3 + ["lightning"]}, "'lightning'; known for this model are full"),
+    [({"layer_types": ["full_attention"] * 3 + ["lightning"]}, "'lightning'; known for this"),
      ({"hybrid_override_pattern": "M-"}, "for each of the 4 layers"),
      ({"hybrid_override_pattern": "M-*-"}, "mamba_num_heads"),
      ({"kv_lora_rank": 32}, "qk_rope_head_dim"), ({"ssm_state_size": 16}, "no 'layer_types' names"),

@@ -184,9 +184,7 @@ def model_operations(model: Model, seq: int) -> float:
     linear attention the recurrence counts, whatever chunks it is computed in: a state written and
     read once per token, with delta rules read twice."""
     widths = model.heads * (model.head_dim + model.value_dim)
-    seen = sum(
-        model.number_of(kind) * visible(seq, model.window_of(kind, seq)) for kind in SOFTMAX
-    )
+    seen = sum(model.number_of(kind) * visible(seq, model.window_of(kind, seq)) for kind in SOFTMAX)
     states = 0
     if (mixer := model.mixer) is not None and mixer.form:
         states = model.mixers * (3 if mixer.delta else 2) * mixer.state

@@ -173,7 +173,7 @@ def lacking(model: Model) -> list[str]:
         found.append(
             f"Megatron-LM has no flag for attention in chunks of {model.chunk:,} tokens: these "
             f"flags build full attention in its {model.chunked} layers. Chunks need a function of "
-            "your own for --burst-mask (docs/masks.md)."
+            "your own for --burst-mask (docs/megatron-lm.md)."
         )
     if model.mixers and not carries_state(model):
         found.append(

@@ -22,23 +22,21 @@ NOT_SHAPES = (
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config", "language_model_config")
 
 
-def _transformers() -> Any:
+def _transformers(part: str = "") -> Any:
+    """Import transformers, or a part of it."""
     try:
-        import transformers
+        return importlib.import_module(f"transformers{part}")
     except ImportError as error:
         raise ValueError(
             f"a config.json is read with transformers ({error}): "
             "pip install 'megatron-burst[advise]'"
         ) from None
-    return transformers
 
 
 def is_known(model_type: str) -> bool:
     """Return whether transformers has a configuration class for a model type."""
     _transformers()
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    return model_type in CONFIG_MAPPING_NAMES
+    return model_type in _transformers(".models.auto.configuration_auto").CONFIG_MAPPING_NAMES
 
 
 def config_of(fields: dict[str, Any], name: str) -> tuple[Any, bool]:
@@ -75,8 +73,7 @@ def config_of(fields: dict[str, Any], name: str) -> tuple[Any, bool]:
 
 
 def _generates(kind: str, text: Any) -> bool:
-    from transformers.models.auto import modeling_auto
-
+    modeling_auto = _transformers(".models.auto.modeling_auto")
     names = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM")
     maps = [getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES", {}) for name in names]
     return any(kind in each or text.model_type in each for each in maps)
@@ -149,9 +146,8 @@ def built(config: Any, name: str, layers: int) -> Built | None:
     except ImportError:
         return None
     transformers = _transformers()
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    whole = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    modeling_auto = _transformers(".models.auto.modeling_auto")
+    whole = config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     with _quiet(), _refused(name, config.model_type), torch.device("meta"):
         if whole:
             model = transformers.AutoModelForCausalLM.from_config(config)
@@ -181,11 +177,10 @@ def built(config: Any, name: str, layers: int) -> Built | None:
 
 def _text_model(config_class: type) -> Any:
     """Return the class of a language model that no automatic class of transformers lists."""
-    from transformers import PreTrainedModel
-
+    pretrained = _transformers().PreTrainedModel
     name = config_class.__module__.replace("configuration_", "modeling_")
     for made in vars(importlib.import_module(name)).values():
-        fits = isinstance(made, type) and issubclass(made, PreTrainedModel)
+        fits = isinstance(made, type) and issubclass(made, pretrained)
         if fits and made.__name__.endswith("TextModel") and made.config_class is config_class:
             return made
     raise TypeError(f"no model of {config_class.__name__} in {name}")

@@ -67,9 +67,7 @@ class Structure(NamedTuple):
     sinks: bool = False
 
 
-def family_of(
-    model: Model, fields: Fields, kind: str, made: Built | None
-) -> tuple[Family, bool]:
+def family_of(model: Model, fields: Fields, kind: str, made: Built | None) -> tuple[Family, bool]:
     """Return the flags of a model that are no sizes, and whether its attention has sinks.
 
     Args:
@@ -122,13 +120,15 @@ def _of_fields(fields: Fields, kind: str) -> Structure:
 
 
 def _true(fields: Fields, *keys: str) -> bool:
-    return any([fields.get(key) is True for key in keys])
+    return any(fields.get(key) is True for key in keys)
 
 
 def _of_model(made: Built, model: Model) -> Structure:
     biases = [key.split(".") for key in made.names if key.endswith(".bias")]
     linear = [parts for parts in biases if not any("norm" in p or "ln" in p for p in parts)]
-    linear = [p for p in linear if not {"conv1d", "router", "gate", "mamba", "linear_attn"} & set(p)]
+    linear = [
+        p for p in linear if not {"conv1d", "router", "gate", "mamba", "linear_attn"} & set(p)
+    ]
     attention = [p for p in linear if any(x in part for x in ATTENTION for part in p[:-2])]
     attention = [p for p in attention if "mlp" not in p]
     others = [p for p in linear if p not in attention]
@@ -142,7 +142,7 @@ def _of_model(made: Built, model: Model) -> Structure:
              and ("norm" in key or "ln" in key)]  # fmt: skip
     classes = [name for name in made.norms if "Norm" in name]
     layer_norm = bool(classes) and not any("RMS" in name for name in classes)
-    halves = max((sum(x is not None for x in (p.attention, p.mlp or None)) for p in model.parts))
+    halves = max((p.attention is not None) + p.mlp for p in model.parts)
     wide = heads and model.latent is None and max(heads) > model.head_dim
     return Structure(
         qkv_bias=any(p[-2] not in OUTPUT for p in attention),
@@ -228,7 +228,8 @@ def _activation(fields: Fields, gated: bool) -> tuple[str, list[str]]:
     if "swiglu_limit" in fields:
         limit = fields.number("swiglu_limit")
         return (
-            f"--quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value {limit:.1f}", []
+            f"--quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value {limit:.1f}",
+            [],
         )
     if act in ("silu", "swish", "swiglu"):
         return "--swiglu", []

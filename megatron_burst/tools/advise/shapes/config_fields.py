@@ -79,7 +79,11 @@ class Fields(Mapping[str, Any]):
         found = 0
         for key in keys:
             value = self.get(key, 0)
-            if isinstance(value, (list, tuple)) and len(value) > 1 and len(set(map(str, value))) == 1:
+            if (
+                isinstance(value, (list, tuple))
+                and len(value) > 1
+                and len(set(map(str, value))) == 1
+            ):
                 value = value[0]
             value = self._of(key, value, int, "a whole number from 0")
             if value > MOST:
@@ -158,4 +162,6 @@ class Fields(Mapping[str, Any]):
 
 def _neutral(value: Any) -> bool:
     """Whether a value switches nothing on."""
-    return value in (0, False, "", 1.0) and value is not True or value in ([], {}, ())
+    if isinstance(value, (list, tuple, dict, str)):
+        return not value
+    return value is False or (value is not True and value in (0, 1))

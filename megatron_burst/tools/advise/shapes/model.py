@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from .layer_kinds import (
     CHUNKED,
-    FULL,
     KINDS,
     MIXER,
     SOFTMAX,
@@ -67,8 +66,8 @@ class Model:
     latent: of multi-head latent attention; indexer: of sparse attention over its latents, which all
     heads share then, in all layers. output_gate: attention's result is multiplied by a gate
     as wide as the queries. pattern: a letter of `KINDS` for each layer ("" means all "F"); window:
-    tokens that a query of a "W" layer sees, itself included; chunk: tokens of a chunk of "C" layers,
-    whose queries see the earlier tokens of their own chunk; mixer: of "L" and "M" layers.
+    tokens that a query of a "W" layer sees, itself included; chunk: tokens of a chunk of "C"
+    layers, whose queries see the earlier tokens of their own chunk; mixer: of "L" and "M" layers.
     sinks: attention has a learned sink per head. also: parts outside the decoder that nothing here
     counts, in words. family: None if nothing but sizes is known.
 
@@ -159,9 +158,7 @@ class Model:
             )
         where = self.expert_pattern
         if where and (
-            set(where) - set("01")
-            or len(where) != self.mlps
-            or where.count("1") != self.moe_layers
+            set(where) - set("01") or len(where) != self.mlps or where.count("1") != self.moe_layers
         ):
             raise ValueError(
                 f"model {self.name}: expert_pattern {where!r} needs 0 or 1 for each of the "

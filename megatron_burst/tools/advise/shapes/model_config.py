@@ -398,9 +398,7 @@ def _pattern(source: Source, layers: int) -> str:
                 f"{', '.join(letters)}"
             )
         if len(types) != layers:
-            raise ValueError(
-                f"{fields.name}: {key!r} has {len(types)} entries for {layers} layers"
-            )
+            raise ValueError(f"{fields.name}: {key!r} has {len(types)} entries for {layers} layers")
         if "sliding_attention" not in types:
             fields.accept("sliding_window")
         if "chunked_attention" not in types:

@@ -156,9 +156,7 @@ def _with_family(model: Model) -> Model:
     return replace(model, family=FAMILIES[max(fitting, key=len)] if fitting else None)
 
 
-NAMED: dict[str, Model] = {
-    model.name: _with_family(model) for model in (*_LLAMA, *_QWEN, *_OTHERS)
-}
+NAMED: dict[str, Model] = {model.name: _with_family(model) for model in (*_LLAMA, *_QWEN, *_OTHERS)}
 
 
 def named(name: str, vocabulary_multiple: int = 1) -> Model:
