@@ -26,9 +26,11 @@ KINDS: dict[str, tuple[str | None, bool]] = {
 
 
 class LayerPart(NamedTuple):
-    """A layer: its attention half ("full", "window", "chunked", "mixer" or None), and whether it has
-    an MLP half and whether that has experts. algorithm: of its attention, where a run names one for it;
-    None: that of the run."""
+    """A layer: its attention half ("full", "window", "chunked", "mixer" or None), whether
+    it has an MLP half and whether that has experts.
+
+    algorithm: of its attention, where a run names one for it; None: that of the run.
+    """
 
     attention: str | None
     mlp: bool
