@@ -191,7 +191,8 @@ def test_every_model_type_is_counted_or_refused_by_name(kind):
     except ValueError as error:
         said = str(error)
     if model is None:
-        names = [kind, *fields, *(text.to_dict() if text is not None else ()), "num_hidden_layers"]
+        names = [kind, *fields, *(text.to_dict() if text is not None else ()), "num_hidden_layers",
+                 "layer_types"]  # fmt: skip
         assert any(f"'{name}'" in said for name in [*names, getattr(text, "model_type", kind)])
         return
     types = list(getattr(text, "layer_types", None) or [])

@@ -192,7 +192,10 @@ FULL = (
      ({"rope_theta": 3580165449.0}, "--rotary-base 3580165449", ""),  # of 1M tokens
      ({"rope_theta": 1e4, "rope_scaling": False}, "--rotary-base 10000", ""),
      ({"rope_theta": 1e6, "rope_local_base_freq": 1e4}, "", "in some kinds of layers"),
-     ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "", "some kinds of layers")],
+     ({"rope_parameters": {"full_attention": {"rope_theta": 1e6},
+                            "sliding_attention": {"rope_theta": 1e4}}}, "",
+      "some kinds of layers"),
+     ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "--rotary-base 1000000", "")],
 )  # fmt: skip
 def test_norms_and_positions_of_a_configuration(more, flags, lacking):
     read = models.from_config(config(**more))

@@ -106,14 +106,16 @@ def family_of(model: Model, fields: Fields, kind: str, made: Built | None) -> tu
 
 def _of_fields(fields: Fields, kind: str) -> Structure:
     bias = _true(fields, "attention_bias", "use_bias", "bias")
+    epsilon = next((key for key in EPSILONS if key in fields), "rms_norm_eps")
+    layer_norm = epsilon.startswith("layer_norm") and kind != "qwen"
     heads = _true(fields, "use_qk_norm", "qk_layernorm") or kind.startswith(HEAD_NORMS)
     return Structure(
         qkv_bias=bias or _true(fields, "add_qkv_bias", "qkv_bias") or kind in ("qwen", "qwen2"),
         out_bias=bias,
         mlp_bias=_true(fields, "mlp_bias", "use_bias", "bias"),
         head_norms="head" if heads else "",
-        layer_norm=any(key in fields for key in ("layer_norm_epsilon", "layer_norm_eps"))
-        and not any(key in fields for key in ("rms_norm_eps",)) and kind not in ("qwen",),
+        layer_norm=layer_norm,
+        norm_bias=layer_norm,
         expert_bias=fields.get("topk_method") == "noaux_tc",
         sinks=kind in ("gpt_oss", "mimo_v2_flash"),
     )  # fmt: skip
