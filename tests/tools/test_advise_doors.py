@@ -141,7 +141,7 @@ SHAPE = {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 8,
     ("content", "said"),
     [(b"{", "not a JSON file"), (b"\xff\xfe{}", "not a JSON file: .*utf-8"),
      (b"[1]", r"has an object \{...\}, not \[1\]"), (b"null", "not None"),
-     (b"[" * 10**5, "not a JSON file"), (b"{}", "has no 'num_attention_heads'")],
+     (b"[" * 10**5, "not a JSON file"), (b"{}", "has no 'hidden_size'")],
     ids=lambda value: value[:9],
 )  # fmt: skip
 def test_a_configuration_that_is_none(tmp_path, content, said):

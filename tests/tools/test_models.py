@@ -81,7 +81,8 @@ def test_a_configuration_of_a_model_that_is_known(tmp_path):
               "num_key_value_heads": 8, "intermediate_size": 14336,
               "vocab_size": 128256}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    assert replace(models.named(str(tmp_path)), name="llama3-8b") == models.named("llama3-8b")
+    read = replace(models.named(str(tmp_path)), name="llama3-8b", family=None)
+    assert read == replace(models.named("llama3-8b"), family=None)
 
 
 def test_config_of_latent_attention_and_dense_first_layers():
@@ -103,7 +104,7 @@ def test_config_of_latent_attention_and_dense_first_layers():
      ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 3}, "FFFW", 64),
      ({"sliding_window": 64, "use_sliding_window": False}, "FFFF", 0),
      ({"sliding_window": 64, "sliding_window_pattern": 2}, "WFWF", 64),
-     ({"sliding_window": 64}, "WWWW", 64)],
+     ({"sliding_window": 64, "hybrid_layer_pattern": [0, 1, 1, 0]}, "FWWF", 64)],
 )  # fmt: skip
 def test_config_of_windows(more, pattern, window):
     read = models.from_config(config(**more))
@@ -136,10 +137,15 @@ def test_config_of_hybrids():
 
 @pytest.mark.parametrize(
     ("more", "words"),
-    [({"layer_types": ["full_attention"] * 3 + ["lightning"]}, "'lightning'; known are full"),
+    [({"layer_types": ["full_attention"] * 3 + ["lightning"]}, "'lightning'; known for this"),
      ({"hybrid_override_pattern": "M-"}, "for each of the 4 layers"),
      ({"hybrid_override_pattern": "M-*-"}, "mamba_num_heads"),
-     ({"kv_lora_rank": 32}, "qk_rope_head_dim"), ({"ssm_state_size": 16}, "say where they are"),
+     ({"kv_lora_rank": 32}, "qk_rope_head_dim"), ({"ssm_state_size": 16}, "no 'layer_types' names"),
+     ({"sliding_window": 64}, "'sliding_window' 64 does not tell which layers"),
+     ({"attention_chunk_size": 64}, "'attention_chunk_size' 64 does not tell which layers"),
+     ({"block_configs": [{"no_op": True}] * 4}, "does not understand 'block_configs'"),
+     ({"num_attention_heads_per_layer": [8, 4, 4, 4]}, "'num_attention_heads_per_layer'"),
+     ({"n_expert_shards": 2}, "does not understand 'n_expert_shards' .2.: experts"),
      ({"linear_attn_config": {"full_attn_layers": [4]}}, "no 'num_heads'"),
      ({"linear_attn_config": 3}, "'linear_attn_config' must be an object, got 3"),
      ({"num_attention_heads": None} | {"num_key_value_heads": 3}, "do not divide")],
@@ -186,20 +192,23 @@ FULL = (
      ({"rope_theta": 3580165449.0}, "--rotary-base 3580165449", ""),  # of 1M tokens
      ({"rope_theta": 1e4, "rope_scaling": False}, "--rotary-base 10000", ""),
      ({"rope_theta": 1e6, "rope_local_base_freq": 1e4}, "", "in some kinds of layers"),
-     ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "", "some kinds of layers")],
+     ({"rope_parameters": {"full_attention": {"rope_theta": 1e6},
+                            "sliding_attention": {"rope_theta": 1e4}}}, "",
+      "some kinds of layers"),
+     ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "--rotary-base 1000000", "")],
 )  # fmt: skip
 def test_norms_and_positions_of_a_configuration(more, flags, lacking):
     read = models.from_config(config(**more))
-    assert read.numerics is not None
-    assert read.numerics.flags == flags
-    assert lacking in read.numerics.lacking
-    assert bool(read.numerics.lacking) is bool(lacking)
+    assert read.family is not None
+    assert read.family.numerics == flags
+    assert lacking in " ".join(read.family.lacking)
+    assert bool(read.family.lacking) is bool(lacking)
     said = list(model_flags.model_flags(read))
     assert said[-1] == flags or not flags
     position = "yarn" if "embedding-type yarn" in flags else "rope"
     assert " ".join(said).count("--position-embedding-type") == 1
     assert f"--position-embedding-type {position}" in " ".join(said)
-    assert any(read.numerics.lacking in each for each in model_flags.lacking(read)) or not lacking
+    assert any(lacking in each for each in model_flags.lacking(read)) or not lacking
     assert "--rotary-base" not in pasted.left_to_the_user(read)
 
 
@@ -216,7 +225,8 @@ def test_norms_and_positions_that_are_refused(more, words):
 
 
 def test_a_tower_beside_the_text_model_is_named():
-    read = models.from_config({"text_config": config(model_type="gemma3_text"), "vision": {}})
+    fields = {"model_type": "of_nobody", "vision_config": {}}
+    read = models.from_config(fields | {"text_config": config(), "tie_word_embeddings": True})
     assert read.tied
     assert "vision" in read.uncounted[0]
 

@@ -22,6 +22,7 @@ from .search.search import Configuration
 from .search.search_space import BUSY, stages_to_try
 from .search.what_if import options_said
 from .settings import ENDS, Settings, selection_said, stage_layers
+from .shapes.layer_kinds import CHUNKED, FULL, MIXER, WINDOW
 from .shapes.model import Model
 
 # Those that a narrow terminal can do without, least needed first.
@@ -36,6 +37,8 @@ def show(found: Advice, command: Sequence[str] = ()) -> None:
     """Print the advice. command: the words of a Megatron command that described the model."""
     console = wrapped()
     console.print(Text(headline(found)))
+    if set(found.model.kinds) != {FULL}:
+        console.print(Text(f"layers: {layers_said(found.model)}"))
     console.print(Text(f"rates: {found.cluster.described}"))
     table, left_out = fitting(ranking(found), console)
     console.print(table)
@@ -83,6 +86,14 @@ def show(found: Advice, command: Sequence[str] = ()) -> None:
     for part in found.model.uncounted:
         console.print(Text(f"not counted: {part}", style="yellow"))
     console.print(Text("Analytical estimate from sizes and rates, not a measurement."))
+
+
+def layers_said(model: Model) -> str:
+    """Return the number of layers of each kind, with windows and chunks in tokens."""
+    names = {FULL: "full attention", WINDOW: f"window of {model.window:,}",
+             CHUNKED: f"chunks of {model.chunk:,}", "none": "MLP alone",
+             MIXER: model.mixer.name if model.mixer is not None else MIXER}  # fmt: skip
+    return ", ".join(f"{count} {names[kind]}" for kind, count in model.kinds.items())
 
 
 def headline(found: Advice) -> str:
@@ -294,6 +305,8 @@ def facts(found: Advice, command: Sequence[str] = ()) -> dict[str, Any]:
     cluster = found.cluster
     return {
         "model": found.model.name,
+        "parameters": found.model.parameters,
+        "layers": found.model.kinds,
         "seq": found.want.seq,
         "tokens_per_step": found.want.seq * found.want.sequences,
         "cluster": {"gpu": cluster.gpu.name, "gpus": cluster.gpus,

@@ -63,7 +63,8 @@ from .search.packed import PackedForecast
 from .search.search import plainest
 from .search.search_space import GROUPS, TrainingGoal, groups_of, padded
 from .settings import Settings
-from .shapes.model import FULL, WINDOW, Model
+from .shapes.layer_kinds import SOFTMAX
+from .shapes.model import Model
 
 Kind = Literal["p2p", "a2a", "a2a+p2p", "all_gather"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -357,7 +358,7 @@ def peak_bytes(kind: Kind, model: Model, run: Settings, recompute: str) -> int:
     kept = 0.0
     for stage in fullest_stages(run):
         layers = [model.parts[each].attention for each in layers_of(model, run, stage)]
-        attending = sum(layer in (FULL, WINDOW) for layer in layers)
+        attending = sum(layer in SOFTMAX for layer in layers)
         each = attending * run.rows * (x.query + x.kv) * B
         each += len(layers) * run.rows / run.tp * model.hidden * B
         kept = max(kept, each * min(run.pp - stage, run.micro_batches))

@@ -12,7 +12,7 @@ from ...schedule.head_shares import shareable
 from ...schedule.per_layer import layer_choices
 from ...schedule.topology import Placement, alternatives, divisors
 from ...units import byte_size
-from .shapes.layer_kinds import FULL, WINDOW
+from .shapes.layer_kinds import CHUNKED, FULL, SOFTMAX
 from .shapes.models import Model
 
 # Which modules compute: Megatron's local ones on a CPU (torch's norms in fp32, unfused rope and
@@ -372,7 +372,7 @@ def _check_per_layer(model: Model, run: Settings, stated: str) -> None:
     kinds = [part.attention for part in model.parts]
     for part in parts:
         of = kinds[part.first - 1 : part.last] if part.kind is None else kinds
-        wanted = (FULL, WINDOW) if part.kind is None else (part.kind,)
+        wanted = {None: SOFTMAX, FULL: (FULL, CHUNKED)}.get(part.kind, (part.kind,))
         if part.last > len(kinds) or not set(wanted) & set(of):
             raise ValueError(
                 f"{flag}: {part.text} is of no layer with attention of {model.name}, which has "

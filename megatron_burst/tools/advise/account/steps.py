@@ -15,7 +15,7 @@ from typing import Any
 
 from ....schedule.per_layer import layer_choices
 from ..settings import BYTES, Settings, stage_layers
-from ..shapes.layer_kinds import FULL, MIXER, WINDOW, LayerPart
+from ..shapes.layer_kinds import MIXER, SOFTMAX, WINDOW, LayerPart
 from ..shapes.models import Model
 from .operators import (
     ATTENTION,
@@ -190,7 +190,7 @@ class LayerWalk:
         core = self.cores[time]
         if part.algorithm is None:
             return core
-        window = self.model.window if part.attention == WINDOW else 0
+        window = self.model.window_of(part.attention, self.run.seq)
         own = replace(self.run, algorithm=part.algorithm)
         return replace(self._core_of(self.dense, own, window=window), store=core.store)
 
@@ -276,7 +276,7 @@ class TrainingStep:
 
     def _stored(self, layer: int) -> float:
         """Bytes of attention results that a layer keeps."""
-        return self.walk.store * (self.parts[layer].attention in (FULL, WINDOW))
+        return self.walk.store * (self.parts[layer].attention in SOFTMAX)
 
     def _others(self) -> None:
         """Micro-batches in flight beside this one: 1F1B, interleaved if stages are several."""
@@ -381,7 +381,7 @@ def parts_of(model: Model, run: Settings, stage: int) -> list[LayerPart]:
 
     def part(layer: int) -> LayerPart:
         found = model.parts[layer]
-        if found.attention not in (FULL, WINDOW):
+        if found.attention not in SOFTMAX:
             return found
         return found._replace(algorithm=chosen.algorithm(layer + 1, found.attention == WINDOW))
 

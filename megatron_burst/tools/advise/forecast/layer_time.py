@@ -25,8 +25,8 @@ from ....autotune.gpus import Gpu
 from ..account.operators import CHUNK, B, F, LayerSizes, chunk_states
 from ..account.steps import parts_of
 from ..settings import Settings
-from ..shapes.layer_kinds import Mixer
-from ..shapes.model import FULL, MIXER, WINDOW, LayerPart, Model
+from ..shapes.layer_kinds import MIXER, SOFTMAX, LayerPart, Mixer
+from ..shapes.model import Model
 from .attention_time import AttentionTime, attention_time
 from .faults import Faults
 from .links import all_to_all_seconds, ring_seconds
@@ -302,8 +302,8 @@ def layer_time(
     if full:
         again.add(forward)
     core = None
-    if part.attention in (FULL, WINDOW):
-        window = model.window if part.attention == WINDOW else 0
+    if part.attention in SOFTMAX:
+        window = model.window_of(part.attention, run.seq)
         own = replace(run, algorithm=part.algorithm) if part.algorithm else run
         core = attention(model, cluster, own, faults, window=window)
         forward[ATTENTION], backward[ATTENTION] = core.forward, core.backward

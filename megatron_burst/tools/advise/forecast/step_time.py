@@ -26,7 +26,8 @@ from ..account.memory import parameters
 from ..account.operators import B
 from ..account.steps import parts_of
 from ..settings import BYTES, Settings, check
-from ..shapes.model import LayerPart, Model
+from ..shapes.layer_kinds import SOFTMAX, LayerPart
+from ..shapes.model import Model
 from .attention_time import attention_time
 from .layer_time import (
     LAUNCHES,
@@ -183,8 +184,7 @@ def model_operations(model: Model, seq: int) -> float:
     linear attention the recurrence counts, whatever chunks it is computed in: a state written and
     read once per token, with delta rules read twice."""
     widths = model.heads * (model.head_dim + model.value_dim)
-    full = (model.attentions - model.windows) * visible(seq)
-    seen = full + model.windows * visible(seq, model.window)
+    seen = sum(model.number_of(kind) * visible(seq, model.window_of(kind, seq)) for kind in SOFTMAX)
     states = 0
     if (mixer := model.mixer) is not None and mixer.form:
         states = model.mixers * (3 if mixer.delta else 2) * mixer.state

@@ -9,90 +9,16 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from itertools import groupby
 
 from ..shapes.layer_kinds import MIXER
-from ..shapes.model import Model
+from ..shapes.model import Family, Model
 
 HYBRID = "M*-"  # letters of layers that have only one half: Megatron's HybridModel
-NORMS = "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
 # Megatron's own stack, which the script of a checkout wants to be named.
 STACK = "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"
 DELTA_NET, MAMBA = "gated delta net", "Mamba-2"  # names of mixers that Megatron has
 MAMBA_TAPS = 4  # of Megatron's short convolution, which no flag sets
-
-
-class Family(NamedTuple):
-    """What the models of a family have besides their sizes.
-
-    flags: for it; numerics: as of `Model.numerics`, where the model has none of its own; norms:
-    flags in place of `NORMS`; gate: the flag of a gated MLP; lacking: what no flag says, in words;
-    biases: experts have some, which Megatron does not split over tensor-parallel ranks.
-    """
-
-    flags: str = ""
-    numerics: str = ""
-    norms: str = NORMS
-    gate: str = "--swiglu"
-    lacking: str = ""
-    biases: bool = False
-
-
-_LATENT = "--qk-layernorm --moe-router-dtype fp32"
-_SMALL = "--norm-epsilon 1e-06"
-_YARN = f"{_SMALL} --rope-type yarn --rotary-scaling-factor 40"
-_YARN_V2 = f"{_YARN} --mscale 0.707 --mscale-all-dim 0.707"
-_V3 = Family(
-    f"{_LATENT} --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
-    "--moe-router-num-groups 8 --moe-router-group-topk 4 --moe-router-topk-scaling-factor 2.5",
-    f"{_YARN} --mscale 1 --mscale-all-dim 1",
-)
-_LLAMA3 = "--rotary-base 500000"
-_LLAMA31 = f"{_LLAMA3} --use-rope-scaling --rope-scaling-factor 8"
-# By the beginning of a model's name, the longest that fits.
-FAMILIES = {
-    "llama2": Family(),
-    "llama3": Family(numerics=_LLAMA3),
-    "llama3.1": Family(numerics=_LLAMA31),
-    "llama3.2": Family(numerics=f"{_LLAMA3} --use-rope-scaling --rope-scaling-factor 32"),
-    "llama3.3": Family(numerics=_LLAMA31),
-    "mixtral": Family(numerics="--rotary-base 1000000"),
-    "qwen2.5": Family("--add-qkv-bias", "--rotary-base 1000000"),
-    "qwen2.5-7b": Family("--add-qkv-bias", f"{_SMALL} --rotary-base 1000000"),
-    "qwen3": Family("--qk-layernorm", f"{_SMALL} --rotary-base 1000000"),
-    "qwen3-next": Family("--qk-layernorm --apply-layernorm-1p --moe-shared-expert-gate",
-                         f"{_SMALL} --rotary-base 10000000 --rotary-percent 0.25"),
-    "deepseek-v2": Family(f"{_LATENT} --moe-router-pre-softmax --moe-router-num-groups 8 "
-                          "--moe-router-group-topk 3 --moe-router-topk-scaling-factor 16.0",
-                          _YARN_V2),
-    "deepseek-v2-lite": Family(f"{_LATENT} --moe-router-pre-softmax", _YARN_V2),
-    "deepseek-v3": _V3,
-    "gpt-oss": Family("--glu-linear-offset 1.0 --activation-func-clamp-value 7.0",
-                      "--rotary-base 150000 --position-embedding-type yarn "
-                      "--rotary-scaling-factor 32 --yarn-original-max-position-embeddings 4096 "
-                      "--yarn-beta-fast 32 --yarn-beta-slow 1 "
-                      "--no-yarn-correction-range-round-to-int",
-                      "--normalization RMSNorm --position-embedding-type rope", "--quick-geglu",
-                      biases=True),
-    "gemma-3": Family("--qk-layernorm --apply-layernorm-1p", f"{_SMALL} --rotary-base 1000000",
-                      lacking="a GELU gate in the MLP (--swiglu has its sizes), norms behind both "
-                      "halves of a layer, scaled embeddings, and a rotary base of their own in "
-                      "layers with a window beside scaled positions in the others"),
-    "nemotron-h": Family("--squared-relu", norms="--normalization RMSNorm --disable-bias-linear "
-                         "--position-embedding-type none"),
-    "kimi-linear": Family(f"{_LATENT} --moe-router-score-function sigmoid "
-                          "--moe-router-enable-expert-bias --moe-router-topk-scaling-factor 2.446",
-                          lacking="latent attention without rotary positions"),
-    "minimax-text": Family(numerics="--rotary-base 10000000 --rotary-percent 0.5",
-                           lacking="residuals that are scaled"),
-}  # fmt: skip
-
-
-def family_of(model: Model) -> Family | None:
-    """The family of a model that is known by its name, or by its sinks; None for others."""
-    fitting = [name for name in FAMILIES if model.name.startswith(name)]
-    fitting += ["gpt-oss"] * (model.sinks and bool(model.experts))
-    return FAMILIES[max(fitting, key=len)] if fitting else None
 
 
 def is_hybrid(model: Model) -> bool:
@@ -108,7 +34,7 @@ def script_of(model: Model) -> str:
 def model_flags(model: Model, stages: int = 1) -> Iterator[str]:
     """The shape, one flag or a few that belong together per entry, quoted for a shell. stages: into
     which a hybrid pattern is cut for pipeline-parallel ranks."""
-    family = family_of(model) or Family()
+    family = model.family or Family()
     hybrid, experts = is_hybrid(model), bool(model.experts)
     if not hybrid:
         yield f"--num-layers {model.layers}"
@@ -124,7 +50,7 @@ def model_flags(model: Model, stages: int = 1) -> Iterator[str]:
     yield from hybrid_flags(model, stages) if hybrid else _layer_kinds(model)
     if experts:
         yield from _experts(model, hybrid)
-    numerics = family.numerics if model.numerics is None else model.numerics.flags
+    numerics = family.numerics
     other = "--position-embedding-type" in numerics
     yield family.norms.replace(" --position-embedding-type rope", "") if other else family.norms
     if family.flags:
@@ -219,8 +145,7 @@ def _experts(model: Model, hybrid: bool) -> Iterator[str]:
     if model.shared:
         yield f"--moe-shared-expert-intermediate-size {model.shared}"
     if model.moe_layers < model.layers and not hybrid:
-        dense = model.layers - model.moe_layers
-        yield f"--moe-layer-freq '([0]*{dense}+[1]*{model.moe_layers})'"
+        yield f"--moe-layer-freq {layer_list(model.experts_at)}"
     yield "--moe-token-dispatcher-type alltoall --moe-grouped-gemm"
 
 
@@ -230,23 +155,26 @@ def frequency(layers: Sequence[bool]) -> str:
     for every in range(2, len(layers) + 1):
         if all(has == bool((i + 1) % every) for i, has in enumerate(layers)):
             return str(every)
-    runs: list[list[int]] = []
-    for has in layers:
-        if runs and runs[-1][0] == has:
-            runs[-1][1] += 1
-        else:
-            runs.append([int(has), 1])
+    return layer_list(layers)
+
+
+def layer_list(layers: Sequence[bool]) -> str:
+    """Return a list of ones and zeros, one per layer, as an expression quoted for a shell."""
+    runs = [(int(has), len([*run])) for has, run in groupby(layers)]
     return shlex.quote("(" + "+".join(f"[{has}]*{count}" for has, count in runs) + ")")
 
 
 def lacking(model: Model) -> list[str]:
     """A sentence for each thing that Megatron-LM has no flag for."""
     found, mixer = [], _name(model)
-    family = family_of(model)
-    if family is not None and family.lacking:
-        found.append(f"Megatron-LM has no flag for {family.lacking}.")
-    if model.numerics is not None and model.numerics.lacking:
-        found.append(f"Megatron-LM has no flag for {model.numerics.lacking}.")
+    for words in model.family.lacking if model.family is not None else ():
+        found.append(f"Megatron-LM has no flag for {words}.")
+    if model.chunked:
+        found.append(
+            f"Megatron-LM has no flag for attention in chunks of {model.chunk:,} tokens: these "
+            f"flags build full attention in its {model.chunked} layers. Chunks need a function of "
+            "your own for --burst-mask (docs/megatron-lm.md)."
+        )
     if model.mixers and not carries_state(model):
         found.append(
             f"Megatron-LM has no flag for {mixer}: these flags build softmax attention in its "

@@ -15,10 +15,9 @@ from typing import Any
 from ....config import BurstConfig, flag_of
 from ....options import KERNELS
 from ..settings import Settings
-from ..shapes.model import Model
+from ..shapes.model import POSITIONS, STRUCTURE, Model
 from .model_flags import (
     carries_state,
-    family_of,
     hybrid_flags,
     is_hybrid,
     lacking,
@@ -71,11 +70,11 @@ DOCUMENTS = {
 
 def left_to_the_user(model: Model) -> str:
     """What the flags leave out, in words."""
-    known = family_of(model) is not None
     names = ["data", "tokenizer", "learning rate", "--train-iters", "checkpoints"]
-    if not known and model.numerics is None:
-        names.append("--norm-epsilon, --rotary-base and rope scaling")
-    names += [] if known else ["--qk-layernorm and biases, if it has them"]
+    if model.family is None:
+        names += [POSITIONS, STRUCTURE]
+    elif model.family.left:
+        names.append(model.family.left)
     return f"Not included: {', '.join(names)}"
 
 
@@ -102,8 +101,9 @@ def group_flags(model: Model, run: Settings) -> Iterator[str]:
 def _expert_groups(model: Model, run: Settings) -> Iterator[str]:
     """Expert-parallel ranks. Where tensor-parallel ranks cannot split experts, they are shared out
     whole over both kinds of ranks, of which each holds as much as is counted."""
-    family, ep = family_of(model), run.ep
-    if family is not None and family.biases and run.tp > 1:
+    biases = model.family.biases if model.family is not None else model.sinks
+    ep = run.ep
+    if biases and model.experts and run.tp > 1:
         yield "--expert-tensor-parallel-size 1"
         ep = math.gcd(run.ep * run.tp, model.experts)
     if ep > 1:

@@ -12,10 +12,12 @@ from typing import Literal, NamedTuple
 from ....linear_attention.forms import FORMS
 
 # What a layer is made of, by the letter of `Model.pattern`: (attention half, has an MLP half).
-FULL, WINDOW, MIXER = "full", "window", "mixer"
+FULL, WINDOW, CHUNKED, MIXER = "full", "window", "chunked", "mixer"
+SOFTMAX = FULL, WINDOW, CHUNKED  # attention halves with softmax attention
 KINDS: dict[str, tuple[str | None, bool]] = {
     "F": (FULL, True),
     "W": (WINDOW, True),
+    "C": (CHUNKED, True),
     "L": (MIXER, True),
     "*": (FULL, False),
     "M": (MIXER, False),
@@ -24,9 +26,11 @@ KINDS: dict[str, tuple[str | None, bool]] = {
 
 
 class LayerPart(NamedTuple):
-    """A layer: its attention half ("full", "window", "mixer" or None), and whether it has an MLP
-    half and whether that has experts. algorithm: of its attention, where a run names one for it;
-    None: that of the run."""
+    """A layer: its attention half ("full", "window", "chunked", "mixer" or None), whether
+    it has an MLP half and whether that has experts.
+
+    algorithm: of its attention, where a run names one for it; None: that of the run.
+    """
 
     attention: str | None
     mlp: bool

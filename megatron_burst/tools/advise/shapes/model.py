@@ -7,19 +7,49 @@ one of them. `models` has shapes by name, `model_config` reads a `config.json`.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from .layer_kinds import FULL, KINDS, MIXER, WINDOW, Indexer, Latent, LayerPart, Mixer
+from .layer_kinds import (
+    CHUNKED,
+    KINDS,
+    MIXER,
+    SOFTMAX,
+    WINDOW,
+    Indexer,
+    Latent,
+    LayerPart,
+    Mixer,
+)
+
+NORMS = "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
+# Flags that a description by sizes alone does not determine.
+STRUCTURE = "--qk-layernorm and biases, if it has them"
+POSITIONS = "--norm-epsilon, --rotary-base and rope scaling"
 
 
-class Numerics(NamedTuple):
-    """What changes neither time nor memory: the epsilon of norms, and rotary positions. flags: of
-    Megatron-LM for it; lacking: what it has none for, in words."""
+class Family(NamedTuple):
+    """Properties of a model that change neither time nor memory, as flags of Megatron-LM.
+
+    Attributes:
+        flags: Flags of the architecture, such as `--qk-layernorm`.
+        numerics: Flags for the epsilon of norms and for rotary positions.
+        norms: Flags for the kind of norms, for biases and for the type of positions.
+        gate: Flag of a gated MLP.
+        lacking: Properties without a flag, in words.
+        biases: Experts have biases, which Megatron does not split over tensor-parallel ranks.
+        left: Flags that the description of the model does not determine, in words.
+    """
 
     flags: str = ""
-    lacking: str = ""
+    numerics: str = ""
+    norms: str = NORMS
+    gate: str = "--swiglu"
+    lacking: tuple[str, ...] = ()
+    biases: bool = False
+    left: str = ""
 
 
 @dataclass(frozen=True)
@@ -30,14 +60,16 @@ class Model:
     width of a query or key head (0: hidden / heads); value_dim: of a value head (0: the same); ffn:
     of the MLP, or of one expert; vocabulary: with padding; gated: the MLP has three matrices.
     tied: the LM head is the embedding. experts: 0 for a dense model; top_k of them see a token, and
-    `shared` wide is what every token sees besides. moe_layers: those with experts, the last ones;
-    the others have an MLP `dense_ffn` wide.
+    `shared` wide is what every token sees besides. moe_layers: number of layers with experts; the
+    others have an MLP `dense_ffn` wide. expert_pattern: "1" or "0" for each layer with an MLP: it
+    has experts or not ("" means that the last `moe_layers` have experts).
     latent: of multi-head latent attention; indexer: of sparse attention over its latents, which all
     heads share then, in all layers. output_gate: attention's result is multiplied by a gate
     as wide as the queries. pattern: a letter of `KINDS` for each layer ("" means all "F"); window:
-    tokens that a query of a "W" layer sees, itself included; mixer: of "L" and "M" layers.
+    tokens that a query of a "W" layer sees, itself included; chunk: tokens of a chunk of "C"
+    layers, whose queries see the earlier tokens of their own chunk; mixer: of "L" and "M" layers.
     sinks: attention has a learned sink per head. also: parts outside the decoder that nothing here
-    counts, in words. numerics: None where nobody said.
+    counts, in words. family: None if nothing but sizes is known.
 
     Raises ValueError for sizes that no model could have.
     """
@@ -66,7 +98,9 @@ class Model:
     sinks: bool = False
     also: tuple[str, ...] = ()
     indexer: Indexer | None = None
-    numerics: Numerics | None = None
+    family: Family | None = None
+    chunk: int = 0
+    expert_pattern: str = ""
 
     def __post_init__(self) -> None:
         self._check_kinds()
@@ -113,12 +147,22 @@ class Model:
             )
         if self.windows and self.window < 1:
             raise ValueError(f"model {self.name}: layers W need a window from 1, {self.window}")
+        if self.chunked and self.chunk < 1:
+            raise ValueError(f"model {self.name}: layers C need a chunk from 1, {self.chunk}")
         if self.mixers and self.mixer is None:
             raise ValueError(f"model {self.name}: layers L and M need a mixer")
         if not 0 <= self.moe_layers <= self.mlps or (self.moe_layers and not self.experts):
             raise ValueError(
                 f"model {self.name}: moe_layers {self.moe_layers} of {self.mlps} layers with an "
                 f"MLP and {self.experts} experts"
+            )
+        where = self.expert_pattern
+        if where and (
+            set(where) - set("01") or len(where) != self.mlps or where.count("1") != self.moe_layers
+        ):
+            raise ValueError(
+                f"model {self.name}: expert_pattern {where!r} needs 0 or 1 for each of the "
+                f"{self.mlps} layers with an MLP, and {self.moe_layers} ones"
             )
 
     # --- which layers there are --------------------------------------------------------------
@@ -130,28 +174,55 @@ class Model:
 
     @cached_property
     def parts(self) -> tuple[LayerPart, ...]:
-        """What each layer is made of; the last `moe_layers` of those with an MLP have experts."""
+        """What each layer is made of."""
         found, mlps = [], 0
         for letter in self.letters:
             attention, mlp = KINDS[letter]
-            found.append(LayerPart(attention, mlp, mlp and mlps >= self.mlps - self.moe_layers))
+            found.append(LayerPart(attention, mlp, mlp and self.experts_at[mlps]))
             mlps += mlp
         return tuple(found)
 
+    @cached_property
+    def experts_at(self) -> tuple[bool, ...]:
+        """For each layer with an MLP: whether it has experts."""
+        if self.expert_pattern:
+            return tuple(sign == "1" for sign in self.expert_pattern)
+        return tuple(at >= self.mlps - self.moe_layers for at in range(self.mlps))
+
     @property
     def attentions(self) -> int:
-        """Layers with softmax attention, windows among them."""
-        return self._with(FULL) + self.windows
+        """Layers with softmax attention of any kind."""
+        return sum(map(self.number_of, SOFTMAX))
 
     @property
     def windows(self) -> int:
         """Layers whose attention sees a window."""
-        return self._with(WINDOW)
+        return self.number_of(WINDOW)
+
+    @property
+    def chunked(self) -> int:
+        """Layers whose attention sees a chunk."""
+        return self.number_of(CHUNKED)
+
+    def window_of(self, kind: str | None, seq: int) -> int:
+        """Return the window by which a kind of attention half is counted, 0 for full attention.
+
+        Chunked attention counts as a window of half a chunk, which has as many pairs.
+        """
+        if kind == CHUNKED:
+            return (self.chunk + 1) // 2 if self.chunk < seq else 0
+        return self.window if kind == WINDOW else 0
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Number of layers by their attention half; "none": layers with an MLP alone."""
+        found = Counter(part.attention or "none" for part in self.parts)
+        return {kind: found[kind] for kind in (*SOFTMAX, MIXER, "none") if found[kind]}
 
     @property
     def mixers(self) -> int:
         """Layers with a mixer instead of attention."""
-        return self._with(MIXER)
+        return self.number_of(MIXER)
 
     def carried(self, tp: int, cp: int = 1) -> bool:
         """Whether ranks can share the heads of its mixers, if it has any.
@@ -165,7 +236,8 @@ class Model:
         """Layers with an MLP half, with experts or without."""
         return sum(self.letters.count(letter) for letter, (_, mlp) in KINDS.items() if mlp)
 
-    def _with(self, kind: str) -> int:
+    def number_of(self, kind: str) -> int:
+        """Return the number of layers with a kind of attention half."""
         return sum(self.letters.count(letter) for letter, (of, _) in KINDS.items() if of == kind)
 
     @property

@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shape of a model from the fields of a Hugging Face `config.json`.
 
-Names of fields are those of transformers' configuration classes. A part that nothing here counts is
-named in `Model.also`, and a kind of layer that nothing here knows is refused.
+Aliases, defaults and kinds of layers come from transformers' configuration class of the model type;
+the number of parameters and the place of experts and windows are compared with transformers' model
+on torch's meta device. Of a model type that transformers does not know, only fields with a known
+meaning are accepted.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+from . import config_classes
+from .config_classes import Built
+from .config_family import ACTIVATIONS, family_of
+from .config_fields import Fields, Missing
 from .layer_kinds import (
     DELTA_NET,
     Indexer,
@@ -19,320 +25,520 @@ from .layer_kinds import (
     lightning,
     mamba2,
 )
-from .model import Model, Numerics
+from .model import Model
 
-# transformers' names of kinds of layers -> letters of `layer_kinds.KINDS`.
+TOLERANCE = 0.03  # of the number of parameters: biases and small norms are not counted
+LAYERS = "num_hidden_layers", "n_layer", "n_layers", "num_layers"
+HIDDEN = "hidden_size", "n_embd", "d_model"
+HEADS = "num_attention_heads", "n_head", "n_heads"
+KV_HEADS = "num_key_value_heads", "num_kv_heads", "multi_query_group_num"
+HEAD_DIM = "head_dim", "attention_head_dim", "kv_channels"
+FFN = "intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim"
+VOCABULARY = "vocab_size", "padded_vocab_size"
+EXPERTS = "n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"
+TOP_K = "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k"
+OF_EXPERT = "moe_intermediate_size", "expert_ffn_hidden_size"
+SHARED_WIDTH = "shared_expert_intermediate_size", "shared_intermediate_size"
+SHARED = "n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert"
+# transformers' names of kinds of layers -> letters of `layer_kinds.KINDS`; of layers with one half.
 LAYER_TYPES = {
-    "full_attention": "F", "sliding_attention": "W", "linear_attention": "L",
-    "chunked_attention": "W", "mamba": "M", "attention": "*", "mlp": "-", "moe": "-",
+    "full_attention": "F", "attention": "F", "indexed_attention": "F", "sliding_attention": "W",
+    "chunked_attention": "C", "linear_attention": "L", "mamba": "L",
 }  # fmt: skip
-NEEDED = ("num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size")
-MOST = 10**9  # of a width or a count; larger ones are slips of the pen
-LARGEST = 10**15  # of other numbers; rotary bases of a million tokens are above 10**9
+HALVES = {
+    "full_attention": "*", "attention": "*", "linear_attention": "M", "mamba": "M", "mlp": "-",
+    "moe": "-",
+}  # fmt: skip
+ONE_HALF = ("nemotron_h",)
+ALL_WINDOWS = (  # a window without a list of layers is in all layers
+    "mistral", "mixtral", "starcoder2", "phi3", "phimoe", "qwen3_moe", "moshi", "ministral3",
+)  # fmt: skip
+# model_type of models with attention of another kind that no field names.
+OTHER_ATTENTION = {"diffllama": "differential attention"}
 # model_type of models without any attention.
-STATES_ALONE = ("mamba", "mamba2", "falcon_mamba", "rwkv")
-UNGATED = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2")
+STATES_ALONE = ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm")
+ALIBI = ("bloom", "mpt")  # and the larger Baichuan
+UNGATED = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2", "xielu")
+GATED = ("bitnet", "gemma", "recurrent_gemma", "vaultgemma", "glm4v", "diffusion_gemma")
+NO_POSITIONS = ("nemotron_h", "kimi_linear", "jamba", "zamba")
+GATED_OUTPUT = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "afmoe")
+SINKS = ("gpt_oss", "mimo_v2_flash")
+# Fields from which a class of transformers makes `layer_types` and `mlp_layer_types`.
+OF_LAYER_TYPES = (
+    "sliding_window_pattern", "_sliding_window_pattern", "max_window_layers", "use_sliding_window",
+    "full_attention_interval", "global_attn_every_n_layers", "hybrid_override_pattern",
+    "linear_attn_config", "attn_layer_indices", "no_rope_layer_interval", "attn_type_list",
+    "layers_block_type", "full_attn_idxs", "sliding_window_size",
+)  # fmt: skip
+OF_MLP_TYPES = (
+    "first_k_dense_replace", "num_dense_layers", "interleave_moe_layer_step", "mlp_only_layers",
+    "decoder_sparse_step", "moe_layer_freq",
+)  # fmt: skip
 
 
-class Config(dict[str, Any]):
-    """The fields of a `config.json`, those that are null left out. name: of the file."""
+class Source(NamedTuple):
+    """Fields of a language model: its model type, the configuration of transformers if it has a
+    class, and whether the fields are a part of a multimodal configuration."""
 
-    def __init__(self, found: dict[str, Any], name: str) -> None:
-        super().__init__({key: value for key, value in found.items() if value is not None})
-        self.name = name
-
-    def size(self, key: str) -> int:
-        """A whole number from 0 to `MOST`; 0 where there is no such field."""
-        found = self._of(key, self.get(key, 0), int, "a whole number from 0")
-        if found > MOST:
-            raise ValueError(f"{self.name}: {key!r} must be at most {MOST:,}, got {found:.3g}")
-        return found
-
-    def number(self, key: str) -> float:
-        """A number from 0 to `LARGEST` of a field that is there."""
-        found = self[key]
-        if type(found) not in (int, float) or not 0 <= found <= LARGEST:
-            raise ValueError(
-                f"{self.name}: {key!r} must be a number from 0 to {LARGEST:,}, got {found!r:.60}"
-            )
-        return float(found)
-
-    def flag(self, key: str, default: bool = False) -> bool:
-        return self._of(key, self.get(key, default), bool, "true or false")
-
-    def text(self, key: str, default: str = "") -> str:
-        return self._of(key, self.get(key, default), str, "a text")
-
-    def items_of(self, key: str, kind: type) -> list[Any]:
-        """A list of which each item is of a kind; empty where there is no such field."""
-        found = self._of(key, self.get(key, []), list, "a list")
-        said = {int: "whole numbers from 0", str: "texts"}[kind]
-        return [self._of(key, each, kind, f"a list of {said}") for each in found]
-
-    def needed(self, key: str) -> int:
-        """`size` of a field that cannot be missing; KeyError where it is."""
-        return self.size(key) if key in self else self[key]
-
-    def _of(self, key: str, value: Any, kind: type, said: str) -> Any:
-        if type(value) is not kind or (kind is int and value < 0):
-            raise ValueError(f"{self.name}: {key!r} must be {said}, got {value!r:.60}")
-        return value
+    fields: Fields
+    kind: str
+    config: Any
+    nested: bool
 
 
 def from_config(config: dict[str, Any], name: str = "config.json") -> Model:
-    """The model of a configuration. ValueError naming the field that is missing or not known."""
-    also: tuple[str, ...] = ()
-    if isinstance(config.get("text_config"), dict):
-        also = ("what is not the text model (a vision or audio tower)",)
-        config = {"tie_word_embeddings": config.get("tie_word_embeddings", True)} | dict(
-            config["text_config"]
-        )
-    return _model(Config(config, name), also)
+    """Return the model of a configuration.
+
+    Args:
+        config: The fields of a `config.json`.
+        name: Name of the file, for errors.
+
+    Returns:
+        The shape of its language model.
+
+    Raises:
+        ValueError: a field is missing, has a wrong type or no known meaning, or the number of
+            parameters differs from transformers' model by more than 3 %.
+    """
+    source = _source(config, name)
+    fields = source.fields
+    try:
+        model = _model(source, config)
+    except Missing as error:
+        layers = fields.get(LAYERS[0], 0)
+        if unread := fields.unread(layers if isinstance(layers, int) else 0):
+            said = ", ".join(map(repr, unread))
+            raise ValueError(f"{error}; fields without a known meaning: {said}") from None
+        raise
+    made = None
+    if source.config is not None:
+        made = config_classes.built(source.config, name, model.layers)
+    if made is not None:
+        _compare(model, made, source)
+    family, sinks = family_of(model, fields, source.kind, made)
+    fields.check_unread(model.layers)
+    values = {each: getattr(model, each) for each in model.__dataclass_fields__}
+    return Model(**(values | {"family": family, "sinks": model.sinks or sinks}))
 
 
-def _model(config: Config, also: tuple[str, ...]) -> Model:
-    name = config.name
-    for key in NEEDED:
-        if key not in config:
-            raise ValueError(
-                f"{name}: has no {key!r}; a config.json of a decoder with num_hidden_layers, "
-                "hidden_size, num_attention_heads, intermediate_size and vocab_size would do"
-            )
-    if (kind := config.get("model_type")) in STATES_ALONE:
+# --- which fields ----------------------------------------------------------------------------
+
+
+def _source(config: dict[str, Any], name: str, nested: bool = False) -> Source:
+    kind = config.get("model_type", "")
+    if not isinstance(kind, str):
+        raise ValueError(f"{name}: 'model_type' must be a text, got {kind!r:.60}")
+    if kind in STATES_ALONE:
         raise ValueError(
             f"{name}: model_type {kind!r} has no layer of attention, which is what context "
             "parallelism is advised for here; hybrids such as nemotron_h are known"
         )
-    if config.size("num_nextn_predict_layers"):
+    if kind in OTHER_ATTENTION:
+        raise ValueError(f"{name}: model_type {kind!r} has {OTHER_ATTENTION[kind]}")
+    if kind in ALIBI or (kind == "baichuan" and config.get("hidden_size") == 5120):
+        raise ValueError(
+            f"{name}: model_type {kind!r} has ALiBi instead of rotary positions, which neither "
+            "Megatron-LM nor this package has"
+        )
+    if config_classes.is_known(kind):
+        config = _as_layer_types(config)
+        made, part = config_classes.config_of(config, name)
+        values = config_classes.values_of(made)
+        extras = {} if part else {k: v for k, v in config.items() if k not in values}
+        aliases = {k: v for k, v in type(made).attribute_map.items() if k not in values}
+        extras = {k: v for k, v in extras.items() if k not in aliases}
+        fields = Fields(values | extras, name, aliases, known=True)
+        fields.accept("model_type")
+        return Source(fields, made.model_type, made, nested or part)
+    for key in config_classes.NESTED:
+        if isinstance(inner := config.get(key), dict):
+            tied = {k: config[k] for k in ("tie_word_embeddings",) if k in config}
+            return _source(tied | inner, f"{name}: {key}", True)
+    return Source(Fields(config, name), kind, None, nested)
+
+
+def _as_layer_types(config: dict[str, Any]) -> dict[str, Any]:
+    """Put lists of 0 and 1 into transformers' own fields, where its classes do not do so."""
+    made = dict(config)
+    kinds = ("hybrid_layer_pattern", "layer_types", ("full_attention", "sliding_attention"))
+    mlps = ("moe_layer_freq", "mlp_layer_types", ("dense", "sparse"))
+    for key, target, words in (kinds, mlps):
+        if isinstance(pattern := config.get(key), list) and target not in config:
+            made[target] = [words[bool(sign)] for sign in pattern]
+            del made[key]
+    return made
+
+
+# --- sizes -----------------------------------------------------------------------------------
+
+
+def _model(source: Source, whole: dict[str, Any]) -> Model:
+    fields, kind = source.fields, source.kind
+    hidden, heads, vocabulary = (_size(fields, keys) for keys in (HIDDEN, HEADS, VOCABULARY))
+    blocks = fields.items_of("layers_block_type", str) if kind in ONE_HALF else []
+    layers = len(blocks) or _size(fields, LAYERS)
+    _check_positions(source)
+    pattern = _pattern(source, layers)
+    with_mlp = sum(letter in "FWCL-" for letter in pattern)
+    mlp = _mlp(source, pattern, with_mlp, hidden)
+    also = ("parts that are not the language model (vision, audio)",) * source.nested
+    if fields.size("num_nextn_predict_layers") or fields.size("mtp_num_hidden_layers"):
         also += ("the head that predicts several tokens",)
-    heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
-    pattern, window = _pattern(config, name)
-    fields: dict[str, Any] = {
-        "name": config.text("_name_or_path") or name,
-        "layers": config.size("num_hidden_layers"),
+    sizes: dict[str, Any] = {
+        "name": str(whole.get("_name_or_path") or fields.name.split(": ")[0]),
+        "layers": layers,
         "hidden": hidden,
         "heads": heads,
-        "kv_heads": config.size("num_key_value_heads") or heads,
-        "vocabulary": config.size("vocab_size"),
-        "head_dim": config.size("head_dim") or config.size("attention_head_dim"),
-        "gated": _gated(config),
-        "tied": config.flag("tie_word_embeddings", _like(config, "gemma")),
-        "output_gate": config.flag("attn_output_gate", _like(config, "qwen3_next")),
-        "pattern": pattern,
-        "window": window,
-        "sinks": _like(config, "gpt_oss"),
-        "mixer": _mixer(config, name) if set(pattern) & set("LM") else None,
+        "kv_heads": _kv_heads(source, heads),
+        "vocabulary": vocabulary,
+        "head_dim": fields.size(*HEAD_DIM),
+        "value_dim": fields.size("v_head_dim"),
+        "gated": _gated(source),
+        "tied": fields.flag("tie_word_embeddings"),
+        "output_gate": fields.flag("attn_output_gate", kind in GATED_OUTPUT),
+        "pattern": pattern if set(pattern) != {"F"} else "",
+        "window": fields.needed(*_window_keys(fields)) if "W" in pattern else 0,
+        "chunk": fields.needed("attention_chunk_size") if "C" in pattern else 0,
+        "sinks": kind in SINKS or fields.flag("add_swa_attention_sink_bias"),
+        "mixer": _mixer(source) if set(pattern) & set("LM") else None,
         "also": also,
-        "numerics": _numerics(config),
     }
-    return Model(**(fields | _latent(config, name) | _mlp(config, pattern, name)))
+    return Model(**(sizes | _latent(fields, heads) | mlp))
 
 
-def _like(config: Config, family: str) -> bool:
-    return str(config.get("model_type", "")).startswith(family)
+def _size(fields: Fields, keys: tuple[str, ...]) -> int:
+    if not any(key in fields for key in keys):
+        raise Missing(
+            f"{fields.name}: has no {keys[0]!r}; a config.json of a decoder has "
+            "num_hidden_layers, hidden_size, num_attention_heads, intermediate_size and vocab_size"
+        )
+    return fields.size(*keys)
 
 
-def _gated(config: Config) -> bool:
-    """Whether the MLP has three matrices: silu always has, gelu only where the family says so."""
-    act = str(config.get("hidden_act") or config.get("hidden_activation") or "silu")
-    act = str(config.get("mlp_hidden_act", act))
-    return act not in UNGATED or _like(config, "gemma")
+def _check_positions(source: Source) -> None:
+    """Only rotary positions, and none at all, exist for long sequences."""
+    fields = source.fields
+    if fields.flag("alibi") or fields.object_of("attn_config").flag("alibi"):
+        raise ValueError(
+            f"{fields.name}: 'alibi' is true: neither Megatron-LM nor this package has ALiBi"
+        )
+    said = fields.text("position_embedding_type") if "position_embedding_type" in fields else ""
+    if said and not said.startswith(("rope", "rotary", "nope", "none")):
+        raise ValueError(
+            f"{fields.name}: 'position_embedding_type' is {said!r}; rope and nope are known"
+        )
+    rotary = ("rope_parameters", "rope_theta", "rotary_dim", "rope_scaling", "rotary_pct")
+    if not source.fields.known or said or source.kind in NO_POSITIONS:
+        return
+    if not any(key in fields for key in rotary):
+        keys = ("n_positions", "max_position_embeddings", "max_seq_len")
+        table = next((key for key in keys if key in fields), "model_type")
+        raise ValueError(
+            f"{fields.name}: {table!r} {fields.get(table)!r}: model_type {source.kind!r} has no "
+            "rotary positions but a table or a bias of so many positions, which ends there; only "
+            "models with rotary positions are counted"
+        )
 
 
-def _numerics(config: Config) -> Numerics | None:
-    """The epsilon of norms and rotary positions; None where the configuration says nothing of
-    them. Newer ones have all of the latter in `rope_parameters`."""
-    keys = ("rms_norm_eps", "layer_norm_epsilon", "norm_eps")
-    flags = [f"--norm-epsilon {config.number(key):g}" for key in keys if key in config][:1]
-    rope = _object(config, "rope_parameters") or _object(config, "rope_scaling")
-    if "rope_local_base_freq" in config or any(isinstance(each, dict) for each in rope.values()):
-        return Numerics(" ".join(flags), "rotary positions of their own in some kinds of layers")
-    lacking = ""
-    base, share = (next((of.number(key) for of in (config, rope) if key in of), None)
-                   for key in ("rope_theta", "partial_rotary_factor"))  # fmt: skip
-    if base is not None and base == int(base):
-        flags.append(f"--rotary-base {int(base)}")
-    elif base is not None:
-        lacking = f"a rotary base of {base}, which is no whole number"
-    if share is not None:
-        flags.append(f"--rotary-percent {share:g}")
-    kind = rope.text("rope_type") or rope.text("type") or "default"
-    if kind != "default":
-        scaled = _scaled(kind, rope, bool(config.size("kv_lora_rank")))
-        flags += [scaled] if scaled else []
-        lacking = lacking if scaled else f"the rope scaling of {config.name} ({kind})"
-    return Numerics(" ".join(flags), lacking) if flags or lacking else None
+def _kv_heads(source: Source, heads: int) -> int:
+    fields, kind = source.fields, source.kind
+    if kind == "falcon" and not fields.flag("new_decoder_architecture"):
+        fields.accept(*KV_HEADS)
+        return 1 if fields.flag("multi_query") else heads
+    if kind == "gpt_bigcode" or (kind == "chatglm" and not fields.flag("multi_query_attention")):
+        return 1 if fields.flag("multi_query") else heads
+    found = fields.size(*KV_HEADS) or heads
+    if kind == "mimo_v2_flash":  # transformers has twice as many in layers with a window
+        fields.accept("swa_num_key_value_heads", "swa_num_attention_heads")
+        return 2 * found
+    return max(found, fields.size("swa_num_key_value_heads"))
 
 
-# What Megatron-LM fixes: of Llama 3's scaling, and of YaRN in latent attention.
-LENGTH = "original_max_position_embeddings"
-LLAMA3 = {LENGTH: 8192.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-YARN = {LENGTH: 4096.0, "beta_fast": 32.0, "beta_slow": 1.0}
+def _gated(source: Source) -> bool:
+    """Whether the MLP has three matrices: with silu, and with gelu in families that gate it."""
+    fields = source.fields
+    act = next((fields.text(key) for key in ACTIVATIONS if key in fields), "silu")
+    return act not in UNGATED or source.kind.startswith(GATED)
 
 
-def _scaled(kind: str, rope: Config, latent: bool) -> str:
-    """Scaled rotary positions as flags of Megatron-LM; "" where it has none for them."""
-    factor = rope.number("factor") if "factor" in rope else 0.0
-    if kind == "linear" and not latent and 0 < factor == int(factor):
-        return f"--rotary-seq-len-interpolation-factor {int(factor)}"
-    fixed = {"llama3": LLAMA3, "yarn": YARN}.get(kind, {})
-    said = {key: rope.number(key) if key in rope else value for key, value in fixed.items()}
-    if not factor or LENGTH not in rope or "attention_factor" in rope:
-        return ""
-    if kind == "llama3" and not latent and said == fixed:
-        return f"--use-rope-scaling --rope-scaling-factor {factor:g}"
-    if kind != "yarn" or (latent and said != fixed):
-        return ""
-    flags = f"--rotary-scaling-factor {factor:g}"
-    for key, flag in (("mscale", "--mscale"), ("mscale_all_dim", "--mscale-all-dim")):
-        flags += f" {flag} {rope.number(key):g}" if key in rope else ""
-    if latent:
-        return f"--rope-type yarn {flags}"
-    length, fast, slow = said.values()
-    whole = "" if rope.flag("truncate", True) else "no-"
-    return (
-        f"--position-embedding-type yarn {flags} --yarn-original-max-position-embeddings "
-        f"{length:.0f} --yarn-beta-fast {fast:g} --yarn-beta-slow {slow:g} "
-        f"--{whole}yarn-correction-range-round-to-int"
-    )
-
-
-def _object(config: Config, key: str) -> Config:
-    found = config.get(key) or {}  # false: none
-    if not isinstance(found, dict):
-        raise ValueError(f"{config.name}: {key!r} must be an object, got {found!r:.60}")
-    return Config(found, f"{config.name}: {key}")
-
-
-def _latent(config: Config, name: str) -> dict[str, Any]:
+def _latent(fields: Fields, heads: int) -> dict[str, Any]:
     """Multi-head latent attention, with expanded heads: as many keys as queries."""
-    if not config.size("kv_lora_rank"):
+    if not fields.size("kv_lora_rank"):
         return {}
-    for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"):
-        if key not in config:
-            raise ValueError(
-                f"{name}: has kv_lora_rank but no {key!r}, a width of latent attention"
-            )
-    rope = config.size("qk_rope_head_dim")
-    index = tuple(config.size(f"index_{key}") for key in ("n_heads", "head_dim", "topk"))
+    rope = fields.needed("qk_rope_head_dim")
+    index = tuple(fields.size(f"index_{key}") for key in ("n_heads", "head_dim", "topk"))
+    if set(fields.items_of("indexer_types", str)) - {"full"}:
+        raise ValueError(
+            f"{fields.name}: 'indexer_types' has {fields['indexer_types']!r:.60}; only 'full', an "
+            "indexer in each layer, is known"
+        )
     return {
         "indexer": Indexer(*index) if all(index) else None,
-        "kv_heads": config.size("num_attention_heads"),
-        "head_dim": config.size("qk_nope_head_dim") + rope,
-        "value_dim": config.size("v_head_dim"),
-        "latent": Latent(config.size("kv_lora_rank"), rope, config.size("q_lora_rank")),
+        "kv_heads": heads,
+        "head_dim": fields.needed("qk_nope_head_dim") + rope,
+        "value_dim": fields.needed("v_head_dim"),
+        "latent": Latent(fields.size("kv_lora_rank"), rope, fields.size("q_lora_rank")),
     }
 
 
-def _mlp(config: Config, pattern: str, name: str) -> dict[str, Any]:
-    """The MLP halves: dense, or experts in the last layers of those that have one."""
-    ffn = config.size("intermediate_size")
-    experts = next((config.size(key) for key in ("n_routed_experts", "num_local_experts",
-                    "num_experts") if config.size(key)), 0)  # fmt: skip
-    of_expert = config.size("moe_intermediate_size") or ffn
-    if not of_expert or (not ffn and not experts):
-        raise ValueError(f"{name}: has no 'intermediate_size'")
-    if not experts:
+# --- MLPs and experts ------------------------------------------------------------------------
+
+
+def _mlp(source: Source, pattern: str, with_mlp: int, hidden: int) -> dict[str, Any]:
+    """The MLP halves: dense, or experts in some layers."""
+    fields, kind = source.fields, source.kind
+    ffn = fields.size(*FFN)
+    if kind == "qwen":  # the first Qwen states the width of both gate and value
+        ffn //= 2
+    if not ffn and source.config is not None:
+        ffn = 4 * hidden  # GPT-2 and its descendants state it only if it is another
+    experts, of_expert = fields.size(*EXPERTS), fields.size(*OF_EXPERT)
+    if not (ffn or (experts and of_expert)):
+        raise Missing(f"{fields.name}: has no 'intermediate_size'")
+    if kind == "granitemoehybrid" and not experts:  # only the shared MLP is left
+        return {"ffn": fields.needed(*SHARED_WIDTH)}
+    if experts <= 1:
+        fields.accept(*TOP_K, *OF_EXPERT)
         return {"ffn": ffn}
-    shared = config.size("shared_expert_intermediate_size") or (
-        (config.size("n_shared_experts") or config.size("num_shared_experts"))
-        * (config.size("moe_shared_expert_intermediate_size") or of_expert)
-    )
-    with_mlp = sum(letter in "FWL-" for letter in pattern or "F" * config.size("num_hidden_layers"))
+    shared = fields.size(*SHARED_WIDTH)
+    dense = ffn
+    if kind.startswith("llama4"):
+        dense, shared = fields.needed("intermediate_size_mlp"), ffn
+    of_expert = of_expert or ffn
+    number = fields.size(*SHARED)
+    if not shared and number:
+        shared = number * (fields.size("moe_shared_expert_intermediate_size") or of_expert)
+    where = _experts_at(source, pattern, with_mlp)
+    if not any(where):
+        fields.accept(*TOP_K, "moe_shared_expert_intermediate_size")
+        return {"ffn": dense or of_expert}
     return {
         "ffn": of_expert,
         "experts": experts,
-        "top_k": config.size("num_experts_per_tok") or config.size("num_experts_per_token"),
+        "top_k": fields.needed(*TOP_K),
         "shared": shared,
-        "moe_layers": _moe_layers(config, with_mlp),
-        "dense_ffn": ffn or of_expert,
+        "moe_layers": sum(where),
+        "expert_pattern": "".join("01"[has] for has in where),
+        "dense_ffn": dense or of_expert,
     }
 
 
-def _moe_layers(config: Config, layers: int) -> int:
-    """How many layers have experts. Which ones changes neither time nor memory: taken as last."""
-    override = config.text("hybrid_override_pattern")
-    if override:
-        return override.count("E")
-    if moe := config.items_of("layers_block_type", str).count("moe"):
-        return moe
-    if "first_k_dense_replace" in config:
-        every = config.size("moe_layer_freq") or 1
-        dense = config.size("first_k_dense_replace")
-        return sum(layer >= dense and layer % every == 0 for layer in range(layers))
-    step = config.size("decoder_sparse_step") or 1
-    dense = set(config.items_of("mlp_only_layers", int))
-    return sum(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
+def _experts_at(source: Source, pattern: str, with_mlp: int) -> list[bool]:
+    """For each layer with an MLP: whether it has experts."""
+    fields = source.fields
+    every = range(with_mlp)
+    types = fields.items_of("layers_block_type", str)
+    if _one_half(source, types):
+        return [each == "moe" for each in types if HALVES[each] == "-"]
+    if override := fields.text("hybrid_override_pattern"):
+        return [sign == "E" for sign in override if sign in "E-"]
+    if types := fields.items_of("mlp_layer_types", str):
+        fields.accept(*OF_MLP_TYPES)
+        return [_is_sparse(fields, each) for each in types]
+    if isinstance(fields.get("moe_layers"), list):
+        chosen = set(fields.items_of("moe_layers", int))
+        fields.accept("interleave_moe_layer_step")
+        return [layer in chosen for layer in every]
+    if isinstance(frequency := fields.get("moe_layer_freq", 1), list):
+        if len(frequency) != with_mlp:
+            raise ValueError(
+                f"{fields.name}: 'moe_layer_freq' has {len(frequency)} entries for {with_mlp} "
+                "layers"
+            )
+        return [bool(sign) for sign in frequency]
+    step = fields.size("moe_layer_freq") or 1
+    if "moe_layer_start_index" in fields:
+        step = fields.size("moe_layer_interval") or 1
+        first, last = fields.size("moe_layer_start_index"), fields["moe_layer_end_index"]
+        last = with_mlp - 1 if last == -1 else last
+        return [(layer + 1) % step == 0 and first <= layer <= last for layer in every]
+    if period := fields.size("expert_layer_period"):
+        return [layer % period == fields.size("expert_layer_offset") for layer in every]
+    if step > 1 or fields.size("first_k_dense_replace"):
+        dense = fields.size("first_k_dense_replace")
+        return [layer >= dense and layer % step == 0 for layer in every]
+    if dense := fields.size("num_dense_layers", "moe_layer_num_skipped"):
+        return [layer >= dense for layer in every]
+    step = fields.size("decoder_sparse_step", "interleave_moe_layer_step") or 1
+    dense_ones = set(fields.items_of("mlp_only_layers", int))
+    return [layer not in dense_ones and (layer + 1) % step == 0 for layer in every]
 
 
-def _pattern(config: Config, name: str) -> tuple[str, int]:
-    """A letter for each layer, and the window of those that have one."""
-    layers = config.size("num_hidden_layers")
-    override = config.text("hybrid_override_pattern")
-    if override:
-        odd = set(override) - set("M*-E")
-        if odd or len(override) != layers:
-            raise ValueError(
-                f"{name}: hybrid_override_pattern {override!r} needs one of M, *, - and E for each "
-                f"of the {layers} layers"
-            )
-        return override.replace("E", "-"), 0
-    types = config.items_of("layer_types", str) or config.items_of("layers_block_type", str)
-    window = config.size("sliding_window") or config.size("attention_chunk_size")
-    if types:
-        odd = sorted(set(types) - set(LAYER_TYPES))
-        if odd:
-            raise ValueError(
-                f"{name}: layer_types (or layers_block_type) has {odd[0]!r}; known are "
-                f"{', '.join(LAYER_TYPES)}"
-            )
-        return "".join(LAYER_TYPES[kind] for kind in types), window
-    if "linear_attn_config" in config:  # layers are numbered from 1
-        full = set(_kimi(config).items_of("full_attn_layers", int))
-        return "".join("LF"[i + 1 in full] for i in range(layers)), 0
-    if linear := config.items_of("attn_type_list", int):
-        return "".join("LF"[bool(full)] for full in linear), 0
-    if every := config.size("full_attention_interval"):
-        return "".join("LF"[(i + 1) % every == 0] for i in range(layers)), 0
-    if any(config.get(key) for key in ("ssm_state_size", "mamba_d_state", "state_size")):
+def _is_sparse(fields: Fields, kind: str) -> bool:
+    if kind not in ("dense", "sparse"):
         raise ValueError(
-            f"{name}: has state-space layers but no hybrid_override_pattern and no layer_types, "
-            "which say where they are"
+            f"{fields.name}: 'mlp_layer_types' has {kind!r}; known are dense and sparse"
         )
-    return _windows(config, layers, window)
+    return kind == "sparse"
 
 
-def _windows(config: Config, layers: int, window: int) -> tuple[str, int]:
-    """Where only numbers say which layers have a window."""
-    if not window or not config.flag("use_sliding_window", True):
-        return "", 0
-    if every := config.size("sliding_window_pattern"):
-        return "".join("WF"[(i + 1) % every == 0] for i in range(layers)), window
-    full = config.size("max_window_layers") if config.flag("use_sliding_window") else 0
-    return ("F" * min(full, layers)).ljust(layers, "W"), window
+# --- kinds of attention ----------------------------------------------------------------------
 
 
-def _mixer(config: Config, name: str) -> Mixer:
-    """Mamba-2 as Nemotron-H names its sizes, Qwen3-Next's gated delta net, Kimi Linear's delta
-    attention, or MiniMax's lightning attention."""
-    try:
-        if "linear_num_value_heads" in config:
-            return gated_delta_net(*map(config.needed, DELTA_NET))
-        if "linear_attn_config" in config:
-            of = _kimi(config)
-            return kimi_delta(*map(of.needed, ("num_heads", "head_dim", "short_conv_kernel_size")))
-        if "attn_type_list" in config:
-            heads = config.needed("num_attention_heads")
-            return lightning(heads, config.size("head_dim") or config.size("hidden_size") // heads)
-        return mamba2(*map(config.needed, ("mamba_num_heads", "n_groups", "ssm_state_size",
-                                           "mamba_head_dim", "conv_kernel")))  # fmt: skip
-    except KeyError as error:
+def _pattern(source: Source, layers: int) -> str:
+    """A letter for each layer."""
+    fields = source.fields
+    override = fields.text("hybrid_override_pattern")
+    if override and not fields.known:
+        if set(override) - set("M*-E") or len(override) != layers:
+            raise ValueError(
+                f"{fields.name}: 'hybrid_override_pattern' {override!r} needs one of M, *, - and E "
+                f"for each of the {layers} layers"
+            )
+        return override.replace("E", "-")
+    for key in ("layer_types", "layers_block_type"):
+        if types := fields.items_of(key, str):
+            break
+    if types:
+        letters = HALVES if _one_half(source, types) else LAYER_TYPES
+        fields.accept("layer_types", "layers_block_type", *OF_LAYER_TYPES)
+        if odd := sorted(set(types) - set(letters)):
+            raise ValueError(
+                f"{fields.name}: {key!r} has {odd[0]!r}; known for this model are "
+                f"{', '.join(letters)}"
+            )
+        if len(types) != layers:
+            raise ValueError(f"{fields.name}: {key!r} has {len(types)} entries for {layers} layers")
+        if "sliding_attention" not in types:
+            fields.accept("sliding_window")
+        if "chunked_attention" not in types:
+            fields.accept("attention_chunk_size")
+        return "".join(letters[each] for each in types)
+    return _linear(fields, layers) or _windows(source, layers)
+
+
+def _one_half(source: Source, types: list[str]) -> bool:
+    """Whether each layer is only attention, a mixer or an MLP."""
+    return source.kind in ONE_HALF or bool({"mlp", "moe"} & set(types))
+
+
+def _linear(fields: Fields, layers: int) -> str:
+    """Layers of linear attention where no list of `layer_types` names them."""
+    if "linear_attn_config" in fields:  # layers are numbered from 1
+        full = set(fields.object_of("linear_attn_config").items_of("full_attn_layers", int))
+        return "".join("LF"[i + 1 in full] for i in range(layers))
+    if linear := fields.items_of("attn_type_list", int):
+        if len(linear) != layers:
+            raise ValueError(
+                f"{fields.name}: 'attn_type_list' has {len(linear)} entries for {layers} layers"
+            )
+        return "".join("LF"[bool(full)] for full in linear)
+    if every := fields.size("full_attention_interval"):
+        return "".join("LF"[(i + 1) % every == 0] for i in range(layers))
+    for key in ("ssm_state_size", "mamba_d_state", "state_size"):
+        if key in fields:
+            raise ValueError(
+                f"{fields.name}: {key!r} is of state-space layers, but no 'layer_types' names them"
+            )
+    return ""
+
+
+def _windows(source: Source, layers: int) -> str:
+    """Layers with a window where no list of `layer_types` names them."""
+    fields = source.fields
+    chunk = fields.size("attention_chunk_size")
+    if source.fields.known:
+        if source.kind not in ALL_WINDOWS:
+            return "F" * layers  # a window is then a field that nothing reads
+        used = fields.size("sliding_window") and fields.flag("use_sliding_window", True)
+        fields.accept("max_window_layers")
+        return ("W" if used else "F") * layers
+    window = fields.size(*_window_keys(fields))
+    if chunk and chunk != window:
         raise ValueError(
-            f"{name}: has linear-attention or state-space layers but no {error}, which their size "
-            "depends on"
-        ) from None
+            f"{fields.name}: 'attention_chunk_size' {chunk} does not tell which layers have chunks"
+        )
+    if isinstance(fields.get("hybrid_layer_pattern"), list):
+        signs = fields.items_of("hybrid_layer_pattern", int)
+        if len(signs) != layers or set(signs) - {0, 1}:
+            raise ValueError(
+                f"{fields.name}: 'hybrid_layer_pattern' needs 0 or 1 for each of the {layers} "
+                "layers"
+            )
+        return "".join("FW"[sign] for sign in signs)
+    if not window or not fields.flag("use_sliding_window", True):
+        fields.accept("max_window_layers", "sliding_window_pattern")
+        return "F" * layers
+    if every := fields.size("sliding_window_pattern"):
+        return "".join("WF"[(i + 1) % every == 0] for i in range(layers))
+    if "use_sliding_window" in fields and "max_window_layers" in fields:
+        return ("F" * min(fields.size("max_window_layers"), layers)).ljust(layers, "W")
+    raise ValueError(
+        f"{fields.name}: 'sliding_window' {window} does not tell which layers have it: add "
+        "'layer_types' (full_attention or sliding_attention for each layer)"
+    )
 
 
-def _kimi(config: Config) -> Config:
-    """What Kimi Linear says of its linear layers."""
-    return _object(config, "linear_attn_config")
+def _window_keys(fields: Fields) -> tuple[str, ...]:
+    """Names of the window; of a known type only the name in its class."""
+    return ("sliding_window",) if fields.known else ("sliding_window", "sliding_window_size")
+
+
+def _mixer(source: Source) -> Mixer:
+    """Mamba-2, Qwen3-Next's gated delta net, Kimi Linear's delta attention, or MiniMax's lightning
+    attention."""
+    fields, kind = source.fields, source.kind
+    if "linear_num_value_heads" in fields:
+        return gated_delta_net(*map(fields.needed, DELTA_NET))
+    if "linear_num_heads" in fields:
+        return kimi_delta(*map(fields.needed, ("linear_num_heads", "linear_head_dim",
+                                               "linear_conv_kernel_dim")))  # fmt: skip
+    if "linear_attn_config" in fields:
+        of = fields.object_of("linear_attn_config")
+        return kimi_delta(*map(of.needed, ("num_heads", "head_dim", "short_conv_kernel_size")))
+    heads = fields.size(*HEADS)
+    if kind == "minimax" or "attn_type_list" in fields:
+        fields.accept("block_size")
+        return lightning(heads, fields.size("head_dim") or fields.size(*HIDDEN) // heads)
+    fields.accept("mamba_expand", "mamba_chunk_size", "mamba_conv_bias", "use_conv_bias",
+                  "chunk_size", "mamba_norm_before_gate", "mamba_proj_bias")  # fmt: skip
+    if "mamba_n_heads" in fields:
+        names = ("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv")
+        return mamba2(*map(fields.needed, names))
+    if "mamba_num_heads" in fields:
+        return mamba2(*map(fields.needed, ("mamba_num_heads", "n_groups", "ssm_state_size",
+                                           "mamba_head_dim", "conv_kernel")))  # fmt: skip
+    raise ValueError(
+        f"{fields.name}: has layers of linear attention or of a state-space model, but none of "
+        "'linear_num_value_heads', 'linear_attn_config' and 'mamba_num_heads', which give their "
+        "size"
+    )
+
+
+# --- comparison with transformers' model -----------------------------------------------------
+
+
+def _compare(model: Model, made: Built, source: Source) -> None:
+    """Raise ValueError if transformers' model has other parameters, experts or windows."""
+    name, kind = source.fields.name, source.kind
+    unread = source.fields.unread(model.layers)
+    why = f"; fields without a known meaning: {', '.join(unread)}" if unread else ""
+    if _differ(model.parameters, made.parameters):
+        raise ValueError(
+            f"{name}: model_type {kind!r} is not understood: its fields give "
+            f"{model.parameters / 1e9:.3f} billion parameters, transformers' model has "
+            f"{made.parameters / 1e9:.3f} billion{why}"
+        )
+    mlps = iter(model.experts_at)
+    for at, (part, counted, layer) in enumerate(
+        zip(model.parts, model.by_layer, made.layers, strict=False)
+    ):
+        sparse = part.mlp and next(mlps)
+        window = model.window if part.attention == "window" else 0
+        wrong = [
+            (_differ(sum(counted), layer.parameters), f"{sum(counted):,} parameters",
+             f"{layer.parameters:,}"),
+            (bool(sparse) != layer.sparse, f"experts: {bool(sparse)}", f"{layer.sparse}"),
+            (layer.window is not None and layer.window != window, f"a window of {window}",
+             f"{layer.window}"),
+        ]  # fmt: skip
+        for differs, ours, theirs in wrong:
+            if differs:
+                raise ValueError(
+                    f"{name}: model_type {kind!r} is not understood: layer {at} has {ours} by its "
+                    f"fields, {theirs} in transformers' model{why}"
+                )
+
+
+def _differ(ours: int, theirs: int) -> bool:
+    return abs(ours - theirs) > TOLERANCE * theirs

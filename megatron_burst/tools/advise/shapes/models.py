@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import difflib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .layer_kinds import Indexer, Latent, Mixer, gated_delta_net, kimi_delta, lightning, mamba2
-from .model import Model, padded
+from .model import Family, Model, padded
 from .model_config import from_config
 
 
@@ -99,7 +100,63 @@ _OTHERS = (
           head_dim=128, pattern="LLLLLLLF" * 10, mixer=lightning(64, 128),
           **_moe(80, experts=32, top_k=2)),
 )  # fmt: skip
-NAMED: dict[str, Model] = {model.name: model for model in (*_LLAMA, *_QWEN, *_OTHERS)}
+_LATENT = "--qk-layernorm --moe-router-dtype fp32"
+_SMALL = "--norm-epsilon 1e-06"
+_YARN = f"{_SMALL} --rope-type yarn --rotary-scaling-factor 40"
+_YARN_V2 = f"{_YARN} --mscale 0.707 --mscale-all-dim 0.707"
+_V3 = Family(
+    f"{_LATENT} --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-num-groups 8 --moe-router-group-topk 4 --moe-router-topk-scaling-factor 2.5",
+    f"{_YARN} --mscale 1 --mscale-all-dim 1",
+)
+_LLAMA3 = "--rotary-base 500000"
+_LLAMA31 = f"{_LLAMA3} --use-rope-scaling --rope-scaling-factor 8"
+# By the beginning of a name in `NAMED`, the longest that fits.
+FAMILIES = {
+    "llama2": Family(),
+    "llama3": Family(numerics=_LLAMA3),
+    "llama3.1": Family(numerics=_LLAMA31),
+    "llama3.2": Family(numerics=f"{_LLAMA3} --use-rope-scaling --rope-scaling-factor 32"),
+    "llama3.3": Family(numerics=_LLAMA31),
+    "mixtral": Family(numerics="--rotary-base 1000000"),
+    "qwen2.5": Family("--add-qkv-bias", "--rotary-base 1000000"),
+    "qwen2.5-7b": Family("--add-qkv-bias", f"{_SMALL} --rotary-base 1000000"),
+    "qwen3": Family("--qk-layernorm", f"{_SMALL} --rotary-base 1000000"),
+    "qwen3-next": Family("--qk-layernorm --apply-layernorm-1p --moe-shared-expert-gate",
+                         f"{_SMALL} --rotary-base 10000000 --rotary-percent 0.25"),
+    "deepseek-v2": Family(f"{_LATENT} --moe-router-pre-softmax --moe-router-num-groups 8 "
+                          "--moe-router-group-topk 3 --moe-router-topk-scaling-factor 16.0",
+                          _YARN_V2),
+    "deepseek-v2-lite": Family(f"{_LATENT} --moe-router-pre-softmax", _YARN_V2),
+    "deepseek-v3": _V3,
+    "gpt-oss": Family("--glu-linear-offset 1.0 --activation-func-clamp-value 7.0",
+                      "--rotary-base 150000 --position-embedding-type yarn "
+                      "--rotary-scaling-factor 32 --yarn-original-max-position-embeddings 4096 "
+                      "--yarn-beta-fast 32 --yarn-beta-slow 1 "
+                      "--no-yarn-correction-range-round-to-int",
+                      "--normalization RMSNorm --position-embedding-type rope", "--quick-geglu",
+                      biases=True),
+    "gemma-3": Family("--qk-layernorm --apply-layernorm-1p", f"{_SMALL} --rotary-base 1000000",
+                      lacking=("a GELU gate in the MLP (--swiglu has its sizes), norms behind both "
+                               "halves of a layer, scaled embeddings, and a rotary base of their "
+                               "own in layers with a window beside scaled positions in the "
+                               "others",)),
+    "nemotron-h": Family("--squared-relu", norms="--normalization RMSNorm --disable-bias-linear "
+                         "--position-embedding-type none"),
+    "kimi-linear": Family(f"{_LATENT} --moe-router-score-function sigmoid "
+                          "--moe-router-enable-expert-bias --moe-router-topk-scaling-factor 2.446",
+                          lacking=("latent attention without rotary positions",)),
+    "minimax-text": Family(numerics="--rotary-base 10000000 --rotary-percent 0.5",
+                           lacking=("residuals that are scaled",)),
+}  # fmt: skip
+
+
+def _with_family(model: Model) -> Model:
+    fitting = [name for name in FAMILIES if model.name.startswith(name)]
+    return replace(model, family=FAMILIES[max(fitting, key=len)] if fitting else None)
+
+
+NAMED: dict[str, Model] = {model.name: _with_family(model) for model in (*_LLAMA, *_QWEN, *_OTHERS)}
 
 
 def named(name: str, vocabulary_multiple: int = 1) -> Model:

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configurations and models of transformers, without a network and without code of a repository.
+
+`config_of` makes the configuration of a language model; `built` builds the model on torch's meta
+device, which allocates nothing, and describes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+# Fields that describe how weights are stored or run.
+NOT_SHAPES = (
+    "quantization_config", "auto_map", "torch_dtype", "dtype", "attn_implementation",
+    "_attn_implementation", "_attn_implementation_internal", "transformers_version", "model_type",
+)  # fmt: skip
+NESTED = ("text_config", "llm_config", "language_config", "thinker_config", "language_model_config")
+
+
+def _transformers(part: str = "") -> Any:
+    """Import transformers, or a part of it."""
+    try:
+        return importlib.import_module(f"transformers{part}")
+    except ImportError as error:
+        raise ValueError(
+            f"a config.json is read with transformers ({error}): "
+            "pip install 'megatron-burst[advise]'"
+        ) from None
+
+
+def is_known(model_type: str) -> bool:
+    """Return whether transformers has a configuration class for a model type."""
+    _transformers()
+    return model_type in _transformers(".models.auto.configuration_auto").CONFIG_MAPPING_NAMES
+
+
+def config_of(fields: dict[str, Any], name: str) -> tuple[Any, bool]:
+    """Make the configuration of the language model that fields of a known model type describe.
+
+    Args:
+        fields: The fields of a `config.json`.
+        name: Name of the file, for errors.
+
+    Returns:
+        The configuration, and whether it is a part of a multimodal one.
+
+    Raises:
+        ValueError: transformers refuses the fields, or the model is no decoder.
+    """
+    transformers = _transformers()
+    kind = fields["model_type"]
+    with _quiet(), _refused(name, kind):
+        whole = transformers.AutoConfig.for_model(kind, **_shapes(fields))
+        text = whole.get_text_config()
+    if getattr(whole, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{name}: 'is_encoder_decoder' is true for model_type {kind!r}; only decoders are "
+            "counted"
+        )
+    if not _generates(kind, text):
+        raise ValueError(f"{name}: model_type {kind!r} is no decoder of text in transformers")
+    if text is not whole:
+        tied = getattr(whole, "tie_word_embeddings", None)
+        text.tie_word_embeddings = bool(
+            getattr(text, "tie_word_embeddings", False) if tied is None else tied
+        )
+    return text, text is not whole
+
+
+def _generates(kind: str, text: Any) -> bool:
+    modeling_auto = _transformers(".models.auto.modeling_auto")
+    names = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM")
+    maps = [getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES", {}) for name in names]
+    return any(kind in each or text.model_type in each for each in maps)
+
+
+def _shapes(fields: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what is no shape, also in the parts of a multimodal configuration."""
+    kept = {key: value for key, value in fields.items() if key not in NOT_SHAPES}
+    for key, value in kept.items():
+        if isinstance(value, dict) and key.endswith("_config"):
+            inner = {k: v for k, v in value.items() if k not in NOT_SHAPES or k == "model_type"}
+            kept[key] = inner
+    return kept
+
+
+def values_of(config: Any) -> dict[str, Any]:
+    """Return the values of a configuration by their names in its class."""
+    values = dict(config.to_dict())
+    for key in ("layer_types", "layers_block_type"):
+        if key not in values and getattr(config, key, None) is not None:
+            values[key] = getattr(config, key)
+    values["tie_word_embeddings"] = bool(getattr(config, "tie_word_embeddings", False))
+    return values
+
+
+@dataclass(frozen=True)
+class BuiltLayer:
+    """A layer of a model on the meta device: number of parameters, whether it has experts, and its
+    window (0: none; None: its modules do not say)."""
+
+    parameters: int
+    sparse: bool
+    window: int | None
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model on the meta device.
+
+    Attributes:
+        parameters: Number of parameters.
+        layers: Its layers.
+        names: Shapes of parameters by their name within a layer, over all layers.
+        ends: Shapes of parameters outside the layers.
+        norms: Names of the classes of norms.
+        buffers: Last parts of the names of buffers.
+    """
+
+    parameters: int
+    layers: tuple[BuiltLayer, ...]
+    names: dict[str, tuple[int, ...]]
+    ends: dict[str, tuple[int, ...]]
+    norms: frozenset[str]
+    buffers: frozenset[str] = frozenset()
+
+
+def built(config: Any, name: str, layers: int) -> Built | None:
+    """Build the language model of a configuration on the meta device.
+
+    Args:
+        config: A configuration of `config_of`.
+        name: Name of the file, for errors.
+        layers: Its number of layers.
+
+    Returns:
+        The model, or None without torch.
+    """
+    try:
+        import torch
+    except ImportError:
+        return None
+    transformers = _transformers()
+    modeling_auto = _transformers(".models.auto.modeling_auto")
+    whole = config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    with _quiet(), _refused(name, config.model_type), torch.device("meta"):
+        if whole:
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        elif type(config) in transformers.AutoModel._model_mapping:
+            model = transformers.AutoModel.from_config(config)
+        else:
+            model = _text_model(type(config))._from_config(config)
+    shapes = {key: tuple(p.shape) for key, p in model.named_parameters()}
+    total = sum(p.numel() for p in model.parameters())
+    if not whole and not config.tie_word_embeddings:
+        total += config.vocab_size * config.hidden_size
+    stack = _stack(model, layers)
+    inside = f"{stack}." if stack else "\0"
+    found = list(model.get_submodule(stack).children()) if stack else []
+    return Built(
+        total,
+        tuple(map(_layer, found)),
+        {".".join(key[len(inside) :].split(".")[1:]): x for key, x in shapes.items()
+         if key.startswith(inside)},
+        {key: x for key, x in shapes.items() if not key.startswith(inside)},
+        frozenset(type(part).__name__ for key, part in model.named_modules()
+                  if key.split(".")[-1].lower().startswith(("norm", "input_layernorm", "ln_f",
+                                                            "final_l"))),
+        frozenset(key.split(".")[-1] for key, _ in model.named_buffers()),
+    )  # fmt: skip
+
+
+def _text_model(config_class: type) -> Any:
+    """Return the class of a language model that no automatic class of transformers lists."""
+    pretrained = _transformers().PreTrainedModel
+    name = config_class.__module__.replace("configuration_", "modeling_")
+    for made in vars(importlib.import_module(name)).values():
+        fits = isinstance(made, type) and issubclass(made, pretrained)
+        if fits and made.__name__.endswith("TextModel") and made.config_class is config_class:
+            return made
+    raise TypeError(f"no model of {config_class.__name__} in {name}")
+
+
+def _stack(model: Any, layers: int) -> str:
+    """Return the name of the list of layers: the one of this length with most parameters."""
+    from torch import nn
+
+    lists = {
+        key: sum(p.numel() for p in part.parameters())
+        for key, part in model.named_modules()
+        if isinstance(part, nn.ModuleList) and len(part) == layers
+    }
+    return max(lists, key=lambda key: lists[key], default="")
+
+
+def _layer(layer: Any) -> BuiltLayer:
+    names = [key for key, _ in layer.named_parameters()]
+    windows = [
+        x.sliding_window * bool(getattr(x, "is_sliding", True)) if x.sliding_window else 0
+        for x in layer.modules()
+        if hasattr(x, "sliding_window")
+    ]
+    return BuiltLayer(
+        sum(p.numel() for p in layer.parameters()),
+        any(part.startswith("expert") for key in names for part in key.split(".")),
+        windows[0] if windows else None,
+    )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the remarks of transformers about fields and kernels."""
+    logging = _transformers().logging
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(before)
+
+
+@contextlib.contextmanager
+def _refused(name: str, kind: str) -> Iterator[None]:
+    """Turn an error of transformers into a ValueError in one line."""
+    try:
+        yield
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise ValueError(
+            f"{name}: transformers cannot make model_type {kind!r} of these fields: "
+            f"{type(error).__name__}: {said:.300}"
+        ) from error

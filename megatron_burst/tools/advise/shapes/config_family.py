@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags of Megatron-LM for what a configuration has besides its sizes.
+
+Biases, norms of heads and extra norms are those of transformers' model on the meta device; of a
+model type that transformers does not know, and without torch, they are taken from fields.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .config_classes import Built
+from .config_fields import Fields
+from .model import NORMS, POSITIONS, STRUCTURE, Family, Model
+
+ACTIVATIONS = (
+    "mlp_hidden_act", "hidden_act", "hidden_activation", "activation_function", "activation",
+)  # fmt: skip
+OUTPUT = ("o_proj", "out_proj", "dense", "c_proj", "wo")  # of attention
+ATTENTION = ("attn", "attention", "self_attention", "mixer")
+MLP = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "mixer")
+ZERO_CENTERED = ("gemma", "qwen3_next", "qwen3_5", "nemotron", "vaultgemma")
+# Model types whose heads have norms, for models that torch does not build.
+HEAD_NORMS = ("qwen3", "gemma3", "olmoe")
+PARALLEL = ("falcon", "gpt_neox", "gptj", "codegen", "phi", "cohere", "cohere2", "stablelm")
+NO_ROPE_IN_FULL = ("cohere2", "cohere2_moe", "exaone4", "exaone_moe", "afmoe")
+SIGMOID = (  # scores of experts
+    "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4v_moe_text", "glm4_moe_lite", "glm_moe_dsa",
+    "dots1", "kimi_linear", "nemotron_h", "minimax_m2", "mimo_v2_flash", "exaone_moe",
+    "solar_open", "hy_v3", "afmoe", "llama4", "llama4_text",
+)  # fmt: skip
+# Factors that are 1 in a model without them.
+FACTORS = (
+    "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
+    "logit_scale", "scale_emb", "scale_depth", "attn_logit_softcapping",
+    "final_logit_softcapping", "attention_value_scale", "lm_head_multiplier", "key_multiplier",
+)  # fmt: skip
+
+
+class Structure(NamedTuple):
+    """What a layer has besides its matrices.
+
+    Attributes:
+        qkv_bias: Queries, keys and values have biases.
+        out_bias: So has attention's output.
+        mlp_bias: So have the matrices of the MLP.
+        head_norms: Norms of queries and keys: "head" for each head, "all" over all heads, or "".
+        layer_norm: Norms subtract the mean.
+        norm_bias: They have a bias.
+        norms: Number of norms of hidden states in a layer.
+        expert_bias: The router has a bias for balance.
+        shared_gate: The shared experts have a gate.
+        sinks: Attention has sinks.
+    """
+
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    head_norms: str = ""
+    layer_norm: bool = False
+    norm_bias: bool = False
+    norms: int = 2
+    expert_bias: bool = False
+    shared_gate: bool = False
+    sinks: bool = False
+
+
+def family_of(model: Model, fields: Fields, kind: str, made: Built | None) -> tuple[Family, bool]:
+    """Return the flags of a model that are no sizes, and whether its attention has sinks.
+
+    Args:
+        model: Its sizes.
+        fields: Its configuration.
+        kind: Its model type.
+        made: transformers' model, if there is one.
+    """
+    has = _of_fields(fields, kind) if made is None else _of_model(made, model)
+    numerics, rotary = _numerics(fields, model.head_dim)
+    flags = [*_attention_flags(model, has), *_norm_flags(kind, has)]
+    flags += _router_flags(fields, kind, has) if model.experts else []
+    flags += _no_rope(model, fields, kind)
+    gate, activation = _activation(fields, model.gated)
+    flags += ["--squared-relu"] if not model.gated and _act(fields) == "relu2" else []
+    lacking = [*_lacking(model, fields, kind, has), *activation, *rotary]
+    left = [POSITIONS] * (not numerics and not rotary) + [STRUCTURE] * (made is None)
+    norms = NORMS.replace("RMSNorm", "LayerNorm") if has.layer_norm else NORMS
+    if has.mlp_bias:
+        norms = norms.replace(" --disable-bias-linear", "")
+    if kind in ("nemotron_h",) or fields.get("position_embedding_type") in ("nope", "none"):
+        norms = norms.replace("type rope", "type none")
+    return Family(
+        " ".join(flags),
+        numerics,
+        norms,
+        gate,
+        tuple(lacking),
+        biases=has.mlp_bias,
+        left=", ".join(left),
+    ), has.sinks
+
+
+# --- structure -------------------------------------------------------------------------------
+
+
+def _of_fields(fields: Fields, kind: str) -> Structure:
+    bias = _true(fields, "attention_bias", "use_bias", "bias")
+    epsilon = next((key for key in EPSILONS if key in fields), "rms_norm_eps")
+    layer_norm = epsilon.startswith("layer_norm") and kind != "qwen"
+    heads = _true(fields, "use_qk_norm", "qk_layernorm") or kind.startswith(HEAD_NORMS)
+    return Structure(
+        qkv_bias=bias or _true(fields, "add_qkv_bias", "qkv_bias") or kind in ("qwen", "qwen2"),
+        out_bias=bias,
+        mlp_bias=_true(fields, "mlp_bias", "use_bias", "bias"),
+        head_norms="head" if heads else "",
+        layer_norm=layer_norm,
+        norm_bias=layer_norm,
+        expert_bias=fields.get("topk_method") == "noaux_tc",
+        sinks=kind in ("gpt_oss", "mimo_v2_flash"),
+    )  # fmt: skip
+
+
+def _true(fields: Fields, *keys: str) -> bool:
+    return any(fields.get(key) is True for key in keys)
+
+
+def _of_model(made: Built, model: Model) -> Structure:
+    biases = [key.split(".") for key in made.names if key.endswith(".bias")]
+    linear = [parts for parts in biases if not any("norm" in p or "ln" in p for p in parts)]
+    linear = [
+        p for p in linear if not {"conv1d", "router", "gate", "mamba", "linear_attn"} & set(p)
+    ]
+    attention = [p for p in linear if any(x in part for x in ATTENTION for part in p[:-2])]
+    attention = [p for p in attention if "mlp" not in p]
+    others = [p for p in linear if p not in attention]
+    heads = {
+        shape[-1]
+        for key, shape in made.names.items()
+        if _is_head_norm(key) and shape and not key.endswith(".bias")
+    }
+    norms = [key for key, shape in made.names.items()
+             if key.count(".") == 1 and key.endswith(".weight") and shape == (model.hidden,)
+             and ("norm" in key or "ln" in key)]  # fmt: skip
+    classes = [name for name in made.norms if "Norm" in name]
+    layer_norm = bool(classes) and not any("RMS" in name for name in classes)
+    halves = max((p.attention is not None) + p.mlp for p in model.parts)
+    wide = heads and model.latent is None and max(heads) > model.head_dim
+    return Structure(
+        qkv_bias=any(p[-2] not in OUTPUT for p in attention),
+        out_bias=any(p[-2] in OUTPUT for p in attention),
+        mlp_bias=bool(others) or any("experts" in k and k.endswith("_bias") for k in made.names),
+        head_norms=("all" if wide else "head") if heads else "",
+        layer_norm=layer_norm,
+        norm_bias=any("norm" in key or "ln" in key for key in map(".".join, biases)),
+        norms=len(norms) + 2 - halves if norms else 2,
+        expert_bias=any(
+            x in key
+            for key in (*made.names, *made.buffers)
+            for x in ("correction_bias", "expert_bias")
+        ),
+        shared_gate=any("shared_expert_gate" in key for key in made.names),
+        sinks=any(key.endswith("sinks") for key in made.names),
+    )
+
+
+def _is_head_norm(key: str) -> bool:
+    return any(
+        part in ("q_norm", "k_norm", "query_layernorm", "key_layernorm", "q_layernorm",
+                 "k_layernorm", "q_ln", "k_ln")
+        for part in key.split(".")
+    )  # fmt: skip
+
+
+# --- flags -----------------------------------------------------------------------------------
+
+
+def _attention_flags(model: Model, has: Structure) -> Iterator[str]:
+    if model.latent is not None or has.head_norms == "head":
+        yield "--qk-layernorm"
+    if model.latent is not None and model.experts:
+        yield "--moe-router-dtype fp32"
+    if has.qkv_bias and not has.mlp_bias:
+        yield "--add-qkv-bias"
+
+
+def _norm_flags(kind: str, has: Structure) -> Iterator[str]:
+    if kind.startswith(ZERO_CENTERED) and kind != "nemotron_h":
+        yield "--apply-layernorm-1p"
+
+
+def _router_flags(fields: Fields, kind: str, has: Structure) -> Iterator[str]:
+    """Scores are a softmax over the selected experts unless fields say another thing."""
+    sigmoid = kind in SIGMOID or fields.get("scoring_func") == "sigmoid"
+    if sigmoid:
+        yield "--moe-router-score-function sigmoid"
+    elif fields.get("norm_topk_prob") is False:
+        yield "--moe-router-pre-softmax"
+    if sigmoid and has.expert_bias:
+        yield "--moe-router-enable-expert-bias"
+    groups = fields.get("n_group") or 1
+    if groups > 1 and (fields.get("topk_group") or 1) < groups:
+        yield f"--moe-router-num-groups {groups} --moe-router-group-topk {fields['topk_group']}"
+    if "routed_scaling_factor" in fields and (scale := fields.number("routed_scaling_factor")) != 1:
+        yield f"--moe-router-topk-scaling-factor {scale:g}"
+    if has.shared_gate:
+        yield "--moe-shared-expert-gate"
+
+
+def _no_rope(model: Model, fields: Fields, kind: str) -> list[str]:
+    """Layers without rotary positions."""
+    fields.accept("no_rope_layer_interval")
+    without = [not rotary for rotary in fields.items_of("no_rope_layers", int)]
+    if kind in NO_ROPE_IN_FULL and 0 < model.windows < model.layers:
+        without = [letter == "F" for letter in model.letters]
+    if len(without) != model.layers or not any(without):
+        return []
+    return [f"--no-rope-freq {shlex.quote(str([int(x) for x in without]).replace(' ', ''))}"]
+
+
+def _act(fields: Fields) -> str:
+    return next((fields.text(key) for key in ACTIVATIONS if key in fields), "silu")
+
+
+def _activation(fields: Fields, gated: bool) -> tuple[str, list[str]]:
+    """Return the flag of a gated MLP, and an activation without a flag, in words."""
+    act = _act(fields)
+    if not gated:
+        return "--swiglu", [] if act.startswith(("gelu", "relu2")) else [f"activation {act!r}"]
+    if "swiglu_limit" in fields:
+        limit = fields.number("swiglu_limit")
+        return (
+            f"--quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value {limit:.1f}",
+            [],
+        )
+    if act in ("silu", "swish", "swiglu"):
+        return "--swiglu", []
+    return "--swiglu", [f"a gate of {act} in the MLP (--swiglu has its sizes)"]
+
+
+def _lacking(model: Model, fields: Fields, kind: str, has: Structure) -> Iterator[str]:
+    if has.out_bias and not has.mlp_bias:
+        yield "a bias of attention's output alone"
+    if has.mlp_bias and not has.qkv_bias:
+        yield "biases of the MLP without those of attention"
+    if has.head_norms == "all":
+        yield "norms of queries and keys over all heads"
+    if has.layer_norm and not has.norm_bias:
+        yield "LayerNorm without a bias"
+    if fields.get("linear_allow_neg_eigval"):
+        yield "negative eigenvalues of the gated delta net"
+    if has.norms > 2:
+        yield "norms behind both halves of a layer"
+    elif has.norms < 2 or _true(fields, "parallel_attn", "use_parallel_residual"):
+        yield "attention and MLP side by side in a layer"
+    if kind.startswith("gemma"):
+        yield "scaled embeddings"
+    factors = [key for key in FACTORS if fields.get(key) not in (None, 1, 1.0, 0, 0.0)]
+    if factors:
+        yield f"the factors {', '.join(factors)}"
+    if (scale := fields.get("query_pre_attn_scalar")) and scale != model.head_dim:
+        yield f"query_pre_attn_scalar {scale} beside heads of {model.head_dim}"
+    narrow, wide = fields.get("num_key_value_heads"), fields.get("swa_num_key_value_heads")
+    if kind == "mimo_v2_flash" or (wide is not None and wide != narrow):
+        yield (
+            f"{model.kv_heads} key/value heads in layers with a window beside fewer in the others: "
+            f"all are counted with {model.kv_heads}"
+        )
+    if has.sinks and kind == "mimo_v2_flash":
+        yield "sinks in layers with a window alone"
+    if kind == "kimi_linear":
+        yield "latent attention without rotary positions"
+    if kind.startswith("minimax") and model.mixers:
+        yield "residuals that are scaled"
+    if has.expert_bias and kind not in SIGMOID and fields.get("scoring_func") != "sigmoid":
+        yield "a bias of experts whose scores are a softmax"
+    if kind.startswith("llama4"):
+        yield "experts whose inputs are scaled by the router"
+
+
+# --- norms and positions ---------------------------------------------------------------------
+
+# What Megatron-LM fixes: of Llama 3's scaling, and of YaRN in latent attention.
+LENGTH = "original_max_position_embeddings"
+LLAMA3 = {LENGTH: 8192.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {LENGTH: 4096.0, "beta_fast": 32.0, "beta_slow": 1.0}
+EPSILONS = "rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps"
+
+
+def _numerics(fields: Fields, head_dim: int) -> tuple[str, list[str]]:
+    """Return flags for the epsilon of norms and rotary positions, and what has none, in words."""
+    flags = [f"--norm-epsilon {fields.number(key):g}" for key in EPSILONS if key in fields][:1]
+    rope = fields.object_of("rope_parameters")
+    rope = rope if len(rope) else fields.object_of("rope_scaling")
+    kinds = [value for value in rope.values() if isinstance(value, dict)]
+    bases = set(fields.get("layer_rope_theta", ()))
+    several = any(value != kinds[0] for value in kinds[1:]) or len(bases) > 1
+    if several or "rope_local_base_freq" in fields:
+        return " ".join(flags), ["rotary positions of their own in some kinds of layers"]
+    if kinds:
+        rope = Fields(kinds[0], rope.name)
+    lacking = []
+    base, share = (next((of.number(key) for of in (fields, rope) if key in of), None)
+                   for key in ("rope_theta", "partial_rotary_factor"))  # fmt: skip
+    if base is not None and base == int(base):
+        flags.append(f"--rotary-base {int(base)}")
+    elif base is not None:
+        lacking.append(f"a rotary base of {base}, which is no whole number")
+    if "rotary_dim" in fields and share is None:
+        share = fields.size("rotary_dim") / head_dim
+    if share is not None and share != 1:
+        flags.append(f"--rotary-percent {share:g}")
+    kind = rope.text("rope_type") or rope.text("type") or "default"
+    if kind != "default":
+        scaled = _scaled(kind, rope, bool(fields.size("kv_lora_rank")))
+        flags += [scaled] if scaled else []
+        lacking += [] if scaled else [f"the rope scaling of {fields.name} ({kind})"]
+    return " ".join(flags), lacking
+
+
+def _scaled(kind: str, rope: Fields, latent: bool) -> str:
+    """Scaled rotary positions as flags of Megatron-LM; "" where it has none for them."""
+    factor = rope.number("factor") if "factor" in rope else 0.0
+    if kind == "linear" and not latent and 0 < factor == int(factor):
+        return f"--rotary-seq-len-interpolation-factor {int(factor)}"
+    fixed = {"llama3": LLAMA3, "yarn": YARN}.get(kind, {})
+    said = {key: rope.number(key) if key in rope else value for key, value in fixed.items()}
+    if not factor or LENGTH not in rope or "attention_factor" in rope:
+        return ""
+    if kind == "llama3" and not latent and said == fixed:
+        return f"--use-rope-scaling --rope-scaling-factor {factor:g}"
+    if kind != "yarn" or (latent and said != fixed):
+        return ""
+    flags = f"--rotary-scaling-factor {factor:g}"
+    for key, flag in (("mscale", "--mscale"), ("mscale_all_dim", "--mscale-all-dim")):
+        flags += f" {flag} {rope.number(key):g}" if key in rope else ""
+    if latent:
+        return f"--rope-type yarn {flags}"
+    length, fast, slow = said.values()
+    whole = "" if rope.flag("truncate", True) else "no-"
+    return (
+        f"--position-embedding-type yarn {flags} --yarn-original-max-position-embeddings "
+        f"{length:.0f} --yarn-beta-fast {fast:g} --yarn-beta-slow {slow:g} "
+        f"--{whole}yarn-correction-range-round-to-int"
+    )

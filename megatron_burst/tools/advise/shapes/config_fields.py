@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fields of a `config.json`, with checks of their types and a record of which fields were read.
+
+A field that describes layers and that nothing reads would give a wrong model without a word, so
+`Fields.check_unread` refuses it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+MOST = 10**9  # of a width or a count
+LARGEST = 10**15  # of other numbers; rotary bases of a million tokens are above 10**9
+# Names of fields that may describe layers: experts, windows, chunks, patterns, per-layer values.
+SUSPECT = re.compile(
+    r"expert|moe|window|chunk|pattern|block|layer_type|per_layer|layers|interleave|interval|period"
+    r"|_freq|_every|hybrid|mamba|ssm|conv|^linear_|^local|^global|sparse|compress|^index_|^indexer"
+    r"|loop|recurren|altup|laurel|^swa_|^mtp|sink|^use_cla"
+)
+# Of these, names whose values change no shape.
+HARMLESS = re.compile(
+    r"aux_loss|z_loss|_coef$|capacity|drop|jitter|renorm|_dtype$|kernel$|kernels$|feed_forward"
+    r"|norm_min|scaling_factor|fp32|overlap|rope|rotary|router|_mode$|use_mixed_mlp|order_of_interleaved|use_parallel|_act$|initializer|predict_layers$"
+    r"|inference|cache|expert_bias|_group$|score|combine|fused|tensor_parallel|^num_hidden_layers$"
+    r"|scale$|_multiplier|^linear_(a_log|dt_|allow)|^mamba_dt|^mtp_"
+)
+
+
+class Missing(ValueError):
+    """A field that the shape depends on is absent."""
+
+
+class Fields(Mapping[str, Any]):
+    """Fields of a configuration without those that are null.
+
+    Args:
+        values: Values by name.
+        name: Name of the file, for errors.
+        aliases: Standard names of fields that the configuration's class calls otherwise.
+        known: The values come from a class of transformers, with its defaults.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        name: str,
+        aliases: Mapping[str, str] | None = None,
+        *,
+        known: bool = False,
+    ) -> None:
+        self.values_by_name = {key: x for key, x in values.items() if x is not None}
+        self.aliases = dict(aliases or {})
+        self.name = name
+        self.known = known
+        self._read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        real = key if key in self.values_by_name else self.aliases.get(key, key)
+        value = self.values_by_name[real]
+        self._read.add(real)
+        return value
+
+    def __iter__(self) -> Any:
+        return iter(self.values_by_name)
+
+    def __len__(self) -> int:
+        return len(self.values_by_name)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.values_by_name or self.aliases.get(str(key)) in self.values_by_name
+
+    def size(self, *keys: str) -> int:
+        """Return the first of these fields that is not 0, a whole number; 0 if there is none.
+
+        A list counts as its value if all its numbers are equal.
+        """
+        found = 0
+        for key in keys:
+            value = self.get(key, 0)
+            if (
+                isinstance(value, (list, tuple))
+                and len(value) > 1
+                and len(set(map(str, value))) == 1
+            ):
+                value = value[0]
+            value = self._of(key, value, int, "a whole number from 0")
+            if value > MOST:
+                raise ValueError(f"{self.name}: {key!r} must be at most {MOST:,}, got {value:.3g}")
+            if found and value not in (0, found):
+                raise ValueError(
+                    f"{self.name}: {key!r} {value} contradicts {found} of one of {', '.join(keys)}"
+                )
+            found = found or value
+        return found
+
+    def needed(self, *keys: str) -> int:
+        """Return the same; ValueError if there is none."""
+        if not any(key in self for key in keys):
+            raise Missing(f"{self.name}: has no {keys[0]!r}, which the shape depends on")
+        return self.size(*keys)
+
+    def number(self, key: str) -> float:
+        """Return a field that is there, a number from 0 to `LARGEST`."""
+        found = self[key]
+        if type(found) not in (int, float) or not 0 <= found <= LARGEST:
+            raise ValueError(
+                f"{self.name}: {key!r} must be a number from 0 to {LARGEST:,}, got {found!r:.60}"
+            )
+        return float(found)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        return self._of(key, self.get(key, default), bool, "true or false")
+
+    def text(self, key: str, default: str = "") -> str:
+        return self._of(key, self.get(key, default), str, "a text")
+
+    def items_of(self, key: str, kind: type) -> list[Any]:
+        """Return a list whose items are of a kind; empty if there is no such field."""
+        value = self.get(key, [])
+        found = list(value) if type(value) is tuple else self._of(key, value, list, "a list")
+        said = {int: "whole numbers from 0", str: "texts"}[kind]
+        return [self._of(key, item, kind, f"a list of {said}") for item in found]
+
+    def object_of(self, key: str) -> Fields:
+        """Return a field that is an object; empty if it is absent or false."""
+        found = self.get(key) or {}
+        if not isinstance(found, dict):
+            raise ValueError(f"{self.name}: {key!r} must be an object, got {found!r:.60}")
+        return Fields(found, f"{self.name}: {key}")
+
+    def _of(self, key: str, value: Any, kind: type, said: str) -> Any:
+        if type(value) is not kind or (kind is int and value < 0):
+            raise ValueError(f"{self.name}: {key!r} must be {said}, got {value!r:.60}")
+        return value
+
+    def accept(self, *keys: str) -> None:
+        """Mark fields as read: another field has their content."""
+        self._read.update(keys, (self.aliases.get(key, key) for key in keys))
+
+    def unread(self, layers: int) -> list[str]:
+        """Return the fields that may describe layers and that nothing has read."""
+        found = []
+        for key, value in self.values_by_name.items():
+            per_layer = isinstance(value, (list, tuple, dict)) and len(value) == layers > 4
+            suspect = per_layer or (SUSPECT.search(key) and not HARMLESS.search(key))
+            if suspect and key not in self._read and not _neutral(value):
+                found.append(key)
+        return found
+
+    def check_unread(self, layers: int) -> None:
+        """Raise ValueError naming the fields that `unread` returns."""
+        if wrong := self.unread(layers):
+            said = ", ".join(f"{key!r} ({self.values_by_name[key]!r:.60})" for key in wrong)
+            raise ValueError(
+                f"{self.name}: does not understand {said}: experts, windows, patterns and layers "
+                "are counted from fields that are known; give the model as a Megatron command "
+                "after -- instead"
+            )
+
+
+def _neutral(value: Any) -> bool:
+    """Whether a value switches nothing on."""
+    if isinstance(value, (list, tuple, dict, str)):
+        return not value
+    return value is False or (value is not True and value in (0, 1))
