@@ -37,6 +37,7 @@ from ..data.cut import (
     unpacked,
 )
 from ..data.datasets import documents_expected
+from ..data.entries import MASK, NO_MASK, placeholder
 from ..data.packed import Pack, packs
 from ..data.rope import mrope_of_packs
 from ..windows import layer_window
@@ -343,13 +344,12 @@ def check_call(mask_type: AttnMaskType, others: dict[str, Any], packed: Any, cut
     fixes = {
         "attention_mask": (
             "a tensor of s x s could mean anything; call the model with attention_mask=None, which "
-            "is causal, and with packed_seq_params for documents. Megatron's own data loaders make "
-            "none with --no-create-attention-mask-in-dataloader"
+            f"is causal, and with packed_seq_params for documents. Or {NO_MASK}"
         ),
         "attention_bias": "remove the relative position bias",
     }
     for name, value in others.items():
-        if value is not None:
+        if value is not None and not (name == MASK and placeholder(value)):
             raise ValueError(f"{name} is not supported; {fixes.get(name, 'leave it out')}")
     if packed is None:
         return
