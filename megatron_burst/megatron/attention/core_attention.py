@@ -24,7 +24,6 @@ from ...attention import attention
 from ...config import Auto, BurstConfig
 from ...layout import Balanced, DocumentZigzag, Layout
 from ...planning.plan import Plan
-from ..checks.command_line import RESET
 from ..checks.config import check_config, dropout_problem, records_max_logits
 from ..checks.cuda_graphs import contain_attention, graphs_asked
 from ..checks.problem import refuse
@@ -330,10 +329,11 @@ def check_call(mask_type: AttnMaskType, others: dict[str, Any], packed: Any, cut
     others: Megatron's arguments that must be None, by name; packed: a `PackedSeqParams` or None.
     """
     known = _CAUSAL if packed is None else CAUSAL_PACKED
-    if packed is None and documents_expected():
+    flag = documents_expected()
+    if packed is None and flag is not None:
         raise ValueError(
-            f"{RESET}, and the script handed no documents to the model: pass packed_seq_params "
-            f"made of the batch's cu_seqlens, as pretrain_gpt.py does, or remove {RESET}"
+            f"{flag}, and the script handed no documents to the model: pass packed_seq_params "
+            f"made of the batch's cu_seqlens, as pretrain_gpt.py does, or remove {flag}"
         )
     if packed is None and cut.name == "balanced":
         raise unpacked()
