@@ -109,9 +109,7 @@ def test_a_causal_mask_is_not_made_and_nothing_changes(train, text):
     assert train(2, f"{text} {CP2}").lines("the data loader makes no s x s mask of it")
 
 
-@pytest.mark.parametrize(
-    "flag", ["--reset-attention-mask", "--dataloader-inter-document-masking"]
-)
+@pytest.mark.parametrize("flag", ["--reset-attention-mask", "--dataloader-inter-document-masking"])
 def test_a_script_that_drops_the_documents_is_told(ranks, flag):
     run = ranks.run(2, [*COMMON, *CP2.split(), flag])
     assert run.codes == [2, 2]
