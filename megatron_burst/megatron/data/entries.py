@@ -50,7 +50,7 @@ def documents_of(batch: dict[str, Any]) -> tuple[Any, Any] | None:
         return batch["cu_seqlens"], batch.get("cu_seqlens_padded")
     if batch.get("cu_seqlens_q") is not None:
         return batch["cu_seqlens_q"], batch.get("cu_seqlens_q_padded")
-    params = batch.get("packed_seq_params")
+    params: Any = batch.get("packed_seq_params")
     if getattr(params, "cu_seqlens_q", None) is None:
         return None
     return params.cu_seqlens_q, getattr(params, "cu_seqlens_q_padded", None)
@@ -101,11 +101,12 @@ def _sizes(tensors: dict[str, tuple[int, ...]]) -> tuple[int, int]:
     for key in SEQUENCES:
         shape = tensors.get(key, ())
         if len(shape) == 2 or (len(shape) > 2 and key != POSITIONS):
-            return shape[:2]
-    if len(tensors.get(POSITIONS, ())) == 3:
-        return tensors[POSITIONS][1:]
+            return shape[0], shape[1]
+    positions = tensors.get(POSITIONS, ())
+    if len(positions) == 3:
+        return positions[1], positions[2]
     others = {key: x for key, x in tensors.items() if len(x) > 1 and key not in (MASK, POSITIONS)}
-    sizes = {shape[:2] for shape in others.values()}
+    sizes = {(shape[0], shape[1]) for shape in others.values()}
     if len(sizes) > 1:
         shapes = ", ".join(f"{key} {list(shape)}" for key, shape in others.items())
         raise ValueError(
