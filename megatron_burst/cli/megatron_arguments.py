@@ -64,8 +64,8 @@ SWITCHES = (
     "--group-query-attention", "--hybrid-context-parallel", "--log-max-attention-logit",
     "--moe-paged-stash", "--mtp-hsm", "--multi-latent-attention",
     "--no-create-attention-mask-in-dataloader", "--optimizer-cpu-offload",
-    "--overlap-moe-expert-parallel-comm", "--qk-clip", "--quick-geglu", "--recompute-activations",
-    "--reset-attention-mask", "--sft", "--swiglu", "--tp-comm-overlap",
+    "--overlap-grad-reduce", "--overlap-moe-expert-parallel-comm", "--qk-clip", "--quick-geglu",
+    "--recompute-activations", "--reset-attention-mask", "--sft", "--swiglu", "--tp-comm-overlap",
     "--untie-embeddings-and-output-weights", "--use-distributed-optimizer",
     "--use-kitchen-attention", "--use-megatron-fsdp", "--use-rotary-position-embeddings",
     "--use-torch-fsdp2",
@@ -143,6 +143,7 @@ def parse(words: Sequence[str]) -> MegatronCommand:
         parser.add_argument(name, action="store_true")
     parser.add_argument("--no-rope-fusion", action="store_false", dest="apply_rope_fusion")
     parser.add_argument("--attention-dropout", type=float, default=0.1)
+    parser.add_argument("--dsa-indexer-loss-coeff", type=float)
     parser.add_argument("--optimizer-offload-fraction", type=float, default=1.0)
     parser.add_argument("--window-size", type=_pair)
     for name in FLAGS:  # one without its value is empty, which is refused with the others

@@ -377,5 +377,10 @@ def translate_with(translate: Callable[[str], str] | None) -> None:
 
 def user_error(text: str) -> ValueError:
     """The error to raise for a message that names flags."""
+    return ValueError(user_text(text))
+
+
+def user_text(text: str) -> str:
+    """Return a message that names flags in the terms of the user: settings in a recipe."""
     translate = notes().get(_TRANSLATE)
-    return ValueError(text if translate is None else translate(text))
+    return text if translate is None else translate(text)

@@ -37,6 +37,7 @@ def patch_bridge() -> None:
 
 def _cutting(original: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
     # Late, because it imports Megatron-Core, and a recipe may be written where there is none.
+    from ..megatron.data.entries import documents_of
     from ..megatron.data.slicing import context_group, take
 
     layout = installed_layout()
@@ -45,7 +46,12 @@ def _cutting(original: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
     batch = given_to(original, args, kwargs)["batch"]
     group = context_group()
     rows = [batch[name] for name in ("tokens", "labels") if batch.get(name) is not None]
-    documents = batch["cu_seqlens"], None  # where documents start, padding included
+    documents = documents_of(batch)
+    if documents is None:
+        raise ValueError(
+            "packed batches of Megatron-Bridge need cu_seqlens or cu_seqlens_q, which say where "
+            f"documents start; this one has {', '.join(batch)}"
+        )
     rows_of_all = {name: x for name, x in batch.items() if x is not None and _spans(x, rows)}
     return batch | take(rows_of_all, documents, cut_of_run(layout), group.size(), group.rank())
 

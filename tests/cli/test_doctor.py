@@ -170,6 +170,13 @@ HAZARDS = [
     (without(TOKENS), "loss mean", "note", TOKENS),
     (without(TOKENS) + " --eod-mask-loss", "loss mean", "problem", TOKENS),
     (without(MASK), "attention mask", "ok", ""),
+    (GOOD + " --reset-attention-mask", "attention mask", "ok", ""),
+    (
+        f"--context-parallel-size 2 --reset-attention-mask {MASK}",
+        "attention mask",
+        "problem",
+        f"remove {MASK} or --reset-attention-mask",
+    ),
     ("--context-parallel-size 2 --seq-length 32768", "attention mask", "problem", MASK),
     ("--context-parallel-size 2 --seq-length 4096", "attention mask", "note", MASK),
     (GOOD + " --cp-comm-type p2p", "--cp-comm-type", "problem", "remove --cp-comm-type"),
@@ -214,6 +221,15 @@ def test_environment_hazards_depend_on_the_gpu_and_fsdp():
         (GOOD.replace("algo burst", "algo brust"), "--context-parallel-algo"),
         (GOOD + " --burst-layout striped --mtp-hsm", "--burst-layout zigzag"),
         (GOOD + " --sft --mtp-hsm", "--mtp-hsm"),
+        (
+            GOOD + " --reset-attention-mask --dataloader-inter-document-masking",
+            "--reset-attention-mask with --dataloader-inter-document-masking",
+        ),
+        (
+            GOOD + " --experimental-attention-variant dsa --burst-sparse megatron "
+            "--overlap-grad-reduce",
+            "--dsa-indexer-loss-coeff 0.001",
+        ),
         (GOOD + " --burst-lm-head-loss single_pass --fp16", "--fp16"),
         (GOOD + " --burst-kv-cache 0.5 --burst-side query", "--burst-side query"),
         (

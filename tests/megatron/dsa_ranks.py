@@ -148,6 +148,44 @@ def _trained(settings, lengths, pattern, count):
     }  # fmt: skip
 
 
+def overlapped(sizes, chosen, changes, steps=2):
+    """Two steps of Megatron's data parallelism with overlapped reductions: trainable parameters of
+    indexers by name, the largest change of an indexer's weights, and "lines", what was logged."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    import megatron_burst as mb
+    import megatron_burst.megatron as burst
+
+    with parallel("zigzag", **sizes), _log() as lines:
+        settings = config(sizes, **changes)
+        burst.configure(settings, mb.BurstConfig(**chosen), seq_length=SEQUENCE)
+        torch.manual_seed(5)
+        model_parallel_cuda_manual_seed(5)
+        asked = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1000)
+        model = DistributedDataParallel(settings, asked, build(settings))
+        reached = []
+        for batch in batches(steps):
+            mine = {name: burst.shard_sequence(x) for name, x in batch.items()}
+            model.zero_grad_buffer()
+            losses = model(mine["tokens"], mine["position_ids"], None, labels=mine["labels"])
+            (losses * mine["loss_mask"]).sum().backward()
+            model.finish_grad_sync()
+            total = (losses * mine["loss_mask"]).sum().detach()
+            dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
+            reached.append(float(total))
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.data -= 0.01 * parameter.main_grad
+        trained = [
+            name
+            for name, parameter in model.module.named_parameters()
+            if "indexer" in name and parameter.requires_grad
+        ]
+        return {"losses": reached, "trained": trained, "lines": lines}
+
+
 def _sum(mask, losses):
     total, tokens = (losses.float() * mask).sum(), mask.sum()
     return total, tokens.to(torch.int), torch.stack([total.detach(), tokens])

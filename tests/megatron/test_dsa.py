@@ -74,6 +74,21 @@ def test_four_ranks_as_megatrons_gather_and_as_one(ran):
     assert ours[1]["lines"] == []
 
 
+@pytest.mark.parametrize("coefficient", [None, 0.0, 0.5])
+def test_two_steps_with_overlapped_reductions(four, coefficient):
+    """Megatron's data parallelism asserts a gradient of each parameter that requires one."""
+    changes = {"dsa_indexer_loss_coeff": coefficient}
+    found = four(dsa_ranks.overlapped, CP2, {}, changes)
+    for rank in found:
+        assert len(rank["losses"]) == 2
+        assert rank["losses"][0] != rank["losses"][1]
+        assert bool(rank["trained"]) == bool(coefficient)
+    lines = [line for line in found[0]["lines"] if "DSA indexers are frozen" in line]
+    assert len(lines) == (0 if coefficient else 1)
+    if not coefficient:
+        assert f"--dsa-indexer-loss-coeff is {coefficient}" in lines[0]
+
+
 def test_tensor_parallel_ranks_sum_what_their_heads_look_at(ran):
     check(ran(TENSOR, {}), ran(TENSOR, None, GATHER))
     assert relative(ran(TENSOR, {})[0]["indexer"], ran({})[0]["indexer"]) < 1e-6

@@ -58,7 +58,9 @@ def test_images_see_all_of_themselves(four, one, name, cp, order):
 
 
 @pytest.mark.parametrize(("cp", "order"), [*WAYS, *REST])
-@pytest.mark.parametrize("after", [False, True, pytest.param("shared", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "after", [False, True, "batch", pytest.param("shared", marks=pytest.mark.slow)]
+)
 def test_positions_of_three_axes_and_images_in_their_places(four, one, order, after, cp):
     check(four(vision_ranks.axes, order, cp, after), one(vision_ranks.axes))
 

@@ -165,7 +165,8 @@ def error(function, *args, **named):
 
 def axes(layout="zigzag", cp=1, after=True, packed=False):
     """As Qwen-VL: positions of three axes, and embeddings of images among those of the tokens,
-    put there before the sequence is cut or after."""
+    put there before the sequence is cut or after. after "batch": Megatron's function cuts the
+    batch, positions included."""
     import megatron_burst.megatron as install
     from megatron_burst.megatron.vision import encode_shared, place_images, with_spans
 
@@ -184,7 +185,16 @@ def axes(layout="zigzag", cp=1, after=True, packed=False):
         def embed(ids):
             return model.embedding(input_ids=ids, position_ids=None)
 
-        if after == "shared":
+        if after == "batch":
+            batch = cut({
+                "tokens": tokens, "labels": labels, "loss_mask": mask, "position_ids": positions,
+                "attention_mask": torch.ones(1),
+            })  # fmt: skip
+            rows = place_images(embed(batch["tokens"]), images, where)
+            labels, mask, positions = (
+                batch[name] for name in ("labels", "loss_mask", "position_ids")
+            )
+        elif after == "shared":
             mine = install.shard_sequence(tokens) if cp > 1 else tokens
             counts = [b - a for a, b in SPANS[0]]
             parts = torch.split(pixels, counts)
@@ -197,7 +207,7 @@ def axes(layout="zigzag", cp=1, after=True, packed=False):
         else:
             rows = embed(tokens).index_copy(0, where, images[:, None])
             rows = install.shard_sequence(rows, dim=0) if cp > 1 else rows
-        if cp > 1:
+        if cp > 1 and after != "batch":
             labels, mask = (install.shard_sequence(x) for x in (labels, mask))
         params = with_spans([], LENGTH) if packed else None
         loss = model(None, positions, None, decoder_input=rows, labels=labels,
@@ -205,6 +215,17 @@ def axes(layout="zigzag", cp=1, after=True, packed=False):
         loss = (loss * mask).sum()
         loss.backward()
         return summed(torch.nn.ModuleList([model, encoder]), [loss])
+
+
+def cut(batch):
+    import inspect
+
+    from megatron.core import parallel_state, utils
+
+    function = utils.get_batch_on_this_cp_rank
+    hybrid = "is_hybrid_cp" in inspect.signature(function).parameters
+    group = parallel_state.get_context_parallel_group()
+    return function(batch, cp_group=group, **({"is_hybrid_cp": False} if hybrid else {}))
 
 
 def shared(layout, cp, counts, frozen=False, every=False):

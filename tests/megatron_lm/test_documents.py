@@ -53,6 +53,17 @@ def test_documents_of_the_mask(train, text, how):
     assert ours.lines("--reset-attention-mask: documents end after end-of-document tokens")
 
 
+NO_MASK = "--no-create-attention-mask-in-dataloader"
+
+
+def test_documents_are_kept_where_no_mask_is_made(train, text):
+    """As by Megatron's dense mask on one rank, which --no-create-... would not make there."""
+    asked = f"{text} --reset-attention-mask --eod-mask-loss"
+    run = train(2, f"{asked} {NO_MASK} {CP2} --burst-layout balanced")
+    same(run, train(1, asked))
+    assert run.lines("--reset-attention-mask: documents end after end-of-document tokens")
+
+
 @pytest.mark.parametrize("how", ["--eod-mask-loss", slow(f"{LEARNED} --reset-position-ids")])
 def test_documents_of_the_mask_balanced(train, text, how):
     asked = f"{text} --reset-attention-mask {how}"
@@ -98,7 +109,15 @@ def test_a_causal_mask_is_not_made_and_nothing_changes(train, text):
     assert train(2, f"{text} {CP2}").lines("the data loader makes no s x s mask of it")
 
 
-def test_a_script_that_drops_the_documents_is_told(ranks):
-    run = ranks.run(2, [*COMMON, *CP2.split(), "--reset-attention-mask"])
+@pytest.mark.parametrize("flag", ["--reset-attention-mask", "--dataloader-inter-document-masking"])
+def test_a_script_that_drops_the_documents_is_told(ranks, flag):
+    run = ranks.run(2, [*COMMON, *CP2.split(), flag])
     assert run.codes == [2, 2]
-    assert run.lines("--reset-attention-mask, and the script handed no documents to the model")
+    assert run.lines(f"{flag}, and the script handed no documents to the model")
+
+
+def test_masks_that_make_gradients_depend_on_the_ranks_are_named_once(ranks, text):
+    common = [flag for flag in COMMON if flag != "--calculate-per-token-loss"]
+    run = ranks.run(2, [*common, *text.split(), *CP2.split(), "--eod-mask-loss"])
+    assert run.codes == [0, 0]
+    assert len(run.lines("a loss mask leaves out tokens")) == 1

@@ -184,9 +184,8 @@ def test_the_hybrid_stack_without_transformer_engine():
         ({"reset_attention_mask": True}, False, True, "documents end after end-of-document"),
         ({"create_attention_mask_in_dataloader": False}, False, False, ""),
         ({"create_attention_mask_in_dataloader": False, "reset_attention_mask": True}, False,
-         False, "--reset-attention-mask does nothing with"),
-        ({"reset_attention_mask": True, "dataloader_inter_document_masking": True}, False, True,
-         ""),
+         True, "documents end after end-of-document"),
+        ({"dataloader_inter_document_masking": True}, False, True, ""),
         ({"context_parallel_size": 1}, True, False, ""),
         ({"context_parallel_algo": "megatron"}, True, False, ""),
     ],
@@ -203,8 +202,23 @@ def test_the_mask_of_the_data_loader_is_not_made(capsys, given, mask, packed, li
         arguments.validate_args(args)
     assert args.create_attention_mask_in_dataloader == mask
     assert args.dataloader_inter_document_masking == packed
+    asked_for = datasets.documents_expected()
+    with pytest.raises(AttributeError):  # validated again, as it is now
+        arguments.validate_args(args)
+    assert args.dataloader_inter_document_masking == packed
+    assert datasets.documents_expected() == asked_for
+    assert (asked_for is not None) == packed
     said = [text for text in capsys.readouterr().out.splitlines() if "mask" in text]
     assert line in said[0] if line else not said
+
+
+def test_documents_of_two_kinds_are_refused():
+    both = asked(
+        reset_attention_mask=True, dataloader_inter_document_masking=True, micro_batch_size=1
+    )
+    words = "--dataloader-inter-document-masking: .* choose one .* remove --reset-attention-mask"
+    with pytest.raises(ValueError, match=words):
+        training.check_flags(both, [])
 
 
 @pytest.mark.parametrize(

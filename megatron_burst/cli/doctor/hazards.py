@@ -16,6 +16,7 @@ from typing import Any
 from ... import flags
 from ...config import BurstConfig
 from ...megatron.checks import command_line
+from ...megatron.checks.command_line import RESET
 from ...megatron.checks.config import backend_problems, config_problems, unasked
 from ...megatron.checks.features import lm_head_problems, offload_problems
 from ...megatron.checks.problem import Problem
@@ -119,6 +120,14 @@ def _loss(command: MegatronCommand) -> Iterator[Finding]:
 
 def _mask(command: MegatronCommand) -> Iterator[Finding]:
     topic, fix = "attention mask", "--no-create-attention-mask-in-dataloader"
+    reset = command.given(RESET)
+    if command.ours and reset:
+        yield ok(topic, f"none is made: {RESET} ends documents after end-of-document tokens")
+        return
+    if command.no_create_attention_mask_in_dataloader and reset:
+        lost = f"{RESET} has no effect: it changes the mask of the data loader, which makes none"
+        yield problem(topic, lost, f"remove {fix} or {RESET}")
+        return
     if command.no_create_attention_mask_in_dataloader:
         yield ok(topic, "none is made in the data loader")
         return

@@ -23,7 +23,6 @@ from ...attention import attention
 from ...config import Auto, BurstConfig
 from ...layout import DocumentZigzag, Layout
 from ...planning.plan import Plan
-from ..checks.command_line import RESET
 from ..checks.config import check_config, dropout_problem, records_max_logits
 from ..checks.cuda_graphs import contain_attention, graphs_asked
 from ..checks.problem import refuse
@@ -36,6 +35,7 @@ from ..data.cut import (
     unpacked,
 )
 from ..data.datasets import documents_expected
+from ..data.entries import MASK, NO_MASK, placeholder
 from ..data.other_cuts import check_cut, cuts_batches
 from ..data.packed import Pack
 from ..data.rope import mrope_of_packs
@@ -319,10 +319,11 @@ def check_call(mask_type: AttnMaskType, others: dict[str, Any], packed: Any, cut
     others: Megatron's arguments that must be None, by name; packed: a `PackedSeqParams` or None.
     """
     known = _CAUSAL if packed is None else CAUSAL_PACKED
-    if packed is None and documents_expected():
+    flag = documents_expected()
+    if packed is None and flag is not None:
         raise ValueError(
-            f"{RESET}, and the script handed no documents to the model: pass packed_seq_params "
-            f"made of the batch's cu_seqlens, as pretrain_gpt.py does, or remove {RESET}"
+            f"{flag}, and the script handed no documents to the model: pass packed_seq_params "
+            f"made of the batch's cu_seqlens, as pretrain_gpt.py does, or remove {flag}"
         )
     if packed is None and cut.name == "balanced":
         raise unpacked()
@@ -333,13 +334,12 @@ def check_call(mask_type: AttnMaskType, others: dict[str, Any], packed: Any, cut
     fixes = {
         "attention_mask": (
             "a tensor of s x s could mean anything; call the model with attention_mask=None, which "
-            "is causal, and with packed_seq_params for documents. Megatron's own data loaders make "
-            "none with --no-create-attention-mask-in-dataloader"
+            f"is causal, and with packed_seq_params for documents. Or {NO_MASK}"
         ),
         "attention_bias": "remove the relative position bias",
     }
     for name, value in others.items():
-        if value is not None:
+        if value is not None and not (name == MASK and placeholder(value)):
             raise ValueError(f"{name} is not supported; {fixes.get(name, 'leave it out')}")
     if packed is None:
         return

@@ -24,9 +24,10 @@ from .sparse import gathers, sparse_layers
 from .splitting import FLAG as LINEAR
 from .splitting import PATTERNS, SCRIPT, linear_layers, splits
 
-RESET = "--reset-attention-mask"
+RESET, INTER_DOCUMENT = "--reset-attention-mask", "--dataloader-inter-document-masking"
+DOCUMENTS = "documents of the data loader"  # note: the flag that asks for them, None if none does
 # Further flags of Megatron-LM that make packed batches.
-PACKED = ("--sft", "--dataloader-inter-document-masking")
+PACKED = ("--sft", INTER_DOCUMENT)
 # Which kernel computes the same attention; ordinary launch scripts contain these.
 _KERNELS = ("--attention-backend", "--flash-attention-version", "--use-flash-attn")
 
@@ -195,6 +196,12 @@ _DOCUMENTS = (
     Rule(lambda c, b: c.has("dataloader_inter_document_masking") and (c.micro_batch_size or 1) > 1,
          "{flag} at --micro-batch-size {c.micro_batch_size}: the rows of a batch have documents of "
          "their own, and attention takes one row", add=("--micro-batch-size 1",)),
+    # Unless validation of the same arguments has set it for the documents of the other flag.
+    Rule(lambda c, b: c.dataloader_inter_document_masking
+         and patching.notes().get(DOCUMENTS) != RESET,
+         f"{{flag}} with {INTER_DOCUMENT}: documents would end after end-of-document tokens or "
+         "where those of the dataset end; choose one of the two (Megatron-LM ignores {flag})",
+         remove=(RESET,)),
     *excluded(
         "{flag} with {other}, which {why}",
         (RESET,),

@@ -17,6 +17,7 @@ from .problem import ConfigView, Problem, Rule, broken, excluded
 from .splitting import DSA, OLDEST, PATTERNS, splits
 
 FLAG = "--burst-sparse"
+COEFFICIENT = "--dsa-indexer-loss-coeff"
 KEEP = (f"{FLAG} {OFF}",)
 _SYMBOL = "D"  # of such a layer in --hybrid-layer-pattern
 _GATHER = "--cp-comm-type allgather"
@@ -132,6 +133,13 @@ def sparse_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
             yield Problem(
                 f"{what} with {FLAG} {OFF} and --burst-layout {burst.layout}: Megatron's "
                 "all-gather takes the tokens for zigzag ones", add=("--burst-layout zigzag",),
+            )  # fmt: skip
+        overlaps, trains = given.overlap_grad_reduce, given.dsa_indexer_loss_coeff
+        if burst.algorithm != OFF and overlaps and not trains:
+            yield Problem(
+                f"{what} with {FLAG} {OFF}, --overlap-grad-reduce and {COEFFICIENT} {trains}: "
+                "Megatron's data parallelism waits for gradients of the indexers, which have none",
+                add=(f"{COEFFICIENT} 0.001",), remove=("--overlap-grad-reduce",),
             )  # fmt: skip
         # With ours installed the configuration was made without Megatron's assertion.
         if burst.algorithm == OFF and given.has("cp_comm_type") and not gathers(config):

@@ -23,38 +23,39 @@ import torch
 from megatron.core import parallel_state
 
 from .. import patching
-from ..checks.command_line import RESET
+from ..checks.command_line import DOCUMENTS, INTER_DOCUMENT, RESET
 from ..patching import bound_to, log
-
-_DOCUMENTS = "documents of the data loader"
 
 
 def replace_masks(args: Any, patches: patching.PatchSet) -> None:
     """Make the data loader create no mask, and log what attention does instead.
 
+    Documents of `--reset-attention-mask` are kept with `--no-create-attention-mask-in-dataloader`
+    too, with which Megatron's data loader loses them.
+
     args: arguments completed by `flags.settle`; changed.
     """
-    patches.notes[_DOCUMENTS] = False
-    if not getattr(args, "create_attention_mask_in_dataloader", False):
-        if getattr(args, "reset_attention_mask", False):
-            log(f"{RESET} does nothing with --no-create-attention-mask-in-dataloader")
-        return
-    args.create_attention_mask_in_dataloader = False
-    if getattr(args, "dataloader_inter_document_masking", False):
-        return  # Megatron makes no mask either
-    if not getattr(args, "reset_attention_mask", False):
+    masks = getattr(args, "create_attention_mask_in_dataloader", False)
+    apart = getattr(args, "dataloader_inter_document_masking", False)
+    reset = getattr(args, "reset_attention_mask", False)
+    if reset and apart and patches.notes.get(DOCUMENTS) == RESET:
+        return  # validated again: these are our changes of the first time
+    patches.notes[DOCUMENTS] = RESET if reset else INTER_DOCUMENT if apart else None
+    if masks:
+        args.create_attention_mask_in_dataloader = False
+    if reset:
+        args.dataloader_inter_document_masking = True
+        log(f"{RESET}: documents end after end-of-document tokens; the data loader makes no s x s "
+            "mask")  # fmt: skip
+    elif masks and not apart:
         users = getattr(args, "burst_mask", None)
         kind = "causal" if users is None else f"that of --burst-mask {users}"
         log(f"attention is {kind}; the data loader makes no s x s mask of it")
-        return
-    args.dataloader_inter_document_masking = True
-    patches.notes[_DOCUMENTS] = True
-    log(f"{RESET}: documents end after end-of-document tokens; the data loader makes no s x s mask")
 
 
-def documents_expected() -> bool:
-    """Whether every batch of this run has to state where its documents end."""
-    return patching.notes().get(_DOCUMENTS, False)
+def documents_expected() -> str | None:
+    """Return the flag with which every batch of this run states where its documents end."""
+    return patching.notes().get(DOCUMENTS)
 
 
 def patch_masks(patches: patching.PatchSet) -> None:
@@ -84,7 +85,7 @@ def _ending_documents(
     patches: patching.PatchSet, original: Callable, self: Any, idx: int
 ) -> tuple[Any, ...]:
     text, *others = original(self, idx)
-    if not patches.notes.get(_DOCUMENTS):
+    if patches.notes.get(DOCUMENTS) != RESET:
         return text, *others
     config = self.config
     tokens = torch.from_numpy(text)
@@ -101,7 +102,7 @@ def _with_positions(
 ) -> dict[str, Any]:
     """Position ids from 0 to the end of the sequence, unless `--reset-position-ids` was given."""
     sample = original(self, idx)
-    if patches.notes.get(_DOCUMENTS) and not self.config.reset_position_ids:
+    if patches.notes.get(DOCUMENTS) == RESET and not self.config.reset_position_ids:
         sample["position_ids"] = torch.arange(len(sample["position_ids"]))
     return sample
 

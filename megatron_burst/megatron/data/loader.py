@@ -7,6 +7,9 @@ batches that Megatron's schedules hand to a script have `cu_seqlens` which note 
 they are sent to a device. The script's own tensors, and views of them, are then known
 (`Packs.values`); others are read from the device as before: those a script computes anew, and what
 tensor-parallel ranks but the first get by broadcast.
+
+The host also reads loss masks there, to warn once of masks whose gradients depend on the number of
+context-parallel ranks.
 """
 
 from __future__ import annotations
@@ -15,11 +18,22 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from megatron.core.utils import get_model_config
 
+from ...config import OFF
 from .. import patching
+from ..checks.splitting import splits
 from .packed import packs
 
 _LENGTHS = ("cu_seqlens", "cu_seqlens_padded")
+_WARNED = "warned of loss masks"
+UNEVEN = (
+    "warning: a loss mask leaves out tokens, and without --calculate-per-token-loss each rank "
+    "divides its loss by the number of its own tokens: gradients depend on "
+    "--context-parallel-size and on the layout, as in Megatron itself; add "
+    "--calculate-per-token-loss, unless your loss function already divides by the tokens of all "
+    "ranks"
+)
 
 
 class HostLengths(torch.Tensor):
@@ -43,10 +57,13 @@ class HostLengths(torch.Tensor):
 
 
 class Batches:
-    """An iterator over the batches of a data loader, whose lengths are `HostLengths`."""
+    """An iterator over the batches of a data loader, whose lengths are `HostLengths`.
 
-    def __init__(self, batches: Any) -> None:
-        self._batches = batches
+    warns: Whether to warn of the first loss mask that leaves out tokens.
+    """
+
+    def __init__(self, batches: Any, warns: bool = False) -> None:
+        self._batches, self._warns = batches, warns
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -55,6 +72,8 @@ class Batches:
         batch = next(self._batches)
         if not isinstance(batch, dict):
             return batch
+        if self._warns:
+            self._warns = not _warned_of(batch.get("loss_mask"))
         known = {name: batch.get(name) for name in _LENGTHS}
         return batch | {
             name: lengths.as_subclass(HostLengths)
@@ -74,8 +93,30 @@ def patch(patches: patching.PatchSet) -> None:
     patching.wrap_steps(patches, _noting)
 
 
+def _warned_of(mask: Any) -> bool:
+    """Warn once in a run if a loss mask on the host leaves out tokens; return whether it did.
+
+    A mask on a device is not read: the host would wait for the device.
+    """
+    if not isinstance(mask, torch.Tensor) or mask.device.type != "cpu" or bool((mask != 0).all()):
+        return False
+    if not patching.notes().get(_WARNED):
+        patching.notes()[_WARNED] = True
+        patching.log(patching.user_text(UNEVEN))
+    return True
+
+
+def _uneven(model: Any) -> bool:
+    """Return whether gradients of a model depend on how many tokens each rank counts."""
+    config: Any = get_model_config(model[0] if isinstance(model, list) else model)
+    burst = getattr(config, "burst", None)
+    ours = burst is not None and burst.algorithm != OFF and splits(config)
+    return ours and not config.calculate_per_token_loss and not patching.notes().get(_WARNED)
+
+
 def _noting(run: Callable, named: dict[str, Any]) -> Any:
     given = named["data_iterator"]
     several = isinstance(given, list)
-    found = [one if one is None else Batches(one) for one in (given if several else [given])]
+    warns = not named.get("forward_only", False) and _uneven(named["model"])
+    found = [one if one is None else Batches(one, warns) for one in (given if several else [given])]
     return run(**named | {"data_iterator": found if several else found[0]})

@@ -32,13 +32,10 @@ from .. import patching
 from ..checks.config import HIDDEN_STATES
 from ..patching import Wrap, bound_to, given_to
 from .cut import BatchCut, cut_of_run, group_of, installed_layout
+from .entries import cut_of, documents_of
 from .other_cuts import refuse_layout
 from .packed import Pack, packs
 from .rope import check_length, fused_packed_rope, packed_rope
-
-_NOT_SEQUENCES = (
-    "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group",
-)  # fmt: skip
 
 
 def slicing_patches(layout: str) -> list[Wrap]:
@@ -67,32 +64,27 @@ def slicing_patches(layout: str) -> list[Wrap]:
 
 
 def _sliced_batch(layout: str, original: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """`megatron.core.utils.get_batch_on_this_cp_rank` (0.16 to 0.20).
-
-    The original slices unpacked batches of a zigzag run.
-    """
+    """`megatron.core.utils.get_batch_on_this_cp_rank` (0.16 to 0.20)."""
     given = given_to(original, args, kwargs)
     batch, group = given["batch"], given.get("cp_group")
-    packed = batch.get("cu_seqlens") is not None
-    if packed and given.get("is_hybrid_cp"):
-        cut = _of_own_group(batch, given.get("hybrid_cp_group_func"), layout)
+    documents = documents_of(batch)
+    if documents is not None and given.get("is_hybrid_cp"):
+        cut = _of_own_group(batch, documents, given.get("hybrid_cp_group_func"), layout)
         return original(*args, **kwargs) if cut is None else cut
     group = context_group(group)
     if group.size() > 1 and given.get("use_contiguous_cp"):  # after 0.20
         refuse_layout(layout, "contiguous", None, "get_batch_on_this_cp_rank of Megatron-Core")
-    if group.size() == 1 or (not packed and layout == "zigzag"):
+    if group.size() == 1:
         return original(*args, **kwargs)
-    if packed:
-        documents = batch["cu_seqlens"], batch.get("cu_seqlens_padded")
+    if documents is not None:
         return take(batch, documents, cut_of_run(layout), group.size(), group.rank())
-    for key in [key for key, _ in _sequences(batch)]:
-        # An attention mask is [batch, 1, queries, keys], of which ranks divide the queries.
-        batch[key] = _shard(batch[key], layout, group, 2 if key == "attention_mask" else 1)
+    for key, dim in cut_of(batch, packed=False).dims.items():
+        batch[key] = _shard(batch[key], layout, group, dim)
     return batch
 
 
 def _of_own_group(
-    batch: dict[str, Any], group_of_size: Callable | None, layout: str
+    batch: dict[str, Any], documents: tuple[Any, Any], group_of_size: Callable | None, layout: str
 ) -> dict[str, Any] | None:
     """Return the part of a micro-batch that has a group of its own, of `local_cp_size` ranks.
 
@@ -108,7 +100,6 @@ def _of_own_group(
     if int(size) == 1:
         return None
     group = group_of_size(group_size=int(size))
-    documents = batch["cu_seqlens"], batch.get("cu_seqlens_padded")
     cut = cut_of_run(layout)
     return take(batch, documents, cut, group.size(), group.rank()) | {"hybrid_cp_group": group}
 
@@ -128,33 +119,17 @@ def _sliced_packed_batch(
     return batch, params
 
 
-def _sequences(batch: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
-    return [(k, x) for k, x in batch.items() if x is not None and k not in _NOT_SEQUENCES]
-
-
 def take(
     batch: dict[str, Any], documents: tuple[Any, Any], cut: BatchCut, size: int, rank: int
 ) -> dict[str, Any]:
     """The part of a packed batch [1, tokens] that `rank` of `size` ranks holds."""
-    names = [key for key, _ in _sequences(batch)]
-    if "attention_mask" in names:
-        raise patching.user_error(
-            "packed sequences come without attention_mask: pass "
-            "--no-create-attention-mask-in-dataloader"
-        )
-    for key in names:
-        shape = tuple(batch[key].shape)
-        if shape[:2] != (1, batch[names[0]].shape[1]):
-            raise patching.user_error(
-                f"packed sequences need --micro-batch-size 1 and one length, got {key} of shape "
-                f"{shape}"
-            )
-    if names:
-        pack = packs().of(batch[names[0]].shape[1], *documents)
+    dims, total = cut_of(batch, packed=True)
+    if dims:
+        pack = packs().of(total, *documents)
         packs().note_cut(pack)
-        for key in names:  # each whole sequence is gone before the next one is cut
+        for key, dim in dims.items():  # each whole sequence is gone before the next one is cut
             index = pack.index(cut, size, rank, batch[key].device)
-            batch[key] = batch[key].index_select(1, index)
+            batch[key] = batch[key].index_select(dim, index)
     return batch
 
 

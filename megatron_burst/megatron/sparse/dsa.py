@@ -25,6 +25,7 @@ from ...sparse import Selection, indexer_loss, select, sparse_attention
 from ...sparse.rules import Dsa
 from ...sparse.selection import selected
 from .. import homes
+from ..checks.sparse import COEFFICIENT
 from .selecting_layers import SelectingLayer, SparseCall
 
 # From 0.19 on; before, it is another one.
@@ -48,6 +49,20 @@ class BurstDSAttention(dsa.DSAttention):
             ("index keys", config.dsa_indexer_head_dim), ("latents", latents),
         )  # fmt: skip
         self.rule = Dsa(relu=config.dsa_indexer_scoring_relu)
+        if self.indexer is not None and self._coefficient == 0:
+            # Megatron's data parallelism waits for a gradient of each parameter that requires one.
+            self.indexer.requires_grad_(False)
+            self._log_frozen()
+
+    def _log_frozen(self) -> None:
+        line = (
+            f"warning: {COEFFICIENT} is {self.config.dsa_indexer_loss_coeff}: DSA indexers are "
+            "frozen and select with the weights that they have, which are random unless a "
+            f"checkpoint replaces them; set {COEFFICIENT} (0.001, for example) to train them"
+        )
+        if line not in self.layer.book.logged:
+            self.layer.book.logged.add(line)
+            self.layer.book.log(line)
 
     def forward(
         self,

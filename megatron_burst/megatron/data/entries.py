@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which entries of a batch are cut over context-parallel ranks, and along which dimension.
+
+One rule serves every layout, packed batches included; `docs/megatron-lm.md` has it as a table. An
+entry that fits no row of the table is refused with its key and shape.
+
+Shape letters: b batch, s tokens of the whole sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from .. import patching
+
+MASK, POSITIONS = "attention_mask", "position_ids"
+# Entries with one value per token. The first one in a batch states b and s.
+SEQUENCES = ("tokens", "input_ids", "labels", "loss_mask", POSITIONS)
+# Entries that describe documents, groups or images, whatever their shape.
+_WHOLE = frozenset({
+    "cu_seqlens", "cu_seqlens_padded", "cu_seqlens_unpadded", "cu_seqlens_argmin",
+    "cu_seqlens_unpadded_argmin", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded",
+    "cu_seqlens_kv_padded", "max_seqlen", "max_seqlen_q", "max_seqlen_kv", "total_tokens",
+    "token_count", "local_cp_size", "hybrid_cp_group", "pixel_values", "pixel_values_videos",
+    "image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_sizes",
+})  # fmt: skip
+NO_MASK = (
+    "leave the mask out: pass --no-create-attention-mask-in-dataloader to Megatron-LM, set "
+    "dataset.skip_getting_attention_mask_from_dataset=True in Megatron-Bridge, or set "
+    'batch["attention_mask"] = None'
+)
+
+
+class Cut(NamedTuple):
+    """Entries to cut: the dimension of s by key. length: s; 0 if no entry is cut."""
+
+    dims: dict[str, int]
+    length: int
+
+
+def documents_of(batch: dict[str, Any]) -> tuple[Any, Any] | None:
+    """Return the lengths of documents in a packed batch, without and with padding.
+
+    They are entries of the batch, under the names of Megatron-LM or of `PackedSeqParams`, or in an
+    entry `packed_seq_params`. None for a batch that is not packed.
+    """
+    if batch.get("cu_seqlens") is not None:
+        return batch["cu_seqlens"], batch.get("cu_seqlens_padded")
+    if batch.get("cu_seqlens_q") is not None:
+        return batch["cu_seqlens_q"], batch.get("cu_seqlens_q_padded")
+    params: Any = batch.get("packed_seq_params")
+    if getattr(params, "cu_seqlens_q", None) is None:
+        return None
+    return params.cu_seqlens_q, getattr(params, "cu_seqlens_q_padded", None)
+
+
+def placeholder(mask: Any) -> bool:
+    """Return whether an attention mask is one element, which hides no token from another.
+
+    Data loaders put it where a model expects a mask; Transformer Engine does not read it.
+    """
+    return isinstance(mask, torch.Tensor) and mask.numel() == 1
+
+
+def cut_of(batch: dict[str, Any], packed: bool) -> Cut:
+    """Return the entries of a batch that are cut.
+
+    Args:
+        batch: Entries by key; None and what is not a tensor is left as it is.
+        packed: Whether the batch holds documents in one row, [1, s].
+
+    Raises:
+        ValueError: An entry fits no row of the table in `docs/megatron-lm.md`.
+    """
+    tensors = {
+        key: tuple(value.shape)
+        for key, value in batch.items()
+        if isinstance(value, torch.Tensor) and key not in _WHOLE
+    }
+    if placeholder(batch.get(MASK)):
+        del tensors[MASK]
+    if packed and MASK in tensors:
+        raise patching.user_error(
+            f"{_entry(MASK, tensors)}: packed sequences come without a mask; {NO_MASK}"
+        )
+    rows, length = _sizes(tensors)
+    if packed and length and rows != 1:
+        name = next(key for key, shape in tensors.items() if shape[:2] == (rows, length))
+        raise patching.user_error(
+            f"{_entry(name, tensors)}: packed sequences need --micro-batch-size 1"
+        )
+    dims = {key: _dim(key, tensors, rows, length, packed) for key in tensors}
+    found = {key: dim for key, dim in dims.items() if dim is not None}
+    return Cut(found, length if found else 0)
+
+
+def _sizes(tensors: dict[str, tuple[int, ...]]) -> tuple[int, int]:
+    """Return b and s of a batch; (0, 0) if nothing in it has tokens."""
+    for key in SEQUENCES:
+        shape = tensors.get(key, ())
+        if len(shape) == 2 or (len(shape) > 2 and key != POSITIONS):
+            return shape[0], shape[1]
+    positions = tensors.get(POSITIONS, ())
+    if len(positions) == 3:
+        return positions[1], positions[2]
+    others = {key: x for key, x in tensors.items() if len(x) > 1 and key not in (MASK, POSITIONS)}
+    sizes = {(shape[0], shape[1]) for shape in others.values()}
+    if len(sizes) > 1:
+        shapes = ", ".join(f"{key} {list(shape)}" for key, shape in others.items())
+        raise ValueError(
+            f"the batch has none of {', '.join(SEQUENCES)}, and its tensors have different first "
+            f"dimensions ({shapes}): one length is needed. Cut each tensor with "
+            "megatron_burst.megatron.shard_sequence"
+        )
+    if sizes:
+        return sizes.pop()
+    mask = tensors.get(MASK, ())
+    return (mask[0], mask[2]) if len(mask) == 4 else (0, 0)
+
+
+def _dim(
+    key: str, tensors: dict[str, tuple[int, ...]], rows: int, length: int, packed: bool
+) -> int | None:
+    """Return the dimension along which an entry is cut, None if it stays whole."""
+    shape = tensors[key]
+    if key == MASK:
+        if len(shape) == 4 and shape[0] in (1, rows) and shape[2] == length:
+            return 2  # its queries
+        raise patching.user_error(
+            f"{_entry(key, tensors)} is not [b, 1, s, s], so it has no queries to cut, and "
+            f"attention is causal without a mask; {NO_MASK}"
+        )
+    if key == POSITIONS and len(shape) == 3 and shape[1] in (1, rows) and shape[2] == length:
+        if packed:
+            raise ValueError(
+                f"{_entry(key, tensors)}: positions of several axes (M-RoPE) do not work with "
+                "packed sequences, because Megatron takes the angles of packed documents by their "
+                "places; use one sequence per row, without cu_seqlens"
+            )
+        return None  # M-RoPE cuts the angles that it makes of them
+    if shape[:2] == (rows, length) or (key == POSITIONS and shape == (1, length)):
+        return 1
+    if key in SEQUENCES:
+        _refuse_length(key, tensors, rows, length, packed)
+    if length and length in shape[:2]:
+        raise ValueError(
+            f"{_entry(key, tensors)}: cannot decide whether it has one value per token, because "
+            f"entries that are cut start with [b, s] = [{rows}, {length}]. Bring it into this "
+            "shape, or take it out of the batch and cut it with "
+            "megatron_burst.megatron.shard_sequence(x, dim=...)"
+        )
+    return None
+
+
+def _refuse_length(
+    key: str, tensors: dict[str, tuple[int, ...]], rows: int, length: int, packed: bool
+) -> NoReturn:
+    needs = "packed sequences need one length and --micro-batch-size 1" if packed else (
+        "entries with one value per token need one shape [b, s]; position_ids of several axes "
+        "(M-RoPE) are [axes, b, s]"
+    )  # fmt: skip
+    first = next((name for name in SEQUENCES if tensors.get(name, ())[:2] == (rows, length)), None)
+    beside = f" beside {_entry(first, tensors)}" if first else ""
+    raise patching.user_error(f"{_entry(key, tensors)}{beside}: {needs}")
+
+
+def _entry(key: str, tensors: dict[str, tuple[int, ...]]) -> str:
+    return f"batch entry {key} of shape {list(tensors[key])}"
