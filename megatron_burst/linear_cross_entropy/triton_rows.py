@@ -106,7 +106,7 @@ def _gradient(
     g += tl.where(columns == tl.load(index + row), hit, 0.0)
     if cap is not None:
         g *= 1 - (x / cap) * (x / cap)
-    g = tl.where((columns < real) & used, g, 0.0)
+    g = tl.where(columns < real, tl.where(used, g, 0.0), 0.0)
     tl.store(z + columns, g.to(z.dtype.element_ty), mask=columns < width)
 
 
@@ -128,7 +128,7 @@ def _entropy_gradient(
     g *= -scale * tl.exp(log_p)
     if cap is not None:
         g *= 1 - (x / cap) * (x / cap)
-    g = tl.where((columns < real) & used, g, 0.0)
+    g = tl.where(columns < real, tl.where(used, g, 0.0), 0.0)
     tl.store(z + columns, g.to(z.dtype.element_ty), mask=columns < width)
 
 
