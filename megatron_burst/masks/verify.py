@@ -127,12 +127,12 @@ def _inside(spans: np.ndarray, seq_len: int) -> np.ndarray:
 
 
 def _shards(seq_len: int) -> np.ndarray:
-    """int64 [n, 3]: the spans of 1 to 8 ranks, in contiguous parts and striped."""
+    """int64 [n, 3]: the spans of 1 to 16 ranks, in contiguous parts and striped."""
     spans = [(0, 1, seq_len)]
-    for parts in (2, 4, 8, 16):
-        size = -(-seq_len // parts)
+    for ranks in (2, 4, 8, 16):
+        size = -(-seq_len // ranks)
         spans += [(start, 1, size) for start in range(0, seq_len, size)]
-        spans += [(start, parts, seq_len) for start in range(min(parts, seq_len))]
+        spans += [(start, ranks, seq_len) for start in range(min(ranks, seq_len))]
     return _inside(np.array(spans, dtype=np.int64), seq_len)
 
 
@@ -241,7 +241,7 @@ def _check_all(mask: Mask, seq_len: int, pairs: _Pairs) -> None:
 
 
 def _points(pairs: _Pairs, points: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Local rows and columns [pairs, points]: all of small rectangles; corners and some of others."""
+    """Local rows and columns [pairs, points]: all of a small rectangle, else corners and others."""
     rows, columns = (x.length[:, None] for x in pairs)
     index = np.arange(points)[None]
     corner = index < 4
@@ -292,9 +292,7 @@ def _check_viewers(
     if type(mask).viewers is Mask.viewers:
         return
     found = mask.viewers(keys)
-    first, last, left, right, exact = (
-        np.broadcast_to(x, keys.start.shape)[:, None] for x in found
-    )
+    first, last, left, right, exact = (np.broadcast_to(x, keys.start.shape)[:, None] for x in found)
     zero = np.zeros_like(keys.start)
     pairs = _Pairs(Spans(zero, zero + 1, zero + seq_len), keys)
     m, n = _points(pairs, points, rng)
@@ -313,9 +311,7 @@ def _check_viewers(
         _raise(mask, "viewers", viewers, pairs, i, (q[i, j], k[i, j]))
 
 
-def _raise(
-    mask: Mask, method: str, value: str, pairs: _Pairs, i: Any, at: tuple[Any, Any]
-) -> None:
+def _raise(mask: Mask, method: str, value: str, pairs: _Pairs, i: Any, at: tuple[Any, Any]) -> None:
     """Raise the ValueError of pair i, whose promise is broken at a pair of positions."""
     q_span, k_span = (f"Span({x.start[i]}, {x.stride[i]}, {x.length[i]})" for x in pairs)
     q, k = map(int, at)

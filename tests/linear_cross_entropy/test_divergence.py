@@ -51,7 +51,11 @@ def errors(options, reverse, tile_rows, tp_group=None, sequence_parallel=False, 
     (found * upstream).sum().backward()
     models = [(clean, weight), (teacher_hidden, teacher_weight)]
     kl, dh, dw = oracle.kl(models, upstream, options, temperature, reverse)
-    pairs = [(found.detach()[seen], kl[seen]), (rows.grad, mine(dh, split)), (shard.grad, mine(dw, size))]
+    pairs = [
+        (found.detach()[seen], kl[seen]),
+        (rows.grad, mine(dh, split)),
+        (shard.grad, mine(dw, size)),
+    ]
     return max((a - b).abs().max().item() for a, b in pairs)
 
 
