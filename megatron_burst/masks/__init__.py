@@ -3,8 +3,8 @@
 
 A mask describes positions of the global sequence, so one mask serves every layout and every number
 of ranks. Masks combine with `&` and `|`. `base` defines the interface, `positions`, `tables` and
-`tree` hold the masks, `verify` checks them, `tiling` cuts a pair of shards into tiles that kernels can compute, `seen`
-says which rows have to travel.
+`tree` hold the masks, `verify` checks them, `tiling` cuts a pair of shards into tiles that kernels
+can compute, `seen` says which rows have to travel.
 """
 
 from importlib import import_module
