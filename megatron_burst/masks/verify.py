@@ -39,8 +39,8 @@ def check(mask: Mask, seq_len: int) -> None:
     """Check that `cover`, `covers`, `bands`, `breaks` and `viewers` of a mask agree with `visible`.
 
     Up to 16 positions `cover` is compared for all pairs of spans, beyond for a fixed sample of
-    4,096 pairs. No error is a proof only for short sequences, so check a short length too. A custom mask
-    is also checked by a sample of 512 pairs when a plan is first made for it.
+    4,096 pairs. No error is a proof only for short sequences, so check a short length too. A
+    custom mask is also checked by a sample of 512 pairs when a plan is first made for it.
 
     Args:
         mask: a mask of this package, a custom mask, or a combination of them.
