@@ -2,6 +2,7 @@
 //
 // A logit is x = scale * z, or cap * tanh(scale * z / cap). The gradient by z, up to `scale`, which
 // the coefficients hold, is (exp(x - lse) of_softmax - of_all, + of_label at the label) dx/dz / scale.
+// A row whose three coefficients are 0 becomes 0, even if it holds NaN.
 #pragma once
 
 #include "functions.h"
@@ -37,13 +38,15 @@ struct SoftmaxGradient {
     const int64_t at = index[row];
     const int32_t label = at >= 0 && at < real ? int32_t(at) : -1;
     const Acc log = lse[row], softmax = of_softmax[row], hit = of_label[row], all = of_all[row];
+    const bool used = softmax != 0 || hit != 0 || all != 0;
+    const int32_t nonzero = used ? real : 0;  // columns
     T* const line = z + row * stride;
     for (int32_t i = begin + int32_t(team.first()); i < end; i += int32_t(team.step())) {
       auto x = load<Team::N>(line + i);
       for (int n = 0; n < Team::N; ++n) {
         const Acc mine = i + n == label ? hit : Acc(0);
         const Acc gradient = column(Acc(x.at[n]), log, softmax, all, mine);
-        x.at[n] = T(i + n < real ? gradient : Acc(0));
+        x.at[n] = T(i + n < nonzero ? gradient : Acc(0));
       }
       store(line + i, x);
     }

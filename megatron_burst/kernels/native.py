@@ -127,7 +127,8 @@ class LogitGradient(NamedTuple):
     """What a tile of logits z [n, v] becomes: (exp(x - lse) of_softmax - of_all, + of_label in
     `column`) dx/dz / scale, with x the logits; all [n].
 
-    lse None: z holds exp(x - something) by now, and of_softmax what is missing.
+    A row becomes 0 if its three factors are 0, even if it holds NaN. lse None: z holds
+    exp(x - something) by now, and of_softmax what is missing.
     """
 
     column: torch.Tensor

@@ -186,6 +186,6 @@ class _LinearKL(torch.autograd.Function):
             lses = [x[:, tile].reshape(-1) for x in (lse, teacher_lse)]
             own, weights = (x[:, tile].reshape(-1) for x in (kl, upstream))
             divergence_gradient_(student, teacher, lses[0], lses[1], own, weights, both.reverse)
-            found.put(tile, h, z)
+            found.put(tile, h, z, weights == 0)
         found.finish()
         return dh, None if dw is None else dw.to(weight.dtype), None

@@ -310,8 +310,12 @@ class _LinearLogProbs(torch.autograd.Function):
             else:
                 given = lse[rows], entropy[rows], of_softmax, of_entropy[rows]
                 entropy_gradient_(z, *given, columns, formula)
-            z.index_put_((local, at.place), (mine * at.slope).to(z.dtype), accumulate=True)
-            found.put(tile, h, z)
+            by_label = (mine * at.slope).masked_fill(mine == 0, 0)  # the slope may be NaN
+            z.index_put_((local, at.place), by_label.to(z.dtype), accumulate=True)
+            used = lse.new_zeros(len(z)).index_add_(0, local, (mine != 0).to(lse.dtype)) != 0
+            if of_entropy is not None:
+                used |= of_entropy[rows] != 0
+            found.put(tile, h, z, ~used)
         found.finish()
         return dh, None if dw is None else dw.to(weight.dtype), *(None,) * 4
 

@@ -82,15 +82,17 @@ def softmax_gradient_(
     """Replace z [n, v] by weights [n] times the loss's derivative by h.w.
 
     z holds h.w, or, with peak [n], what `row_stats` has left. lse [n] is that of whole rows, in
-    the accumulation dtype, like `weights`.
+    the accumulation dtype, like `weights`. Rows of weight 0 become 0 even if they hold NaN.
     """
     index = labels - columns.first
+    unused = weights == 0
     weights = weights * formula.scale
     of_softmax = weights * formula.weight_of_softmax(lse)
     of_label = -(1 - formula.smoothing) * weights
     of_all = weights * (formula.smoothing / formula.vocab_size)
     if peak is not None:
         of_softmax = of_softmax * (peak - lse).exp_()
+    of_softmax = of_softmax.masked_fill(unused, 0)  # lse may be NaN there
     logits_lse = None if peak is not None else lse
     given = native.LogitGradient(index, logits_lse, of_softmax, of_label, of_all)
     if native.softmax_gradient_(z, given, columns.real, formula.scale, formula.softcap):
@@ -161,7 +163,9 @@ def entropy_gradient_(
     formula: Formula,
 ) -> None:
     """Replace z [n, v], which holds h.w, by of_entropy [n] times the derivative of the row's
-    entropy by h.w, less of_softmax [n] times that of its log-sum-exp."""
+    entropy by h.w, less of_softmax [n] times that of its log-sum-exp.
+
+    Rows become 0 if both factors are 0, even if they hold NaN."""
     if _has_triton(z):
         from . import triton_rows
 
@@ -172,13 +176,15 @@ def entropy_gradient_(
     # -scale p (of_softmax + of_entropy (log p + H)) = p (a + b log p)
     a = (of_softmax + of_entropy * entropy).mul_(-formula.scale)
     b = of_entropy * -formula.scale
+    unused = ((of_softmax == 0) & (of_entropy == 0))[:, None]
     for block in _blocks(z):
         place = z[block, : columns.real]
         x = _logits(place, formula, lse.dtype)
         slope = None if formula.softcap is None else 1 - (x / formula.softcap).square_()
         log_p = x.sub_(lse[block, None])
         gradient = torch.addcmul(a[block, None], log_p, b[block, None]).mul_(log_p.exp_())
-        place.copy_(gradient if slope is None else gradient.mul_(slope))
+        gradient = gradient if slope is None else gradient.mul_(slope)
+        place.copy_(gradient.masked_fill_(unused[block], 0))
 
 
 class RowsOfLogits(NamedTuple):
@@ -220,9 +226,12 @@ def divergence_gradient_(
     weights: torch.Tensor,
     reverse: bool,
 ) -> None:
-    """Replace the student's z by weights [n] times the derivative of its divergence kl [n]."""
+    """Replace the student's z by weights [n] times the derivative of its divergence kl [n].
+
+    Rows of weight 0 become 0 even if they hold NaN."""
     z, columns, formula = student
     z[:, columns.real :] = 0
+    unused = (weights == 0)[:, None]
     for block in _blocks(z):
         x = student.block(block, lse.dtype)
         log_p = x - lse[block, None]
@@ -234,7 +243,7 @@ def divergence_gradient_(
         gradient.mul_(weights[block, None] * formula.scale)
         if formula.softcap is not None:
             gradient.mul_(1 - (x / formula.softcap).square_())
-        z[block, : columns.real] = gradient
+        z[block, : columns.real] = gradient.masked_fill_(unused[block], 0)
 
 
 def _logits(z: torch.Tensor, formula: Formula, dtype: torch.dtype) -> torch.Tensor:
@@ -300,6 +309,7 @@ def _softmax_gradient_(
     if not real:
         return
     where, inside = _locate(index, real)
+    unused = ((of_softmax == 0) & (of_label == 0) & (of_all == 0))[:, None]
     of_label = of_label * inside
     for block in _blocks(z):
         place = z[block, :real]
@@ -319,6 +329,7 @@ def _softmax_gradient_(
         x.scatter_add_(1, where[block, None], of_label[block, None])
         if slope is not None:
             x.mul_(slope)
+        x.masked_fill_(unused[block], 0)
         if x.dtype != place.dtype:
             place.copy_(x)
 

@@ -181,11 +181,14 @@ def losses(
         stats = head.split.merge(own)
         kept = labels != head.ignore_index
         parts = (len(tokens.labels), -1)
-        loss[:, tile] = torch.where(kept, head.formula.loss(stats), 0).view(parts)
+        value, rows_weights = head.formula.loss(stats), weights[:, tile].reshape(-1)
+        # Users multiply the loss by the weights, and 0 * NaN is NaN.
+        counted = kept & ((rows_weights != 0) | value.isfinite())
+        loss[:, tile] = torch.where(counted, value, 0).view(parts)
         lse[:, tile] = stats.lse.view(parts)
         if argmax is not None and stats.winner is not None:
             argmax[:, tile] = stats.winner.to(argmax.dtype).view(parts)
-        gradients.add(tile, h, z, labels, stats.lse, weights[:, tile].reshape(-1), own.peak)
+        gradients.add(tile, h, z, labels, stats.lse, rows_weights, own.peak)
     gradients.finish()
     return Losses(loss, lse, argmax)
 
@@ -236,6 +239,8 @@ class GradientSum:
     ) -> None:
         self.head, self.weight, self.dh, self.dw = head, tokens.weight, dh, dw
         self.wanted = dh is not None or dw is not None
+        # Are the hidden rows of a tile a copy, which nobody else reads?
+        self._copied = head.split.parts > 1 or logits_dtype(tokens.hidden) != tokens.hidden.dtype
         self._travelling: tuple[slice, InFlight] | None = None
 
     def add(
@@ -251,10 +256,17 @@ class GradientSum:
         if not self.wanted:
             return
         softmax_gradient_(z, labels, lse, weights, self.head.columns, self.head.formula, peak)
-        self.put(tile, h, z)
+        self.put(tile, h, z, weights == 0)
 
-    def put(self, tile: slice, h: torch.Tensor, z: torch.Tensor) -> None:
-        """Take in a tile of which z is the gradient of the logits."""
+    def put(self, tile: slice, h: torch.Tensor, z: torch.Tensor, unused: torch.Tensor) -> None:
+        """Add the gradients of a tile.
+
+        Args:
+            tile: the rows of this rank's slice.
+            h: hidden rows of the tile [n, d]; overwritten if they are a copy.
+            z: gradient of the logits [n, v].
+            unused: bool [n], rows without a gradient: z is 0 there, and h may hold NaN.
+        """
         if self.dh is not None:
             self.finish()
             whole = self.head.split.size == 1 and self.dh.dtype == z.dtype
@@ -263,7 +275,9 @@ class GradientSum:
             if not whole:
                 self._travelling = tile, self.head.split.reduce(part.to(self.dh.dtype))
         if self.dw is not None:
-            weight_gradient_(self.dw, z, h)
+            # The product of a 0 in z with a NaN in h would be a NaN in every row of dw.
+            fill = h.masked_fill_ if self._copied else h.masked_fill
+            weight_gradient_(self.dw, z, fill(unused[:, None], 0))
 
     def finish(self) -> None:
         """Wait for the input gradient that is on its way, and put it where it belongs."""

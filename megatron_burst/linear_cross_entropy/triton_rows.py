@@ -100,11 +100,13 @@ def _gradient(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     raw = tl.load(z + columns, mask=columns < real, other=0.0).to(ACC)
     x = _logits(raw, scale, cap)
-    g = tl.exp(x - tl.load(lse + row)) * tl.load(of_softmax + row) - tl.load(of_all + row)
-    g += tl.where(columns == tl.load(index + row), tl.load(of_label + row), 0.0)
+    softmax, hit, all = tl.load(of_softmax + row), tl.load(of_label + row), tl.load(of_all + row)
+    used = (softmax != 0) | (hit != 0) | (all != 0)  # else x may be NaN
+    g = tl.exp(x - tl.load(lse + row)) * softmax - all
+    g += tl.where(columns == tl.load(index + row), hit, 0.0)
     if cap is not None:
         g *= 1 - (x / cap) * (x / cap)
-    g = tl.where(columns < real, g, 0.0)
+    g = tl.where(columns < real, tl.where(used, g, 0.0), 0.0)
     tl.store(z + columns, g.to(z.dtype.element_ty), mask=columns < width)
 
 
@@ -120,11 +122,13 @@ def _entropy_gradient(
     raw = tl.load(z + columns, mask=columns < real, other=0.0).to(ACC)
     x = _logits(raw, scale, cap)
     log_p = x - tl.load(lse + row)
-    g = tl.load(of_softmax + row) + (log_p + tl.load(entropy + row)) * tl.load(of_entropy + row)
+    softmax, spread = tl.load(of_softmax + row), tl.load(of_entropy + row)
+    used = (softmax != 0) | (spread != 0)  # else x may be NaN
+    g = softmax + (log_p + tl.load(entropy + row)) * spread
     g *= -scale * tl.exp(log_p)
     if cap is not None:
         g *= 1 - (x / cap) * (x / cap)
-    g = tl.where(columns < real, g, 0.0)
+    g = tl.where(columns < real, tl.where(used, g, 0.0), 0.0)
     tl.store(z + columns, g.to(z.dtype.element_ty), mask=columns < width)
 
 

@@ -43,7 +43,9 @@ def linear_cross_entropy(
     hidden [..., d] and weight [v, d] in one of float64, float32, bfloat16; labels [...] of any
     signed integer type or uint8, uint16, uint32 (they are compared and used as int64).
     Returns the loss of each token, shaped like labels, float32 (float64 for float64): 0 where
-    the label is `ignore_index`, and *not* multiplied by `loss_mask`.
+    the label is `ignore_index`, and *not* multiplied by `loss_mask`. A token whose label is ignored
+    or whose weight is 0 adds nothing to the gradients, even if its hidden row holds NaN; if such a
+    loss is not finite, 0 is returned in its place.
 
     loss_mask: shaped like labels, any weights: with mode "single_pass" the gradients are made in
         forward, for the sum of loss_mask * loss. Backward accepts any gradient, but one that is

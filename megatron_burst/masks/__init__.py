@@ -3,8 +3,8 @@
 
 A mask describes positions of the global sequence, so one mask serves every layout and every number
 of ranks. Masks combine with `&` and `|`. `base` defines the interface, `positions`, `tables` and
-`tree` hold the masks, `tiling` cuts a pair of shards into tiles that kernels can compute, `seen`
-says which rows have to travel.
+`tree` hold the masks, `verify` checks them, `tiling` cuts a pair of shards into tiles that kernels
+can compute, `seen` says which rows have to travel.
 """
 
 from importlib import import_module
@@ -16,6 +16,7 @@ from .positions import Causal, Dilated, Full, Prefix, Window
 if TYPE_CHECKING:
     from .tables import BlockSparse, Dense, Documents, SameSpan, shards_visible
     from .tree import Tree
+    from .verify import check
 
 __all__ = [
     "Band",
@@ -31,13 +32,14 @@ __all__ = [
     "SameSpan",
     "Tree",
     "Window",
+    "check",
     "shards_visible",
 ]
 
 
 # Masks that a plain call does not need; imported when they are first asked for.
 _LATE = dict.fromkeys(["BlockSparse", "Dense", "Documents", "SameSpan", "shards_visible"], "tables")
-_LATE["Tree"] = "tree"
+_LATE |= {"Tree": "tree", "check": "verify"}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,8 @@
 """The interface of masks, and how masks combine.
 
 `visible` is exact, for arrays of positions. `cover` is conservative, for two spans: PARTIAL is
-always allowed, EMPTY and FULL are promises. A mask of your own needs these two. `bands` and
+always allowed, EMPTY and FULL are promises. A custom mask needs `visible`; `cover` saves
+computation and messages, and `check` compares it with `visible`. `bands` and
 `breaks` say more exactly which rows have to travel and cut a partly visible rectangle into fewer
 tiles; `modulus` serves masks of residue classes; `viewers` only makes plans faster, and is derived
 from `covers` where a mask does not define it (`seen.viewers_of`).
@@ -11,6 +12,7 @@ from `covers` where a mask does not define it (`seen.viewers_of`).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple
@@ -76,7 +78,7 @@ class Viewers(NamedTuple):
 
 
 class Mask:
-    """Base of all masks. A custom mask defines `visible` and `cover`."""
+    """Base of all masks. A custom mask defines `visible`, and usually `cover`."""
 
     #: the mask depends on distances modulo this only, so residue classes are cut apart; mostly 1
     modulus: int = 1
@@ -103,8 +105,14 @@ class Mask:
         raise NotImplementedError
 
     def cover(self, q_span: Span, k_span: Span) -> Cover:
-        """How much of `q_span` x `k_span` is visible."""
-        raise NotImplementedError
+        """How much of `q_span` x `k_span` is visible.
+
+        EMPTY and FULL are promises, PARTIAL is always right. Default: what `covers` returns if a
+        mask defines it, else PARTIAL, with which every key is sent to every rank.
+        """
+        if type(self).covers is Mask.covers:
+            return Cover.PARTIAL
+        return Cover(int(self.covers(_one(q_span), _one(k_span))))
 
     def covers(self, q_spans: Spans, k_spans: Spans) -> np.ndarray:
         """`cover` of many pairs of spans at once.
@@ -113,6 +121,8 @@ class Mask:
         returns an int64 array of `Cover` values of their common shape.
         """
         fields = np.broadcast_arrays(*q_spans, *k_spans)
+        if type(self).cover is Mask.cover:
+            return np.full(fields[0].shape, PARTIAL)
         found = [
             self.cover(Span(*map(int, pair[:3])), Span(*map(int, pair[3:])))
             for pair in zip(*(field.ravel() for field in fields), strict=True)
@@ -182,10 +192,7 @@ class Mask:
 
 
 class VectorMask(Mask):
-    """Base of masks that answer `covers` for arrays, and `cover` with it."""
-
-    def cover(self, q_span: Span, k_span: Span) -> Cover:
-        return Cover(int(self.covers(_one(q_span), _one(k_span))))
+    """Base of masks that compute `covers` for arrays; `cover` uses it."""
 
     def covers(self, q_spans: Spans, k_spans: Spans) -> np.ndarray:
         raise NotImplementedError
@@ -238,6 +245,21 @@ class Combined(VectorMask):
 
     def __repr__(self) -> str:
         return f"({self.a!r} {self.symbol} {self.b!r})"
+
+
+def parts(mask: Mask) -> Iterator[Mask]:
+    """Yield the masks of which a combination consists."""
+    if isinstance(mask, Combined):
+        yield from parts(mask.a)
+        yield from parts(mask.b)
+    else:
+        yield mask
+
+
+def custom_parts(mask: Mask) -> list[Mask]:
+    """Return the parts of a mask whose classes are not in this package."""
+    ours = f"{__package__.partition('.')[0]}."
+    return [part for part in parts(mask) if not type(part).__module__.startswith(ours)]
 
 
 class _And(Combined):

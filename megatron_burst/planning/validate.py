@@ -22,6 +22,7 @@ from ..kernels.base import Kernel, Scoring
 from ..kernels.online_softmax import accumulation_dtype
 from ..layout import LAYOUTS, Layout, check_fraction, make
 from ..masks import Causal, Mask
+from ..masks.base import custom_parts
 from ..options import (
     SIDES,
     VISITING,
@@ -99,6 +100,10 @@ def check(
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be one of mb.masks, got {mask!r}")
     mask.check(q.shape[0] * groups.size)
+    for custom in custom_parts(mask):
+        from ..masks.verify import check_custom  # which calls with masks of the package do not need
+
+        check_custom(custom, q.shape[0] * groups.size)
     _check_numbers(options)
     check_max_logits(max_logits, q)
     kernel = registry.make(

@@ -39,6 +39,7 @@ class Case:
     frozen: tuple[str, ...]
     sink: torch.dtype | None
     twice: bool
+    poison: float | None  # in hidden rows whose label is ignored or whose weight is 0
 
     @property
     def kinds(self) -> list[str]:
@@ -51,6 +52,7 @@ class Case:
             *(f"option {name}" for name in options), *(f for f in flags if getattr(self, f)),
             *(f"frozen {name}" for name in self.frozen), *(["sink"] if self.sink else []),
             *(["no tokens"] if 0 in self.shape else []),
+            *([f"poison {self.poison}"] if self.poison is not None else []),
         ]  # fmt: skip
 
 
@@ -97,6 +99,7 @@ def draw(number: int) -> Case:
         frozen=frozen,
         sink=r.choice([None, None, sums_dtype(dtype), dtype]),
         twice=r.random() < 0.2,
+        poison=r.choice([None, float("nan"), float("inf")]),
     )
 
 
@@ -107,7 +110,10 @@ def sums_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass
 class Problem:
-    """The tensors of all ranks; `weights` [n]: what a token counts by mask and ignore_index."""
+    """The tensors of all ranks; `weights` [n]: what a token counts by mask and ignore_index.
+
+    unused [n]: tokens whose hidden rows take no part in the gradients.
+    """
 
     hidden: torch.Tensor
     weight: torch.Tensor
@@ -115,6 +121,13 @@ class Problem:
     mask: torch.Tensor | None
     weights: torch.Tensor
     upstream: torch.Tensor
+    unused: torch.Tensor
+
+    def poisoned(self, value: float | None) -> torch.Tensor:
+        """hidden with this value in the unused rows."""
+        if value is None:
+            return self.hidden
+        return self.hidden.masked_fill(self.unused.view(self.labels.shape)[..., None], value)
 
     @classmethod
     def of(cls, case: Case) -> "Problem":
@@ -145,6 +158,7 @@ class Problem:
             mask,
             weights.reshape(-1),
             upstream.to(sums),
+            ((upstream * kept == 0) & (weights == 0)).reshape(-1),
         )
 
 

@@ -54,7 +54,8 @@ class Found:
 
 def _call(case: Case, problem: Problem, rank: int) -> Found:
     """The operation, as this case has it."""
-    hidden = problem.hidden.chunk(case.world)[rank] if case.sequence_parallel else problem.hidden
+    hidden = problem.poisoned(case.poison)
+    hidden = hidden.chunk(case.world)[rank] if case.sequence_parallel else hidden
     weight = problem.weight[rank * case.rows : (rank + 1) * case.rows]
     hidden = laid_out(hidden, case.hidden_strides).requires_grad_("hidden" not in case.frozen)
     weight = laid_out(weight, case.weight_strides).requires_grad_("weight" not in case.frozen)
@@ -112,6 +113,11 @@ def _faults(case: Case, rank: int) -> Iterator[str]:
     hidden, labels = problem.hidden.reshape(-1, case.width), problem.labels.reshape(-1)
     upstream = problem.upstream.reshape(-1)
     loss, _, lse, logits, _ = oracle.loss(hidden, problem.weight, labels, case.options)
+    if case.poison is not None:
+        mine = found.loss.reshape(-1)
+        if not mine.isfinite().all():
+            yield f"loss of rows that do not count: {mine[problem.unused].tolist()}"
+        loss[problem.unused] = mine[problem.unused].double()  # a softcap makes it finite, else 0
     truth = loss, *oracle.gradients(hidden, problem.weight, labels, upstream, case.options)
     if found.loss.shape != problem.labels.shape or found.loss.dtype != sums_dtype(case.dtype):
         yield f"loss is {list(found.loss.shape)} of {found.loss.dtype}"
@@ -130,6 +136,9 @@ def _faults(case: Case, rank: int) -> Iterator[str]:
                 yield f"{name} is missing"
         elif not (error := _worst(mine.double() - right)) <= bound:
             yield f"{name} is off by {error:.3g}, allowed {bound:.3g}"
+    if case.poison is not None and found.argmax is not None:  # no row is the most likely one
+        unused, real = problem.unused, logits[:, : case.options.vocab_size or logits.shape[1]]
+        found.argmax.view(-1)[unused] = real.argmax(1)[unused]
     yield from _wrong_winners(case, found.argmax, logits)
     if found.warned != _dear(case, problem, labels) and len(case.frozen) < 2:
         yield f"warned: {found.warned}"

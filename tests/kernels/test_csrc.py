@@ -243,6 +243,18 @@ def test_gradient_of_logits_far_out(built, dtype):
     assert z.isnan().nonzero().tolist() == [[4, 7]]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_weight_0_becomes_0_whatever_it_holds(built, dtype):
+    for options in ({}, {"softcap": 3.0}):
+        z, labels, weights, columns = tile(dtype)
+        z[2], lse = torch.nan, torch.full((len(z),), 20.0, dtype=wide(dtype))
+        lse[2] = torch.nan
+        by_library(softmax_gradient_, z, labels, lse, weights, columns, Formula(300, **options))
+        assert z[2].count_nonzero() == 0
+        assert z[3].count_nonzero() > 0
+        assert z.isfinite().all()
+
+
 def test_all_padding_and_rows_of_a_larger_buffer(built):
     z, labels, weights, columns = tile(torch.float32)
     buffer = torch.full((9, 512), 7.0)

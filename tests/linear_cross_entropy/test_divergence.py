@@ -26,12 +26,18 @@ def problem(dtype=torch.float64):
     return [torch.randn(shape, generator=make, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def errors(options, reverse, tile_rows, tp_group=None, sequence_parallel=False):
-    """The worst of KL and both gradients on this rank."""
+def errors(options, reverse, tile_rows, tp_group=None, sequence_parallel=False, nan_row=None):
+    """The worst of KL and both gradients on this rank; the row with NaN has no weight."""
     options, temperature = OPTIONS[options]
     hidden, weight, teacher_hidden, teacher_weight = problem()
     rank, size = (0, 1) if tp_group is None else (dist.get_rank(), dist.get_world_size())
     split = size if sequence_parallel else 1
+
+    upstream, seen = torch.linspace(-1, 2, ROWS, dtype=torch.float64), list(range(ROWS))
+    clean = hidden.clone()
+    if nan_row is not None:
+        hidden[nan_row], upstream[nan_row] = torch.nan, 0
+        seen.remove(nan_row)
 
     def mine(x, parts):
         return x.chunk(parts)[rank if parts > 1 else 0].clone()
@@ -42,11 +48,14 @@ def errors(options, reverse, tile_rows, tp_group=None, sequence_parallel=False):
         temperature=temperature, tile=2 * tile_rows * len(shard) * 8, tp_group=tp_group,
         sequence_parallel=sequence_parallel, **{key: getattr(options, key) for key in KEYS},
     )  # fmt: skip
-    upstream = torch.linspace(-1, 2, ROWS, dtype=torch.float64)
     (found * upstream).sum().backward()
-    models = [(hidden, weight), (teacher_hidden, teacher_weight)]
+    models = [(clean, weight), (teacher_hidden, teacher_weight)]
     kl, dh, dw = oracle.kl(models, upstream, options, temperature, reverse)
-    pairs = [(found.detach(), kl), (rows.grad, mine(dh, split)), (shard.grad, mine(dw, size))]
+    pairs = [
+        (found.detach()[seen], kl[seen]),
+        (rows.grad, mine(dh, split)),
+        (shard.grad, mine(dw, size)),
+    ]
     return max((a - b).abs().max().item() for a, b in pairs)
 
 
@@ -57,8 +66,14 @@ def test_equals_the_formula(options, reverse):
         assert errors(options, reverse, tile_rows) < TOLERANCE
 
 
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_nan_in_a_row_without_weight_stays_there(options, reverse):
+    assert errors(options, reverse, 3, nan_row=4) < TOLERANCE
+
+
 def faults_on_ranks():
-    cases = product(OPTIONS, (False, True), (3,), (dist.group.WORLD,), (False, True))
+    cases = product(OPTIONS, (False, True), (3,), (dist.group.WORLD,), (False, True), (None, 5))
     found = {case[:2] + case[4:]: errors(*case) for case in cases}
     return {case: error for case, error in found.items() if not error < TOLERANCE}
 

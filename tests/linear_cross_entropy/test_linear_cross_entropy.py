@@ -80,6 +80,36 @@ def test_two_uses_of_a_weight_in_one_graph(mode):
     assert worst([hidden.grad, other.grad, weight.grad], [dh, dother, dw + dw2]) < TOLERANCE
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("frozen", ["none", "hidden", "weight"])
+@pytest.mark.parametrize("mode", ["single_pass", "recompute"])
+def test_rows_that_do_not_count_may_hold_anything(mode, frozen, value):
+    """An ignored label, and a weight of 0: no loss, no gradient, and none of the other rows'."""
+    hidden, weight, labels = problem()
+    mask = torch.ones(TOKENS, dtype=torch.float64)
+    mask[7] = 0
+    truth = oracle.loss(hidden, weight, labels, Options())[0]
+    dh, dw = oracle.gradients(hidden, weight, labels, mask, Options())
+    truth[7] = 0
+    poisoned = hidden.detach().clone()
+    poisoned[[4, 7]] = value
+    poisoned.requires_grad_(frozen != "hidden")
+    weight.requires_grad_(frozen != "weight")
+    for loss_mask in (mask, mask.bool()):
+        poisoned.grad = weight.grad = None
+        loss = mb.linear_cross_entropy(
+            poisoned, weight, labels, loss_mask=loss_mask, mode=mode, tile=3 * ROW
+        )
+        assert worst([loss], [truth]) < TOLERANCE
+        (loss * mask).sum().backward()
+        if frozen != "hidden":
+            assert worst([poisoned.grad], [dh]) < TOLERANCE
+            assert not poisoned.grad[[4, 7]].any()
+        if frozen != "weight":
+            assert worst([weight.grad], [dw]) < TOLERANCE
+    assert poisoned.isfinite().all(1).tolist() == [i not in (4, 7) for i in range(TOKENS)]
+
+
 def test_argmax_of_equal_logits_is_the_lowest():
     weight = torch.ones(6, 4)
     _, found = mb.linear_cross_entropy(

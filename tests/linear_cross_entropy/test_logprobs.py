@@ -30,6 +30,10 @@ PLACES = {
 }
 
 
+POISON = "ignored nan"
+OPTIONS |= {f"{name}, {POISON}": OPTIONS[name] for name in ("plain", "softcap")}
+
+
 def problem(options, rows, dtype=torch.float64):
     make = torch.Generator().manual_seed(3)
     hidden = (2 * torch.randn(ROWS, WIDTH, generator=make, dtype=torch.float64)).to(dtype)
@@ -43,16 +47,23 @@ def problem(options, rows, dtype=torch.float64):
 
 def errors(options, places, tile_rows, tp_group=None, sequence_parallel=False):
     """The worst of logprobs, entropy and both gradients, with and without the entropy's."""
+    poisoned = options.endswith(POISON)
     options, temperature = OPTIONS[options]
     rows = PLACES[places]
     hidden, weight, labels, upstream = problem(options, rows)
+    given, seen = hidden.clone(), torch.ones(len(labels), dtype=torch.bool)
+    if poisoned:  # rows whose labels are ignored, or get no gradient
+        upstream[:, 1:2], seen[1:2] = 0, False
+        used = {row for e, row in enumerate(rows or range(ROWS)) if e not in (1, 3)}
+        given[[row for row in range(ROWS) if row not in used]] = torch.nan
     rank, size = (0, 1) if tp_group is None else (dist.get_rank(), dist.get_world_size())
     each = np.arange(ROWS) if rows is None else np.array(rows, dtype=np.int64)
     if sequence_parallel:  # of equal slices
         hidden, labels, upstream, each = hidden[:8], labels[:8], upstream[:, :8], each[:8]
+        given, seen = given[:8], seen[:8]
     worst = []
     for with_entropy in (True, False):
-        mine = hidden.chunk(size)[rank] if sequence_parallel else hidden
+        mine = given.chunk(size)[rank] if sequence_parallel else given
         mine = mine.clone().requires_grad_()
         shard = weight.chunk(size)[rank].clone().requires_grad_()
         found = mb.linear_logprobs(
@@ -67,10 +78,11 @@ def errors(options, places, tile_rows, tp_group=None, sequence_parallel=False):
         total = (found.logprobs * upstream[0]).sum()
         if found.entropy is not None:
             total = total + (found.entropy * upstream[1]).sum()
-            worst.append(found.entropy.detach() - entropy)
+            worst.append((found.entropy.detach() - entropy)[seen])
         total.backward()
         dh = dh.chunk(size)[rank] if sequence_parallel else dh
-        worst += [found.logprobs.detach() - lp, mine.grad - dh, shard.grad - dw.chunk(size)[rank]]
+        worst.append((found.logprobs.detach() - lp)[seen])
+        worst += [mine.grad - dh, shard.grad - dw.chunk(size)[rank]]
     return max([x.abs().max().item() for x in worst if x.numel()])
 
 

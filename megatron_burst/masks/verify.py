@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check that the methods of a mask agree with its `visible`.
+
+`cover`, `covers`, `bands` and `viewers` are promises about `visible`. A wrong promise gives wrong
+attention without an error, because ranks skip what a promise calls hidden and compute without a
+mask what it calls full. `check` compares all pairs of spans of a short sequence and a sample of a
+long one. The sample is the same on every rank. It has shards of common layouts, small spans at the
+edges of the visible region, and random spans.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..layout import Span, Spans, integer
+from .base import EMPTY, FULL, Cover, Mask, parts
+
+EXHAUSTIVE = 16  # positions up to which every pair of spans is compared
+PAIRS, POINTS = 1 << 12, 32  # pairs of spans, and pairs of positions in each, of a whole check
+FEW_PAIRS, FEW_POINTS = 1 << 9, 16  # of the check at the first plan of a custom mask: milliseconds
+CANDIDATES = 1 << 10  # keys of a query among which edges of the visible region are searched
+MOST_CHANGES = 32  # of them, for each query and each key
+KEPT = 1 << 10  # custom masks that are known to have passed
+
+_passed: dict[tuple[type, str, int], None] = {}
+
+
+class _Pairs(NamedTuple):
+    """Pairs of spans of queries and of keys."""
+
+    q: Spans
+    k: Spans
+
+
+def check(mask: Mask, seq_len: int) -> None:
+    """Check that `cover`, `covers`, `bands`, `breaks` and `viewers` of a mask agree with `visible`.
+
+    Up to 16 positions `cover` is compared for all pairs of spans, beyond for a fixed sample of
+    4,096 pairs. No error is a proof only for short sequences, so check a short length too. A
+    custom mask is also checked by a sample of 512 pairs when a plan is first made for it.
+
+    Args:
+        mask: a mask of this package, a custom mask, or a combination of them.
+        seq_len: positions of the sequence, from 1 on.
+
+    Raises:
+        ValueError: a method contradicts `visible`. The message names the method, the spans and a
+            pair of positions.
+    """
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a mask of mb.masks, got {mask!r:.100}")
+    if integer("seq_len", seq_len) < 1:
+        raise ValueError(f"seq_len must be at least 1, got {seq_len}")
+    mask.check(seq_len)
+    for part in parts(mask):  # if these are right, the combination is
+        _check(part, int(seq_len), PAIRS, POINTS)
+
+
+def check_custom(mask: Mask, seq_len: int) -> None:
+    """Check a custom mask by a small sample, once for each mask and length."""
+    key = type(mask), repr(mask), seq_len
+    if key in _passed:
+        return
+    _check(mask, seq_len, FEW_PAIRS, FEW_POINTS)
+    if len(_passed) >= KEPT:
+        _passed.clear()
+    _passed[key] = None
+
+
+def _check(mask: Mask, seq_len: int, count: int, points: int) -> None:
+    if type(mask).visible is Mask.visible:
+        raise ValueError(f"{_name(mask)} defines no visible(q, k), which every mask needs")
+    rng = np.random.default_rng(seq_len)
+    _check_shapes(mask, seq_len)
+    if seq_len <= EXHAUSTIVE and points == POINTS:
+        pairs = _all_pairs(seq_len)
+        _check_all(mask, seq_len, pairs)
+        some = rng.permutation(len(pairs.q.start))[:count]
+        pairs = _Pairs(pairs.q.at(some), pairs.k.at(some))
+    else:
+        pairs = _sample(mask, seq_len, count, rng)
+        _check_covers(mask, pairs, points, rng)
+    _check_bands(mask, pairs, points, rng)
+    _check_viewers(mask, seq_len, pairs.k, points, rng)
+
+
+# --- spans that are compared ----------------------------------------------------------------
+
+
+def _all_pairs(seq_len: int) -> _Pairs:
+    spans = [
+        (start, stride, length)
+        for start, stride in product(range(seq_len), range(1, seq_len + 1))
+        for length in range(1, (seq_len - 1 - start) // stride + 2)
+        if length > 1 or stride == 1
+    ]
+    n, columns = len(spans), np.array(spans, dtype=np.int64).T
+    return _Pairs(
+        Spans(*(np.repeat(x, n) for x in columns)), Spans(*(np.tile(x, n) for x in columns))
+    )
+
+
+def _sample(mask: Mask, seq_len: int, count: int, rng: np.random.Generator) -> _Pairs:
+    """At most `count` pairs: a quarter shards, half at edges, the rest random spans."""
+    shards = _shards(seq_len)
+    i, j = rng.integers(0, len(shards), (2, count // 4))
+    rows = [np.concatenate([shards[i], shards[j]], 1), _at_edges(mask, seq_len, count // 2, rng)]
+    rest = count - sum(map(len, rows))
+    length = 1 << rng.integers(0, max(1, seq_len.bit_length()), (rest, 2))
+    stride = np.where(rng.random((rest, 2)) < 0.7, 1, 1 << rng.integers(0, 7, (rest, 2)))
+    start = rng.integers(0, seq_len, (rest, 2))
+    start = np.where(rng.random((rest, 2)) < 0.5, start // length * length, start)
+    spans = np.stack([start, stride, length], 2).reshape(rest, 6)
+    found = np.concatenate([*rows, spans])
+    first, second = (_inside(x, seq_len) for x in (found[:, :3], found[:, 3:]))
+    return _Pairs(Spans(*first.T), Spans(*second.T))
+
+
+def _inside(spans: np.ndarray, seq_len: int) -> np.ndarray:
+    """Cut spans [n, 3] to the positions of the sequence."""
+    start, stride, length = spans.T
+    start = np.clip(start, 0, seq_len - 1)
+    return np.stack([start, stride, np.clip(length, 1, (seq_len - 1 - start) // stride + 1)], 1)
+
+
+def _shards(seq_len: int) -> np.ndarray:
+    """int64 [n, 3]: the spans of 1 to 16 ranks, in contiguous parts and striped."""
+    spans = [(0, 1, seq_len)]
+    for ranks in (2, 4, 8, 16):
+        size = -(-seq_len // ranks)
+        spans += [(start, 1, size) for start in range(0, seq_len, size)]
+        spans += [(start, ranks, seq_len) for start in range(min(ranks, seq_len))]
+    return _inside(np.array(spans, dtype=np.int64), seq_len)
+
+
+def _at_edges(mask: Mask, seq_len: int, count: int, rng: np.random.Generator) -> np.ndarray:
+    """int64 [n <= count, 6]: pairs of spans that begin or end where visible changes."""
+    rows = np.unique([0, 1, seq_len // 2, seq_len - 1, *rng.integers(0, seq_len, 4)])
+    rows = rows[rows < seq_len]
+    edges = []
+    for row in rows:
+        edges += [(row, k) for k in _changes(mask, int(row), seq_len, False)]
+        edges += [(q, row) for q in _changes(mask, int(row), seq_len, True)]
+    if not edges:
+        return np.empty((0, 6), dtype=np.int64)
+    sizes = [(start, size) for size in (1, 2, 3, 16, 128) for start in (0, 1, size - 1, size)]
+    choices = np.array([(a, x, b, y) for (a, x), (b, y) in product(sizes, sizes)])
+    at = np.array(edges)[rng.integers(0, len(edges), count)]
+    back_q, size_q, back_k, size_k = choices[rng.integers(0, len(choices), count)].T
+    one = np.ones(count, dtype=np.int64)
+    return np.stack([at[:, 0] - back_q, one, size_q, at[:, 1] - back_k, one, size_k], 1)
+
+
+def _changes(mask: Mask, row: int, seq_len: int, of_key: bool) -> np.ndarray:
+    """Some positions before which visibility changes, for a query or for a key `row`."""
+    near = np.arange(max(0, row - CANDIDATES // 2), min(seq_len, row + CANDIDATES // 2))
+    far = np.linspace(0, seq_len - 1, CANDIDATES // 2).astype(np.int64)
+    ends = np.clip([1, 2, seq_len - 3, seq_len - 2], 0, seq_len - 1)
+    at = np.unique(np.concatenate([near, far, ends]))
+
+    def sees(positions: np.ndarray) -> np.ndarray:
+        rows = np.full_like(positions, row)
+        return _visible(mask, *((positions, rows) if of_key else (rows, positions)))
+
+    seen = sees(at)
+    (change,) = np.nonzero(seen[1:] != seen[:-1])
+    if len(change) > MOST_CHANGES:
+        change = change[np.linspace(0, len(change) - 1, MOST_CHANGES).astype(np.int64)]
+    low, high, before = at[change], at[change + 1], seen[change]
+    while (high - low > 1).any():
+        middle = (low + high) // 2
+        same = sees(middle) == before
+        low, high = np.where(same, middle, low), np.where(same, high, middle)
+    return high
+
+
+# --- comparisons ----------------------------------------------------------------------------
+
+
+def _check_shapes(mask: Mask, seq_len: int) -> None:
+    """Compare what `visible` returns for arrays of several shapes, and look at `breaks`."""
+    some = np.unique(np.linspace(0, seq_len - 1, 8).astype(np.int64))
+    table = _visible(mask, some[:, None], some[None])
+    for i, q in enumerate(some):
+        by_row = _visible(mask, np.full_like(some, q), some)
+        if (by_row != table[i]).any():
+            k = some[(by_row != table[i]).argmax()]
+            raise ValueError(
+                f"{_name(mask)}: visible is {not by_row.all()} or {bool(by_row.any())} for query "
+                f"{q} and key {k} by the shape of the arrays; compute it from q and k alone"
+            )
+    breaks = np.asarray(mask.breaks)
+    if breaks.ndim != 1 or (breaks.size and breaks.dtype.kind not in "iu"):
+        raise ValueError(f"{_name(mask)}: breaks must be integers [n], got {breaks!r:.100}")
+    if (np.diff(breaks) < 0).any():
+        raise ValueError(f"{_name(mask)}: breaks must be sorted, got {breaks!r:.100}")
+
+
+def _visible(mask: Mask, q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    found, shape = np.asarray(mask.visible(q, k)), np.broadcast_shapes(q.shape, k.shape)
+    if found.dtype != np.bool_ or found.shape != shape:
+        raise ValueError(
+            f"{_name(mask)}: visible must return booleans of shape {shape} for q {q.shape} and k "
+            f"{k.shape}, got {found.dtype} of shape {found.shape}"
+        )
+    return found
+
+
+def _covers(mask: Mask, pairs: _Pairs) -> np.ndarray:
+    found, shape = np.asarray(mask.covers(pairs.q, pairs.k)), pairs.q.start.shape
+    if found.shape != shape or not np.isin(found, list(map(int, Cover))).all():
+        raise ValueError(
+            f"{_name(mask)}: covers must return Cover values of shape {shape}, got "
+            f"{found.dtype} {found!r:.100} of shape {found.shape}"
+        )
+    return found
+
+
+def _check_all(mask: Mask, seq_len: int, pairs: _Pairs) -> None:
+    """Compare `covers` with all of every rectangle."""
+    at = np.arange(seq_len)
+    seen = _visible(mask, at[:, None], at[None])
+    n = round(len(pairs.k.start) ** 0.5)
+    keys = Spans(*(x[:n] for x in pairs.k))
+    offset = at[None] - keys.start[:, None]
+    inside = (offset >= 0) & (offset % keys.stride[:, None] == 0)
+    inside &= at[None] <= keys.last[:, None]
+    inside = inside.astype(np.int64)
+    count = (inside @ seen @ inside.T).ravel()
+    whole = pairs.q.length * pairs.k.length
+    covers = _covers(mask, pairs)
+    wrong = ((covers == EMPTY) & (count > 0)) | ((covers == FULL) & (count < whole))
+    if wrong.any():
+        i = int(wrong.argmax())
+        q, k = (Span(*(int(column[i]) for column in x)).positions() for x in pairs)
+        a, b = np.argwhere(seen[np.ix_(q, k)] == (covers[i] == EMPTY))[0]
+        _raise(mask, "cover", Cover(int(covers[i])).name, pairs, i, (q[a], k[b]))
+
+
+def _points(pairs: _Pairs, points: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Local rows and columns [pairs, points]: all of a small rectangle, else corners and others."""
+    rows, columns = (x.length[:, None] for x in pairs)
+    index = np.arange(points)[None]
+    corner = index < 4
+    m = np.where(corner, (index & 1) * (rows - 1), (rng.random((len(rows), points)) * rows))
+    n = np.where(corner, (index >> 1) * (columns - 1), rng.random((len(rows), points)) * columns)
+    small = rows * columns <= points
+    m = np.where(small, index // columns % rows, m)
+    n = np.where(small, index % columns, n)
+    return m.astype(np.int64), n.astype(np.int64)
+
+
+def _check_covers(mask: Mask, pairs: _Pairs, points: int, rng: np.random.Generator) -> None:
+    covers = _covers(mask, pairs)
+    m, n = _points(pairs, points, rng)
+    q, k = _positions(pairs, m, n)
+    seen = _visible(mask, q, k)
+    wrong = np.where(seen, covers[:, None] == EMPTY, covers[:, None] == FULL)
+    if wrong.any():
+        i, j = np.argwhere(wrong)[0]
+        _raise(mask, "cover", Cover(int(covers[i])).name, pairs, i, (q[i, j], k[i, j]))
+
+
+def _positions(pairs: _Pairs, m: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    (q, q_stride, _), (k, k_stride, _) = ((y[:, None] for y in x) for x in pairs)
+    return q + m * q_stride, k + n * k_stride
+
+
+def _check_bands(mask: Mask, pairs: _Pairs, points: int, rng: np.random.Generator) -> None:
+    """Compare `bands` with `visible`, where a mask defines them."""
+    if type(mask).bands is Mask.bands:
+        return
+    left, right, known = (
+        np.broadcast_to(x, pairs.q.start.shape)[:, None] for x in mask.bands(pairs.q, pairs.k)
+    )
+    m, n = _points(pairs, points, rng)
+    q, k = _positions(pairs, m, n)
+    wrong = known & (_visible(mask, q, k) != ((n >= m - left) & (n <= m + right)))
+    if wrong.any():
+        i, j = np.argwhere(wrong)[0]
+        band = f"({left[i, 0]}, {right[i, 0]})"
+        _raise(mask, "bands", band, pairs, i, (q[i, j], k[i, j]))
+
+
+def _check_viewers(
+    mask: Mask, seq_len: int, keys: Spans, points: int, rng: np.random.Generator
+) -> None:
+    """Compare `viewers` with `visible`, where a mask defines them."""
+    if type(mask).viewers is Mask.viewers:
+        return
+    found = mask.viewers(keys)
+    first, last, left, right, exact = (np.broadcast_to(x, keys.start.shape)[:, None] for x in found)
+    zero = np.zeros_like(keys.start)
+    pairs = _Pairs(Spans(zero, zero + 1, zero + seq_len), keys)
+    m, n = _points(pairs, points, rng)
+    # Queries next to the limits of a range, in the first half of the points.
+    limits = np.stack([first, first - 1, last, last + 1], 2).reshape(len(m), 4)
+    half = points // 2
+    m[:, :half] = np.clip(np.tile(limits, half // 4), 0, seq_len - 1)
+    n[:, :half] = (rng.random((len(n), half)) * keys.length[:, None]).astype(np.int64)
+    q, k = _positions(pairs, m, n)
+    inside = (q >= first) & (q <= last) & (k >= q - left) & (k <= q + right)
+    seen = _visible(mask, q, k)
+    wrong = np.where(seen, ~inside, inside & exact)
+    if wrong.any():
+        i, j = np.argwhere(wrong)[0]
+        viewers = f"({first[i, 0]}, {last[i, 0]}, {left[i, 0]}, {right[i, 0]}, {exact[i, 0]})"
+        _raise(mask, "viewers", viewers, pairs, i, (q[i, j], k[i, j]))
+
+
+def _raise(mask: Mask, method: str, value: str, pairs: _Pairs, i: Any, at: tuple[Any, Any]) -> None:
+    """Raise the ValueError of pair i, whose promise is broken at a pair of positions."""
+    q_span, k_span = (f"Span({x.start[i]}, {x.stride[i]}, {x.length[i]})" for x in pairs)
+    q, k = map(int, at)
+    seen = bool(mask.visible(np.array([q]), np.array([k]))[0])
+    spans = f"k_spans={k_span}" if method == "viewers" else f"q_span={q_span}, k_span={k_span}"
+    remedy = "; return Cover.PARTIAL unless a promise is certain" if method == "cover" else ""
+    raise ValueError(
+        f"{_name(mask)}: {method} is {value} for {spans}, but visible is {seen} for query {q} and "
+        f"key {k}{remedy}"
+    )
+
+
+def _name(mask: Mask) -> str:
+    text = repr(mask)
+    return text if len(text) <= 100 else f"{text[:80]}...: {type(mask).__name__}"
