@@ -19,6 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...attention import attention
 from ...config import Auto, BurstConfig
@@ -39,6 +40,7 @@ from ..data.cut import (
 from ..data.datasets import documents_expected
 from ..data.packed import Pack, packs
 from ..data.rope import mrope_of_packs
+from ..patching import notes
 from ..windows import layer_window
 from .groups import book_of, micro_batch_groups
 from .plan_book import WHOLE, LayerKind, PlanBook, RowChunking, nothing_seen
@@ -326,7 +328,8 @@ def _drop_extra_state(module: Any, state_dict: dict[str, Any], prefix: str, *unu
 def check_call(mask_type: AttnMaskType, others: dict[str, Any], packed: Any, cut: BatchCut) -> None:
     """Raise `ValueError` unless a call with this kind of mask and these arguments is honoured.
 
-    others: Megatron's arguments that must be None, by name; packed: a `PackedSeqParams` or None.
+    others: Megatron's arguments that must be None, by name; packed: a `PackedSeqParams` or None. A
+    causal call may have an `attention_mask` that `is_redundant`.
     """
     known = _CAUSAL if packed is None else CAUSAL_PACKED
     if packed is None and documents_expected():
@@ -342,14 +345,16 @@ def check_call(mask_type: AttnMaskType, others: dict[str, Any], packed: Any, cut
         )
     fixes = {
         "attention_mask": (
-            "a tensor of s x s could mean anything; call the model with attention_mask=None, which "
-            "is causal, and with packed_seq_params for documents. Megatron's own data loaders make "
-            "none with --no-create-attention-mask-in-dataloader"
+            "only one that is the same everywhere, or that hides exactly the later keys, is taken "
+            "with a causal layer; call the model with attention_mask=None, which is causal, and "
+            "with packed_seq_params for documents. Megatron's own data loaders make none with "
+            "--no-create-attention-mask-in-dataloader"
         ),
         "attention_bias": "remove the relative position bias",
     }
+    causal = packed is None and mask_type == AttnMaskType.causal
     for name, value in others.items():
-        if value is not None:
+        if value is not None and not (name == "attention_mask" and causal and is_redundant(value)):
             raise ValueError(f"{name} is not supported; {fixes.get(name, 'leave it out')}")
     if packed is None:
         return
@@ -368,6 +373,31 @@ def check_call(mask_type: AttnMaskType, others: dict[str, Any], packed: Any, cut
             f"packed_seq_params: cp_partition_mode is {order!r}: rows would get positions of "
             "others; only 'zigzag' is supported"
         )
+
+
+def is_redundant(mask: Any) -> bool:
+    """Whether a causal layer may ignore `mask`, as Transformer Engine does under context
+    parallelism.
+
+    mask: bool, True: hidden. It is redundant if it is the same everywhere (a placeholder), or if
+    it hides exactly the later keys, [..., s, s]. Anything else, such as the borders of documents,
+    is not. The content is read once per tensor, which waits for the device.
+    """
+    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or not mask.numel():
+        return False
+    read = notes().setdefault("redundant masks", WeakIdKeyDictionary())
+    version, redundant = read.get(mask, (None, False))
+    if version is None or version != mask._version:
+        redundant = bool(mask.all()) or not bool(mask.any()) or _hides_later_keys(mask)
+        read[mask] = mask._version, redundant
+    return redundant
+
+
+def _hides_later_keys(mask: torch.Tensor) -> bool:
+    if mask.dim() < 2 or mask.shape[-1] != mask.shape[-2]:
+        return False
+    places = torch.arange(mask.shape[-1], device=mask.device)
+    return bool((mask == (places > places[:, None])).all())
 
 
 def check_pack(config: Any, layout: Layout, total: int, size: int, uncut: bool) -> None:
