@@ -21,7 +21,10 @@ from collections import Counter
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-import tomllib
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
