@@ -178,13 +178,13 @@ def _choosing(kind):
 def _choose(value):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_burst import megatron as burst
+    import megatron_burst as mb
 
     if not isinstance(value, TransformerConfig) or value.context_parallel_size <= 1:
         return
     chosen = getattr(value, "burst", None)
     if chosen is None or chosen.algorithm == "megatron":
-        burst.configure(value, burst.BurstConfig())
+        mb.megatron.configure(value, mb.BurstConfig())
 
 
 def start_again(utils, store, name):
