@@ -101,12 +101,12 @@ def _batches(kept):
 def _step(per_token):
     """A forward step; with `per_token` the loss function returns a sum and a count, otherwise this
     rank's share of the mean over the whole sequence."""
-    from megatron.core import utils
+    import megatron_burst.megatron as burst
 
     def step(batches, model):
         batch = next(batches)
         count = batch["loss_mask"].sum()
-        part = utils.get_batch_on_this_cp_rank(batch)
+        part = {name: burst.shard_sequence(x, None, dim=1) for name, x in batch.items()}
         losses = model(
             part["tokens"], part["position_ids"], None, labels=part["labels"],
             loss_mask=part["loss_mask"],
