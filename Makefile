@@ -11,7 +11,7 @@ JOBS   ?= 2
 TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart grpo million docs test test-slow test-docs test-recipes test-verl test-te parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-accuracy-wire-kv bench-advise bench-checkpoint bench-csrc bench-host bench-linear bench-lm-head bench-loss bench-masks bench-memory bench-offload bench-packed bench-packed-published bench-prepare bench-sparse bench-trees bench-gpu bench-cluster gain clean
+.PHONY: help install quickstart grpo million docs test test-slow test-docs test-recipes test-verl test-te test-megatron-lm parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-accuracy-wire-kv bench-advise bench-checkpoint bench-csrc bench-host bench-linear bench-lm-head bench-loss bench-masks bench-memory bench-offload bench-packed bench-packed-published bench-prepare bench-sparse bench-trees bench-gpu bench-cluster gain clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -67,6 +67,13 @@ test-te: ## the tests on Transformer Engine's layers, built into VENV-te (7 GB, 
 	     $(VENV)-te/bin/python tests/compatibility.py --te $(VENV)-te/found.xml; exit $$code;; \
 	  77) ;; \
 	  *) exit 1;; esac
+
+# Exit status 1 without Python 3.12, which Megatron-LM's tests need.
+test-megatron-lm: ## Megatron-LM's own unit tests, stock and with BurstAttention; MEGATRON=path (Python 3.12, hours); ARGS="test_rope -k cpu"
+	@if [ "$(MINOR)" != 3.12 ]; then \
+	  echo "test-megatron-lm: Megatron-LM's tests need Python 3.12, $(PYTHON) is $(MINOR); make test-megatron-lm PYTHON=python3.12"; exit 1; fi
+	@$(MAKE) --no-print-directory $(VENV)-foreign/.ready
+	@$(VENV)-foreign/bin/python tests/foreign/run.py --megatron "$(MEGATRON)" $(ARGS) < /dev/null
 
 parity: $(VENV)/.ready-test ## 78 flag combinations of Megatron-LM beside stock, by its event files (Python 3.12, minutes)
 	@OMP_NUM_THREADS=1 $(PY) tests/parity/parity.py $(ARGS) < /dev/null
@@ -187,6 +194,17 @@ $(VENV)-verl/.ready: pyproject.toml
 	@$(VENV)-verl/bin/python -m pip install --disable-pip-version-check -q --no-deps $(VERL) -e .
 	@$(VENV)-verl/bin/python -m pip install --disable-pip-version-check -q $(VERL_NEED) \
 	  numpy packaging einops psutil pyyaml rich greenlet pytest hypothesis
+	@touch $@
+
+# What Megatron-LM's unit tests import; Megatron-Core itself comes from the checkout.
+FOREIGN_NEED = einops psutil pyyaml pybind11 packaging pytest pytest-mock mock pydantic tensorboard \
+               transformers requests tiktoken sentencepiece wandb openai aiohttp httpx-aiohttp \
+               fastapi uvicorn
+$(VENV)-foreign/.ready: pyproject.toml
+	@echo "== installing what Megatron-LM's unit tests import into $(VENV)-foreign (minutes the first time)"
+	@$(PYTHON) -m venv --clear $(VENV)-foreign
+	@$(VENV)-foreign/bin/python -m pip install --disable-pip-version-check -q "$(TORCH)"
+	@$(VENV)-foreign/bin/python -m pip install --disable-pip-version-check -q -e . $(FOREIGN_NEED)
 	@touch $@
 
 clean: ## remove virtual environments, caches and build output (runs/ stays)

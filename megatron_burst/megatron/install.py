@@ -28,6 +28,10 @@ _NAME = "burst"
 def install(layout: LayoutName | None = None) -> None:
     """Make BurstAttention available in Megatron. Nothing changes until a configuration chooses it.
 
+    Checks of `TransformerConfig` that apply only to Megatron's own context parallelism (the
+    all-gather of DSA, the number of heads of gated delta nets) are dropped with `layout`, after a
+    first `configure`, and for `--context-parallel-algo` other than megatron; not before.
+
     Without `layout`, for scripts of Megatron-LM: if `megatron.training` can be imported, its
     command line gets our flags and its configurations follow them. The first configuration
     decides the layout. With `layout`, only Megatron-Core is changed, and the script calls

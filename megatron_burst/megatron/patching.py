@@ -168,6 +168,30 @@ def notes() -> dict[str, Any]:
     return patches.notes if patches else {}
 
 
+_CHOOSING = "choosing"
+
+
+def burst_chosen() -> bool:
+    """Whether this run has chosen BurstAttention, so that configurations need not meet what only
+    Megatron's own context parallelism requires.
+
+    True after `install(layout)` or a first `configure`, and inside `choosing(True)`.
+    """
+    return "layout" in notes() or notes().get(_CHOOSING, False)
+
+
+@contextmanager
+def choosing(chosen: bool) -> Iterator[None]:
+    """Inside, a configuration is made for which BurstAttention is chosen, if `chosen`."""
+    state = notes()
+    before = state.get(_CHOOSING, False)
+    state[_CHOOSING] = chosen
+    try:
+        yield
+    finally:
+        state[_CHOOSING] = before
+
+
 def remove(name: str) -> bool:
     """Undo the set of that name; False when it was not installed."""
     patches = _installed.pop(name, None)

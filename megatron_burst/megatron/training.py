@@ -159,7 +159,9 @@ def _agreeing(patches: PatchSet, original: Callable, *args: Any, **named: Any) -
 def _configuring(
     configure: Configure, _: PatchSet, original: Callable, args: Any, *others: Any, **named: Any
 ) -> Any:
-    config = original(args, *others, **named)
+    algorithm = getattr(args, "context_parallel_algo", None)
+    with patching.choosing(algorithm not in (None, flags.OFF)):
+        config = original(args, *others, **named)
     _settle(args)
     length = getattr(args, "seq_length", None)
     return configure(config, flags.burst_config(args), seq_length=length)

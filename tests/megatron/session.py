@@ -275,8 +275,9 @@ def differently_called(keyword, ranks):
             if keyword in ("cross-attention", "documents"):
                 q, k, v = (x.squeeze(1) for x in (q, k, v))
                 packed = {"packed_seq_params": _two_documents(8)}
+            hidden = torch.ones(1, 1, 8, 32, dtype=torch.bool).tril()
             extra = {
-                "attention_mask": {"attention_mask": torch.ones(1, 1, 8, 32, dtype=torch.bool)},
+                "attention_mask": {"attention_mask": hidden},
                 "attention_bias": {"attention_bias": torch.zeros(1)},
                 "packed_seq_params": {"packed_seq_params": object()},
                 "attn_mask_type": {"attn_mask_type": AttnMaskType.padding},

@@ -18,6 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...attention import attention
 from ...config import Auto, BurstConfig
@@ -39,6 +40,7 @@ from ..data.entries import MASK, NO_MASK, placeholder
 from ..data.other_cuts import check_cut, cuts_batches
 from ..data.packed import Pack
 from ..data.rope import mrope_of_packs
+from ..patching import notes
 from ..windows import layer_window
 from .groups import book_of, micro_batch_groups
 from .plan_book import WHOLE, LayerKind, PlanBook, RowChunking, nothing_seen
@@ -316,7 +318,8 @@ def _drop_extra_state(module: Any, state_dict: dict[str, Any], prefix: str, *unu
 def check_call(mask_type: AttnMaskType, others: dict[str, Any], packed: Any, cut: BatchCut) -> None:
     """Raise `ValueError` unless a call with this kind of mask and these arguments is honoured.
 
-    others: Megatron's arguments that must be None, by name; packed: a `PackedSeqParams` or None.
+    others: Megatron's arguments that must be None, by name; packed: a `PackedSeqParams` or None. A
+    causal call may have an `attention_mask` that `is_redundant`.
     """
     known = _CAUSAL if packed is None else CAUSAL_PACKED
     flag = documents_expected()
@@ -333,13 +336,16 @@ def check_call(mask_type: AttnMaskType, others: dict[str, Any], packed: Any, cut
         )
     fixes = {
         "attention_mask": (
-            "a tensor of s x s could mean anything; call the model with attention_mask=None, which "
-            f"is causal, and with packed_seq_params for documents. Or {NO_MASK}"
+            "only one that is the same everywhere, or that hides exactly the later keys, is taken "
+            "with a causal layer; call the model with attention_mask=None, which is causal, and "
+            f"with packed_seq_params for documents. Or {NO_MASK}"
         ),
         "attention_bias": "remove the relative position bias",
     }
+    causal = packed is None and mask_type == AttnMaskType.causal
     for name, value in others.items():
-        if value is not None and not (name == MASK and placeholder(value)):
+        redundant = name == MASK and (placeholder(value) or (causal and is_redundant(value)))
+        if value is not None and not redundant:
             raise ValueError(f"{name} is not supported; {fixes.get(name, 'leave it out')}")
     if packed is None:
         return
@@ -352,6 +358,31 @@ def check_call(mask_type: AttnMaskType, others: dict[str, Any], packed: Any, cut
     form = getattr(packed, "qkv_format", None)
     if form != "thd":
         raise ValueError(f"packed_seq_params: qkv_format must be 'thd', got {form!r}")
+
+
+def is_redundant(mask: Any) -> bool:
+    """Whether a causal layer may ignore `mask`, as Transformer Engine does under context
+    parallelism.
+
+    mask: bool, True: hidden. It is redundant if it is the same everywhere (a placeholder), or if
+    it hides exactly the later keys, [..., s, s]. Anything else, such as the borders of documents,
+    is not. The content is read once per tensor, which waits for the device.
+    """
+    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or not mask.numel():
+        return False
+    read = notes().setdefault("redundant masks", WeakIdKeyDictionary())
+    version, redundant = read.get(mask, (None, False))
+    if version is None or version != mask._version:
+        redundant = bool(mask.all()) or not bool(mask.any()) or _hides_later_keys(mask)
+        read[mask] = mask._version, redundant
+    return redundant
+
+
+def _hides_later_keys(mask: torch.Tensor) -> bool:
+    if mask.dim() < 2 or mask.shape[-1] != mask.shape[-2]:
+        return False
+    places = torch.arange(mask.shape[-1], device=mask.device)
+    return bool((mask == (places > places[:, None])).all())
 
 
 def check_pack(config: Any, layout: Layout, size: int) -> None:

@@ -28,7 +28,6 @@ from megatron.core.transformer import multi_token_prediction as mtp
 
 from ...layout import make as make_layout
 from ...layout.sharding import shard
-from .. import patching
 from ..checks.config import HIDDEN_STATES
 from ..patching import Wrap, bound_to, given_to
 from .cut import BatchCut, cut_of_run, group_of, installed_layout

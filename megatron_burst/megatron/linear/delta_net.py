@@ -35,7 +35,7 @@ from ...linear_attention.short_convolution import short_convolution
 from ...planning.stand_ins import rows_like
 from .. import homes
 from ..checks.splitting import DELTA_NETS
-from ..patching import PatchSet, require_function
+from ..patching import PatchSet, burst_chosen, require_function
 from .state_layers import MixerKind, StateCall, StateLayer, construct, forward
 
 home = homes.module("gated_delta_net")
@@ -194,7 +194,8 @@ _HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 
 
 def patch_heads(patches: PatchSet) -> None:
-    """Add to a set of patches what lets configurations have fewer such heads than ranks."""
+    """Add to a set of patches what lets configurations have fewer such heads than ranks, if
+    BurstAttention is chosen."""
     patches.wrap(TransformerConfig, "__post_init__", ["self"], _with_any_heads)
 
 
@@ -202,7 +203,7 @@ def _with_any_heads(original: Callable, self: Any) -> None:
     ranks, tensor = self.context_parallel_size, self.tensor_model_parallel_size
     heads = {name: getattr(self, name, None) for name in _HEADS}
     delta_net = getattr(self, "experimental_attention_variant", None) in DELTA_NETS
-    if not delta_net or None in heads.values() or ranks <= 1:
+    if not delta_net or None in heads.values() or ranks <= 1 or not burst_chosen():
         return original(self)
     keys, values = counts = [int(n) for n in heads.values() if n is not None]
     if keys < 1 or values % keys or any(n % tensor for n in counts):

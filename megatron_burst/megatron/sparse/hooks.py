@@ -15,7 +15,7 @@ from .. import homes
 from ..attention.hooks import DSAttention, is_sparse, module_of
 from ..checks.sparse import FLAG, selects, sparse_layers
 from ..checks.splitting import DSA, splits
-from ..patching import PatchSet, bound_to, require_function
+from ..patching import PatchSet, bound_to, burst_chosen, require_function
 from .dsa import BurstDSAttention
 
 _DEFAULTS = (None, "p2p")  # what Megatron-Core and Megatron-LM take where nobody says
@@ -34,11 +34,12 @@ def patch(patches: PatchSet) -> None:
 
 
 def _with_any_exchange(original: Callable, self: Any) -> None:
-    """The checks of a configuration, of which DSA asserts an all-gather between ranks. It is not
-    known yet whose attention runs: `configure` checks that of Megatron's own."""
+    """Check a configuration without Megatron's assertion that DSA exchanges by all-gather, if
+    BurstAttention is chosen. `configure` checks the exchange if Megatron's own DSA runs."""
     given = getattr(self, "cp_comm_type", None)
     variant = getattr(self, "experimental_attention_variant", None)
-    if variant != DSA or self.context_parallel_size <= 1 or given not in _DEFAULTS:
+    split = variant == DSA and self.context_parallel_size > 1
+    if not split or given not in _DEFAULTS or not burst_chosen():
         return original(self)
     self.cp_comm_type = "allgather"
     try:

@@ -1,0 +1,79 @@
+"""Mask tensors that a script passes to a causal layer: those that add nothing are accepted."""
+
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+
+import megatron_burst.megatron as burst
+from megatron_burst.megatron.attention.core_attention import check_call, is_redundant
+from megatron_burst.megatron.data.cut import BatchCut
+from megatron_burst.megatron.patching import notes
+
+LATER = [[False, True, True], [False, False, True], [False, False, False]]
+DOCUMENTS = [[False, True, True], [True, False, True], [True, False, False]]
+
+
+@pytest.fixture(autouse=True)
+def installed():
+    burst.uninstall()
+    burst.install("zigzag")
+    yield
+    burst.uninstall()
+
+
+def called_with(mask, kind=AttnMaskType.causal):
+    """The error of a call, or None."""
+    try:
+        check_call(kind, {"attention_mask": mask}, None, BatchCut("zigzag"))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.ones(1, 1, 4, 4, dtype=torch.bool),
+        torch.zeros(1, 1, 4, 4, dtype=torch.bool),
+        torch.ones(1, 1, 2, 4, dtype=torch.bool),
+        torch.tensor([[LATER]]),
+        torch.tensor([[LATER], [LATER]]),
+    ],
+)
+def test_a_mask_that_adds_nothing_is_accepted(mask):
+    assert called_with(mask) is None
+    assert called_with(mask) is None
+    assert "attention_mask is not supported" in called_with(mask, AttnMaskType.no_mask)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.tensor([[DOCUMENTS]]),
+        torch.tensor([[LATER], [DOCUMENTS]]),
+        torch.tensor([[LATER]]).logical_not(),
+        torch.tensor([[LATER[:2]]]),
+        torch.ones(1, 1, 4, 4),
+        torch.ones(1, 1, 4, 4, dtype=torch.int64),
+        torch.zeros(0, dtype=torch.bool),
+        "causal",
+    ],
+)
+def test_any_other_mask_is_refused(mask):
+    assert "attention_mask is not supported" in called_with(mask)
+
+
+def test_a_mask_is_read_once_and_again_when_it_changes():
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    assert is_redundant(mask)
+    read = notes()["redundant masks"]
+    assert len(read) == 1
+    read[mask] = mask._version, False
+    assert not is_redundant(mask)  # not read again
+    mask[..., 0] = False
+    mask[..., 1] = False
+    assert not is_redundant(mask)
+    mask.fill_(True)
+    assert is_redundant(mask)
+    del mask
+    assert len(read) == 0
