@@ -18,6 +18,7 @@ from ...autotune.clusters import Cluster
 from ...units import tokens_of
 from .account.fitting import does_not_fit
 from .account.memory import account
+from .kernel import AssumedKernel, of_forecast
 from .rivals import Rival, fastest, rivals
 from .search import model_flags, pasted, what_if
 from .search.attention_choice import AttentionForecast
@@ -90,6 +91,17 @@ class Advice:
             f"--burst-per-layer {run.per_layer}: a step {1 - self.best.seconds / alike:.1%} "
             f"shorter than with {run.algorithm} in all layers"
         )
+
+    @cached_property
+    def kernel(self) -> AssumedKernel:
+        """The attention kernel that times assume, and the best run's step with other kernels."""
+        assert self.search is not None
+        attention, run = self.search.attention, self.best.run
+
+        def seconds_on(cluster: Cluster) -> float:
+            return attention.on(cluster).step(run).seconds
+
+        return of_forecast(self.cluster, seconds_on, bool(self.lengths))
 
     @property
     def cut(self) -> Cut | Literal[""]:
