@@ -25,7 +25,8 @@ from megatron_burst.autotune.rates import Rates
 from megatron_burst.cli.doctor import installed
 from megatron_burst.cli.main import main
 from megatron_burst.kernels.registry import KERNELS as RUN
-from megatron_burst.tools.advise import kernel, rivals
+from megatron_burst.tools.advise import kernel as assumed
+from megatron_burst.tools.advise import rivals
 from megatron_burst.tools.advise.flags import cluster_of
 from megatron_burst.tools.advise.search import pasted
 from megatron_burst.tools.advise.search.packed import PackedForecast
@@ -152,7 +153,7 @@ def test_the_assumed_kernel_and_the_others(gpu, documents, name, others):
     assert assumed_kernel(gpu, documents) == name
     assert other_kernels(gpu, documents) == others
     on = Cluster(gpu, 8)
-    found = kernel.of_forecast(on, lambda other: other.gpu.attention, documents)
+    found = assumed.of_forecast(on, lambda other: other.gpu.attention, documents)
     assert (found.name, list(found.seconds)) == (name, others)
     assert found.seconds == {each: with_kernel(gpu, each).attention for each in others}
     assert mb.simulate("llama3-8b", on, Settings(4096, cp=2)).kernel == assumed_kernel(gpu)
@@ -164,7 +165,7 @@ def test_advise_names_the_kernel_and_times_the_best_row_with_others(capsys, monk
     words = ["advise", "--model", "llama3-8b", "--gpus", "8", "--seq", "1M", "--tp", "1", "--cp",
              "8", "--store", "1", "--offload", "1", "--algorithm", "burst", "--ulysses", "1",
              "--side", "kv", "--head-chunks", "1", "--mlp-tiles", "64"]  # fmt: skip
-    monkeypatch.setattr(kernel, "DRIVER", ())
+    monkeypatch.setattr(assumed, "DRIVER", ())
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     best, named_kernel = found["ranked"][0], found["kernel"]
@@ -187,7 +188,7 @@ def test_advise_names_the_kernel_and_times_the_best_row_with_others(capsys, monk
 
 def test_a_measured_kernel_has_no_other(capsys, tmp_path):
     rates = Rates(1e11, 4e10, compute=5e14)
-    found = kernel.of_forecast(Cluster(H100, 8, rates=rates), lambda other: 1.0)
+    found = assumed.of_forecast(Cluster(H100, 8, rates=rates), lambda other: 1.0)
     assert found.facts() == {
         "assumed": None, "title": None, "measured": True, "here": "", "seconds_with": {},
     }  # fmt: skip
@@ -207,9 +208,9 @@ def test_what_the_doctor_finds_of_a_kernel(monkeypatch):
         assert installed.kernel_here("aten_cudnn") == said
     assert installed.kernel_here("aten") == f"part of torch {torch.__version__} here"
     assert installed.kernel_here("flash3") == "not installed here"
-    monkeypatch.setattr(kernel, "DRIVER", (Path("/"),))
-    assert kernel.installed_here("flash3") == "not installed here"
-    assert kernel.installed_here("mine") == ""
+    monkeypatch.setattr(assumed, "DRIVER", (Path("/"),))
+    assert assumed.installed_here("flash3") == "not installed here"
+    assert assumed.installed_here("mine") == ""
     monkeypatch.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))
     assert "has no function _flash_attn_forward (here)" in installed.kernel_here("flash3")
 

@@ -68,7 +68,8 @@ def test_words_are_flags_that_there_are():
     said = does_not_fit(account(LLAMA, run), on(8))
     assert re.match(
         r"does not fit: a GPU needs [\d.]+ GiB at TP 4, 22.44 GiB of it for states, and has "
-        r"75.1 GiB; add ", said
+        r"75.1 GiB; add ",
+        said,
     )
 
 

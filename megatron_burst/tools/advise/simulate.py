@@ -206,8 +206,8 @@ def simulate(
     part: "attention" (one call of one layer, forward and backward: `AttentionTime`), "layer" or
     "step". faults: what is slower than `cluster` says. Every result has `seconds`,
     `bottleneck` and `kernel`: the attention kernel whose published rate is assumed, None if the
-    rate was measured or stated. Raises ValueError for settings that no run could have, and for a run that the
-    cluster has too few GPUs for.
+    rate was measured or stated. Raises ValueError for settings that no run could have, and for a
+    run that the cluster has too few GPUs for.
     """
     model = models.named(model) if isinstance(model, str) else model
     check(model, run)

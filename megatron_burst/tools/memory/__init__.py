@@ -314,8 +314,8 @@ def _step(time: StepTime | str, cluster: clusters.Cluster) -> str:
         return f"predicted step time: none ({time})"
     share = time.parts[time.bottleneck] / time.seconds
     return (
-        f"predicted step time: {duration(time.seconds)} ({share:.0%} {time.bottleneck}), MFU {time.mfu:.0%}; "
-        f"{cluster.described}"
+        f"predicted step time: {duration(time.seconds)} ({share:.0%} {time.bottleneck}), MFU "
+        f"{time.mfu:.0%}; {cluster.described}"
     )
 
 

@@ -139,8 +139,8 @@ def _time(longest: float, train_iters: int | None) -> Iterator[str]:
         yield f"# and {duration(START)} to start and save. sbatch refuses the file until it is set."
         yield f"#SBATCH --time={UNSET}"
         return
-    yield f"# {train_iters:,} steps of up to {duration(longest)}, the upper end of the forecast, and"
-    yield f"# {duration(START)} to start and save. With a shorter limit, submit the file again."
+    yield f"# {train_iters:,} steps of up to {duration(longest)}, the upper end of the forecast,"
+    yield f"# and {duration(START)} to start and save. With a shorter limit, submit the file again."
     yield f"#SBATCH --time={time_limit(train_iters * longest + START)}"
 
 
