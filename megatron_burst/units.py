@@ -14,6 +14,7 @@ Unit = tuple[str, float]  # name, size
 
 BYTES: Sequence[Unit] = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 SECONDS: Sequence[Unit] = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
+MINUTE, HOUR = 60, 3600  # seconds
 PREFIXES: Sequence[Unit] = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0))
 
 # Bytes of logits alive at once in a fused LM head, by device. A tile pays for one pass over the
@@ -33,8 +34,15 @@ def grid_of(per_node: int, nodes: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in three digits: 0.0415 is "41.5 ms"."""
-    return _scaled(seconds, SECONDS, 3)
+    """A time in three digits, from one minute on in minutes and hours.
+
+    0.0415 is "41.5 ms", 117 is "1 min 57 s", 18300 is "5 h 5 min".
+    """
+    if not MINUTE - 0.05 <= seconds < math.inf:  # 59.95 would be "60 s"
+        return _scaled(seconds, SECONDS, 3)
+    large, small, unit = ("h", "min", MINUTE) if round(seconds) >= HOUR else ("min", "s", 1)
+    count, rest = divmod(round(seconds / unit), 60)
+    return f"{count:,} {large}" + f" {rest} {small}" * (rest > 0)
 
 
 def rate(value: float, unit: str) -> str:

@@ -13,7 +13,18 @@ from functools import cached_property
 
 from ..units import byte_size
 from .bands import ForecastBand, band_of
-from .gpus import DOCUMENTS, GB, GIB, GPUS, KERNELS, SLOWER, Gpu, gpu, is_finite, with_kernel
+from .gpus import (
+    DOCUMENTS,
+    GB,
+    GIB,
+    GPUS,
+    SLOWER,
+    Gpu,
+    gpu,
+    is_finite,
+    is_hopper,
+    with_kernel,
+)
 from .host_time import ASSUMED, HostTime
 from .places import NIC_OF, Nodes
 from .rates import BACKWARD, Rates
@@ -167,14 +178,13 @@ class Cluster:
         documents: of attention to packs of them, which kernels on Hopper compute more slowly.
         """
         found, gpu, kernel = self._rank_rates, self.gpu, self.gpu.kernel or "flash3"
-        h100 = GPUS["h100"].peak
-        hopper = (gpu.name in KERNELS or gpu.peak == h100) and kernel in DOCUMENTS
-        if not documents or self.kernels_measured or not hopper:
+        known = is_hopper(gpu) and kernel in DOCUMENTS
+        if not documents or self.kernels_measured or not known:
             return found
         forward, backward = DOCUMENTS[kernel]
         # A rate that was stated in place of the published one is as much slower on documents.
         published = with_kernel(GPUS.get(gpu.name, GPUS["h100"]), gpu.kernel).attention
-        compute = gpu.peak / h100 * forward * gpu.attention / published
+        compute = gpu.peak / GPUS["h100"].peak * forward * gpu.attention / published
         return replace(found, compute=compute, backward=BACKWARD * forward / backward)
 
     @cached_property

@@ -14,10 +14,10 @@ matrix products (Bekman, Machine Learning Engineering, "maximum achievable matmu
 H100 0.80, B200 0.78). A backward of attention runs at 0.86 of the forward's rate (FlashAttention-2
 on A100: up to 0.63 against 0.73 of the peak; FlashAttention-3: 561 against 648 TFLOP/s).
 
-KERNELS has the same fraction by kernel, on Hopper, where the one that is always there takes 1.7
-times as long as the fastest: forward on H100, FlashAttention-2 370 TFLOP/s, cuDNN 595,
-FlashAttention-3 648; cuDNN on H200 as above. DOCUMENTS has what these reach, forward and backward,
-over causal documents packed to 32K tokens, on H100: the first two measured (docs/performance.md),
+KERNELS has the same fraction by kernel. Forward on H100: FlashAttention-2 370 TFLOP/s, cuDNN 595,
+FlashAttention-3 648; cuDNN on H200 as above. On B200 FlashAttention-4 is up to 1.3 times as fast as
+cuDNN 9.13 (FlashAttention-4, abstract). DOCUMENTS has what kernels reach, forward and backward, over
+causal documents packed to 32K tokens, on H100: the first two measured (docs/performance.md),
 FlashAttention 3 by MagiAttention's blog.
 """
 
@@ -109,10 +109,65 @@ GPUS: dict[str, Gpu] = {
 }  # fmt: skip
 
 
+_AMPERE, _BLACKWELL = {"aten": 0.70}, {"aten_cudnn": 0.65 / 1.3, "flash4": 0.65}
 _HOPPER = {"aten": 370 / 989, "aten_cudnn": 595 / 989, "flash3": 0.65}
-KERNELS = {"h100": _HOPPER, "h800": _HOPPER, "h200": {**_HOPPER, "aten_cudnn": 0.68}}
+# GPU -> kernel -> fraction of the peak; the fastest is `Gpu.attention`.
+KERNELS: dict[str, dict[str, float]] = {
+    "a100-40g": _AMPERE, "a100": _AMPERE, "a800": _AMPERE,
+    "h100": _HOPPER, "h800": _HOPPER, "h200": {**_HOPPER, "aten_cudnn": 0.68},
+    "b200": _BLACKWELL, "gb200": _BLACKWELL,
+}  # fmt: skip
 
 DOCUMENTS = {"aten": (284e12, 246e12), "aten_cudnn": (424e12, 350e12), "flash3": (585e12, 425e12)}
+
+
+def table_entry(gpu: Gpu) -> Gpu | None:
+    """The GPU of the table with this name, or else with the same figures but other memory."""
+    if gpu.name in GPUS:
+        return GPUS[gpu.name]
+    changed = {name: getattr(gpu, name) for name in ("name", "memory", "attention", "kernel")}
+    return next((each for each in GPUS.values() if replace(each, **changed) == gpu), None)
+
+
+def is_hopper(gpu: Gpu) -> bool:
+    """Whether the rates of `DOCUMENTS` apply to this GPU."""
+    return KERNELS.get(gpu.name, {}).keys() >= DOCUMENTS.keys() or gpu.peak == GPUS["h100"].peak
+
+
+def assumed_kernel(gpu: Gpu, documents: bool = False) -> str | None:
+    """The kernel whose published rate `Gpu.attention` is.
+
+    Args:
+        gpu: The GPU of the forecast.
+        documents: Whether attention is to packed documents, for which rates on Hopper are others.
+
+    Returns:
+        A name as in `--burst-kernel`, or words of a cluster file; None if the rate was stated
+        without a kernel.
+    """
+    if gpu.kernel is not None:
+        return gpu.kernel
+    known = table_entry(gpu)
+    if known is None or gpu.attention != known.attention:
+        return None
+    if documents and is_hopper(known):
+        return max(DOCUMENTS, key=lambda name: DOCUMENTS[name])
+    rates = KERNELS[known.name]
+    return max(rates, key=lambda name: rates[name])
+
+
+def other_kernels(gpu: Gpu, documents: bool = False) -> list[str]:
+    """The other kernels with a published rate on this GPU, the fastest first.
+
+    Empty if the rate of the assumed kernel was stated by the user.
+    """
+    known, kernel = table_entry(gpu), assumed_kernel(gpu, documents)
+    if known is None or kernel is None:
+        return []
+    rates = KERNELS[known.name]
+    if gpu.kernel is not None and rates.get(kernel) != gpu.attention:
+        return []
+    return sorted(rates.keys() - {kernel}, key=lambda name: -rates[name])
 
 
 def with_kernel(gpu: Gpu, kernel: str | None) -> Gpu:
@@ -120,7 +175,8 @@ def with_kernel(gpu: Gpu, kernel: str | None) -> Gpu:
     are."""
     if kernel is None:
         return gpu
-    known = KERNELS.get(gpu.name, {})
+    entry = table_entry(gpu)
+    known = {} if entry is None else KERNELS[entry.name]
     if kernel not in known:
         there = f"take one of {', '.join(known)}" if known else "leave it out"
         raise ValueError(f"--kernel {kernel}: no rate of it was published for {gpu.name}: {there}")

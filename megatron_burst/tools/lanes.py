@@ -23,6 +23,7 @@ from matplotlib.textpath import TextPath
 from matplotlib.transforms import Bbox
 from PIL import Image
 
+from ..units import HOUR, MINUTE
 from .show.colours import GREY, INK, RULE, ink_on
 
 STYLE = {
@@ -38,6 +39,11 @@ STYLE = {
     "svg.hashsalt": "megatron_burst",
 }
 DPI = 120
+# Units of an axis of time: how many a second has, name, shortest time in seconds.
+CLOCKS = (
+    (1 / HOUR, "hours", 2 * HOUR), (1 / MINUTE, "minutes", 2 * MINUTE), (1.0, "seconds", 10),
+    (1e3, "milliseconds", 0),
+)  # fmt: skip
 SHADES = 96  # colours of a file: flat areas and their smoothed edges
 ALL_SHADES = 256  # where a colour may fill a small area only
 TIP = 0.09  # of an arrow, in units of time
@@ -102,9 +108,9 @@ def inches(text: str, size: float) -> float:
 def clock(axes: Axes, end: float, title: str = "") -> float:
     """Make the axis below the lanes one of time, from 0 to `end` seconds.
 
-    Returns how many of its units, milliseconds or seconds, a second has: bars are drawn in them.
+    Returns how many of its units, milliseconds to hours, a second has: bars are drawn in them.
     """
-    scale, unit = (1.0, "seconds") if end >= 10 else (1e3, "milliseconds")
+    scale, unit = next((s, unit) for s, unit, least in CLOCKS if end >= least)
     axes.set_xlim(0, scale * end)
     axes.set_xlabel(unit, color=GREY, loc="left", labelpad=1)
     if title:

@@ -726,7 +726,7 @@ def test_the_real_groups(four, words, per_node, shape, algorithms):
     told = {f["topic"]: f for f in json.loads(results[0][1])["findings"]}
     assert told["sizes"]["what"].startswith(shape)
     assert sum(topic.startswith("attention") for topic in told) == algorithms
-    there = {k for k in ("intra", "inter") if "GB/s" in told[f"bandwidth {k}"]["what"]}
+    there = {k for k in ("intra", "inter") if "B/s per rank" in told[f"bandwidth {k}"]["what"]}
     intra, inter = (*map(int, re.findall(r"\d+", shape)), 1)[:2]
     assert there == {k for k, n in (("intra", intra), ("inter", inter)) if n > 1}
 

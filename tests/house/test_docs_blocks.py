@@ -4,9 +4,11 @@ import argparse
 import contextlib
 import importlib.util
 import io
+import os
 import re
 import shlex
 import subprocess
+import sys
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -22,152 +24,156 @@ from megatron_burst.cli import main as cli
 
 # --- Python blocks -------------------------------------------------------------------------
 
-INSTALLED = {"megatron": "megatron.core", "bridge": "megatron.bridge", "nemo2": "nemo"}
+INSTALLED = {"megatron": "megatron.core", "megatron-ranks": "megatron.core"}
 ELSEWHERE = {
     "bridge": "tests/recipes runs it",
     "megatron-lite": "tests/lite runs it",
-    "megatron-ranks": "tests/megatron runs it",
     "nemo2": "NeMo 2 cannot run without a GPU",
 }
 
 
 class Reader(NamedTuple):
-    """What the page says that its reader has, on how many ranks a block runs (0: in this process),
-    and what must be true afterwards."""
+    """What must be true after a block, and whether its page runs on four ranks too."""
 
-    has: str
     then: str
-    ranks: int = 0
+    four: bool = False
 
 
-QKV = """
-import torch
-import torch.distributed
-import megatron_burst as mb
-torch.manual_seed(0)
-q, k, v = (torch.randn(8, 1, 2, 4, requires_grad=True) for _ in range(3))
-cu_seqlens = [0, 5, 32]
-"""
-STATES = f"{QKV}\nv = torch.randn(8, 1, 4, 3, requires_grad=True)"  # heads of width 3
-INDEX = f"""{QKV}
-groups = mb.Groups.flat(torch.distributed.group.WORLD)
-index_q, index_k, index_weights = (
-    torch.randn(8, 1, *size, requires_grad=True) for size in ((3, 4), (1, 4), (3,))
-)
-"""
-HEAD = """
-import torch
-import megatron_burst as mb
-hidden, weight = (torch.randn(n, 3, requires_grad=True) for n in (4, 5))
-labels, mask = torch.arange(4), torch.tensor([1.0, 0.0, 1.0, 1.0])
-"""
-TREE = """
-import torch
-import torch.distributed as dist
-import megatron_burst as mb
-torch.manual_seed(0)
-groups = mb.Groups.flat(dist.group.WORLD)
-tree = mb.trees.pack([[11, 12, 13, 14, 21, 22], [11, 12, 13, 14, 31], [11, 12, 41]], multiple=4)
-table, lm_head = torch.randn(3, 50, 4), torch.randn(50, 4, requires_grad=True)
-def project(tokens, positions):
-    return [x[tokens][:, None, None].requires_grad_() for x in table]
-"""
-CONFIG = """
-from megatron.core.transformer import TransformerConfig
-transformer_config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1,
-                                       context_parallel_size=2, attention_dropout=0.0)
-"""
+# A block of these pages has only what the blocks before it on its page define: a reader pastes a
+# page from top to bottom.
 READERS = {
-    "README.md-1": Reader(QKV, "out.shape == q.shape and groups.size == 4", ranks=4),
-    "docs/reference/masks.md-0": Reader(
-        "import numpy as np", "ChunkedLocal(4).visible(np.array([[5]]), np.array([[4]])).all()"
-    ),
-    "docs/advise.md-0": Reader("", "call.seconds < step.seconds and step.mfu > 0"),
+    "README.md-1": Reader("out.shape == q.shape and groups.size == dist.get_world_size()", True),
+    "docs/reference/masks.md-0": Reader("ChunkedLocal(4).visible(5, 4) and Cover.PARTIAL"),
+    "docs/advise.md-0": Reader("call.seconds < step.seconds and step.mfu > 0"),
     "docs/cluster.md-0": Reader(
-        f"{QKV}\npg, gpus_per_node = torch.distributed.group.WORLD, 2",
-        "plan.choice is not None and plan.describe().startswith('burst attention: algorithm')",
-        ranks=4,
+        "plan.choice is not None and plan.describe().startswith('burst attention: algorithm')", True
     ),
     "docs/concepts/host-memory.md-0": Reader(
-        f"{QKV}\nx, layers = q.sin(), [torch.tanh] * 4",
-        "host.peak == host.bytes_out == host.bytes_back == 4 * x.nbytes and q.grad is not None",
+        "host.peak == host.bytes_out == host.bytes_back == 3 * x.nbytes and "
+        "layers[0][0].weight.grad.any()"
     ),
     "docs/linear-attention.md-0": Reader(
-        STATES, "out.shape == v.shape and out.sum().backward() is None and v.grad.any()", ranks=4
+        "out.shape == v.shape and out.sum().backward() is None and v.grad.any()", True
     ),
-    "docs/linear-attention.md-1": Reader(QKV, "y.shape == x.shape", ranks=4),
+    "docs/linear-attention.md-1": Reader("y.shape == x.shape", True),
     # Piece n of 7 finds 1 + 1/2 + ... of what the n before it have written.
     "docs/linear-attention.md-2": Reader(
-        QKV,
         "[round(float(e.max()), 6) for e in entering] == [2 - 2 * 0.5**n for n in "
-        "mb.layout.chains(mb.layout.make('zigzag', cp_size=4), 32).of(groups.rank)]",
-        ranks=4,
+        "mb.layout.chains(layout, tokens).of(groups.rank)]",
+        True,
     ),
-    # Of 9 distinct prefixes and 3 rows of padding, 3 on each rank.
+    # Of 9 distinct prefixes and rows of padding, as many on each rank.
     "docs/linear-attention.md-3": Reader(
-        QKV, "tree.rows == 9 and out.shape == (3, 1, 1, 2)", ranks=4
+        "tree.rows == 9 and out.shape == (-(-9 // groups.size), 1, 1, 2)", True
     ),
-    "docs/lm-head.md-0": Reader(HEAD, "loss.backward() is None and hidden.grad[1].eq(0).all()"),
-    "docs/megatron-lm.md-0": Reader("", "megatron_burst.megatron.installed_layout() is None"),
+    "docs/lm-head.md-0": Reader("loss.backward() is None and hidden.grad[1].eq(0).all()"),
+    "docs/megatron-lm.md-0": Reader("megatron_burst.megatron.installed_layout() is None"),
     "docs/megatron-lm.md-1": Reader(
-        "", "prefix_lm(None, None).visible(0, 1023) and not prefix_lm(None, None).visible(0, 1024)"
+        "prefix_lm(None, None).visible(0, 1023) and not prefix_lm(None, None).visible(0, 1024)"
     ),
     "docs/trees.md-0": Reader(
-        "",
         "tree.tokens.tolist() == [11, 12, 13, 14, 21, 22, 23, 24, 31, 41, 0, 0] and "
         "tree.positions.tolist()[:10] == [0, 1, 2, 3, 4, 5, 5, 6, 4, 2] and "
         "tree.describe().startswith('4 trajectories of 21 tokens as 10 rows')",
+        True,
     ),
     "docs/trees.md-1": Reader(
-        TREE, "loss.backward() is None and (len(local) == 0 or lm_head.grad.any())", ranks=4
+        "loss.backward() is None and (len(local) == 0 or lm_head.grad.any())", True
     ),
-    "docs/sparse.md-0": Reader(
-        INDEX, "chosen.counts.max() == 4 and q.grad.any() and index_k.grad.any()", ranks=4
-    ),
-    "docs/sparse.md-1": Reader(
-        INDEX + "gates = 0.5, 0.5", "chosen.counts.max() == 3 and out.shape == q.shape", ranks=4
-    ),
-    "docs/own-script.md-2": Reader("", "torch.allclose(out[:, 0].transpose(0, 1), expected)"),
-    "docs/own-script.md-3": Reader(CONFIG, "transformer_config.burst.layout == 'zigzag'"),
+    "docs/trees.md-2": Reader("build(config).vocab_size == 128"),
+    "docs/trees.md-3": Reader("sorted(old.index) == sorted(new.index) == [0, 1, 2, 3]"),
+    "docs/sparse.md-0": Reader("chosen.counts.max() == 4 and index_k.grad.any()", True),
+    "docs/sparse.md-1": Reader("chosen.counts.max() == 3 and out.shape == q.shape", True),
+    "docs/sparse.md-2": Reader("config.num_layers == 2"),
+    "docs/sparse.md-3": Reader("len(model.decoder.layers) == 2"),
+    "docs/vision.md-0": Reader("burst.installed_layout() == 'zigzag'"),
+    "docs/vision.md-1": Reader("rows.shape == (32, 1, 8) and rows[6:18, 0].equal(images)"),
+    "docs/vision.md-2": Reader("rows.shape == (32, 1, 8)"),
+    "docs/vision.md-3": Reader("spans == [(6, 18)]"),
+    "docs/own-script.md-2": Reader("torch.allclose(out[:, 0].transpose(0, 1), expected)"),
+    "docs/own-script.md-3": Reader("transformer_config.burst.layout == 'zigzag'"),
 }
 OWN = documented.blocks("docs/own-script.md")[:2]  # have a test of their own
 BLOCKS = [block for page in NAMES for block in documented.blocks(page) if block not in OWN]
+HERE = [block for block in BLOCKS if block.needs not in ELSEWHERE]
+PAGES = list(dict.fromkeys(block.page for block in HERE))
 
 
-def execute(name, text, reader):
-    """What a block prints. In a worker the group that it would make is there already."""
-    printed, space = io.StringIO(), {"__name__": name}
+def execute(blocks):
+    """What the blocks of a page print, one after another in one namespace. In a worker the group
+    that they would make is there already."""
+    printed, space = io.StringIO(), {"__name__": "__main__"}
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        for made in ("init_process_group", "destroy_process_group"):
-            patch.setattr(dist, made, lambda *args, **named: None)
-        exec(reader.has, space)
-        exec(compile(text, name, "exec"), space)
-        assert eval(reader.then, space), reader.then
+        if dist.is_initialized():
+            for made in ("init_process_group", "destroy_process_group"):
+                patch.setattr(dist, made, lambda *args, **named: None)
+        for block, then in blocks:
+            exec(compile(block.text, block.name, "exec"), space)
+            assert eval(then, space), f"{block.name}: {then}"
     return printed.getvalue()
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
-def test_python_blocks_run(block, ranks):
-    if block.needs in ELSEWHERE:
-        pytest.skip(f"{block.name} needs {block.needs}: {ELSEWHERE[block.needs]}")
-    if block.needs and importlib.util.find_spec(INSTALLED[block.needs].split(".")[0]) is None:
-        pytest.skip(f"{block.name} needs {INSTALLED[block.needs]}")
-    assert block.name in READERS, "say in READERS what its reader has"
-    imports = "megatron_burst.megatron" in block.text
-    assert block.needs or not imports, "a line before it must say <!-- needs: megatron -->"
-    reader = READERS[block.name]
-    if reader.ranks:
-        ranks(reader.ranks).run(execute, block.name, block.text, reader)
-        return
+def read(page, needs=(None,)):
+    """The blocks of a page that need one of these, with what must be true after each."""
+    blocks = [block for block in HERE if block.page == page and (block.needs or None) in needs]
+    return [(block, READERS[block.name].then) for block in blocks]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_run_from_top_to_bottom_on_one_rank(page):
+    """As a reader pastes them. Blocks on Megatron's ranks run in an interpreter of their own."""
+    needs = (None, "megatron") if importlib.util.find_spec("megatron") else (None,)
     try:
-        execute(block.name, block.text, reader)
+        execute(read(page, needs))
     finally:
-        if block.needs == "megatron":
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if "megatron" in needs:
             mb.megatron.uninstall()
 
 
+FOUR = list(dict.fromkeys(block.page for block in HERE if READERS[block.name].four))
+
+
+@pytest.mark.parametrize("page", FOUR)
+def test_pages_run_from_top_to_bottom_on_four_ranks(page, ranks):
+    ranks(4).run(execute, read(page))
+
+
+ON_RANKS = list(dict.fromkeys(block.page for block in HERE if block.needs == "megatron-ranks"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ON_RANKS)
+def test_pages_on_megatrons_ranks_run_in_a_fresh_interpreter(page, tmp_path):
+    if importlib.util.find_spec("megatron") is None:
+        pytest.skip("needs megatron.core")
+    lines = [f"{block.text}assert {then}\n" for block, then in read(page, (None, "megatron-ranks"))]
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(lines))
+    done = subprocess.run([sys.executable, script], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, timeout=300,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert done.returncode == 0, done.stdout
+
+
+def test_blocks_that_import_megatron_say_so():
+    for block in BLOCKS:
+        imports = re.search(r"megatron\.core|megatron_burst\.megatron|mb\.megatron", block.text)
+        assert block.needs or not imports, f"{block.name}: <!-- needs: megatron -->"
+
+
+def test_a_name_that_a_page_does_not_define_is_found():
+    """Also one that the module of this test has."""
+    page = documented.Block("page.md", 0, "", "out = mb.attention\n")
+    with pytest.raises(NameError, match="'mb' is not defined"):
+        execute([(page, "True")])
+    first = documented.Block("page.md", 0, "", "import megatron_burst as mb\n")
+    execute([(first, "True"), (page, "callable(out)")])
+
+
 def test_no_block_is_looked_for_that_is_not_there():
-    assert {block.name for block in BLOCKS if block.needs not in ELSEWHERE} == set(READERS)
+    assert {block.name for block in HERE} == set(READERS)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -201,8 +207,8 @@ def numbers(printed):
 
 @pytest.mark.parametrize("block", OWN, ids=lambda block: block.name)
 def test_the_own_script_trains_on_four_ranks_as_without_the_package(block, ranks, monkeypatch):
-    reader = Reader("", "groups.rank in range(4)")
-    printed, *_ = ranks(4).run(execute, block.name, block.text, reader)
+    alone = [(block, "groups.rank in range(4)")]
+    printed, *_ = ranks(4).run(execute, alone)
     one = SimpleNamespace(size=1, rank=0)
     monkeypatch.setattr(mb.Groups, "by_host", lambda group: one)
     monkeypatch.setattr(mb, "prepare", lambda *args, **named: SimpleNamespace(describe=str))
@@ -210,7 +216,9 @@ def test_the_own_script_trains_on_four_ranks_as_without_the_package(block, ranks
     monkeypatch.setattr(mb, "checkpoint", lambda layer, x, plan, keep: layer(x, plan))
     monkeypatch.setattr(mb, "linear_cross_entropy", cross_entropy)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
-    alone = numbers(execute(block.name, block.text, reader))
+    for made in ("init_process_group", "destroy_process_group"):
+        monkeypatch.setattr(dist, made, lambda *args, **named: None)
+    alone = numbers(execute(alone))
     assert len(alone) == 5 or (block is OWN[0] and len(alone) == 2)
     assert alone[0] - alone[-1] > 1 or block is OWN[0]  # it learns: wrong gradients would show
     assert numbers(printed) == pytest.approx(alone, abs=2e-5)

@@ -33,7 +33,19 @@ def test_bytes(count, text):
         (1e-4, "100 us"),
         (0.0415, "41.5 ms"),
         (1, "1 s"),
-        (99, "99 s"),
+        (59.9, "59.9 s"),
+        (59.96, "1 min"),
+        (60, "1 min"),
+        (99, "1 min 39 s"),
+        (117.4, "1 min 57 s"),
+        (3599.4, "59 min 59 s"),
+        (3599.6, "1 h"),
+        (3630, "1 h"),  # half of a minute goes to the even one
+        (3631, "1 h 1 min"),
+        (7200, "2 h"),
+        (18300, "5 h 5 min"),
+        (3_600_000 + 60, "1,000 h 1 min"),
+        (math.inf, "inf s"),
     ],
 )
 def test_durations(seconds, text):

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from ranks import COMMON, ENVIRONMENT, LIMIT, ROOT, SCRIPT, free_port
 
+from megatron_burst.tools.advise.search import job
+
 SLURM = ROOT / "examples" / "slurm"
 SCRIPTS = sorted(SLURM.glob("*.sbatch"))
 STAND_INS = {
@@ -53,6 +55,14 @@ def test_bash_reads_it(script):
     )
     if checker:
         subprocess.run([checker, str(script)], check=True)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_it_starts_ranks_as_the_scripts_of_advise_do(script):
+    text = script.read_text()
+    assert job.LAUNCH in text
+    assert job.DIRECTIVES in text
+    assert f"#SBATCH --cpus-per-task={8 * job.CPUS}\n" in text
 
 
 def started(folder, script, *words, ends="exit 0", **variables):

@@ -11,23 +11,22 @@ import documented
 
 BLOCKS = [block for page in documented.NAMES for block in documented.blocks(page)]
 BLOCKS = [block for block in BLOCKS if block.needs == "bridge"]
-FOUND = "from megatron_burst.recipes import apply_burst\n"
-FINETUNE = "from megatron.bridge.recipes.llama import llama3_8b_sft_config\n"
-# Page and number -> what the reader has imported, and what must be true afterwards.
+# Page and number -> what must be true afterwards.
 READERS = {
-    "README.md-0": ("", "cfg.model.cross_entropy_loss_fusion is False"),
-    "docs/nemo.md-0": ("", "calls == [(cfg, forward_step)] and cfg.model.seq_length == 2**20"),
-    "docs/nemo.md-1": (FOUND + FINETUNE, "cfg.model.context_parallel_size == 4"),
+    "README.md-0": "cfg.model.cross_entropy_loss_fusion is False",
+    "docs/nemo.md-0": "calls == [(cfg, forward_step)] and cfg.model.seq_length == 2**20",
+    "docs/nemo.md-1": "cfg.model.context_parallel_size == 4",
 }
 SCRIPT = """
 import json, sys
 from megatron_burst.testing import recipes as cpu
 cpu.enable()
 import megatron.bridge.training.pretrain as module
-for name, has, text, then in json.load(sys.stdin):
-    space = {"calls": [], "__name__": name}
-    module.pretrain = lambda config, step: space["calls"].append((config, step))
-    exec(has, space)
+spaces = {}  # of each page: a block has what those before it define
+for page, name, text, then in json.load(sys.stdin):
+    space = spaces.setdefault(page, {"calls": [], "__name__": page})
+    calls = space["calls"]
+    module.pretrain = lambda config, step: calls.append((config, step))
     exec(compile(text, name, "exec"), space)
     assert space["cfg"].model.transformer_layer_spec.func.__name__ == "burst_layer_spec", name
     assert eval(then, space), f"{name}: {then}"
@@ -36,8 +35,7 @@ for name, has, text, then in json.load(sys.stdin):
 
 
 def test_blocks_that_need_bridge_run(environment, tmp_path):
-    work = [(block.name, *READERS[block.name], block.text) for block in BLOCKS]
-    work = [(name, has, text, then) for name, has, then, text in work]
+    work = [(block.page, block.name, block.text, READERS[block.name]) for block in BLOCKS]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=environment | {"WORLD_SIZE": "64"}, cwd=tmp_path,
         input=json.dumps(work), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -20,6 +20,7 @@ from megatron_burst.megatron.checks import sparse, splitting
 from megatron_burst.tools import model_arguments
 from megatron_burst.tools.advise.advice import advise
 from megatron_burst.tools.advise.search import model_flags, pasted
+from megatron_burst.tools.advise.search.job import time_limit
 from megatron_burst.tools.advise.settings import Settings
 from megatron_burst.tools.advise.shapes import layer_kinds, models
 from megatron_burst.tools.advise.shapes.layer_kinds import Latent
@@ -251,9 +252,9 @@ def test_pins_without_meaning_are_named(capsys):
 def test_json_is_all_there_is_on_standard_output(capsys):
     assert main([*BASE, "--json", "--top", "1"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"model", "parameters", "layers", "seq",
-                          "tokens_per_step", "cluster", "ways", "tried", "ranked",
-                          "changes", "megatron", "megatron_fastest", "flags", "no_flag_for",
+    assert set(found) == {"model", "parameters", "layers", "seq", "tokens_per_step", "cluster",
+                          "kernel", "ways", "tried", "ranked", "changes", "megatron",
+                          "megatron_fastest", "flags", "no_flag_for",
                           "uncounted"}  # fmt: skip
     assert all("refused" in each or each["seconds"] > 0 for each in found["megatron"])
     assert found["megatron_fastest"]["fits"]
@@ -289,14 +290,23 @@ def test_the_recipe_is_a_script(capsys):
     assert "cfg.model.tensor_model_parallel_size = 4" in script
 
 
-def test_the_job_starts_the_flags_on_every_node(capsys, tmp_path):
-    """Run by bash with stand-ins for what a cluster has: what torchrun is given on the second."""
-    assert main(["advise", "--model", "llama3-8b", "--gpus", "16", *FEW[2:], "--sbatch"]) == 0
-    (tmp_path / "job").write_text(capsys.readouterr().out)
+def job(capsys, *words):
+    """The script that --sbatch prints, which bash can read."""
+    assert main(["advise", "--model", "llama3-8b", "--gpus", "16", *FEW[2:], *words]) == 0
+    script = capsys.readouterr().out
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    return script
+
+
+def submitted(tmp_path, script, ends="exit 0", **variables):
+    """(exit status, the words of each command that torchrun gets on the second node)."""
+    (tmp_path / "job").write_text(script)
     stand_ins = {
         "scontrol": "echo first; echo second",
         "srun": 'shift; SLURM_NODEID=1 "$@"',
-        "torchrun": """printf '%s\\n' "$@" """,
+        "torchrun": f"""echo started; printf '%s\\n' "$@"; {ends}""",
+        "date": "echo 1000000",
+        "megatron-burst": "echo doctor of one rank",
     }
     for name, body in stand_ins.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
@@ -304,19 +314,73 @@ def test_the_job_starts_the_flags_on_every_node(capsys, tmp_path):
     slurm = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": "2",
         "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "-", "SLURMD_NODENAME": "second",
-        "MEGATRON_LM": "/checkout",
+        "MEGATRON_LM": "/checkout", "SLURM_SUBMIT_DIR": "/submit",
     }  # fmt: skip
     done = subprocess.run(["bash", str(tmp_path / "job"), "--data-path", "a b"], text=True,
-                          env=slurm, capture_output=True, check=True)  # fmt: skip
+                          env=slurm | variables, capture_output=True)  # fmt: skip
+    return done.returncode, [
+        part.splitlines()[1:] for part in re.split("(?m)(?=^started)", done.stdout)[1:]
+    ]
+
+
+def test_the_job_starts_the_doctor_and_then_the_flags_on_every_node(capsys, tmp_path):
+    """Run by bash with stand-ins for what a cluster has: what torchrun is given on the second."""
+    status, (doctor, train) = submitted(tmp_path, job(capsys, "--sbatch"))
+    assert status == 0
     flags = advise(
         "llama3-8b", "h100", gpus=16, seq="64K", tokens_per_step="512K", tp=4, cp=2
     ).flags()
-    assert done.stdout.splitlines() == [
-        *["--nnodes", "2", "--nproc-per-node", "8", "--local-addr", "second", "--rdzv-id", "7",
-          "--rdzv-backend", "c10d", "--rdzv-endpoint", "first:29500", "--rdzv-conf", "is_host=0",
-          "-m", "megatron_burst", "pretrain", "/checkout/pretrain_gpt.py"],
-        *shlex.split(" ".join(flags)), "--data-path", "a b",
+    torchrun = ["--nnodes", "2", "--nproc-per-node", "8", "--local-addr", "second", "--rdzv-id",
+                "7", "--rdzv-backend", "c10d", "--rdzv-endpoint", "first:29500", "--rdzv-conf",
+                "is_host=0", "-m", "megatron_burst"]  # fmt: skip
+    assert doctor == [
+        *torchrun, "doctor", "--distributed", "--tensor-model-parallel-size", "4",
+        "--context-parallel-size", "2", "--gpus-per-node", "8",
     ]  # fmt: skip
+    resume = ["--save", "/submit/llama3-8b-checkpoints", "--load", "/submit/llama3-8b-checkpoints"]
+    assert train[: -len(resume) - 5] == [
+        *torchrun, "pretrain", "/checkout/pretrain_gpt.py", *shlex.split(" ".join(flags)),
+    ]  # fmt: skip
+    assert train[-len(resume) - 5 :] == [
+        *resume, "--save-interval", "274", "--exit-signal-handler", "--data-path", "a b",
+    ]  # fmt: skip
+
+
+def test_a_doctor_that_finds_problems_ends_the_job(capsys, tmp_path):
+    status, commands = submitted(tmp_path, job(capsys, "--sbatch"), ends="exit 1")
+    assert (status, len(commands)) == (1, 1)
+
+
+def test_the_time_limit_follows_from_the_forecast(capsys, tmp_path):
+    """6.573 s a step, at most 1.67 times as long: 1,000 take 10,977 s, 3 h 3 min, and 30 min
+    besides. Unknown, it is a word that sbatch refuses. Megatron-LM stops 11 minutes before it."""
+    script = job(capsys, "--sbatch", "--train-iters", "1000")
+    assert "\n#SBATCH --time=0-03:33:00\n" in script
+    assert "Not included: data, tokenizer, learning rate\n" in script
+    _, (_, train) = submitted(tmp_path, script, SLURM_JOB_END_TIME=str(1_000_000 + 60 * 60))
+    assert train[train.index("--train-iters") + 1] == "1000"
+    assert train[train.index("--exit-duration-in-mins") + 1] == "49"
+    _, (_, train) = submitted(tmp_path, script, SLURM_JOB_END_TIME=str(1_000_000 + 60 * 5))
+    assert train[train.index("--exit-duration-in-mins") + 1] == "1"
+    script = job(capsys, "--sbatch")
+    assert "\n#SBATCH --time=SET_ME\n" in script
+    assert "Not included: data, tokenizer, learning rate, --train-iters\n" in script
+    for line in ("--requeue", "--cpus-per-task=64", "--gpus-per-node=8", "--open-mode=append"):
+        assert f"\n#SBATCH {line}\n" in script
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(1, "0-00:01:00"), (3600, "0-01:00:00"), (86_401, "1-00:01:00")]
+)
+def test_time_limits_as_slurm_writes_them(seconds, text):
+    assert time_limit(seconds) == text
+
+
+def test_a_job_without_context_parallelism_has_no_rings_to_check(capsys, tmp_path):
+    words = ["--cp", "1", "--tp", "8", "--sbatch"]
+    status, (train,) = submitted(tmp_path, script := job(capsys, *words))
+    assert (status, train[train.index("-m") + 2]) == (0, "pretrain")
+    assert "\nsrun --kill-on-bad-exit=1 megatron-burst doctor --quick\n" in script
 
 
 def test_a_cluster_file_and_packed_documents(capsys, tmp_path):
@@ -394,6 +458,8 @@ def test_pictures(tmp_path, capsys):
     (["--model", "llama3-8b", "--gpus", "8"], 2, "--seq is needed"),
     (["--model", "llama3-8b", "--gpus", "8", "--seq", "1M", "--json", "--recipe"], 2,
      "one of them"),
+    ([*BASE[1:], "--train-iters", "7"], 2, "--train-iters belongs to --sbatch"),
+    ([*BASE[1:], "--sbatch", "--train-iters", "0"], 2, "--train-iters must be an integer from 1"),
     (["--gpus", "8", "--seq", "1M", "--sbatch", "--", "pretrain_gpt.py", "--num-layers", "8"], 2,
      "--sbatch writes the flags of the model too"),
     (["--model", "llama3-8b", "--gpus", "7", "--seq", "8K"], 2, "take --tokens-per-step 4186112"),

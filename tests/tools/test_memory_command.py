@@ -1,11 +1,13 @@
 """`megatron-burst memory` on the command line: table, JSON, picture, Megatron's arguments."""
 
 import json
+import re
 from itertools import chain
 
 import pytest
 
 from megatron_burst.cli.main import main
+from megatron_burst.tools.advise import kernel
 from megatron_burst.tools.model_arguments import read_command
 
 BASE = ["memory", "--model", "llama3-8b", "--gpus", "8"]
@@ -46,8 +48,31 @@ def test_experts_are_shared_out_unless_their_ranks_are_given(capsys):
 
 
 def test_what_does_not_fit_is_exit_status_1(capsys):
+    """One unit of bytes in all of the output, and no time of a step that cannot run."""
     assert main([*BASE, "--seq", "5M"]) == 1
-    assert "--sequence-chunks 32" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "--sequence-chunks 32" in shown
+    assert re.findall(r"\d ([KMGT]i?B)\b", shown)
+    assert not re.findall(r"\d [kMGT]B\b(?!/s)", shown)
+    assert "step time" not in shown
+    assert "attention kernel" not in shown
+    assert main([*BASE, "--seq", "5M", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["seconds"], found["mfu"], found["kernel"]) == (None, None, None)
+
+
+def test_the_kernel_of_the_step_time_is_named(capsys, monkeypatch):
+    monkeypatch.setattr(kernel, "DRIVER", ())
+    assert main([*BASE, "--seq", "512K"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"predicted step time: \d+ min \d+ s \(", shown)
+    assert (
+        "\nattention kernel: flash3 (FlashAttention 3) is assumed; not checked: no GPU here. The "
+        "same step takes " in shown
+    )
+    assert main([*BASE, "--seq", "512K", "--packed", "64K", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["kernel"]["seconds_with"]) == ["aten_cudnn", "aten"]
 
 
 def test_json_and_picture(capsys, tmp_path):

@@ -67,7 +67,9 @@ def test_words_are_flags_that_there_are():
     assert changes(LLAMA, on(8), run)[0].said == "--offload 1"
     said = does_not_fit(account(LLAMA, run), on(8))
     assert re.match(
-        r"does not fit: \d+ GB at TP 4, 24 of it states, where 81 are there; add ", said
+        r"does not fit: a GPU needs [\d.]+ GiB at TP 4, 22.44 GiB of it for states, and has "
+        r"75.1 GiB; add ",
+        said,
     )
 
 
@@ -84,7 +86,8 @@ def test_host_memory_that_is_too_small_says_so():
     run = Settings(4 * MEGA, tp=4, cp=2, offload=1.0, sequence_chunks=32, mlp_tiles=64)
     small = replace(on(8), host_memory=10**11)
     said = does_not_fit(account(LLAMA, run), small)
-    assert "GB of host memory per GPU, where 12 are there" in said
+    # 10^11 bytes of a node for 8 GPUs.
+    assert re.search(r"a GPU needs [\d.]+ GiB of host memory, and has 11.64 GiB; ", said)
 
 
 def test_what_fits_nowhere_says_so():

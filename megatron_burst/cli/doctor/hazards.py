@@ -22,6 +22,7 @@ from ...megatron.checks.features import lm_head_problems, offload_problems
 from ...megatron.checks.problem import Problem
 from ...megatron.checks.splitting import FLAG as LINEAR
 from ...megatron.checks.splitting import linear_layers, splits
+from ...units import byte_size
 from ..megatron_arguments import FLAGS, SIZES, MegatronCommand
 from ..parsers import nearest
 from .report import Finding, note, ok, problem
@@ -132,7 +133,7 @@ def _mask(command: MegatronCommand) -> Iterator[Finding]:
         yield ok(topic, "none is made in the data loader")
         return
     each = (command.seq_length or 0) ** 2 * (command.micro_batch_size or 1)
-    size = f"one of {each / 2**30:.3g} GiB is made per micro-batch and data-loader worker"
+    size = f"one of {byte_size(each)} is made per micro-batch and data-loader worker"
     if command.ours:
         yield ok(topic, "none is made: BurstAttention computes what it would show")
     elif each >= LARGE_MASK:

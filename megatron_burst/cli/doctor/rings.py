@@ -21,7 +21,7 @@ from ...autotune import measure
 from ...comm.communicators import memory_taken
 from ...comm.hosts import host_labels, this_host
 from ...schedule.algorithms import ALGORITHMS
-from ...units import grid_of
+from ...units import byte_size, grid_of, rate
 from ..megatron_arguments import MegatronCommand
 from . import machine, report
 from .kernels import dense, error
@@ -197,8 +197,8 @@ def _bandwidths(groups: mb.Groups) -> Iterator[Finding]:
             continue
         _, speeds = measure.link_speeds(groups, route, device)
         rates = sorted(_of_ranks(speeds[groups.rank]))
-        low, median = rates[0] / 1e9, rates[len(rates) // 2] / 1e9
-        yield ok(name, f"{median:.3g} GB/s per rank and direction (median), slowest {low:.3g}")
+        low, median = (rate(each, "B/s") for each in (rates[0], rates[len(rates) // 2]))
+        yield ok(name, f"{median} per rank and direction (median), slowest {low}")
 
 
 # --- memory --------------------------------------------------------------------------------
@@ -211,5 +211,5 @@ def _communicators(groups: mb.Groups, before: int | None) -> Finding:
     what = f"{made}; in Megatron activations travel on its own groups"
     after = memory_taken(machine.own_device())
     if before is not None and after is not None:
-        what += f"; all that were made here take {(after - before) / 2**20:.0f} MiB of GPU memory"
+        what += f"; all that were made here take {byte_size(after - before)} of GPU memory"
     return note("communicators", what)

@@ -18,9 +18,11 @@ from ...autotune.clusters import Cluster
 from ...units import tokens_of
 from .account.fitting import does_not_fit
 from .account.memory import account
+from .kernel import AssumedKernel, of_forecast
 from .rivals import Rival, fastest, rivals
 from .search import model_flags, pasted, what_if
 from .search.attention_choice import AttentionForecast
+from .search.job import job_of
 from .search.longest import longest
 from .search.packed import Cut, PackedForecast, cut_of, lengths_of, packed_pins
 from .search.search import Configuration, Progress, Search
@@ -91,6 +93,17 @@ class Advice:
             f"shorter than with {run.algorithm} in all layers"
         )
 
+    @cached_property
+    def kernel(self) -> AssumedKernel:
+        """The attention kernel that times assume, and the best run's step with other kernels."""
+        assert self.search is not None
+        attention, run = self.search.attention, self.best.run
+
+        def seconds_on(cluster: Cluster) -> float:
+            return attention.on(cluster).step(run).seconds
+
+        return of_forecast(self.cluster, seconds_on, bool(self.lengths))
+
     @property
     def cut(self) -> Cut | Literal[""]:
         """The layout of packs; "" where there are none."""
@@ -109,14 +122,26 @@ class Advice:
         """A sentence for each thing of the model that Megatron-LM has no flag for."""
         return model_flags.lacking(self.model)
 
-    def job(self, index: int = 0) -> str:
-        """A script for Slurm's sbatch that trains with `flags`. index: of `ranked`."""
-        run, cluster = self.ranked[index].run, self.cluster
-        return pasted.job_of(
-            self.model, run, *nodes_and_gpus(cluster),
-            f"{self.model.name}, sequences of {run.seq:,} tokens, on {cluster.gpus} x "
+    def job(self, index: int = 0, train_iters: int | None = None) -> str:
+        """A script for Slurm's sbatch that trains with `flags`.
+
+        Args:
+            index: Of `ranked`.
+            train_iters: Steps of the whole run, from which the time limit follows. Without it the
+                user has to set the limit.
+
+        Raises:
+            ValueError: For a number of steps below 1.
+        """
+        if train_iters is not None and (type(train_iters) is not int or train_iters < 1):
+            raise ValueError(f"--train-iters must be an integer from 1 on, got {train_iters!r}")
+        taken, cluster = self.ranked[index], self.cluster
+        _, high = cluster.band.around(taken.seconds)
+        return job_of(
+            self.model, taken.run, *nodes_and_gpus(cluster),
+            f"{self.model.name}, sequences of {taken.run.seq:,} tokens, on {cluster.gpus} x "
             f"{cluster.gpu.name}",
-            self.cut,
+            self.cut, (taken.seconds, high), train_iters,
         )  # fmt: skip
 
     def recipe(self, index: int = 0) -> str:

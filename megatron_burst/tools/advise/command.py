@@ -19,7 +19,7 @@ from pathlib import Path
 from ...autotune import clusters
 from ...cli.console import progress
 from .. import model_arguments
-from ..call_flags import add_pictures, pictures
+from ..call_flags import add_pictures, named, pictures
 from . import advice, flags, report
 from .shapes.model import Model
 
@@ -61,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top", type=int, default=10, metavar="N", help="number of configurations to show (10)")
     add("--recipe", action="store_true", help="print only the training script for Megatron-Bridge")
     add("--sbatch", action="store_true", help="print only a script for Slurm's sbatch")
+    add(*named("--train-iters"), type=int, metavar="N",
+        help="steps of the whole run, from which --sbatch derives the time limit")  # fmt: skip
     add_pictures(parser, "draw one layer and one step over time")
     add(
         "megatron",
@@ -75,6 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
     shown = [f"--{name}" for name in ("recipe", "sbatch", "json") if getattr(arguments, name)]
     if len(shown) > 1:
         raise ValueError(f"{' and '.join(shown)} print different things: give one of them")
+    if arguments.train_iters is not None and not arguments.sbatch:
+        raise ValueError("--train-iters belongs to --sbatch: give that too, or leave it out")
     if arguments.sbatch and arguments.megatron:
         raise ValueError("--sbatch writes the flags of the model too: name it by --model")
     drawn = pictures(arguments)
@@ -96,7 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(report.facts(found, arguments.megatron), indent=1))
     elif arguments.recipe or arguments.sbatch:
-        print(found.recipe() if arguments.recipe else found.job(), end="")
+        script = found.recipe() if arguments.recipe else found.job(0, arguments.train_iters)
+        print(script, end="")
     else:
         report.show(found, arguments.megatron)
     return 0

@@ -40,6 +40,7 @@ def show(found: Advice, command: Sequence[str] = ()) -> None:
     if set(found.model.kinds) != {FULL}:
         console.print(Text(f"layers: {layers_said(found.model)}"))
     console.print(Text(f"rates: {found.cluster.described}"))
+    console.print(Text(found.kernel.described))
     table, left_out = fitting(ranking(found), console)
     console.print(table)
     if left_out:
@@ -312,6 +313,7 @@ def facts(found: Advice, command: Sequence[str] = ()) -> dict[str, Any]:
         "cluster": {"gpu": cluster.gpu.name, "gpus": cluster.gpus,
                     "per_node": cluster.ranks_per_node, "rates": cluster.described,
                     "band": asdict(cluster.band)},
+        "kernel": found.kernel.facts(),
         "ways": found.ways,
         "tried": found.tried,
         "ranked": [one_of(each, cluster) for each in found.ranked],

@@ -20,8 +20,9 @@ import numpy as np
 
 from ...autotune import cluster_file
 from ...autotune.clusters import Cluster, gpu
+from ...autotune.gpus import assumed_kernel
 from .account.steps import parts_of
-from .forecast.attention_time import attention_time
+from .forecast.attention_time import AttentionTime, attention_time
 from .forecast.faults import Faults, Group, groups
 from .forecast.layer_time import (
     ATTENTION,
@@ -203,9 +204,10 @@ def simulate(
     model: a name, the path of a Hugging Face `config.json`, or `mb.Model`. cluster: the
     name of a GPU (as many as the run takes, 8 a node), the path of a cluster file, or `mb.Cluster`.
     part: "attention" (one call of one layer, forward and backward: `AttentionTime`), "layer" or
-    "step". faults: what is slower than `cluster` says. Every result has `seconds` and
-    `bottleneck`. Raises ValueError for settings that no run could have, and for a run that the
-    cluster has too few GPUs for.
+    "step". faults: what is slower than `cluster` says. Every result has `seconds`,
+    `bottleneck` and `kernel`: the attention kernel whose published rate is assumed, None if the
+    rate was measured or stated. Raises ValueError for settings that no run could have, and for a
+    run that the cluster has too few GPUs for.
     """
     model = models.named(model) if isinstance(model, str) else model
     check(model, run)
@@ -213,6 +215,13 @@ def simulate(
         from_file = str(cluster).endswith(".toml")
         cluster = cluster_file.read(cluster) if from_file else Cluster(gpu(str(cluster)), run.gpus)
     _check_groups(cluster, run, faults)
+    kernel = None if cluster.kernels_measured else assumed_kernel(cluster.gpu)
+    return replace(_simulated(model, cluster, run, part, faults), kernel=kernel)
+
+
+def _simulated(
+    model: Model, cluster: Cluster, run: Settings, part: Simulated, faults: Faults | None
+) -> AttentionTime | LayerTime | StepTime:
     if part == "attention":
         if run.per_layer is not None:
             raise ValueError(

@@ -30,6 +30,7 @@ from ..advise import flags, settings
 from ..advise.account.fitting import Longest, best, does_not_fit, layouts_of
 from ..advise.account.memory import Account, MemoryLeft, account, fit
 from ..advise.forecast.step_time import StepTime, step_time
+from ..advise.kernel import AssumedKernel, of_forecast
 from ..advise.search.attention_choice import CHOSEN, AttentionForecast
 from ..advise.search.longest import longest
 from ..advise.search.packed import PackedForecast, cut_of, lengths_of, packed_pins
@@ -93,14 +94,27 @@ class Found(NamedTuple):
         return fit(self.account, self.cluster)
 
     def time(self) -> StepTime | str:
-        """The time of a step; or why none is predicted: rings need equally many ranks on each
-        node."""
+        """The time of a step; or why none is predicted: the run does not fit, or rings need equally
+        many ranks on each node."""
+        if not self.left.fits:
+            return "the run does not fit"
         try:
-            if self.packs is not None:
-                return self.packs.step(self.account.run)
-            return step_time(self.account.model, self.cluster, self.account.run)
+            return self.step_on(self.cluster)
         except ValueError as error:
             return str(error)
+
+    def step_on(self, cluster: clusters.Cluster) -> StepTime:
+        """The time of a step on a cluster."""
+        run = self.account.run
+        if self.packs is not None:
+            return self.packs.on(cluster).step(run)
+        return step_time(self.account.model, cluster, run)
+
+    def kernel(self) -> AssumedKernel:
+        """The attention kernel that the time of a step assumes."""
+        return of_forecast(
+            self.cluster, lambda other: self.step_on(other).seconds, self.packs is not None
+        )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -288,18 +302,20 @@ def show(found: Found) -> None:
     else:
         held = None if packs is None else packs.held
         console.print(Text(does_not_fit(shown, cluster, held), style="bold red"))
-    console.print(Text(_step(found.time(), cluster)))
+    if left.fits:
+        console.print(Text(_step(time := found.time(), cluster)))
+        if not isinstance(time, str):
+            console.print(Text(found.kernel().described))
     console.print(Text("Analytical estimate from tensor sizes, not a measurement on a GPU."))
 
 
 def _step(time: StepTime | str, cluster: clusters.Cluster) -> str:
     if isinstance(time, str):
         return f"predicted step time: none ({time})"
-    taken = duration(time.seconds) if time.seconds < 120 else f"{time.seconds / 60:,.0f} min"
     share = time.parts[time.bottleneck] / time.seconds
     return (
-        f"predicted step time: {taken} ({share:.0%} {time.bottleneck}), MFU {time.mfu:.0%}; "
-        f"{cluster.described}"
+        f"predicted step time: {duration(time.seconds)} ({share:.0%} {time.bottleneck}), MFU "
+        f"{time.mfu:.0%}; {cluster.described}"
     )
 
 
@@ -324,6 +340,7 @@ def facts(found: Found) -> dict[str, Any]:
         "flags": run_flags(shown.model, run) if searched else None,
         "seconds": None if isinstance(time, str) else time.seconds,
         "mfu": None if isinstance(time, str) else time.mfu,
+        "kernel": None if isinstance(time, str) else found.kernel().facts(),
     }  # fmt: skip
 
 

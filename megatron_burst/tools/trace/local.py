@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ...attention import attention
 from ...comm.groups import Groups
 from ...planning.prepare import prepare
-from ...units import grid_of
+from ...units import duration, grid_of
 from .record import PASS, Trace, load
 
 
@@ -70,7 +70,7 @@ def run(call: Namespace, limit: float = 120.0) -> Trace:
         try:
             while not processes.join(max(0.0, ends - time.monotonic())):
                 if time.monotonic() >= ends:
-                    raise ValueError(f"the ranks did not end within {limit:.0f} s")
+                    raise ValueError(f"the ranks did not end within {duration(limit)}")
         except ProcessRaisedException as error:
             raise ValueError(str(error).strip().splitlines()[-1]) from error
         finally:

@@ -12,6 +12,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ...units import duration
 from .. import lanes
 from ..show.colours import GREY, MEANINGS, RULE
 from .record import STREAMS, Trace
@@ -72,7 +73,7 @@ def _marks(axes: Axes, trace: Trace, depth: int, scale: float) -> None:
     for name, begin, end in trace.marks:
         edges = [scale * (t - trace.begin) for t in (begin, end)]
         axes.vlines(edges, -0.2, depth, color=RULE, linewidth=0.8, zorder=0)
-        text = f"{name}, {1e3 * (end - begin):.0f} ms"
+        text = f"{name}, {duration(end - begin)}"
         left = WIDTH * (begin - trace.begin) / (trace.end - trace.begin)
         level = level + 1 if left < room + 0.1 else 0
         room = left + lanes.inches(text, 8.5)

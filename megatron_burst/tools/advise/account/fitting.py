@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ....autotune.clusters import Cluster
 from ....schedule.topology import divisors
+from ....units import byte_size
 from ..settings import ENDS, Settings, flag_of, uneven_ends
 from ..shapes.models import Model
 from .memory import Account, MemoryLeft, account, fit, fullest_stages, states_of
@@ -71,15 +72,16 @@ def does_not_fit(found: Account, cluster: Cluster, held: Held | None = None) -> 
     """An error's words: how much a run takes, how much there is, and what would make it fit."""
     left, run = fit(found, cluster), found.run
     if left.device < 0:
-        taken = f"{found.peak.bytes / 1e9:.0f} GB at TP {run.tp}"
-        if run.pp > 1:
-            taken += f" x PP {run.pp}"
-        states = sum(found.states.values()) / 1e9
-        what = f"{taken}, {states:.0f} of it states, where {cluster.room / 1e9:.0f} are there"
+        groups = f"TP {run.tp}" + f" x PP {run.pp}" * (run.pp > 1)
+        states = byte_size(sum(found.states.values()))
+        what = (
+            f"a GPU needs {byte_size(found.peak.bytes)} at {groups}, {states} of it for states, "
+            f"and has {byte_size(cluster.room)}"
+        )
     else:
         what = (
-            f"{found.host_bytes / 1e9:.0f} GB of host memory per GPU, where "
-            f"{cluster.host_per_rank / 1e9:.0f} are there"
+            f"a GPU needs {byte_size(found.host_bytes)} of host memory, and has "
+            f"{byte_size(cluster.host_per_rank)}"
         )
     helps = [change.said for change in changes(found.model, cluster, run, held)]
     if helps:

@@ -154,6 +154,8 @@ class AttentionTime:
     are in use. spread: standard deviation of the seconds over the draws of jitter. host: seconds
     of forward and of backward that launching takes of the processor, beside all this; planning:
     that it takes before the first layer of each micro-batch, where every one has its own plan.
+    kernel: of attention, whose published rate is assumed; None if the rate was measured or stated,
+    and where `simulate` did not set it.
     """
 
     forward: float
@@ -163,6 +165,7 @@ class AttentionTime:
     spread: float = 0.0
     host: tuple[float, float] = (0.0, 0.0)
     planning: float = 0.0
+    kernel: str | None = None
 
     @property
     def seconds(self) -> float:

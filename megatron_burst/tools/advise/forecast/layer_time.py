@@ -224,13 +224,15 @@ TimesAttention = Callable[..., AttentionTime]  # called as `attention_time`
 class LayerTime:
     """Seconds of one layer and micro-batch by part. recompute: the forward that backward runs
     again; backward: without it. core: of the core attention, None if the layer has none. launching:
-    what the processor needs meanwhile, in forward and from recompute to the end of backward."""
+    what the processor needs meanwhile, in forward and from recompute to the end of backward.
+    kernel: same as in `AttentionTime`."""
 
     forward: SecondsByPart
     recompute: SecondsByPart
     backward: SecondsByPart
     core: AttentionTime | None = None
     launching: tuple[float, float] = (0.0, 0.0)
+    kernel: str | None = None
 
     def waiting(self) -> LayerTime:
         """The same at least as long as launching takes; it has not waited before."""

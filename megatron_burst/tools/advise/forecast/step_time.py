@@ -114,13 +114,15 @@ LOSS_PRODUCTS = {"single_pass": 3, "recompute": 4, "off": 3}
 class StepTime:
     """Predicted for one step. parts: seconds of the busiest rank by what it does, whose
     sum is `seconds`; bottleneck: the part to improve first; tokens: of one step, all ranks.
-    mfu: operations of the model (`model_operations`) over those of the GPUs' peak in that time."""
+    mfu: operations of the model (`model_operations`) over those of the GPUs' peak in that time.
+    kernel: same as in `AttentionTime`."""
 
     seconds: float
     parts: Mapping[str, float]
     bottleneck: str
     tokens: int
     mfu: float
+    kernel: str | None = None
 
     def tokens_per_gpu(self, gpus: int) -> float:
         """Tokens per second and GPU."""

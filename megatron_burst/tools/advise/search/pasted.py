@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run as flags to paste: those of Megatron-LM and ours; as a job for Slurm; and as a call for
-Megatron-Bridge.
+"""A run as flags to paste: those of Megatron-LM and ours; and as a call for Megatron-Bridge.
 
 Decides which flags say what `Settings` are; `model_flags` those of the model. They are read back
 by `tools.model_arguments`, and tests compare.
@@ -9,7 +8,7 @@ by `tools.model_arguments`, and tests compare.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ....config import BurstConfig, flag_of
@@ -20,9 +19,7 @@ from .model_flags import (
     carries_state,
     hybrid_flags,
     is_hybrid,
-    lacking,
     model_flags,
-    script_of,
 )
 
 # Recipes of Megatron-Bridge for models of `models.NAMED`: family, name.
@@ -68,9 +65,10 @@ DOCUMENTS = {
 }
 
 
-def left_to_the_user(model: Model) -> str:
-    """What the flags leave out, in words."""
+def left_to_the_user(model: Model, included: Sequence[str] = ()) -> str:
+    """Return what the flags leave out, in words, without what a script adds to them."""
     names = ["data", "tokenizer", "learning rate", "--train-iters", "checkpoints"]
+    names = [name for name in names if name not in included]
     if model.family is None:
         names += [POSITIONS, STRUCTURE]
     elif model.family.left:
@@ -169,52 +167,6 @@ def choices(run: Settings, cut: str = "", carries: bool = False) -> dict[str, An
         or value != getattr(BurstConfig, name)
     }
     return {name: f"{v:g}" if isinstance(v, float) else v for name, v in said.items()}
-
-
-JOB = """\
-#!/usr/bin/env bash
-# {said}
-#     MEGATRON_LM=/path/to/Megatron-LM sbatch FILE --data-path PREFIX ...
-{missing}#SBATCH --job-name={name}
-#SBATCH --nodes={nodes}
-#SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-node={per_node}
-#SBATCH --exclusive
-#SBATCH --output=%x-%j.log
-set -euo pipefail
-{connections}
-mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-export RENDEZVOUS="${{hosts[0]}}:${{PORT:-29500}}"
-
-# One torchrun per node; the first node holds the rendezvous.
-# shellcheck disable=SC2016 # expanded on each node
-srun --kill-on-bad-exit=1 bash -c 'exec torchrun --nnodes "$SLURM_JOB_NUM_NODES" \\
-  --nproc-per-node {per_node} --local-addr "$SLURMD_NODENAME" --rdzv-id "$SLURM_JOB_ID" \\
-  --rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS" \\
-  --rdzv-conf "is_host=$((SLURM_NODEID == 0))" "$@"' torchrun \\
-  -m megatron_burst pretrain "${{MEGATRON_LM:?must name a checkout of Megatron-LM}}/{script}" \\
-  {flags} \\
-  "$@"
-"""
-
-
-def job_of(model: Model, run: Settings, nodes: int, per_node: int, said: str, cut: str = "") -> str:
-    """A script for sbatch that runs `flags_of` on so many nodes and GPUs of each, with what follows
-    its name. said: what it is, in one line."""
-    missing = [left_to_the_user(model), *lacking(model)]
-    missing += [DOCUMENTS[cut]] if cut else []
-    return JOB.format(
-        said=said,
-        missing="".join(f"# {sentence}\n" for sentence in missing),
-        name=model.name,
-        nodes=nodes,
-        per_node=per_node,
-        # Megatron refuses it with FSDP.
-        connections="" if run.fsdp else
-        "export CUDA_DEVICE_MAX_CONNECTIONS=1 # required before Blackwell\n",
-        script=script_of(model),
-        flags=" \\\n  ".join(flags_of(model, run, cut)),
-    )  # fmt: skip
 
 
 def recipe_of(model: Model, run: Settings) -> str:

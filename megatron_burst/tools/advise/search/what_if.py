@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import NamedTuple
 
 from ....autotune.clusters import Cluster
+from ....autotune.gpus import GIB
 from ....autotune.host_time import HostTime
+from ....units import byte_size
 from ..settings import Settings
 from .attention_choice import AttentionForecast
 from .search import Configuration, Search
 from .search_space import options_of
 
 LEAST = 0.01  # of the time: smaller gains are not mentioned
-GB = 10**9
 
 
 class WhatIf(NamedTuple):
@@ -117,7 +119,8 @@ def _larger(best: Configuration, search: Search) -> Iterator[WhatIf]:
         return
     taken = {min(lacking, key=lambda one: one[0]), max(lacking, key=lambda one: one[1])}
     for bytes_, gain, run in sorted(taken, key=lambda one: one[0]):
-        yield WhatIf(f"{-(-bytes_ // GB):.0f} GB more memory per GPU", gain, options_said(run))
+        more = byte_size(math.ceil(bytes_ / GIB) * GIB)
+        yield WhatIf(f"{more} more memory per GPU", gain, options_said(run))
 
 
 def options_said(run: Settings) -> str:
