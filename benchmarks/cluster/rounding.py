@@ -22,9 +22,9 @@ An error e of D changes dS by P e. So, with e = g(out + 1) rowsum(|dO| * P |V|):
     |error of dK|  <=  g(key) scale |dS|^T |Q| + (1 + g(key)) scale (P e)^T |Q|
     |error of dQ|  <=  g(query) scale |dS| |K| + (1 + g(query)) scale (P e) |K|
 
-`out`, `key` and `query` are the numbers of roundings (`bounds` counts them). Scores, lse, D and sums
-over kernel calls and ranks are fp32. Their errors are bounded by `FP32` times the largest entry of
-the tensor.
+`out`, `key` and `query` are the numbers of roundings (`bounds` counts them). Scores, lse, D and the
+sums over kernel calls and ranks are fp32. Their errors are bounded by `FP32` times the largest
+entry of the tensor.
 """
 
 from __future__ import annotations
