@@ -19,9 +19,7 @@ from .schedule.tables import Side
 if TYPE_CHECKING:
     import torch
 
-KernelName = Literal[
-    "auto", "aten", "aten_cudnn", "narrow", "flash2", "flash3", "flash4", "triton", "reference"
-]
+KernelName = Literal["auto", "aten", "aten_cudnn", "flash3", "flash4", "triton", "reference"]
 SideName = Literal["auto", Side]
 WireDtype = Literal["fp32", "bf16", "auto"]
 VisitingName = Literal["ring", "host"]
@@ -55,7 +53,7 @@ MEANING: Mapping[str, str] = {
     ),
     "side": "which tensors travel in backward; auto takes the side with fewer bytes",
     "kernel": (
-        "the attention of one device; auto takes the first that supports the call, flash2 to "
+        "the attention of one device; auto takes the first that supports the call, flash3 and "
         "flash4 are the installed FlashAttention packages"
     ),
     "softmax_scale": "factor of the scores; None: d ** -0.5",

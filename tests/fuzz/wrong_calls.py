@@ -72,7 +72,7 @@ KEYWORDS = [
     ("side None", {"side": None}, ("side", "query", "None")),
     ("kernel", {"kernel": "flash"}, ("kernel", "reference", "'flash'")),
     ("kernel of cuda", {"kernel": "aten_cudnn"}, ("aten_cudnn", "cuda", "cpu", "reference")),
-    ("kernel flash2 on cpu", {"kernel": "flash2"}, ("flash2", "kernel='auto'")),
+    ("kernel flash3 on cpu", {"kernel": "flash3"}, ("flash3", "kernel='auto'")),
     ("layout", {"layout": "zig"}, ("layout", "zigzag", "'zig'")),
     ("layout None", {"layout": None}, ("layout", "None")),
     ("layout number", {"layout": 2}, ("layout", "got 2")),
