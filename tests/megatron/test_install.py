@@ -127,7 +127,7 @@ def test_configure_refuses_what_is_not_supported(changes, flag):
         ({"algorithm": "ulysses", "ulysses_size": 2}, "--burst-ulysses-size 2: ulysses"),
         ({"ulysses_size": 0}, "--burst-ulysses-size"),
         ({"placement": "sideways"}, "--burst-placement"),
-        ({"kv_cache": 1.5}, "--burst-kv-cache"),
+        ({"store": 1.5}, "--burst-attention-store"),
         ({"wire_dtype": "fp8"}, "--burst-wire-dtype"),
     ],
 )
