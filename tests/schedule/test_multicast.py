@@ -297,7 +297,7 @@ def test_passes_of_the_same_rows_share_their_paths(name):
                 for each in (asked, replace(asked))
             )
             assert shared.digest == alone.digest
-            for one, other in zip(shared[1:4], alone[1:4], strict=True):
+            for one, other in zip(shared[1:3], alone[1:3], strict=True):
                 assert all(np.array_equal(x, y) for x, y in zip(one, other, strict=True))
     assert len(asked.common) == 2
 
