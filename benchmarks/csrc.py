@@ -17,13 +17,9 @@ from report import markdown, milliseconds, progress, provenance, ratio
 
 from megatron_burst.kernels import native
 from megatron_burst.kernels.aten import stand_in
-from megatron_burst.kernels.base import Rows, Scoring
 from megatron_burst.kernels.online_softmax import empty_result, merge_, row_delta
-from megatron_burst.kernels.registry import make
-from megatron_burst.layout import Span
 from megatron_burst.linear_cross_entropy.formula import Formula
 from megatron_burst.linear_cross_entropy.rows import Columns, softmax_gradient_
-from megatron_burst.masks import Full
 
 WIDTH, HEADS = 128, 8
 
@@ -72,31 +68,7 @@ def cases(rows: int, vocabulary: int) -> Iterator[Case]:
         yield Case("delta", f"{kind}, {shape}", lambda a=q, b=other: (a, b, torch.float32),
                    row_delta)  # fmt: skip
         yield Case("stand-in", f"{kind}, {shape}", lambda a=q, x=lse: (a, x), stand_in)
-    yield from narrow(rows)
     yield from gradients(256 if rows > 256 else 8, vocabulary)
-
-
-def narrow(rows: int) -> Iterator[Case]:
-    """Attention of narrow heads as the ring calls it: one pair of shards, all of it visible."""
-    for width in (8, 16):
-        q, k, v, dout = torch.randn(4, rows, 1, 2, width)
-        out, lse = empty_result(q, width)
-        spans, scoring = [Span(0, 1, rows)], Scoring(width**-0.5)
-
-        def forward(q=q, k=k, v=v, out=out, lse=lse, spans=spans, scoring=scoring):
-            kernel = make("auto", q, k, v)
-            kernel.forward(q, k, v, kernel.work_for(Full(), spans, spans), scoring, out, lse)
-
-        def backward(q=q, k=k, v=v, dout=dout, out=out, lse=lse, spans=spans, scoring=scoring):
-            kernel = make("auto", q, k, v)
-            work = kernel.work_for(Full(), spans, spans)
-            given = Rows(q, dout, lse, row_delta(dout, out, torch.float32), out)
-            kernel.backward(given, k, v, work, scoring, *(torch.zeros_like(x) for x in (q, k, v)))
-
-        forward()
-        shape = f"float32, {rows} rows x 2 heads x {width}"
-        yield Case("attention, forward", shape, tuple, forward)
-        yield Case("attention, backward", shape, tuple, backward)
 
 
 def gradients(rows: int, vocabulary: int) -> Iterator[Case]:

@@ -11,13 +11,6 @@ STABLE_TORCH_LIBRARY(megatron_burst, m) {
       "softmax_gradient_(Tensor(a!) z, Tensor index, Tensor lse, Tensor of_softmax, "
       "Tensor of_label, Tensor of_all, int real, float scale, float softcap, bool exponentials) "
       "-> ()");
-  m.def(
-      "narrow_forward(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) lse, int left, "
-      "int right, float scale, int vector) -> ()");
-  m.def(
-      "narrow_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, "
-      "Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, int left, int right, float scale, "
-      "int vector) -> ()");
 }
 
 #define BURST_OPERATORS(m)                                             \
@@ -28,8 +21,6 @@ STABLE_TORCH_LIBRARY(megatron_burst, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_burst, CPU, m) {
   BURST_OPERATORS(m);
-  m.impl("narrow_forward", TORCH_BOX(&burst::narrow_forward));
-  m.impl("narrow_backward", TORCH_BOX(&burst::narrow_backward));
 }
 
 #ifdef BURST_CUDA

@@ -22,17 +22,4 @@ void softmax_gradient_(
     Tensor z, Tensor index, Tensor lse, Tensor of_softmax, Tensor of_label, Tensor of_all,
     int64_t real, double scale, double softcap, bool exponentials);
 
-// Attention on the CPU, widths up to 16, of float32, bfloat16 or float16 in float32: q, out [b, h, s, w], k, v [b, g, t, w], g divides
-// h; lse [b, h, s] of these keys alone. Row m sees column n where m - left <= n <= m + right.
-// In vectors of 4, 8 or 16 floats; 0: of as many as there are.
-void narrow_forward(
-    Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, int64_t left, int64_t right, double scale,
-    int64_t vector);
-
-// Its gradients dq, dk, dv, of dout [b, h, s, w]; lse that of all keys there are, and delta =
-// rowsum(dout * out), both [b, h, s].
-void narrow_backward(
-    Tensor dout, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, Tensor dq, Tensor dk,
-    Tensor dv, int64_t left, int64_t right, double scale, int64_t vector);
-
 }  // namespace burst

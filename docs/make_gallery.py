@@ -137,9 +137,6 @@ SECTIONS = (
                 "schedule --nodes 2 --per-node 2 --backward --side query --layout striped",
                 "Backward with travelling queries: each gradient follows one step behind its "
                 "chunk, and crosses between nodes once, after its node has added all its parts."),
-        Picture("burst-backward-kept",
-                "schedule --nodes 2 --per-node 2 --backward --side kv --kv-cache 1",
-                "Backward with all travelling keys kept from forward: only gradients travel."),
         Picture("double-ring-backward",
                 "schedule --algorithm double_ring --nodes 2 --per-node 2 --backward "
                 "--side query --layout contiguous",

@@ -1,7 +1,8 @@
 """One training step on a million tokens of real text, as one sequence, on four CPU ranks.
 
-    make million                      # about 20 minutes on 2 cores; ARGS="--seq-length 65536": one
-    make million ARGS="--ranks 2"     # the same step on two ranks: the same loss and gradient norm
+    make million                          # prints beforehand how long attention will take
+    make million ARGS="--tokens 256K"     # a shorter sequence
+    make million ARGS="--ranks 2"         # on two ranks: the same loss and gradient norm
 
 A small Llama-style GPT of Megatron-Core, most of whose layers see a sliding window and a few the
 whole sequence. Says beforehand what the memory account predicts and how long attention will take;
@@ -30,7 +31,7 @@ from million_job import Job
 from rich.console import Console
 from rich.table import Table
 
-from megatron_burst.units import byte_size, duration
+from megatron_burst.units import byte_size, duration, tokens_of
 
 STEP = Path(__file__).with_name("million_step.py")
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -79,23 +80,23 @@ class Run:
         return sum(rank["resident"]["peak"] for rank in self.found)
 
 
-def speed(width: int) -> tuple[str, float, float]:
-    """The kernel that will run, and its (query, key) pairs per second and core, forward and
-    backward, measured in a second."""
+def speed(width: int) -> tuple[float, float]:
+    """Measure torch's attention on one core, in about a second.
+
+    Returns:
+        (query, key) pairs per second of forward and of backward.
+    """
     import torch
 
-    from megatron_burst.kernels.operators import CpuFlash, CpuNarrow
+    from megatron_burst.kernels.operators import CpuFlash, Shown
 
     torch.set_num_threads(1)
-    operator, name = CpuNarrow(), "narrow"
-    if operator.unfit(torch.device("cpu"), width):
-        operator, name = CpuFlash(), "aten"
+    operator, shown = CpuFlash(), Shown()
     q, k, v, dout = torch.randn(4, 1, 1, 2048, width).unbind()
-    out, lse = operator.forward(q, k, v, False, None, None, 1.0)
-    rest = (dout * out).sum(-1) if operator.takes_delta else out
+    out, lse = operator.forward(q, k, v, shown, 1.0)
     calls = (
-        lambda: operator.forward(q, k, v, False, None, None, 1.0),
-        lambda: operator.backward(dout, q, k, v, rest, lse, False, None, None, 1.0),
+        lambda: operator.forward(q, k, v, shown, 1.0),
+        lambda: operator.backward(dout, q, k, v, out, lse, shown, 1.0),
     )
     rates = []
     for call in calls:
@@ -105,12 +106,12 @@ def speed(width: int) -> tuple[str, float, float]:
             call()
             taken.append(time.process_time() - start)
         rates.append(2048 * 2048 / sorted(taken)[2])
-    return name, *rates
+    return rates[0], rates[1]
 
 
 def announce(job: Job, ranks: int, console: Console) -> None:
     """What will run, how long attention takes, and what the account says of its memory."""
-    name, forward, backward = speed(job.width)
+    forward, backward = speed(job.width)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     at_once = min(cores or 1, ranks)
     attention = job.pairs * (1 / forward + 1 / backward) / at_once
@@ -118,15 +119,13 @@ def announce(job: Job, ranks: int, console: Console) -> None:
     console.print(
         f"  {job.layers} layers, every {job.full_every}th sees all tokens and the others "
         f"{job.window:,}; {job.pairs:.2e} pairs of attention\n"
-        f"  kernel {name}: {forward:.1e} pairs/s forward, {backward:.1e} backward on a core: "
-        f"attention will take about {attention / 60:.1f} minutes on {at_once} cores\n"
+        f"  kernel aten: {forward:.1e} pairs/s forward, {backward:.1e} backward on a core: "
+        f"attention will take about {duration(attention)} on {at_once} cores\n"
         f"  memory account: {byte_size(mine.activations)} of activations per rank, "
         f"{byte_size(mine.host_bytes)} in the host tier; without offload, chunks and tiles "
         f"{byte_size(plain.activations)}",
         markup=False,
     )
-    if name != "narrow":
-        console.print("  `make csrc` compiles an attention that is 4 times as fast at this width")
 
 
 def run(job: Job, ranks: int, prefix: str, text: str, folder: Path) -> Run:
@@ -207,8 +206,11 @@ def parse_args() -> argparse.Namespace:
     add("--out", type=Path, default=Path("runs/million"), help="folder for the results")
     add("--ranks", type=int, default=4, help="processes, each with a part of the sequence")
     add("--docs", action="store_true", help="write the results into docs/")
+    add("--tokens", dest="seq_length", type=lambda text: tokens_of(text, "--tokens"),
+        default=Job.seq_length, help="length of the sequence, such as 256K")  # fmt: skip
     for name, value in asdict(Job()).items():
-        add(f"--{name.replace('_', '-')}", type=type(value), default=value)
+        if name != "seq_length":
+            add(f"--{name.replace('_', '-')}", type=type(value), default=value)
     return parser.parse_args()
 
 

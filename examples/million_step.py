@@ -19,7 +19,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -44,8 +43,6 @@ BACKWARD = 2.2  # what a pair of backward weighs, in pairs of forward: about the
 SHOWN = 8  # kinds of tensors at the peak that are written down
 # The operators of attention on a CPU; the backward ones take dout before q.
 OPERATORS = {
-    "narrow_forward": 0,
-    "narrow_backward": 1,
     "_scaled_dot_product_flash_attention_for_cpu": 0,
     "_scaled_dot_product_flash_attention_for_cpu_backward": 1,
 }
@@ -110,14 +107,9 @@ def pairs(args: Namespace) -> float:
     total = 0
     for layer in range(1, args.num_layers + 1):
         reach = n if every and layer % every == 0 else min(left, n)
-        total += visible(n, n, reach, 0)
+        outside = n - reach  # positions that the last one does not see
+        total += (n * (n + 1) - outside * (outside + 1)) // 2
     return total * args.num_attention_heads / args.context_parallel_size * (1 + BACKWARD)
-
-
-def visible(s: int, t: int, left: int, right: int) -> int:
-    """Pairs of s rows and t columns with m - left <= n <= m + right."""
-    row = np.arange(s)
-    return int((np.clip(row + right + 1, 0, t) - np.clip(row - left, 0, t)).clip(0).sum())
 
 
 class Screen:
@@ -214,12 +206,13 @@ class Watch(LiveTensors):
 
     @staticmethod
     def _work(name: str, args: tuple) -> float:
-        """Pairs of a call of attention; of torch's whole tiles, as they are computed."""
+        """Count the pairs of a call of attention: of a triangle if it is causal, else all."""
         backward = OPERATORS[name]
         q, k = args[backward : backward + 2]
+        causal = args[7 if backward else 4]
         s, t = q.shape[2], k.shape[2]
-        band = args[-4:-2] if name.startswith("narrow") else (s, t)
-        return visible(s, t, *band) * q.shape[0] * q.shape[1] * (BACKWARD if backward else 1)
+        seen = s * (s + 1) // 2 if causal else s * t
+        return seen * q.shape[0] * q.shape[1] * (BACKWARD if backward else 1)
 
     def _add(self, kind: Any, size: int) -> None:
         super()._add(kind, size)

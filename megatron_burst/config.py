@@ -21,7 +21,6 @@ from .options import (
     SideName,
     WireDtype,
     algorithms,
-    check_kept_keys,
 )
 from .schedule.per_layer import layer_choices
 from .schedule.scans import SCANS
@@ -96,7 +95,6 @@ class BurstConfig:
     placement: Annotated[
         Placement, Described("whether neighbouring ranks share heads or a ring")
     ] = "head_first"
-    kv_cache: Annotated[float, Described(MEANING["kv_cache"])] = 0.0
     wire_dtype: Annotated[
         WireDtype | None,
         Described(MEANING["grad_wire_dtype"]),
@@ -214,7 +212,6 @@ class BurstConfig:
     def __post_init__(self):
         for name in CHOICES:
             self._check(name)
-        check_kept_keys(self, lambda name, value: f"{flag_of(name)} {value}")
         if self.wire_dtype == "auto" and self.algorithm != "auto":
             raise ValueError(
                 f"wire_dtype ({flag_of('wire_dtype')}) auto goes by the forecast of "
@@ -272,7 +269,6 @@ class BurstConfig:
             "kernel": self.kernel,
             "grad_wire_dtype": self.wire_dtype,
             "head_chunks": self.head_chunks,
-            "kv_cache": self.kv_cache,
             "store": self.store,
         }
 

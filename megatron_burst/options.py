@@ -7,9 +7,9 @@ sides are named by their rooms. Values are checked by `planning.validate`, on al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
+from typing import TYPE_CHECKING, Literal, TypedDict, get_args
 
 from .layout import Layout, LayoutName
 from .masks import Mask
@@ -19,9 +19,7 @@ from .schedule.tables import Side
 if TYPE_CHECKING:
     import torch
 
-KernelName = Literal[
-    "auto", "aten", "aten_cudnn", "narrow", "flash2", "flash3", "flash4", "triton", "reference"
-]
+KernelName = Literal["auto", "aten", "aten_cudnn", "flash3", "flash4", "triton", "reference"]
 SideName = Literal["auto", Side]
 WireDtype = Literal["fp32", "bf16", "auto"]
 VisitingName = Literal["ring", "host"]
@@ -55,7 +53,7 @@ MEANING: Mapping[str, str] = {
     ),
     "side": "which tensors travel in backward; auto takes the side with fewer bytes",
     "kernel": (
-        "the attention of one device; auto takes the first that supports the call, flash2 to "
+        "the attention of one device; auto takes the first that supports the call, flash3 and "
         "flash4 are the installed FlashAttention packages"
     ),
     "softmax_scale": "factor of the scores; None: d ** -0.5",
@@ -65,7 +63,6 @@ MEANING: Mapping[str, str] = {
         "fp32, for fp64 tensors fp64; auto, with algorithm auto: bf16 for bf16 tensors where that "
         "is predicted to be faster"
     ),
-    "kv_cache": "fraction of received keys and values that forward keeps for backward",
     "store": (
         "fraction of attention outputs that a checkpoint around the call keeps; default: that of "
         "the checkpoint"
@@ -104,7 +101,6 @@ class AttentionOptions:
     softmax_scale: float | None = None
     softcap: float | None = None
     grad_wire_dtype: torch.dtype | WireDtype | None = None
-    kv_cache: float = 0.0
     store: float | None = None
     head_chunks: int | None = None
     sequence_chunks: int = 1
@@ -128,29 +124,8 @@ class AttentionKeywords(TypedDict, total=False):
     softmax_scale: float | None
     softcap: float | None
     grad_wire_dtype: torch.dtype | WireDtype | None
-    kv_cache: float
     store: float | None
     head_chunks: int | None
     sequence_chunks: int
     row_blocks: int
     visiting: VisitingName
-
-
-def check_kept_keys(options: Any, shown: Callable[[str, Any], str]) -> None:
-    """Raise ValueError where `kv_cache` could not keep keys of a forward for its backward.
-
-    options: has `kv_cache`, `side` and `store`. shown: an option and its value, as users write it.
-    """
-    if not options.kv_cache:
-        return
-    kept = shown("kv_cache", options.kv_cache)
-    if options.side == "query":
-        raise ValueError(
-            f"{kept} keeps keys, which {shown('side', 'query')} does not send; use "
-            f"{shown('side', 'kv')} or auto"
-        )
-    if options.store:
-        raise ValueError(
-            f"{kept} keeps keys of a forward that {shown('store', options.store)} does not run "
-            "again; use one of them"
-        )

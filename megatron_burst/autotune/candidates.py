@@ -44,8 +44,7 @@ ROOM = 0.5  # of the memory that is known to be left
 class Workload:
     """The attention that all ranks compute together, whatever settings run it.
 
-    sizes: of one rank, before heads are shared. kept: the fraction of the travelling keys and
-    values that forward keeps for backward. chunks, blocks: of rows, as `sequence_chunks` and
+    sizes: of one rank, before heads are shared. chunks, blocks: of rows, as `sequence_chunks` and
     `row_blocks` of a call. attended: a query attends to at most so many keys, which its rank knows
     alone, so that keys travel; None: to all that it sees. latent: values are columns of the keys,
     which are wider by as many.
@@ -54,7 +53,6 @@ class Workload:
     sizes: Sizes
     mask: Mask
     layout: Layout
-    kept: float = 0.0
     chunks: int = 1
     blocks: int = 1
     attended: int | None = None
@@ -166,14 +164,12 @@ class GridSchedules:
             lambda want: cost.forward_schedule(algorithm, self.grid, want, least),
         )
 
-    def backward(self, algorithm: str, sizes: Sizes, side: str, kept: int) -> list[Prepared]:
+    def backward(self, algorithm: str, sizes: Sizes, side: str) -> list[Prepared]:
         """One for each chunk of rows."""
         least = _fewest_heads(sizes)
         return self._prepared(
-            (algorithm, least, side, kept),
-            lambda want: cost.backward_schedule(
-                algorithm, self.grid, want, least, side=side, kept=kept
-            ),
+            (algorithm, least, side),
+            lambda want: cost.backward_schedule(algorithm, self.grid, want, least, side=side),
         )
 
     def forget(self) -> None:
@@ -234,7 +230,6 @@ class GridWork:
         self.workload, self.topology, self.rates, self.fixed = workload, topology, rates, fixed
         self.sizes, self.grid, self.wants = sizes, self.schedules.grid, wants
         self.seconds, self.longer = seconds, rates.backward * seconds
-        self.kept = round(workload.kept * (self.grid.size - 1))
         self.trained = any(sizes.needs_grad)
         self.sharing = sharing(
             topology, sizes, rates, len(wants) > 1, 1.0 if nodes is None else nodes.per_nic
@@ -310,10 +305,10 @@ class AlgorithmOnGrid:
     def _backwards(self) -> list[list[Prepared]]:
         """Those of backward, for each side that is tried."""
         on, fixed = self.on, self.on.fixed.side
-        sided = ALGORITHMS[self.algorithm].sided and not on.workload.kept and on.grid.size > 1
+        sided = ALGORITHMS[self.algorithm].sided and on.grid.size > 1
         sides = [fixed] if fixed else SIDES if sided else ["kv"]
         made = on.schedules.backward
-        return [made(self.algorithm, on.sizes, side, on.kept) for side in sides]
+        return [made(self.algorithm, on.sizes, side) for side in sides]
 
     def by_chunks(self) -> Iterator[list[Candidate]]:
         """The candidates of each number of head chunks, one for each side; no more chunks than
@@ -371,7 +366,7 @@ def _algorithms(workload: Workload, topology: Topology, fixed: Fixed) -> Sequenc
         name
         for name, algorithm in ALGORITHMS.items()
         if algorithm.automatic
-        and (algorithm.keeps or not (workload.kept or workload.attended))
+        and (algorithm.keeps or not workload.attended)
         and not (algorithm.holds_all and topology.ulysses > 1)
         and not (algorithm.two_levels and one_level)
     ]

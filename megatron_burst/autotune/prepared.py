@@ -118,10 +118,10 @@ class Prepared:
         chunks = np.eye(keys.size, dtype=np.int64)
         rows = np.diag(np.bincount(keys.owner, keys.rows, keys.size).astype(np.int64))
         copies = tables.transfers.where(tables.transfers.family == FAMILIES.index("kv"))
-        for rank, owner, bits in (copies.dst, copies.owner, copies.rows), tables.kept:
-            computes = (used[rank, owner] & bits) != 0
-            np.add.at(chunks, (rank, owner), computes)
-            np.add.at(rows, (rank, owner), computes * tables.keys.rows_of(owner, bits))
+        computes = (used[copies.dst, copies.owner] & copies.rows) != 0
+        np.add.at(chunks, (copies.dst, copies.owner), computes)
+        moved = tables.keys.rows_of(copies.owner, copies.rows)
+        np.add.at(rows, (copies.dst, copies.owner), computes * moved)
         return chunks, rows
 
     @cached_property

@@ -38,7 +38,7 @@ def forward(
     stored: Tensors | None,
     max_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Tensors]:
-    """(out [s, b, h, w], what backward needs: q, k, v, out, lse and kept keys of the ring).
+    """(out [s, b, h, w], what backward needs: q, k, v, out and lse).
 
     shard: contiguous q [s, b, h, d], k [s, b, k, d], v [s, b, k, w]. sink [h] or None. stored: out
     and lse of the rows that were kept when this call ran first, if it runs again. max_logits [h]
@@ -63,7 +63,7 @@ def forward(
         rest = rows_of(q, partial.rest)
         rings = ring.forward_rings(job, partial.run, call, rest, (k, v), max_logits)
     ring.run(rings)
-    out, lse, kept = ring.outputs(rings, q.dtype, sink)
+    out, lse = ring.outputs(rings, q.dtype, sink)
     if stored is not None:
         assert partial is not None
         out, lse = partial.whole(stored[0], out), partial.whole(stored[1], lse)
@@ -73,7 +73,7 @@ def forward(
 
         (whole,) = rows_to_heads(job, call, run.name, (out,), (job.heads,), out.dtype, job.order)
         assert whole is not None
-    return whole, (q, k, v, out, lse, *kept)
+    return whole, (q, k, v, out, lse)
 
 
 def backward(
@@ -89,14 +89,14 @@ def backward(
         from . import row_chunks  # not needed by other calls
 
         return row_chunks.backward(job, call, dout, saved, sink)
-    q, k, v, out, lse, *kept = saved
+    q, k, v, out, lse = saved
     if shared:
         from .ulysses import heads_to_rows  # not needed by other calls
 
         (dout,) = heads_to_rows(job, call, run.name, (dout,), job.order)
     delta = row_delta(dout, out, lse.dtype)
     rows = Rows(q, dout.contiguous(), lse, delta, out)
-    rings = ring.backward_rings(job, run, call, rows, (k, v), tuple(kept))
+    rings = ring.backward_rings(job, run, call, rows, (k, v))
     ring.run(rings)
     grads = ring.gradients(rings, job.needs_grad)
     if shared:

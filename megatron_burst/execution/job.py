@@ -100,19 +100,6 @@ class Step:
 
 
 @dataclass(frozen=True)
-class KeptChunk:
-    """A chunk of others that forward leaves behind and backward finds.
-
-    count: of rows. parts: the chunks in which it came, where its rows lie in each, and where they
-    go in the chunk that is kept.
-    """
-
-    chunk: Chunk
-    count: int
-    parts: tuple[tuple[Chunk, RowPlace, RowPlace], ...]
-
-
-@dataclass(frozen=True)
 class Pass:
     """What one rank needs for one pass.
 
@@ -129,7 +116,6 @@ class Pass:
     totals: Mapping[tuple[str, int], Target]
     longest: Mapping[str, int]
     sends: Mapping[Chunk, int]
-    kept: tuple[KeptChunk, ...] = ()
     held_bytes: int = 0
     kinds: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 

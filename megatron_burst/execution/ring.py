@@ -28,7 +28,7 @@ from ..kernels.online_softmax import accumulation_dtype, add_sink_
 from ..schedule.head_shares import deferred_chunks
 from ..schedule.tables import Chunk
 from .buffers import Buffers, MessageKind, PartialResults, taken
-from .job import Call, Exchange, Job, KeptChunk, Pass, Payload, Tensors
+from .job import Call, Exchange, Job, Pass, Payload, Tensors
 
 UNNAMED = nullcontext()
 DONE = object()
@@ -73,8 +73,8 @@ class Ring:
     """One rank's part of a pass over the heads of a chunk: chunks held, partial results, exchanges
     in flight.
 
-    own: the tensors of each family of copies that this rank has from the start; kept: those of
-    `run.kept`. sums: of each family of partial results, what a row of each tensor has; the last
+    own: the tensors of each family of copies that this rank has from the start.
+    sums: of each family of partial results, what a row of each tensor has; the last
     `exact` of these travel as they are summed, the others in the dtype of the wire. compute: what
     is done with a pair (`Forward`, `Backward`; `sparse` has others).
     """
@@ -90,14 +90,12 @@ class Ring:
         sums: Mapping[str, Sequence[torch.Size]],
         *,
         exact: int = 0,
-        kept: Sequence[Tensors] = (),
     ):
         self.run, self.heads, self.compute, self._tag = run, heads, compute, tag
         self.steps = run.deferred if heads.deferred else run.steps
         assert self.steps, "a pass made without the order of head chunks that are deferred"
         self.endpoint, self.me = job.ring, job.ring.rank
         held = {Chunk(family, self.me): Message(None, tensors) for family, tensors in own.items()}
-        held |= {each.chunk: Message(None, t) for each, t in zip(run.kept, kept, strict=False)}
         self.chunks: ChunkStore = held
         device, dtype = own["query"][0].device, own["query"][0].dtype
         self._on_cpu = device.type == "cpu"
@@ -211,18 +209,6 @@ class Ring:
         if not profiler._is_profiler_enabled:
             return UNNAMED
         return record_function(f"{self.run.name}{self.heads.title}: {words % numbers}")
-
-    def kept(self, each: KeptChunk) -> Tensors:
-        """The rows of a chunk that stays for backward, from the messages in which they came."""
-        chunk = each.chunk
-        if each.parts[0][0] == chunk and each.count == self.run.longest[chunk.family]:
-            return self.chunks[chunk].tensors
-        whole = self.buffers.apart(chunk.family, each.count).tensors  # else it keeps a whole room
-        for part, source, target in each.parts:
-            rows = taken(self.chunks[part].tensors, source)
-            for tensor, row in zip(whole, rows, strict=True):
-                tensor[target.at] = row
-        return whole
 
 
 def kinds(
@@ -346,21 +332,19 @@ def forward_rings(
 
 def outputs(
     rings: Sequence[Ring], dtype: torch.dtype, sink: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
-    """out [s, b, h, w] in `dtype`, lse [s, b, h] in the accumulation dtype, and k, v of every chunk
-    that each ring keeps for backward.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [s, b, h, w] in `dtype` and lse [s, b, h] in the accumulation dtype.
 
     sink [h] or None: a logit that every row sees besides its keys, with no value.
     """
-    outs, lses, kept = [], [], []
+    outs, lses = [], []
     for ring in rings:
         out, lse = ring.partials.whole(ring.run.totals["out", ring.me])
         if sink is not None:
             add_sink_(out, lse, sink[ring.heads.heads])
         outs.append(out.to(dtype))
         lses.append(lse)
-        kept += [t for each in ring.run.kept for t in ring.kept(each)]
-    return join(outs), join(lses), tuple(kept)
+    return join(outs), join(lses)
 
 
 # --- backward -----------------------------------------------------------------------------------
@@ -388,17 +372,14 @@ class Backward:
         self.kernel.backward(rows, k, v, call.work, self.scoring, *grads)
 
 
-def backward_rings(
-    job: Job, run: Pass, tag: CallTag, rows: Rows, keys: Tensors, kept: Tensors = ()
-) -> list[Ring]:
+def backward_rings(job: Job, run: Pass, tag: CallTag, rows: Rows, keys: Tensors) -> list[Ring]:
     """One ring per head chunk: gradients of the local q, k, v (BurstEngine Algorithms 1 and 2).
 
     What travels is the program's business: own chunks are held from the start, those of others
-    arrive or were `kept` (k, v of each chunk of `run.kept`, head chunk after head chunk), and
-    gradients are summed per chunk wherever it is. rows: the local query chunk; keys: (k, v).
+    arrive, and gradients are summed per chunk wherever it is. rows: the local query chunk; keys:
+    (k, v).
     """
     (k, v), needs, rings = keys, job.needs_grad, []
-    each = 2 * len(run.kept)
     for part in head_chunks(job, rows.q.shape[2], k.shape[2]):
         h, n = part.heads, part.kv_heads
         q, dout, lse, delta, out = [None if x is None else of_heads(x, h) for x in rows]
@@ -411,10 +392,8 @@ def backward_rings(
             "dquery": [own["query"][0].shape[1:]] if needs[0] else [],
             "dkv": [t.shape[1:] for t, needs_grad in needed if needs_grad],
         }
-        pairs = kept[part.number * each : (part.number + 1) * each]
         compute = Backward(job.kernel, job.scoring, out, job.ring.rank, needs)
-        chunks = list(zip(pairs[::2], pairs[1::2], strict=True))
-        rings.append(Ring(job, run, tag, part, compute, own, sums, kept=chunks))
+        rings.append(Ring(job, run, tag, part, compute, own, sums))
     return rings
 
 

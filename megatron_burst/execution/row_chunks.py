@@ -77,7 +77,7 @@ class RowChunks:
             assert partial is not None
             rings = self._rings(partial.run, rows_of(queries, partial.rest))
         ring.run(rings)
-        out, lse, _ = ring.outputs(rings, q.dtype, self.sink)
+        out, lse = ring.outputs(rings, q.dtype, self.sink)
         if stored is None and self._visiting is not None:
             self._visiting.settle()
         if stored is not None:

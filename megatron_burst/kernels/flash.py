@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashAttention 2, 3 and 4 as operators of `AtenKernel`: `flash2`, `flash3` and `flash4`.
+"""FlashAttention 3 and 4 as operators of `AtenKernel`: `flash3` and `flash4`.
 
 Decides how our tensors become arguments of these packages, which widths and devices they serve,
 and what they leave to the kernels of NCCL; `flash_packages` knows which parameters a release has.
@@ -9,15 +9,14 @@ tested against the signatures of their releases (`tests/kernels/flash_signatures
 compiled for them (`tests/kernels/flash4_compiles.py`, 4.0.0b36, sm_90 and sm_100). What becomes of
 them was read in the sources: tensors are [b, s, h, d], of any strides but that of d; lse is
 [b, h, s], float32, natural logarithm; gradients are written into the dq, dk, dv that are given.
-2 and 3 want the output in backward, or its stand-in. 4 subtracts dlse from rowsum(dout * out): with
+3 takes the output in backward, or its stand-in. 4 subtracts dlse from rowsum(dout * out): with
 out = 0 and dlse = -delta what it uses is delta, and nothing has to stand in. Windows are aligned to
 the last row and column, as `operators` has them.
 
 3 and 4 take many sequences end to end, [s, h, d] with lse [h, s], by the bounds of each. For rows
 without columns 3 writes out 0 and lse -inf; 4 does on sm_100, and on sm_90 attends to keys of a
 neighbour, so what it returns there is not used. Both write 0 as the gradients of columns without
-rows and of rows without columns. `flash2` has other functions for many, and torch's own operator is
-the same kernel: it makes a call for each.
+rows and of rows without columns. FlashAttention 2 is the kernel that torch contains: use `aten`.
 """
 
 from __future__ import annotations
@@ -122,10 +121,9 @@ def unfit(
     From the checks in their sources. newer: FlashAttention 3 since it takes windows by two names
     (December 2025), which is since its backward takes values of another width than keys.
     """
-    first, last = {"flash2": (8, None), "flash3": (8, 9), "flash4": (9, 12)}[name]
-    if major < first or (last is not None and major > last):
-        until = "on" if last is None else f"to {last}"
-        return f"runs on devices of compute capability {first} {until}, got {major}"
+    first, last = {"flash3": (8, 9), "flash4": (9, 12)}[name]
+    if not first <= major <= last:
+        return f"runs on devices of compute capability {first} to {last}, got {major}"
     if deterministic and name == "flash4" and major == 12:
         return "has no deterministic gradients on compute capability 12"
     if widths[0] != widths[1] and not _two_widths(name, major, widths, newer):

@@ -22,7 +22,6 @@ LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 ALIASES = {"causal": "is_causal", "lse": "softmax_lse"}  # what some releases call it
 
 MARGIN = "sm_margin"  # multiprocessors that a kernel leaves free
-PLAIN = {"dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None}
 CACHE = ("k_new", "v_new", "qv", "out", "out_", "cu_seqlens_k_new", "seqused_q", "seqused_k",
          "page_table", "kv_batch_idx", "leftpad_k", "rotary_cos", "rotary_sin", "seqlens_rotary",
          "q_descale", "k_descale", "v_descale")  # fmt: skip
@@ -57,14 +56,6 @@ class FlashPackage(Package):
 
 
 PACKAGES = {
-    "flash2": FlashPackage(
-        "FlashAttention 2",
-        "flash-attn",
-        "flash-attn 2.7 or newer",
-        ("flash_attn.flash_attn_interface",),
-        Function("_flash_attn_forward", PLAIN | {"return_softmax": False}),
-        Function("_flash_attn_backward", PLAIN),
-    ),
     "flash3": FlashPackage(
         "FlashAttention 3",
         "flash-attn-3",

@@ -26,13 +26,6 @@ OPERATORS = {
     "stand_in_out": "dout delta out",
     "softmax_gradient_": "z index lse of_softmax of_label of_all real scale softcap exponentials",
 }
-# The same of operators for the CPU alone.
-CPU_OPERATORS = {
-    "narrow_forward": "q k v out lse left right scale vector",
-    "narrow_backward": "dout q k v lse delta dq dk dv left right scale vector",
-}
-NARROW = 16  # the widest heads of those
-SUMS = torch.float32  # what they return, whatever the dtype of q, k and v
 # Element -> accumulator, as the operators are compiled.
 ACCUMULATORS = {
     torch.float64: torch.float64,
@@ -74,8 +67,7 @@ def _registered(key: str) -> bool:
     """Do all operators exist as they are called here, for this kind of device?"""
     defined = torch._C._dispatch_get_all_op_names()
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    asked = OPERATORS | CPU_OPERATORS if key == "CPU" else OPERATORS
-    for name, arguments in asked.items():
+    for name, arguments in OPERATORS.items():
         full = f"megatron_burst::{name}"
         if full not in defined or not has(full, key):
             return False
@@ -153,40 +145,6 @@ def softmax_gradient_(
     )
     changed(z)
     return True
-
-
-def narrow_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    band: tuple[int, int],
-    scale: float,
-    vector: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [b, h, s, w] and lse [b, h, s] of q [b, h, s, w], k, v [b, g, t, w], on the CPU,
-    w at most `NARROW`; row m sees m - left to m + right, (left, right) = band. In vectors of
-    4, 8 or 16 floats; 0: of as many as this processor has."""
-    out, lse = torch.empty(q.shape, dtype=SUMS), torch.empty(q.shape[:-1], dtype=SUMS)
-    torch.ops.megatron_burst.narrow_forward.default(q, k, v, out, lse, *band, scale, vector)
-    return out, lse
-
-
-def narrow_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-    band: tuple[int, int],
-    scale: float,
-    vector: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv), shaped as q, k and v; lse and delta [b, h, s] of all keys there are."""
-    dq, dk, dv = (torch.empty(x.shape, dtype=SUMS) for x in (q, k, v))
-    given = dout, q, k, v, lse, delta
-    torch.ops.megatron_burst.narrow_backward.default(*given, dq, dk, dv, *band, scale, vector)
-    return dq, dk, dv
 
 
 def _here(*tensors: torch.Tensor) -> bool:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol of flash attention operators, and those for CPUs: torch's own, and the compiled one
-of `csrc/` for narrow heads. `operators_cuda` has torch's for GPUs, `flash` those of packages.
+"""The protocol of flash attention operators, and torch's operator for CPUs.
+
+`operators_cuda` has torch's operators for GPUs, `flash` the operators of FlashAttention packages.
 
 Decides which widths and dtypes each serves, and spells the arguments of a tile as each operator
 expects them. Windows are aligned to the last row and column, as in FlashAttention.
@@ -15,7 +16,6 @@ import numpy as np
 import torch
 
 from ..layout.sharding import to_device
-from . import native
 
 
 class Lengths:
@@ -119,43 +119,3 @@ class CpuFlash:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k, v, out, lse, 0.0, shown.causal, attn_mask=shown.bias, scale=scale
         )
-
-
-class CpuNarrow:
-    """The compiled attention of narrow heads (`csrc/narrow.h`), where it was built.
-
-    As fast as the processor adds and multiplies: 3 to 5 times torch's at width 8, 1.5 to 1.8 times
-    at 16 (benchmarks/csrc.py). At 24 and 32 torch's is as fast, so those are not served. All
-    it returns is float32.
-    """
-
-    device = "cpu"
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    multiple = 1
-    limits: tuple[int | None, int | None] = (None, None)
-    windows = True
-    deterministic = True
-    takes_delta = True
-    joins = False
-
-    def unfit(self, device: torch.device, widths: Widths) -> str | None:
-        if max(widths) > native.NARROW:
-            return f"takes widths up to {native.NARROW}, got {max(widths)}"
-        if native.serves(device.type):
-            return None if widths[0] == widths[1] else ONE_WIDTH
-        return f"needs the compiled library of csrc/, and there is no {native.FILE}: `make csrc`"
-
-    def forward(self, q, k, v, shown, scale):
-        return native.narrow_forward(q, k, v, _from_first(q, k, shown), scale)
-
-    def backward(self, dout, q, k, v, out, lse, shown, scale):
-        band = _from_first(q, k, shown)
-        return native.narrow_backward(dout, q, k, v, lse, out, band, scale)  # out: delta
-
-
-def _from_first(q: torch.Tensor, k: torch.Tensor, shown: Shown) -> Window:
-    """(left, right) counted from the first row and column: row m sees m - left to m + right."""
-    s, t = q.shape[2], k.shape[2]
-    if shown.window is None:
-        return s, 0 if shown.causal else t
-    return shown.window[0] - (t - s), shown.window[1] + (t - s)

@@ -14,7 +14,7 @@ from ..masks import Causal, Mask
 from . import torch_features
 from .aten import AtenKernel
 from .base import Kernel
-from .operators import CpuFlash, CpuNarrow
+from .operators import CpuFlash
 
 # What a run may do without is imported by the calls that ask for it.
 
@@ -58,8 +58,6 @@ def _reference(device: torch.device, beside_rings: bool) -> Kernel:
 KERNELS: dict[str, Callable[[torch.device, bool], Kernel]] = {
     "aten": _aten,
     "aten_cudnn": _cudnn,
-    "narrow": lambda device, beside_rings: AtenKernel("narrow", CpuNarrow()),
-    "flash2": _flash("flash2"),
     "flash3": _flash("flash3"),
     "flash4": _flash("flash4"),
     "triton": _triton,
@@ -78,11 +76,10 @@ def automatic(device: torch.device, mask: Mask) -> tuple[str, ...]:
     that of the package made for them, where it is installed, then torch's own, which is always
     there. Other masks go to the Triton kernel, which takes any mask in one launch, and
     so do calls with a softcap. cuDNN compiles for every shape, so it is left out where a mask has
-    other shapes in every batch. On a CPU the compiled attention of narrow heads comes
-    first, where there is one: it serves few calls, and those faster, and takes windows whole.
+    other shapes in every batch.
     """
     if device.type == "cpu":
-        return ("narrow", "aten", "triton") if mask.windowed else ("aten", "triton")
+        return "aten", "triton"
     if not mask.flash_compatible:
         return "triton", "aten"
     from .operators_cuda import prefers_cudnn

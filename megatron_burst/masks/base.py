@@ -86,11 +86,6 @@ class Mask:
     flash_compatible: bool = False
 
     @property
-    def windowed(self) -> bool:
-        """Do a few rectangles, lower triangles and windows describe it?"""
-        return self.flash_compatible
-
-    @property
     def cacheable(self) -> bool:
         """May plans keep what they made for this mask, and reuse it for masks with an equal repr?
 
@@ -266,10 +261,6 @@ class _And(Combined):
     """What both masks let through."""
 
     symbol, inner = "&", np.minimum
-
-    @property
-    def windowed(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.a.windowed and self.b.windowed
 
     def narrowed(self, other: Mask) -> Mask | None:
         a, b = self.a.narrowed(other), self.b.narrowed(other)

@@ -63,10 +63,6 @@ class Window(VectorMask):
     def flash_compatible(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.left is None
 
-    @property
-    def windowed(self) -> bool:
-        return True
-
     @cached_property
     def reach(self) -> Band:
         """The window in positions, with FAR for no limit."""

@@ -46,10 +46,6 @@ class Tree(VectorMask):
         return self.window is None
 
     @property
-    def windowed(self) -> bool:
-        return True
-
-    @property
     def cacheable(self) -> bool:
         return False  # every batch has other trees
 

@@ -62,8 +62,7 @@ def _choice(request: Request, groups: Groups, rates: Rates) -> Choice:
 
     def fastest(sizes: Sizes) -> Choice:
         workload = Workload(
-            sizes, request.mask, request.layout, options.kv_cache, options.sequence_chunks,
-            options.row_blocks,
+            sizes, request.mask, request.layout, options.sequence_chunks, options.row_blocks,
         )  # fmt: skip
         choices: Recent = groups.cache.setdefault("choices", Recent(CHOICES_KEPT))
         return choices.of(

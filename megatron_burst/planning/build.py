@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..comm.transport import Channel
-from ..execution.job import Call, Exchange, KeptChunk, Pass, Payload, RowPlace, Step, Target
+from ..execution.job import Call, Exchange, Pass, Payload, RowPlace, Step, Target
 from ..kernels.base import Kernel
 from ..layout.layouts import Shards, Span
 from ..layout.sharding import to_device
@@ -60,14 +60,13 @@ def make_pass(
     rank: int,
     works: Works,
     device: torch.device,
-    kept: Sequence[Chunk] = (),
     deferred: bool = True,
 ) -> Pass:
-    """What `rank` runs. kept: what it leaves or finds. deferred: with own pairs last, too."""
+    """What `rank` runs. deferred: with own pairs last, too."""
     program = schedule.program(rank)
     hops = [hop for boundary in program for hop in boundary.posts]
     arriving = [hop.chunk for hop in hops if hop.dst == rank and not hop.chunk.accumulated]
-    copies = [*(Chunk(family, rank) for family in OWN), *schedule.kept_chunks(rank), *arriving]
+    copies = [*(Chunk(family, rank) for family in OWN), *arriving]
     pairs = {pair: _calls(schedule, works, copies, pair) for b in program for pair in b.pairs}
     totals = _totals(schedule, rank, hops, [call for calls in pairs.values() for call in calls])
     maps = RowMaps(schedule.tables)
@@ -101,21 +100,20 @@ def make_pass(
 
     calls = {pair: tuple(map(added, each)) for pair, each in pairs.items()}
     payloads = {hop: payload(hop) for hop in hops}
-    left = tuple(_kept(maps, copies, chunk) for chunk in kept)
     longest: dict[str, int] = defaultdict(int)
-    for chunk in (*(hop.chunk for hop in hops), *kept):
-        rows = maps.place(chunk, chunk.rows).count
-        longest[chunk.family] = max(longest[chunk.family], rows)
+    for hop in hops:
+        rows = maps.place(hop.chunk, hop.chunk.rows).count
+        longest[hop.chunk.family] = max(longest[hop.chunk.family], rows)
     whole = {key: target(total, total.rows) for key, total in totals.items()}
     maps.finish(device)
 
     steps, own_last = (
-        tuple(_step(boundary, rank, kept, payloads, calls) for boundary in boundaries)
+        tuple(_step(boundary, rank, payloads, calls) for boundary in boundaries)
         for boundaries in (program, schedule.program(rank, own_last=True) if deferred else ())
     )
     run = Pass(
         name, steps, own_last, whole, dict(longest),
-        Counter(hop.chunk for hop in hops if hop.src == rank), left,
+        Counter(hop.chunk for hop in hops if hop.src == rank),
         held_bytes(schedule.tables, program, rank, schedule.row_bytes),
     )  # fmt: skip
     if schedule.joined:
@@ -155,18 +153,9 @@ def _totals(
     return {(family, owner): Chunk(family, owner, of) for (family, owner), of in rows.items()}
 
 
-def _kept(maps: RowMaps, copies: Sequence[Chunk], chunk: Chunk) -> KeptChunk:
-    parts = []
-    for part in parts_of(copies, *chunk):
-        rows = part.rows & chunk.rows
-        parts.append((part, maps.place(part, rows), maps.place(chunk, rows)))
-    return KeptChunk(chunk, maps.place(chunk, chunk.rows).count, tuple(parts))
-
-
 def _step(
     boundary: Boundary,
     rank: int,
-    kept: Sequence[Chunk],
     payloads: dict[Hop, Payload],
     calls: dict[Pair, tuple[Call, ...]],
 ) -> Step:
@@ -180,9 +169,8 @@ def _step(
         leaving = tuple(each for each in starting[key] if each.hop.src == rank)
         arriving = tuple(each for each in starting[key] if each.hop.src != rank)
         exchanges.append(Exchange(*key, leaving, arriving))
-    release = [chunk for chunk in boundary.release if not parts_of(kept, *chunk)]
     computed = [call for pair in boundary.pairs for call in calls[pair]]
-    return Step(boundary.index, tuple(release), tuple(exchanges), tuple(computed))
+    return Step(boundary.index, boundary.release, tuple(exchanges), tuple(computed))
 
 
 class RowMaps:

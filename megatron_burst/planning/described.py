@@ -34,7 +34,7 @@ def described(plan: Any) -> str:
         f"kernel {plan.kernel.name}{' with csrc' if csrc else ''}{_passed_over(plan)}",
         f"bytes per layer and rank: forward {_bytes(forward)}, backward {_bytes(backward)} "
         f"(side {other} would send {_bytes(plan.traffic(other)[1])})",
-        f"store {_store(plan)}, keys kept for backward {byte_size(plan.kept_bytes)}",
+        f"store {_store(plan)}",
         f"received chunks at most {byte_size(plan.held_bytes)} at a time",
         *filter(None, [plan.groups.communicators]),
     ]

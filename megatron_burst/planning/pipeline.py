@@ -193,9 +193,8 @@ def schedules(ring: RingRequest, demands: Sequence[RowDemand]) -> list[RowSchedu
     what one pass does.
     """
     name, grid, sizes, options = ring.algorithm, ring.grid, ring.sizes, ring.request.options
-    kept = round(options.kv_cache * (grid.size - 1))
     backward = cost.backward_schedules(
-        name, grid, [each.backward for each in demands], sizes, side=options.side, kept=kept
+        name, grid, [each.backward for each in demands], sizes, side=options.side
     )
     return [
         RowSchedules(
@@ -281,19 +280,18 @@ def _row_chunk(ring: RingRequest, scheduled: RowSchedules, which: str) -> RowChu
     (rows, queries, members, *_, again), forward, backward, recompute = scheduled
     rank, kernel, mask = ring.groups.ring.rank, ring.request.kernel, ring.request.mask
     works = Works(kernel, mask, queries, ring.keys, ring.sizes)
-    kept, partial, device = backward.kept_chunks(rank), None, ring.request.tensors[0].device
+    partial, device = None, ring.request.tensors[0].device
     deferred = deferred_chunks(ring.request.options.head_chunks or 1) > 0
     if again is not None and recompute is not None:
         rest = Works(kernel, mask, [each.spans for each in again.queries], ring.keys, ring.sizes)
-        run = make_pass("attention recompute", recompute, rank, rest, device, (), deferred)
+        run = make_pass("attention recompute", recompute, rank, rest, device, deferred)
         partial = _partial_pass(again, rank, run, device)
     name = f"attention backward, side {backward.side}{which}"
-    more = kept, deferred
     return RowChunk(
         rows=None if rows is None else to_device(rows, device),
         order=_order(ring, members) if ring.groups.topology.ulysses > 1 else None,
-        forward=make_pass(f"attention forward{which}", forward, rank, works, device, *more),
-        backward=make_pass(name, backward, rank, works, device, *more),
+        forward=make_pass(f"attention forward{which}", forward, rank, works, device, deferred),
+        backward=make_pass(name, backward, rank, works, device, deferred),
         recompute=partial,
     )
 

@@ -166,18 +166,13 @@ class Plan:
         k, v of this rank's whole shard, as the plan was made for; sink, label, max_logits as
         `mb.attention` takes them. host: `mb.HostMemory`, for a plan with visiting="host". Bytes are
         those of `traffic`; where ranks share heads and the backward is that of another call, that
-        call sends k and v again. Raises ValueError for tensors of other shapes, for a plan with a
-        kv_cache, and for a host that the plan does not ask for, or none where it does.
+        call sends k and v again. Raises ValueError for tensors of other shapes, for a host that the
+        plan does not use, and for a plan that needs a host if there is none.
         """
         self.groups.check()
         check_keys(k, v, self.signature)
         q = k.new_empty(1).expand(self.signature[0][0])  # stands in for that of all chunks
         self._check_rest(q, k, v, sink, max_logits)
-        if self.job.forward.kept:
-            raise ValueError(
-                f"plan: made with kv_cache={self.options.kv_cache}, and calls in chunks keep no "
-                "keys; leave it 0"
-            )
         if (self.options.visiting == "host") != (host is not None):
             raise ValueError(
                 f"host: the plan was made with visiting={self.options.visiting!r}, got {host!r}; "
@@ -239,9 +234,8 @@ class Plan:
         for c, (forward, backward) in enumerate(self.passes):
             if side not in (None, backward.side):
                 backward = cost.backward_schedule(
-                    backward.algorithm, backward.grid, backward.wanted, sizes, side=side,
-                    kept=backward.kept,
-                )  # fmt: skip
+                    backward.algorithm, backward.grid, backward.wanted, sizes, side=side
+                )
             if c == 0 or self.options.visiting == "ring":
                 forward_bytes += cost.traffic(without_tables(forward), groups.ring.rank, sizes)
             backward_bytes += cost.traffic(without_tables(backward), groups.ring.rank, sizes)
@@ -268,11 +262,6 @@ class Plan:
     def side(self) -> str:
         """Which tensors travel in backward."""
         return self.schedules[1].side
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of keys and values kept from forward until backward."""
-        return sum(chunk.count for chunk in self.job.forward.kept) * self.sizes.forward.kv
 
     @property
     def held_bytes(self) -> int:

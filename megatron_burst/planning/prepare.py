@@ -134,7 +134,7 @@ def plan_of(request: Request, groups: Groups, choice: Choice | None = None) -> P
     if request.mask.cacheable:  # every micro-batch asks for the same
         key = (request.kernel.name, q.device, request.mask, request.layout,
                tuple(map(tuple, spans)), sizes,
-               options.algorithm, options.side, options.kv_cache, options.store,
+               options.algorithm, options.side, options.store,
                options.sequence_chunks, options.row_blocks, options.visiting,
                deferred_chunks(options.head_chunks or 1) > 0)  # fmt: skip
         made = groups.cache.setdefault("works", Recent(WORKS_KEPT)).of(key, make)

@@ -28,7 +28,6 @@ from ..options import (
     VISITING,
     AttentionOptions,
     algorithms,
-    check_kept_keys,
     ring_algorithm,
 )
 from ..schedule.algorithms import ALGORITHMS
@@ -236,21 +235,8 @@ def _check_numbers(options: AttentionOptions) -> None:
     for name, value in numbers.items():  # aten operators scale what they have hidden: -inf * 0
         if value is not None and not (_is_number(value) and 0 < value < math.inf):
             raise ValueError(f"{name} must be a positive, finite number or None, got {value!r}")
-    check_fraction("kv_cache", options.kv_cache)
-    ring = ALGORITHMS.get(ring_algorithm(options.algorithm))  # none yet: "auto"
-    if options.kv_cache and ring is not None and not ring.keeps:
-        raise ValueError(
-            f"kv_cache={options.kv_cache} keeps keys that a rank needs again in backward, which "
-            f"with algorithm={options.algorithm!r} are others; leave it 0, or take 'burst'"
-        )
     if options.store is not None:
         check_fraction("store", options.store)
-    check_kept_keys(options, lambda name, value: f"{name}={value!r}")
-    if options.kv_cache and options.sequence_chunks > 1:
-        raise ValueError(
-            f"kv_cache={options.kv_cache} keeps keys of one forward for one backward, and with "
-            f"sequence_chunks={options.sequence_chunks} there are several of each; use one of them"
-        )
 
 
 def _is_number(value: object) -> bool:

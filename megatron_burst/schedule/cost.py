@@ -102,15 +102,12 @@ def backward_schedule(
     *,
     side: str = "auto",
     route: str = "auto",
-    kept: int = 0,
 ) -> Schedule:
     """The schedule of a backward pass; side and route "auto" take the ones with fewer bytes.
 
-    Other arguments as of `rings.Schedule`. Only keys and values are kept from forward, so with
-    `kept` above 0 side "auto" is "kv", and side "query" keeps none. Raises ValueError for an
-    unknown algorithm or side.
+    Other arguments as of `rings.Schedule`. Raises ValueError for an unknown algorithm or side.
     """
-    made = backward_schedules(algorithm, grid, [wanted], sizes, side=side, route=route, kept=kept)
+    made = backward_schedules(algorithm, grid, [wanted], sizes, side=side, route=route)
     return made[0]
 
 
@@ -122,19 +119,22 @@ def backward_schedules(
     *,
     side: str = "auto",
     route: str = "auto",
-    kept: int = 0,
 ) -> list[Schedule]:
     """`backward_schedule` for each row chunk of one call, from what each of them wants.
 
     Side "auto" is one for all of them: the side with fewer bytes over all chunks, ranks and links,
     "kv" where they are equal. Where nothing is hidden one side is cheaper on both link classes.
     """
-    sides = (side,) if side != "auto" else ("kv",) if kept else SIDES
+    sides = (side,) if side != "auto" else SIDES
     found: tuple[int, str, list[Schedule]] | None = None
     bytes_, many = sizes.backward, len(sides) > 1
-    made = {each: [rings.backward(algorithm, grid, each, wanted=wanted, row_bytes=bytes_,
-                                  kept=kept if each == "kv" else 0) for wanted in row_chunks]
-            for each in sides}  # fmt: skip
+    made = {
+        each: [
+            rings.backward(algorithm, grid, each, wanted=wanted, row_bytes=bytes_)
+            for wanted in row_chunks
+        ]
+        for each in sides
+    }
     for least, each in sorted((sum(map(_fewest_bytes, made[each])), each) for each in sides):
         if found is None or (least, each) < found[:2]:  # else there is no need to count
             passes = [_by_route(ring, route, sizes) for ring in made[each]]
@@ -161,7 +161,7 @@ def _by_route(ring: Schedule, route: str, sizes: Sizes) -> Schedule:
     if ring.all_want_all or not ALGORITHMS[ring.algorithm].routed:
         return ring
     direct = replace(ring, route="direct")
-    if not ring.kept and _clearly_fewer(ring, ring.grid):
+    if _clearly_fewer(ring, ring.grid):
         return direct
     sent = {each: traffic(each, None, sizes) for each in (ring, direct)}
     return min(sent, key=lambda each: (sent[each].inter, sent[each].intra))

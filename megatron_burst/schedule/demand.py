@@ -19,7 +19,7 @@ from ..masks import Mask
 from ..masks.seen import Seen, rows_seen, united
 from .bundles import Bundles, bundled, spans_of
 from .head_shares import shared_spans
-from .tables import ALL, NONE_KEPT, Grid, Kept, Pairs, Side, Tables, Transfers
+from .tables import ALL, Grid, Pairs, Side, Tables, Transfers
 from .topology import Topology
 
 GRAIN = 1024  # intervals of rows are told in steps of a shard's length over this, or of one row
@@ -65,14 +65,12 @@ class Demand:
     """One pass over all ranks of a grid.
 
     side: which family travels where only one does, "kv" or "query". row_bytes: of each family.
-    kept: for how many of its last steps a rank kept the chunk from forward.
     """
 
     grid: Grid
     side: Side
     wanted: Wanted = field(repr=False)
     row_bytes: RowBytes = BACKWARD
-    kept: int = 0
 
     @property
     def gradients(self) -> bool:
@@ -157,7 +155,6 @@ class Demand:
         steps: int,
         pairs: Pairs,
         parts: Sequence[Transfers],
-        kept: Kept = NONE_KEPT,
         travelling: Bundles | None = None,
     ) -> Tables:
         """The schedule of these pairs and of all parts of the transfers.
@@ -168,7 +165,7 @@ class Demand:
         if travelling is not None:
             queries, keys = (queries, travelling) if self.side == "kv" else (travelling, keys)
         moved = Transfers(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
-        return Tables(steps, pairs, moved, kept, queries, keys)
+        return Tables(steps, pairs, moved, queries, keys)
 
 
 def everything(size: int, rows: int = 1) -> Wanted:

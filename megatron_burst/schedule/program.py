@@ -37,7 +37,7 @@ def program(tables: Tables, grid: Grid, rank: int, own_last: bool = False) -> tu
     for hop in hops:
         posts[hop.post].append(hop)
     release: list[list[Chunk]] = [[] for _ in range(end + 1)]
-    for chunk, boundary in _last_use(tables, rank, hops, pairs).items():
+    for chunk, boundary in _last_use(rank, hops, pairs).items():
         release[boundary].append(chunk)
     computed: list[list[Pair]] = [[] for _ in range(end + 1)]
     for pair, boundary in pairs.items():
@@ -60,24 +60,14 @@ def pairs_of(tables: Tables, rank: int) -> dict[Pair, int]:
     return {Pair(*pair): at for at, *pair in zip(step, *columns, strict=True)}
 
 
-def kept_by(tables: Tables, rank: int) -> list[Chunk]:
-    """The chunks that `rank` kept from forward, in the order of their steps."""
-    of = tables.kept.rank == rank
-    columns = (column[of].tolist() for column in tables.kept[1:])
-    return [Chunk("kv", owner, rows) for owner, rows in zip(*columns, strict=True)]
-
-
 def parts_of(held: Iterable[Chunk], family: str, owner: int, rows: int) -> list[Chunk]:
     """The chunks of `held` in which rows of this set came."""
     return [c for c in held if c.family == family and c.owner == owner and c.rows & rows]
 
 
-def _last_use(
-    tables: Tables, rank: int, hops: list[Hop], pairs: dict[Pair, int]
-) -> dict[Chunk, int]:
+def _last_use(rank: int, hops: list[Hop], pairs: dict[Pair, int]) -> dict[Chunk, int]:
     """The boundary at which each chunk of others that this rank holds can be released."""
-    arrives = {h.chunk: h.land for h in hops if h.dst == rank and not h.chunk.accumulated}
-    last_use = dict.fromkeys(kept_by(tables, rank), 0) | arrives
+    last_use = {h.chunk: h.land for h in hops if h.dst == rank and not h.chunk.accumulated}
     by_owner: dict[tuple[str, int], list[Chunk]] = {}
     for chunk in last_use:
         by_owner.setdefault(chunk[:2], []).append(chunk)
@@ -105,7 +95,6 @@ def held_bytes(tables: Tables, program: Sequence[Boundary], rank: int, row_bytes
     """
     change: dict[int, int] = defaultdict(int)
     sums: dict[tuple[str, int], tuple[int, int, int]] = {}  # rows, first and last boundary
-    arrived: set[Chunk] = set()
 
     def size(chunk: Chunk) -> int:
         rows = tables.bundles(chunk.family).count(chunk.owner, chunk.rows)
@@ -125,8 +114,7 @@ def held_bytes(tables: Tables, program: Sequence[Boundary], rank: int, row_bytes
                 summed(hop.chunk, hop.post if hop.src == rank else hop.land)
             elif hop.dst == rank:
                 change[hop.post] += size(hop.chunk)
-                arrived.add(hop.chunk)
-        for chunk in arrived.intersection(boundary.release):  # the others forward has kept
+        for chunk in boundary.release:
             change[boundary.index] -= size(chunk)
         for pair in boundary.pairs:
             summed(Chunk("dkv", pair.key, pair.key_rows), boundary.index)

@@ -16,8 +16,8 @@ from typing import Any
 
 from .algorithms import ALGORITHMS, check_algorithm, direct
 from .demand import BACKWARD, FORWARD, Demand, RowBytes, Wanted, everything
-from .program import kept_by, program
-from .tables import FAMILIES, RINGS, SIDES, Boundary, Chunk, Grid, Tables, Transfers
+from .program import program
+from .tables import FAMILIES, RINGS, SIDES, Boundary, Grid, Tables, Transfers
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,14 +67,10 @@ class Schedule(Demand):
     def _typical(self) -> Iterator[Transfers]:
         """The transfers on the smallest grid with as many levels, whichever side is larger."""
         grid = Grid(*(min(2, ranks) for ranks in self.grid))
-        small = replace(self, grid=grid, wanted=everything(grid.size), kept=0)
+        small = replace(self, grid=grid, wanted=everything(grid.size))
         for side in SIDES:
             dear = self.row_bytes._replace(**{side: 100 * sum(self.row_bytes)})
             yield replace(small, row_bytes=dear).tables.transfers
-
-    def kept_chunks(self, rank: int) -> list[Chunk]:
-        """The chunks that `rank` holds from the start besides its own: those kept from forward."""
-        return kept_by(self.tables, rank)
 
     def program(self, rank: int, own_last: bool = False) -> tuple[Boundary, ...]:
         """What `rank` does; own_last: as in `program.program`."""
@@ -105,7 +101,6 @@ def backward(
     wanted: Wanted | None = None,
     row_bytes: RowBytes = BACKWARD,
     route: str = "ring",
-    kept: int = 0,
 ) -> Schedule:
     """The schedule of a backward pass. Arguments as of `Schedule`; default: all see everything.
 
@@ -114,4 +109,4 @@ def backward(
     if side not in SIDES:
         raise ValueError(f"side must be one of {', '.join(SIDES)} or auto, got {side!r}")
     name, wanted = check_algorithm(algorithm), wanted or everything(grid.size)
-    return Schedule(grid, side, wanted, row_bytes, kept, algorithm=name, route=route)
+    return Schedule(grid, side, wanted, row_bytes, algorithm=name, route=route)

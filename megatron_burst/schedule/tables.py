@@ -155,14 +155,6 @@ class Transfers(NamedTuple):
             yield Hop(chunk, src, dst, RINGS[ring], grid.link(src, dst), post, land)
 
 
-class Kept(NamedTuple):
-    """Columns: from the start `rank` holds these rows of the keys of `owner`: forward kept them."""
-
-    rank: np.ndarray
-    owner: np.ndarray
-    rows: np.ndarray
-
-
 class Tables(NamedTuple):
     """A schedule of one pass. steps: how many there are before the draining.
 
@@ -172,7 +164,6 @@ class Tables(NamedTuple):
     steps: int
     pairs: Pairs
     transfers: Transfers
-    kept: Kept
     queries: Bundles
     keys: Bundles
 
@@ -188,9 +179,6 @@ class Tables(NamedTuple):
         for column in (*self.transfers, *bundles):
             found = crc32(np.ascontiguousarray(column, dtype=np.int64).data, found)
         return found
-
-
-NONE_KEPT = Kept(*(np.zeros(0, dtype=np.int64) for _ in Kept._fields))
 
 
 def transfers(

@@ -64,10 +64,6 @@ def test_few_key_heads_make_keys_travel_and_one_node_has_one_ring():
     assert planned(8, 8, mask=mb.masks.Window(3, 0)).side == "query"
     assert planned(8, 8, nodes=1).algorithm in ("ring", "tile")  # one level
     assert planned(8, 8, side="kv").side == "kv"
-    assert planned(8, 8, kv_cache=0.5).side == "kv"
-    few = planned(8, 8, kv_cache=0.1)  # less than a chunk
-    again = mb.prepare(*tensors(8, 8), groups=few.groups, kv_cache=0.1, **few.choice.call)
-    assert again.side == few.side == "kv"
     assert planned(8, 8, head_chunks=8).head_chunks == 8
 
 
@@ -266,8 +262,7 @@ def test_what_is_the_same_in_every_micro_batch_is_made_once():
     first = made()
     assert made() is first
     assert made(mask=mb.masks.Causal()) is first
-    others = [made(mask=mb.masks.Window(3, 0)), made(layout="striped"), made(kernel="reference"),
-              made(kv_cache=0.5)]  # fmt: skip
+    others = [made(mask=mb.masks.Window(3, 0)), made(layout="striped"), made(kernel="reference")]
     assert all(other is not first for other in others)
     assert made(mask=mb.masks.Window(4, 0)) is not others[0]
 

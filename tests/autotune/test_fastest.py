@@ -44,12 +44,9 @@ def drawn(seed):
     name = pick.choice(["zigzag", "striped", "contiguous"])
     work = Workload(sizes, mask, layout.make(name, cp_size=ranks))
     if pick.random() < 0.2:
-        work = Workload(sizes, mask, work.layout, kept=0.5)
-    elif pick.random() < 0.2:
         work = Workload(sizes, mask, work.layout, chunks=2)
     elif pick.random() < 0.2:
         work = Workload(sizes, mask, work.layout, attended=seq // 8, latent=True)
-    alone = work.kept or work.attended
     nodes = pick.choice([None, Nodes(2 * intra, intra, 2)])
     rates = Rates(
         intra=10 ** pick.uniform(9, 12), inter=10 ** pick.uniform(8, 11),
@@ -62,7 +59,7 @@ def drawn(seed):
     )  # fmt: skip
     fixed = Fixed(
         pick.choice([None] * 4 + ["ring"]),
-        "kv" if alone else pick.choice([None, None, "query"]),
+        "kv" if work.attended else pick.choice([None, None, "query"]),
         1 if work.attended else pick.choice([None, None, 1]),
     )
     return work, grids(ranks, intra, sizes), rates, fixed, nodes

@@ -32,7 +32,6 @@ from megatron_burst.schedule.tables import (
     ROUTES,
     SIDES,
     Grid,
-    Kept,
     Pairs,
     Tables,
     Transfers,
@@ -83,12 +82,10 @@ def by_hand(grid, wanted, steps, pairs, moved):
     plan = rings.forward("ring", Grid(*grid), wanted=wanted)
     moved = [(FAMILIES.index(family), *rest) for family, *rest in moved]
     family, owner, rows, src, dst, post, land = np.array(moved).T
-    none = np.zeros(0, dtype=int)
     plan.__dict__["tables"] = Tables(
         steps,
         Pairs(*np.array(pairs, dtype=int).reshape(-1, 6).T),
         Transfers(family, owner, rows, src, dst, np.zeros_like(src), post, land),
-        Kept(none, none, none),
         wanted.queries,
         wanted.keys,
     )
@@ -745,14 +742,6 @@ def test_auto_tries_what_is_registered(monkeypatch):
         assert {*tried(*grid)} == {*everywhere, "mine"}
     # Of ranks that share heads, burst is called hybrid; two rings of one rank per node.
     assert {*tried(ulysses=2)} == {"ring", "hybrid", "tile", "mine"}
-
-
-def test_what_does_not_fit_kept_keys_is_not_tried():
-    """A tile keeps none, and is the same for both sides."""
-    for kept, tried in ((0.0, {"kv": 5, "query": 4}), (0.5, {"kv": 4})):
-        work = Workload(sizes(4, 4), masks.Causal(), layout.make("zigzag", cp_size=4), kept)
-        found = on_grid(work, Topology(4, 2), SLOW, Fixed(head_chunks=1))
-        assert Counter(option.side for option in found) == tried
 
 
 def test_of_equals_the_one_that_holds_least_is_taken(monkeypatch):

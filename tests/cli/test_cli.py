@@ -43,7 +43,6 @@ BAD = {
     "show mask --seq 0": "--seq must be at least 1",
     "show mask --png no/such/folder/x.png": "--png no/such/folder/x.png: its folder does not exist",
     "show schedule --side left": "invalid choice: 'left'",
-    "show schedule --kv-cache nan": "kv",
     "show layout --layout block_striped(x)": "at character 15 (x)",
     "trace --png x.png --nodes 40": "at most 16 processes",
     "trace --png x.png --algorithm ulysses": "invalid choice: 'ulysses'",

@@ -216,7 +216,7 @@ def test_environment_hazards_depend_on_the_gpu_and_fsdp():
         (GOOD.replace("131072", "131080"), "--seq-length 131080"),
         (GOOD + " --burst-layout zagzig", "--burst-layout"),
         (GOOD + " --burst-ulysses-size 3", "--burst-ulysses-size 3"),
-        (GOOD + " --burst-kv-cache 2", "--burst-kv-cache"),
+        (GOOD + " --burst-attention-store 2", "--burst-attention-store"),
         (GOOD + " --burst-attention-store 0.5", "--recompute-granularity"),
         (GOOD.replace("algo burst", "algo brust"), "--context-parallel-algo"),
         (GOOD + " --burst-layout striped --mtp-hsm", "--burst-layout zigzag"),
@@ -231,7 +231,6 @@ def test_environment_hazards_depend_on_the_gpu_and_fsdp():
             "--dsa-indexer-loss-coeff 0.001",
         ),
         (GOOD + " --burst-lm-head-loss single_pass --fp16", "--fp16"),
-        (GOOD + " --burst-kv-cache 0.5 --burst-side query", "--burst-side query"),
         (
             GOOD + " --burst-ulysses-size 2 --num-attention-heads 12 --num-query-groups 4 "
             "--context-parallel-size 12 "
@@ -357,7 +356,7 @@ def test_a_flag_of_ours_that_the_doctor_does_not_know():
 
 def test_all_refusals_are_told_at_once_each_with_its_flag():
     words = GOOD.replace("131072", "131080") + (
-        " --burst-layuot striped --burst-kernel fash --burst-kv-cache 0.5 --burst-side query"
+        " --burst-layuot striped --burst-kernel fash --burst-side querry"
         " --burst-ulysses-size x --burst-lm-head-loss recompute --fp16"
         " --apply-query-key-layer-scaling"
     )
@@ -365,7 +364,7 @@ def test_all_refusals_are_told_at_once_each_with_its_flag():
     for flag, fix in (
         ("--burst-layuot", "--burst-layout"),
         ("--burst-kernel", "--burst-kernel"),
-        ("--burst-kv-cache", "--burst-kv-cache"),
+        ("--burst-side", "--burst-side"),
         ("--burst-ulysses-size", "--burst-ulysses-size"),
         ("--seq-length", "--seq-length"),
         ("query-key layer scaling", "remove --apply-query-key-layer-scaling"),
@@ -377,7 +376,7 @@ def test_all_refusals_are_told_at_once_each_with_its_flag():
 
 
 def test_flags_that_nothing_follows():
-    (told,) = [f for f in found("--context-parallel-size 2 --burst-kv-cache 0.5")
+    (told,) = [f for f in found("--context-parallel-size 2 --burst-side kv")
                if f.topic == "flags"]  # fmt: skip
     assert (told.level, told.fix) == ("problem", "--context-parallel-algo burst")
 

@@ -155,7 +155,6 @@ def test_queries_and_what_becomes_of_them_are_never_whole():
         ({"sequence_chunks": 2.0}, r"sequence_chunks must be a positive integer, got 2\.0"),
         ({"row_blocks": 5}, "row_blocks must divide the 12 rows of a shard, got 5; pad them to 15"),
         ({"row_blocks": -1}, "row_blocks must be a positive integer, got -1"),
-        ({"sequence_chunks": 2, "kv_cache": 0.5, "side": "kv"}, "kv_cache=0.5 .* use one of them"),
     ],
 )
 def test_what_cannot_be_is_refused(choices, words):

@@ -297,8 +297,6 @@ def test_what_cannot_be_is_refused():
     q, k, v = inputs[:2], inputs[2:4], inputs[4:]
     with pytest.raises(ValueError, match="store must be a fraction"):
         mb.prepare(q, k, v, groups=groups, store=2)
-    with pytest.raises(ValueError, match="use one of them"):
-        mb.prepare(q, k, v, groups=groups, store=0.5, kv_cache=0.5)
     plan = mb.prepare(q, k, v, groups=groups, store=0.25)
     with pytest.raises(ValueError, match=r"store=0\.25, and the checkpoint around this call keeps"):
         mb.checkpoint(lambda: mb.attention(q, k, v, plan=plan), keep=0.5)

@@ -54,7 +54,7 @@ def kinds(case: Case) -> list[str]:
             continue
         found += [*call.kinds, f"form {call.form}", f"sink {call.sink}", f"strides {call.strides}"]
         found += ["checkpoint"] * (call.keep is not None) + ["frozen"] * (not all(call.needs))
-        found += [name for name in ("softcap", "kv_cache", "head_chunks", "grad_wire_dtype",
+        found += [name for name in ("softcap", "head_chunks", "grad_wire_dtype",
                                     "sequence_chunks") if call.choices.get(name)]  # fmt: skip
     return [*found, f"calls in flight {len(case.calls)}"]
 

@@ -152,15 +152,13 @@ def _call(rng: random.Random, grid: Grid) -> Call:
         "head_chunks": rng.choice([None, None, *[n for n in range(1, mine + 1) if mine % n == 0]]),
         "grad_wire_dtype": rng.choice([None] * 5 + [torch.float64, torch.float32, torch.bfloat16]),
     }
-    if side != "query" and not keep and _keeps(algorithm):
-        choices["kv_cache"] = rng.choice([0.0, 0.3, 0.5, 1.0])
     if algorithm == "auto":
         speeds = (rng.choice([1e-3, 1.0, 1e3]) for _ in range(4))
         choices["rates"] = mb.Rates(next(speeds), next(speeds), 1e-2 * next(speeds), next(speeds))
     elif choices["head_chunks"] is None and rng.random() < 0.5:
         del choices["head_chunks"]
     apart = random.Random(repr(rng.getstate()))  # what is drawn here leaves the rest as it was
-    if not choices.get("kv_cache") and apart.random() < 0.4:
+    if apart.random() < 0.4:
         choices["sequence_chunks"] = apart.choice([2, 3, rows + 1])
         choices["row_blocks"] = apart.choice([1, 1, 2])
     form = rng.choice(["plan", "keywords"])
@@ -219,10 +217,7 @@ def _spoilt(rng: random.Random, call: Call, grid: Grid) -> Call:
         ("softmax_scale", {"softmax_scale": rng.choice([0, -1.0, math.nan, math.inf, "1"])}),
         ("softcap", {"softcap": 0.0}),
         ("softcap", {"softcap": 0.5, "kernel": "aten"}),
-        ("kv_cache", {"kv_cache": rng.choice([-0.1, 1.5, None, True])}),
-        ("kv_cache", {"kv_cache": 0.5, "side": "query"}),
         ("store", {"store": rng.choice([-0.1, 1.5, "half"])}),
-        ("kv_cache", {"kv_cache": 0.5, "side": "kv", "store": 0.5}),
         ("grad_wire_dtype", {"grad_wire_dtype": torch.int32}),
         ("needs_grad", {"needs_grad": True}),
         ("rates", {"rates": 3}),
@@ -230,8 +225,6 @@ def _spoilt(rng: random.Random, call: Call, grid: Grid) -> Call:
     ]  # fmt: skip
     if not auto:
         options.append(("rates", {"rates": mb.Rates(1.0, 1.0)}))
-    if not _keeps(call.choices["algorithm"]):
-        options.append(("kv_cache", {"kv_cache": 0.5, "side": "auto"}))
     if grid.ulysses != grid.size:
         options.append(("ulysses", {"algorithm": "ulysses", "rates": None}))
     if grid.ulysses == 1 < grid.size:
@@ -252,8 +245,3 @@ def _spoilt(rng: random.Random, call: Call, grid: Grid) -> Call:
         call, form="prepare", choices=call.choices | more, refused=words, tensors=kind or "",
         odd_rank=rng.choice([None, rng.randrange(grid.size)]), keep=None,
     )  # fmt: skip
-
-
-def _keeps(algorithm):
-    """May keys be kept from forward with this algorithm?"""
-    return algorithm not in ALGORITHMS or ALGORITHMS[algorithm].keeps

@@ -50,7 +50,7 @@ LAYOUTS = {
     "blind": ("zigzag",),
     "dilated": ("zigzag",),
 }
-OPTIONAL = ("flash2", "flash3", "flash4")  # packages that may be absent, or not fit the device
+OPTIONAL = ("flash3", "flash4")  # packages that may be absent, or not fit the device
 NO_CUDA = "no CUDA device here"
 
 
@@ -95,7 +95,7 @@ def on(device, *values, first=False):
 def kernel_names(device):
     if device == "cpu":
         return ("aten", "reference")
-    return tuple(name for name in registry.KERNELS if name not in ("narrow", "reference"))
+    return tuple(name for name in registry.KERNELS if name != "reference")
 
 
 def kernel_for(device, name, tensors, softcap=None):

@@ -38,7 +38,7 @@ CASES = {
     "pieces": (
         "", f"{FOUR} {RECOMPUTE} --burst-sequence-chunks 4 --burst-mlp-tiles 4 "
         "--burst-lm-head-loss single_pass"),
-    "head chunks, kept keys": ("", f"{FOUR} --burst-head-chunks 2 --burst-kv-cache 0.5"),
+    "head chunks": ("", f"{FOUR} --burst-head-chunks 2"),
     "fused loss, tensor parallel": (
         "", "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 "
         "--burst-lm-head-loss recompute"),

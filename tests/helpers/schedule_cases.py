@@ -37,7 +37,6 @@ class Pass(NamedTuple):
 
     side: str
     row_bytes: RowBytes
-    kept: int
     whole: bool
     route: str
 
@@ -61,8 +60,8 @@ def worlds(draw, grids=GRIDS):
 
 
 @st.composite
-def passes(draw, world, kept=True):
-    """A forward or backward pass over this world; kept: may keys be kept from forward?"""
+def passes(draw, world):
+    """A forward or backward pass over this world."""
     side, whole, route = (
         draw(st.sampled_from(x)) for x in (("", "kv", "query"), (False, True), ("ring", "direct"))
     )
@@ -70,8 +69,7 @@ def passes(draw, world, kept=True):
     kv, query, dkv, dquery, out = draw(st.lists(st.integers(1, 9), min_size=5, max_size=5))
     gradients = (dkv, dquery) if side and draw(st.booleans()) else (0, 0)
     row_bytes = RowBytes(kv, query, *gradients, out=0 if side else out)
-    count = draw(st.integers(0, world.grid.size - 1)) if side == "kv" and kept else 0
-    return Pass(side, row_bytes, count, whole, route)
+    return Pass(side, row_bytes, whole, route)
 
 
 def _shards(kind, size, length, bounds, random):

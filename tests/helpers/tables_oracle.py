@@ -62,15 +62,6 @@ def act_out(schedule, grid, seen, *, row_bytes=None, programs=None):
     return play
 
 
-def check_kept(forward, backward, grid, seen):
-    """What backward has from the start is what the same ranks received in forward."""
-    arrived = act_out(forward, grid, seen).arrived
-    play = Play(backward.tables, grid, seen, backward.row_bytes)
-    for (rank, family, owner), rows in play.arrived.items():
-        lacking = np.flatnonzero(rows & ~arrived.get((rank, family, owner), False))
-        assert not len(lacking), f"rank {rank} never had row {lacking[0]} of {family} of {owner}"
-
-
 class Hop(NamedTuple):
     family: str
     owner: int
@@ -263,10 +254,6 @@ class Play:
         self.flying = []  # (hop, rows, counted, touched)
         self.hops, self.pairs = [], []
         self.most_held, self.most_partial = 0, dict.fromkeys(PARTIAL, 0)
-        for rank, owner, bits in _lines(tables.kept):
-            who = f"rank {rank} kept keys of {owner}"
-            assert rank != owner, f"{who}: it has its own anyway"
-            self._receive(rank, "kv", owner, bits, self.rows["kv"].of(owner, bits, who), who)
 
     def boundary(self, at, todo):
         """Land, release, post, land what blocks, compute."""

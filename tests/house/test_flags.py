@@ -28,7 +28,7 @@ def test_every_choice_has_a_flag_and_the_same_default():
 def test_all_flags_reach_the_configuration():
     args = parsed(
         "--context-parallel-algo hybrid --burst-layout contiguous --burst-side kv "
-        "--burst-kernel aten --burst-intra-size 2 --burst-ulysses-size 4 --burst-kv-cache 0.5 "
+        "--burst-kernel aten --burst-intra-size 2 --burst-ulysses-size 4 "
         "--burst-placement context_first --burst-attention-store 0 --burst-wire-dtype bf16 "
         "--burst-lm-head-loss recompute --burst-nccl-max-ctas 8 --burst-pack documents "
         "--burst-offload 0.5 --burst-host-memory 1.5TB --burst-sequence-chunks auto "
@@ -123,10 +123,9 @@ def test_which_flags_a_command_line_has():
 
 
 def test_fractions_are_numbers_from_0_to_1():
-    for field in ("store", "kv_cache"):
-        for bad in ("x", True, -0.1, 2):
-            with pytest.raises(ValueError, match="must be a fraction from 0 to 1"):
-                BurstConfig(**{field: bad})
+    for bad in ("x", True, -0.1, 2):
+        with pytest.raises(ValueError, match="must be a fraction from 0 to 1"):
+            BurstConfig(store=bad)
 
 
 def test_documents_that_are_packed_anew_are_laid_out_in_balance():

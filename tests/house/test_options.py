@@ -41,7 +41,7 @@ def test_registries_have_the_names_that_may_be_asked_for():
 
 
 def test_a_config_states_options_of_the_same_name():
-    stated = mb.BurstConfig(side="kv", wire_dtype="bf16", kv_cache=0.5).keywords()
+    stated = mb.BurstConfig(side="kv", wire_dtype="bf16").keywords()
     assert set(stated) <= set(NAMES)
     assert options.AttentionOptions(**stated).grad_wire_dtype == "bf16"
 
@@ -54,7 +54,7 @@ def test_a_flag_for_every_field_of_a_config():
     ]  # fmt: skip
     shown = {flag.field: flag.values for flag in flags.FLAGS}
     assert shown["side"] == "{auto,kv,query}"
-    assert (shown["ulysses_size"], shown["kv_cache"], shown["store"]) == ("N", "F", "F")
+    assert (shown["ulysses_size"], shown["store"]) == ("N", "F")
 
 
 def test_flags_that_the_readme_shows_are_understood():

@@ -34,7 +34,6 @@ class Source(NamedTuple):
 
 NEW = r"v2\.([5-9]|\d\d)\."
 SOURCES = {
-    "flash2": Source("flash_attn/flash_attn_interface.py", NEW),
     "flash3": Source("hopper/flash_attn_interface.py", r"v2\.([6-9]|\d\d)\.", commits=True),
     "flash4": Source("flash_attn/cute/interface.py", rf"fa4-v|{NEW}"),
 }

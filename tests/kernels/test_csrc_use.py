@@ -68,9 +68,9 @@ def test_what_has_no_numbers_is_not_ours(built):
 # --- in the package ------------------------------------------------------------------------
 
 
-def attention(dtype, side, width=24):
-    q, dout = (randn(24, 2, 4, width, dtype=dtype, seed=i) for i in (0, 1))
-    k, v = (randn(24, 2, 2, width, dtype=dtype, seed=i) for i in (2, 3))
+def attention(dtype, side):
+    q, dout = (randn(24, 2, 4, 24, dtype=dtype, seed=i) for i in (0, 1))
+    k, v = (randn(24, 2, 2, 24, dtype=dtype, seed=i) for i in (2, 3))
     tensors = [x.requires_grad_() for x in (q, k, v)]
     groups = mb.Groups.in_process(intra=3)
     shards = [list(x.chunk(3)) for x in tensors]
@@ -91,17 +91,6 @@ def test_attention_uses_it_and_stays_what_it_was(built, monkeypatch, dtype, side
     assert set(calls.names) == wanted
     for got, has in zip(mine, by_torch(monkeypatch, attention, dtype, side), strict=True):
         assert error(got, has.double()) <= (1e-12 if dtype == torch.float64 else 2e-6)
-
-
-@pytest.mark.parametrize("side", ["query", "kv"])
-def test_attention_of_narrow_heads_uses_it(built, monkeypatch, side):
-    with Calls() as calls:
-        mine = attention(torch.float32, side, 16)
-    assert set(calls.names) == {"merge_", "delta_out", "narrow_forward", "narrow_backward"}
-    for got, has in zip(
-        mine, by_torch(monkeypatch, attention, torch.float32, side, 16), strict=True
-    ):
-        assert error(got, has.double()) <= 2e-6
 
 
 def head(dtype, mode):
@@ -125,8 +114,8 @@ def test_the_lm_head_uses_it_and_stays_what_it_was(built, monkeypatch, dtype, mo
         assert error(got, has.double()) <= (1e-12 if dtype == torch.float64 else 2e-6)
 
 
-def described(width=24):
-    q = torch.zeros(8, 1, 2, width)
+def described():
+    q = torch.zeros(8, 1, 2, 24)
     groups = mb.Groups.in_process(intra=1)
     return mb.prepare([q], [q], [q], groups=groups, mask=mb.masks.Causal()).describe()
 
@@ -141,7 +130,6 @@ def test_offsets_beyond_2_to_the_31(built, axis):
 
 def test_the_first_line_of_a_run_says_so(built, monkeypatch):
     assert "| kernel aten with csrc |" in described()
-    assert "| kernel narrow with csrc |" in described(16)
     assert "| kernel aten |" in by_torch(monkeypatch, described)
 
 
@@ -152,7 +140,7 @@ def asked():
 def test_the_doctor_runs_it(built, monkeypatch):
     with Calls() as calls:
         assert asked() == [("ok", "csrc on cpu", "its operators are used, and right")]
-    assert sorted(calls.names) == sorted(native.OPERATORS | native.CPU_OPERATORS)
+    assert sorted(calls.names) == sorted(native.OPERATORS)
     monkeypatch.setattr(native, "FILE", NONE)
     none = "not built, and not needed: torch's operators do its work"
     assert asked() == [("absent", "csrc", none)]
@@ -179,7 +167,7 @@ def broken(name, monkeypatch):
 
 @pytest.mark.parametrize(
     "name",
-    ["merge_", "delta", "stand_in", "softmax_gradient_", "narrow_forward", "narrow_backward"],
+    ["merge_", "delta", "stand_in", "softmax_gradient_"],
 )
 def test_the_doctor_sees_an_operator_that_is_wrong(built, monkeypatch, name):
     fails, off, silent = broken(name, monkeypatch)

@@ -42,7 +42,7 @@ CALLS = {
     "hybrid": ("both", {"algorithm": "hybrid", "side": "query", "sink": True, "layout": "striped"},
                Problem()),
     "head chunks": ("flat", {"head_chunks": 2, "side": "query", "layout": "striped"}, Problem()),
-    "bf16 wire": ("flat", {"grad_wire_dtype": "bf16", "kv_cache": 0.5, "side": "kv"}, Problem()),
+    "bf16 wire": ("flat", {"grad_wire_dtype": "bf16", "side": "kv"}, Problem()),
     "documents": ("flat", {"layout": "contiguous", "mask": DOCUMENTS}, Problem(256)),
     "reference": ("flat", {"kernel": "reference", "softcap": 9.0, "mask": DOCUMENTS}, Problem(256)),
     "triton": ("flat", {"kernel": "triton", "softcap": 9.0, "mask": DOCUMENTS}, Problem(256)),

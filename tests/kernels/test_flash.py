@@ -35,7 +35,6 @@ TESTS = Path(__file__).parent
 RECORD = json.loads((TESTS / "flash_signatures.json").read_text())
 # The first release we take; what the one before it lacks.
 FIRST = {
-    "flash2": ("v2.7.0", "_flash_attn_forward wants window_size, which is not known here"),
     "flash3": ("main 2025-01-07", "_flash_attn_forward has no parameter num_splits"),
     "flash4": ("fa4-v4.0.0.beta5", "_flash_attn_bwd has no parameter dlse"),
 }
@@ -115,9 +114,7 @@ def both_passes(operator, shown, batch=2):
 def test_our_arguments_fit_every_release_we_take(name, entry, many):
     """Also with a window, where there is one; and many sequences end to end."""
     operator, calls = recorded(name, entry)
-    assert operator.joins == (name != "flash2")
-    if many and not operator.joins:
-        return
+    assert operator.joins
     lengths = Lengths([(1, 1), (3, 0), (0, 2), (2, 3)]) if many else None
     shown = Shown(causal=True, window=(3, 0) if operator.windows else None, lengths=lengths)
     q, lse, out = both_passes(operator, shown, batch=1 if many else 2)
@@ -268,7 +265,6 @@ def test_gradients_that_may_differ_are_said_to():
     }
     assert [r[:15] for r, sure in deterministic.items() if sure][:1] == ["main 2025-12-04"]
     assert not deterministic["v2.8.3"]
-    assert fitted("flash2", RECORD["flash2"][-1]).deterministic
     assert fitted("flash4", RECORD["flash4"][-1]).deterministic
 
 
@@ -326,7 +322,7 @@ def test_a_package_that_cannot_be_used_is_named(text, words, planted):
 
 def test_the_doctor_says_what_it_found(planted):
     absent = list(installed.flash_attention())
-    assert [one.topic for one in absent] == [f"FlashAttention {n}" for n in (2, 3, 4)]
+    assert [one.topic for one in absent] == [f"FlashAttention {n}" for n in (3, 4)]
     if not any(package.version for package in packages.PACKAGES.values()):
         assert {one.what for one in absent} == {"not installed, and not needed"}
     older = next(entry for entry in RECORD["flash4"] if "fa4-v4.0.0.beta4" in entry["releases"])
@@ -339,7 +335,7 @@ def test_the_doctor_says_what_it_found(planted):
             f"def _flash_attn_fwd({entry['forward'].replace('=', '=None')}): ...\n"
             f"def _flash_attn_bwd({entry['backward'].replace('=', '=None')}): ...\n"
         )
-        found = list(installed.flash_attention())[2]
+        found = list(installed.flash_attention())[1]
         assert found.level == level
         assert re.search(words, found.what), found
 
@@ -347,10 +343,9 @@ def test_the_doctor_says_what_it_found(planted):
 @pytest.mark.parametrize(
     ("name", "major", "widths", "deterministic", "words"),
     [
-        ("flash2", 7, 64, False, "capability 8 on, got 7"),
-        ("flash2", 8, 264, False, "widths up to 256, got 264"),
-        ("flash2", 8, (192, 128), False, "keys and values of one width"),
-        ("flash2", 12, 256, True, None),
+        ("flash3", 7, 64, False, "capability 8 to 9, got 7"),
+        ("flash3", 8, 264, False, "widths up to 256, got 264"),
+        ("flash3", 8, (192, 128), False, "keys and values of one width"),
         ("flash3", 10, 64, False, "capability 8 to 9, got 10"),
         ("flash3", 9, 256, False, None),
         ("flash3", 9, 256, True, "up to 192 where gradients must be deterministic, got 256"),

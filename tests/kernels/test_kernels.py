@@ -271,7 +271,7 @@ def test_the_stand_in_of_a_zero_row_is_zero(dtype):
 def test_the_table_and_auto():
     q, k, v, _ = tensors(4, 1, (2, 2), (4, 4))
     assert set(registry.KERNELS) == {
-        "aten", "aten_cudnn", "narrow", "flash2", "flash3", "flash4", "triton", "reference",
+        "aten", "aten_cudnn", "flash3", "flash4", "triton", "reference",
     }  # fmt: skip
     assert registry.make("auto", q, k, v).name == "aten"
     assert registry.make("reference", q, k, v).name == "reference"
@@ -404,12 +404,12 @@ def test_values_of_another_width_are_padded_where_the_operator_takes_one(operato
     assert len(padded) == pads
 
 
-@pytest.mark.parametrize("name", ["aten", "aten_cudnn", "flash2", "flash3", "flash4"])
+@pytest.mark.parametrize("name", ["aten", "aten_cudnn", "flash3", "flash4"])
 def test_a_zigzag_rank_attends_to_itself_in_one_call(name, monkeypatch):
     """Both of its halves are one lower triangle, for operators with and without sequences."""
     operators = {"aten": CudaFlash(), "aten_cudnn": CudaCudnn()}
     if name not in operators:
-        loaded = types.SimpleNamespace(windows=True, joins=name != "flash2", deterministic=True)
+        loaded = types.SimpleNamespace(windows=True, joins=True, deterministic=True)
         operators[name] = flash.Flash(name, flash.PACKAGES[name], loaded)
     spans = mb.layout.make("zigzag", cp_size=4).spans(1, 64)
     (work,) = AtenKernel(name, operators[name]).work_for(Causal(), spans, spans)

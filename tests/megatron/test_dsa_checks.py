@@ -41,7 +41,6 @@ def test_dsa_is_served_from_0_19_on():
         ({"side": "query"}, {}, "--burst-side query: queries stay .* remove --burst-side"),
         ({"algorithm": "ulysses"}, {}, "do not share heads .* --context-parallel-algo burst"),
         ({"ulysses_size": 2}, {}, "do not share heads"),
-        ({"kv_cache": 0.5}, {}, "--burst-kv-cache 0.5"),
         ({"wire_dtype": "bf16"}, {}, "--burst-wire-dtype bf16"),
         ({"sequence_chunks": 4}, {}, "--burst-sequence-chunks 4"),
         ({"attention_layout": "contiguous"}, {}, "--burst-attention-layout contiguous"),

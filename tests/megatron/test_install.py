@@ -127,7 +127,7 @@ def test_configure_refuses_what_is_not_supported(changes, flag):
         ({"algorithm": "ulysses", "ulysses_size": 2}, "--burst-ulysses-size 2: ulysses"),
         ({"ulysses_size": 0}, "--burst-ulysses-size"),
         ({"placement": "sideways"}, "--burst-placement"),
-        ({"kv_cache": 1.5}, "--burst-kv-cache"),
+        ({"store": 1.5}, "--burst-attention-store"),
         ({"wire_dtype": "fp8"}, "--burst-wire-dtype"),
     ],
 )
@@ -143,12 +143,12 @@ def test_a_kernel_of_cuda_is_refused_without_it():
         burst.configure(config(), mb.BurstConfig(kernel="aten_cudnn"))
 
 
-@pytest.mark.skipif(PACKAGES["flash2"].version is not None, reason="it is installed")
+@pytest.mark.skipif(PACKAGES["flash3"].version is not None, reason="it is installed")
 def test_a_kernel_of_a_package_is_refused_without_it():
     burst.install("zigzag")
-    words = r"^kernel flash2: FlashAttention 2 is not installed .*--burst-kernel auto"
+    words = r"^kernel flash3: FlashAttention 3 is not installed .*--burst-kernel auto"
     with pytest.raises(ValueError, match=words):
-        burst.configure(config(), mb.BurstConfig(kernel="flash2"))
+        burst.configure(config(), mb.BurstConfig(kernel="flash3"))
 
 
 class Theirs(DotProductAttention):

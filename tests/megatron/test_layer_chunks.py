@@ -124,7 +124,6 @@ REFUSED = {
     "selective-alone": ({"recompute_granularity": "selective", "recompute_modules": None},
                         "--recompute-granularity"),
     "one-rank": ({"cp": 1}, "--burst-sequence-chunks"),
-    "kept-keys": ({"burst": {"sequence_chunks": 2, "kv_cache": 0.5}}, "--burst-kv-cache"),
     "latent-fused-rope": ({"latent": True, "apply_rope_fusion": True}, "--no-rope-fusion"),
 }  # fmt: skip
 

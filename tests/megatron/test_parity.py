@@ -144,7 +144,6 @@ CASES = {
         f"{TWO_BY_TWO} --recompute-granularity full --recompute-method uniform "
         "--recompute-num-layers 2 --burst-attention-store 0.5 --context-parallel-algo auto",
     ),
-    "kv-cache": ("", f"{TWO_BY_TWO} --burst-kv-cache 0.5"),
     "pp2-recompute": (
         PP,
         "--context-parallel-size 2 --burst-layout striped "
@@ -198,7 +197,6 @@ QUICK = (
     "cp2", "cp2x2", "cp2-contiguous", "ring-striped", "double-ring", "sequence-parallel", "window",
     "sink-learnable", "latent", "mtp-striped", "packed-vpp2", "balanced-sequence-parallel",
     "all-gather", "ulysses", "hybrid-context-first", "store-half-uniform", "store-vpp2", "auto",
-    "kv-cache",
 )  # fmt: skip
 
 
@@ -251,7 +249,7 @@ def test_wire_dtype_reaches_the_ring(train):
 
 
 def test_a_run_in_deterministic_mode_is_bit_for_bit_the_same_again(four, common):
-    flags = [*common, *f"{TWO_BY_TWO} --num-query-groups 2 --burst-kv-cache 0.5".split()]
+    flags = [*common, *f"{TWO_BY_TWO} --num-query-groups 2".split()]
     first, second = (four(session.train_deterministically, flags) for _ in range(2))
     assert first == second
     other = four(session.train_deterministically, [*flags, "--seed", "5"])

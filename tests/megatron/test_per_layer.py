@@ -173,7 +173,6 @@ def problems(per_layer="window=ring", changes=(), **choices):
         ("full=ring", {"window_attn_skip_freq": None}, {}, "full=ring is of no layer"),
         ("3-5=ring", {}, {}, "3-5=ring, and the model has 4 layers"),
         ("1=ring", {"mtp_num_layers": 1}, {}, "--mtp-num-layers"),
-        ("full=tile", {}, {"kv_cache": 0.5}, "--burst-kv-cache 0.5"),
         ("1=ring", {"hybrid_layer_pattern": "M*M*"}, {}, "1=ring is of no layer"),
         ("2=ring,5=tile", {"hybrid_layer_pattern": "M*|M*/M*"}, {}, "model has 4 layers"),
         (

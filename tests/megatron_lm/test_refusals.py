@@ -13,7 +13,7 @@ CP2 = f"{BURST} --context-parallel-size 2"
 BAD = {
     f"{CP2} --hierarchical-context-parallel-sizes 2 2": "[2, 2] multiply to 4, which is not",
     f"{CP2} --burst-side both": "side (--burst-side) must be one of auto, ",
-    f"{CP2} --burst-kv-cache 0.5 --burst-side query": "--burst-side query",
+    f"{CP2} --burst-side querry": "--burst-side",
     "--context-parallel-size 2 --burst-layout striped": "--burst-layout striped with",
     f"{BURST} --hybrid-context-parallel": "Megatron-LM itself cannot train with it",
 }

@@ -86,7 +86,6 @@ COMBINATIONS = (
     Combination("auto", "", 4, f"--context-parallel-algo auto {GRID}"),
     Combination("side query", "", 4, f"{NODES} --burst-side query"),
     Combination("side kv", "", 4, f"{NODES} --burst-side kv"),
-    Combination("kv cache", "", 2, f"{CP2} --burst-kv-cache 0.5"),
     Combination("kernel reference", "", 2, f"{CP2} --burst-kernel reference"),
     # --- data, tensor and optimizer sharding
     Combination("dp2 x cp2", "", 4, CP2),

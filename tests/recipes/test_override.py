@@ -96,7 +96,6 @@ def test_a_second_call_puts_back_what_the_first_changed(llama):
         ({"store": 1.5}, "store .* must be a fraction from 0 to 1, got 1.5"),
         ({"layout": "diagonal"}, "layout .* must be one of"),
         ({"intra": "2"}, r"intra_size \(intra\) must be an integer"),
-        ({"store": 0.5, "kv_cache": 0.5}, "^kv_cache 0.5 keeps keys of a forward that store 0.5"),
     ],
 )
 def test_unknown_choices_are_named_at_once(llama, choices, message):

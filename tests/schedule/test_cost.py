@@ -25,7 +25,7 @@ from megatron_burst.schedule.cost import backward_schedule as backward_schedule_
 from megatron_burst.schedule.demand import RowBytes, everything
 from megatron_burst.schedule.demand import wanted as wanted_by
 from megatron_burst.schedule.rings import SIDES
-from megatron_burst.schedule.tables import ALL, ROUTES, Grid, Kept, Pairs, Tables, Transfers
+from megatron_burst.schedule.tables import ALL, ROUTES, Grid, Pairs, Tables, Transfers
 from megatron_burst.schedule.topology import Topology
 from megatron_burst.tools.show.balance import imbalance_of
 
@@ -168,20 +168,18 @@ tables = st.integers(0, 2**32 - 1).map(np.random.default_rng)
 
 @given(
     st.sampled_from(sorted(EVERY)), grids, st.sampled_from(["", *SIDES]),
-    st.sampled_from(ROUTES), st.integers(0, 3), st.floats(0, 1), tables,
+    st.sampled_from(ROUTES), st.floats(0, 1), tables,
 )  # fmt: skip
 def test_the_bytes_of_all_ranks_are_those_of_each_message(
-    algorithm, grid, side, route, kept, density, random
+    algorithm, grid, side, route, density, random
 ):
     """Each message: the rows of each of its bundles times what a row of its family has."""
     grid, have = Grid(*grid), sizes()
     visible = random.random((grid.size, grid.size)) < density
     want = wants.at_random(random, visible)
-    kept *= side == "kv" and EVERY[algorithm].keeps
-    kept = min(kept, grid.size - 1)
     if side:
         plan = rings.backward(algorithm, grid, side, wanted=want, row_bytes=have.backward,
-                              route=route, kept=kept)  # fmt: skip
+                              route=route)  # fmt: skip
     else:
         plan = rings.forward(
             algorithm, grid, wanted=want, row_bytes=have.forward, route=route
@@ -205,19 +203,18 @@ def test_the_bytes_of_all_ranks_are_those_of_each_message(
 
 @given(
     st.sampled_from(["burst", "ring", "double_ring"]), grids, st.sampled_from(["", *SIDES]),
-    st.booleans(), st.integers(0, 2), st.floats(0, 1), tables,
+    st.booleans(), st.floats(0, 1), tables,
 )  # fmt: skip
 def test_auto_takes_the_route_whose_bytes_are_fewest_as_both_are_counted(
-    algorithm, grid, side, gradients, kept, density, random
+    algorithm, grid, side, gradients, density, random
 ):
     """Fewer between nodes, then fewer within them, and the ring where both are equal; also where
     "direct" is known to be cheaper before the ring has tables, and gradients stay at home."""
     grid, have = Grid(*grid), sizes(needs=(gradients,) * 3)
     want = wants.at_random(random, random.random((grid.size, grid.size)) < density)
-    kept = min(kept, grid.size - 1) * (side == "kv")
     if side:
         made = lambda route: backward_schedule_of(  # noqa: E731
-            algorithm, grid, want, have, side=side, route=route, kept=kept
+            algorithm, grid, want, have, side=side, route=route
         )
     else:
         made = lambda route: forward_schedule(  # noqa: E731
@@ -229,22 +226,6 @@ def test_auto_takes_the_route_whose_bytes_are_fewest_as_both_are_counted(
         return total.inter, total.intra
 
     assert made("auto").route == min(("ring", "direct"), key=sent)
-
-
-def test_copies_that_forward_kept_do_not_count_for_the_route():
-    """Eight nodes of two ranks; both of a node want what the next node has. A copy makes seven hops
-    between nodes and its gradient one, where direct sends are two each way: 8 to 4 of as many
-    bytes. With all copies kept only gradients travel, 1 to 2."""
-    grid, have = Grid(8, 2), sizes(wire=2)
-    node = np.arange(16) // 2
-    want = wants.whole((node[:, None] + 1) % 8 == node, 10)
-    made = lambda kept: backward_schedule_of(  # noqa: E731
-        "burst", grid, want, have, side="kv", kept=kept
-    )
-    assert (made(0).route, made(15).route) == ("direct", "ring")
-    copies = 16 * have.chunk_bytes("kv")
-    sent = [traffic(made(kept), None, have).inter / copies for kept in (0, 15)]
-    assert sent == [4, 1]
 
 
 def test_a_window_over_many_ranks_by_hand():
@@ -305,14 +286,6 @@ def test_a_window_of_4k_over_64_ranks_of_16k_rows(name, whole, rows, busiest):
     assert Traffic(*(size >> 20 for size in most)) == busiest
 
 
-def test_kept_keys_leave_only_gradients_to_be_sent():
-    have = sizes(8, 8, 16, 16)
-    for kept, activations in ((0, 3), (1, 2), (3, 0)):
-        plan = backward_schedule("ring", Grid(1, 4), "kv", have, kept=kept)
-        assert traffic(plan, 0, have).total == activations * 15360 + 3 * 30720
-        assert len(plan.kept_chunks(0)) == kept
-
-
 # --- work ----------------------------------------------------------------------------------
 
 
@@ -331,7 +304,7 @@ def test_a_pair_in_parts_is_shared_by_rows():
     columns = [(1, 0, 1, 0, ALL, 2), (1, 1, 1, 0, ALL, 1), (1, 1, 1, 1, ALL, ALL)]
     none = np.zeros(0, dtype=int)
     made = Tables(
-        2, Pairs(*np.array(columns).T), Transfers(*[none] * 8), Kept(*[none] * 3),
+        2, Pairs(*np.array(columns).T), Transfers(*[none] * 8),
         want.queries, want.keys,
     )  # fmt: skip
     assert pair_shares(made).tolist() == [1 / 4, 3 / 4, 1]
@@ -340,18 +313,6 @@ def test_a_pair_in_parts_is_shared_by_rows():
     pairs = np.zeros((3, 3), dtype=int)
     pairs[1, :2] = 100, 10
     assert imbalance_of(plan, pairs) == pytest.approx(3 * (25 + 75 + 10) / 110)
-
-
-@pytest.mark.parametrize("route", [*ROUTES, "auto"])
-def test_auto_keeps_keys_only_where_they_travel(route):
-    """Of 8 and 8 heads the query side sends less; with keys kept "auto" is the side they serve."""
-    want, grid = wants.whole(np.tri(4), 10), Grid(1, 4)
-    made = lambda **how: backward_schedule_of(  # noqa: E731
-        "ring", grid, want, sizes(8, 8), route=route, **how
-    )
-    assert (made().side, made(kept=2).side, made(kept=2).kept) == ("query", "kv", 2)
-    assert (made(side="query", kept=2).kept, made(side="kv").side) == (0, "kv")
-    assert route in ("auto", made().route)
 
 
 @pytest.mark.parametrize("algorithm", ["burst", "ring", "multicast", "tile", "two_way"])

@@ -23,7 +23,7 @@ from megatron_burst.schedule.rings import Schedule
 from megatron_burst.schedule.tables import FAMILIES, RINGS, Grid
 
 GRIDS = [Grid(1, 1), Grid(1, 4), Grid(4, 1), Grid(2, 2), Grid(2, 4), Grid(3, 3), Grid(5, 2)]
-PASSES = [("kv", FORWARD, 0), ("kv", BACKWARD, 0), ("query", BACKWARD, 0), ("kv", BACKWARD, 3)]
+PASSES = [("kv", FORWARD), ("kv", BACKWARD), ("query", BACKWARD)]
 ROWS = 8  # per rank
 
 
@@ -67,8 +67,8 @@ def case(mask, layout, size, rows=ROWS):
     return wanted(mask, shards, shards), dense(mask, shards)
 
 
-def multicast(grid, asked, side="kv", row_bytes=FORWARD, kept=0):
-    return Schedule(grid, side, asked, row_bytes, kept, algorithm="multicast")
+def multicast(grid, asked, side="kv", row_bytes=FORWARD):
+    return Schedule(grid, side, asked, row_bytes, algorithm="multicast")
 
 
 def loads(schedule, accumulated=False):
@@ -98,14 +98,12 @@ def needed(seen, grid, side):
 @pytest.mark.parametrize("grid", GRIDS, ids="{0.inter}x{0.intra}".format)
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_pair_once_everything_home_and_nothing_crosses_twice(grid, mask):
-    for number, (side, row_bytes, kept) in enumerate(PASSES):
+    for number, (side, row_bytes) in enumerate(PASSES):
         layout = ("zigzag", "contiguous", "striped")[(grid.size + number) % 3]
         asked, seen = case(mask, layout, grid.size)
-        schedule = multicast(grid, asked, side, row_bytes, kept)
+        schedule = multicast(grid, asked, side, row_bytes)
         act_out(schedule, grid, seen)
         act_out(schedule, grid, seen, programs=[schedule.program(r) for r in range(grid.size)])
-        if kept:
-            continue  # what was kept does not cross
         least = needed(seen, grid, side)
         for accumulated in {False, schedule.gradients}:
             sent, got = loads(schedule, accumulated)[0]
@@ -115,18 +113,17 @@ def test_every_pair_once_everything_home_and_nothing_crosses_twice(grid, mask):
 
 @given(
     st.sampled_from(GRIDS), st.sampled_from(PASSES), st.floats(0, 1), st.integers(0, 2**32 - 1),
-    st.integers(0, 9),
 )  # fmt: skip
-def test_any_visibility_of_any_rows(grid, which, density, seed, kept):
+def test_any_visibility_of_any_rows(grid, which, density, seed):
     """Shards of any length, also none; some ranks see nothing, some are seen by all."""
-    side, row_bytes, keeps = which
+    side, row_bytes = which
     random = np.random.default_rng(seed)
     rows = random.integers(0, 6, size=grid.size)
     rank = np.repeat(np.arange(grid.size), rows)
     chance = density * random.choice([0, 0.2, 1, 5], size=(2, grid.size))
     seen = random.random((len(rank),) * 2) < chance[0, rank][:, None] * chance[1, rank]
     asked = from_dense(seen, rank, grid.size)
-    schedule = multicast(grid, asked, side, row_bytes, kept if keeps else 0)
+    schedule = multicast(grid, asked, side, row_bytes)
     act_out(schedule, grid, seen)
     act_out(schedule, grid, seen, programs=[schedule.program(r) for r in range(grid.size)])
 
@@ -289,18 +286,18 @@ def test_a_rail_that_only_receives_too_much_is_relieved():
 
 @pytest.mark.parametrize("name", ["documents", "window", "hot"])
 def test_passes_of_the_same_rows_share_their_paths(name):
-    """Forward, backwards of both sides and with keys kept, of two algorithms, have the tables that
+    """Forward and backwards of both sides, of two algorithms, have the tables that
     each has of its own; paths are made once for each side."""
     grid = Grid(2, 4)
     asked, _ = case(name, "zigzag", grid.size)
     for algorithm in ("multicast", "prefetch"):
-        for side, sizes, kept in PASSES:
+        for side, sizes in PASSES:
             shared, alone = (
-                Schedule(grid, side, each, sizes, kept, algorithm=algorithm).tables
+                Schedule(grid, side, each, sizes, algorithm=algorithm).tables
                 for each in (asked, replace(asked))
             )
             assert shared.digest == alone.digest
-            for one, other in zip(shared[1:4], alone[1:4], strict=True):
+            for one, other in zip(shared[1:3], alone[1:3], strict=True):
                 assert all(np.array_equal(x, y) for x, y in zip(one, other, strict=True))
     assert len(asked.common) == 2
 

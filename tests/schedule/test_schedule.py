@@ -10,10 +10,10 @@ from itertools import product
 import numpy as np
 import oracle
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_cases import GRIDS, SMALL, passes, sends, worlds
-from tables_oracle import act_out, check_kept, dense
+from tables_oracle import act_out, dense
 
 from megatron_burst.layout import Span
 from megatron_burst.masks import Causal
@@ -180,30 +180,23 @@ def test_unknown_names_are_refused():
 
 
 def schedule_of(algorithm, world, asked):
-    """The schedule of a pass over a world; None where the algorithm takes no kept keys."""
+    """The schedule of a pass over a world."""
     wants = wanted(world.mask, world.shards, world.shards)
     more = {"wanted": wants.whole() if asked.whole else wants}
     more |= {"row_bytes": asked.row_bytes, "route": asked.route}
     if not asked.side:
         return forward(algorithm, world.grid, **more)
-    if asked.kept and not ALGORITHMS[algorithm].keeps:
-        return None
-    return backward(algorithm, world.grid, asked.side, kept=asked.kept, **more)
+    return backward(algorithm, world.grid, asked.side, **more)
 
 
 def check(algorithm, world, data):
     """Tables and both programs of one random pass."""
     asked = data.draw(passes(world))
     schedule = schedule_of(algorithm, world, asked)
-    assume(schedule is not None)
     seen = dense(world.mask, world.shards)
     act_out(schedule, world.grid, seen)
     last = data.draw(st.booleans(), label="own_last")
     act_out(schedule, world.grid, seen, programs=programs(schedule, own_last=last))
-    if asked.kept:
-        first = asked._replace(side="", kept=0)
-        first = first._replace(row_bytes=first.row_bytes._replace(dkv=0, dquery=0, out=1))
-        check_kept(schedule_of(algorithm, world, first), schedule, world.grid, seen)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -226,8 +219,8 @@ def test_rows_are_there_and_results_come_home_at_length(algorithm, world, data):
 @given(worlds(SMALL[1:]), st.data())
 def test_channels_are_what_hops_travel_on(algorithm, world, data):
     """A plan makes a communicator for each; one that is missing would be missed in mid-call."""
-    schedule = schedule_of(algorithm, world, data.draw(passes(world, kept=False)))
-    full = schedule_of(algorithm, world, data.draw(passes(world, kept=False)))
+    schedule = schedule_of(algorithm, world, data.draw(passes(world)))
+    full = schedule_of(algorithm, world, data.draw(passes(world)))
     full = type(full)(full.grid, full.side, everything(world.grid.size), full.row_bytes,
                       algorithm=full.algorithm, route=full.route)  # fmt: skip
     for each, all_see in ((schedule, False), (full, True)):
@@ -245,7 +238,7 @@ def test_channels_are_what_hops_travel_on(algorithm, world, data):
 @given(worlds(), st.data())
 def test_a_message_has_rows_and_never_the_same_twice(algorithm, world, data):
     """Whole chunks are what rows are part of: their bytes are never fewer."""
-    asked = data.draw(passes(world, kept=False))._replace(whole=False)
+    asked = data.draw(passes(world))._replace(whole=False)
     few, whole = (schedule_of(algorithm, world, asked._replace(whole=w)) for w in (False, True))
     assert _bytes(few) <= _bytes(whole)
 
@@ -260,7 +253,7 @@ def _bytes(schedule):
     return total
 
 
-# --- by hand: few readers, direct sends, all_gather, kept chunks ------------------------------
+# --- by hand: few readers, direct sends, all_gather ------------------------------
 
 
 def causal(size, rows):
@@ -300,10 +293,3 @@ def test_all_gather_awaits_gradients_at_the_end():
     sums = moved.where(moved.accumulated)
     assert set(sums.post.tolist()) == {2, 3, 4}
     assert set(sums.land.tolist()) == {5}
-
-
-def test_kept_chunks_are_the_farthest_and_are_not_sent():
-    schedule = backward("ring", Grid(1, 4), "kv", kept=2)
-    assert [chunk.owner for chunk in schedule.kept_chunks(0)] == [2, 1]
-    sent = [hop for hop in sends(schedule, 0) if not hop.chunk.accumulated]
-    assert [hop.chunk.owner for hop in sent] == [0]

@@ -18,7 +18,6 @@ from megatron_burst.schedule.tables import (
     FAMILIES,
     RINGS,
     Grid,
-    Kept,
     Pairs,
     Tables,
     Transfers,
@@ -69,7 +68,7 @@ def columns(kind, lines):
     return kind(*np.array(lines, dtype=np.int64).reshape(-1, len(kind._fields)).T)
 
 
-def tables(pairs, hops, kept=(), size=3, steps=4):
+def tables(pairs, hops, size=3, steps=4):
     rows = np.tile([0, 1], size)
     owner = np.repeat(np.arange(size), 2)
     wanted = np.ones((2 * size, size), dtype=bool)
@@ -79,13 +78,12 @@ def tables(pairs, hops, kept=(), size=3, steps=4):
         (FAMILIES.index(family), owner, rows, src, dst, RINGS.index(ring), post, land)
         for family, owner, rows, src, dst, ring, post, land in hops
     ]
-    moved, held = columns(Transfers, lines), columns(Kept, list(kept))
-    return Tables(steps, columns(Pairs, pairs), moved, held, bundles, bundles)
+    return Tables(steps, columns(Pairs, pairs), columns(Transfers, lines), bundles, bundles)
 
 
-def play(pairs, hops, kept=(), row_bytes=BACKWARD, seen=SEEN, grid=GRID, **more):
+def play(pairs, hops, row_bytes=BACKWARD, seen=SEEN, grid=GRID, **more):
     """Act out the tables, and then each rank's program of them."""
-    made = tables(pairs, hops, kept, grid.size, **more)
+    made = tables(pairs, hops, grid.size, **more)
     act_out(made, grid, seen, row_bytes=row_bytes)
     programs = [program(made, grid, rank) for rank in range(grid.size)]
     return act_out(made, grid, seen, row_bytes=row_bytes, programs=programs)
@@ -105,14 +103,6 @@ def test_what_is_right_passes():
     assert played.most_held == 3
     assert played.most_partial == {"dkv": 6, "dquery": 1, "out": 0}
     play(TILE_PAIRS, TILE, row_bytes=FORWARD)
-
-
-def test_kept_rows_take_the_place_of_messages():
-    play(PAIRS, RING[2:], [(1, 0, 1), (1, 0, 2)])
-    with pytest.raises(AssertionError, match="rank 1 kept keys of 0: row 1 comes a second time"):
-        play(PAIRS, RING[2:], [(1, 0, 3), (1, 0, 2)])
-    with pytest.raises(AssertionError, match="rank 1 kept keys of 1: it has its own anyway"):
-        play(PAIRS, RING, [(1, 1, 1)])
 
 
 def test_rows_that_are_of_no_use():

@@ -5,10 +5,8 @@ from time import process_time
 
 import numpy as np
 import pytest
-import torch
 from tables_oracle import act_out, dense
 
-import megatron_burst as mb
 from megatron_burst import layout, masks
 from megatron_burst.schedule import cost
 from megatron_burst.schedule import demand as demands
@@ -234,15 +232,6 @@ def test_what_a_tile_holds_and_may_hold():
     assert tile_shape.memory(tile_shape.chosen(demand), back) <= 32 * sum(back)
     prime = Demand(Grid(1, 131), "kv", everything(131), back)
     assert tile_shape.chosen(prime) == Shape(1, 1, 1, 131)
-
-
-def test_keeps_no_keys():
-    demand = Demand(Grid(2, 2), "kv", everything(4), BACKWARD[0], kept=1)
-    with pytest.raises(ValueError, match="kv_cache must be 0 with algorithm tile"):
-        tile.tables(demand)
-    with pytest.raises(ValueError, match=r"kv_cache=0.5 keeps keys .* algorithm='tile'"):
-        mb.prepare(*[[torch.zeros(4, 1, 2, 8)] * 4] * 3, groups=mb.Groups.in_process(intra=4),
-                   algorithm="tile", kv_cache=0.5)  # fmt: skip
 
 
 # --- the order ------------------------------------------------------------------------------

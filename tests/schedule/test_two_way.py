@@ -65,27 +65,6 @@ def test_every_pair_of_rows_once_and_everything_home(algorithm, name, size):
         act_out(schedule, schedule.grid, seen)
 
 
-@pytest.mark.parametrize("kept", [1, 2, 7])
-@pytest.mark.parametrize("name", CASES)
-def test_kept_keys_are_not_sent_again(name, kept):
-    asked, seen = case(name, 8)
-    row_bytes = BACKWARD._replace(dquery=0)
-    schedule = backward("two_way", Grid(2, 4), "kv", wanted=asked, row_bytes=row_bytes, kept=kept)
-    play = act_out(schedule, schedule.grid, seen)
-    copies = Counter((hop.dst, hop.owner) for hop in play.hops if hop.family == "kv")
-    held = {(rank, owner) for rank, owner, _ in zip(*schedule.tables.kept, strict=True)}
-    if kept == 7:
-        assert not copies
-    if name == "full":  # the ranks that a half meets in its last steps, and no other
-        away = {1: (7,), 2: (6, 7), 7: range(1, 8)}[kept]
-        assert held == {((o + w * t) % 8, o) for o in range(8) for t in away for w in (1, -1)}
-
-
-def test_token_ring_keeps_no_keys():
-    with pytest.raises(ValueError, match="kv_cache must be 0 with algorithm token_ring"):
-        _ = backward("token_ring", Grid(1, 4), "kv", kept=1).tables
-
-
 def sent(schedule, family):
     """Rows that each rank sends to each other one: {(src, dst): rows}."""
     tables, found = schedule.tables, Counter()
@@ -174,11 +153,6 @@ def plan(algorithm, ranks, **choices):
     tensors = ([torch.zeros(shape, dtype=torch.float64)] * ranks for shape in shapes)
     return mb.prepare(*tensors, groups=mb.Groups.in_process(intra=ranks), algorithm=algorithm,
                       side="kv", kernel="reference", needs_grad=(True,) * 3, **choices)  # fmt: skip
-
-
-def test_the_door_refuses_to_keep_keys_with_token_ring():
-    with pytest.raises(ValueError, match=r"kv_cache=0.5 keeps keys .*algorithm='token_ring'"):
-        plan("token_ring", 4, kv_cache=0.5)
 
 
 def test_bytes_by_hand():

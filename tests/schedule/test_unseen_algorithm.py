@@ -28,7 +28,7 @@ from megatron_burst.cli import main as cli
 from megatron_burst.schedule.algorithms import ALGORITHMS, Algorithm, direct
 from megatron_burst.schedule.demand import RowBytes, wanted
 from megatron_burst.schedule.rings import backward, forward
-from megatron_burst.schedule.tables import ALL, FAMILIES, Grid, Kept, Pairs, Tables, Transfers
+from megatron_burst.schedule.tables import ALL, FAMILIES, Grid, Pairs, Tables, Transfers
 
 FORWARD, BACKWARD = RowBytes(kv=2, query=1, dkv=0, dquery=0, out=3), RowBytes(2, 4, 4, 2)
 
@@ -70,7 +70,7 @@ def detour(demand):
     def columns(rows, kind):
         return kind(*np.array(rows, dtype=np.int64).reshape(-1, len(kind._fields)).T)
 
-    tables = columns(pairs, Pairs), columns(moved, Transfers), columns([], Kept)
+    tables = columns(pairs, Pairs), columns(moved, Transfers)
     return Tables(size, *tables, queries, keys)
 
 

@@ -202,27 +202,23 @@ def columns(plan):
     """Of all its tables, and of the bundles that their rows are of."""
     tables = plan.tables
     bundles = [(b.owner, b.number, *b.runs) for b in (tables.queries, tables.keys)]
-    return [*tables.pairs, *tables.transfers, *tables.kept, *bundles[0], *bundles[1]]
+    return [*tables.pairs, *tables.transfers, *bundles[0], *bundles[1]]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("mask", ["causal", "causal & window(5)", "documents([0, 9, 16, 32])"])
-@pytest.mark.parametrize(
-    ("side", "kv_cache"), [("auto", 0.0), ("kv", 0.0), ("kv", 0.5), ("query", 0.0)]
-)
-def test_the_schedules_are_those_of_a_plan(algorithm, mask, side, kv_cache):
-    if kv_cache and not ALGORITHMS[algorithm].keeps:
-        pytest.skip("backward finds no keys that forward kept")
+@pytest.mark.parametrize("side", ["auto", "kv", "query"])
+def test_the_schedules_are_those_of_a_plan(algorithm, mask, side):
     for layout in ("contiguous", "zigzag"):
         q, k = ([torch.empty(8, 1, h, 16, requires_grad=True) for _ in range(4)] for h in (8, 2))
         parts = shards(mask, layout)
         plan = mb.prepare(
             q, k, k, groups=mb.Groups.in_process(inter=2, intra=2), layout=layout,
-            mask=parts.mask, algorithm=algorithm, side=side, kv_cache=kv_cache,
+            mask=parts.mask, algorithm=algorithm, side=side,
             kernel="reference",
         )  # fmt: skip
         forward = schedule_scene(parts, Grid(2, 2), plan.sizes, algorithm)
-        way = {"backward": True, "side": side, "kv_cache": kv_cache}
+        way = {"backward": True, "side": side}
         backward = schedule_scene(parts, Grid(2, 2), plan.sizes, algorithm, **way)
         for scene, schedule in zip((forward, backward), plan.schedules, strict=True):
             assert (scene.plan.side, scene.plan.route) == (schedule.side, schedule.route)
@@ -426,18 +422,17 @@ def test_the_examples_of_the_help_run(capsys, tmp_path, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
-def test_gradients_kept_chunks_and_node_links_are_marked(capsys):
+def test_gradients_and_node_links_are_marked(capsys):
     common = "show schedule --nodes 2 --per-node 2 --layout striped "
     assert cli.main((common + "--backward --side query").split()) == 0
     text = "\n".join(lines(capsys))
     assert "q0⇒2 7/8 28.44 KiB @2" in text
     assert re.search(r"dq\d→\d", text)
     assert re.search(r"dq\d⇒\d @", text)
-    assert cli.main((common + "--backward --kv-cache 1 --rank 3").split()) == 0
+    assert cli.main((common + "--backward --side kv --rank 3").split()) == 0
     text = "\n".join(lines(capsys))
-    assert "q3 k0 ◪*" in text
+    assert "q3 k0 ◪" in text
     assert not re.search("^ rank [012] ", text, re.MULTILINE)
-    assert "hops: intra none instead of 8 (256 KiB), inter none instead of 4 (128 KiB)" in text
     assert re.search(r"^ +-k2 ", text, re.MULTILINE)
 
 
@@ -452,10 +447,6 @@ def test_gradients_kept_chunks_and_node_links_are_marked(capsys):
         ("mask --png picture.jpg", "must end in .png"),
         ("mask --svg picture.png", "must end in .svg"),
         ("schedule --side query", "add --backward"),
-        ("schedule --backward --side query --kv-cache 0.5", "use --side kv"),
-        ("schedule --backward --algorithm tile --kv-cache 1",
-         "--kv-cache: tile computes elsewhere"),
-        ("schedule --backward --kv-cache 2", "--kv-cache must be in 0..1"),
         ("schedule --rank 9", "--rank must be in 0..3"),
         ("schedule --algorithm ulysses", "invalid choice"),
         ("schedule --heads 4 --kv-heads 3", "--kv-heads must divide --heads"),

@@ -67,28 +67,8 @@ def _errors(device: torch.device) -> Iterator[tuple[str, float]]:
     given = native.LogitGradient(labels, level, ones, -ones, 0 * ones)
     done = native.softmax_gradient_(rows, given, 64, 1.0, None)
     yield "softmax_gradient_", _worst(rows if done else None, softmax)
-    if device.type == "cpu":
-        yield from _narrow(*torch.randn(4, 1, 2, 70, 8, generator=generator))
     done = native.merge_(x, lse, y, other)
     yield "merge_", max(_worst(x if done else None, merged), _worst(lse, total))
-
-
-def _narrow(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor
-) -> Iterator[tuple[str, float]]:
-    """Causal attention of narrow heads, [b, h, s, w]."""
-    scale = q.shape[-1] ** -0.5
-    exact = [x.double().requires_grad_() for x in (q, k, v)]
-    scores = exact[0] @ exact[1].mT * scale
-    wanted = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), float("-inf"))
-    attended = wanted.softmax(-1) @ exact[2]
-    right, level = attended.detach(), wanted.logsumexp(-1).detach()
-    result = native.narrow_forward(q, k, v, (q.shape[2], 0), scale) or (None, None)
-    yield "narrow_forward", max(map(_worst, result, (right, level)))
-    given = dout, q, k, v, level.float(), (dout * right).sum(-1).float()
-    result = native.narrow_backward(*given, (q.shape[2], 0), scale) or (None,) * 3
-    grads = torch.autograd.grad(attended, exact, dout.double())
-    yield "narrow_backward", max(map(_worst, result, grads))
 
 
 def _worst(result: torch.Tensor | None, exact: torch.Tensor) -> float:

@@ -17,7 +17,7 @@ from .micro_batches import LiteKind, MicroBatches
 NAME = "burst"
 # The choices of `mb.attention` that are left: Lite decides layout, mask and scale, and its
 # recompute knows no attention store.
-OPTIONS = ("algorithm", "side", "kernel", "grad_wire_dtype", "kv_cache", "head_chunks")
+OPTIONS = ("algorithm", "side", "kernel", "grad_wire_dtype", "head_chunks")
 LITE = "lite"  # how linear layers pass what crosses ranks where they are left alone
 _WITH_CORE = ("GQAttention", "MultiLatentAttention")
 _DELTA_NET = "GatedDeltaNet"
@@ -41,7 +41,7 @@ def set_attention_backend(
     which puts back what was replaced. groups: those of an earlier call, or `mb.Groups` over the
     ranks of the model's context-parallel group; None makes them by host name. linear: how gated
     delta nets pass states, one of "auto", "ring", "scan", "all_gather", "two_level", or "lite",
-    which leaves them alone. options: `algorithm`, `side`, `kernel`, `grad_wire_dtype`, `kv_cache`,
+    which leaves them alone. options: `algorithm`, `side`, `kernel`, `grad_wire_dtype`,
     `head_chunks`, as `mb.attention` takes them. Returns the groups, for another call; None for
     "te".
 

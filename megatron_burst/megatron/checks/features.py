@@ -53,9 +53,6 @@ _CHUNKS = (
          "numbers", add=("--hidden-dropout 0",)),
     Rule(_graphs_of_any_name, "{flag}: CUDA graphs replay without Python",
          remove=("--cuda-graph-impl",)),
-    Rule(lambda c, b: b.kv_cache,
-         "{flag}: --burst-kv-cache {b.kv_cache} keeps keys of one forward, and chunks send them "
-         "round several times", remove=("--burst-kv-cache",)),
     Rule(lambda c, b: c.multi_latent_attention and c.apply_rope_fusion,
          "{flag}: the fused rope of latent attention chooses rows itself",
          add=("--no-rope-fusion",)),

@@ -14,7 +14,6 @@ from importlib.util import find_spec
 from typing import Any
 
 from ...config import OFF, BurstConfig
-from ...schedule.algorithms import ALGORITHMS
 from ...schedule.per_layer import FULL, WINDOW, LayerChoice, layer_choices, numbers_layers
 from ..windows import in_own_words, layer_window
 from .problem import Problem, Rule, broken
@@ -54,13 +53,6 @@ def per_layer_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
         return
     yield from broken(_RULES, config, burst, flag)
     parts = layer_choices(burst.per_layer).parts
-    for part in parts:
-        if burst.kv_cache and not ALGORITHMS[part.algorithm].keeps:
-            yield Problem(
-                f"{flag}: --burst-kv-cache {burst.kv_cache} keeps keys for backward, which with "
-                f"{part.algorithm} are others",
-                remove=("--burst-kv-cache",),
-            )
     known = _attention_layers(config)
     if known is None:
         return

@@ -68,8 +68,6 @@ SELECTING = (
     Rule(lambda c, b: b.side == "query",
          "{flag} with --burst-side query: queries stay where their selection is",
          remove=("--burst-side",)),
-    Rule(lambda c, b: b.kv_cache, "{flag} with --burst-kv-cache {b.kv_cache}: keys are not kept "
-         "for backward", remove=("--burst-kv-cache",)),
     Rule(lambda c, b: b.wire_dtype, "{flag} with --burst-wire-dtype {b.wire_dtype}: gradients "
          "travel as they are summed", remove=("--burst-wire-dtype",)),
     Rule(lambda c, b: b.head_chunks not in (None, 1),

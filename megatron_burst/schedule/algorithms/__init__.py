@@ -21,8 +21,8 @@ class Algorithm:
     """How the tables of a pass are made, and what others have to know of it.
 
     routed: may chunks also go from their owner straight to each rank that uses them, route
-    "direct"? automatic: does `auto` try it? keeps: does backward compute where forward did, so
-    that it finds keys which forward kept? sided: does it matter which side is to travel?
+    "direct"? automatic: does `auto` try it? keeps: does a rank compute the same pairs in
+    backward as in forward? sided: does it matter which side is to travel?
     holds_more: does it hold chunks that it does not compute with yet, or several at once, memory
     for time? holds_all: all chunks that it uses, so that `auto` does not try it where ranks share
     heads, and have the rows of a whole group. few_rows: all chunks too, but `auto` tries it where a

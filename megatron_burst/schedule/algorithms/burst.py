@@ -20,7 +20,7 @@ from functools import reduce
 import numpy as np
 
 from ..demand import Demand
-from ..tables import Grid, Kept, Pairs, Tables, Transfers, transfers
+from ..tables import Grid, Pairs, Tables, Transfers, transfers
 
 
 def tables(demand: Demand) -> Tables:
@@ -52,7 +52,7 @@ def two_level(
         for family in demand.sent_families
         for part in (path.within(family, within, blocks), path.between(family, blocks))
     ]
-    return demand.as_tables(rings.size, path.pairs(), parts, path.kept())
+    return demand.as_tables(rings.size, path.pairs(), parts)
 
 
 class _Path:
@@ -72,9 +72,6 @@ class _Path:
         windows = np.lib.stride_tricks.sliding_window_view(twice, (nodes, width), axis=(1, 2))
         at = np.arange(len(bundles.owner)), *np.divmod(bundles.owner, width)
         self.wanted = windows[at]
-        # A kept chunk is still computed with, so its gradient travels, but it need not be sent.
-        steps = np.arange(rings.size).reshape(nodes, width)
-        self.from_forward = steps >= rings.size - demand.kept
         self.hops = {axis: self._hops(axis) for axis in (1, 2)}
         # Which way the inner rings turn changes nothing for the outer ones, nor they for the inner.
         for axis in (1, 2):
@@ -97,28 +94,24 @@ class _Path:
         """How many hops copies and gradients make along an axis: to the last rank, or node, that
         wants them, and from the first on that adds to them."""
         wanted = self.wanted
-        sent = wanted & ~self.from_forward if self.demand.kept else wanted
         if axis == 1:  # by columns: NumPy's reductions of a short axis take far longer
-            wanted, sent = (reduce(np.logical_or, np.moveaxis(x, 2, 0)) for x in (wanted, sent))
+            wanted = reduce(np.logical_or, np.moveaxis(wanted, 2, 0))
         # Turned, the ring counts from its end: the farthest rank is the first one that adds.
-        return _farthest(sent), _farthest(_turned(wanted, axis))
+        return _farthest(wanted), _farthest(_turned(wanted, axis))
 
     def _choose_way(self, axis: int) -> None:
         """Turn the rings along an axis if that sends fewer bytes."""
-        sizes, side, kept = self.demand.row_bytes, self.demand.side, self.demand.kept
+        sizes, side = self.demand.row_bytes, self.demand.side
         each = getattr(sizes, side), getattr(sizes, "d" + side)
         # Two ranks have one way; and where copies and gradients are as large, turning swaps them.
-        if self.rings[axis - 1] < 3 or (each[0] == each[1] and not kept):
+        if self.rings[axis - 1] < 3 or each[0] == each[1]:
             return
         before = self.wanted, self.hops
         there = self._bytes(axis, each)
         self.wanted = _turned(self.wanted, axis)
-        if kept:
-            self.hops = {axis: self._hops(axis) for axis in (1, 2)}
-        else:
-            # Copies make the hops that gradients made the other way, and gradients those of copies.
-            other = self.hops[2] if axis == 2 else [_turned(x, 1) for x in self.hops[2]]
-            self.hops = {1: self.hops[1], 2: other} | {axis: self.hops[axis][::-1]}
+        # Copies make the hops that gradients made the other way, and gradients those of copies.
+        other = self.hops[2] if axis == 2 else [_turned(x, 1) for x in self.hops[2]]
+        self.hops = {1: self.hops[1], 2: other} | {axis: self.hops[axis][::-1]}
         if self._bytes(axis, each) >= there:
             self.wanted, self.hops = before
         else:
@@ -136,12 +129,6 @@ class _Path:
         """What is computed."""
         owner, step, rows, rank, _ = self._entries(self.wanted)
         return self.demand.pairs(rank, step, owner, rows)
-
-    def kept(self) -> Kept:
-        """In the order of the steps."""
-        owner, step, rows, rank, _ = self._entries(self.wanted & self.from_forward)
-        order = np.argsort(step, kind="stable")
-        return Kept(rank[order], owner[order], rows[order])
 
     def within(self, family: str, ring: str, blocks: bool) -> Transfers:
         """The hops to the next rank of the node. blocks: do gradients land where posted?

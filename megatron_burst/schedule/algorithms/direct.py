@@ -11,7 +11,7 @@ import numpy as np
 
 from ..bundles import Bundles
 from ..demand import Demand
-from ..tables import Kept, Tables, transfers
+from ..tables import Tables, transfers
 
 
 def all_gather(demand: Demand) -> Tables:
@@ -31,7 +31,6 @@ def tables(demand: Demand, *, ahead: int | None = None, at_end: bool = False) ->
     that these take no more room. at_end: ranks wait for gradients after the last step."""
     ring = FlatRing(demand, demand.travelling)
     rank, step, owner, rows = ring.entries(ring.wanted)
-    sent = ~ring.from_forward[step]
     own = None
     if at_end and demand.wanted.joined:  # all pairs are one call, behind all copies
         step, own = np.ones_like(step), np.ones(ring.size, dtype=step.dtype)
@@ -42,15 +41,13 @@ def tables(demand: Demand, *, ahead: int | None = None, at_end: bool = False) ->
     # that a rank holds few chunks.
     copies = (owner, rows, owner, rank, post, step)
     copy, *gradient = demand.sent_families
-    parts = [transfers(copy, "flat", *(column[sent] for column in copies))]
+    parts = [transfers(copy, "flat", *copies)]
     for family in gradient:  # complete after its step
         land = np.full_like(step, ring.size + 1)
         if not at_end:
             np.minimum(step + 1 + ahead, land, out=land)
         parts += [transfers(family, "flat", owner, rows, rank, owner, step + 1, land)]
-    by_step = np.flatnonzero(~sent)[np.argsort(step[~sent], kind="stable")]
-    kept = Kept(*(column[by_step] for column in (rank, owner, rows)))
-    return demand.as_tables(ring.size, demand.pairs(rank, step, owner, rows, own), parts, kept)
+    return demand.as_tables(ring.size, demand.pairs(rank, step, owner, rows, own), parts)
 
 
 class FlatRing:
@@ -68,8 +65,6 @@ class FlatRing:
         first = bundles.owner if way == 1 else self.size - 1 - bundles.owner
         windows = np.lib.stride_tricks.sliding_window_view(twice, self.size, axis=1)
         self.wanted = windows[np.arange(len(first)), first]
-        # A kept chunk is still computed with, so its gradient travels, but it need not be sent.
-        self.from_forward = np.arange(self.size) >= self.size - demand.kept
 
     def entries(self, which: np.ndarray) -> tuple[np.ndarray, ...]:
         """Rank, step, owner and rows, wherever some of these bundles of an owner are."""

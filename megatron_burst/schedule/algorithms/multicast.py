@@ -24,7 +24,6 @@ uneven there, and a rank that is slow at one keeps nobody waiting who is that fa
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +31,7 @@ import numpy as np
 from ..bundles import Bundles
 from ..demand import Demand
 from ..rails import routes
-from ..tables import NONE_KEPT, RINGS, Grid, Kept, Pairs, Tables, Transfers, transfers
+from ..tables import RINGS, Grid, Pairs, Tables, Transfers, transfers
 
 WITHIN = 2  # steps that a hop within a node may take, at least
 NEVER = 1 << 30
@@ -71,7 +70,7 @@ def tables_of(ways: Ways) -> Tables:
     """The tables of these ways."""
     demand, steps = ways.demand, int(ways.step.max()) + 1
     parts = [ways.copies(), *([ways.gradients()] if demand.gradients else [])]
-    return demand.as_tables(steps, ways.pairs(), parts, ways.kept(), ways.bundles)
+    return demand.as_tables(steps, ways.pairs(), parts, ways.bundles)
 
 
 class _Paths:
@@ -221,39 +220,11 @@ class Ways(_Paths):
         step, of_pair = self.step.reshape(-1)[at], self.of_pairs.reshape(-1)[at]
         return self.demand.pairs(rank, step, owner, of_pair, own=self.step.diagonal())
 
-    def kept(self) -> Kept:
-        """In the order of the steps; without what a gate receives because it passes it on."""
-        if not self.demand.kept:
-            return NONE_KEPT
-        arrives = np.where(self.peer, 0, self._of_ranks(self.hops_of_copies.through))
-        rows = self._by_owner(np.where(self.from_forward, self.use & ~arrives, 0))
-        owner, rank, at = _where(rows)
-        order = np.lexsort((rank, self.step.reshape(-1)[at]))
-        return Kept(rank[order], owner[order], rows.reshape(-1)[at][order])
-
-    @cached_property
-    def from_forward(self) -> np.ndarray:
-        """bool [ways, ranks]: did the rank keep the chunk? The last ones that forward used."""
-        size, kept = self.grid.size, self.demand.kept
-        if not kept:
-            return np.broadcast_to(np.False_, self.use.shape)
-        others = self.of_pairs != 0
-        order = np.argsort(np.where(others, self._in_turn(False), -1), axis=0, kind="stable")
-        last = np.zeros_like(others)
-        np.put_along_axis(last, order[max(0, size - kept) :], True, axis=0)
-        return (others & last)[self.owner]
-
-    @cached_property
-    def hops_of_copies(self) -> _Edges:
-        """Without the rows that their users kept from forward."""
-        return self._edges(self.use * ~self.from_forward) if self.demand.kept else self.hops
-
     def copies(self) -> Transfers:
         """They land when they are needed: for a step, or to be passed on in time."""
-        hops = self.hops_of_copies
-        step = self.step[self.owner]
+        hops, step = self.hops, self.step[self.owner]
         # When a gate needs the rows: for its own step, and to serve peers.
-        needs = (self.use != 0) & ~self.from_forward & self.served
+        needs = (self.use != 0) & self.served
         land = self._by_node(np.where(needs, step - self.within * self.peer, NEVER)).min(axis=2)
         land = np.maximum(land, self.depth)
         # From the farthest gates inwards: each gate needs the rows as much earlier as the hop from

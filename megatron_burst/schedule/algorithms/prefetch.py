@@ -30,7 +30,7 @@ class _Early(Ways):
     """Every hop takes one boundary: those of copies first, those of gradients after the steps."""
 
     def _steps(self) -> np.ndarray:
-        hops, size = self.hops_of_copies, self.grid.size
+        hops, size = self.hops, self.grid.size
         land = self._arrivals
         ready = np.zeros((size, size), dtype=np.int32)
         np.maximum.at(ready, (self.owner[hops.way], hops.dst), land)
@@ -49,13 +49,13 @@ class _Early(Ways):
     @cached_property
     def _arrivals(self) -> np.ndarray:
         """At which boundary each hop of copies ends."""
-        hops = self.hops_of_copies
+        hops = self.hops
         to_peers = np.where(self.served, self._of_ranks(self.depth) + 1, 1)
         both = to_peers.reshape(-1)[hops.peers], self.depth.reshape(-1)[hops.gates]
         return np.concatenate(both).astype(np.int32)
 
     def copies(self) -> Transfers:
-        hops, land = self.hops_of_copies, self._arrivals
+        hops, land = self.hops, self._arrivals
         return self._transfers(False, hops, hops.src, hops.dst, land - 1, land)
 
     def gradients(self) -> Transfers:

@@ -31,14 +31,8 @@ from .tile_shape import Shape, chosen, gathers_keys, wanted_by
 def tables(demand: Demand, *, shape: Shape | None = None) -> Tables:
     """The tile of a shape, default: the cheapest that holds little enough (`tile_shape.chosen`).
 
-    Neither `demand.side` nor head chunks matter. Raises ValueError for keys kept from forward: a
-    rank of a column need not be one in backward, whose tile is another.
+    Neither `demand.side` nor head chunks matter.
     """
-    if demand.kept:
-        raise ValueError(
-            "kv_cache must be 0 with algorithm tile: the ranks that meet a key chunk in backward "
-            "are not those that met it in forward"
-        )
     shape = shape or chosen(demand)
     order = _order(shape, gathers_keys(demand.row_bytes))
     keys = _Family("kv", shape, demand.wanted.keys, order)

@@ -21,15 +21,7 @@ from .two_way import OneWay
 
 
 def tables(demand: Demand) -> Tables:
-    """One ring over all ranks, whatever the links between them.
-
-    Raises ValueError where backward is to find keys that forward kept: forward receives none.
-    """
-    if demand.kept:
-        raise ValueError(
-            "kv_cache must be 0 with algorithm token_ring: its forward sends queries, not keys, so "
-            "no rank has keys of others to keep"
-        )
+    """One ring over all ranks, whatever the links between them."""
     family = "out"
     if demand.row_bytes.out > 0:
         demand = replace(demand, side="query")

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..bundles import Bundles
 from ..demand import Demand
-from ..tables import Kept, Tables, Transfers, transfers
+from ..tables import Tables, Transfers, transfers
 from .direct import FlatRing
 
 WAYS = (1, -1)  # to the next rank, to the one before
@@ -28,10 +28,8 @@ def tables(demand: Demand) -> Tables:
     ways = [OneWay(demand, halves.where(goes == way), way) for way in WAYS]
     met = (way.entries(way.wanted) for way in ways)
     pairs = demand.pairs(*map(np.concatenate, zip(*met, strict=True)))
-    stays = (way.entries(way.wanted & way.from_forward) for way in ways)
-    rank, _, owner, rows = map(np.concatenate, zip(*stays, strict=True))
     parts = [way.hops(family) for family in demand.sent_families for way in ways]
-    return demand.as_tables(demand.grid.size, pairs, parts, Kept(rank, owner, rows), halves)
+    return demand.as_tables(demand.grid.size, pairs, parts, halves)
 
 
 class OneWay(FlatRing):
@@ -44,8 +42,7 @@ class OneWay(FlatRing):
         """
         if family != self.demand.side:
             return np.logical_or.accumulate(self.wanted, axis=1)
-        sent = np.flip(self.wanted & ~self.from_forward, axis=1)
-        later = np.flip(np.logical_or.accumulate(sent, axis=1), axis=1)
+        later = np.flip(np.logical_or.accumulate(np.flip(self.wanted, axis=1), axis=1), axis=1)
         return np.pad(later[:, 1:], ((0, 0), (0, 1)))
 
     def hops(self, family: str) -> Transfers:

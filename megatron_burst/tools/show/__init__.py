@@ -132,8 +132,6 @@ def _add_schedule(sub: argparse.ArgumentParser) -> None:
     call_flags.add_side(sub)
     add("--route", default="auto", choices=("auto", *ROUTES), help="send chunks round the ring, or "
         "directly from their owners (default: auto, fewer bytes)")  # fmt: skip
-    add("--kv-cache", type=float, default=0.0, metavar="FRACTION", help="fraction of received "
-        "keys and values that forward keeps for backward (default: 0)")  # fmt: skip
     add("--rank", type=int, metavar="N", help="draw only this rank")
     call_flags.add_heads(sub, width=128)
 
@@ -182,7 +180,7 @@ def scene_of(arguments: argparse.Namespace) -> Scene:
     return schedule_scene(
         shards, grid, _sizes(arguments, seq_len // grid.size), arguments.algorithm,
         backward=arguments.backward, side=arguments.side, route=arguments.route,
-        kv_cache=arguments.kv_cache, only=arguments.rank,
+        only=arguments.rank,
     )  # fmt: skip
 
 

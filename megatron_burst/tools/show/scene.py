@@ -21,7 +21,6 @@ import numpy as np
 from ...layout import Layout, Span
 from ...masks import Cover, Mask
 from ...schedule import cost
-from ...schedule.algorithms import ALGORITHMS
 from ...schedule.bundles import spans_of
 from ...schedule.demand import Wanted, everything, wanted
 from ...schedule.rings import Schedule
@@ -135,7 +134,6 @@ class Cell(NamedTuple):
     pair: Pair
     cover: Cover  # of its rows, by the visible position pairs
     share: float  # of the position pairs of the busiest (rank, step)
-    kept: bool  # its travelling chunk was kept from forward
 
 
 class Total(NamedTuple):
@@ -200,10 +198,8 @@ class ScheduleScene:
     @cached_property
     def _cells(self) -> dict[tuple[int, int], list[Cell]]:
         most, cells = max(int(self._work.max()), 1), defaultdict(list)
-        kept = [self.plan.kept_chunks(rank) for rank in range(self.size)]
         for rank, step, pair, count in self._counts:
-            stays = any(c.owner == pair.key and c.rows & pair.key_rows for c in kept[rank])
-            cells[rank, step].append(Cell(pair, self._cover(pair, count), count / most, stays))
+            cells[rank, step].append(Cell(pair, self._cover(pair, count), count / most))
         return dict(cells)
 
     def _visible(self, pair: Pair) -> int:
@@ -258,9 +254,9 @@ class ScheduleScene:
 
     @cached_property
     def _full(self) -> ScheduleScene:
-        """The same pass where every rank sees everything and keeps nothing."""
+        """The same pass where every rank sees everything."""
         rows = everything(self.size, self.shards.lengths[0])
-        return replace(self, plan=replace(self.plan, wanted=rows, kept=0))
+        return replace(self, plan=replace(self.plan, wanted=rows))
 
     @cached_property
     def left_out(self) -> list[Hop]:
@@ -290,7 +286,7 @@ class ScheduleScene:
         nodes = np.logical_or.reduce(bundles.wanted.reshape(-1, *grid), axis=2)
         nodes[np.arange(len(nodes)), bundles.owner // grid.intra] = False
         side, each = self.plan.side, self.plan.row_bytes
-        row = getattr(each, side) * (self.plan.kept == 0) + getattr(each, "d" + side)
+        row = getattr(each, side) + getattr(each, "d" + side)
         return int((nodes.sum(axis=1) * bundles.rows).sum()) * row
 
     def released(self, rank: int) -> dict[int, list[Chunk]]:
@@ -302,8 +298,7 @@ class ScheduleScene:
         """Bytes of copies of others' chunks, on their way or there, that a rank has at most."""
         most = 0
         for rank in range(self.size):
-            now = sum(map(self.bytes, self.plan.kept_chunks(rank)))
-            most = max(most, now)
+            now = 0
             for boundary in self.plan.program(rank):  # takes a buffer where its message starts
                 arriving = (h.chunk for h in boundary.posts if h.dst == rank)
                 now += sum(self.bytes(chunk) for chunk in arriving if not chunk.accumulated)
@@ -368,30 +363,17 @@ def schedule_scene(
     backward: bool = False,
     side: str = "auto",
     route: str = "auto",
-    kv_cache: float = 0.0,
     only: int | None = None,
 ) -> ScheduleScene:
     """The scene of one pass; "auto" is resolved by bytes, as for a plan. Raises ValueError for
     choices that do not go together."""
     if only is not None and not 0 <= only < grid.size:
         raise ValueError(f"--rank must be in 0..{grid.size - 1}, got {only}")
-    if not backward and (side != "auto" or kv_cache):
-        raise ValueError("--side and --kv-cache apply to backward; add --backward")
-    if not 0 <= kv_cache <= 1:
-        raise ValueError(f"--kv-cache must be in 0..1, got {kv_cache}")
-    if kv_cache and side == "query":
-        raise ValueError("--kv-cache: with side query no keys travel; use --side kv")
-    keep_none = [name for name, each in ALGORITHMS.items() if not each.keeps]
-    if kv_cache and algorithm in keep_none:
-        raise ValueError(
-            f"--kv-cache: {algorithm} computes elsewhere in backward than in forward and keeps no "
-            "keys; leave out --kv-cache or take another --algorithm than "
-            f"{', '.join(keep_none)}"
-        )
+    if not backward and side != "auto":
+        raise ValueError("--side applies to backward; add --backward")
     call = algorithm, grid, shards.wanted, sizes
     if backward:
-        kept = round(kv_cache * (grid.size - 1))
-        plan = cost.backward_schedule(*call, side=side, route=route, kept=kept)
+        plan = cost.backward_schedule(*call, side=side, route=route)
     else:
         plan = cost.forward_schedule(*call, route=route)
     return ScheduleScene(shards, plan, sizes, backward, only)

@@ -249,8 +249,6 @@ def _legend(scene: ScheduleScene) -> Iterator[list[str]]:
         + byte_size(scene.bytes(Chunk(family, 0)))
         for family in scene.families
     ]
-    if scene.plan.kept:
-        marks.append("* kept from forward")
     if scene.only is not None:
         marks.append("-k0 released")
     yield marks
@@ -261,8 +259,8 @@ def _cell(scene: ScheduleScene, rank: int, boundary: int, released: list[Chunk])
     text = Text(no_wrap=True)
     cells = scene.cells(rank, boundary)
     for i, cell in enumerate(cells):
-        pair, kept = cell.pair, "*" if cell.kept else ""
-        label = f"q{pair.query} k{pair.key} {COVERS[cell.cover]}{kept}"
+        pair = cell.pair
+        label = f"q{pair.query} k{pair.key} {COVERS[cell.cover]}"
         style = of_rank(scene.owner(rank, pair), scene.size)
         text.append("\n" if i else "")
         text.append(" ".join([label, *scene.parts(pair)]),

@@ -183,8 +183,6 @@ def _pair(
                                  facecolor=mixed(each, "#ffffff", 0.74)))  # fmt: skip
     axes.add_patch(Rectangle((left + 0.94 * done, top + 0.7 * high), 0.94 * cell.share, 0.3 * high,
                              facecolor=colour, linewidth=0))  # fmt: skip
-    if cell.kept:
-        axes.add_patch(Rectangle((left, top), 0.94, high, facecolor="none", edgecolor=INK))
     axes.text(left + 0.06, top + 0.37 * high, f"q{cell.pair.query} k{cell.pair.key}", fontsize=8,
               va="center_baseline")  # fmt: skip
     part = " ".join(scene.parts(cell.pair))
@@ -260,10 +258,10 @@ def _entries(scene: ScheduleScene, missing: bool) -> list[_Entry]:
     def at(x: float, y: float) -> Bbox:
         return Bbox.from_bounds(x, y + 0.03, 0.3, 0.13)
 
-    def step(axes: Axes, x: float, y: float, edge: str = "none", pairs: float = 0.2) -> None:
+    def step(axes: Axes, x: float, y: float) -> None:
         tint = mixed(colour, "#ffffff", 0.74)
-        axes.add_patch(Rectangle((x, y), 0.3, 0.18, facecolor=tint, edgecolor=edge))
-        axes.add_patch(Rectangle((x, y + 0.12), pairs, 0.06, facecolor=colour, linewidth=0))
+        axes.add_patch(Rectangle((x, y), 0.3, 0.18, facecolor=tint, linewidth=0))
+        axes.add_patch(Rectangle((x, y + 0.12), 0.2, 0.06, facecolor=colour, linewidth=0))
 
     def hop(
         family: str, text: str, shares: Sequence[tuple[float, float]] = ((0, 1),), blocks=False
@@ -285,9 +283,6 @@ def _entries(scene: ScheduleScene, missing: bool) -> list[_Entry]:
         entries.append(hop(blocking[0], "hop that blocks", blocks=True))
     if missing:
         entries.append(_Entry(lambda axes, x, y: dashed_arrow(axes, at(x, y)), "hop left out"))
-    if scene.plan.kept:
-        kept = _Entry(lambda axes, x, y: step(axes, x, y, INK, 0.0), "kept from forward")
-        entries.append(kept)
     return entries
 
 

@@ -77,9 +77,7 @@ def subtitle(scene: Scene) -> str:
         bars = "; bars: the work of each rank; dashed line: the mean"
         bars = bars if scene.rows[0].mask_text else ""
         return f"each position has the colour of the rank that holds it{bars}"
-    every = "all" if scene.plan.kept == scene.size - 1 else "some"
-    kept = f", {every} received chunks kept from forward" if scene.plan.kept else ""
-    return f"{scene.shards.seq_len} positions; {_travels(scene)}{kept}"
+    return f"{scene.shards.seq_len} positions; {_travels(scene)}"
 
 
 def _travels(scene: ScheduleScene) -> str:
@@ -172,7 +170,7 @@ def _totals(scene: ScheduleScene) -> list[str]:
             part += f" instead of {_sent(total.hops_of_all, total.bytes_of_all)}"
         lines.setdefault(what, []).append(part)
     said = [f"{what} hops".lstrip() + f": {', '.join(parts)}" for what, parts in lines.items()]
-    if scene.plan.grid.inter > 1 and not scene.plan.kept:
+    if scene.plan.grid.inter > 1:
         gradient = ", and its gradient back" if scene.backward else ""
         once = byte_size(scene.once_per_node)
         said.append(f"each row once to every node that needs it{gradient}: {once} between nodes")

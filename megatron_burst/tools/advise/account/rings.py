@@ -66,15 +66,14 @@ class _Replay:
         self.freed: set[Chunk] = set()
         hops = [hop for boundary in self.program for hop in boundary.posts]
         own = [Chunk(family, rank) for family in ("kv", "query")]
-        self.kept = schedule.kept_chunks(rank)
         arrive = [h.chunk for h in hops if h.dst == rank and not h.chunk.accumulated]
         self.copies: dict[tuple[str, int], list[Chunk]] = defaultdict(list)  # by what and whose
-        for chunk in (*own, *self.kept, *arrive):
+        for chunk in (*own, *arrive):
             self.copies[chunk[:2]].append(chunk)
-        self.held = {*own, *self.kept}
+        self.held = set(own)
         self.partials = self._partials(hops)
         self.longest: dict[str, int] = defaultdict(int)
-        for chunk in (*(hop.chunk for hop in hops), *self.partials.values(), *self.kept):
+        for chunk in (*(hop.chunk for hop in hops), *self.partials.values()):
             rows = schedule.tables.bundles(chunk.family).count(chunk.owner, chunk.rows)
             self.longest[chunk.family] = max(self.longest[chunk.family], rows)
         self.sums: dict[Chunk, int] = {}  # partial results that are there, and their filled rows
@@ -108,7 +107,7 @@ class _Replay:
     def _post(self, boundary: Boundary) -> None:
         self._land(boundary.index)
         for chunk in boundary.release:
-            if chunk not in self.freed and not parts_of(self.kept, *chunk):
+            if chunk not in self.freed:
                 self.held.discard(chunk)
                 self._give(chunk.family)
         # As the executor does: exchange by exchange, and what leaves before what comes.
@@ -183,8 +182,7 @@ class _Replay:
         (arrived, left), uses = self._leaving(), Counter(together)
         after = self.program[index + 1 : index + 2] if index >= arrived else ()
         for chunk in (chunk for boundary in after for chunk in boundary.release):
-            kept = parts_of(self.kept, *chunk)
-            if uses[chunk] == 1 and left.get(chunk, 0) <= index and not kept:
+            if uses[chunk] == 1 and left.get(chunk, 0) <= index:
                 self.freed.add(chunk)
                 self.held.discard(chunk)
                 self._give(chunk.family)
