@@ -44,6 +44,7 @@ class Reader(NamedTuple):
 READERS = {
     "README.md-1": Reader("out.shape == q.shape and groups.size == dist.get_world_size()", True),
     "docs/reference/masks.md-0": Reader("ChunkedLocal(4).visible(5, 4) and Cover.PARTIAL"),
+    "docs/reference/masks.md-1": Reader("mb.masks.check(ChunkedLocal(5), 16) is None"),
     "docs/advise.md-0": Reader("call.seconds < step.seconds and step.mfu > 0"),
     "docs/cluster.md-0": Reader(
         "plan.choice is not None and plan.describe().startswith('burst attention: algorithm')", True

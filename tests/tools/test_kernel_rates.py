@@ -22,8 +22,8 @@ from megatron_burst.autotune.gpus import (
     with_kernel,
 )
 from megatron_burst.autotune.rates import Rates
-from megatron_burst.cli.doctor import installed
 from megatron_burst.cli.main import main
+from megatron_burst.kernels import presence
 from megatron_burst.kernels.registry import KERNELS as RUN
 from megatron_burst.tools.advise import kernel as assumed
 from megatron_burst.tools.advise import rivals
@@ -197,7 +197,7 @@ def test_a_measured_kernel_has_no_other(capsys, tmp_path):
 
 def test_what_the_doctor_finds_of_a_kernel(monkeypatch):
     """With a GPU that torch sees: packages as they are installed, and kernels of torch."""
-    assert installed.kernel_here("flash3") is None  # no GPU
+    assert presence.kernel_here("flash3") is None  # no GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for version, said in (
@@ -205,14 +205,14 @@ def test_what_the_doctor_finds_of_a_kernel(monkeypatch):
         (91900, f"part of torch {torch.__version__} here"),
     ):
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
-        assert installed.kernel_here("aten_cudnn") == said
-    assert installed.kernel_here("aten") == f"part of torch {torch.__version__} here"
-    assert installed.kernel_here("flash3") == "not installed here"
+        assert presence.kernel_here("aten_cudnn") == said
+    assert presence.kernel_here("aten") == f"part of torch {torch.__version__} here"
+    assert presence.kernel_here("flash3") == "not installed here"
     monkeypatch.setattr(assumed, "DRIVER", (Path("/"),))
     assert assumed.installed_here("flash3") == "not installed here"
     assert assumed.installed_here("mine") == ""
     monkeypatch.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))
-    assert "has no function _flash_attn_forward (here)" in installed.kernel_here("flash3")
+    assert "has no function _flash_attn_forward here" in presence.kernel_here("flash3")
 
 
 def test_a_kernel_that_no_run_takes_is_no_flag():

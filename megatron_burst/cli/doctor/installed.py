@@ -19,9 +19,7 @@ from torch.cuda import nccl
 
 from ...kernels import torch_features
 from ...kernels.flash_packages import PACKAGES as FLASH
-from ...kernels.flash_packages import load
-from ...kernels.operators_cuda import prefers_cudnn
-from ...kernels.packages import NotInstalled
+from ...kernels.presence import package_presence
 from ..patch import version_of
 from .report import Finding, absent, note, ok, problem
 
@@ -91,37 +89,14 @@ def torch_findings() -> Iterator[Finding]:
 
 def flash_attention() -> Iterator[Finding]:
     """Whether each FlashAttention package is installed, and its functions have known signatures."""
-    return map(_flash_package, FLASH)
-
-
-def _flash_package(name: str) -> Finding:
-    package = FLASH[name]
-    release = package.version or "of unknown version"
-    try:
-        load(name)
-    except NotInstalled:
-        return absent(package.title, UNNEEDED)
-    except ValueError as error:
-        reason = str(error).split(";")[0].removeprefix(f"kernel {name}: ")
-        return note(package.title, f"not usable: {reason}", f"install {package.fits}")
-    return ok(package.title, f"{release}; its functions fit --burst-kernel {name}")
-
-
-def kernel_here(name: str) -> str | None:
-    """Whether this machine has an attention kernel, in words; None without a GPU.
-
-    Args:
-        name: A kernel with a published rate: of torch, or of a FlashAttention package.
-    """
-    if not torch.cuda.is_available():
-        return None
-    if name in FLASH:
-        found = _flash_package(name)
-        said = {"ok": f"installed here: {found.what}", "absent": "not installed here"}
-        return said.get(found.level, f"{found.what} (here)")
-    if name == "aten_cudnn" and not prefers_cudnn(torch.device("cuda")):
-        return f"`auto` does not take it here (cuDNN {torch.backends.cudnn.version()})"
-    return f"part of torch {torch.__version__} here"
+    for name, package in FLASH.items():
+        found = package_presence(name)
+        if found.usable is None:
+            yield absent(package.title, UNNEEDED)
+        elif found.usable:
+            yield ok(package.title, found.what)
+        else:
+            yield note(package.title, found.what, f"install {package.fits}")
 
 
 def _megatron(needed: bool) -> Finding:

@@ -94,6 +94,6 @@ def installed_here(name: str | None) -> str:
         return ""
     if not any(path.exists() for path in DRIVER) or importlib.util.find_spec("torch") is None:
         return NO_GPU
-    from ...cli.doctor import installed  # imports torch, which takes seconds
+    from ...kernels import presence  # imports torch, which takes seconds
 
-    return installed.kernel_here(name) or NO_GPU
+    return presence.kernel_here(name) or NO_GPU

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether this machine has an attention kernel: for the doctor and for forecasts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .flash_packages import PACKAGES, load
+from .operators_cuda import prefers_cudnn
+from .packages import NotInstalled
+
+
+class Presence(NamedTuple):
+    """usable: whether the kernel can be used, None if it is not installed; what: in words."""
+
+    usable: bool | None
+    what: str
+
+
+def package_presence(name: str) -> Presence:
+    """Whether the FlashAttention package of a kernel is installed and has known functions."""
+    try:
+        load(name)
+    except NotInstalled:
+        return Presence(None, "not installed")
+    except ValueError as error:
+        reason = str(error).split(";")[0].removeprefix(f"kernel {name}: ")
+        return Presence(False, f"not usable: {reason}")
+    release = PACKAGES[name].version or "of unknown version"
+    return Presence(True, f"{release}; its functions fit --burst-kernel {name}")
+
+
+def kernel_here(name: str) -> str | None:
+    """Whether this machine has an attention kernel, in words; None without a GPU.
+
+    Args:
+        name: A kernel with a published rate: of torch, or of a FlashAttention package.
+    """
+    if not torch.cuda.is_available():
+        return None
+    if name in PACKAGES:
+        found = package_presence(name)
+        return f"installed here: {found.what}" if found.usable else f"{found.what} here"
+    if name == "aten_cudnn" and not prefers_cudnn(torch.device("cuda")):
+        return f"`auto` does not take it here (cuDNN {torch.backends.cudnn.version()})"
+    return f"part of torch {torch.__version__} here"
