@@ -16,13 +16,8 @@ on A100: up to 0.63 against 0.73 of the peak; FlashAttention-3: 561 against 648 
 
 KERNELS has the same fraction by kernel. Forward on H100: FlashAttention-2 370 TFLOP/s, cuDNN 595,
 FlashAttention-3 648; cuDNN on H200 as above. On B200 FlashAttention-4 is up to 1.3 times as fast as
-<<<<<<< HEAD
-cuDNN 9.13 (FlashAttention-4, abstract). DOCUMENTS has what kernels reach, forward and backward,
-over causal documents packed to 32K tokens, on H100: the first two measured (docs/performance.md),
-=======
 cuDNN 9.13 (FlashAttention-4, abstract). DOCUMENTS has what kernels reach, both ways, over causal
 documents packed to 32K tokens, on H100: the first two measured (docs/performance.md),
->>>>>>> h/output
 FlashAttention 3 by MagiAttention's blog.
 """
 

@@ -252,16 +252,10 @@ def test_pins_without_meaning_are_named(capsys):
 def test_json_is_all_there_is_on_standard_output(capsys):
     assert main([*BASE, "--json", "--top", "1"]) == 0
     found = json.loads(capsys.readouterr().out)
-<<<<<<< HEAD
     assert set(found) == {"model", "parameters", "layers", "seq", "tokens_per_step", "cluster",
                           "kernel", "ways", "tried", "ranked", "changes", "megatron",
                           "megatron_fastest", "flags", "no_flag_for",
                           "uncounted"}  # fmt: skip
-=======
-    assert set(found) == {"model", "seq", "tokens_per_step", "cluster", "kernel", "ways", "tried",
-                          "ranked", "changes", "megatron", "megatron_fastest", "flags",
-                          "no_flag_for", "uncounted"}  # fmt: skip
->>>>>>> h/output
     assert all("refused" in each or each["seconds"] > 0 for each in found["megatron"])
     assert found["megatron_fastest"]["fits"]
     (one,) = found["ranked"]
