@@ -169,8 +169,9 @@ def test_no_file_is_too_long_to_read(path):
 
 
 # These report it, take a host's name out of a report, or read of it which rank a launcher made this
-# process, and decide nothing by it.
+# process, or warn of what it contradicts, and decide nothing by it.
 READ_THE_ENVIRONMENT = (
+    "comm/hosts.py",
     "tools/gpu_report/document.py",
     "cli/doctor/machine.py",
     "cli/ranks.py",
