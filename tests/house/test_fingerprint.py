@@ -8,11 +8,16 @@ from tests.fingerprint import cases, record
 from tests.fingerprint.__main__ import report
 
 DRAWN = cases.cases()
-SAMPLE = [cases.draw(kind, number) for kind in cases.COUNTS for number in (3, 4)]
 
 
 def first(kind, fits):
     return next(case for case in DRAWN if case.kind == kind and fits(case))
+
+
+SAMPLE = [
+    first(kind, lambda case: case.grid[1] * case.grid[0] <= 2 and case.choices.get("tp", 1) == 1)
+    for kind in cases.COUNTS
+]
 
 
 def recorded(*chosen):
@@ -32,12 +37,14 @@ def test_two_records_are_equal():
     assert report(once, twice) == 0
     assert not [name for name, found in once.items() if "refused" in found]
     for case in SAMPLE:
-        sent = any(key.startswith("bytes sent") for key in once[case.name])
-        assert sent == (case.kind != "lm_head")
+        assert ("bytes sent by rank 0" in once[case.name]) == (case.kind != "lm_head")
 
 
 def test_one_rounding_is_noticed(monkeypatch, capsys):
-    case = first("lm_head", lambda one: one.choices["operation"] == "cross_entropy")
+    def fits(one):  # the first of several labels is ignored
+        return one.choices["operation"] == "cross_entropy" and one.sizes["n"] > 1
+
+    case = first("lm_head", fits)
     before, right = recorded(case), Formula.loss
     monkeypatch.setattr(Formula, "loss", lambda *given: right(*given) * (1 + 2**-23))
     assert report(before, recorded(case)) == 1
@@ -45,7 +52,7 @@ def test_one_rounding_is_noticed(monkeypatch, capsys):
 
 
 def test_a_mask_that_is_off_by_one_is_noticed(monkeypatch, capsys):
-    case = first("attention", lambda one: one.mask == ("causal",))
+    case = first("attention", lambda one: one.mask == ("causal",) and one.grid == (1, 2))
     before = recorded(case)
     monkeypatch.setattr(Causal, "__init__", lambda self: Window.__init__(self, None, 1))
     assert report(before, recorded(case)) == 1
