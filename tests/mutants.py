@@ -345,8 +345,6 @@ MUTANTS = [
     Mutant("schedule/program.py", "end = max(end, pairs[own] + 1)", "end = pairs[own] + 1",
            "a program ends before its last gradient lands"),
     # multicast
-    Mutant(_MULTICAST, "self.use & ~arrives", "self.use",
-           "a kept row comes a second time with what a gate passes on"),
     Mutant(_MULTICAST, "(_Paths, demand.side, demand.grid)", "(_Paths, demand.grid)",
            "queries travel on the paths of keys"),
     Mutant("planning/pipeline.py", "replace(schedule, wanted=replace(schedule.wanted))",
@@ -471,8 +469,6 @@ MUTANTS = [
            "one of lse and delta is not counted"),
     Mutant("schedule/cost.py",
            "found = min(found or", "found = max(found or", "auto takes the side with more bytes"),
-    Mutant("schedule/cost.py", '("kv",) if kept else SIDES', "SIDES",
-           "auto gives up the keys that were kept"),
     Mutant("schedule/sizes.py", "return self.forward if schedule.row_bytes.out else self.backward",
            "return self.backward", "forward's queries are counted with dO"),
     Mutant("schedule/cost.py", "((of_keys, tables.keys), (~of_keys, tables.queries))",

@@ -65,7 +65,8 @@ class Communicators:
     NCCL's kernels on those that are made; None for NCCL's own choice. Making it is collective over
     the grid.
 
-    Attributes: `backend`, of the parent in torch's words; `moves`, device type -> backend.
+    Attributes: `backend`, of the parent in torch's words; `moves`, device type -> backend; `used`,
+    weak references to the process groups that are in use.
     """
 
     def __init__(
@@ -95,20 +96,14 @@ class Communicators:
         )
         self._taken: int | None = None  # bytes of device memory
         self._control = ref(new_group(place.ranks, "gloo", self._timeout, name))
-        self._used = {self._control}
+        self.used = {self._control}
 
     @property
     def control(self) -> dist.ProcessGroup:
-        """A process group of all ranks of the grid on the host; only while they are `alive`."""
+        """A process group of all ranks of the grid on the host."""
         control = self._control()
         assert control is not None, "the process groups were destroyed"
         return control
-
-    @property
-    def alive(self) -> bool:
-        """Whether `torch.distributed` still has every process group that is in use."""
-        existing = dist.distributed_c10d._world.pg_map
-        return all(used() in existing for used in self._used)
 
     def _checked(self, max_ctas: int | None) -> int | None:
         if max_ctas is None:
@@ -141,7 +136,7 @@ class Communicators:
             group = group or self._own(channel, device, f"{name}-{number}")
             join(group, device)
             self.groups[channel, device.type] = group
-            self._used.add(ref(group))
+            self.used.add(ref(group))
         after = memory_taken(device)
         if before is not None and after is not None:
             self._taken = (self._taken or 0) + after - before

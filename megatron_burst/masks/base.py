@@ -253,7 +253,7 @@ def parts(mask: Mask) -> Iterator[Mask]:
 
 def custom_parts(mask: Mask) -> list[Mask]:
     """Return the parts of a mask whose classes are not in this package."""
-    ours = f"{__package__.partition('.')[0]}."
+    ours = f"{__name__.partition('.')[0]}."
     return [part for part in parts(mask) if not type(part).__module__.startswith(ours)]
 
 

@@ -23,9 +23,6 @@ PAIRS, POINTS = 1 << 12, 32  # pairs of spans, and pairs of positions in each, o
 FEW_PAIRS, FEW_POINTS = 1 << 9, 16  # of the check at the first plan of a custom mask: milliseconds
 CANDIDATES = 1 << 10  # keys of a query among which edges of the visible region are searched
 MOST_CHANGES = 32  # of them, for each query and each key
-KEPT = 1 << 10  # custom masks that are known to have passed
-
-_passed: dict[tuple[type, str, int], None] = {}
 
 
 class _Pairs(NamedTuple):
@@ -60,14 +57,8 @@ def check(mask: Mask, seq_len: int) -> None:
 
 
 def check_custom(mask: Mask, seq_len: int) -> None:
-    """Check a custom mask by a small sample, once for each mask and length."""
-    key = type(mask), repr(mask), seq_len
-    if key in _passed:
-        return
+    """Check a custom mask by a small sample."""
     _check(mask, seq_len, FEW_PAIRS, FEW_POINTS)
-    if len(_passed) >= KEPT:
-        _passed.clear()
-    _passed[key] = None
 
 
 def _check(mask: Mask, seq_len: int, count: int, points: int) -> None:

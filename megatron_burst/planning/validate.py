@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..comm.consensus import Facts
 from ..comm.groups import Groups
+from ..comm.recent import Recent
 from ..kernels import registry
 from ..kernels.base import Kernel, Scoring
 from ..kernels.online_softmax import accumulation_dtype
@@ -42,6 +44,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Signature = tuple[tuple[tuple[int, ...], torch.dtype, str], ...]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NeedsGrad = tuple[bool, bool, bool]
+MASKS_CHECKED = 1 << 10  # custom masks that are remembered as checked
 WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16}  # `options.WIRE_DTYPES` but "auto"
 
 
@@ -99,10 +102,7 @@ def check(
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be one of mb.masks, got {mask!r}")
     mask.check(q.shape[0] * groups.size)
-    for custom in custom_parts(mask):
-        from ..masks.verify import check_custom  # which calls with masks of the package do not need
-
-        check_custom(custom, q.shape[0] * groups.size)
+    _check_custom(mask, q.shape[0] * groups.size, groups)
     _check_numbers(options)
     check_max_logits(max_logits, q)
     kernel = registry.make(
@@ -228,6 +228,18 @@ def _check_rates(rates: Rates | None, algorithm: str) -> None:
     check_rates(rates)
     if algorithm != "auto":
         raise ValueError(f"rates are for algorithm='auto', got {algorithm!r} beside them")
+
+
+def _check_custom(mask: Mask, seq_len: int, groups: Groups) -> None:
+    """Check the parts of a mask that are not from the package, once for each mask and length."""
+    parts = custom_parts(mask)
+    if not parts:
+        return
+    from ..masks.verify import check_custom  # which calls with masks of the package do not need
+
+    passed = groups.cache.setdefault("checked masks", Recent(MASKS_CHECKED))
+    for part in parts:
+        passed.of((type(part), repr(part), seq_len), partial(check_custom, part, seq_len))
 
 
 def _check_numbers(options: AttentionOptions) -> None:

@@ -44,7 +44,6 @@ def test_all_flags_reach_the_configuration():
         2,
         4,
         "context_first",
-        0.5,
         "bf16",
         0.0,
         "recompute",

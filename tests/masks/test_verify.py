@@ -214,7 +214,7 @@ def test_a_plan_refuses_a_wrong_mask(combined):
         mb.attention(q, k, v, groups=mb.Groups.in_process(inter=2, intra=2), mask=mask)
 
 
-def test_a_mask_is_checked_once(monkeypatch):
+def test_the_sample_of_a_first_plan_is_small(monkeypatch):
     looked = []
     right = Causal()
     monkeypatch.setattr(
@@ -223,9 +223,6 @@ def test_a_mask_is_checked_once(monkeypatch):
     verify.check_custom(right, 1 << 20)
     # Eight rows and columns whose edges are searched, and the points of the pairs.
     assert sum(looked) <= 2 * 8 * 2 * verify.CANDIDATES * 2 + 2 * verify.FEW_PAIRS * 16
-    looked.clear()
-    verify.check_custom(right, 1 << 20)
-    assert not looked
 
 
 class OnlyVisible(Mask):

@@ -26,7 +26,7 @@ from .forecast.attention_time import AttentionTime, attention_time
 from .forecast.layer_time import layer_time
 from .forecast.pipeline import Turn, timeline
 from .forecast.step_time import GATHERING, GRADIENTS, OPTIMIZER, SENDS, stages_of
-from .shapes.model import FULL, LayerPart
+from .shapes.layer_kinds import FULL, LayerPart
 
 EXCHANGE = "exchange"  # of heads, before and after the ring
 LABELS = {

@@ -208,6 +208,10 @@ class Model:
         """Return the window by which a kind of attention half is counted, 0 for full attention.
 
         Chunked attention counts as a window of half a chunk, which has as many pairs.
+
+        Args:
+            kind: Kind of attention half, None for a layer without attention.
+            seq: Tokens of the whole sequence.
         """
         if kind == CHUNKED:
             return (self.chunk + 1) // 2 if self.chunk < seq else 0
