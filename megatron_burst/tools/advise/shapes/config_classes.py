@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ NOT_SHAPES = (
     "quantization_config", "auto_map", "torch_dtype", "dtype", "attn_implementation",
     "_attn_implementation", "_attn_implementation_internal", "transformers_version", "model_type",
 )  # fmt: skip
+# Errors of transformers' type checks for values that files of older releases have.
+OLD_VALUE = re.compile(r"Field '(\w+)' expected .{1,200}?, got (int|NoneType)\b")
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config", "language_model_config")
 
 
@@ -55,7 +58,7 @@ def config_of(fields: dict[str, Any], name: str) -> tuple[Any, bool]:
     transformers = _transformers()
     kind = fields["model_type"]
     with _quiet(), _refused(name, kind):
-        whole = transformers.AutoConfig.for_model(kind, **_shapes(fields))
+        whole = _made(transformers, kind, _shapes(fields))
         text = whole.get_text_config()
     if getattr(whole, "is_encoder_decoder", False):
         raise ValueError(
@@ -65,11 +68,46 @@ def config_of(fields: dict[str, Any], name: str) -> tuple[Any, bool]:
     if not _generates(kind, text):
         raise ValueError(f"{name}: model_type {kind!r} is no decoder of text in transformers")
     if text is not whole:
-        tied = getattr(whole, "tie_word_embeddings", None)
-        text.tie_word_embeddings = bool(
-            getattr(text, "tie_word_embeddings", False) if tied is None else tied
-        )
+        tied = _stated_tie(fields)
+        for config in (whole, text):
+            tied = getattr(config, "tie_word_embeddings", None) if tied is None else tied
+        text.tie_word_embeddings = bool(tied)
     return text, text is not whole
+
+
+def _made(transformers: Any, kind: str, fields: dict[str, Any]) -> Any:
+    """Make a configuration, also from null and from whole numbers where its class requires other
+    types: older releases of transformers did not check them."""
+    while True:
+        try:
+            return transformers.AutoConfig.for_model(kind, **fields)
+        except Exception as error:
+            said = OLD_VALUE.search(str(error))
+            changed = _retyped(fields, *said.groups()) if said else fields
+            if repr(changed) == repr(fields):
+                raise
+            fields = changed
+
+
+def _retyped(fields: dict[str, Any], key: str, kind: str) -> dict[str, Any]:
+    """Return the fields without a null, or with true for 1 and more, at any depth."""
+    found = {}
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            found[name] = _retyped(value, key, kind)
+        elif name != key or type(value).__name__ != kind:
+            found[name] = value
+        elif kind == "int":
+            found[name] = bool(value)
+    return found
+
+
+def _stated_tie(fields: dict[str, Any]) -> bool | None:
+    """Return `tie_word_embeddings` of the file, of the whole model before that of its part."""
+    if fields.get("tie_word_embeddings") is not None:
+        return bool(fields["tie_word_embeddings"])
+    parts = (fields[key] for key in NESTED if isinstance(fields.get(key), dict))
+    return next((tied for part in parts if (tied := _stated_tie(part)) is not None), None)
 
 
 def _generates(kind: str, text: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from .config_classes import Built
 from .config_fields import Fields
-from .model import NORMS, POSITIONS, STRUCTURE, Family, Model
+from .model import NORMS, POSITIONS, STRUCTURE, TIES, Family, Model
 
 ACTIVATIONS = (
     "mlp_hidden_act", "hidden_act", "hidden_activation", "activation_function", "activation",
@@ -21,10 +21,14 @@ ACTIVATIONS = (
 OUTPUT = ("o_proj", "out_proj", "dense", "c_proj", "wo")  # of attention
 ATTENTION = ("attn", "attention", "self_attention", "mixer")
 MLP = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "mixer")
-ZERO_CENTERED = ("gemma", "qwen3_next", "qwen3_5", "nemotron", "vaultgemma")
+ZERO_CENTERED = (
+    "gemma", "gemma2", "gemma3_text", "vaultgemma", "qwen3_next", "qwen3_5_text",
+    "qwen3_5_moe_text", "nemotron",
+)  # fmt: skip
 # Model types whose heads have norms, for models that torch does not build.
 HEAD_NORMS = ("qwen3", "gemma3", "olmoe")
-PARALLEL = ("falcon", "gpt_neox", "gptj", "codegen", "phi", "cohere", "cohere2", "stablelm")
+SHARED_GATE = ("qwen2_moe", "qwen3_next", "qwen3_5_moe")
+PARALLEL = ("gptj", "codegen", "phi", "cohere", "cohere2")  # attention beside the MLP, no field
 NO_ROPE_IN_FULL = ("cohere2", "cohere2_moe", "exaone4", "exaone_moe", "afmoe")
 SIGMOID = (  # scores of experts
     "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4v_moe_text", "glm4_moe_lite", "glm_moe_dsa",
@@ -85,6 +89,7 @@ def family_of(model: Model, fields: Fields, kind: str, made: Built | None) -> tu
     flags += ["--squared-relu"] if not model.gated and _act(fields) == "relu2" else []
     lacking = [*_lacking(model, fields, kind, has), *activation, *rotary]
     left = [POSITIONS] * (not numerics and not rotary) + [STRUCTURE] * (made is None)
+    left += [TIES] * (not fields.known and not model.tied and "tie_word_embeddings" not in fields)
     norms = NORMS.replace("RMSNorm", "LayerNorm") if has.layer_norm else NORMS
     if has.mlp_bias:
         norms = norms.replace(" --disable-bias-linear", "")
@@ -116,7 +121,9 @@ def _of_fields(fields: Fields, kind: str) -> Structure:
         head_norms="head" if heads else "",
         layer_norm=layer_norm,
         norm_bias=layer_norm,
+        norms=1 if kind in PARALLEL else 2,
         expert_bias=fields.get("topk_method") == "noaux_tc",
+        shared_gate=kind.startswith(SHARED_GATE),
         sinks=kind in ("gpt_oss", "mimo_v2_flash"),
     )  # fmt: skip
 
@@ -185,7 +192,7 @@ def _attention_flags(model: Model, has: Structure) -> Iterator[str]:
 
 
 def _norm_flags(kind: str, has: Structure) -> Iterator[str]:
-    if kind.startswith(ZERO_CENTERED) and kind != "nemotron_h":
+    if kind in ZERO_CENTERED:
         yield "--apply-layernorm-1p"
 
 
@@ -270,6 +277,8 @@ def _lacking(model: Model, fields: Fields, kind: str, has: Structure) -> Iterato
         yield "sinks in layers with a window alone"
     if kind == "kimi_linear":
         yield "latent attention without rotary positions"
+    if fields.get("dual_chunk_attention_config"):
+        yield "dual chunk attention, which changes the positions of inference alone"
     if kind.startswith("minimax") and model.mixers:
         yield "residuals that are scaled"
     if has.expert_bias and kind not in SIGMOID and fields.get("scoring_func") != "sigmoid":

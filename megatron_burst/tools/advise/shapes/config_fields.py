@@ -24,8 +24,9 @@ HARMLESS = re.compile(
     r"aux_loss|z_loss|_coef$|capacity|drop|jitter|renorm|_dtype$|kernel$|kernels$|feed_forward"
     r"|norm_min|scaling_factor|fp32|overlap|rope|rotary|router|_mode$|use_mixed_mlp|order_of_interleaved|use_parallel|_act$|initializer|predict_layers$"
     r"|inference|cache|expert_bias|_group$|score|combine|fused|tensor_parallel|^num_hidden_layers$"
-    r"|scale$|_multiplier|^linear_(a_log|dt_|allow)|^mamba_dt|^mtp_"
+    r"|scale$|_multiplier|^linear_(a_log|dt_|allow)|^mamba_dt|^mtp_|^moe_gate$|aux_free"
 )
+OF_EXPERTS = re.compile(r"expert|moe")  # names within an object, such as DBRX's ffn_config
 
 
 class Missing(ValueError):
@@ -145,6 +146,8 @@ class Fields(Mapping[str, Any]):
         for key, value in self.values_by_name.items():
             per_layer = isinstance(value, (list, tuple, dict)) and len(value) == layers > 4
             suspect = per_layer or (SUSPECT.search(key) and not HARMLESS.search(key))
+            nested = map(str, value) if isinstance(value, dict) else ()
+            suspect = suspect or any(map(OF_EXPERTS.search, nested))
             if suspect and key not in self._read and not _neutral(value):
                 found.append(key)
         return found

@@ -63,6 +63,12 @@ GATED = ("bitnet", "gemma", "recurrent_gemma", "vaultgemma", "glm4v", "diffusion
 NO_POSITIONS = ("nemotron_h", "kimi_linear", "jamba", "zamba")
 GATED_OUTPUT = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "afmoe")
 SINKS = ("gpt_oss", "mimo_v2_flash")
+TIED = ("minicpm", "minicpm3")  # unless the file states another thing; transformers has no class
+# Sizes of layers with a window, and of the others: counted only if they are equal.
+OF_WINDOWS = {
+    "swa_head_dim": "head_dim", "swa_v_head_dim": "v_head_dim",
+    "swa_num_attention_heads": "num_attention_heads",
+}  # fmt: skip
 # Fields from which a class of transformers makes `layer_types` and `mlp_layer_types`.
 OF_LAYER_TYPES = (
     "sliding_window_pattern", "_sliding_window_pattern", "max_window_layers", "use_sliding_window",
@@ -107,8 +113,11 @@ def from_config(config: dict[str, Any], name: str = "config.json") -> Model:
     except Missing as error:
         layers = fields.get(LAYERS[0], 0)
         if unread := fields.unread(layers if isinstance(layers, int) else 0):
-            said = ", ".join(map(repr, unread))
-            raise ValueError(f"{error}; fields without a known meaning: {said}") from None
+            said = str(error).removeprefix(f"{source.fields.name}: ")
+            raise ValueError(
+                f"{source.fields.name}: does not understand {', '.join(map(repr, unread))}, and "
+                f"{said}"
+            ) from None
         raise
     made = None
     if source.config is not None:
@@ -178,6 +187,7 @@ def _model(source: Source, whole: dict[str, Any]) -> Model:
     blocks = fields.items_of("layers_block_type", str) if kind in ONE_HALF else []
     layers = len(blocks) or _size(fields, LAYERS)
     _check_positions(source)
+    _check_windows(fields)
     pattern = _pattern(source, layers)
     with_mlp = sum(letter in "FWCL-" for letter in pattern)
     mlp = _mlp(source, pattern, with_mlp, hidden)
@@ -194,12 +204,12 @@ def _model(source: Source, whole: dict[str, Any]) -> Model:
         "head_dim": fields.size(*HEAD_DIM),
         "value_dim": fields.size("v_head_dim"),
         "gated": _gated(source),
-        "tied": fields.flag("tie_word_embeddings"),
+        "tied": fields.flag("tie_word_embeddings", kind in TIED),
         "output_gate": fields.flag("attn_output_gate", kind in GATED_OUTPUT),
         "pattern": pattern if set(pattern) != {"F"} else "",
         "window": fields.needed(*_window_keys(fields)) if "W" in pattern else 0,
         "chunk": fields.needed("attention_chunk_size") if "C" in pattern else 0,
-        "sinks": kind in SINKS or fields.flag("add_swa_attention_sink_bias"),
+        "sinks": fields.flag("add_swa_attention_sink_bias") or kind in SINKS,
         "mixer": _mixer(source) if set(pattern) & set("LM") else None,
         "also": also,
     }
@@ -240,6 +250,16 @@ def _check_positions(source: Source) -> None:
         )
 
 
+def _check_windows(fields: Fields) -> None:
+    """Layers with a window have heads as wide and as many as the others."""
+    for key, other in OF_WINDOWS.items():
+        if (found := fields.size(key)) != fields.size(other) and found:
+            raise ValueError(
+                f"{fields.name}: {key!r} {found} differs from {other!r} {fields.size(other)}; only "
+                "layers of equal heads are counted"
+            )
+
+
 def _kv_heads(source: Source, heads: int) -> int:
     fields, kind = source.fields, source.kind
     if kind == "falcon" and not fields.flag("new_decoder_architecture"):
@@ -249,7 +269,7 @@ def _kv_heads(source: Source, heads: int) -> int:
         return 1 if fields.flag("multi_query") else heads
     found = fields.size(*KV_HEADS) or heads
     if kind == "mimo_v2_flash":  # transformers has twice as many in layers with a window
-        fields.accept("swa_num_key_value_heads", "swa_num_attention_heads")
+        fields.accept("swa_num_key_value_heads")
         return 2 * found
     return max(found, fields.size("swa_num_key_value_heads"))
 
@@ -257,7 +277,13 @@ def _kv_heads(source: Source, heads: int) -> int:
 def _gated(source: Source) -> bool:
     """Whether the MLP has three matrices: with silu, and with gelu in families that gate it."""
     fields = source.fields
-    act = next((fields.text(key) for key in ACTIVATIONS if key in fields), "silu")
+    key = next((key for key in ACTIVATIONS if key in fields), "")
+    act = fields.text(key) if key else "silu"
+    if act in UNGATED and act != "relu2" and not fields.known:
+        raise ValueError(
+            f"{fields.name}: {key!r} {act!r} does not determine whether the MLP has a gate, and "
+            f"transformers does not know model_type {source.kind!r}"
+        )
     return act not in UNGATED or source.kind.startswith(GATED)
 
 
@@ -498,10 +524,11 @@ def _mixer(source: Source) -> Mixer:
     if "mamba_num_heads" in fields:
         return mamba2(*map(fields.needed, ("mamba_num_heads", "n_groups", "ssm_state_size",
                                            "mamba_head_dim", "conv_kernel")))  # fmt: skip
+    unread = ", ".join(map(repr, fields.unread(0))) or f"model_type {kind!r}"
     raise ValueError(
-        f"{fields.name}: has layers of linear attention or of a state-space model, but none of "
-        "'linear_num_value_heads', 'linear_attn_config' and 'mamba_num_heads', which give their "
-        "size"
+        f"{fields.name}: does not understand {unread}: layers of linear attention or of a "
+        "state-space model are counted from 'linear_num_value_heads', 'linear_attn_config' or "
+        "'mamba_num_heads'"
     )
 
 
