@@ -20,7 +20,7 @@ from megatron_burst.megatron.checks import sparse, splitting
 from megatron_burst.tools import model_arguments
 from megatron_burst.tools.advise.advice import advise
 from megatron_burst.tools.advise.search import model_flags, pasted
-from megatron_burst.tools.advise.search.job import time_limit
+from megatron_burst.tools.advise.search.job import job_name, time_limit
 from megatron_burst.tools.advise.settings import Settings
 from megatron_burst.tools.advise.shapes import layer_kinds, models
 from megatron_burst.tools.advise.shapes.layer_kinds import Latent
@@ -374,6 +374,15 @@ def test_the_time_limit_follows_from_the_forecast(capsys, tmp_path):
 )
 def test_time_limits_as_slurm_writes_them(seconds, text):
     assert time_limit(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("llama3-8b", "llama3-8b"), ("meta-llama/Llama-3.1-8B", "Llama-3.1-8B"),
+     ("/models/my model/config.json", "my-model"), ("config.json", "burst"), ("$(id)", "id")],
+)  # fmt: skip
+def test_a_job_has_the_last_part_of_the_name_of_its_model(model, name):
+    assert job_name(model) == name
 
 
 def test_a_job_without_context_parallelism_has_no_rings_to_check(capsys, tmp_path):

@@ -7,7 +7,9 @@ The scripts of examples/slurm/ contain `LAUNCH` and `DIRECTIVES` too; a test com
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
+from pathlib import PurePath
 
 from ....units import duration
 from ..settings import Settings
@@ -109,10 +111,10 @@ def job_of(
     if train_iters is not None:
         flags.append(f"--train-iters {train_iters}")
     return JOB.format(
-        said=said,
+        said=" ".join(said.split()),
         step=duration(step[0]),
         missing="".join(f"# {sentence}\n" for sentence in missing),
-        name=model.name,
+        name=job_name(model.name),
         nodes=nodes,
         cpus_each=CPUS,
         cpus=CPUS * per_node,
@@ -130,6 +132,13 @@ def job_of(
         flags=" \\\n  ".join(flags),
         interval=max(1, round(BETWEEN / step[0])),
     )  # fmt: skip
+
+
+def job_name(model: str) -> str:
+    """Return the name of a job and of its folder: the last part of a model's name or path."""
+    path = PurePath(model)
+    last = path.parent.name if path.name == "config.json" else path.name
+    return re.sub(r"[^\w.-]+", "-", last, flags=re.ASCII).strip("-.") or "burst"
 
 
 def _time(longest: float, train_iters: int | None) -> Iterator[str]:
