@@ -199,6 +199,13 @@ def earlier(job: Job, ranks: int, text: str, folder: Path) -> list[Run]:
     return [run for run in found if run.ranks != ranks]
 
 
+def tokens(text: str) -> int:
+    try:
+        return tokens_of(text, "length")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
@@ -206,8 +213,8 @@ def parse_args() -> argparse.Namespace:
     add("--out", type=Path, default=Path("runs/million"), help="folder for the results")
     add("--ranks", type=int, default=4, help="processes, each with a part of the sequence")
     add("--docs", action="store_true", help="write the results into docs/")
-    add("--tokens", dest="seq_length", type=lambda text: tokens_of(text, "--tokens"),
-        default=Job.seq_length, help="length of the sequence, such as 256K")  # fmt: skip
+    add("--tokens", dest="seq_length", type=tokens, default=Job.seq_length,
+        help="length of the sequence, such as 256K")  # fmt: skip
     for name, value in asdict(Job()).items():
         if name != "seq_length":
             add(f"--{name.replace('_', '-')}", type=type(value), default=value)

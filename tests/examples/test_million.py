@@ -49,6 +49,13 @@ def test_the_speed_of_attention_is_measured():
     assert 1e6 < backward < 1e13
 
 
+def test_a_length_without_meaning_is_one_line(monkeypatch, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(monkeypatch, tmp_path, "--tokens", "half")
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "length half: a whole number of tokens such as 131072, 128K or 5M" in said
+
+
 def test_pairs_by_hand():
     """Of 8 positions: a triangle of 36, and a window of 3, where position i sees min(i + 1, 3)."""
     job = million.Job(seq_length=8, layers=3, full_every=3, window=3, heads=2)
