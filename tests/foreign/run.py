@@ -4,7 +4,8 @@ Runs files of unit tests of an unmodified checkout on gloo ranks of a CPU, in th
 this package ("stock"), with it installed but not chosen ("installed"), and with BurstAttention
 chosen for every configuration of more than one context-parallel rank ("burst"). Prints each file's
 verdicts, then every test whose verdict differs from stock. `expected.toml` lists the expected
-differences and their reasons; exit status 1 for any other, and for an expected one that is absent.
+differences and their reasons. The exit status is 1 for any other difference, for an expected one
+that is absent, and for a file of which a mode reported no test.
 
     python tests/foreign/run.py --megatron PATH                      # everything (hours)
     python tests/foreign/run.py --megatron PATH test_rope -k cp      # some files, some tests
@@ -180,6 +181,14 @@ def compare(results, modes, files, expected):
     return len(unexpected)
 
 
+def without_tests(results, modes, files):
+    """Print each file of which a mode reported no test; how many there are."""
+    empty = [(mode, file) for file in files for mode in modes if not results.of(mode, file)]
+    for mode, file in empty:
+        print(f"NO TESTS {mode}: {file}")
+    return len(empty)
+
+
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("files", nargs="*", help="parts of names of files; default: all")
@@ -217,6 +226,8 @@ def main():
             for server in servers:
                 server.close()
     unexpected = compare(results, options.modes, files, expected)
+    if not options.k:
+        unexpected += without_tests(results, options.modes, files)
     print(f"{(time.monotonic() - start) / 60:.0f} minutes")
     whole = files == list(FILES) and not options.k and tuple(options.modes) == MODES
     absent = expected.absent() if whole else []

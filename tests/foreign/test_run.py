@@ -57,6 +57,14 @@ def test_any_other_difference_is_a_failure(expected, installed, burst, capsys):
     assert [rule["mode"] for rule in expected.absent()] == ["burst"]
 
 
+def test_a_file_without_tests_is_a_failure(capsys):
+    found = results(stock={"test_d": "passed"}, installed={})
+    files = ["a/test_b.py"]
+    assert run.without_tests(found, ["stock"], files) == 0
+    assert run.without_tests(found, ["stock", "installed"], files) == 1
+    assert "NO TESTS installed: a/test_b.py" in capsys.readouterr().out
+
+
 def test_the_handed_rules_are_complete():
     for rule in run.Expected().rules:
         assert set(rule) == {"mode", "change", "tests", "reason"}
