@@ -122,7 +122,7 @@ DOCUMENTS = {"aten": (284e12, 246e12), "aten_cudnn": (424e12, 350e12), "flash3":
 
 
 def table_entry(gpu: Gpu) -> Gpu | None:
-    """The GPU of the table with this name, or else with the same figures but other memory."""
+    """Return the GPU of the table with this name, else one that differs only in its memory."""
     if gpu.name in GPUS:
         return GPUS[gpu.name]
     changed = {name: getattr(gpu, name) for name in ("name", "memory", "attention", "kernel")}
@@ -130,12 +130,12 @@ def table_entry(gpu: Gpu) -> Gpu | None:
 
 
 def is_hopper(gpu: Gpu) -> bool:
-    """Whether the rates of `DOCUMENTS` apply to this GPU."""
+    """Return whether the rates of `DOCUMENTS` apply to this GPU."""
     return KERNELS.get(gpu.name, {}).keys() >= DOCUMENTS.keys() or gpu.peak == GPUS["h100"].peak
 
 
 def assumed_kernel(gpu: Gpu, documents: bool = False) -> str | None:
-    """The kernel whose published rate `Gpu.attention` is.
+    """Return the kernel whose published rate `Gpu.attention` is.
 
     Args:
         gpu: The GPU of the forecast.
@@ -157,7 +157,7 @@ def assumed_kernel(gpu: Gpu, documents: bool = False) -> str | None:
 
 
 def other_kernels(gpu: Gpu, documents: bool = False) -> list[str]:
-    """The other kernels with a published rate on this GPU, the fastest first.
+    """Return the other kernels with a published rate on this GPU, the fastest first.
 
     Empty if the rate of the assumed kernel was stated by the user.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether this machine has an attention kernel: for the doctor and for forecasts."""
+"""Attention kernels of this machine: for the doctor and for forecasts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ from .packages import NotInstalled
 
 
 class Presence(NamedTuple):
-    """usable: whether the kernel can be used, None if it is not installed; what: in words."""
+    """Presence of a kernel.
+
+    Attributes:
+        usable: Whether the kernel can be used; None if it is not installed.
+        what: The same in words.
+    """
 
     usable: bool | None
     what: str
 
 
 def package_presence(name: str) -> Presence:
-    """Whether the FlashAttention package of a kernel is installed and has known functions."""
+    """Check that the FlashAttention package of a kernel is installed and has known functions."""
     try:
         load(name)
     except NotInstalled:
@@ -33,7 +38,7 @@ def package_presence(name: str) -> Presence:
 
 
 def kernel_here(name: str) -> str | None:
-    """Whether this machine has an attention kernel, in words; None without a GPU.
+    """Describe whether this machine has an attention kernel; None without a GPU.
 
     Args:
         name: A kernel with a published rate: of torch, or of a FlashAttention package.

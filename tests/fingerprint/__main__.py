@@ -102,8 +102,9 @@ def report(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) 
         print(f"{name}: {len(keys)} of {len(before[name])} differ: {', '.join(keys[:4])}")
         for key in [key for key in keys if "bytes" in key or key == "refused"][:2]:
             print(f"    {key}: {before[name].get(key)} -> {after[name].get(key)}")
-    print(f"{len(before.keys() & after.keys())} calls compared, {len(different)} differ, "
-          f"{len(missing)} missing")  # fmt: skip
+    refused = sum("refused" in one for one in after.values())
+    print(f"{len(before.keys() & after.keys())} calls compared ({refused} of them refused), "
+          f"{len(different)} differ, {len(missing)} missing")  # fmt: skip
     return 1 if different or missing else 0
 
 

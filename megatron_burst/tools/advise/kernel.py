@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which attention kernel a forecast assumes, whether this machine has it, and what others take."""
+"""The attention kernel that a forecast assumes: whether this machine has it, and other kernels."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ DRIVER = Path("/dev/nvidiactl"), Path("/dev/dxg")
 class AssumedKernel:
     """The attention kernel of a forecast.
 
-    name: as in `--burst-kernel`; None if the rate was measured, or stated without a kernel.
-    measured: whether `calibrate` measured the rate. here: whether this machine has the kernel, in
-    words. seconds: of the same run with each of the other kernels that have a published rate.
+    Attributes:
+        name: As in `--burst-kernel`; None if the rate was measured, or stated without a kernel.
+        measured: `calibrate` measured the rate.
+        here: Whether this machine has the kernel, in words.
+        seconds: Seconds of the same run with each other kernel that has a published rate.
     """
 
     name: str | None
@@ -71,7 +73,7 @@ def titled(name: str) -> str:
 def of_forecast(
     cluster: Cluster, seconds_on: Callable[[Cluster], float], documents: bool = False
 ) -> AssumedKernel:
-    """The kernel that forecasts on a cluster assume.
+    """Return the kernel that forecasts on a cluster assume.
 
     Args:
         cluster: The cluster of the forecast.
@@ -89,7 +91,7 @@ def of_forecast(
 
 
 def installed_here(name: str | None) -> str:
-    """Whether this machine has a kernel, as the doctor finds it; "" for names of none."""
+    """Describe whether this machine has a kernel, as the doctor does; "" for unknown names."""
     if name not in TITLES:
         return ""
     if not any(path.exists() for path in DRIVER) or importlib.util.find_spec("torch") is None:

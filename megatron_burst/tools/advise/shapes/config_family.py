@@ -44,15 +44,15 @@ FACTORS = (
 
 
 class Structure(NamedTuple):
-    """What a layer has besides its matrices.
+    """Parts of a layer besides its matrices.
 
     Attributes:
         qkv_bias: Queries, keys and values have biases.
-        out_bias: So has attention's output.
-        mlp_bias: So have the matrices of the MLP.
+        out_bias: Attention's output has a bias.
+        mlp_bias: The matrices of the MLP have biases.
         head_norms: Norms of queries and keys: "head" for each head, "all" over all heads, or "".
         layer_norm: Norms subtract the mean.
-        norm_bias: They have a bias.
+        norm_bias: Norms have a bias.
         norms: Number of norms of hidden states in a layer.
         expert_bias: The router has a bias for balance.
         shared_gate: The shared experts have a gate.
@@ -289,7 +289,7 @@ def _lacking(model: Model, fields: Fields, kind: str, has: Structure) -> Iterato
 
 # --- norms and positions ---------------------------------------------------------------------
 
-# What Megatron-LM fixes: of Llama 3's scaling, and of YaRN in latent attention.
+# Constants of Megatron-LM: of Llama 3's scaling, and of YaRN in latent attention.
 LENGTH = "original_max_position_embeddings"
 LLAMA3 = {LENGTH: 8192.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {LENGTH: 4096.0, "beta_fast": 32.0, "beta_slow": 1.0}

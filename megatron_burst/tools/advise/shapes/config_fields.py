@@ -97,7 +97,7 @@ class Fields(Mapping[str, Any]):
         return found
 
     def needed(self, *keys: str) -> int:
-        """Return the same; ValueError if there is none."""
+        """Return `size`; raise `Missing` if no such field exists."""
         if not any(key in self for key in keys):
             raise Missing(f"{self.name}: has no {keys[0]!r}, which the shape depends on")
         return self.size(*keys)
@@ -164,7 +164,7 @@ class Fields(Mapping[str, Any]):
 
 
 def _neutral(value: Any) -> bool:
-    """Whether a value switches nothing on."""
+    """Return whether a value has no effect."""
     if isinstance(value, (list, tuple, dict, str)):
         return not value
     return value is False or (value is not True and value in (0, 1))

@@ -226,7 +226,7 @@ def _size(fields: Fields, keys: tuple[str, ...]) -> int:
 
 
 def _check_positions(source: Source) -> None:
-    """Only rotary positions, and none at all, exist for long sequences."""
+    """Check that the model has rotary positions or none: other positions end at a length."""
     fields = source.fields
     if fields.flag("alibi") or fields.object_of("attn_config").flag("alibi"):
         raise ValueError(
@@ -251,7 +251,7 @@ def _check_positions(source: Source) -> None:
 
 
 def _check_windows(fields: Fields) -> None:
-    """Layers with a window have heads as wide and as many as the others."""
+    """Check that layers with a window have heads of the same width and number as the others."""
     for key, other in OF_WINDOWS.items():
         if (found := fields.size(key)) != fields.size(other) and found:
             raise ValueError(
@@ -275,7 +275,7 @@ def _kv_heads(source: Source, heads: int) -> int:
 
 
 def _gated(source: Source) -> bool:
-    """Whether the MLP has three matrices: with silu, and with gelu in families that gate it."""
+    """Return whether the MLP has three matrices: with silu, and with gelu in some families."""
     fields = source.fields
     key = next((key for key in ACTIVATIONS if key in fields), "")
     act = fields.text(key) if key else "silu"
@@ -434,7 +434,7 @@ def _pattern(source: Source, layers: int) -> str:
 
 
 def _one_half(source: Source, types: list[str]) -> bool:
-    """Whether each layer is only attention, a mixer or an MLP."""
+    """Return whether each layer is only attention, a mixer or an MLP."""
     return source.kind in ONE_HALF or bool({"mlp", "moe"} & set(types))
 
 
