@@ -86,6 +86,42 @@ def test_biases_of_attention_and_of_all_matrices():
     assert "--swiglu" not in words
 
 
+@pytest.mark.parametrize(
+    ("whole", "part", "tied"),
+    [({}, {}, False), ({}, {"tie_word_embeddings": True}, True),
+     ({"tie_word_embeddings": True}, {"tie_word_embeddings": False}, True)],
+)  # fmt: skip
+def test_the_lm_head_of_a_multimodal_model(whole, part, tied):
+    """Mistral Small 3.1 states nothing and is not tied, whatever its class defaults to."""
+    fields = {"model_type": "mistral3", "text_config": {"model_type": "mistral", **SMALL, **part}}
+    assert models.from_config(fields | whole).tied is tied
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"model_type": "of_nobody", "layer_group_size": 5}, "layer_group_size"),
+        ({"model_type": "of_nobody", "attn_layer_indices": [3]}, "attn_layer_indices"),
+        ({"model_type": "of_nobody", "hidden_act": "gelu"}, "hidden_act"),
+        ({"model_type": "of_nobody", "ffn_config": {"moe_num_experts": 8}}, "ffn_config"),
+        ({"model_type": "mimo_v2_flash", "swa_head_dim": 64}, "swa_head_dim"),
+        ({"model_type": "of_nobody", "block_configs": [{}] * 4, "intermediate_size": None},
+         "does not understand 'block_configs', and has no 'intermediate_size'"),
+    ],
+)  # fmt: skip
+def test_a_field_that_is_not_understood_is_named(fields, named):
+    with pytest.raises(ValueError, match=rf"config\.json: .*{named}") as caught:
+        models.from_config(SMALL | fields)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_tie_word_embeddings_an_unknown_model_says_so():
+    assert "no 'tie_word_embeddings'" in models.from_config(
+        {"model_type": "of_nobody", **SMALL}).family.left  # fmt: skip
+    known = models.from_config({"model_type": "llama", **SMALL})
+    assert "tie_word_embeddings" not in known.family.left
+
+
 def test_chunked_attention_is_no_window():
     model = read("Llama 4 Scout (text)")
     words = flags(model)

@@ -69,7 +69,8 @@ def config_of(fields: dict[str, Any], name: str) -> tuple[Any, bool]:
         raise ValueError(f"{name}: model_type {kind!r} is no decoder of text in transformers")
     if text is not whole:
         tied = _stated_tie(fields)
-        for config in (whole, text):
+        # Files of transformers 4 rely on the default of the language model, not of the whole.
+        for config in (text, whole):
             tied = getattr(config, "tie_word_embeddings", None) if tied is None else tied
         text.tie_word_embeddings = bool(tied)
     return text, text is not whole

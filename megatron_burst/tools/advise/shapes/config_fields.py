@@ -17,7 +17,8 @@ LARGEST = 10**15  # of other numbers; rotary bases of a million tokens are above
 SUSPECT = re.compile(
     r"expert|moe|window|chunk|pattern|block|layer_type|per_layer|layers|interleave|interval|period"
     r"|_freq|_every|hybrid|mamba|ssm|conv|^linear_|^local|^global|sparse|compress|^index_|^indexer"
-    r"|loop|recurren|altup|laurel|^swa_|^mtp|sink|^use_cla"
+    r"|loop|recurren|altup|laurel|^swa_|^mtp|sink|^use_cla|layer_group|attn_(type|layer|ind)|idxs$"
+    r"|mixer"
 )
 # Of these, names whose values change no shape.
 HARMLESS = re.compile(
