@@ -122,6 +122,19 @@ def test_without_tie_word_embeddings_an_unknown_model_says_so():
     assert "tie_word_embeddings" not in known.family.left
 
 
+def test_the_router_of_a_model_without_a_class_and_of_trinity():
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    ling = {"model_type": "bailing_moe_v2", "score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True, "routed_scaling_factor": 2.5}  # fmt: skip
+    words = flags(models.from_config({**SMALL, **experts, **ling}))
+    assert "--moe-router-score-function sigmoid --moe-router-enable-expert-bias" in words
+    assert "--moe-router-topk-scaling-factor 2.5" in words
+    trinity = {"model_type": "afmoe", "head_dim": 32, "num_shared_experts": 1,
+               "num_dense_layers": 1, "route_scale": 2.826, "sliding_window": 64}  # fmt: skip
+    words = flags(models.from_config({**SMALL, **experts, **trinity}))
+    assert "--moe-router-topk-scaling-factor 2.826" in words
+
+
 def test_chunked_attention_is_no_window():
     model = read("Llama 4 Scout (text)")
     words = flags(model)

@@ -35,6 +35,8 @@ SIGMOID = (  # scores of experts
     "dots1", "kimi_linear", "nemotron_h", "minimax_m2", "mimo_v2_flash", "exaone_moe",
     "solar_open", "hy_v3", "afmoe", "llama4", "llama4_text",
 )  # fmt: skip
+SCORES = "scoring_func", "score_function", "score_func", "moe_router_activation_func"
+SCALES = "routed_scaling_factor", "route_scale"
 # Factors that are 1 in a model without them.
 FACTORS = (
     "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
@@ -115,14 +117,17 @@ def _of_fields(fields: Fields, kind: str) -> Structure:
     layer_norm = epsilon.startswith("layer_norm") and kind != "qwen"
     heads = _true(fields, "use_qk_norm", "qk_layernorm") or kind.startswith(HEAD_NORMS)
     return Structure(
-        qkv_bias=bias or _true(fields, "add_qkv_bias", "qkv_bias") or kind in ("qwen", "qwen2"),
+        qkv_bias=bias
+        or _true(fields, "add_qkv_bias", "qkv_bias", "use_qkv_bias")
+        or kind in ("qwen", "qwen2"),
         out_bias=bias,
         mlp_bias=_true(fields, "mlp_bias", "use_bias", "bias"),
         head_norms="head" if heads else "",
         layer_norm=layer_norm,
         norm_bias=layer_norm,
         norms=1 if kind in PARALLEL else 2,
-        expert_bias=fields.get("topk_method") == "noaux_tc",
+        expert_bias=fields.get("topk_method") == "noaux_tc"
+        or _true(fields, "moe_router_enable_expert_bias", "use_routing_bias"),
         shared_gate=kind.startswith(SHARED_GATE),
         sinks=kind in ("gpt_oss", "mimo_v2_flash"),
     )  # fmt: skip
@@ -198,7 +203,7 @@ def _norm_flags(kind: str, has: Structure) -> Iterator[str]:
 
 def _router_flags(fields: Fields, kind: str, has: Structure) -> Iterator[str]:
     """Scores are a softmax over the selected experts unless fields say another thing."""
-    sigmoid = kind in SIGMOID or fields.get("scoring_func") == "sigmoid"
+    sigmoid = _scores_by_sigmoid(fields, kind)
     if sigmoid:
         yield "--moe-router-score-function sigmoid"
     elif fields.get("norm_topk_prob") is False:
@@ -208,10 +213,15 @@ def _router_flags(fields: Fields, kind: str, has: Structure) -> Iterator[str]:
     groups = fields.get("n_group") or 1
     if groups > 1 and (fields.get("topk_group") or 1) < groups:
         yield f"--moe-router-num-groups {groups} --moe-router-group-topk {fields['topk_group']}"
-    if "routed_scaling_factor" in fields and (scale := fields.number("routed_scaling_factor")) != 1:
-        yield f"--moe-router-topk-scaling-factor {scale:g}"
+    scales = [fields.number(key) for key in SCALES if key in fields]
+    if scales and scales[0] != 1:
+        yield f"--moe-router-topk-scaling-factor {scales[0]:g}"
     if has.shared_gate:
         yield "--moe-shared-expert-gate"
+
+
+def _scores_by_sigmoid(fields: Fields, kind: str) -> bool:
+    return kind in SIGMOID or "sigmoid" in map(fields.get, SCORES)
 
 
 def _no_rope(model: Model, fields: Fields, kind: str) -> list[str]:
@@ -281,7 +291,7 @@ def _lacking(model: Model, fields: Fields, kind: str, has: Structure) -> Iterato
         yield "dual chunk attention, which changes the positions of inference alone"
     if kind.startswith("minimax") and model.mixers:
         yield "residuals that are scaled"
-    if has.expert_bias and kind not in SIGMOID and fields.get("scoring_func") != "sigmoid":
+    if has.expert_bias and not _scores_by_sigmoid(fields, kind):
         yield "a bias of experts whose scores are a softmax"
     if kind.startswith("llama4"):
         yield "experts whose inputs are scaled by the router"

@@ -195,7 +195,7 @@ def _model(source: Source, whole: dict[str, Any]) -> Model:
     if fields.size("num_nextn_predict_layers") or fields.size("mtp_num_hidden_layers"):
         also += ("the head that predicts several tokens",)
     sizes: dict[str, Any] = {
-        "name": str(whole.get("_name_or_path") or fields.name.split(": ")[0]),
+        "name": " ".join(str(whole.get("_name_or_path") or fields.name.split(": ")[0]).split()),
         "layers": layers,
         "hidden": hidden,
         "heads": heads,
