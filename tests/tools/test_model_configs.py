@@ -135,6 +135,14 @@ def test_the_router_of_a_model_without_a_class_and_of_trinity():
     assert "--moe-router-topk-scaling-factor 2.826" in words
 
 
+@pytest.mark.parametrize("kind", ["qwen", "exaone"])
+def test_numerics_under_older_names(kind):
+    older = {"layer_norm_epsilon": 1e-6, "rotary_emb_base": 1000000, "rotary_pct": 0.5}
+    words = flags(models.from_config({"model_type": kind, **SMALL, **older}))
+    assert "--normalization RMSNorm" in words
+    assert "--norm-epsilon 1e-06 --rotary-base 1000000 --rotary-percent 0.5" in words
+
+
 def test_chunked_attention_is_no_window():
     model = read("Llama 4 Scout (text)")
     words = flags(model)

@@ -27,6 +27,7 @@ ZERO_CENTERED = (
 )  # fmt: skip
 # Model types whose heads have norms, for models that torch does not build.
 HEAD_NORMS = ("qwen3", "gemma3", "olmoe")
+RMS_NORM = ("qwen", "exaone")  # although their epsilon is called layer_norm_epsilon
 SHARED_GATE = ("qwen2_moe", "qwen3_next", "qwen3_5_moe")
 PARALLEL = ("gptj", "codegen", "phi", "cohere", "cohere2")  # attention beside the MLP, no field
 NO_ROPE_IN_FULL = ("cohere2", "cohere2_moe", "exaone4", "exaone_moe", "afmoe")
@@ -114,7 +115,7 @@ def family_of(model: Model, fields: Fields, kind: str, made: Built | None) -> tu
 def _of_fields(fields: Fields, kind: str) -> Structure:
     bias = _true(fields, "attention_bias", "use_bias", "bias")
     epsilon = next((key for key in EPSILONS if key in fields), "rms_norm_eps")
-    layer_norm = epsilon.startswith("layer_norm") and kind != "qwen"
+    layer_norm = epsilon.startswith("layer_norm") and kind not in RMS_NORM
     heads = _true(fields, "use_qk_norm", "qk_layernorm") or kind.startswith(HEAD_NORMS)
     return Structure(
         qkv_bias=bias
@@ -303,6 +304,7 @@ def _lacking(model: Model, fields: Fields, kind: str, has: Structure) -> Iterato
 LENGTH = "original_max_position_embeddings"
 LLAMA3 = {LENGTH: 8192.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {LENGTH: 4096.0, "beta_fast": 32.0, "beta_slow": 1.0}
+BASES, SHARES = ("rope_theta", "rotary_emb_base"), ("partial_rotary_factor", "rotary_pct")
 EPSILONS = "rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps"
 
 
@@ -319,8 +321,10 @@ def _numerics(fields: Fields, head_dim: int) -> tuple[str, list[str]]:
     if kinds:
         rope = Fields(kinds[0], rope.name)
     lacking = []
-    base, share = (next((of.number(key) for of in (fields, rope) if key in of), None)
-                   for key in ("rope_theta", "partial_rotary_factor"))  # fmt: skip
+    base, share = (
+        next((of.number(key) for of in (fields, rope) for key in keys if key in of), None)
+        for keys in (BASES, SHARES)
+    )
     if base is not None and base == int(base):
         flags.append(f"--rotary-base {int(base)}")
     elif base is not None:
