@@ -1,7 +1,7 @@
 """What ranks post and wait for would run under NCCL's rules; and these rules catch what would not.
 
-`test_every` replays its random calls too: any grid, algorithm, mask, side, head chunks, kept keys
-and partial recompute, several calls in flight.
+`test_every` replays its random calls too: any grid, algorithm, mask, side, head chunks and partial
+recompute, several calls in flight.
 """
 
 from collections import Counter
