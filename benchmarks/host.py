@@ -27,6 +27,7 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+from weakref import ref
 
 import numpy as np
 import torch
@@ -82,7 +83,7 @@ class OneRank(mb.Groups):
             dist.get_rank(),
         )
         self.backend, self.devices, self.cache, self.calls = "fake", ("meta",), {}, Calls()
-        self._communicators = SimpleNamespace(all={group})  # pyright: ignore
+        self._communicators = SimpleNamespace(used={ref(group)})  # pyright: ignore
         counters, rings = Counters(), ("flat", "intra", "inter", "ulysses", "grid")
         channels: Any = {
             (Channel(ring, gradient), "meta"): group for ring in rings for gradient in (False, True)

@@ -220,12 +220,15 @@ def called_differently(what, odd):
     or on every rank if that is None."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
+    from megatron_burst.megatron.data.packed import packs
+
     with installed("contiguous", 4, None):
         choices = {"kernel": "reference", "layout": "contiguous"}
         layers = build(4, None, choices).decoder.layers
         hidden = torch.zeros(LENGTH // 4, 1, 32, dtype=torch.float64)
         ends = torch.tensor([0, LENGTH], dtype=torch.int32)
         params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+        packs().note_cut(packs().of(LENGTH, ends))  # as the data path does
         wrong = odd in (None, dist.get_rank())
         if wrong and what == "local_cp_size":
             params.local_cp_size = 1

@@ -19,11 +19,13 @@ def counted(happens):
 
     from megatron_burst.comm.groups import Groups
     from megatron_burst.megatron.attention import plan_book
+    from megatron_burst.megatron.data.packed import packs
 
     counts, prepare, compare = collections.Counter(), plan_book.prepare, Groups.compare
 
     def forward(lengths, recompute=False):
         asked, x = packed_ranks.params(lengths, None), torch.ones(TOTAL // 4, HEADS, WIDTH)
+        packs().note_cut(packs().of(TOTAL, asked.cu_seqlens_q))  # as the data path does
 
         def layer(x):
             return core(x, x, x, packed_seq_params=asked)

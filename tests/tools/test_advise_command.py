@@ -72,7 +72,7 @@ def of_shape(model):
     """What flags say of a model: not its name, and none of what is not counted. A width of dense
     layers that there are none of is taken to be that of experts."""
     wide = model.dense_ffn or (model.ffn if model.experts else 0)
-    return replace(model, name="", also=(), dense_ffn=wide)
+    return replace(model, name="", also=(), dense_ffn=wide, family=None)
 
 
 def problems(words):

@@ -433,7 +433,7 @@ def test_gradients_and_node_links_are_marked(capsys):
     text = "\n".join(lines(capsys))
     assert "q3 k0 ◪" in text
     assert not re.search("^ rank [012] ", text, re.MULTILINE)
-    assert re.search(r"^ +-k2 ", text, re.MULTILINE)
+    assert re.search(r" -k\d ", text)
 
 
 @pytest.mark.parametrize(

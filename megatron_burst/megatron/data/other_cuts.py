@@ -77,6 +77,8 @@ def check_cut(params: Any, pack: Pack, cut: BatchCut, size: int, cuts: bool) -> 
     mode = partition_mode(params, cut)
     if not cuts or packs().was_cut(pack):
         return
+    if pack.spans is not None and len(pack.bounds) == 2 and cut.name != "balanced":
+        return  # `vision.with_spans` of one sequence, which was cut as an unpacked batch
     if mode == "contiguous":
         whole = pack.end == pack.total  # a loader may have clipped the lengths to its own rows
     else:
