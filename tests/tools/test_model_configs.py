@@ -143,6 +143,12 @@ def test_numerics_under_older_names(kind):
     assert "--norm-epsilon 1e-06 --rotary-base 1000000 --rotary-percent 0.5" in words
 
 
+@pytest.mark.parametrize("name", ["OLMo 2 7B", "OLMo 3 7B", "EXAONE 4.0 32B"])
+def test_norms_behind_each_half_have_no_flag(name):
+    assert any("none before" in line for line in lacking(read(name)))
+    assert not any("norms behind" in line for line in lacking(read("Qwen3 8B")))
+
+
 def test_chunked_attention_is_no_window():
     model = read("Llama 4 Scout (text)")
     words = flags(model)

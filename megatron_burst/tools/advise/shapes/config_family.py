@@ -28,6 +28,7 @@ ZERO_CENTERED = (
 # Model types whose heads have norms, for models that torch does not build.
 HEAD_NORMS = ("qwen3", "gemma3", "olmoe")
 RMS_NORM = ("qwen", "exaone")  # although their epsilon is called layer_norm_epsilon
+AFTER = ("olmo2", "olmo3", "exaone4")  # norms behind each half of a layer
 SHARED_GATE = ("qwen2_moe", "qwen3_next", "qwen3_5_moe")
 PARALLEL = ("gptj", "codegen", "phi", "cohere", "cohere2")  # attention beside the MLP, no field
 NO_ROPE_IN_FULL = ("cohere2", "cohere2_moe", "exaone4", "exaone_moe", "afmoe")
@@ -57,6 +58,7 @@ class Structure(NamedTuple):
         layer_norm: Norms subtract the mean.
         norm_bias: Norms have a bias.
         norms: Number of norms of hidden states in a layer.
+        after: Norms are behind each half of a layer, none is before.
         expert_bias: The router has a bias for balance.
         shared_gate: The shared experts have a gate.
         sinks: Attention has sinks.
@@ -69,6 +71,7 @@ class Structure(NamedTuple):
     layer_norm: bool = False
     norm_bias: bool = False
     norms: int = 2
+    after: bool = False
     expert_bias: bool = False
     shared_gate: bool = False
     sinks: bool = False
@@ -127,6 +130,7 @@ def _of_fields(fields: Fields, kind: str) -> Structure:
         layer_norm=layer_norm,
         norm_bias=layer_norm,
         norms=1 if kind in PARALLEL else 2,
+        after=kind in AFTER,
         expert_bias=fields.get("topk_method") == "noaux_tc"
         or _true(fields, "moe_router_enable_expert_bias", "use_routing_bias"),
         shared_gate=kind.startswith(SHARED_GATE),
@@ -167,6 +171,8 @@ def _of_model(made: Built, model: Model) -> Structure:
         layer_norm=layer_norm,
         norm_bias=any("norm" in key or "ln" in key for key in map(".".join, biases)),
         norms=len(norms) + 2 - halves if norms else 2,
+        after=any("post_feedforward" in key for key in norms)
+        and not any("input" in key for key in norms),
         expert_bias=any(
             x in key
             for key in (*made.names, *made.buffers)
@@ -267,7 +273,9 @@ def _lacking(model: Model, fields: Fields, kind: str, has: Structure) -> Iterato
         yield "LayerNorm without a bias"
     if fields.get("linear_allow_neg_eigval"):
         yield "negative eigenvalues of the gated delta net"
-    if has.norms > 2:
+    if has.after:
+        yield "norms behind each half of a layer and none before"
+    elif has.norms > 2:
         yield "norms behind both halves of a layer"
     elif has.norms < 2 or _true(fields, "parallel_attn", "use_parallel_residual"):
         yield "attention and MLP side by side in a layer"
