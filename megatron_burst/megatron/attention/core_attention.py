@@ -194,9 +194,9 @@ class BurstCoreAttention(MegatronModule):
         (format thd, micro-batch size 1) [t, h, d], [t, g, d], [t, g, w] -> [t, h*w]; the ranks of
         their cp_group, if they name one, hold this micro-batch, and all of these call: the first
         time they make its communicators, for which no other rank waits.
-        attn_mask_type: causal or no mask, in place of the layer's. attention_mask: None, or a tensor
-        that adds nothing (`check_call`). attention_bias and what is unknown must be None. Raises
-        `ValueError` on all ranks alike.
+        attn_mask_type: causal or no mask, in place of the layer's. attention_mask: None, or a
+        tensor that adds nothing (`check_call`). attention_bias and what is unknown must be None.
+        Raises `ValueError` on all ranks alike.
         """
         if self._burst.sequence_chunks not in (1, "auto"):
             raise ValueError(
