@@ -81,8 +81,8 @@ class BurstConfig:
     intra_size: Annotated[
         int | None,
         Described(
-            "context-parallel ranks per node, if neither --hierarchical-context-parallel-sizes nor "
-            "host names give it"
+            "context-parallel ranks per node; default: --hierarchical-context-parallel-sizes, else "
+            "the ranks on one host"
         ),
     ] = None
     ulysses_size: Annotated[

@@ -42,11 +42,14 @@ def one_line_errors(prefix: str) -> Iterator[None]:
     """A context in which every parser of a program reports an error as one line.
 
     The ranks of a launcher report the same error once. The exit status is 2, as always. A program
-    that accepts unknown arguments (`parse_known_args`) still does.
+    that accepts unknown arguments (`parse_known_args`), or handles errors itself
+    (`exit_on_error=False`), still does.
     """
     stock = argparse.ArgumentParser.parse_args, argparse.ArgumentParser.error
 
     def parse_args(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
+        if not self.exit_on_error:
+            return stock[0](self, args, namespace)
         known, rest = self.parse_known_args(args, namespace)
         if rest:
             self.error(unrecognized(self, rest))

@@ -99,10 +99,12 @@ def _destroy_groups() -> None:
         megatron.destroy_model_parallel()
         for name, value in list(vars(megatron).items()):
             if any(isinstance(group, dist.ProcessGroup) for group in _items(value)):
-                setattr(megatron, name, None)
+                setattr(megatron, name, {} if isinstance(value, dict) else None)
     gc.collect()
     dist.destroy_process_group()
 
 
 def _items(value: Any) -> Sequence[Any]:
+    if isinstance(value, dict):  # groups of hybrid context parallelism, by their sizes
+        return list(value.values())
     return value if isinstance(value, (list, tuple)) else [value]

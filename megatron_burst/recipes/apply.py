@@ -30,7 +30,7 @@ def apply_burst(recipe: Any, *, intra: int | None = None, **choices: Any) -> Any
     """Make a recipe train with BurstAttention. Changes the recipe and returns it.
 
     recipe: a `ConfigContainer` of Megatron-Bridge, or a `run.Partial` of NeMo 2.
-    intra: context-parallel ranks per node, needed only where host names do not tell
+    intra: context-parallel ranks per node, by default those on one host
     (`BurstConfig.intra_size`). choices: the other fields of `BurstConfig`, but for
     `pack`. A second call replaces the first.
 

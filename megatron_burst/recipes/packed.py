@@ -49,13 +49,13 @@ def _cutting(original: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
     documents = documents_of(batch)
     if documents is None:
         raise ValueError(
-            "packed batches of Megatron-Bridge need cu_seqlens or cu_seqlens_q, which say where "
-            f"documents start; this one has {', '.join(batch)}"
+            "packed batches of Megatron-Bridge need cu_seqlens, cu_seqlens_q or packed_seq_params, "
+            f"which describe their documents; the keys of this batch are {', '.join(batch)}"
         )
-    rows_of_all = {name: x for name, x in batch.items() if x is not None and _spans(x, rows)}
+    rows_of_all = {name: x for name, x in batch.items() if _spans(x, rows)}
     return batch | take(rows_of_all, documents, cut_of_run(layout), group.size(), group.rank())
 
 
-def _spans(x: torch.Tensor, rows: list[torch.Tensor]) -> bool:
-    """Whether this entry of a batch has one value per token."""
-    return bool(rows) and x.shape == rows[0].shape
+def _spans(x: Any, rows: list[torch.Tensor]) -> bool:
+    """Return whether an entry of a batch has one value per token."""
+    return isinstance(x, torch.Tensor) and bool(rows) and x.shape == rows[0].shape

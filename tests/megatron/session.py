@@ -437,6 +437,8 @@ def kept_by_the_launcher():
         parallel_state.initialize_model_parallel(
             context_parallel_size=4, hierarchical_context_parallel_sizes=[2, 2]
         )
+        # As --hybrid-context-parallel does, which excludes other context parallelism.
+        parallel_state._HYBRID_DP_CP_GROUPS[4] = dist.new_group(range(size))
         names = dist.distributed_c10d._world.pg_names
         made = {name: weakref.ref(group) for group, name in names.items()}
         del names

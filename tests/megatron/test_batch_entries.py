@@ -13,7 +13,9 @@ from rotary import Group, config
 import megatron_burst as mb
 import megatron_burst.megatron as burst
 from megatron_burst.megatron.attention.core_attention import check_call
+from megatron_burst.megatron.data import slicing
 from megatron_burst.megatron.data.cut import BatchCut
+from megatron_burst.recipes import packed
 
 # Positions that rank 1 of 2 holds of 16, by hand.
 HELD = {
@@ -186,3 +188,32 @@ def test_packed_batches_are_refused_by_the_same_rule(layout, how, entry, words):
 def test_a_packed_stage_in_the_middle_has_lengths_alone(layout):
     batch = {"tokens": None, "labels": None} | PACKED["of Megatron-LM"]
     assert cut(batch) == batch
+
+
+@pytest.mark.parametrize("how", PACKED)
+def test_packed_batches_of_bridge_follow_the_same_rule(layout, how, monkeypatch):
+    def of_bridge(batch, cp_group):
+        raise AssertionError("Bridge would cut the batch")
+
+    monkeypatch.setattr(slicing, "context_group", lambda group=None: Group(1, 2))
+    mask = torch.ones(1, 1, 16, 16)
+    batch = {"tokens": rows(1), "labels": None, "attention_mask": mask} | PACKED[how]
+    found = packed._cutting(of_bridge, dict(batch), cp_group=None)
+    assert found["tokens"].tolist() == [HELD[layout]]
+    for name in (*PACKED[how], "attention_mask", "labels"):
+        assert found[name] is batch[name]
+    with pytest.raises(ValueError, match=r"need cu_seqlens.* keys of this batch are tokens$"):
+        packed._cutting(of_bridge, {"tokens": rows(1)}, cp_group=None)
+
+
+@pytest.mark.parametrize("how", PACKED)
+@pytest.mark.parametrize("size", [1, 2])
+def test_groups_of_a_micro_batch_follow_the_same_rule(layout, how, size):
+    if "is_hybrid_cp" not in inspect.signature(utils.get_batch_on_this_cp_rank).parameters:
+        pytest.skip("this Megatron-Core has another function for hybrid context parallelism")
+    batch = {"tokens": rows(1), "local_cp_size": torch.tensor(size)} | PACKED[how]
+    found = utils.get_batch_on_this_cp_rank(
+        batch=dict(batch), is_hybrid_cp=True, cp_group=Group(1, 2),
+        hybrid_cp_group_func=lambda group_size: Group(1, group_size),
+    )  # fmt: skip
+    assert found["tokens"].tolist() == [HELD[layout] if size == 2 else list(range(16))]

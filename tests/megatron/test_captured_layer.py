@@ -20,12 +20,12 @@ def counted(happens, **settings):
 
     counts = Counter()
 
-    def forward(length=TOTAL, captured=False, packed=False):
+    def forward(length=TOTAL, captured=False, packed=False, mask=None):
         x = torch.ones(length // 4, 1, HEADS, WIDTH, requires_grad=True)
         asked = packed_ranks.params() if packed else None
         with mock.patch.object(plan_book, "capturing", return_value=captured):
             x = x.squeeze(1) if packed else x
-            core(x, x, x, None, packed_seq_params=asked).sum().backward()
+            core(x, x, x, mask, packed_seq_params=asked).sum().backward()
 
     def noting(home, name):
         own = getattr(home, name)
@@ -62,6 +62,10 @@ def packed(forward):
     forward(packed=True)
 
 
+def masked(forward):
+    forward(mask=torch.ones(1, 1, 4, 4, dtype=torch.bool))
+
+
 def test_nothing_is_made_or_compared_while_a_layer_is_captured(four):
     ((made, compared, gathered),) = {*four(counted, captured_after_a_call)}
     assert (made, compared) == (1, 0)
@@ -73,6 +77,7 @@ def test_nothing_is_made_or_compared_while_a_layer_is_captured(four):
     [
         (captured_at_once, "a CUDA graph captures attention whose plan was never made"),
         (packed, "packed_seq_params with --cuda-graph-impl: its CUDA graphs contain attention"),
+        (masked, "attention_mask with --cuda-graph-impl: its CUDA graphs contain attention"),
     ],
 )
 def test_what_a_graph_cannot_replay_is_refused_on_every_rank(four, happens, words):

@@ -3,8 +3,10 @@
 import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
+from torch.utils.checkpoint import checkpoint
 
 import megatron_burst.megatron as burst
+from megatron_burst.megatron.attention import core_attention
 from megatron_burst.megatron.attention.core_attention import check_call, is_redundant
 from megatron_burst.megatron.data.cut import BatchCut
 from megatron_burst.megatron.patching import notes
@@ -77,3 +79,24 @@ def test_a_mask_is_read_once_and_again_when_it_changes():
     assert is_redundant(mask)
     del mask
     assert len(read) == 0
+
+
+def test_a_mask_is_not_read_again_in_backward(monkeypatch):
+    """Recomputation gives every layer a new tensor of the same mask."""
+    read = []
+    monkeypatch.setattr(core_attention, "is_redundant", lambda mask: read.append(mask) or True)
+
+    def layer(x, mask):
+        assert called_with(mask) is None
+        return 2 * x
+
+    x, mask = torch.ones(4, requires_grad=True), torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    out = checkpoint(layer, x, mask, use_reentrant=True)
+    out.sum().backward()
+    assert len(read) == 1
+
+
+@torch.inference_mode()
+def test_a_mask_of_inference_mode():
+    assert called_with(torch.ones(1, 1, 4, 4, dtype=torch.bool)) is None
+    assert called_with(torch.tensor([[DOCUMENTS]])) is not None

@@ -39,7 +39,7 @@ def set_attention_backend(
 
     model: the model or a list of its chunks, in wrappers (DDP) or not. backend: "burst", or "te",
     which puts back what was replaced. groups: those of an earlier call, or `mb.Groups` over the
-    ranks of the model's context-parallel group; None makes them by host name. linear: how gated
+    ranks of the model's context-parallel group; None makes them by host. linear: how gated
     delta nets pass states, one of "auto", "ring", "scan", "all_gather", "two_level", or "lite",
     which leaves them alone. options: `algorithm`, `side`, `kernel`, `grad_wire_dtype`,
     `head_chunks`, as `mb.attention` takes them. Returns the groups, for another call; None for

@@ -24,6 +24,7 @@ from ...attention import attention
 from ...config import Auto, BurstConfig
 from ...layout import DocumentZigzag, Layout
 from ...planning.plan import Plan
+from ...recompute.checkpoint import in_backward
 from ..checks.config import check_config, dropout_problem, records_max_logits
 from ..checks.cuda_graphs import contain_attention, graphs_asked
 from ..checks.problem import refuse
@@ -38,7 +39,7 @@ from ..data.cut import (
 from ..data.datasets import documents_expected
 from ..data.entries import MASK, NO_MASK, placeholder
 from ..data.other_cuts import check_cut, cuts_batches
-from ..data.packed import Pack
+from ..data.packed import Pack, version_of
 from ..data.rope import mrope_of_packs
 from ..patching import notes
 from ..windows import layer_window
@@ -193,8 +194,9 @@ class BurstCoreAttention(MegatronModule):
         (format thd, micro-batch size 1) [t, h, d], [t, g, d], [t, g, w] -> [t, h*w]; the ranks of
         their cp_group, if they name one, hold this micro-batch, and all of these call: the first
         time they make its communicators, for which no other rank waits.
-        attn_mask_type: causal or no mask, in place of the layer's. attention_mask, attention_bias
-        and what is unknown must be None. Raises `ValueError` on all ranks alike.
+        attn_mask_type: causal or no mask, in place of the layer's. attention_mask: None, or a
+        tensor that adds nothing (`check_call`). attention_bias and what is unknown must be None.
+        Raises `ValueError` on all ranks alike.
         """
         if self._burst.sequence_chunks not in (1, "auto"):
             raise ValueError(
@@ -230,14 +232,9 @@ class BurstCoreAttention(MegatronModule):
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         kind, book, pack = self._layer_kind(mask_type), self._book(packed_seq_params), None
         with book.refusing(self.leads):
+            self._check_graphs(others, packed_seq_params)
             check_call(mask_type, others, packed_seq_params, self.cut)
             if packed_seq_params is not None:
-                if self._graphs is not None:
-                    raise ValueError(
-                        f"packed_seq_params with {self._graphs}: its CUDA graphs contain attention "
-                        "and replay one plan, and every pack has its own; leave attention out of "
-                        "them, or call without packed_seq_params"
-                    )
                 if getattr(self.config, "mrope_section", None):
                     raise mrope_of_packs()
                 pack = self._pack(book, packed_seq_params, query)
@@ -282,6 +279,23 @@ class BurstCoreAttention(MegatronModule):
             )
         return self.book.over(ranks, lambda: micro_batch_groups(group, self._per_node, self._burst))
 
+    def _check_graphs(self, others: dict[str, Any], params: Any) -> None:
+        """Raise `ValueError` for arguments that a CUDA graph of attention cannot replay."""
+        if self._graphs is None:
+            return
+        if params is not None:
+            raise ValueError(
+                f"packed_seq_params with {self._graphs}: its CUDA graphs contain attention and "
+                "replay one plan, and every pack has its own; leave attention out of them, or call "
+                "without packed_seq_params"
+            )
+        mask = others.get(MASK)
+        if mask is not None and not placeholder(mask):
+            raise ValueError(
+                f"{MASK} with {self._graphs}: its CUDA graphs contain attention, and a capture "
+                f"cannot read the values of a mask; leave attention out of them, or {NO_MASK}"
+            )
+
     def _pack(self, book: PlanBook, params: Any, query: torch.Tensor) -> Pack:
         size = book.groups.size
         pack = book.pack(query.shape[0] * size, params)
@@ -318,8 +332,8 @@ def _drop_extra_state(module: Any, state_dict: dict[str, Any], prefix: str, *unu
 def check_call(mask_type: AttnMaskType, others: dict[str, Any], packed: Any, cut: BatchCut) -> None:
     """Raise `ValueError` unless a call with this kind of mask and these arguments is honoured.
 
-    others: Megatron's arguments that must be None, by name; packed: a `PackedSeqParams` or None. A
-    causal call may have an `attention_mask` that `is_redundant`.
+    others: Megatron's arguments that must be None, by name; packed: a `PackedSeqParams` or None. An
+    `attention_mask` may have one element, or be redundant (`is_redundant`) in a causal call.
     """
     known = _CAUSAL if packed is None else CAUSAL_PACKED
     flag = documents_expected()
@@ -344,8 +358,10 @@ def check_call(mask_type: AttnMaskType, others: dict[str, Any], packed: Any, cut
     }
     causal = packed is None and mask_type == AttnMaskType.causal
     for name, value in others.items():
-        redundant = name == MASK and (placeholder(value) or (causal and is_redundant(value)))
-        if value is not None and not redundant:
+        if value is None or (name == MASK and placeholder(value)):
+            continue
+        # In backward the call runs again, with a new tensor of the mask that forward has checked.
+        if not (name == MASK and causal and (in_backward() or is_redundant(value))):
             raise ValueError(f"{name} is not supported; {fixes.get(name, 'leave it out')}")
     if packed is None:
         return
@@ -361,20 +377,27 @@ def check_call(mask_type: AttnMaskType, others: dict[str, Any], packed: Any, cut
 
 
 def is_redundant(mask: Any) -> bool:
-    """Whether a causal layer may ignore `mask`, as Transformer Engine does under context
-    parallelism.
+    """Return whether a causal layer may ignore a mask tensor.
 
-    mask: bool, True: hidden. It is redundant if it is the same everywhere (a placeholder), or if
-    it hides exactly the later keys, [..., s, s]. Anything else, such as the borders of documents,
-    is not. The content is read once per tensor, which waits for the device.
+    Transformer Engine 2.20 reads no mask tensor in causal attention, whatever it holds, except in
+    its unfused attention, which hides what either mask hides (`get_full_mask`) and which does not
+    support context parallelism. Here a tensor that would change the result of unfused attention is
+    refused, because the script that made it may rely on it.
+
+    Args:
+        mask: bool, True: hidden. Its values are read once per tensor, which waits for the device.
+
+    Returns:
+        True if the mask is the same everywhere (a placeholder), or if it hides exactly the later
+        keys, [..., s, s]. False for any other mask, such as the borders of documents.
     """
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or not mask.numel():
         return False
     read = notes().setdefault("redundant masks", WeakIdKeyDictionary())
     version, redundant = read.get(mask, (None, False))
-    if version is None or version != mask._version:
+    if version is None or version != version_of(mask):
         redundant = bool(mask.all()) or not bool(mask.any()) or _hides_later_keys(mask)
-        read[mask] = mask._version, redundant
+        read[mask] = version_of(mask), redundant
     return redundant
 
 

@@ -59,7 +59,8 @@ def documents_of(batch: dict[str, Any]) -> tuple[Any, Any] | None:
 def placeholder(mask: Any) -> bool:
     """Return whether an attention mask is one element, which hides no token from another.
 
-    Data loaders put it where a model expects a mask; Transformer Engine does not read it.
+    Data loaders put it where a model expects a mask. Transformer Engine reads no mask tensor in
+    causal attention (`is_redundant` in `attention/core_attention.py`).
     """
     return isinstance(mask, torch.Tensor) and mask.numel() == 1
 

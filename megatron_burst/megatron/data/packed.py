@@ -181,13 +181,13 @@ class Packs:
                 "which may still be in flight: give every micro-batch tensors of its own"
             )
         vars(pack)["_made"] = self._made.setdefault(pack.cut_key, pack._made)
-        self._noted[cu_seqlens] = _version(cu_seqlens), pack
+        self._noted[cu_seqlens] = version_of(cu_seqlens), pack
 
     def _noted_of(self, cu_seqlens: torch.Tensor) -> Any:
         """The pack that was noted for this very tensor, None if none was."""
         found: Any = self._noted.get(cu_seqlens)
-        version, pack = found or (_version(cu_seqlens), None)
-        if version != _version(cu_seqlens):
+        version, pack = found or (version_of(cu_seqlens), None)
+        if version != version_of(cu_seqlens):
             raise ValueError(
                 "packed_seq_params: lengths were changed in place after with_spans: give every "
                 "micro-batch tensors of its own"
@@ -245,8 +245,8 @@ class Packs:
         return pack.cut_key in self._cut
 
 
-def _version(tensor: torch.Tensor) -> int:
-    """How often a tensor was written; 0 for one of inference mode, where nobody counts."""
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written; 0 for an inference tensor, which has no counter."""
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -69,7 +69,9 @@ def _sliced_batch(layout: str, original: Callable, *args: Any, **kwargs: Any) ->
     documents = documents_of(batch)
     if documents is not None and given.get("is_hybrid_cp"):
         cut = _of_own_group(batch, documents, given.get("hybrid_cp_group_func"), layout)
-        return original(*args, **kwargs) if cut is None else cut
+        if cut is None and batch.get("cu_seqlens") is not None:
+            return original(*args, **kwargs)
+        return batch if cut is None else cut  # without cu_seqlens the original cuts the batch
     group = context_group(group)
     if group.size() > 1 and given.get("use_contiguous_cp"):  # after 0.20
         refuse_layout(layout, "contiguous", None, "get_batch_on_this_cp_rank of Megatron-Core")

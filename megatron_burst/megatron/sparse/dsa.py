@@ -83,8 +83,9 @@ class BurstDSAttention(dsa.DSAttention):
 
         x [s, b, hidden], qr [s, b, q_lora_rank] or [t, q_lora_rank]: what the indexer sees, a
         tensor-parallel rank's rows of it with sequence parallelism. up_v_weight [h, v_head_dim,
-        kv_lora_rank]. value, attention_mask and attention_bias must be None, position_ids are not
-        read: positions follow from the layout. Raises `ValueError` on all ranks alike.
+        kv_lora_rank]. value and attention_bias must be None, attention_mask may be a tensor that
+        adds nothing (`check_call`). position_ids are not read: positions follow from the layout.
+        Raises `ValueError` on all ranks alike.
         """
         others = {
             "value": value,
