@@ -355,14 +355,15 @@ def test_the_start_up_line_says_what_communicators_took(ranks):
 
 
 def gloo_threads():
-    """How many threads of this process run collectives of gloo."""
-    names = [task.read_text() for task in Path("/proc/self/task").glob("*/comm")]
-    return names.count("pt_gloo_runloop\n")
+    """The ids of the threads of this process that run collectives of gloo."""
+    names = Path("/proc/self/task").glob("*/comm")
+    return {name.parent.name for name in names if name.read_text() == "pt_gloo_runloop\n"}
 
 
 def kept_after_the_end(folder, nn_first):
     """What outlives `destroy_process_group()` while the script still holds its groups, plan and
     loss: process groups, and threads. nn_first: torch.distributed.nn was imported before."""
+    before = gloo_threads()  # other tests may have left some
     meet_again("gloo", folder)
     functional = importlib.import_module("torch.distributed.nn.functional")
     if nn_first:
@@ -378,7 +379,7 @@ def kept_after_the_end(folder, nn_first):
     del node
     dist.destroy_process_group()
     kept = [name for name, group in alive.items() if group() is not None]
-    threads = gloo_threads()
+    threads = len(gloo_threads() - before)
     try:
         groups.check()
     except ValueError as error:

@@ -127,8 +127,7 @@ class Advice:
 
         Args:
             index: Of `ranked`.
-            train_iters: Steps of the whole run, from which the time limit follows. Without it the
-                user has to set the limit.
+            train_iters: Steps of the whole run, which give the time limit; None: `SET_ME`.
 
         Raises:
             ValueError: For a number of steps below 1.
