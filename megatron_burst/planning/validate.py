@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -239,7 +238,10 @@ def _check_custom(mask: Mask, seq_len: int, groups: Groups) -> None:
 
     passed = groups.cache.setdefault("checked masks", Recent(MASKS_CHECKED))
     for part in parts:
-        passed.of((type(part), repr(part), seq_len), partial(check_custom, part, seq_len))
+        key = type(part), repr(part), seq_len
+        if key not in passed:
+            check_custom(part, seq_len)
+        passed.of(key, lambda: None)  # remember it as the latest
 
 
 def _check_numbers(options: AttentionOptions) -> None:

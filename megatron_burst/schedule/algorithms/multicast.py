@@ -180,20 +180,20 @@ class Ways(_Paths):
         self.step = self._steps()
 
     def _steps(self) -> np.ndarray:
-        step = self._in_turn(self.demand.gradients)
+        step = self._in_turn()
         # Not before the rows can be there: every hop ends at a boundary of its own.
         hops = np.where(self.served, self._of_ranks(self.depth) + self.peer, 1)
         least = self._by_owner(np.where(self.use != 0, hops, 0), np.maximum)
         return np.maximum(step, least, dtype=np.int32, casting="unsafe")
 
-    def _in_turn(self, halves: bool) -> np.ndarray:
+    def _in_turn(self) -> np.ndarray:
         """int32 [owner, rank]: nodes in rotation, the own one first, or half of it first and half
         last; within the turn of a node its ranks in rotation, without gaps."""
         nodes, width = self.grid
         node, member, turn, place = np.ogrid[:nodes, :width, : nodes + 1, :width]
         owner = (node - turn) % nodes * width + (member - place) % width
         rank = np.broadcast_to(node * width + member, owner.shape)
-        first = place < (-(-width // 2) if halves else width)
+        first = place < (-(-width // 2) if self.demand.gradients else width)
         used = self.demand.used(owner, rank) & np.where(turn % nodes, True, (turn > 0) != first)
         before = np.cumsum(used, axis=3, dtype=np.int32) - used
         length = used.sum(axis=3, dtype=np.int32).max(axis=1)
@@ -271,7 +271,7 @@ class _Turns(Ways):
         super().__init__(demand)
         self.between = WITHIN
 
-    def _in_turn(self, halves: bool) -> np.ndarray:
+    def _in_turn(self) -> np.ndarray:
         node = np.arange(self.grid.size, dtype=np.int32) // self.grid.intra
         return 1 + WITHIN * ((node - node[:, None]) % self.grid.inter)
 
