@@ -1,10 +1,10 @@
 """Compile the Triton kernels of sparse attention for devices that are not here; print registers and
 spills.
 
-As `triton_compile`, for `megatron_burst.sparse.selected_triton`: needs Triton and no GPU. For each
-kind of model, with the heads of one tensor-parallel rank, it records what `SelectedTriton` launches
-and lets Triton's JIT compile that. A kernel that does not compile, that spills, or that wants more
-shared memory than the device has ends the run with status 1.
+As `triton_compile`, for the kernels of `plugins/sparse/selected_triton`: needs Triton and no GPU.
+For each kind of model, with the heads of one tensor-parallel rank, it records what `SelectedTriton`
+launches and lets Triton's JIT compile that. A kernel that does not compile, that spills, or that
+wants more shared memory than the device has ends the run with status 1.
 
     python -m benchmarks.triton_compile_selected --devices 90 --models dsa
     python -m benchmarks.triton_compile_selected --blocks 32 32 8 1
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from megatron_burst.sparse import Selection
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -26,9 +27,8 @@ from rich.table import Table
 from megatron_burst.kernels.base import Rows, Scoring
 from megatron_burst.layout import Span
 from megatron_burst.masks import Causal
-from megatron_burst.sparse import Selection
-from megatron_burst.sparse.pairs import SelectedPairs
-from megatron_burst.sparse.selected_triton import HeadBlocks, SelectedTriton
+from megatron_burst.plugins.sparse.pairs import SelectedPairs
+from megatron_burst.plugins.sparse.selected_triton import HeadBlocks, SelectedTriton
 
 from .triton_compile import DTYPES, SHARED, Device, Made, assembled
 
@@ -133,7 +133,7 @@ class _Recording:
 
 def _recorded(launch: Launch) -> tuple[Any, tuple, dict[str, Any]]:
     """Kernel, arguments, constants and options of a launch over keys that begin the sequence."""
-    from megatron_burst.sparse import selected_code
+    from megatron_burst.plugins.sparse import selected_code
 
     model, dtype = MODELS[launch.model], DTYPES[launch.dtype]
     keys = 2 * model.block * model.top_k

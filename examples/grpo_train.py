@@ -29,7 +29,7 @@ from model import build_gpt, build_model, build_optimizer, model_config
 from pretrain_gpt import join_processes, make_groups
 
 import megatron_burst as mb
-from megatron_burst.testing import cpu
+from megatron_burst.plugins.testing import cpu
 
 MODEL = (
     "--data-path none --num-attention-heads 4 --num-query-groups 2 "

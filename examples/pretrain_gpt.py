@@ -30,7 +30,7 @@ from model import build_model, build_optimizer, model_config
 
 import megatron_burst.megatron as burst
 from megatron_burst import flags
-from megatron_burst.testing import cpu
+from megatron_burst.plugins.testing import cpu
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ TESTS = Path(__file__).parent
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--megatron", default="", help="a checkout of Megatron-LM (tests/te, tests/lite)"
+        "--megatron", default="", help="a checkout of Megatron-LM (tests/te, tests/plugins/lite)"
     )
     parser.addoption("--bridge", default="", help="a checkout of Megatron-Bridge (tests/te)")
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_burst.masks import BlockSparse, Causal, Documents, Full, Mask, Window
-from megatron_burst.trees import PrefixTree, pack
+from megatron_burst.plugins.rl.trees import PrefixTree, pack
 
 
 class Lengths(NamedTuple):

@@ -136,7 +136,7 @@ def dynamic(whole: Pack, tokens: int, size: int, rank: int) -> list[Share]:
 
 def start(state: State) -> None:
     """Once per rank: Megatron on the CPU, and the groups of ranks smaller than all."""
-    from megatron_burst.testing import cpu
+    from megatron_burst.plugins.testing import cpu
 
     os.environ["WORLD_SIZE"] = str(dist.get_world_size())  # as a launcher says it
     cpu.enable()

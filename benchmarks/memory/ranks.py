@@ -65,7 +65,7 @@ def measure(cell: Cell) -> list[Found]:
 def _counted(cell: Cell) -> dict[str, Any]:
     """On a rank, with Megatron's stand-ins for a CPU."""
     warnings.filterwarnings("ignore")
-    from megatron_burst.testing import cpu
+    from megatron_burst.plugins.testing import cpu
 
     cpu.enable()
     return asdict(_step(cell))

@@ -14,6 +14,7 @@ import runpy
 import sys
 from pathlib import Path
 
+from .. import registry
 from .errors import user_errors
 from .parsers import one_line_errors
 from .ranks import groups_ended
@@ -77,7 +78,7 @@ def _install(cpu: bool) -> None:
         )
     try:
         if cpu:
-            importlib.import_module("megatron_burst.testing.cpu").enable()
+            registry.required("cpu", "--cpu").enable()
         megatron.install()
     except (ImportError, RuntimeError) as error:
         raise ValueError(str(error)) from error

@@ -17,6 +17,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from .. import registry
 from .console import unwrapped
 from .errors import user_errors
 from .ranks import groups_ended
@@ -75,7 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _forward_step(recipe: Any) -> Any:
     """Bridge's, which for a vision-language model hands over the images too."""
-    name = "vlm_step" if _module("recipes.vision").is_vision(recipe.model) else "gpt_step"
+    name = "vlm_step" if _module("recipes.vision_models").is_vision(recipe.model) else "gpt_step"
     return _module(f"training.{name}", "megatron.bridge").forward_step
 
 
@@ -94,17 +95,18 @@ def _recipe(arguments: argparse.Namespace) -> Any:
                 f"override {text}: write setting=value with a setting of the recipe; settings "
                 "added with + would have no effect"
             )
-    cpu, apply = _module("testing.recipes"), _module("recipes.apply")
-    layers, ready = _module("recipes.layers"), _module("recipes.ready_made")
+    apply, layers = _module("recipes.apply"), _module("recipes.layers")
+    ready = _module("recipes.ready_made")
     try:
-        if arguments.cpu:
+        cpu = registry.required("recipe_cpu", "--cpu") if arguments.cpu else None
+        if cpu is not None:
             cpu.enable()
         recipe = ready.find(arguments.name)()
     except ImportError as error:
         raise ValueError(f"recipes need Megatron-Bridge: {error}") from error
     except RuntimeError as error:
         raise ValueError(str(error)) from error
-    if arguments.cpu:
+    if cpu is not None:
         cpu.adapt(recipe)
     choices = layers.choices_of(recipe.model.transformer_layer_spec) | _parsed(ours)
     apply.apply_burst(recipe, **choices)

@@ -5,16 +5,12 @@ Algorithm 3 of BurstEngine (arXiv 2509.19836), corrected: tile by tile, one prod
 logits, their softmax gradient replaces them in place, and two products make the gradients.
 
 `validate` has the public function; `checks` checks its arguments.
-`logprobs` and `divergence` have what reinforcement learning and distillation ask of the same
-logits.
 """
 
 from __future__ import annotations
 
-from .divergence import linear_kl
 from .function import Sink
-from .logprobs import LogProbs, linear_logprobs
 from .tiled_loop import describe
 from .validate import linear_cross_entropy
 
-__all__ = ["LogProbs", "Sink", "describe", "linear_cross_entropy", "linear_kl", "linear_logprobs"]
+__all__ = ["Sink", "describe", "linear_cross_entropy"]

@@ -19,7 +19,7 @@ seconds; `install` does.
 From the ground up: `patching` replaces functions of Megatron and restores them; `checks/` is what
 is refused; `data/` cuts batches; `offload/` moves activations to the host; `attention/` is core
 attention, process groups and plans; `layer/` runs layers in chunks and tiles of rows; `linear/`
-passes states; `sparse/` attends to what is selected; `lm_head/` is LM head and loss; `packing/`
+passes states; `lm_head/` is LM head and loss; `packing/`
 packs steps anew; `training` is Megatron-LM's loop; `install` puts all of it in place.
 """
 
@@ -42,9 +42,7 @@ if TYPE_CHECKING:
 _LATE = {  # these import Megatron-Core
     "BurstCoreAttention": "attention.core_attention",
     "gather_sequence": "data.slicing",
-    "rl": "rl",
     "shard_sequence": "data.slicing",
-    "sparse_layer_spec": "sparse.layers",
 }
 
 __all__ = [
@@ -66,5 +64,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = importlib.import_module(f"{__name__}.{_LATE[name]}")
-    return home if name == "rl" else getattr(home, name)
+    return getattr(importlib.import_module(f"{__name__}.{_LATE[name]}"), name)

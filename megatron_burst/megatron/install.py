@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from .. import registry
 from ..config import BurstConfig
 from ..layout import LayoutName
 from . import patching
@@ -74,14 +75,13 @@ def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
     from .lm_head import fused_loss, mtp
     from .offload import hooks
     from .packing import step as packing_step
-    from .sparse import index_loss
 
-    states: list[Any] = []  # of layers of linear and sparse attention
+    states: list[Any] = []  # of layers of linear attention
     if core_version() >= OLDEST:
         from .linear import delta_net, mamba
-        from .sparse import hooks as sparse_hooks
 
-        states = [delta_net.patch_heads, delta_net.patch, mamba.patch, sparse_hooks.patch]
+        states = [delta_net.patch_heads, delta_net.patch, mamba.patch]
+    of_plugins = [patch for _, patch in registry.hooked("patch_megatron")]
     if for_scripts:
         training_hooks.load()  # before `opened` looks for seams
     with patching.patch_set(_NAME) as patches, patching.opened(patches):
@@ -101,8 +101,7 @@ def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
         hooks.patch_steps(patches)
         loader.patch(patches)
         packing_step.patch(patches)
-        index_loss.patch(patches)
-        for patch in states:
+        for patch in (*states, *of_plugins):
             patch(patches)
         patches.notes["scripts"] = for_scripts
         if for_scripts:

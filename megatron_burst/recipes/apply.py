@@ -14,9 +14,10 @@ from typing import Any
 
 from ..config import BurstConfig
 from ..megatron.patching import log, show_log
-from . import own_attention, validate, vision
+from . import own_attention, validate
 from .kinds import translating
 from .layers import burst_layer_spec, is_ours
+from .vision_models import vision_recipes
 
 # Not `pack`: Bridge's loop and data sets were never run with it.
 _NAMES = tuple(
@@ -65,7 +66,9 @@ def apply_burst(recipe: Any, *, intra: int | None = None, **choices: Any) -> Any
             "recipe must be a ConfigContainer of Megatron-Bridge with a GPT model, or a "
             f"run.Partial of NeMo 2; got {what}, which has no transformer_layer_spec"
         )
-    vision.check_provider(model, is_ours)
+    vision = vision_recipes(model)
+    if vision is not None:
+        vision.check_provider(model, is_ours)
     own_attention.patch_provider(model, is_ours)
     base, before = model.transformer_layer_spec, {}
     if is_ours(base):

@@ -13,8 +13,10 @@ from typing import Any
 from ..megatron import patching, specs
 from ..megatron.data.cut import compare_clusters
 from ..megatron.patching import show_log
-from . import own_attention, packed, vision
+from . import own_attention, packed
 from .kinds import translated, translating
+from .vision_models import patch_bridge as patch_vision_models
+from .vision_models import vision_recipes
 
 
 def burst_layer_spec(
@@ -32,13 +34,15 @@ def burst_layer_spec(
     precedence over flags.
     """
     show_log()
-    choices = vision.with_mask(config, choices)
+    vision = vision_recipes(config)
+    if vision is not None:
+        choices = vision.with_mask(config, choices)
     with translating(config):
         layers = specs.burst_layer_spec(config, vp_stage, base=base, **choices)
         compare_clusters(patching.notes(), choices.get("cluster"))
     patching.translate_with(functools.partial(translated, config))
     packed.patch_bridge()
-    vision.patch_bridge()
+    patch_vision_models()
     own_attention.patch_ropes()
     own_attention.name_to_bridge()
     return layers

@@ -21,7 +21,7 @@ from ..megatron.patching import check_version
 from .kinds import translating
 from .layers import fields_of, is_ours
 from .own_attention import gemma4_problems
-from .vision import vision_problems, with_mask
+from .vision_models import vision_recipes
 
 _NAME = "recipes"
 
@@ -48,14 +48,17 @@ def check(recipe: Any) -> None:
     transformer = specs.transformer_of(model)
     if not is_ours(spec):
         return _check_layout_of_others(transformer)
+    vision, fields = vision_recipes(model), fields_of(spec)
     with translating(model):
-        burst = specs.choices_with_layout(with_mask(model, fields_of(spec)), model)
+        if vision is not None:
+            fields = vision.with_mask(model, fields)
+        burst = specs.choices_with_layout(fields, model)
         refuse([
             *config_problems(transformer, burst, getattr(model, "seq_length", None)),
             *backend_problems(transformer, burst),
             *_group_problems(recipe, transformer, burst.algorithm),
             *lm_head_problems(transformer, burst),
-            *vision_problems(model, transformer),
+            *(vision.problems(model, transformer) if vision is not None else ()),
             *gemma4_problems(model, transformer),
         ])  # fmt: skip
 

@@ -10,7 +10,7 @@ from benchmarks.sparse import bench, union
 from benchmarks.sparse.gathered import Gathering
 from benchmarks.sparse.measure import Device
 from benchmarks.sparse.settings import BY_NODE, DIRECT, GATHERS, REGIMES, Layer
-from megatron_burst.sparse.pairs import SelectedPairs
+from megatron_burst.plugins.sparse.pairs import SelectedPairs
 
 
 def gathered(way):

@@ -232,7 +232,7 @@ PROBE = """
 import importlib, inspect, json, sys
 from megatron_burst.seam import PLACES, inside
 import megatron_burst.megatron as burst
-from megatron_burst.testing import cpu
+from megatron_burst.plugins.testing import cpu
 from megatron_burst.megatron.patching import patched_places
 import megatron.training.arguments, megatron.training.argument_utils
 cpu.enable()

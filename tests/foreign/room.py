@@ -38,7 +38,7 @@ MODULES = (
 def prepare(mode):
     """Prepare this process, before any test is imported."""
     from megatron_burst.megatron import patching
-    from megatron_burst.testing import cpu
+    from megatron_burst.plugins.testing import cpu
 
     cpu.enable()
     for name in MODULES:
@@ -104,7 +104,7 @@ def _use_local_layers(patches):
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     from megatron_burst.megatron.patching import signature_of
-    from megatron_burst.testing import local_specs
+    from megatron_burst.plugins.testing import local_specs
 
     def locally(local):
         """The local builder, which gets only the arguments that it has."""

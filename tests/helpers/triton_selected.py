@@ -15,9 +15,9 @@ import torch
 import megatron_burst as mb
 from megatron_burst.kernels.base import Rows, Scoring
 from megatron_burst.layout import Span
-from megatron_burst.sparse import selected_triton
-from megatron_burst.sparse.pairs import PairKernel
-from megatron_burst.sparse.selected_triton import HeadBlocks, SelectedTriton
+from megatron_burst.plugins.sparse import selected_triton
+from megatron_burst.plugins.sparse.pairs import PairKernel
+from megatron_burst.plugins.sparse.selected_triton import HeadBlocks, SelectedTriton
 
 S, SCALE = 8, 0.3
 SMALL = HeadBlocks(16, 16, 4, 1)

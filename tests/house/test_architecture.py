@@ -8,23 +8,25 @@ from pathlib import Path
 import pytest
 
 import megatron_burst
+from megatron_burst import registry
 
 ROOT = Path(megatron_burst.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 IDS = [str(path.relative_to(ROOT)) for path in FILES]
 
-# The rooms of the house, from the ground up: a file imports from its own room and from those
+# The rooms of the spine, from the ground up: a file imports from its own room and from those
 # named before it. The operation and the package itself come after the rooms that they join.
 ROOMS = (
-    "units", "layout", "masks", "schedule", "options", "config", "flags", "comm", "kernels",
-    "linear_attention", "linear_cross_entropy", "execution", "recompute", "autotune", "packing",
-    "trees", "planning", "sparse", "attention", "seam", "__init__", "megatron", "recipes",
-    "integrations", "testing", "cli", "tools", "__main__",
+    "registry", "units", "layout", "masks", "schedule", "options", "config", "flags", "comm",
+    "kernels", "linear_attention", "linear_cross_entropy", "execution", "recompute", "autotune",
+    "packing", "planning", "attention", "seam", "__init__", "megatron", "recipes",
+    "cli", "tools", "__main__",
 )  # fmt: skip
-PURE = ("seam",)  # imports nothing of the package: sources of Megatron import it
+PURE = ("seam", "registry")  # import nothing of the package
+PLUGINS = sorted(path.parent.name for path in ROOT.glob("plugins/*/entry.py"))
 NO_TORCH = {
     "units", "flags", "config", "options", "layout", "masks", "schedule", "autotune", "packing",
-    "trees", "seam", "__main__",
+    "seam", "__main__", "registry", "plugins",
 }  # fmt: skip
 TORCH_AFTER_ALL = {"layout/sharding.py", "autotune/measure.py"}
 # What else than the standard library, numpy and torch.
@@ -36,11 +38,12 @@ OUTSIDE = {
     "linear_cross_entropy": {"triton"},
     "autotune": {"tomli"},  # Python 3.10 has no tomllib
     "cli": {"rich"},
-    "testing": {"megatron"},
     "tools": {"rich", "matplotlib", "PIL"},
     "kernels": {"triton"},
-    "sparse": {"triton"},
     "megatron": {"megatron"},
+    "plugins/rl": {"megatron"},
+    "plugins/sparse": {"megatron", "triton"},
+    "plugins/testing": {"megatron"},
 }
 
 
@@ -49,8 +52,18 @@ def relative(path):
 
 
 def room(path):
-    """The part of the package a file belongs to: its folder, or its own name at the top."""
-    return path.relative_to(ROOT).with_suffix("").parts[0]
+    """The part of the package a file belongs to: its folder, or its own name at the top; for a file
+    of a plugin, `plugins/NAME`."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return "/".join(parts[:2]) if parts[0] == "plugins" and parts[1] != "__init__" else parts[0]
+
+
+def plugin(path):
+    """The plugin that a file belongs to; None for a file of the spine."""
+    return room(path).partition("/")[2] or None
+
+
+SPINE = [path for path in FILES if room(path) != "plugins" and plugin(path) is None]
 
 
 def module(path):
@@ -96,12 +109,14 @@ def outer(path):
 LATE = {"__init__.py", "cli/main.py", "cli/pretrain.py", "cli/doctor/__init__.py"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=IDS)
+@pytest.mark.parametrize("path", SPINE, ids=relative)
 def test_imports_run_downwards(path):
+    """And none goes to a plugin."""
     mine = ROOMS.index(room(path))
+    assert not [name for name in inner(path) if room(MODULES[name]).startswith("plugins")]
     upwards = {name for name in inner(path) if ROOMS.index(room(MODULES[name])) > mine}
     if relative(path) in LATE:
-        upwards = {name for name in upwards if room(MODULES[name]) not in ("tools", "testing")}
+        upwards = {name for name in upwards if room(MODULES[name]) != "tools"}
     assert not upwards, f"{relative(path)} imports upwards: {sorted(upwards)}"
     if room(path) in PURE:
         assert not inner(path)
@@ -110,8 +125,8 @@ def test_imports_run_downwards(path):
 # The rooms within megatron/, and its files beside them, in the same order.
 IN_MEGATRON = (
     "patching", "homes", "step_metrics", "users_mask", "windows", "checks", "data", "offload",
-    "attention", "layer", "linear", "sparse", "lm_head", "packing", "vision", "stream_layout",
-    "training", "install", "rl", "specs", "entrance", "__init__",
+    "attention", "layer", "linear", "lm_head", "packing", "stream_layout",
+    "training", "install", "specs", "entrance", "__init__",
 )  # fmt: skip
 
 
@@ -139,9 +154,32 @@ def test_modules_form_no_circle():
 
 
 def test_the_rooms_are_those_of_the_package():
-    assert set(ROOMS) == {room(path) for path in FILES}
+    assert set(ROOMS) == {room(path) for path in SPINE}
     there = [path for path in ROOT.iterdir() if path.name != "__pycache__"]
-    assert len(there) <= 29  # the last: integrations/ and sparse/, as the design draws them
+    assert len(there) <= 29
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_a_plugin_imports_no_other_plugin(name):
+    """Its entry imports nothing but the registry, so that listing plugins costs nothing."""
+    home = f"megatron_burst.plugins.{name}"
+    for path in (path for path in FILES if plugin(path) == name):
+        others = {other for other in inner(path) if other.startswith("megatron_burst.plugins.")}
+        assert {other for other in others if not f"{other}.".startswith(f"{home}.")} == set()
+        if path.name == "entry.py":
+            assert inner(path) == {"megatron_burst.registry"}
+    assert not inner(MODULES[home])
+
+
+def test_every_plugin_is_in_the_registry():
+    folders = {path.name for path in (ROOT / "plugins").iterdir() if path.is_dir()}
+    assert set(PLUGINS) == set(registry.plugins()) == folders - {"__pycache__"}
+    for name, entry in registry.plugins().items():
+        assert all(registry.HOOKS[hook].plugin == name for hook in entry.hooks)
+        for place in (*entry.public.values(), *entry.hooks.values()):
+            assert registry.load(name, place) is not None
+        for command in entry.commands.values():
+            assert registry.load(name, command.module).run
 
 
 @pytest.mark.parametrize("path", FILES, ids=IDS)
@@ -288,5 +326,5 @@ def test_rooms_without_torch_are_imported_without_it():
 
 
 def test_only_the_megatron_folder_imports_megatron():
-    importers = {room(path) for path in FILES if "megatron" in outer(path)}
-    assert importers == {"megatron", "testing"}
+    importers = {room(path) for path in SPINE if "megatron" in outer(path)}
+    assert importers == {"megatron"}

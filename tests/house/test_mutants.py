@@ -19,7 +19,7 @@ def test_every_planted_fault_still_applies():
 def test_the_tests_of_every_fault_are_known():
     """Or a fault would be tried with the slowest tests first, and no sample would contain it."""
     here = Path(mutants.__file__).parent
-    assert all(list(here.glob(f"*/test_{name}.py")) for name in mutants.QUICK)
+    assert all(list(here.glob(f"**/test_{name}.py")) for name in mutants.QUICK)
     assert {x for mutant in mutants.MUTANTS for x in mutants.nearest(mutant.file)} <= {
         *mutants.QUICK
     }

@@ -33,7 +33,7 @@ def build(cp, sizes, choices, **changes):
 
     import megatron_burst as mb
     import megatron_burst.megatron as burst
-    from megatron_burst.testing.local_specs import local_block_spec
+    from megatron_burst.plugins.testing.local_specs import local_block_spec
 
     config = TransformerConfig(**{
         "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4,

@@ -37,7 +37,7 @@ def build(settings, pattern=None):
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
 
-    from megatron_burst.testing import local_specs
+    from megatron_burst.plugins.testing import local_specs
 
     common = {
         "vocab_size": 64, "max_sequence_length": SEQUENCE, "position_embedding_type": "rope",

@@ -22,7 +22,7 @@ def mixer(layout, linear):
 
     import megatron_burst as mb
     import megatron_burst.megatron as burst
-    from megatron_burst.testing import local_specs
+    from megatron_burst.plugins.testing import local_specs
 
     with parallel(layout, context_parallel_size=dist.get_world_size()):
         model_parallel_cuda_manual_seed(5)
@@ -71,7 +71,7 @@ def worst_errors(layout, linear, packed):
 def errors_over_a_tree():
     """The same over a prefix tree, of whose trajectories each is written out by itself."""
     import megatron_burst as mb
-    from megatron_burst.megatron.data.tree_pack import TreePack
+    from megatron_burst.plugins.rl.tree_pack import TreePack
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     turns = [[*range(9), *[50 + i] * 5, *[90 + j] * (3 * j + 1)] for i in range(2) for j in (0, 2)]

@@ -19,7 +19,7 @@ _stores = []  # one per run: those of earlier runs hold addresses of groups that
 
 def start():
     """Once per rank: Megatron on the CPU."""
-    from megatron_burst.testing import cpu
+    from megatron_burst.plugins.testing import cpu
 
     os.environ["WORLD_SIZE"] = str(dist.get_world_size())
     cpu.enable()

@@ -6,9 +6,9 @@ from test_checks import config
 
 import megatron_burst as mb
 import megatron_burst.megatron as burst
-from megatron_burst.megatron.checks import sparse as checks
 from megatron_burst.megatron.checks.config import config_problems
 from megatron_burst.megatron.patching import core_version
+from megatron_burst.plugins.sparse.megatron import checks
 
 NEW = core_version() >= checks.OLDEST
 DSA = {"experimental_attention_variant": "dsa", "cp_comm_type": None}
@@ -122,7 +122,7 @@ def test_other_sparse_attention_is_refused_by_name():
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from megatron_burst.megatron.sparse import hooks
+    from megatron_burst.plugins.sparse.megatron import hooks
 
     class Own(DSAttention):
         pass

@@ -12,9 +12,9 @@ from megatron.core.transformer.experimental_attention_variant.dsa import DSAInde
 
 import megatron_burst as mb
 from megatron_burst.megatron import patching
-from megatron_burst.megatron.sparse import dsa, index_loss
+from megatron_burst.plugins.sparse import rules
+from megatron_burst.plugins.sparse.megatron import dsa, index_loss
 from megatron_burst.recompute.checkpoint import Framed
-from megatron_burst.sparse import rules
 
 MASK = mb.masks.Documents([0, 4, 10, 13, 16], padding=[2]) & mb.masks.Causal()
 

@@ -16,7 +16,7 @@ from megatron.core.ssm.mamba_mixer import MambaMixer
 
 from megatron_burst.megatron.linear import delta_net, mamba, state_layers
 from megatron_burst.megatron.patching import PatchSet
-from megatron_burst.testing.mamba import GatedNorm, split_conv1d_scan
+from megatron_burst.plugins.testing.mamba import GatedNorm, split_conv1d_scan
 
 BATCH, TOKENS, HEADS, WIDTH, GROUPS, STATE, CONVOLUTION = 2, 11, 6, 3, 2, 5, 4
 INNER, CHANNELS = HEADS * WIDTH, HEADS * WIDTH + 2 * GROUPS * STATE

@@ -10,8 +10,8 @@ from ranks import Ranks
 from sparse_layers import RULES
 
 import megatron_burst as mb
-from megatron_burst.megatron.sparse import layers
-from megatron_burst.sparse import rules
+from megatron_burst.plugins.sparse import rules
+from megatron_burst.plugins.sparse.megatron import layers
 
 CP2, CP4 = {"context_parallel_size": 2}, {"context_parallel_size": 4}
 TP2 = CP2 | {"tensor_model_parallel_size": 2, "sequence_parallel": True}

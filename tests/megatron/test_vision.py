@@ -10,13 +10,13 @@ import torch
 import vision_ranks
 
 from megatron_burst import layout
-from megatron_burst.megatron import vision
 from megatron_burst.megatron.attention.core_attention import check_pack
 from megatron_burst.megatron.checks.splitting import OLDEST
 from megatron_burst.megatron.data.packed import Packs
 from megatron_burst.megatron.patching import core_version
 from megatron_burst.megatron.users_mask import MaskBatch, MaskLayer
-from megatron_burst.megatron.vision import image_spans
+from megatron_burst.plugins.vision import images as vision
+from megatron_burst.plugins.vision.images import image_spans
 
 LAYOUTS = ["zigzag", "contiguous", "striped"]
 # ranks and layout; the rest of the pairs are slow

@@ -199,7 +199,7 @@ def hybrid(pattern):
     from megatron.core.tensor_parallel import random
 
     import megatron_burst as mb
-    from megatron_burst.testing.local_specs import local_hybrid_stack_spec
+    from megatron_burst.plugins.testing.local_specs import local_hybrid_stack_spec
 
     found = []
     with parallel("zigzag", context_parallel_size=4):
@@ -274,7 +274,7 @@ def read_by_others():
     and whether an equal tree gets the plan of the first."""
     import megatron_burst as mb
     from megatron_burst.megatron.data.packed import packs
-    from megatron_burst.megatron.data.tree_pack import TreePack
+    from megatron_burst.plugins.rl.tree_pack import TreePack
 
     with parallel("zigzag", context_parallel_size=4):
         config = settings({"context_parallel_size": 4})

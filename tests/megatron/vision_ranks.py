@@ -117,7 +117,7 @@ def gemma(name, layout="zigzag", cp=1, recompute=False, told=True):
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     import megatron_burst.megatron as install
-    from megatron_burst.megatron.vision import image_spans, with_spans
+    from megatron_burst.plugins.vision.images import image_spans, with_spans
 
     changes = {"window_size": (WINDOW, 0), "window_attn_skip_freq": 2} if cp > 1 else {}
     if recompute:
@@ -125,7 +125,7 @@ def gemma(name, layout="zigzag", cp=1, recompute=False, told=True):
                     "recompute_num_layers": 1}  # fmt: skip
     burst = {"layout": layout}
     if cp > 1 and name != "causal":
-        burst["mask"] = f"megatron_burst.megatron.vision:{name}"
+        burst["mask"] = f"megatron_burst.plugins.vision.images:{name}"
     attend, losses = DotProductAttention.forward, []
 
     @functools.wraps(attend)
@@ -168,7 +168,7 @@ def axes(layout="zigzag", cp=1, after=True, packed=False):
     put there before the sequence is cut or after. after "batch": Megatron's function cuts the
     batch, positions included."""
     import megatron_burst.megatron as install
-    from megatron_burst.megatron.vision import encode_shared, place_images, with_spans
+    from megatron_burst.plugins.vision.images import encode_shared, place_images, with_spans
 
     with groups(layout, cp):
         made = config(cp, {"layout": layout}, mrope_section=[1, 1, 0])
@@ -232,7 +232,7 @@ def shared(layout, cp, counts, frozen=False, every=False):
     """Images of so many tokens among rows of zero, in float64, by an encoder of two layers: this
     rank's rows, their number of images, and the encoder's gradients, summed over ranks."""
     import megatron_burst.megatron as install
-    from megatron_burst.megatron.vision import encode_shared, place_images
+    from megatron_burst.plugins.vision.images import encode_shared, place_images
 
     with groups(layout, cp):
         config(cp, {"layout": layout})
@@ -422,7 +422,7 @@ def by_hand(q, k, v, window):
 def place(wrong):
     """Images of two tokens and their spans, with something that does not fit."""
     import megatron_burst.megatron as install
-    from megatron_burst.megatron.vision import encode_shared, place_images, with_spans
+    from megatron_burst.plugins.vision.images import encode_shared, place_images, with_spans
 
     asked = {"images": 2, "positions": [0, 30], "batch": 1, "spans": [], "seq_len": LENGTH} | wrong
     with groups("zigzag", 2):

@@ -188,7 +188,7 @@ if __name__ == "__main__":
     from one_device import share_one_device
 
     from megatron_burst.cli.main import main
-    from megatron_burst.testing import cpu
+    from megatron_burst.plugins.testing import cpu
 
     importlib.import_module(sys.argv[1])
     gc.freeze()  # what was imported stays: no rank looks through it for garbage

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from megatron_burst.packing import Work
-from megatron_burst.packing.trajectories import cut_trajectories
-from megatron_burst.trees import neighbours
+from megatron_burst.plugins.rl.trajectories import cut_trajectories
+from megatron_burst.plugins.rl.trees import neighbours
 
 
 def distinct(trajectories):

@@ -57,7 +57,7 @@ def bridge_here(environment):
         for name in ("HF_HOME", "HF_HUB_OFFLINE"):
             patch.setenv(name, environment[name])
 
-        from megatron_burst.testing import recipes as cpu
+        from megatron_burst.plugins.testing import recipes as cpu
 
         cpu.enable()
         yield

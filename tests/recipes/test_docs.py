@@ -19,7 +19,7 @@ READERS = {
 }
 SCRIPT = """
 import json, sys
-from megatron_burst.testing import recipes as cpu
+from megatron_burst.plugins.testing import recipes as cpu
 cpu.enable()
 import megatron.bridge.training.pretrain as module
 spaces = {}  # of each page: a block has what those before it define

@@ -167,8 +167,8 @@ def built(model):
 def test_layers_without_an_attention_to_replace_are_refused(llama):
     """When they are made: the first by the attention layer that gets it, the second before."""
     from megatron_burst.megatron import uninstall
+    from megatron_burst.plugins.testing import recipes as cpu
     from megatron_burst.recipes import apply_burst
-    from megatron_burst.testing import recipes as cpu
 
     for layers, message in (
         (own_attention, "core attention Theirs, and BurstAttention can take the place of DotProd"),
@@ -188,8 +188,8 @@ def test_layers_without_an_attention_to_replace_are_refused(llama):
 
 def test_a_recipe_without_us_is_not_cut_by_the_layout_of_another(llama):
     from megatron_burst.megatron import install, uninstall
+    from megatron_burst.plugins.testing import recipes as cpu
     from megatron_burst.recipes import apply_burst
-    from megatron_burst.testing import recipes as cpu
 
     stranger = llama()
     cpu.adapt(stranger)
@@ -267,8 +267,8 @@ def test_all_that_does_not_fit_is_told_at_once(llama):
 
 
 def test_what_fits_is_validated(llama):
+    from megatron_burst.plugins.testing import recipes as cpu
     from megatron_burst.recipes import apply_burst
-    from megatron_burst.testing import recipes as cpu
 
     ours, theirs = llama(), llama()
     for recipe in (ours, theirs):
@@ -283,8 +283,8 @@ def test_what_fits_is_validated(llama):
 def test_the_line_of_the_readme_fits(llama, monkeypatch):
     from megatron.bridge.recipes.llama import llama3_8b_128k_pretrain_config
 
+    from megatron_burst.plugins.testing import recipes as cpu
     from megatron_burst.recipes import apply_burst
-    from megatron_burst.testing import recipes as cpu
 
     cfg = apply_burst(
         llama3_8b_128k_pretrain_config(), intra=2, lm_head_loss="single_pass", store=0.5

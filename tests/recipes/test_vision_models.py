@@ -67,7 +67,7 @@ def test_gemma_over_ranks_equals_one_rank(qwen, model, ranks, layout):
 def test_what_qwen_excludes(name, changes, word):
     import qwen
 
-    from megatron_burst.recipes.vision import vision_problems
+    from megatron_burst.plugins.vision.recipes import problems as vision_problems
 
     model = qwen.provider(2, name, **changes)
     (problem,) = vision_problems(model, model)
@@ -80,9 +80,10 @@ def test_what_gemma_excludes():
     """And which mask it gets, unless the recipe states one."""
     from megatron.bridge.models.gemma_vl import Gemma3VLModelProvider
 
+    from megatron_burst.plugins.vision.recipes import problems as vision_problems
+    from megatron_burst.plugins.vision.recipes import with_mask
     from megatron_burst.recipes import apply_burst
     from megatron_burst.recipes.layers import fields_of
-    from megatron_burst.recipes.vision import vision_problems, with_mask
 
     sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
     model = Gemma3VLModelProvider(
@@ -91,7 +92,10 @@ def test_what_gemma_excludes():
     )  # fmt: skip
     (problem,) = vision_problems(model, model)
     assert "--pipeline-model-parallel-size 2 with Gemma3VLModelProvider" in str(problem)
-    for choices, mask in (({}, "megatron_burst.megatron.vision:gemma3"), ({"mask": "m:f"}, "m:f")):
+    for choices, mask in (
+        ({}, "megatron_burst.plugins.vision.images:gemma3"),
+        ({"mask": "m:f"}, "m:f"),
+    ):
         model = Gemma3VLModelProvider(**sizes, context_parallel_size=2)
         apply_burst(types.SimpleNamespace(model=model), **choices)
         assert with_mask(model, fields_of(model.transformer_layer_spec))["mask"] == mask
@@ -139,7 +143,7 @@ def test_the_launcher_hands_over_images():
 def test_a_revision_is_no_vision():
     """Providers of Bridge 0.6 have the revision of the model on the hub, and text models of Gemma 3
     say whether they are of one with images."""
-    from megatron_burst.recipes.vision import is_vision
+    from megatron_burst.recipes.vision_models import is_vision
 
     text = types.SimpleNamespace(hf_model_revision=None, is_vision_language=True)
     assert not is_vision(text)

@@ -70,7 +70,7 @@ def built(work):
     """The real recipe, with what only a CPU needs."""
     from megatron.bridge.recipes.llama import llama3
 
-    from megatron_burst.testing import recipes as cpu
+    from megatron_burst.plugins.testing import recipes as cpu
 
     recipe = getattr(llama3, work["recipe"])()
     cpu.adapt(recipe)
@@ -131,7 +131,7 @@ def local_layers(config, attention):
 
 def serve():
     """Jobs of standard input, one after the other."""
-    from megatron_burst.testing import recipes as cpu
+    from megatron_burst.plugins.testing import recipes as cpu
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -5,7 +5,7 @@ import importlib
 import torch_forwards
 
 from megatron_burst.megatron import training_available
-from megatron_burst.testing import cpu
+from megatron_burst.plugins.testing import cpu
 
 cpu.enable()
 torch_forwards.enable()

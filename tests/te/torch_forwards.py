@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 
 def enable():
-    """For the whole process, after `megatron_burst.testing.cpu.enable`."""
+    """For the whole process, after `megatron_burst.plugins.testing.cpu.enable`."""
     import transformer_engine.pytorch as te
     from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.hybrid import hybrid_block

@@ -129,7 +129,7 @@ def text(provider, work):
 
 
 def main(folder):
-    from megatron_burst.testing import recipes
+    from megatron_burst.plugins.testing import recipes
 
     recipes.import_bridge()
     import gemma

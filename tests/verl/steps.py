@@ -2,8 +2,8 @@
 
 A server, as that of tests/recipes: it imports verl once and forks the ranks of each job, one JSON
 line each; the exit status is a line of output. Every rank saves what it computed as FILE.RANK.pt.
-What stands in for a GPU: `megatron_burst.testing`, Megatron's local layers, float32 and, on one
-rank, dense attention over packed batches, which Megatron has only with Transformer Engine.
+What stands in for a GPU: `plugins/testing`, local layers of Megatron, float32 and, on one rank,
+dense attention over packed batches, which Megatron has only with Transformer Engine.
 """
 
 import functools
@@ -179,7 +179,7 @@ def tiny_model(folder):
 
 def serve(folder):
     """Jobs of standard input, one after the other."""
-    from megatron_burst.testing import recipes
+    from megatron_burst.plugins.testing import recipes
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-LIBRARY = "actor_rollout_ref.model.external_lib=megatron_burst.integrations.verl"
+LIBRARY = "actor_rollout_ref.model.external_lib=megatron_burst.plugins.rl.verl"
 CP = "actor_rollout_ref.actor.megatron.context_parallel_size={}"
 TP2 = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
 PP2 = "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2"
@@ -114,10 +114,9 @@ def test_what_was_never_run_is_refused_by_the_names_of_verl(run):
 
 @pytest.mark.filterwarnings("ignore")  # verl's own, when it is imported
 def test_importing_installs_once_and_uninstall_restores():
+    from megatron_burst.integrations import verl as ours
     from verl.models.mcore import model_forward, registry, util
     from verl.workers.engine.megatron.transformer_impl import MegatronEngine
-
-    from megatron_burst.integrations import verl as ours
 
     def now():
         return (
@@ -137,7 +136,6 @@ def test_importing_installs_once_and_uninstall_restores():
 @pytest.mark.filterwarnings("ignore")
 def test_another_version_of_verl_is_refused(monkeypatch):
     import verl
-
     from megatron_burst.integrations import verl as ours
 
     ours.uninstall()

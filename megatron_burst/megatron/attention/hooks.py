@@ -16,6 +16,7 @@ from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
+from ... import registry
 from ...recompute.checkpoint import Framed, Offload, current, framed
 from .. import homes, patching
 from ..checks.splitting import OLDEST, attends
@@ -111,14 +112,17 @@ def is_sparse(core: Any) -> bool:
 
 
 def _with_burst(stock: tuple[type, ...], original: Callable, /, *args: Any, **kwargs: Any) -> None:
-    """An attention constructor, from which models with BurstAttention get our core attention;
-    sparse attention is the matter of `megatron.sparse`."""
+    """An attention constructor, from which models with BurstAttention get our core attention. The
+    plugin `sparse` replaces sparse attention. Without it there is a `ValueError`: Megatron's own
+    would take our tokens for zigzag ones."""
     bound = bound_to(original, args, kwargs)
     config, submodules = bound.arguments["config"], bound.arguments["submodules"]
     burst, core = getattr(config, "burst", None), submodules.core_attention
     if burst is not None and attends(config, burst) and not is_sparse(core):
         core = _replaced(core, stock)
         bound.arguments["submodules"] = dataclasses.replace(submodules, core_attention=core)
+    elif burst is not None and attends(config, burst):
+        registry.required("sparse_problems", module_of(core).__name__)
     original(*bound.args, **bound.kwargs)
 
 

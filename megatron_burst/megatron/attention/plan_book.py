@@ -118,8 +118,8 @@ class LayerKind:
             if spans is not None:
                 raise ValueError(
                     "packed_seq_params: with_spans told where images lie, and no mask reads it: "
-                    "add --burst-mask megatron_burst.megatron.vision:gemma3 (or gemma4, or one of "
-                    "your own), or leave with_spans out where attention is causal"
+                    "add --burst-mask megatron_burst.plugins.vision.images:gemma3 (or gemma4, or "
+                    "one of your own), or leave with_spans out where attention is causal"
                 )
             return None
         layer = MaskLayer(self.number, self.causal, self.window)

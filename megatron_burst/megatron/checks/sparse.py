@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems of layers of sparse attention (Megatron's DSA), and the algorithm that serves them.
+"""Layers of sparse attention (Megatron's DSA) among the settings, and what they exclude.
 
-Where ours serves them, Megatron's `cp_comm_type` is not read, and need not be given; where
-Megatron's own all-gather does (`--burst-sparse megatron`), it must be what Megatron asserts.
+They are recognized here. The plugin `sparse` runs them. Where it does, Megatron's `cp_comm_type` is
+not read, and need not be given. Where Megatron's own all-gather runs (`--burst-sparse megatron`),
+it must be what Megatron asserts.
 """
 
 from __future__ import annotations
@@ -10,15 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...config import OFF, SPARSE, BurstConfig
-from ...schedule.algorithms import ALGORITHMS
-from ..patching import core_version, log
-from .problem import ConfigView, Problem, Rule, broken, excluded
-from .splitting import DSA, OLDEST, PATTERNS, splits
+from ... import registry
+from ...config import OFF, BurstConfig
+from ..patching import log
+from .problem import ConfigView, Problem
+from .splitting import DSA, PATTERNS, splits
 
 FLAG = "--burst-sparse"
 COEFFICIENT = "--dsa-indexer-loss-coeff"
-KEEP = (f"{FLAG} {OFF}",)
 _SYMBOL = "D"  # of such a layer in --hybrid-layer-pattern
 _GATHER = "--cp-comm-type allgather"
 
@@ -34,87 +34,11 @@ def sparse_layers(config: Any) -> str | None:
     return None
 
 
-def selects(config: Any, burst: BurstConfig | None) -> bool:
-    """Whether layers of sparse attention in models of such a run are ours."""
-    if burst is None or OFF in (burst.algorithm, burst.sparse) or not splits(config):
-        return False
-    return sparse_layers(config) is not None
-
-
-def sparse_algorithm(burst: BurstConfig) -> str:
-    """The algorithm of `mb.select` and `mb.sparse_attention` that these choices stand for; "auto"
-    where the fastest is to be found, for each of the two."""
-    if burst.sparse != "auto":
-        return SPARSE[burst.sparse]
-    if burst.algorithm == "auto":
-        return burst.algorithm
-    known = ALGORITHMS.get(burst.algorithm)
-    # A call reads all queries, so the default has one for each node and not for each chunk.
-    if burst.algorithm == SPARSE["ring"] or known is None or not known.keeps:
-        return SPARSE["multicast"]
-    return burst.algorithm
-
-
 def gathers(config: Any) -> bool:
     """Whether Megatron's exchange of keys and values is the only one that its own DSA takes."""
     kinds = getattr(config, "cp_comm_type", None)
     kinds = kinds if isinstance(kinds, (list, tuple)) else [kinds]
     return all(kind is not None and kind.replace("_", "").lower() == "allgather" for kind in kinds)
-
-
-# What was not tested, or cannot be, where queries stay and a selection with them: of DSA and of
-# layers with a rule.
-SELECTING = (
-    Rule(lambda c, b: b.side == "query",
-         "{flag} with --burst-side query: queries stay where their selection is",
-         remove=("--burst-side",)),
-    Rule(lambda c, b: b.wire_dtype, "{flag} with --burst-wire-dtype {b.wire_dtype}: gradients "
-         "travel as they are summed", remove=("--burst-wire-dtype",)),
-    Rule(lambda c, b: b.head_chunks not in (None, 1),
-         "{flag} with --burst-head-chunks {b.head_chunks}, which was not tested",
-         remove=("--burst-head-chunks",)),
-    Rule(lambda c, b: b.pack == "trees", "{flag} with --burst-pack trees, which was not tested",
-         remove=("--burst-pack",)),
-    Rule(lambda c, b: b.offload, "{flag} with --burst-offload {b.offload}, which was not tested",
-         remove=("--burst-offload",)),
-    Rule("mtp_num_layers", "{flag} with --mtp-num-layers, which was not tested",
-         remove=("--mtp-num-layers",)),
-)  # fmt: skip
-
-# Of DSA besides.
-_RULES = (
-    *SELECTING,
-    Rule(lambda c, b: c.dsa_kernel_backend not in (None, "none"),
-         "{flag}: --dsa-kernel-backend {c.dsa_kernel_backend} computes over keys of the whole "
-         "sequence; add --dsa-kernel-backend none, or keep Megatron's all-gather", add=KEEP),
-    Rule(lambda c, b: b.algorithm in ("ulysses", "hybrid") or (b.ulysses_size or 1) > 1,
-         "{flag}: ranks do not share heads of sparse attention, as --context-parallel-algo "
-         "{b.algorithm} or --burst-ulysses-size asks",
-         add=("--context-parallel-algo burst",), remove=("--burst-ulysses-size",)),
-    Rule(lambda c, b: b.sequence_chunks != 1,
-         "{flag} with --burst-sequence-chunks {b.sequence_chunks}, which was not tested",
-         remove=("--burst-sequence-chunks",)),
-    Rule(lambda c, b: b.attention_layout not in (None, b.layout),
-         "{flag} with --burst-attention-layout {b.attention_layout}, which was not tested",
-         remove=("--burst-attention-layout",)),
-    Rule(lambda c, b: b.mask, "{flag} with --burst-mask {b.mask}, which was not tested",
-         remove=("--burst-mask",)),
-    Rule(lambda c, b: (c.dsa_indexer_topk_freq or 1) > 1 and (c.fp8 or c.fp4)
-         and c.recompute_granularity == "full",
-         "{flag} with --dsa-indexer-topk-freq {c.dsa_indexer_topk_freq}: Transformer Engine "
-         "recomputes layers in fp8 and fp4 where the selection that they share is not kept",
-         remove=("--recompute-granularity",)),
-    Rule("window_size", "{flag} with --window-size: DSA selects from all keys before a query",
-         remove=("--window-size",)),
-    Rule(lambda c, b: c.softmax_type not in (None, "vanilla"),
-         "{flag} with --softmax-type {c.softmax_type}: DSA has no sink",
-         remove=("--softmax-type",)),
-    *excluded(
-        "{flag} with {other}, which {why}",
-        log_max_attention_logit="DSA does not tell",
-        qk_clip="DSA does not tell",
-    ),
-)  # fmt: skip
 
 
 def sparse_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
@@ -146,15 +70,12 @@ def sparse_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
                 f"all-gather, not {config.cp_comm_type}", add=(_GATHER,),
             )  # fmt: skip
         return
-    if core_version() < OLDEST:
-        version, oldest = (".".join(map(str, one)) for one in (core_version(), OLDEST))
-        yield Problem(
-            f"{what} at --context-parallel-size {config.context_parallel_size} needs Megatron-Core "
-            f"{oldest} or newer, whose latents are absorbed, and this is {version}; upgrade "
-            "megatron-core"
-        )
-        return
-    yield from broken(_RULES, config, burst, what)
+    try:
+        found = registry.required("sparse_problems", what)
+    except ValueError as error:
+        yield Problem(str(error), add=(f"--context-parallel-algo {OFF}",))
+    else:
+        yield from found(config, burst, what)
 
 
 def gathered(config: Any, burst: BurstConfig) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ... import trees
+from ...plugins.rl import trees
 from ...schedule.tables import Grid
 from .. import call_flags
 from . import language

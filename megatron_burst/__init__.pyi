@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+from . import layout, masks, megatron
+from .attention import attention
+from .autotune.clusters import Cluster
+from .autotune.gpus import Gpu
+from .autotune.measure import measure_rates
+from .autotune.rates import Rates
+from .autotune.select import Choice, choose
+from .comm.groups import Groups
+from .config import BurstConfig
+from .layout.sharding import shard, unshard
+from .linear_attention.operation import linear_attention
+from .linear_attention.plan import LinearPlan, prepare_linear
+from .linear_attention.short_convolution import short_convolution
+from .linear_attention.state_scan import state_scan
+from .linear_cross_entropy import linear_cross_entropy
+from .planning.plan import Plan
+from .planning.prepare import prepare
+from .plugins.rl import api as rl
+from .plugins.rl import trees
+from .plugins.rl.divergence import linear_kl
+from .plugins.rl.logprobs import linear_logprobs
+from .plugins.sparse.attention import sparse_attention
+from .plugins.sparse.indexer import select
+from .plugins.sparse.loss import indexer_loss
+from .plugins.sparse.megatron.layers import sparse_layer_spec
+from .plugins.sparse.selection import Selection
+from .recompute.checkpoint import checkpoint
+from .recompute.host.mover import HostMemory
+from .recompute.tiles import tiled
+from .tools.advise.advice import Advice, advise
+from .tools.advise.forecast.faults import Faults
+from .tools.advise.settings import Settings
+from .tools.advise.shapes.model import Model
+from .tools.advise.simulate import simulate
+
+__version__: str
+
+__all__ = [
+    "Advice",
+    "BurstConfig",
+    "Choice",
+    "Cluster",
+    "Faults",
+    "Gpu",
+    "Groups",
+    "HostMemory",
+    "LinearPlan",
+    "Model",
+    "Plan",
+    "Rates",
+    "Selection",
+    "Settings",
+    "advise",
+    "attention",
+    "checkpoint",
+    "choose",
+    "indexer_loss",
+    "layout",
+    "linear_attention",
+    "linear_cross_entropy",
+    "linear_kl",
+    "linear_logprobs",
+    "masks",
+    "measure_rates",
+    "megatron",
+    "prepare",
+    "prepare_linear",
+    "rl",
+    "select",
+    "shard",
+    "short_convolution",
+    "simulate",
+    "sparse_attention",
+    "sparse_layer_spec",
+    "state_scan",
+    "tiled",
+    "trees",
+    "unshard",
+]

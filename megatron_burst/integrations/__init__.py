@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""BurstAttention inside frameworks that have Megatron-Core as their engine, one room each."""

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry of the plugin `rl`. verl imports `plugins.rl.verl`, which its configuration names."""
+
+from ...registry import Plugin
+
+PLUGIN = Plugin(
+    public={
+        "linear_kl": "divergence:linear_kl",
+        "linear_logprobs": "logprobs:linear_logprobs",
+        "rl": "api",
+        "trees": "trees",
+    },
+)

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's Megatron engine with BurstAttention: what is replaced in it, and what it is asked for.
+
+The engine builds the configuration of a model in one method. Here its entry `burst` is taken out
+of `override_transformer_config`, which Megatron does not know, and given to `configure`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .... import flags
+from ....config import BurstConfig
+from ....megatron import patching
+from ....megatron.checks.problem import Problem, refuse
+from ....megatron.install import configure
+from ....megatron.install import install as install_burst
+from ....megatron.install import uninstall as uninstall_burst
+
+VERSIONS = ("0.9.1",)  # of verl, that the tests run with
+_NAME = "verl"
+_ENTRY = "burst"
+_ENGINE = "verl.workers.engine.megatron.transformer_impl"
+
+
+def install() -> None:
+    """Let verl's Megatron engines use BurstAttention. Idempotent.
+
+    Raises `ValueError` for a version of verl that was not tested, and `RuntimeError` if a function
+    of it lacks a parameter that its patch needs.
+    """
+    if patching.installed(_NAME) is not None:
+        return
+    found = importlib.import_module("verl").__version__
+    if found not in VERSIONS:
+        raise ValueError(
+            f"megatron_burst.plugins.rl.verl was tested with verl {', '.join(VERSIONS)}, and "
+            f"this is verl {found}: install one of those, or leave it out of external_lib"
+        )
+    engine = importlib.import_module(_ENGINE)
+    util, forward, fused = (
+        importlib.import_module(f"verl.models.mcore.{name}")
+        for name in ("util", "model_forward", "model_forward_fused")
+    )
+    from . import merged_rows  # these import Megatron-Core
+    from .head import processed
+
+    with patching.patch_set(_NAME) as patches:
+        patches.wrap(engine.MegatronEngine, "_build_tf_config", ["self"], _configured)
+        names = ["hidden_states", "output_layer", "output_weight", "labels", "context", "config"]
+        patches.wrap(fused, "fused_output_processor", names, processed)
+        merged_rows.patch(patches, util, forward, fused)
+
+
+def uninstall() -> bool:
+    """Restore verl and Megatron; False if nothing was installed."""
+    uninstall_burst()
+    return patching.remove(_NAME)
+
+
+def _configured(original: Callable[[Any], None], engine: Any) -> None:
+    """`MegatronEngine._build_tf_config`, whose model gets the attention that its entry asks for."""
+    settings = engine.engine_config
+    overrides = settings.override_transformer_config
+    entry = overrides.get(_ENTRY)
+    rest = {name: value for name, value in overrides.items() if name != _ENTRY}
+    object.__setattr__(settings, "override_transformer_config", rest)  # the class is frozen
+    try:
+        original(engine)
+    finally:
+        object.__setattr__(settings, "override_transformer_config", overrides)
+    model = engine.tf_config or engine.provider
+    try:
+        burst = choices(entry)
+        layout: Any = burst.layout
+        refuse(engine_problems(settings, engine.model_config, burst))
+        install_burst(layout)
+        patching.show_log(patching.installed("burst"))
+        patching.translate_with(translated)
+        configure(model, burst)
+        refuse(map(Problem, _tree_reasons(model, burst)))
+    except ValueError as error:
+        raise ValueError(translated(str(error))) from error
+
+
+def choices(entry: Any) -> BurstConfig:
+    """The choices of an entry `burst`, a dict of fields of `BurstConfig` or None."""
+    given = dict(entry or {})
+    unknown = sorted(set(given) - {flag.field for flag in flags.FLAGS})
+    if unknown:
+        known = ", ".join(flag.field for flag in flags.FLAGS)
+        raise ValueError(
+            f"override_transformer_config.{_ENTRY}.{unknown[0]}: there are the fields {known}"
+        )
+    return BurstConfig(**given)  # in zigzag order, where nothing else is named: so verl cuts
+
+
+def engine_problems(settings: Any, model: Any, burst: BurstConfig) -> Iterator[Problem]:
+    """What of an engine was never run with these choices.
+
+    settings, model: its `McoreEngineConfig` and `HFModelConfig`.
+    """
+    trees = burst.pack == "trees"
+    if burst.algorithm == flags.OFF or not (trees or settings.context_parallel_size > 1):
+        return
+    if not settings.use_remove_padding:
+        yield Problem(
+            "use_remove_padding False gives attention a mask per batch: set it to True, or "
+            f"--context-parallel-algo {flags.OFF}"
+        )
+    if burst.layout != "zigzag":
+        yield Problem(f"--burst-layout {burst.layout}: verl cuts in zigzag order; leave it out")
+    if burst.pack == "documents":
+        yield Problem("--burst-pack documents: verl makes micro-batches itself; take trees or off")
+    if settings.dynamic_context_parallel:
+        yield Problem("dynamic_context_parallel was never run with BurstAttention in verl")
+    unfit = {
+        "router_replay.mode": settings.router_replay.mode != "disabled",
+        "mtp.enable": model.mtp.enable,
+        "a model with vision": hasattr(model.hf_config, "vision_config"),
+    }
+    for name in (name for name, there in unfit.items() if trees and there):
+        yield Problem(f"--burst-pack trees does not go with {name}: leave one of them out")
+
+
+def _tree_reasons(model: Any, burst: BurstConfig) -> Iterator[str]:
+    """What of a configured model takes no prefix trees, if it is asked to."""
+    from ..step import tree_reasons  # imports Megatron-Core
+
+    if burst.pack == "trees" and burst.algorithm != flags.OFF:
+        for name in ("fp8", "hidden_dropout", "attention_dropout"):
+            if value := getattr(model, name, None):
+                yield f"--burst-pack trees does not go with {name} {value}"
+        for reason in tree_reasons(model):
+            yield reason.replace("tree=False", "--burst-pack off")
+
+
+_FIELDS = {flag.name: f"override_transformer_config.{_ENTRY}.{flag.field}" for flag in flags.FLAGS}
+
+
+def translated(text: str) -> str:
+    """A message that names flags, with the settings of verl that stand for them."""
+
+    def setting(match: re.Match) -> str:
+        flag = match.group()
+        return _FIELDS.get(flag) or flag.removeprefix("--").replace("-", "_")
+
+    return re.sub(r"--[a-z][a-z0-9-]*", setting, text)

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mb.sparse_attention`: exact attention over a selection, over ranks.
+
+Runs in the loop of `mb.attention` with a kernel that knows the selection: keys travel, in backward
+with their gradients, and queries stay where their selection is.
+
+Shape letters: s local rows, b batch, h query heads, k key/value heads, d width, w value width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...comm.consensus import attempt
+from ...comm.groups import Groups, InProcessGroups
+from ...comm.packing import CallTag
+from ...execution.function import Attention, KeptResults, forward, rows_to_keep
+from ...execution.job import Job
+from ...kernels.autograd import first_order_only, outside_graphs, refuse_transforms
+from ...planning.in_process import InProcessPlan, Shard
+from ...planning.plan import Plan
+from ...planning.validate import Request, check_shapes
+from .kernels import Selected
+from .pairs import PairKernel
+from .plans import Setting, plan_ranks, setting
+from .registry import KERNELS, named
+from .selection import Selection
+
+
+@outside_graphs
+def sparse_attention(
+    q: Shard,
+    k: Shard,
+    v: Shard | None,
+    selection: Selection | Sequence[Selection],
+    *,
+    value_width: int | None = None,
+    scale: float | None = None,
+    sink: torch.Tensor | None = None,
+    kernel: str = "auto",
+    plan: Plan | InProcessPlan | None = None,
+    groups: Groups | InProcessGroups | None = None,
+    algorithm: str | None = None,
+    label: object = None,
+    return_lse: bool = False,
+) -> Any:
+    """Exact attention of every query to the keys that were selected for it, over ranks.
+
+    q [s, b, h, d]; k [s, b, k, d]; v [s, b, k, w]: this rank's shard; k divides h. v None, with
+    value_width below d: values are the first value_width columns of the keys, as in absorbed latent
+    attention, and travel once. Returns out [s, b, h, w] in the dtype of q, with gradients of q, k,
+    v and sink; none of the selection. With `Groups.in_process` tensors and selections are lists,
+    one per rank, and so is the result.
+
+    selection: of `mb.select`, or made by hand; layout and mask are its own. scale: of the scores;
+    None: the plan's if its queries are as wide, else d ** -0.5. sink: [h], a logit in every softmax
+    that has no value; its gradient is that of this rank's rows. kernel: "triton" (CUDA), "aten",
+    which gathers keys for some rows at a time, "reference", dense, or "auto": "triton" where it
+    serves these tensors, else "aten". plan, groups, algorithm, label: as of `mb.select`.
+    return_lse: return (out, lse), lse [s, b, h] the log-sum-exp of every row's scores and its sink,
+    float32 (float64 for float64 tensors), without a gradient: what `mb.indexer_loss` takes.
+
+    Inside `mb.checkpoint` the store keeps out and lse as of `mb.attention`. Cannot be
+    differentiated twice. Raises ValueError for unsupported arguments, as `mb.select` does;
+    RuntimeError naming the exchange if a peer died or is out of step.
+    """
+    refuse_transforms("mb.sparse_attention")
+    at, chosen = selected_setting(selection, plan, groups, algorithm)
+    shards = at.per_rank(q=q, k=k, v=v)
+    width = partial(_check_width, value_width, v is None)
+    asked = [
+        attempt(partial(_stand_ins, shard, one, kernel, width))
+        for shard, one in zip(shards, chosen, strict=True)
+    ]
+    latent = v is None
+    takes = [kernel if isinstance(one, ValueError) else named(kernel, *one) for one in asked]
+    adapts = [
+        partial(adapted, selection=one, kernel=name, latent=latent)
+        for one, name in zip(chosen, takes, strict=True)
+    ]
+    needs = [
+        any(isinstance(shard[n], torch.Tensor) and shard[n].requires_grad for shard in shards)
+        for n in ("q", "k", "k" if latent else "v")
+    ]
+    scale = at.scale(shards[0]["q"], scale)
+    plans = plan_ranks(at, asked, adapts, needs, scale, sink, at.store)
+    kept = at.kept(("sparse attention", plans[0].call), label)
+    calls = [one.groups.calls.forward(one.identity, label, sink is not None) for one in plans]
+    jobs = [
+        replace(one.job, kernel=KERNELS[name](each, latent))
+        for one, each, name in zip(plans, chosen, takes, strict=True)
+    ]
+    flat = []
+    for shard in shards:
+        k_here, v_here = shard["k"], shard["v"]
+        if latent:
+            k_here, v_here = k_here[..., value_width:], k_here[..., :value_width]
+        flat += [shard["q"], k_here, v_here]
+    found: Any = SparseAttention.apply(jobs, at.groups, calls, kept, None, sink, *flat)
+    outs, lses = found[: len(jobs)], found[len(jobs) :]
+    if isinstance(at.groups, InProcessGroups):
+        return (list(outs), list(lses)) if return_lse else list(outs)
+    return (outs[0], lses[0]) if return_lse else outs[0]
+
+
+class SparseAttention(torch.autograd.Function):
+    """As `Attention`, whose backward it has, for kernels that know selections; returns lse of each
+    rank behind the results."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        jobs: Sequence[Job],
+        groups: Groups | InProcessGroups,
+        calls: Sequence[CallTag],
+        kept: KeptResults | None,
+        _: None,
+        sink: torch.Tensor | None,
+        *shards: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        flat, count, here = [t.contiguous() for t in shards], len(jobs), jobs
+        each = [tuple(flat[i : i + 3]) for i in range(0, len(flat), 3)]
+        stored = None if kept is None else kept.found()
+        if stored is not None:  # the queries of the ring are those that were not kept
+            here = [_of_the_rest(job) for job in jobs]
+        some = [stored and stored[i : i + 2] for i in range(0, 2 * count, 2)]
+        with groups.running(flat[0].device.type):
+            results = groups.run(forward, here, calls, each, [sink] * count, some)
+        outs, saved = zip(*results, strict=True)
+        if kept is not None:
+            pairs = list(zip(jobs, saved, strict=True))
+            kept.leave(lambda: tuple(t for pair in pairs for t in rows_to_keep(*pair)))
+        ctx.jobs, ctx.groups, ctx.calls, ctx.dtype = jobs, groups, calls, flat[0].dtype
+        ctx.lengths = [len(some) for some in saved]
+        lses = tuple(some[4] for some in saved)
+        ctx.save_for_backward(sink, *(t for some in saved for t in some))
+        ctx.mark_non_differentiable(*lses)
+        return *outs, *lses
+
+    @staticmethod
+    @first_order_only("mb.sparse_attention")
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Attention.backward(ctx, *grads[: len(ctx.jobs)])
+
+
+def _of_the_rest(job: Job) -> Job:
+    assert isinstance(job.kernel, Selected)
+    again = job.chunks[0].recompute
+    assert again is not None
+    return replace(job, kernel=job.kernel.of_rows(again.rest))
+
+
+def selected_setting(
+    selection: Any,
+    plan: Plan | InProcessPlan | None,
+    groups: Groups | InProcessGroups | None,
+    algorithm: str | None,
+) -> tuple[Setting, list[Selection]]:
+    """Where a call over a selection runs, and the selection of each rank of this process."""
+    at = setting(plan, groups, None, None, algorithm)
+    chosen = [each["selection"] for each in at.per_rank(selection=selection)]
+    known = next((each for each in chosen if isinstance(each, Selection)), None)
+    if plan is None and known is not None:
+        at = replace(at, options=replace(at.options, layout=known.layout, mask=known.mask))
+    return at, chosen
+
+
+def _check_width(value_width: int | None, latent: bool, width: int) -> int:
+    if not latent:
+        if value_width is not None:
+            raise ValueError(f"value_width is for v=None, got {value_width!r} beside v")
+        return 0
+    if type(value_width) is not int or not 0 < value_width < width:
+        raise ValueError(
+            f"value_width: with v=None it must be a number of columns of k below its width {width},"
+            f" got {value_width!r}"
+        )
+    return value_width
+
+
+def _stand_ins(shard: dict[str, Any], selection: Any, kernel: object, width: Any) -> Any:
+    """q, k and v of a plan, as they travel; ValueError for those that do not belong together."""
+    q, k, v = shard["q"], shard["k"], shard["v"]
+    check_shapes(q, k, k if v is None else v)
+    columns = width(k.shape[-1])
+    if not isinstance(selection, Selection):
+        raise ValueError(f"selection must be an mb.Selection, got {selection!r:.100}")
+    if v is None:
+        q, k, v = q[..., columns:], k[..., columns:], k[..., :columns]
+    named(kernel, q, k, v)
+    return q, k, v
+
+
+def adapted(request: Request, selection: Selection, kernel: str, latent: bool) -> Request:
+    """The request of a call over a selection, which must belong to its layout and mask."""
+    q, k, _ = request.tensors
+    for name in ("layout", "mask"):
+        made_for, here = getattr(selection, name), getattr(request, name)
+        if made_for != here:
+            raise ValueError(
+                f"selection: made for {name} {made_for!r:.200}, and this call has {here!r:.200}; "
+                "select and attend with the same plan"
+            )
+    selection.check(q, k.shape[2], q.shape[0] * request.layout.cp_size)
+    ids, block = selection.ids.shape, selection.block
+    pairs = PairKernel(KERNELS[kernel], None, ids[2], ids[3], ids[3] * block, latent)
+    pairs.name = f"sparse {kernel}"  # as the plan's description has it
+    facts = {"selection": (ids, block), "sparse kernel": kernel, "latent": latent}
+    return replace(request, kernel=pairs, facts=request.facts | facts)

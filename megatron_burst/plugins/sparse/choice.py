@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Algorithm "auto" of the sparse operations: what the cost model of attention predicts to be
+fastest, with the pairs that a selection has and the speed of what computes them.
+
+Imported where a call asks for it, as `planning.automatic` is.
+
+Shape letters: s query rows, t key rows, b batch, h heads, d width, w value width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ...autotune.candidates import Fixed, Workload
+from ...autotune.rates import Rates
+from ...autotune.select import Choice, best
+from ...comm.consensus import agree, attempt
+from ...comm.groups import CALLS, Groups
+from ...comm.recent import Recent
+from ...kernels.base import Rows, Scoring
+from ...kernels.online_softmax import accumulation_dtype
+from ...layout import Span
+from ...masks import Causal, Mask
+from ...planning.automatic import CHOICES_KEPT, rates_of
+from ...planning.validate import Request
+from .pairs import PairKernel, SelectedPairs
+from .rules import SelectionRule, described, parts
+from .selection import selected
+from .top_k import no_units
+
+
+def chosen(checked: Callable[[], Request], groups: Groups) -> Choice:
+    """The choice of all ranks for a call of its own. Collective: compares requests, and measures
+    what is not known of the links and the kernel. Raises the same ValueError on every rank."""
+    request = attempt(checked)
+    bad = isinstance(request, ValueError)
+    agree(request if bad else request.facts | {CALLS: groups.calls}, groups.gather)
+    assert isinstance(request, Request)
+    kernel, (q, k, v) = request.kernel, request.tensors
+    assert isinstance(kernel, PairKernel)
+    if kernel.of is not None:  # heads of one row instead of those of a unit's rows: as fast
+        q = q[:, :, : q.shape[2] // kernel.of.block]
+    if kernel.latent:  # as what computes a pair has them
+        q, k = (torch.empty_like(t[..., :1]).expand(*t.shape[:3], t.shape[3] + v.shape[3])
+                for t in (q, k))  # fmt: skip
+    trial: Any = _Trial(kernel)
+    with groups.running():
+        rates = rates_of(replace(request, kernel=trial, tensors=(q, k, v)), groups, None)
+    return fastest(request, groups, rates)
+
+
+def fastest(request: Request, groups: Groups, rates: Rates) -> Choice:
+    """The algorithm that is predicted to be fastest with these rates; remembered. No exchange."""
+    kernel = request.kernel
+    assert isinstance(kernel, PairKernel)
+    all_of_them = request.sizes.tokens * request.layout.cp_size
+    workload = Workload(
+        request.sizes, request.mask, request.layout, latent=kernel.latent,
+        attended=kernel.attended or all_of_them,
+    )  # fmt: skip
+    fixed = Fixed(side="kv", head_chunks=1)
+    choices: Recent = groups.cache.setdefault("choices", Recent(CHOICES_KEPT))
+    return choices.of(
+        (workload, fixed, rates), lambda: best(workload, [groups.topology], rates, fixed)
+    )
+
+
+class _Trial:
+    """What computes a pair, as a kernel whose queries see and have selected all keys, so that it
+    can be timed as kernels of attention are."""
+
+    def __init__(self, of: PairKernel):
+        self.by, self.rule, self.latent = of.by, of.of, of.latent
+        self.heads, self.top_k = of.heads, of.top_k
+        rule = self.rule and described(self.rule)
+        self.name = f"{self.by.__name__} {rule} {self.heads} {self.top_k} {self.latent}"
+
+    def work_for(
+        self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
+    ) -> SelectedPairs:
+        rows = k_spans[0].length
+        return SelectedPairs(Causal(), [Span(rows, 1, rows)], [Span(0, 1, rows)])
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: SelectedPairs,
+        scoring: Scoring, out: torch.Tensor, lse: torch.Tensor,
+    ) -> None:  # fmt: skip
+        if self.rule is not None:
+            self._score(self.rule, q, k, work)
+        else:
+            kernel, own = self._attention(q, work), v.shape[3] * self.latent
+            kernel.forward(q, k[..., own:], v, work, scoring, out, lse)
+
+    def backward(
+        self, rows: Rows, k: torch.Tensor, v: torch.Tensor, work: SelectedPairs, scoring: Scoring,
+        dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
+    ) -> None:  # fmt: skip
+        if self.rule is not None:  # as much work as is counted: there is none
+            for q in (rows.q, rows.q, rows.q[: len(k) // 2]):
+                self._score(self.rule, q, k, work)
+        else:
+            kernel, own = self._attention(rows.q, work), v.shape[3] * self.latent
+            kernel.backward(rows, k[..., own:], v, work, scoring, dq, dk[..., own:], dv)
+
+    def _attention(self, q: torch.Tensor, work: SelectedPairs) -> Any:
+        ids = torch.arange(len(work.keys), dtype=torch.int32, device=q.device)
+        ids = ids.expand(*q.shape[:2], self.heads, -1)
+        layout: Any = None  # of no use to a pair
+        return self.by(selected(ids, layout, Causal()), self.latent)
+
+    def _score(
+        self, rule: SelectionRule, q: torch.Tensor, k: torch.Tensor, work: SelectedPairs
+    ) -> None:
+        wide = q.new_empty(0, dtype=accumulation_dtype(q.dtype))
+        best = no_units((*q.shape[:2], self.heads, self.top_k), wide)
+        weights = q[..., 0] if rule.weighted else None
+        call: Any = SimpleNamespace(work=work)
+        q = q[..., : q.shape[3] // parts(rule)]
+        self.by(rule, q, weights, *best).pair(call, (), (k,), ())

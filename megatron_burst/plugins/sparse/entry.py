@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry of the plugin `sparse`."""
+
+from ...registry import Plugin
+
+PLUGIN = Plugin(
+    public={
+        "Selection": "selection:Selection",
+        "indexer_loss": "loss:indexer_loss",
+        "select": "indexer:select",
+        "sparse_attention": "attention:sparse_attention",
+        "sparse_layer_spec": "megatron.layers:sparse_layer_spec",
+    },
+    hooks={
+        "patch_megatron": "megatron.patches:patch",
+        "sparse_problems": "megatron.checks:sparse_problems",
+    },
+)

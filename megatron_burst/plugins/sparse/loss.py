@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mb.indexer_loss`: how far the indexer is from what attention looks at, over the selection.
+
+Walks over the ring: the log-sum-exp of attention where it is not given, its probabilities, the
+index scores, and backward the gradients of the index keys. What a rank keeps is as large as its
+selection.
+
+Shape letters: s local rows, b batch, i index heads, k index key heads, h query heads, d width,
+H selections of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...comm.consensus import attempt
+from ...comm.groups import Groups, InProcessGroups
+from ...comm.packing import CallTag, Message
+from ...execution import ring
+from ...execution.function import KeptResults
+from ...execution.job import Call, Tensors
+from ...kernels.autograd import first_order_only, outside_graphs, refuse_transforms
+from ...kernels.online_softmax import accumulation_dtype
+from ...planning.in_process import InProcessPlan, Shard
+from ...planning.plan import Plan
+from ...planning.validate import Request, check_shapes
+from .attention import adapted, selected_setting
+from .indexer import (
+    NOTHING,
+    Selecting,
+    index_setting,
+    keys_of_chunk,
+    passing,
+    ready,
+    tags_of,
+    walk,
+    wide,
+)
+from .kernels import SelectedAten
+from .pairs import PairKernel, tiles
+from .plans import plan_ranks
+from .rules import SelectionRule, described, rule_of
+from .selection import Selection
+from .units import gradient_of_keys, rows_of_parts, rows_of_units
+
+
+@outside_graphs
+def indexer_loss(
+    index_q: Shard,
+    index_k: Shard,
+    index_weights: Shard | None,
+    q: Shard,
+    k: Shard,
+    selection: Selection | Sequence[Selection],
+    *,
+    rule: str | SelectionRule,
+    scale: float | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    plan: Plan | InProcessPlan | None = None,
+    groups: Groups | InProcessGroups | None = None,
+    algorithm: str | None = None,
+    label: object = None,
+    lse: Shard | None = None,
+) -> Shard:
+    """KL(attention ; softmax of the index scores) of every query over what was selected for it.
+
+    index_q, index_k, index_weights, rule: as of the `mb.select` that made `selection`. q [s, b, h,
+    d], k [s, b, key heads, d]: of the attention over it; its probabilities are summed over the
+    heads that share a selection, and over tp_group (whose ranks hold other heads of the same rows),
+    and normalised; of a unit of several positions they are summed too.
+
+    lse: [s, b, h], as `mb.sparse_attention(..., return_lse=True)` returns it for the same tensors;
+    without it keys travel once more to find it. A sink that is in it takes its share of each head.
+
+    Returns [s, b, H] of this rank's rows, in float32 (float64 for float64 tensors), with gradients
+    of index_q, index_k and index_weights, and none of q and k. A query that sees nothing has 0.
+    With `Groups.in_process` tensors and results are lists, one per rank, without tp_group.
+
+    scale: as of `mb.sparse_attention`. plan, groups, algorithm, label: as of `mb.select`.
+    Keys travel once, index keys too, and again in backward, with their gradients. Inside
+    `mb.checkpoint` the store keeps the loss and its slopes, as large as the selection. Cannot be
+    differentiated twice. Raises ValueError for unsupported arguments, as `mb.select` does.
+    """
+    refuse_transforms("mb.indexer_loss")
+    at, chosen = selected_setting(selection, plan, groups, algorithm)
+    shards = at.per_rank(q=index_q, k=index_k, w=index_weights)
+    main = at.per_rank(q=q, k=k, lse=lse)
+    asked = attempt(partial(_asked, rule, tp_group, isinstance(at.groups, InProcessGroups)))
+    scale = at.scale(main[0]["q"], scale)
+    of_attention = [attempt(partial(_stand_ins, shard, one)) for shard, one in
+                    zip(main, chosen, strict=True)]  # fmt: skip
+    facts = {"lse": lse is not None, "tp_group": tp_group is not None}
+    adapts = [partial(_without_values, selection=one, facts=facts) for one in chosen]
+    attention = plan_ranks(at, of_attention, adapts, scale=scale)
+    units, of_index = index_setting(at, shards, asked)
+    adapts = [partial(_index_request, selection=one, asked=asked) for one in chosen]
+    index = plan_ranks(units, of_index, adapts, (False, True, False))
+    parts = [
+        _Part(
+            ready(asked),
+            each,
+            mine,
+            walk,
+            _calls(mine, walk, label, lse is None),
+            tp_group,
+            tuple(t.values()),
+        )
+        for each, mine, walk, t in zip(chosen, attention, index, main, strict=True)
+    ]
+    flat = [t for shard in shards for t in shard.values()]
+    what = "indexer loss", described(parts[0].rule), scale, parts[0].attention.call
+    losses: Any = _IndexerLoss.apply(parts, at.groups, at.kept(what, label), *flat)
+    result: Any = list(losses) if isinstance(at.groups, InProcessGroups) else losses[0]
+    return result
+
+
+def _asked(rule: str | SelectionRule, tp_group: object, together: bool) -> SelectionRule:
+    if tp_group is not None and (together or not isinstance(tp_group, dist.ProcessGroup)):
+        raise ValueError(
+            "tp_group must be a process group of ranks of their own, or None, got "
+            f"{tp_group!r:.100}"
+        )
+    found = rule_of(rule)
+    if getattr(found, "softmax", False):
+        raise ValueError(
+            f"rule {type(found).__name__} has no loss of its own: its queries and keys learn in "
+            "the attention over compressed keys"
+        )
+    return found
+
+
+def _stand_ins(shard: dict[str, Any], selection: object) -> Any:
+    check_shapes(shard["q"], shard["k"], shard["k"])
+    if not isinstance(selection, Selection):
+        raise ValueError(f"selection must be an mb.Selection, got {selection!r:.100}")
+    q, k, lse = shard["q"].detach(), shard["k"].detach(), shard["lse"]
+    wanted = tuple(q.shape[:3]), accumulation_dtype(q.dtype), q.device
+    tensor = isinstance(lse, torch.Tensor)
+    found = (tuple(lse.shape), lse.dtype, lse.device) if tensor else lse
+    if lse is not None and found != wanted:
+        raise ValueError(
+            f"lse must be {wanted}, as mb.sparse_attention(..., return_lse=True) returns it, got "
+            f"{found!r:.100}"
+        )
+    return q, k, k[..., :1]
+
+
+def _without_values(request: Request, selection: Selection, facts: dict[str, bool]) -> Request:
+    request = adapted(request, selection, "aten", latent=False)
+    q, k, v = request.tensors
+    return replace(request, tensors=(q, k, v[..., :0]), facts=request.facts | facts)
+
+
+def _index_request(
+    request: Request, selection: Selection, asked: SelectionRule | ValueError
+) -> Request:
+    rule = ready(asked)
+    q, k, v = request.tensors
+    heads = rule.selections(q.shape[2] // rule.block, k.shape[2])
+    ids = selection.ids
+    found = tuple(ids.shape[:3]), selection.block
+    wanted = len(q) * rule.block, q.shape[1], heads
+    if found != (wanted, rule.block):
+        raise ValueError(
+            f"selection: rule {type(rule).__name__} makes {wanted} selections of "
+            f"blocks of {rule.block}, got {found[0]} of {found[1]}"
+        )
+    facts = {"rule": described(rule), "top_k": ids.shape[3]} | request.facts  # told first
+    pairs = PairKernel(Selecting, rule, heads, ids.shape[3])
+    return replace(request, kernel=pairs, tensors=(q, k, v[..., :0]), facts=facts)
+
+
+def _calls(attention: Plan, index: Plan, label: object, lse: bool) -> list[CallTag]:
+    """One for each walk of forward; the last also for that of backward."""
+    walks = [(attention, "log-sum-exp")] if lse else []
+    return tags_of([*walks, (attention, "probabilities"), (index, "index scores")], label)
+
+
+# --- one rank -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One rank's part of a call. main: q and k of attention, and its lse or None."""
+
+    rule: SelectionRule
+    selection: Selection
+    attention: Plan
+    index: Plan
+    calls: list[CallTag]
+    tp_group: dist.ProcessGroup | None
+    main: tuple[Any, ...]
+
+
+@dataclass
+class _LogSumExp:
+    kernel: SelectedAten
+    scale: float
+    lse: torch.Tensor
+
+    def pair(self, call: Call, queries: Tensors, keys: Tensors, sums: Sequence[Message]) -> None:
+        (q,), (k,) = queries, keys
+        self.kernel.add_lse_(q, k, call.work, self.scale, self.lse)
+
+
+@dataclass
+class _Probabilities(_LogSumExp):
+    total: torch.Tensor
+
+    def pair(self, call: Call, queries: Tensors, keys: Tensors, sums: Sequence[Message]) -> None:
+        (q,), (k,) = queries, keys
+        self.kernel.add_probabilities_(q, k, call.work, self.scale, self.lse, self.total)
+
+
+@dataclass
+class _IndexScores:
+    """scores [s, b, H, top_k]: of every selected unit, as its keys pass by."""
+
+    part: _Part
+    q: torch.Tensor
+    weights: torch.Tensor | None
+    scores: torch.Tensor
+
+    def pair(self, call: Call, queries: Tensors, keys: Tensors, sums: Sequence[Message]) -> None:
+        q, rule, ids, work = self.q, self.part.rule, self.part.selection.ids, call.work
+        _, units, _ = work.on(q.device)
+        k = keys_of_chunk(keys[0], work, rule)
+        for rows in tiles(len(q), len(k) * q.shape[1] * q.shape[2]):
+            weights = None if self.weights is None else wide(self.weights[rows])
+            found = rule.scores(wide(q[rows]), k, weights)
+            at, there = _where(ids[rows], units)
+            if not self.part.selection.checked:  # what the mask hides takes no part
+                seen = passing(work, rows, rule.block, q.device).seen
+                of_units = seen[:, None, None].expand(*there.shape[:3], -1)
+                there &= of_units.gather(-1, at)
+            self.scores[rows] = torch.where(there, found.gather(-1, at), self.scores[rows])
+
+
+@dataclass
+class _IndexGradients:
+    """slope [s, b, H, top_k]: the gradient of every score. Adds to dq, dweights and the sums."""
+
+    part: _Part
+    q: torch.Tensor
+    weights: torch.Tensor | None
+    slope: torch.Tensor
+    dq: torch.Tensor
+    dweights: torch.Tensor | None
+
+    def pair(self, call: Call, queries: Tensors, keys: Tensors, sums: Sequence[Message]) -> None:
+        q, rule, ids, (dk, *_) = self.q, self.part.rule, self.part.selection.ids, sums[1].tensors
+        _, units, order = call.work.on(q.device)
+        k = keys_of_chunk(keys[0], call.work, rule)
+        dkeys = torch.zeros_like(k)
+        for rows in tiles(len(q), len(k) * q.shape[1] * q.shape[2]):
+            at, there = _where(ids[rows], units)
+            slope = self.slope[rows].masked_fill(~there, 0.0)
+            leaves = [wide(q[rows]), k]
+            leaves += [] if self.weights is None else [wide(self.weights[rows])]
+            leaves = [t.detach().requires_grad_() for t in leaves]
+            with torch.enable_grad():
+                found = rule.scores(leaves[0], leaves[1], leaves[2] if len(leaves) > 2 else None)
+                chosen = (found.gather(-1, at) * slope).sum()
+            if not chosen.requires_grad:  # a rule that scores without any of them
+                continue
+            grads = torch.autograd.grad(chosen, leaves, materialize_grads=True)
+            self.dq[rows] += grads[0]
+            dkeys += grads[1]
+            if self.dweights is not None:
+                self.dweights[rows] += grads[2]
+        dk.index_add_(0, order, rows_of_parts(dkeys, rule))
+
+
+def _where(ids: torch.Tensor, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where selected units are among those of a chunk, and whether they are."""
+    wanted = ids.long()
+    at = torch.searchsorted(units, wanted).clamp_(max=len(units) - 1)
+    return at, units[at] == wanted
+
+
+def _walk(plan: Plan, tag: CallTag, compute: Any, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Let the keys of attention of all ranks come by."""
+    (part,) = ring.head_chunks(plan.job, q.shape[2], k.shape[2])
+    own: dict[str, Tensors] = {"query": (q,), "kv": (k,)}
+    run = plan.job.chunks[0].forward
+    ring.run([ring.Ring(plan.job, run, tag, part, compute, own, NOTHING)])
+
+
+def _forward(part: _Part, shard: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss [s, b, H], its gradient by every index score [s, b, H, top_k])."""
+    index_q, index_k, weights = shard
+    q, k = (t.detach().contiguous() for t in part.main[:2])
+    lse = part.main[2]
+    ids, plan = part.selection.ids, part.attention
+    kernel, scale = SelectedAten(part.selection, latent=False), plan.job.scoring.scale
+    if lse is None:
+        lse = wide(q).new_full(q.shape[:3], float("-inf"))
+        _walk(plan, part.calls[0], _LogSumExp(kernel, scale, lse), q, k)
+    else:
+        lse = lse.detach()
+    total = lse.new_zeros(ids.shape)
+    compute = _Probabilities(kernel, scale, lse, total)
+    _walk(plan, part.calls[-2], compute, q, k)
+    if part.tp_group is not None:
+        dist.all_reduce(total, group=part.tp_group)
+    scores = total.new_full(ids.shape, float("-inf"))
+    compute, job = _IndexScores(part, index_q, weights, scores), part.index.job
+    rows = rows_of_units(index_k, part.rule)
+    walk(job, job.chunks[0].forward, part.calls[-1], compute, rows)
+    p = total / total.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(total.dtype).tiny)
+    lse = scores.logsumexp(dim=-1, keepdim=True)
+    # Places that are not taken; and padding attends to nothing, also where it has selected some.
+    none = (scores == float("-inf")) | (total.sum(dim=-1, keepdim=True) == 0)
+    log = (scores - lse).masked_fill(none, 0.0)
+    loss = (torch.xlogy(p, p) - p * log).sum(dim=-1)
+    return loss, log.exp().masked_fill(none, 0.0) - p
+
+
+def _backward(
+    part: _Part, dloss: torch.Tensor, shard: Tensors, slope: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    q, k, weights = shard
+    dweights = None if weights is None else torch.zeros_like(wide(weights))
+    dq, slope = torch.zeros_like(wide(q)), slope * dloss.unsqueeze(-1)
+    compute = _IndexGradients(part, q, weights, slope, dq, dweights)
+    rows, job = rows_of_units(k, part.rule), part.index.job
+    sums = {"dquery": [], "dkv": [rows.shape[1:]]}
+    run = job.chunks[0].backward
+    done = walk(job, run, part.calls[-1], compute, rows, sums)
+    (dk,) = done.partials.whole(run.totals["dkv", job.ring.rank])
+    dk = gradient_of_keys(dk, part.rule)
+    if dweights is not None:
+        dweights = dweights.to(weights.dtype)
+    return dq.to(q.dtype), dk.to(k.dtype), dweights
+
+
+class _IndexerLoss(torch.autograd.Function):
+    """The ranks of this process; flat: index_q, index_k, index_weights of the first, then ..."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        parts: Sequence[_Part],
+        groups: Groups | InProcessGroups,
+        kept: KeptResults | None,
+        *flat: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        flat = tuple(None if t is None else t.contiguous() for t in flat)
+        shards = [flat[n : n + 3] for n in range(0, len(flat), 3)]
+        stored = None if kept is None else kept.found()
+        if stored is None:
+            with groups.running(flat[0].device.type):
+                losses, slopes = zip(*groups.run(_forward, parts, shards), strict=True)
+        else:
+            losses, slopes = (tuple(t.detach() for t in stored[n::2]) for n in range(2))
+        if kept is not None:
+            pairs = zip(losses, slopes, strict=True)
+            kept.leave(lambda: tuple(t.detach() for pair in pairs for t in pair))
+        # What only forward needs would live as long as the loss.
+        ctx.parts, ctx.groups = [replace(part, main=()) for part in parts], groups
+        ctx.save_for_backward(*flat, *slopes)
+        return losses
+
+    @staticmethod
+    @first_order_only("mb.indexer_loss")
+    def backward(ctx: Any, *dlosses: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for part in ctx.parts:
+            part.index.groups.check()
+            part.index.groups.calls.backward(part.calls[-1])
+        saved = ctx.saved_tensors  # once: inside a checkpoint it can be taken no second time
+        flat, slopes = saved[: -len(dlosses)], saved[-len(dlosses) :]
+        shards = [flat[n : n + 3] for n in range(0, len(flat), 3)]
+        with ctx.groups.running(dlosses[0].device.type):
+            found = ctx.groups.run(_backward, ctx.parts, dlosses, shards, slopes)
+        return None, None, None, *(grad for grads in found for grad in grads)

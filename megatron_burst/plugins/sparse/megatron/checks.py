@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What settings exclude where sparse attention is ours, and the algorithm that serves it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ....config import OFF, SPARSE, BurstConfig
+from ....megatron.checks.problem import Problem, Rule, broken, excluded
+from ....megatron.checks.sparse import FLAG, sparse_layers
+from ....megatron.checks.splitting import OLDEST, splits
+from ....megatron.patching import core_version
+from ....schedule.algorithms import ALGORITHMS
+
+KEEP = (f"{FLAG} {OFF}",)
+
+
+def selects(config: Any, burst: BurstConfig | None) -> bool:
+    """Whether layers of sparse attention in models of such a run are ours."""
+    if burst is None or OFF in (burst.algorithm, burst.sparse) or not splits(config):
+        return False
+    return sparse_layers(config) is not None
+
+
+def sparse_algorithm(burst: BurstConfig) -> str:
+    """The algorithm of `mb.select` and `mb.sparse_attention` that these choices stand for; "auto"
+    where the fastest is to be found, for each of the two."""
+    if burst.sparse != "auto":
+        return SPARSE[burst.sparse]
+    if burst.algorithm == "auto":
+        return burst.algorithm
+    known = ALGORITHMS.get(burst.algorithm)
+    # A call reads all queries, so the default has one for each node and not for each chunk.
+    if burst.algorithm == SPARSE["ring"] or known is None or not known.keeps:
+        return SPARSE["multicast"]
+    return burst.algorithm
+
+
+# What was not tested, or cannot be, where queries stay and a selection with them: of DSA and of
+# layers with a rule.
+SELECTING = (
+    Rule(lambda c, b: b.side == "query",
+         "{flag} with --burst-side query: queries stay where their selection is",
+         remove=("--burst-side",)),
+    Rule(lambda c, b: b.wire_dtype, "{flag} with --burst-wire-dtype {b.wire_dtype}: gradients "
+         "travel as they are summed", remove=("--burst-wire-dtype",)),
+    Rule(lambda c, b: b.head_chunks not in (None, 1),
+         "{flag} with --burst-head-chunks {b.head_chunks}, which was not tested",
+         remove=("--burst-head-chunks",)),
+    Rule(lambda c, b: b.pack == "trees", "{flag} with --burst-pack trees, which was not tested",
+         remove=("--burst-pack",)),
+    Rule(lambda c, b: b.offload, "{flag} with --burst-offload {b.offload}, which was not tested",
+         remove=("--burst-offload",)),
+    Rule("mtp_num_layers", "{flag} with --mtp-num-layers, which was not tested",
+         remove=("--mtp-num-layers",)),
+)  # fmt: skip
+
+# Of DSA besides.
+_RULES = (
+    *SELECTING,
+    Rule(lambda c, b: c.dsa_kernel_backend not in (None, "none"),
+         "{flag}: --dsa-kernel-backend {c.dsa_kernel_backend} computes over keys of the whole "
+         "sequence; add --dsa-kernel-backend none, or keep Megatron's all-gather", add=KEEP),
+    Rule(lambda c, b: b.algorithm in ("ulysses", "hybrid") or (b.ulysses_size or 1) > 1,
+         "{flag}: ranks do not share heads of sparse attention, as --context-parallel-algo "
+         "{b.algorithm} or --burst-ulysses-size asks",
+         add=("--context-parallel-algo burst",), remove=("--burst-ulysses-size",)),
+    Rule(lambda c, b: b.sequence_chunks != 1,
+         "{flag} with --burst-sequence-chunks {b.sequence_chunks}, which was not tested",
+         remove=("--burst-sequence-chunks",)),
+    Rule(lambda c, b: b.attention_layout not in (None, b.layout),
+         "{flag} with --burst-attention-layout {b.attention_layout}, which was not tested",
+         remove=("--burst-attention-layout",)),
+    Rule(lambda c, b: b.mask, "{flag} with --burst-mask {b.mask}, which was not tested",
+         remove=("--burst-mask",)),
+    Rule(lambda c, b: (c.dsa_indexer_topk_freq or 1) > 1 and (c.fp8 or c.fp4)
+         and c.recompute_granularity == "full",
+         "{flag} with --dsa-indexer-topk-freq {c.dsa_indexer_topk_freq}: Transformer Engine "
+         "recomputes layers in fp8 and fp4 where the selection that they share is not kept",
+         remove=("--recompute-granularity",)),
+    Rule("window_size", "{flag} with --window-size: DSA selects from all keys before a query",
+         remove=("--window-size",)),
+    Rule(lambda c, b: c.softmax_type not in (None, "vanilla"),
+         "{flag} with --softmax-type {c.softmax_type}: DSA has no sink",
+         remove=("--softmax-type",)),
+    *excluded(
+        "{flag} with {other}, which {why}",
+        log_max_attention_logit="DSA does not tell",
+        qk_clip="DSA does not tell",
+    ),
+)  # fmt: skip
+
+
+def sparse_problems(config: Any, burst: BurstConfig, what: str) -> Iterator[Problem]:
+    """Unless sparse attention of a model that is split over ranks can run as `burst` states.
+
+    config: a `TransformerConfig`, or any object with attributes of the same names. what: the
+    setting that asks for such layers.
+    """
+    if core_version() < OLDEST:
+        version, oldest = (".".join(map(str, one)) for one in (core_version(), OLDEST))
+        yield Problem(
+            f"{what} at --context-parallel-size {config.context_parallel_size} needs Megatron-Core "
+            f"{oldest} or newer, whose latents are absorbed, and this is {version}; upgrade "
+            "megatron-core"
+        )
+        return
+    yield from broken(_RULES, config, burst, what)

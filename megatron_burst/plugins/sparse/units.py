@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What travels of index keys: a row for each unit, so that no schedule cuts one.
+
+Of rules that score means a row holds these alone, a fraction of the keys' bytes; else all keys of
+the unit. Layout and mask are those of the sequence of units.
+
+Shape letters: t key rows, u units, n means or keys of a unit, b batch, k index key heads, d width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...kernels.online_softmax import accumulation_dtype
+from ...layout import LAYOUTS, Layout, Span, make
+from ...masks import Causal, Full, Mask
+from ...masks.base import Combined
+from .plans import Setting
+from .rules import SelectionRule, parts
+
+
+class UnitLayout(Layout):
+    """The layout of the units of a layout that leaves each on one rank: unit u is the positions
+    from u * block."""
+
+    def __init__(self, of: Layout, block: int):
+        super().__init__(of.cp_size)
+        self.of, self.block, self.name = of, block, of.name
+
+    def __repr__(self) -> str:
+        return f"UnitLayout({self.of!r}, {self.block})"
+
+    def describe(self) -> str:
+        return f"{self.of.describe()}, units of {self.block}"
+
+    def check(self, seq_len: int) -> None:
+        self.of.check(seq_len * self.block)
+
+    def _spans(self, rank: int, seq_len: int) -> tuple[Span, ...]:
+        spans, block = self.of.spans(rank, seq_len * self.block), self.block
+        return tuple(Span(span.start // block, 1, span.length // block) for span in spans)
+
+
+def by_units(at: Setting, index_q: Any, rule: SelectionRule) -> Setting:
+    """`at` for a ring of units. ValueError where its layout or mask cuts one; what is no layout or
+    mask, or another's, is left to the checks of every plan. index_q [s, b, i, d]."""
+    layout, mask, size, block = at.options.layout, at.options.mask, at.groups.size, rule.block
+    if block == 1 or not isinstance(index_q, torch.Tensor) or not index_q.dim():
+        return at
+    if isinstance(layout, str) and layout in LAYOUTS and layout != "balanced":
+        layout = make(layout, cp_size=size)
+    mask, seq_len = Causal() if mask is None else mask, index_q.shape[0] * size
+    if not isinstance(layout, Layout) or not isinstance(mask, Mask) or layout.cp_size != size:
+        return at
+    layout.check(seq_len)
+    mask.check(seq_len)
+    _check_layout(layout, seq_len, block)
+    mask_of_units = _of_units(mask, block, rule.own and is_causal(mask))
+    if mask_of_units is None:
+        raise ValueError(
+            f"mask: a rule with blocks of {block} positions takes Causal, Full and Documents whose "
+            f"documents begin at multiples of {block} (not their padding), combined by &, got "
+            f"{mask!r:.200}"
+        )
+    options = replace(at.options, layout=UnitLayout(layout, block), mask=mask_of_units)
+    return replace(at, options=options)
+
+
+def _check_layout(layout: Layout, seq_len: int, block: int) -> None:
+    for rank in range(layout.cp_size):
+        for start, stride, length in layout.spans(rank, seq_len):
+            if length and (stride != 1 or start % block or length % block):
+                raise ValueError(
+                    f"layout {layout.name} cuts the blocks of {block} positions of the rule: rank "
+                    f"{rank} holds {length} positions from {start} on, {stride} apart; each block "
+                    f"must lie on one rank: layout contiguous with {block}, or zigzag with "
+                    f"{2 * block}, dividing a rank's rows of the sequence (of each document, where "
+                    "documents are cut)"
+                )
+
+
+def _of_units(mask: Mask, block: int, padded: bool) -> Mask | None:
+    """padded: may padding begin within a unit? Its keys count in a mean that only queries of that
+    unit see, for whom it is selected whatever it is."""
+    from ...masks.tables import Documents  # not needed by rules of tokens
+
+    if isinstance(mask, Combined) and mask.symbol == "&":
+        a, b = (_of_units(each, block, padded) for each in (mask.a, mask.b))
+        return None if a is None or b is None else a & b
+    if type(mask) is Documents:
+        bounds, pads = mask.bounds.copy(), list(mask.padding)
+        if padded:
+            bounds[pads] += -bounds[pads] % block
+        return None if (bounds % block).any() else Documents(bounds // block, pads)
+    return mask if type(mask) in (Causal, Full) else None
+
+
+def is_causal(mask: Mask) -> bool:
+    """Does a position see none behind it? mask: such as `by_units` makes."""
+    if isinstance(mask, Combined):
+        return is_causal(mask.a) or is_causal(mask.b)
+    return type(mask) is Causal
+
+
+def rows_of_units(k: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
+    """[u, b, k, n * d] of keys [t, b, k, d]; means in the dtype in which scores are computed."""
+    each = rule.block // parts(rule)
+    if each > 1:
+        k = k.to(accumulation_dtype(k.dtype)).unflatten(0, (-1, each)).mean(dim=1)
+    return rows_of_parts(k, rule).contiguous()
+
+
+def keys_of_units(rows: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
+    """[u * n, b, k, d]: the means, or keys, unit by unit."""
+    return rows.unflatten(3, (parts(rule), -1)).permute(0, 3, 1, 2, 4).flatten(0, 1)
+
+
+def rows_of_parts(keys: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
+    """[u, b, k, n * d] of the means, or keys, [u * n, b, k, d]."""
+    return keys.unflatten(0, (-1, parts(rule))).permute(0, 2, 3, 1, 4).flatten(3)
+
+
+def gradient_of_keys(rows: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
+    """[t, b, k, d] of the gradient of `rows_of_units`."""
+    each = rule.block // parts(rule)
+    return keys_of_units(rows, rule).repeat_interleave(each, dim=0) / each
+
+
+def stand_ins_of_units(
+    q: torch.Tensor, k: torch.Tensor, rule: SelectionRule
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v of a plan for the ring of units, by shape: each query row has the index heads of
+    a unit's queries."""
+    (rows, batch, heads, width), n = q.shape, parts(rule)
+    dtype = k.dtype if n == rule.block else accumulation_dtype(k.dtype)
+    one, units = k.new_empty(1, dtype=dtype), rows // rule.block
+    q = one.expand(units, batch, heads * rule.block, n * width)
+    k = one.expand(units, batch, k.shape[2], n * width)
+    return q, k, k[..., :1]

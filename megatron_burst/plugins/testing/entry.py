@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry of the plugin `testing`."""
+
+from ...registry import Plugin
+
+PLUGIN = Plugin(hooks={"cpu": "cpu", "recipe_cpu": "recipes"})

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Mamba mixers of Megatron need of the package mamba_ssm, in operators of torch: for
+`cpu.enable`.
+
+Megatron builds a mixer only where mamba_ssm is installed, whose kernels need a GPU. What stands in
+for its gated norm and its fused kernel computes the same, token by token: for tests and debugging.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ...megatron import homes
+from ...megatron.checks.splitting import OLDEST
+from ...megatron.patching import PatchSet, core_version
+
+
+def patch(patches: PatchSet) -> None:
+    """Add to a set of patches what lets Mamba mixers (from 0.19 on), and models of hybrid stacks
+    without Transformer Engine, run on a CPU."""
+    if core_version() < OLDEST:  # whose mixers need triton to be imported
+        return
+    mamba_mixer = homes.module("mamba_mixer")
+    if not mamba_mixer.HAVE_MAMBA_SSM:
+        patches.replace(mamba_mixer, "HAVE_MAMBA_SSM", True)
+        patches.replace(mamba_mixer, "ExtendedRMSNorm", GatedNorm)
+    patches.replace(mamba_mixer, "mamba_split_conv1d_scan_combined", split_conv1d_scan)
+    models = "megatron.training.models"
+    if importlib.util.find_spec("megatron.training") is None:
+        return
+    if importlib.util.find_spec(models) and importlib.util.find_spec(f"{models}.hybrid"):
+        from .local_specs import local_hybrid_stack_spec
+
+        hybrid = importlib.import_module(f"{models}.hybrid")
+        patches.replace(hybrid, "default_hybrid_stack_spec", local_hybrid_stack_spec())
+
+
+class GatedNorm(torch.nn.Module):
+    """RMS norm of groups of channels, of x times silu(z), in fp32 at least; the mixer sets
+    `tp_group`."""
+
+    tp_group: Any
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+        self.eps, self.group, self.before = eps, group_size or hidden_size, norm_before_gate
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
+        """x [..., channels] and the gate z, or None, of the same shape -> like x."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        if z is not None and not self.before:
+            wide = wide * F.silu(z.to(wide.dtype))
+        groups = wide.unflatten(-1, (-1, self.group))
+        groups = groups * (groups.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        out = groups.flatten(-2) * self.weight
+        if z is not None and self.before:
+            out = out * F.silu(z.to(wide.dtype))
+        return out.to(x.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
+    ) -> dict:
+        """As Megatron's own: the weight is split over tensor-parallel ranks."""
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+def split_conv1d_scan(
+    zxbcdt: torch.Tensor,
+    conv1d_weight: torch.Tensor,
+    conv1d_bias: torch.Tensor,
+    dt_bias: torch.Tensor,
+    A: torch.Tensor,
+    D: torch.Tensor,
+    chunk_size: int,
+    activation: str = "silu",
+    headdim: int | None = None,
+    ngroups: int = 1,
+    seq_idx: Any = None,
+    **unused: Any,
+) -> torch.Tensor:
+    """mamba_ssm's `mamba_split_conv1d_scan_combined` without its last norm and projection.
+
+    b batch, l tokens, h heads of width p, g groups of states of width n. zxbcdt [b, l, 2hp + 2gn +
+    h] -> [b, l, hp]; conv1d_weight [hp + 2gn, width]; dt_bias, A [h]; D [h] or [h, p]. Raises
+    `ValueError` for packed batches.
+    """
+    if seq_idx is not None:
+        raise ValueError(
+            "packed batches: Megatron's own Mamba mixer has no operator for them on a CPU; "
+            "take --burst-linear auto with --context-parallel-algo burst"
+        )
+    heads = len(A)
+    width = headdim or D.shape[-1]
+    states = (conv1d_weight.shape[0] - heads * width) // 2
+    z, mixed, dt = zxbcdt.split((heads * width, heads * width + 2 * states, heads), -1)
+    rows = F.pad(mixed.transpose(1, 2), (conv1d_weight.shape[1] - 1, 0))
+    rows = F.conv1d(rows, conv1d_weight.unsqueeze(1), conv1d_bias, groups=len(conv1d_weight))
+    mixed = F.silu(rows.transpose(1, 2)) if activation in ("silu", "swish") else rows.mT
+    x, keys, queries = mixed.split((heads * width, states, states), -1)
+    x = x.unflatten(-1, (heads, width))
+    keys, queries = (
+        each.unflatten(-1, (ngroups, -1)).repeat_interleave(heads // ngroups, 2)
+        for each in (keys, queries)
+    )
+    dt = F.softplus(dt + dt_bias)
+    state = x.new_zeros(x.shape[0], heads, width, keys.shape[-1], dtype=dt.dtype)
+    out = []
+    for t in range(x.shape[1]):
+        step = dt[:, t, :, None, None]
+        written = x[:, t, :, :, None] * keys[:, t, :, None]
+        state = torch.exp(step * A[:, None, None]) * state + step * written
+        out.append(torch.einsum("bhpn,bhn->bhp", state, queries[:, t].to(state.dtype)))
+    skipped = x * (D if D.dim() == 2 else D[:, None])
+    return ((torch.stack(out, 1) + skipped).flatten(2) * F.silu(z)).to(zxbcdt.dtype)

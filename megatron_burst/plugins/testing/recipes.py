@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets Megatron-Bridge train a recipe without a GPU, with gloo: for tests and debugging.
+
+`cpu`, in this folder, handles Megatron-Core. This module handles what Bridge assumes beyond it, and
+replaces the settings of a recipe that need a GPU.
+
+Bridge 0.3 imports Transformer Engine for adapters that are not run here, and there is no
+Transformer Engine for CPUs. An empty module stands in for it during that import.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ...megatron import patching
+from ...recipes.layers import is_ours
+from . import cpu
+
+_NAME = "recipes on the cpu"
+_ENGINE = ("transformer_engine", "transformer_engine.pytorch")
+_ADAPTERS = "megatron.bridge.peft.lora"
+# These look for Transformer Engine when they are imported, so they come before the stand-in.
+_ASK_FOR_ENGINE = (
+    "megatron.core.models.gpt", "megatron.core.transformer.transformer_block",
+    "megatron.core.optimizer", "megatron.core.transformer.moe.router",
+)  # fmt: skip
+
+
+def enable() -> None:
+    """Map CUDA to the CPU in this process, and import Megatron-Bridge. Safe to call twice.
+
+    Raises `RuntimeError` when CUDA is available.
+    """
+    if patching.installed(_NAME) is not None:
+        return
+    import_bridge()
+    importlib.import_module("megatron.bridge.training.setup")
+    initialize = importlib.import_module("megatron.bridge.training.initialize")
+    with patching.patch_set(_NAME) as patches:
+        cpu.patch_start(patches, initialize)
+        # A wheel of megatron-core holds the helpers compiled, and no makefile.
+        patches.replace_function(initialize, "compile_helpers", _nothing)
+
+
+def import_bridge() -> None:
+    """Map CUDA to the CPU in this process, and import the models of Megatron-Bridge, without its
+    training loop: what frameworks with a loop of their own, such as verl, need of it."""
+    cpu.enable()
+    for name in _ASK_FOR_ENGINE:
+        importlib.import_module(name)
+    try:
+        importlib.import_module(_ADAPTERS)
+    except ModuleNotFoundError as error:
+        if error.name not in _ENGINE:
+            raise
+        with _stand_in():
+            importlib.import_module(_ADAPTERS)
+
+
+def disable() -> None:
+    """Undo `enable()`; nothing happens if it was not called."""
+    patching.remove(_NAME)
+    cpu.disable()
+
+
+def adapt(recipe: Any) -> None:
+    """Change a recipe of Bridge so that a CPU can train it: fp32, gloo, no fused kernels."""
+    provider = importlib.import_module("megatron.bridge.models.gpt_provider")
+    recipe.mixed_precision = None
+    recipe.dist.distributed_backend = "gloo"
+    recipe.dataset.num_workers = 0
+    spec, local = recipe.model.transformer_layer_spec, provider.local_layer_spec
+    recipe.model.transformer_layer_spec = (
+        functools.partial(spec, base=local) if is_ours(spec) else local
+    )
+    for name, value in {
+        "use_cpu_initialization": True,
+        "bf16": False,
+        "params_dtype": torch.float32,
+        "pipeline_dtype": torch.float32,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "cross_entropy_loss_fusion": False,
+    }.items():
+        setattr(recipe.model, name, value)
+    recipe.optimizer.bf16 = False
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+class _EmptyClasses:
+    """Every attribute is a new class, which no object is an instance of."""
+
+    def __getattr__(self, name: str) -> type:
+        return type(name, (), {})
+
+
+@contextmanager
+def _stand_in() -> Iterator[None]:
+    """Inside, `import transformer_engine.pytorch` finds empty modules."""
+    package, module = (ModuleType(name) for name in _ENGINE)
+    module.Linear = type("Linear", (torch.nn.Module,), {})  # pyright: ignore[reportAttributeAccessIssue]
+    module.ops = _EmptyClasses()  # pyright: ignore[reportAttributeAccessIssue]
+    package.pytorch = module  # pyright: ignore[reportAttributeAccessIssue]
+    sys.modules |= dict(zip(_ENGINE, (package, module), strict=True))
+    try:
+        yield
+    finally:
+        for name in _ENGINE:
+            del sys.modules[name]

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Vision-language models: `images` for scripts of your own, `recipes` for Megatron-Bridge."""

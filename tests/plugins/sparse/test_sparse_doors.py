@@ -1,0 +1,160 @@
+"""What selections and attention over them refuse, by name, on every rank of a process."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import megatron_burst as mb
+from megatron_burst.plugins.sparse import rules
+
+S, B, D, TOP_K = 32, 1, 4, 3
+LAYOUT = mb.layout.make("zigzag", cp_size=2)
+GROUPS = mb.Groups.in_process(intra=2)
+
+
+def tensors(*sizes, rows=S // 2):
+    return [[torch.ones(rows, B, *size, dtype=torch.float64) for _ in range(2)] for size in sizes]
+
+
+def index(heads=2, key_heads=1):
+    return tensors((heads, D), (key_heads, D), (heads,))
+
+
+def select(*given, **named):
+    given = given or index()
+    options = {"rule": "dsa", "top_k": TOP_K, "groups": GROUPS, "layout": LAYOUT} | named
+    return mb.select(*given, **options)
+
+
+MSA = rules.Msa(block=4)
+SELECTING = {
+    "top_k must be a positive integer, got 0": {"top_k": 0},
+    "top_k must be .* got 2.5": {"top_k": 2.5},
+    "rule must be one of dsa, qsa, moba, msa, nsa, or": {"rule": "best"},
+    "top_k must be at least 3, the blocks that rule Nsa always": {"rule": "nsa", "top_k": 2},
+    "rule: means must divide its block of 64 .* got 5": {"rule": rules.Nsa(means=5)},
+    "got <class .*Dsa": {"rule": rules.Dsa},
+    "rule: block must be a positive integer, got 0": {"rule": rules.Moba(block=0)},
+    "algorithm: a selection stays .* got 'token_ring'": {"algorithm": "token_ring"},
+    "algorithm must be one of": {"algorithm": "circle"},
+    "layout striped cuts the blocks of 4": {
+        "rule": rules.Qsa(), "layout": mb.layout.make("striped", cp_size=2),
+    },
+    "layout zigzag cuts the blocks of 16": {"rule": rules.Qsa(block=16)},
+    "takes Causal, Full and Documents .* got Window": {
+        "rule": rules.Qsa(), "mask": mb.masks.Window(8, 0),
+    },
+    "begin at multiples of 4": {
+        "rule": rules.Qsa(), "mask": mb.masks.Documents([0, 6, S]) & mb.masks.Causal(),
+    },
+    "groups: make them with mb.Groups": {"groups": None},
+    "layout is for 4 ranks": {"layout": mb.layout.make("zigzag", cp_size=4)},
+    "does not share heads between ranks": {"groups": mb.Groups.in_process(intra=2, ulysses=2)},
+    "plan must be made by mb.prepare": {"plan": 3, "groups": None, "layout": None},
+    "give a plan or its keywords": {"plan": 3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", SELECTING)
+def test_selections_that_are_refused(words):
+    with pytest.raises(ValueError, match=words):
+        select(**SELECTING[words])
+
+
+INDEX = {
+    "index_weights: rule Dsa needs": (*index()[:2], None),
+    "index_weights: rule Msa takes no": (*index(),),
+    "one index key head, got 2": (*index(2, 2),),
+    "index_weights must be": (*index()[:2], index(3)[2]),
+    "index_weights must be .* torch.float64, got .* torch.float32": (
+        *index()[:2],
+        [x.float() for x in index()[2]],
+    ),
+    "index_q must be a tensor": ([None, None], *index()[1:]),
+    "index_q and index_k, .* must divide": (*index(3, 2),),
+    "give a list with a tensor of each": (index()[0][:1], *index()[1:]),
+}
+
+
+@pytest.mark.parametrize("words", INDEX)
+def test_index_tensors_that_are_refused(words):
+    with pytest.raises(ValueError, match=words):
+        select(*INDEX[words], rule=MSA if "Msa" in words else "dsa")
+
+
+def attend(selections, q=None, **named):
+    sizes = (4, D), (2, D), (2, D)
+    options = {"groups": GROUPS} | named
+    return mb.sparse_attention(*(q or tensors(*sizes)), selections, **options)
+
+
+def changed(**fields):
+    return [replace(each, **fields) for each in select()]
+
+
+def with_ids(change):
+    ids = select()[0].ids.clone()
+    return changed(ids=change(ids))
+
+
+ATTENDING = {
+    "selection must be an mb.Selection": lambda: attend([None, None]),
+    "ids must be int32": lambda: attend(with_ids(torch.Tensor.long)),
+    "ids must be -1 or units below 32, got -1 to 32": lambda: attend(
+        with_ids(lambda x: x.masked_fill(x == 2, 32))),
+    "ids must be -1 or units below 32, got -2": lambda: attend(with_ids(lambda x: x - 1)),
+    "at least one place, got": lambda: attend(with_ids(lambda x: x[..., :0])),
+    "must ascend": lambda: attend(with_ids(lambda x: x.flip(-1))),
+    "ids of \\(12, 1\\) rows": lambda: attend(with_ids(lambda x: x[:12])),
+    "3 selections of a row must divide the 4": lambda: attend(
+        with_ids(lambda x: x.expand(-1, -1, 3, -1))),
+    "block must be a positive divisor": lambda: attend(changed(block=5)),
+    "made for layout .*Contiguous": lambda: attend(
+        changed(layout=mb.layout.make("contiguous", cp_size=2)), groups=None, plan=PLAN),
+    "made for mask Full": lambda: attend(changed(mask=mb.masks.Full()), groups=None, plan=PLAN),
+    "kernel must be one of auto, aten, triton, reference": lambda: attend(
+        select(), kernel="flash"),
+    "kernel triton (needs the package triton|runs on cuda tensors, got cpu)": lambda: attend(
+        select(), kernel="triton"),
+    "value_width is for v=None": lambda: attend(select(), value_width=2),
+    "number of columns of k below its width 4": lambda: attend(
+        select(), [*tensors((4, D), (1, D)), None], value_width=4),
+    "sink must be a floating tensor": lambda: attend(select(), sink=torch.ones(3)),
+    "plan: sparse attention has no softcap": lambda: attend(
+        select(), groups=None, plan=mb.prepare(
+            *tensors((4, D), (2, D), (2, D)), groups=GROUPS, layout=LAYOUT, softcap=2.0,
+            kernel="reference")),
+    "algorithm: a selection stays": lambda: attend(select(), algorithm="tile"),
+}  # fmt: skip
+PLAN = mb.prepare(*tensors((4, D), (2, D), (2, D)), groups=GROUPS, layout=LAYOUT)
+
+
+@pytest.mark.parametrize("words", ATTENDING)
+def test_attention_that_is_refused(words):
+    with pytest.raises(ValueError, match=words):
+        ATTENDING[words]()
+
+
+def test_a_plan_has_the_scale():
+    given = tensors((4, D), (2, D), (2, D))
+    for x in given[0]:
+        x.copy_(torch.arange(x.numel()).view_as(x) / 50)
+    given[1] = [torch.arange(x.numel()).view_as(x) / 50.0 for x in given[1]]
+    given[1] = [x.double() for x in given[1]]
+    given[2] = given[1]
+    plan = mb.prepare(*given, groups=GROUPS, layout=LAYOUT, softmax_scale=0.3)
+    (mine, *_), (other, *_) = (
+        mb.sparse_attention(*given, select(), **named)
+        for named in ({"plan": plan}, {"groups": GROUPS, "scale": 0.3})
+    )
+    assert torch.equal(mine, other)
+    assert not torch.equal(mine, attend(select(), given)[0])
+
+
+def test_it_is_differentiated_once():
+    q, k, v = tensors((4, D), (2, D), (2, D))
+    q = [x.requires_grad_() for x in q]
+    outs = attend(select(), [q, k, v])
+    with pytest.raises(RuntimeError, match=r"mb\.sparse_attention cannot be differentiated twice"):
+        torch.autograd.grad(outs[0].sum(), q[0], create_graph=True)

@@ -1,0 +1,110 @@
+"""Selection and attention over it on gloo ranks: equal to one process, and an error where ranks
+differ."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_burst as mb
+from megatron_burst.plugins.sparse import rules
+
+S, B, D, TOP_K = 32, 2, 4, 5
+SIZES = (3, D), (1, D), (3,), (4, D), (2, D), (2, D), (4, D)
+LAYERS = 2
+
+
+def trained(groups, rank):
+    """ids, outs and gradients of two layers of this rank, the second backward first."""
+    layout = mb.layout.make("zigzag", cp_size=groups.size)
+    make = torch.Generator().manual_seed(0)
+    whole = [torch.randn(S, B, *size, generator=make, dtype=torch.float64) for size in SIZES]
+    each = [[mb.shard(x, layout, r) for r in rank] for x in whole]
+    if not isinstance(groups, type(mb.Groups.in_process(intra=1))):
+        each = [shards[0] for shards in each]
+    *index, q, k, v, dout = each
+    for t in (q, k, v):
+        [x.requires_grad_() for x in (t if isinstance(t, list) else [t])]
+    plan = mb.prepare(q, k, v, groups=groups, layout=layout)
+    found = [mb.select(*index, rule="dsa", top_k=TOP_K, plan=plan, label=n) for n in range(LAYERS)]
+    outs = [mb.sparse_attention(q, k, v, each, plan=plan, label=n) for n, each in enumerate(found)]
+    for out in reversed(outs):
+        torch.autograd.backward(out, dout)
+    lists = [x if isinstance(x, list) else [x] for x in (found[0], outs[0], q, k, v)]
+    return [
+        (s.ids, out.detach(), *(t.grad for t in qkv)) for s, out, *qkv in zip(*lists, strict=True)
+    ]
+
+
+def on_this_rank():
+    groups = mb.Groups.flat(dist.group.WORLD)
+    return trained(groups, [groups.rank])[0]
+
+
+def test_ranks_of_their_own_find_what_one_process_finds(ranks):
+    wanted = trained(mb.Groups.in_process(intra=2), [0, 1])
+    for found, of_rank in zip(ranks(2).run(on_this_rank), wanted, strict=True):
+        assert torch.equal(found[0], of_rank[0])
+        for mine, other in zip(found[1:], of_rank[1:], strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+def error_of(fault):
+    """The error of this rank where the second is at fault, or where ranks differ."""
+    groups = mb.Groups.flat(dist.group.WORLD)
+    layout = mb.layout.make("zigzag", cp_size=2)
+    *index, q, k, v, _ = (torch.ones(S // 2, B, *size) for size in SIZES)
+    second = groups.rank == 1
+    named = {"rule": "dsa", "top_k": TOP_K, "groups": groups, "layout": layout}
+    try:
+        if fault == "top_k 0":
+            mb.select(*index, **named | {"top_k": 0 if second else TOP_K})
+        if fault == "top_k differs":
+            mb.select(*index, **named | {"top_k": 4 + groups.rank})
+        if fault == "rule differs":
+            rule = rules.Qsa(block=1 + groups.rank)
+            mb.select(*index, **named | {"rule": rule})
+        found = mb.select(*index, **named)
+        if fault == "ids":
+            ids = found.ids + S * second
+            mb.sparse_attention(q, k, v, mb.Selection(ids, layout, found.mask), groups=groups)
+        if fault == "kernel differs":
+            kernel = ("aten", "reference")[groups.rank]
+            mb.sparse_attention(q, k, v, found, kernel=kernel, groups=groups)
+        plan = mb.prepare(q, k, v, groups=groups, layout=layout)
+        if fault == "lines swapped":
+            named = {"rule": "dsa", "plan": plan}
+            calls = [
+                lambda: mb.indexer_loss(*index, q, k, found, **named),
+                lambda: mb.indexer_loss(*index, q, k, found, **named),
+            ]
+            for call in calls[:: (1, -1)[second]]:
+                call()
+        if fault == "layer left out":
+            for layer in range(second, 3):
+                mb.sparse_attention(q, k, v, found, plan=plan, label=layer)
+    except (ValueError, RuntimeError) as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    {
+        "top_k 0": "rank 1: top_k must be a positive integer, got 0",
+        "top_k differs": "ranks disagree: rank 0 has top_k 4, rank 1 has top_k 5",
+        "rule differs": "ranks disagree: rank 0 has rule ('Qsa', 1",
+        "ids": "rank 1: selection: ids must be -1 or units below 32, got",
+        "kernel differs": "ranks disagree: rank 0 has sparse kernel 'aten'",
+    }.items(),
+)
+def test_every_rank_gets_the_same_error(ranks, fault, words):
+    errors = ranks(2).run(error_of, fault)
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "ValueError"
+    assert words in errors[0][1]
+
+
+@pytest.mark.parametrize("fault", ["layer left out", "lines swapped"])
+def test_ranks_out_of_step_get_an_error_and_no_number(ranks, fault):
+    errors = ranks(2).run(error_of, fault)
+    assert any(error and error[0] == "RuntimeError" for error in errors)
