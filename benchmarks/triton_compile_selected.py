@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from megatron_burst.sparse import Selection
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -29,6 +28,7 @@ from megatron_burst.layout import Span
 from megatron_burst.masks import Causal
 from megatron_burst.plugins.sparse.pairs import SelectedPairs
 from megatron_burst.plugins.sparse.selected_triton import HeadBlocks, SelectedTriton
+from megatron_burst.plugins.sparse.selection import Selection
 
 from .triton_compile import DTYPES, SHARED, Device, Made, assembled
 

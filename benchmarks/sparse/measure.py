@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron_burst.sparse import indexer, kernels, registry
 
 import megatron_burst as mb
 from benchmarks.cluster import emulated
 from benchmarks.cluster.emulated import BACKWARD
 from benchmarks.cluster.mail import LINKS, PASSES
 from benchmarks.cluster.record import Run, Work
+from megatron_burst.plugins.sparse import indexer, kernels, registry
 from megatron_burst.plugins.sparse.pairs import SelectedPairs
 
 from .gathered import Gathering

@@ -18,7 +18,7 @@ import megatron_burst as mb
 from .cases import Case
 
 Results = Iterator[tuple[str, Any]]  # name of a result, and a tensor or a number
-RULES = ("megatron_burst.plugins.sparse.rules", "megatron_burst.plugins.sparse.rules")
+RULES = ("megatron_burst.sparse.rules", "megatron_burst.plugins.sparse.rules")
 
 
 def results(case: Case, tp_group: Any = None) -> Results:

@@ -11,7 +11,7 @@ import sparse_oracle
 import torch
 
 import megatron_burst as mb
-from megatron_burst.sparse import rules as selection_rules
+from megatron_burst.plugins.sparse import rules as selection_rules
 
 from . import rules
 from .draw import GRIDS, STRIDES, Grid

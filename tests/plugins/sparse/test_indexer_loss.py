@@ -6,9 +6,9 @@ import pytest
 import sparse_oracle
 import torch
 import torch.distributed as dist
-from megatron_burst.sparse import kernels, pairs, rules
 
 import megatron_burst as mb
+from megatron_burst.plugins.sparse import kernels, pairs, rules
 
 S, B, D, TOP_K = 32, 2, 4, 5
 RULES = {"dsa": (rules.Dsa(), 3, 1), "qsa": (rules.Qsa(block=4), 3, 1),

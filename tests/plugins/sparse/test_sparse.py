@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import pytest
 import sparse_oracle
 import torch
-from megatron_burst.sparse import kernels, pairs, rules
 
 import megatron_burst as mb
 from megatron_burst.execution import ring
+from megatron_burst.plugins.sparse import kernels, pairs, rules
 
 B, D, W = 2, 4, 3
 BOUNDS = [0, 13, 20, 48]

@@ -4,10 +4,10 @@ that results are those of dense float64 matrices, what is held, and what the mod
 import pytest
 import sparse_oracle
 import torch
-from megatron_burst.sparse import indexer, kernels, registry
 
 import megatron_burst as mb
 from megatron_burst.autotune.candidates import Fixed, Workload, on_grid
+from megatron_burst.plugins.sparse import indexer, kernels, registry
 from megatron_burst.schedule.cost import Sizes
 from megatron_burst.schedule.topology import Topology
 from megatron_burst.tools.advise.account.rings import rooms

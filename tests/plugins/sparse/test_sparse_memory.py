@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from megatron_burst.sparse import kernels, pairs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_burst as mb
+from megatron_burst.plugins.sparse import kernels, pairs
 from megatron_burst.tools.advise.account.rings import rooms
 
 S, RANKS, TOP_K, WIDTH, VALUES = 256, 4, 8, 12, 8
