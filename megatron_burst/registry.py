@@ -75,6 +75,7 @@ HOOKS: Mapping[str, Hook] = {
         "a function of a `TransformerConfig`, a `BurstConfig` and the setting that asks for sparse "
         "layers, which yields each `Problem` of these layers",
     ),
+    "trees": Hook("rl", "the module `mb.trees`, which `--burst-pack trees` needs"),
     "vision_recipes": Hook("vision", "a module that is a `recipes.vision_models.VisionRecipes`"),
 }
 
@@ -102,20 +103,27 @@ def public_names() -> dict[str, tuple[str, str]]:
     }
 
 
-def required(hook: str, user: str) -> Any:
-    """What a plugin has for a hook, imported.
+def require(hook: str, user: str) -> None:
+    """Raise unless a plugin has a hook; imports nothing but entries.
 
     Args:
+        hook: a name in `HOOKS`.
         user: what cannot work without it, for the message, such as a flag.
 
     Raises:
         ValueError: if no plugin has it.
     """
-    for _, found in hooked(hook):
-        return found
-    raise ValueError(
-        f"{user} needs the plugin {HOOKS[hook].plugin} of megatron_burst, which is not installed"
-    )
+    if not any(hook in entry.hooks for entry in plugins().values()):
+        raise ValueError(
+            f"{user} needs the plugin {HOOKS[hook].plugin} of megatron_burst, which is not "
+            "installed"
+        )
+
+
+def required(hook: str, user: str) -> Any:
+    """What a plugin has for a hook, imported. Arguments and errors are those of `require`."""
+    require(hook, user)
+    return next(found for _, found in hooked(hook))
 
 
 def hooked(hook: str) -> Iterator[tuple[str, Any]]:

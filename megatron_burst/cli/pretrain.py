@@ -40,7 +40,9 @@ def run(arguments: argparse.Namespace) -> None:
     script = Path(arguments.script)
     if not script.is_file():
         raise ValueError(f"SCRIPT {script}: there is no such file")
-    if not arguments.cpu and "--help" not in arguments.arguments:
+    if arguments.cpu:
+        registry.require("cpu", "--cpu")
+    elif "--help" not in arguments.arguments:
         _check_device()
     sys.argv = [str(script), *arguments.arguments]
     sys.path[0] = str(script.resolve().parent)

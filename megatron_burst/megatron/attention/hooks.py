@@ -122,7 +122,7 @@ def _with_burst(stock: tuple[type, ...], original: Callable, /, *args: Any, **kw
         core = _replaced(core, stock)
         bound.arguments["submodules"] = dataclasses.replace(submodules, core_attention=core)
     elif burst is not None and attends(config, burst):
-        registry.required("sparse_problems", module_of(core).__name__)
+        registry.require("sparse_problems", module_of(core).__name__)
     original(*bound.args, **bound.kwargs)
 
 

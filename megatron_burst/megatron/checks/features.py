@@ -17,7 +17,7 @@ from typing import Any
 
 from ...config import OFF, BurstConfig
 from .cuda_graphs import graphs_asked
-from .problem import ConfigView, Problem, Rule, broken, excluded, flag_of_setting
+from .problem import ConfigView, Problem, Rule, broken, excluded, flag_of_setting, plugin_problems
 from .splitting import needs_ranks, splits
 
 
@@ -281,6 +281,8 @@ _PACKING = (
 
 
 def packing_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Unless `--burst-pack` can do what it is asked."""
+    """What `--burst-pack` excludes, and the plugin that trees need."""
+    if burst.pack == "trees":
+        yield from plugin_problems("trees", "--burst-pack trees", "--burst-pack off")
     if burst.algorithm != OFF and burst.pack == "documents":
         yield from broken(_PACKING, config, burst, f"--burst-pack {burst.pack}")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ... import registry
 from ...config import BurstConfig
 
 
@@ -117,6 +118,20 @@ def broken(
                 add=tuple(each.format(**known) for each in add),
                 remove=tuple(each.format(**known) for each in remove),
             )
+
+
+def plugin_problems(hook: str, user: str, *add: str) -> Iterator[Problem]:
+    """A problem if the plugin that has a hook is not installed.
+
+    Args:
+        hook: a name in `registry.HOOKS`.
+        user: the setting that needs it.
+        add: flags to use instead.
+    """
+    try:
+        registry.require(hook, user)
+    except ValueError as error:
+        yield Problem(str(error), add=add)
 
 
 class Refused(ValueError):

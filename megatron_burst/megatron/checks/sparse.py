@@ -14,7 +14,7 @@ from typing import Any
 from ... import registry
 from ...config import OFF, BurstConfig
 from ..patching import log
-from .problem import ConfigView, Problem
+from .problem import ConfigView, Problem, plugin_problems
 from .splitting import DSA, PATTERNS, splits
 
 FLAG = "--burst-sparse"
@@ -70,12 +70,9 @@ def sparse_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
                 f"all-gather, not {config.cp_comm_type}", add=(_GATHER,),
             )  # fmt: skip
         return
-    try:
-        found = registry.required("sparse_problems", what)
-    except ValueError as error:
-        yield Problem(str(error), add=(f"--context-parallel-algo {OFF}",))
-    else:
-        yield from found(config, burst, what)
+    yield from plugin_problems("sparse_problems", what, f"--context-parallel-algo {OFF}")
+    for _, problems in registry.hooked("sparse_problems"):
+        yield from problems(config, burst, what)
 
 
 def gathered(config: Any, burst: BurstConfig) -> None:

@@ -10,4 +10,5 @@ PLUGIN = Plugin(
         "rl": "api",
         "trees": "trees",
     },
+    hooks={"trees": "trees"},
 )

@@ -1,5 +1,6 @@
-"""The package as it is installed trains without tools/ and testing/: a wheel is built, both folders
-are taken out of it, and two ranks train a small model with it as with the whole tree."""
+"""The installed package trains without each plugin: a wheel is built, the folder of the plugin is
+deleted, two ranks train a small model as with the whole tree, and what needs the plugin is refused
+with an error that names it."""
 
 import json
 import os
@@ -7,13 +8,14 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LEFT_OUT = ("tools", "testing")
+PLUGINS = sorted(path.parent.name for path in ROOT.glob("megatron_burst/plugins/*/entry.py"))
 
 TRAINING = """
 import importlib.util, json, os, sys, warnings
@@ -66,9 +68,7 @@ if rank == 0 and importlib.util.find_spec("megatron"):
     import megatron_burst.megatron as burst
     burst.install()
     installed = burst.uninstall()
-loaded = [name for name in sys.modules if name.startswith("megatron_burst.t")]
-loaded = [name for name in loaded if name.split(".")[1] in ("tools", "testing")]
-print(json.dumps({"losses": losses, "installed": installed, "loaded": loaded}), flush=True)
+print(json.dumps({"losses": losses, "installed": installed}), flush=True)
 dist.destroy_process_group()
 os._exit(0)  # gloo's threads may still abort an interpreter that ends, once in hundreds of runs
 """
@@ -118,12 +118,74 @@ def test_links_of_the_readme_are_absolute_on_a_package_index(wheel):
     assert all(link.startswith("https://") for link in links)
 
 
-def test_training_needs_neither_tools_nor_testing(wheel, tmp_path):
-    for name in LEFT_OUT:
-        assert (wheel / "megatron_burst" / name).is_dir()
-        shutil.rmtree(wheel / "megatron_burst" / name)
-    without = trained(wheel, tmp_path / "without")
-    whole = trained(ROOT, tmp_path / "whole")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """What ranks print that train with the whole tree."""
+    return trained(ROOT, tmp_path_factory.mktemp("whole") / "store")
+
+
+# What needs a plugin, and raises a ValueError without it. Megatron Lite and verl import theirs.
+NEEDS = {
+    "rl": """
+import types
+from megatron_burst.megatron.checks import features
+config = types.SimpleNamespace(context_parallel_size=1)
+refuse(features.packing_problems(config, mb.BurstConfig(pack="trees")))
+""",
+    "sparse": """
+import types
+from megatron_burst.megatron.checks import sparse
+config = types.SimpleNamespace(experimental_attention_variant="dsa", context_parallel_size=2)
+refuse(sparse.sparse_problems(config, mb.BurstConfig()))
+""",
+    "testing": """
+from megatron_burst.cli import main
+sys.exit(main.main(["pretrain", "--cpu", "FOLDER/script.py"]))
+""",
+    "vision": """
+import types
+from megatron_burst.recipes.vision_models import vision_recipes
+vision_recipes(types.SimpleNamespace(vision_config=None))
+""",
+}
+REFUSING = """
+import sys
+import megatron_burst as mb
+from megatron_burst.megatron.checks.problem import refuse
+try:
+    {needs}
+except ValueError as error:
+    print(error, file=sys.stderr)
+    sys.exit(2)
+"""
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_training_needs_no_plugin(name, wheel, whole, tmp_path):
+    folder = tmp_path / "installed"
+    shutil.copytree(wheel, folder)
+    shutil.rmtree(folder / "megatron_burst" / "plugins" / name)
+    without = trained(folder, tmp_path / "store")
     assert without[0]["losses"] == without[1]["losses"] == whole[0]["losses"]
     assert without[0]["losses"][-1] < without[0]["losses"][0]
-    assert all(each["installed"] in (True, None) and not each["loaded"] for each in without + whole)
+    assert all(each["installed"] in (True, None) for each in without + whole)
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_what_needs_a_plugin_is_refused_by_name(name, wheel, tmp_path):
+    folder = tmp_path / "installed"
+    shutil.copytree(wheel, folder)
+    (folder / "script.py").touch()
+    needs = textwrap.indent(NEEDS[name].replace("FOLDER", str(folder)).strip(), "    ").strip()
+    words = f"needs the plugin {name} of megatron_burst, which is not installed"
+
+    def run():
+        return subprocess.run(
+            [sys.executable, "-c", REFUSING.format(needs=needs)], cwd=folder, timeout=240,
+            env=os.environ | {"PYTHONPATH": str(folder)}, capture_output=True, text=True,
+        )  # fmt: skip
+
+    assert words not in run().stderr
+    shutil.rmtree(folder / "megatron_burst" / "plugins" / name)
+    refused = run()
+    assert (refused.returncode, words in refused.stderr) == (2, True), refused.stderr
