@@ -124,7 +124,7 @@ MUTANTS = [
            "no head chunk ends late"),
     Mutant("autotune/pair_counts.py", "limit + rows) - summed(limit)", "limit + rows)",
            "a band is counted as if it had no lower edge of columns"),
-    Mutant("autotune/candidates.py", "seconds, rates.backward * seconds", "seconds, seconds",
+    Mutant("autotune/candidates.py", "PassWork(rates.backward * seconds", "PassWork(seconds",
            "backward computes no more than forward"),
     Mutant("schedule/sizes.py", "tokens=self.tokens * ulysses", "tokens=self.tokens",
            "ranks that share heads keep only their own rows"),
