@@ -122,7 +122,7 @@ def on_grid(
 
     nodes: whose NICs are shared, with the rates of a rank alone; None: those of the rates.
     """
-    work = GridWork(workload, topology, rates, fixed, nodes)
+    work = GridWork.of(workload, topology, rates, fixed, nodes)
     left = work.algorithms()[::-1]
     while left:
         for made in left.pop().by_chunks():
@@ -194,57 +194,89 @@ def _fewest_heads(sizes: Sizes) -> Sizes:
 SchedulesOf = Callable[[Workload, Topology, Nodes | None], GridSchedules]
 
 
+@dataclass(frozen=True, eq=False)
+class PassWork:
+    """The work of one pass, forward or backward, on one grid, for any algorithm.
+
+    pair_seconds: [G, G], seconds of computation of each rank with each chunk. call_seconds: the
+    least that a kernel call takes. adding: memory traffic besides computation. head_exchange: the
+    all-to-alls of ulysses groups.
+    """
+
+    pair_seconds: np.ndarray
+    call_seconds: float
+    adding: Adding
+    head_exchange: PassTime
+
+
+@dataclass(frozen=True, eq=False)
 class GridWork:
     """A workload on one grid: what all algorithms have in common there.
 
-    Arguments as of `on_grid`; schedules: what makes `GridSchedules`, or remembers them. at_least:
-    seconds that no candidate stays below: ranks share the pairs evenly and nothing that travels
-    takes time, but for the all-to-alls.
+    sizes: of one rank, after ulysses groups shared the heads. few_rows: the result of `_few_rows`.
     """
 
-    def __init__(
-        self,
+    workload: Workload
+    topology: Topology
+    rates: Rates
+    fixed: Fixed
+    sizes: Sizes
+    schedules: GridSchedules
+    forward: PassWork
+    backward: PassWork
+    few_rows: bool
+
+    @classmethod
+    def of(
+        cls,
         workload: Workload,
         topology: Topology,
         rates: Rates,
         fixed: Fixed,
         nodes: Nodes | None = None,
-        schedules: SchedulesOf = GridSchedules,
-    ):
+        schedules_of: SchedulesOf = GridSchedules,
+    ) -> GridWork:
+        """Prepare a workload on a grid.
+
+        Args:
+            workload, topology, rates, fixed, nodes: Same as in `on_grid`.
+            schedules_of: Makes a `GridSchedules`, or returns one that was made before.
+        """
         nodes = nodes or rates.shared
         sizes = workload.sizes.shared(topology.ulysses)
-        self.schedules = schedules(workload, topology, nodes)
-        wants = self.schedules.wants
-        assert rates.compute is not None
-        columns = sizes.width + sizes.value_width * (1 + workload.latent)
-        flops = 2.0 * sizes.heads * sizes.batch * columns
-        seconds = self.schedules.seen * (flops / rates.compute)
-        if workload.chunks > 1:
-            seconds = seconds / len(wants)  # chunks are balanced
-        self.least, self.adds = (0.0, 0.0), adding(sizes, rates.adding)
+        schedules = schedules_of(workload, topology, nodes)
+        row_chunks = len(schedules.wants)
+        seconds = _pair_seconds(workload, sizes, schedules.seen, rates, row_chunks)
+        call_seconds, memory = (0.0, 0.0), adding(sizes, rates.adding)
         if workload.attended is not None:
-            # What a call takes depends on its queries, not on the rows of the chunk.
+            # The time of a call depends on its queries, not on the rows of the chunk.
             rates = replace(rates, half_rows=0.0)
-            self.least = reading(sizes, rates.memory, workload.latent)
-            self.adds = NOTHING, NOTHING
-        self.workload, self.topology, self.rates, self.fixed = workload, topology, rates, fixed
-        self.sizes, self.grid, self.wants = sizes, self.schedules.grid, wants
-        self.seconds, self.longer = seconds, rates.backward * seconds
-        self.trained = any(sizes.needs_grad)
-        self.sharing = sharing(
-            topology, sizes, rates, len(wants) > 1, 1.0 if nodes is None else nodes.per_nic
-        )
-        self.few_rows = _few_rows(self.schedules.want, workload.sizes, sizes, rates.room)
-        self.at_least = self._at_least()
+            call_seconds = reading(sizes, rates.memory, workload.latent)
+            memory = NOTHING, NOTHING
+        per_nic = 1.0 if nodes is None else nodes.per_nic
+        exchanges = sharing(topology, sizes, rates, row_chunks > 1, per_nic)
+        forward = PassWork(seconds, call_seconds[0], memory[0], exchanges[0])
+        backward = PassWork(rates.backward * seconds, call_seconds[1], memory[1], exchanges[1])
+        few_rows = _few_rows(schedules.want, workload.sizes, sizes, rates.room)
+        return cls(workload, topology, rates, fixed, sizes, schedules, forward, backward, few_rows)
 
-    def _at_least(self) -> float:
-        rates, passes = self.rates, 1 + self.trained
-        mean = self.seconds / self.grid.size
-        computed = sum(float(mean[each.visible].sum()) for each in self.wants)
-        computed *= 1 + self.trained * rates.backward
+    @property
+    def trained(self) -> bool:
+        """Does a backward follow?"""
+        return any(self.sizes.needs_grad)
+
+    @cached_property
+    def at_least(self) -> float:
+        """Lower bound on the seconds of every candidate: ranks share the pairs evenly, and nothing
+        that travels takes time except the all-to-alls."""
+        rates, trained, wants = self.rates, self.trained, self.schedules.wants
+        mean = self.forward.pair_seconds / self.schedules.grid.size
+        computed = sum(float(mean[each.visible].sum()) for each in wants)
+        computed *= 1 + trained * rates.backward
         computed *= 1 + rates.half_rows / max(1, self.sizes.tokens)
-        heads = self.sharing[0].seconds + self.trained * self.sharing[1].seconds
-        return (computed + passes * rates.start * len(self.wants) + heads) * (1 - ROUNDING)
+        heads = self.forward.head_exchange.seconds
+        heads += trained * self.backward.head_exchange.seconds
+        return (computed + (1 + trained) * rates.start * len(wants) + heads) * (1 - ROUNDING)
 
     def algorithms(self) -> list[AlgorithmOnGrid]:
         """Those that are tried on this grid."""
@@ -252,6 +284,17 @@ class GridWork:
         if self.fixed.algorithm is None and not self.few_rows:
             names = [name for name in names if not ALGORITHMS[name].few_rows]
         return [AlgorithmOnGrid(self, name) for name in names]
+
+
+def _pair_seconds(
+    workload: Workload, sizes: Sizes, seen: np.ndarray, rates: Rates, row_chunks: int
+) -> np.ndarray:
+    """Seconds that the forward of each pair computes, [G, G]; `row_chunks` are balanced."""
+    assert rates.compute is not None
+    columns = sizes.width + sizes.value_width * (1 + workload.latent)
+    flops = 2.0 * sizes.heads * sizes.batch * columns
+    seconds = seen * (flops / rates.compute)
+    return seconds / row_chunks if workload.chunks > 1 else seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,7 +307,7 @@ class AlgorithmOnGrid:
     @property
     def counts(self) -> Sequence[int]:
         """Numbers of head chunks that may be tried, in order."""
-        return _head_chunks(self.on.sizes, self.on.fixed, self.on.grid.size == 1)
+        return _head_chunks(self.on.sizes, self.on.fixed, self.on.schedules.grid.size == 1)
 
     @property
     def at_least(self) -> float:
@@ -273,28 +316,30 @@ class AlgorithmOnGrid:
         on = self.on
         if on.workload.attended is not None or ALGORITHMS[self.algorithm].joins:
             return on.at_least
-        calls = sum(int((on.seconds[each.visible] > 0).sum()) for each in on.wants)
-        launches = (1 + on.trained) * on.rates.launch * calls / on.grid.size
+        wants, computes = on.schedules.wants, on.forward.pair_seconds > 0
+        calls = sum(int(computes[each.visible].sum()) for each in wants)
+        launches = (1 + on.trained) * on.rates.launch * calls / on.schedules.grid.size
         return on.at_least + launches * (1 - ROUNDING)
 
     @cached_property
     def busy(self) -> float:
-        """Seconds that no candidate stays below, from the schedules: those of the busiest rank or
+        """Lower bound on the seconds of every candidate, from the schedules: the busiest rank or
         port of each pass."""
-        on, count = self.on, self.counts[0]
+        seconds = self._busy(self._forward, self.on.forward)
+        if self.on.trained:
+            seconds += min(self._busy(each, self.on.backward) for each in self._backwards)
+        return seconds * (1 - ROUNDING)
 
-        def least(passes: Sequence[Prepared], backward: bool) -> float:
-            """Seconds of all chunks of rows together."""
-            seconds = on.longer if backward else on.seconds
-            how = on.rates, count, on.least[backward], on.adds[backward]
-            return on.sharing[backward].seconds + sum(
-                simulator.pass_at_least(each, on.sizes, seconds, *how) for each in passes
+    def _busy(self, passes: Sequence[Prepared], work: PassWork) -> float:
+        """Seconds of the passes of all row chunks together."""
+        rates, count = self.on.rates, self.counts[0]
+        return work.head_exchange.seconds + sum(
+            simulator.pass_at_least(
+                each, self.on.sizes, work.pair_seconds, rates, count, work.call_seconds,
+                work.adding,
             )
-
-        found = least(self._forward, False)
-        if on.trained:
-            found += min(least(each, True) for each in self._backwards)
-        return found * (1 - ROUNDING)
+            for each in passes
+        )  # fmt: skip
 
     @cached_property
     def _forward(self) -> list[Prepared]:
@@ -305,7 +350,7 @@ class AlgorithmOnGrid:
     def _backwards(self) -> list[list[Prepared]]:
         """Those of backward, for each side that is tried."""
         on, fixed = self.on, self.on.fixed.side
-        sided = ALGORITHMS[self.algorithm].sided and on.grid.size > 1
+        sided = ALGORITHMS[self.algorithm].sided and on.schedules.grid.size > 1
         sides = [fixed] if fixed else SIDES if sided else ["kv"]
         made = on.schedules.backward
         return [made(self.algorithm, on.sizes, side) for side in sides]
@@ -313,22 +358,18 @@ class AlgorithmOnGrid:
     def by_chunks(self) -> Iterator[list[Candidate]]:
         """The candidates of each number of head chunks, one for each side; no more chunks than
         shorten a call."""
-        on, theres, backs = self.on, self._forward, self._backwards
-        sizes, topology, rates = on.sizes, on.topology, on.rates
+        on, topology = self.on, self.on.topology
+        again = len(on.schedules.wants) > 1
         sent = [
-            _sent([one.schedule for one in (*theres, *each)], topology, sizes, len(on.wants) > 1)
-            for each in backs
+            _sent([one.schedule for one in (*self._forward, *each)], topology, on.sizes, again)
+            for each in self._backwards
         ]
-        before = [math.inf] * len(backs)
+        before = [math.inf] * len(self._backwards)
         for count in self.counts:
-            forward = _time(theres, sizes, on.seconds, rates, count, on.least[0], on.adds[0])
-            forward += on.sharing[0]
+            forward = self._time(self._forward, on.forward, count)
             made = []
-            for each, bytes_ in zip(backs, sent, strict=True):
-                backward = IDLE
-                if on.trained:
-                    backward = _time(each, sizes, on.longer, rates, count, on.least[1], on.adds[1])
-                    backward += on.sharing[1]
+            for each, bytes_ in zip(self._backwards, sent, strict=True):
+                backward = self._time(each, on.backward, count) if on.trained else IDLE
                 side = each[0].schedule.side
                 made.append(Candidate(
                     _named(self.algorithm, topology), side, count, topology.ulysses,
@@ -344,16 +385,15 @@ class AlgorithmOnGrid:
                 break
             before = times
 
-
-def _time(
-    passes: Sequence[Prepared], sizes: Sizes, seconds: np.ndarray, rates: Rates, count: int,
-    least: float, adds: Adding,
-) -> PassTime:  # fmt: skip
-    """The time of all chunks' passes, one after another."""
-    total = IDLE
-    for each in passes:
-        total += simulator.pass_time(each, sizes, seconds, rates, count, least=least, adding=adds)
-    return total
+    def _time(self, passes: Sequence[Prepared], work: PassWork, count: int) -> PassTime:
+        """The time of the passes of all row chunks, one after another, and of the all-to-alls."""
+        total = IDLE
+        for each in passes:
+            total += simulator.pass_time(
+                each, self.on.sizes, work.pair_seconds, self.on.rates, count,
+                least=work.call_seconds, adding=work.adding,
+            )  # fmt: skip
+        return total + work.head_exchange
 
 
 def _algorithms(workload: Workload, topology: Topology, fixed: Fixed) -> Sequence[str]:

@@ -188,13 +188,13 @@ def fastest(
     nodes: Nodes | None = None,
     schedules: SchedulesOf = GridSchedules,
 ) -> Candidate:
-    """What `best` takes, without simulating candidates that cannot be taken. schedules: as of
-    `GridWork`.
+    """What `best` takes, without simulating candidates that cannot be taken. schedules:
+    `schedules_of` of `GridWork.of`.
 
     A candidate is not simulated if its bound exceeds what ties with the fastest so far, nor if
     a simpler one is certain to tie: with the fastest so far, and with all bounds of the others.
     """
-    works = [GridWork(workload, each, rates, fixed, nodes, schedules) for each in topologies]
+    works = [GridWork.of(workload, each, rates, fixed, nodes, schedules) for each in topologies]
     left = [_Open(one, at) for at, one in enumerate(o for w in works for o in w.algorithms())]
     found: list[tuple[Candidate, int]] = []  # with the place that it has among all
     while True:

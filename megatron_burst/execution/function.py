@@ -183,6 +183,7 @@ class Attention(torch.autograd.Function):
         some = [stored and stored[i : i + 2] for i in range(0, 2 * count, 2)]
         given = jobs, calls, each, [sink] * count, some, [max_logits] * count
         with groups.running(flat[0].device.type):
+            # One rank skips `Groups.run`: `test_corridor` limits the functions on this path.
             results = groups.run(forward, *given) if groups.together else [*map(forward, *given)]
         outs, saved = zip(*results, strict=True)
         if kept is not None:
@@ -204,7 +205,7 @@ class Attention(torch.autograd.Function):
         saved = [tuple(next(rest) for _ in range(length)) for length in ctx.lengths]
         given = ctx.jobs, ctx.calls, douts, saved, [sink] * len(douts)
         with ctx.groups.running(douts[0].device.type):
-            if ctx.groups.together:
+            if ctx.groups.together:  # as in forward
                 results = ctx.groups.run(backward, *given)
             else:
                 results = [*map(backward, *given)]

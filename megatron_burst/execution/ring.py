@@ -35,10 +35,9 @@ DONE = object()
 
 
 class ChunkStore(Protocol):
-    """Where the chunks rest that a ring holds: a dict where they arrived, or `visiting.HostStore`.
+    """The received chunks that a ring keeps: a dict, or a store in host memory.
 
-    `pop` is asked for a chunk that nothing here needs any more; the message it returns is used
-    again.
+    The ring calls `pop` for a chunk that it does not need any more, and reuses the message.
     """
 
     def __setitem__(self, chunk: Chunk, message: Message, /) -> None: ...

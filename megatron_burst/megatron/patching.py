@@ -223,6 +223,11 @@ def check_version() -> None:
         )
 
 
+def path_of(cls: type) -> str:
+    """Return the module and the qualified name of a class."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 def require_parameters(function: Callable, names: Sequence[str], symbol: str) -> None:
     """Raise `RuntimeError` unless `function` takes (at least) the parameters `names`."""
     import megatron.core

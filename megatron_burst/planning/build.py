@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product, starmap
 from typing import Any
 from zlib import crc32
@@ -62,58 +63,27 @@ def make_pass(
     device: torch.device,
     deferred: bool = True,
 ) -> Pass:
-    """What `rank` runs. deferred: with own pairs last, too."""
+    """Return the pass that `rank` runs; with `deferred`, also the steps that compute own pairs
+    last."""
     program = schedule.program(rank)
     hops = [hop for boundary in program for hop in boundary.posts]
-    arriving = [hop.chunk for hop in hops if hop.dst == rank and not hop.chunk.accumulated]
-    copies = [*(Chunk(family, rank) for family in OWN), *arriving]
+    received = [hop.chunk for hop in hops if hop.dst == rank and not hop.chunk.accumulated]
+    copies = [*(Chunk(family, rank) for family in OWN), *received]
     pairs = {pair: _calls(schedule, works, copies, pair) for b in program for pair in b.pairs}
     totals = _totals(schedule, rank, hops, [call for calls in pairs.values() for call in calls])
-    maps = RowMaps(schedule.tables)
+    rows = _PassRows(name, rank, copies, received, totals, RowMaps(schedule.tables))
 
-    def target(chunk: Chunk, rows: int) -> Target:
-        total = totals[chunk[:2]]
-        whole = maps.place(total, total.rows)
-        return Target(total, whole.count, rows, maps.place(total, chunk.rows))
+    calls = {pair: tuple(rows.with_targets(call) for call in each) for pair, each in pairs.items()}
+    payloads = {hop: rows.payload(hop) for hop in hops}
+    longest = rows.longest(hops)
+    whole = {key: rows.target(total, total.rows) for key, total in totals.items()}
+    rows.maps.finish(device)
 
-    def added(call: Call) -> Call:
-        """The call with what it adds to."""
-        (_, _, query_rows, key_rows), targets = call.pair, []
-        for family, part, rows in (("out", call.queries, query_rows),
-                                   ("dquery", call.queries, query_rows),
-                                   ("dkv", call.keys, key_rows)):  # fmt: skip
-            if (family, part.owner) in totals:
-                targets.append(target(part._replace(family=family), rows & part.rows))
-        return Call(call.pair, call.queries, call.keys, call.work, tuple(targets))
-
-    def payload(hop: Hop) -> Payload:
-        chunk, leaves = hop.chunk, hop.src == rank
-        of = source = None
-        if chunk.accumulated:
-            of = target(chunk, chunk.rows)
-        elif leaves and chunk not in arriving:
-            (held,) = parts_of(copies, *chunk)
-            source = held, maps.place(held, chunk.rows)
-        digest = crc32(f"{name} {chunk}".encode())
-        packed = chunk.accumulated or hop.src != chunk.owner
-        return Payload(hop, maps.place(chunk, chunk.rows).count, digest, packed, of, source)
-
-    calls = {pair: tuple(map(added, each)) for pair, each in pairs.items()}
-    payloads = {hop: payload(hop) for hop in hops}
-    longest: dict[str, int] = defaultdict(int)
-    for hop in hops:
-        rows = maps.place(hop.chunk, hop.chunk.rows).count
-        longest[hop.chunk.family] = max(longest[hop.chunk.family], rows)
-    whole = {key: target(total, total.rows) for key, total in totals.items()}
-    maps.finish(device)
-
-    steps, own_last = (
-        tuple(_step(boundary, rank, payloads, calls) for boundary in boundaries)
-        for boundaries in (program, schedule.program(rank, own_last=True) if deferred else ())
-    )
+    steps = tuple(_step(boundary, rank, payloads, calls) for boundary in program)
+    own_last = schedule.program(rank, own_last=True) if deferred else ()
     run = Pass(
-        name, steps, own_last, whole, dict(longest),
-        Counter(hop.chunk for hop in hops if hop.src == rank),
+        name, steps, tuple(_step(boundary, rank, payloads, calls) for boundary in own_last),
+        whole, longest, Counter(hop.chunk for hop in hops if hop.src == rank),
         held_bytes(schedule.tables, program, rank, schedule.row_bytes),
     )  # fmt: skip
     if schedule.joined:
@@ -121,6 +91,66 @@ def make_pass(
 
         run = joined.joined(run, schedule, works, device)
     return run
+
+
+@dataclass(frozen=True)
+class _PassRows:
+    """The buffers of one rank in one pass, and the places of rows in them.
+
+    copies: the chunks that this rank holds: its own, then the `received` ones. totals: the result
+    of `_totals`.
+    """
+
+    name: str
+    rank: int
+    copies: Sequence[Chunk]
+    received: Sequence[Chunk]
+    totals: dict[tuple[str, int], Chunk]
+    maps: RowMaps
+
+    def target(self, chunk: Chunk, rows: int) -> Target:
+        """Return where partial results of these rows of a chunk are added."""
+        total = self.totals[chunk[:2]]
+        whole = self.maps.place(total, total.rows)
+        return Target(total, whole.count, rows, self.maps.place(total, chunk.rows))
+
+    def with_targets(self, call: Call) -> Call:
+        """Return the call with the targets of its results."""
+        results = (
+            ("out", call.queries, call.pair.query_rows),
+            ("dquery", call.queries, call.pair.query_rows),
+            ("dkv", call.keys, call.pair.key_rows),
+        )
+        targets = tuple(
+            self.target(part._replace(family=family), rows & part.rows)
+            for family, part, rows in results
+            if (family, part.owner) in self.totals
+        )
+        return Call(call.pair, call.queries, call.keys, call.work, targets)
+
+    def payload(self, hop: Hop) -> Payload:
+        """Return what a hop sends: rows of a partial result, or of a chunk that is held."""
+        chunk = hop.chunk
+        target = source = None
+        if chunk.accumulated:
+            target = self.target(chunk, chunk.rows)
+        elif hop.src == self.rank and chunk not in self.received:
+            (held,) = parts_of(self.copies, *chunk)
+            source = held, self.maps.place(held, chunk.rows)
+        digest = crc32(f"{self.name} {chunk}".encode())
+        packed = chunk.accumulated or hop.src != chunk.owner
+        return Payload(hop, self._count(chunk), digest, packed, target, source)
+
+    def longest(self, hops: Sequence[Hop]) -> dict[str, int]:
+        """Return the most rows of a chunk of each family that travels."""
+        longest: dict[str, int] = defaultdict(int)
+        for hop in hops:
+            family = hop.chunk.family
+            longest[family] = max(longest[family], self._count(hop.chunk))
+        return dict(longest)
+
+    def _count(self, chunk: Chunk) -> int:
+        return self.maps.place(chunk, chunk.rows).count
 
 
 def _calls(

@@ -329,9 +329,10 @@ def further_losses_counted(per_token, kept):
         return further_losses(per_token, kept)
 
 
-def further_losses(per_token, kept):
+def further_losses(per_token, kept, dtype=None):
     """Worst errors, against arithmetic on whole sequences, of what two further heads do on this of
-    four ranks to 32 tokens of which only ``kept`` count: (gradients, logged losses)."""
+    four ranks to 32 tokens of which only ``kept`` count: (gradients, logged losses). dtype: of the
+    losses, fp32 by default."""
     from types import SimpleNamespace
 
     import torch
@@ -340,13 +341,15 @@ def further_losses(per_token, kept):
 
     from megatron_burst.megatron.attention import plan_book
 
+    dtype = dtype or torch.float32
     with parallel("zigzag", context_parallel_size=4):
         group, rank = parallel_state.get_context_parallel_group(), dist.get_rank()
         plan_book._books()[weakref.ref(group), ()] = None  # as if a model's attention ran on it
         mine = [4 * chunk + i for chunk in (rank, 7 - rank) for i in range(4)]
         mask = torch.tensor([float(place in kept) for place in range(32)])
-        values = torch.arange(64.0).reshape(2, 32).sin()  # losses of the two heads, everywhere
-        hidden = torch.cat([torch.zeros(8), values[0, mine], values[1, mine]])
+        # Losses of the two heads for all tokens; the mask is fp32, as Megatron makes it.
+        values = torch.arange(64.0, dtype=dtype).reshape(2, 32).sin()
+        hidden = torch.cat([torch.zeros(8, dtype=dtype), values[0, mine], values[1, mine]])
         hidden = hidden[:, None, None].requires_grad_()
         mtp.MTPLossLoggingHelper.tracker.clear()
         config = SimpleNamespace(
@@ -369,7 +372,7 @@ def further_losses(per_token, kept):
             moved = torch.cat([mask[i + 1 :], torch.zeros(i + 1)])
             count = max(1.0, float(moved.sum()))
             weight = float(mask.sum()) if per_token else 4  # ranks' gradients: summed, or averaged
-            grad = (0.15 * weight / count * moved)[mine]
+            grad = (0.15 * weight / count * moved.to(dtype))[mine]
             got = hidden.grad[8 * (i + 1) : 8 * (i + 2), 0, 0]
             errors[0] = max(errors[0], float((got - grad).abs().max()))
             loss = float((moved * values[i]).sum()) / count
@@ -407,7 +410,7 @@ def rolled(layout, bounds):
 
 def counted_by_gpt_model(kept):
     """What GPTModel of 0.16 counts on this of four ranks when it moves a mask of 32 tokens on, with
-    a model of ours on these ranks and without."""
+    a model of ours on these ranks and without, and the dtype of the first count."""
     import torch
     from megatron.core import parallel_state
     from megatron.core.models.gpt import gpt_model
@@ -421,7 +424,7 @@ def counted_by_gpt_model(kept):
         _, stock = gpt_model.roll_tensor(mask, shifts=-1, dims=-1, cp_group=group)
         plan_book._books()[weakref.ref(group), ()] = None  # as if a model's attention ran on it
         _, ours = gpt_model.roll_tensor(mask, shifts=-1, dims=-1, cp_group=group)
-        return float(ours), float(stock)
+        return float(ours), float(stock), ours.dtype
 
 
 def kept_by_the_launcher():

@@ -1,5 +1,5 @@
-"""Core attentions that derive from Megatron's: which BurstAttention takes the place of, and what it
-is built from. `tests/recipes` and `tests/verl` train with those of Megatron-Bridge."""
+"""Core attentions that derive from Megatron's: which ones BurstAttention replaces, and with which
+arguments. `tests/recipes` and `tests/verl` train with the classes of Megatron-Bridge."""
 
 import copy
 from types import SimpleNamespace
@@ -48,13 +48,14 @@ class Sharp(DotProductAttention):
         self.softmax_scale = 3.0
 
 
-class MiMoV2FlashTEDotProductAttention(DotProductAttention):
+class ScaledValues(DotProductAttention):
     def __init__(self, config, *args, **named):
         self._attention_value_scale = 0.7
-        super().__init__(config, *args, **named)
+        DotProductAttention.__init__(self, config, *args, **named)
 
     def forward(self, query, key, value, *args, **named):
-        return super().forward(query, key, value * self._attention_value_scale, *args, **named)
+        value = value * self._attention_value_scale
+        return DotProductAttention.forward(self, query, key, value, *args, **named)
 
 
 def built(cls, number, **named):
@@ -77,14 +78,58 @@ def test_it_is_built_from_what_megatrons_class_would_get(theirs):
     assert DotProductAttention.__init__ is before
 
 
+class MoreScaledValues(ScaledValues):
+    """As Bridge's class for multi-token prediction: only a constructor more."""
+
+    def __init__(self, config, *args, **named):
+        super().__init__(config, *args, **named)
+
+
+def at_path(module, name):
+    """A class with the members of `ScaledValues` and this module and name."""
+    methods = {key: vars(ScaledValues)[key] for key in ("__init__", "forward")}
+    return type(name, (DotProductAttention,), {**methods, "__module__": module})
+
+
+BRIDGE = "megatron.bridge.models.mimo_v2_flash.modeling_mimo_v2_flash"
+
+
 def test_a_known_scale_of_values_is_kept():
-    ours = stands_for(MiMoV2FlashTEDotProductAttention, STOCK)
-    assert ours.scale == "_attention_value_scale"
-    assert built(ours, 1)[1] == {"_attention_value_scale": 0.7}
+    known = at_path(BRIDGE, "MiMoV2FlashTEDotProductAttention")
+    derived = type("MiMoV2FlashMTPTEDotProductAttention", (known,), {"__init__": known.__init__})
+    for theirs in (known, derived):
+        ours = stands_for(theirs, STOCK)
+        assert ours.scale == "_attention_value_scale"
+        assert built(ours, 1)[1] == {"_attention_value_scale": 0.7}
 
 
-@pytest.mark.parametrize("theirs", [Capped, Called, int, "a mock", None])
-def test_what_computes_something_else_is_not_replaced(theirs):
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        (Capped, r"core attention \S*test_derived.Capped: Capped overrides forward, which "),
+        (Called, r"core attention \S*test_derived.Called: Called overrides __call__, which "),
+        (MoreScaledValues, r"core attention \S*MoreScaledValues, which inherits from "
+         r"\S*test_derived.ScaledValues: ScaledValues overrides forward"),
+    ],
+)  # fmt: skip
+def test_an_unknown_override_is_refused(theirs, message):
+    with pytest.raises(ValueError, match=message) as refusal:
+        stands_for(theirs, STOCK)
+    hint = "Use DotProductAttention in the spec, or a class that overrides only __init__, or "
+    assert str(refusal.value).endswith(f"{hint}--context-parallel-algo megatron")
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(BRIDGE, "Other"), ("other", "MiMoV2FlashTEDotProductAttention")],
+)
+def test_the_known_class_is_found_by_module_and_name(module, name):
+    with pytest.raises(ValueError, match=f"{module}.{name}: {name} overrides forward"):
+        stands_for(at_path(module, name), STOCK)
+
+
+@pytest.mark.parametrize("theirs", [int, "a mock", None])
+def test_what_derives_from_no_core_attention_is_not_replaced(theirs):
     assert stands_for(theirs, STOCK) is None
 
 
@@ -104,15 +149,6 @@ class Touched(DotProductAttention):
 def test_what_a_constructor_does_besides_is_refused(theirs, message):
     with pytest.raises(ValueError, match=message):
         built(stands_for(theirs, STOCK), 1)
-
-
-def test_a_scale_that_is_read_beside_other_things_is_not_known():
-    class MiMoV2FlashTEDotProductAttention(DotProductAttention):
-        def forward(self, query, key, value, *args, **named):
-            value = value * self._attention_value_scale + self.shift
-            return super().forward(query, key, value, *args, **named)
-
-    assert stands_for(MiMoV2FlashTEDotProductAttention, STOCK) is None
 
 
 class Blind(DotProductAttention):

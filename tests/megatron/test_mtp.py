@@ -2,6 +2,7 @@
 
 import pytest
 import session
+import torch
 from megatron.core.transformer import multi_token_prediction
 from test_parity import TOLERANCE, TWO_BY_TWO, VPP, slow, worst
 
@@ -25,6 +26,14 @@ def test_losses_are_those_of_whole_sequences(four, per_token, kept):
         assert logged < 1e-6
 
 
+@pytest.mark.skipif(not SEPARATE, reason="Megatron-Core 0.16: GPTModel does it, see below")
+@pytest.mark.parametrize("per_token", [True, False])
+@pytest.mark.parametrize("kept", ["all", "middle"])
+def test_losses_of_fp64_models_are_exact(four, per_token, kept):
+    for gradients, _ in four(session.further_losses, per_token, KEPT[kept], torch.float64):
+        assert gradients < 1e-14
+
+
 @pytest.mark.skipif(not SEPARATE, reason="Megatron-Core 0.16: GPTModel does it")
 @pytest.mark.parametrize("per_token", [True, False])
 @pytest.mark.parametrize("kept", ["all", "middle", "few", "none"])
@@ -37,8 +46,9 @@ def test_what_megatron_counts_over_groups_is_not_counted_again(four, per_token, 
 @pytest.mark.skipif(SEPARATE, reason="Megatron-Core 0.16 alone")
 def test_gpt_model_counts_an_equal_share_of_all_tokens(four):
     counts = four(session.counted_by_gpt_model, KEPT["middle"])
-    assert [ours for ours, _ in counts] == [14 / 4] * 4
-    assert [stock for _, stock in counts] == [2, 4, 4, 4]
+    assert [ours for ours, _, _ in counts] == [14 / 4] * 4
+    assert [stock for _, stock, _ in counts] == [2, 4, 4, 4]
+    assert {dtype for _, _, dtype in counts} == {torch.float64}
 
 
 DOCUMENTS = {

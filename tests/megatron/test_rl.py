@@ -143,7 +143,7 @@ def test_a_loss_under_no_grad_is_refused(four):
 def test_parameters_of_a_tree_mean_nothing_to_others(four):
     equal, hashes, different, error = four(trajectories.read_by_others)[0]
     assert (equal, hashes, different) == (True, True, False)
-    assert "cu_seqlens must start at 0" in error
+    assert "is a copy of the cu_seqlens of a prefix tree" in error
 
 
 def test_trees_of_megatrons_pull_request_are_refused_by_name():

@@ -171,7 +171,7 @@ def test_layers_without_an_attention_to_replace_are_refused(llama):
     from megatron_burst.recipes import apply_burst
 
     for layers, message in (
-        (own_attention, "core attention Theirs, and BurstAttention can take the place of DotProd"),
+        (own_attention, r"core attention \S*\.Theirs: Theirs overrides forward"),
         (no_attention, "no attention of Megatron's to replace, only Whole.* algorithm megatron"),
     ):
         recipe = llama()

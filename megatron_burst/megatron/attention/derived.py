@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BurstAttention in the place of a core attention that derives from Megatron's.
+"""BurstAttention in place of a core attention that derives from Megatron's.
 
-Megatron-Bridge has such classes for models whose layers differ (Gemma 3, MiMo-V2-Flash): each
-changes the configuration for its layer, windows and sinks for instance, and hands the rest to
-Megatron's class. What it hands over is what BurstAttention is built from, so whatever the version
-of Bridge decides for a layer holds here too.
+Megatron-Bridge has such classes for models whose layers differ (Gemma 3 and 4, MiMo-V2-Flash). Each
+changes the configuration for its layer, for example windows and sinks, and passes it to Megatron's
+class. BurstAttention is built from the arguments that Megatron's class would get, so it follows the
+choices of any version of Bridge.
+
+A class may override `__init__`. `_VALUE_SCALES` lists the classes whose `forward` is known. Every
+other override is refused.
 """
 
 from __future__ import annotations
@@ -19,53 +22,73 @@ from .. import patching
 from .core_attention import AttentionCall, BurstCoreAttention
 from .plan_book import WHOLE, RowChunking
 
-# Attributes of classes that multiply values by a number before Megatron's class gets them.
-_SCALES = {"MiMoV2FlashTEDotProductAttention": "_attention_value_scale"}
-# What a class may define, besides its constructor, and still compute what its base does.
-_HARMLESS = {
+# Classes whose `forward` only multiplies the values by an attribute and calls the inherited one
+# (read in Bridge 0.5.0 to 0.6.0).
+_VALUE_SCALES = {
+    "megatron.bridge.models.mimo_v2_flash.modeling_mimo_v2_flash.MiMoV2FlashTEDotProductAttention":
+        "_attention_value_scale",
+}  # fmt: skip
+# Attributes that a class may have: its constructor, and what Python adds to every class.
+_ALLOWED = {
     "__init__", "__module__", "__doc__", "__qualname__", "__annotations__", "__annotate__",
     "__annotate_func__", "__annotations_cache__", "__firstlineno__", "__static_attributes__",
 }  # fmt: skip
 
 
 def stands_for(theirs: Any, stock: tuple[type, ...]) -> type | None:
-    """The class that takes the place of `theirs`; None where that is not known to be exact.
+    """Return the BurstAttention class that replaces `theirs`, if it derives from `stock`.
 
-    theirs: what a layer spec names as core attention. stock: Megatron's classes. Between the two
-    only constructors may differ, and what `_SCALES` knows.
+    Args:
+        theirs: The core attention of a layer spec.
+        stock: Megatron's core attentions.
+
+    Returns:
+        A subclass of `DerivedCoreAttention`, or None if `theirs` derives from no class of `stock`.
+
+    Raises:
+        ValueError: A class between `theirs` and `stock` overrides a method that is not known.
     """
-    if not isinstance(theirs, type):
-        return None
-    mro = theirs.__mro__
+    mro = theirs.__mro__ if isinstance(theirs, type) else ()
     base = next((cls for cls in mro if cls in stock), None)
     if base is None:
         return None
     scale = None
     for cls in mro[: mro.index(base)]:
-        changed = vars(cls).keys() - _HARMLESS
-        if cls.__name__ in _SCALES and _only_scales(cls):
-            scale = _SCALES[cls.__name__]
-            changed -= {"forward"}
-        if changed:
-            return None
-    words = {"theirs": theirs, "stock": base, "scale": scale}
-    return type(f"Burst{theirs.__name__}", (DerivedCoreAttention,), words)
+        overridden = vars(cls).keys() - _ALLOWED
+        if known := _VALUE_SCALES.get(patching.path_of(cls)):
+            scale = known
+            overridden -= {"forward"}
+        if overridden:
+            raise ValueError(_unknown_override(theirs, cls, sorted(overridden), stock))
+    members = {"theirs": theirs, "stock": base, "scale": scale}
+    return type(f"Burst{theirs.__name__}", (DerivedCoreAttention,), members)
 
 
-def _only_scales(cls: type) -> bool:
-    """Whether the forward of a class of `_SCALES` reads nothing but the scale."""
-    code = getattr(vars(cls).get("forward"), "__code__", None)
-    known = {_SCALES[cls.__name__], "super", "forward"}
-    return code is not None and set(code.co_names) <= known
+def _unknown_override(
+    theirs: type, cls: type, overridden: list[str], stock: tuple[type, ...]
+) -> str:
+    inherits = "" if cls is theirs else f", which inherits from {patching.path_of(cls)}"
+    return (
+        f"the layer spec has the core attention {patching.path_of(theirs)}{inherits}: "
+        f"{cls.__name__} overrides {', '.join(overridden)}, which BurstAttention would not run. "
+        f"Use {' or '.join(one.__name__ for one in stock)} in the spec, or a "
+        "class that overrides only __init__, or --context-parallel-algo megatron"
+    )
 
 
 class DerivedCoreAttention(BurstCoreAttention):
-    """BurstAttention with what `theirs`, derived from `stock`, makes of a layer's configuration.
+    """BurstAttention with the configuration that `theirs` makes for a layer.
 
-    theirs, stock, scale: of each class that `stands_for` makes. scale: the attribute of `theirs`
-    by which values are multiplied, or None. Arguments, shapes and errors as of
-    `BurstCoreAttention`; `ValueError` also for chunks of rows where values are scaled, and where
-    `theirs` sets attributes that are not known here.
+    Arguments and shapes are those of `BurstCoreAttention`. `stands_for` sets the class attributes.
+
+    Attributes:
+        theirs: The class of the layer spec.
+        stock: Megatron's class from which `theirs` derives.
+        scale: The attribute of `theirs` by which values are multiplied, or None.
+
+    Raises:
+        ValueError: Row chunks are chosen and values are scaled, or `theirs` sets attributes that
+            are not known here. Also the errors of `BurstCoreAttention`.
     """
 
     theirs: type

@@ -146,10 +146,11 @@ def _in_group_of_batch(original: Callable, self: Any, *args: Any, **kwargs: Any)
 
 
 def _replaced(core: Any, stock: tuple[type, ...]) -> Any:
-    """Our core attention in place of Megatron's own, given as a class or as its `ModuleSpec`.
+    """Return our core attention in place of Megatron's, given as a class or as its `ModuleSpec`.
 
-    Raises `ValueError` for a core attention that does not derive from Megatron's, or changes more
-    than how it is built: it would see only the tokens of its rank, or split them in its own way.
+    Raises:
+        ValueError: The core attention does not derive from Megatron's, or it overrides more than
+            `__init__`. It would attend only to the tokens of its rank, or split them differently.
     """
     module = module_of(core)
     if isinstance(module, type) and issubclass(module, BurstCoreAttention):
@@ -162,11 +163,11 @@ def _replaced(core: Any, stock: tuple[type, ...]) -> Any:
             "--context-parallel-algo megatron"
         )
     if ours is None:
-        names = " and ".join(one.__name__ for one in stock)
+        names = " or ".join(one.__name__ for one in stock)
         raise ValueError(
-            f"the layer spec has the core attention {getattr(module, '__name__', module)}, and "
-            f"BurstAttention can take the place of {names} only, and of classes that change only "
-            "how they are built: change the spec, or take --context-parallel-algo megatron"
+            f"the layer spec has the core attention {patching.path_of(module)}, which does not "
+            f"derive from {names}, so BurstAttention cannot replace it. Use one of these in the "
+            "spec, or a class that overrides only __init__, or --context-parallel-algo megatron"
         )
     return ours if core is module else dataclasses.replace(core, module=ours)
 

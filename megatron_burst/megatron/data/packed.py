@@ -307,6 +307,12 @@ def _increasing(name: str, values: torch.Tensor, total: int) -> np.ndarray:
             f"{name} of shape {tuple(values.shape)}: packed sequences need --micro-batch-size 1"
         )
     ends = ends[: len(np.trim_zeros(ends + 1, "b"))]  # NeMo pads to its longest with -1
+    if len(ends) == 2 and ends[0] == 0 and ends[1] < -1:
+        raise ValueError(
+            f"{name} {ends.tolist()} is a copy of the cu_seqlens of a prefix tree, which is found "
+            "by the tensor itself; pass the PackedSeqParams of TreePack.params to every layer "
+            "without copying its tensors"
+        )
     if len(ends) < 2 or ends[0] != 0 or (np.diff(ends) < 0).any() or ends[-1] > total:
         raise ValueError(
             f"{name} must start at 0, never decrease and end by the {total} tokens of the pack, "

@@ -5,9 +5,16 @@ Megatron computes angles of all positions, fp32 [S, 1, 1, d], and cuts them: 10 
 tokens of width 128, once per length and, with multi-latent attention, per layer. Here a table is
 made of the positions that the rank holds, and shared by all layers whose angles are the same.
 
-The rows of a packed batch are known only where the angles are applied. Up to there a *blank*
-travels: NaN, of the shape that Megatron's table would have and with a storage of one number. Code
-that takes a blank for a table gets NaN, and not wrong angles.
+The rows of a packed batch are known only where the angles are applied. Until then Megatron passes a
+*blank*: NaN, of the shape of Megatron's table and with a storage of one number.
+
+A blank is recognized by the address of its storage, because the tensor is the only thing that
+Megatron passes from the rotary embedding to the function that applies it: this function gets no
+`PackedSeqParams`, and a model may have several rotary embeddings. Views, `detach` and recomputation
+keep the address. An attribute or a subclass of the tensor would not survive them, and a number
+stored in the tensor would have to be read from the GPU in every layer. `RotaryTables` keeps the
+storage until `uninstall`, so no other tensor can have the address. A copy raises `ValueError`, and
+code that uses a blank as a table gets NaN, not wrong angles.
 
 Shape letters: S tokens of the whole sequence, d rotary width.
 """

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that derive from `TransformerLayer` and have a forward of their own.
+"""Refuse flags that have no effect in a layer class that overrides methods of `TransformerLayer`.
 
-What our flags change of a layer is changed in methods of `TransformerLayer`. A class that replaces
-such a method, and does not call the one that it replaces, would train without what the flag asks
-for, and nothing would say so. Decides, from the code of a class alone, which flags those are; they
-are refused when the layer is built.
+Some flags take effect in a method of `TransformerLayer`. A subclass that overrides this method and
+does not call the inherited one would train without the flag, and without an error. `_STILL_RUN`
+lists the overrides that are known to run the inherited method. For every other class with an
+override the flag is refused when the layer is built.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
-from types import CodeType
 from typing import Any
 
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -19,9 +17,16 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from ...config import BurstConfig
 from ..checks.problem import Problem, report
 from ..checks.splitting import attends
-from ..patching import PatchSet, given_to, user_error
+from ..patching import PatchSet, given_to, path_of, user_error
 
-# (flag, choice, its value where nothing is asked for, the method in which it takes effect)
+_HOME = "megatron.core.transformer.transformer_layer"
+# Methods of TransformerLayer that run although the class overrides them or `forward`.
+_STILL_RUN = {
+    f"{_HOME}.MoETransformerLayer": ("_forward_mlp",),
+    # Its forward calls both methods, but not the inherited forward.
+    f"{_HOME}.HyperConnectionTransformerLayer": ("_forward_attention", "_forward_mlp"),
+}
+# (flag, option, its default, the method in which it takes effect)
 _TAKE_EFFECT = (
     ("--burst-sequence-chunks", "sequence_chunks", 1, "_forward_attention"),
     ("--burst-mlp-tiles", "mlp_tiles", 1, "_forward_mlp"),
@@ -30,7 +35,7 @@ _TAKE_EFFECT = (
 
 
 def patch(patches: PatchSet) -> None:
-    """Add to a set of patches what refuses flags that a layer would not honour."""
+    """Add the check of `TransformerLayer` subclasses to a set of patches."""
     patches.wrap(TransformerLayer, "__init__", ["config"], _refusing)
 
 
@@ -45,40 +50,30 @@ def _refusing(original: Callable, self: Any, *args: Any, **named: Any) -> None:
 
 
 def own_forward_problems(layer: type, config: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """The choices that would have no effect in layers of this class.
+    """Yield the options that may have no effect in layers of this class.
 
-    Of layers that are recomputed whole, what goes to the host goes there around their forward.
+    With full recomputation, offloading takes place outside the layer's forward.
     """
-    whole = getattr(config, "recompute_granularity", None) == "full"
-    for flag, name, unasked, method in _TAKE_EFFECT:
-        value = getattr(burst, name)
-        around = whole and name == "offload"
-        if value != unasked and not around and not _reaches(layer, method):
+    fully_recomputed = getattr(config, "recompute_granularity", None) == "full"
+    for flag, option, default, method in _TAKE_EFFECT:
+        value = getattr(burst, option)
+        if value == default or (fully_recomputed and option == "offload"):
+            continue
+        override = _override_of(layer, method)
+        if override is not None:
             yield Problem(
-                f"{flag} {value}: layers are {layer.__name__}, whose {method} is not that of "
-                "Megatron's TransformerLayer, in which this takes effect",
+                f"{flag} {value}: layers are {layer.__name__}, whose {override} may not run "
+                f"TransformerLayer.{method}, in which the flag takes effect",
                 remove=(flag,),
             )
 
 
-def _reaches(layer: type, method: str) -> bool:
-    """Whether a forward of the layer runs `TransformerLayer`'s method."""
-    whole = _passes_on(layer, "forward") or method in _names(_code(layer, "forward"))
-    return _passes_on(layer, method) and whole
-
-
-def _passes_on(layer: type, method: str) -> bool:
-    """Whether each class that replaces the method calls the one that it replaces."""
-    derived = layer.__mro__[: layer.__mro__.index(TransformerLayer)]
-    own = [_code(cls, method) for cls in derived if method in vars(cls)]
-    return all({"super", method} <= _names(code) for code in own)
-
-
-def _code(cls: type, method: str) -> CodeType:
-    return inspect.unwrap(getattr(cls, method)).__code__
-
-
-def _names(code: CodeType) -> set[str]:
-    """Names that a function reads, and those of the functions in it."""
-    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return set(code.co_names).union(*map(_names, inner))
+def _override_of(layer: type, method: str) -> str | None:
+    """Return the overridden method because of which `TransformerLayer`'s `method` may not run."""
+    for cls in layer.__mro__[: layer.__mro__.index(TransformerLayer)]:
+        if method in _STILL_RUN.get(path_of(cls), ()):
+            continue
+        for name in (method, "forward"):
+            if name in vars(cls):
+                return f"{name} ({path_of(cls)})"
+    return None

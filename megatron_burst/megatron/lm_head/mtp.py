@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-token prediction: losses averaged over whole sequences instead of each rank's part.
+"""Multi-token prediction: average losses over whole sequences instead of over each rank's part.
 
 Megatron divides the loss of a further head by the tokens of one rank and then averages over ranks.
-With uneven masks (already the last token counts on one rank only) the loss and its gradient depend
-on how a sequence is split. Here the counts are those of the context-parallel group, so the result
-is that of one rank with the whole sequence. A Megatron that counts over the group itself is left
-alone: a probe, once per group, tells.
+With uneven masks the loss and its gradient depend on how a sequence is split: even with a mask of
+ones, the last token counts on one rank only. This module replaces the counts by those of the
+context-parallel group, so the result equals that of one rank with the whole sequence. It changes
+nothing in a Megatron that counts over the group itself, which `_counts_groups` detects.
 
 Shape letters: s tokens of this context-parallel rank, b batch.
 """
@@ -29,7 +29,7 @@ _NOTE = "mtp counts of groups"
 
 
 def patch(patches: patching.PatchSet) -> None:
-    """Add to a set of patches what counts tokens over context-parallel groups."""
+    """Add the counts of context-parallel groups to a set of patches."""
     if not hasattr(mtp, "process_mtp_loss"):  # up to 0.16 this code is in GPTModel
         roll = require_function(gpt_model, "roll_tensor", ["tensor", "cp_group"])
         patches.replace(gpt_model, "roll_tensor", functools.partial(_counting, roll))
@@ -65,13 +65,16 @@ def _next(mask: torch.Tensor, group: Any, packed: Any) -> torch.Tensor:
 
 
 def _normalized(original: Callable, *args: Any, **named: Any) -> Any:
-    """process_mtp_loss with the counts of the group.
+    """Run process_mtp_loss with the counts of the group.
 
-    Megatron divides each head's loss by the rank's own count, clamped to 1. Multiplying the loss
-    by own count / group's count undoes that, and the factor of the group's size makes up for
-    the average over ranks. With `calculate_per_token_loss` Megatron also multiplies by the
-    rank's count before rolling, which may be 0 where the rolled one is not. It therefore gets a
-    configuration without that option whose scaling factor contains the group's count.
+    Megatron divides each head's loss by the rank's own count, clamped to 1. The factor own count /
+    group's count undoes this division, and the factor group size undoes the average over ranks.
+    With `calculate_per_token_loss` Megatron also multiplies by the rank's count before rolling,
+    which may be 0 when the rolled count is not 0. It therefore gets a configuration without this
+    option, whose scaling factor contains the group's count.
+
+    The factors are fp64 scalars, so that they do not round the losses of fp64 models. Losses keep
+    their own dtype.
     """
     bound = bound_to(original, args, named)
     given = bound.arguments
@@ -89,7 +92,7 @@ def _normalized(original: Callable, *args: Any, **named: Any) -> Any:
     inputs = given.get("mtp_input_mask")
     inputs = None if inputs is None else inputs.to(mask.dtype)
     masks = [mask, *head_masks(mask, config.mtp_num_layers, group, packed, inputs)]
-    own = torch.stack([mask.sum() for mask in masks]).float()
+    own = torch.stack([mask.sum() for mask in masks]).double()
     whole = own.clone()
     torch.distributed.all_reduce(whole, group=group)
     factors = iter(group.size() * own[1:].clamp(min=1) / whole[1:].clamp(min=1))
@@ -103,10 +106,17 @@ def _normalized(original: Callable, *args: Any, **named: Any) -> Any:
 
 
 def _counts_groups(original: Callable, given: dict[str, Any], group: Any) -> bool:
-    """Whether process_mtp_loss itself divides by the counts of the group; a collective, once.
+    """Return whether process_mtp_loss itself divides by the counts of the group.
 
-    It is asked for the gradients of two rows on the first rank and one on the others: by counts of
-    the rank those of every rank sum to the same.
+    The first call for a group is a collective: process_mtp_loss computes the gradients of two
+    counted rows on the first rank and of one on the others. If it divides by the counts of the
+    rank, the gradients of every rank have the same sum.
+
+    The probe stays because nothing that sets the counts works in every Megatron. Counts returned
+    by `roll_tensor` are not read if heads also have an input mask, and are summed once more by a
+    Megatron that reduces them over the group (pull request 7498). Code in place of
+    `process_mtp_loss` would leave out loss terms and logging that later versions add to it. Version
+    numbers do not identify a branch or a patched copy.
     """
     known = patching.notes().setdefault(_NOTE, [])
     for one, answer in known:
@@ -144,16 +154,16 @@ def _counts_groups(original: Callable, given: dict[str, Any], group: Any) -> boo
 
 
 def _unmoved(tensor: Any, *args: Any, **named: Any) -> Any:
-    """roll_tensor of the probe, which leaves every row where it is; of a list it tells no sums."""
+    """Replace roll_tensor in the probe: leave every row in its place; lists get no sums."""
     return (tensor, tensor.sum()) if isinstance(tensor, torch.Tensor) else tensor
 
 
 def _counting(original: Callable, *args: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """roll_tensor whose count is that of the whole group, divided by its size."""
+    """Run roll_tensor, and return the count of the whole group divided by its size."""
     moved, count = mtp.roll_tensor(*args, **named)  # looked up: it depends on the layout
     group = given_to(original, args, named).get("cp_group")
     if group is None or group.size() == 1 or not splits_attention(group):
         return moved, count
-    count = count.float()
+    count = count.double()
     torch.distributed.all_reduce(count, group=group)
     return moved, count / group.size()

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefix tree as a packed batch: the `PackedSeqParams` that stand for it, and its rows on ranks.
+"""A prefix tree as a packed batch: its `PackedSeqParams`, and its rows on ranks.
 
-Data path, rotary embedding and attention ask `packed` for the pack of a `PackedSeqParams`. That of
-a tree has the tree's mask, its positions along paths, and a balanced layout of its own, whatever
-the layout of the run. Cumulative lengths cannot describe a tree, so those of its parameters are a
-token by which the pack is found. Code of Megatron that read them as lengths would compute something
-else: their values are none that any of our functions accept.
+Data path, rotary embedding and attention get the pack of a `PackedSeqParams` from `packed`. The
+pack of a tree has the tree's mask, its positions along paths, and a balanced layout of its own,
+independent of the layout of the run.
+
+Cumulative lengths cannot describe a tree, so the `cu_seqlens` of a tree only identify its pack: the
+registry `packed.packs()` finds the pack by the identity of this tensor. A field or a subclass of
+`PackedSeqParams` cannot carry the pack, because Megatron passes only `cu_seqlens` to the function
+that applies rotary embeddings. Views have the same base but are other tensors, so they are not
+recognized, nor are copies: their values [0, -tokens] are no lengths, and all our functions refuse
+them by name.
 """
 
 from __future__ import annotations
@@ -86,8 +91,11 @@ class TreePack(Pack):
         raise ValueError("prefix trees: multi-token prediction wants one next token for each")
 
     def params(self, device: torch.device) -> Any:
-        """The `PackedSeqParams` that stand for the tree. As Megatron's loops do it, give the same
-        object to all layers, also when they run again in backward."""
+        """Return the `PackedSeqParams` of the tree.
+
+        Pass the same object to all layers, also when they run again in backward. Megatron's loops
+        do so.
+        """
         known_by = torch.tensor([0, -self.total], dtype=torch.int32, device=device)
         packs().note(known_by, self)
         packs().note_cut(self)

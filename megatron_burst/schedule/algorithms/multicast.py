@@ -42,7 +42,7 @@ class _Edges(NamedTuple):
 
     way; above: the node of `src`; from_owner: is it the owner that sends? crosses: does it go to
     another node's gate? peers, gates: the receivers as indices of [ways, ranks] and [ways, nodes],
-    flat. through: as of `Ways._through`.
+    flat. through: as of `Paths._through`.
     """
 
     way: np.ndarray
@@ -70,12 +70,13 @@ def tables_of(ways: Ways) -> Tables:
     """The tables of these ways."""
     demand, steps = ways.demand, int(ways.step.max()) + 1
     parts = [ways.copies(), *([ways.gradients()] if demand.gradients else [])]
-    return demand.as_tables(steps, ways.pairs(), parts, ways.bundles)
+    return demand.as_tables(steps, ways.pairs(), parts, ways.paths.bundles)
 
 
-class _Paths:
-    """Where all rows go: a line per way, that is for rows of one owner that travel alike. The same
-    in every pass in which that side travels.
+class Paths:
+    """The paths of all rows, with a line for each way: rows of one owner that travel alike.
+
+    All passes in which this side travels share one object.
 
     owner, node: of the rows. home: bool [ways, nodes], is it the owner's node? gate: [ways, nodes],
     who gets the rows for a node; of the owner's node the owner, or the peer that carries them.
@@ -104,8 +105,8 @@ class _Paths:
         ranks = np.arange(grid.size)
         self.peer = ranks % width != rail
         direct = self.home & ~found.handed[first][:, None]
-        self.served = ~(self._of_ranks(direct) & self.peer)
-        self.of_pairs = self._by_owner(self.use)
+        self.served = ~(self.of_ranks(direct) & self.peer)
+        self.of_pairs = self.by_owner(self.use)
         self.hops = self._edges(self.use)
 
     def _depth(self) -> np.ndarray:
@@ -137,25 +138,25 @@ class _Paths:
 
     def _through(self, use: np.ndarray) -> np.ndarray:
         """[ways, nodes]: of these rows, those that the gate needs for itself or passes on."""
-        through = np.bitwise_or.reduce(self._by_node(use * self.served), axis=2)
-        for way, node, above in self._levels(through):
+        through = np.bitwise_or.reduce(self.by_node(use * self.served), axis=2)
+        for way, node, above in self.levels(through):
             np.bitwise_or.at(through, (way, above), through[way, node])
         return through
 
-    def _levels(self, through: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def levels(self, through: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Way, node and the node before of all gates through which something goes: the farthest
         first. Read anew at each level."""
         for depth in range(int(self.depth.max(initial=0)), 0, -1):
             way, node, _ = _where((self.depth == depth) & (through != 0) & ~self.home)
             yield way, node, self.parent[way, node]
 
-    def _by_node(self, of_ranks: np.ndarray) -> np.ndarray:
+    def by_node(self, of_ranks: np.ndarray) -> np.ndarray:
         return of_ranks.reshape(-1, *self.grid)
 
-    def _of_ranks(self, of_nodes: np.ndarray) -> np.ndarray:
+    def of_ranks(self, of_nodes: np.ndarray) -> np.ndarray:
         return np.repeat(of_nodes, self.grid.intra, axis=1)
 
-    def _by_owner(self, of_ways: np.ndarray, unite: np.ufunc = np.bitwise_or) -> np.ndarray:
+    def by_owner(self, of_ways: np.ndarray, unite: np.ufunc = np.bitwise_or) -> np.ndarray:
         """int64 [owner, rank]: rows of all ways, [ways, ranks]; or what else is united."""
         found = np.zeros((self.grid.size, self.grid.size), dtype=np.int64)
         owners, first = np.unique(self.owner, return_index=True)
@@ -163,33 +164,35 @@ class _Paths:
         return found
 
 
-class Ways(_Paths):
-    """The paths of one pass, and when rows travel on them.
+class Ways:
+    """The times at which the rows of one pass travel on their paths.
 
-    step: [owner, rank], when a rank computes with a chunk. within, between: how many steps a hop
-    within a node, and one between nodes, may take.
+    paths: shared by the passes of one side. step: [owner, rank], when a rank computes with a chunk.
+    within, between: how many steps a hop within a node, and one between nodes, may take.
     """
 
     def __init__(self, demand: Demand):
-        common, key = demand.wanted.common, (_Paths, demand.side, demand.grid)
+        common, key = demand.wanted.common, (Paths, demand.side, demand.grid)
         if key not in common:
-            common[key] = _Paths(demand.travelling, demand.grid)
-        vars(self).update(vars(common[key]))
+            common[key] = Paths(demand.travelling, demand.grid)
+        self.paths: Paths = common[key]
         self.demand = demand
-        self.within, self.between = WITHIN, max(WITHIN, self.grid.intra)
+        self.within, self.between = WITHIN, max(WITHIN, self.paths.grid.intra)
         self.step = self._steps()
 
     def _steps(self) -> np.ndarray:
+        paths = self.paths
         step = self._in_turn()
         # Not before the rows can be there: every hop ends at a boundary of its own.
-        hops = np.where(self.served, self._of_ranks(self.depth) + self.peer, 1)
-        least = self._by_owner(np.where(self.use != 0, hops, 0), np.maximum)
+        hops = np.where(paths.served, paths.of_ranks(paths.depth) + paths.peer, 1)
+        least = paths.by_owner(np.where(paths.use != 0, hops, 0), np.maximum)
         return np.maximum(step, least, dtype=np.int32, casting="unsafe")
 
     def _in_turn(self) -> np.ndarray:
         """int32 [owner, rank]: nodes in rotation, the own one first, or half of it first and half
         last; within the turn of a node its ranks in rotation, without gaps."""
-        nodes, width = self.grid
+        paths = self.paths
+        nodes, width = paths.grid
         node, member, turn, place = np.ogrid[:nodes, :width, : nodes + 1, :width]
         owner = (node - turn) % nodes * width + (member - place) % width
         rank = np.broadcast_to(node * width + member, owner.shape)
@@ -198,40 +201,43 @@ class Ways(_Paths):
         before = np.cumsum(used, axis=3, dtype=np.int32) - used
         length = used.sum(axis=3, dtype=np.int32).max(axis=1)
         begin = (np.cumsum(length, axis=1, dtype=np.int32) - length)[:, None, :, None]
-        step = np.zeros((self.grid.size, self.grid.size), dtype=np.int32)
+        step = np.zeros((paths.grid.size, paths.grid.size), dtype=np.int32)
         step[owner[used], rank[used]] = (begin + before)[used]
         return step
 
     def loosen(self) -> None:
         """Let hops take as many steps as there is room for."""
+        paths = self.paths
         if self.demand.all_want_all:
             return
-        hops, step = self.hops, self.step[self.owner]
-        first = self._by_node(np.where(self.use != 0, step, step.max())).min(axis=2)
+        hops, step = paths.hops, self.step[paths.owner]
+        first = paths.by_node(np.where(paths.use != 0, step, step.max())).min(axis=2)
         at = np.concatenate([step.reshape(-1)[hops.peers], first.reshape(-1)[hops.gates]])
-        rows = self.bundles.rows_of(self.owner[hops.way], hops.rows)
-        chunks = WITHIN + 1 + (min(self.grid) > 1)  # as where all want all: a gateway one besides
+        rows = paths.bundles.rows_of(paths.owner[hops.way], hops.rows)
+        chunks = WITHIN + 1 + (min(paths.grid) > 1)  # as where all want all: a gateway one besides
         self.within = self.demand.ahead((hops.dst, at, hops.src, rows), chunks, WITHIN)
         self.between = max(self.between, self.within)
 
     def pairs(self) -> Pairs:
         """What is computed."""
-        owner, rank, at = _where(self.of_pairs)
-        step, of_pair = self.step.reshape(-1)[at], self.of_pairs.reshape(-1)[at]
+        paths = self.paths
+        owner, rank, at = _where(paths.of_pairs)
+        step, of_pair = self.step.reshape(-1)[at], paths.of_pairs.reshape(-1)[at]
         return self.demand.pairs(rank, step, owner, of_pair, own=self.step.diagonal())
 
     def copies(self) -> Transfers:
         """They land when they are needed: for a step, or to be passed on in time."""
-        hops, step = self.hops, self.step[self.owner]
+        paths = self.paths
+        hops, step = paths.hops, self.step[paths.owner]
         # When a gate needs the rows: for its own step, and to serve peers.
-        needs = (self.use != 0) & self.served
-        land = self._by_node(np.where(needs, step - self.within * self.peer, NEVER)).min(axis=2)
-        land = np.maximum(land, self.depth)
+        needs = (paths.use != 0) & paths.served
+        land = paths.by_node(np.where(needs, step - self.within * paths.peer, NEVER)).min(axis=2)
+        land = np.maximum(land, paths.depth)
         # From the farthest gates inwards: each gate needs the rows as much earlier as the hop from
         # it to the next one takes.
-        for way, node, above in self._levels(hops.through):
+        for way, node, above in paths.levels(hops.through):
             np.minimum.at(land, (way, above), land[way, node] - self.between)
-            land = np.maximum(land, self.depth)
+            land = np.maximum(land, paths.depth)
         by = np.concatenate([step.reshape(-1)[hops.peers], land.reshape(-1)[hops.gates]])
         there = np.where(hops.from_owner, 0, land[hops.way, hops.above])
         post = np.maximum(there, by - self._takes(hops))
@@ -239,11 +245,12 @@ class Ways(_Paths):
 
     def gradients(self) -> Transfers:
         """The same ways back. They leave when the last contribution to them is there."""
-        hops, step = self.hops, self.step[self.owner]
-        adds = (self.use != 0) & self.served
-        done = self._by_node(np.where(adds, step + 1 + self.within * self.peer, 0)).max(axis=2)
+        paths = self.paths
+        hops, step = paths.hops, self.step[paths.owner]
+        adds = (paths.use != 0) & paths.served
+        done = paths.by_node(np.where(adds, step + 1 + self.within * paths.peer, 0)).max(axis=2)
         # A gate's sum is complete when the last of its own ranks and of the gates behind it is in.
-        for way, node, above in self._levels(hops.through):
+        for way, node, above in paths.levels(hops.through):
             np.maximum.at(done, (way, above), done[way, node] + self.between)
         post = np.concatenate([step.reshape(-1)[hops.peers] + 1, done.reshape(-1)[hops.gates]])
         return self._transfers(True, hops, hops.dst, hops.src, post, post + self._takes(hops))
@@ -253,10 +260,11 @@ class Ways(_Paths):
         return np.where(hops.crosses, self.between, self.within).astype(np.int32)
 
     def _transfers(self, gradient, hops: _Edges, src, dst, post, land) -> Transfers:
-        family, owner = "d" * gradient + self.demand.side, self.owner[hops.way]
+        paths = self.paths
+        family, owner = "d" * gradient + self.demand.side, paths.owner[hops.way]
         moved = transfers(family, "intra", owner, hops.rows, src, dst, post, land)
         inter = np.int8(RINGS.index("inter"))
-        return moved._replace(ring=np.where(moved.between(self.grid), inter, moved.ring))
+        return moved._replace(ring=np.where(moved.between(paths.grid), inter, moved.ring))
 
 
 class _Turns(Ways):
@@ -272,8 +280,9 @@ class _Turns(Ways):
         self.between = WITHIN
 
     def _in_turn(self) -> np.ndarray:
-        node = np.arange(self.grid.size, dtype=np.int32) // self.grid.intra
-        return 1 + WITHIN * ((node - node[:, None]) % self.grid.inter)
+        paths = self.paths
+        node = np.arange(paths.grid.size, dtype=np.int32) // paths.grid.intra
+        return 1 + WITHIN * ((node - node[:, None]) % paths.grid.inter)
 
 
 def _alike(

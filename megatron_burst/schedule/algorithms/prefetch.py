@@ -30,10 +30,11 @@ class _Early(Ways):
     """Every hop takes one boundary: those of copies first, those of gradients after the steps."""
 
     def _steps(self) -> np.ndarray:
-        hops, size = self.hops, self.grid.size
+        paths = self.paths
+        hops, size = paths.hops, paths.grid.size
         land = self._arrivals
         ready = np.zeros((size, size), dtype=np.int32)
-        np.maximum.at(ready, (self.owner[hops.way], hops.dst), land)
+        np.maximum.at(ready, (paths.owner[hops.way], hops.dst), land)
         passes = ~hops.from_owner
         last = np.zeros(size, dtype=np.int32)  # boundary at which a rank passes something on
         np.maximum.at(last, hops.src[passes], land[passes] - 1)
@@ -49,25 +50,27 @@ class _Early(Ways):
     @cached_property
     def _arrivals(self) -> np.ndarray:
         """At which boundary each hop of copies ends."""
-        hops = self.hops
-        to_peers = np.where(self.served, self._of_ranks(self.depth) + 1, 1)
-        both = to_peers.reshape(-1)[hops.peers], self.depth.reshape(-1)[hops.gates]
+        paths = self.paths
+        hops = paths.hops
+        to_peers = np.where(paths.served, paths.of_ranks(paths.depth) + 1, 1)
+        both = to_peers.reshape(-1)[hops.peers], paths.depth.reshape(-1)[hops.gates]
         return np.concatenate(both).astype(np.int32)
 
     def copies(self) -> Transfers:
-        hops, land = self.hops, self._arrivals
+        hops, land = self.paths.hops, self._arrivals
         return self._transfers(False, hops, hops.src, hops.dst, land - 1, land)
 
     def gradients(self) -> Transfers:
         """The farthest gates send first; a gate that adds waits for them when it sends."""
-        hops, begin = self.hops, int(self.step.max())
-        end = begin + 1 + int(self.depth.max(initial=0))
-        depth = np.where(self.served, self._of_ranks(self.depth), 0).reshape(-1)[hops.peers]
+        paths = self.paths
+        hops, begin = paths.hops, int(self.step.max())
+        end = begin + 1 + int(paths.depth.max(initial=0))
+        depth = np.where(paths.served, paths.of_ranks(paths.depth), 0).reshape(-1)[hops.peers]
         way, above = (column[len(depth) :] for column in (hops.way, hops.above))
-        to_gate = self.gate[way, above] == hops.src[len(depth) :]
-        before = np.where(to_gate, self.depth[way, above], 0)
+        to_gate = paths.gate[way, above] == hops.src[len(depth) :]
+        before = np.where(to_gate, paths.depth[way, above], 0)
         post = np.concatenate(
-            [np.full_like(depth, begin), end - self.depth.reshape(-1)[hops.gates]]
+            [np.full_like(depth, begin), end - paths.depth.reshape(-1)[hops.gates]]
         )
         land = end - np.concatenate([depth, before])
         return self._transfers(True, hops, hops.dst, hops.src, post, land)
