@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from .recompute.tiles import tiled
     from .sparse import Selection, indexer_loss, select, sparse_attention
     from .tools.advise.advice import Advice, advise
-    from .tools.advise.forecast.faults import Faults
     from .tools.advise.settings import Settings
     from .tools.advise.shapes.model import Model
     from .tools.advise.simulate import simulate
@@ -48,7 +47,6 @@ _HOMES = {
     "BurstConfig": "config",
     "Choice": "autotune.select",
     "Cluster": "autotune.clusters",
-    "Faults": "tools.advise.forecast.faults",
     "Gpu": "autotune.gpus",
     "Groups": "comm.groups",
     "HostMemory": "recompute.host.mover",
@@ -91,7 +89,6 @@ __all__ = [
     "BurstConfig",
     "Choice",
     "Cluster",
-    "Faults",
     "Gpu",
     "Groups",
     "HostMemory",

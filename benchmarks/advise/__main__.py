@@ -23,8 +23,7 @@ from .section import Figure, Section
 # In the order of the page; each is a module with `run(fit) -> Section`.
 SECTIONS = (
     "not_fitted", "kernel_rates", "attention_fit", "burstengine_attention", "loongtrain_steps",
-    "burstengine_steps", "burstengine_memory", "fpdt", "emulated", "faults", "stragglers",
-    "contradictions",
+    "burstengine_steps", "burstengine_memory", "fpdt", "emulated", "contradictions",
 )  # fmt: skip
 SPEED = "speed"  # measured, and takes minutes: only where it is asked for
 PAGE, GUIDE, PICTURE = "advise-accuracy.md", "advise.md", "advise.png"

@@ -23,7 +23,6 @@ import numpy as np
 from ..schedule.cost import Sizes
 from ..schedule.head_shares import deferred_chunks
 from ..schedule.rings import Schedule
-from .disturbance import Disturbance
 from .exchanges import ONE_NIC, TimedExchange, Wave, Wires
 from .prepared import Prepared
 from .rates import Rates
@@ -160,7 +159,6 @@ def pass_time(
     rates: Rates,
     head_chunks: int = 1,
     wires: Wires = ONE_NIC,
-    disturbed: Disturbance | None = None,
     recording: Recording | None = None,
     least: float = 0.0,
     adding: Adding = NOTHING,
@@ -169,15 +167,12 @@ def pass_time(
 
     schedule: where it is `Prepared`, the wires are its own. seconds: float [G, G], what a device
     needs for the pair of query chunk i and key chunk j, all heads; each head chunk computes its
-    share of it. disturbed: ranks and messages that are slower. recording: told what
-    happens when. least: seconds that a call takes at least; where the schedule joins the pairs of a
-    step, they are one. adding: of its results.
+    share of it. recording: told what happens when. least: seconds that a call takes at least; where
+    the schedule joins the pairs of a step, they are one. adding: of its results.
     """
     prepared = schedule if isinstance(schedule, Prepared) else Prepared(schedule, wires)
     pairs, between = prepared.schedule.tables.pairs, prepared.between
-    of_pair, sent, taken = _costs(
-        prepared, sizes, seconds, rates, head_chunks, least, adding, disturbed
-    )
+    of_pair, sent, taken = _costs(prepared, sizes, seconds, rates, head_chunks, least, adding)
     programs = [_program(prepared, of_pair, last) for last in (False, True)]
     handled = rates.handling * sent if rates.handling else None
     clocks = _Clocks(prepared, taken, handled, rates, recording)
@@ -246,7 +241,6 @@ def _costs(
     head_chunks: int,
     least: float,
     adding: Adding,
-    disturbed: Disturbance | None = None,
 ) -> _Costs:
     """Arguments as of `pass_time`."""
     pairs = prepared.schedule.tables.pairs
@@ -258,13 +252,8 @@ def _costs(
     if any(adding):
         rows = sum(each * n for each, n in zip(adding, prepared.added, strict=True))
         of_pair = of_pair + rows / head_chunks
-    if disturbed is not None:
-        per_byte = per_byte * disturbed.of_bytes(prepared.schedule.tables.transfers)
     sent = prepared.bytes_of(sizes) / head_chunks
     taken = rates.latency + sent * per_byte
-    if disturbed is not None:
-        taken = taken * disturbed.of_messages(prepared.schedule.tables.transfers)
-        of_pair = of_pair * disturbed.of_pairs(pairs)
     return _Costs(of_pair, sent, taken)
 
 
