@@ -25,7 +25,6 @@ from ....autotune.pair_counts import pairs_attended, pairs_seen
 from ....autotune.places import Nodes, places
 from ....autotune.prepared import Prepared
 from ....autotune.rates import Rates
-from ....autotune.recording import Recording
 from ....layout import make
 from ....masks import Causal, Window
 from ....options import ring_algorithm
@@ -184,14 +183,13 @@ def attention_time(
     cluster: Cluster,
     run: Settings,
     rings: RingsOf = made,
-    recordings: tuple[Recording | None, Recording | None] = (None, None),
     window: int = 0,
 ) -> AttentionTime:
     """The time of one attention call of a run, with causal sequences; of sparse attention with the
     selection before it, in forward, without the indexer's loss.
 
-    rings: `made`, or one that remembers. recordings: told what the ring of each pass does when.
-    window: tokens that a query of the layer sees, 0: all before it.
+    rings: `made`, or one that remembers. window: tokens that a query of the layer sees, 0: all
+    before it.
 
     Raises ValueError for groups that the ranks of a node do not allow.
     """
@@ -215,8 +213,8 @@ def attention_time(
             (simulator.NOTHING, simulator.NOTHING),
         )
     both_passes = (
-        (passes.forward, seconds, recordings[0], least[0], adds[0]),
-        (passes.backward, rates.backward * seconds, recordings[1], least[1], adds[1]),
+        (passes.forward, seconds, least[0], adds[0]),
+        (passes.backward, rates.backward * seconds, least[1], adds[1]),
     )
     topology = topology_of(cluster, run)
     exchange = sharing(topology, sizes, rates, chunks > 1, ring.nodes.per_nic)
@@ -229,11 +227,10 @@ def attention_time(
             computing,
             rates,
             run.head_chunks,
-            recording=recording,
             least=least,
             adding=adds,
         )
-        for each, computing, recording, least, adds in both_passes
+        for each, computing, least, adds in both_passes
     )
     forward += _selection(model, run, rings, ring, rates)
     both = forward + backward + exchange[0] + exchange[1]
