@@ -21,8 +21,8 @@ INTRO = """\
 # Gallery
 
 Which rank computes what at which step, and what is sent, for masks, layouts and algorithms. The
-command above each picture draws it from the masks, layouts and schedules that run; without
-`--png` it prints text, and `megatron-burst show --help` lists all options.
+command above each picture draws it from the masks, layouts and schedules that run;
+`megatron-burst show mask --help` lists all options.
 
 How to read a **mask**: left the score matrix in the order of the sequence, right with the
 positions of each rank together. A pair that attends has the colour of the rank that computes it,
@@ -67,9 +67,18 @@ class Picture(NamedTuple):
 class Section(NamedTuple):
     title: str
     pictures: tuple[Picture, ...]
+    text: str = ""  # below the title
 
 
-PACKED = "documents([0, 3, 9, 21, 24, 40, 45, 51, 64]) & causal"
+OWN_MASKS = f"""\
+`--mask MODULE:NAME` draws a mask of your own: NAME is a mask, or a function without arguments that
+returns one. The commands below take `docs/gallery_masks.py`; first run `export PYTHONPATH=docs`:
+
+```python
+{(DOCS / "gallery_masks.py").read_text(encoding="utf-8").split(chr(10), 2)[2]}```
+"""
+MIXED = "686,24,27,12,220,2,822,19,97,41,538,3,37,34,329,12,46,16,64,144,12,334,232,127,218"
+PACKED = "--lengths 3,6,12,3,16,5,6,13"
 SECTIONS = (
     Section("Causal", (
         Picture("layouts-causal", "layout --mask causal --ranks 8",
@@ -87,44 +96,42 @@ SECTIONS = (
     )),
     Section("Windows", (
         Picture("window-contiguous",
-                "schedule --ranks 8 --mask 'causal & window(11)' --layout contiguous",
+                "schedule --ranks 8 --mask window --left 11 --layout contiguous",
                 "Contiguous: a window of one and a half shards needs the whole chunk one hop away "
                 "and three of its eight rows two hops away. So the message shrinks on its way, and "
                 "then stops; all other steps are idle."),
-        Picture("window-zigzag", "schedule --ranks 8 --mask 'causal & window(7)' --layout zigzag",
+        Picture("window-zigzag", "schedule --ranks 8 --mask window --left 7 --layout zigzag",
                 "Zigzag: the neighbours on both sides hold the pieces that a window needs, so the "
                 "owners send their rows directly instead of round the ring."),
-        Picture("window-striped", "mask --mask 'causal & window(15)' --layout striped --ranks 8",
+        Picture("window-striped", "mask --mask window --left 15 --layout striped --ranks 8",
                 "Striped: every rank needs the keys of every other, so nothing is skipped, and all "
                 "ranks have nearly the same work."),
     )),
     Section("Documents, prefixes, blocks, dilation", (
         Picture("documents-zigzag",
-                "mask --mask 'documents([0, 19, 27, 64]) & causal' --layout zigzag --ranks 4 "
-                "--seq 64",
+                "mask --lengths 19,8,37 --layout zigzag --ranks 4 --seq 64",
                 "Packed documents under zigzag over the whole sequence: no document is padded, and "
                 "the balance depends on where the documents end."),
         Picture("documents-within",
-                "mask --mask 'documents([0, 16, 24, 64]) & causal' --ranks 4 --seq 64 "
-                "--layout 'zigzag([0, 16, 24, 64])'",
+                "mask --lengths 16,8,40 --layout zigzag --per-document --ranks 4 --seq 64",
                 "Zigzag within each document, as Megatron packs them: balanced, but every document "
                 "must be a multiple of 2 x ranks."),
-        Picture("prefix-zigzag", "mask --mask 'causal | prefix(20)' --layout zigzag --ranks 8",
+        Picture("prefix-zigzag", "mask --mask gallery_masks:prefix_lm --layout zigzag --ranks 8",
                 "A prefix language model: all queries see the first 20 keys, the rest is causal."),
         Picture("blocks-zigzag",
-                "mask --mask 'causal & random_blocks(16)' --layout zigzag --ranks 8 --seq 128",
+                "mask --mask gallery_masks:random_blocks --layout zigzag --ranks 8 --seq 128",
                 "A random block table under zigzag: some pairs of shards are empty, and at every "
                 "step some rank waits."),
         Picture("blocks-striped",
-                "mask --mask 'causal & random_blocks(16)' --layout 'block_striped(16)' --ranks 8 "
-                "--seq 128",
+                "mask --mask gallery_masks:random_blocks --layout block_striped --block 16 "
+                "--ranks 8 --seq 128",
                 "The same table with every block striped over all ranks: all pairs of shards look "
                 "alike, for any table."),
         Picture("dilated-striped",
-                "mask --mask 'causal & (dilated(4) | window(3))' --layout striped --ranks 8",
+                "mask --mask gallery_masks:dilated_and_window --layout striped --ranks 8",
                 "A dilated pattern and a short window: striped over eight ranks, some pairs of "
                 "shards are empty and are skipped."),
-    )),
+    ), OWN_MASKS),
     Section("Algorithms", (
         Picture("ring-forward", "schedule --algorithm ring --nodes 2 --per-node 4",
                 "One ring over two nodes: at every step two chunks cross between nodes, and the "
@@ -143,26 +150,25 @@ SECTIONS = (
                 "LoongTrain's double ring blocks while its gradients travel (red). The layout is "
                 "contiguous, so that the picture has idle steps and left-out hops."),
         Picture("all-gather-forward",
-                "schedule --algorithm all_gather --nodes 2 --per-node 2 --mask "
-                "'documents([0, 10, 17, 32]) & causal' --layout contiguous",
+                "schedule --algorithm all_gather --nodes 2 --per-node 2 --lengths 10,7,15 "
+                "--layout contiguous",
                 "All-gather starts all sends at once, but only to ranks that need the keys, and "
                 "only of the rows that they see."),
     )),
     Section("Packed documents on several nodes", (
         Picture("documents-burst",
-                "schedule --algorithm burst --nodes 4 --per-node 2 --route ring "
-                f"--mask '{PACKED}'",
+                f"schedule --algorithm burst --nodes 4 --per-node 2 --route ring {PACKED}",
                 "Burst: what a node further along needs is carried through the nodes before it, so "
                 "rows cross between nodes more than once."),
         Picture("documents-multicast",
-                f"schedule --algorithm multicast --nodes 4 --per-node 2 --mask '{PACKED}'",
+                f"schedule --algorithm multicast --nodes 4 --per-node 2 {PACKED}",
                 "Multicast, the same batch: the rows that a node needs cross to it once, from "
                 "their owner, and are passed on within the node. The bytes between nodes are the "
                 "least that this layout allows."),
     )),
     Section("Packed documents of mixed lengths", (
         Picture("documents-balanced",
-                "documents --lengths 'random(1, 60)' --nodes 2 --per-node 4 --seq 4096",
+                f"documents --lengths {MIXED} --nodes 2 --per-node 4",
                 "The same batch in three layouts. Zigzag of the pack gives some ranks much more "
                 "work than others. Zigzag within each document is even, but every document is on "
                 "every rank, and each is padded. Balanced gives every rank equally many tokens and "
@@ -195,8 +201,7 @@ SECTIONS = (
     )),
     Section("Prefix trees", (
         Picture("tree-balanced",
-                "tree --trajectories 'random(seed=2, samples=8, turns=3, prompt=160)' "
-                "--nodes 2 --per-node 4",
+                "tree --trajectories docs/gallery/tree.jsonl --nodes 2 --per-node 4",
                 "Eight samples of one prompt, some of which share turns. Every rank holds as many "
                 "rows and computes nearly as many pairs; the prompt lies on one node, and its keys "
                 "and values cross to the other once."),
@@ -206,7 +211,9 @@ SECTIONS = (
 
 def command(picture: Picture, file: str) -> list[str]:
     """The arguments of `megatron-burst` that draw a picture into a file."""
-    return ["show", *shlex.split(picture.arguments), "--png", file]
+    words = shlex.split(picture.arguments)
+    words = [str(DOCS.parent / word) if word.startswith("docs/") else word for word in words]
+    return ["show", *words, "--out", file]
 
 
 def numbers(picture: Picture) -> str:
@@ -222,9 +229,10 @@ def page() -> str:
     parts = [INTRO]
     for section in SECTIONS:
         parts.append(f"## {section.title}\n")
+        parts += [section.text] if section.text else []
         for picture in section.pictures:
             file = f"gallery/{picture.name}.png"
-            line = f"megatron-burst show {picture.arguments} --png {picture.name}.png"
+            line = f"megatron-burst show {picture.arguments} --out {picture.name}.png"
             parts.append(f"{picture.text}\n\n    {line}\n\n![{numbers(picture)}]({file})\n")
     return "\n".join(parts)
 

@@ -157,8 +157,9 @@ def summarize(
     command = [
         sys.executable, "-m", "megatron_burst", "show", "tree", "--ranks",
         str(args.context_parallel_size), "--trajectories", str(folder / "trajectories.jsonl"),
+        "--out", str(folder / "tree.png"),
     ]  # fmt: skip
-    subprocess.run([*command, "--png", str(folder / "tree.png")], check=True, capture_output=True)
+    subprocess.run(command, check=True, capture_output=True)
     console.print(f"{folder}/reward.png  the reward\n{folder}/tree.png    the samples of one "
                   "question, cut over context-parallel ranks, drawn by:", markup=False)  # fmt: skip
     console.print("  " + " ".join(["megatron-burst", *command[3:]]), markup=False, soft_wrap=True)

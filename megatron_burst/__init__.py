@@ -24,7 +24,6 @@ _HOMES = {
     "BurstConfig": "config",
     "Choice": "autotune.select",
     "Cluster": "autotune.clusters",
-    "Faults": "tools.advise.forecast.faults",
     "Gpu": "autotune.gpus",
     "Groups": "comm.groups",
     "HostMemory": "recompute.host.mover",

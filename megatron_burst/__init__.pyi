@@ -29,7 +29,6 @@ from .recompute.checkpoint import checkpoint
 from .recompute.host.mover import HostMemory
 from .recompute.tiles import tiled
 from .tools.advise.advice import Advice, advise
-from .tools.advise.forecast.faults import Faults
 from .tools.advise.settings import Settings
 from .tools.advise.shapes.model import Model
 from .tools.advise.simulate import simulate
@@ -41,7 +40,6 @@ __all__ = [
     "BurstConfig",
     "Choice",
     "Cluster",
-    "Faults",
     "Gpu",
     "Groups",
     "HostMemory",

@@ -1,8 +1,8 @@
 """`python -m benchmarks.advise`: published and measured tables beside what is predicted.
 
-Prints every table with its errors, writes docs/advise-accuracy.md between its markers, and draws
-predicted against published into docs/advise.png. `--fit` fits the constants anew first; without it
-those that the modules state are taken. `--sections speed` measures how long advice takes.
+Prints every table with its errors, and writes docs/advise-accuracy.md between its markers. `--fit`
+fits the constants anew first; without it those that the modules state are taken. `--sections
+speed` measures how long advice takes.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ from pathlib import Path
 from benchmarks.report import DOCS, write_section
 
 from . import example
-from .plots import draw
 from .section import Figure, Section
 
 # In the order of the page; each is a module with `run(fit) -> Section`.
 SECTIONS = (
     "not_fitted", "kernel_rates", "attention_fit", "burstengine_attention", "loongtrain_steps",
-    "burstengine_steps", "burstengine_memory", "fpdt", "emulated", "faults", "stragglers",
-    "contradictions",
+    "burstengine_steps", "burstengine_memory", "fpdt", "emulated", "contradictions",
 )  # fmt: skip
 SPEED = "speed"  # measured, and takes minutes: only where it is asked for
-PAGE, GUIDE, PICTURE = "advise-accuracy.md", "advise.md", "advise.png"
+PAGE, GUIDE = "advise-accuracy.md", "advise.md"
 SUMMARY = "summary"
 Run = Callable[[bool], Section]
 
@@ -62,7 +60,7 @@ def _line(figure: Figure) -> str:
 
 
 def write(sections: Sequence[Section], folder: Path) -> None:
-    """The page's generated parts, each between its markers, and the picture."""
+    """Write the generated parts of the page, each between its markers."""
     page = folder / PAGE
     for section in sections:
         text = f"## {section.title}\n\n{section.markdown()}"
@@ -70,8 +68,6 @@ def write(sections: Sequence[Section], folder: Path) -> None:
     if len(sections) == len(SECTIONS):
         write_section(page, SUMMARY, summary(sections))
         write_section(folder / GUIDE, "output", example.output())
-        example.picture(folder)
-        draw(sections, folder / PICTURE)
 
 
 def main(words: Sequence[str] | None = None) -> int:

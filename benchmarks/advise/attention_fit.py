@@ -218,7 +218,6 @@ def run(fit: bool = False) -> Section:
         columns=("cell", "published", "predicted", "error"),
         rows=rows_of(points),
         figures=figures,
-        points=points,
         constants=described(constants),
         notes=(
             "A flat ring of whole chunks fits, in which the one GPU that sends to the next node "

@@ -76,7 +76,6 @@ def run(fit: bool = False) -> Section:
         rows=rows_of(points),
         figures=(Figure("Errors", str(off)),
                  Figure("Predicted too fast", f"{high} of {len(points)} cells")),
-        points=points,
         notes=("The 141 TFLOP/s of the double ring at 1M stand below its own 160 at 512K; nothing "
                "in the model of time makes a longer sequence slower. USP, with eight ranks that "
                "share heads, is predicted 8 to 13 % too fast, and above Burst at 512K and 1M, "

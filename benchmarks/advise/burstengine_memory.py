@@ -110,7 +110,6 @@ def run(fit: bool = False) -> Section:
         ],
         columns=["row", "published GB", "predicted GB", "error"],
         rows=rows_of(points),
-        points=points,
         constants=[f"reserve {reserve / GB:.2f} GB of a GPU that are no tensors of the account "
                    "(CUDA's context, NCCL's buffers, fragmentation): stated, the same as for "
                    f"FPDT's table; fitted to the ten rows it would be {best / GB:.2f} GB"],

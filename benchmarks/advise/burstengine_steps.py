@@ -205,7 +205,6 @@ def run(fit: bool = False) -> Section:
                    f"median {out.median:.2%}, worst {out.worst:.1%}"),
             Figure("Speedups of table 3, worst error", f"{worst:.1%}", "10 %", worst <= 0.1),
         ),
-        points=points,
         constants=(
             f"attention {constants.attention:.3f} of the peak for a long forward",
             f"backward {constants.backward:.2f} times a forward's time",

@@ -244,15 +244,22 @@ def section(host: Host, rows: list[Measured]) -> Section:
     ]  # fmt: skip
     worst = sorted(points, key=lambda p: -abs(p.error))[:5]
     return Section(
-        "emulated", "The emulated cluster", INTRO, ("cell", "rivals", "median", "worst", "which"),
-        list(_by_cell(rows)), figures, points,
-        [f"`{name}` {value:.3g} {UNITS[name]}" for name, value in asdict(host).items()],
-        ["Double rings and Burst, by what the cells are bound by: median and extremes of the error "
-         "of times:", _by_regime(rows),
-         "The five worst: " + "; ".join(f"{p.label} {p.error:+.0%}" for p in worst) + ".",
-         "Ranked wrong: " + "; ".join(_words(*each) for each in found.wrong) + ".", NOTES],
-        unit="measured, seconds",
-    )  # fmt: skip
+        "emulated",
+        "The emulated cluster",
+        INTRO,
+        ("cell", "rivals", "median", "worst", "which"),
+        list(_by_cell(rows)),
+        figures,
+        constants=[f"`{name}` {value:.3g} {UNITS[name]}" for name, value in asdict(host).items()],
+        notes=[
+            "Double rings and Burst, by what the cells are bound by: median and extremes of the "
+            "error of times:",
+            _by_regime(rows),
+            "The five worst: " + "; ".join(f"{p.label} {p.error:+.0%}" for p in worst) + ".",
+            "Ranked wrong: " + "; ".join(_words(*each) for each in found.wrong) + ".",
+            NOTES,
+        ],
+    )
 
 
 def _by_cell(rows: list[Measured]) -> Iterator[list[str]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from benchmarks.advise.published_tables import table
-from benchmarks.advise.section import Figure, Point, Section
+from benchmarks.advise.section import Figure, Section
 from megatron_burst.autotune.clusters import GIB, GPUS, Cluster
 from megatron_burst.schedule.head_shares import shareable
 from megatron_burst.tools.advise.account.memory import account, fit
@@ -177,8 +177,6 @@ def run(fit: bool = False) -> Section:
             Figure('cells marked "-"', "{} of {}".format(*right["-"]), "15 of 17",
                    right["-"][0] >= 15),
         ],
-        points=[Point(f"{c.model} on {c.gpus}", tokens(c.published), c.found) for c in found
-                if c.published != "-" and not c.published.endswith("+") and c.found],
         notes=_notes(found),
     )  # fmt: skip
 

@@ -175,7 +175,6 @@ def run(fit: bool = False) -> Section:
                    f"{min(gains):.2f} to {max(gains):.2f} times as fast; the paper's text says "
                    "1.15 to 1.24, without a table"),
         ),
-        points=points,
         constants=(
             f"linear {constants.linear:.3f} of the peak for large matrix products",
             f"network {constants.network:.3f} of the NIC rates of table 4's fit",

@@ -50,10 +50,9 @@ class Section:
     """One table with its words and figures.
 
     name: its marker on the page; intro: paragraphs before the table; columns, rows: the table as
-    text; points: what is drawn, empty if there is nothing to draw; constants: lines of fitted or
-    stated constants, with units; notes: paragraphs after the table; shown: the rows that the page
-    prints (all are printed by the command), None for all of them; unit: of what is published, for
-    the picture.
+    text; constants: lines of fitted or stated constants, with units; notes: paragraphs after the
+    table; shown: the rows that the page prints (all are printed by the command), None for all of
+    them.
     """
 
     name: str
@@ -62,11 +61,9 @@ class Section:
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
     figures: Sequence[Figure] = ()
-    points: Sequence[Point] = ()
     constants: Sequence[str] = ()
     notes: Sequence[str] = ()
     shown: int | None = None
-    unit: str = "published"
 
     def markdown(self, everything: bool = False) -> str:
         """The section as it stands on the page, without its heading; everything: with all rows."""

@@ -23,11 +23,9 @@ import numpy as np
 from ..schedule.cost import Sizes
 from ..schedule.head_shares import deferred_chunks
 from ..schedule.rings import Schedule
-from .disturbance import Disturbance
 from .exchanges import ONE_NIC, TimedExchange, Wave, Wires
 from .prepared import Prepared
 from .rates import Rates
-from .recording import Recording
 
 
 class GridBoundary(NamedTuple):
@@ -83,7 +81,6 @@ class _Clocks:
         taken: np.ndarray,
         handled: np.ndarray | None,
         rates: Rates,
-        recording: Recording | None = None,
     ):
         size, ports = prepared.schedule.grid.size, int(prepared.ports.max(initial=0)) + 1
         self.free = np.zeros(size + ports)  # of ranks, then of ports
@@ -91,7 +88,6 @@ class _Clocks:
         self.busy = np.zeros(2 * size)
         self.taken, self.posting, self.slowdown = taken, rates.posting, rates.slowdown
         self.handled, self.together = handled, prepared.wires.together
-        self.between, self.recording = prepared.between, recording
 
     def start(self, exchange: TimedExchange) -> None:
         """What starting it takes of the ranks' own time."""
@@ -105,9 +101,6 @@ class _Clocks:
         end = self.free[wave.clocks].max(axis=0) + self.taken[wave.which]
         self.free[wave.clocks[2:]] = end
         done[wave.ends] = np.maximum(done[wave.ends], end)
-        if self.recording is not None:
-            which = wave.which
-            self.recording.sent(wave.clocks[:2], self.between[which], self.taken[which], end)
 
     def share(self, exchanges: Sequence[TimedExchange], landing: dict[int, np.ndarray]) -> None:
         """Messages that started together end together: when the last one at their ports does."""
@@ -123,10 +116,7 @@ class _Clocks:
             until = self.busy.reshape(2, -1).max(axis=0)
             beside = np.maximum(until - self.clock, 0.0) / (1 + self.slowdown)
             seconds = seconds + self.slowdown * np.minimum(seconds, beside)
-        begin = self.clock.copy() if self.recording is not None else self.clock
         self.clock += seconds
-        if self.recording is not None:
-            self.recording.computed(begin, self.clock)
 
     def run(self, program: Sequence[GridBoundary]) -> Generator[None, None, None]:
         """The pass of one head chunk; yields where the executor does, to be staggered like it."""
@@ -160,8 +150,6 @@ def pass_time(
     rates: Rates,
     head_chunks: int = 1,
     wires: Wires = ONE_NIC,
-    disturbed: Disturbance | None = None,
-    recording: Recording | None = None,
     least: float = 0.0,
     adding: Adding = NOTHING,
 ) -> PassTime:
@@ -169,18 +157,15 @@ def pass_time(
 
     schedule: where it is `Prepared`, the wires are its own. seconds: float [G, G], what a device
     needs for the pair of query chunk i and key chunk j, all heads; each head chunk computes its
-    share of it. disturbed: ranks and messages that are slower. recording: told what
-    happens when. least: seconds that a call takes at least; where the schedule joins the pairs of a
+    share of it. least: seconds that a call takes at least; where the schedule joins the pairs of a
     step, they are one. adding: of its results.
     """
     prepared = schedule if isinstance(schedule, Prepared) else Prepared(schedule, wires)
     pairs, between = prepared.schedule.tables.pairs, prepared.between
-    of_pair, sent, taken = _costs(
-        prepared, sizes, seconds, rates, head_chunks, least, adding, disturbed
-    )
+    of_pair, sent, taken = _costs(prepared, sizes, seconds, rates, head_chunks, least, adding)
     programs = [_program(prepared, of_pair, last) for last in (False, True)]
     handled = rates.handling * sent if rates.handling else None
-    clocks = _Clocks(prepared, taken, handled, rates, recording)
+    clocks = _Clocks(prepared, taken, handled, rates)
     deferred = deferred_chunks(head_chunks)
     _staggered(
         [clocks.run(programs[index >= head_chunks - deferred]) for index in range(head_chunks)]
@@ -246,7 +231,6 @@ def _costs(
     head_chunks: int,
     least: float,
     adding: Adding,
-    disturbed: Disturbance | None = None,
 ) -> _Costs:
     """Arguments as of `pass_time`."""
     pairs = prepared.schedule.tables.pairs
@@ -258,13 +242,8 @@ def _costs(
     if any(adding):
         rows = sum(each * n for each, n in zip(adding, prepared.added, strict=True))
         of_pair = of_pair + rows / head_chunks
-    if disturbed is not None:
-        per_byte = per_byte * disturbed.of_bytes(prepared.schedule.tables.transfers)
     sent = prepared.bytes_of(sizes) / head_chunks
     taken = rates.latency + sent * per_byte
-    if disturbed is not None:
-        taken = taken * disturbed.of_messages(prepared.schedule.tables.transfers)
-        of_pair = of_pair * disturbed.of_pairs(pairs)
     return _Costs(of_pair, sent, taken)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ..schedule.tables import SIDES
@@ -45,13 +45,19 @@ def pictures(arguments: argparse.Namespace) -> list[Path]:
     for kind in PICTURES:
         path = getattr(arguments, kind)
         if path is not None:
-            if path.suffix != f".{kind}":
-                raise ValueError(f"--{kind}: the name of the file must end in .{kind}, got {path}")
-            check_place(path, f"--{kind}")
+            check_picture(path, f"--{kind}", [kind])
             paths.append(path)
-    if paths and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--png and --svg need matplotlib: pip install matplotlib")
     return paths
+
+
+def check_picture(path: Path, flag: str, kinds: Sequence[str]) -> None:
+    """Raise ValueError unless a picture of one of these kinds ("png", "svg") can be written."""
+    if path.suffix[1:] not in kinds:
+        ends = " or ".join(f".{kind}" for kind in kinds)
+        raise ValueError(f"{flag}: the name of the file must end in {ends}, got {path}")
+    check_place(path, flag)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(f"{flag} needs matplotlib: pip install matplotlib")
 
 
 def add_grid(

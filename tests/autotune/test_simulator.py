@@ -18,7 +18,6 @@ from megatron_burst.autotune.host_time import HostTime
 from megatron_burst.autotune.pair_counts import pairs_seen
 from megatron_burst.autotune.prepared import Prepared, pair_shares
 from megatron_burst.autotune.rates import Rates
-from megatron_burst.autotune.recording import Recording
 from megatron_burst.autotune.select import choose
 from megatron_burst.autotune.simulator import Adding, PassTime, pass_time
 from megatron_burst.schedule import cost, demand, rings
@@ -543,20 +542,6 @@ def test_one_message_per_port_is_the_same_alone_and_together():
         plan = there(name, (2, 2))
         alone = seconds_of(plan, rates(), compute=0.7)
         assert seconds_of(plan, rates(), compute=0.7, wires=Wires(together=True)) == alone
-
-
-def test_a_recording_holds_what_ran_and_what_was_sent():
-    """A ring of 2: a hop of a second beside the own pair of half a second, then the other's."""
-    recording = Recording()
-    plan = there("ring", (1, 2))
-    total = seconds_of(plan, rates(), compute=0.5, recording=recording)
-    assert total == 1.5
-    found = sorted(recording.spans)
-    computed = [(s.start, s.end) for s in found if s.what == "compute" and s.rank == 1]
-    assert computed == [(0.0, 0.5), (1.0, 1.5)]
-    sent = [(s.rank, s.peer, s.what, s.start, s.end) for s in found if s.what != "compute"]
-    assert sent == [(0, 1, "intra", 0.0, 1.0), (1, 0, "intra", 0.0, 1.0)]
-    assert seconds_of(plan, rates(), compute=0.5) == total  # recording changes nothing
 
 
 # --- what is chosen ------------------------------------------------------------------------

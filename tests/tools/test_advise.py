@@ -21,7 +21,6 @@ from megatron_burst.tools.advise.search.attention_choice import AttentionForecas
 from megatron_burst.tools.advise.search.pasted import group_flags
 from megatron_burst.tools.advise.search.search import Search, plainest, simplest_first
 from megatron_burst.tools.advise.search.search_space import TrainingGoal, check_wanted, groups_of
-from megatron_burst.tools.advise.search.what_if import faster_parts
 from megatron_burst.tools.advise.settings import Settings, check, stage_layers
 from megatron_burst.tools.advise.shapes.model import Model
 
@@ -325,43 +324,13 @@ def test_of_a_tie_the_simplest_is_taken():
     assert simplest_first([replace(one, run=near.run), plain])[0] is plain
 
 
-def test_what_would_be_faster_is_timed():
-    where = cluster(16, per_node=2)
-    advice = advise(MOE, where, seq="64K", tokens_per_step="512K", cp=8)
-    for words, other in faster_parts(where):
-        seconds = step_time(MOE, other, advice.best.run).seconds
-        told = {change.words: change.gain for change in advice.changes}
-        if 1 - seconds / advice.best.seconds >= 0.01:
-            assert told[words] >= 1 - seconds / advice.best.seconds - 1e-9
-    assert advice.changes
-
-
-def test_gradients_in_bf16_are_told_of_and_taken_only_where_they_are_allowed():
+def test_gradients_travel_in_bf16_only_if_that_is_allowed():
     where, goal = cluster(16, per_node=2), {"seq": "64K", "tokens_per_step": "512K", "cp": 8}
-    advice = advise(MOE, where, **goal)
-    assert {one.run.wire for one in advice.ranked} == {"fp32"}
-    (told,) = [change for change in advice.changes if "--wire bf16" in change.words]
-    seconds = step_time(MOE, where, replace(advice.best.run, wire="bf16")).seconds
-    assert told.gain >= 1 - seconds / advice.best.seconds > 0.01
+    assert {one.run.wire for one in advise(MOE, where, **goal).ranked} == {"fp32"}
     for dtype in ("bf16", "fp32"):
         allowed = advise(MOE, where, **goal, wire=dtype)
         assert allowed.best.run.wire == dtype
         assert ("--burst-wire-dtype bf16" in allowed.flags()) is (dtype == "bf16")
-        assert not any("--wire bf16" in change.words for change in allowed.changes)
-
-
-def test_more_memory_that_is_told_of_is_enough():
-    where = cluster(8, memory=9)
-    advice = advise(TINY, where, seq="128K", tokens_per_step="1M")
-    told = [change for change in advice.changes if "more memory" in change.words]
-    assert told, advice.changes
-    more = int(told[0].words.split()[0])
-    run = advice.best.run
-    pinned = {"tp": run.tp, "pp": run.pp, "cp": run.cp, "dp": run.dp}
-    better = advise(TINY, cluster(8, memory=9 + more), seq="128K", tokens_per_step="1M", **pinned)
-    assert min(one.seconds for one in better.ranked) <= advice.best.seconds * (1 - told[0].gain) * (
-        1 + select.TIE
-    )
 
 
 @pytest.mark.parametrize(("change", "words"), [
@@ -419,7 +388,7 @@ def test_it_needs_no_torch():
         "import sys; sys.modules['torch'] = None\n"
         "import megatron_burst as mb\n"
         "found = mb.advise('llama3-8b', 'h100', gpus=8, seq='64K', top=1, tp=4, cp=2)\n"
-        "assert found.best.run.tp == 4 and found.flags() and found.recipe() and found.why\n"
+        "assert found.best.run.tp == 4 and found.flags() and found.why\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
     assert mb.advise is advise

@@ -8,7 +8,9 @@ import pytest
 
 from megatron_burst.cli.main import main
 from megatron_burst.tools.advise import kernel
+from megatron_burst.tools.memory import picture
 from megatron_burst.tools.model_arguments import read_command
+from megatron_burst.tools.show.colours import MEANINGS
 
 BASE = ["memory", "--model", "llama3-8b", "--gpus", "8"]
 FLAGS = ["--sequence-chunks", "32", "--mlp-tiles", "64", "--offload", "1"]
@@ -244,3 +246,8 @@ def test_what_excludes_any_length_is_named(given, words, capsys):
     run = ["memory", *f"--model llama3-8b --gpus 8 --gpu h100 --longest {given}".split()]
     assert main(run) == 2
     assert words in capsys.readouterr().err
+
+
+def test_every_item_of_the_picture_has_its_own_colour():
+    names = set(picture.ORDER) & set(MEANINGS)
+    assert len({MEANINGS[name] for name in names}) == len(names) == 9

@@ -129,16 +129,6 @@ def test_computing_is_slower_beside_traffic():
     assert two(rates(5, slowdown=0.5)) == pytest.approx(5 + (4 - 5 / 1.5) + 4)
 
 
-def test_a_slow_gpu_costs_nothing_where_the_processor_launches_for_longer():
-    model = Model("small", 2, 1024, 8, 2, 4096, 1000)
-    where = Cluster(gpu("h100"), 2, host_time=HostTime(layer=1.0))
-    run, slow = Settings(seq=8192, cp=2), mb.Faults(slow_ranks={0: 1.5})
-    plain, slowed = (mb.simulate(model, where, run, part="layer", faults=f) for f in (None, slow))
-    assert plain.bottleneck == "waiting for launches"
-    assert slowed.seconds == pytest.approx(plain.seconds)
-    assert slowed.core.seconds > plain.core.seconds
-
-
 def test_small_chunks_and_starts():
     """16 rows where 8 have half the rate: half as long again."""
     assert two(rates(1, half_rows=8.0)) == 2 * 6

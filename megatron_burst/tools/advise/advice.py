@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`mb.advise`: which settings to train with, how fast and how large, and why.
 
-Joins the search, what would make its best run faster, and the flags to paste. Decides what is
-refused: models, lengths and clusters with which nothing could run.
+Joins the search and the flags to paste. Decides what is refused: models, lengths and clusters with
+which nothing could run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .account.fitting import does_not_fit
 from .account.memory import account
 from .kernel import AssumedKernel, of_forecast
 from .rivals import Rival, fastest, rivals
-from .search import model_flags, pasted, what_if
+from .search import model_flags, pasted
 from .search.attention_choice import AttentionForecast
 from .search.job import job_of
 from .search.longest import longest
@@ -62,12 +62,6 @@ class Advice:
     def best(self) -> Configuration:
         """The run to take: the fastest, or the simplest of those that tie with it."""
         return self.ranked[0]
-
-    @cached_property
-    def changes(self) -> list[what_if.WhatIf]:
-        """What would have to change for the best run to be at least 1 % faster: each one timed."""
-        assert self.search is not None
-        return what_if.changes(self.best, self.search)
 
     @cached_property
     def rivals(self) -> list[Rival]:
@@ -143,18 +137,12 @@ class Advice:
             self.cut, (taken.seconds, high), train_iters,
         )  # fmt: skip
 
-    def recipe(self, index: int = 0) -> str:
-        """A script for Megatron-Bridge. index: of `ranked`."""
-        return pasted.recipe_of(self.model, self.ranked[index].run)
-
     @property
     def why(self) -> str:
-        """What the best run spends its time on, most first, and what would make it faster."""
+        """The four parts of the best run's step that take most time, with their shares."""
         time = self.best.time
         parts = sorted(time.parts.items(), key=lambda part: -part[1])
-        spent = ", ".join(f"{name} {taken / time.seconds:.0%}" for name, taken in parts[:4])
-        faster = "; ".join(change.said for change in self.changes)
-        return f"{spent}; {faster or 'nothing that was tried makes it 1 % faster'}"
+        return ", ".join(f"{name} {taken / time.seconds:.0%}" for name, taken in parts[:4])
 
 
 def advise(

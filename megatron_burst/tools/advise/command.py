@@ -2,7 +2,7 @@
 """`megatron-burst advise`: which flags, how fast, how much memory, before a cluster is booked.
 
     megatron-burst advise --model llama3-8b --gpus 64 --gpu h100 --seq 1M
-    megatron-burst advise --model qwen3-30b-a3b --cluster cluster.toml --seq 128K --top 3 --recipe
+    megatron-burst advise --model qwen3-30b-a3b --cluster cluster.toml --seq 128K --top 3
     megatron-burst advise --gpus 64 --gpu h100 -- pretrain_gpt.py --num-layers 32 ...
 
 A forecast from the schedules that run, the sizes of tensors and rates of links and kernels;
@@ -19,7 +19,7 @@ from pathlib import Path
 from ...autotune import clusters
 from ...cli.console import progress
 from .. import model_arguments
-from ..call_flags import add_pictures, named, pictures
+from ..call_flags import named
 from . import advice, flags, report
 from .shapes.model import Model
 
@@ -59,11 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cluster", type=Path, metavar="FILE", help="cluster file of `megatron-burst calibrate`")
     flags.add_fields(parser, FIXED)
     add("--top", type=int, default=10, metavar="N", help="number of configurations to show (10)")
-    add("--recipe", action="store_true", help="print only the training script for Megatron-Bridge")
     add("--sbatch", action="store_true", help="print only a script for Slurm's sbatch")
     add(*named("--train-iters"), type=int, metavar="N",
         help="steps of the whole run, from which --sbatch derives the time limit")  # fmt: skip
-    add_pictures(parser, "draw one layer and one step over time")
     add(
         "megatron",
         nargs=argparse.REMAINDER,
@@ -74,14 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the advice. Returns the exit status."""
-    shown = [f"--{name}" for name in ("recipe", "sbatch", "json") if getattr(arguments, name)]
-    if len(shown) > 1:
-        raise ValueError(f"{' and '.join(shown)} print different things: give one of them")
+    if arguments.sbatch and arguments.json:
+        raise ValueError("--sbatch and --json print different things: give one of them")
     if arguments.train_iters is not None and not arguments.sbatch:
         raise ValueError("--train-iters belongs to --sbatch: give that too, or leave it out")
     if arguments.sbatch and arguments.megatron:
         raise ValueError("--sbatch writes the flags of the model too: name it by --model")
-    drawn = pictures(arguments)
     model, seq = _model(arguments)
     try:
         with progress("searching parallel configurations") as tell:
@@ -93,15 +89,10 @@ def run(arguments: argparse.Namespace) -> int:
     except advice.DoesNotFit as error:
         print(f"megatron-burst advise: {error}", file=sys.stderr)
         return 1
-    for path in drawn:
-        from . import picture
-
-        picture.draw(found, path)
     if arguments.json:
         print(json.dumps(report.facts(found, arguments.megatron), indent=1))
-    elif arguments.recipe or arguments.sbatch:
-        script = found.recipe() if arguments.recipe else found.job(0, arguments.train_iters)
-        print(script, end="")
+    elif arguments.sbatch:
+        print(found.job(0, arguments.train_iters), end="")
     else:
         report.show(found, arguments.megatron)
     return 0

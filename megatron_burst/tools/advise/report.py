@@ -20,7 +20,6 @@ from .search.model_flags import script_of
 from .search.pasted import DOCUMENTS, left_to_the_user, run_flags
 from .search.search import Configuration
 from .search.search_space import BUSY, stages_to_try
-from .search.what_if import options_said
 from .settings import ENDS, Settings, selection_said, stage_layers
 from .shapes.layer_kinds import CHUNKED, FULL, MIXER, WINDOW
 from .shapes.model import Model
@@ -69,11 +68,6 @@ def show(found: Advice, command: Sequence[str] = ()) -> None:
         console.print(Text(found.by_kind))
     if said := selection_said(found.model, found.best.run):
         console.print(Text(said))
-    console.print(Text("\nWhat would make it faster", style="bold"))
-    for change in found.changes:
-        console.print(Text(f"  {change.said}"))
-    if not found.changes:
-        console.print(Text("  nothing that was tried gains 1 %"))
     _show_rivals(console, found)
     _show_flags(console, found, command)
     run = found.best.run
@@ -206,6 +200,20 @@ def attention_said(run: Settings, cut: str = "") -> str:
     return ", ".join(said)
 
 
+def options_said(run: Settings) -> str:
+    """Describe what a run recomputes and moves to save memory."""
+    said = ["no recompute"] if run.recompute == "none" else [f"store {run.store:g}"]
+    if run.offload:
+        said.append(f"offload {run.offload:g}")
+    if run.sequence_chunks > 1:
+        said.append(f"{run.sequence_chunks} sequence chunks")
+    if run.mlp_tiles > 1:
+        said.append(f"{run.mlp_tiles} MLP tiles")
+    if run.optimizer_offload:
+        said.append(f"optimizer offload {run.optimizer_offload:g}")
+    return ", ".join(said)
+
+
 def _show_time(console: Console, found: Advice) -> None:
     time = found.best.time
     table = Table(box=None, pad_edge=False)
@@ -317,7 +325,6 @@ def facts(found: Advice, command: Sequence[str] = ()) -> dict[str, Any]:
         "ways": found.ways,
         "tried": found.tried,
         "ranked": [one_of(each, cluster) for each in found.ranked],
-        "changes": [{"change": c.words, "then": c.then, "gain": c.gain} for c in found.changes],
         "megatron": [rivals.facts(one) for one in found.rivals],
         "megatron_fastest": found.fastest_rival and rivals.facts(found.fastest_rival),
         "flags": _flags(found, command),

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megatron-burst show`: draw masks, layouts, schedules, scans of states and prefix trees, as text
-or as PNG.
+"""`megatron-burst show`: draw masks, layouts, schedules, scans of states and prefix trees.
 
-This module holds the flags and the size limits. `scene`, `packs`, `scans` and `trees` compute what
-is drawn; `text`, `pictures` and `timeline` draw it. rich and matplotlib are imported only when they
-draw.
+This module holds the flags and the size limits. `inputs` makes masks and layouts from flags;
+`scene`, `packs`, `scans` and `trees` compute what is drawn; `pictures` and `timeline` draw it with
+matplotlib, which is imported only then.
 """
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from ...layout import LAYOUTS
 from ...schedule import rings
@@ -18,7 +18,7 @@ from ...schedule.cost import Sizes
 from ...schedule.tables import ROUTES, Grid
 from .. import call_flags
 from ..call_flags import check_positive, named
-from . import language
+from . import inputs
 from .balance import best_layout
 from .packs import PackScene, pack_scene
 from .scans import add_flags as add_scan
@@ -29,8 +29,7 @@ from .trees import tree_scene
 from .words import Scene
 
 # The largest pictures that can be read: positions of a matrix or a strip, ranks of a timeline.
-POSITIONS = {"text": 256, "png": 1024}
-RANKS = {"text": 32, "png": 32}
+POSITIONS, RANKS = 1024, 32
 PICTURES = {
     "mask": "the score matrix, coloured by the rank that computes each pair",
     "schedule": "what each rank computes and sends in each step",
@@ -41,50 +40,17 @@ PICTURES = {
 }
 PACK = 1 << 20  # positions of packed documents, of which only runs are drawn
 
-# What belongs below the help of a picture with this flag.
-LANGUAGE = {
-    "mask": """\
-masks:    full, causal, window(LEFT, RIGHT), dilated(STRIDE), prefix(N), documents(CU_SEQLENS),
-          block_sparse(TABLE, BLOCK), random_blocks(BLOCK, SEED), dense(TABLE)
-          joined by & and |, with ( ) as in Python: causal & (window(23) | prefix(4))
-          LEFT and RIGHT: positions, None for no limit; RIGHT is 0 if not given
-          CU_SEQLENS: cumulative document lengths, [0, 3, 8, 16]; TABLE: [[1, 0], [1, 1]]
-""",
-    "layout": """\
-layouts:  contiguous, zigzag, striped, block_striped(BLOCK),
-          zigzag(CU_SEQLENS) for zigzag within each document, balanced(CU_SEQLENS);
-          balanced alone takes the documents of --mask
-""",
-    "lengths": "lengths:  300, 20, 5 or random(SEED, MEDIAN), which fill --seq positions\n",
-    "trajectories": """\
-trajectories: a file with lines such as [11, 12, 13], the token ids of one trajectory, or
-          random(SEED, PROMPTS, SAMPLES, TURNS): SAMPLES trajectories of each prompt, of which each
-          shares a random number of turns with one before it (default: 0, 1, 4, 2); prompt=64 and
-          turn=32 are the mean tokens of a prompt and of a turn
-layouts:  balanced, or contiguous, zigzag, striped, block_striped(BLOCK)
-""",
-}
 EXAMPLES = {
-    "mask": "--mask 'causal & window(23)' --layout striped --ranks 8",
-    "schedule": "--algorithm burst --nodes 2 --per-node 4 --backward --side query",
-    "layout": "--mask causal --ranks 4",
-    "documents": "--lengths 300,20,5,60,40,31 --ranks 4",
-    "scan": "--algorithm two_level --nodes 2 --per-node 4",
-    "tree": "--trajectories 'random(seed=1, samples=8, turns=3)' --nodes 2 --per-node 4",
+    "mask": "--mask window --left 23 --layout striped --ranks 8 --out mask.png",
+    "schedule": "--algorithm burst --nodes 2 --per-node 4 --backward --out schedule.png",
+    "layout": "--mask causal --ranks 4 --out layout.png",
+    "documents": "--lengths 300,20,5,60,40,31 --ranks 4 --out documents.png",
+    "scan": "--algorithm two_level --nodes 2 --per-node 4 --out scan.png",
+    "tree": "--trajectories tree.jsonl --nodes 2 --per-node 4 --out tree.png",
 }
-TAKES = {
-    "mask": ("mask", "layout"), "schedule": ("mask", "layout"), "layout": ("mask", "layout"),
-    "documents": ("lengths", "mask"), "scan": ("layout", "lengths"), "tree": ("trajectories",),
-}  # fmt: skip
 EPILOG = "examples:\n" + "".join(
     f"  megatron-burst show {name} {words}\n" for name, words in EXAMPLES.items()
 )
-
-
-def epilog(name: str) -> str:
-    """What follows the help of one picture: the values that its flags take, and an example."""
-    values = "".join(LANGUAGE[flag] for flag in TAKES[name])
-    return f"{values}\nexample: megatron-burst show {name} {EXAMPLES[name]}\n"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,28 +61,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, meaning in PICTURES.items():
         sub = pictures.add_parser(
             name, help=meaning, description=f"{meaning[0].upper()}{meaning[1:]}.",
-            epilog=epilog(name), formatter_class=argparse.RawDescriptionHelpFormatter,
+            epilog=f"example: megatron-burst show {name} {EXAMPLES[name]}\n",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
-        add = sub.add_argument
-        if name == "documents":
-            add("--lengths", required=True, metavar="LENGTHS",
-                help="tokens of each document: 300,20,5 or random(SEED, MEDIAN)")  # fmt: skip
         if name not in ("scan", "tree"):
-            mask = None if name == "layout" else "causal"
-            add("--mask", default=mask, metavar="MASK", help="which pairs attend, for example "
-                f"'causal & window(1023)' (default: {mask or 'none, so no work is drawn'})",
-            )  # fmt: skip
+            inputs.add_mask(sub, None if name == "layout" else "causal")
+        if name != "tree":
+            inputs.add_lengths(sub, required=name == "documents")
         if name not in ("documents", "tree"):
-            layout = None if name == "layout" else "zigzag"
-            add("--layout", default=layout, metavar="LAYOUT",
-                help=f"which positions a rank holds (default: {layout or 'each in turn'})",
-            )  # fmt: skip
+            inputs.add_layout(sub, None if name == "layout" else "zigzag")
+        if name in ("mask", "schedule", "layout"):
+            inputs.add_per_document(sub)
+        add = sub.add_argument
         add("--ranks", type=int, metavar="N", help="ranks on one node (default: 4)")
         call_flags.add_grid(sub)
         if name != "tree":
             add(*named("--seq"), type=int, metavar="N",
                 help="length of the sequence (default: 8 positions per rank)")  # fmt: skip
-        call_flags.add_pictures(sub, "write a PNG file instead of text")
+        add("--out", type=Path, required=True, metavar="FILE",
+            help="file to write, with a name that ends in .png or .svg")  # fmt: skip
         if name == "schedule":
             _add_schedule(sub)
         elif name == "scan":
@@ -139,42 +102,31 @@ def _add_schedule(sub: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Draw what the flags ask for. Raises ValueError for bad flags."""
     scene = scene_of(arguments)
-    paths = call_flags.pictures(arguments)
-    if not paths:
-        from . import text
+    call_flags.check_picture(arguments.out, "--out", call_flags.PICTURES)
+    from . import pictures
 
-        text.show(scene)
-    for path in paths:
-        from . import pictures
-
-        pictures.draw(scene, path)
-        print(path)
+    pictures.draw(scene, arguments.out)
+    print(arguments.out)
 
 
 def scene_of(arguments: argparse.Namespace) -> Scene:
-    """The scene that the flags describe. Raises ValueError for flags that do not fit together."""
+    """Make the scene that the flags describe. Raises ValueError for flags that do not fit."""
     grid = _grid(arguments)
-    kind = "png" if arguments.png or arguments.svg else "text"
     check_positive(arguments, ("seq", "heads", "kv_heads", "width"))
+    if arguments.picture not in ("mask", "layout"):
+        _at_most("--ranks", grid.size, RANKS)
     if arguments.picture == "documents":
-        _at_most("--ranks", grid.size, RANKS[kind], kind)
         return _documents(arguments, grid)
     if arguments.picture == "tree":
-        _at_most("--ranks", grid.size, RANKS[kind], kind)
-        return tree_scene(arguments, grid, kind)
+        return tree_scene(arguments, grid)
     seq_len = 8 * grid.size if arguments.seq is None else arguments.seq
-    if arguments.picture in ("schedule", "scan"):
-        _at_most("--ranks", grid.size, RANKS[kind], kind)
-    else:
-        _at_most("--seq", seq_len, POSITIONS[kind], kind)
+    if arguments.picture in ("mask", "layout"):
+        _at_most("--seq", seq_len, POSITIONS)
     if arguments.picture == "scan":
         return scan_scene(arguments, grid, seq_len)
     if arguments.picture == "layout":
         return _layouts(arguments, grid, seq_len)
-    mask = language.mask(arguments.mask, seq_len)
-    layout = language.make_layout(arguments.layout, grid.size, grid.intra, mask)
-    layout.check(seq_len)
-    shards = Shards(mask, layout, seq_len, arguments.mask, arguments.layout)
+    shards = _shards(arguments, inputs.mask_of(arguments, seq_len), arguments.layout, grid, seq_len)
     if arguments.picture == "mask":
         return MaskScene(shards, rings.forward("ring", Grid(1, grid.size)))
     return schedule_scene(
@@ -184,36 +136,40 @@ def scene_of(arguments: argparse.Namespace) -> Scene:
     )  # fmt: skip
 
 
+def _shards(
+    arguments: argparse.Namespace, shown: inputs.ShownMask, name: str, grid: Grid, seq_len: int
+) -> Shards:
+    """Cut the sequence by the layout of this name."""
+    layout, text = inputs.layout_of(arguments, name, grid, shown.documents, shown.window)
+    layout.check(seq_len)
+    return Shards(shown.mask, layout, seq_len, shown.text, text)
+
+
 def _documents(arguments: argparse.Namespace, grid: Grid) -> PackScene:
     """Documents, filled up with padding to what zigzag of the pack can cut."""
     multiple = 2 * grid.size
-    wanted = arguments.seq or 64 * grid.size
-    if wanted > PACK:
-        raise ValueError(f"--seq: packs of at most {PACK} tokens are drawn, got {wanted}")
-    lengths = language.lengths(arguments.lengths, wanted)
+    if arguments.seq is not None and arguments.seq > PACK:
+        raise ValueError(f"--seq: packs of at most {PACK} tokens are drawn, got {arguments.seq}")
+    lengths = inputs.lengths_of(arguments.lengths)
     total = sum(lengths)
     if total > (arguments.seq or PACK):
         raise ValueError(f"--lengths: {total} tokens do not fit into {arguments.seq or PACK}")
     seq_len = arguments.seq or -(-total // multiple) * multiple
     if seq_len % multiple:
         raise ValueError(f"--seq must be a multiple of {multiple} here, got {seq_len}")
-    mask = language.mask(arguments.mask, seq_len)
-    return pack_scene(lengths, seq_len, grid, mask, arguments.mask)
+    mask, text = inputs.named_mask(arguments, arguments.mask)
+    return pack_scene(lengths, seq_len, grid, mask, text)
 
 
 def _layouts(arguments: argparse.Namespace, grid: Grid, seq_len: int) -> LayoutScene:
-    ranks = grid.size
     names = [arguments.layout] if arguments.layout else list(LAYOUTS)
-    mask = language.mask(arguments.mask or "full", seq_len)
-    layouts = [language.make_layout(name, ranks, grid.intra, mask) for name in names]
-    for layout in layouts:
-        layout.check(seq_len)
-    rows = [
-        Shards(mask, layout, seq_len, arguments.mask or "", name)
-        for layout, name in zip(layouts, names, strict=True)
-    ]
-    every = arguments.mask and not arguments.layout
-    return LayoutScene(tuple(rows), best_layout(mask, ranks, seq_len) if every else None)
+    shown = inputs.mask_of(arguments, seq_len, "full")
+    if not arguments.mask and arguments.lengths is None:
+        shown = shown._replace(text="")  # without a mask, the work of ranks is not drawn
+    rows = [_shards(arguments, shown, name, grid, seq_len) for name in names]
+    every = shown.text and not arguments.layout
+    best = best_layout(shown.mask, grid.size, seq_len) if every else None
+    return LayoutScene(tuple(rows), best)
 
 
 def _grid(arguments: argparse.Namespace) -> Grid:
@@ -230,13 +186,10 @@ def _grid(arguments: argparse.Namespace) -> Grid:
     return Grid(nodes, per_node)
 
 
-def _at_most(flag: str, value: int, limit: int, kind: str) -> None:
+def _at_most(flag: str, value: int, limit: int) -> None:
     if value > limit:
-        more = flag == "--seq" and kind == "text"
-        larger = f" (--png: {POSITIONS['png']})" if more else ""
         raise ValueError(
-            f"{flag}: a picture as {kind} shows at most {limit}{larger}, got {value}; scale all "
-            "lengths down together"
+            f"{flag}: a picture shows at most {limit}, got {value}; scale all lengths down together"
         )
 
 

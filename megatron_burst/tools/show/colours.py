@@ -57,19 +57,13 @@ def ink_on(colour: str) -> str:
     return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 150 else "#ffffff"
 
 
-COMPUTE, WITHIN, BETWEEN, EXCHANGE, WAIT = "#44aa99", "#88ccee", "#332288", "#ddaa33", "#cc6677"
-# By the names that forecast, account and trace give what they tell of.
+COMPUTE, TRANSFER, WAIT = "#44aa99", "#88ccee", "#cc6677"
+# By the names that trace and account give what they tell of.
 MEANINGS = {
-    "compute": COMPUTE, "transfer": WITHIN, "intra": WITHIN, "inter": BETWEEN,
-    "exchange": EXCHANGE, "wait": WAIT,
-    "forward": mixed(COMPUTE, "#ffffff", 0.5), "backward": COMPUTE,
-    # parts of a layer and of a step
-    "attention": COMPUTE, "linear layers": "#882255", "norms, rope and activations": "#ddcc77",
-    "linear attention": "#117733", "states between ranks": WITHIN, "tensor parallel": "#999933",
-    "expert exchange": EXCHANGE, "host link": GREY, "LM head and loss": "#aa4499",
-    "gradient reduction": "#ee8866", "parameter gathering": "#bbcc33", "optimizer": "#661100",
-    # what memory holds besides
+    "compute": COMPUTE, "transfer": TRANSFER, "wait": WAIT,
+    # what memory holds
+    "optimizer": "#661100", "LM head and loss": "#aa4499",
     "layer inputs": "#aaaa00", "attention store": "#117733", "between layers": "#99ddff",
     "weight gradients of a layer": "#ee8866", "attention half": COMPUTE, "MLP half": "#882255",
-    "ring buffers": WITHIN,
+    "ring buffers": TRANSFER,
 }  # fmt: skip

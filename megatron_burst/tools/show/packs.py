@@ -148,8 +148,7 @@ def pack_scene(
     not one window, since layout balanced has to know what a token costs."""
     if not isinstance(mask, (Full, Window)):
         raise ValueError(
-            "--mask: inside documents causal, full, or window(LEFT, RIGHT) can be drawn, "
-            f"got {text}"
+            f"--mask {text}: documents are drawn with --mask causal, full or window only"
         )
     window = (mask.left, mask.right) if isinstance(mask, Window) else (None, None)
     fill = seq_len - sum(lengths)

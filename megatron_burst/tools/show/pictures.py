@@ -321,7 +321,7 @@ def _tree(scene: TreeScene) -> Figure:
     paths = box(figure, 0.3, bottom, PATHS, SIDE)
     paths.set_title("segments, from the root to the right", loc="left", fontsize=10)
     _segments(paths, scene)
-    computers, step = scene.sampled(SAMPLED["png"])
+    computers, step = scene.sampled(SAMPLED)
     mask = box(figure, 0.85 + PATHS, bottom, SIDE, SIDE)
     _matrix(mask, computers, scene.grid.size)
     each = "" if step == 1 else f", every {step} rows"

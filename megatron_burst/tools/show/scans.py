@@ -18,7 +18,7 @@ from ...schedule.scans.hops import MAP, WHOLE, Hops, Task
 from ...schedule.tables import Grid
 from ...schedule.topology import Topology
 from ..call_flags import check_positive
-from . import language
+from . import inputs
 
 PIECES = 128  # of a chain, at most
 
@@ -87,10 +87,6 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
         "of a node, else 1)",
     )  # fmt: skip
     sub.add_argument("--backward", action="store_true", help="draw backward instead of forward")
-    sub.add_argument(
-        "--lengths", metavar="LENGTHS",
-        help="tokens of each document: 300,20,5; the rest is another one (default: one document)",
-    )  # fmt: skip
 
 
 def scan_scene(arguments: argparse.Namespace, grid: Grid, seq_len: int) -> ScanScene:
@@ -103,14 +99,8 @@ def scan_scene(arguments: argparse.Namespace, grid: Grid, seq_len: int) -> ScanS
             f"--blocks: {algorithm} sends states whole; leave it out, or take --algorithm scan or "
             "two_level"
         )
-    bounds = [0, seq_len]
-    if arguments.lengths:
-        lengths = language.lengths(arguments.lengths, seq_len)
-        if sum(lengths) > seq_len:
-            raise ValueError(f"--lengths: {sum(lengths)} tokens do not fit into {seq_len}")
-        bounds = np.unique([*np.cumsum([0, *lengths]).tolist(), seq_len]).tolist()
-    mask = language.mask(f"documents({bounds}) & causal", seq_len)
-    layout = language.make_layout(arguments.layout, grid.size, grid.intra, mask)
+    bounds = inputs.bounds_of(arguments.lengths, seq_len)
+    layout, text = inputs.layout_of(arguments, arguments.layout, grid, bounds)
     layout.check(seq_len)
     chain = chains(layout, seq_len, bounds)
     if len(chain) > PIECES:
@@ -121,5 +111,5 @@ def scan_scene(arguments: argparse.Namespace, grid: Grid, seq_len: int) -> ScanS
     blocks = arguments.blocks or own
     turned = chain.backward() if arguments.backward else chain
     hops = SCANS[algorithm](Task(turned, Topology(grid.size, grid.intra), blocks))
-    return ScanScene(algorithm, arguments.layout, seq_len, grid, turned, hops, blocks,
+    return ScanScene(algorithm, text, seq_len, grid, turned, hops, blocks,
                      arguments.backward)  # fmt: skip

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The content of pictures of masks, layouts and schedules, read from those that run.
 
-A scene holds numbers only; `text`, `pictures` and `timeline` decide how they look. Of a schedule
+A scene holds numbers only; `pictures` and `timeline` decide how they look. Of a schedule
 this module decides what counts as left out, what a rank holds, and which choices go together; the
 schedule comes from `cost`, as that of a plan does.
 
@@ -39,7 +39,7 @@ class Shards:
     mask: Mask
     layout: Layout
     seq_len: int
-    mask_text: str  # as the user wrote it
+    mask_text: str  # in titles
     layout_text: str
 
     @property

@@ -19,13 +19,13 @@ import numpy as np
 from ...plugins.rl import trees
 from ...schedule.tables import Grid
 from .. import call_flags
-from . import language
+from . import inputs
 from .packs import runs_of
 from .scene import Shards
 
 ROWS = 1 << 20  # of a tree, of which only runs are drawn
-SEGMENTS = {"text": 128, "png": 512}  # the largest trees that can be read
-SAMPLED = {"text": 64, "png": 512}  # rows and columns of the mask; of larger ones every n-th
+SEGMENTS = 512  # of the largest tree that can be read
+SAMPLED = 512  # rows and columns of the mask; of larger ones every n-th
 BYTES = 2  # of a number in bf16
 
 
@@ -127,63 +127,55 @@ class TreeScene:
 def add_flags(sub: argparse.ArgumentParser) -> None:
     """Those that only a tree has."""
     sub.add_argument(
-        "--trajectories", required=True, metavar="TRAJECTORIES",
-        help="a file with a JSON list of token ids per line, or random(SEED, PROMPTS, SAMPLES, "
-        "TURNS)",
+        "--trajectories", required=True, type=Path, metavar="FILE",
+        help="a file with a JSON list of token ids per line, such as [11, 12, 13]",
     )  # fmt: skip
-    sub.add_argument(
-        "--layout", default="balanced", metavar="LAYOUT",
-        help="which rows a rank holds (default: balanced)",
-    )  # fmt: skip
+    inputs.add_layout(sub, "balanced")
     call_flags.add_heads(sub, width=128, queries=False)
 
 
-def tree_scene(arguments: argparse.Namespace, grid: Grid, kind: str) -> TreeScene:
-    """The scene of these flags, as text or png. Raises ValueError for flags that do not fit
-    together."""
+def tree_scene(arguments: argparse.Namespace, grid: Grid) -> TreeScene:
+    """Make the scene of these flags. Raises ValueError for flags that do not fit together."""
+    path = arguments.trajectories
+    # Zigzag cuts two pieces per rank.
+    each = grid.size if arguments.layout == "balanced" else 2 * grid.size
     try:
-        # Zigzag cuts two pieces per rank.
-        each = grid.size if arguments.layout.lstrip().startswith("balanced") else 2 * grid.size
-        tree = trees.pack(_read(arguments.trajectories), multiple=each)
+        tree = trees.pack(_read(path), multiple=each)
     except ValueError as error:
-        said = str(error)
-        raise ValueError(said if said.startswith("--") else f"--trajectories: {said}") from error
+        raise ValueError(f"--trajectories {path}: {error}") from error
     rows = len(tree.tokens)
     if rows > ROWS:
         raise ValueError(f"--trajectories: trees of at most {ROWS} rows are drawn, got {rows}")
-    layout = language.make_layout(arguments.layout, grid.size, grid.intra, tree.mask)
+    layout, text = inputs.layout_of(arguments, arguments.layout, grid, tree=tree.mask)
     layout.check(rows)
-    shards = Shards(tree.mask, layout, rows, "tree", arguments.layout)
+    shards = Shards(tree.mask, layout, rows, "tree", text)
     scene = TreeScene(tree, shards, grid, arguments.kv_heads, arguments.width)
-    if len(scene.segments) > SEGMENTS[kind]:
-        larger = f" (--png: {SEGMENTS['png']})" if kind == "text" else ""
+    if len(scene.segments) > SEGMENTS:
         raise ValueError(
-            f"--trajectories: a picture as {kind} shows at most {SEGMENTS[kind]} segments{larger}, "
-            f"got {len(scene.segments)}; take fewer trajectories"
+            f"--trajectories: a picture shows at most {SEGMENTS} segments, got "
+            f"{len(scene.segments)}; take fewer trajectories"
         )
     return scene
 
 
-def _read(text: str) -> list[Any]:
-    """The trajectories of a file, or random ones."""
-    if text.lstrip().startswith("random"):
-        return language.trajectories(text)
-    path, found = Path(text), []
+def _read(path: Path) -> list[Any]:
+    """Read the trajectories of a file."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--trajectories {text}: {error}") from error
+        raise ValueError(str(error)) from error
+    found = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             tokens = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"--trajectories {text}, line {number}: {error}") from error
+            raise ValueError(f"line {number}: {error}") from error
         if not isinstance(tokens, list):
             raise ValueError(
-                f"--trajectories {text}, line {number}: a line is a list of token ids, such as "
-                f"[11, 12, 13], got {line.strip():.40}"
+                f"line {number}: a line is a list of token ids, such as [11, 12, 13], got "
+                f"{line.strip():.40}"
             )
         found.append(tokens)
     return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Title, subtitle and caption of a scene, for text, pictures and the gallery alike."""
+"""Title, subtitle and caption of a scene, for pictures and for the gallery."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def subtitle(scene: Scene) -> str:
             if scene.backward
             else ("state that enters piece 3")
         )
-        nodes = "; red, or ⇒: to another node" if scene.grid.inter > 1 else ""
+        nodes = "; red: to another node" if scene.grid.inter > 1 else ""
         return f"s3: the {what}{cut}; m3: what piece 3 does to any{nodes}"
     if isinstance(scene, MaskScene):
         return (

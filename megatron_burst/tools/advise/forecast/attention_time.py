@@ -9,7 +9,7 @@ and groups there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd
@@ -20,12 +20,11 @@ import numpy as np
 from ....autotune import simulator
 from ....autotune.candidates import adding, reading, sharing
 from ....autotune.clusters import Cluster
-from ....autotune.disturbance import Disturbance
 from ....autotune.exchanges import Wires
 from ....autotune.pair_counts import pairs_attended, pairs_seen
 from ....autotune.places import Nodes, places
 from ....autotune.prepared import Prepared
-from ....autotune.recording import Recording
+from ....autotune.rates import Rates
 from ....layout import make
 from ....masks import Causal, Window
 from ....options import ring_algorithm
@@ -37,7 +36,6 @@ from ....schedule.topology import Topology
 from ..account.rings import joins, side_by_bytes
 from ..settings import BYTES, Settings
 from ..shapes.models import Model
-from .faults import UNDISTURBED, DisturbedRing, Faults, Group, draws
 
 KEPT = 128  # rings whose schedules are remembered
 LARGEST = 256  # ranks of a ring whose schedules are: of a larger one they take too much memory
@@ -151,9 +149,9 @@ class AttentionTime:
 
     forward, backward: with the all-to-all of ranks that share heads; exchange: that part of each.
     busy: for how long of both the busiest rank's device ("compute") and links ("intra", "inter")
-    are in use. spread: standard deviation of the seconds over the draws of jitter. host: seconds
-    of forward and of backward that launching takes of the processor, beside all this; planning:
-    that it takes before the first layer of each micro-batch, where every one has its own plan.
+    are in use. host: seconds of forward and of backward that launching takes of the processor,
+    beside all this; planning: that it takes before the first layer of each micro-batch, where
+    every one has its own plan.
     kernel: of attention, whose published rate is assumed; None if the rate was measured or stated,
     and where `simulate` did not set it.
     """
@@ -162,7 +160,6 @@ class AttentionTime:
     backward: float
     exchange: tuple[float, float]
     busy: Mapping[str, float]
-    spread: float = 0.0
     host: tuple[float, float] = (0.0, 0.0)
     planning: float = 0.0
     kernel: str | None = None
@@ -185,18 +182,14 @@ def attention_time(
     model: Model,
     cluster: Cluster,
     run: Settings,
-    faults: Faults | None = None,
-    group: Group | None = None,
     rings: RingsOf = made,
-    recordings: tuple[Recording | None, Recording | None] = (None, None),
     window: int = 0,
 ) -> AttentionTime:
     """The time of one attention call of a run, with causal sequences; of sparse attention with the
     selection before it, in forward, without the indexer's loss.
 
-    faults: what is slower; then of the slowest of all rings, or of those of one group. rings:
-    `made`, or one that remembers. recordings: told what the ring of each pass does when. window:
-    tokens that a query of the layer sees, 0: all before it.
+    rings: `made`, or one that remembers. window: tokens that a query of the layer sees, 0: all
+    before it.
 
     Raises ValueError for groups that the ranks of a node do not allow.
     """
@@ -220,63 +213,44 @@ def attention_time(
             (simulator.NOTHING, simulator.NOTHING),
         )
     both_passes = (
-        (passes.forward, seconds, recordings[0], least[0], adds[0]),
-        (passes.backward, rates.backward * seconds, recordings[1], least[1], adds[1]),
+        (passes.forward, seconds, least[0], adds[0]),
+        (passes.backward, rates.backward * seconds, least[1], adds[1]),
     )
     topology = topology_of(cluster, run)
     exchange = sharing(topology, sizes, rates, chunks > 1, ring.nodes.per_nic)
 
-    def selection(disturbed: Disturbance | None) -> simulator.PassTime:
-        if model.indexer is None:
-            return simulator.IDLE
-        index, heads = index_sizes(model, run), model.indexer.heads
-        each = rings(ring._replace(attended=0, sizes=replace(index, batch=1)))
-        scores = each.pairs * (2.0 * heads * index.width * index.batch / compute)
-        return simulator.pass_time(each.forward, index, scores, rates, disturbed=disturbed)
-
-    def timed(how: DisturbedRing) -> AttentionTime:
-        forward, backward = (
-            chunks
-            * simulator.pass_time(
-                each,
-                sizes,
-                computing,
-                rates,
-                run.head_chunks,
-                disturbed=disturbed,
-                recording=recording,
-                least=least,
-                adding=adds,
-            )
-            for (each, computing, recording, least, adds), disturbed in zip(
-                both_passes, how.passes, strict=True
-            )
+    forward, backward = (
+        chunks
+        * simulator.pass_time(
+            each,
+            sizes,
+            computing,
+            rates,
+            run.head_chunks,
+            least=least,
+            adding=adds,
         )
-        forward += selection(how.passes[0])
-        shared = [f * each.seconds for f, each in zip(how.exchange, exchange, strict=True)]
-        both = forward + backward + exchange[0] + exchange[1]
-        busy = {"compute": both.compute, "intra": both.intra, "inter": both.inter}
-        host = forward.host + exchange[0].host, backward.host + exchange[1].host
-        return AttentionTime(
-            forward.seconds + shared[0], backward.seconds + shared[1], (shared[0], shared[1]), busy,
-            host=host,
-        )  # fmt: skip
-
-    if faults is None:
-        return timed(UNDISTURBED)
-    found = draws(faults, cluster, run, topology, group)
-    return _mean([[timed(each) for each in some] for some in found])
-
-
-def _mean(drawn: Sequence[Sequence[AttentionTime]]) -> AttentionTime:
-    """Over draws, each of several rings: of forward and of backward the slowest counts, as ranks
-    wait for one another after either."""
-    forward = np.array([max(ring.forward for ring in rings) for rings in drawn])
-    backward = np.array([max(ring.backward for ring in rings) for rings in drawn])
-    slowest = max(drawn[0], key=lambda ring: ring.seconds)
-    return replace(
-        slowest,
-        forward=float(forward.mean()),
-        backward=float(backward.mean()),
-        spread=float((forward + backward).std()),
+        for each, computing, least, adds in both_passes
     )
+    forward += _selection(model, run, rings, ring, rates)
+    both = forward + backward + exchange[0] + exchange[1]
+    busy = {"compute": both.compute, "intra": both.intra, "inter": both.inter}
+    shared = exchange[0].seconds, exchange[1].seconds
+    host = forward.host + exchange[0].host, backward.host + exchange[1].host
+    return AttentionTime(
+        forward.seconds + shared[0], backward.seconds + shared[1], shared, busy, host=host
+    )
+
+
+def _selection(
+    model: Model, run: Settings, rings: RingsOf, ring: RingKey, rates: Rates
+) -> simulator.PassTime:
+    """Compute the time of the indexer's scores, for sparse attention."""
+    if model.indexer is None:
+        return simulator.IDLE
+    assert rates.compute is not None
+    sizes = index_sizes(model, run)
+    passes = rings(ring._replace(attended=0, sizes=replace(sizes, batch=1)))
+    flops = 2.0 * model.indexer.heads * sizes.width * sizes.batch
+    scores = passes.pairs * (flops / rates.compute)
+    return simulator.pass_time(passes.forward, sizes, scores, rates)

@@ -28,7 +28,6 @@ from ..settings import Settings
 from ..shapes.layer_kinds import MIXER, SOFTMAX, LayerPart, Mixer
 from ..shapes.model import Model
 from .attention_time import AttentionTime, attention_time
-from .faults import Faults
 from .links import all_to_all_seconds, ring_seconds
 from .scan_time import States, scan_seconds
 
@@ -271,17 +270,14 @@ def layer_time(
     model: Model,
     cluster: Cluster,
     run: Settings,
-    faults: Faults | None = None,
     part: LayerPart | None = None,
     attention: TimesAttention = attention_time,
     states: States = scan_seconds,
-    wait: bool = True,
 ) -> LayerTime:
     """The time of one layer.
 
     part: what it is made of, as `parts_of` lists them; None: the last layer's. attention: times
     its core attention; states: times the exchange of states. A search gives ones that remember.
-    wait: for launches, where they take longer.
     """
     part = part or parts_of(model, run, run.pp - 1)[-1]
     forward, backward, again = SecondsByPart(), SecondsByPart(), SecondsByPart()
@@ -307,7 +303,7 @@ def layer_time(
     if part.attention in SOFTMAX:
         window = model.window_of(part.attention, run.seq)
         own = replace(run, algorithm=part.algorithm) if part.algorithm else run
-        core = attention(model, cluster, own, faults, window=window)
+        core = attention(model, cluster, own, window=window)
         forward[ATTENTION], backward[ATTENTION] = core.forward, core.backward
         if full:
             again[ATTENTION] = recomputed_attention(core, run)
@@ -316,7 +312,7 @@ def layer_time(
     backward[HOST] = max(0.0, copied - backward.total - again.total)
     found = LayerTime(forward.taken(), again.taken(), backward.taken(), core,
                       launching(cluster, run, part, core))  # fmt: skip
-    return found.waiting() if wait else found
+    return found.waiting()
 
 
 def launching(

@@ -148,7 +148,7 @@ def step_time(
     states: States = scan_seconds,
     bound: bool = False,
 ) -> StepTime:
-    """The time of one step of a run, without faults. attention: times the core attention of a
+    """The time of one step of a run. attention: times the core attention of a
     layer, states: its exchange of states; a search gives ones that remember. bound: no time with
     longer layers is below it, where another stage may be the busiest, with fewer parameters.
 

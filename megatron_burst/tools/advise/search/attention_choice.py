@@ -33,7 +33,6 @@ from ..forecast.attention_time import (
     sizes_of,
     topology_of,
 )
-from ..forecast.faults import Faults
 from ..forecast.scan_time import scan_seconds, scan_time
 from ..forecast.step_time import StepTime, step_time
 from ..settings import Settings
@@ -129,11 +128,8 @@ class AttentionForecast:
             self._choices[key] = {"side": best.side}
         return replace(run, **self._choices[key])
 
-    def time(
-        self, model: Model, cluster: Cluster, run: Settings, faults: Faults | None = None,
-        window: int = 0,
-    ) -> AttentionTime:  # fmt: skip
-        """`attention_time` without faults, remembered."""
+    def time(self, model: Model, cluster: Cluster, run: Settings, window: int = 0) -> AttentionTime:
+        """Return `attention_time` of a run, remembered."""
         key = self._key(run), window
         if key not in self._times:
             self._times[key] = self.timed(run, window)
@@ -144,9 +140,8 @@ class AttentionForecast:
         return attention_time(self.model, self.cluster, run, rings=self.rings, window=window)
 
     def at_least(
-        self, model: Model, cluster: Cluster, run: Settings, faults: Faults | None = None,
-        window: int = 0,
-    ) -> AttentionTime:  # fmt: skip
+        self, model: Model, cluster: Cluster, run: Settings, window: int = 0
+    ) -> AttentionTime:
         """A bound of `time`: nothing travels, and all ranks compute equally much; one call is
         launched."""
         alone = replace(run, cp=1, ulysses=1, algorithm="burst", head_chunks=1, sequence_chunks=1,

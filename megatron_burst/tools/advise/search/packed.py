@@ -30,7 +30,6 @@ from ..account.memory import Account, account
 from ..account.operators import Core, LayerSizes
 from ..account.rings import SHORT, CoreOf, Rooms, core_of, most_rooms
 from ..forecast.attention_time import AttentionTime, sizes_of, topology_of
-from ..forecast.faults import Faults
 from ..forecast.layer_time import visible
 from ..forecast.step_time import StepTime, model_operations
 from ..settings import Settings
@@ -206,9 +205,8 @@ class PackedForecast(AttentionForecast):
         return PackedForecast(self.model, cluster, self.pinned, self.lengths, self.cut)
 
     def at_least(
-        self, model: Model, cluster: Cluster, run: Settings, faults: Faults | None = None,
-        window: int = 0,
-    ) -> AttentionTime:  # fmt: skip
+        self, model: Model, cluster: Cluster, run: Settings, window: int = 0
+    ) -> AttentionTime:
         """A bound of `time`, where only packs are padded; what is fixed for several ranks does not
         bind the one rank of it."""
         if not self.pinned:

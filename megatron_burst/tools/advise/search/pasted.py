@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run as flags to paste: those of Megatron-LM and ours; and as a call for Megatron-Bridge.
+"""A run as flags to paste: those of Megatron-LM and ours.
 
 Decides which flags say what `Settings` are; `model_flags` those of the model. They are read back
 by `tools.model_arguments`, and tests compare.
@@ -21,16 +21,6 @@ from .model_flags import (
     is_hybrid,
     model_flags,
 )
-
-# Recipes of Megatron-Bridge for models of `models.NAMED`: family, name.
-BRIDGE = {
-    "llama2-7b": ("llama", "llama2_7b_pretrain_config"),
-    "llama3-8b": ("llama", "llama3_8b_128k_pretrain_config"),
-    "llama3-70b": ("llama", "llama3_70b_pretrain_config"),
-    "qwen3-8b": ("qwen", "qwen3_8b_pretrain_config"),
-    "qwen3-32b": ("qwen", "qwen3_32b_pretrain_config"),
-    "qwen3-30b-a3b": ("qwen", "qwen3_30b_a3b_pretrain_config"),
-}
 
 
 def flags_of(model: Model, run: Settings, cut: str = "") -> list[str]:
@@ -167,60 +157,3 @@ def choices(run: Settings, cut: str = "", carries: bool = False) -> dict[str, An
         or value != getattr(BurstConfig, name)
     }
     return {name: f"{v:g}" if isinstance(v, float) else v for name, v in said.items()}
-
-
-def recipe_of(model: Model, run: Settings) -> str:
-    """A script for Megatron-Bridge with `apply_burst`."""
-    family, name = BRIDGE.get(model.name, ("", ""))
-    found = choices(run, carries=bool(model.mixers))
-    chosen = {k: float(v) if k in ("store", "offload") else v for k, v in found.items()}
-    given = ", ".join(f"{key}={value!r}" for key, value in chosen.items())
-    intra = math.gcd(run.intra or run.cp, run.cp)
-    if 1 < intra < run.cp:
-        given += f", intra={intra}"
-    sizes = {
-        "tensor_model_parallel_size": run.tp,
-        "sequence_parallel": run.tp > 1,
-        "pipeline_model_parallel_size": run.pp,
-        "virtual_pipeline_model_parallel_size": run.vpp if run.vpp > 1 else None,
-        "num_layers_in_first_pipeline_stage": run.first_layers,
-        "num_layers_in_last_pipeline_stage": run.last_layers,
-        "context_parallel_size": run.cp,
-        "expert_model_parallel_size": run.ep,
-        **(
-            {"recompute_granularity": "full", "recompute_method": "uniform",
-             "recompute_num_layers": 1}
-            if run.recompute == "full" else {"recompute_granularity": None}
-        ),
-    }  # fmt: skip
-    start = (
-        [f"from megatron.bridge.recipes.{family} import {name}"] if name
-        else [f"# a recipe of Megatron-Bridge for {model.name}:",
-              "from your_recipes import pretrain_config"]
-    )  # fmt: skip
-    lines = [
-        *start,
-        "from megatron.bridge.training.gpt_step import forward_step",
-        "from megatron.bridge.training.pretrain import pretrain",
-        "from megatron_burst.recipes import apply_burst",
-        "",
-        f"cfg = {name or 'pretrain_config'}()",
-        f"cfg = apply_burst(cfg, {given})",
-        f"cfg.model.seq_length = cfg.dataset.seq_length = {run.seq}",
-        *(f"cfg.model.{key} = {value}" if not isinstance(value, str)
-          else f'cfg.model.{key} = "{value}"' for key, value in sizes.items()),
-        f"cfg.train.micro_batch_size = {run.micro_batch}",
-        f"cfg.train.global_batch_size = {run.micro_batch * run.micro_batches * run.dp}",
-        *_optimizer_lines(run),
-        "pretrain(cfg, forward_step)",
-    ]  # fmt: skip
-    return "\n".join(lines) + "\n"
-
-
-def _optimizer_lines(run: Settings) -> Iterator[str]:
-    yield f"cfg.ddp.use_distributed_optimizer = {run.distributed_optimizer}"
-    yield f"cfg.ddp.grad_reduce_in_fp32 = {run.gradients == 'fp32'}"
-    if run.optimizer_offload:
-        yield "cfg.optimizer.optimizer_cpu_offload = True"
-        yield "cfg.optimizer.use_precision_aware_optimizer = True"
-        yield f"cfg.optimizer.optimizer_offload_fraction = {run.optimizer_offload:g}"
