@@ -223,10 +223,10 @@ def _simulated(
     model: Model, cluster: Cluster, run: Settings, part: Simulated, faults: Faults | None
 ) -> AttentionTime | LayerTime | StepTime:
     if part == "attention":
-        if run.per_layer is not None:
+        if run.by_kind:
             raise ValueError(
-                f"per_layer {run.per_layer}: part attention is one call: give its algorithm, and "
-                "leave per_layer out"
+                f"window_algorithm {run.window_algorithm}, chunk_algorithm {run.chunk_algorithm}: "
+                "part attention is one call: give its algorithm, and leave these out"
             )
         return attention_time(model, cluster, run, faults)
     if part == "layer":

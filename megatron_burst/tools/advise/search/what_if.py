@@ -66,8 +66,7 @@ def _with(
     other = attention.by_kind(attention.settled(run))
     if other != run and (faster := attention.step(other).seconds) < seconds and fits(other):
         seconds, then = faster, f"{other.algorithm}, side {other.side}"
-        if other.per_layer is not None:
-            then += f", {other.per_layer}"
+        then += "".join(f", {own} in {kind} layers" for kind, own in other.by_kind.items())
         if other.ulysses > 1:
             then += f", {other.ulysses} ranks sharing heads"
     return WhatIf(words, 1 - seconds / best.seconds, then)
@@ -104,7 +103,7 @@ def _larger(best: Configuration, search: Search) -> Iterator[WhatIf]:
     lack least, and the fastest of them."""
     lacking: list[tuple[float, float, Settings]] = []
     for time, run in search.timed(options_of(best.run, search.want, chunked=False)):
-        if best.run.per_layer is not None:
+        if best.run.by_kind:
             by_kind = search.attention.by_kind(run)
             time, run = min(
                 (time, run), (search.attention.step(by_kind), by_kind),
