@@ -27,7 +27,6 @@ from megatron_burst.tools.advise.search.attention_choice import AttentionForecas
 from megatron_burst.tools.advise.search.packed import PackedForecast
 from megatron_burst.tools.advise.settings import Settings, check
 from megatron_burst.tools.advise.shapes.model import LayerPart, Model
-from megatron_burst.tools.advise.shapes.models import named
 
 K = 1024
 # Layers 1, 2, 4 and 5 of six have a window.
@@ -73,7 +72,7 @@ def test_a_step_takes_the_calls_of_every_kind(own, others):
 
 def test_a_call_alone_has_one_algorithm():
     run = replace(RUN, window_algorithm="ring")
-    with pytest.raises(ValueError, match="window_algorithm ring, .*: part attention is one call"):
+    with pytest.raises(ValueError, match=r"window_algorithm ring, .*: part attention is one call"):
         mb.simulate(TWO, NODES, run, part="attention")
     assert mb.simulate(TWO, NODES, run).seconds == seconds(window_algorithm="ring")
     turned = replace(TWO, pattern="FFWFFW")  # part "layer" is the last one
@@ -187,7 +186,8 @@ def test_windows_have_the_algorithm_that_is_fastest_for_them(gemma):
 def test_it_fits_and_is_shown(gemma):
     assert gemma.best.fit.fits
     run = gemma.best.run
-    assert f"tile, {run.side}, zigzag, {run.window_algorithm} in window layers" in attention_said(run)
+    own = f"{run.window_algorithm} in window layers"
+    assert f"tile, {run.side}, zigzag, {own}" in attention_said(run)
     shown = one_of(gemma.best, gemma.cluster)["attention"]
     assert (shown["window_algorithm"], shown["chunk_algorithm"]) == (run.window_algorithm, None)
     assert rivals.settings("p2p", gemma.model, gemma.cluster, run).by_kind == {}

@@ -197,10 +197,11 @@ def test_bad_input_says_what_would_do(capsys, words, said):
 
 
 def test_a_command_without_a_layout_has_that_of_its_store():
-    command = (
+    flags = (
         "pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 1024 "
         "--context-parallel-size 4 --tensor-model-parallel-size 2 --vocab-size 256"
-    ).split()
+    )
+    command = flags.split()
     half = ["--recompute-granularity", "full", "--burst-attention-store", "0.5"]
     for more, layout in (([], "striped"), (["--burst-attention-layout", "zigzag"], "zigzag")):
         assert read_command([*command, *half, *more])[1]["layout"] == layout

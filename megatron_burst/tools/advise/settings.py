@@ -49,8 +49,9 @@ class Settings:
     algorithm, layout, side, wire, head_chunks: of attention; kernel: that of it which was stated,
     None: the fastest that there is. window_algorithm, chunk_algorithm: algorithm of
     layers with a window and of chunked attention, None: `algorithm`; a run chooses them with
-    `--context-parallel-algo auto`. intra: ranks of a node, None: as the cluster has. ulysses: context-parallel ranks that share heads, by `placement`; inner: ranks of
-    an inner ring, None: those of a node. route: of chunks: "auto" is what runs here, "ring" hands
+    `--context-parallel-algo auto`. intra: ranks of a node, None: as the cluster has. ulysses:
+    context-parallel ranks that share heads, by `placement`; inner: ranks of an inner ring, None:
+    those of a node. route: of chunks: "auto" is what runs here, "ring" hands
     them on even where few rows are wanted. fsdp: parameters and gradients are shared out too
     (ZeRO-3), and `gathered` layers of parameters are whole at a time. chunks_on_host: queries,
     keys, values and results of all chunks but two wait on the host (FPDT; no flag of ours does
