@@ -35,7 +35,7 @@ DONE = object()
 
 
 class ChunkStore(Protocol):
-    """Where the chunks rest that a ring holds: a dict where they arrived, or `visiting.HostStore`.
+    """Where the chunks rest that a ring holds: a dict where they arrived, or a store of `visiting`.
 
     `pop` is asked for a chunk that nothing here needs any more; the message it returns is used
     again.
