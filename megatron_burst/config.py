@@ -10,7 +10,7 @@ made.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from .layout import LayoutName, check_fraction
@@ -22,7 +22,6 @@ from .options import (
     WireDtype,
     algorithms,
 )
-from .schedule.per_layer import layer_choices
 from .schedule.scans import SCANS
 from .schedule.topology import Placement
 from .units import size_of
@@ -44,7 +43,7 @@ class Described(NamedTuple):
     meaning: str
     flag: str = ""
     names: tuple[str, ...] = ()
-    text: Literal["SIZE", "FILE", "MODULE:NAME", "WHICH=ALGORITHM,..."] = "SIZE"
+    text: Literal["SIZE", "FILE", "MODULE:NAME"] = "SIZE"
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,8 @@ class BurstConfig:
         str,
         Described(
             "attention across context-parallel ranks; auto takes the algorithm predicted to be "
-            "fastest at measured link rates, megatron keeps Megatron's attention",
+            "fastest at measured link rates, for each kind of layers (with and without a sliding "
+            "window); megatron keeps Megatron's attention",
             flag="--context-parallel-algo",
             names=(*algorithms(), "megatron"),
         ),
@@ -199,15 +199,6 @@ class BurstConfig:
             names=("auto", *SPARSE, OFF),
         ),
     ] = "auto"
-    per_layer: Annotated[
-        str | None,
-        Described(
-            "algorithms of some layers, which the others have from --context-parallel-algo: "
-            "window=ring,full=tile for layers with and without a sliding window, 1=ring,5-8=tile "
-            "for numbers of layers, which go before window and full",
-            text="WHICH=ALGORITHM,...",
-        ),
-    ] = None
 
     def __post_init__(self):
         for name in CHOICES:
@@ -216,11 +207,6 @@ class BurstConfig:
             raise ValueError(
                 f"wire_dtype ({flag_of('wire_dtype')}) auto goes by the forecast of "
                 f"{flag_of('algorithm')} auto, got {self.algorithm}; name fp32 or bf16"
-            )
-        if self.wire_dtype == "auto" and self.per_layer is not None:
-            raise ValueError(
-                f"{flag_of('wire_dtype')} auto goes by a forecast, which the layers of "
-                f"{flag_of('per_layer')} {self.per_layer} do without; name fp32 or bf16"
             )
 
     def _check(self, name: str) -> None:
@@ -239,25 +225,10 @@ class BurstConfig:
             raise ValueError(f"{title} must be an integer from 1 on{other}, got {value!r}")
         if kind is str and CHOICES[name].text == "SIZE":
             size_of(value, title)
-        elif name == "per_layer":
-            try:
-                layer_choices(str(value))
-            except ValueError as error:
-                raise ValueError(f"{title} {value}: {error}") from None
         elif kind is str and not (isinstance(value, str) and value):
             raise ValueError(f"{title} must be the path of a file, got {value!r}")
         elif name == "mask" and not re.fullmatch(r"[\w.]+:[\w.]+", str(value)):
             raise ValueError(f"{title} must be MODULE:NAME of a function, got {value!r}")
-
-    def of_layer(self, number: int, windowed: bool) -> BurstConfig:
-        """The choices of one layer: with the algorithm that `per_layer` names for it, if it does.
-
-        number: from 1 on, over the whole model. windowed: has it a sliding window?
-        """
-        if self.per_layer is None:
-            return self
-        algorithm = layer_choices(self.per_layer).algorithm(number, windowed)
-        return self if algorithm is None else replace(self, algorithm=algorithm)
 
     def keywords(self) -> AttentionKeywords:
         """What of it `mb.prepare` takes; "auto" is none of its layouts."""

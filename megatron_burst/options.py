@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 KernelName = Literal["auto", "aten", "aten_cudnn", "flash3", "flash4", "triton", "reference"]
 SideName = Literal["auto", Side]
 WireDtype = Literal["fp32", "bf16", "auto"]
-VisitingName = Literal["ring", "host"]
 # All-to-alls of heads around a ring of this algorithm.
 WITH_SHARED_HEADS = {"ulysses": "ring", "hybrid": "burst"}
 
@@ -39,7 +38,6 @@ def ring_algorithm(algorithm: str) -> str:
 
 KERNELS: tuple[str, ...] = get_args(KernelName)
 SIDES: tuple[str, ...] = get_args(SideName)
-VISITING: tuple[str, ...] = get_args(VisitingName)
 WIRE_DTYPES: tuple[str, ...] = get_args(WireDtype)
 
 
@@ -76,15 +74,11 @@ MEANING: Mapping[str, str] = {
         "number of row chunks of every shard, computed one after the other, so that only one row "
         "chunk's queries, outputs and gradients are in memory at a time; on side "
         '"kv" the keys go round once per row chunk. `Plan.chunked` is for code that makes the '
-        "queries one row chunk at a time"
+        "queries one row chunk at a time; with host memory its forward receives keys once"
     ),
     "row_blocks": (
         "number of equal blocks of a shard's rows (the ranks of sequence parallelism), of each of "
         "which a row chunk has equally many rows"
-    ),
-    "visiting": (
-        'how later row chunks of a forward get the keys of other ranks: "ring", again, or "host", '
-        "from host memory, to which the first row chunk saves them (`Plan.chunked(host=)`)"
     ),
 }
 
@@ -105,7 +99,6 @@ class AttentionOptions:
     head_chunks: int | None = None
     sequence_chunks: int = 1
     row_blocks: int = 1
-    visiting: VisitingName = "ring"
 
 
 AttentionOptions.__doc__ = "\n\n".join(
@@ -128,4 +121,3 @@ class AttentionKeywords(TypedDict, total=False):
     head_chunks: int | None
     sequence_chunks: int
     row_blocks: int
-    visiting: VisitingName

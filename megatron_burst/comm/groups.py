@@ -55,16 +55,17 @@ class Calls:
     warns: bool = False  # of calls that ranks cannot tell apart
     _unlabelled: set[tuple[int, str]] = field(default_factory=set)  # since the last backward
 
-    def forward(self, plan: int, label: object, sink: bool) -> CallTag:
+    def forward(self, plan: int, label: object, sink: bool, host: bool = False) -> CallTag:
         """The next call begins; what its messages and those of its backward bear. Without a label
-        that is the line of the caller's which makes the call. sink: does it have one? A plan does
-        not say so. Raises ValueError for a label (`check_label`)."""
+        that is the line of the caller's which makes the call. sink, host: whether the call has a
+        sink, and host memory for keys, which a plan does not contain. Raises ValueError for a label
+        (`check_label`)."""
         if label is None:
             label = self._calling_line(plan)
         else:
             check_label(label)
         self.forwards += 1
-        tag = CallTag(plan, self.forwards, crc32(repr((label, sink)).encode()))
+        tag = CallTag(plan, self.forwards, crc32(repr((label, sink, host)).encode()))
         self.order = crc32(f"forward {tag}".encode(), self.order)
         return tag
 

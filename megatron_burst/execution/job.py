@@ -149,6 +149,8 @@ class RowChunk:
     """The passes of the queries of some rows to all keys; with a store, of those it has not kept.
 
     rows: int64 row numbers of this rank's shard; None for all. order: as of `Job`, of these rows.
+    host_forward: the forward for which the keys of other ranks are in host memory from the first
+    row chunk on: that of any row chunk can bring the keys for all; None as of `pipeline.RowDemand`.
     """
 
     rows: torch.Tensor | None
@@ -156,6 +158,7 @@ class RowChunk:
     forward: Pass
     backward: Pass
     recompute: PartialPass | None = None
+    host_forward: Pass | None = None
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ class RowChunks:
 
     keys: contiguous k [s, b, k, d], v [s, b, k, w], or what `keys` of another call of the same
     tensors holds (`exchanged`). sink [h] or None. max_logits [h] or None: raised in place.
-    host: where the keys of others rest between the forwards of chunks; None: they travel again.
+    host: memory for keys of other ranks between the forwards of chunks; None: every chunk's forward
+    receives them.
     """
 
     def __init__(
@@ -68,6 +69,9 @@ class RowChunks:
         """
         job, chunk = self.job, self.job.chunks[index]
         run, partial = chunk.forward, chunk.recompute
+        if self._visiting is not None:
+            assert chunk.host_forward is not None
+            run = chunk.host_forward
         (queries,) = heads_to_rows(job, self.call, run.name, (q,), chunk.order)
         if stored is None:
             rings = self._rings(run, queries)
@@ -279,7 +283,7 @@ class ChunkedCall:
         self._groups, self._device, self._job = groups, keys[0].device.type, job
         self._shape, self._dtype = keys[0].shape, keys[0].dtype
         self._value_width = keys[1].shape[3]
-        self._tag = groups.calls.forward(identity, label, sink is not None)
+        self._tag = groups.calls.forward(identity, label, sink is not None, host is not None)
         self._differentiated: set[int] = set()
         self._ended = False
         with groups.running(self._device):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Visiting keys and values that rest in host memory between the row chunks of a forward.
+"""Keys and values of other ranks in host memory between the row chunks of a forward.
 
-The first chunk's forward receives what all of them need, and what arrives is copied out beside the
-computation with it; later chunks send nothing and fetch it one chunk of keys ahead, so that two are
-on the device. Source: FPDT (arXiv 2408.16978), section 4.2: offload with double buffering.
+The first forward receives the keys for all row chunks, and they are copied out while it computes.
+Later forwards send nothing and fetch the keys one chunk ahead, so two chunks of keys are on the
+device. Source: FPDT (arXiv 2408.16978), section 4.2: offload with double buffering.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from .ring import ChunkStore, Ring
 
 
 class Resting(Protocol):
-    """A tensor on the host; `recompute.host.Moved`."""
+    """A tensor in host memory; `recompute.host.Moved`. moved: False if host memory did not take it,
+    and it is the tensor itself."""
+
+    @property
+    def moved(self) -> bool: ...
 
     def fetch(self) -> None: ...
 
@@ -30,9 +34,34 @@ class Resting(Protocol):
 
 
 class Host(Protocol):
-    """Host memory; `mb.HostMemory`."""
+    """Host memory; `mb.HostMemory`. framed=False: the tensor belongs to no frame of backward."""
 
-    def move(self, tensor: torch.Tensor, fraction: float = 1.0) -> Any: ...
+    def move(self, tensor: torch.Tensor, *, framed: bool) -> Any: ...
+
+
+class _Copied:
+    """A tensor for which host memory had no room, in memory of its own on the device."""
+
+    moved = False
+
+    def __init__(self, tensor: torch.Tensor):
+        self._tensor = tensor.clone()
+
+    def fetch(self) -> None:
+        """Nothing to fetch."""
+
+    def release(self) -> None:
+        """Nothing to wait for."""
+
+    def get(self) -> torch.Tensor:
+        """The tensor."""
+        return self._tensor
+
+
+def _rest(host: Host, tensor: torch.Tensor) -> Resting:
+    """Move a tensor whose buffer is used again; a copy of it if host memory does not take it."""
+    moved = host.move(tensor, framed=False)
+    return moved if moved.moved else _Copied(tensor)
 
 
 Stash = dict[Chunk, tuple[Resting, ...]]
@@ -76,7 +105,7 @@ class _Arriving:
     def __setitem__(self, chunk: Chunk, message: Message, /) -> None:
         self._held[chunk] = message
         if chunk.family == "kv" and chunk.owner != self._me:
-            self._stash[chunk] = tuple(self._host.move(t) for t in message.tensors)
+            self._stash[chunk] = tuple(_rest(self._host, t) for t in message.tensors)
 
     def __getitem__(self, chunk: Chunk, /) -> Message:
         return self._held[chunk]

@@ -27,8 +27,7 @@ def described(plan: Any) -> str:
     if plan.head_chunks > 1:
         words.append(f"{plan.head_chunks} head chunks")
     if len(plan.passes) > 1:
-        resting = ", received keys kept in host memory" if plan.options.visiting == "host" else ""
-        words.append(f"{len(plan.passes)} row chunks{resting}")
+        words.append(f"{len(plan.passes)} row chunks ({_host(plan)})")
     words += [
         f"layout {plan.layout.describe()}",
         f"kernel {plan.kernel.name}{' with csrc' if csrc else ''}{_passed_over(plan)}",
@@ -39,6 +38,15 @@ def described(plan: Any) -> str:
         *filter(None, [plan.groups.communicators]),
     ]
     return " | ".join(words)
+
+
+def _host(plan: Any) -> str:
+    """What host memory for keys changes, or why it cannot hold them."""
+    if plan.host_refusal is not None:
+        return f"no keys in host memory: {plan.host_refusal}"
+    if plan.groups.topology.ring_size == 1:
+        return "no keys in host memory: the ring has one rank"
+    return f"forward with keys in host memory {_bytes(plan.traffic(host=True)[0])}"
 
 
 def _why(plan: Any) -> str:

@@ -24,6 +24,7 @@ from ..layout.sharding import to_device
 from ..masks import Mask
 from ..options import ring_algorithm
 from ..schedule import cost
+from ..schedule.algorithms import ALGORITHMS
 from ..schedule.cost import Sizes
 from ..schedule.demand import Wanted, row_cuts, wanted
 from ..schedule.head_shares import deferred_chunks, shared_order
@@ -40,7 +41,8 @@ class Passes(NamedTuple):
     """What a plan has of the ring of one rank; the same in every micro-batch of equal options.
 
     schedules: forward and backward of every row chunk. again: of every row chunk, if results are
-    kept. order: as of `Job`. digest: of the tables of all schedules.
+    kept. order: as of `Job`. digest: of the tables of all schedules. host_forward: the forward that
+    brings the keys for all row chunks into host memory, None if there is none.
     """
 
     schedules: tuple[tuple[Schedule, Schedule], ...]
@@ -48,6 +50,7 @@ class Passes(NamedTuple):
     again: tuple[Recompute, ...]
     order: torch.Tensor | None
     digest: int
+    host_forward: Schedule | None
 
 
 @dataclass(frozen=True)
@@ -77,11 +80,10 @@ class RingRequest:
         """Positions of the whole sequence."""
         return self.request.tensors[0].shape[0] * self.groups.size
 
-    def wanted(self, queries: Shards) -> Wanted:
-        """What these queries want. Kernels of sparse attention take the pairs of a step at once;
-        keys that rest on the host are brought back chunk by chunk."""
+    def wanted(self, queries: Shards, joined: bool | None = None) -> Wanted:
+        """Return which keys these queries see. joined: as of `Wanted`, for kernels that do not
+        choose it; those of sparse attention take the pairs of a step at once."""
         request = self.request
-        joined = False if request.options.visiting == "host" else None
         return wanted(request.mask, queries, self.keys, getattr(request.kernel, "joins", joined))
 
 
@@ -112,16 +114,16 @@ class RowDemand(NamedTuple):
     """What one row chunk demands of its passes.
 
     rows: of this rank's shard, None for all. queries: the spans of its queries on each rank of the
-    ring. members: those of the ranks that share heads with this one, before they do. forward,
-    backward: which rows have to travel; they differ where the first forward brings the keys of all
-    row chunks.
+    ring. members: those of the ranks that share heads with this one, before they do. seen: which
+    rows have to travel. host: the same for a forward that brings the keys for all row chunks into
+    host memory; None with one row chunk, and for algorithms that send more than keys in forward.
     """
 
     rows: np.ndarray | None
     queries: Shards
     members: Shards
-    forward: Wanted
-    backward: Wanted
+    seen: Wanted
+    host: Wanted | None
     again: Again | None
 
 
@@ -145,15 +147,17 @@ def demands(ring: RingRequest) -> list[RowDemand]:
         from ..recompute import selection
 
         stored = selection.split(mask, length, options.store, groups.size)
-    whole = ring.wanted(ring.keys) if options.visiting == "host" else None
+    whole = None
+    if len(cuts) > 1 and ALGORITHMS[ring.algorithm].keeps:
+        # Keys in host memory are fetched chunk by chunk, so no call takes several chunks of keys.
+        whole = ring.wanted(ring.keys, joined=False)
     found = []
     for rows, queries, members in cuts:
         seen = ring.wanted(queries)
-        # Keys that rest on the host: what the first row chunk brings is for all of them.
-        forward = seen if whole is None else replace(whole, queries=seen.queries)
+        host = None if whole is None else replace(whole, queries=seen.queries)
         own = members[ranks.index(groups.rank)]
         again = _again(ring, queries, own, *stored) if stored else None
-        found.append(RowDemand(rows, queries, members, forward, seen, again))
+        found.append(RowDemand(rows, queries, members, seen, host, again))
     return found
 
 
@@ -182,6 +186,7 @@ class RowSchedules(NamedTuple):
     demand: RowDemand
     forward: Schedule
     backward: Schedule
+    host: Schedule | None
     again: Schedule | None
 
 
@@ -194,13 +199,14 @@ def schedules(ring: RingRequest, demands: Sequence[RowDemand]) -> list[RowSchedu
     """
     name, grid, sizes, options = ring.algorithm, ring.grid, ring.sizes, ring.request.options
     backward = cost.backward_schedules(
-        name, grid, [each.backward for each in demands], sizes, side=options.side
+        name, grid, [each.seen for each in demands], sizes, side=options.side
     )
     return [
         RowSchedules(
             each,
-            cost.forward_schedule(name, grid, each.forward, sizes),
+            cost.forward_schedule(name, grid, each.seen, sizes),
             gradients,
+            each.host and cost.forward_schedule(name, grid, each.host, sizes),
             each.again and cost.forward_schedule(name, grid, each.again.wanted, sizes),
         )
         for each, gradients in zip(demands, backward, strict=True)
@@ -266,18 +272,21 @@ def programs(ring: RingRequest, scheduled: Sequence[RowSchedules]) -> Passes:
             again.append(_recompute(ring, each.again, each.demand.again, chunk.recompute))
     made = [schedule for each in scheduled for schedule in (each.forward, each.backward)]
     made += [each.again for each in scheduled if each.again is not None]
+    made += [each.host for each in scheduled if each.host is not None]
+    host_forward = scheduled[0].host
     return Passes(
         tuple((without_tables(each.forward), without_tables(each.backward)) for each in scheduled),
         tuple(chunks),
         tuple(again),
         order,
         hash(tuple(schedule.tables.digest for schedule in made)),
+        None if host_forward is None else without_tables(host_forward),
     )
 
 
 def _row_chunk(ring: RingRequest, scheduled: RowSchedules, which: str) -> RowChunk:
     """The passes of a row chunk; which: for messages, "" of a call that has only one."""
-    (rows, queries, members, *_, again), forward, backward, recompute = scheduled
+    (rows, queries, members, *_, again), forward, backward, host, recompute = scheduled
     rank, kernel, mask = ring.groups.ring.rank, ring.request.kernel, ring.request.mask
     works = Works(kernel, mask, queries, ring.keys, ring.sizes)
     partial, device = None, ring.request.tensors[0].device
@@ -286,6 +295,10 @@ def _row_chunk(ring: RingRequest, scheduled: RowSchedules, which: str) -> RowChu
         rest = Works(kernel, mask, [each.spans for each in again.queries], ring.keys, ring.sizes)
         run = make_pass("attention recompute", recompute, rank, rest, device, deferred)
         partial = _partial_pass(again, rank, run, device)
+    host_forward = None
+    if host is not None:
+        name = f"attention forward{which}, keys in host memory"
+        host_forward = make_pass(name, host, rank, works, device, deferred)
     name = f"attention backward, side {backward.side}{which}"
     return RowChunk(
         rows=None if rows is None else to_device(rows, device),
@@ -293,6 +306,7 @@ def _row_chunk(ring: RingRequest, scheduled: RowSchedules, which: str) -> RowChu
         forward=make_pass(f"attention forward{which}", forward, rank, works, device, deferred),
         backward=make_pass(name, backward, rank, works, device, deferred),
         recompute=partial,
+        host_forward=host_forward,
     )
 
 

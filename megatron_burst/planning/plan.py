@@ -25,6 +25,7 @@ from ..masks import Mask
 from ..options import AttentionOptions
 from ..recompute.checkpoint import Frame
 from ..schedule import cost
+from ..schedule.algorithms import ALGORITHMS
 from ..schedule.rings import Schedule
 from ..schedule.tables import ROUTES
 from .pipeline import Recompute, without_tables
@@ -51,6 +52,9 @@ class Plan:
     groups, layout, mask: what it was made for; options: with every "auto" and default resolved;
     choice: why algorithm "auto" took what it took. signature: shapes, dtypes and device of q, k, v.
 
+    host_forward: the forward that brings keys for all row chunks into host memory, None if there is
+    none.
+
     Internal: sizes: this rank's share in its ring. passes: schedules of forward and backward, of
     every row chunk. facts: what all ranks agreed on; identity: its digest; digest: of the tables of
     the schedules. job: what this rank executes. again: what every row chunk recomputes.
@@ -69,6 +73,7 @@ class Plan:
     job: Job
     again: tuple[Recompute, ...]
     choice: Choice | None = None
+    host_forward: Schedule | None = None
 
     def matches(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         """Whether it was made for such shapes, dtypes, device and gradients of q, k, v."""
@@ -97,11 +102,6 @@ class Plan:
                 f"got {signature(q, k, v)}; call mb.prepare for these tensors"
             )
         self._check_rest(q, k, v, sink, max_logits)
-        if self.options.visiting == "host":
-            raise ValueError(
-                "plan: made with visiting='host', which is for plan.chunked; mb.attention takes "
-                "plans with 'ring'"
-            )
 
     def _check_rest(
         self,
@@ -164,20 +164,18 @@ class Plan:
         """A call whose queries come one row chunk at a time, see `ChunkedCall`; a collective.
 
         k, v of this rank's whole shard, as the plan was made for; sink, label, max_logits as
-        `mb.attention` takes them. host: `mb.HostMemory`, for a plan with visiting="host". Bytes are
-        those of `traffic`; where ranks share heads and the backward is that of another call, that
-        call sends k and v again. Raises ValueError for tensors of other shapes, for a host that the
-        plan does not use, and for a plan that needs a host if there is none.
+        `mb.attention` takes them. host: `mb.HostMemory`, on all ranks or on none: the first forward
+        receives the keys for all row chunks, and later ones fetch them from there; None: every
+        forward receives the keys that its row chunk sees. Bytes are those of `traffic`; where ranks
+        share heads and the backward is that of another call, that call sends k and v again. Raises
+        ValueError for tensors of other shapes, and for a host if the plan has a `host_refusal`.
         """
         self.groups.check()
         check_keys(k, v, self.signature)
         q = k.new_empty(1).expand(self.signature[0][0])  # stands in for that of all chunks
         self._check_rest(q, k, v, sink, max_logits)
-        if (self.options.visiting == "host") != (host is not None):
-            raise ValueError(
-                f"host: the plan was made with visiting={self.options.visiting!r}, got {host!r}; "
-                "'host' needs mb.HostMemory(...), and 'ring' none"
-            )
+        if host is not None and self.host_refusal is not None:
+            raise ValueError(f"host: {self.host_refusal}; or leave host out")
         keys = k.detach().contiguous(), v.detach().contiguous()
         sink = None if sink is None else sink.detach()
         from ..execution.row_chunks import ChunkedCall  # not needed by other calls
@@ -185,6 +183,19 @@ class Plan:
         return ChunkedCall(
             self.job, self.groups, self.identity, keys, sink, label, max_logits, host
         )
+
+    @property
+    def host_refusal(self) -> str | None:
+        """The reason why `chunked` takes no host memory, with what would work; None if it does."""
+        if len(self.passes) == 1:
+            return "keys of one row chunk are received once; use sequence_chunks of 2 or more"
+        if self.host_forward is None:
+            able = ", ".join(name for name, each in ALGORITHMS.items() if each.keeps)
+            return (
+                f"algorithm {self.algorithm} sends more than keys in forward; use one of {able}, "
+                "hybrid or ulysses"
+            )
+        return None
 
     @property
     def algorithm(self) -> str:
@@ -225,19 +236,27 @@ class Plan:
         """Number of head chunks."""
         return self.job.head_chunks
 
-    def traffic(self, side: str | None = None) -> tuple[cost.Traffic, cost.Traffic]:
-        """Bytes this rank sends per call, forward and backward; side: as if that one ran."""
+    def traffic(
+        self, side: str | None = None, *, host: bool = False
+    ) -> tuple[cost.Traffic, cost.Traffic]:
+        """Bytes this rank sends per call, forward and backward; side: as if that one ran. host: of
+        a call of `chunked` with host memory."""
         groups, sizes = self.groups, self.sizes
         forward_bytes, backward_bytes = cost.head_traffic(
             groups.ulysses_links, groups.ulysses.rank, sizes, len(self.passes) > 1
         )
-        for c, (forward, backward) in enumerate(self.passes):
+        forwards = [forward for forward, _ in self.passes]
+        if host:
+            if self.host_forward is None:
+                raise ValueError(f"host: {self.host_refusal}")
+            forwards = [self.host_forward]
+        for forward in forwards:
+            forward_bytes += cost.traffic(without_tables(forward), groups.ring.rank, sizes)
+        for _, backward in self.passes:
             if side not in (None, backward.side):
                 backward = cost.backward_schedule(
                     backward.algorithm, backward.grid, backward.wanted, sizes, side=side
                 )
-            if c == 0 or self.options.visiting == "ring":
-                forward_bytes += cost.traffic(without_tables(forward), groups.ring.rank, sizes)
             backward_bytes += cost.traffic(without_tables(backward), groups.ring.rank, sizes)
         return forward_bytes, backward_bytes
 
@@ -245,6 +264,8 @@ class Plan:
     def channels(self) -> list[Channel]:
         """What its messages may travel on, in the order in which their process groups are made."""
         schedules = [*chain(*self.passes), *(each.schedule for each in self.again)]
+        if self.host_forward is not None:
+            schedules.append(self.host_forward)
         if not self.mask.cacheable:  # documents: the next batch may take the other route
             schedules = [replace(each, route=route) for each in schedules for route in ROUTES]
         found = (each.travels(self.groups.cache)[0] for each in schedules)

@@ -135,7 +135,7 @@ def plan_of(request: Request, groups: Groups, choice: Choice | None = None) -> P
         key = (request.kernel.name, q.device, request.mask, request.layout,
                tuple(map(tuple, spans)), sizes,
                options.algorithm, options.side, options.store,
-               options.sequence_chunks, options.row_blocks, options.visiting,
+               options.sequence_chunks, options.row_blocks,
                deferred_chunks(options.head_chunks or 1) > 0)  # fmt: skip
         made = groups.cache.setdefault("works", Recent(WORKS_KEPT)).of(key, make)
     else:
@@ -152,4 +152,5 @@ def plan_of(request: Request, groups: Groups, choice: Choice | None = None) -> P
         groups=groups, options=options, layout=request.layout, mask=request.mask,
         signature=signature(*request.tensors), sizes=sizes, passes=made.schedules, facts=facts,
         identity=identity(facts), digest=made.digest, job=job, again=made.again, choice=choice,
+        host_forward=made.host_forward,
     )  # fmt: skip

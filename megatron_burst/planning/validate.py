@@ -26,12 +26,9 @@ from ..masks import Causal, Mask
 from ..masks.base import custom_parts
 from ..options import (
     SIDES,
-    VISITING,
     AttentionOptions,
     algorithms,
-    ring_algorithm,
 )
-from ..schedule.algorithms import ALGORITHMS
 from ..schedule.cost import Sizes
 from ..schedule.head_shares import Share, check_heads
 from ..schedule.topology import alternatives, divisors
@@ -171,7 +168,6 @@ def _check_names(options: AttentionOptions) -> None:
     for name, value, names in (
         ("algorithm", options.algorithm, algorithms()),
         ("side", options.side, SIDES),
-        ("visiting", options.visiting, VISITING),
     ):
         if not isinstance(value, str) or value not in names:
             raise ValueError(f"{name} must be one of {', '.join(names)}, got {value!r}")
@@ -209,13 +205,6 @@ def _check_row_chunks(options: AttentionOptions, rows: int) -> None:
         raise ValueError(
             f"row_blocks must divide the {rows} rows of a shard, got {options.row_blocks}; pad "
             f"them to {-(-rows // options.row_blocks) * options.row_blocks}"
-        )
-    ring = ALGORITHMS.get(ring_algorithm(options.algorithm))
-    if options.visiting == "host" and (ring is None or not ring.keeps):
-        able = ", ".join(name for name, each in ALGORITHMS.items() if each.keeps)
-        raise ValueError(
-            f"visiting='host' wants an algorithm in whose forward only keys travel ({able}, hybrid "
-            f"or ulysses), got {options.algorithm!r}"
         )
 
 

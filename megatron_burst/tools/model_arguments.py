@@ -16,7 +16,6 @@ from typing import Any
 from .. import flags
 from ..cli.megatron_arguments import MegatronCommand, parse
 from ..config import BurstConfig
-from ..schedule.per_layer import FULL, WINDOW, numbers_layers
 from .advise.shapes import models
 from .advise.shapes.megatron_model import model_from
 from .advise.shapes.models import Model, padded
@@ -77,8 +76,6 @@ def read_command(words: Sequence[str]) -> tuple[Model, dict[str, Any]]:
     choices = _settled(command, ours)
     run = _command_run(command)
     run |= choices_of(choices, command.seq_length, command.cp, lambda name: f"--burst-{name}")
-    if command.mtp_num_layers:
-        _check_numbered("--burst-per-layer", run["per_layer"], "--mtp-num-layers")
     return padded(model, command.make_vocab_size_divisible_by * command.tp), run
 
 
@@ -143,8 +140,7 @@ def choices_of(
     fields: dict[str, Any] = {
         "store": choices.store or 0.0,
         "lm_head_loss": choices.lm_head_loss,
-        "algorithm": choices.algorithm if ours and choices.algorithm != "auto" else "burst",
-        "per_layer": choices.per_layer,
+        "algorithm": choices.algorithm if ours else "burst",
         "kernel": None if choices.kernel == "auto" else choices.kernel,
         "layout": choices.layout if choices.layout != "auto" else "zigzag",
         "side": choices.side,
@@ -162,23 +158,12 @@ def choices_of(
             counted = min(counted, max(1, rows // fewest[name]))
         fields[name] = counted if value == "auto" else value
     chunks = choices.sequence_chunks if fields["sequence_chunks"] > 1 else None
-    for name, value in {"sequence-chunks": chunks, "per-layer": choices.per_layer}.items():
-        if not ours and value is not None:
-            raise ValueError(
-                f"{said(name)} {value} is for BurstAttention: take --context-parallel-algo burst, "
-                "or leave it out"
-            )
-    return fields
-
-
-def _check_numbered(name: str, stated: str | None, heads: str) -> None:
-    """Raise ValueError for algorithms of numbered layers beside further heads, as a run does. name,
-    heads: what both are called where the user wrote them."""
-    if stated and numbers_layers(stated):
+    if not ours and chunks is not None:
         raise ValueError(
-            f"{name} {stated} with {heads}, whose layers count from 1 again: name kinds of layers, "
-            f"{WINDOW} and {FULL}"
+            f"{said('sequence-chunks')} {chunks} is for BurstAttention: take "
+            "--context-parallel-algo burst, or leave it out"
         )
+    return fields
 
 
 def _is_recipe(text: str) -> bool:
@@ -236,8 +221,6 @@ def read_recipe(config: Any, name: str = "the recipe") -> tuple[Model, dict[str,
     chosen = getattr(get("transformer_layer_spec"), "keywords", {})
     choices = BurstConfig(**{n: x for n, x in chosen.items() if n not in ("base", "before")})
     run |= choices_of(choices, seq or 1, cp, lambda name: name.replace("-", "_"))
-    if get("mtp_num_layers"):
-        _check_numbered("per_layer", run["per_layer"], "model.mtp_num_layers")
     return padded(model, (get("make_vocab_size_divisible_by") or 128) * tp), run
 
 

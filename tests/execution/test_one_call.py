@@ -94,9 +94,8 @@ def test_keys_lie_in_the_order_of_their_positions():
 def test_keys_that_rest_on_the_host_come_back_one_chunk_at_a_time():
     groups = mb.Groups.in_process(intra=4)
     q = [torch.zeros(16, 1, 2, 4) for _ in range(4)]
-    plan = mb.prepare(q, q, q, groups=groups, algorithm="prefetch", sequence_chunks=2,
-                      visiting="host")  # fmt: skip
-    passes = [chunk.forward for rank in plan.ranks for chunk in rank.job.chunks]
+    plan = mb.prepare(q, q, q, groups=groups, algorithm="prefetch", sequence_chunks=2)
+    passes = [chunk.host_forward for rank in plan.ranks for chunk in rank.job.chunks]
     assert not any(call.parts for each in passes for step in each.steps for call in step.calls)
 
 

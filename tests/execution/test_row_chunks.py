@@ -174,7 +174,7 @@ def test_what_a_rank_holds_shrinks_with_the_chunks():
 def test_the_plan_says_what_runs():
     plan = prepared(4, side="query")
     text = plan.describe()
-    assert "| 4 row chunks |" in text
+    assert "| 4 row chunks (forward with keys in host memory " in text
     assert "row chunks" not in prepared(1).describe()
     assert [len(x) for x in plan.row_chunks] == [8] * 4
     assert plan.identity != prepared(2, side="query").identity

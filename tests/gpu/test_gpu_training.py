@@ -46,7 +46,7 @@ CASES = {
     "further head": ("--mtp-num-layers 1", FOUR),
     "window, sinks": (
         "--window-size 300,0 --softmax-type learnable",
-        f"{FOUR} --burst-per-layer window=multicast,full=burst --window-attn-skip-freq 2"),
+        f"{FOUR} --context-parallel-algo auto --window-attn-skip-freq 2"),
     "hybrid": (
         "", f"{FOUR} --context-parallel-algo hybrid --burst-ulysses-size 2"),
 }  # fmt: skip

@@ -33,8 +33,7 @@ def test_all_flags_reach_the_configuration():
         "--burst-lm-head-loss recompute --burst-nccl-max-ctas 8 --burst-pack documents "
         "--burst-offload 0.5 --burst-host-memory 1.5TB --burst-sequence-chunks auto "
         "--burst-mlp-tiles 4 --burst-head-chunks 2 --burst-cluster cluster.toml "
-        "--burst-linear scan --burst-attention-layout striped --burst-sparse ring "
-        "--burst-per-layer window=ring,1-2=tile"
+        "--burst-linear scan --burst-attention-layout striped --burst-sparse ring"
     )
     assert flags.burst_config(args) == BurstConfig(
         "hybrid",
@@ -58,7 +57,6 @@ def test_all_flags_reach_the_configuration():
         "cluster.toml",
         "striped",
         sparse="ring",
-        per_layer="window=ring,1-2=tile",
     )
 
 

@@ -10,6 +10,7 @@ import os
 import warnings
 import weakref
 from datetime import timedelta
+from typing import NamedTuple
 from unittest import mock
 
 import torch.distributed as dist
@@ -475,49 +476,50 @@ def node_lines(hosts, sizes, intra_size):
 
 def logged(flags):
     """What a run with these flags says of attention on this rank, in order."""
-    logger = logging.getLogger("megatron_burst")
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    try:
-        with _log() as told, contextlib.redirect_stdout(io.StringIO()):
-            _run(flags)
-    finally:
-        logger.setLevel(level)
+    with _log(logging.INFO) as told, contextlib.redirect_stdout(io.StringIO()):
+        _run(flags)
     return told
 
 
-def algorithms_of_layers(flags):
-    """{number of a layer of this rank: the algorithm of its plan} in a run with these flags."""
-    return train_and_note_algorithms(flags)[1]
+class NotedRun(NamedTuple):
+    """steps: as `train` returns them. algorithms: of the plan of each layer of this rank, by number
+    of the layer. lines: logged on this rank."""
+
+    steps: list
+    algorithms: dict
+    lines: list
 
 
-def train_and_note_algorithms(flags):
-    """What `train` and `algorithms_of_layers` return, of one run."""
+def train_and_note(flags):
+    """Train with these flags and note what runs and what is logged."""
     from megatron_burst.megatron.attention import core_attention
 
-    attention, found = core_attention.attention, {}
+    attention, algorithms = core_attention.attention, {}
 
     def noting(*tensors, plan, label, **options):
-        found.setdefault(label, plan.algorithm)
-        assert found[label] == plan.algorithm
+        algorithms.setdefault(label, plan.algorithm)
+        assert algorithms[label] == plan.algorithm
         return attention(*tensors, plan=plan, label=label, **options)
 
-    with mock.patch.object(core_attention, "attention", noting):
-        return train(flags), found
+    with mock.patch.object(core_attention, "attention", noting), _log(logging.INFO) as lines:
+        return NotedRun(train(flags), algorithms, lines)
 
 
 @contextlib.contextmanager
-def _log():
-    """The lines that the package logs meanwhile."""
+def _log(level=None):
+    """The lines that the package logs meanwhile, at this level or its own."""
     told = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
     logger = logging.getLogger("megatron_burst")
+    before = logger.level
+    logger.setLevel(before if level is None else level)
     logger.addHandler(handler)
     try:
         yield told
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 def train_beside_other_uses(flags):

@@ -154,10 +154,3 @@ def test_other_ways(ran, chosen, changes):
     assert ours[0]["lines"][0].startswith(
         words.get(name, f"DSA: index keys and latents by {name} |")
     )
-
-
-def test_an_algorithm_per_layer(ran):
-    ours = ran(CP4, {"per_layer": "1=multicast,2=ring"}, {})
-    check(ours, ran(CP4, None, GATHER))
-    for name in ("multicast", "ring"):
-        assert any(f"index keys and latents by {name} |" in line for line in ours[0]["lines"])

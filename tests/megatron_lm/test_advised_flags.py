@@ -90,16 +90,16 @@ def test_megatron_takes_the_flags_of_every_named_model(parser, packs, capsys):
     for name, model in NAMED.items():
         stages = 2 if model.layers % 4 == 0 else 1
         ep = 2 if model.experts else 1
-        kinds = "window=ring,full=tile" if model.windows else None
+        own = "ring" if 0 < model.windows < model.attentions else None
         run = Settings(seq=2**17, pp=stages, vpp=stages, tp=2, cp=4, ep=ep, micro_batches=4,
-                       per_layer=kinds)  # fmt: skip
+                       window_algorithm=own)  # fmt: skip
         words = shlex.split(" ".join(pasted.flags_of(model, run, packs)))
         args = parser.parse_args([*words, *OWN.split()])
         args.rank, args.local_rank, args.world_size = 0, 0, 8 * stages
         args = arguments.validate_args(args)
         config = arguments.core_transformer_config_from_args(args)
         assert isinstance(config, TransformerConfig), name
-        assert args.burst_per_layer == kinds
+        assert args.context_parallel_algo == ("auto" if own else "burst")
         for field, value in SAYS.get(name, {}).items():
             assert getattr(config, field) == value, (name, field)
         for field, value in ROPE.get(name, {}).items():

@@ -90,7 +90,7 @@ def newest(monkeypatch):
 @pytest.mark.parametrize("model", models.NAMED.values(), ids=lambda model: model.name)
 def test_flags_of_every_named_model_are_read_back_and_pass_the_doctor(model, newest):
     stages = 2 if model.layers % 4 == 0 else 1
-    kinds = "window=ring,full=tile" if model.windows else None
+    mixed = 0 < model.windows < model.attentions
     for run, packs in (
         (
             Settings(
@@ -100,7 +100,7 @@ def test_flags_of_every_named_model_are_read_back_and_pass_the_doctor(model, new
                 pp=stages,
                 vpp=stages,
                 ep=2 if model.experts else 1,
-                per_layer=kinds,
+                window_algorithm="ring" if mixed else None,
             ),
             "",
         ),
@@ -113,11 +113,10 @@ def test_flags_of_every_named_model_are_read_back_and_pass_the_doctor(model, new
         if model.name in FOREIGN:
             expected = replace(expected, pattern="", mixer=None)
         assert of_shape(read) == expected
-        for name in ("seq", "tp", "cp", "pp", "vpp", "ep", "per_layer"):
+        for name in ("seq", "tp", "cp", "pp", "vpp", "ep"):
             assert given[name] == getattr(run, name), name
+        assert given["algorithm"] == ("auto" if run.by_kind else "burst")
         assert not problems(words)
-    # The doctor knows which layers have a window.
-    assert (not problems([*words, "--burst-per-layer", "window=ring"])) is (model.windows > 0)
     foreign = [each for each in model_flags.lacking(model) if "build softmax attention" in each]
     assert bool(foreign) is (model.name in FOREIGN)
 
@@ -275,9 +274,9 @@ def test_json_is_all_there_is_on_standard_output(capsys):
         "gpus": "H100",
         "provided": " at the rate of their kernel (`advise --kernel`)",
     }
-    assert set(one["attention"]) == {"algorithm", "per_layer", "kernel", "side", "layout",
-                                     "ulysses", "placement", "head_chunks", "intra",
-                                     "linear"}  # fmt: skip
+    assert set(one["attention"]) == {"algorithm", "window_algorithm", "chunk_algorithm", "kernel",
+                                     "side", "layout", "ulysses", "placement", "head_chunks",
+                                     "intra", "linear"}  # fmt: skip
 
 
 def job(capsys, *words):

@@ -26,7 +26,6 @@ from megatron_burst.tools.advise.search.attention_choice import AttentionForecas
 from megatron_burst.tools.advise.search.packed import PackedForecast
 from megatron_burst.tools.advise.settings import Settings, check
 from megatron_burst.tools.advise.shapes.model import LayerPart, Model
-from megatron_burst.tools.advise.shapes.models import named
 
 K = 1024
 # Layers 1, 2, 4 and 5 of six have a window.
@@ -53,48 +52,31 @@ def seconds(**fields):
 
 
 @pytest.mark.parametrize(
-    ("per_layer", "others"),
+    ("own", "others"),
     [
-        ("window=ring", {("ring", K): 4}),
-        ("full=multicast", {("multicast", 0): 2}),
-        ("window=ring,full=burst", {("ring", K): 4, ("burst", 0): 2}),
-        ("2-3=ring", {("ring", K): 1, ("ring", 0): 1}),
-        ("3=burst,4-6=ring,window=prefetch",
-         {("burst", 0): 1, ("ring", K): 2, ("ring", 0): 1, ("prefetch", K): 2}),
+        ({"window_algorithm": "ring"}, {("ring", K): 4}),
+        ({"window_algorithm": "prefetch", "chunk_algorithm": "burst"},
+         {("prefetch", K): 2, ("burst", K): 2}),
     ],
 )  # fmt: skip
-def test_a_step_takes_the_calls_of_every_kind(per_layer, others):
-    """Two micro-batches; other layers have tile. others: (algorithm, window): layers."""
+def test_a_step_takes_the_calls_of_every_kind(own, others):
+    """Two micro-batches; other layers have tile. Chunks of 2K count as windows of 1K. others:
+    (algorithm, window): layers."""
+    model = replace(TWO, pattern="WCFWCF", chunk=2 * K) if "chunk_algorithm" in own else TWO
+    taken, alike = (step_time(model, NODES, replace(RUN, **each)).seconds for each in (own, {}))
     more = sum(n * (call(name, w) - call("tile", w)) for (name, w), n in others.items())
     assert abs(more) > 1e-5
-    assert seconds(per_layer=per_layer) - seconds() == pytest.approx(2 * more, rel=1e-9)
-
-
-def test_numbers_count_over_the_stages_of_a_pipeline():
-    """Layer 5 is the second of the second stage, which its call makes longer."""
-    halves = {"pp": 2, "cp": 4}
-
-    def of(name):
-        run = replace(RUN, algorithm=name, **halves)
-        return attention_time(TWO, NODES, run, window=K).seconds
-
-    assert of("token_ring") > of("tile") * 1.05
-    longer = seconds(**halves, per_layer="5=token_ring") - seconds(**halves)
-    # Each of two micro-batches waits for it, as the busiest stage has the head and is the second.
-    assert longer == pytest.approx(2 * (of("token_ring") - of("tile")), rel=1e-9)
-    assert seconds(**halves, per_layer="2=token_ring") - seconds(**halves) == pytest.approx(
-        of("token_ring") - of("tile"),
-        rel=1e-9,  # of the first stage once, in the bubble
-    )
+    assert taken - alike == pytest.approx(2 * more, rel=1e-9)
 
 
 def test_a_call_alone_has_one_algorithm():
-    run = replace(RUN, per_layer="window=ring")
-    with pytest.raises(ValueError, match="per_layer window=ring: part attention is one call"):
+    run = replace(RUN, window_algorithm="ring")
+    with pytest.raises(ValueError, match=r"window_algorithm ring, .*: part attention is one call"):
         mb.simulate(TWO, NODES, run, part="attention")
-    assert mb.simulate(TWO, NODES, run).seconds == seconds(per_layer="window=ring")
-    last = mb.simulate(TWO, NODES, replace(run, per_layer="6=ring"), part="layer").core
-    alone = attention_time(TWO, NODES, replace(run, algorithm="ring"))
+    assert mb.simulate(TWO, NODES, run).seconds == seconds(window_algorithm="ring")
+    turned = replace(TWO, pattern="FFWFFW")  # part "layer" is the last one
+    last = mb.simulate(turned, NODES, run, part="layer").core
+    alone = attention_time(TWO, NODES, replace(RUN, algorithm="ring"), window=K)
     assert (last.forward, last.backward) == (alone.forward, alone.backward)
 
 
@@ -107,13 +89,13 @@ def test_buffers_are_those_of_one_layer_at_a_time(recompute):
 
     def peak(**fields):
         run = Settings(16 * K, cp=8, intra=4, recompute=recompute, mlp_tiles=1, **fields)
-        return account(SLIM, run).peak.bytes
+        return account(replace(SLIM, pattern=TWO.pattern), run).peak.bytes
 
     alone = {name: peak(algorithm=name) for name in ("ring", "all_gather")}
     assert alone["all_gather"] > 1.02 * alone["ring"]
-    assert peak(algorithm="ring", per_layer="6=all_gather") == alone["all_gather"]
-    assert peak(algorithm="all_gather", per_layer="1-5=ring") == alone["all_gather"]
-    assert peak(algorithm="all_gather", per_layer="1-6=ring") == alone["ring"]
+    # The last layer, whose backward is the peak, has no window.
+    assert peak(algorithm="all_gather", window_algorithm="ring") == alone["all_gather"]
+    assert peak(algorithm="ring", window_algorithm="all_gather") == alone["ring"]
 
 
 def test_a_window_has_room_for_the_rows_that_it_sees():
@@ -132,7 +114,7 @@ def test_windows_with_an_algorithm_of_their_own_hold_little():
     held, far = (
         account(only, replace(plain, **fields)).peak.items["ring buffers"]
         for fields in (
-            {"algorithm": "ring", "per_layer": "window=all_gather"},
+            {"algorithm": "ring", "window_algorithm": "all_gather"},
             {"algorithm": "all_gather"},
         )
     )
@@ -145,32 +127,18 @@ def test_windows_with_an_algorithm_of_their_own_hold_little():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"per_layer": "window"}, "--per-layer window: 'window' must be|must be one of"),
-        ({"per_layer": "7=ring"}, "7=ring is of no layer with attention of two kinds, which has 6"),
-        ({"per_layer": "5-7=ring"}, "5-7=ring is of no layer"),
-        ({"per_layer": "window=ring", "cp": 1}, "with --cp 1 there is no ring"),
-        ({"per_layer": "window=ring", "algorithm": "ulysses", "cp": 2, "ulysses": 2, "intra": 2},
-         "with --algorithm ulysses"),
-        ({"per_layer": "window=ring", "cp": 2, "ulysses": 2, "intra": 2},
-         "with --ulysses 2, which is --cp, there is no ring .* take --ulysses below 2"),
-        ({"per_layer": 5}, "--per-layer must be a text, got 5"),
+        ({"window_algorithm": "hybrid"}, "window_algorithm hybrid: must be one of burst"),
+        ({"chunk_algorithm": "ring"},
+         "chunk_algorithm ring: two kinds has no layers of kind chunked; leave it out"),
+        ({"window_algorithm": "ring", "cp": 1}, "with --cp 1 there is no ring"),
+        ({"window_algorithm": "ring", "algorithm": "ulysses", "cp": 2, "ulysses": 2, "intra": 2},
+         "with --ulysses 2, which is --cp, there is no ring .* use --ulysses below 2"),
+        ({"window_algorithm": 5}, "--window-algorithm must be a text, got 5"),
     ],
 )  # fmt: skip
-def test_what_names_no_layer_is_refused(fields, words):
+def test_a_kind_without_a_choice_is_refused(fields, words):
     with pytest.raises(ValueError, match=words):
         check(TWO, replace(RUN, **fields))
-
-
-def test_a_kind_that_the_model_lacks_is_refused():
-    with pytest.raises(ValueError, match="window=ring is of no layer with attention"):
-        check(ONE, replace(RUN, per_layer="window=ring"))
-
-
-def test_keys_of_sparse_attention_must_travel():
-    run = Settings(64 * K, cp=8, side="kv", per_layer="2=multicast")
-    check(named("deepseek-v3.2"), run)
-    with pytest.raises(ValueError, match="do not with tile: take burst or multicast"):
-        check(named("deepseek-v3.2"), replace(run, per_layer="2=tile"))
 
 
 # --- the advice ------------------------------------------------------------------------------
@@ -187,40 +155,43 @@ def gemma():
 def test_windows_have_the_algorithm_that_is_fastest_for_them(gemma):
     run, model, cluster = gemma.best.run, gemma.model, gemma.cluster
     assert run.algorithm == "tile"
-    kind, algorithm = run.per_layer.split("=")
-    assert kind == "window"
+    algorithm = run.window_algorithm
+    assert run.by_kind == {"window": algorithm}
 
     def of(name):
         """Seconds of one layer with a window."""
-        alone = replace(run, algorithm=name, per_layer=None)
+        alone = replace(run.alike(), algorithm=name)
         return layer_time(model, cluster, alone, part=LayerPart("window", True, False)).seconds
 
     fastest = min(of(name) for name, each in ALGORITHMS.items() if each.automatic)
     assert of(algorithm) <= fastest * (1 + select.TIE)
     # 40 of 48 layers have a window.
     gained = 40 * run.micro_batches * (of("tile") - of(algorithm))
-    alike = step_time(model, cluster, replace(run, per_layer=None)).seconds
+    alike = step_time(model, cluster, run.alike()).seconds
     assert alike - gemma.best.seconds == pytest.approx(gained, rel=1e-6)
     assert gained > select.TIE * gemma.best.seconds
     share = f"{gained / alike:.1%}"
     assert gemma.by_kind == (
-        f"--burst-per-layer window={algorithm}: a step {share} shorter than with tile in all layers"
+        f"--context-parallel-algo auto: {algorithm} in window layers, a step {share} shorter than "
+        "with tile in all layers"
     )
 
 
 def test_it_fits_and_is_shown(gemma):
     assert gemma.best.fit.fits
-    assert gemma.best.run.per_layer in attention_said(gemma.best.run)
-    assert one_of(gemma.best, gemma.cluster)["attention"]["per_layer"] == gemma.best.run.per_layer
-    assert rivals.settings("p2p", gemma.model, gemma.cluster, gemma.best.run).per_layer is None
+    run = gemma.best.run
+    own = f"{run.window_algorithm} in window layers"
+    assert f"tile, {run.side}, zigzag, {own}" in attention_said(run)
+    shown = one_of(gemma.best, gemma.cluster)["attention"]
+    assert (shown["window_algorithm"], shown["chunk_algorithm"]) == (run.window_algorithm, None)
+    assert rivals.settings("p2p", gemma.model, gemma.cluster, run).by_kind == {}
 
 
 def test_the_flags_are_read_back(gemma):
     words = shlex.split(" ".join(gemma.flags()))
-    asked = gemma.best.run.per_layer
-    assert words[words.index("--burst-per-layer") + 1] == asked
+    assert words[words.index("--context-parallel-algo") + 1] == "auto"
     read, given = model_arguments.read_command(words)
-    assert given["per_layer"] == asked
+    assert given["algorithm"] == "auto"
     assert read.letters == gemma.model.letters
 
 
@@ -228,17 +199,17 @@ def test_what_gains_less_than_a_tie_is_not_printed():
     groups = {"tp": 1, "cp": 16, "pp": 1, "ulysses": 1, "recompute": "full", "store": 1.0}
     found = advise("gpt-oss-20b", "h100", gpus=64, seq="64K", top=1, **groups)
     run = AttentionForecast(found.model, found.cluster).by_kind(found.best.run)
-    assert (found.best.run.algorithm, run.per_layer) == ("tile", "window=prefetch")
+    assert (found.best.run.algorithm, run.window_algorithm) == ("tile", "prefetch")
     gain = found.best.seconds - step_time(found.model, found.cluster, run).seconds
     assert 0 < gain < select.TIE * found.best.seconds
-    assert found.best.run.per_layer is None
+    assert found.best.run.by_kind == {}
     assert found.by_kind == ""
-    assert not any("per-layer" in flag for flag in found.flags())
+    assert "--context-parallel-algo tile" in found.flags()
 
 
 def test_an_algorithm_that_is_fixed_is_that_of_all_layers():
     found = advise("gemma-3-12b", "h100", **ASKED, algorithm="tile")
-    assert found.best.run.per_layer is None
+    assert found.best.run.by_kind == {}
 
 
 def test_one_kind_of_layers_is_not_searched_again(monkeypatch):
@@ -255,25 +226,30 @@ def test_one_kind_of_layers_is_not_searched_again(monkeypatch):
 # --- memory of a command ---------------------------------------------------------------------
 
 
-def test_memory_of_a_command_counts_its_layers(capsys):
-    """SLIM as flags, with 2,048 rows of 1,024 on each rank; backward begins at the last layer."""
+def test_memory_of_a_command_with_auto_is_that_of_each_kind(capsys, gemma):
+    """With the flags that `advise` has printed, `memory` predicts the same step."""
+    words = ["memory", "--gpus", "64", "--", "pretrain_gpt.py"]
+    words += shlex.split(" ".join(gemma.flags()))
+    assert main(words) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    own = gemma.best.run.window_algorithm
+    assert f"--context-parallel-algo auto: tile, {own} in window layers" in shown
+    assert main(["memory", "--json", *words[1:]]) == 0
+    assert json.loads(capsys.readouterr().out)["seconds"] == pytest.approx(gemma.best.seconds)
+
+
+def test_memory_of_a_command_with_auto_on_one_rank_and_in_packs(capsys):
+    """One rank has no ring, and of packs no schedules are made: burst is counted."""
     flags = (
-        "--num-layers 6 --hidden-size 1024 --ffn-hidden-size 64 --num-attention-heads 8 "
-        "--group-query-attention --num-query-groups 2 --swiglu --vocab-size 8 "
-        "--make-vocab-size-divisible-by 1 --untie-embeddings-and-output-weights --bf16 "
-        "--seq-length 16384 --context-parallel-size 8 --recompute-granularity full "
-        "--use-distributed-optimizer --burst-lm-head-loss single_pass --burst-side kv"
+        "--num-layers 2 --hidden-size 1024 --num-attention-heads 8 --vocab-size 256 --bf16 "
+        "--recompute-granularity full"
     )
 
-    def peak(*more):
-        words = ["memory", "--gpus", "8", "--per-node", "4", "--json", "--", "pretrain_gpt.py"]
-        assert main([*words, *flags.split(), *more]) == 0
-        return json.loads(capsys.readouterr().out)["peak"]["bytes"]
+    def facts(algorithm, cp, *more):
+        words = ["memory", "--gpus", str(cp), "--json", *more, "--", "pretrain_gpt.py"]
+        words += [*flags.split(), "--seq-length", "16384", "--context-parallel-size", str(cp)]
+        assert main([*words, "--context-parallel-algo", algorithm]) == 0
+        return json.loads(capsys.readouterr().out)["peak"]
 
-    ring, far = (peak("--context-parallel-algo", name) for name in ("ring", "all_gather"))
-    assert far > 1.02 * ring
-    ours = "--context-parallel-algo", "ring", "--burst-per-layer"
-    assert peak(*ours, "6=all_gather") == far
-    assert peak(*ours, "full=all_gather,6=ring") == far - 2 * 1024 * 2048  # the input of one layer
-    assert peak(*ours, "2=all_gather") == far - 4 * 2 * 1024 * 2048  # those of four are gone then
-    assert peak(*ours, "1-6=ring") == ring
+    for cp, more in ((1, []), (4, ["--packed", "4K"])):
+        assert facts("auto", cp, *more) == facts("burst", cp, *more)

@@ -101,7 +101,7 @@ def test_the_longest_is_searched_with_everything_allowed(capsys):
     shown = capsys.readouterr().out
     assert "offload 0," in shown
     assert "flags, besides those of the model: --seq-length" in shown
-    assert main([*BASE, "--longest", "--per-layer", "full=burst"]) == 0
+    assert main([*BASE, "--longest", "--no-fsdp"]) == 0
     shown = capsys.readouterr().out
     assert "longest sequence: 950,272 tokens" in shown
     assert "with these settings" in shown
@@ -198,26 +198,12 @@ def test_bad_input_says_what_would_do(capsys, words, said):
     assert said in capsys.readouterr().err
 
 
-def test_a_command_with_algorithms_of_single_layers_or_no_layout(capsys):
+def test_a_command_without_a_layout_has_that_of_its_store():
     flags = (
         "pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 1024 "
         "--context-parallel-size 4 --tensor-model-parallel-size 2 --vocab-size 256"
     )
     command = flags.split()
-    given = ["memory", "--gpus", "8", "--json", "--"]
-    ours = ["--burst-per-layer", "1=ring,full=tile"]
-    assert read_command([*command, *ours])[1]["per_layer"] == "1=ring,full=tile"
-    assert main([*given, *command, *ours]) == 0
-    of_kinds = ["--burst-per-layer", "full=tile", "--mtp-num-layers", "1"]
-    assert main([*given, *command, *of_kinds]) == 0
-    capsys.readouterr()
-    for wrong, words in (
-        (["--burst-per-layer", "3=ring"], "3=ring is of no layer with attention"),
-        ([*ours, "--mtp-num-layers", "1"], "with --mtp-num-layers, whose layers count from 1"),
-        ([*ours, "--context-parallel-algo", "megatron"], f"{ours[0]} {ours[1]} is for Burst"),
-    ):
-        assert main([*given, *command, *wrong]) == 2
-        assert words in capsys.readouterr().err
     half = ["--recompute-granularity", "full", "--burst-attention-store", "0.5"]
     for more, layout in (([], "striped"), (["--burst-attention-layout", "zigzag"], "zigzag")):
         assert read_command([*command, *half, *more])[1]["layout"] == layout

@@ -142,7 +142,7 @@ def main(folder):
         "gemma3": [
             (gemma.run, 1, {}),
             (gemma.run, 2, {"vision": "zigzag", "choices": {"sequence_chunks": 2}}),
-            (gemma.run, 2, {"vision": "contiguous", "choices": {"per_layer": "window=all_gather"}}),
+            (gemma.run, 2, {"vision": "contiguous", "choices": {"algorithm": "all_gather"}}),
         ],
         "gemma4 dense": [
             (of_gemma4, 1, {}), (of_gemma4, 2, {"choices": {}}),

@@ -139,7 +139,7 @@ class BurstCoreAttention(MegatronModule):
         )  # fmt: skip
         self._layer = max(1, layer_number)
         self._window = layer_window(config, self._layer)
-        self._burst = burst.of_layer(self._layer, self._window is not None)
+        self._burst = burst
         self.current_max_attn_logits: torch.Tensor | None = None
         self._add_sink(config.num_attention_heads // pg_collection.tp.size())
         self.register_load_state_dict_pre_hook(_drop_extra_state)

@@ -52,7 +52,6 @@ from ...options import AttentionKeywords
 from ...planning.plan import Plan
 from ...planning.prepare import prepare
 from ...recompute.checkpoint import in_backward
-from ...schedule.per_layer import numbers_layers
 from .. import patching, step_metrics
 from ..data.cut import BatchCut
 from ..data.packed import Pack, Packs, packs
@@ -159,40 +158,37 @@ class LayerKind:
             return plan
         if plan.choice is not None:
             book.chosen[known] = plan.choice.call
-        own = self.window, plan.algorithm
+        automatic = self.burst.algorithm == "auto"
+        which = (self.window if own is None else repr(own)), plan.algorithm
         if book.startup is None:
             more = "" if rates is None else f"; rates of {self.burst.cluster}"
             if self.burst.mask is not None:
                 more += f"; masks of {self.burst.mask}, called for every layer"
             if self.stream is not None:
                 more += exchange_line(book.groups, self.stream, self.attention, pack, (q, k, v))
-            if self.burst.per_layer is not None:
-                more += f"; per layer {self.burst.per_layer}, this is {self.which()}"
+            if automatic:
+                more += f"; for {self.layers()}"
             more += priority_line(rings_of_normal_priority(book.groups))
             book.startup = plan.describe() + more
-            book.log(book.startup, own if self._apart else ("attention", self.head_sizes))
-        elif self._apart and own not in book.logged:
-            book.log(f"{plan.describe()}; this is {self.which()}", own)
+            book.log(book.startup, which if automatic else ("attention", self.head_sizes))
+        elif plan.choice is not None and which not in book.logged:
+            book.log(f"{plan.describe()}; for {self.layers()}", which)
         elif book.groups.communicators != book.communicators:
             book.log(book.groups.communicators)
         book.communicators = book.groups.communicators
-        book.logged.add(own)
+        if plan.choice is not None:
+            book.logged.add(which)
         return plan
 
-    @property
-    def _apart(self) -> bool:
-        """May layers of several kinds have several algorithms?"""
-        return self.burst.per_layer is not None or self.burst.algorithm == "auto"
-
-    def which(self) -> str:
-        """Which layers these are, for people."""
-        found = "layers without a window"
-        if self.window is not None:
-            limits = ", ".join("all" if limit is None else str(limit) for limit in self.window)
-            found = f"layers with the window ({limits})"
-        if self.burst.per_layer is not None and numbers_layers(self.burst.per_layer):
-            found += f" that have {self.burst.algorithm}"  # others of the kind have another
-        return found
+    def layers(self) -> str:
+        """Name the layers of this kind, for the log. With `--burst-mask` each layer is a kind, and
+        only the first layer of several with the same mask and algorithm is logged."""
+        if self.number:
+            return f"layer {self.number} and layers with the same mask"
+        if self.window is None:
+            return "layers without a window"
+        limits = ", ".join("all" if limit is None else str(limit) for limit in self.window)
+        return f"layers with the window ({limits})"
 
 
 @dataclass

@@ -18,7 +18,7 @@ from ...config import BurstConfig
 from .. import patching
 from .config import HIDDEN_STATES, config_problems, kernel_problems
 from .features import UNTESTED_FSDP, feature_problems, packing_problems
-from .per_layer import mixed
+from .layer_lists import mixed
 from .problem import ConfigView, Problem, Rule, broken, excluded
 from .sparse import gathers, sparse_layers
 from .splitting import FLAG as LINEAR

@@ -23,7 +23,7 @@ from ...schedule.topology import Topology
 from ..users_mask import mask_function
 from ..windows import in_own_words
 from .cuda_graphs import graph_problems
-from .per_layer import exchange_problems, frequency_problems, per_layer_problems
+from .layer_lists import exchange_problems, frequency_problems
 from .problem import ConfigView, Problem, Refused, Rule, broken, excluded, refuse
 from .sparse import sparse_problems
 from .splitting import (
@@ -70,7 +70,6 @@ def config_problems(
         )
     yield from cluster_problems(burst, config)
     yield from mask_problems(config, burst)
-    yield from per_layer_problems(config, burst)
     yield from sparse_problems(config, burst)
     if not attends(config, burst):
         yield from two_layout_problems(config, burst)

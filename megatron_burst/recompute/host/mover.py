@@ -91,7 +91,14 @@ class HostMemory:
         # None: OutOfHostMemory is raised.
         self.spill: Callable[[int], object] | None = None
 
-    def move(self, tensor: torch.Tensor, fraction: float = 1.0, *, shared: bool = False) -> Moved:
+    def move(
+        self,
+        tensor: torch.Tensor,
+        fraction: float = 1.0,
+        *,
+        shared: bool = False,
+        framed: bool = True,
+    ) -> Moved:
         """Begin to copy the last ceil(fraction * rows) rows (dim 0; in memory order where dim 0 is
         not the outermost) to the host; the other rows stay, in memory of their own.
 
@@ -101,6 +108,8 @@ class HostMemory:
 
         shared: a copy of the same memory that is there serves this tensor too, if autograd counts
         no change since; not for buffers that communication or kernels write, which it cannot see.
+        framed: False for a tensor that belongs to no frame, because the caller fetches it before
+        backward.
 
         Raises OutOfHostMemory, ValueError for a fraction outside 0 to 1.
         """
@@ -116,7 +125,8 @@ class HostMemory:
         rows = len(tensor)
         staying = rows - math.ceil(fraction * rows)
         span = start, start + tensor.numel()
-        return self._moved(tensor, span, staying * (tensor.numel() // rows), shared)
+        frame = self._frame_now() if framed else None
+        return self._moved(tensor, span, staying * (tensor.numel() // rows), shared, frame)
 
     @contextmanager
     def saved(
@@ -150,7 +160,7 @@ class HostMemory:
             if count > _SLICE * tensor.numel() and not self._known.find(tensor, (0, count)):
                 return Moved(tensor, None)
             staying = count - math.ceil(fraction * count)
-            return self._moved(tensor.detach(), (0, count), staying, shared=True)
+            return self._moved(tensor.detach(), (0, count), staying, True, self._frame_now())
 
         with self.frame() if not self._order.stack() else nullcontext(), hooks(move, worth):
             yield
@@ -166,16 +176,30 @@ class HostMemory:
         moved inside fetches all of it, and the frame that comes next."""
         return HostFrame(self._order)
 
-    def _moved(self, tensor: torch.Tensor, span: tuple[int, int], cut: int, shared: bool) -> Moved:
+    def _moved(
+        self,
+        tensor: torch.Tensor,
+        span: tuple[int, int],
+        cut: int,
+        shared: bool,
+        frame: HostFrame | None,
+    ) -> Moved:
         """A handle to a tensor that lies in elements `span` of its storage, all on the host but the
         first `cut`; of a copy that is there, if it may be `shared`, or of a new one."""
         with self._traffic.alone():
             found = self._known.find(tensor, span) if shared else None
             if found is not None:
-                return Moved(tensor, *found, self._frame_now())
-            return self._sent(tensor, span, cut, shared)
+                return Moved(tensor, *found, frame)
+            return self._sent(tensor, span, cut, shared, frame)
 
-    def _sent(self, tensor: torch.Tensor, span: tuple[int, int], cut: int, shared: bool) -> Moved:
+    def _sent(
+        self,
+        tensor: torch.Tensor,
+        span: tuple[int, int],
+        cut: int,
+        shared: bool,
+        frame: HostFrame | None,
+    ) -> Moved:
         """A handle to a copy that begins; to the tensor itself where `spill` took it."""
         with torch.no_grad():
             flat = tensor.detach().as_strided((span[1] - span[0],), (1,), span[0])
@@ -188,7 +212,6 @@ class HostMemory:
             return Moved(tensor, None)
         if shared:
             self._known.add(tensor, span, copy)
-        frame = self._frame_now()
         self._pending.add(object() if frame is None else frame, copy)
         return Moved(tensor, copy, span[0], frame)
 

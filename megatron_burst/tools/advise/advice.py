@@ -75,15 +75,16 @@ class Advice:
 
     @cached_property
     def by_kind(self) -> str:
-        """What an algorithm for each kind of layers gains in the best run, in words; "" where one
-        for all layers is as fast."""
+        """Gain of an algorithm for each kind of layers in the best run, in words; "" if all layers
+        have one algorithm."""
         run = self.best.run
-        if run.per_layer is None:
+        if not run.by_kind:
             return ""
         assert self.search is not None
-        alike = self.search.attention.step(replace(run, per_layer=None)).seconds
+        alike = self.search.attention.step(run.alike()).seconds
+        own = ", ".join(f"{algorithm} in {kind} layers" for kind, algorithm in run.by_kind.items())
         return (
-            f"--burst-per-layer {run.per_layer}: a step {1 - self.best.seconds / alike:.1%} "
+            f"--context-parallel-algo auto: {own}, a step {1 - self.best.seconds / alike:.1%} "
             f"shorter than with {run.algorithm} in all layers"
         )
 

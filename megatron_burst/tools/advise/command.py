@@ -33,7 +33,7 @@ command after --, whose parallel sizes and other run settings are ignored:
 exit status: 0 advice, 1 nothing fits, 2 bad input
 """
 # Fields of `Settings` that a flag of the same name fixes.
-NOT_FIXED = "micro_batches", "optimizer_bytes", "fsdp", "path", "per_layer"
+NOT_FIXED = "micro_batches", "optimizer_bytes", "fsdp", "path"
 FIXED = [name for name in flags.FIELDS if name not in NOT_FIXED]
 
 

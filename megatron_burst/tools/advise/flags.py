@@ -44,7 +44,6 @@ FIELDS = {
     "gradients": "dtype of the gradient reduction",
     "wire": "dtype of the gradients that attention sends in backward",
     "algorithm": "attention algorithm: ring, burst, hybrid, tile, ...",
-    "per_layer": "algorithms of some layers: window=ring,full=tile,1-2=burst",
     "side": "tensors sent in backward: kv (K, V) or query (Q, dO)",
     "linear": "how states of linear attention pass between ranks",
     "layout": "which tokens each rank holds: zigzag or striped; of packs balanced or zigzag",

@@ -191,8 +191,7 @@ def attention_said(run: Settings, cut: str = "") -> str:
     if run.cp == 1:
         return "on one rank"
     said = [run.algorithm, run.side, cut or run.layout]
-    if run.per_layer is not None:
-        said.append(run.per_layer)
+    said += [f"{algorithm} in {kind} layers" for kind, algorithm in run.by_kind.items()]
     if run.head_chunks > 1:
         said.append(f"{run.head_chunks} head chunks")
     if 1 < run.ulysses < run.cp:
@@ -348,8 +347,8 @@ def one_of(each: Configuration, cluster: Cluster) -> dict[str, Any]:
     return {
         "groups": {name: getattr(run, name) for name in names},
         "attention": {name: getattr(run, name) for name in (
-            "algorithm", "per_layer", "kernel", "side", "layout", "linear", "ulysses", "placement",
-            "head_chunks", "intra")},
+            "algorithm", "window_algorithm", "chunk_algorithm", "kernel", "side", "layout",
+            "linear", "ulysses", "placement", "head_chunks", "intra")},
         "options": {name: getattr(run, name) for name in (
             "recompute", "store", "offload", "sequence_chunks", "mlp_tiles", "optimizer_offload",
             "lm_head_loss", "gradients")},

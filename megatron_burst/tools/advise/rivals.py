@@ -229,7 +229,7 @@ def settings(
     seq = sum(padded(length, run.cp) for length in lengths) if lengths else run.seq
     ulysses = {"a2a": run.cp, "a2a+p2p": shared(model, cluster, run)}.get(kind, 1)
     return replace(
-        run, seq=seq, algorithm="ring", per_layer=None, ulysses=ulysses, placement="head_first",
+        run.alike(), seq=seq, algorithm="ring", ulysses=ulysses, placement="head_first",
         layout="zigzag", side="kv", wire="bf16", head_chunks=1, sequence_chunks=1, mlp_tiles=1,
         inner=None, offload=0.0, store=0.0, linear="megatron", lm_head_loss="off", rope_local=True,
     )  # fmt: skip

@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 from ...schedule.algorithms import ALGORITHMS
 from ...schedule.head_shares import shareable
-from ...schedule.per_layer import layer_choices
 from ...schedule.topology import Placement, alternatives, divisors
 from ...units import byte_size
-from .shapes.layer_kinds import CHUNKED, FULL, SOFTMAX
+from .shapes.layer_kinds import CHUNKED, WINDOW
 from .shapes.models import Model
 
 # Which modules compute: Megatron's local ones on a CPU (torch's norms in fp32, unfused rope and
@@ -48,10 +47,11 @@ class Settings:
     rope_local: tables of this rank's rows only, not of the whole sequence.
     linear: what carries the states of linear attention over context-parallel ranks.
     algorithm, layout, side, wire, head_chunks: of attention; kernel: that of it which was stated,
-    None: the fastest that there is; per_layer: algorithms of some layers,
-    as `--burst-per-layer` states them; intra: ranks of a node, None: as the
-    cluster has. ulysses: context-parallel ranks that share heads, by `placement`; inner: ranks of
-    an inner ring, None: those of a node. route: of chunks: "auto" is what runs here, "ring" hands
+    None: the fastest that there is. window_algorithm, chunk_algorithm: algorithm of
+    layers with a window and of chunked attention, None: `algorithm`; a run chooses them with
+    `--context-parallel-algo auto`. intra: ranks of a node, None: as the cluster has. ulysses:
+    context-parallel ranks that share heads, by `placement`; inner: ranks of an inner ring, None:
+    those of a node. route: of chunks: "auto" is what runs here, "ring" hands
     them on even where few rows are wanted. fsdp: parameters and gradients are shared out too
     (ZeRO-3), and `gathered` layers of parameters are whole at a time. chunks_on_host: queries,
     keys, values and results of all chunks but two wait on the host (FPDT; no flag of ours does
@@ -81,7 +81,8 @@ class Settings:
     optimizer_bytes: int = 12
     optimizer_offload: float = 0.0
     algorithm: str = "burst"
-    per_layer: str | None = None
+    window_algorithm: str | None = None
+    chunk_algorithm: str | None = None
     kernel: str | None = None
     layout: str = "zigzag"
     side: str = "auto"
@@ -108,6 +109,16 @@ class Settings:
     def rows(self) -> int:
         """Rows of a context-parallel rank, of all sequences of a micro-batch."""
         return self.seq // self.cp * self.micro_batch
+
+    @property
+    def by_kind(self) -> dict[str, str]:
+        """Algorithms of kinds of layers that have their own, by kind."""
+        own = {WINDOW: self.window_algorithm, CHUNKED: self.chunk_algorithm}
+        return {kind: algorithm for kind, algorithm in own.items() if algorithm is not None}
+
+    def alike(self) -> Settings:
+        """Return the same settings with one algorithm in all layers."""
+        return replace(self, window_algorithm=None, chunk_algorithm=None)
 
     @property
     def uneven(self) -> bool:
@@ -168,8 +179,8 @@ def check(model: Model, run: Settings) -> None:
     if run.cp > 1:
         check_carried(model, run.layout)
     _check_mixer(model, run)
-    if run.per_layer is not None:
-        _check_per_layer(model, run, run.per_layer)
+    for kind, algorithm in run.by_kind.items():
+        _check_kind(model, run, kind, algorithm)
     if run.recompute == "none" and (run.store or run.offload or run.chunked):
         raise ValueError(
             "--store, --offload, --sequence-chunks and --mlp-tiles are counted with recomputed "
@@ -351,38 +362,21 @@ def _check_heads(model: Model, run: Settings) -> None:
         )
 
 
-def _check_per_layer(model: Model, run: Settings, stated: str) -> None:
-    """Every part of `per_layer` must name a layer with attention, whose rings take its
-    algorithm."""
-    flag = f"{flag_of('per_layer')} (of a command: --burst-per-layer) {stated}"
-    try:
-        parts = layer_choices(stated).parts
-    except ValueError as error:
-        raise ValueError(f"{flag}: {error}") from None
-    if run.cp == 1 or run.algorithm == "ulysses" or run.ulysses == run.cp:
-        where, instead = "--cp 1", "--cp above 1"
-        if run.cp > 1:
-            ulysses = run.algorithm == "ulysses"
-            where = "--algorithm ulysses" if ulysses else f"--ulysses {run.ulysses}, which is --cp,"
-            instead = "--algorithm hybrid" if ulysses else f"--ulysses below {run.cp}"
+def _check_kind(model: Model, run: Settings, kind: str, algorithm: str) -> None:
+    """Raise ValueError unless layers of a kind can have their own algorithm."""
+    name = {WINDOW: "window_algorithm", CHUNKED: "chunk_algorithm"}[kind]
+    said = f"{name} {algorithm}"
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"{said}: must be one of {', '.join(ALGORITHMS)}")
+    if kind not in model.kinds:
+        raise ValueError(f"{said}: {model.name} has no layers of kind {kind}; leave it out")
+    if run.cp == 1 or run.ulysses == run.cp:
+        where = "--cp 1" if run.cp == 1 else f"--ulysses {run.ulysses}, which is --cp,"
+        fix = "--cp above 1" if run.cp == 1 else f"--ulysses below {run.cp}"
         raise ValueError(
-            f"{flag}: with {where} there is no ring whose algorithm could be chosen: take "
-            f"{instead}, or leave it out"
+            f"{said}: with {where} there is no ring whose algorithm could be chosen; use {fix}, or "
+            "leave it out"
         )
-    kinds = [part.attention for part in model.parts]
-    for part in parts:
-        of = kinds[part.first - 1 : part.last] if part.kind is None else kinds
-        wanted = {None: SOFTMAX, FULL: (FULL, CHUNKED)}.get(part.kind, (part.kind,))
-        if part.last > len(kinds) or not set(wanted) & set(of):
-            raise ValueError(
-                f"{flag}: {part.text} is of no layer with attention of {model.name}, which has "
-                f"{len(kinds)} layers, {model.windows} of them with a window: leave it out"
-            )
-        if model.indexer is not None and not ALGORITHMS[part.algorithm].keeps:
-            raise ValueError(
-                f"{flag}: keys must travel to the queries of {model.name}'s sparse attention, "
-                f"which they do not with {part.algorithm}: take burst or multicast"
-            )
 
 
 def _check_mixer(model: Model, run: Settings) -> None:

@@ -53,10 +53,10 @@ def _simulated(
     model: Model, cluster: Cluster, run: Settings, part: Simulated
 ) -> AttentionTime | LayerTime | StepTime:
     if part == "attention":
-        if run.per_layer is not None:
+        if run.by_kind:
             raise ValueError(
-                f"per_layer {run.per_layer}: part attention is one call: give its algorithm, and "
-                "leave per_layer out"
+                f"window_algorithm {run.window_algorithm}, chunk_algorithm {run.chunk_algorithm}: "
+                "part attention is one call: give its algorithm, and leave these out"
             )
         return attention_time(model, cluster, run)
     if part == "layer":

@@ -147,6 +147,8 @@ def run(arguments: argparse.Namespace) -> int:
         run = most.run if free is None or arguments.micro_batches else filled(most.run)
         found = Found(account(model, run), cluster, most.binds, chosen_by, free is not None)
     else:
+        if packs is None:
+            runs = [_settled(model, cluster, each) for each in runs]
         held = partial(account, model) if packs is None else partial(packs.held, every=True)
         smallest = min(map(held, runs), key=lambda one: one.peak.bytes)
         found = Found(smallest, cluster, None, "" if given else "smallest peak", packs=packs)
@@ -166,6 +168,24 @@ def filled(run: settings.Settings) -> settings.Settings:
     longer. Interleaved stages hold pp * vpp + pp - 1 chunks of layers, and take rounds of pp
     micro-batches."""
     return replace(run, micro_batches=run.pp if run.vpp == 1 else 2 * run.pp)
+
+
+def _settled(
+    model: models.Model, cluster: clusters.Cluster, run: settings.Settings
+) -> settings.Settings:
+    """Return the run with what `--context-parallel-algo auto` is predicted to choose for each kind
+    of layers; the run itself if it names an algorithm. Groups are those of the run."""
+    if run.algorithm != "auto":
+        return run
+    if run.cp == 1:
+        return replace(run, algorithm="burst")
+    pinned: dict[str, Any] = {"ulysses": run.ulysses, "placement": run.placement}
+    if run.side != "auto":
+        pinned["side"] = run.side
+    if run.head_chunks > 1:
+        pinned["head_chunks"] = run.head_chunks
+    forecast = AttentionForecast(model, cluster, pinned)
+    return forecast.by_kind(forecast.settled(run))
 
 
 def _searched(
@@ -214,6 +234,8 @@ def _read(
         base = filled(base) if batch is None else _shared_out(base, batch)
     if said := settings.uneven_rounds(base):
         raise ValueError(said)
+    if base.algorithm == "auto" and (arguments.packed is not None or arguments.longest):
+        base = replace(base, algorithm="burst")  # no length, or no schedules, to choose it by
     packs = None
     if arguments.packed is not None:
         packed_pins(given)
@@ -368,8 +390,9 @@ def _headline(found: Account, cluster: clusters.Cluster) -> str:
     how = [f"recompute {run.recompute}", f"store {run.store:g}", f"offload {run.offload:g}",
            f"{run.sequence_chunks} sequence chunks", f"{run.mlp_tiles} MLP tiles",
            f"gradients {run.gradients}"]  # fmt: skip
-    if run.per_layer is not None:
-        how.append(f"{run.algorithm}, {run.per_layer}")
+    if run.by_kind:
+        own = [f"{algorithm} in {kind} layers" for kind, algorithm in run.by_kind.items()]
+        how.append(", ".join([f"--context-parallel-algo auto: {run.algorithm}", *own]))
     if run.ulysses > 1:
         how.append(f"{run.ulysses} ranks share heads")
     if run.fsdp:

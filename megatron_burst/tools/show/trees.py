@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...plugins.rl import trees
+from ... import registry
 from ...schedule.tables import Grid
 from .. import call_flags
 from . import inputs
@@ -45,7 +45,7 @@ class TreeBar(NamedTuple):
 class TreeScene:
     """A tree on ranks. key_heads, width: of the keys and values that travel."""
 
-    tree: trees.PrefixTree
+    tree: Any  # a `mb.trees.PrefixTree`, of another plugin
     shards: Shards
     grid: Grid
     key_heads: int
@@ -140,7 +140,7 @@ def tree_scene(arguments: argparse.Namespace, grid: Grid) -> TreeScene:
     # Zigzag cuts two pieces per rank.
     each = grid.size if arguments.layout == "balanced" else 2 * grid.size
     try:
-        tree = trees.pack(_read(path), multiple=each)
+        tree = registry.required("trees", "show trees").pack(_read(path), multiple=each)
     except ValueError as error:
         raise ValueError(f"--trajectories {path}: {error}") from error
     rows = len(tree.tokens)

@@ -131,8 +131,7 @@ class SelectingLayer:
         self.group = pg_collection.cp
         self._cuts = cuts_batches(config, pg_collection)
         self.label = max(1, layer_number or 1)
-        own = burst.of_layer(self.label, windowed=False)
-        self.kind = SelectingKind(own, cut_of_run(burst.layout), name, index, keys)
+        self.kind = SelectingKind(burst, cut_of_run(burst.layout), name, index, keys)
         self.config, self.book = config, book_of(config, pg_collection)
         self.leads = self.book.join(self.kind, self.label)
 

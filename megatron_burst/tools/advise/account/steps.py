@@ -13,9 +13,8 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from ....schedule.per_layer import layer_choices
 from ..settings import BYTES, Settings, stage_layers
-from ..shapes.layer_kinds import MIXER, SOFTMAX, WINDOW, LayerPart
+from ..shapes.layer_kinds import MIXER, SOFTMAX, LayerPart
 from ..shapes.models import Model
 from .operators import (
     ATTENTION,
@@ -373,16 +372,8 @@ def layers_of(model: Model, run: Settings, stage: int) -> list[int]:
 
 
 def parts_of(model: Model, run: Settings, stage: int) -> list[LayerPart]:
-    """What the layers of a stage are made of, with the algorithms that the run names for some."""
-    layers = layers_of(model, run, stage)
-    if run.per_layer is None:
-        return [model.parts[layer] for layer in layers]
-    chosen = layer_choices(run.per_layer)
-
-    def part(layer: int) -> LayerPart:
-        found = model.parts[layer]
-        if found.attention not in SOFTMAX:
-            return found
-        return found._replace(algorithm=chosen.algorithm(layer + 1, found.attention == WINDOW))
-
-    return list(map(part, layers))
+    """Return the parts of the layers of a stage, with the algorithm of kinds that have their
+    own."""
+    parts = [model.parts[layer] for layer in layers_of(model, run, stage)]
+    own = run.by_kind
+    return [part._replace(algorithm=own.get(part.attention or "")) for part in parts]

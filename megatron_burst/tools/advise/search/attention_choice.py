@@ -21,7 +21,6 @@ from ....layout import Layout, make
 from ....masks import Causal, Mask, Window
 from ....options import ring_algorithm
 from ....schedule.head_shares import Share
-from ....schedule.per_layer import WINDOW
 from ....schedule.sizes import Sizes
 from ....schedule.tables import SIDES
 from ....schedule.topology import Topology, alternatives
@@ -36,6 +35,7 @@ from ..forecast.attention_time import (
 from ..forecast.scan_time import scan_seconds, scan_time
 from ..forecast.step_time import StepTime, step_time
 from ..settings import Settings
+from ..shapes.layer_kinds import CHUNKED, SOFTMAX, WINDOW
 from ..shapes.models import Model
 
 # What the time of an attention call depends on.
@@ -62,6 +62,7 @@ class AttentionForecast:
         self._times: dict[Any, AttentionTime] = {}
         self.rings, self.states = remembered(), partial(scan_seconds, timed=cache(scan_time))
         self._choices: dict[Any, dict[str, Any]] = {}
+        self._kinds: dict[Any, str] = {}
         self._schedules: dict[Any, GridSchedules] = {}
 
     @cached_property
@@ -95,28 +96,41 @@ class AttentionForecast:
         if asked not in self._choices:
             taken = self.candidate(run)
             self._choices[asked] = {name: getattr(taken, name) for name in CHOSEN}
-        settled = replace(run, per_layer=None, **self._choices[asked])
+        settled = replace(run.alike(), **self._choices[asked])
         return settled if run.sequence_chunks == 1 else self._in_chunks(settled)
 
     def by_kind(self, run: Settings) -> Settings:
-        """The run with the algorithm of layers with a window that is predicted to be fastest,
-        beside its own in all others, if that is another one; with the run's side, head chunks and
-        groups, which all layers share. One that is pinned is that of all layers."""
-        model = self.model
-        two = 0 < model.windows < model.attentions
-        if not two or run.ulysses == run.cp or "algorithm" in self.pinned:
+        """Return the run with the fastest predicted algorithm for each kind of layers, as
+        `--context-parallel-algo auto` chooses it.
+
+        All kinds share the run's side, head chunks and groups. A pinned algorithm is that of all
+        layers.
+        """
+        kinds = [kind for kind in SOFTMAX if kind in self.model.kinds]
+        pinned = self.pinned.get("algorithm", "auto") != "auto"
+        if len(kinds) < 2 or run.ulysses == run.cp or pinned:
             return run
-        key = WINDOW, self._key(run)
-        if key not in self._choices:
-            work = Workload(sizes_of(model, run), Window(model.window - 1, 0), self.layout(run))
+        own = {
+            "window_algorithm": self._of_kind(run, WINDOW),
+            "chunk_algorithm": self._of_kind(run, CHUNKED),
+        }
+        return replace(run, **own) if any(own.values()) else run
+
+    def _of_kind(self, run: Settings, kind: str) -> str | None:
+        """Return the fastest algorithm of layers of this kind, None if it is that of the run."""
+        window = self.model.window_of(kind, run.seq)
+        if kind not in self.model.kinds or not window:
+            return None
+        key = kind, self._key(run)
+        if key not in self._kinds:
+            mask = Window(window - 1, 0)
+            work = Workload(sizes_of(self.model, run), mask, self.layout(run))
             shared = Fixed(None, run.side, run.head_chunks)
             grid, nodes = topology_of(self.cluster, run), self.cluster.nodes(run.tp)
             taken = select.fastest(work, [grid], self.cluster.rank_rates(), shared, nodes)
-            algorithm = ring_algorithm(taken.algorithm)
-            other = algorithm != ring_algorithm(run.algorithm)
-            self._choices[key] = {"per_layer": f"{WINDOW}={algorithm}"} if other else {}
-        chosen = self._choices[key]
-        return replace(run, **chosen) if chosen else run
+            self._kinds[key] = ring_algorithm(taken.algorithm)
+        own = self._kinds[key]
+        return None if own == ring_algorithm(run.algorithm) else own
 
     def _in_chunks(self, run: Settings) -> Settings:
         """The same with the side that suits chunks of rows: keys go round once for each."""

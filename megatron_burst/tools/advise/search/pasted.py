@@ -129,8 +129,7 @@ def choices(run: Settings, cut: str = "", carries: bool = False) -> dict[str, An
     packs, "" where there are none."""
     ours = run.cp > 1
     wanted: dict[str, Any] = {
-        "algorithm": run.algorithm if ours else "megatron",
-        "per_layer": run.per_layer if ours else None,
+        "algorithm": ("auto" if run.by_kind else run.algorithm) if ours else "megatron",
         "kernel": run.kernel if ours and run.kernel in KERNELS else "auto",  # or words of a file
         "layout": run.layout if ours and not cut else BurstConfig.layout,
         "side": run.side if ours else "auto",

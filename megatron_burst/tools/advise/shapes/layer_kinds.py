@@ -29,7 +29,7 @@ class LayerPart(NamedTuple):
     """A layer: its attention half ("full", "window", "chunked", "mixer" or None), whether
     it has an MLP half and whether that has experts.
 
-    algorithm: of its attention, where a run names one for it; None: that of the run.
+    algorithm: of its attention, if its kind of layers has its own; None: `Settings.algorithm`.
     """
 
     attention: str | None

@@ -1,0 +1,85 @@
+"""`--context-parallel-algo auto` chooses an algorithm for each kind of layers: training equals one
+rank with Megatron's own attention, and the log names the algorithm of each kind."""
+
+import pytest
+import session
+from test_parity import TOLERANCE, worst
+
+import megatron_burst as mb
+from megatron_burst.autotune import cluster_file
+from megatron_burst.autotune.clusters import Cluster
+from megatron_burst.megatron.attention.plan_book import LayerKind
+
+# Layers 1 and 3 of four have a window.
+MODEL = "--num-layers 4 --window-size 9,0 --window-attn-skip-freq 2"
+STAGES = "--pipeline-model-parallel-size 2"  # whose weights are drawn by stage
+WINDOW, FULL = "for layers with the window (9, 0)", "for layers without a window"
+
+
+@pytest.fixture(scope="module")
+def auto(tmp_path_factory):
+    """Flags of auto. At these rates the few rows of a window are fetched at once, and full layers
+    take tiles."""
+    path = tmp_path_factory.mktemp("rates") / "rates.toml"
+    cluster_file.write(Cluster("h100", 4, 2, rates=mb.Rates(1e8, 1e8, 1e-4, 1e9)), path)
+    return f"--burst-intra-size 2 --context-parallel-algo auto --burst-cluster {path}"
+
+
+def attention_lines(run):
+    return [line for line in run.lines if line.startswith("burst attention: ")]
+
+
+def test_each_kind_of_layers_has_its_algorithm_and_a_line(four, common, train, auto):
+    flags = f"{MODEL} --context-parallel-size 4 {auto}"
+    runs = four(session.train_and_note, [*common, *flags.split()])
+    for run in runs:
+        assert run.algorithms == {1: "prefetch", 2: "tile", 3: "prefetch", 4: "tile"}
+        assert worst(run.steps, train(MODEL)) < TOLERANCE
+    windows, full = attention_lines(runs[0])
+    assert windows.startswith("burst attention: algorithm prefetch (auto: ")
+    assert f"; {WINDOW}" in windows
+    assert full.startswith("burst attention: algorithm tile (auto: ")
+    assert full.endswith(f"; {FULL}")
+    assert not any(attention_lines(run) for run in runs[1:])
+
+
+def test_a_kind_that_only_a_later_stage_has_is_logged_once(four, common, auto):
+    """Of two stages with two layers each the second has the third layer, which has no window."""
+    flags = f"{MODEL} {STAGES} --context-parallel-size 2 --window-attn-skip-freq 3 {auto}"
+    runs = four(session.train_and_note, [*common, *flags.split()])
+    first, second = (line for run in runs for line in attention_lines(run))
+    assert first in runs[0].lines
+    assert WINDOW in first
+    assert second in runs[2].lines
+    assert FULL in second
+
+
+def test_layers_with_masks_of_a_function_are_chosen_for_alone(four, common, auto):
+    """Causal attention within chunks and over all tokens, as Llama 4 has them: a line for each
+    mask, not for each layer."""
+    flags = (
+        f"--num-layers 4 --context-parallel-size 4 {auto} --burst-mask own_masks:chunked_local "
+        "--train-iters 1"
+    )
+    runs = four(session.train_and_note, [*common, *flags.split()])
+    local, whole = attention_lines(runs[0])
+    for run in runs:
+        assert run.algorithms[1] == run.algorithms[3]
+        assert run.algorithms[2] == run.algorithms[4]
+        assert f"algorithm {run.algorithms[1]} (auto: " in local
+        assert f"algorithm {run.algorithms[2]} (auto: " in whole
+    assert "; for layer 1 and layers with the same mask" in local
+    assert whole.endswith("; for layer 2 and layers with the same mask")
+
+
+@pytest.mark.parametrize(
+    ("window", "number", "words"),
+    [
+        ((9, None), 0, "layers with the window (9, all)"),
+        (None, 0, "layers without a window"),
+        (None, 3, "layer 3 and layers with the same mask"),
+    ],
+)
+def test_kinds_of_layers_in_words(window, number, words):
+    kind = LayerKind(mb.BurstConfig("auto"), True, window, None, (4, 4, 8, 8), number=number)
+    assert kind.layers() == words
