@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 import megatron_burst as mb
 from benchmarks.cluster import table as tables
 from benchmarks.report import DOCS, markdown, spread, write_section
-from megatron_burst.tools.advise import rivals
-from megatron_burst.tools.advise.advice import Advice
-from megatron_burst.tools.advise.forecast.attention_time import attention_time
-from megatron_burst.tools.advise.search.attention_choice import CHOSEN
-from megatron_burst.tools.advise.search.packed import PackedForecast
-from megatron_burst.tools.advise.settings import Settings
+from megatron_burst.plugins.tools.advise import rivals
+from megatron_burst.plugins.tools.advise.advice import Advice
+from megatron_burst.plugins.tools.advise.forecast.attention_time import attention_time
+from megatron_burst.plugins.tools.advise.search.attention_choice import CHOSEN
+from megatron_burst.plugins.tools.advise.search.packed import PackedForecast
+from megatron_burst.plugins.tools.advise.settings import Settings
 from megatron_burst.units import byte_size, duration
 
 GPU = "h100"
@@ -253,7 +253,7 @@ def draw(found: Sequence[Row], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from megatron_burst.tools.show.colours import GREY, INK, RANKS, RULE
+    from megatron_burst.plugins.tools.show.colours import GREY, INK, RANKS, RULE
 
     works = list(dict.fromkeys(row.workload for row in found))
     names = [*rivals.KINDS, EQUAL, OURS]

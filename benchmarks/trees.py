@@ -32,13 +32,13 @@ from benchmarks.cluster.cells import Cell, Rival
 from benchmarks.cluster.network import Rates
 from benchmarks.cluster.problems import TREES, Rollouts
 from benchmarks.report import machine, markdown, progress, spread
-from megatron_burst.tools.advise import rivals
-from megatron_burst.tools.advise.account.memory import account
-from megatron_burst.tools.advise.search.packed import PackedForecast, packed_pins
-from megatron_burst.tools.advise.search.search import Search
-from megatron_burst.tools.advise.search.search_space import TrainingGoal
-from megatron_burst.tools.advise.settings import Settings
-from megatron_burst.tools.advise.shapes import models
+from megatron_burst.plugins.tools.advise import rivals
+from megatron_burst.plugins.tools.advise.account.memory import account
+from megatron_burst.plugins.tools.advise.search.packed import PackedForecast, packed_pins
+from megatron_burst.plugins.tools.advise.search.search import Search
+from megatron_burst.plugins.tools.advise.search.search_space import TrainingGoal
+from megatron_burst.plugins.tools.advise.settings import Settings
+from megatron_burst.plugins.tools.advise.shapes import models
 from megatron_burst.units import byte_size, duration
 
 PARTS = ("counts", "emulated", "simulated")

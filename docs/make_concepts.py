@@ -12,7 +12,7 @@ from pathlib import Path
 from drawings import layouts, packing, rings, sides, store
 from matplotlib import style
 
-from megatron_burst.tools.lanes import STYLE
+from megatron_burst.plugins.tools.lanes import STYLE
 
 FOLDER = Path(__file__).parent / "concepts"
 PAGES = {"ring": rings, "sides": sides, "layouts": layouts, "store": store, "packing": packing}

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_burst.cli import main as cli
-from megatron_burst.tools import show
-from megatron_burst.tools.show import words
+from megatron_burst.plugins.tools import show
+from megatron_burst.plugins.tools.show import words
 
 DOCS = Path(__file__).parent
 INTRO = """\

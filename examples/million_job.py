@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_burst.tools.advise.account.memory import account
-from megatron_burst.tools.advise.settings import Settings
-from megatron_burst.tools.advise.shapes.models import Model
+from megatron_burst.plugins.tools.advise.account.memory import account
+from megatron_burst.plugins.tools.advise.settings import Settings
+from megatron_burst.plugins.tools.advise.shapes.models import Model
 
 VOCABULARY = 320  # bytes and the end of a document, padded to a multiple of 64
 

@@ -20,7 +20,6 @@ __version__ = "0.1.0"
 # Public name -> its module; a name that is a module itself is imported as such. Those of plugins
 # are in the registry.
 _HOMES = {
-    "Advice": "tools.advise.advice",
     "BurstConfig": "config",
     "Choice": "autotune.select",
     "Cluster": "autotune.clusters",
@@ -28,11 +27,8 @@ _HOMES = {
     "Groups": "comm.groups",
     "HostMemory": "recompute.host.mover",
     "LinearPlan": "linear_attention.plan",
-    "Model": "tools.advise.shapes.model",
     "Plan": "planning.plan",
     "Rates": "autotune.rates",
-    "Settings": "tools.advise.settings",
-    "advise": "tools.advise.advice",
     "attention": "attention",
     "checkpoint": "recompute.checkpoint",
     "choose": "autotune.select",
@@ -46,7 +42,6 @@ _HOMES = {
     "prepare_linear": "linear_attention.plan",
     "shard": "layout.sharding",
     "short_convolution": "linear_attention.short_convolution",
-    "simulate": "tools.advise.simulate",
     "state_scan": "linear_attention.state_scan",
     "tiled": "recompute.tiles",
     "unshard": "layout.sharding",

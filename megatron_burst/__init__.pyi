@@ -25,13 +25,13 @@ from .plugins.sparse.indexer import select
 from .plugins.sparse.loss import indexer_loss
 from .plugins.sparse.megatron.layers import sparse_layer_spec
 from .plugins.sparse.selection import Selection
+from .plugins.tools.advise.advice import Advice, advise
+from .plugins.tools.advise.settings import Settings
+from .plugins.tools.advise.shapes.model import Model
+from .plugins.tools.advise.simulate import simulate
 from .recompute.checkpoint import checkpoint
 from .recompute.host.mover import HostMemory
 from .recompute.tiles import tiled
-from .tools.advise.advice import Advice, advise
-from .tools.advise.settings import Settings
-from .tools.advise.shapes.model import Model
-from .tools.advise.simulate import simulate
 
 __version__: str
 

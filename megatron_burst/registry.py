@@ -67,6 +67,7 @@ HOOKS: Mapping[str, Hook] = {
     "recipe_cpu": Hook(
         "testing", "a module with `enable()`, and with `adapt(recipe)` for a recipe's settings"
     ),
+    "gpu_report": Hook("tools", "a module with `run(path, device, quick)`: `doctor --gpu-report`"),
     "patch_megatron": Hook(
         "sparse", "a function of a `megatron.patching.PatchSet`, to which it adds: `install`"
     ),
@@ -100,6 +101,15 @@ def public_names() -> dict[str, tuple[str, str]]:
         name: (plugin, place)
         for plugin, entry in plugins().items()
         for name, place in entry.public.items()
+    }
+
+
+def commands() -> dict[str, Command]:
+    """The sub-commands of all plugins, with the full names of their modules."""
+    return {
+        name: command._replace(module=f"{_FOLDER}.{plugin}.{command.module}")
+        for plugin, entry in plugins().items()
+        for name, command in entry.commands.items()
     }
 
 

@@ -20,15 +20,15 @@ from benchmarks.advise.published_tables import table
 from benchmarks.advise.section import Figure, Point, Section, rows_of, spread
 from megatron_burst.autotune.clusters import GB, Cluster, gpu
 from megatron_burst.autotune.rates import Rates
-from megatron_burst.tools.advise.forecast.attention_time import (
+from megatron_burst.plugins.tools.advise.forecast.attention_time import (
     AttentionTime,
     RingsOf,
     attention_time,
     made,
     remembered,
 )
-from megatron_burst.tools.advise.settings import Settings
-from megatron_burst.tools.advise.shapes.models import Model, named
+from megatron_burst.plugins.tools.advise.settings import Settings
+from megatron_burst.plugins.tools.advise.shapes.models import Model, named
 
 GPUS = 64
 BACKWARD = 3.0  # time of a backward over a forward's: LoongTrain's own model of time has it

@@ -24,16 +24,20 @@ from benchmarks.advise import loongtrain_steps as loongtrain
 from benchmarks.advise.published_tables import table
 from megatron_burst.autotune.clusters import GB, GPUS, Cluster, Gpu
 from megatron_burst.autotune.gpus import with_kernel
-from megatron_burst.tools.advise.forecast.attention_time import (
+from megatron_burst.plugins.tools.advise.forecast.attention_time import (
     RingsOf,
     attention_time,
     made,
     remembered,
 )
-from megatron_burst.tools.advise.forecast.step_time import StepTime, model_operations, step_time
-from megatron_burst.tools.advise.settings import Settings
-from megatron_burst.tools.advise.shapes.model import Model
-from megatron_burst.tools.advise.shapes.models import named
+from megatron_burst.plugins.tools.advise.forecast.step_time import (
+    StepTime,
+    model_operations,
+    step_time,
+)
+from megatron_burst.plugins.tools.advise.settings import Settings
+from megatron_burst.plugins.tools.advise.shapes.model import Model
+from megatron_burst.plugins.tools.advise.shapes.models import named
 
 TABLE_4 = "LoongTrain, table 4 (calls)"
 

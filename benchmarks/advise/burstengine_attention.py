@@ -15,9 +15,13 @@ from benchmarks.advise.attention_fit import Constants
 from benchmarks.advise.published_tables import table
 from benchmarks.advise.section import Figure, Point, Section, rows_of, spread
 from megatron_burst.autotune.clusters import GB, Cluster, gpu
-from megatron_burst.tools.advise.forecast.attention_time import RingsOf, attention_time, made
-from megatron_burst.tools.advise.settings import Settings
-from megatron_burst.tools.advise.shapes.model import Model
+from megatron_burst.plugins.tools.advise.forecast.attention_time import (
+    RingsOf,
+    attention_time,
+    made,
+)
+from megatron_burst.plugins.tools.advise.settings import Settings
+from megatron_burst.plugins.tools.advise.shapes.model import Model
 
 RANKS, HEADS, WIDTH = 32, 40, 128
 MODEL = Model("BurstEngine 14B", 40, HEADS * WIDTH, HEADS, HEADS, 13824, 120_000)

@@ -20,9 +20,9 @@ from benchmarks.advise.fpdt import RESERVE
 from benchmarks.advise.published_tables import table
 from benchmarks.advise.section import Figure, Point, Section, rows_of, spread
 from megatron_burst.autotune.clusters import GB
-from megatron_burst.tools.advise.account.memory import account
-from megatron_burst.tools.advise.settings import Settings
-from megatron_burst.tools.advise.shapes.models import Model
+from megatron_burst.plugins.tools.advise.account.memory import account
+from megatron_burst.plugins.tools.advise.settings import Settings
+from megatron_burst.plugins.tools.advise.shapes.models import Model
 
 MODEL = Model("BurstEngine 14B", 40, 5120, 40, 40, 13824, 120_000)
 # Logits, their softmax and its gradient in bf16, where the loss is not fused with the LM head.

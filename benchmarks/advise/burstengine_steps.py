@@ -27,17 +27,21 @@ from benchmarks.advise.section import Figure, Point, Section, rows_of, spread
 from megatron_burst.autotune.clusters import GB, Cluster
 from megatron_burst.autotune.gpus import GPUS
 from megatron_burst.autotune.rates import Rates
-from megatron_burst.tools.advise.forecast.attention_time import (
+from megatron_burst.plugins.tools.advise.forecast.attention_time import (
     AttentionTime,
     RingsOf,
     attention_time,
     made,
     remembered,
 )
-from megatron_burst.tools.advise.forecast.layer_time import visible
-from megatron_burst.tools.advise.forecast.step_time import StepTime, model_operations, step_time
-from megatron_burst.tools.advise.settings import Settings
-from megatron_burst.tools.advise.shapes.models import Model
+from megatron_burst.plugins.tools.advise.forecast.layer_time import visible
+from megatron_burst.plugins.tools.advise.forecast.step_time import (
+    StepTime,
+    model_operations,
+    step_time,
+)
+from megatron_burst.plugins.tools.advise.settings import Settings
+from megatron_burst.plugins.tools.advise.shapes.models import Model
 
 MODEL = Model("BurstEngine 14B", 40, 5120, 40, 40, 13824, 120_000)
 PER_GPU = 32 << 10  # tokens of table 5

@@ -15,10 +15,10 @@ from typing import NamedTuple
 from benchmarks.advise.published_tables import table
 from benchmarks.advise.section import Figure, Section
 from megatron_burst.autotune.clusters import GIB, GPUS, Cluster
+from megatron_burst.plugins.tools.advise.account.memory import account, fit
+from megatron_burst.plugins.tools.advise.settings import Settings
+from megatron_burst.plugins.tools.advise.shapes.models import Model
 from megatron_burst.schedule.head_shares import shareable
-from megatron_burst.tools.advise.account.memory import account, fit
-from megatron_burst.tools.advise.settings import Settings
-from megatron_burst.tools.advise.shapes.models import Model
 
 K = 1024
 CHUNK = 64 * K  # tokens, over all ranks (FPDT, section 5)

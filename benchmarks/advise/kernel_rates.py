@@ -17,9 +17,9 @@ from benchmarks.advise.section import Figure, Section
 from benchmarks.report import markdown
 from megatron_burst.autotune.clusters import GPUS, Cluster
 from megatron_burst.autotune.gpus import KERNELS, Gpu, with_kernel
-from megatron_burst.tools.advise.forecast.attention_time import attention_time
-from megatron_burst.tools.advise.settings import Settings
-from megatron_burst.tools.advise.shapes.model import Model
+from megatron_burst.plugins.tools.advise.forecast.attention_time import attention_time
+from megatron_burst.plugins.tools.advise.settings import Settings
+from megatron_burst.plugins.tools.advise.shapes.model import Model
 
 RANKS, ROWS = 8, 8192  # GPUs of a node, rows of each
 MODEL = Model("attention of Llama-3.1-8B", 1, 4096, 32, 8, 14336, 128256)

@@ -25,15 +25,15 @@ from benchmarks.advise.published_tables import table
 from benchmarks.advise.section import Figure, Point, Section, rows_of, spread
 from megatron_burst.autotune.clusters import GB, Cluster
 from megatron_burst.autotune.gpus import GPUS
-from megatron_burst.tools.advise.forecast.attention_time import (
+from megatron_burst.plugins.tools.advise.forecast.attention_time import (
     RingsOf,
     attention_time,
     made,
     remembered,
 )
-from megatron_burst.tools.advise.forecast.step_time import StepTime, step_time
-from megatron_burst.tools.advise.settings import Settings
-from megatron_burst.tools.advise.shapes.models import Model
+from megatron_burst.plugins.tools.advise.forecast.step_time import StepTime, step_time
+from megatron_burst.plugins.tools.advise.settings import Settings
+from megatron_burst.plugins.tools.advise.shapes.models import Model
 
 RANKS = 32
 APART = 0.03  # cells that differ by less are in no order

@@ -261,7 +261,7 @@ def _trace(arguments: Arguments) -> int:
         raise ValueError("a trace is of one cell: give one grid, rate, kind of heads and regime")
 
     def inside() -> int:
-        from megatron_burst.tools.trace import record
+        from megatron_burst.plugins.tools.trace import record
 
         from . import bench
 

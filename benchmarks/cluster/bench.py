@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from megatron_burst.autotune.rates import Rates
-from megatron_burst.tools.trace.record import Trace
+from megatron_burst.plugins.tools.trace.record import Trace
 
 from . import groups, measure, predict, record
 from .cells import CHOSEN, REGIMES, Cell, Rival

@@ -24,8 +24,8 @@ import megatron_burst as mb
 from megatron_burst.comm.process_groups import new_group, process_group, timeout_of
 from megatron_burst.comm.transport import Channel
 from megatron_burst.execution.job import Pass
-from megatron_burst.tools.trace.local import profiled
-from megatron_burst.tools.trace.record import TraceEvent, events_of
+from megatron_burst.plugins.tools.trace.local import profiled
+from megatron_burst.plugins.tools.trace.record import TraceEvent, events_of
 
 from . import emulated, mail, rounding, whole
 from .cells import WIRES, Problem, Rival

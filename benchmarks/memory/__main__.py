@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.report import markdown
-from megatron_burst.tools.advise.account.memory import Account, account
-from megatron_burst.tools.advise.settings import Settings
-from megatron_burst.tools.advise.shapes.models import Model
+from megatron_burst.plugins.tools.advise.account.memory import Account, account
+from megatron_burst.plugins.tools.advise.settings import Settings
+from megatron_burst.plugins.tools.advise.shapes.models import Model
 
 from . import longest
 

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from benchmarks.report import markdown
 from megatron_burst.autotune import clusters
-from megatron_burst.tools.advise.account.fitting import Longest, best, layouts_of, longest
-from megatron_burst.tools.advise.forecast.step_time import step_time
-from megatron_burst.tools.advise.settings import Settings
-from megatron_burst.tools.advise.shapes import models
+from megatron_burst.plugins.tools.advise.account.fitting import Longest, best, layouts_of, longest
+from megatron_burst.plugins.tools.advise.forecast.step_time import step_time
+from megatron_burst.plugins.tools.advise.settings import Settings
+from megatron_burst.plugins.tools.advise.shapes import models
 
 MODEL = "llama3-8b"
 HOST = 2 * 10**12  # bytes per node, of which 80 % are taken

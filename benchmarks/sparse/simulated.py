@@ -9,14 +9,14 @@ from dataclasses import replace
 import megatron_burst as mb
 from benchmarks.report import markdown
 from megatron_burst.autotune.gpus import gpu
+from megatron_burst.plugins.tools.advise import rivals
+from megatron_burst.plugins.tools.advise.account.operators import LayerSizes
+from megatron_burst.plugins.tools.advise.account.rings import core_of
+from megatron_burst.plugins.tools.advise.forecast.attention_time import attention_time
+from megatron_burst.plugins.tools.advise.forecast.layer_time import layer_time
+from megatron_burst.plugins.tools.advise.settings import Settings
+from megatron_burst.plugins.tools.advise.shapes import models
 from megatron_burst.schedule.algorithms import ALGORITHMS as TABLE
-from megatron_burst.tools.advise import rivals
-from megatron_burst.tools.advise.account.operators import LayerSizes
-from megatron_burst.tools.advise.account.rings import core_of
-from megatron_burst.tools.advise.forecast.attention_time import attention_time
-from megatron_burst.tools.advise.forecast.layer_time import layer_time
-from megatron_burst.tools.advise.settings import Settings
-from megatron_burst.tools.advise.shapes import models
 from megatron_burst.units import byte_size, duration
 
 MODEL, GPU, GPUS, K = "deepseek-v3.2", "h100", 512, 1024

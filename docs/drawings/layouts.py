@@ -11,8 +11,8 @@ from matplotlib.patches import Rectangle
 
 import megatron_burst as mb
 from drawings.paper import box, figure
-from megatron_burst.tools.show import balance
-from megatron_burst.tools.show.colours import GREY, INK, channels, ink_on, of_rank
+from megatron_burst.plugins.tools.show import balance
+from megatron_burst.plugins.tools.show.colours import GREY, INK, channels, ink_on, of_rank
 
 RANKS, LENGTH = 4, 32
 LAYOUTS = ("contiguous", "zigzag", "striped")

@@ -12,10 +12,17 @@ from matplotlib.patches import Rectangle
 
 import megatron_burst as mb
 from drawings.paper import box, figure
+from megatron_burst.plugins.tools.show import words
+from megatron_burst.plugins.tools.show.colours import (
+    GREY,
+    INK,
+    channels,
+    ink_on,
+    of_document,
+    of_rank,
+)
+from megatron_burst.plugins.tools.show.packs import PackScene, pack_scene
 from megatron_burst.schedule.tables import Grid
-from megatron_burst.tools.show import words
-from megatron_burst.tools.show.colours import GREY, INK, channels, ink_on, of_document, of_rank
-from megatron_burst.tools.show.packs import PackScene, pack_scene
 
 LENGTH, SHARES = 32, (4, 8, 20)  # tokens of a document, and of the shares that it is cut into
 LENGTHS = (210, 14, 60, 9, 32, 100, 5, 41, 20, 13, 6, 2)

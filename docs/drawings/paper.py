@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from megatron_burst.tools.show.colours import GREY
+from megatron_burst.plugins.tools.show.colours import GREY
 
 
 def figure(width: float, height: float, title: str, subtitle: str) -> Figure:

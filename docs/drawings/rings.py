@@ -8,11 +8,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch, Rectangle
 
 from drawings.paper import box, figure
+from megatron_burst.plugins.tools.show.colours import GREY, INK, PAPER, RULE, WARN, ink_on, of_rank
 from megatron_burst.schedule import rings as schedules
 from megatron_burst.schedule.program import pairs_of
 from megatron_burst.schedule.rings import Schedule
 from megatron_burst.schedule.tables import Grid
-from megatron_burst.tools.show.colours import GREY, INK, PAPER, RULE, WARN, ink_on, of_rank
 
 GRID = Grid(2, 4)
 NAMES = {"ring": "one ring", "burst": "two-level ring"}

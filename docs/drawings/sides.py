@@ -5,10 +5,10 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 
 from drawings.paper import box, figure
+from megatron_burst.plugins.tools.show.colours import INK, ink_on, mixed, of_rank
 from megatron_burst.schedule import cost
 from megatron_burst.schedule.demand import everything
 from megatron_burst.schedule.tables import Grid
-from megatron_burst.tools.show.colours import INK, ink_on, mixed, of_rank
 
 GRID = Grid(2, 4)
 HEADS = ((32, 32, 4), (32, 32, 2), (32, 8, 4))  # query heads, key heads, bytes of a gradient

@@ -11,9 +11,9 @@ import megatron_burst as mb
 from drawings.paper import box, figure
 from megatron_burst.layout import Span
 from megatron_burst.masks.seen import rows_seen
+from megatron_burst.plugins.tools.show.colours import GREY, INK, RULE, mixed, of_rank
 from megatron_burst.recompute import selection as store
 from megatron_burst.schedule import cost
-from megatron_burst.tools.show.colours import GREY, INK, RULE, mixed, of_rank
 
 RANKS, POSITIONS = 4, 64
 KEPT = (0.0, 0.5, 1.0)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line `megatron-burst`: a table of sub-commands and how their errors are reported.
+"""The command line `megatron-burst`: its sub-commands, with those of plugins, and how their errors
+are reported.
 
 Each sub-command is a module with `add_arguments(parser)` and `run(arguments)`. Only the module of
 the command that was typed is imported. `run` raises ValueError for bad input, which is printed as
@@ -15,31 +16,23 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from .. import __version__
+from .. import __version__, registry
+from ..registry import Command
 from .errors import ours
 from .parsers import HELP, suggestion, unrecognized
 from .ranks import report
 
-# Name: module, line in the help.
 COMMANDS = {
-    "pretrain": (
-        "megatron_burst.cli.pretrain",
-        "run a Megatron-LM script with the flags of BurstAttention",
+    "pretrain": Command(
+        "megatron_burst.cli.pretrain", "run a Megatron-LM script with the flags of BurstAttention"
     ),
-    "recipe": ("megatron_burst.cli.recipe", "train a Megatron-Bridge recipe"),
-    "show": ("megatron_burst.tools.show", "draw masks, layouts and schedules"),
-    "doctor": ("megatron_burst.cli.doctor", "check this installation and your Megatron command"),
-    "patch": ("megatron_burst.cli.patch", "check whether a Megatron tree is patched, or can be"),
-    "advise": (
-        "megatron_burst.tools.advise.command",
-        "find the fastest settings on a cluster",
+    "recipe": Command("megatron_burst.cli.recipe", "train a Megatron-Bridge recipe"),
+    "doctor": Command(
+        "megatron_burst.cli.doctor", "check this installation and your Megatron command"
     ),
-    "memory": ("megatron_burst.tools.memory", "estimate the memory of a run, item by item"),
-    "calibrate": (
-        "megatron_burst.tools.calibrate",
-        "measure a cluster, for `advise --cluster`",
+    "patch": Command(
+        "megatron_burst.cli.patch", "check whether a Megatron tree is patched, or can be"
     ),
-    "trace": ("megatron_burst.tools.trace", "record when each rank computes, sends and waits"),
 }
 # What the package imports, torch first: its name on a package index is the same.
 REQUIRED = ("torch", "numpy", "rich", "greenlet", "typing_extensions", "tomli")
@@ -85,7 +78,7 @@ def _main(argv: list[str]) -> int:
     parser.add_argument("--version", action="version", version=f"megatron-burst {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
     named, run = next((word for word in argv if not word.startswith("-")), None), None
-    for name, (module, text) in COMMANDS.items():
+    for name, (module, text) in (COMMANDS | registry.commands()).items():
         description = f"{text[0].upper()}{text[1:]}."
         sub = commands.add_parser(name, help=text, description=description)
         if name == named:

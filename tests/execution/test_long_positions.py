@@ -13,11 +13,11 @@ from megatron_burst.layout.balanced import Costs, document_pairs
 from megatron_burst.masks import Documents, Full, Window
 from megatron_burst.masks.base import Cover
 from megatron_burst.packing import Work
+from megatron_burst.plugins.tools.show.balance import imbalance_of
 from megatron_burst.schedule import rings
 from megatron_burst.schedule.cost import visible_pairs
 from megatron_burst.schedule.demand import wanted
 from megatron_burst.schedule.tables import Grid
-from megatron_burst.tools.show.balance import imbalance_of
 
 LENGTHS = (20 * 2**20, 2**33)
 RANKS = 8

@@ -15,7 +15,7 @@ AGAIN = (
     "linear_cross_entropy/", "linear_attention/test_linear_gloo", "execution/test_attention_",
     "execution/test_store", "execution/test_doors", "execution/test_live_tensors",
     "execution/test_in_flight", "comm/test_process_groups", "house/test_flags",
-    "house/test_options", "house/test_docs_blocks", "tools/test_memory_measured",
+    "house/test_options", "house/test_docs_blocks", "plugins/tools/test_memory_measured",
 )  # fmt: skip
 # Of these, files of which each interpreter has half of the cases of a function: every case runs on
 # one, every function on both, and what differs between the two shows in half of the cases.
@@ -40,5 +40,5 @@ RARE = (
     "megatron_lm/test_documents", "megatron_lm/test_hybrid",
     "megatron_lm/test_layer_chunks", "megatron_lm/test_offload", "megatron_lm/test_sft",
     "megatron_lm/test_slurm", "megatron_lm/test_tiles", "megatron_lm/test_training", "schedule/",
-    "tools/",
+    "plugins/tools/",
 )  # fmt: skip

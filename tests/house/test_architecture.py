@@ -20,7 +20,7 @@ ROOMS = (
     "registry", "units", "layout", "masks", "schedule", "options", "config", "flags", "comm",
     "kernels", "linear_attention", "linear_cross_entropy", "execution", "recompute", "autotune",
     "packing", "planning", "attention", "seam", "__init__", "megatron", "recipes",
-    "cli", "tools", "__main__",
+    "cli", "__main__",
 )  # fmt: skip
 PURE = ("seam", "registry")  # import nothing of the package
 PLUGINS = sorted(path.parent.name for path in ROOT.glob("plugins/*/entry.py"))
@@ -38,12 +38,12 @@ OUTSIDE = {
     "linear_cross_entropy": {"triton"},
     "autotune": {"tomli"},  # Python 3.10 has no tomllib
     "cli": {"rich"},
-    "tools": {"rich", "matplotlib", "PIL"},
     "kernels": {"triton"},
     "megatron": {"megatron"},
     "plugins/rl": {"megatron"},
     "plugins/sparse": {"megatron", "triton"},
     "plugins/testing": {"megatron"},
+    "plugins/tools": {"rich", "matplotlib", "PIL"},
 }
 
 
@@ -104,19 +104,12 @@ def outer(path):
     return tops - set(sys.stdlib_module_names) - {"megatron_burst"}
 
 
-# What a user asks for by name is imported then: public names of the tools, sub-commands, `--cpu`.
-# A training run imports neither room.
-LATE = {"__init__.py", "cli/main.py", "cli/pretrain.py", "cli/doctor/__init__.py"}
-
-
 @pytest.mark.parametrize("path", SPINE, ids=relative)
 def test_imports_run_downwards(path):
     """And none goes to a plugin."""
     mine = ROOMS.index(room(path))
     assert not [name for name in inner(path) if room(MODULES[name]).startswith("plugins")]
     upwards = {name for name in inner(path) if ROOMS.index(room(MODULES[name])) > mine}
-    if relative(path) in LATE:
-        upwards = {name for name in upwards if room(MODULES[name]) != "tools"}
     assert not upwards, f"{relative(path)} imports upwards: {sorted(upwards)}"
     if room(path) in PURE:
         assert not inner(path)
@@ -210,7 +203,7 @@ def test_no_file_is_too_long_to_read(path):
 # process, or warn of what it contradicts, and decide nothing by it.
 READ_THE_ENVIRONMENT = (
     "comm/hosts.py",
-    "tools/gpu_report/document.py",
+    "plugins/tools/gpu_report/document.py",
     "cli/doctor/machine.py",
     "cli/ranks.py",
     "megatron/patching.py",

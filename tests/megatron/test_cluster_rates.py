@@ -24,10 +24,10 @@ from megatron_burst.megatron.attention import plan_book
 from megatron_burst.megatron.checks.config import cluster_problems
 from megatron_burst.megatron.data.packed import Pack
 from megatron_burst.megatron.linear import state_layers
+from megatron_burst.plugins.tools.advise.settings import Settings
+from megatron_burst.plugins.tools.advise.shapes.models import Model
+from megatron_burst.plugins.tools.advise.simulate import simulate
 from megatron_burst.recipes.layers import burst_layer_spec
-from megatron_burst.tools.advise.settings import Settings
-from megatron_burst.tools.advise.shapes.models import Model
-from megatron_burst.tools.advise.simulate import simulate
 
 RATES = mb.Rates(
     3e9, 1e9, 1e-6, 1e12, 2e-6, backward=2.9, half_rows=16, slowdown=0.1, memory=3.35e12

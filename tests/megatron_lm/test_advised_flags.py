@@ -18,9 +18,9 @@ from megatron.training import arguments
 import megatron_burst.megatron as burst
 from megatron_burst.megatron.checks import command_line
 from megatron_burst.megatron.patching import core_version
-from megatron_burst.tools.advise.search import pasted
-from megatron_burst.tools.advise.settings import Settings, stage_layers
-from megatron_burst.tools.advise.shapes.models import NAMED
+from megatron_burst.plugins.tools.advise.search import pasted
+from megatron_burst.plugins.tools.advise.settings import Settings, stage_layers
+from megatron_burst.plugins.tools.advise.shapes.models import NAMED
 
 if core_version() < (0, 19):
     pytest.skip("its flags are those of Megatron-LM 0.19", allow_module_level=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from ranks import COMMON, ENVIRONMENT, LIMIT, ROOT, SCRIPT, free_port
 
-from megatron_burst.tools.advise.search import job
+from megatron_burst.plugins.tools.advise.search import job
 
 SLURM = ROOT / "examples" / "slurm"
 SCRIPTS = sorted(SLURM.glob("*.sbatch"))

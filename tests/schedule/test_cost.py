@@ -11,6 +11,7 @@ from schedule_cases import sends
 from megatron_burst import layout, masks
 from megatron_burst.autotune.prepared import pair_shares
 from megatron_burst.layout import Span
+from megatron_burst.plugins.tools.show.balance import imbalance_of
 from megatron_burst.schedule import rings
 from megatron_burst.schedule.algorithms import ALGORITHMS as EVERY
 from megatron_burst.schedule.cost import (
@@ -27,7 +28,6 @@ from megatron_burst.schedule.demand import wanted as wanted_by
 from megatron_burst.schedule.rings import SIDES
 from megatron_burst.schedule.tables import ALL, ROUTES, Grid, Pairs, Tables, Transfers
 from megatron_burst.schedule.topology import Topology
-from megatron_burst.tools.show.balance import imbalance_of
 
 ALGORITHMS = ("burst", "double_ring", "ring")
 

@@ -14,12 +14,12 @@ Exit status: 0 no problem, 1 problems, 2 bad input.
 from __future__ import annotations
 
 import argparse
-import importlib
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from ... import registry
 from ..megatron_arguments import MegatronCommand, parse
 from .report import Finding, Report, note, ok, status
 from .sizes import hierarchical_sizes
@@ -108,7 +108,7 @@ def _gpu(arguments: argparse.Namespace) -> int:
     if any(others.values()):
         names = ", ".join(name for name, given in others.items() if given)
         raise ValueError(f"--gpu-report goes without {names}; call the doctor twice")
-    report = importlib.import_module("megatron_burst.tools.gpu_report")
+    report = registry.required("gpu_report", "--gpu-report")
     return report.run(arguments.gpu_report, arguments.device or "cuda", arguments.quick)
 
 

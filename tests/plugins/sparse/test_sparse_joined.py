@@ -8,9 +8,9 @@ import torch
 import megatron_burst as mb
 from megatron_burst.autotune.candidates import Fixed, Workload, on_grid
 from megatron_burst.plugins.sparse import indexer, kernels, registry
+from megatron_burst.plugins.tools.advise.account.rings import rooms
 from megatron_burst.schedule.cost import Sizes
 from megatron_burst.schedule.topology import Topology
-from megatron_burst.tools.advise.account.rings import rooms
 
 S, B, D, W, HEADS, TOP_K = 48, 2, 7, 5, 4, 5
 BOUNDS = [0, 5, 7, 31, 48]  # uneven documents

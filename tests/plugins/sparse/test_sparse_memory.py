@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_burst as mb
 from megatron_burst.plugins.sparse import kernels, pairs
-from megatron_burst.tools.advise.account.rings import rooms
+from megatron_burst.plugins.tools.advise.account.rings import rooms
 
 S, RANKS, TOP_K, WIDTH, VALUES = 256, 4, 8, 12, 8
 

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flags that `advise` and `memory` share: fields of `Settings`, and the cluster.
+
+A flag has the name of its field; its type or its choices are those of the field.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from dataclasses import replace
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+from ....autotune import clusters
+from ....autotune.gpus import with_kernel
+from ....units import size_of
+from .. import model_arguments
+from ..call_flags import named
+from .search.packed import NAMED, TITLE
+from .settings import Settings, flag_of
+
+FIELDS = {
+    "tp": "tensor-parallel size, with sequence parallelism",
+    "cp": "context-parallel size",
+    "pp": "pipeline-parallel size",
+    "first_layers": "layers of the first pipeline stage, if not as many as of the others",
+    "last_layers": "layers of the last pipeline stage, if not as many as of the others",
+    "vpp": "virtual pipeline stages per rank",
+    "ep": "expert-parallel size",
+    "dp": "data-parallel size",
+    "micro_batch": "sequences per micro-batch",
+    "micro_batches": "micro-batches per step and data-parallel rank",
+    "recompute": "recompute whole layers in backward, or nothing",
+    "store": "fraction of attention outputs kept for the recompute",
+    "offload": "fraction of saved activations offloaded to host memory",
+    "sequence_chunks": "chunks of rows in which the attention half of a layer runs",
+    "mlp_tiles": "chunks of rows in which the MLP half of a layer runs",
+    "optimizer_offload": "fraction of optimizer states in host memory",
+    "optimizer_bytes": "bytes per parameter of fp32 weights and moments",
+    "distributed_optimizer": "shard optimizer states over ranks",
+    "fsdp": "shard parameters and gradients too",
+    "lm_head_loss": "fused LM head and loss: off, in one pass, or with logits recomputed",
+    "gradients": "dtype of the gradient reduction",
+    "wire": "dtype of the gradients that attention sends in backward",
+    "algorithm": "attention algorithm: ring, burst, hybrid, tile, ...",
+    "side": "tensors sent in backward: kv (K, V) or query (Q, dO)",
+    "linear": "how states of linear attention pass between ranks",
+    "layout": "which tokens each rank holds: zigzag or striped; of packs balanced or zigzag",
+    "ulysses": "context-parallel ranks that share heads by all-to-all",
+    "head_chunks": "groups of heads; one is sent while another computes",
+    "placement": "adjacent ranks share heads, or belong to one ring",
+    "path": "layers of Transformer Engine (gpu), or Megatron's local ones (cpu)",
+}
+_TYPES = get_type_hints(Settings)
+
+
+def add_fields(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
+    """Add the flags of these fields."""
+    for name in names:
+        kind, text = _TYPES[name], FIELDS[name]
+        kinds = [one for one in get_args(kind) if one is not NoneType]
+        if kinds and isinstance(kinds[0], type):  # a number, or none
+            (kind,) = kinds
+        if words := get_args(kind):
+            parser.add_argument(*named(flag_of(name)), choices=words, help=text)
+        elif kind is bool:
+            either = argparse.BooleanOptionalAction
+            parser.add_argument(flag_of(name), action=either, default=None, help=text)
+        else:
+            metavar = "NAME" if kind is str else "N"
+            parser.add_argument(*named(flag_of(name)), type=kind, metavar=metavar, help=text)
+
+
+def given_fields(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Those of these fields that the user has given."""
+    values = {name: getattr(arguments, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say which model on which GPUs."""
+    add = parser.add_argument
+    add("--model", metavar="NAME", help=model_arguments.HELP)
+    add(*named("--seq"), metavar="N", help="sequence length in tokens: 131072, 128K, 1M")
+    add("--gpus", type=int, metavar="N", help="number of GPUs, over all nodes")
+    add(*named("--per-node"), type=int, metavar="N", help="GPUs per node (8)")
+    add("--gpu", metavar="NAME", help=f"type of GPU: {', '.join(clusters.GPUS)} (h100)")
+    add("--gpu-memory", metavar="SIZE", help="memory of one GPU, if not that of --gpu: 96GiB")
+    add("--host-memory", metavar="SIZE", help="host memory per node that may be used (1.6TB)")
+    add("--json", action="store_true", help="print JSON, for scripts")
+
+
+def add_packed(parser: argparse.ArgumentParser) -> None:
+    """Add the flag for packed documents."""
+    lengths = f"lengths such as 8K,32K,128K, a file of lengths, or {', '.join(NAMED)}"
+    text = f"packed documents, in packs of --seq tokens: {lengths}"
+    parser.add_argument(TITLE, metavar="LENGTHS", help=text)
+
+
+def cluster_of(
+    arguments: argparse.Namespace,
+    cluster: clusters.Cluster | None = None,
+    kernel: str | None = None,
+) -> clusters.Cluster:
+    """The cluster of the flags; they change what `cluster` says, if one is given. kernel: of
+    attention, at whose published rate runs compute; None: the fastest.
+
+    Raises ValueError for flags that name no cluster.
+    """
+    if cluster is not None:
+        named = {"gpus": arguments.gpus, "per_node": arguments.per_node}
+        cluster = replace(cluster, **{k: v for k, v in named.items() if v is not None})
+    else:
+        per_node = 8 if arguments.per_node is None else arguments.per_node
+        cluster = clusters.Cluster(clusters.gpu(arguments.gpu or "h100"), arguments.gpus, per_node)
+    if kernel is not None and cluster.kernels_measured:
+        raise ValueError(f"--kernel {kernel}: this cluster's was measured: leave the flag out")
+    cluster = replace(cluster, gpu=with_kernel(cluster.gpu, kernel))
+    if arguments.gpu_memory:
+        memory = size_of(arguments.gpu_memory, "--gpu-memory")
+        cluster = replace(cluster, gpu=replace(cluster.gpu, name="GPU", memory=memory))
+    if arguments.host_memory:
+        memory = size_of(arguments.host_memory, "--host-memory")
+        cluster = replace(cluster, host_memory=memory)
+    return cluster

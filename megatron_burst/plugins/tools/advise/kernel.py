@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention kernel that a forecast assumes: whether this machine has it, and other kernels."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ....autotune.clusters import Cluster
+from ....autotune.gpus import assumed_kernel, other_kernels, with_kernel
+from ....kernels.flash_packages import PACKAGES
+from ....units import duration
+
+TITLES = {
+    "aten": "FlashAttention 2 of torch",
+    "aten_cudnn": "cuDNN of torch",
+    **{name: package.title for name, package in PACKAGES.items()},
+}
+NO_GPU = "not checked: no GPU here"
+# Device files of NVIDIA's driver, on Linux and in WSL: without one, torch is not imported.
+DRIVER = Path("/dev/nvidiactl"), Path("/dev/dxg")
+
+
+@dataclass(frozen=True)
+class AssumedKernel:
+    """The attention kernel of a forecast.
+
+    Attributes:
+        name: As in `--burst-kernel`; None if the rate was measured, or stated without a kernel.
+        measured: `calibrate` measured the rate.
+        here: Whether this machine has the kernel, in words.
+        seconds: Seconds of the same run with each other kernel that has a published rate.
+    """
+
+    name: str | None
+    measured: bool
+    here: str
+    seconds: Mapping[str, float]
+
+    @property
+    def described(self) -> str:
+        """The kernel and the times of the others, on one line."""
+        if self.measured:
+            return "attention kernel: the one that calibrate measured, which `auto` takes there"
+        if self.name is None:
+            return "attention kernel: not known; its rate was stated"
+        here = f"; {self.here}" if self.here else ""
+        said = f"attention kernel: {titled(self.name)} is assumed{here}"
+        if self.seconds:
+            times = [f"{duration(took)} with {titled(name)}" for name, took in self.seconds.items()]
+            said += f". The same step takes {', '.join(times)}"
+        return said
+
+    def facts(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {
+            "assumed": self.name,
+            "title": TITLES.get(self.name or ""),
+            "measured": self.measured,
+            "here": self.here,
+            "seconds_with": dict(self.seconds),
+        }
+
+
+def titled(name: str) -> str:
+    """A kernel's name with what it is: "flash3 (FlashAttention 3)"."""
+    return f"{name} ({TITLES[name]})" if name in TITLES else name
+
+
+def of_forecast(
+    cluster: Cluster, seconds_on: Callable[[Cluster], float], documents: bool = False
+) -> AssumedKernel:
+    """Return the kernel that forecasts on a cluster assume.
+
+    Args:
+        cluster: The cluster of the forecast.
+        seconds_on: Returns the seconds of the run's step on another cluster.
+        documents: Whether attention is to packed documents.
+    """
+    if cluster.kernels_measured:
+        return AssumedKernel(None, True, "", {})
+    name = assumed_kernel(cluster.gpu, documents)
+    seconds = {
+        each: seconds_on(replace(cluster, gpu=with_kernel(cluster.gpu, each)))
+        for each in other_kernels(cluster.gpu, documents)
+    }
+    return AssumedKernel(name, False, installed_here(name), seconds)
+
+
+def installed_here(name: str | None) -> str:
+    """Describe whether this machine has a kernel, as the doctor does; "" for unknown names."""
+    if name not in TITLES:
+        return ""
+    if not any(path.exists() for path in DRIVER) or importlib.util.find_spec("torch") is None:
+        return NO_GPU
+    from ....kernels import presence  # imports torch, which takes seconds
+
+    return presence.kernel_here(name) or NO_GPU

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which attention settings a run takes, and how long it takes with them, remembered for a search.
+
+Decides nothing of its own: `autotune.select` chooses, as it does for `--context-parallel-algo
+auto` in a run, so that a run and the advice agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache, cached_property, partial
+from typing import Any
+
+from .....autotune import select
+from .....autotune.candidates import Candidate, Fixed, GridSchedules, Workload, grids
+from .....autotune.clusters import Cluster
+from .....autotune.places import Nodes
+from .....autotune.rates import Rates
+from .....layout import Layout, make
+from .....masks import Causal, Mask, Window
+from .....options import ring_algorithm
+from .....schedule.head_shares import Share
+from .....schedule.sizes import Sizes
+from .....schedule.tables import SIDES
+from .....schedule.topology import Topology, alternatives
+from ..account.rings import CoreOf, remembering
+from ..forecast.attention_time import (
+    AttentionTime,
+    attention_time,
+    remembered,
+    sizes_of,
+    topology_of,
+)
+from ..forecast.scan_time import scan_seconds, scan_time
+from ..forecast.step_time import StepTime, step_time
+from ..settings import Settings
+from ..shapes.layer_kinds import CHUNKED, SOFTMAX, WINDOW
+from ..shapes.models import Model
+
+# What the time of an attention call depends on.
+OWN = (
+    "seq", "tp", "cp", "micro_batch", "sequence_chunks", "algorithm", "layout", "side", "wire",
+    "intra", "ulysses", "placement", "inner", "head_chunks",
+)  # fmt: skip
+CHOSEN = ("algorithm", "side", "head_chunks", "ulysses", "placement")
+# What the choice of these depends on, of whole rows.
+ASKED = tuple(name for name in OWN if name not in (*CHOSEN, "sequence_chunks"))
+REMEMBERED = 24  # grids whose schedules are: more than one number of ranks has
+LARGEST_RING = 128  # ranks; larger rings are tried only where heads cannot be shared
+
+
+class AttentionForecast:
+    """The attention of one model on one cluster.
+
+    pinned: fields of `Settings` that the user has fixed; algorithm "hybrid" or "ulysses" fixes that
+    ranks share heads.
+    """
+
+    def __init__(self, model: Model, cluster: Cluster, pinned: Mapping[str, Any] | None = None):
+        self.model, self.cluster, self.pinned = model, cluster, dict(pinned or {})
+        self._times: dict[Any, AttentionTime] = {}
+        self.rings, self.states = remembered(), partial(scan_seconds, timed=cache(scan_time))
+        self._choices: dict[Any, dict[str, Any]] = {}
+        self._kinds: dict[Any, str] = {}
+        self._schedules: dict[Any, GridSchedules] = {}
+
+    @cached_property
+    def core_of(self) -> CoreOf:
+        """What core attention holds, remembered."""
+        return remembering()
+
+    def on(self, cluster: Cluster) -> AttentionForecast:
+        """The attention of the same model on another cluster."""
+        other = self._on(cluster)
+        other._schedules = self._schedules
+        return other
+
+    def _on(self, cluster: Cluster) -> AttentionForecast:
+        return AttentionForecast(self.model, cluster, self.pinned)
+
+    def step(self, run: Settings) -> StepTime:
+        """The time of a step of a run."""
+        return step_time(self.model, self.cluster, run, self.time, self.states)
+
+    def step_at_least(self, run: Settings) -> StepTime:
+        """A bound of `step` with any attention settings."""
+        return step_time(self.model, self.cluster, run, self.at_least, self.states, True)
+
+    def settled(self, run: Settings) -> Settings:
+        """The run with the attention settings that are predicted to be fastest, the same in all
+        layers."""
+        if run.cp == 1:
+            return run
+        asked = tuple(getattr(run, name) for name in ASKED)
+        if asked not in self._choices:
+            taken = self.candidate(run)
+            self._choices[asked] = {name: getattr(taken, name) for name in CHOSEN}
+        settled = replace(run.alike(), **self._choices[asked])
+        return settled if run.sequence_chunks == 1 else self._in_chunks(settled)
+
+    def by_kind(self, run: Settings) -> Settings:
+        """Return the run with the fastest predicted algorithm for each kind of layers, as
+        `--context-parallel-algo auto` chooses it.
+
+        All kinds share the run's side, head chunks and groups. A pinned algorithm is that of all
+        layers.
+        """
+        kinds = [kind for kind in SOFTMAX if kind in self.model.kinds]
+        pinned = self.pinned.get("algorithm", "auto") != "auto"
+        if len(kinds) < 2 or run.ulysses == run.cp or pinned:
+            return run
+        own = {
+            "window_algorithm": self._of_kind(run, WINDOW),
+            "chunk_algorithm": self._of_kind(run, CHUNKED),
+        }
+        return replace(run, **own) if any(own.values()) else run
+
+    def _of_kind(self, run: Settings, kind: str) -> str | None:
+        """Return the fastest algorithm of layers of this kind, None if it is that of the run."""
+        window = self.model.window_of(kind, run.seq)
+        if kind not in self.model.kinds or not window:
+            return None
+        key = kind, self._key(run)
+        if key not in self._kinds:
+            mask = Window(window - 1, 0)
+            work = Workload(sizes_of(self.model, run), mask, self.layout(run))
+            shared = Fixed(None, run.side, run.head_chunks)
+            grid, nodes = topology_of(self.cluster, run), self.cluster.nodes(run.tp)
+            taken = select.fastest(work, [grid], self.cluster.rank_rates(), shared, nodes)
+            self._kinds[key] = ring_algorithm(taken.algorithm)
+        own = self._kinds[key]
+        return None if own == ring_algorithm(run.algorithm) else own
+
+    def _in_chunks(self, run: Settings) -> Settings:
+        """The same with the side that suits chunks of rows: keys go round once for each."""
+        key = self._key(run)
+        if key not in self._choices:
+            sides = [self.pinned["side"]] if "side" in self.pinned else SIDES
+            tried = [replace(run, side=side) for side in sides]
+            best = min(tried, key=lambda one: self.time(self.model, self.cluster, one).seconds)
+            self._choices[key] = {"side": best.side}
+        return replace(run, **self._choices[key])
+
+    def time(self, model: Model, cluster: Cluster, run: Settings, window: int = 0) -> AttentionTime:
+        """Return `attention_time` of a run, remembered."""
+        key = self._key(run), window
+        if key not in self._times:
+            self._times[key] = self.timed(run, window)
+        return self._times[key]
+
+    def timed(self, run: Settings, window: int = 0) -> AttentionTime:
+        """The time of a run that is not remembered yet."""
+        return attention_time(self.model, self.cluster, run, rings=self.rings, window=window)
+
+    def at_least(
+        self, model: Model, cluster: Cluster, run: Settings, window: int = 0
+    ) -> AttentionTime:
+        """A bound of `time`: nothing travels, and all ranks compute equally much; one call is
+        launched."""
+        alone = replace(run, cp=1, ulysses=1, algorithm="burst", head_chunks=1, sequence_chunks=1,
+                        intra=1, inner=None, side="kv", layout="contiguous")  # fmt: skip
+        whole = self.time(model, cluster, alone, window=window)
+        computing = {"compute": whole.busy["compute"] / run.cp, "intra": 0.0, "inter": 0.0}
+        return replace(
+            whole, forward=whole.forward / run.cp, backward=whole.backward / run.cp,
+            exchange=(0.0, 0.0), busy=computing,
+        )  # fmt: skip
+
+    def _key(self, run: Settings) -> tuple[Any, ...]:
+        return tuple(getattr(run, name) for name in OWN)
+
+    def candidate(self, run: Settings) -> Candidate:
+        """What `select.fastest` takes for this run's rows, heads and nodes."""
+        work = Workload(sizes_of(self.model, run), self.mask(run), self.layout(run))
+        if (index := self.model.indexer) is not None:
+            work = replace(work, attended=index.top_k, latent=True)
+        return select.fastest(work, self._grids(run, work.sizes), self.rates(),
+                              self._fixed(), self.cluster.nodes(run.tp),
+                              partial(self._schedules_of, run.layout))  # fmt: skip
+
+    def _schedules_of(
+        self, layout: str, workload: Workload, topology: Topology, nodes: Nodes | None
+    ) -> GridSchedules:
+        """Those of a workload on a grid; the last ones made are remembered, as the next runs mostly
+        have others of the same rows."""
+        key, held = (layout, workload.seq_len, topology, nodes), self._schedules
+        made = held.pop(key, None) or GridSchedules(workload, topology, nodes)
+        if topology.ring_size <= LARGEST_RING:
+            held[key] = made
+        while len(held) > REMEMBERED:
+            del held[next(iter(held))]
+        return made
+
+    def rates(self) -> Rates:
+        """Those of a rank, of this attention."""
+        return self.cluster.rank_rates()
+
+    def mask(self, run: Settings) -> Mask:
+        """Who sees whom."""
+        return Causal()
+
+    def layout(self, run: Settings) -> Layout:
+        """Which positions each rank holds."""
+        return make(run.layout, cp_size=run.cp)
+
+    def _fixed(self) -> Fixed:
+        sparse = self.model.indexer is not None
+        algorithm, side = (self.pinned.get(name, "auto") for name in ("algorithm", "side"))
+        return Fixed(
+            None if algorithm == "auto" else ring_algorithm(algorithm),
+            "kv" if sparse else None if side == "auto" else side,
+            1 if sparse else self.pinned.get("head_chunks"),
+        )
+
+    def _grids(self, run: Settings, sizes: Sizes) -> list[Topology]:
+        """Grids with the groups that are fixed; rings of moderate size where there are some."""
+        found = grids(run.cp, self.cluster.cp_per_node(run.tp, run.cp), sizes)
+        size = {"ulysses": run.cp}.get(self.pinned.get("algorithm", ""))
+        size = self.pinned.get("ulysses", size if self.model.indexer is None else 1)
+        placement, chunks = self.pinned.get("placement"), self.pinned.get("head_chunks") or 1
+        kept = [
+            grid
+            for grid in found
+            if size in (None, grid.ulysses)
+            and (size is not None or Share(sizes.kv_heads, grid.ulysses).each % chunks == 0)
+            and (grid.ulysses == 1 or placement in (None, grid.placement))
+        ]
+        if self.pinned.get("algorithm", "auto") not in ("auto", "ulysses") and size is None:
+            kept = [grid for grid in kept if grid.ulysses < max(2, run.cp)]  # a ring is left
+        if self.pinned.get("algorithm") == "hybrid" and size is None:
+            kept = [grid for grid in kept if 1 < grid.ulysses < run.cp]
+        parts = self.pinned.get("head_chunks", 1)
+        whole = [grid for grid in kept if sizes.shared(grid.ulysses).kv_heads % parts == 0]
+        kept = whole or kept
+        if not kept:
+            raise ValueError(
+                f"--ulysses {size}: no {size or 'some'} of --cp {run.cp} ranks can share "
+                f"{sizes.heads} query and {sizes.kv_heads} key/value heads of a rank; take "
+                f"{alternatives(sorted({grid.ulysses for grid in found}))}"
+            )
+        return [grid for grid in kept if grid.ring_size <= LARGEST_RING] or kept

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run as a script for Slurm's sbatch: `advise --sbatch`.
+
+The scripts of examples/slurm/ contain `LAUNCH` and `DIRECTIVES` too; a test compares them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import PurePath
+
+from .....units import duration
+from ..settings import Settings
+from ..shapes.model import Model
+from .model_flags import lacking, script_of
+from .pasted import DOCUMENTS, flags_of, left_to_the_user
+
+CPUS = 8  # of each GPU: two threads of Python, NCCL's, and workers of the data loader
+START = 30 * 60  # seconds in which a job starts, runs the doctor, builds the model and saves
+SAVE = 10 * 60  # seconds before the time limit in which Megatron-LM saves
+BETWEEN = 30 * 60  # seconds between checkpoints
+UNSET = "SET_ME"  # a time limit that sbatch refuses
+
+DIRECTIVES = """\
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+set -euo pipefail
+"""
+
+# Needs GPUS, the number per node.
+LAUNCH = """\
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export GPUS RENDEZVOUS="${hosts[0]}:${PORT:-29500}"
+if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then
+  export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not inherit --cpus-per-task
+fi
+
+# One torchrun per node; the first node holds the rendezvous.
+on_all_nodes() {
+  # shellcheck disable=SC2016 # expanded on each node
+  srun --kill-on-bad-exit=1 bash -c 'exec torchrun --nnodes "$SLURM_JOB_NUM_NODES" \\
+    --nproc-per-node "$GPUS" --local-addr "$SLURMD_NODENAME" --rdzv-id "$SLURM_JOB_ID" \\
+    --rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS" \\
+    --rdzv-conf "is_host=$((SLURM_NODEID == 0))" "$@"' torchrun "$@"
+}
+"""
+
+JOB = """\
+#!/usr/bin/env bash
+# {said}; a step is predicted to take {step}.
+#     MEGATRON_LM=/path/to/Megatron-LM sbatch FILE --data-path PREFIX ...
+{missing}# Submitted again or requeued, the job goes on from the latest checkpoint in CHECKPOINTS.
+#SBATCH --job-name={name}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node=1
+# {cpus_each} for each GPU: take fewer if your nodes have fewer.
+#SBATCH --cpus-per-task={cpus}
+#SBATCH --gpus-per-node={per_node}
+#SBATCH --exclusive
+{time}{directives}
+CHECKPOINTS=${{CHECKPOINTS:-$SLURM_SUBMIT_DIR/{name}-checkpoints}}
+SCRIPT=${{MEGATRON_LM:?must name a checkout of Megatron-LM}}/{script}
+GPUS={per_node} # per node
+
+{connections}export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={save} # seconds to save after a signal, not 30
+{launch}
+# Problems that the doctor finds end the job here.
+{doctor}
+
+# Megatron-LM saves and exits when it gets SIGTERM, and before the time limit of the job.
+stop=(--exit-signal-handler)
+if [ -n "${{SLURM_JOB_END_TIME:-}}" ]; then
+  minutes=$(((SLURM_JOB_END_TIME - $(date +%s)) / 60 - {reserve}))
+  stop+=(--exit-duration-in-mins "$((minutes > 1 ? minutes : 1))")
+fi
+on_all_nodes -m megatron_burst pretrain "$SCRIPT" \\
+  {flags} \\
+  --save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval {interval} \\
+  "${{stop[@]}}" "$@"
+"""
+DOCTOR = """\
+on_all_nodes -m megatron_burst doctor --distributed --tensor-model-parallel-size {tp} \\
+  --context-parallel-size {cp} --gpus-per-node "$GPUS"\
+"""
+ONE_RANK = "srun --kill-on-bad-exit=1 megatron-burst doctor --quick"  # without rings to check
+
+
+def job_of(
+    model: Model, run: Settings, nodes: int, per_node: int, said: str, cut: str,
+    step: tuple[float, float], train_iters: int | None = None,
+) -> str:  # fmt: skip
+    """A script for sbatch that runs `flags_of`, with the flags that follow its name.
+
+    Args:
+        model: The model.
+        run: The settings of the run.
+        nodes: Nodes of the job.
+        per_node: GPUs of each node.
+        said: What the job is, in one line.
+        cut: The layout of packs, "" without them.
+        step: Seconds of a step: the forecast, and the upper end of its range.
+        train_iters: Steps of the whole run; None leaves the time limit to the user.
+    """
+    included = ["checkpoints"] + ["--train-iters"] * (train_iters is not None)
+    missing = [left_to_the_user(model, included), *lacking(model)]
+    missing += [DOCUMENTS[cut]] if cut else []
+    flags = flags_of(model, run, cut)
+    if train_iters is not None:
+        flags.append(f"--train-iters {train_iters}")
+    return JOB.format(
+        said=" ".join(said.split()),
+        step=duration(step[0]),
+        missing="".join(f"# {sentence}\n" for sentence in missing),
+        name=job_name(model.name),
+        nodes=nodes,
+        cpus_each=CPUS,
+        cpus=CPUS * per_node,
+        per_node=per_node,
+        time="".join(f"{line}\n" for line in _time(step[1], train_iters)),
+        directives=DIRECTIVES,
+        script=script_of(model),
+        # Megatron refuses it with FSDP.
+        connections="" if run.fsdp else
+        "export CUDA_DEVICE_MAX_CONNECTIONS=1 # required before Blackwell\n",
+        save=SAVE,
+        launch=LAUNCH,
+        doctor=DOCTOR.format(tp=run.tp, cp=run.cp) if run.cp > 1 else ONE_RANK,
+        reserve=math.ceil((SAVE + step[1]) / 60),
+        flags=" \\\n  ".join(flags),
+        interval=max(1, round(BETWEEN / step[0])),
+    )  # fmt: skip
+
+
+def job_name(model: str) -> str:
+    """Return the name of a job and of its folder: the last part of a model's name or path."""
+    path = PurePath(model)
+    last = path.parent.name if path.name == "config.json" else path.name
+    return re.sub(r"[^\w.-]+", "-", last, flags=re.ASCII).strip("-.") or "burst"
+
+
+def _time(longest: float, train_iters: int | None) -> Iterator[str]:
+    """The time limit and the reason for it. longest: seconds that a step may take."""
+    if train_iters is None:
+        yield f"# SET_ME: the number of steps x {duration(longest)}, the upper end of the forecast,"
+        yield f"# and {duration(START)} to start and save. sbatch refuses the file until it is set."
+        yield f"#SBATCH --time={UNSET}"
+        return
+    yield f"# {train_iters:,} steps of up to {duration(longest)}, the upper end of the forecast,"
+    yield f"# and {duration(START)} to start and save. With a shorter limit, submit the file again."
+    yield f"#SBATCH --time={time_limit(train_iters * longest + START)}"
+
+
+def time_limit(seconds: float) -> str:
+    """Seconds as Slurm writes them, rounded up to minutes: "1-02:30:00"."""
+    hours, minutes = divmod(math.ceil(seconds / 60), 60)
+    days, hours = divmod(hours, 24)
+    return f"{days}-{hours:02}:{minutes:02}:00"

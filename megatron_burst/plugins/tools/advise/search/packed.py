@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed documents for the advice: their lengths, and the time of attention to them.
+
+A pack holds as many tokens as a sequence. All packs of a step are taken to be like the one that is
+timed: `--burst-pack documents` makes them alike, as far as the documents allow.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+
+from .....autotune.candidates import sharing
+from .....autotune.clusters import Cluster
+from .....autotune.rates import Rates
+from .....layout import Layout, make
+from .....masks import Causal, Documents, Mask, Window
+from .....schedule.cost import ring_spans
+from .....schedule.demand import wanted
+from .....schedule.tables import Grid
+from .....schedule.topology import Topology
+from .....units import tokens_of
+from ..account.memory import Account, account
+from ..account.operators import Core, LayerSizes
+from ..account.rings import SHORT, CoreOf, Rooms, core_of, most_rooms
+from ..forecast.attention_time import AttentionTime, sizes_of, topology_of
+from ..forecast.layer_time import visible
+from ..forecast.step_time import StepTime, model_operations
+from ..settings import Settings
+from ..shapes.model import Model
+from .attention_choice import AttentionForecast
+from .search_space import TrainingGoal, padded
+
+TITLE = "--packed"
+Cut = Literal["balanced", "zigzag"]
+SHORTEST = 16  # tokens of a document that is drawn
+
+
+class LogNormalLengths(NamedTuple):
+    """Log-normal lengths of documents up to `most` tokens."""
+
+    median: int
+    sigma: float
+    most: int
+
+
+# Those of the project's forecast of packed documents (docs/concepts/packing.md).
+NAMED: Mapping[str, LogNormalLengths] = {
+    "1k-to-32k": LogNormalLengths(1 << 10, 1.0, 1 << 15),
+    "2k-to-512k": LogNormalLengths(1 << 11, 1.8, 1 << 19),
+    "8k-to-1m": LogNormalLengths(1 << 13, 1.75, 1 << 20),
+    "64k": LogNormalLengths(1 << 16, 0.3, 1 << 18),
+}
+
+
+def lengths_of(stated: str | Sequence[int], seq: int) -> tuple[int, ...]:
+    """Lengths of the documents of one pack of `seq` tokens, the last one cut off.
+
+    stated: a name of `NAMED`; lengths such as "8K,32K,128K", or a file of them: one after another
+    until the pack is full, in that order again and again. ValueError with what would do.
+    """
+    if isinstance(stated, str) and stated in NAMED:
+        kind, random = NAMED[stated], np.random.default_rng(0)
+        count = 1 + seq // SHORTEST
+        drawn = kind.median * np.exp(kind.sigma * random.standard_normal(min(count, 1 << 20)))
+        lengths: list[int] = np.clip(drawn, SHORTEST, min(kind.most, seq)).astype(int).tolist()
+    elif isinstance(stated, str):
+        lengths = [tokens_of(word, TITLE) for word in _words(stated)]
+    else:
+        lengths = [tokens_of(length, TITLE) for length in stated]
+    if not lengths:
+        raise ValueError(
+            f"{TITLE} {stated!r}: holds no length: give lengths such as 8K,32K, a file of them, or "
+            f"one of {', '.join(NAMED)}"
+        )
+    longest = max(lengths)
+    if longest > seq:
+        raise ValueError(
+            f"{TITLE}: a document of {longest:,} tokens and packs of --seq {seq:,}: give lengths "
+            "of at most --seq, or longer packs"
+        )
+    found, have = [], 0
+    while have < seq:
+        length = min(lengths[len(found) % len(lengths)], seq - have)
+        found.append(length)
+        have += length
+    return tuple(found)
+
+
+def packed_pins(pinned: Mapping[str, Any]) -> dict[str, Any]:
+    """What is fixed for packs: one a micro-batch, attention in one piece. Their layout is not of a
+    run, but of the forecast. ValueError for what packs cannot have."""
+    cut_of(pinned)
+    if pinned.get("sequence_chunks", 1) != 1:
+        raise ValueError(
+            f"--sequence-chunks {pinned['sequence_chunks']}: attention to packs in chunks of rows "
+            f"is not timed: leave --sequence-chunks or {TITLE} out"
+        )
+    if pinned.get("micro_batch", 1) != 1:
+        raise ValueError(
+            f"--micro-batch {pinned['micro_batch']}: a pack is one row: take --micro-batch 1, or "
+            f"leave {TITLE} out"
+        )
+    left = {name: value for name, value in pinned.items() if name != "layout"}
+    return {"micro_batch": 1, "sequence_chunks": 1, **left}
+
+
+def cut_of(pinned: Mapping[str, Any]) -> Cut:
+    """The layout of packs. ValueError for one that is not timed."""
+    layout = pinned.get("layout", "balanced")
+    if layout not in get_args(Cut):
+        raise ValueError(
+            f"--layout {layout}: packs are cut by balanced, or document by document by zigzag: "
+            f"take one of these, or leave --layout or {TITLE} out"
+        )
+    return layout
+
+
+def _words(stated: str) -> list[str]:
+    path = Path(stated)
+    listed = bool(re.fullmatch(r"[\dkKmM., ]+", stated))
+    if not listed and not path.is_file():
+        raise ValueError(
+            f"{TITLE} {stated}: neither lengths such as 8K,32K,128K, nor a file of them, nor one "
+            f"of {', '.join(NAMED)}"
+        )
+    return re.findall(r"[^\s,\[\]]+", stated if listed else path.read_text())
+
+
+class PackedForecast(AttentionForecast):
+    """The attention of packs of documents. cut: their layout over several ranks; zigzag cuts every
+    document, as Megatron does, and pads it to a multiple of 2 x CP."""
+
+    def __init__(
+        self,
+        model: Model,
+        cluster: Cluster,
+        pinned: Mapping[str, Any] | None = None,
+        lengths: Sequence[int] = (),
+        cut: Cut = "balanced",
+    ):
+        super().__init__(model, cluster, pinned)
+        self.lengths = tuple(lengths)
+        self.cut: Cut = cut
+        self._layouts: dict[tuple[int, int], Layout] = {}
+        self._held: dict[Any, tuple[Rooms, Rooms]] = {}
+
+    def step(self, run: Settings) -> StepTime:
+        """The time of a step of a run; its tokens and MFU are those of documents, without their
+        padding."""
+        time, tokens = super().step(run), sum(self.lengths)
+        share = model_operations(self.model, round(self.effective)) / model_operations(
+            self.model, run.seq
+        )
+        return replace(
+            time, mfu=time.mfu * share * tokens / run.seq, tokens=time.tokens // run.seq * tokens
+        )
+
+    def held(self, run: Settings, every: bool = False) -> Account:
+        """The account of a run of these packs, with the padding of its ranks. ValueError where it
+        cannot have packs."""
+        packed_pins({"sequence_chunks": run.sequence_chunks, "micro_batch": run.micro_batch})
+        documents = self.lengths if self.cut == "zigzag" else ()
+        rows = TrainingGoal(sum(self.lengths), 1, documents=documents).rows(run.tp, run.cp)
+        return account(self.model, replace(run, seq=rows), every, self.core_of)
+
+    @cached_property
+    def core_of(self) -> CoreOf:
+        """The same of these packs: what a rank holds depends on whom its documents see."""
+        return self._core_of
+
+    def _core_of(self, x: LayerSizes, run: Settings, window: int = 0) -> Core:
+        return core_of(x, run, partial(self._rooms, run, window), window)
+
+    def _rooms(
+        self, run: Settings, window: int, algorithm: str, _layout: str, size: int, _intra: int,
+        side: str, wire: bool, packed: bool, joined: bool | None, _before: int | None,
+    ) -> tuple[Rooms, Rooms]:  # fmt: skip
+        """As `ring_rooms`, of the rank that takes most of all, as no two are alike."""
+        key = (run.tp, run.cp, run.ulysses, run.placement, window, algorithm, side, wire, packed)
+        if key not in self._held:
+            topology, sizes = topology_of(self.cluster, run), sizes_of(self.model, run)
+            mask = self.mask(run) & Window(window - 1, 0) if window else self.mask(run)
+            spans = ring_spans(self.layout(run), topology, run.seq)
+            grid = Grid(topology.inter_size, topology.intra_size)
+            found = most_rooms(
+                algorithm, grid, wanted(mask, spans, spans, joined), sizes.shared(run.ulysses),
+                side, range(size), wire=wire, packed=packed,
+            )  # fmt: skip
+            of_short = SHORT * size / run.seq
+            forward, backward = (
+                each._replace(rows={kind: n * of_short for kind, n in each.rows.items()})
+                for each in found
+            )
+            self._held[key] = forward, backward
+        return self._held[key]
+
+    def _on(self, cluster: Cluster) -> AttentionForecast:
+        return PackedForecast(self.model, cluster, self.pinned, self.lengths, self.cut)
+
+    def at_least(
+        self, model: Model, cluster: Cluster, run: Settings, window: int = 0
+    ) -> AttentionTime:
+        """A bound of `time`, where only packs are padded; what is fixed for several ranks does not
+        bind the one rank of it."""
+        if not self.pinned:
+            return super().at_least(model, cluster, run, window=window)
+        return self._free.at_least(model, cluster, run, window=window)
+
+    @cached_property
+    def _free(self) -> PackedForecast:
+        """The same with nothing fixed."""
+        return PackedForecast(self.model, self.cluster, None, self.lengths, self.cut)
+
+    @property
+    def effective(self) -> float:
+        """Tokens of a sequence of which a token sees as many as of these documents, on average."""
+        lengths = np.array(self.lengths, dtype=float)
+        return float((lengths**2).sum() / lengths.sum())
+
+    def rates(self) -> Rates:
+        """Those of a rank, of attention to documents."""
+        return self.cluster.rank_rates(documents=True)
+
+    def bounds(self, run: Settings) -> np.ndarray:
+        """Where documents end, from 0 on, with their padding; that of the pack is one more."""
+        lengths = list(self.lengths)
+        if self.cut == "zigzag":
+            lengths = [padded(length, run.cp) for length in lengths]
+            if (rest := run.seq - sum(lengths)) > 0:
+                lengths.append(rest)
+        return np.concatenate([[0], np.cumsum(lengths)])
+
+    def mask(self, run: Settings) -> Mask:
+        """Causal within documents."""
+        bounds = self.bounds(run)
+        return Documents(bounds, range(len(self.lengths), len(bounds) - 1)) & Causal()
+
+    def layout(self, run: Settings) -> Layout:
+        """Over the ranks and nodes of the run."""
+        if run.cp == 1:
+            return make("contiguous", cp_size=1)
+        if self.cut == "zigzag":
+            return make("zigzag", cp_size=run.cp, cu_seqlens=self.bounds(run))
+        key = run.cp, self.cluster.cp_per_node(run.tp, run.cp)
+        if key not in self._layouts:
+            self._layouts[key] = make(
+                "balanced", cp_size=run.cp, cu_seqlens=self.bounds(run), per_node=key[1]
+            )
+        return self._layouts[key]
+
+    def by_kind(self, run: Settings) -> Settings:
+        """The run: of layers with a window only an estimate is known, the same of all
+        algorithms."""
+        return run
+
+    def timed(self, run: Settings, window: int = 0) -> AttentionTime:
+        """The time of the candidate that is taken for these packs; of a layer that sees a window,
+        an estimate from it."""
+        if window:
+            return windowed(self.time(self.model, self.cluster, run), window, round(self.effective))
+        taken = self.candidate(run)
+        forward, backward = taken.forward, taken.backward
+        here = self.cluster.cp_per_node(run.tp, run.cp)
+        topology = Topology(run.cp, here, taken.ulysses, taken.placement)
+        sizes = sizes_of(self.model, run).shared(taken.ulysses)
+        shared = sharing(topology, sizes, self.rates(), run.sequence_chunks > 1,
+                         self.cluster.nodes(run.tp).per_nic)  # fmt: skip
+        both = forward + backward
+        busy = {"compute": both.compute, "intra": both.intra, "inter": both.inter}
+        exchange = shared[0].seconds, shared[1].seconds
+        return AttentionTime(
+            forward.seconds, backward.seconds, exchange, busy, host=(forward.host, backward.host),
+            planning=self.cluster.host_time.plan if run.cp > 1 else 0.0,
+        )  # fmt: skip
+
+
+def windowed(core: AttentionTime, window: int, seq: int) -> AttentionTime:
+    """The time of a layer that sees a window, from that of one that sees all: by its visible
+    pairs. An estimate: the layout's imbalance and the keys that no longer travel are not
+    followed."""
+    share = visible(seq, window) / visible(seq)
+    return replace(
+        core, forward=core.forward * share, backward=core.backward * share,
+        busy={name: share * taken for name, taken in core.busy.items()},
+        host=(share * core.host[0], share * core.host[1]),
+    )  # fmt: skip

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run as flags to paste: those of Megatron-LM and ours.
+
+Decides which flags say what `Settings` are; `model_flags` those of the model. They are read back
+by `tools.model_arguments`, and tests compare.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .....config import BurstConfig, flag_of
+from .....options import KERNELS
+from ..settings import Settings
+from ..shapes.model import POSITIONS, STRUCTURE, Model
+from .model_flags import (
+    carries_state,
+    hybrid_flags,
+    is_hybrid,
+    model_flags,
+)
+
+
+def flags_of(model: Model, run: Settings, cut: str = "") -> list[str]:
+    """Flags of `script_of(model)` under `megatron-burst pretrain`, one with its values per entry,
+    quoted for a shell. `model_flags.lacking` says what of the model they leave out."""
+    return [*model_flags(model, run.pp * run.vpp), *_beside(model, run, cut)]
+
+
+def run_flags(model: Model, run: Settings, cut: str = "") -> list[str]:
+    """The same without the model: lengths, groups, batches, memory, and our flags. The pattern of
+    a hybrid model is among them where it marks stages of the pipeline."""
+    stages = run.pp * run.vpp
+    marked = list(hybrid_flags(model, stages))[:1] if is_hybrid(model) and stages > 1 else []
+    return [*marked, *_beside(model, run, cut)]
+
+
+def _beside(model: Model, run: Settings, cut: str) -> list[str]:
+    alike = ["--calculate-per-token-loss"] * bool(cut)  # ranks hold unequal numbers of tokens
+    # Fused rope lays rows out by itself: those of latent attention, and of documents.
+    plain = ["--no-rope-fusion"] * (model.latent is not None or cut != "")
+    groups = group_flags(model, run)
+    ours = burst_flags(run, cut, carries_state(model))
+    return [*groups, *training_flags(run), *plain, *alike, *ours]
+
+
+# What packs need besides, by their layout.
+DOCUMENTS = {
+    "balanced": "and a data loader that says where documents end: --sft or "
+    "--dataloader-inter-document-masking",
+    "zigzag": "and --sft, which pads every document to a multiple of 2 x CP: --seq-length counts "
+    "the padding",
+}
+
+
+def left_to_the_user(model: Model, included: Sequence[str] = ()) -> str:
+    """Return what the flags leave out, in words, without what a script adds to them."""
+    names = ["data", "tokenizer", "learning rate", "--train-iters", "checkpoints"]
+    names = [name for name in names if name not in included]
+    if model.family is None:
+        names += [POSITIONS, STRUCTURE]
+    elif model.family.left:
+        names.append(model.family.left)
+    return f"Not included: {', '.join(names)}"
+
+
+def group_flags(model: Model, run: Settings) -> Iterator[str]:
+    """Lengths, groups, batches. Virtual stages of a hybrid model are marked in its pattern."""
+    yield f"--seq-length {run.seq} --max-position-embeddings {run.seq}"
+    sequence = " --sequence-parallel" if run.tp > 1 else ""
+    yield f"--tensor-model-parallel-size {run.tp}{sequence}"
+    yield f"--pipeline-model-parallel-size {run.pp}"
+    for end, layers in (("first", run.first_layers), ("last", run.last_layers)):
+        if layers is not None:
+            yield f"--decoder-{end}-pipeline-num-layers {layers}"
+    if run.vpp > 1 and not is_hybrid(model):
+        yield f"--num-virtual-stages-per-pipeline-rank {run.vpp}"
+    yield f"--context-parallel-size {run.cp}"
+    yield from _expert_groups(model, run)
+    yield f"--micro-batch-size {run.micro_batch}"
+    yield f"--global-batch-size {run.micro_batch * run.micro_batches * run.dp}"
+    intra = math.gcd(run.intra or run.cp, run.cp)
+    if 1 < intra < run.cp:
+        yield f"--hierarchical-context-parallel-sizes {intra} {run.cp // intra}"
+
+
+def _expert_groups(model: Model, run: Settings) -> Iterator[str]:
+    """Expert-parallel ranks. Where tensor-parallel ranks cannot split experts, they are shared out
+    whole over both kinds of ranks, of which each holds as much as is counted."""
+    biases = model.family.biases if model.family is not None else model.sinks
+    ep = run.ep
+    if biases and model.experts and run.tp > 1:
+        yield "--expert-tensor-parallel-size 1"
+        ep = math.gcd(run.ep * run.tp, model.experts)
+    if ep > 1:
+        yield f"--expert-model-parallel-size {ep}"
+
+
+def training_flags(run: Settings) -> Iterator[str]:
+    """What Megatron itself recomputes, shards and offloads."""
+    yield "--bf16 --attention-dropout 0 --hidden-dropout 0"
+    yield "--no-create-attention-mask-in-dataloader"
+    if run.path == "cpu":
+        yield "--transformer-impl local"
+    if run.gradients == "bf16":
+        yield "--grad-reduce-in-bf16"
+    if run.distributed_optimizer:
+        several = run.dp * run.cp > 1
+        overlap = " --overlap-grad-reduce --overlap-param-gather" if several else ""
+        yield f"--use-distributed-optimizer{overlap}"
+    if run.recompute == "full":
+        yield "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    if run.optimizer_offload:
+        yield "--optimizer-cpu-offload --use-precision-aware-optimizer"
+        yield "--overlap-cpu-optimizer-d2h-h2d"
+        yield f"--optimizer-offload-fraction {run.optimizer_offload:g}"
+
+
+def burst_flags(run: Settings, cut: str = "", carries: bool = False) -> list[str]:
+    """Our own flags."""
+    return [f"{flag_of(name)} {value}" for name, value in choices(run, cut, carries).items()]
+
+
+def choices(run: Settings, cut: str = "", carries: bool = False) -> dict[str, Any]:
+    """Fields of `BurstConfig` that are not their defaults, and what is said in any case: the
+    algorithm, head chunks, and how states are carried where the model has some. cut: the layout of
+    packs, "" where there are none."""
+    ours = run.cp > 1
+    wanted: dict[str, Any] = {
+        "algorithm": ("auto" if run.by_kind else run.algorithm) if ours else "megatron",
+        "kernel": run.kernel if ours and run.kernel in KERNELS else "auto",  # or words of a file
+        "layout": run.layout if ours and not cut else BurstConfig.layout,
+        "side": run.side if ours else "auto",
+        "ulysses_size": run.ulysses if ours and run.ulysses not in (1, run.cp) else None,
+        "placement": run.placement if ours and 1 < run.ulysses < run.cp else "head_first",
+        "wire_dtype": "bf16" if ours and run.wire == "bf16" else None,
+        "store": run.store if ours and run.store else None,
+        "lm_head_loss": run.lm_head_loss,
+        "offload": run.offload,
+        "sequence_chunks": run.sequence_chunks,
+        "mlp_tiles": run.mlp_tiles,
+    }
+    if cut == "balanced":
+        wanted["pack"] = "documents"
+    if ours and carries:
+        wanted["linear"] = run.linear
+    if ours and run.head_chunks > 1:
+        wanted["head_chunks"] = run.head_chunks
+    said = {
+        name: value
+        for name, value in wanted.items()
+        if name in ("algorithm", "head_chunks", "linear")
+        or (name == "layout" and cut == "zigzag")  # a part of a store would take striped
+        or value != getattr(BurstConfig, name)
+    }
+    return {name: f"{v:g}" if isinstance(v, float) else v for name, v in said.items()}

@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run's memory and time depend on: sizes of groups, and flags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
+
+from ....schedule.algorithms import ALGORITHMS
+from ....schedule.head_shares import shareable
+from ....schedule.topology import Placement, alternatives, divisors
+from ....units import byte_size
+from .shapes.layer_kinds import CHUNKED, WINDOW
+from .shapes.models import Model
+
+# Which modules compute: Megatron's local ones on a CPU (torch's norms in fp32, unfused rope and
+# SwiGLU), or Transformer Engine's on a GPU.
+Path = Literal["gpu", "cpu"]
+Recompute = Literal["none", "full"]
+Loss = Literal["off", "single_pass", "recompute"]
+Dtype = Literal["fp32", "bf16"]
+Route = Literal["auto", "ring", "direct"]
+# How layers that carry a state run over context-parallel ranks: by a scan of states, or by
+# Megatron's exchange of heads.
+Linear = Literal["auto", "all_gather", "scan", "two_level", "ring", "megatron"]
+BYTES = {"fp32": 4, "bf16": 2}
+ENDS = ("first_layers", "last_layers")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run. Fields bear the names of the flags; all sizes from 1.
+
+    seq: tokens of a sequence, over all context-parallel ranks. tp, cp, pp, ep: tensor-, context-,
+    pipeline- and expert-parallel ranks; vpp: virtual stages of each pipeline stage; dp:
+    data-parallel ranks besides context parallelism. first_layers, last_layers: of the first and the
+    last pipeline stage, where they have fewer or more layers than the others; None: as many.
+    micro_batch: sequences at a time; micro_batches: of a step. recompute: "full" recomputes
+    every layer in backward from its input. store: fraction of attention results that this keeps.
+    offload: fraction of inputs and store that waits on the host.
+    sequence_chunks, mlp_tiles: of rows. logits_bytes: of each logit while a loss apart from the LM
+    head (lm_head_loss "off") is computed: in bf16, and two copies in fp32. gradients: dtype in
+    which they are summed.
+    optimizer_bytes: of fp32 weights and moments per parameter; distributed_optimizer: shared out
+    over data- and context-parallel ranks; optimizer_offload: fraction that lies on the host.
+    rope_local: tables of this rank's rows only, not of the whole sequence.
+    linear: what carries the states of linear attention over context-parallel ranks.
+    algorithm, layout, side, wire, head_chunks: of attention; kernel: that of it which was stated,
+    None: the fastest that there is. window_algorithm, chunk_algorithm: algorithm of
+    layers with a window and of chunked attention, None: `algorithm`; a run chooses them with
+    `--context-parallel-algo auto`. intra: ranks of a node, None: as the cluster has. ulysses:
+    context-parallel ranks that share heads, by `placement`; inner: ranks of an inner ring, None:
+    those of a node. route: of chunks: "auto" is what runs here, "ring" hands
+    them on even where few rows are wanted. fsdp: parameters and gradients are shared out too
+    (ZeRO-3), and `gathered` layers of parameters are whole at a time. chunks_on_host: queries,
+    keys, values and results of all chunks but two wait on the host (FPDT; no flag of ours does
+    that). path: whose modules compute.
+    """
+
+    seq: int
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    dp: int = 1
+    first_layers: int | None = None
+    last_layers: int | None = None
+    micro_batch: int = 1
+    micro_batches: int = 1
+    recompute: Recompute = "full"
+    store: float = 0.0
+    offload: float = 0.0
+    sequence_chunks: int = 1
+    mlp_tiles: int = 1
+    lm_head_loss: Loss = "single_pass"
+    logits_bytes: int = 10
+    gradients: Dtype = "fp32"
+    distributed_optimizer: bool = True
+    optimizer_bytes: int = 12
+    optimizer_offload: float = 0.0
+    algorithm: str = "burst"
+    window_algorithm: str | None = None
+    chunk_algorithm: str | None = None
+    kernel: str | None = None
+    layout: str = "zigzag"
+    side: str = "auto"
+    linear: Linear = "auto"
+    wire: Dtype = "fp32"
+    rope_local: bool = True
+    intra: int | None = None
+    ulysses: int = 1
+    placement: Placement = "head_first"
+    inner: int | None = None
+    route: Route = "auto"
+    head_chunks: int = 1
+    fsdp: bool = False
+    gathered: int = 2
+    chunks_on_host: bool = False
+    path: Path = "gpu"
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all groups together."""
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def rows(self) -> int:
+        """Rows of a context-parallel rank, of all sequences of a micro-batch."""
+        return self.seq // self.cp * self.micro_batch
+
+    @property
+    def by_kind(self) -> dict[str, str]:
+        """Algorithms of kinds of layers that have their own, by kind."""
+        own = {WINDOW: self.window_algorithm, CHUNKED: self.chunk_algorithm}
+        return {kind: algorithm for kind, algorithm in own.items() if algorithm is not None}
+
+    def alike(self) -> Settings:
+        """Return the same settings with one algorithm in all layers."""
+        return replace(self, window_algorithm=None, chunk_algorithm=None)
+
+    @property
+    def uneven(self) -> bool:
+        """Whether the first or the last stage has its own number of layers."""
+        return self.first_layers is not None or self.last_layers is not None
+
+    @property
+    def chunked(self) -> bool:
+        """Whether the attention half runs chunk by chunk, or the MLP half tile by tile."""
+        return self.sequence_chunks > 1 or self.mlp_tiles > 1
+
+
+def selection_said(model: Model, run: Settings) -> str | None:
+    """What sparse attention selects, and what of a layer travels from each rank; None where there
+    is none."""
+    if (index := model.indexer) is None or (low := model.latent) is None:
+        return None
+    keys, latents = (
+        byte_size(run.rows * each * BYTES["bf16"]) for each in (index.width, low.kv_rank + low.rope)
+    )
+    return (
+        f"sparse attention: {index.heads} index heads select {index.top_k:,} keys of a query; "
+        f"a layer sends a rank's index keys ({keys}) and latents ({latents}) to all others, and in "
+        "backward latents again, with their gradients"
+    )
+
+
+def check(model: Model, run: Settings) -> None:
+    """Raise ValueError, with what would do, for settings that no run could have."""
+    check_fields(run)
+    if model.heads % run.tp:
+        good = [tp for tp in (1, 2, 4, 8, 16, 32) if model.heads % tp == 0]
+        raise ValueError(
+            f"--tp {run.tp} does not divide the {model.heads} heads of {model.name}: take "
+            f"{_one_of(good)}"
+        )
+    if run.seq % (2 * run.cp):
+        near = max(1, round(run.seq / (2 * run.cp))) * 2 * run.cp
+        raise ValueError(
+            f"--seq {run.seq} is not a multiple of 2 x --cp {run.cp}: take {near}, say"
+        )
+    for name in ("sequence_chunks", "mlp_tiles"):
+        if getattr(run, name) > run.rows:
+            raise ValueError(
+                f"{flag_of(name)} {getattr(run, name)}: a rank has {run.rows} rows, which cannot "
+                f"be cut into more parts: take at most {run.rows}"
+            )
+    if run.sequence_chunks > 1 and run.cp == 1 and not run.chunks_on_host:
+        raise ValueError(
+            f"--sequence-chunks {run.sequence_chunks} is for attention over context-parallel "
+            "ranks: it needs --cp above 1"
+        )
+    stage_layers(model, run)
+    if run.vpp > 1 and run.pp == 1:
+        raise ValueError(f"--vpp {run.vpp} needs --pp above 1")
+    check_experts(model, run.ep)
+    _check_heads(model, run)
+    if run.cp > 1:
+        check_carried(model, run.layout)
+    _check_mixer(model, run)
+    for kind, algorithm in run.by_kind.items():
+        _check_kind(model, run, kind, algorithm)
+    if run.recompute == "none" and (run.store or run.offload or run.chunked):
+        raise ValueError(
+            "--store, --offload, --sequence-chunks and --mlp-tiles are counted with recomputed "
+            "layers only: add --recompute full"
+        )
+
+
+def stage_layers(model: Model, run: Settings) -> list[int]:
+    """How many layers each pipeline stage has. ValueError where they do not come out even."""
+    ends = [n for n in (run.first_layers, run.last_layers) if n is not None]
+    if not ends and model.layers % (run.pp * run.vpp) == 0:
+        return [model.layers // run.pp] * run.pp
+    left, middle = model.layers - sum(ends), run.pp - len(ends)
+    if ends and run.vpp == 1 < run.pp:
+        each, rest = divmod(left, middle) if middle else (0, left)
+        if rest == 0 and (each > 0 or not middle):
+            first, last = (n or each for n in (run.first_layers, run.last_layers))
+            return [first, *[each] * (run.pp - 2), last]
+    named = [(name, getattr(run, name)) for name in ENDS]
+    said = "".join(f", {flag_of(name)} {n}" for name, n in named if n is not None)
+    good = divisors(model.layers)
+    fix = f"take stages that are together one of {', '.join(map(str, good))}"
+    if run.vpp == 1 and (uneven := uneven_ends(model.layers, run.pp)) is not None:
+        fix += f", or --first-layers {uneven[0]} --last-layers {uneven[1]}"
+    raise ValueError(
+        f"--pp {run.pp} x --vpp {run.vpp}{said} do not divide the {model.layers} layers of "
+        f"{model.name}: {fix}"
+    )
+
+
+def uneven_rounds(run: Settings) -> str:
+    """Why the run's virtual stages do not take so many micro-batches; "" where they do."""
+    if run.vpp == 1 or run.micro_batches % run.pp == 0:
+        return ""
+    return (
+        f"--micro-batches {run.micro_batches}: --vpp {run.vpp} runs rounds of as many as there are "
+        f"stages: take a multiple of --pp {run.pp}"
+    )
+
+
+def uneven_ends(layers: int, stages: int) -> tuple[int, int] | None:
+    """Layers of the first and the last of so many stages, which have fewer than the others, as the
+    embedding and the loss are on them. None where there are too few layers."""
+    most = -(-layers // stages)
+    both = layers - most * (stages - 2)
+    return (both - both // 2, both // 2) if stages > 1 and both > 1 else None
+
+
+def _one_of(numbers: Sequence[int]) -> str:
+    """What a flag may be: "4", or "one of 1, 2, 4"."""
+    return f"{'one of ' if len(numbers) > 1 else ''}{', '.join(map(str, numbers))}"
+
+
+def check_experts(model: Model, ep: int) -> None:
+    """Raise ValueError unless expert-parallel ranks divide the experts."""
+    if ep > 1 and not model.experts:
+        raise ValueError(f"--ep {ep}: {model.name} has no experts: leave it out")
+    if model.experts and model.experts % ep:
+        raise ValueError(
+            f"--ep {ep} does not divide the {model.experts} experts of {model.name}: take "
+            f"{alternatives(divisors(model.experts))}"
+        )
+
+
+def check_carried(model: Model, layout: str) -> None:
+    """Raise ValueError for a layout over several ranks in which layers cannot carry a state."""
+    if model.mixers and "striped" in layout:
+        raise ValueError(
+            f"--layout {layout}: {model.name} has layers that carry a state from row to row, and "
+            "every row's predecessor is on another rank: take zigzag or contiguous"
+        )
+
+
+def check_fields(run: Settings) -> None:
+    """Sizes are whole numbers from 1, bytes from 0, fractions from 0 to 1, words those there are.
+    ValueError with all that are not."""
+    values = vars(run)
+    wrong = [kind.said(name, values[name]) for name, kind in _KINDS if not kind.fits(values[name])]
+    if wrong:
+        raise ValueError("; ".join(wrong))
+
+
+class _Kind(NamedTuple):
+    """What a field may hold, and what is said of a value that it may not."""
+
+    fits: Callable[[Any], bool]
+    said: Callable[[str, Any], str]
+
+
+def _kind(name: str, of: Any) -> _Kind:
+    """What a field of this type may hold."""
+    if words := [word for word in get_args(of) if isinstance(word, str)]:
+        return _Kind(
+            lambda value: isinstance(value, str) and value in words,
+            lambda name, value: f"{flag_of(name)} {value}: one of {', '.join(words)}",
+        )
+    if of in (bool, str):
+        named = {bool: "true or false", str: "a name"}[of]
+        return _Kind(
+            lambda value: type(value) is of,
+            lambda name, value: f"{flag_of(name)} must be {named}, got {value!r}",
+        )
+    if of is float:
+        return _Kind(
+            lambda value: (
+                isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
+            ),
+            lambda name, value: f"{flag_of(name)} must be from 0 to 1, got {value!r}",
+        )
+    if of == str | None:
+        return _Kind(
+            lambda value: value is None or isinstance(value, str),
+            lambda name, value: f"{flag_of(name)} must be a text, got {value!r}",
+        )
+    least, may_lack = (0 if name.endswith("_bytes") else 1), type(None) in get_args(of)
+
+    def fits(value: Any) -> bool:
+        if value is None:
+            return may_lack
+        return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+    def said(name: str, value: Any) -> str:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return f"{flag_of(name)} must be at least {least}, got {value}"
+        return f"{flag_of(name)} must be a whole number from {least}, got {value!r}"
+
+    return _Kind(fits, said)
+
+
+_KINDS = tuple((name, _kind(name, of)) for name, of in get_type_hints(Settings).items())
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field, of `advise` and of `memory`."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _check_heads(model: Model, run: Settings) -> None:
+    """Ranks that share heads, and head chunks, must divide the heads of a tensor-parallel rank."""
+    heads, kv_heads = model.heads // run.tp, max(1, model.kv_heads // run.tp)
+
+    def fits(ranks: int) -> bool:
+        if model.indexer is not None:
+            return ranks == 1
+        return run.cp % ranks == 0 and shareable(heads, kv_heads, ranks)
+
+    if model.indexer is not None:
+        kv_heads = 1
+        for name, only in (("store", 0), ("sequence_chunks", 1)):
+            if getattr(run, name) != only:
+                raise ValueError(
+                    f"{flag_of(name)} {getattr(run, name)}: not with the sparse attention of "
+                    f"{model.name}: leave it {only}"
+                )
+        ring = ALGORITHMS.get(run.algorithm)
+        if run.side == "query" or (ring is not None and not ring.keeps):
+            raise ValueError(
+                f"--algorithm {run.algorithm} --side {run.side}: keys must travel to the queries "
+                f"of {model.name}'s sparse attention: take burst or multicast, and side kv"
+            )
+    if not fits(run.ulysses):
+        raise ValueError(
+            f"--ulysses {run.ulysses}: ranks that share heads must divide --cp {run.cp} and the "
+            f"{heads} query and {kv_heads} key/value heads of a rank of --tp {run.tp}: take "
+            f"{_one_of([*filter(fits, range(1, run.cp + 1))])}"
+        )
+    if run.algorithm == "ulysses" and run.ulysses != run.cp:
+        raise ValueError(
+            f"--algorithm ulysses shares heads over all --cp {run.cp} ranks, --ulysses "
+            f"{run.ulysses}: take --ulysses {run.cp}, or --algorithm hybrid"
+        )
+    if run.algorithm == "hybrid" and run.ulysses == 1 < run.cp:
+        raise ValueError("--algorithm hybrid needs ranks that share heads: --ulysses 2, say")
+    here = max(1, kv_heads // run.ulysses)
+    if here % run.head_chunks:
+        raise ValueError(
+            f"--head-chunks {run.head_chunks} does not divide the {here} key/value heads that a "
+            "rank computes"
+        )
+
+
+def _check_kind(model: Model, run: Settings, kind: str, algorithm: str) -> None:
+    """Raise ValueError unless layers of a kind can have their own algorithm."""
+    name = {WINDOW: "window_algorithm", CHUNKED: "chunk_algorithm"}[kind]
+    said = f"{name} {algorithm}"
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"{said}: must be one of {', '.join(ALGORITHMS)}")
+    if kind not in model.kinds:
+        raise ValueError(f"{said}: {model.name} has no layers of kind {kind}; leave it out")
+    if run.cp == 1 or run.ulysses == run.cp:
+        where = "--cp 1" if run.cp == 1 else f"--ulysses {run.ulysses}, which is --cp,"
+        fix = "--cp above 1" if run.cp == 1 else f"--ulysses below {run.cp}"
+        raise ValueError(
+            f"{said}: with {where} there is no ring whose algorithm could be chosen; use {fix}, or "
+            "leave it out"
+        )
+
+
+def _check_mixer(model: Model, run: Settings) -> None:
+    """Tensor-parallel ranks must divide a mixer's heads, and the ranks of Megatron's exchange too;
+    a scan of states takes any number of context-parallel ranks."""
+    mixer, shared = model.mixer, run.linear == "megatron" and run.cp > 1
+    if mixer is None or model.carried(run.tp, run.cp if shared else 1):
+        return
+    keys = f" and {mixer.key_heads} of keys" if mixer.key_heads else ""
+    said = f"the {mixer.heads} heads{keys} of {model.name}'s {mixer.name} layers"
+    if shared and mixer.shares(run.tp):
+        raise ValueError(
+            f"--linear megatron: --tp {run.tp} x --cp {run.cp} ranks do not divide {said}: take "
+            "--linear auto, which passes states on and takes any --cp"
+        )
+    good = [n for n in range(1, mixer.heads + 1) if model.heads % n == 0 and mixer.shares(n)]
+    raise ValueError(f"--tp {run.tp} does not divide {said}: take {_one_of(good)}")

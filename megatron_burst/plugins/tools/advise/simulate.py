@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mb.simulate`: how long one attention call, one layer or one step takes, from plain numbers.
+
+The public door of the model of time; `advise` and the fits of the documentation use the same code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ....autotune import cluster_file
+from ....autotune.clusters import Cluster, gpu
+from ....autotune.gpus import assumed_kernel
+from .forecast.attention_time import AttentionTime, attention_time
+from .forecast.layer_time import LayerTime, layer_time
+from .forecast.step_time import StepTime, step_time
+from .settings import Settings, check
+from .shapes import models
+from .shapes.model import Model
+
+Simulated = Literal["attention", "layer", "step"]
+
+
+def simulate(
+    model: str | Model,
+    cluster: str | Path | Cluster,
+    run: Settings,
+    *,
+    part: Simulated = "step",
+) -> Any:
+    """Predict the time of a part of a run.
+
+    model: a name, the path of a Hugging Face `config.json`, or `mb.Model`. cluster: the
+    name of a GPU (as many as the run takes, 8 a node), the path of a cluster file, or `mb.Cluster`.
+    part: "attention" (one call of one layer, forward and backward: `AttentionTime`), "layer" or
+    "step". Every result has `seconds`, `bottleneck` and `kernel`: the attention kernel whose
+    published rate is assumed, None if the rate was measured or stated. Raises ValueError for
+    settings that no run could have, and for a run that the cluster has too few GPUs for.
+    """
+    model = models.named(model) if isinstance(model, str) else model
+    check(model, run)
+    if not isinstance(cluster, Cluster):
+        from_file = str(cluster).endswith(".toml")
+        cluster = cluster_file.read(cluster) if from_file else Cluster(gpu(str(cluster)), run.gpus)
+    _check_groups(cluster, run)
+    kernel = None if cluster.kernels_measured else assumed_kernel(cluster.gpu)
+    return replace(_simulated(model, cluster, run, part), kernel=kernel)
+
+
+def _simulated(
+    model: Model, cluster: Cluster, run: Settings, part: Simulated
+) -> AttentionTime | LayerTime | StepTime:
+    if part == "attention":
+        if run.by_kind:
+            raise ValueError(
+                f"window_algorithm {run.window_algorithm}, chunk_algorithm {run.chunk_algorithm}: "
+                "part attention is one call: give its algorithm, and leave these out"
+            )
+        return attention_time(model, cluster, run)
+    if part == "layer":
+        return layer_time(model, cluster, run)
+    if part == "step":
+        _check_turns(run)
+        return step_time(model, cluster, run)
+    raise ValueError(f"part must be attention, layer or step, got {part!r}")
+
+
+def _check_groups(cluster: Cluster, run: Settings) -> None:
+    """Raise ValueError if the run has more ranks than the cluster has GPUs."""
+    if run.gpus > cluster.gpus:
+        raise ValueError(
+            f"the run takes {run.gpus} GPUs (--tp {run.tp} x --cp {run.cp} x --pp {run.pp} x --dp "
+            f"{run.dp}), the cluster has {cluster.gpus}: take smaller groups, or a cluster of "
+            f"{run.gpus}"
+        )
+
+
+def _check_turns(run: Settings) -> None:
+    """Raise ValueError where interleaved stages have no whole rounds of micro-batches."""
+    if run.vpp > 1 and run.micro_batches % run.pp:
+        near = -(-run.micro_batches // run.pp) * run.pp
+        raise ValueError(
+            f"--micro-batches {run.micro_batches}: with --vpp {run.vpp} Megatron needs a multiple "
+            f"of --pp {run.pp}: take {near}, say"
+        )

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags that several commands share, and their checks. No torch.
+
+A flag has one name in all commands, `--tp` or `--per-node`; Megatron's long name is an alias.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ...schedule.tables import SIDES
+
+# A flag's name -> what else it may be called.
+ALIASES = {
+    "--seq": ("--seq-length",),
+    "--per-node": ("--gpus-per-node",),
+    "--tp": ("--tensor-model-parallel-size",),
+    "--cp": ("--context-parallel-size",),
+    "--pp": ("--pipeline-model-parallel-size",),
+    "--vpp": ("--num-virtual-stages-per-pipeline-rank",),
+    "--ep": ("--expert-model-parallel-size",),
+    "--micro-batch": ("--micro-batch-size",),
+}
+PICTURES = ("png", "svg")
+
+
+def named(name: str) -> tuple[str, ...]:
+    """A flag and its aliases, for `add_argument`; the attribute has the name of the flag."""
+    return name, *ALIASES.get(name, ())
+
+
+def add_pictures(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add `--png` and `--svg`. what: is drawn."""
+    for kind in PICTURES:
+        text = what if kind == "png" else "the same picture as SVG"
+        parser.add_argument(f"--{kind}", type=Path, metavar="FILE", help=text)
+
+
+def pictures(arguments: argparse.Namespace) -> list[Path]:
+    """The pictures that were asked for. ValueError for a file that cannot be written."""
+    paths = []
+    for kind in PICTURES:
+        path = getattr(arguments, kind)
+        if path is not None:
+            check_picture(path, f"--{kind}", [kind])
+            paths.append(path)
+    return paths
+
+
+def check_picture(path: Path, flag: str, kinds: Sequence[str]) -> None:
+    """Raise ValueError unless a picture of one of these kinds ("png", "svg") can be written."""
+    if path.suffix[1:] not in kinds:
+        ends = " or ".join(f".{kind}" for kind in kinds)
+        raise ValueError(f"{flag}: the name of the file must end in {ends}, got {path}")
+    check_place(path, flag)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(f"{flag} needs matplotlib: pip install matplotlib")
+
+
+def add_grid(
+    parser: argparse.ArgumentParser, nodes: int | None = None, per_node: int | None = None
+) -> None:
+    """Add `--nodes` and `--per-node`, and what they are where nobody says."""
+    for flag, value, what in (
+        ("--nodes", nodes, "number of nodes"), ("--per-node", per_node, "ranks on each node"),
+    ):  # fmt: skip
+        said = "" if value is None else f" (default: {value})"
+        parser.add_argument(*named(flag), type=int, metavar="N", default=value, help=what + said)
+
+
+def add_side(parser: argparse.ArgumentParser) -> None:
+    """Add `--side`."""
+    parser.add_argument("--side", default="auto", choices=("auto", *SIDES), help="tensors sent in "
+                        "backward (default: auto, those with fewer bytes)")  # fmt: skip
+
+
+def add_heads(parser: argparse.ArgumentParser, *, width: int, queries: bool = True) -> None:
+    """Add `--heads`, if queries matter, `--kv-heads` and `--width`. width: of a head, where nobody
+    says."""
+    defaults = {"heads": (8, "query heads"), "kv-heads": (8, "key/value heads"),
+                "width": (width, "width of a head")}  # fmt: skip
+    for name, (value, what) in defaults.items():
+        if name == "heads" and not queries:
+            continue
+        parser.add_argument(f"--{name}", type=int, metavar="N", default=value,
+                            help=f"{what} (default: {value})")  # fmt: skip
+
+
+def check_positive(arguments: argparse.Namespace, names: Iterable[str]) -> None:
+    """Raise ValueError for one of these flags that is given and below 1."""
+    for name in names:
+        value = getattr(arguments, name, None)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+
+
+def check_place(path: Path | None, flag: str) -> None:
+    """Raise ValueError where the folder of a file to be written does not exist."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ValueError(f"{flag} {path}: its folder does not exist")

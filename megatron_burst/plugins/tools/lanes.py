@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one drawer of pictures: bars and arrows in lanes over time, on figures with a title.
+
+`show`, `advise`, `memory` and `trace` say what is drawn; this module owns how it looks. Files are
+small, and have the same bytes for the same picture and the same matplotlib, so that a generated
+document changes only with its content.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from matplotlib import style
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.patches import Patch, Polygon, Rectangle
+from matplotlib.textpath import TextPath
+from matplotlib.transforms import Bbox
+from PIL import Image
+
+from ...units import HOUR, MINUTE
+from .show.colours import GREY, INK, RULE, ink_on
+
+STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.labelcolor": GREY,
+    "axes.edgecolor": RULE,
+    "axes.linewidth": 0.8,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "hatch.linewidth": 0.7,
+    "svg.hashsalt": "megatron_burst",
+}
+DPI = 120
+# Units of an axis of time: how many a second has, name, shortest time in seconds.
+CLOCKS = (
+    (1 / HOUR, "hours", 2 * HOUR), (1 / MINUTE, "minutes", 2 * MINUTE), (1.0, "seconds", 10),
+    (1e3, "milliseconds", 0),
+)  # fmt: skip
+SHADES = 96  # colours of a file: flat areas and their smoothed edges
+ALL_SHADES = 256  # where a colour may fill a small area only
+TIP = 0.09  # of an arrow, in units of time
+MEAN = {"color": INK, "linewidth": 0.9, "linestyle": (0, (4, 3))}  # the line of a mean
+DASHED = {"edgecolor": "#9ca3af", "linewidth": 0.6, "linestyle": (0, (2, 2))}
+
+
+# --- figures -------------------------------------------------------------------------------
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """The style of all pictures, while figures are made and saved."""
+    with style.context(["default", STYLE], after_reset=True):
+        yield
+
+
+def save(figure: Figure, path: Path, shades: int = SHADES) -> None:
+    """Write a PNG with a palette, or what the name ends in .svg, without metadata, which differs
+    between versions."""
+    if path.suffix == ".svg":
+        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+        return
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
+    picture = Image.open(buffer).convert("RGB")
+    dither = Image.Dither.NONE
+    picture.quantize(shades, method=Image.Quantize.MEDIANCUT, dither=dither).save(
+        path, format="png", optimize=True
+    )
+
+
+def headed(
+    width: float, height: float, title: str, subtitle: str, lines: Sequence[str] = ()
+) -> Figure:
+    """A figure of this size in inches with a title and, at the foot, a caption of these lines."""
+    figure = Figure(figsize=(width, height))
+    left = 0.3 / width
+    figure.text(left, 1 - 0.36 / height, title, fontsize=13, fontweight="bold")
+    figure.text(left, 1 - 0.62 / height, subtitle, fontsize=9.5, color=GREY)
+    for i, line in enumerate(lines):
+        y = (0.2 + 0.19 * (len(lines) - 1 - i)) / height
+        figure.text(left, y, line, fontsize=9, color=INK)
+    return figure
+
+
+def box(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
+    """Axes of this place and size, in inches from the lower left corner."""
+    w, h = figure.get_size_inches()
+    return figure.add_axes((left / w, bottom / h, width / w, height / h))
+
+
+def inches(text: str, size: float) -> float:
+    """The width of a text of this size in points; titles are bold."""
+    font = FontProperties(family="DejaVu Sans", weight="bold" if size > 12 else "normal")
+    return TextPath((0, 0), text, size=size, prop=font).get_extents().width / 72
+
+
+# --- axes ----------------------------------------------------------------------------------
+
+
+def clock(axes: Axes, end: float, title: str = "") -> float:
+    """Make the axis below the lanes one of time, from 0 to `end` seconds.
+
+    Returns how many of its units, milliseconds to hours, a second has: bars are drawn in them.
+    """
+    scale, unit = next((s, unit) for s, unit, least in CLOCKS if end >= least)
+    axes.set_xlim(0, scale * end)
+    axes.set_xlabel(unit, color=GREY, loc="left", labelpad=1)
+    if title:
+        axes.set_title(title, loc="left", fontsize=10, fontweight="bold", color=INK, pad=17)
+    axes.tick_params(length=0, colors=INK)
+    axes.spines["bottom"].set_color(RULE)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    return scale
+
+
+def name_lanes(axes: Axes, places: Sequence[float], names: Sequence[str], depth: float) -> None:
+    """Name lanes on the left, and put the first one on top: `depth` is where the last one ends."""
+    axes.set_ylim(depth, -0.1)
+    axes.set_yticks(places, names)
+
+
+def legend(
+    axes: Axes,
+    entries: Iterable[tuple[str, str]],
+    alphas: Mapping[str, float] | None = None,
+    above: float = -0.015,
+) -> None:
+    """(colour, meaning) of bars, in one line above the right end of the axes.
+
+    alphas: opacities by meaning; above: how far above, as a fraction of the axes' height.
+    """
+    patches = [
+        Patch(color=colour, label=label, alpha=(alphas or {}).get(label), linewidth=0)
+        for colour, label in entries
+    ]
+    axes.legend(handles=patches, loc="lower right", bbox_to_anchor=(1.0, 1 + above), frameon=False,
+                ncols=len(patches), fontsize=8, handlelength=1.0, columnspacing=1.3,
+                borderaxespad=0.2)  # fmt: skip
+
+
+# --- bars ----------------------------------------------------------------------------------
+
+
+def bars(
+    axes: Axes,
+    top: float,
+    high: float,
+    spans: Sequence[tuple[float, float]],
+    colours: Sequence[str] | str,
+    texts: Sequence[str] = (),
+    *,
+    least: float = 0.0,
+    size: float = 8.5,
+    edge: str = "white",
+    width: float = 0.6,
+    alpha: float | None = None,
+) -> None:
+    """The bars of one lane, from `top` and `high` deep, at spans (start, stop).
+
+    colours: of each bar, or of all. texts: in the middle of each bar at least `least` long, in
+    points of `size`; "" for none. edge, width: of the lines around bars; alpha: their opacity.
+    """
+    extents = [(start, stop - start) for start, stop in spans]
+    axes.broken_barh(extents, (top, high), facecolors=colours, edgecolor=edge, linewidth=width,
+                     alpha=alpha)  # fmt: skip
+    for i, text in enumerate(texts):
+        start, long = extents[i]
+        if text and long >= least:
+            ink = ink_on(colours if isinstance(colours, str) else colours[i])
+            axes.text(start + long / 2, top + high / 2, text, ha="center", va="center_baseline",
+                      fontsize=size, color=ink)  # fmt: skip
+
+
+def work_bars(
+    axes: Axes, places: Sequence[float], work: Sequence[int], colours: Any, high: float, most: int
+) -> None:
+    """The work of each rank beside its lane, and the mean as a dashed line. most: of all bars."""
+    axes.barh(places, work, height=high, color=colours)
+    axes.axvline(sum(work) / len(work), **MEAN)
+    axes.set_xlim(0, max(most, 1) * 1.02)
+
+
+# --- arrows --------------------------------------------------------------------------------
+
+
+class ArrowLook(NamedTuple):
+    """An arrow's outline, which stands for all of what travels, and where that is filled."""
+
+    edge: str
+    width: float
+    filled: str
+    stripes: str | None  # colour
+
+
+def arrow(
+    axes: Axes, place: Bbox, look: ArrowLook, shares: Iterable[tuple[float, float]]
+) -> list[Bbox]:
+    """Draw an arrow at a place in the coordinates of the axes, filled at these shares of its
+    length, (first, stop) from 0 to 1; returns where it is filled."""
+    outline = axes.add_patch(_outline(place, facecolor="white", edgecolor="none"))
+    filled = [Bbox.from_extents(place.x0 + place.width * first, place.y0,
+                                place.x0 + place.width * stop, place.y1)
+              for first, stop in shares]  # fmt: skip
+    for part in filled:
+        patch = Rectangle((part.x0, part.y0), part.width, part.height, facecolor=look.filled,
+                          linewidth=0, edgecolor=look.stripes or "none",
+                          hatch="/////" if look.stripes else None)  # fmt: skip
+        axes.add_patch(patch)
+        patch.set_clip_path(outline)
+    axes.add_patch(_outline(place, facecolor="none", edgecolor=look.edge, linewidth=look.width))
+    return filled
+
+
+def dashed_arrow(axes: Axes, place: Bbox) -> None:
+    """Draw an arrow that stands for what does not travel."""
+    axes.add_patch(_outline(place, facecolor="none", **DASHED))
+
+
+def _outline(place: Bbox, **looks: Any) -> Polygon:
+    """A bar with a point at its right end."""
+    (left, top), (end, low) = place.get_points()
+    right = end - min(TIP, (end - left) / 2)
+    corners = [(left, top), (right, top), (end, (top + low) / 2), (right, low), (left, low)]
+    return Polygon(corners, **looks)

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model that a command line describes, and the settings of the run as far as it gives them.
+
+`--model` takes a name, a Hugging Face `config.json`, or the name of a Megatron-Bridge recipe as
+`megatron-burst recipe` takes it; a Megatron command follows `--`. Megatron-Bridge is imported only
+for a recipe.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ... import flags
+from ...cli.megatron_arguments import MegatronCommand, parse
+from ...config import BurstConfig
+from .advise.shapes import models
+from .advise.shapes.megatron_model import model_from
+from .advise.shapes.models import Model, padded
+
+# What is counted for a choice that is left to the run.
+AUTO = {"offload": 1.0, "sequence_chunks": 32, "mlp_tiles": 64}
+HELP = "name of a model, config.json of Hugging Face, or name of a Megatron-Bridge recipe"
+
+
+def find(text: str | None, words: Sequence[str]) -> tuple[Model, dict[str, Any]]:
+    """The model, and the fields of `Settings` that its description gives, with "global_batch",
+    sequences of a step.
+
+    text: of `--model`; words: of a Megatron command, empty without one. ValueError, with
+    what would do, where neither is given, or both describe a model.
+    """
+    words = [word for word in words if word != "--"]
+    if text is not None and any(word.split("=")[0] == "--num-layers" for word in words):
+        raise ValueError(
+            f"--model {text} and the Megatron command after -- (--num-layers ...) both describe "
+            "the model: give one of them"
+        )
+    if text is None and words and words[0] in models.NAMED:
+        raise ValueError(f"{words[0]} is a model, not a Megatron command: give --model {words[0]}")
+    model, given = read_command(words) if words else (None, {})
+    if text is None:
+        if model is None:
+            raise ValueError(
+                f"--model is needed: one of {', '.join(models.NAMED)}, a config.json, or a recipe "
+                "of Megatron-Bridge; or a Megatron command after --"
+            )
+        return model, given
+    if _is_recipe(text):
+        model, own = read_recipe(recipe(text), text)
+        return model, own | given
+    return models.named(text), given
+
+
+def read_command(words: Sequence[str]) -> tuple[Model, dict[str, Any]]:
+    """The model and the fields of `Settings` that a Megatron command describes. ValueError naming
+    the flag that is missing or wrong."""
+    command = parse(words)
+    ours, wrong = command.burst_arguments()
+    if wrong:
+        raise ValueError(wrong[0])
+    if not command.group_query_attention:
+        command.num_query_groups = None
+    model = model_from(
+        lambda name: getattr(command, name, None), "the Megatron command",
+        gated=command.swiglu or command.quick_geglu,
+        tied=not command.untie_embeddings_and_output_weights,
+        flag=lambda name: f"--{name.replace('_', '-')}",
+    )  # fmt: skip
+    if command.seq_length is None:
+        raise ValueError("--seq-length is missing in the Megatron command; add it")
+    if command.context_parallel_algo is None:
+        ours.context_parallel_algo = "burst"
+    choices = _settled(command, ours)
+    run = _command_run(command)
+    run |= choices_of(choices, command.seq_length, command.cp, lambda name: f"--burst-{name}")
+    return padded(model, command.make_vocab_size_divisible_by * command.tp), run
+
+
+def _settled(command: MegatronCommand, ours: Any) -> BurstConfig:
+    """The choices that a command states, with the layout that its run would have."""
+    # These import torch, which takes seconds.
+    from ...megatron.checks.command_line import settings_of
+    from ...megatron.checks.config import unasked
+
+    named = getattr(ours, "burst_layout", None)
+    flags.settle(ours)
+    choices, config = flags.burst_config(ours), settings_of(command)
+    config.context_parallel_size = command.cp
+    return choices if named else unasked(config, choices)[0]
+
+
+def _command_run(command: MegatronCommand) -> dict[str, Any]:
+    """The fields of `Settings` that Megatron's own flags set."""
+    pp, vpp = command.pipeline_model_parallel_size, command.num_virtual_stages_per_pipeline_rank
+    if command.num_layers_per_virtual_pipeline_stage:
+        vpp = command.num_layers // pp // command.num_layers_per_virtual_pipeline_stage
+    if (segments := (command.hybrid_layer_pattern or "").split("/")[0].count("|") + 1) > pp:
+        vpp = segments // pp  # as Megatron derives it
+    # Experts are counted as split over expert-parallel and tensor-parallel ranks.
+    split = command.expert_tensor_parallel_size or command.tp
+    run: dict[str, Any] = {
+        "seq": command.seq_length,
+        "tp": command.tp,
+        "cp": command.cp,
+        "pp": pp,
+        "first_layers": command.decoder_first_pipeline_num_layers,
+        "last_layers": command.decoder_last_pipeline_num_layers,
+        "vpp": vpp or 1,
+        "ep": max(1, command.expert_model_parallel_size * split // command.tp),
+        "micro_batch": command.micro_batch_size or 1,
+        "global_batch": command.global_batch_size,
+        "recompute": "full" if command.recompute_granularity == "full" else "none",
+        "gradients": "bf16" if command.grad_reduce_in_bf16 else "fp32",
+        "distributed_optimizer": command.use_distributed_optimizer,
+        "optimizer_offload": command.optimizer_offload_fraction * command.optimizer_cpu_offload,
+        "fsdp": command.use_megatron_fsdp or command.use_torch_fsdp2,
+        "path": "cpu" if command.transformer_impl == "local" else "gpu",
+    }
+    if command.sizes:
+        run["intra"] = command.sizes[0]
+    return run
+
+
+def choices_of(
+    choices: BurstConfig, seq: int, cp: int, said: Callable[[str], str]
+) -> dict[str, Any]:
+    """The fields of `Settings` that our own choices set. said: what a choice is called where the
+    user wrote it. ValueError for a choice that is of BurstAttention where Megatron's is taken."""
+    # These import torch, which takes seconds.
+    from ...megatron.checks.config import ulysses_size
+    from ...recompute import tile_counts
+
+    # Pieces have no fewer rows than the run would take.
+    fewest = {"sequence_chunks": tile_counts.FEWEST_ROWS, "mlp_tiles": tile_counts.LEAST}
+    rows = seq // max(1, cp)
+    ours = choices.algorithm != "megatron"
+    fields: dict[str, Any] = {
+        "store": choices.store or 0.0,
+        "lm_head_loss": choices.lm_head_loss,
+        "algorithm": choices.algorithm if ours else "burst",
+        "kernel": None if choices.kernel == "auto" else choices.kernel,
+        "layout": choices.layout if choices.layout != "auto" else "zigzag",
+        "side": choices.side,
+        "linear": choices.linear if ours or cp == 1 else "megatron",
+        "wire": "bf16" if choices.wire_dtype == "bf16" else "fp32",
+        "placement": choices.placement,
+        "head_chunks": choices.head_chunks or 1,
+        "ulysses": ulysses_size(choices, cp) if ours else 1,
+    }
+    if choices.intra_size:
+        fields["intra"] = choices.intra_size
+    for name, counted in AUTO.items():
+        value = getattr(choices, name)
+        if value == "auto" and name in fewest:
+            counted = min(counted, max(1, rows // fewest[name]))
+        fields[name] = counted if value == "auto" else value
+    chunks = choices.sequence_chunks if fields["sequence_chunks"] > 1 else None
+    if not ours and chunks is not None:
+        raise ValueError(
+            f"{said('sequence-chunks')} {chunks} is for BurstAttention: take "
+            "--context-parallel-algo burst, or leave it out"
+        )
+    return fields
+
+
+def _is_recipe(text: str) -> bool:
+    """Recipes have names of functions, and no model that is known has one."""
+    known = text.lower() in models.NAMED or text.endswith(".json") or Path(text).exists()
+    return not known and text.isidentifier() and ("_pretrain" in text or text.endswith("_config"))
+
+
+def recipe(name: str) -> Any:
+    """A recipe by its name. ValueError where Megatron-Bridge is not installed or has none."""
+    try:
+        ready = importlib.import_module("megatron_burst.recipes.ready_made")
+        return ready.find(name)()
+    except ImportError as error:
+        raise ValueError(
+            f"--model {name}: recipes need Megatron-Bridge: {error}; a config.json would do"
+        ) from error
+
+
+def read_recipe(config: Any, name: str = "the recipe") -> tuple[Model, dict[str, Any]]:
+    """The model and the fields of `Settings` of a ``ConfigContainer``, with what `apply_burst` has
+    put into it."""
+    provider = getattr(config.model, "transformer", None) or config.model
+
+    def get(field: str) -> Any:
+        value = getattr(provider, field, None)
+        return getattr(config.model, field, None) if value is None else value
+
+    tied = get("share_embeddings_and_output_weights")
+    model = model_from(
+        get, name, gated=bool(get("gated_linear_unit")), tied=tied is not False,
+        flag=lambda field: f"model.{field}",
+    )  # fmt: skip
+    tp, cp = get("tensor_model_parallel_size") or 1, get("context_parallel_size") or 1
+    run: dict[str, Any] = {
+        "tp": tp,
+        "cp": cp,
+        "pp": get("pipeline_model_parallel_size") or 1,
+        "first_layers": get("num_layers_in_first_pipeline_stage"),
+        "last_layers": get("num_layers_in_last_pipeline_stage"),
+        "vpp": get("virtual_pipeline_model_parallel_size") or 1,
+        "ep": get("expert_model_parallel_size") or 1,
+        "micro_batch": _of(config, "train", "micro_batch_size") or 1,
+        "global_batch": _of(config, "train", "global_batch_size"),
+        "recompute": "full" if get("recompute_granularity") == "full" else "none",
+        "gradients": "bf16" if _of(config, "ddp", "grad_reduce_in_fp32") is False else "fp32",
+        "distributed_optimizer": bool(_of(config, "ddp", "use_distributed_optimizer")),
+        "fsdp": bool(_of(config, "ddp", "use_megatron_fsdp")),
+        "optimizer_offload": float(bool(_of(config, "optimizer", "optimizer_cpu_offload"))),
+    }
+    seq = get("seq_length") or _of(config, "dataset", "seq_length")
+    if seq:
+        run["seq"] = seq
+    # What `apply_burst` chose; its defaults where the layer spec is not ours.
+    chosen = getattr(get("transformer_layer_spec"), "keywords", {})
+    choices = BurstConfig(**{n: x for n, x in chosen.items() if n not in ("base", "before")})
+    run |= choices_of(choices, seq or 1, cp, lambda name: name.replace("-", "_"))
+    return padded(model, (get("make_vocab_size_divisible_by") or 128) * tp), run
+
+
+def _of(config: Any, part: str, name: str) -> Any:
+    return getattr(getattr(config, part, None), name, None)

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`megatron-burst show`: draw masks, layouts, schedules, scans of states and prefix trees.
+
+This module holds the flags and the size limits. `inputs` makes masks and layouts from flags;
+`scene`, `packs`, `scans` and `trees` compute what is drawn; `pictures` and `timeline` draw it with
+matplotlib, which is imported only then.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ....layout import LAYOUTS
+from ....schedule import rings
+from ....schedule.algorithms import ALGORITHMS
+from ....schedule.cost import Sizes
+from ....schedule.tables import ROUTES, Grid
+from .. import call_flags
+from ..call_flags import check_positive, named
+from . import inputs
+from .balance import best_layout
+from .packs import PackScene, pack_scene
+from .scans import add_flags as add_scan
+from .scans import scan_scene
+from .scene import LayoutScene, MaskScene, Shards, schedule_scene
+from .trees import add_flags as add_tree
+from .trees import tree_scene
+from .words import Scene
+
+# The largest pictures that can be read: positions of a matrix or a strip, ranks of a timeline.
+POSITIONS, RANKS = 1024, 32
+PICTURES = {
+    "mask": "the score matrix, coloured by the rank that computes each pair",
+    "schedule": "what each rank computes and sends in each step",
+    "layout": "which positions each rank holds",
+    "documents": "which rank holds which part of packed documents, in three layouts",
+    "scan": "how states of linear attention pass from rank to rank",
+    "tree": "a prefix tree of trajectories: which rank holds which part, and the mask",
+}
+PACK = 1 << 20  # positions of packed documents, of which only runs are drawn
+
+EXAMPLES = {
+    "mask": "--mask window --left 23 --layout striped --ranks 8 --out mask.png",
+    "schedule": "--algorithm burst --nodes 2 --per-node 4 --backward --out schedule.png",
+    "layout": "--mask causal --ranks 4 --out layout.png",
+    "documents": "--lengths 300,20,5,60,40,31 --ranks 4 --out documents.png",
+    "scan": "--algorithm two_level --nodes 2 --per-node 4 --out scan.png",
+    "tree": "--trajectories tree.jsonl --nodes 2 --per-node 4 --out tree.png",
+}
+EPILOG = "examples:\n" + "".join(
+    f"  megatron-burst show {name} {words}\n" for name, words in EXAMPLES.items()
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `show`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    pictures = parser.add_subparsers(dest="picture", metavar="PICTURE", required=True)
+    for name, meaning in PICTURES.items():
+        sub = pictures.add_parser(
+            name, help=meaning, description=f"{meaning[0].upper()}{meaning[1:]}.",
+            epilog=f"example: megatron-burst show {name} {EXAMPLES[name]}\n",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        if name not in ("scan", "tree"):
+            inputs.add_mask(sub, None if name == "layout" else "causal")
+        if name != "tree":
+            inputs.add_lengths(sub, required=name == "documents")
+        if name not in ("documents", "tree"):
+            inputs.add_layout(sub, None if name == "layout" else "zigzag")
+        if name in ("mask", "schedule", "layout"):
+            inputs.add_per_document(sub)
+        add = sub.add_argument
+        add("--ranks", type=int, metavar="N", help="ranks on one node (default: 4)")
+        call_flags.add_grid(sub)
+        if name != "tree":
+            add(*named("--seq"), type=int, metavar="N",
+                help="length of the sequence (default: 8 positions per rank)")  # fmt: skip
+        add("--out", type=Path, required=True, metavar="FILE",
+            help="file to write, with a name that ends in .png or .svg")  # fmt: skip
+        if name == "schedule":
+            _add_schedule(sub)
+        elif name == "scan":
+            add_scan(sub)
+        elif name == "tree":
+            add_tree(sub)
+
+
+def _add_schedule(sub: argparse.ArgumentParser) -> None:
+    add = sub.add_argument
+    add("--algorithm", default="burst", choices=ALGORITHMS, help="default: burst")
+    add("--backward", action="store_true", help="draw backward instead of forward")
+    call_flags.add_side(sub)
+    add("--route", default="auto", choices=("auto", *ROUTES), help="send chunks round the ring, or "
+        "directly from their owners (default: auto, fewer bytes)")  # fmt: skip
+    add("--rank", type=int, metavar="N", help="draw only this rank")
+    call_flags.add_heads(sub, width=128)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Draw what the flags ask for. Raises ValueError for bad flags."""
+    scene = scene_of(arguments)
+    call_flags.check_picture(arguments.out, "--out", call_flags.PICTURES)
+    from . import pictures
+
+    pictures.draw(scene, arguments.out)
+    print(arguments.out)
+
+
+def scene_of(arguments: argparse.Namespace) -> Scene:
+    """Make the scene that the flags describe. Raises ValueError for flags that do not fit."""
+    grid = _grid(arguments)
+    check_positive(arguments, ("seq", "heads", "kv_heads", "width"))
+    if arguments.picture not in ("mask", "layout"):
+        _at_most("--ranks", grid.size, RANKS)
+    if arguments.picture == "documents":
+        return _documents(arguments, grid)
+    if arguments.picture == "tree":
+        return tree_scene(arguments, grid)
+    seq_len = 8 * grid.size if arguments.seq is None else arguments.seq
+    if arguments.picture in ("mask", "layout"):
+        _at_most("--seq", seq_len, POSITIONS)
+    if arguments.picture == "scan":
+        return scan_scene(arguments, grid, seq_len)
+    if arguments.picture == "layout":
+        return _layouts(arguments, grid, seq_len)
+    shards = _shards(arguments, inputs.mask_of(arguments, seq_len), arguments.layout, grid, seq_len)
+    if arguments.picture == "mask":
+        return MaskScene(shards, rings.forward("ring", Grid(1, grid.size)))
+    return schedule_scene(
+        shards, grid, _sizes(arguments, seq_len // grid.size), arguments.algorithm,
+        backward=arguments.backward, side=arguments.side, route=arguments.route,
+        only=arguments.rank,
+    )  # fmt: skip
+
+
+def _shards(
+    arguments: argparse.Namespace, shown: inputs.ShownMask, name: str, grid: Grid, seq_len: int
+) -> Shards:
+    """Cut the sequence by the layout of this name."""
+    layout, text = inputs.layout_of(arguments, name, grid, shown.documents, shown.window)
+    layout.check(seq_len)
+    return Shards(shown.mask, layout, seq_len, shown.text, text)
+
+
+def _documents(arguments: argparse.Namespace, grid: Grid) -> PackScene:
+    """Documents, filled up with padding to what zigzag of the pack can cut."""
+    multiple = 2 * grid.size
+    if arguments.seq is not None and arguments.seq > PACK:
+        raise ValueError(f"--seq: packs of at most {PACK} tokens are drawn, got {arguments.seq}")
+    lengths = inputs.lengths_of(arguments.lengths)
+    total = sum(lengths)
+    if total > (arguments.seq or PACK):
+        raise ValueError(f"--lengths: {total} tokens do not fit into {arguments.seq or PACK}")
+    seq_len = arguments.seq or -(-total // multiple) * multiple
+    if seq_len % multiple:
+        raise ValueError(f"--seq must be a multiple of {multiple} here, got {seq_len}")
+    mask, text = inputs.named_mask(arguments, arguments.mask)
+    return pack_scene(lengths, seq_len, grid, mask, text)
+
+
+def _layouts(arguments: argparse.Namespace, grid: Grid, seq_len: int) -> LayoutScene:
+    names = [arguments.layout] if arguments.layout else list(LAYOUTS)
+    shown = inputs.mask_of(arguments, seq_len, "full")
+    if not arguments.mask and arguments.lengths is None:
+        shown = shown._replace(text="")  # without a mask, the work of ranks is not drawn
+    rows = [_shards(arguments, shown, name, grid, seq_len) for name in names]
+    every = shown.text and not arguments.layout
+    best = best_layout(shown.mask, grid.size, seq_len) if every else None
+    return LayoutScene(tuple(rows), best)
+
+
+def _grid(arguments: argparse.Namespace) -> Grid:
+    nodes, per_node = arguments.nodes, arguments.per_node
+    if (nodes is None) != (per_node is None):
+        raise ValueError("--nodes and --per-node go together; give both, or --ranks")
+    if nodes is not None and arguments.ranks not in (None, nodes * per_node):
+        raise ValueError(
+            f"--ranks {arguments.ranks} is not --nodes {nodes} x --per-node {per_node}"
+        )
+    check_positive(arguments, ("ranks", "nodes", "per_node"))
+    if nodes is None:
+        return Grid(1, 4 if arguments.ranks is None else arguments.ranks)
+    return Grid(nodes, per_node)
+
+
+def _at_most(flag: str, value: int, limit: int) -> None:
+    if value > limit:
+        raise ValueError(
+            f"{flag}: a picture shows at most {limit}, got {value}; scale all lengths down together"
+        )
+
+
+def _sizes(arguments: argparse.Namespace, tokens: int) -> Sizes:
+    """Sizes of a call with batch 1: bf16 inputs, gradients and row statistics in fp32."""
+    if arguments.heads % arguments.kv_heads:
+        raise ValueError(
+            f"--kv-heads must divide --heads, got {arguments.kv_heads} and {arguments.heads}"
+        )
+    return Sizes(
+        tokens=tokens, batch=1, heads=arguments.heads, kv_heads=arguments.kv_heads,
+        width=arguments.width, value_width=arguments.width, itemsize=2, stat_itemsize=4,
+        wire_itemsize=4, needs_grad=(True, True, True),
+    )  # fmt: skip

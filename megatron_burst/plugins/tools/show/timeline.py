@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A schedule as a picture: time runs to the right, and each rank has its steps above its hops.
+
+A box is a step, with a line for each of its pairs, and the bars in it are their shares of visible
+pairs: the rest of the box is waiting. An arrow is a hop, from the boundary at which it is posted to
+that at which it lands; it stands for the whole chunk, first row on the left, and is filled where
+rows travel. Boxes and arrows have the colour of the travelling chunk's owner: copies in full,
+gradients lighter, partial outputs with stripes; a hop that blocks has a red edge.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.transforms import Bbox, TransformedBbox
+
+from ....masks import Cover
+from ....schedule.tables import Chunk, Hop
+from ....units import byte_size
+from ..lanes import ArrowLook, arrow, box, dashed_arrow, headed, inches
+from .colours import GREY, INK, RULE, WARN, ink_on, mixed, of_rank
+from .scene import Cell, Kind, ScheduleScene, in_order, kind_of, share
+from .words import FAMILIES, LETTERS, caption, name_of, subtitle, title
+
+UNIT = 0.3  # inches of the height of a box with one pair
+ROW = 0.62  # in units, the height of a pair where boxes have several
+STEP, WIDEST_STEP = 1.05, 1.6  # inches of a step; wider where there is room
+LANE, GAP, NODE_GAP = 0.5, 0.42, 0.55  # in units
+LABELS = 1.12  # inches left of step 0, at least
+DRAIN = 0.58  # width, in steps, of each boundary after the last step
+SMALL = 6.4  # points of the text on arrows
+NARROWEST = 7.6  # inches of a picture
+LINE = 0.22  # inches of a line of the legend
+SIGN, SPACE = 0.37, 0.28  # inches of a sign with the room to its text, and behind the text
+
+
+class _HopLanes:
+    """The lane below its sender's boxes in which each hop is drawn, so that none overlap.
+
+    of: number among the lanes of its rank. names: of each rank's lanes by their first one's number.
+    """
+
+    def __init__(self, hops: Iterable[Hop], ranks: Iterable[int]):
+        self.of: dict[Hop, int] = {}
+        self.names: dict[int, dict[int, str]] = {}
+        self.count: dict[int, int] = {}
+        by_rank: dict[tuple[int, Kind], list[Hop]] = defaultdict(list)
+        for hop in hops:
+            by_rank[hop.src, kind_of(hop)].append(hop)
+        kinds = sorted({kind for _, kind in by_rank}, key=in_order)
+        for rank in ranks:
+            names, first = {}, 0
+            for kind in kinds:
+                names[first] = " ".join(kind).strip()
+                first += max(1, self._stack(by_rank[rank, kind], first))
+            self.names[rank], self.count[rank] = names, first
+
+    def _stack(self, hops: list[Hop], first: int) -> int:
+        """Give each of these hops a lane; returns how many there are."""
+        ends: list[int] = []
+        for hop in sorted(hops, key=lambda hop: (hop.post, hop.land)):
+            free = [lane for lane, end in enumerate(ends) if end <= hop.post]
+            lane = free[0] if free else len(ends)
+            ends[lane : lane + 1] = [max(hop.land, hop.post + 1)]
+            self.of[hop] = first + lane
+        return len(ends)
+
+
+def draw(scene: ScheduleScene) -> Figure:
+    """The figure of one pass."""
+    ranks, only = scene.ranks, scene.only
+    made = [hop for hop in scene.hops if hop.src in ranks]
+    missing = [hop for hop in scene.left_out if hop.src in ranks]
+    lanes = _HopLanes([*made, *missing], ranks)
+    high = {rank: max(1.0, ROW * scene.most(rank)) for rank in ranks}
+    tops, depth = _tops(scene, high, lanes)
+    depth += 0.0 if only is None else LANE
+    last = max([scene.end, *(hop.post + 1 for hop in made), *(hop.land for hop in missing)])
+    count, words = _x(last, scene.steps), caption(scene)
+    left = max([LABELS, *(inches(name, 7) + 0.48 for name in lanes.names[ranks[0]].values())])
+    texts = [(title(scene), 13), (subtitle(scene), 9.5), *((line, 9) for line in words)]
+    wide = max([left + STEP * count, NARROWEST, *(inches(*text) for text in texts)])
+    step = min((wide - left) / count, WIDEST_STEP)
+    entries = _placed(_entries(scene, bool(missing)), wide)
+    lines = LINE * (entries[-1][2] + 1)
+    foot = 0.31 + 0.19 * len(words)
+    below = foot + lines + 0.17
+    height = 1.12 + UNIT * depth + below
+    figure = headed(wide + 0.6, height, title(scene), subtitle(scene), words)
+    axes = box(figure, left, below, step * count + 0.1, UNIT * depth)
+    axes.set_xlim(0, count + 0.1 / step)
+    axes.set_ylim(depth, 0)
+    axes.set_axis_off()
+    _time(axes, scene.steps, last, depth)
+    for rank in ranks:
+        _rank(axes, scene, rank, tops[rank], high[rank], lanes)
+    for hop in (*missing, *made):
+        y = tops[hop.src] + high[hop.src] + LANE * lanes.of[hop] + 0.07
+        _hop(axes, scene, hop, y, step, made=hop not in missing)
+    if only is not None:
+        _released(axes, scene, only, depth - LANE)
+    legend = box(figure, 0.3, foot, wide, lines)
+    legend.set(xlim=(0, wide), ylim=(lines, 0))
+    _legend(legend, entries)
+    return figure
+
+
+def _x(boundary: int, steps: int) -> float:
+    """Where a boundary is drawn; those after the last step are closer together."""
+    return min(boundary, steps) + DRAIN * max(boundary - steps, 0)
+
+
+def _tops(
+    scene: ScheduleScene, high: dict[int, float], lanes: _HopLanes
+) -> tuple[dict[int, float], float]:
+    """Where each rank's boxes begin, and the height of the picture, in units from the top."""
+    tops, y = {}, 0.0
+    for rank in high:
+        if rank % scene.plan.grid.intra == 0 and y > 0:
+            y += NODE_GAP
+        tops[rank] = y
+        y += high[rank] + LANE * lanes.count[rank] + GAP
+    return tops, y
+
+
+def _time(axes: Axes, steps: int, last: int, depth: float) -> None:
+    """The boundaries as hairlines, the steps by name above them."""
+    for boundary in range(last + 1):
+        x = _x(boundary, steps)
+        axes.plot([x, x], [-0.1, depth], color=RULE, linewidth=0.6, zorder=0, clip_on=False)
+        if boundary < steps:
+            axes.text(x + 0.5, -0.35, f"step {boundary}", ha="center", fontsize=8.5, color=GREY)
+    if last > steps:
+        axes.text(steps + 0.04, -0.35, "draining", fontsize=8.5, color=GREY)
+
+
+# --- what is computed ----------------------------------------------------------------------
+
+
+def _rank(
+    axes: Axes, scene: ScheduleScene, rank: int, top: float, high: float, lanes: _HopLanes
+) -> None:
+    """The boxes of a rank, and the names of its lanes."""
+    axes.text(-0.14, top + high / 2, f"rank {rank}", ha="right", va="center_baseline", fontsize=9.5)
+    for lane, name in lanes.names[rank].items():
+        axes.text(-0.14, top + high + LANE * (lane + 0.5) + 0.04, name,
+                  ha="right", va="center_baseline", fontsize=7, color=GREY)  # fmt: skip
+    for step in range(scene.steps):
+        _box(axes, scene, rank, step, top, high)
+
+
+def _box(axes: Axes, scene: ScheduleScene, rank: int, step: int, top: float, high: float) -> None:
+    """A step, a line for each pair; only an outline if it computes nothing."""
+    cells = [cell for cell in scene.cells(rank, step) if cell.cover != Cover.EMPTY]
+    if not cells:
+        axes.add_patch(Rectangle((step + 0.03, top), 0.94, high, facecolor="white", edgecolor=RULE,
+                                 linewidth=0.8, linestyle=(0, (3, 2))))  # fmt: skip
+        axes.text(step + 0.5, top + 0.52 * high, "idle", ha="center", va="center_baseline",
+                  fontsize=7, color=GREY)  # fmt: skip
+        return
+    done, row = 0.0, high / len(cells)
+    for i, cell in enumerate(cells):
+        _pair(axes, scene, rank, cell, (step + 0.03, top + row * i, row), done)
+        done += cell.share
+
+
+def _pair(
+    axes: Axes, scene: ScheduleScene, rank: int, cell: Cell, place: tuple[float, float, float],
+    done: float,
+) -> None:  # fmt: skip
+    """One pair; its bar begins where that of the pair before it ends."""
+    left, top, high = place
+    query, key = (of_rank(owner, scene.size) for owner in cell.pair[:2])
+    colour = of_rank(scene.owner(rank, cell.pair), scene.size)
+    halves = (query, key) if rank not in cell.pair[:2] else (colour, colour)
+    for i, each in enumerate(halves):
+        axes.add_patch(Rectangle((left + 0.47 * i, top), 0.47, high, linewidth=0,
+                                 facecolor=mixed(each, "#ffffff", 0.74)))  # fmt: skip
+    axes.add_patch(Rectangle((left + 0.94 * done, top + 0.7 * high), 0.94 * cell.share, 0.3 * high,
+                             facecolor=colour, linewidth=0))  # fmt: skip
+    axes.text(left + 0.06, top + 0.37 * high, f"q{cell.pair.query} k{cell.pair.key}", fontsize=8,
+              va="center_baseline")  # fmt: skip
+    part = " ".join(scene.parts(cell.pair))
+    mark = part or ("full" if cell.cover == Cover.FULL else "part")
+    axes.text(left + 0.88, top + 0.37 * high, mark, ha="right", fontsize=6.5,
+              va="center_baseline", color=INK if mark == "full" else GREY)  # fmt: skip
+
+
+# --- what travels --------------------------------------------------------------------------
+
+
+def _look(colour: str, family: str, blocks: bool) -> ArrowLook:
+    """How a hop of this family looks. colour: the owner's."""
+    edge, width = (WARN, 1.3) if blocks else (colour, 0.7)
+    if family in ("kv", "query"):
+        return ArrowLook(edge, width, colour, None)
+    if family == "out":
+        return ArrowLook(edge, width, mixed(colour, "#ffffff", 0.85), mixed(colour, "#ffffff", 0.5))
+    return ArrowLook(edge, width, mixed(colour, "#ffffff", 0.62), None)
+
+
+def _hop(axes: Axes, scene: ScheduleScene, hop: Hop, y: float, inch: float, made: bool) -> None:
+    """A hop: dashed if it is left out, red if it blocks, which is to say that it lands at the
+    boundary at which it is posted, and nothing is computed meanwhile. inch: inches of a step."""
+    blocks = hop.land == hop.post
+    begin = _x(hop.post, scene.steps) + 0.03
+    end = begin + DRAIN - 0.1 if blocks else _x(hop.land, scene.steps) - 0.03
+    place = Bbox.from_bounds(begin, y, end - begin, LANE - 0.1)
+    if not made:
+        dashed_arrow(axes, place)
+        return
+    look = _look(of_rank(hop.chunk.owner, scene.size), hop.chunk.family, blocks)
+    of = scene.rows(hop.chunk)[1]
+    rows = [(first / of, stop / of) for first, stop in scene.ranges(hop.chunk)]
+    filled = arrow(axes, place, look, rows)
+    label = f"{name_of(hop.chunk)} to {hop.dst}"
+    part = share(*scene.rows(hop.chunk))
+    for more in (f" {part} {byte_size(scene.bytes(hop.chunk))}", f" {part}"):
+        if part and inches(label + more, SMALL) < (end - begin) * inch - 0.14:
+            label += more
+            break
+    at = begin + 0.04, y + LANE / 2 - 0.04
+    style = {"va": "center_baseline", "fontsize": SMALL, "clip_on": True}
+    axes.text(*at, label, color=INK, **style)
+    if ink_on(look.filled) != INK:
+        for where in filled:
+            text = axes.text(*at, label, color=ink_on(look.filled), **style)
+            text.set_clip_box(TransformedBbox(where, axes.transData))
+
+
+def _released(axes: Axes, scene: ScheduleScene, rank: int, y: float) -> None:
+    """What the rank has no more use for, where it lets it go."""
+    axes.text(-0.14, y + 0.04, "released", ha="right", va="center_baseline", fontsize=7, color=GREY)
+    for boundary, chunks in scene.released(rank).items():
+        axes.text(_x(boundary, scene.steps) + 0.04, y + 0.04, " ".join(map(name_of, chunks)),
+                  fontsize=SMALL, color=GREY, va="center_baseline")  # fmt: skip
+
+
+# --- the legend ----------------------------------------------------------------------------
+
+
+class _Entry(NamedTuple):
+    """A sign, drawn at (x, y) in inches from the upper left corner, and its meaning."""
+
+    sign: Callable[[Axes, float, float], object]
+    text: str
+
+
+def _entries(scene: ScheduleScene, missing: bool) -> list[_Entry]:
+    """What boxes and arrows stand for. missing: are hops that are left out drawn?"""
+    colour = of_rank(0, scene.size)
+
+    def at(x: float, y: float) -> Bbox:
+        return Bbox.from_bounds(x, y + 0.03, 0.3, 0.13)
+
+    def step(axes: Axes, x: float, y: float) -> None:
+        tint = mixed(colour, "#ffffff", 0.74)
+        axes.add_patch(Rectangle((x, y), 0.3, 0.18, facecolor=tint, linewidth=0))
+        axes.add_patch(Rectangle((x, y + 0.12), 0.2, 0.06, facecolor=colour, linewidth=0))
+
+    def hop(
+        family: str, text: str, shares: Sequence[tuple[float, float]] = ((0, 1),), blocks=False
+    ) -> _Entry:
+        look = _look(colour, family, blocks)
+        return _Entry(lambda axes, x, y: arrow(axes, at(x, y), look, shares), text)
+
+    entries = [_Entry(step, "visible pairs (full bar: busiest step)")]
+    for family in scene.families:
+        size = byte_size(scene.bytes(Chunk(family, 0)))
+        entries.append(
+            hop(family, f"{LETTERS[family]}0: {FAMILIES[family]} of rank 0, whole: {size}")
+        )
+    if any(scene.partial(hop.chunk) for hop in scene.hops):
+        first = next(iter(scene.families), "kv")
+        entries.append(hop(first, "only these rows of it (4/8: 4 of its 8)", [(0.2, 0.7)]))
+    blocking = [hop.chunk.family for hop in scene.hops if hop.land == hop.post]
+    if blocking:
+        entries.append(hop(blocking[0], "hop that blocks", blocks=True))
+    if missing:
+        entries.append(_Entry(lambda axes, x, y: dashed_arrow(axes, at(x, y)), "hop left out"))
+    return entries
+
+
+def _placed(entries: Sequence[_Entry], wide: float) -> list[tuple[_Entry, float, int]]:
+    """Each entry, where it begins, and in which line; lines are at most so many inches wide."""
+    placed, x, line = [], 0.0, 0
+    for entry in entries:
+        width = SIGN + inches(entry.text, 8)
+        if x and x + width > wide:
+            x, line = 0.0, line + 1
+        placed.append((entry, x, line))
+        x += width + SPACE
+    return placed
+
+
+def _legend(axes: Axes, placed: Sequence[tuple[_Entry, float, int]]) -> None:
+    """Draw the legend into axes whose unit is an inch."""
+    axes.set_axis_off()
+    for entry, x, line in placed:
+        entry.sign(axes, x, LINE * line)
+        axes.text(x + SIGN, LINE * line + 0.1, entry.text, fontsize=8, color=GREY,
+                  va="center_baseline")  # fmt: skip

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`megatron-burst trace`: record when every rank computes, sends and waits.
+
+The command runs one attention call on ranks of this machine, or reads what torch's profiler wrote
+in an earlier run, and writes a picture or a trace for Chrome's viewer or Perfetto. `record` takes
+the events out of a profile, and `picture` draws them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from ....cli.console import progress
+from ....schedule.algorithms import ALGORITHMS
+from .. import call_flags
+from . import record
+
+RANKS = 16  # the most processes that this command starts
+SIZES = ("nodes", "per_node", "tokens", "heads", "kv_heads", "width", "head_chunks")
+
+LOOPBACK = "times are those of this machine's CPU and loopback device, not of GPUs and a network"
+EPILOG = """\
+examples:
+  megatron-burst trace --nodes 2 --per-node 2 --png burst.png --chrome burst.json
+  megatron-burst trace --head-chunks 4 --png chunks.png
+  megatron-burst trace --events burst.json --png burst.png
+  megatron-burst trace --events rank-0.json.gz rank-1.json.gz --png run.png
+
+Runs forward and backward of one causal attention call (fp32, batch 1, layout
+zigzag) in one process per rank on this machine. With --device cpu the order of
+events is real, but their times are those of this CPU and its loopback device.
+--chrome: open the file in https://ui.perfetto.dev or chrome://tracing.
+--events: also takes traces of torch.profiler from your own run, one per rank.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `trace`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    add = parser.add_argument
+    call_flags.add_pictures(parser, "write a picture")
+    add("--chrome", type=Path, metavar="FILE", help="write a Chrome trace")
+    add("--events", type=Path, nargs="+", metavar="FILE",
+        help="draw these traces instead of running: of --chrome or of torch.profiler",
+    )  # fmt: skip
+    call_flags.add_grid(parser, 2, 2)
+    rings = [*ALGORITHMS, "auto"]
+    add("--algorithm", default="burst", choices=rings, help="default: burst")
+    call_flags.add_side(parser)
+    add("--tokens", type=int, metavar="N", default=512, help="tokens per rank (default: 512)")
+    call_flags.add_heads(parser, width=64)
+    add("--head-chunks", type=int, metavar="N", default=1,
+        help="groups of heads; one is sent while another computes (default: 1)")  # fmt: skip
+    add(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="device of the ranks (default: cpu)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Record or read a trace, and write the files asked for. Raises ValueError for bad flags."""
+    pictures = call_flags.pictures(arguments)
+    if not (pictures or arguments.chrome):
+        raise ValueError("say what to write: --png FILE, --svg FILE or --chrome FILE")
+    call_flags.check_place(arguments.chrome, "--chrome")
+    if arguments.events:
+        trace = record.load(arguments.events)
+    else:
+        call_flags.check_positive(arguments, SIZES)
+        ranks = arguments.nodes * arguments.per_node
+        if ranks > RANKS:
+            raise ValueError(f"--nodes x --per-node: at most {RANKS} processes, got {ranks}")
+        from . import local  # imports torch, which takes seconds
+
+        with progress(f"tracing {ranks} ranks"):
+            trace = local.run(arguments)
+        if arguments.device == "cpu":
+            print(LOOPBACK, file=sys.stderr)
+    if arguments.chrome:
+        record.save(trace, arguments.chrome)
+        print(arguments.chrome)
+    for path in pictures:
+        from . import picture
+
+        picture.draw(trace, path)
+        print(path)

@@ -1,0 +1,118 @@
+"""The account's count of ring buffers is what the executor takes, pass by pass."""
+
+import pytest
+import torch
+
+import megatron_burst as mb
+from megatron_burst.autotune.clusters import GPUS, Cluster
+from megatron_burst.execution import joined
+from megatron_burst.execution.buffers import Buffers
+from megatron_burst.plugins.tools.advise.account.rings import joins, ring_rooms, rooms
+from megatron_burst.plugins.tools.advise.forecast.attention_time import made, ring_of
+from megatron_burst.plugins.tools.advise.settings import Settings
+from megatron_burst.plugins.tools.advise.shapes.model import Model
+
+ROWS, WIDTH = 16, 8
+JOINED = "kv joined", "dkv joined"  # beside the buffers
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize(
+    ("algorithm", "size", "intra"),
+    [("ring", 4, 4), ("burst", 4, 2), ("burst", 8, 4), ("two_way", 4, 4), ("multicast", 4, 2),
+     ("tile", 4, 4), ("prefetch", 4, 2), ("all_gather", 4, 4), ("double_ring", 8, 2),
+     ("token_ring", 4, 4)],
+)  # fmt: skip
+@pytest.mark.parametrize("wire", [None, torch.float32], ids=["as summed", "narrow"])
+def test_rooms_are_those_that_the_executor_makes(
+    monkeypatch, layout, kv_heads, algorithm, size, intra, wire
+):
+    if wire is not None and algorithm == "two_way":
+        pytest.skip("with zigzag the account has one buffer less for a half of a chunk")
+    made, known = [], {}
+    take = Buffers.take
+
+    def counting(self, kind, rows):
+        message = take(self, kind, rows)
+        if id(message.room) not in known:  # kept, so that no other one gets its number
+            known[id(message.room)] = message.room
+            made.append((self.endpoint.rank, kind, max(rows, self.kinds[kind].longest)))
+        return message
+
+    monkeypatch.setattr(Buffers, "take", counting)
+    groups = mb.Groups.in_process(inter=size // intra, intra=intra)
+    shape = (ROWS, 1, 4, WIDTH), (ROWS, 1, kv_heads, WIDTH)
+    q, k, v = (
+        [torch.randn(shape[s], dtype=torch.float64, requires_grad=True) for _ in range(size)]
+        for s in (0, 1, 1)
+    )
+    plan = mb.prepare(q, k, v, groups=groups, layout=layout, algorithm=algorithm,
+                      grad_wire_dtype=wire)  # fmt: skip
+    outs = mb.attention(q, k, v, plan=plan)
+    passes = {0: list(made)}
+    made.clear()
+    sum(out.sum() for out in outs).backward()
+    passes[1] = list(made)
+    for rank in range(size):
+        for number, schedule in enumerate(plan.ranks[rank].schedules):
+            found = rooms(schedule, rank, wire=wire is not None, packed=True)
+            took = [(kind, rows) for me, kind, rows in passes[number] if me == rank]
+            rows = {kind: found.rows[kind.split()[0]] for kind in found.made}
+            expected = [
+                (kind, rows[kind])
+                for kind, n in found.made.items()
+                if kind not in JOINED
+                for _ in range(n)
+            ]
+            if algorithm == "two_way":  # halves of chunks travel, in buffers counted as whole ones
+                for kind in rows.keys() - set(JOINED):
+                    assert _rows(took, kind) <= _rows(expected, kind), (rank, number, kind)
+                continue
+            assert sorted(took) == sorted(expected), (rank, number)
+
+
+def _rows(buffers, kind):
+    return sum(rows for each, rows in buffers if each == kind)
+
+
+def test_keys_that_one_call_joins_are_counted(monkeypatch):
+    """In rooms of the longest chunk: keys of all others that come in time for one call lie beside
+    their copies, and then, let go of, no more beside these and the gradients."""
+    found = {}
+    compute = joined.compute
+
+    def counting(call, ring):
+        found[type(ring.compute).__name__, ring.me] = sum(part.rows for part in call.parts)
+        compute(call, ring)
+
+    monkeypatch.setattr(joined, "compute", counting)
+    groups = mb.Groups.in_process(inter=2, intra=2)
+    q = [torch.zeros(ROWS, 1, 2, WIDTH, requires_grad=True) for _ in range(4)]
+    plan = mb.prepare(q, q, q, groups=groups, algorithm="prefetch", side="kv")
+    sum(out.sum() for out in mb.attention(q, q, q, plan=plan)).backward()
+    for rank in range(4):
+        for schedule, name in zip(plan.ranks[rank].schedules, ("Forward", "Backward"), strict=True):
+            count = rooms(schedule, rank)
+            rooms_of = -(-found[name, rank] // count.rows["kv"])
+            kinds = JOINED[: 1 + (name == "Backward")]
+            assert {kind: count.made[kind] for kind in kinds} == dict.fromkeys(kinds, rooms_of)
+            copying, *after = (each for each in count.moments if "kv joined" in each)
+            assert copying["kv"] == count.made["kv"]
+            assert "dkv joined" not in copying
+            assert all(each.get("kv", 0) == 0 for each in after)
+    assert found["Forward", 3] > ROWS
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_keys_that_rest_on_the_host_are_joined_by_no_call(host):
+    """As `visiting="host"` runs `prefetch`, and as `advise` and `memory` count and time it."""
+    model, cluster = Model("small", 1, 128, 8, 4, 256, 512, head_dim=16), Cluster(GPUS["h100"], 4)
+    run = Settings(4096, cp=4, algorithm="prefetch", side="kv", sequence_chunks=2,
+                   chunks_on_host=host)  # fmt: skip
+    asked = ring_of(model, cluster, run)
+    assert asked.joined is (False if host else None)
+    both = made(asked)
+    assert [both.forward.schedule.joined, both.backward.schedule.joined] == [not host] * 2
+    counted = ring_rooms("prefetch", "zigzag", 4, 4, "kv", False, False, joins(False, run))
+    assert ["kv joined" in each.made for each in counted] == [not host] * 2

@@ -1,0 +1,47 @@
+"""What `show` says of a layout: work by rank, who waits, which layout costs least; by hand."""
+
+import pytest
+
+from megatron_burst import layout, masks
+from megatron_burst.plugins.tools.show.balance import best_layout, imbalance, work
+from megatron_burst.schedule.topology import Topology
+
+
+@pytest.mark.parametrize(
+    ("mask", "name", "wanted"),
+    [
+        (masks.Causal(), "contiguous", [10, 26, 42, 58]),
+        (masks.Causal(), "zigzag", [34, 34, 34, 34]),
+        (masks.Causal(), "striped", [28, 32, 36, 40]),
+        (masks.Window(1, 0), "contiguous", [7, 8, 8, 8]),
+    ],
+)
+def test_work_of_four_ranks_by_hand(mask, name, wanted):
+    assert work(layout.make(name, cp_size=4), mask, 16) == wanted
+
+
+def test_the_best_layout_is_the_balanced_one():
+    assert best_layout(masks.Full(), 4, 64) == "zigzag"
+    assert best_layout(masks.Causal(), 4, 64) == "zigzag"
+    assert best_layout(masks.Window(15, 0), 4, 64) == "striped"
+    assert imbalance(layout.make("contiguous", cp_size=2), masks.Full(), 8) == 1.0
+    # Step 0: both ranks 10 pairs; step 1: rank 1 has 16, rank 0 nothing: 26 slots of 18 mean.
+    got = imbalance(layout.make("contiguous", cp_size=2), masks.Causal(), 8)
+    assert got == pytest.approx(26 * 2 / 36)
+
+
+def test_nodes_and_shared_heads_change_who_waits():
+    """Two documents on four ranks, one on each node of two: a ring of nodes works for two steps
+    of four, all ranks at once; one flat ring works at steps 0, 1 and 3, half the ranks each time
+    after the first. Where two share heads, ranks 0 and 1 hold the first half together."""
+    mask, rows = masks.Documents([0, 2, 4]), layout.make("contiguous", cp_size=4)
+    nodes = Topology(4, 2)
+    assert imbalance(rows, mask, 4) == 3 * 4 / 8
+    assert imbalance(rows, mask, 4, topology=nodes) == 3 * 4 / 8
+    assert imbalance(rows, mask, 4, topology=nodes, algorithm="burst") == 1.0
+    shared = Topology(4, 4, ulysses=2)
+    # Halves of four rows: step 0: 10 pairs each; step 1: 16 and nothing.
+    got = imbalance(rows, masks.Causal(), 8, topology=shared)
+    assert got == pytest.approx(26 * 2 / 36)
+    with pytest.raises(ValueError, match="topology has 4 ranks, the layout 2"):
+        imbalance(layout.make("striped", cp_size=2), mask, 4, topology=nodes)
