@@ -50,14 +50,16 @@ def check(recipe: Any) -> None:
         return _check_layout_of_others(transformer)
     with translating(model):
         burst = specs.choices_with_layout(with_mask(model, fields_of(spec)), model)
-        refuse([
-            *config_problems(transformer, burst, getattr(model, "seq_length", None)),
-            *backend_problems(transformer, burst),
-            *_group_problems(recipe, transformer, burst.algorithm),
-            *lm_head_problems(transformer, burst),
-            *vision_problems(model, transformer),
-            *gemma4_problems(model, transformer),
-        ])  # fmt: skip
+        refuse(
+            [
+                *config_problems(transformer, burst, getattr(model, "seq_length", None)),
+                *backend_problems(transformer, burst),
+                *_group_problems(recipe, transformer, burst.algorithm),
+                *lm_head_problems(transformer, burst),
+                *vision_problems(model, transformer),
+                *gemma4_problems(model, transformer),
+            ]
+        )
 
 
 def _check_layout_of_others(transformer: Any) -> None:
