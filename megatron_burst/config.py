@@ -256,10 +256,12 @@ def flag_of(name: str) -> str:
     return CHOICES[name].flag or f"--burst-{name.replace('_', '-')}"
 
 
-BurstConfig.__doc__ = "\n\n".join([
-    str(BurstConfig.__doc__),
-    *(f"{name} (`{flag_of(name)}`): {each.meaning}." for name, each in CHOICES.items()),
-])  # fmt: skip
+BurstConfig.__doc__ = "\n\n".join(
+    [
+        str(BurstConfig.__doc__),
+        *(f"{name} (`{flag_of(name)}`): {each.meaning}." for name, each in CHOICES.items()),
+    ]
+)
 
 
 def names_of(name: str) -> tuple[str, ...]:

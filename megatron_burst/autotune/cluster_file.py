@@ -92,7 +92,7 @@ SECTIONS: Mapping[str, tuple[Figure, ...]] = {
         Figure("layer", HostTime, "layer", float, "seconds of launching the rest of a layer"),
         Figure("plan", HostTime, "plan", float, "seconds of planning for a new pack of documents"),
     ),
-}  # fmt: skip
+}
 _WORDS = {str: "a text", int: "a whole number", float: "a number"}
 
 

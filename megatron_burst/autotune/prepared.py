@@ -157,6 +157,8 @@ def pair_shares(tables: Tables) -> np.ndarray:
     times = np.bincount(meeting, minlength=1)
     if times.max() <= 1:
         return np.ones(len(meeting))
-    rows = (tables.queries.rows_of(pairs.query, pairs.query_rows)
-            * tables.keys.rows_of(pairs.key, pairs.key_rows)).astype(float)  # fmt: skip
+    rows = (
+        tables.queries.rows_of(pairs.query, pairs.query_rows)
+        * tables.keys.rows_of(pairs.key, pairs.key_rows)
+    ).astype(float)
     return rows / np.bincount(meeting, rows)[meeting]

@@ -39,9 +39,11 @@ TIE = 0.015
 FASTEST = 1e30  # FLOP/s: where computing takes no time
 PLACES = 64  # more than candidates of one algorithm on a grid
 BUSY = {
-    "compute": "compute", "intra": "the link within nodes", "inter": "the link between nodes",
+    "compute": "compute",
+    "intra": "the link within nodes",
+    "inter": "the link between nodes",
     "host": "launching",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -153,8 +155,9 @@ def choose(
         ) from error
     mask.check(tokens * ranks)
     stat = 8 if itemsize == 8 else 4
-    sizes = Sizes(tokens, batch, heads, kv_heads, width, value_width, itemsize, stat, wire,
-                  (True, True, True))  # fmt: skip
+    sizes = Sizes(
+        tokens, batch, heads, kv_heads, width, value_width, itemsize, stat, wire, (True, True, True)
+    )
     return best(Workload(sizes, mask, layout), grids(ranks, intra, sizes), rates)
 
 

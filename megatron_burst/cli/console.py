@@ -45,9 +45,11 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
     from rich import progress as bars
 
     columns = (
-        bars.TextColumn(what), bars.BarColumn(), bars.TaskProgressColumn(),
+        bars.TextColumn(what),
+        bars.BarColumn(),
+        bars.TaskProgressColumn(),
         bars.TimeElapsedColumn(),
-    )  # fmt: skip
+    )
     with bars.Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -55,8 +55,10 @@ def check(tree: Path) -> tuple[int, list[str]]:
             f"{tree}: no megatron/core/package_info.py in there; give the folder that "
             "contains the folder megatron"
         )
-    attempts = [[_try(tree, patch) for patch in sorted(series.glob("*.patch"))]
-                for series in sorted(SERIES.iterdir())]  # fmt: skip
+    attempts = [
+        [_try(tree, patch) for patch in sorted(series.glob("*.patch"))]
+        for series in sorted(SERIES.iterdir())
+    ]
     version = version_of(tree)
 
     def refusals(tried: list[Tried]) -> tuple[int, bool]:

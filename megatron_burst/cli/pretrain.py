@@ -27,10 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "The added flags: megatron-burst pretrain SCRIPT --help, in the group megatron-burst."
     )
     add = parser.add_argument
-    add("--cpu", action="store_true",
-        help="run on the CPU, for tests and debugging (slow)")  # fmt: skip
-    add("script", metavar="SCRIPT",
-        help="a training script, such as Megatron-LM's pretrain_gpt.py")  # fmt: skip
+    add("--cpu", action="store_true", help="run on the CPU, for tests and debugging (slow)")
+    add("script", metavar="SCRIPT", help="a training script, such as Megatron-LM's pretrain_gpt.py")
     add("arguments", metavar="...", nargs=argparse.REMAINDER,
         help="flags of the script and of BurstAttention")  # fmt: skip
 

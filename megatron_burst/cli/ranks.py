@@ -20,8 +20,9 @@ MOMENT = timedelta(seconds=1)
 
 def report(prefix: str, error: BaseException) -> None:
     """Print an error, once and as one of all ranks if all of them report the same within 5 s."""
-    rank, world = (int(os.environ.get(name, count)) for name, count in
-                   (("RANK", "0"), ("WORLD_SIZE", "1")))  # fmt: skip
+    rank, world = (
+        int(os.environ.get(name, count)) for name, count in (("RANK", "0"), ("WORLD_SIZE", "1"))
+    )
     said = f"{prefix}: error: {error}"
     if world == 1 or not _shared(rank, world, said):
         print(said, file=sys.stderr, flush=True)

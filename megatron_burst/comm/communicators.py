@@ -124,9 +124,10 @@ class Communicators:
         if any does; ValueError, on all ranks, if they do not mean the same."""
         wanted = dict.fromkeys(channels)
         missing = [
-            channel for channel in wanted
+            channel
+            for channel in wanted
             if (channel, device.type) not in self.groups and len(self.place.members(channel)) > 1
-        ]  # fmt: skip
+        ]
         if not missing:
             return
         name = self._agree(missing, device)

@@ -220,8 +220,10 @@ def kinds(
 ) -> tuple[dict[str, MessageKind], dict[str, str]]:
     """The kinds of messages of a pass, and of each family in which kind it travels: apart where
     sums travel in another dtype than they are summed in. own, sums, exact: as of `Ring`."""
-    of = {f: MessageKind([(t.shape[1:], t.dtype) for t in ts], run.longest.get(f, 0))
-          for f, ts in own.items()}  # fmt: skip
+    of = {
+        f: MessageKind([(t.shape[1:], t.dtype) for t in ts], run.longest.get(f, 0))
+        for f, ts in own.items()
+    }
     travels = {family: family for family in own}
     for family, shapes in sums.items():
         here = [(shape, total) for shape in shapes]

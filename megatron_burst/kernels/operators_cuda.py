@@ -102,9 +102,8 @@ class CudaCudnn:
         stats = lse.clone(memory_format=torch.contiguous_format)
         stats = stats.view(*lse.shape, *self.stats_end)
         return aten._scaled_dot_product_cudnn_attention_backward(
-            dout, q, k, v, out, stats, seed, seed, None, *sizes,
-            0.0, shown.causal, scale=scale,
-        )  # fmt: skip
+            dout, q, k, v, out, stats, seed, seed, None, *sizes, 0.0, shown.causal, scale=scale
+        )
 
 
 def prefers_cudnn(device: torch.device) -> bool:

@@ -51,8 +51,9 @@ def merge(
     old = tl.load(at, mask=shown, other=0.0)
     x = tl.load(
         _block(part, position, entry, head, part_row, part_batch, part_head, W),
-        mask=shown, other=0.0,
-    ).to(old.dtype)  # fmt: skip
+        mask=shown,
+        other=0.0,
+    ).to(old.dtype)
     tl.store(at, old * keep[:, None] + x * take[:, None], mask=shown)
     tl.store(seen, top + tl.log(1 + ratio), mask=inside)
 
@@ -68,8 +69,9 @@ def delta(
     shown = inside[:, None] & (tl.arange(0, W) < width)[None, :]
     x = tl.load(
         _block(dout, position, entry, head, dout_row, dout_batch, dout_head, W),
-        mask=shown, other=0.0,
-    )  # fmt: skip
+        mask=shown,
+        other=0.0,
+    )
     y = tl.load(
         _block(out, position, entry, head, out_row, out_batch, out_head, W), mask=shown, other=0.0
     )
@@ -90,12 +92,14 @@ def stand_in(
     shown = inside[:, None] & (tl.arange(0, W) < width)[None, :]
     wanted = tl.load(
         delta + position * delta_row + entry * delta_batch + head * delta_head,
-        mask=inside, other=0.0,
-    )  # fmt: skip
+        mask=inside,
+        other=0.0,
+    )
     x = tl.load(
         _block(dout, position, entry, head, dout_row, dout_batch, dout_head, W),
-        mask=shown, other=0.0,
-    ).to(wanted.dtype)  # fmt: skip
+        mask=shown,
+        other=0.0,
+    ).to(wanted.dtype)
     m = tl.max(tl.abs(x), 1)
     m = tl.where(m == 0, 1.0, m)
     n = x / m[:, None]

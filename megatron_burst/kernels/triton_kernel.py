@@ -155,9 +155,8 @@ class TritonKernel:
             self._by_queries(given, size, rows.q, k, v, work, scoring, dq)
 
     def _by_keys(
-        self, given: Inputs, size: BlockSizes, q, k, v, work: PairWork, scoring: Scoring,
-        dq, dk, dv,
-    ) -> None:  # fmt: skip
+        self, given: Inputs, size: BlockSizes, q, k, v, work: PairWork, scoring: Scoring, dq, dk, dv
+    ) -> None:
         from . import triton_code
 
         (inputs, lse, delta), (d, w) = given, _padded(k, v)
@@ -263,9 +262,11 @@ def _inputs(rows: Rows, k: torch.Tensor, v: torch.Tensor, size: BlockSizes) -> I
     """What either backward is given: descriptors of q, dout, k, v, lse and delta."""
     d, w = _padded(k, v)
     inputs = (
-        _block(rows.q, size.rows, d), _block(rows.dout, size.rows, w),
-        _block(k, size.columns, d), _block(v, size.columns, w),
-    )  # fmt: skip
+        _block(rows.q, size.rows, d),
+        _block(rows.dout, size.rows, w),
+        _block(k, size.columns, d),
+        _block(v, size.columns, w),
+    )
     return inputs, _statistics(rows.lse, size.rows), _statistics(rows.delta, size.rows)
 
 

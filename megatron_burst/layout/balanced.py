@@ -450,9 +450,10 @@ class Balanced(Layout):
         inner = sorted({int(part * left) // 2 * 2 for part in parts for left in windows} - {0})
         documents = [
             DocumentShare(i, a, b)
-            for i, n in enumerate(costs.lengths) if n
+            for i, n in enumerate(costs.lengths)
+            if n
             for a, b in pairwise([0, *inner[: bisect_left(inner, n)], n])
-        ]  # fmt: skip
+        ]
         nodes = mix(documents, self.cp_size // self.per_node, costs, slack)
         ranks = [each for node in nodes for each in mix(node, self.per_node, costs, slack)]
         return tuple(map(_merged, ranks) if parts else ranks)

@@ -48,10 +48,12 @@ def burst_layer_spec(
     if chosen.algorithm == flags.OFF and not choices:  # only the flag's default
         chosen = dataclasses.replace(chosen, algorithm=BurstConfig.algorithm)
     length = getattr(config, "seq_length", None)
-    refuse([
-        *backend_problems(transformer, chosen),
-        *configuration_problems(transformer, chosen, length),
-    ])  # fmt: skip
+    refuse(
+        [
+            *backend_problems(transformer, chosen),
+            *configuration_problems(transformer, chosen, length),
+        ]
+    )
     configure(transformer, chosen, seq_length=length)
     layers = _layers(base, config, vp_stage)
     if transformer.context_parallel_size > 1 and chosen.algorithm != flags.OFF:

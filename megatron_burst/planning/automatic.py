@@ -62,8 +62,8 @@ def _choice(request: Request, groups: Groups, rates: Rates) -> Choice:
 
     def fastest(sizes: Sizes) -> Choice:
         workload = Workload(
-            sizes, request.mask, request.layout, options.sequence_chunks, options.row_blocks,
-        )  # fmt: skip
+            sizes, request.mask, request.layout, options.sequence_chunks, options.row_blocks
+        )
         choices: Recent = groups.cache.setdefault("choices", Recent(CHOICES_KEPT))
         return choices.of(
             (workload, fixed, rates), lambda: best(workload, [groups.topology], rates, fixed)

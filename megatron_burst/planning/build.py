@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from ..comm.transport import Channel
+from ..execution import joined
 from ..execution.job import Call, Exchange, Pass, Payload, RowPlace, Step, Target
 from ..kernels.base import Kernel
 from ..layout.layouts import Shards, Span
@@ -87,8 +88,6 @@ def make_pass(
         held_bytes(schedule.tables, program, rank, schedule.row_bytes),
     )  # fmt: skip
     if schedule.joined:
-        from ..execution import joined  # which most algorithms do without
-
         run = joined.joined(run, schedule, works, device)
     return run
 
@@ -157,8 +156,10 @@ def _calls(
     schedule: Schedule, works: Works, copies: Sequence[Chunk], pair: Pair
 ) -> tuple[Call, ...]:
     """One call for every two parts of the chunks of a pair that see something."""
-    meeting = product(parts_of(copies, "query", pair.query, pair.query_rows),
-                      parts_of(copies, "kv", pair.key, pair.key_rows))  # fmt: skip
+    meeting = product(
+        parts_of(copies, "query", pair.query, pair.query_rows),
+        parts_of(copies, "kv", pair.key, pair.key_rows),
+    )
     if schedule.joined:  # what is planned is their joined call
         return tuple(Call(pair, *both, None, ()) for both in meeting)
     works_of = ((both, works.of(*(works.spans(schedule, c) for c in both))) for both in meeting)

@@ -81,8 +81,10 @@ def apply_burst(recipe: Any, *, intra: int | None = None, **choices: Any) -> Any
 
 _UNFUSED = {"cross_entropy_loss_fusion": False}
 _RECOMPUTE = {
-    "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
-}  # fmt: skip
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 
 
 def _adjusted(model: Any, choices: dict[str, Any], before: dict[str, Any], spec: Any) -> Any:

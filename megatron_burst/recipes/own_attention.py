@@ -27,9 +27,10 @@ from ..megatron.checks.problem import Problem
 
 # Core attentions with sinks, which tensor-parallel ranks share like heads.
 _SINKS = (
-    "BurstCoreAttention", "BurstMiMoV2FlashTEDotProductAttention",
+    "BurstCoreAttention",
+    "BurstMiMoV2FlashTEDotProductAttention",
     "BurstMiMoV2FlashMTPTEDotProductAttention",
-)  # fmt: skip
+)
 _ROPES = {
     "Gemma3RotaryEmbedding": "megatron.bridge.models.gemma.gemma3_provider",
     "MiMoV2FlashRotaryEmbedding": "megatron.bridge.models.mimo_v2_flash.modeling_mimo_v2_flash",

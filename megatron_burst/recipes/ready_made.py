@@ -19,8 +19,9 @@ K, M = 2**10, 2**20
 
 def llama3_8b_pretrain_8gpu_h100_256k() -> Any:
     """Llama 3 8B at 256K tokens on one node of 8 H100."""
-    recipe = _bridge("llama", "llama3_8b_128k_pretrain_config",
-                     "llama3_8b_pretrain_64gpu_h100_bf16_128k_config")  # fmt: skip
+    recipe = _bridge(
+        "llama", "llama3_8b_128k_pretrain_config", "llama3_8b_pretrain_64gpu_h100_bf16_128k_config"
+    )
     # TP 4 leaves a GPU 4 GB of weights and 8 GB of gradients; CP 2 is the rest of the node.
     _sizes(recipe, tokens=256 * K, tensor=4, context=2)
     # 128K tokens x a quarter of the vocabulary would be 16 GiB of float32 logits; the fused loss
@@ -31,8 +32,9 @@ def llama3_8b_pretrain_8gpu_h100_256k() -> Any:
 
 def llama3_8b_pretrain_32gpu_h100_1m() -> Any:
     """Llama 3 8B at 1M tokens on 4 nodes of 8 H100."""
-    recipe = _bridge("llama", "llama3_8b_128k_pretrain_config",
-                     "llama3_8b_pretrain_64gpu_h100_bf16_128k_config")  # fmt: skip
+    recipe = _bridge(
+        "llama", "llama3_8b_128k_pretrain_config", "llama3_8b_pretrain_64gpu_h100_bf16_128k_config"
+    )
     # TP 4, not 8, leaves two ranks per node for a ring over the fast links within the node.
     # CP 8 is the rest; between layers a GPU holds 32K tokens, 256 MiB a layer.
     _sizes(recipe, tokens=M, tensor=4, context=8)
@@ -44,8 +46,9 @@ def llama3_8b_pretrain_32gpu_h100_1m() -> Any:
 
 def qwen3_14b_pretrain_64gpu_h100_2m() -> Any:
     """Qwen3 14B at 2M tokens on 8 nodes of 8 H100."""
-    recipe = _bridge("qwen", "qwen3_14b_pretrain_config",
-                     "qwen3_14b_pretrain_8gpu_h100_bf16_config")  # fmt: skip
+    recipe = _bridge(
+        "qwen", "qwen3_14b_pretrain_config", "qwen3_14b_pretrain_8gpu_h100_bf16_config"
+    )
     # The recipe's TP 8 would leave one rank per node, and every hop would take the slow links.
     _sizes(recipe, tokens=2 * M, tensor=4, context=16)
     # With a vocabulary of 152K, logits would take 18 GiB per GPU, several times in backward.
@@ -54,8 +57,9 @@ def qwen3_14b_pretrain_64gpu_h100_2m() -> Any:
 
 def llama2_7b_pretrain_32gpu_a800_2m() -> Any:
     """Llama 2 7B at 2M tokens on 4 nodes of 8 A800, the setting of the BurstEngine paper."""
-    recipe = _bridge("llama", "llama2_7b_pretrain_config",
-                     "llama2_7b_pretrain_2gpu_h100_bf16_config")  # fmt: skip
+    recipe = _bridge(
+        "llama", "llama2_7b_pretrain_config", "llama2_7b_pretrain_2gpu_h100_bf16_config"
+    )
     # The paper shards weights with FSDP. Here TP 2 halves them, and CP 16 leaves 4 ranks for the
     # ring within each node.
     _sizes(recipe, tokens=2 * M, tensor=2, context=16)

@@ -53,14 +53,16 @@ def check(recipe: Any) -> None:
         if vision is not None:
             fields = vision.with_mask(model, fields)
         burst = specs.choices_with_layout(fields, model)
-        refuse([
-            *config_problems(transformer, burst, getattr(model, "seq_length", None)),
-            *backend_problems(transformer, burst),
-            *_group_problems(recipe, transformer, burst.algorithm),
-            *lm_head_problems(transformer, burst),
-            *(vision.problems(model, transformer) if vision is not None else ()),
-            *gemma4_problems(model, transformer),
-        ])  # fmt: skip
+        refuse(
+            [
+                *config_problems(transformer, burst, getattr(model, "seq_length", None)),
+                *backend_problems(transformer, burst),
+                *_group_problems(recipe, transformer, burst.algorithm),
+                *lm_head_problems(transformer, burst),
+                *(vision.problems(model, transformer) if vision is not None else ()),
+                *gemma4_problems(model, transformer),
+            ]
+        )
 
 
 def _check_layout_of_others(transformer: Any) -> None:

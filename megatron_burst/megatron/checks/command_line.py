@@ -69,10 +69,12 @@ _WITHOUT_CUDA = (
         enable_cuda_graph="records CUDA kernels",
         external_cuda_graph="records CUDA kernels",
     ),
-    Rule(lambda c, b: c.cuda_graph_impl not in (None, "none"),
-         "--cuda-graph-impl {c.cuda_graph_impl} records CUDA kernels, and --cpu has none",
-         remove=("--cuda-graph-impl",)),
-)  # fmt: skip
+    Rule(
+        lambda c, b: c.cuda_graph_impl not in (None, "none"),
+        "--cuda-graph-impl {c.cuda_graph_impl} records CUDA kernels, and --cpu has none",
+        remove=("--cuda-graph-impl",),
+    ),
+)
 
 
 def problems(args: Any, argv: list[str]) -> Iterator[Problem]:

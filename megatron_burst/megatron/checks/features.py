@@ -194,10 +194,12 @@ OFFLOAD = (
         use_megatron_fsdp="frees gathered weights; not tested with it",
         use_torch_fsdp2="frees gathered weights; not tested with it",
     ),
-    Rule(lambda c, b: (c.gtp_weight_remat_size or 1) > 1,
-         "{flag} with --tensor-parallel-num-weight-shards, which frees gathered weights",
-         remove=("--tensor-parallel-num-weight-shards",)),
-)  # fmt: skip
+    Rule(
+        lambda c, b: (c.gtp_weight_remat_size or 1) > 1,
+        "{flag} with --tensor-parallel-num-weight-shards, which frees gathered weights",
+        remove=("--tensor-parallel-num-weight-shards",),
+    ),
+)
 # Modules whose output Megatron frees after use and computes again, in place, before backward.
 _FREED = ("layernorm", "moe_act", "mla_up_proj", "gdn_norm_out")
 

@@ -54,21 +54,24 @@ def sparse_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
         if burst.layout != "zigzag" and burst.algorithm != OFF:
             yield Problem(
                 f"{what} with {FLAG} {OFF} and --burst-layout {burst.layout}: Megatron's "
-                "all-gather takes the tokens for zigzag ones", add=("--burst-layout zigzag",),
-            )  # fmt: skip
+                "all-gather takes the tokens for zigzag ones",
+                add=("--burst-layout zigzag",),
+            )
         overlaps, trains = given.overlap_grad_reduce, given.dsa_indexer_loss_coeff
         if burst.algorithm != OFF and overlaps and not trains:
             yield Problem(
                 f"{what} with {FLAG} {OFF}, --overlap-grad-reduce and {COEFFICIENT} {trains}: "
                 "Megatron's data parallelism waits for gradients of the indexers, which have none",
-                add=(f"{COEFFICIENT} 0.001",), remove=("--overlap-grad-reduce",),
-            )  # fmt: skip
+                add=(f"{COEFFICIENT} 0.001",),
+                remove=("--overlap-grad-reduce",),
+            )
         # With ours installed the configuration was made without Megatron's assertion.
         if burst.algorithm == OFF and given.has("cp_comm_type") and not gathers(config):
             yield Problem(
                 f"{what} with --context-parallel-algo {OFF}: Megatron's own exchange must be an "
-                f"all-gather, not {config.cp_comm_type}", add=(_GATHER,),
-            )  # fmt: skip
+                f"all-gather, not {config.cp_comm_type}",
+                add=(_GATHER,),
+            )
         return
     yield from plugin_problems("sparse_problems", what, f"--context-parallel-algo {OFF}")
     for _, problems in registry.hooked("sparse_problems"):

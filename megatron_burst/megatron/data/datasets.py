@@ -45,8 +45,10 @@ def replace_masks(args: Any, patches: patching.PatchSet) -> None:
         args.create_attention_mask_in_dataloader = False
     if reset:
         args.dataloader_inter_document_masking = True
-        log(f"{RESET}: documents end after end-of-document tokens; the data loader makes no s x s "
-            "mask")  # fmt: skip
+        log(
+            f"{RESET}: documents end after end-of-document tokens; the data loader makes no s x s "
+            "mask"
+        )
     elif masks and not apart:
         users = getattr(args, "burst_mask", None)
         kind = "causal" if users is None else f"that of --burst-mask {users}"
