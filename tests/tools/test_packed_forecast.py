@@ -127,7 +127,7 @@ def test_every_document_once_and_no_rank_too_full(seed):
 
 
 def test_a_tiny_forecast_prints_its_tables(tmp_path, capsys):
-    words = "--ranks 8 --seeds 1 --tokens 256 --moves 20 --scaling-seeds 0 "
+    words = "--ranks 8 --seeds 1 --tokens 256 --moves 20 "
     words += f"--methods flat dynamic flexsp balanced --out {tmp_path}"
     assert main(words.split()) == 0
     text = capsys.readouterr().out
