@@ -1,5 +1,6 @@
 """benchmarks/packed: groups cost what their shards cost, the search finds the optimum, it runs."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -32,7 +33,7 @@ def test_a_group_costs_what_zigzag_within_its_documents_does(ranks):
 
 def test_half_the_tokens_are_half_the_bytes():
     ring = Ring(SMALL, 4, MULTICAST)
-    alone = Ring(SMALL.with_tokens(32), 4, MULTICAST)
+    alone = Ring(replace(SMALL, tokens=32), 4, MULTICAST)
     assert ring.passes(32.0, 128.0**2) == pytest.approx(alone.passes(32.0, 128.0**2))
 
 
