@@ -11,7 +11,7 @@ JOBS   ?= 2
 TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart grpo million docs test test-slow test-docs test-recipes test-verl test-te test-megatron-lm parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-accuracy-wire-kv bench-advise bench-checkpoint bench-csrc bench-host bench-linear bench-lm-head bench-loss bench-masks bench-memory bench-offload bench-packed bench-packed-published bench-prepare bench-sparse bench-trees bench-gpu bench-cluster gain clean
+.PHONY: help install quickstart grpo million docs test test-slow test-docs test-recipes test-verl test-te test-megatron-lm parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-advise bench-checkpoint bench-csrc bench-host bench-linear bench-lm-head bench-loss bench-masks bench-memory bench-offload bench-packed bench-packed-published bench-prepare bench-sparse bench-trees bench-gpu bench-cluster gain clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -111,9 +111,6 @@ compatibility: $(VENV)/.ready-test ## which features work with which Megatron, i
 bench-accuracy: $(VENV)/.ready-test ## error of 16-bit rings against float64
 	@$(PY) benchmarks/accuracy.py $(ARGS)
 
-bench-accuracy-wire-kv: $(VENV)/.ready-test ## error of attention if keys and values travelled in 8 bits
-	@$(PY) benchmarks/accuracy_wire_kv.py $(ARGS)
-
 bench-advise: $(VENV)/.ready-test ## published and measured tables beside what advise predicts, into docs/advise-accuracy.md; ARGS=--fit fits anew
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.advise $(ARGS)
 
@@ -150,7 +147,7 @@ bench-packed-published: $(VENV)/.ready-test ## packed documents beside published
 bench-trees: $(VENV)/.ready-test ## prefix trees beside separate trajectories: tokens and pairs, the emulated cluster, 64 GPUs simulated; ARGS="--parts counts"
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.trees $(ARGS)
 
-bench-sparse: $(VENV)/.ready-test ## sparse attention: bytes held, the emulated cluster beside gathers, 512 GPUs simulated, rows selected of a toy model; ARGS="--parts held"
+bench-sparse: $(VENV)/.ready-test ## sparse attention: bytes held, the emulated cluster beside gathers, 512 GPUs simulated; ARGS="--parts held"
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.sparse $(ARGS)
 
 gain: $(VENV)/.ready-test ## what is gained over Megatron's own context parallelism, simulated, into docs/gain.md and .png (a minute)

@@ -15,7 +15,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from .forecast import METHODS, Forecast
-from .scaling import speeds
 from .setting import LENGTHS, Setting
 
 RESULTS = Path(__file__).resolve().parents[2] / "runs" / "packed"
@@ -25,7 +24,6 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.packed", description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="*", default=[64, 256, 1024])
     parser.add_argument("--seeds", type=int, nargs="+", default=[3, 3, 1], help="of each size")
-    parser.add_argument("--scaling-seeds", type=int, default=12)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--moves", type=int, default=1000, help="of each annealing")
     parser.add_argument("--tokens", type=int, default=Setting.tokens, help="of a rank")
@@ -38,11 +36,6 @@ def main(words: Sequence[str] | None = None) -> int:
     known.setdefault("steps", [])
     for size, seeds in zip(args.ranks, args.seeds, strict=False):
         steps(Forecast(setting, size, moves=args.moves), seeds, args.methods, known, store)
-    if args.scaling_seeds and "scaling" not in known:
-        known["scaling"] = {
-            kind: [each._asdict() for each in speeds(setting, range(args.scaling_seeds), scaled)]
-            for kind, scaled in (("scaled", True), ("same", False))
-        }
     store.write_text(json.dumps(known, indent=0))
     from . import tables  # needs what the simulation does not
 

@@ -5,7 +5,7 @@ Every number that is not simulated stands here; docs/performance.md says where t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -71,10 +71,6 @@ class Setting:
         width = min(ranks, self.per_node)
         return Grid(ranks // width, width)
 
-    def with_tokens(self, tokens: int) -> Setting:
-        """The same with so many tokens on a rank."""
-        return replace(self, tokens=tokens)
-
 
 @dataclass(frozen=True)
 class Lengths:
@@ -85,12 +81,12 @@ class Lengths:
     sigma: float
     cap: int
 
-    def draw(self, seed: int, total: int, scale: float = 1.0) -> np.ndarray:
-        """int64: lengths that fill `total` tokens, the last one cut off; all times `scale`."""
+    def draw(self, seed: int, total: int) -> np.ndarray:
+        """Draw int64 lengths that fill `total` tokens; the last one is cut off."""
         random, lengths, have = np.random.default_rng(seed), [], 0
         while have < total:
             wanted = self.median * np.exp(self.sigma * random.standard_normal())
-            length = min(int(np.clip(wanted, 16, self.cap) * scale) or 1, total - have)
+            length = min(int(np.clip(wanted, 16, self.cap)), total - have)
             lengths.append(length)
             have += length
         return np.array(lengths, dtype=np.int64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 from benchmarks.report import markdown
 
 from .forecast import METHODS
-from .scaling import PUBLISHED, RANKS
 from .setting import LENGTHS
 
 Steps = list[dict[str, Any]]
@@ -21,10 +19,10 @@ COLOURS = {
 
 
 def shown(known: dict[str, Any]) -> str:
-    """Tokens per second by number of ranks, and speeds beside the published ones."""
+    """Return tables of tokens per second, one for each number of ranks."""
     sizes = sorted({step["ranks"] for step in known["steps"]})
     parts = [_table([s for s in known["steps"] if s["ranks"] == ranks], ranks) for ranks in sizes]
-    return "\n\n".join(parts + ([_scaling(known["scaling"])] if "scaling" in known else []))
+    return "\n\n".join(parts)
 
 
 def _table(steps: Steps, ranks: int) -> str:
@@ -56,26 +54,6 @@ def _share(step: dict[str, Any]) -> float:
 def _ideal(steps: Steps, kind: str) -> str:
     rates = {s["seed"]: s["rate"] / _share(s) for s in steps if s["lengths"] == kind}
     return f"{median(rates.values()):,.0f}" if rates else "-"
-
-
-def _scaling(scaling: dict[str, Sequence[dict[str, Any]]]) -> str:
-    """Speeds beside the published ones."""
-    rows = []
-    names = {"scaled": "balanced, simulated; documents grow with the pack",
-             "same": "balanced, simulated; the same documents, more of them"}  # fmt: skip
-    for kind, name in names.items():
-        cells = []
-        for way in ("forward", "backward"):
-            few, many = (
-                median(x[way] for x in scaling[kind] if x["ranks"] == ranks) for ranks in RANKS
-            )
-            cells.append(f"{few:.0f}, {many:.0f}: **{many / few:.2f}**")
-        rows.append([name, *cells])
-    for name, (f8, f64, b8, b64) in PUBLISHED.items():
-        rows.append([f"{name}, published", f"{f8}, {f64}: {f64 / f8:.2f}",
-                     f"{b8}, {b64}: {b64 / b8:.2f}"])  # fmt: skip
-    return markdown(["attention, TFLOP/s per GPU at 8 and at 64 GPUs: 64 over 8",
-                     "forward", "backward"], rows)  # fmt: skip
 
 
 def draw(steps: Steps, path: Path) -> None:

@@ -12,7 +12,7 @@ from benchmarks.report import machine
 
 from .settings import REGIMES, Layer
 
-PARTS = ("held", "simulated", "union", "cluster")
+PARTS = ("held", "simulated", "cluster")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -35,10 +35,6 @@ def main(words: Sequence[str] | None = None) -> int:
             from . import simulated
 
             print(simulated.table(), flush=True)
-        elif part == "union":
-            from . import union
-
-            print(union.table(2048, 120, 3, say), flush=True)
         elif part == "cluster":
             status = where_there_is_a_cluster(lambda: enclosed(lambda: _cluster(given)))
     return status

@@ -1,12 +1,11 @@
 """benchmarks/sparse: the rival gathers and sums what it should, and rows are counted by hand."""
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 import megatron_burst as mb
-from benchmarks.sparse import bench, union
+from benchmarks.sparse import bench
 from benchmarks.sparse.gathered import Gathering
 from benchmarks.sparse.measure import Device
 from benchmarks.sparse.settings import BY_NODE, DIRECT, GATHERS, REGIMES, Layer
@@ -40,14 +39,6 @@ def test_a_device_counts_pairs_by_the_keys_that_a_query_sees():
     # Query 2 sees 3 of 3 keys, query 3 all 3 of its 4; 2 of 3, and 2 of 4 of them, are attended to.
     assert scores == 6 * layer.index_flops
     assert attention == pytest.approx((3 * 2 / 3 + 3 * 2 / 4) * layer.attention_flops)
-
-
-def test_rows_that_a_rank_selects_are_counted_once():
-    layout = mb.layout.make("contiguous", cp_size=2)
-    ids = torch.tensor([[0, -1], [0, 1], [0, 2], [1, 3], [1, 4], [2, 5]])
-    # Of 3 rows of the other rank, rank 1 selects rows 1 and 2; rank 0 sees none of rank 1's.
-    assert list(np.concatenate([layout.positions(r, 6) for r in (0, 1)])) == list(range(6))
-    assert union.wanted(ids, layout) == 2 / 3
 
 
 def test_the_table_compares_within_a_round():

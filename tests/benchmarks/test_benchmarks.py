@@ -12,14 +12,13 @@ from benchmarks.report import markdown
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {
     "accuracy": ["| one device", "| fp32 wire, side query | 4 ", "| emulated 16-bit ring"],
-    "accuracy_wire_kv": ["| normal   | k and v, e4m3 per row", "| smooth   | k and v, int8"],
     "host": ["| 8     | dense ", "| 100 documents, padded ", "| 2 head chunks ", "| ulysses "],
     "masks": ["| causal ", "| zigzag in documents |", "| backward "],
     "lm_head": ["| single_pass ", "| torch_chunked ", "bytes per byte of tile", "bytes per token",
                 "| linear_logprobs ", "| logprobs_checkpointed "],
     "prepare": ["| one all-gather of headers", "| 100 documents, causal"],
 }  # fmt: skip
-LONG = ("accuracy_wire_kv", "lm_head", "prepare")
+LONG = ("lm_head", "prepare")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,11 @@ ROOT = Path(__file__).parents[2]
 NAMES = [field.name for field in dataclasses.fields(options.AttentionOptions)]
 
 
+def test_the_number_of_public_names_never_rises():
+    """A new public name replaces another one; lower the number when a name is removed."""
+    assert len(set(mb.__all__)) == len(mb.__all__) <= 36
+
+
 def test_keywords_are_the_fields_with_their_types():
     hints = [
         get_type_hints(one, None, {"torch": torch})

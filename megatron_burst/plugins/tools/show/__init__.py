@@ -163,7 +163,7 @@ def _documents(arguments: argparse.Namespace, grid: Grid) -> PackScene:
 
 def _layouts(arguments: argparse.Namespace, grid: Grid, seq_len: int) -> LayoutScene:
     names = [arguments.layout] if arguments.layout else list(LAYOUTS)
-    shown = inputs.mask_of(arguments, seq_len, "full")
+    shown = inputs.mask_of(arguments, seq_len)
     if not arguments.mask and arguments.lengths is None:
         shown = shown._replace(text="")  # without a mask, the work of ranks is not drawn
     rows = [_shards(arguments, shown, name, grid, seq_len) for name in names]

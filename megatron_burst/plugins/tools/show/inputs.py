@@ -135,19 +135,17 @@ class ShownMask(NamedTuple):
     window: Window | None
 
 
-def mask_of(arguments: argparse.Namespace, seq_len: int, name: str | None = None) -> ShownMask:
-    """Make the mask of the flags.
+def mask_of(arguments: argparse.Namespace, seq_len: int) -> ShownMask:
+    """Make the mask of the flags; without `--mask` every pair attends.
 
     Args:
         arguments: Flags of `add_mask` and `add_lengths`.
         seq_len: Positions that the mask has to fit.
-        name: Mask to take if `--mask` is absent.
 
     Raises:
         ValueError: For a mask that does not exist or does not fit, and for flags of other masks.
     """
-    name = arguments.mask or name
-    mask, text = named_mask(arguments, name)
+    mask, text = named_mask(arguments, arguments.mask or "full")
     window: Window | None = None  # how far a token of a document attends; None: causal
     if isinstance(mask, masks.Window):
         window = mask.left, mask.right
