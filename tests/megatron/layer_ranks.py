@@ -255,3 +255,39 @@ def _long(peak, size):
     blocks = [b for b in peak.blocks if b.kind == "device" and b.dtype != torch.uint8]
     long = dict(Counter(block.operator for block in blocks if block.bytes >= size))
     return sum(block.bytes for block in blocks), long
+
+
+def keys_on_the_host(case):
+    """What `worst_errors` finds of a layer whose keys of other ranks wait on the host, beside its
+    saved tensors; and of each run in chunks, of its forward: (bytes sent, those of a plan with host
+    memory, those of a plan without), of its end: bytes of keys moved, bytes left on the host."""
+    from megatron_burst.megatron.layer.attention_chunks import ChunkedHalf
+    from megatron_burst.megatron.offload import tier
+
+    tiers, sent, forward = [], [], ChunkedHalf.forward
+    host = functools.partial(tier.HostMemory, strict=True)
+
+    class Watched(tier.Tier):
+        def __init__(self, *given):
+            super().__init__(*given)
+            tiers.append(self)
+
+    def noting(self, *given):
+        counters, plan = self.call.plan.groups.counters, self.call.plan
+        before = counters.intra + counters.inter
+        result = forward(self, *given)
+        kept, ring = (plan.traffic(host=host)[0] for host in (True, False))
+        sent.append((counters.intra + counters.inter - before, kept.intra + kept.inter,
+                     ring.intra + ring.inter))  # fmt: skip
+        return result
+
+    with (
+        mock.patch.object(tier, "MIN_BYTES", 1),
+        mock.patch.object(tier, "HostMemory", host),
+        mock.patch.object(tier, "Tier", Watched),
+        mock.patch.object(ChunkedHalf, "forward", noting),
+    ):
+        options = {"offload": 0.5} | case.pop("options", {})
+        errors = worst_errors(options=options, **case)
+    moved = sum(each._key_bytes for each in tiers)
+    return errors, sent, moved, sum(each.host.used for each in tiers)

@@ -25,6 +25,7 @@ import torch
 from ...execution.function import KeptResults
 from ...execution.job import Tensors
 from ...execution.row_chunks import ChunkedCall
+from ...execution.visiting import Host
 from ...kernels.autograd import first_order_only
 from ...recompute.tiles import ParameterSums
 from ..attention.core_attention import AttentionCall
@@ -38,13 +39,15 @@ class ChunkedHalf:
     """One run of an attention half: what forward and backward share, besides tensors.
 
     kept: where a checkpoint around the layer leaves or finds results. parameters: of the half, in
-    the order in which their gradients are returned.
+    the order in which their gradients are returned. host: memory for keys of other ranks between
+    the chunks of a forward; None: they are received for every chunk.
     """
 
     half: AttentionHalf
     call: AttentionCall
     kept: KeptResults | None
     parameters: Sequence[torch.Tensor]
+    host: Host | None = None
 
     def apply(self, hidden: torch.Tensor) -> torch.Tensor:
         """[s / t, b, H] -> [s / t, b, H], differentiable."""
@@ -59,7 +62,9 @@ class ChunkedHalf:
         rows, ring = half.rows(plan), None
         again = kept is not None and kept.keeper.filled
         if not again or plan.recompute is None or plan.recompute.keep < 1:
-            ring = self._ring(hidden, rows, self.call.max_logits)
+            # What is left to recompute beside a store sees few keys, and each chunk other ones.
+            host = None if again else self.host
+            ring = self._ring(hidden, rows, self.call.max_logits, host)
         whole, held = None, []
         for index, each in enumerate(rows):
             attend = _Attend(ring, index, None if kept is None else kept.found())
@@ -125,6 +130,7 @@ class ChunkedHalf:
         hidden: torch.Tensor,
         rows: Sequence[ChunkRows],
         max_logits: torch.Tensor | None = None,
+        host: Host | None = None,
     ) -> ChunkedCall:
         """A call of attention over keys and values of all rows, made chunk by chunk."""
         plan = self.call.plan
@@ -137,7 +143,7 @@ class ChunkedHalf:
                 k.index_copy_(0, each.whole, reached.k)
                 v.index_copy_(0, each.whole, reached.v)
                 del reached
-        return plan.chunked(k, v, self.call.sink, self.call.label, max_logits)
+        return plan.chunked(k, v, self.call.sink, self.call.label, max_logits, host)
 
 
 class _Half(torch.autograd.Function):

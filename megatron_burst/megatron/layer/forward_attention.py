@@ -24,6 +24,7 @@ from ...units import byte_size
 from .. import patching
 from ..attention.core_attention import AttentionCall, BurstCoreAttention
 from ..attention.plan_book import RowChunking
+from ..offload.tier import tier_of
 from ..patching import given_to, log
 from .attention_chunks import ChunkedHalf
 from .attention_rows import Angles, AttentionHalf, ChunkRows
@@ -63,8 +64,9 @@ def _in_chunks(
     call = _call(half, hidden, masks, params, patches)
     if call is None:
         return original(self, *args, **kwargs)
-    kept = call.plan.keeps(current(), call.label)
-    return ChunkedHalf(half, call, kept, half.parameters()).apply(hidden), None
+    kept, tier = call.plan.keeps(current(), call.label), tier_of(patches)
+    host = None if tier is None or call.plan.host_refusal is not None else tier.keys()
+    return ChunkedHalf(half, call, kept, half.parameters(), host).apply(hidden), None
 
 
 def _call(

@@ -33,7 +33,8 @@ class HostDemand(NamedTuple):
     call_bytes: most that one call of a layer (or of a checkpoint around layers) leaves for the
     host; call_seconds: median time of such a call's forward; pass_bytes: most that one micro-batch
     leaves in one model chunk; passes: micro-batches, once per model chunk, in flight at the same
-    time; cut: whether some of it did not fit on the host.
+    time; cut: whether some of it did not fit on the host. key_bytes: most keys of other ranks that
+    one attention call in row chunks keeps on the host, whatever the fraction.
     """
 
     call_bytes: int
@@ -41,11 +42,17 @@ class HostDemand(NamedTuple):
     pass_bytes: int
     passes: int
     cut: bool
+    key_bytes: int = 0
+
+    @property
+    def left(self) -> int:
+        """Bytes on the host at once of what layers leave for backward."""
+        return self.pass_bytes * self.passes
 
     @property
     def total(self) -> int:
         """Bytes on the host at once."""
-        return self.pass_bytes * self.passes
+        return self.left + self.key_bytes
 
 
 def passes_in_flight(warmup: int, total: int) -> int:
@@ -62,10 +69,11 @@ def choice(demand: HostDemand, node: Node, link: float) -> Chosen:
 
     link: bytes/s that the slower direction of its link carries while all ranks of the node copy.
     """
-    calls = demand.total / max(1, demand.call_bytes)
-    return choose_fraction(
-        demand.call_bytes, demand.call_seconds, link, node.limit, calls, node.ranks
-    )
+    calls = demand.left / max(1, demand.call_bytes)
+    # Keys of other ranks take their share of the link and of the memory, whatever the fraction.
+    seconds = max(0.0, demand.call_seconds - demand.key_bytes / link) if link else 0.0
+    limit = max(0, node.limit - demand.key_bytes * node.ranks)
+    return choose_fraction(demand.call_bytes, seconds, link, limit, calls, node.ranks)
 
 
 def too_small(fraction: float, of_ranks: Sequence[tuple[HostDemand, Node]]) -> str | None:
@@ -78,16 +86,23 @@ def too_small(fraction: float, of_ranks: Sequence[tuple[HostDemand, Node]]) -> s
     worst, node = max(of_ranks, key=lambda one: one[0].total / one[1].share)
     # Blocks of changing sizes leave gaps: a little more than their sum may be needed.
     need = max(worst.total, math.ceil(1.1 * node.share))
-    fitting = math.floor(100 * fraction * node.share / max(1, worst.total)) / 100
+    free = max(0, node.share - worst.key_bytes)
+    fitting = math.floor(100 * fraction * free / max(1, worst.left)) / 100
     advice = f"--burst-host-memory {math.ceil(need * node.ranks / 2**20)}MiB would do"
     if 0 < fitting < fraction:
         advice += f", or --burst-offload {fitting:g}"
     return (
         f"--burst-offload {fraction:g} moves up to {byte_size(worst.total)} per rank "
-        f"({byte_size(worst.pass_bytes)} of each of {worst.passes} micro-batches in flight), and "
+        f"({byte_size(worst.pass_bytes)} of each of {worst.passes} micro-batches in flight"
+        f"{_keys(worst)}), and "
         f"--burst-host-memory leaves {byte_size(node.share)} to each of {node.ranks} ranks of a "
         f"node ({byte_size(node.limit)}): {advice}"
     )
+
+
+def _keys(demand: HostDemand) -> str:
+    """What keys of other ranks take, for a line; "" without any."""
+    return f", {byte_size(demand.key_bytes)} of keys of other ranks" if demand.key_bytes else ""
 
 
 def line(fraction: float, own: HostDemand, node: Node, link: float | None = None) -> str:
@@ -108,9 +123,10 @@ def line(fraction: float, own: HostDemand, node: Node, link: float | None = None
             f"the link carries {rate(link, 'B/s')} with {node.ranks} ranks of a node copying: it "
             f"hides {chosen.link:.3g}, and the host holds {chosen.host:.3g}"
         )
+    at_most = own.left * (fraction if auto else 1) + own.key_bytes * (fraction > 0)
     parts.append(
-        f"at most {byte_size(own.total * (fraction if auto else 1))} per rank ({own.passes} "
-        f"micro-batches in flight), {byte_size(node.share)} allowed ({byte_size(node.limit)} per "
+        f"at most {byte_size(at_most)} per rank ({own.passes} "
+        f"micro-batches in flight{_keys(own)}), {byte_size(node.share)} allowed ({byte_size(node.limit)} per "
         f"node of {node.ranks} ranks)"
     )
     return " | ".join(parts)

@@ -52,6 +52,28 @@ class Going(NamedTuple):
     frame: HostFrame
 
 
+class KeyMemory:
+    """Host memory for the keys of other ranks of one attention call in row chunks; `bytes`: moved
+    so far, with those for which there was no room.
+
+    These keys are on the host while one layer's forward runs, so they are counted apart from what
+    layers leave until backward.
+    """
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self.bytes = 0
+
+    def move(self, tensor: torch.Tensor, *, framed: bool = False) -> Moved:
+        """Move a whole tensor, whatever its size, as `HostMemory.move`."""
+        before = self._tier.moved()
+        moved = self._tier.host.move(tensor, framed=framed)
+        nbytes = self._tier.moved() - before
+        self.bytes += nbytes
+        self._tier.note_keys(self, nbytes)
+        return moved
+
+
 class Tier:
     """Moves what layers leave to the host, and finds out in the first step how much of it fits.
 
@@ -71,6 +93,7 @@ class Tier:
         self.first: FirstStep | None = None
         self.settled = False  # after the first step
         self._paused = False
+        self._key_bytes = 0  # of keys of other ranks, since the start
         self._going: Going | None = None
         self._received = Received()
 
@@ -176,9 +199,24 @@ class Tier:
         """A part of the call that runs now of which another fraction goes to the host."""
         return self.host.saved(fraction, min_bytes=MIN_BYTES, keep=self._staying(set()))
 
-    def _left(self) -> int:
-        """Bytes that layers left for the host so far, with those for which there was no room."""
+    def keys(self) -> KeyMemory | None:
+        """Return memory for keys of other ranks during one attention call in row chunks; None where
+        nothing is offloaded. The same on all ranks."""
+        return None if self._paused or not self.fraction else KeyMemory(self)
+
+    def moved(self) -> int:
+        """Return the bytes moved to the host so far, with those for which there was no room."""
         return self.host.bytes_out + (self.first.spilt if self.first is not None else 0)
+
+    def note_keys(self, memory: KeyMemory, nbytes: int) -> None:
+        """Count keys of other ranks that one call has moved."""
+        self._key_bytes += nbytes
+        if self.first is not None:
+            self.first.note_keys(memory.bytes)
+
+    def _left(self) -> int:
+        """Bytes that layers left for backward so far, with those for which there was no room."""
+        return self.moved() - self._key_bytes
 
     def _staying(self, shared: set[int]) -> Any:
         def keep(tensor: torch.Tensor) -> bool:
@@ -274,6 +312,7 @@ class FirstStep:
     def __init__(self, passes: int) -> None:
         self.passes = passes
         self.spilt = 0  # bytes for which there was no room
+        self._keys = 0  # most bytes of keys of other ranks in one call
         self._clocks: list[Clock] = []
         self._largest = 0
         self._of_passes = [0]
@@ -286,6 +325,10 @@ class FirstStep:
         """So many bytes stay, because there is no room."""
         self.spilt += nbytes
 
+    def note_keys(self, nbytes: int) -> None:
+        """Note the bytes of keys of other ranks that one call has moved so far."""
+        self._keys = max(self._keys, nbytes)
+
     def add(self, nbytes: int, clock: Clock) -> None:
         """A call that left so many bytes for the host, whether or not there was room."""
         self._largest = max(self._largest, nbytes)
@@ -296,7 +339,7 @@ class FirstStep:
         """What this rank moves at the fraction of the first step."""
         seconds = median(clock.seconds() for clock in self._clocks) if self._clocks else 0.0
         sums = max(self._of_passes)
-        return HostDemand(self._largest, seconds, sums, self.passes, bool(self.spilt))
+        return HostDemand(self._largest, seconds, sums, self.passes, bool(self.spilt), self._keys)
 
 
 def gather(value: Any) -> list[Any]:
