@@ -25,7 +25,7 @@ import report
 import torch
 
 import megatron_burst as mb
-from megatron_burst.recompute.host.limits import choose_fraction
+from megatron_burst.recompute.host_limits import choose_fraction
 
 ROWS = 1000  # of what a layer leaves
 FIXED = (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -34,9 +34,9 @@ import megatron_burst.megatron as burst  # noqa: E402
 from benchmarks.memory.live import LiveTensors  # noqa: E402
 from megatron_burst import flags  # noqa: E402
 from megatron_burst.megatron import patching  # noqa: E402
-from megatron_burst.megatron.offload.tier import tier_of  # noqa: E402
+from megatron_burst.plugins.longseq.host.mover import HostMemory  # noqa: E402
+from megatron_burst.plugins.longseq.offload.tier import tier_of  # noqa: E402
 from megatron_burst.plugins.testing import cpu  # noqa: E402
-from megatron_burst.recompute.host.mover import HostMemory  # noqa: E402
 from megatron_burst.units import byte_size  # noqa: E402
 
 BACKWARD = 2.2  # what a pair of backward weighs, in pairs of forward: about the kernel's ratio

@@ -25,7 +25,6 @@ _HOMES = {
     "Cluster": "autotune.clusters",
     "Gpu": "autotune.gpus",
     "Groups": "comm.groups",
-    "HostMemory": "recompute.host.mover",
     "LinearPlan": "linear_attention.plan",
     "Plan": "planning.plan",
     "Rates": "autotune.rates",
@@ -43,7 +42,6 @@ _HOMES = {
     "shard": "layout.sharding",
     "short_convolution": "linear_attention.short_convolution",
     "state_scan": "linear_attention.state_scan",
-    "tiled": "recompute.tiles",
     "unshard": "layout.sharding",
 }
 

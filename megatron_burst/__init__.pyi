@@ -16,6 +16,8 @@ from .linear_attention.state_scan import state_scan
 from .linear_cross_entropy import linear_cross_entropy
 from .planning.plan import Plan
 from .planning.prepare import prepare
+from .plugins.longseq.host.mover import HostMemory
+from .plugins.longseq.tiles import tiled
 from .plugins.rl import api as rl
 from .plugins.rl import trees
 from .plugins.rl.divergence import linear_kl
@@ -30,8 +32,6 @@ from .plugins.tools.advise.settings import Settings
 from .plugins.tools.advise.shapes.model import Model
 from .plugins.tools.advise.simulate import simulate
 from .recompute.checkpoint import checkpoint
-from .recompute.host.mover import HostMemory
-from .recompute.tiles import tiled
 
 __version__: str
 

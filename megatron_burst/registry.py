@@ -56,7 +56,7 @@ class Plugin:
 class Hook(NamedTuple):
     """What the rest of the package calls of a plugin."""
 
-    plugin: str  # the one of this package that has it, for messages where it is absent
+    plugin: str  # the one that has it, for messages where it is absent; empty: several may
     meaning: str
 
 
@@ -68,8 +68,16 @@ HOOKS: Mapping[str, Hook] = {
         "testing", "a module with `enable()`, and with `adapt(recipe)` for a recipe's settings"
     ),
     "gpu_report": Hook("tools", "a module with `run(path, device, quick)`: `doctor --gpu-report`"),
+    "host_memory": Hook(
+        "longseq", "a module with `HostMemory` and `copy_rate`: `calibrate` measures copies"
+    ),
+    "offload_tier": Hook(
+        "longseq",
+        "a function of the installed `PatchSet` that returns what moves activations of this run to "
+        "host memory, or None: recomputed layers. Options of very long sequences need it",
+    ),
     "patch_megatron": Hook(
-        "sparse", "a function of a `megatron.patching.PatchSet`, to which it adds: `install`"
+        "", "a function of a `megatron.patching.PatchSet`, to which it adds: `install`"
     ),
     "sparse_problems": Hook(
         "sparse",

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from benchmarks.ranks import on_ranks
-from megatron_burst.recompute.host.mover import HostMemory
+from megatron_burst.plugins.longseq.host.mover import HostMemory
 
 from .live import Block, LiveTensors
 

@@ -15,7 +15,7 @@ from ..config import BurstConfig
 from ..layout import LayoutName
 from . import patching
 from .checks.config import config_problems, kernel_problems
-from .checks.features import feature_problems, packing_problems
+from .checks.features import feature_problems, long_sequence_problems, packing_problems
 from .checks.problem import Problem, refuse
 from .checks.sparse import gathered
 from .checks.splitting import OLDEST
@@ -71,9 +71,7 @@ def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
     from .data import loader
     from .data.rope import rope_patches
     from .data.slicing import slicing_patches
-    from .layer import forward_attention, own_forward, tiles
     from .lm_head import fused_loss, mtp
-    from .offload import hooks
     from .packing import step as packing_step
 
     states: list[Any] = []  # of layers of linear attention
@@ -90,19 +88,14 @@ def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
         for owner, name, parameters, _ in (*slicing_patches(""), *rope_patches("")):
             patching.require_function(owner, name, parameters)
         attention_hooks.patch_recompute(patches)
-        own_forward.patch(patches)
-        forward_attention.patch(patches)
         fused_loss.patch(patches)
         mtp.patch(patches)
-        tiles.patch(patches)
-        tiles.patch_final_norm(patches)
-        hooks.patch_layers(patches)
-        hooks.patch_weights(patches)
-        hooks.patch_steps(patches)
-        loader.patch(patches)
-        packing_step.patch(patches)
+        # Before packed batches, which change the number of micro-batches of a step: of the
+        # functions around a step the last one that was added runs first.
         for patch in (*states, *of_plugins):
             patch(patches)
+        loader.patch(patches)
+        packing_step.patch(patches)
         patches.notes["scripts"] = for_scripts
         if for_scripts:
             training_hooks.patch(patches, configure)
@@ -148,6 +141,7 @@ def configuration_problems(
     yield from feature_problems(config, burst)
     yield from kernel_problems(config, burst)
     yield from packing_problems(config, burst)
+    yield from long_sequence_problems(burst)
 
 
 def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None) -> Any:

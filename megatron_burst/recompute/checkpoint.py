@@ -13,22 +13,75 @@ LoongTrain (selective checkpoint++), BurstEngine section 3.2 (its sequence-level
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ..layout import check_fraction
 
-if TYPE_CHECKING:  # calls that leave nothing on the host do without
-    from .host.copies import Moved
-    from .host.frames import HostFrame
-    from .host.mover import HostMemory
-
 T = TypeVar("T")
+
+
+class Moved(Protocol):
+    """A tensor that a `HostMemory` took."""
+
+    @property
+    def moved(self) -> bool: ...
+
+    def get(self) -> torch.Tensor: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class MovedCall(Protocol):
+    """A function with its arguments, which a `HostMemory` holds until backward."""
+
+    def places(self) -> list[torch.Tensor]:
+        """An empty tensor on each device of the arguments."""
+        ...
+
+    def __call__(self, *places: torch.Tensor) -> Any: ...
+
+
+@runtime_checkable
+class HostMemory(Protocol):
+    """Host memory as checkpoints use it; `mb.HostMemory`, of the plugin `longseq`, is one."""
+
+    def move(
+        self, tensor: torch.Tensor, fraction: float, *, shared: bool, framed: bool = True
+    ) -> Moved:
+        """Copy a fraction of the rows of a tensor to the host."""
+        ...
+
+    def frame(self) -> AbstractContextManager[Any]:
+        """What is moved inside belongs together in backward."""
+        ...
+
+    def saved(
+        self,
+        fraction: float,
+        *,
+        min_bytes: int,
+        keep: Callable[[torch.Tensor], bool] | None = None,
+    ) -> AbstractContextManager[None]:
+        """Inside, what autograd saves is moved."""
+        ...
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        move: Callable[[torch.Tensor], Any],
+    ) -> MovedCall:
+        """`function(*args)`, whose arguments go through `move` when it is called first."""
+        ...
+
+
 Entry = tuple[torch.Tensor, ...]
 # What for, and the tensors with their versions, or what moved them.
 Kept = tuple[object, "Entry | tuple[Moved, ...]", tuple[int, ...]]
@@ -43,7 +96,7 @@ class Offload:
 
     host: HostMemory
     fraction: float
-    frame: HostFrame
+    frame: AbstractContextManager[Any]
 
     def move(self, tensor: torch.Tensor) -> Moved:
         with self.frame:
@@ -158,14 +211,11 @@ def framed(
     if keep is not None:
         check_fraction("keep", keep)
     check_fraction("offload", offload)
-    if offload:
-        from .host.mover import HostMemory
-
-        if not isinstance(host, HostMemory):
-            raise ValueError(
-                f"offload={offload} needs host, an mb.HostMemory that all layers of a process "
-                f"share, got {host!r:.100}"
-            )
+    if offload and not isinstance(host, HostMemory):
+        raise ValueError(
+            f"offload={offload} needs host, an mb.HostMemory that all layers of a process "
+            f"share, got {host!r:.100}"
+        )
     if (keep == 0 and not offload) or not torch.is_grad_enabled():
         return function
     if not offload:
@@ -210,8 +260,6 @@ def checkpoint(
     away = run.frame.offload if isinstance(run, Framed) else None
     if away is None:
         return torch_checkpoint(run, *args, use_reentrant=False)  # pyright: ignore[reportReturnType]
-    from .host.saved import Arguments
-
-    call = Arguments(run, args, away.move)
+    call = away.host.call(run, args, away.move)
     del args  # or they would be held until fn returns
     return torch_checkpoint(call, *call.places(), use_reentrant=False)  # pyright: ignore[reportReturnType]

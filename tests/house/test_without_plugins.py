@@ -126,6 +126,10 @@ def whole(tmp_path_factory):
 
 # What needs a plugin, and raises a ValueError without it. Megatron Lite and verl import theirs.
 NEEDS = {
+    "longseq": """
+from megatron_burst.megatron.checks import features
+refuse(features.long_sequence_problems(mb.BurstConfig(mlp_tiles=4)))
+""",
     "rl": """
 import types
 from megatron_burst.megatron.checks import features
@@ -141,6 +145,10 @@ refuse(sparse.sparse_problems(config, mb.BurstConfig()))
     "testing": """
 from megatron_burst.cli import main
 sys.exit(main.main(["pretrain", "--cpu", "FOLDER/script.py"]))
+""",
+    "tools": """
+from megatron_burst.cli import main
+sys.exit(main.main(["doctor", "--gpu-report", "FOLDER/report.md", "--device", "cpu", "--quick"]))
 """,
     "vision": """
 import types

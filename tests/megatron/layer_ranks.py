@@ -169,7 +169,7 @@ def _error(x, y):
 @contextlib.contextmanager
 def counting():
     """Of every run of an attention half, how many chunks it had."""
-    from megatron_burst.megatron.layer.attention_chunks import ChunkedHalf
+    from megatron_burst.plugins.longseq.layer.attention_chunks import ChunkedHalf
 
     calls, forward = [], ChunkedHalf.forward
 
@@ -212,7 +212,7 @@ def in_case(case):
 
 def automatic():
     """Numbers of chunks that "auto" took of 24 rows, in two forwards, and what it said."""
-    from megatron_burst.megatron.layer import forward_attention
+    from megatron_burst.plugins.longseq.layer import forward_attention
 
     lines = []
     few = mock.patch.object(forward_attention, "FEWEST_ROWS", 4)
@@ -261,8 +261,8 @@ def keys_on_the_host(case):
     """What `worst_errors` finds of a layer whose keys of other ranks wait on the host, beside its
     saved tensors; and of each run in chunks, of its forward: (bytes sent, those of a plan with host
     memory, those of a plan without), of its end: bytes of keys moved, bytes left on the host."""
-    from megatron_burst.megatron.layer.attention_chunks import ChunkedHalf
-    from megatron_burst.megatron.offload import tier
+    from megatron_burst.plugins.longseq.layer.attention_chunks import ChunkedHalf
+    from megatron_burst.plugins.longseq.offload import tier
 
     tiers, sent, forward = [], [], ChunkedHalf.forward
     host = functools.partial(tier.HostMemory, strict=True)

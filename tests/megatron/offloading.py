@@ -13,8 +13,8 @@ import session
 @contextlib.contextmanager
 def strict(**limits):
     """Tensors of any size move, and a buffer that was not waited for holds NaN; the tiers made."""
-    from megatron_burst.megatron.offload import tier
-    from megatron_burst.recompute.host import mover
+    from megatron_burst.plugins.longseq.host import mover
+    from megatron_burst.plugins.longseq.offload import tier
 
     made = []
     host = functools.partial(tier.HostMemory, strict=True, **limits)

@@ -7,7 +7,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 import megatron_burst as mb
 from megatron_burst.megatron.checks.features import chunk_problems
-from megatron_burst.megatron.layer.forward_attention import bytes_per_row, chunk_count
+from megatron_burst.plugins.longseq.layer.forward_attention import bytes_per_row, chunk_count
 
 EXACT = 1e-10
 GQA = {"num_query_groups": 2, "qk_layernorm": True}

@@ -7,7 +7,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_burst as mb
 from megatron_burst.megatron.checks.features import offload_problems
-from megatron_burst.megatron.offload.demand import (
+from megatron_burst.plugins.longseq.offload.demand import (
     HostDemand,
     Node,
     line,

@@ -9,11 +9,11 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import layers
 
 import megatron_burst as mb
-from megatron_burst.megatron.offload import hooks
-from megatron_burst.megatron.offload import tier as tiers
-from megatron_burst.megatron.offload.tier import Received
 from megatron_burst.megatron.patching import PatchSet
-from megatron_burst.recompute.host.mover import HostMemory
+from megatron_burst.plugins.longseq.host.mover import HostMemory
+from megatron_burst.plugins.longseq.offload import hooks
+from megatron_burst.plugins.longseq.offload import tier as tiers
+from megatron_burst.plugins.longseq.offload.tier import Received
 
 SHAPE = (64, 1, 8)
 

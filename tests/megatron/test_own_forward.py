@@ -7,7 +7,7 @@ from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 
 import megatron_burst as mb
-from megatron_burst.megatron.layer.own_forward import own_forward_problems
+from megatron_burst.plugins.longseq.layer.own_forward import own_forward_problems
 
 PLAIN = SimpleNamespace(recompute_granularity=None)
 ALL = mb.BurstConfig(layout="zigzag", sequence_chunks=2, mlp_tiles=2, offload=0.5)

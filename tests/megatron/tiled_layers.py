@@ -146,7 +146,7 @@ def compare(settings, tiles, options=(), given=(), share=0.0):
 
     import megatron_burst as mb
     from megatron_burst.megatron import patching
-    from megatron_burst.megatron.offload import tier
+    from megatron_burst.plugins.longseq.offload import tier
 
     # 0.16 reads a name that it has only with Transformer Engine.
     vars(moe_utils).setdefault("te_general_gemm", None)

@@ -21,7 +21,7 @@ BEFORE = """
 import functools
 import megatron_burst.megatron
 from megatron.training import training
-from megatron_burst.megatron.offload import tier
+from megatron_burst.plugins.longseq.offload import tier
 from megatron_burst.megatron import patching
 tier.MIN_BYTES = 1
 tier.HostMemory = functools.partial(tier.HostMemory, strict=True)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import megatron_burst as mb
-from megatron_burst.recompute.host.arena import OutOfHostMemory
+from megatron_burst.plugins.longseq.host.arena import OutOfHostMemory
 
 ROWS, BATCH, WIDTH, LAYERS = 24, 2, 8, 3
 

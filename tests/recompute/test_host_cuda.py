@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import megatron_burst as mb
-from megatron_burst.recompute.host import engines, mover
-from megatron_burst.recompute.host.arena import ALIGN
+from megatron_burst.plugins.longseq.host import engines, mover
+from megatron_burst.plugins.longseq.host.arena import ALIGN
 
 BYTES = 16
 

@@ -5,8 +5,8 @@ import resource
 import pytest
 
 import megatron_burst as mb
-from megatron_burst.recompute.host import mover
-from megatron_burst.recompute.host.limits import choose_fraction, host_limit
+from megatron_burst.plugins.longseq.host import mover
+from megatron_burst.recompute.host_limits import choose_fraction, host_limit
 
 MIB = 2**20
 

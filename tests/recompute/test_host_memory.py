@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megatron_burst as mb
-from megatron_burst.recompute.host.arena import ALIGN, SLAB, Arena, OutOfHostMemory
+from megatron_burst.plugins.longseq.host.arena import ALIGN, SLAB, Arena, OutOfHostMemory
 
 MIB = 2**20
 
@@ -185,7 +185,7 @@ def test_out_of_memory_names_the_flag_and_a_size_that_would_do():
 
 
 def test_idle_slabs_make_room_for_a_longer_one(monkeypatch):
-    monkeypatch.setattr("megatron_burst.recompute.host.arena.SLAB", mmap.PAGESIZE)
+    monkeypatch.setattr("megatron_burst.plugins.longseq.host.arena.SLAB", mmap.PAGESIZE)
     pinned = []
 
     def pin(address, size):

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import megatron_burst as mb
-from megatron_burst.recompute.host import engines
-from megatron_burst.recompute.host.copies import HostCopy
+from megatron_burst.plugins.longseq.host import engines
+from megatron_burst.plugins.longseq.host.copies import HostCopy
 
 ROWS = 4  # of float32: a layer's tensor is 16 bytes
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_burst.recompute.host.copies import HostCopy
-from megatron_burst.recompute.host.frames import Order
-from megatron_burst.recompute.host.limits import choose_fraction
+from megatron_burst.plugins.longseq.host.copies import HostCopy
+from megatron_burst.plugins.longseq.host.frames import Order
+from megatron_burst.recompute.host_limits import choose_fraction
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 NBYTES = 1000 * 64  # that a layer leaves

@@ -10,8 +10,8 @@ import torch
 
 import megatron_burst as mb
 from benchmarks.memory.live import LiveTensors
+from megatron_burst.plugins.longseq.tiles import ParameterSums
 from megatron_burst.recompute.tile_counts import LEAST, automatic, dense_width, moe_width
-from megatron_burst.recompute.tiles import ParameterSums
 
 ROWS, BATCH, IN, WIDE, OUT = 11, 2, 5, 7, 3
 MIXED = ["keep", "recompute", "move", "recompute"]

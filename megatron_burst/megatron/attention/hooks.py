@@ -21,7 +21,6 @@ from ...recompute.checkpoint import Framed, Offload, current, framed
 from .. import homes, patching
 from ..checks.splitting import OLDEST, attends
 from ..data.cut import group_of
-from ..offload.tier import tier_of
 from ..patching import bound_to, core_version, given_to, require_function
 from .core_attention import BurstCoreAttention
 from .derived import stands_for
@@ -174,11 +173,13 @@ def _replaced(core: Any, stock: tuple[type, ...]) -> Any:
 
 def patch_recompute(patches: patching.PatchSet) -> None:
     """Add to a set of patches what lets recomputation use the attention store and host memory."""
+    tiers = [tier_of for _, tier_of in registry.hooked("offload_tier")]
 
     def checkpoint(original: Callable, *args: Any, **kwargs: Any) -> Any:
         bound = bound_to(original, args, kwargs)
         function = bound.arguments["function"]
-        tier = tier_of(patches) if torch.is_grad_enabled() and current() is None else None
+        first = torch.is_grad_enabled() and current() is None
+        tier = next(filter(None, (tier_of(patches) for tier_of in tiers if first)), None)
         if tier is None:
             bound.arguments["function"] = framed(function)
             return original(*bound.args, **bound.kwargs)

@@ -282,9 +282,25 @@ _PACKING = (
 )  # fmt: skip
 
 
+# Options that the plugin `longseq` serves: flag, field, the value that asks for nothing.
+_LONG = (
+    ("--burst-sequence-chunks", "sequence_chunks", 1),
+    ("--burst-mlp-tiles", "mlp_tiles", 1),
+    ("--burst-offload", "offload", 0.0),
+)
+
+
+def long_sequence_problems(burst: BurstConfig) -> Iterator[Problem]:
+    """Options of very long sequences without the plugin that serves them."""
+    for flag, name, nothing in _LONG:
+        value = getattr(burst, name)
+        if value != nothing:
+            yield from plugin_problems("offload_tier", f"{flag} {value}", remove=(flag,))
+
+
 def packing_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     """What `--burst-pack` excludes, and the plugin that trees need."""
     if burst.pack == "trees":
-        yield from plugin_problems("trees", "--burst-pack trees", "--burst-pack off")
+        yield from plugin_problems("trees", "--burst-pack trees", remove=("--burst-pack",))
     if burst.algorithm != OFF and burst.pack == "documents":
         yield from broken(_PACKING, config, burst, f"--burst-pack {burst.pack}")

@@ -120,18 +120,21 @@ def broken(
             )
 
 
-def plugin_problems(hook: str, user: str, *add: str) -> Iterator[Problem]:
+def plugin_problems(
+    hook: str, user: str, *, add: tuple[str, ...] = (), remove: tuple[str, ...] = ()
+) -> Iterator[Problem]:
     """A problem if the plugin that has a hook is not installed.
 
     Args:
         hook: a name in `registry.HOOKS`.
         user: the setting that needs it.
         add: flags to use instead.
+        remove: flags to leave out.
     """
     try:
         registry.require(hook, user)
     except ValueError as error:
-        yield Problem(str(error), add=add)
+        yield Problem(str(error), add=add, remove=remove)
 
 
 class Refused(ValueError):

@@ -73,7 +73,7 @@ def sparse_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
                 add=(_GATHER,),
             )
         return
-    yield from plugin_problems("sparse_problems", what, f"--context-parallel-algo {OFF}")
+    yield from plugin_problems("sparse_problems", what, add=(f"--context-parallel-algo {OFF}",))
     for _, problems in registry.hooked("sparse_problems"):
         yield from problems(config, burst, what)
 

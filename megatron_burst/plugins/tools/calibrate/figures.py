@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
+from .... import registry
 from ....autotune import cluster_file
 from ....autotune.clusters import EXCHANGE, LATENCY, NIC, NVLINK, SLOWDOWN, Cluster
 from ....autotune.gpus import GPUS, Gpu, of_device
 from ....autotune.host_time import ASSUMED
 from ....cli.doctor import machine
-from ....recompute.host.limits import host_limit
-from ....recompute.host.mover import BYTES, HostMemory, copy_rate
+from ....recompute.host_limits import host_limit
 from ....units import grid_of
 from ..advise.shapes.models import Model
 from ..call_flags import check_place
@@ -124,12 +124,13 @@ def measured(ranks: Ranks, model: Model, wanted: Namespace) -> tuple[Cluster, Ma
 def host_links(ranks: Ranks) -> tuple[Measured, Measured]:
     """Bytes per second between device and host, one way, of a rank (while all copy, alone); the
     slower direction, and of the ranks the slowest. Collective."""
+    longseq = registry.required("host_memory", "calibrate")
     # Not more than is there; a copy takes BYTES of it.
-    room = max(1, min(4 * BYTES, host_limit() // ranks.per_node))
+    room = max(1, min(4 * longseq.BYTES, host_limit() // ranks.per_node))
 
     def rate() -> float:
-        host = HostMemory(room, device=ranks.device, ranks=ranks.per_node)
-        return copy_rate(host, lambda: None)
+        host = longseq.HostMemory(room, device=ranks.device, ranks=ranks.per_node)
+        return longseq.copy_rate(host, lambda: None)
 
     together, alone = [], []
     for _ in range(COPIES[ranks.device.type]):
@@ -137,7 +138,7 @@ def host_links(ranks: Ranks) -> tuple[Measured, Measured]:
         together.append(min(ranks.each(rate())))
         ranks.each(0.0)
         alone.append(min(ranks.each(rate() if ranks.local == 0 else math.inf)))
-    how = f"{BYTES >> 20} MiB to {'pinned' if ranks.cuda else 'pageable'} memory and back"
+    how = f"{longseq.BYTES >> 20} MiB to {'pinned' if ranks.cuda else 'pageable'} memory and back"
     return (
         repeated(together, f"all ranks of a node, {how}"),
         repeated(alone, f"one rank, {how}"),

@@ -25,9 +25,15 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
 
-from ...recompute.checkpoint import current
-from .. import homes
-from ..patching import PatchSet, given_to, require_function, require_parameters, wrap_steps
+from ....megatron import homes
+from ....megatron.patching import (
+    PatchSet,
+    given_to,
+    require_function,
+    require_parameters,
+    wrap_steps,
+)
+from ....recompute.checkpoint import current
 from .demand import passes_in_flight
 from .tier import ASKED, tier_of
 

@@ -11,17 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from ...layout import check_fraction
+from ....layout import check_fraction
+from ....recompute.host_limits import host_limit
 from .arena import Arena, OutOfHostMemory
 from .copies import HostCopy, HostTraffic, KnownCopies, Moved, PendingCopies
 from .engines import StreamEngine, WorkerEngine, pin
 from .frames import HostFrame, Order
-from .limits import host_limit
-from .saved import MIN_BYTES, hooks, movable
+from .saved import MIN_BYTES, Arguments, hooks, movable
 
 _SLICE = 256  # a tensor with gaps in a storage this many times as large is no layer's result
 
@@ -175,6 +175,15 @@ class HostMemory:
         """What one layer leaves: `with host.frame(): ...`. In backward the first `get` of anything
         moved inside fetches all of it, and the frame that comes next."""
         return HostFrame(self._order)
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        move: Callable[[torch.Tensor], Moved],
+    ) -> Arguments:
+        """`function(*args)`, whose arguments go through `move` when it is called first."""
+        return Arguments(function, args, move)
 
     def _moved(
         self,

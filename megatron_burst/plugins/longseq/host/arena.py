@@ -25,7 +25,7 @@ from typing import Protocol
 
 import torch
 
-from ...units import byte_size
+from ....units import byte_size
 
 ALIGN = 512  # bytes; blocks start and end at multiples
 # Bytes of a slab, where more are allowed, or a 16th of what is there if that is more: so much is

@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...comm.hosts import this_host
-from ...config import BurstConfig
-from ...recompute.host.copies import Moved
-from ...recompute.host.frames import HostFrame
-from ...recompute.host.limits import host_limit
-from ...recompute.host.mover import HostMemory, copy_rate
-from ...units import size_of
-from ..patching import PatchSet, log
+from ....comm.hosts import this_host
+from ....config import BurstConfig
+from ....megatron.patching import PatchSet, log
+from ....recompute.host_limits import host_limit
+from ....units import size_of
+from ..host.copies import Moved
+from ..host.frames import HostFrame
+from ..host.mover import HostMemory, copy_rate
 from .demand import HostDemand, Node, choice, line, too_small
 
 ASKED = "offload"  # note: the choices of the configuration that asked for it

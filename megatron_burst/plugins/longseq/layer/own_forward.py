@@ -14,10 +14,10 @@ from typing import Any
 
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from ...config import BurstConfig
-from ..checks.problem import Problem, report
-from ..checks.splitting import attends
-from ..patching import PatchSet, given_to, path_of, user_error
+from ....config import BurstConfig
+from ....megatron.checks.problem import Problem, report
+from ....megatron.checks.splitting import attends
+from ....megatron.patching import PatchSet, given_to, path_of, user_error
 
 _HOME = "megatron.core.transformer.transformer_layer"
 # Methods of TransformerLayer that run although the class overrides them or `forward`.

@@ -18,14 +18,14 @@ import torch
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from ...recompute.checkpoint import current
-from ...recompute.tile_counts import FEWEST_ROWS
-from ...units import byte_size
-from .. import patching
-from ..attention.core_attention import AttentionCall, BurstCoreAttention
-from ..attention.plan_book import RowChunking
+from ....megatron import patching
+from ....megatron.attention.core_attention import AttentionCall, BurstCoreAttention
+from ....megatron.attention.plan_book import RowChunking
+from ....megatron.patching import given_to, log
+from ....recompute.checkpoint import current
+from ....recompute.tile_counts import FEWEST_ROWS
+from ....units import byte_size
 from ..offload.tier import tier_of
-from ..patching import given_to, log
 from .attention_chunks import ChunkedHalf
 from .attention_rows import Angles, AttentionHalf, ChunkRows
 

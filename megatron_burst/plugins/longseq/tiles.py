@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ..kernels.autograd import first_order_only
+from ...kernels.autograd import first_order_only
 
 Gradient = torch.Tensor | None
 

@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from ...execution.function import KeptResults
-from ...execution.job import Tensors
-from ...execution.row_chunks import ChunkedCall
-from ...execution.visiting import Host
-from ...kernels.autograd import first_order_only
-from ...recompute.tiles import ParameterSums
-from ..attention.core_attention import AttentionCall
+from ....execution.function import KeptResults
+from ....execution.job import Tensors
+from ....execution.row_chunks import ChunkedCall
+from ....execution.visiting import Host
+from ....kernels.autograd import first_order_only
+from ....megatron.attention.core_attention import AttentionCall
+from ..tiles import ParameterSums
 from .attention_rows import AttentionHalf, ChunkRows
 
 Result = tuple[torch.Tensor, torch.Tensor]  # out [t r, b, h, w] and lse of a chunk

@@ -21,12 +21,12 @@ import torch
 from megatron.core import utils
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
-from ...planning.plan import Plan
-from ..attention.core_attention import BurstCoreAttention
-from ..data.cut import group_of
-from ..data.packed import packs
-from ..data.rope import ALL, HeldRows, is_blank, tables
-from ..patching import instead
+from ....megatron.attention.core_attention import BurstCoreAttention
+from ....megatron.data.cut import group_of
+from ....megatron.data.packed import packs
+from ....megatron.data.rope import ALL, HeldRows, is_blank, tables
+from ....megatron.patching import instead
+from ....planning.plan import Plan
 
 # Core attention of the rows of one chunk: q, k, v [t r, b, heads, width] -> [t r, b, heads, width].
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

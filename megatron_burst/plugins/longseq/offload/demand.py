@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...recompute.host.limits import Chosen, choose_fraction
-from ...units import byte_size, duration, rate
+from ....recompute.host_limits import Chosen, choose_fraction
+from ....units import byte_size, duration, rate
 
 
 class Node(NamedTuple):
@@ -126,7 +126,8 @@ def line(fraction: float, own: HostDemand, node: Node, link: float | None = None
     at_most = own.left * (fraction if auto else 1) + own.key_bytes * (fraction > 0)
     parts.append(
         f"at most {byte_size(at_most)} per rank ({own.passes} "
-        f"micro-batches in flight{_keys(own)}), {byte_size(node.share)} allowed ({byte_size(node.limit)} per "
+        f"micro-batches in flight{_keys(own)}), {byte_size(node.share)} allowed "
+        f"({byte_size(node.limit)} per "
         f"node of {node.ranks} ranks)"
     )
     return " | ".join(parts)

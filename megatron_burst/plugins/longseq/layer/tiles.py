@@ -29,10 +29,10 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from ...recompute import tile_counts
-from ...recompute.tiles import Fate, tiled
+from ....megatron.patching import PatchSet, given_to, instead, log
+from ....recompute import tile_counts
 from ..offload.tier import tier_of
-from ..patching import PatchSet, given_to, instead, log
+from ..tiles import Fate, tiled
 
 _TOLD = "MLP tiles"  # note: lines that were logged
 
