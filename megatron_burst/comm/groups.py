@@ -26,7 +26,6 @@ import torch.distributed as dist
 from ..schedule.topology import Topology
 from .communicators import Communicators, GridPlace
 from .consensus import Facts, agree, attempt
-from .hosts import ranks_per_host
 from .packing import CallTag
 from .process_groups import (
     agreed,
@@ -226,6 +225,8 @@ class Groups(RanksHere):
         of `from_topology`, without `intra`. Raises ValueError if hosts hold different numbers of
         ranks, or the ranks of a host do not follow one another.
         """
+        from .hosts import ranks_per_host  # which other ways to make groups do not need
+
         return cls.from_topology(group, intra=ranks_per_host(process_group(group)), **options)
 
     @classmethod

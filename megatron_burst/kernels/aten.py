@@ -26,7 +26,6 @@ from ..masks import Mask
 from ..masks.tiling import Cutter, Tile
 from . import native
 from .base import Rows, Scoring
-from .joined import joined
 from .online_softmax import merge_
 from .operators import Lengths, Operator, Shown, Widths, Window
 
@@ -72,6 +71,8 @@ class AtenKernel:
         tiles = self.cutter.tiles(mask, q_spans, k_spans)
         if not self.operator.joins:
             return tuple(self._tile_work(tile) for tile in tiles) or None
+        from .joined import joined  # not needed for operators that take one tile
+
         return tuple(self._joined_work(part) for part in joined(tiles)) or None
 
     def _joined_work(self, part: Tile | Joined) -> _TileWork:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .balanced import Balanced
 from .layouts import NAMES, BlockStriped, Contiguous, DocumentZigzag, Layout, Striped, Zigzag
 
 if TYPE_CHECKING:
@@ -62,6 +61,8 @@ def make(
 
 def _maker(name: str, packed: bool) -> Callable[..., Any]:
     if name == "balanced":
+        from .balanced import Balanced  # a solver, which other layouts do not need
+
         return Balanced
     if name == "zigzag" and packed:
         return DocumentZigzag

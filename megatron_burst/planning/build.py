@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from ..comm.transport import Channel
-from ..execution import joined
 from ..execution.job import Call, Exchange, Pass, Payload, RowPlace, Step, Target
 from ..kernels.base import Kernel
 from ..layout.layouts import Shards, Span
@@ -88,6 +87,8 @@ def make_pass(
         held_bytes(schedule.tables, program, rank, schedule.row_bytes),
     )  # fmt: skip
     if schedule.joined:
+        from ..execution import joined  # which most algorithms do without
+
         run = joined.joined(run, schedule, works, device)
     return run
 

@@ -19,10 +19,8 @@ from ..comm.groups import Groups
 from ..comm.transport import Channel
 from ..execution.function import KeptResults
 from ..execution.job import Job
-from ..execution.row_chunks import ChunkedCall
 from ..kernels.base import Kernel
 from ..layout import Layout
-from ..layout.row_chunks import row_chunks
 from ..masks import Mask
 from ..options import AttentionOptions
 from ..recompute.checkpoint import Frame
@@ -30,7 +28,6 @@ from ..schedule import cost
 from ..schedule.algorithms import ALGORITHMS
 from ..schedule.rings import Schedule
 from ..schedule.tables import ROUTES
-from .described import described
 from .pipeline import Recompute, without_tables
 from .validate import (
     NeedsGrad,
@@ -181,6 +178,8 @@ class Plan:
             raise ValueError(f"host: {self.host_refusal}; or leave host out")
         keys = k.detach().contiguous(), v.detach().contiguous()
         sink = None if sink is None else sink.detach()
+        from ..execution.row_chunks import ChunkedCall  # not needed by other calls
+
         return ChunkedCall(
             self.job, self.groups, self.identity, keys, sink, label, max_logits, host
         )
@@ -227,6 +226,8 @@ class Plan:
     def row_chunks(self) -> tuple[np.ndarray, ...]:
         """The rows of every row chunk, int64, ascending: a partition of dimension 0 of q, the same
         on every rank."""
+        from ..layout.row_chunks import row_chunks  # not needed by calls that have one chunk
+
         rows, options = self.signature[0][0][0], self.options
         return row_chunks(self.layout, rows, options.sequence_chunks, options.row_blocks)
 
@@ -310,6 +311,8 @@ class Plan:
 
     def describe(self) -> str:
         """One line: choices, bytes per layer and rank, and the bytes of the other side."""
+        from .described import described  # which no call needs
+
         return described(self)
 
     @property

@@ -24,7 +24,6 @@ from ..schedule.head_shares import deferred_chunks
 from .in_process import InProcessPlan, Shard
 from .pipeline import passes
 from .plan import Plan
-from .stand_ins import of_shape
 from .validate import NeedsGrad, Request, check, signature
 
 if TYPE_CHECKING:
@@ -72,6 +71,8 @@ def prepare(
     assert groups is not None
     beside = {"kv_heads": kv_heads, "value_width": value_width, "dtype": dtype, "device": device}
     if q is k is v is None or any(x is not None for x in (shape, *beside.values())):
+        from .stand_ins import of_shape  # which calls with tensors do not need
+
         made: Any = attempt(partial(of_shape, (q, k, v), shape, **beside))
         shards = [made] * len(groups.ranks)
         needs_grad = (True, True, True) if needs_grad is None else needs_grad

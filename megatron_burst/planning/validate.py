@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..autotune.rates import check_rates
 from ..comm.consensus import Facts
 from ..comm.groups import Groups
 from ..comm.recent import Recent
@@ -25,7 +24,6 @@ from ..kernels.online_softmax import accumulation_dtype
 from ..layout import LAYOUTS, Layout, check_fraction, make
 from ..masks import Causal, Mask
 from ..masks.base import custom_parts
-from ..masks.verify import check_custom
 from ..options import (
     SIDES,
     AttentionOptions,
@@ -213,6 +211,8 @@ def _check_row_chunks(options: AttentionOptions, rows: int) -> None:
 def _check_rates(rates: Rates | None, algorithm: str) -> None:
     if rates is None:
         return
+    from ..autotune.rates import check_rates  # not needed by other calls
+
     check_rates(rates)
     if algorithm != "auto":
         raise ValueError(f"rates are for algorithm='auto', got {algorithm!r} beside them")
@@ -223,6 +223,8 @@ def _check_custom(mask: Mask, seq_len: int, groups: Groups) -> None:
     parts = custom_parts(mask)
     if not parts:
         return
+    from ..masks.verify import check_custom  # which calls with masks of the package do not need
+
     passed = groups.cache.setdefault("checked masks", Recent(MASKS_CHECKED))
     for part in parts:
         key = type(part), repr(part), seq_len
