@@ -53,6 +53,11 @@ READERS = {
         "host.peak == host.bytes_out == host.bytes_back == 3 * x.nbytes and "
         "layers[0][0].weight.grad.any()"
     ),
+    "docs/gallery.md-0": Reader(
+        "prefix_lm().visible(0, 19) and not prefix_lm().visible(0, 20) and "
+        "dilated_and_window().visible(8, 4) and not dilated_and_window().visible(9, 4) and "
+        "random_blocks().check(128) is None"
+    ),
     "docs/linear-attention.md-0": Reader(
         "out.shape == v.shape and out.sum().backward() is None and v.grad.any()", True
     ),
