@@ -411,6 +411,8 @@ MUTANTS = [
            "self._totals[target.total] = _Total(Message(None, sums), target.total.rows, write)",
            "pass",
            "every chunk of rows forgets the key gradients of the one before"),
+    Mutant("execution/visiting.py", "return moved if moved.moved else _Copied(tensor)",
+           "return moved", "keys that host memory does not take lie in a buffer that is used again"),
     Mutant("execution/row_chunks.py", "rows = Rows(q, dout, lse, delta)\n",
            "rows = Rows(q, dout, lse, delta * 0)\n", "delta of a row chunk is lost among heads"),
     Mutant("execution/row_chunks.py",
