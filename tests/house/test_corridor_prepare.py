@@ -69,7 +69,7 @@ def test_what_only_auto_needs_is_not_imported(counted):
         "planning.automatic", "masks.tables", "kernels.triton_kernel", "kernels.flash",
         "kernels.reference", "schedule.algorithms.tile", "schedule.algorithms.multicast",
         "layout.balanced", "layout.pieces", "layout.routes", "layout.row_chunks",
-        "recompute.host.mover", "recompute.selection", "execution.ulysses",
+        "plugins", "recompute.selection", "execution.ulysses",
         "kernels.rowwise", "kernels.joined",
     }  # fmt: skip
     assert not imported & others

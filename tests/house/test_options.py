@@ -51,6 +51,11 @@ def test_a_config_states_options_of_the_same_name():
     assert options.AttentionOptions(**stated).grad_wire_dtype == "bf16"
 
 
+def test_the_number_of_options_does_not_grow():
+    assert len(NAMES) <= 12
+    assert len(dataclasses.fields(mb.BurstConfig)) <= 22
+
+
 def test_a_flag_for_every_field_of_a_config():
     fields = dataclasses.fields(mb.BurstConfig)
     assert [flag.field for flag in flags.FLAGS] == [field.name for field in fields]

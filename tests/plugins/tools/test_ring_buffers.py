@@ -7,7 +7,7 @@ import megatron_burst as mb
 from megatron_burst.autotune.clusters import GPUS, Cluster
 from megatron_burst.execution import joined
 from megatron_burst.execution.buffers import Buffers
-from megatron_burst.plugins.tools.advise.account.rings import joins, ring_rooms, rooms
+from megatron_burst.plugins.tools.advise.account.rings import ring_rooms, rooms
 from megatron_burst.plugins.tools.advise.forecast.attention_time import made, ring_of
 from megatron_burst.plugins.tools.advise.settings import Settings
 from megatron_burst.plugins.tools.advise.shapes.model import Model
@@ -105,14 +105,15 @@ def test_keys_that_one_call_joins_are_counted(monkeypatch):
 
 
 @pytest.mark.parametrize("host", [False, True])
-def test_keys_that_rest_on_the_host_are_joined_by_no_call(host):
-    """As `visiting="host"` runs `prefetch`, and as `advise` and `memory` count and time it."""
+def test_keys_in_host_memory_are_joined_by_no_call(host):
+    """As `Plan.chunked` runs `prefetch` forward with host memory; `advise` and `memory` count and
+    time it so. Backward has the keys of each row chunk on the device."""
     model, cluster = Model("small", 1, 128, 8, 4, 256, 512, head_dim=16), Cluster(GPUS["h100"], 4)
     run = Settings(4096, cp=4, algorithm="prefetch", side="kv", sequence_chunks=2,
-                   chunks_on_host=host)  # fmt: skip
+                   offload=float(host))  # fmt: skip
     asked = ring_of(model, cluster, run)
-    assert asked.joined is (False if host else None)
+    assert asked.host is host
     both = made(asked)
-    assert [both.forward.schedule.joined, both.backward.schedule.joined] == [not host] * 2
-    counted = ring_rooms("prefetch", "zigzag", 4, 4, "kv", False, False, joins(False, run))
-    assert ["kv joined" in each.made for each in counted] == [not host] * 2
+    assert [both.forward.schedule.joined, both.backward.schedule.joined] == [not host, True]
+    counted = ring_rooms("prefetch", "zigzag", 4, 4, "kv", False, False, host=run.keys_on_host)
+    assert ["kv joined" in each.made for each in counted] == [not host, True]

@@ -125,9 +125,8 @@ def line(fraction: float, own: HostDemand, node: Node, link: float | None = None
         )
     at_most = own.left * (fraction if auto else 1) + own.key_bytes * (fraction > 0)
     parts.append(
-        f"at most {byte_size(at_most)} per rank ({own.passes} "
-        f"micro-batches in flight{_keys(own)}), {byte_size(node.share)} allowed "
-        f"({byte_size(node.limit)} per "
-        f"node of {node.ranks} ranks)"
+        f"at most {byte_size(at_most)} per rank ({own.passes} micro-batches in flight"
+        f"{_keys(own)}), {byte_size(node.share)} allowed ({byte_size(node.limit)} per node of "
+        f"{node.ranks} ranks)"
     )
     return " | ".join(parts)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
+from ....options import ring_algorithm
 from ....schedule.algorithms import ALGORITHMS
 from ....schedule.head_shares import shareable
 from ....schedule.topology import Placement, alternatives, divisors
@@ -115,6 +116,13 @@ class Settings:
         """Algorithms of kinds of layers that have their own, by kind."""
         own = {WINDOW: self.window_algorithm, CHUNKED: self.chunk_algorithm}
         return {kind: algorithm for kind, algorithm in own.items() if algorithm is not None}
+
+    @property
+    def keys_on_host(self) -> bool:
+        """Whether keys of other ranks are in host memory between the row chunks of a forward."""
+        ring = ALGORITHMS.get(ring_algorithm(self.algorithm))
+        kept = self.offload > 0 and ring is not None and ring.keeps
+        return kept and self.sequence_chunks > 1 and self.cp > self.ulysses
 
     def alike(self) -> Settings:
         """Return the same settings with one algorithm in all layers."""

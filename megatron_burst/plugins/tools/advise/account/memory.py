@@ -95,7 +95,11 @@ def _of_stage(model: Model, run: Settings, stage: int, every: bool, core_of: Cor
     states, optimizer = states_of(model, run, stage)
     step = TrainingStep(model, run, stage, core_of, every)
     step.run_all()
-    host = {"layer inputs and store": step.host, "optimizer": optimizer}
+    host = {
+        "layer inputs and store": step.host,
+        "keys of other ranks": step.keys_on_host,
+        "optimizer": optimizer,
+    }
     shown = step.tape.moments if every else peaks(step.tape.moments)
     moments = tuple(Moment(m.phase, {**states, **m.items}) for m in shown)
     return Account(model, run, states, moments, {k: v for k, v in host.items() if v})

@@ -313,8 +313,9 @@ def core_of(x: LayerSizes, run: Settings, rooms_of: RoomsOf | None = None, windo
         return rest
     forward, backward = (rooms_of or ring_rooms)(
         run.algorithm, run.layout, run.cp // shared, intra_of(run), side, run.wire == "bf16",
-        run.path == "cpu", joins(x.indexer is not None, run),
+        run.path == "cpu", joins(x.indexer is not None),
         -(-(window - 1) * SHORT * run.cp // (shared * run.seq)) if window else None,
+        run.keys_on_host,
     )  # fmt: skip
     rows_of = {"kv": rows, "dkv": rows, "query": chunk, "dquery": chunk, "out": chunk}
 
@@ -343,10 +344,21 @@ def on_ring(x: LayerSizes, run: Settings) -> LayerSizes:
     return replace(x, heads=heads, kv_heads=kv_heads)
 
 
-def joins(sparse: bool, run: Settings) -> bool | None:
-    """Are all keys that a rank has at a step one call? Those of sparse attention are, those that
-    come back from the host chunk by chunk are not; None: as the algorithm has it."""
-    return True if sparse else False if run.chunks_on_host else None
+def joins(sparse: bool) -> bool | None:
+    """Whether all keys that a rank has at a step are one call, as of `Wanted`: those of sparse
+    attention are; None: the algorithm decides."""
+    return True if sparse else None
+
+
+def visiting_rows(run: Settings, window: int = 0) -> int:
+    """Return how many rows of other ranks of its ring a rank's queries see at most. window: tokens
+    that a query sees, 0: all before it."""
+    ring = run.cp // run.ulysses
+    others = run.rows * run.ulysses * (ring - 1)
+    pieces = {"contiguous": 1, "zigzag": 2}.get(run.layout)
+    if not window or pieces is None:
+        return others
+    return min(others, pieces * (window - 1) * run.micro_batch)
 
 
 def intra_of(run: Settings) -> int:
@@ -401,10 +413,11 @@ def _row_sizes(x: LayerSizes, run: Settings) -> RowSizes:
 
 def ring_rooms(
     algorithm: str, layout: str, cp: int, intra: int, side: str, wire: bool, packed: bool,
-    joined: bool | None = None, before: int | None = None,
+    joined: bool | None = None, before: int | None = None, host: bool = False,
 ) -> tuple[Rooms, Rooms]:  # fmt: skip
     """The most that any rank takes in forward and in backward, of shards of `SHORT` rows. joined:
-    as `joins` says; before: how many of these rows before its own a query sees, None: all."""
+    as `joins` says; before: how many of these rows before its own a query sees, None: all. host:
+    keys of other ranks are in host memory, from which no call takes several chunks in forward."""
     intra = intra if cp % intra == 0 else cp
     grid = Grid(cp // intra, intra)
     shards = [make(layout, cp_size=cp).spans(rank, cp * SHORT) for rank in range(cp)]
@@ -412,16 +425,19 @@ def ring_rooms(
     seen = wanted(mask, shards, shards, joined)
     sizes = RowSizes(SHORT, 1, 4, 1, 8, 8, 2, 4, 4, ALL_GRADIENTS)
     ranks = sorted({0, cp // 2, cp - 1})
-    return most_rooms(algorithm, grid, seen, sizes, side, ranks, wire=wire, packed=packed)
+    return most_rooms(
+        algorithm, grid, seen, sizes, side, ranks, wire=wire, packed=packed, host=host
+    )
 
 
 def most_rooms(
     algorithm: str, grid: Grid, seen: Wanted, sizes: RowSizes, side: str, ranks: Sequence[int],
-    *, wire: bool, packed: bool,
+    *, wire: bool, packed: bool, host: bool = False,
 ) -> tuple[Rooms, Rooms]:  # fmt: skip
     """The most that any of these ranks takes in forward and in backward."""
     name = ring_algorithm(algorithm)
-    forward = cost.forward_schedule(name, grid, seen, sizes)
+    one_by_one = replace(seen, joined=False) if host else seen
+    forward = cost.forward_schedule(name, grid, one_by_one, sizes)
     backward = cost.backward_schedule(name, grid, seen, sizes, side=side)
     return _most([rooms(forward, r, wire=wire, packed=packed) for r in ranks]), _most(
         [rooms(backward, r, wire=wire, packed=packed) for r in ranks]

@@ -28,7 +28,7 @@ from .operators import (
     mixer_half,
     mlp_half,
 )
-from .rings import CoreOf, core_of, on_ring
+from .rings import CoreOf, core_of, on_ring, visiting_rows
 from .tape import Half, Tape
 
 INPUTS, BETWEEN, SUMS = "layer inputs", "between layers", "weight gradients of a layer"
@@ -52,6 +52,7 @@ class LayerWalk:
         self.keys = rows * run.ulysses * on_ring(x, run).kv  # elements, where chunks attend
         held = 2 / run.sequence_chunks if run.chunks_on_host else 1.0
         self.held = min(1.0, held)  # the fraction of chunks that is on the device
+        self.key_row = on_ring(x, run).kv * B  # bytes of keys and values of one row on a ring
         self.on_host = rows * (x.query + x.kv + 2 * x.out) * B * (1 - self.held)
 
     def forward(
@@ -125,6 +126,14 @@ class LayerWalk:
                 tape.drop("y1")
         tape.drop("results", "dy1", "dy", "y", *left)
         tape.move("dx", "dy", BETWEEN)
+
+    def visiting(self, part: LayerPart) -> float:
+        """Bytes of keys of other ranks that are in host memory while the layer's forward runs."""
+        own = replace(self.run, algorithm=part.algorithm) if part.algorithm else self.run
+        if not own.keys_on_host or not self._in_pieces(part, ATTENTION):
+            return 0.0
+        window = self.model.window_of(part.attention, self.run.seq)
+        return visiting_rows(own, window) * self.key_row
 
     def _in_pieces(self, part: LayerPart, kind: str) -> bool:
         """Whether this half of a layer runs in chunks of rows, or in tiles."""
@@ -205,7 +214,8 @@ GATHERED = "gathered weights"
 
 
 class TrainingStep:
-    """What a stage of a run does in one step; `host` counts bytes that wait there.
+    """What a stage of a run does in one step; `host` counts bytes that wait there, `keys_on_host`
+    those of keys of other ranks, which are there for one layer at a time.
 
     Unless `every`, layers between the first and the last two only leave what they leave, as they
     are like these and the peak is never theirs alone; and of each phase only peaks are kept.
@@ -220,7 +230,7 @@ class TrainingStep:
         self.parts = parts_of(model, run, stage)
         self.layers = len(self.parts)
         self.hidden = self.walk.hidden
-        self.host = 0
+        self.host = self.keys_on_host = 0
         self._saved: dict[LayerPart, float] = {}
 
     def run_all(self) -> None:
@@ -249,6 +259,7 @@ class TrainingStep:
                 tape.drop(f"input {layer}", f"store {layer}", f"saved {layer}")
         if run.chunks_on_host:
             self.host += round(self.walk.on_host)
+        self.keys_on_host = round(max(map(self.walk.visiting, self.parts)))
         tape.begin("end")
         tape.drop("dy", "rope", "batch", "whole")
 

@@ -9,6 +9,7 @@ and groups there are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -33,7 +34,7 @@ from .....schedule.demand import row_cuts, wanted
 from .....schedule.sizes import Sizes
 from .....schedule.tables import Grid
 from .....schedule.topology import Topology
-from ..account.rings import joins, side_by_bytes
+from ..account.rings import joins, side_by_bytes, visiting_rows
 from ..settings import BYTES, Settings
 from ..shapes.models import Model
 
@@ -47,7 +48,7 @@ class RingKey(NamedTuple):
     inner: ranks of an inner ring; chunks: of rows; sizes: of a rank, with the fewest heads in the
     same proportion, as other numbers of heads have the same schedules. window: tokens that a query
     sees, 0: all before it; attended: keys that it attends to at most, 0: all that it sees. joined:
-    as of `account.rings.joins`.
+    as of `account.rings.joins`. host: keys of other ranks are in host memory between row chunks.
     """
 
     algorithm: str
@@ -63,12 +64,14 @@ class RingKey(NamedTuple):
     window: int = 0
     attended: int = 0
     joined: bool | None = None
+    host: bool = False
 
 
 class RingPasses(NamedTuple):
     """Visible pairs [G, G] of the queries of each rank and the keys of each, and the schedules.
 
-    Of row chunks, which all have equally many pairs, the schedules are those of the last one.
+    Of row chunks, which all have equally many pairs, the schedules are those of the last one; with
+    keys in host memory its forward brings the keys for all of them.
     """
 
     pairs: np.ndarray
@@ -113,7 +116,7 @@ def ring_of(model: Model, cluster: Cluster, run: Settings, window: int = 0) -> R
     return RingKey(ring_algorithm(run.algorithm), side, run.route, run.layout, topology, inner,
                 run.seq, cluster.nodes(run.tp), run.sequence_chunks, sizes, window,
                 model.indexer.top_k if model.indexer else 0,
-                joins(model.indexer is not None, run))  # fmt: skip
+                joins(model.indexer is not None), run.keys_on_host)  # fmt: skip
 
 
 def made(ring: RingKey) -> RingPasses:
@@ -127,11 +130,19 @@ def made(ring: RingKey) -> RingPasses:
     want = wanted(mask, queries, spans, ring.joined)
     wires = Wires(places=places(topology, ring.nodes))
     name, sizes, route = ring.algorithm, ring.sizes, ring.route
-    forward = forward_schedule(name, grid, want, sizes, route=route)
+    brought = want
+    if ring.host:
+        brought = replace(wanted(mask, spans, spans, False), queries=want.queries)
+    forward = forward_schedule(name, grid, brought, sizes, route=route)
     backward = backward_schedule(name, grid, want, sizes, side=ring.side, route=route)
     most = ring.attended
     pairs = pairs_attended(mask, spans, most) if most else pairs_seen(mask, spans)
     return RingPasses(pairs, Prepared(forward, wires), Prepared(backward, wires))
+
+
+def without_links(rates: Rates) -> Rates:
+    """Return the rates of a pass that sends nothing."""
+    return replace(rates, intra=math.inf, inter=math.inf, nic=None, latency=0.0)
 
 
 RingsOf = Callable[[RingKey], RingPasses]  # called as `made`
@@ -232,6 +243,14 @@ def attention_time(
         )
         for each, computing, least, adds in both_passes
     )
+    if ring.host:
+        later = simulator.pass_time(
+            passes.forward, sizes, seconds, without_links(rates), run.head_chunks,
+            least=least[0], adding=adds[0],
+        )  # fmt: skip
+        fetched = visiting_rows(run, window) // run.micro_batch * sizes.forward.kv
+        later = later._replace(seconds=max(later.seconds, fetched / cluster.link))
+        forward = (1 / chunks) * forward + (chunks - 1) * later
     forward += _selection(model, run, rings, ring, rates)
     both = forward + backward + exchange[0] + exchange[1]
     busy = {"compute": both.compute, "intra": both.intra, "inter": both.inter}

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from .....autotune.clusters import Cluster
 from .....autotune.gpus import Gpu
 from ..account.operators import CHUNK, B, F, LayerSizes, chunk_states
+from ..account.rings import on_ring, visiting_rows
 from ..account.steps import parts_of
 from ..settings import Settings
 from ..shapes.layer_kinds import MIXER, SOFTMAX, LayerPart, Mixer
@@ -308,7 +309,8 @@ def layer_time(
         if full:
             again[ATTENTION] = recomputed_attention(core, run)
     copied = host_bytes(model, run, part) / cluster.link
-    forward[HOST] = max(0.0, copied - forward.total)
+    keys = key_bytes(model, run, part) / cluster.link
+    forward[HOST] = max(0.0, copied + keys - forward.total)
     backward[HOST] = max(0.0, copied - backward.total - again.total)
     found = LayerTime(forward.taken(), again.taken(), backward.taken(), core,
                       launching(cluster, run, part, core))  # fmt: skip
@@ -356,6 +358,15 @@ def host_bytes(model: Model, run: Settings, part: LayerPart) -> float:
     x = LayerSizes.of(model, run, part.sparse)
     out = 0.0 if part.attention in (None, MIXER) else run.rows * (x.out * B + x.heads * F)
     return run.offload * (run.rows / run.tp * model.hidden * B + run.store * out)
+
+
+def key_bytes(model: Model, run: Settings, part: LayerPart) -> float:
+    """Return the bytes of keys of other ranks that one rank copies to the host in a forward."""
+    own = replace(run, algorithm=part.algorithm) if part.algorithm else run
+    if part.attention not in SOFTMAX or not own.keys_on_host:
+        return 0.0
+    window = model.window_of(part.attention, run.seq)
+    return visiting_rows(own, window) * on_ring(LayerSizes.of(model, run, part.sparse), run).kv * B
 
 
 # --- parts of attention ------------------------------------------------------------------------

@@ -168,7 +168,7 @@ class AttentionForecast:
         )  # fmt: skip
 
     def _key(self, run: Settings) -> tuple[Any, ...]:
-        return tuple(getattr(run, name) for name in OWN)
+        return *(getattr(run, name) for name in OWN), run.keys_on_host
 
     def candidate(self, run: Settings) -> Candidate:
         """What `select.fastest` takes for this run's rows, heads and nodes."""

@@ -181,6 +181,7 @@ class PackedForecast(AttentionForecast):
     def _rooms(
         self, run: Settings, window: int, algorithm: str, _layout: str, size: int, _intra: int,
         side: str, wire: bool, packed: bool, joined: bool | None, _before: int | None,
+        _host: bool,
     ) -> tuple[Rooms, Rooms]:  # fmt: skip
         """As `ring_rooms`, of the rank that takes most of all, as no two are alike."""
         key = (run.tp, run.cp, run.ulysses, run.placement, window, algorithm, side, wire, packed)
