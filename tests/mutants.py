@@ -412,7 +412,7 @@ MUTANTS = [
            "pass",
            "every chunk of rows forgets the key gradients of the one before"),
     Mutant("execution/visiting.py", "return moved if moved.moved else _Copied(tensor)",
-           "return moved", "keys that host memory does not take lie in a buffer that is used again"),
+           "return moved", "keys that host memory does not take are in a buffer used again"),
     Mutant("execution/row_chunks.py", "rows = Rows(q, dout, lse, delta)\n",
            "rows = Rows(q, dout, lse, delta * 0)\n", "delta of a row chunk is lost among heads"),
     Mutant("execution/row_chunks.py",

@@ -45,9 +45,7 @@ def test_a_layer_has_the_same_output_and_gradients(four, case):
 def test_training_has_the_same_losses(four, common, train, more):
     """Two steps of a small GPT; of another path of rounding only against a run without chunks."""
     flags = f"{CP2} --train-iters 2 {more}"
-    ranks = four(
-        offloading.train, [*common, *f"{flags} {CHUNKS} --burst-offload 0.5".split()], {}
-    )
+    ranks = four(offloading.train, [*common, *f"{flags} {CHUNKS} --burst-offload 0.5".split()], {})
     for history, _, tiers in ranks:
         assert history == train(f"{flags} {CHUNKS}")
         assert worst(history, train(flags)) < TOLERANCE
