@@ -125,8 +125,8 @@ def mismatch(flat: torch.Tensor, envelope: Envelope) -> str | None:
         found = f"call {call} has another plan on the rank that sent the message"
     elif label != expected.label:
         found = (
-            f"call {call} has another label or sink on the rank that sent the message, or no label "
-            "and was made by another line of the program"
+            f"call {call} has another label or sink (or host memory on one rank only) on the rank "
+            "that sent the message, or no label and was made by another line of the program"
         )
     else:
         found = f"call {call} got a message of another pass or chunk"

@@ -443,7 +443,7 @@ def message_of(sent, received, envelopes, room):
         (2000, 1000, envelope(), "what arrived is not the message of 4040 bytes that was expected"),
         (8, 8, envelope(call=2), "call 1 of this rank got a message of call 2"),
         (8, 8, envelope(plan=-7), "call 1 has another plan on the rank that sent the"),
-        (8, 8, envelope(label=2), "call 1 has another label or sink on the rank"),
+        (8, 8, envelope(label=2), "call 1 has another label or sink (or host"),
         (8, 8, envelope(content=2), "call 1 got a message of another pass or chunk"),
     ],
 )
