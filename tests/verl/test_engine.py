@@ -114,9 +114,10 @@ def test_what_was_never_run_is_refused_by_the_names_of_verl(run):
 
 @pytest.mark.filterwarnings("ignore")  # verl's own, when it is imported
 def test_importing_installs_once_and_uninstall_restores():
-    from megatron_burst.plugins.rl import verl as ours
     from verl.models.mcore import model_forward, registry, util
     from verl.workers.engine.megatron.transformer_impl import MegatronEngine
+
+    from megatron_burst.plugins.rl import verl as ours
 
     def now():
         return (
@@ -136,6 +137,7 @@ def test_importing_installs_once_and_uninstall_restores():
 @pytest.mark.filterwarnings("ignore")
 def test_another_version_of_verl_is_refused(monkeypatch):
     import verl
+
     from megatron_burst.plugins.rl import verl as ours
 
     ours.uninstall()
