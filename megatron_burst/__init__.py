@@ -13,8 +13,6 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from . import registry
-
 __version__ = "0.1.0"
 
 # Public name -> its module; a name that is a module itself is imported as such. Those of plugins
@@ -65,13 +63,18 @@ def __getattr__(name: str) -> Any:
         home = _HOMES[name]
         module = importlib.import_module(f"{__name__}.{home or name}")
         found = getattr(module, name) if home else module
-    elif name in (of_plugins := registry.public_names()):
-        found = registry.load(*of_plugins[name])
     else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from . import registry  # a run without plugins does not import it
+
+        of_plugins = registry.public_names()
+        if name not in of_plugins:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = registry.load(*of_plugins[name])
     globals()[name] = found
     return found
 
 
 def __dir__() -> list[str]:
+    from . import registry
+
     return sorted([*__all__, *registry.public_names(), "__version__"])
