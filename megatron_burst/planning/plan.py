@@ -239,8 +239,15 @@ class Plan:
     def traffic(
         self, side: str | None = None, *, host: bool = False
     ) -> tuple[cost.Traffic, cost.Traffic]:
-        """Bytes this rank sends per call, forward and backward; side: as if that one ran. host: of
-        a call of `chunked` with host memory."""
+        """Return the bytes that this rank sends per call, forward and backward.
+
+        Args:
+            side: Side of backward; None for that of the plan.
+            host: Whether the call is one of `chunked` with host memory.
+
+        Raises:
+            ValueError: `host` for a plan that takes no host memory (`host_refusal`).
+        """
         groups, sizes = self.groups, self.sizes
         forward_bytes, backward_bytes = cost.head_traffic(
             groups.ulysses_links, groups.ulysses.rank, sizes, len(self.passes) > 1

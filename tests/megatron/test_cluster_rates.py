@@ -70,7 +70,7 @@ def test_auto_takes_the_rates_of_the_file(ranks, tmp_path):
     for choices, startup, asked in ranks(4).run(planned, path):
         ((rates, taken),) = choices
         assert rates == replace(RATES, room=float(cluster.room), host=cluster.host_time)
-        assert startup.endswith(f"; rates of {path}")
+        assert startup.endswith(f"; rates of {path}; for layers without a window")
         assert asked == [path]
     model = Model("small", 1, 128, 8, 4, 256, 512, head_dim=16)
     run = Settings(

@@ -89,11 +89,11 @@ def test_json_and_picture(capsys, tmp_path):
 
 
 def test_the_longest_is_searched_with_everything_allowed(capsys):
-    """On 8 GPUs 950K with the settings as they are, and six times as much with all that `advise`
+    """On 8 GPUs 950K with the settings as they are, and 5.9 times as much with all that `advise`
     tries; what is given stays, and what no search varies leaves nothing to it."""
     assert main([*BASE, "--longest", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["seq"] > 5_700_000
+    assert found["seq"] > 5_600_000
     assert {"--burst-offload 1", "--burst-sequence-chunks 32", "--burst-mlp-tiles 64",
             "--context-parallel-size 2"} <= set(found["flags"])  # fmt: skip
     assert f"--seq-length {found['seq']} --max-position-embeddings {found['seq']}" in found["flags"]
