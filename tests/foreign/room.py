@@ -8,6 +8,7 @@ different answer, so that the tests run instead of being skipped.
 
 import functools
 import importlib
+import importlib.util
 import os
 import sys
 import types
@@ -65,6 +66,8 @@ def _answer_tests(patches):
     from megatron.core import utils
 
     available, is_new = torch.cuda.is_available, utils.is_te_min_version
+    has_flash = importlib.util.find_spec("flash_attn") is not None
+    is_new_flash = utils.is_fa_min_version
 
     @functools.wraps(available)
     def is_available():
@@ -74,7 +77,12 @@ def _answer_tests(patches):
     def is_te_min_version(*args, **named):
         return _called_by_a_test() or is_new(*args, **named)
 
+    @functools.wraps(is_new_flash)
+    def is_fa_min_version(*args, **named):
+        return has_flash and is_new_flash(*args, **named)  # it would import flash_attn
+
     patches.replace(torch.cuda, "is_available", is_available)
+    patches.replace(utils, "is_fa_min_version", is_fa_min_version)
     # Not in modules that have imported it by name: those are Megatron's.
     patches.replace(utils, "is_te_min_version", is_te_min_version)
 

@@ -4,7 +4,8 @@
 
 Ranks go through the tests in step: after each test a rank waits for the others. If ranks still run
 a test long after another has ended it, they wait for it in vain; all are ended, and new ranks go on
-with the next test. One JSON line per test goes into the file REPORT: its name, the verdict of all
+with the next test. New ranks also go on after ROUND tests: the tests leave process groups behind,
+whose threads would soon take both processors. One JSON line per test goes into the file REPORT: its name, the verdict of all
 ranks, and the error of the first that failed. A line without a verdict ends a file.
 """
 
@@ -26,6 +27,8 @@ import torch.distributed as dist
 from watch import PATIENCE, Watch
 
 FOREVER = timedelta(hours=3)
+ROUND = 16  # tests that one set of ranks runs
+MORE = 100  # exit status of ranks that leave tests to the next ones
 
 
 class Record:
@@ -36,9 +39,11 @@ class Record:
         self.file = (folder / f"{round_}-{rank}.jsonl").open("w")
         self.done, self.count = done, 0
         self.verdict, self.error = None, ""
+        self.more = False  # are tests left for the next round?
 
     def pytest_collection_modifyitems(self, items):
-        items[:] = [item for item in items if item.nodeid not in self.done]
+        left = [item for item in items if item.nodeid not in self.done]
+        items[:], self.more = left[:ROUND], len(left) > ROUND
 
     def pytest_collectreport(self, report):
         if report.failed:
@@ -97,7 +102,8 @@ def run_rank(rank, world, port, folder, done, round_, argv):
     room.start_again(Utils, store, f"group {round_}")
     record = Record(rank, world, dist.PrefixStore("steps", store), folder, done, round_)
     with room.importable_te():
-        return pytest.main(["-p", "no:cacheprovider", "--tb=short", *argv], plugins=[record])
+        code = pytest.main(["-p", "no:cacheprovider", "--tb=short", *argv], plugins=[record])
+    return MORE if record.more else int(code)
 
 
 def fork(rank, *args):
@@ -106,7 +112,7 @@ def fork(rank, *args):
         return child
     code = 1
     try:
-        code = int(run_rank(rank, *args))
+        code = run_rank(rank, *args)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -126,18 +132,21 @@ class File:
 
     def run(self):
         for round_ in itertools.count(1):
-            watch, stuck = self.round(round_)
+            watch, stuck, more = self.round(round_)
             name = watch.in_progress()
             if stuck:
                 self.write(stuck)
             elif name is not None:
                 self.write({"name": name, "verdict": "failed", "error": "a rank ended"})
-            else:
+            elif not more:
                 self.write({"name": None, "log": str(self.folder / f"{round_}-0.log")})
                 return
 
     def round(self, round_):
-        """Fork ranks for the tests that are left; (their `Watch`, a test that they hang in)."""
+        """Fork ranks for some of the tests that are left.
+
+        Returns their `Watch`, the test in which they hang or None, and whether they left tests.
+        """
         args = self.world, self.store.port, self.folder, frozenset(self.done), round_, self.argv
         children = {fork(rank, *args): None for rank in range(self.world)}
         watch, stuck, gone = Watch(self.folder, self.world, round_), None, None
@@ -151,7 +160,7 @@ class File:
             if stuck or (gone is not None and time.time() - gone > PATIENCE):
                 end(children)
         self.read(watch)
-        return watch, stuck
+        return watch, stuck, MORE in children.values()
 
     def read(self, watch):
         watch.read()
