@@ -58,14 +58,18 @@ class _Package(ModuleType):
 sys.modules[__name__].__class__ = _Package
 
 
+def _registry() -> Any:
+    """The module `registry`, which a run without plugins does not import."""
+    return importlib.import_module(f"{__name__}.registry")  # `from .` would call `__getattr__`
+
+
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         home = _HOMES[name]
         module = importlib.import_module(f"{__name__}.{home or name}")
         found = getattr(module, name) if home else module
     else:
-        from . import registry  # a run without plugins does not import it
-
+        registry = _registry()
         of_plugins = registry.public_names()
         if name not in of_plugins:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -75,6 +79,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    from . import registry
-
-    return sorted([*__all__, *registry.public_names(), "__version__"])
+    return sorted([*__all__, *_registry().public_names(), "__version__"])

@@ -5,8 +5,9 @@
 Ranks go through the tests in step: after each test a rank waits for the others. If ranks still run
 a test long after another has ended it, they wait for it in vain; all are ended, and new ranks go on
 with the next test. New ranks also go on after ROUND tests: the tests leave process groups behind,
-whose threads would soon take both processors. One JSON line per test goes into the file REPORT: its name, the verdict of all
-ranks, and the error of the first that failed. A line without a verdict ends a file.
+whose threads would soon take both processors. One JSON line per test goes into the file REPORT: its
+name, the verdict of all ranks, and the error of the first that failed. A line without a verdict
+ends a file.
 """
 
 import contextlib
