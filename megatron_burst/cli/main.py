@@ -34,6 +34,13 @@ COMMANDS = {
         "megatron_burst.cli.patch", "check whether a Megatron tree is patched, or can be"
     ),
 }
+
+
+def commands() -> dict[str, Command]:
+    """All sub-commands, with those of plugins."""
+    return COMMANDS | registry.commands()
+
+
 # What the package imports, torch first: its name on a package index is the same.
 REQUIRED = ("torch", "numpy", "rich", "greenlet", "typing_extensions", "tomli")
 
@@ -76,11 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: list[str]) -> int:
     parser = _Parser(prog="megatron-burst", description="BurstAttention for Megatron.")
     parser.add_argument("--version", action="version", version=f"megatron-burst {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    subs = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
     named, run = next((word for word in argv if not word.startswith("-")), None), None
-    for name, (module, text) in (COMMANDS | registry.commands()).items():
+    for name, (module, text) in commands().items():
         description = f"{text[0].upper()}{text[1:]}."
-        sub = commands.add_parser(name, help=text, description=description)
+        sub = subs.add_parser(name, help=text, description=description)
         if name == named:
             command = importlib.import_module(module)
             command.add_arguments(sub)

@@ -9,7 +9,7 @@ import pytest
 
 import megatron_burst as mb
 from megatron_burst.cli import console
-from megatron_burst.cli.main import COMMANDS, main
+from megatron_burst.cli.main import COMMANDS, commands, main
 
 BAD = {
     "--nonsense": "required: COMMAND",
@@ -117,7 +117,7 @@ def test_what_another_program_lacks_keeps_its_traceback(tmp_path, monkeypatch):
 
 
 def test_every_command_is_among_them():
-    assert {words.split()[0] for words in BAD} > set(COMMANDS)
+    assert {words.split()[0] for words in BAD} > set(commands())
 
 
 def test_long_work_is_not_silent(capsys, monkeypatch):
@@ -157,7 +157,7 @@ def test_bare_words_show_the_help(capsys):
     assert main([]) == 0
     help_ = capsys.readouterr().out
     assert help_.startswith("usage: megatron-burst ")
-    assert all(re.search(rf"^ +{name}\s+\S", help_, re.MULTILINE) for name in COMMANDS)
+    assert all(re.search(rf"^ +{name}\s+\S", help_, re.MULTILINE) for name in commands())
 
 
 def test_the_version_is_that_of_the_package(capsys):
@@ -170,7 +170,7 @@ def test_the_version_is_that_of_the_package(capsys):
 QUICK = """
 import sys, time
 sys.modules["torch"] = None  # importing it raises ImportError
-from megatron_burst.cli.main import COMMANDS, main
+from megatron_burst.cli.main import COMMANDS, commands, main
 
 def code(words):
     try:
@@ -178,7 +178,7 @@ def code(words):
     except SystemExit as ended:
         return ended.code
 
-for words in (["--help"], *([name, "--help"] for name in COMMANDS)):
+for words in (["--help"], *([name, "--help"] for name in commands())):
     assert not code(words), words
 for words in sys.argv[1:]:
     assert code(words.split()) == 2, words
@@ -192,5 +192,5 @@ def test_help_and_errors_of_arguments_do_not_wait_for_torch():
     words = [text for text in BAD if not text.startswith(LATER)]
     done = subprocess.run([sys.executable, "-c", QUICK, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("usage: ") > len(COMMANDS)
+    assert done.stdout.count("usage: ") > len(commands())
     assert done.stderr.count(": error: ") == len(words)

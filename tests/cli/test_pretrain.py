@@ -30,6 +30,7 @@ def megatron(monkeypatch):
     )
     # Only as these two modules see it: the package itself imports its names by importlib too.
     monkeypatch.setattr(pretrain, "importlib", SimpleNamespace(import_module=lambda name: fake))
+    monkeypatch.setattr(pretrain.registry, "required", lambda hook, user: fake)
     monkeypatch.setattr(cli, "importlib", SimpleNamespace(import_module=lambda name: pretrain))
     return SimpleNamespace(called=called, fake=fake)
 

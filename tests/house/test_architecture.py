@@ -286,7 +286,7 @@ for name in {modules!r}:
     importlib.import_module(name)
 mb.masks.Causal(), mb.layout.make("zigzag", cp_size=2), mb.Rates(1.0, 1.0), mb.choose
 print(sorted({{name.split(".")[0] for name in sys.modules}} & {heavy!r}))
-for name in set(dir(mb)) - {"rl", "sparse_layer_spec"}:  # these import Megatron
+for name in set(dir(mb)) - {{"rl", "sparse_layer_spec"}}:  # these import Megatron
     getattr(mb, name)
 mb.megatron.install
 import megatron_burst.attention, megatron_burst.linear_cross_entropy

@@ -244,8 +244,8 @@ def targets():
 
 def our_command(words, monkeypatch):
     """Parse the words behind `megatron-burst` with the parser that a user's words meet."""
-    if words[0] in cli.COMMANDS:
-        module = importlib.import_module(cli.COMMANDS[words[0]][0])
+    if words[0] in cli.commands():
+        module = importlib.import_module(cli.commands()[words[0]].module)
         monkeypatch.setattr(module, "run", lambda arguments: None)
     try:
         code = cli.main(words)

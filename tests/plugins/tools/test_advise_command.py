@@ -15,7 +15,8 @@ from megatron_burst.autotune.gpus import GPUS
 from megatron_burst.cli.doctor.hazards import hazards, refusals
 from megatron_burst.cli.main import main
 from megatron_burst.cli.megatron_arguments import parse
-from megatron_burst.megatron.checks import sparse, splitting
+from megatron_burst.megatron.checks import splitting
+from megatron_burst.plugins.sparse.megatron import checks as sparse
 from megatron_burst.plugins.tools import model_arguments
 from megatron_burst.plugins.tools.advise.advice import advise
 from megatron_burst.plugins.tools.advise.search import model_flags, pasted

@@ -55,7 +55,7 @@ def test_buffers_are_those_of_the_plan_of_a_run(algorithm, lengths):
         layout=mb.layout.make("balanced", cp_size=4, cu_seqlens=bounds, per_node=2),
         mask=mb.masks.Documents(bounds) & mb.masks.Causal(),
     )  # fmt: skip
-    both = forecast._rooms(run, 0, algorithm, "", 4, 2, "kv", False, False, None, None)
+    both = forecast._rooms(run, 0, algorithm, "", 4, 2, "kv", False, False, None, None, False)
     for number, found in enumerate(both):
         each = [rooms(plan.ranks[rank].schedules[number], rank) for rank in range(4)]
 
