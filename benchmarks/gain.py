@@ -4,9 +4,9 @@
     make gain ARGS="--emulated runs/cluster/compared.json"    # what the emulated cluster measured
 
 Every kind of `--cp-comm-type` runs with the parallel sizes with which it is fastest and fits
-(`tools.advise.rivals`), ours with those of `megatron-burst advise`. Attention is compared at equal
-sizes besides: those of Megatron's fastest kind. Rows in which ours loses are listed with the
-reason; a loss whose reason nobody wrote down is an error.
+(`plugins.tools.advise.rivals`), ours with those of `megatron-burst advise`. Attention is compared
+at equal sizes besides: those of Megatron's fastest kind. Rows in which ours loses are listed with
+the reason; a loss whose reason nobody wrote down is an error.
 """
 
 from __future__ import annotations

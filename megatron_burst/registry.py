@@ -121,27 +121,35 @@ def commands() -> dict[str, Command]:
     }
 
 
-def require(hook: str, user: str) -> None:
-    """Raise unless a plugin has a hook; imports nothing but entries.
+def missing(hook: str, user: str) -> str | None:
+    """The message for a hook that no plugin has; None if one has it. Imports nothing but entries.
 
     Args:
         hook: a name in `HOOKS`.
         user: what cannot work without it, for the message, such as a flag.
-
-    Raises:
-        ValueError: if no plugin has it.
     """
-    if not any(hook in entry.hooks for entry in plugins().values()):
-        raise ValueError(
-            f"{user} needs the plugin {HOOKS[hook].plugin} of megatron_burst, which is not "
-            "installed"
-        )
+    if any(hook in entry.hooks for entry in plugins().values()):
+        return None
+    plugin = HOOKS[hook].plugin
+    return f"{user} needs the plugin {plugin} of megatron_burst, which is not installed"
+
+
+def require(hook: str, user: str) -> None:
+    """Raise ValueError, with the message of `missing`, unless a plugin has the hook."""
+    message = missing(hook, user)
+    if message is not None:
+        raise ValueError(message)
 
 
 def required(hook: str, user: str) -> Any:
     """What a plugin has for a hook, imported. Arguments and errors are those of `require`."""
     require(hook, user)
-    return next(found for _, found in hooked(hook))
+    return optional(hook)
+
+
+def optional(hook: str) -> Any:
+    """What a plugin has for a hook, imported; None without the plugin."""
+    return next((found for _, found in hooked(hook)), None)
 
 
 def hooked(hook: str) -> Iterator[tuple[str, Any]]:

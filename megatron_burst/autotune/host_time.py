@@ -2,8 +2,8 @@
 """What launching takes of the processor, which runs ahead of a GPU until it needs longer itself.
 
 A layer takes the longer of both. Decides the figures where nobody measured, and the one formula of
-a pass; `tools.advise.forecast.layer_time` adds the rest of a layer. The figures are processor time
-without the driver's part of a launch, so what they add up to is a floor.
+a pass; `advise` adds the rest of a layer. The figures are processor time without the driver's part
+of a launch, so what they add up to is a floor.
 """
 
 from __future__ import annotations

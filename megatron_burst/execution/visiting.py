@@ -20,8 +20,8 @@ from .ring import ChunkStore, Ring
 
 
 class Resting(Protocol):
-    """A tensor in host memory; `recompute.host.Moved`. moved: False if host memory did not take it,
-    and it is the tensor itself."""
+    """What `mb.HostMemory.move` returns. moved: False if host memory did not take the tensor, and
+    it is the tensor itself."""
 
     @property
     def moved(self) -> bool: ...

@@ -54,5 +54,6 @@ def vision_recipes(model: Any) -> VisionRecipes | None:
 
 def patch_bridge() -> None:
     """Patch the vision-language models of Bridge that are imported, if the plugin is there."""
-    for _, recipes in registry.hooked("vision_recipes"):
+    recipes = registry.optional("vision_recipes")
+    if recipes is not None:
         recipes.patch_bridge()

@@ -6,7 +6,7 @@ leaves the results of some rows there (`store` says which); when it runs again, 
 are taken from there and only the others are recomputed. Frames are found through the one
 ContextVar of this package, entries by their order within the call, so that several calls may be
 in flight, be run again in any order, more than once, or never; a frame goes when its call's graph
-does. What a frame holds, and the arguments of its call, may wait in host memory (`host`). Source:
+does. What a frame holds, and the arguments of its call, may be in a `HostMemory`. Source:
 LoongTrain (selective checkpoint++), BurstEngine section 3.2 (its sequence-level half).
 """
 

@@ -25,7 +25,7 @@ def megatron(monkeypatch):
     fake = SimpleNamespace(
         training_available=lambda: True,
         install=lambda: called.append("install"),
-        enable=lambda: called.append("cpu"),  # of testing.cpu
+        enable=lambda: called.append("cpu"),  # of plugins.testing.cpu
         is_available=lambda: True,  # as torch.cuda
     )
     # Only as these two modules see it: the package itself imports its names by importlib too.

@@ -3,7 +3,7 @@ states that go from rank to rank: like themselves on one rank with Transformer E
 and like Megatron's local layers on one.
 
 Linear and norm modules compute with torch (`torch_forwards`), and kernels of states are those of
-`testing.cpu`; all else is theirs.
+`plugins.testing.cpu`; all else is theirs.
 """
 
 import pytest

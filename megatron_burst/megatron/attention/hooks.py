@@ -173,13 +173,14 @@ def _replaced(core: Any, stock: tuple[type, ...]) -> Any:
 
 def patch_recompute(patches: patching.PatchSet) -> None:
     """Add to a set of patches what lets recomputation use the attention store and host memory."""
-    tiers = [tier_of for _, tier_of in registry.hooked("offload_tier")]
+    tier_of = registry.optional("offload_tier")
 
     def checkpoint(original: Callable, *args: Any, **kwargs: Any) -> Any:
         bound = bound_to(original, args, kwargs)
         function = bound.arguments["function"]
-        first = torch.is_grad_enabled() and current() is None
-        tier = next(filter(None, (tier_of(patches) for tier_of in tiers if first)), None)
+        tier = None
+        if tier_of is not None and torch.is_grad_enabled() and current() is None:
+            tier = tier_of(patches)
         if tier is None:
             bound.arguments["function"] = framed(function)
             return original(*bound.args, **bound.kwargs)

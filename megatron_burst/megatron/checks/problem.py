@@ -131,10 +131,9 @@ def plugin_problems(
         add: flags to use instead.
         remove: flags to leave out.
     """
-    try:
-        registry.require(hook, user)
-    except ValueError as error:
-        yield Problem(str(error), add=add, remove=remove)
+    reason = registry.missing(hook, user)
+    if reason is not None:
+        yield Problem(reason, add=add, remove=remove)
 
 
 class Refused(ValueError):

@@ -74,7 +74,8 @@ def sparse_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
             )
         return
     yield from plugin_problems("sparse_problems", what, add=(f"--context-parallel-algo {OFF}",))
-    for _, problems in registry.hooked("sparse_problems"):
+    problems = registry.optional("sparse_problems")
+    if problems is not None:
         yield from problems(config, burst, what)
 
 
