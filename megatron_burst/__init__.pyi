@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+from dataclasses import dataclass as _dataclass
+
 from . import layout, masks, megatron
 from .attention import attention
 from .autotune.clusters import Cluster
@@ -7,7 +9,6 @@ from .autotune.measure import measure_rates
 from .autotune.rates import Rates
 from .autotune.select import Choice, choose
 from .comm.groups import Groups
-from .config import BurstConfig
 from .layout.sharding import shard, unshard
 from .linear_attention.operation import linear_attention
 from .linear_attention.plan import LinearPlan, prepare_linear
@@ -17,6 +18,7 @@ from .linear_cross_entropy import linear_cross_entropy
 from .planning.plan import Plan
 from .planning.prepare import prepare
 from .plugins.longseq.host.mover import HostMemory
+from .plugins.longseq.options import LongSequenceOptions as _LongSequenceOptions
 from .plugins.longseq.tiles import tiled
 from .plugins.rl import api as rl
 from .plugins.rl import trees
@@ -26,6 +28,7 @@ from .plugins.sparse.attention import sparse_attention
 from .plugins.sparse.indexer import select
 from .plugins.sparse.loss import indexer_loss
 from .plugins.sparse.megatron.layers import sparse_layer_spec
+from .plugins.sparse.options import SparseOptions as _SparseOptions
 from .plugins.sparse.selection import Selection
 from .plugins.tools.advise.advice import Advice, advise
 from .plugins.tools.advise.settings import Settings
@@ -34,6 +37,9 @@ from .plugins.tools.advise.simulate import simulate
 from .recompute.checkpoint import checkpoint
 
 __version__: str
+
+@_dataclass(frozen=True)
+class BurstConfig(_LongSequenceOptions, _SparseOptions): ...
 
 __all__ = [
     "Advice",

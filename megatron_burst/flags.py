@@ -11,14 +11,10 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .config import CHOICES, OFF, BurstConfig, flag_of, kind_of, names_of
+from .config import FIELDS, OFF, BurstConfig
+from .option_table import OptionField
 
 GROUP = "megatron-burst"
-# These count without any other.
-ALONE = (
-    "--context-parallel-algo", "--burst-lm-head-loss", "--burst-offload", "--burst-host-memory",
-    "--burst-mlp-tiles",
-)  # fmt: skip
 
 
 class Flag(NamedTuple):
@@ -36,11 +32,14 @@ class Flag(NamedTuple):
         return self.name.removeprefix("--").replace("-", "_")
 
 
-def _flag(name: str) -> Flag:
-    kind, names = kind_of(name), names_of(name)
-    letter = {str: CHOICES[name].text * (not names), int: "N", float: "F"}[kind]
-    values = "{" + ",".join(names) + "}" if kind is str and names else "|".join([letter, *names])
-    return Flag(name, flag_of(name), _reader(kind, names), values, CHOICES[name].meaning)
+def _flag(field: OptionField) -> Flag:
+    texts = field.kind is str
+    letter = {str: field.option.text * (not field.names), int: "N", float: "F"}[field.kind]
+    values = "|".join([letter, *field.names])
+    if texts and field.names:
+        values = "{" + ",".join(field.names) + "}"
+    read = _reader(field.kind, field.names)
+    return Flag(field.name, field.flag, read, values, field.option.meaning)
 
 
 def _reader(kind: type, names: Sequence[str]) -> Callable[[str], Any]:
@@ -53,7 +52,9 @@ def _reader(kind: type, names: Sequence[str]) -> Callable[[str], Any]:
     return read
 
 
-FLAGS = tuple(map(_flag, CHOICES))
+FLAGS = tuple(map(_flag, FIELDS.values()))
+# Flags that have an effect without --context-parallel-algo.
+ALONE = tuple(field.flag for field in FIELDS.values() if field.option.alone)
 
 
 def add_flags(parser: argparse.ArgumentParser, *, algorithm: str) -> None:
@@ -81,7 +82,7 @@ def default(field: str) -> Any:
     """What a field is when its flag is not given; None for the layout, which `settle` decides."""
     if field == "layout":
         return None
-    return getattr(BurstConfig, field)
+    return FIELDS[field].default
 
 
 def settle(args: Any) -> None:
@@ -146,7 +147,8 @@ def table() -> str:
 
 
 def _shown(flag: Flag) -> str:
-    kind, names = kind_of(flag.field), [f"`{name}`" for name in names_of(flag.field)]
-    text = [] if names else [f"a {CHOICES[flag.field].text.lower()}"]
-    number = {int: ["N"], float: ["0 to 1"], str: text}[kind]
+    field = FIELDS[flag.field]
+    names = [f"`{name}`" for name in field.names]
+    text = [] if names else [f"a {field.option.text.lower()}"]
+    number = {int: ["N"], float: ["0 to 1"], str: text}[field.kind]
     return ", ".join([*number, *names])

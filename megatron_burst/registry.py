@@ -33,6 +33,8 @@ class Plugin:
     """What one plugin adds. Each value names a module or a `MODULE:NAME` below the plugin's folder.
 
     Args:
+        options: the plugin's options, a class derived from `spine_options.SpineOptions`, whose
+            fields become fields of `BurstConfig` and flags.
         public: names in `megatron_burst`, each with its `MODULE:NAME`, or `MODULE` if the name is
             a module.
         commands: sub-commands of `megatron-burst`.
@@ -43,6 +45,7 @@ class Plugin:
         ValueError: for a hook that nothing calls.
     """
 
+    options: str = ""
     public: Mapping[str, str] = field(default_factory=dict)
     commands: Mapping[str, Command] = field(default_factory=dict)
     hooks: Mapping[str, str] = field(default_factory=dict)
@@ -61,6 +64,11 @@ class Hook(NamedTuple):
 
 
 HOOKS: Mapping[str, Hook] = {
+    "configured": Hook(
+        "",
+        "a function of the installed `PatchSet`, a `TransformerConfig` and its `BurstConfig`; "
+        "`configure` calls it last",
+    ),
     "cpu": Hook(
         "testing", "a module whose `enable()` maps CUDA to the CPU in this process: `--cpu`"
     ),
@@ -74,10 +82,20 @@ HOOKS: Mapping[str, Hook] = {
     "offload_tier": Hook(
         "longseq",
         "a function of the installed `PatchSet` that returns what moves activations of this run to "
-        "host memory, or None: recomputed layers. Options of very long sequences need it",
+        "host memory, or None: recomputed layers",
+    ),
+    "option_problems": Hook(
+        "",
+        "a function of a `TransformerConfig` (or parsed arguments with the same names) and a "
+        "`BurstConfig`, which yields each `Problem` of the plugin's options",
     ),
     "patch_megatron": Hook(
         "", "a function of a `megatron.patching.PatchSet`, to which it adds: `install`"
+    ),
+    "row_chunks": Hook(
+        "longseq",
+        "a function of a `BurstConfig` that returns into how many chunks of rows layers cut their "
+        'attention half, or "auto"',
     ),
     "sparse_problems": Hook(
         "sparse",
@@ -101,6 +119,22 @@ def load(plugin: str, place: str) -> Any:
     module, _, name = place.partition(":")
     loaded = importlib.import_module(f"{_FOLDER}.{plugin}.{module}")
     return getattr(loaded, name) if name else loaded
+
+
+def option_classes() -> list[type]:
+    """The classes of options of all plugins that have some, in alphabetical order of plugins.
+
+    Raises:
+        ValueError: for an option that two classes define, such as a plugin's and the spine's.
+    """
+    classes = [load(name, entry.options) for name, entry in plugins().items() if entry.options]
+    defined: dict[str, type] = {}
+    for cls in dict.fromkeys(base for one in classes for base in reversed(one.__mro__)):
+        for name in vars(cls).get("__annotations__", {}):
+            if name in defined:
+                raise ValueError(f"option {name}: defined by {defined[name]} and {cls}")
+            defined[name] = cls
+    return classes
 
 
 def public_names() -> dict[str, tuple[str, str]]:

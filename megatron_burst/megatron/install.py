@@ -15,9 +15,8 @@ from ..config import BurstConfig
 from ..layout import LayoutName
 from . import patching
 from .checks.config import config_problems, kernel_problems
-from .checks.features import feature_problems, long_sequence_problems, packing_problems
+from .checks.features import option_problems, packing_problems
 from .checks.problem import Problem, refuse
-from .checks.sparse import gathered
 from .checks.splitting import OLDEST
 from .data.cut import cut_for, settle_cut
 from .patching import check_version, core_version
@@ -138,10 +137,9 @@ def configuration_problems(
 ) -> Iterator[Problem]:
     """All that `configure` refuses of a `TransformerConfig`; `seq_length`: global, tokens."""
     yield from config_problems(config, burst, seq_length)
-    yield from feature_problems(config, burst)
+    yield from option_problems(config, burst)
     yield from kernel_problems(config, burst)
     yield from packing_problems(config, burst)
-    yield from long_sequence_problems(burst)
 
 
 def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None) -> Any:
@@ -164,9 +162,8 @@ def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None)
         settle_cut(patches, cut_for(config, burst))
     if burst.pack == "documents":
         patches.notes["packing"] = True
-    if burst.offload:
-        patches.notes["offload"] = burst
     config.burst = burst
     one_layout(config, burst)
-    gathered(config, burst)
+    for _, configured in registry.hooked("configured"):
+        configured(patches, config, burst)
     return config

@@ -17,16 +17,16 @@ IDS = [str(path.relative_to(ROOT)) for path in FILES]
 # The rooms of the spine, from the ground up: a file imports from its own room and from those
 # named before it. The operation and the package itself come after the rooms that they join.
 ROOMS = (
-    "registry", "units", "layout", "masks", "schedule", "options", "config", "flags", "comm",
-    "kernels", "linear_attention", "linear_cross_entropy", "execution", "recompute", "autotune",
-    "packing", "planning", "attention", "seam", "__init__", "megatron", "recipes",
-    "cli", "__main__",
+    "registry", "units", "layout", "masks", "schedule", "options", "option_table",
+    "spine_options", "config", "flags", "comm", "kernels", "linear_attention",
+    "linear_cross_entropy", "execution", "recompute", "autotune", "packing", "planning",
+    "attention", "seam", "__init__", "megatron", "recipes", "cli", "__main__",
 )  # fmt: skip
 PURE = ("seam", "registry")  # import nothing of the package
 PLUGINS = sorted(path.parent.name for path in ROOT.glob("plugins/*/entry.py"))
 NO_TORCH = {
-    "units", "flags", "config", "options", "layout", "masks", "schedule", "autotune", "packing",
-    "seam", "__main__", "registry", "plugins",
+    "units", "flags", "config", "option_table", "spine_options", "options", "layout", "masks",
+    "schedule", "autotune", "packing", "seam", "__main__", "registry", "plugins",
 }  # fmt: skip
 TORCH_AFTER_ALL = {"layout/sharding.py", "autotune/measure.py"}
 # What else than the standard library, numpy and torch.

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import megatron_burst as mb
-from megatron_burst import config, flags, options
+from megatron_burst import flags, options, spine_options
+from megatron_burst import registry as plugins
 from megatron_burst.kernels import registry
 from megatron_burst.planning.validate import WIRE
 
@@ -30,7 +31,11 @@ def test_editors_see_the_public_names():
     (listed,) = [ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign)]
     assert listed == sorted(set(dir(mb)) - {"__version__"})
     imported = {a.asname or a.name for n in tree.body if hasattr(n, "names") for a in n.names}
-    assert imported == set(listed)
+    (options,) = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    public = {name for name in imported if not name.startswith("_")}
+    assert public | {options.name} == set(listed)
+    bases = {base.id.removeprefix("_") for base in options.bases}
+    assert bases == {cls.__name__ for cls in plugins.option_classes()}
 
 
 def test_keywords_are_the_fields_with_their_types():
@@ -51,7 +56,7 @@ def test_docstrings_tell_of_every_option(function):
 def test_registries_have_the_names_that_may_be_asked_for():
     assert {"auto", *registry.KERNELS} == set(options.KERNELS)
     assert {*WIRE, "auto"} == set(options.WIRE_DTYPES)
-    assert set(config.NAMED_LAYOUTS) == {*mb.layout.LAYOUTS, "balanced"}
+    assert set(spine_options.NAMED_LAYOUTS) == {*mb.layout.LAYOUTS, "balanced"}
 
 
 def test_a_config_states_options_of_the_same_name():

@@ -126,10 +126,6 @@ def whole(tmp_path_factory):
 
 # What needs a plugin, and raises a ValueError without it. Megatron Lite and verl import theirs.
 NEEDS = {
-    "longseq": """
-from megatron_burst.megatron.checks import features
-refuse(features.long_sequence_problems(mb.BurstConfig(mlp_tiles=4)))
-""",
     "rl": """
 import types
 from megatron_burst.megatron.checks import features
@@ -177,6 +173,38 @@ def test_training_needs_no_plugin(name, wheel, whole, tmp_path):
     assert without[0]["losses"] == without[1]["losses"] == whole[0]["losses"]
     assert without[0]["losses"][-1] < without[0]["losses"][0]
     assert all(each["installed"] in (True, None) for each in without + whole)
+
+
+OPTIONS = {
+    "longseq": ["offload", "host_memory", "sequence_chunks", "mlp_tiles"],
+    "sparse": ["sparse"],
+}
+LISTING = """
+import dataclasses
+import megatron_burst as mb
+from megatron_burst import flags
+print(*(field.name for field in dataclasses.fields(mb.BurstConfig)), len(flags.FLAGS))
+"""
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_and_flags_go_with_their_plugin(name, wheel, tmp_path):
+    folder = tmp_path / "installed"
+    shutil.copytree(wheel, folder)
+
+    def listed():
+        listing = subprocess.run(
+            [sys.executable, "-c", LISTING], cwd=folder, timeout=240, check=True,
+            env=os.environ | {"PYTHONPATH": str(folder)}, capture_output=True, text=True,
+        )  # fmt: skip
+        *fields, flags = listing.stdout.split()
+        assert int(flags) == len(fields)
+        return fields
+
+    before = listed()
+    shutil.rmtree(folder / "megatron_burst" / "plugins" / name)
+    assert [field for field in before if field not in OPTIONS[name]] == listed()
+    assert set(OPTIONS[name]) < set(before)
 
 
 @pytest.mark.parametrize("name", NEEDS)

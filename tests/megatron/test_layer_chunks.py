@@ -6,7 +6,7 @@ import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 import megatron_burst as mb
-from megatron_burst.megatron.checks.features import chunk_problems
+from megatron_burst.plugins.longseq.checks import chunk_problems
 from megatron_burst.plugins.longseq.layer.forward_attention import bytes_per_row, chunk_count
 
 EXACT = 1e-10

@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_burst as mb
 import megatron_burst.megatron as burst
-from megatron_burst.megatron.checks.features import tile_problems
+from megatron_burst.plugins.longseq.checks import tile_problems
 from megatron_burst.plugins.longseq.layer import tiles
 
 CLEAN = {"hidden_dropout": 0.0}

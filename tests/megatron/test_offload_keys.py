@@ -55,7 +55,7 @@ def test_training_has_the_same_losses(four, common, train, more):
     lines = ranks[0][1]
     (startup,) = [line for line in lines if line.startswith("burst attention: ")]
     assert " | 4 row chunks (forward with keys in host memory " in startup
-    assert "; --burst-offload 0.5: keys of other ranks are in host memory between row" in startup
+    assert "--burst-offload 0.5: keys of other ranks are in host memory between row chunks" in lines
     (moved,) = [line for line in lines if "of what layers leave" in line]
     assert "of keys of other ranks)" in moved
 
@@ -66,9 +66,10 @@ def test_what_cannot_wait_on_the_host_goes_round_again(four, common, train):
     ranks = four(offloading.train, [*common, *flags.split(), "--burst-offload", "0.5"], {})
     for history, _, _ in ranks:
         assert history == train(flags)
-    (startup,) = [line for line in ranks[0][1] if line.startswith("burst attention: ")]
+    lines = ranks[0][1]
+    (startup,) = [line for line in lines if line.startswith("burst attention: ")]
     assert "no keys in host memory: algorithm tile sends more than keys in forward" in startup
-    assert "; --burst-offload 0.5: keys of other ranks are not in host memory" in startup
+    assert "--burst-offload 0.5: keys of other ranks are not in host memory between row chunks" in lines
     plain = f"{CP2} --train-iters 1 {CHUNKS}"
     lines = four(session.logged, [*common, *plain.split()])[0]
     assert not any("--burst-offload" in line for line in lines)

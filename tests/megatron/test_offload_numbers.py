@@ -6,7 +6,7 @@ import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_burst as mb
-from megatron_burst.megatron.checks.features import offload_problems
+from megatron_burst.plugins.longseq.checks import offload_problems
 from megatron_burst.plugins.longseq.offload.demand import (
     HostDemand,
     Node,
@@ -74,7 +74,7 @@ def test_a_limit_of_nothing():
 
 def test_the_names_refused_are_those_of_megatron():
     """A name that no version has would refuse nothing."""
-    from megatron_burst.megatron.checks.features import OFFLOAD
+    from megatron_burst.plugins.longseq.checks import OFFLOAD
 
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     scripts = {"use_megatron_fsdp", "use_torch_fsdp2"}  # of Megatron-LM's command line only

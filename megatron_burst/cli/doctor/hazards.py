@@ -18,7 +18,7 @@ from ...config import BurstConfig
 from ...megatron.checks import command_line
 from ...megatron.checks.command_line import RESET
 from ...megatron.checks.config import backend_problems, config_problems, unasked
-from ...megatron.checks.features import lm_head_problems, offload_problems
+from ...megatron.checks.features import option_problems
 from ...megatron.checks.problem import Problem
 from ...megatron.checks.splitting import FLAG as LINEAR
 from ...megatron.checks.splitting import linear_layers, splits
@@ -198,8 +198,7 @@ def _problems(
 ) -> Iterator[Problem]:
     yield from command_line.yaml_problems(config)
     yield from config_problems(config, burst, seq_length)
-    yield from lm_head_problems(config, burst)
-    yield from offload_problems(config, burst)
+    yield from option_problems(config, burst)
     yield from backend_problems(config, burst)
     if burst.algorithm != flags.OFF and splits(config):
         yield from command_line.run_problems(config, burst, engine=te is not None)

@@ -20,6 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ... import registry
 from ...attention import attention
 from ...config import Auto, BurstConfig
 from ...layout import DocumentZigzag, Layout
@@ -140,6 +141,8 @@ class BurstCoreAttention(MegatronModule):
         self._layer = max(1, layer_number)
         self._window = layer_window(config, self._layer)
         self._burst = burst
+        row_chunks = registry.optional("row_chunks")
+        self._sequence_chunks = 1 if row_chunks is None else row_chunks(burst)
         self.current_max_attn_logits: torch.Tensor | None = None
         self._add_sink(config.num_attention_heads // pg_collection.tp.size())
         self.register_load_state_dict_pre_hook(_drop_extra_state)
@@ -175,7 +178,7 @@ class BurstCoreAttention(MegatronModule):
     @property
     def sequence_chunks(self) -> int | Auto:
         """Into how many chunks of rows the layer cuts its attention half; "auto" as it sees fit."""
-        return self._burst.sequence_chunks
+        return self._sequence_chunks
 
     def forward(
         self,
@@ -198,9 +201,9 @@ class BurstCoreAttention(MegatronModule):
         tensor that adds nothing (`check_call`). attention_bias and what is unknown must be None.
         Raises `ValueError` on all ranks alike.
         """
-        if self._burst.sequence_chunks not in (1, "auto"):
+        if self._sequence_chunks not in (1, "auto"):
             raise ValueError(
-                f"--burst-sequence-chunks {self._burst.sequence_chunks}: core attention of layer "
+                f"--burst-sequence-chunks {self._sequence_chunks}: core attention of layer "
                 f"{self._layer} was called outside TransformerLayer._forward_attention, which cuts "
                 "rows into chunks; leave the flag out"
             )

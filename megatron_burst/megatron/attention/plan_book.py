@@ -45,7 +45,7 @@ from ...comm.consensus import agree
 from ...comm.groups import Groups
 from ...comm.process_groups import backends
 from ...comm.recent import Recent
-from ...config import Auto, BurstConfig
+from ...config import BurstConfig
 from ...kernels.online_softmax import accumulation_dtype
 from ...masks import Causal, Full, Mask, Window
 from ...options import AttentionKeywords
@@ -166,8 +166,6 @@ class LayerKind:
                 more += f"; masks of {self.burst.mask}, called for every layer"
             if self.stream is not None:
                 more += exchange_line(book.groups, self.stream, self.attention, pack, (q, k, v))
-            if rows.chunks > 1 and self.burst.offload:
-                more += host_line(plan, self.burst.offload)
             if automatic:
                 more += f"; for {self.layers()}"
             more += priority_line(rings_of_normal_priority(book.groups))
@@ -340,16 +338,6 @@ class PlanBook:
                 told = distributed_c10d._get_default_store().add(key, 1) > 1
         if not told:
             logging.getLogger("megatron_burst").info(line)
-
-
-def host_line(plan: Plan, offload: float | Auto) -> str:
-    """Return what the start-up line says of `--burst-offload` beside row chunks."""
-    if plan.host_refusal is None and plan.groups.topology.ring_size > 1:
-        when = " unless it takes 0" if offload == "auto" else ""
-        where = f"in host memory between row chunks{when}"
-    else:
-        where = "not in host memory between row chunks"
-    return f"; --burst-offload {offload}: keys of other ranks are {where}"
 
 
 def rings_of_normal_priority(groups: Groups) -> list[str]:

@@ -17,7 +17,7 @@ from ... import flags
 from ...config import BurstConfig
 from .. import patching
 from .config import HIDDEN_STATES, config_problems, kernel_problems
-from .features import UNTESTED_FSDP, feature_problems, packing_problems
+from .features import UNTESTED_FSDP, option_problems, packing_problems
 from .layer_lists import mixed
 from .problem import ConfigView, Problem, Rule, broken, excluded
 from .sparse import gathers, sparse_layers
@@ -91,7 +91,7 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
     burst, wrong = flags.choices(args)
     yield from map(Problem, wrong)
     yield from config_problems(settings, burst, getattr(settings, "seq_length", None))
-    yield from feature_problems(settings, burst)
+    yield from option_problems(settings, burst)
     if burst.algorithm == flags.OFF:
         return
     yield from kernel_problems(settings, burst)

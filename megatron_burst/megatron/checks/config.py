@@ -111,8 +111,6 @@ _MASK = tuple(
              "--burst-layout balanced, whose balance is that of causal documents"),
         Rule(lambda c, b: b.pack != "off",
              "--burst-pack {b.pack}, whose balance is that of causality"),
-        Rule(lambda c, b: b.sequence_chunks != 1,
-             "--burst-sequence-chunks {b.sequence_chunks}, which was not tested"),
         Rule(lambda c, b: b.attention_layout not in (None, b.layout),
              "--burst-attention-layout {b.attention_layout}, which was not tested"),
         Rule("mtp_num_layers", "--mtp-num-layers, whose layers count from 1 again, so that the "

@@ -37,7 +37,8 @@ class Problem:
 
 
 class ConfigView:
-    """The settings of a `TransformerConfig`, or of parsed arguments; None for one that it lacks."""
+    """The attributes of a `TransformerConfig`, of parsed arguments, or of a `BurstConfig`; None for
+    one that it lacks, such as an option of a plugin that is not installed."""
 
     def __init__(self, config: Any) -> None:
         self._config = config
@@ -58,7 +59,7 @@ class Rule(NamedTuple):
     is about, {value} for what `when` returns, {c.NAME} for a setting and {b.NAME} for a choice.
     """
 
-    when: str | Callable[[ConfigView, BurstConfig], Any]
+    when: str | Callable[[ConfigView, Any], Any]
     reason: str
     add: tuple[str, ...] = ()
     remove: tuple[str, ...] = ()
@@ -108,7 +109,7 @@ def broken(
     table is about.
     """
     c: Any = ConfigView(config)
-    chosen: Any = burst
+    chosen: Any = ConfigView(burst)
     for when, reason, add, remove in rules:
         value = getattr(c, when) if isinstance(when, str) else when(c, chosen)
         if value:

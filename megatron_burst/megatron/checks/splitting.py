@@ -185,12 +185,6 @@ _APART = (
     Rule(lambda c, b: b.layout not in STREAMS,
          "{flag} with --burst-layout {b.layout}: tokens that attention exchanges lie "
          f"{' or '.join(STREAMS)}", add=("--burst-layout contiguous",)),
-    Rule(lambda c, b: b.sequence_chunks != 1,
-         "{flag} with --burst-sequence-chunks {b.sequence_chunks}, which was not tested: chunks of "
-         "rows of the stream would be other rows of attention's",
-         remove=("--burst-sequence-chunks",)),
-    Rule(lambda c, b: b.offload, "{flag} with --burst-offload {b.offload}, which was not tested",
-         remove=("--burst-offload",)),
     Rule("mtp_num_layers", "{flag} with --mtp-num-layers, which was not tested",
          remove=("--burst-attention-layout",)),
     Rule(lambda c, b: changing_groups(c),

@@ -4,6 +4,7 @@
 from ...registry import Plugin
 
 PLUGIN = Plugin(
+    options="options:SparseOptions",
     public={
         "Selection": "selection:Selection",
         "indexer_loss": "loss:indexer_loss",
@@ -12,6 +13,7 @@ PLUGIN = Plugin(
         "sparse_layer_spec": "megatron.layers:sparse_layer_spec",
     },
     hooks={
+        "configured": "megatron.checks:configured",
         "patch_megatron": "megatron.patches:patch",
         "sparse_problems": "megatron.checks:sparse_problems",
     },

@@ -153,16 +153,17 @@ def choices_of(
     if choices.intra_size:
         fields["intra"] = choices.intra_size
     for name, counted in AUTO.items():
-        value = getattr(choices, name)
+        value = getattr(choices, name, None)
+        if value is None:  # the plugin with this option is not installed
+            continue
         if value == "auto" and name in fewest:
             counted = min(counted, max(1, rows // fewest[name]))
         fields[name] = counted if value == "auto" else value
-    chunks = choices.sequence_chunks if fields["sequence_chunks"] > 1 else None
-    if not ours and chunks is not None:
-        raise ValueError(
-            f"{said('sequence-chunks')} {chunks} is for BurstAttention: take "
-            "--context-parallel-algo burst, or leave it out"
-        )
+        if name == "sequence_chunks" and fields[name] > 1 and not ours:
+            raise ValueError(
+                f"{said('sequence-chunks')} {value} is for BurstAttention: take "
+                "--context-parallel-algo burst, or leave it out"
+            )
     return fields
 
 

@@ -22,6 +22,8 @@ from ....megatron import patching
 from ....megatron.attention.core_attention import AttentionCall, BurstCoreAttention
 from ....megatron.attention.plan_book import RowChunking
 from ....megatron.patching import given_to, log
+from ....option_table import Auto
+from ....planning.plan import Plan
 from ....recompute.checkpoint import current
 from ....recompute.tile_counts import FEWEST_ROWS
 from ....units import byte_size
@@ -66,6 +68,8 @@ def _in_chunks(
         return original(self, *args, **kwargs)
     kept, tier = call.plan.keeps(current(), call.label), tier_of(patches)
     host = None if tier is None or call.plan.host_refusal is not None else tier.keys()
+    if tier is not None:
+        _log_once(patches, keys_line(call.plan, self.config.burst.offload))
     return ChunkedHalf(half, call, kept, half.parameters(), host).apply(hidden), None
 
 
@@ -90,13 +94,27 @@ def _call(
     count = half.core.sequence_chunks
     if count == "auto":
         count, line = chunk_count(q, k, v, width=hidden.shape[-1], blocks=blocks)
-        said = patches.notes.setdefault("chunks of rows", set())
-        if line not in said:
-            said.add(line)
-            log(f"{FLAG} auto: {line}")
+        _log_once(patches, f"{FLAG} auto: {line}")
         if count == 1:
             return None
     return half.core.call(q, k, v, reached.mask_type, masks, params, RowChunking(count, blocks))
+
+
+def keys_line(plan: Plan, offload: float | Auto) -> str:
+    """The log line that says whether keys of other ranks are in host memory between row chunks."""
+    if plan.host_refusal is None and plan.groups.topology.ring_size > 1:
+        when = " unless it takes 0" if offload == "auto" else ""
+        where = f"in host memory between row chunks{when}"
+    else:
+        where = "not in host memory between row chunks"
+    return f"--burst-offload {offload}: keys of other ranks are {where}"
+
+
+def _log_once(patches: patching.PatchSet, line: str) -> None:
+    logged = patches.notes.setdefault("lines of row chunks", set())
+    if line not in logged:
+        logged.add(line)
+        log(line)
 
 
 def _check(layer: Any, given: dict[str, Any]) -> None:

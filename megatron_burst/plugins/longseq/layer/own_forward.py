@@ -14,10 +14,10 @@ from typing import Any
 
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from ....config import BurstConfig
 from ....megatron.checks.problem import Problem, report
 from ....megatron.checks.splitting import attends
 from ....megatron.patching import PatchSet, given_to, path_of, user_error
+from ..options import LongSequenceOptions
 
 _HOME = "megatron.core.transformer.transformer_layer"
 # Methods of TransformerLayer that run although the class overrides them or `forward`.
@@ -49,7 +49,7 @@ def _refusing(original: Callable, self: Any, *args: Any, **named: Any) -> None:
     original(self, *args, **named)
 
 
-def own_forward_problems(layer: type, config: Any, burst: BurstConfig) -> Iterator[Problem]:
+def own_forward_problems(layer: type, config: Any, burst: LongSequenceOptions) -> Iterator[Problem]:
     """Yield the options that may have no effect in layers of this class.
 
     With full recomputation, offloading takes place outside the layer's forward.

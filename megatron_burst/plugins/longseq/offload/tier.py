@@ -21,18 +21,24 @@ from typing import Any, NamedTuple
 import torch
 
 from ....comm.hosts import this_host
-from ....config import BurstConfig
 from ....megatron.patching import PatchSet, log
 from ....recompute.host_limits import host_limit
 from ....units import size_of
 from ..host.copies import Moved
 from ..host.frames import HostFrame
 from ..host.mover import HostMemory, copy_rate
+from ..options import LongSequenceOptions
 from .demand import HostDemand, Node, choice, line, too_small
 
 ASKED = "offload"  # note: the choices of the configuration that asked for it
 TIER = "host memory"  # note: the tier, once a forward pass or a step needed it
 MIN_BYTES = 1 << 20  # smaller tensors stay: a copy would cost more than they free
+
+
+def configured(patches: PatchSet, config: Any, burst: LongSequenceOptions) -> None:
+    """Note that a configuration of the run moves activations to host memory."""
+    if burst.offload:
+        patches.notes[ASKED] = burst
 
 
 def tier_of(patches: PatchSet) -> Tier | None:
@@ -81,7 +87,7 @@ class Tier:
     if all ranks of the run did.
     """
 
-    def __init__(self, burst: BurstConfig) -> None:
+    def __init__(self, burst: LongSequenceOptions) -> None:
         self.auto = burst.offload == "auto"
         self.fraction = 1.0 if self.auto else float(burst.offload)
         self.stated = None

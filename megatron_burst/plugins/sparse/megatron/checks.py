@@ -6,24 +6,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ....config import OFF, SPARSE, BurstConfig
-from ....megatron.checks.problem import Problem, Rule, broken, excluded
-from ....megatron.checks.sparse import FLAG, sparse_layers
+from ....megatron.checks.problem import ConfigView, Problem, Rule, broken, excluded
+from ....megatron.checks.sparse import gathers, sparse_layers
 from ....megatron.checks.splitting import OLDEST, splits
-from ....megatron.patching import core_version
+from ....megatron.patching import PatchSet, core_version, log
 from ....schedule.algorithms import ALGORITHMS
+from ....spine_options import OFF
+from ..options import SPARSE, SparseOptions
 
+FLAG = "--burst-sparse"
+COEFFICIENT = "--dsa-indexer-loss-coeff"
+_GATHER = "--cp-comm-type allgather"
 KEEP = (f"{FLAG} {OFF}",)
 
 
-def selects(config: Any, burst: BurstConfig | None) -> bool:
+def selects(config: Any, burst: SparseOptions | None) -> bool:
     """Whether layers of sparse attention in models of such a run are ours."""
     if burst is None or OFF in (burst.algorithm, burst.sparse) or not splits(config):
         return False
     return sparse_layers(config) is not None
 
 
-def sparse_algorithm(burst: BurstConfig) -> str:
+def sparse_algorithm(burst: SparseOptions) -> str:
     """The algorithm of `mb.select` and `mb.sparse_attention` that these choices stand for; "auto"
     where the fastest is to be found, for each of the two."""
     if burst.sparse != "auto":
@@ -66,7 +70,7 @@ _RULES = (
          "{flag}: ranks do not share heads of sparse attention, as --context-parallel-algo "
          "{b.algorithm} or --burst-ulysses-size asks",
          add=("--context-parallel-algo burst",), remove=("--burst-ulysses-size",)),
-    Rule(lambda c, b: b.sequence_chunks != 1,
+    Rule(lambda c, b: b.sequence_chunks not in (None, 1),
          "{flag} with --burst-sequence-chunks {b.sequence_chunks}, which was not tested",
          remove=("--burst-sequence-chunks",)),
     Rule(lambda c, b: b.attention_layout not in (None, b.layout),
@@ -92,12 +96,17 @@ _RULES = (
 )  # fmt: skip
 
 
-def sparse_problems(config: Any, burst: BurstConfig, what: str) -> Iterator[Problem]:
-    """Unless sparse attention of a model that is split over ranks can run as `burst` states.
+def sparse_problems(config: Any, burst: SparseOptions, what: str) -> Iterator[Problem]:
+    """Problems of sparse attention in a model that is split over ranks.
 
-    config: a `TransformerConfig`, or any object with attributes of the same names. what: the
-    setting that asks for such layers.
+    Args:
+        config: a `TransformerConfig`, or any object with attributes of the same names.
+        burst: the options of the run.
+        what: the setting that asks for such layers.
     """
+    if OFF in (burst.algorithm, burst.sparse):
+        yield from _megatrons_problems(config, burst, what)
+        return
     if core_version() < OLDEST:
         version, oldest = (".".join(map(str, one)) for one in (core_version(), OLDEST))
         yield Problem(
@@ -107,3 +116,38 @@ def sparse_problems(config: Any, burst: BurstConfig, what: str) -> Iterator[Prob
         )
         return
     yield from broken(_RULES, config, burst, what)
+
+
+def _megatrons_problems(config: Any, burst: SparseOptions, what: str) -> Iterator[Problem]:
+    """Problems where Megatron's own sparse attention runs."""
+    given: Any = ConfigView(config)
+    if burst.layout != "zigzag" and burst.algorithm != OFF:
+        yield Problem(
+            f"{what} with {FLAG} {OFF} and --burst-layout {burst.layout}: Megatron's "
+            "all-gather takes the tokens for zigzag ones",
+            add=("--burst-layout zigzag",),
+        )
+    overlaps, trains = given.overlap_grad_reduce, given.dsa_indexer_loss_coeff
+    if burst.algorithm != OFF and overlaps and not trains:
+        yield Problem(
+            f"{what} with {FLAG} {OFF}, --overlap-grad-reduce and {COEFFICIENT} {trains}: "
+            "Megatron's data parallelism waits for gradients of the indexers, which have none",
+            add=(f"{COEFFICIENT} 0.001",),
+            remove=("--overlap-grad-reduce",),
+        )
+    # With ours installed the configuration was made without Megatron's assertion.
+    if burst.algorithm == OFF and given.has("cp_comm_type") and not gathers(config):
+        yield Problem(
+            f"{what} with --context-parallel-algo {OFF}: Megatron's own exchange must be an "
+            f"all-gather, not {config.cp_comm_type}",
+            add=(_GATHER,),
+        )
+
+
+def configured(patches: PatchSet, config: Any, burst: SparseOptions) -> None:
+    """Set the exchange of a configuration whose sparse attention stays Megatron's to all-gather."""
+    theirs = burst.sparse == OFF and burst.algorithm != OFF and splits(config)
+    if not theirs or sparse_layers(config) is None or gathers(config):
+        return
+    log(f"cp_comm_type {config.cp_comm_type} is now allgather, for {FLAG} {OFF}")
+    config.cp_comm_type = "allgather"

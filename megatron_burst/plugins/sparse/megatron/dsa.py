@@ -20,7 +20,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from ....comm.recent import Recent
 from ....layout.sharding import to_device
 from ....megatron import homes
-from ....megatron.checks.sparse import COEFFICIENT
 from ....planning.plan import Plan
 from ....recompute.checkpoint import current, in_backward
 from ..attention import sparse_attention
@@ -28,6 +27,7 @@ from ..indexer import select
 from ..loss import indexer_loss
 from ..rules import Dsa
 from ..selection import Selection, selected
+from .checks import COEFFICIENT
 from .selecting_layers import SelectingLayer, SparseCall
 
 # From 0.19 on; before, it is another one.

@@ -13,10 +13,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from ....config import OFF
 from ....megatron import homes
 from ....megatron.attention.hooks import DSAttention, is_sparse, module_of
-from ....megatron.checks.sparse import FLAG, sparse_layers
+from ....megatron.checks.sparse import sparse_layers
 from ....megatron.checks.splitting import DSA, splits
 from ....megatron.patching import PatchSet, bound_to, burst_chosen, require_function
-from .checks import selects
+from .checks import FLAG, selects
 from .dsa import BurstDSAttention
 
 _DEFAULTS = (None, "p2p")  # what Megatron-Core and Megatron-LM take where nobody says

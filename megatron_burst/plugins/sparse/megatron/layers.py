@@ -33,7 +33,6 @@ from ....megatron.attention.core_attention import BurstCoreAttention
 from ....megatron.attention.plan_book import LayerKind
 from ....megatron.checks.config import model_problems, records_max_logits, ulysses_size
 from ....megatron.checks.problem import Problem, Rule, broken, refuse
-from ....megatron.checks.sparse import FLAG
 from ....megatron.data.cut import group_of
 from ....megatron.windows import layer_window
 from ....planning.plan import Plan
@@ -41,8 +40,9 @@ from ....recompute.checkpoint import current
 from ..attention import sparse_attention
 from ..indexer import select
 from ..loss import indexer_loss
+from ..options import SparseOptions
 from ..rules import Dsa, Msa, Qsa, SelectionRule, rule_of
-from .checks import SELECTING, sparse_algorithm
+from .checks import FLAG, SELECTING, sparse_algorithm
 from .index_branch import IndexBranch, IndexTensors, LayerRule, of_this_rank
 from .index_loss import attached
 from .selecting_layers import SelectingKind
@@ -186,7 +186,7 @@ _RULES = (
          f"{OFF}", add=("--context-parallel-algo burst",)),
     Rule(lambda c, b: b.sparse == OFF, f"{{flag}} with {FLAG} {OFF}: Megatron has none of them",
          remove=(FLAG,)),
-    Rule(lambda c, b: b.sequence_chunks not in (1, "auto"),
+    Rule(lambda c, b: b.sequence_chunks not in (None, 1, "auto"),
          "{flag} do not run in chunks of rows", remove=("--burst-sequence-chunks",)),
     Rule(lambda c, b: records_max_logits(c), "{flag} do not record the largest attention logits",
          remove=("--log-max-attention-logit", "--qk-clip")),
@@ -366,8 +366,10 @@ class RuleCoreAttention(BurstCoreAttention):
 
     def _layer_kind(self, mask_type: Any) -> LayerKind:
         """Layers whose plan is of an algorithm in which keys travel."""
+        config: Any = self.config
+        options: SparseOptions = config.burst
         burst: Any = dataclasses.replace(
-            self._burst, algorithm=sparse_algorithm(self._burst), side="kv", kernel="reference"
+            options, algorithm=sparse_algorithm(options), side="kv", kernel="reference"
         )
         return dataclasses.replace(super()._layer_kind(mask_type), burst=burst, selects=True)
 
@@ -424,8 +426,9 @@ class RuleCoreAttention(BurstCoreAttention):
         _, key, value, *index = tensors
         index = index[1] if index else key
         name = f"layers with rule {type(self.choice.rule).__name__}, top_k {self.choice.top_k}"
+        config: Any = self.config
         kind = SelectingKind(
-            self._burst, self.cut, name, ("index keys", index[0, 0].numel()),
+            config.burst, self.cut, name, ("index keys", index[0, 0].numel()),
             ("keys/values", key[0, 0].numel() + value[0, 0].numel()),
         )  # fmt: skip
         if kind not in self.book.logged:

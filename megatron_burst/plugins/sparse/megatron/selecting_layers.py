@@ -15,7 +15,6 @@ from typing import Any, TypedDict
 
 from megatron.core.transformer.enums import AttnMaskType
 
-from ....config import BurstConfig
 from ....masks import Causal
 from ....megatron.attention.core_attention import check_call, check_pack
 from ....megatron.attention.groups import book_of
@@ -28,6 +27,7 @@ from ....planning.plan import Plan
 from ....planning.prepare import prepare
 from ....schedule.cost import Traffic
 from ....units import byte_size
+from ..options import SparseOptions
 from .checks import sparse_algorithm
 
 
@@ -39,7 +39,7 @@ class SelectingKind:
     token has of it; keys: the same of the keys and values that attention gets.
     """
 
-    burst: BurstConfig
+    burst: SparseOptions
     cut: BatchCut
     name: str
     index: tuple[str, int]
@@ -126,7 +126,7 @@ class SelectingLayer:
         index: tuple[str, int],
         keys: tuple[str, int],
     ) -> None:
-        burst: BurstConfig = config.burst
+        burst: SparseOptions = config.burst
         check_config(config, burst)
         self.group = pg_collection.cp
         self._cuts = cuts_batches(config, pg_collection)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .....config import BurstConfig, flag_of
+from .....config import FIELDS, flag_of
 from .....options import KERNELS
 from ..settings import Settings
 from ..shapes.model import POSITIONS, STRUCTURE, Model
@@ -131,17 +131,16 @@ def choices(run: Settings, cut: str = "", carries: bool = False) -> dict[str, An
     wanted: dict[str, Any] = {
         "algorithm": ("auto" if run.by_kind else run.algorithm) if ours else "megatron",
         "kernel": run.kernel if ours and run.kernel in KERNELS else "auto",  # or words of a file
-        "layout": run.layout if ours and not cut else BurstConfig.layout,
+        "layout": run.layout if ours and not cut else FIELDS["layout"].default,
         "side": run.side if ours else "auto",
         "ulysses_size": run.ulysses if ours and run.ulysses not in (1, run.cp) else None,
         "placement": run.placement if ours and 1 < run.ulysses < run.cp else "head_first",
         "wire_dtype": "bf16" if ours and run.wire == "bf16" else None,
         "store": run.store if ours and run.store else None,
         "lm_head_loss": run.lm_head_loss,
-        "offload": run.offload,
-        "sequence_chunks": run.sequence_chunks,
-        "mlp_tiles": run.mlp_tiles,
     }
+    of_plugins = ("offload", "sequence_chunks", "mlp_tiles")
+    wanted |= {name: getattr(run, name) for name in of_plugins if name in FIELDS}
     if cut == "balanced":
         wanted["pack"] = "documents"
     if ours and carries:
@@ -153,6 +152,6 @@ def choices(run: Settings, cut: str = "", carries: bool = False) -> dict[str, An
         for name, value in wanted.items()
         if name in ("algorithm", "head_chunks", "linear")
         or (name == "layout" and cut == "zigzag")  # a part of a store would take striped
-        or value != getattr(BurstConfig, name)
+        or value != FIELDS[name].default
     }
     return {name: f"{v:g}" if isinstance(v, float) else v for name, v in said.items()}
