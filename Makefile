@@ -52,7 +52,7 @@ test-recipes: ## the tests with Megatron-Bridge, in an environment of their own,
 test-verl: ## the tests with verl, in an environment of their own, VENV-verl (6 GB); PYTHON=python3.12
 	@if [ "$(MINOR)" != 3.12 ]; then echo "test-verl: SKIPPED: needs Python 3.12, $(PYTHON) is $(MINOR)"; \
 	elif $(MAKE) --no-print-directory $(VENV)-verl/.ready; then \
-	  $(VENV)-verl/bin/python -m pytest tests/verl $(ARGS) < /dev/null; \
+	  $(VENV)-verl/bin/python -m pytest tests/plugins/rl/verl $(ARGS) < /dev/null; \
 	else echo "test-verl: SKIPPED: verl or what it needs cannot be installed here (see above)"; fi
 
 # Exit status 77: something that the build needs is missing, and it has said what.

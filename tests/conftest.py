@@ -8,7 +8,7 @@ from pathlib import Path
 import csrc_library
 import pytest
 import torch
-from ci_rooms import AGAIN, FIRST, HALVED, RARE
+from ci_rooms import AGAIN, FIRST, HALVED, RARE, room
 from hypothesis import Phase, settings
 from workers import Workers
 
@@ -36,11 +36,11 @@ def pytest_collection_modifyitems(items):
     """Long files first, so that processes that share the files out end at about the same time; and
     the marks that say what CI runs once, or not at all."""
 
-    def room(item):
-        name = item.path.relative_to(TESTS).parts[0]
+    def turn(item):
+        name = room(item.path.relative_to(TESTS))
         return FIRST.index(name) if name in FIRST else len(FIRST)
 
-    items.sort(key=room)
+    items.sort(key=turn)
     # Cases that are shared out: neither slow nor skipped for one version of something.
     shared = {
         item: item.nodeid.split("[")[0]
@@ -78,8 +78,8 @@ def room_pools():
 def one_room(request, room_pools):
     """Ranks of another room end before the tests of this file: threads of their process groups
     would take most of two cores until the session ends."""
-    room = request.path.relative_to(TESTS).parts[0]
-    for other in [name for name in room_pools if name != room]:
+    here = room(request.path.relative_to(TESTS))
+    for other in [name for name in room_pools if name != here]:
         for workers in room_pools.pop(other):
             workers.close()
 

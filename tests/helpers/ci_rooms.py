@@ -6,14 +6,15 @@ Paths below `tests/`; `conftest.py` orders and marks by them, CONTRIBUTING has t
 # Rooms whose tests train whole models, the longest first; then those with ranks. All others follow
 # in the order of their names.
 FIRST = (
-    "megatron_lm", "kernels", "parity", "examples", "megatron", "recompute", "linear_cross_entropy",
-    "execution", "linear_attention", "comm", "cli",
+    "megatron_lm", "kernels", "parity", "examples", "megatron", "plugins/longseq",
+    "linear_cross_entropy", "execution", "linear_attention", "comm", "cli",
 )  # fmt: skip
 # What another Megatron, Python or torch could break; all other tests are marked `once`.
 AGAIN = (
-    "megatron/", "megatron_lm/", "parity/", "examples/", "cli/", "kernels/", "recompute/",
+    "megatron/", "megatron_lm/", "parity/", "examples/", "cli/", "kernels/",
     "linear_cross_entropy/", "linear_attention/test_linear_gloo", "execution/test_attention_",
     "execution/test_store", "execution/test_doors", "execution/test_live_tensors",
+    "plugins/longseq/", "plugins/rl/megatron/", "plugins/sparse/megatron/", "plugins/vision/",
     "execution/test_in_flight", "comm/test_process_groups", "house/test_flags",
     "house/test_options", "house/test_docs_blocks", "plugins/tools/test_memory_measured",
 )  # fmt: skip
@@ -21,10 +22,11 @@ AGAIN = (
 # one, every function on both, and what differs between the two shows in half of the cases.
 HALVED = (
     "megatron/test_lm_head", "megatron/test_mask", "megatron/test_attention_layout",
-    "megatron/test_layer_chunks", "megatron/test_mlp_tiles", "megatron/test_bad_input",
-    "megatron/test_groups", "megatron/test_balanced_batches", "megatron/test_parity",
-    "megatron/test_mtp", "megatron/test_rl", "megatron/test_offload", "megatron/test_micro_batches",
-    "megatron/test_packed", "megatron/test_rope", "megatron/test_sparse_layers",
+    "megatron/test_bad_input", "megatron/test_groups", "megatron/test_balanced_batches",
+    "megatron/test_parity", "megatron/test_mtp", "megatron/test_micro_batches",
+    "megatron/test_packed", "megatron/test_rope", "plugins/longseq/megatron/test_layer_chunks",
+    "plugins/longseq/megatron/test_mlp_tiles", "plugins/longseq/megatron/test_offload",
+    "plugins/rl/megatron/test_rl", "plugins/sparse/megatron/test_sparse_layers",
     "execution/test_attention_gloo", "execution/test_doors", "execution/test_store",
     "kernels/test_csrc", "kernels/test_flash",
 )  # fmt: skip
@@ -34,11 +36,20 @@ RARE = (
     "execution/test_attention_gloo", "execution/test_large",
     "kernels/test_triton_attention.py::test_the_kernels_compile", "kernels/test_csrc_use",
     "layout/", "linear_attention/", "megatron/test_attention_layout",
-    "megatron/test_balanced_batches", "megatron/test_checkpoint", "megatron/test_layer_chunks",
-    "megatron/test_lm_head", "megatron/test_micro_batches", "megatron/test_mtp",
-    "megatron/test_offload", "megatron/test_parity", "megatron/test_vision",
-    "megatron_lm/test_documents", "megatron_lm/test_hybrid",
-    "megatron_lm/test_layer_chunks", "megatron_lm/test_offload", "megatron_lm/test_sft",
-    "megatron_lm/test_slurm", "megatron_lm/test_tiles", "megatron_lm/test_training", "schedule/",
-    "plugins/tools/",
+    "megatron/test_balanced_batches", "megatron/test_checkpoint", "megatron/test_lm_head",
+    "megatron/test_micro_batches", "megatron/test_mtp", "megatron/test_parity",
+    "megatron_lm/test_documents", "megatron_lm/test_hybrid", "megatron_lm/test_layer_chunks",
+    "megatron_lm/test_offload", "megatron_lm/test_sft", "megatron_lm/test_slurm",
+    "megatron_lm/test_tiles", "megatron_lm/test_training", "schedule/",
+    "plugins/longseq/megatron/test_layer_chunks", "plugins/longseq/megatron/test_offload",
+    "plugins/vision/megatron/test_vision", "plugins/tools/",
 )  # fmt: skip
+
+
+def room(path):
+    """The room of a file of tests, given its path below `tests/`: its first folder; for tests of a
+    plugin `plugins/NAME`, or `megatron` if they use the ranks of `tests/megatron`."""
+    parts = path.parts
+    if parts[0] != "plugins":
+        return parts[0]
+    return "megatron" if parts[2] == "megatron" else "/".join(parts[:2])

@@ -1,5 +1,5 @@
 """Core attentions that derive from Megatron's: which ones BurstAttention replaces, and with which
-arguments. `tests/recipes` and `tests/verl` train with the classes of Megatron-Bridge."""
+arguments. `tests/recipes` and `tests/plugins/rl/verl` train with the classes of Megatron-Bridge."""
 
 import copy
 from types import SimpleNamespace

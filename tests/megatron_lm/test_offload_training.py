@@ -1,7 +1,7 @@
 """Megatron-LM's own loop with activations on the host: every line of the log as without.
 
 In strict mode, and with tensors of any size; that the bits are the same is shown by
-tests/megatron/test_offload.py, whose losses are not rounded.
+tests/plugins/longseq/megatron/test_offload.py, whose losses are not rounded.
 """
 
 import re

@@ -69,7 +69,10 @@ def test_what_cannot_wait_on_the_host_goes_round_again(four, common, train):
     lines = ranks[0][1]
     (startup,) = [line for line in lines if line.startswith("burst attention: ")]
     assert "no keys in host memory: algorithm tile sends more than keys in forward" in startup
-    assert "--burst-offload 0.5: keys of other ranks are not in host memory between row chunks" in lines
+    assert (
+        "--burst-offload 0.5: keys of other ranks are not in host memory between row chunks"
+        in lines
+    )
     plain = f"{CP2} --train-iters 1 {CHUNKS}"
     lines = four(session.logged, [*common, *plain.split()])[0]
     assert not any("--burst-offload" in line for line in lines)

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[3] / "helpers"))
 import sparse_layers
 
 if __name__ == "__main__":

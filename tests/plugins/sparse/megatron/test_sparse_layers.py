@@ -1,5 +1,6 @@
 """`mb.sparse_layer_spec`: GPT layers with a selection rule train alike at any parallel size."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import documented
@@ -88,7 +89,7 @@ def test_a_checkpoint_goes_on_at_other_sizes(tmp_path):
     """Saved at CP 2 and TP 2, loaded at CP 4."""
     server = Ranks(tmp_path, "pretrain_gpt", ROOT / "examples")
     (tmp_path / "model").mkdir()
-    script = ROOT / "tests" / "megatron" / "sparse_checkpoint.py"
+    script = Path(__file__).with_name("sparse_checkpoint.py")
     done = server.run(4, [str(tmp_path / "model"), "msa"], script=script)
     server.close()
     assert done.codes == [0] * 4, "\n".join(done.texts)[-4000:]

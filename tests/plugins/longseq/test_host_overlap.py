@@ -10,7 +10,7 @@ from megatron_burst.plugins.longseq.host.copies import HostCopy
 from megatron_burst.plugins.longseq.host.frames import Order
 from megatron_burst.recompute.host_limits import choose_fraction
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 NBYTES = 1000 * 64  # that a layer leaves
 
 

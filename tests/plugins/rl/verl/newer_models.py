@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-sys.path.append(str(Path(__file__).parents[1] / "recipes"))
+sys.path.append(str(Path(__file__).parents[3] / "recipes"))
 
 MIMO = "megatron.bridge.models.mimo_v2_flash"
 SIZES = {
