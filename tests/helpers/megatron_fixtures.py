@@ -13,8 +13,9 @@ pytest.importorskip("megatron.core")
 import session
 from workers import Workers
 
-# Where `ranks` is, which forks the ranks of checkpoints too.
-sys.path.insert(0, str(Path(__file__).parents[1] / "megatron_lm"))
+# `ranks`, which forks the ranks of checkpoints too, and what tests of plugins share with others.
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / "megatron_lm"), str(TESTS / "megatron")]
 
 SEQUENCE = 64
 VOCABULARY = 61
