@@ -240,6 +240,14 @@ class Groups(RanksHere):
         """
         return InProcessGroups(Topology.of_nodes(inter, intra, ulysses, placement))
 
+    @classmethod
+    def single(cls) -> Groups:
+        """A grid of one rank, this process, without torch.distributed.
+
+        Attention, the LM head and linear attention then run on one device; nothing is sent.
+        """
+        return InProcessGroups(Topology.of_nodes(1, 1, 1, "head_first")).ranks[0]
+
     @property
     def size(self) -> int:
         """How many ranks the grid has."""

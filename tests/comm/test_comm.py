@@ -457,3 +457,16 @@ def test_a_message_that_gloo_takes_in_silence_is_caught(ranks, sent, received, a
 
 def test_a_message_of_the_expected_size_and_envelope_passes(ranks):
     assert ranks(2).run(message_of, 5, 5, (envelope(), envelope()), 0) == [None, None]
+
+
+def test_one_rank_needs_no_list_and_no_process_group():
+    q, k, v = torch.randn(3, 12, 1, 2, 4, dtype=torch.float64)
+    groups = mb.Groups.single()
+    assert (groups.size, groups.ranks) == (1, (groups,))
+    out = mb.attention(q, k, v, groups=groups, layout="contiguous", mask=mb.masks.Causal())
+    scores = torch.einsum("qbhd,kbhd->bhqk", q, k) / 4**0.5
+    hidden = torch.ones(12, 12, dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    expected = torch.einsum("bhqk,kbhd->qbhd", weights, v)
+    assert (out - expected).abs().max() < 1e-12
+    assert not torch.distributed.is_initialized()

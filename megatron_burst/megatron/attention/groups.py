@@ -52,7 +52,7 @@ def micro_batch_groups(group: Any, per_node: int | None, burst: BurstConfig) -> 
     or several nodes, or nodes are parts of these: the largest that both sizes allow.
     """
     if group is ONE_RANK:
-        return Groups.in_process(intra=1).ranks[0]
+        return Groups.single()
     size = group.size()
     shared = size if burst.algorithm == "ulysses" else math.gcd(burst.ulysses_size or 1, size)
     options: dict[str, Any] = {
