@@ -266,7 +266,7 @@ def _trace(arguments: Arguments) -> int:
         from . import bench
 
         record.save(bench.trace_cell(cell, named[0], say), arguments.out)
-        print(f"megatron-burst trace --events {arguments.out} --png FILE")
+        print(f"megatron-burst trace --events {arguments.out} --out FILE")
         return 0
 
     return enclosed(inside)

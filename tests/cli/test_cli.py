@@ -45,9 +45,9 @@ BAD = {
     "show schedule --side left": "invalid choice: 'left'",
     "show mask": "the following arguments are required: --out",
     "show layout --layout block_striped(x)": "did you mean block_striped?",
-    "trace --png x.png --nodes 40": "at most 16 processes",
-    "trace --png x.png --algorithm ulysses": "invalid choice: 'ulysses'",
-    "trace --png x.png --head-chunks 0": "--head-chunks must be at least 1",
+    "trace --out x.png --nodes 40": "at most 16 processes",
+    "trace --out x.png --algorithm ulysses": "invalid choice: 'ulysses'",
+    "trace --out x.png --head-chunks 0": "--head-chunks must be at least 1",
     "trace --chrome no/such/folder/x.json": "--chrome no/such/folder/x.json: its folder does not",
     # patch
     "patch": "give one MEGATRON",

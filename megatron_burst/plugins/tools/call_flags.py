@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from ...schedule.tables import SIDES
@@ -24,7 +24,6 @@ ALIASES = {
     "--ep": ("--expert-model-parallel-size",),
     "--micro-batch": ("--micro-batch-size",),
 }
-PICTURES = ("png", "svg")
 
 
 def named(name: str) -> tuple[str, ...]:
@@ -32,32 +31,21 @@ def named(name: str) -> tuple[str, ...]:
     return name, *ALIASES.get(name, ())
 
 
-def add_pictures(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add `--png` and `--svg`. what: is drawn."""
-    for kind in PICTURES:
-        text = what if kind == "png" else "the same picture as SVG"
-        parser.add_argument(f"--{kind}", type=Path, metavar="FILE", help=text)
+def add_out(parser: argparse.ArgumentParser, what: str, *, required: bool = False) -> None:
+    """Add `--out FILE`. what: the picture."""
+    text = f"{what}: file to write, with a name that ends in .png or .svg"
+    parser.add_argument("--out", type=Path, required=required, metavar="FILE", help=text)
 
 
-def pictures(arguments: argparse.Namespace) -> list[Path]:
-    """The pictures that were asked for. ValueError for a file that cannot be written."""
-    paths = []
-    for kind in PICTURES:
-        path = getattr(arguments, kind)
-        if path is not None:
-            check_picture(path, f"--{kind}", [kind])
-            paths.append(path)
-    return paths
-
-
-def check_picture(path: Path, flag: str, kinds: Sequence[str]) -> None:
-    """Raise ValueError unless a picture of one of these kinds ("png", "svg") can be written."""
-    if path.suffix[1:] not in kinds:
-        ends = " or ".join(f".{kind}" for kind in kinds)
-        raise ValueError(f"{flag}: the name of the file must end in {ends}, got {path}")
-    check_place(path, flag)
+def check_out(path: Path | None) -> None:
+    """Raise ValueError unless the picture of `--out` can be written, or there is none."""
+    if path is None:
+        return
+    if path.suffix not in (".png", ".svg"):
+        raise ValueError(f"--out: the name of the file must end in .png or .svg, got {path}")
+    check_place(path, "--out")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"{flag} needs matplotlib: pip install matplotlib")
+        raise ValueError("--out needs matplotlib: pip install matplotlib")
 
 
 def add_grid(

@@ -79,7 +79,7 @@ def test_the_kernel_of_the_step_time_is_named(capsys, monkeypatch):
 
 def test_json_and_picture(capsys, tmp_path):
     path = tmp_path / "memory.png"
-    words = [*BASE, "--longest", "--tp", "4", "--cp", "2", *FLAGS, "--json", "--png", str(path)]
+    words = [*BASE, "--longest", "--tp", "4", "--cp", "2", *FLAGS, "--json", "--out", str(path)]
     assert main(words) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["seq"] > 5_000_000

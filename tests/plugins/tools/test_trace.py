@@ -92,7 +92,7 @@ def test_passes_last_from_the_first_rank_to_the_last():
 
 def test_the_command_draws_events_that_were_kept(tmp_path, capsys):
     record.save(TRACE, tmp_path / "events.json")
-    words = ["trace", "--events", str(tmp_path / "events.json"), "--png", str(tmp_path / "t.png")]
+    words = ["trace", "--events", str(tmp_path / "events.json"), "--out", str(tmp_path / "t.png")]
     assert main(words) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "t.png")
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
@@ -150,12 +150,12 @@ def test_the_command_runs_ranks_and_notes_every_stream(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("", "say what to write: --png FILE, --svg FILE or --chrome FILE"),
-        ("--png x.png --device cuda --nodes 8", "16 ranks need as many GPUs"),
-        ("--png x.png --nodes 0", "--nodes must be at least 1, got 0"),
-        ("--png x.png --nodes 5 --per-node 4", "at most 16 processes, got 20"),
-        ("--png x.png --events pyproject.toml", "pyproject.toml holds no trace of megatron-burst"),
-        ("--png x.png --events nowhere.json", "No such file"),
+        ("", "name a file to write: --out FILE or --chrome FILE"),
+        ("--out x.png --device cuda --nodes 8", "16 ranks need as many GPUs"),
+        ("--out x.png --nodes 0", "--nodes must be at least 1, got 0"),
+        ("--out x.png --nodes 5 --per-node 4", "at most 16 processes, got 20"),
+        ("--out x.png --events pyproject.toml", "pyproject.toml holds no trace of megatron-burst"),
+        ("--out x.png --events nowhere.json", "No such file"),
     ],
 )
 def test_what_the_command_refuses(words, said, capsys):

@@ -37,7 +37,7 @@ from ..advise.search.packed import PackedForecast, cut_of, lengths_of, packed_pi
 from ..advise.search.pasted import run_flags
 from ..advise.search.search_space import SEARCHED, TrainingGoal, of_model
 from ..advise.shapes import models
-from ..call_flags import add_pictures, pictures
+from ..call_flags import add_out, check_out
 
 EPILOG = """\
 K and M are 1,024 and 1,048,576 tokens. Without --tp the tensor-parallel size that
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_packed(parser)
     flags.add_fields(parser, flags.FIELDS)
     add("--longest", action="store_true", help="find the longest sequence that fits")
-    add_pictures(parser, "draw the memory over one step")
+    add_out(parser, "draw the memory over one step")
     add(
         "megatron",
         nargs=argparse.REMAINDER,
@@ -123,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("--longest looks for --seq: give one of them")
     if arguments.longest and arguments.packed is not None:
         raise ValueError("--longest finds the length of one sequence: leave --packed out")
-    drawn = pictures(arguments)
+    check_out(arguments.out)
     cluster, model, base, given, free, packs = _read(arguments)
     runs = [base] if given else list(layouts_of(model, cluster, base, arguments.ep is None))
     if not runs:
@@ -152,10 +152,10 @@ def run(arguments: argparse.Namespace) -> int:
         held = partial(account, model) if packs is None else partial(packs.held, every=True)
         smallest = min(map(held, runs), key=lambda one: one.peak.bytes)
         found = Found(smallest, cluster, None, "" if given else "smallest peak", packs=packs)
-    for path in drawn:
+    if arguments.out:
         from . import picture
 
-        picture.draw(found.account, cluster, path)
+        picture.draw(found.account, cluster, arguments.out)
     if arguments.json:
         print(json.dumps(facts(found), indent=1))
     else:

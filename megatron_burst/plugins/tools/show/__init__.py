@@ -9,7 +9,6 @@ matplotlib, which is imported only then.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from ....layout import LAYOUTS
 from ....schedule import rings
@@ -78,8 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name != "tree":
             add(*named("--seq"), type=int, metavar="N",
                 help="length of the sequence (default: 8 positions per rank)")  # fmt: skip
-        add("--out", type=Path, required=True, metavar="FILE",
-            help="file to write, with a name that ends in .png or .svg")  # fmt: skip
+        call_flags.add_out(sub, "the picture", required=True)
         if name == "schedule":
             _add_schedule(sub)
         elif name == "scan":
@@ -102,7 +100,7 @@ def _add_schedule(sub: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Draw what the flags ask for. Raises ValueError for bad flags."""
     scene = scene_of(arguments)
-    call_flags.check_picture(arguments.out, "--out", call_flags.PICTURES)
+    call_flags.check_out(arguments.out)
     from . import pictures
 
     pictures.draw(scene, arguments.out)

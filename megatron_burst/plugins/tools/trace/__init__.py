@@ -23,10 +23,10 @@ SIZES = ("nodes", "per_node", "tokens", "heads", "kv_heads", "width", "head_chun
 LOOPBACK = "times are those of this machine's CPU and loopback device, not of GPUs and a network"
 EPILOG = """\
 examples:
-  megatron-burst trace --nodes 2 --per-node 2 --png burst.png --chrome burst.json
-  megatron-burst trace --head-chunks 4 --png chunks.png
-  megatron-burst trace --events burst.json --png burst.png
-  megatron-burst trace --events rank-0.json.gz rank-1.json.gz --png run.png
+  megatron-burst trace --nodes 2 --per-node 2 --out burst.png --chrome burst.json
+  megatron-burst trace --head-chunks 4 --out chunks.png
+  megatron-burst trace --events burst.json --out burst.png
+  megatron-burst trace --events rank-0.json.gz rank-1.json.gz --out run.png
 
 Runs forward and backward of one causal attention call (fp32, batch 1, layout
 zigzag) in one process per rank on this machine. With --device cpu the order of
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     add = parser.add_argument
-    call_flags.add_pictures(parser, "write a picture")
+    call_flags.add_out(parser, "draw a picture")
     add("--chrome", type=Path, metavar="FILE", help="write a Chrome trace")
     add("--events", type=Path, nargs="+", metavar="FILE",
         help="draw these traces instead of running: of --chrome or of torch.profiler",
@@ -64,9 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Record or read a trace, and write the files asked for. Raises ValueError for bad flags."""
-    pictures = call_flags.pictures(arguments)
-    if not (pictures or arguments.chrome):
-        raise ValueError("say what to write: --png FILE, --svg FILE or --chrome FILE")
+    call_flags.check_out(arguments.out)
+    if not (arguments.out or arguments.chrome):
+        raise ValueError("name a file to write: --out FILE or --chrome FILE")
     call_flags.check_place(arguments.chrome, "--chrome")
     if arguments.events:
         trace = record.load(arguments.events)
@@ -84,8 +84,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.chrome:
         record.save(trace, arguments.chrome)
         print(arguments.chrome)
-    for path in pictures:
+    if arguments.out:
         from . import picture
 
-        picture.draw(trace, path)
-        print(path)
+        picture.draw(trace, arguments.out)
+        print(arguments.out)
