@@ -106,8 +106,8 @@ class Pass:
     deferred: the steps of head chunks that compute the pair of their own chunks last; none where
     there are no such. totals: (family, owner) -> all rows of which this rank holds partial results.
     longest: of each family, the most rows of a chunk of others. sends: how often each copy of rows
-    is sent. held_bytes: the most that this rank holds of chunks of others. kinds: what `ring` found
-    out about its messages, by the dtypes and heads they depend on.
+    is sent. kinds: what `ring` found out about its messages, by the dtypes and heads that they
+    depend on.
     """
 
     name: str
@@ -116,7 +116,6 @@ class Pass:
     totals: Mapping[tuple[str, int], Target]
     longest: Mapping[str, int]
     sends: Mapping[Chunk, int]
-    held_bytes: int = 0
     kinds: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
 

@@ -11,7 +11,7 @@ in which order their keys lie; which pairs a step computes is the schedule's.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,10 +24,8 @@ import torch
 from ..comm.packing import Message
 from ..layout import Span
 from ..layout.sharding import to_device
-from ..schedule.demand import RowBytes
 from ..schedule.head_shares import shared_order, shared_spans
 from ..schedule.rings import Schedule
-from ..schedule.sizes import Sizes
 from ..schedule.tables import Chunk
 from .job import Call, Pass, Step, Target, Tensors
 
@@ -39,7 +37,6 @@ class Works(Protocol):
     """What the kernel plans for pairs of spans; `planning.build.Works`."""
 
     kernel: Any
-    sizes: Sizes
 
     def of(self, *spans: tuple[Span, ...]) -> Any: ...
 
@@ -122,9 +119,7 @@ def joined(run: Pass, schedule: Schedule, works: Works, device: torch.device) ->
             found.append(replace(step, release=release, calls=calls))
         return tuple(found)
 
-    run = replace(run, steps=joined_steps(run.steps), deferred=joined_steps(run.deferred))
-    held = _held_bytes(run, works.sizes.row_bytes(schedule), works.sizes)
-    return replace(run, held_bytes=max(run.held_bytes, held))
+    return replace(run, steps=joined_steps(run.steps), deferred=joined_steps(run.deferred))
 
 
 def _places(
@@ -143,41 +138,6 @@ def _places(
         follow = own[-1] - own[0] == count - 1 and (np.diff(own) == 1).all()
         found.append(slice(own[0], own[-1] + 1) if follow else together[end - count : end])
     return found
-
-
-def _held_bytes(run: Pass, row_bytes: RowBytes, sizes: Sizes) -> int:
-    """The most bytes that a rank holds at a time in joined calls: chunks of others and the copies
-    of keys, then these and their gradients, then the gradients and what travels of them.
-    row_bytes: of this pass; sizes: of a rank."""
-    of_sum = row_bytes.dkv // sizes.wire_itemsize * sizes.stat_itemsize
-    held: dict[Chunk, int] = {}  # of copies
-    flying: dict[int, int] = defaultdict(int)  # of gradients, by where they land
-    waiting: set[Chunk] = set()  # whose gradients lie in those of a call
-    most = sums = 0
-    for step in run.steps:
-        flying.pop(step.index - 1, None)
-        for chunk in step.release:
-            held.pop(chunk, None)
-        for exchange in step.exchanges:
-            both = (False, exchange.leaving), (True, exchange.arriving)
-            for arrives, payload in ((way, each) for way, several in both for each in several):
-                if payload.target is not None:
-                    flying[exchange.land] += payload.count * row_bytes.dkv
-                    most = max(most, sum((*held.values(), *flying.values(), sums)))
-                    waiting.discard(payload.target.total)
-                    sums *= bool(waiting)
-                elif arrives:
-                    held[payload.hop.chunk] = payload.count * row_bytes.kv
-        for call in step.calls:
-            rows = sum(part.rows for part in call.parts)
-            most = max(most, sum((*held.values(), *flying.values(), rows * row_bytes.kv)))
-            for part in call.parts:
-                sums += part.rows * of_sum
-                waiting |= {part.target.total} if part.target else set()
-                if part.last:
-                    held.pop(part.keys, None)
-            most = max(most, sum((*held.values(), *flying.values(), rows * row_bytes.kv, sums)))
-    return most
 
 
 def compute(call: Call, ring: Ring) -> None:

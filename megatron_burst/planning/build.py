@@ -24,7 +24,7 @@ from ..layout.layouts import Shards, Span
 from ..layout.sharding import to_device
 from ..masks import Mask
 from ..schedule.bundles import spans_of
-from ..schedule.program import held_bytes, parts_of
+from ..schedule.program import parts_of
 from ..schedule.rings import Schedule
 from ..schedule.sizes import Sizes
 from ..schedule.tables import ALL, Boundary, Chunk, Hop, Pair, Tables
@@ -84,7 +84,6 @@ def make_pass(
     run = Pass(
         name, steps, tuple(_step(boundary, rank, payloads, calls) for boundary in own_last),
         whole, longest, Counter(hop.chunk for hop in hops if hop.src == rank),
-        held_bytes(schedule.tables, program, rank, schedule.row_bytes),
     )  # fmt: skip
     if schedule.joined:
         from ..execution import joined  # which most algorithms do without

@@ -26,6 +26,7 @@ from ..options import AttentionOptions
 from ..recompute.checkpoint import Frame
 from ..schedule import cost
 from ..schedule.algorithms import ALGORITHMS
+from ..schedule.dry_run import held_bytes
 from ..schedule.rings import Schedule
 from ..schedule.tables import ROUTES
 from .pipeline import Recompute, without_tables
@@ -294,8 +295,12 @@ class Plan:
     @property
     def held_bytes(self) -> int:
         """Peak bytes of chunks of other ranks and their partial results."""
-        runs = [run for chunk in self.job.chunks for run in (chunk.forward, chunk.backward)]
-        return max(run.held_bytes for run in runs)
+        rank, sizes = self.groups.ring.rank, self.sizes
+        summed = replace(sizes, wire_itemsize=sizes.stat_itemsize)
+        return max(
+            held_bytes(without_tables(each), rank, summed.row_bytes(each))
+            for each in chain(*self.passes)
+        )
 
     @property
     def longest_message(self) -> int:

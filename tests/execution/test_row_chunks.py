@@ -16,6 +16,7 @@ import megatron_burst as mb
 from megatron_burst import masks
 from megatron_burst.layout import make
 from megatron_burst.layout.row_chunks import chunk_runs, row_chunks
+from megatron_burst.schedule.dry_run import held_bytes
 
 ONE_BY_ONE = [
     Case(grid=(2, 2, 1), algorithm="burst", chunks=3, side="query", layout="balanced", sink=True),
@@ -166,7 +167,7 @@ def test_side_auto_counts_every_chunk():
 
 def test_what_a_rank_holds_shrinks_with_the_chunks():
     held = [prepared(n, side="query").held_bytes for n in (1, 2, 4)]
-    backward = [prepared(n, side="query").job.backward.held_bytes for n in (1, 2, 4)]
+    backward = [held_bytes(prepared(n, side="query").passes[0][1], 0) for n in (1, 2, 4)]
     assert held[0] >= held[1] >= held[2]
     assert backward == [backward[0], backward[0] // 2, backward[0] // 4]
 

@@ -1,14 +1,17 @@
 """The memory of a schedule on one rank, by hand on small rings."""
 
 from collections import Counter
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
 import megatron_burst as mb
+from megatron_burst.comm import packing
+from megatron_burst.execution.buffers import Buffers, MessageKind
 from megatron_burst.schedule.demand import Demand, RowBytes, everything, wanted
-from megatron_burst.schedule.program import held_bytes
+from megatron_burst.schedule.dry_run import _Buffers, dry_run, held_bytes
 from megatron_burst.schedule.rings import backward, forward
 from megatron_burst.schedule.tables import Grid
 
@@ -18,7 +21,7 @@ BACK = RowBytes(kv=10, query=8, dkv=7, dquery=4, out=0)
 
 
 def held(schedule, rank=0):
-    return held_bytes(schedule.tables, schedule.program(rank), rank, schedule.row_bytes)
+    return held_bytes(schedule, rank)
 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(1, 0), (2, 1), (3, 2), (4, 2), (8, 2)])
@@ -33,6 +36,9 @@ def test_a_backward_of_two_ranks():
     # Step 1: the keys of the other rank (20) and their gradient (14). Then the gradient leaves
     # while that of the own keys arrives: 28.
     assert held(schedule) == 20 + 14
+    # Buffers stay until the pass ends, one of them for the own gradient.
+    (moment,) = dry_run(schedule, 0).moments
+    assert moment == {"kv": (2,), "dkv": (2, 2, 2), "dquery": (2,)}
 
 
 def test_all_gather_holds_everything():
@@ -101,6 +107,39 @@ def test_rows_sent_long_before_their_use_take_the_room_of_whole_chunks(
         for mine, dense, before in zip(early, most, late, strict=True):
             assert mine <= 1.1 * max(dense, before)
     assert found[True] >= found.total() / 4
+
+
+class Unlimited(NamedTuple):
+    """An endpoint whose messages may be as short as they are."""
+
+    room: int = 0
+
+    def released(self, tensors):
+        pass
+
+
+def test_buffers_are_reused_as_the_executor_does():
+    """The same random messages through both: each new buffer is one of the same rows."""
+    random = np.random.default_rng(0)
+    row = torch.Size((4,)), torch.float32
+    real = Buffers(torch.device("cpu"), Unlimited(), {"kv": MessageKind([row], 64)})
+    counted = _Buffers(64, short=True)
+    empty = packing.cut([(torch.Size((0, 4)), torch.float32)])
+    used, buffers = [], {}
+    for _ in range(300):
+        if used and random.random() < 0.45:
+            message, rows = used.pop(random.integers(len(used)))
+            real.give("kv", message)
+            counted.give(rows)
+            continue
+        rows = int(random.choice([1, 3, 4, 5, 15, 16, 17, 40, 64]))
+        message = real.take("kv", rows)
+        used.append((message, counted.take(rows)))
+        buffers[id(message.room)] = message.room
+    smallest = packing.room_size(empty, real.device)
+    made = sorted((room.numel() - smallest) // 16 for room in buffers.values())
+    assert made == sorted(counted.rows.elements())
+    assert {*made} == {4, 16, 64}
 
 
 def test_how_far_ahead_by_hand():

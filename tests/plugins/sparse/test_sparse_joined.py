@@ -8,8 +8,8 @@ import torch
 import megatron_burst as mb
 from megatron_burst.autotune.candidates import Fixed, Workload, on_grid
 from megatron_burst.plugins.sparse import indexer, kernels, registry
-from megatron_burst.plugins.tools.advise.account.rings import rooms
 from megatron_burst.schedule.cost import Sizes
+from megatron_burst.schedule.dry_run import dry_run
 from megatron_burst.schedule.topology import Topology
 
 S, B, D, W, HEADS, TOP_K = 48, 2, 7, 5, 4, 5
@@ -231,9 +231,11 @@ def test_a_rank_holds_the_keys_of_two_nodes():
     forward, backward = made.schedules[0]
     assert forward.wanted.joined
     for schedule in (forward, backward):
-        held = [rooms(schedule, rank).made for rank in range(16)]
-        assert max(each["kv"] for each in held) <= 2 * 4 + 1
-        assert {each["kv joined"] for each in held} == {4}
+        held = [dry_run(schedule, rank) for rank in range(16)]
+        assert max(each.most["kv"] for each in held) <= 2 * 4 + 1
+        moments = [moment for each in held for moment in each.moments]
+        joined = {moment["kv joined"] for moment in moments if "kv joined" in moment}
+        assert joined == {(4 * 8,)}
 
 
 def seconds(algorithm, grid=(4, 2), memory=1e6, compute=1e12, rates=None):

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_burst as mb
 from megatron_burst.plugins.sparse import kernels, pairs
-from megatron_burst.plugins.tools.advise.account.rings import rooms
+from megatron_burst.schedule.dry_run import dry_run
 
 S, RANKS, TOP_K, WIDTH, VALUES = 256, 4, 8, 12, 8
 
@@ -54,5 +54,5 @@ def test_a_ring_holds_two_chunks_of_keys_beyond_the_own(algorithm, keys):
     q = [torch.zeros(S // RANKS, 1, 2, WIDTH, requires_grad=True) for _ in range(RANKS)]
     plan = mb.prepare(q, q, q, groups=groups, layout=layout, algorithm=algorithm, side="kv")
     for schedule in plan.ranks[0].schedules:
-        held = [rooms(schedule, rank).made["kv"] for rank in range(RANKS)]
+        held = [dry_run(schedule, rank).most["kv"] for rank in range(RANKS)]
         assert max(held) == keys

@@ -15,7 +15,7 @@ from megatron_burst.cli.main import main
 from megatron_burst.plugins.tools import model_arguments
 from megatron_burst.plugins.tools.advise import rivals
 from megatron_burst.plugins.tools.advise.account.memory import account
-from megatron_burst.plugins.tools.advise.account.rings import ring_rooms
+from megatron_burst.plugins.tools.advise.account.rings import ring_held
 from megatron_burst.plugins.tools.advise.advice import advise
 from megatron_burst.plugins.tools.advise.forecast.attention_time import attention_time
 from megatron_burst.plugins.tools.advise.forecast.layer_time import layer_time
@@ -101,11 +101,11 @@ def test_buffers_are_those_of_one_layer_at_a_time(recompute):
 def test_a_window_has_room_for_the_rows_that_it_sees():
     """Four ranks in a row, of 64 rows each: a query sees 16 rows before its own, so a rank fetches
     16 rows of the one before it in forward, and in backward sends their gradients there."""
-    forward, backward = ring_rooms("ring", "contiguous", 4, 4, "kv", False, False, None, 16)
-    assert forward.rows["kv"] == 16
-    assert backward.rows["kv"] == 16
-    whole, _ = ring_rooms("ring", "contiguous", 4, 4, "kv", False, False, None, None)
-    assert whole.rows["kv"] == 64
+    forward, backward = ring_held("ring", "contiguous", 4, 4, "kv", False, False, None, 16)
+    assert forward.longest["kv"] == 16
+    assert backward.longest["kv"] == 16
+    whole, _ = ring_held("ring", "contiguous", 4, 4, "kv", False, False, None, None)
+    assert whole.longest["kv"] == 64
 
 
 def test_windows_with_an_algorithm_of_their_own_hold_little():

@@ -8,8 +8,9 @@ import torch
 import megatron_burst as mb
 from megatron_burst.cli.main import main
 from megatron_burst.plugins.tools.advise.account.operators import LayerSizes
-from megatron_burst.plugins.tools.advise.account.rings import SHORT, core_of, rooms
+from megatron_burst.plugins.tools.advise.account.rings import SHORT, core_of
 from megatron_burst.plugins.tools.advise.search.packed import PackedForecast
+from megatron_burst.schedule.dry_run import dry_run
 
 MODEL = mb.Model("tiny", layers=2, hidden=64, heads=4, kv_heads=1, ffn=64, vocabulary=128)
 CLUSTER = mb.Cluster("h100", 8, 2)
@@ -42,7 +43,7 @@ def test_documents_that_lie_on_one_rank_need_no_buffers():
 @pytest.mark.parametrize("algorithm", ["ring", "burst", "multicast"])
 @pytest.mark.parametrize("lengths", [(170, 50, 36), (256 - 16, 16), (100, 100, 56)])
 def test_buffers_are_those_of_the_plan_of_a_run(algorithm, lengths):
-    """Of the rank that takes most, in rows of the longest message of each kind."""
+    """Of the rank that takes most, in rows."""
     run = mb.Settings(4 * SHORT, cp=4, intra=2, algorithm=algorithm, side="kv")
     forecast = PackedForecast(MODEL, CLUSTER, None, lengths, "balanced")
     bounds = forecast.bounds(run)
@@ -55,14 +56,12 @@ def test_buffers_are_those_of_the_plan_of_a_run(algorithm, lengths):
         layout=mb.layout.make("balanced", cp_size=4, cu_seqlens=bounds, per_node=2),
         mask=mb.masks.Documents(bounds) & mb.masks.Causal(),
     )  # fmt: skip
-    both = forecast._rooms(run, 0, algorithm, "", 4, 2, "kv", False, False, None, None, False)
+    both = forecast._most(run, 0, algorithm, "", 4, 2, "kv", False, False, None, None, False)
     for number, found in enumerate(both):
-        each = [rooms(plan.ranks[rank].schedules[number], rank) for rank in range(4)]
+        each = [dry_run(plan.ranks[rank].schedules[number], rank) for rank in range(4)]
 
         def rows(one):
-            return max(
-                sum(n * one.rows[kind] for kind, n in moment.items()) for moment in one.moments
-            )
+            return max(sum(map(sum, moment.values())) for moment in one.moments)
 
         assert rows(found) == max(map(rows, each))
 

@@ -1,4 +1,4 @@
-"""The account's count of ring buffers is what the executor takes, pass by pass."""
+"""The dry run of a pass counts the buffers that the executor takes."""
 
 import pytest
 import torch
@@ -7,10 +7,11 @@ import megatron_burst as mb
 from megatron_burst.autotune.clusters import GPUS, Cluster
 from megatron_burst.execution import joined
 from megatron_burst.execution.buffers import Buffers
-from megatron_burst.plugins.tools.advise.account.rings import ring_rooms, rooms
+from megatron_burst.plugins.tools.advise.account.rings import ring_held
 from megatron_burst.plugins.tools.advise.forecast.attention_time import made, ring_of
 from megatron_burst.plugins.tools.advise.settings import Settings
 from megatron_burst.plugins.tools.advise.shapes.model import Model
+from megatron_burst.schedule.dry_run import dry_run
 
 ROWS, WIDTH = 16, 8
 JOINED = "kv joined", "dkv joined"  # beside the buffers
@@ -25,7 +26,7 @@ JOINED = "kv joined", "dkv joined"  # beside the buffers
      ("token_ring", 4, 4)],
 )  # fmt: skip
 @pytest.mark.parametrize("wire", [None, torch.float32], ids=["as summed", "narrow"])
-def test_rooms_are_those_that_the_executor_makes(
+def test_buffers_are_those_that_the_executor_makes(
     monkeypatch, layout, kv_heads, algorithm, size, intra, wire
 ):
     if wire is not None and algorithm == "two_way":
@@ -56,12 +57,12 @@ def test_rooms_are_those_that_the_executor_makes(
     passes[1] = list(made)
     for rank in range(size):
         for number, schedule in enumerate(plan.ranks[rank].schedules):
-            found = rooms(schedule, rank, wire=wire is not None, packed=True)
+            found = dry_run(schedule, rank, wire=wire is not None, packed=True)
             took = [(kind, rows) for me, kind, rows in passes[number] if me == rank]
-            rows = {kind: found.rows[kind.split()[0]] for kind in found.made}
+            rows = {kind: found.longest[kind.split()[0]] for kind in found.most}
             expected = [
                 (kind, rows[kind])
-                for kind, n in found.made.items()
+                for kind, n in found.most.items()
                 if kind not in JOINED
                 for _ in range(n)
             ]
@@ -77,8 +78,8 @@ def _rows(buffers, kind):
 
 
 def test_keys_that_one_call_joins_are_counted(monkeypatch):
-    """In rooms of the longest chunk: keys of all others that come in time for one call lie beside
-    their copies, and then, let go of, no more beside these and the gradients."""
+    """Received keys of all others exist beside their copies, and not beside the copies and the
+    gradients."""
     found = {}
     compute = joined.compute
 
@@ -93,14 +94,14 @@ def test_keys_that_one_call_joins_are_counted(monkeypatch):
     sum(out.sum() for out in mb.attention(q, q, q, plan=plan)).backward()
     for rank in range(4):
         for schedule, name in zip(plan.ranks[rank].schedules, ("Forward", "Backward"), strict=True):
-            count = rooms(schedule, rank)
-            rooms_of = -(-found[name, rank] // count.rows["kv"])
-            kinds = JOINED[: 1 + (name == "Backward")]
-            assert {kind: count.made[kind] for kind in kinds} == dict.fromkeys(kinds, rooms_of)
-            copying, *after = (each for each in count.moments if "kv joined" in each)
-            assert copying["kv"] == count.made["kv"]
+            held = dry_run(schedule, rank)
+            copying, *after = (each for each in held.moments if "kv joined" in each)
+            for kind in JOINED[: 1 + (name == "Backward")]:
+                (rows,) = {each[kind] for each in held.moments if kind in each}
+                assert rows == (found[name, rank],)
+            assert len(copying["kv"]) == held.most["kv"]
             assert "dkv joined" not in copying
-            assert all(each.get("kv", 0) == 0 for each in after)
+            assert not any("kv" in each for each in after)
     assert found["Forward", 3] > ROWS
 
 
@@ -115,5 +116,5 @@ def test_keys_in_host_memory_are_joined_by_no_call(host):
     assert asked.host is host
     both = made(asked)
     assert [both.forward.schedule.joined, both.backward.schedule.joined] == [not host, True]
-    counted = ring_rooms("prefetch", "zigzag", 4, 4, "kv", False, False, host=run.keys_on_host)
-    assert ["kv joined" in each.made for each in counted] == [not host, True]
+    counted = ring_held("prefetch", "zigzag", 4, 4, "kv", False, False, host=run.keys_on_host)
+    assert ["kv joined" in each.most for each in counted] == [not host, True]

@@ -23,6 +23,7 @@ from ....masks import Cover, Mask
 from ....schedule import cost
 from ....schedule.bundles import spans_of
 from ....schedule.demand import Wanted, everything, wanted
+from ....schedule.dry_run import dry_run
 from ....schedule.rings import Schedule
 from ....schedule.tables import ALL, FAMILIES, Chunk, Grid, Hop, Pair
 from . import balance
@@ -295,16 +296,13 @@ class ScheduleScene:
 
     @cached_property
     def held(self) -> int:
-        """Bytes of copies of others' chunks, on their way or there, that a rank has at most."""
-        most = 0
-        for rank in range(self.size):
-            now = 0
-            for boundary in self.plan.program(rank):  # takes a buffer where its message starts
-                arriving = (h.chunk for h in boundary.posts if h.dst == rank)
-                now += sum(self.bytes(chunk) for chunk in arriving if not chunk.accumulated)
-                now -= sum(map(self.bytes, boundary.release))
-                most = max(most, now)
-        return most
+        """Bytes of received chunks that a rank holds at most."""
+        each = self.plan.row_bytes
+        return max(
+            rows.get("kv", 0) * each.kv + rows.get("query", 0) * each.query
+            for rank in range(self.size)
+            for rows in dry_run(self.plan, rank).in_use
+        )
 
     # --- work ------------------------------------------------------------------------------
 

@@ -23,12 +23,13 @@ from .....layout import Layout, make
 from .....masks import Causal, Documents, Mask, Window
 from .....schedule.cost import ring_spans
 from .....schedule.demand import wanted
+from .....schedule.dry_run import Held
 from .....schedule.tables import Grid
 from .....schedule.topology import Topology
 from .....units import tokens_of
 from ..account.memory import Account, account
 from ..account.operators import Core, LayerSizes
-from ..account.rings import SHORT, CoreOf, Rooms, core_of, most_rooms
+from ..account.rings import SHORT, CoreOf, core_of, most_held
 from ..forecast.attention_time import AttentionTime, sizes_of, topology_of
 from ..forecast.layer_time import visible
 from ..forecast.step_time import StepTime, model_operations
@@ -149,7 +150,7 @@ class PackedForecast(AttentionForecast):
         self.lengths = tuple(lengths)
         self.cut: Cut = cut
         self._layouts: dict[tuple[int, int], Layout] = {}
-        self._held: dict[Any, tuple[Rooms, Rooms]] = {}
+        self._held: dict[Any, tuple[Held, Held]] = {}
 
     def step(self, run: Settings) -> StepTime:
         """The time of a step of a run; its tokens and MFU are those of documents, without their
@@ -176,30 +177,26 @@ class PackedForecast(AttentionForecast):
         return self._core_of
 
     def _core_of(self, x: LayerSizes, run: Settings, window: int = 0) -> Core:
-        return core_of(x, run, partial(self._rooms, run, window), window)
+        return core_of(x, run, partial(self._most, run, window), window)
 
-    def _rooms(
+    def _most(
         self, run: Settings, window: int, algorithm: str, _layout: str, size: int, _intra: int,
         side: str, wire: bool, packed: bool, joined: bool | None, _before: int | None,
         _host: bool,
-    ) -> tuple[Rooms, Rooms]:  # fmt: skip
-        """As `ring_rooms`, of the rank that takes most of all, as no two are alike."""
+    ) -> tuple[Held, Held]:  # fmt: skip
+        """Same as `ring_held`, of the rank that takes most of all, as no two are alike."""
         key = (run.tp, run.cp, run.ulysses, run.placement, window, algorithm, side, wire, packed)
         if key not in self._held:
             topology, sizes = topology_of(self.cluster, run), sizes_of(self.model, run)
             mask = self.mask(run) & Window(window - 1, 0) if window else self.mask(run)
             spans = ring_spans(self.layout(run), topology, run.seq)
             grid = Grid(topology.inter_size, topology.intra_size)
-            found = most_rooms(
+            forward, backward = most_held(
                 algorithm, grid, wanted(mask, spans, spans, joined), sizes.shared(run.ulysses),
                 side, range(size), wire=wire, packed=packed,
             )  # fmt: skip
             of_short = SHORT * size / run.seq
-            forward, backward = (
-                each._replace(rows={kind: n * of_short for kind, n in each.rows.items()})
-                for each in found
-            )
-            self._held[key] = forward, backward
+            self._held[key] = forward.scaled(of_short), backward.scaled(of_short)
         return self._held[key]
 
     def _on(self, cluster: Cluster) -> AttentionForecast:

@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory of one rank in one pass, from a run of its program without tensors.
+
+`dry_run` replays what `execution.ring`, `execution.buffers` and `execution.joined` do with received
+chunks, partial results and messages. Plans, `show` and the memory account of `advise` read it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .demand import RowBytes
+from .program import parts_of
+from .rings import Schedule
+from .tables import ALL, Boundary, Chunk, Hop, Pair
+
+# One moment: the rows of every buffer of each kind, ascending.
+Moment = Mapping[str, tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class Held:
+    """The buffers that a rank holds during a pass.
+
+    The kinds of buffers are the families of chunks ("kv", "query", "dkv", "dquery", "out"), "wire"
+    kinds of partial results that are sent in another dtype ("dkv wire"), and "kv joined" and
+    "dkv joined": the keys of a joined call and their gradients.
+
+    Attributes:
+        moments: States of the memory. One of them takes the most bytes, whatever a row of each kind
+            takes. The rank's own sums of gradients are always included.
+        longest: Rows of the longest message of each family.
+        in_use: States of the rows in use: the rows of received chunks, of messages and of partial
+            results for other ranks, by kind. A buffer may have room for more rows.
+    """
+
+    moments: tuple[Moment, ...]
+    longest: Mapping[str, float]
+    in_use: tuple[Mapping[str, int], ...] = ()
+
+    @property
+    def most(self) -> dict[str, int]:
+        """The largest number of buffers of each kind."""
+        found: dict[str, int] = {}
+        for moment in self.moments:
+            for kind, rows in moment.items():
+                found[kind] = max(found.get(kind, 0), len(rows))
+        return found
+
+    def scaled(self, factor: float) -> Held:
+        """Return the same with all rows multiplied by a factor."""
+        moments = tuple(
+            {kind: tuple(factor * n for n in rows) for kind, rows in moment.items()}
+            for moment in self.moments
+        )
+        return Held(moments, {family: factor * rows for family, rows in self.longest.items()})
+
+    def bytes(self, size: Callable[[str, float], float]) -> float:
+        """Return the most bytes that are held at a time.
+
+        Args:
+            size: Returns the bytes of one buffer from its kind and its rows.
+        """
+        return max(
+            sum(size(kind, rows) for kind, buffers in moment.items() for rows in buffers)
+            for moment in self.moments
+        )
+
+
+def dry_run(schedule: Schedule, rank: int, *, wire: bool = False, packed: bool = False) -> Held:
+    """Return the buffers that `rank` holds during a pass.
+
+    Args:
+        schedule: Schedule of the pass.
+        rank: The rank.
+        wire: Partial results are sent in another dtype than they are summed in.
+        packed: Each message is one buffer, so the rank's own rows are copied before they are sent,
+            and all buffers of a kind have room for its longest message. This is so on a CPU.
+    """
+    return _Replay(schedule, rank, wire, packed).run()
+
+
+def held_bytes(schedule: Schedule, rank: int, summed: RowBytes | None = None) -> int:
+    """Return the most bytes in use at a time: received chunks and partial results for other ranks.
+
+    Args:
+        schedule: Schedule of the pass.
+        rank: The rank.
+        summed: Bytes of a row of partial results where they are summed; None: as they are sent.
+    """
+    sent = schedule.row_bytes
+    summed = summed or sent
+
+    def size(kind: str, rows: int) -> int:
+        family, _, how = kind.partition(" ")
+        return rows * getattr(sent if how == "wire" else summed, family)
+
+    held = dry_run(schedule, rank, wire=summed != sent)
+    return max(sum(size(*item) for item in rows.items()) for rows in held.in_use)
+
+
+class _Buffer(NamedTuple):
+    """A buffer that a message uses. room: its rows; rows: those of the message."""
+
+    room: int = 0
+    rows: int = 0
+
+
+class _Buffers:
+    """The buffers of one kind, as rows: `execution.buffers.Buffers` without tensors.
+
+    short: Short messages get short buffers.
+    """
+
+    def __init__(self, longest: int, short: bool):
+        self.longest, self.short = longest, short
+        self.used = 0  # rows of messages
+        self.rows: Counter[int] = Counter()  # of all buffers
+        self._free: Counter[int] = Counter()
+
+    def take(self, rows: int) -> _Buffer:
+        """Return the buffer that a message of `rows` rows gets."""
+        self.used += rows
+        room = self.longest
+        while self.short and 1 < rows <= room // 4:
+            room //= 4
+        least = max(room, rows)
+        free = min((size for size, n in self._free.items() if n and size >= least), default=0)
+        if free:
+            self._free[free] -= 1
+            return _Buffer(free, rows)
+        self.rows[least] += 1
+        return _Buffer(least, rows)
+
+    def give(self, buffer: _Buffer) -> None:
+        self.used -= buffer.rows
+        self._free[buffer.room] += 1
+
+    def drop(self, buffer: _Buffer) -> None:
+        """Free the memory of a buffer that is in use."""
+        self.used -= buffer.rows
+        self.rows[buffer.room] -= 1
+
+
+class _Replay:
+    """The state of a `Ring` and of its partial results."""
+
+    def __init__(self, schedule: Schedule, rank: int, wire: bool, packed: bool):
+        self.schedule, self.me, self.wire, self.packed = schedule, rank, wire, packed
+        self.program = schedule.program(rank)
+        self.families = ("out",) if schedule.row_bytes.out else ("dquery", "dkv")
+        hops = [hop for boundary in self.program for hop in boundary.posts]
+        own = [Chunk(family, rank) for family in ("kv", "query")]
+        received = [h.chunk for h in hops if h.dst == rank and not h.chunk.accumulated]
+        self.copies: dict[tuple[str, int], list[Chunk]] = defaultdict(list)  # by family and owner
+        for chunk in (*own, *received):
+            self.copies[chunk[:2]].append(chunk)
+        self.totals = self._totals(hops)
+        self.longest: dict[str, int] = defaultdict(int)
+        for chunk in (*(hop.chunk for hop in hops), *self.totals.values()):
+            self.longest[chunk.family] = max(self.longest[chunk.family], self._count(chunk))
+        self.buffers: dict[str, _Buffers] = {}
+        self.moments: list[Moment] = []
+        self.in_use: list[dict[str, int]] = []
+        self.held: dict[Chunk, _Buffer] = {}  # received chunks
+        self.sums: dict[Chunk, int] = {}  # totals that exist, and the rows that have a sum
+        self.place: dict[Chunk, _Buffer] = {}  # totals
+        self.sent: dict[Chunk, _Buffer] = {}  # copies of rows that are being sent
+        self.sends = Counter(hop.chunk for hop in hops if hop.src == rank)
+        self.flights: dict[int, list[tuple[Hop, _Buffer]]] = defaultdict(list)  # by landing
+        # Joined calls: rows of their keys and of their gradients, totals that lie in the gradients,
+        # chunks that the call has freed.
+        self.joined: dict[str, int] = {}
+        self.waiting: set[Chunk] = set()
+        self.freed: set[Chunk] = set()
+
+    def run(self) -> Held:
+        for boundary in self.program:
+            self._land(boundary.index)
+            self._release(boundary)
+            self._post(boundary)
+            self._note()
+            self._land(boundary.index)
+            self._compute(boundary)
+            self._count_in_use()
+        for family in self.families:
+            self._total(family, self.me)
+        self._note()
+        unique = dict.fromkeys(tuple(sorted(moment.items())) for moment in self.moments)
+        return Held(tuple(map(dict, unique)), self.longest, tuple(self.in_use))
+
+    def _note(self) -> None:
+        """Record the buffers. Without joined calls their number only grows, so the last record is
+        the largest."""
+        if self.schedule.joined:
+            self._count_in_use()
+        else:
+            self.moments.clear()
+        found = {kind: [*of.rows.elements()] for kind, of in self.buffers.items()}
+        for kind, rows in self.joined.items():
+            found[kind] = [rows]
+        own = [self.totals[family, self.me] for family in self.families if family != "out"]
+        for chunk in own:
+            if chunk not in self.sums.keys() - self.waiting:
+                found.setdefault(chunk.family, []).append(self._count(chunk))
+        self.moments.append({kind: tuple(sorted(rows)) for kind, rows in found.items() if rows})
+
+    def _count_in_use(self) -> None:
+        found = {kind: buffers.used for kind, buffers in self.buffers.items()} | self.joined
+        for family in self.families:
+            own = self.place.get(self.totals[family, self.me], _Buffer())
+            found[family] = found.get(family, 0) - own.rows
+        self.in_use.append(found)
+
+    def _release(self, boundary: Boundary) -> None:
+        for chunk in boundary.release:
+            if chunk not in self.freed:
+                self._give(chunk.family, self.held.pop(chunk))
+
+    def _post(self, boundary: Boundary) -> None:
+        # In the executor's order: by exchange, and sends before receives.
+        order = {hop: (hop.ring, hop.chunk.accumulated, hop.land, hop.dst == self.me)
+                 for hop in boundary.posts}  # fmt: skip
+        for hop in sorted(order, key=order.__getitem__):
+            chunk, buffer = hop.chunk, _Buffer()
+            if hop.dst == self.me:
+                buffer = self._take(self._kind(chunk), chunk)
+            elif chunk.accumulated:
+                buffer = self._send(chunk)
+            elif self.packed and chunk not in self.sent and chunk not in self.held:
+                self.sent[chunk] = self._take(chunk.family, chunk)
+            self.flights[hop.land].append((hop, buffer))
+
+    def _land(self, index: int) -> None:
+        landing = self.flights.pop(index, [])
+        for hop, buffer in landing:
+            chunk = hop.chunk
+            if hop.src != self.me:
+                continue
+            self.sends[chunk] -= 1
+            if chunk.accumulated:
+                self._give(self._kind(chunk), buffer)
+            elif chunk in self.sent and not self.sends[chunk]:
+                self._give(chunk.family, self.sent.pop(chunk))
+        for hop, buffer in landing:
+            if hop.dst != self.me:
+                continue
+            if hop.chunk.accumulated:
+                self._receive(hop.chunk, buffer)
+            else:
+                self.held[hop.chunk] = buffer
+
+    def _compute(self, boundary: Boundary) -> None:
+        calls = [(pair, *both) for pair in boundary.pairs for both in self._calls(pair)]
+        together: list[Chunk] = []
+        if self.schedule.joined:
+            own = self.schedule.wanted.joined  # else a rank's own keys are a call of their own
+            together = [keys for _, _, keys in calls if own or keys.owner != self.me]
+        if len(together) > 1:
+            self._join(together, boundary.index)
+        for pair, queries, keys in calls:
+            for family in self.families:
+                part, rows = (
+                    (keys, pair.key_rows) if family == "dkv" else (queries, pair.query_rows)
+                )
+                total = self.totals[family, part.owner]
+                if self._waits(total, part, keys in together):
+                    self.sums[total] = rows & part.rows
+                    self.waiting.add(total)
+                else:
+                    self.sums[self._total(family, part.owner)] |= rows & part.rows
+
+    def _waits(self, total: Chunk, part: Chunk, joined: bool) -> bool:
+        """Return whether sums stay among the gradients of a joined call until they are needed."""
+        made = joined and "dkv joined" in self.joined and total.family == "dkv"
+        return made and total not in self.sums and total.rows == part.rows
+
+    def _join(self, together: Sequence[Chunk], index: int) -> None:
+        """Replay a joined call: it copies its chunks, frees those that nothing else needs, and then
+        makes the gradients."""
+        rows = sum(map(self._count, together))
+        self.joined["kv joined"] = rows
+        self._note()
+        (arrived, left), uses = self._leaving(), Counter(together)
+        after = self.program[index + 1 : index + 2] if index >= arrived else ()
+        for chunk in (chunk for boundary in after for chunk in boundary.release):
+            if uses[chunk] == 1 and left.get(chunk, 0) <= index:
+                self.freed.add(chunk)
+                self.buffers[chunk.family].drop(self.held.pop(chunk))
+        if len(self.families) > 1:
+            self.joined["dkv joined"] = rows
+        self._note()
+        del self.joined["kv joined"]
+
+    def _leaving(self) -> tuple[int, dict[Chunk, int]]:
+        """Return the boundary at which the last copy is sent to this rank, and the boundary at
+        which each chunk has left."""
+        hops = [h for b in self.program for h in b.posts if not h.chunk.accumulated]
+        arrive = {hop.chunk: hop.post for hop in hops if hop.dst == self.me}
+        left: dict[Chunk, int] = defaultdict(int)
+        for hop in (hop for hop in hops if hop.src == self.me):
+            of = hop.chunk if hop.chunk in arrive else self._parts(*hop.chunk)[0]
+            left[of] = max(left[of], hop.land)
+        return max(arrive.values(), default=0), left
+
+    def _receive(self, chunk: Chunk, buffer: _Buffer) -> None:
+        total, kind = self.totals[chunk[:2]], self._kind(chunk)
+        if total == chunk and total not in self.sums and kind == chunk.family:
+            self.sums[total], self.place[total] = chunk.rows, buffer
+            return
+        self.sums[self._total(*chunk[:2])] |= chunk.rows
+        self._give(kind, buffer)
+
+    def _send(self, chunk: Chunk) -> _Buffer:
+        """Return the buffer in which partial results leave."""
+        total, kind = self._total(*chunk[:2]), self._kind(chunk)
+        self.sums[total] &= ~chunk.rows
+        if total == chunk and kind == chunk.family:
+            del self.sums[total]  # the sum is the message
+            return self.place.pop(total, _Buffer())
+        buffer = self._take(kind, chunk)
+        if not self.sums[total]:
+            del self.sums[total]
+            self._give(chunk.family, self.place.pop(total, _Buffer()))
+        return buffer
+
+    def _total(self, family: str, owner: int) -> Chunk:
+        """Return the partial results of a chunk; make them if there are none. A rank's own outputs
+        are not in a buffer."""
+        chunk = self.totals[family, owner]
+        if chunk in self.sums and chunk not in self.waiting:
+            return chunk
+        self.sums.setdefault(chunk, 0)
+        if family != "out" or chunk.rows != ALL:
+            self.place[chunk] = self._take(family, chunk)
+        if chunk in self.waiting:
+            self.waiting.remove(chunk)
+            if not self.waiting:
+                self._note()
+                del self.joined["dkv joined"]
+        return chunk
+
+    def _take(self, kind: str, chunk: Chunk) -> _Buffer:
+        if kind not in self.buffers:
+            self.buffers[kind] = _Buffers(self.longest[chunk.family], not self.packed)
+        return self.buffers[kind].take(self._count(chunk))
+
+    def _give(self, kind: str, buffer: _Buffer) -> None:
+        if buffer.room:  # else the rows were in tensors of their own
+            self.buffers[kind].give(buffer)
+
+    def _kind(self, chunk: Chunk) -> str:
+        return f"{chunk.family} wire" if chunk.accumulated and self.wire else chunk.family
+
+    def _count(self, chunk: Chunk) -> int:
+        return self.schedule.tables.bundles(chunk.family).count(chunk.owner, chunk.rows)
+
+    def _calls(self, pair: Pair) -> list[tuple[Chunk, Chunk]]:
+        queries = self._parts("query", pair.query, pair.query_rows)
+        keys = self._parts("kv", pair.key, pair.key_rows)
+        return [(q, k) for q in queries for k in keys]
+
+    def _parts(self, family: str, owner: int, rows: int) -> list[Chunk]:
+        return parts_of(self.copies.get((family, owner), ()), family, owner, rows)
+
+    def _totals(self, hops: Sequence[Hop]) -> dict[tuple[str, int], Chunk]:
+        """Return, for each chunk of which this rank holds partial results, all rows that it holds
+        at any time."""
+        rows: dict[tuple[str, int], int] = defaultdict(int)
+        for pair in (pair for boundary in self.program for pair in boundary.pairs):
+            for queries, keys in self._calls(pair):
+                for family in self.families:
+                    part = keys if family == "dkv" else queries
+                    rows[family, part.owner] |= part.rows
+        for hop in hops:
+            if hop.chunk.accumulated:
+                rows[hop.chunk[:2]] |= hop.chunk.rows
+        for family in self.families:
+            rows[family, self.me] = ALL
+        return {(family, owner): Chunk(family, owner, of) for (family, owner), of in rows.items()}
