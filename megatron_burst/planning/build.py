@@ -25,7 +25,7 @@ from ..layout.sharding import to_device
 from ..masks import Mask
 from ..schedule.bundles import spans_of
 from ..schedule.program import parts_of
-from ..schedule.rings import Schedule
+from ..schedule.rings import Schedule, totals_of
 from ..schedule.sizes import Sizes
 from ..schedule.tables import ALL, Boundary, Chunk, Hop, Pair, Tables
 
@@ -70,7 +70,8 @@ def make_pass(
     received = [hop.chunk for hop in hops if hop.dst == rank and not hop.chunk.accumulated]
     copies = [*(Chunk(family, rank) for family in OWN), *received]
     pairs = {pair: _calls(schedule, works, copies, pair) for b in program for pair in b.pairs}
-    totals = _totals(schedule, rank, hops, [call for calls in pairs.values() for call in calls])
+    met = [(call.queries, call.keys) for calls in pairs.values() for call in calls]
+    totals = totals_of(schedule, rank, hops, met)
     rows = _PassRows(name, rank, copies, received, totals, RowMaps(schedule.tables))
 
     calls = {pair: tuple(rows.with_targets(call) for call in each) for pair, each in pairs.items()}
@@ -97,7 +98,7 @@ class _PassRows:
     """The buffers of one rank in one pass, and the places of rows in them.
 
     copies: the chunks that this rank holds: its own, then the `received` ones. totals: the result
-    of `_totals`.
+    of `totals_of`.
     """
 
     name: str
@@ -164,24 +165,6 @@ def _calls(
         return tuple(Call(pair, *both, None, ()) for both in meeting)
     works_of = ((both, works.of(*(works.spans(schedule, c) for c in both))) for both in meeting)
     return tuple(Call(pair, *both, work, ()) for both, work in works_of if work is not None)
-
-
-def _totals(
-    schedule: Schedule, rank: int, hops: Sequence[Hop], calls: Sequence[Call]
-) -> dict[tuple[str, int], Chunk]:
-    """For every chunk of which this rank holds partial results: all rows that it ever holds."""
-    families = ("out",) if schedule.row_bytes.out else ("dquery", "dkv")
-    rows: dict[tuple[str, int], int] = defaultdict(int)
-    for call in calls:
-        for family in families:
-            part = call.keys if family == "dkv" else call.queries
-            rows[family, part.owner] |= part.rows
-    for hop in hops:
-        if hop.chunk.accumulated:
-            rows[hop.chunk[:2]] |= hop.chunk.rows
-    for family in families:
-        rows[family, rank] = ALL
-    return {(family, owner): Chunk(family, owner, of) for (family, owner), of in rows.items()}
 
 
 def _step(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from .demand import RowBytes
 from .program import parts_of
-from .rings import Schedule
+from .rings import Schedule, totals_of
 from .tables import ALL, Boundary, Chunk, Hop, Pair
 
 # One moment: the rows of every buffer of each kind, ascending.
@@ -151,14 +151,15 @@ class _Replay:
     def __init__(self, schedule: Schedule, rank: int, wire: bool, packed: bool):
         self.schedule, self.me, self.wire, self.packed = schedule, rank, wire, packed
         self.program = schedule.program(rank)
-        self.families = ("out",) if schedule.row_bytes.out else ("dquery", "dkv")
+        self.families = schedule.summed
         hops = [hop for boundary in self.program for hop in boundary.posts]
         own = [Chunk(family, rank) for family in ("kv", "query")]
         received = [h.chunk for h in hops if h.dst == rank and not h.chunk.accumulated]
         self.copies: dict[tuple[str, int], list[Chunk]] = defaultdict(list)  # by family and owner
         for chunk in (*own, *received):
             self.copies[chunk[:2]].append(chunk)
-        self.totals = self._totals(hops)
+        met = [both for b in self.program for pair in b.pairs for both in self._calls(pair)]
+        self.totals = totals_of(schedule, rank, hops, met)
         self.longest: dict[str, int] = defaultdict(int)
         for chunk in (*(hop.chunk for hop in hops), *self.totals.values()):
             self.longest[chunk.family] = max(self.longest[chunk.family], self._count(chunk))
@@ -365,19 +366,3 @@ class _Replay:
 
     def _parts(self, family: str, owner: int, rows: int) -> list[Chunk]:
         return parts_of(self.copies.get((family, owner), ()), family, owner, rows)
-
-    def _totals(self, hops: Sequence[Hop]) -> dict[tuple[str, int], Chunk]:
-        """Return, for each chunk of which this rank holds partial results, all rows that it holds
-        at any time."""
-        rows: dict[tuple[str, int], int] = defaultdict(int)
-        for pair in (pair for boundary in self.program for pair in boundary.pairs):
-            for queries, keys in self._calls(pair):
-                for family in self.families:
-                    part = keys if family == "dkv" else queries
-                    rows[family, part.owner] |= part.rows
-        for hop in hops:
-            if hop.chunk.accumulated:
-                rows[hop.chunk[:2]] |= hop.chunk.rows
-        for family in self.families:
-            rows[family, self.me] = ALL
-        return {(family, owner): Chunk(family, owner, of) for (family, owner), of in rows.items()}

@@ -8,7 +8,8 @@ tensors, sizes and process groups come in later.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -17,7 +18,18 @@ from typing import Any
 from .algorithms import ALGORITHMS, check_algorithm, direct
 from .demand import BACKWARD, FORWARD, Demand, RowBytes, Wanted, everything
 from .program import program
-from .tables import FAMILIES, RINGS, SIDES, Boundary, Grid, Tables, Transfers
+from .tables import (
+    ALL,
+    FAMILIES,
+    RINGS,
+    SIDES,
+    Boundary,
+    Chunk,
+    Grid,
+    Hop,
+    Tables,
+    Transfers,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +56,11 @@ class Schedule(Demand):
         """Are the pairs of a step that have the same queries one call?"""
         asked, usual = self.wanted.joined, ALGORITHMS[self.algorithm].joins
         return self.side == "kv" and (usual if asked is None else asked)
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """Families of partial results: outputs in forward, gradients in backward."""
+        return ("out",) if self.row_bytes.out else ("dquery", "dkv")
 
     def travels(self, known: dict[Any, Any]) -> tuple[list[tuple[str, bool]], set[str]]:
         """Whatever the mask hides: what its hops may travel on, (ring, carries partial results?),
@@ -75,6 +92,33 @@ class Schedule(Demand):
     def program(self, rank: int, own_last: bool = False) -> tuple[Boundary, ...]:
         """What `rank` does; own_last: as in `program.program`."""
         return program(self.tables, self.grid, rank, own_last)
+
+
+def totals_of(
+    schedule: Schedule, rank: int, hops: Iterable[Hop], met: Iterable[tuple[Chunk, Chunk]]
+) -> dict[tuple[str, int], Chunk]:
+    """Return, for each chunk of which a rank holds partial results, all rows that it ever holds.
+
+    Args:
+        schedule: Schedule of the pass.
+        rank: The rank.
+        hops: Hops from and to the rank.
+        met: Queries and keys of each of its calls.
+
+    Returns:
+        The rows by family and owner.
+    """
+    rows: dict[tuple[str, int], int] = defaultdict(int)
+    for queries, keys in met:
+        for family in schedule.summed:
+            part = keys if family == "dkv" else queries
+            rows[family, part.owner] |= part.rows
+    for hop in hops:
+        if hop.chunk.accumulated:
+            rows[hop.chunk[:2]] |= hop.chunk.rows
+    for family in schedule.summed:
+        rows[family, rank] = ALL
+    return {(family, owner): Chunk(family, owner, of) for (family, owner), of in rows.items()}
 
 
 def forward(
