@@ -26,7 +26,6 @@ from ..options import AttentionOptions
 from ..recompute.checkpoint import Frame
 from ..schedule import cost
 from ..schedule.algorithms import ALGORITHMS
-from ..schedule.dry_run import held_bytes
 from ..schedule.rings import Schedule
 from ..schedule.tables import ROUTES
 from .pipeline import Recompute, without_tables
@@ -295,6 +294,8 @@ class Plan:
     @property
     def held_bytes(self) -> int:
         """Peak bytes of chunks of other ranks and their partial results."""
+        from ..schedule.dry_run import held_bytes  # a call does not need it
+
         rank, sizes = self.groups.ring.rank, self.sizes
         summed = replace(sizes, wire_itemsize=sizes.stat_itemsize)
         return max(
