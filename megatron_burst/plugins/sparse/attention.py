@@ -18,10 +18,9 @@ import torch
 
 from ...comm.consensus import attempt
 from ...comm.groups import Groups, InProcessGroups
-from ...comm.packing import CallTag
-from ...execution.function import Attention, KeptResults, forward, rows_to_keep
+from ...execution.function import Attention, AttentionCall
 from ...execution.job import Job
-from ...kernels.autograd import first_order_only, outside_graphs, refuse_transforms
+from ...kernels.autograd import outside_graphs, refuse_transforms
 from ...planning.in_process import InProcessPlan, Shard
 from ...planning.plan import Plan
 from ...planning.validate import Request, check_shapes
@@ -90,65 +89,36 @@ def sparse_attention(
     scale = at.scale(shards[0]["q"], scale)
     plans = plan_ranks(at, asked, adapts, needs, scale, sink, at.store)
     kept = at.kept(("sparse attention", plans[0].call), label)
-    calls = [one.groups.calls.forward(one.identity, label, sink is not None) for one in plans]
+    tags = [one.groups.calls.forward(one.identity, label, sink is not None) for one in plans]
     jobs = [
         replace(one.job, kernel=KERNELS[name](each, latent))
         for one, each, name in zip(plans, chosen, takes, strict=True)
     ]
+    recomputes = kept is not None and kept.keeper.filled
+    call = AttentionCall(
+        operation="mb.sparse_attention",
+        groups=at.groups,
+        jobs=jobs,
+        tags=tags,
+        kept=kept,
+        recompute_jobs=[_of_the_rest(job) for job in jobs] if recomputes else None,
+        return_lse=return_lse,
+    )
     flat = []
     for shard in shards:
         k_here, v_here = shard["k"], shard["v"]
         if latent:
             k_here, v_here = k_here[..., value_width:], k_here[..., :value_width]
         flat += [shard["q"], k_here, v_here]
-    found: Any = SparseAttention.apply(jobs, at.groups, calls, kept, None, sink, *flat)
+    found: Any = Attention.apply(call, sink, *flat)
     outs, lses = found[: len(jobs)], found[len(jobs) :]
     if isinstance(at.groups, InProcessGroups):
         return (list(outs), list(lses)) if return_lse else list(outs)
     return (outs[0], lses[0]) if return_lse else outs[0]
 
 
-class SparseAttention(torch.autograd.Function):
-    """As `Attention`, whose backward it has, for kernels that know selections; returns lse of each
-    rank behind the results."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        jobs: Sequence[Job],
-        groups: Groups | InProcessGroups,
-        calls: Sequence[CallTag],
-        kept: KeptResults | None,
-        _: None,
-        sink: torch.Tensor | None,
-        *shards: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        flat, count, here = [t.contiguous() for t in shards], len(jobs), jobs
-        each = [tuple(flat[i : i + 3]) for i in range(0, len(flat), 3)]
-        stored = None if kept is None else kept.found()
-        if stored is not None:  # the queries of the ring are those that were not kept
-            here = [_of_the_rest(job) for job in jobs]
-        some = [stored and stored[i : i + 2] for i in range(0, 2 * count, 2)]
-        with groups.running(flat[0].device.type):
-            results = groups.run(forward, here, calls, each, [sink] * count, some)
-        outs, saved = zip(*results, strict=True)
-        if kept is not None:
-            pairs = list(zip(jobs, saved, strict=True))
-            kept.leave(lambda: tuple(t for pair in pairs for t in rows_to_keep(*pair)))
-        ctx.jobs, ctx.groups, ctx.calls, ctx.dtype = jobs, groups, calls, flat[0].dtype
-        ctx.lengths = [len(some) for some in saved]
-        lses = tuple(some[4] for some in saved)
-        ctx.save_for_backward(sink, *(t for some in saved for t in some))
-        ctx.mark_non_differentiable(*lses)
-        return *outs, *lses
-
-    @staticmethod
-    @first_order_only("mb.sparse_attention")
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return Attention.backward(ctx, *grads[: len(ctx.jobs)])
-
-
 def _of_the_rest(job: Job) -> Job:
+    """Return the job with the kernel for the rows that a recompute computes again."""
     assert isinstance(job.kernel, Selected)
     again = job.chunks[0].recompute
     assert again is not None

@@ -107,7 +107,7 @@ def select(
         with at.groups.running(tensors[0][0].device.type):
             ids = tuple(at.groups.run(run, plans, calls, tensors))
         if kept is not None:
-            kept.leave(lambda: ids)
+            kept.leave(ids)
     layout, mask = plans[0].layout, Causal() if at.options.mask is None else at.options.mask
     layout = layout.of if isinstance(layout, UnitLayout) else layout
     found = [selected(each, layout, mask, ready(asked).block) for each in ids]

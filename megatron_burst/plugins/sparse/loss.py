@@ -357,11 +357,11 @@ class _IndexerLoss(torch.autograd.Function):
         if stored is None:
             with groups.running(flat[0].device.type):
                 losses, slopes = zip(*groups.run(_forward, parts, shards), strict=True)
+            if kept is not None:
+                pairs = zip(losses, slopes, strict=True)
+                kept.leave(tuple(t.detach() for pair in pairs for t in pair))
         else:
             losses, slopes = (tuple(t.detach() for t in stored[n::2]) for n in range(2))
-        if kept is not None:
-            pairs = zip(losses, slopes, strict=True)
-            kept.leave(lambda: tuple(t.detach() for pair in pairs for t in pair))
         # What only forward needs would live as long as the loss.
         ctx.parts, ctx.groups = [replace(part, main=()) for part in parts], groups
         ctx.save_for_backward(*flat, *slopes)
