@@ -18,8 +18,7 @@ from .comm.groups import Groups, InProcessGroups
 from .execution.function import Attention, AttentionCall
 from .kernels.autograd import outside_graphs, refuse_transforms
 from .options import AttentionKeywords
-from .planning.in_process import InProcessPlan, Shard
-from .planning.plan import Plan
+from .planning.plan import InProcessPlan, Plan, Shard
 from .planning.prepare import prepare
 from .planning.validate import NeedsGrad
 from .recompute.checkpoint import current
