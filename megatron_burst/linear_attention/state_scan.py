@@ -9,15 +9,17 @@ Shape letters: p pieces of this rank, b batch, h heads, d rows (keys), w columns
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..comm.groups import Groups, InProcessGroups
+from ..comm.groups import Groups, InProcessGroups, check_groups
 from ..kernels.autograd import outside_graphs, refuse_transforms
 from .maps import LETTERS, shape_of
-from .plan import InProcessLinearPlan, LinearPlan, prepared
+from .plan import ChainOperation, InProcessLinearPlan, LinearPlan, plan_ranks
 from .request import (
+    ChainRequest,
     Options,
     accumulation_dtype,
     check_final,
@@ -80,11 +82,17 @@ def state_scan(
     named = {"decay": decay, "increment": increment}
     if plan is None:
         options = Options.of(layout, cu_seqlens, algorithm, rates, tree)
-        made = {**named, "initial_state": spread_initial(groups, initial_state)}
-        plan = prepared(groups, made, lambda group, t: of_states(
-            group, t["decay"], t["increment"], options, seq_len, t["initial_state"],
-            return_final_state,
-        ), label)  # fmt: skip
+        check_groups(groups)
+        assert groups is not None
+        every = groups.per_rank(**named, initial_state=spread_initial(groups, initial_state))
+        operations = [
+            StateScanOperation(
+                groups=rank, options=options, label=label, seq_len=seq_len,
+                return_final_state=return_final_state, **tensors,
+            )
+            for rank, tensors in zip(groups.ranks, every, strict=True)
+        ]  # fmt: skip
+        plan = plan_ranks(groups, operations)
     else:
         check_alone(plan, keywords)
         check_final(return_final_state)
@@ -97,6 +105,23 @@ def state_scan(
     if not plan.groups.together:
         entering, final = entering[0], final and final[0]
     return (entering, final) if return_final_state else entering
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateScanOperation(ChainOperation):
+    """A call of `state_scan` on one rank; its arguments."""
+
+    decay: Any
+    increment: Any
+    initial_state: Any
+    seq_len: int | None
+    return_final_state: bool
+
+    def request(self) -> ChainRequest:
+        return of_states(
+            self.groups, self.decay, self.increment, self.options, self.seq_len,
+            self.initial_state, self.return_final_state,
+        )  # fmt: skip
 
 
 def scanned(

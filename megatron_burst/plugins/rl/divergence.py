@@ -14,16 +14,17 @@ again.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ...comm.consensus import Facts, attempt
+from ...comm.consensus import Facts
+from ...comm.operation import prepared
 from ...kernels.autograd import first_order_only, outside_graphs, refuse_transforms
 from ...linear_cross_entropy import checks
-from ...linear_cross_entropy.checks import LossOptions
+from ...linear_cross_entropy.checks import HeadOperation, LossOptions
 from ...linear_cross_entropy.rows import RowsOfLogits, divergence, divergence_gradient_, row_stats
 from ...linear_cross_entropy.split import Split
 from ...linear_cross_entropy.tiled_loop import GradientSum, Head, Tokens, tiles
@@ -67,12 +68,15 @@ def linear_kl(
         logit_scale=logit_scale, logit_softcap=logit_softcap, vocab_size=vocab_size, tile=tile
     )
     models = {"": (hidden, weight), "teacher_": (teacher_hidden, teacher_weight)}
-    found = attempt(
-        lambda: _checked(models, options, sequence_parallel, split, temperature, reverse)
+    operation = DivergenceOperation(
+        split=split,
+        models=models,
+        options=options,
+        sequence_parallel=sequence_parallel,
+        temperature=temperature,
+        reverse=reverse,
     )
-    split.agree(found if isinstance(found, ValueError) else found[-1])
-    assert not isinstance(found, ValueError)
-    options, _ = found
+    options = prepared(operation).options
 
     if options.tile is not None:
         options = replace(options, tile=-(-options.tile // 2))
@@ -86,6 +90,34 @@ def linear_kl(
     return _LinearKL.apply(flat[0], weights[0], both).view(shape)
 
 
+class DivergenceRequest(NamedTuple):
+    """A checked call of `linear_kl`: options as Python numbers, and facts of all ranks."""
+
+    options: LossOptions
+    facts: Facts
+
+
+@dataclass(frozen=True, kw_only=True)
+class DivergenceOperation(HeadOperation[DivergenceRequest]):
+    """A call of `linear_kl` on one rank; its arguments.
+
+    models: prefix of the names -> hidden and weight, of student and teacher.
+    """
+
+    split: Split
+    models: dict[str, tuple[Any, Any]]
+    options: LossOptions
+    sequence_parallel: Any
+    temperature: Any
+    reverse: Any
+
+    def check(self) -> DivergenceRequest:
+        return _checked(
+            self.models, self.options, self.sequence_parallel, self.split, self.temperature,
+            self.reverse,
+        )  # fmt: skip
+
+
 def _checked(
     models: dict[str, tuple[Any, Any]],
     options: LossOptions,
@@ -93,8 +125,8 @@ def _checked(
     split: Split,
     temperature: Any,
     reverse: Any,
-) -> tuple[LossOptions, Facts]:
-    """Options as Python numbers, and what the ranks must agree on."""
+) -> DivergenceRequest:
+    """Check both models and the arguments that only this operation has."""
     reasons = [*temperature_reasons(temperature), *checks.flag("reverse", reverse)]
     plain, facts = options, {}
     for prefix, (hidden, weight) in models.items():
@@ -104,8 +136,9 @@ def _checked(
             labels = torch.zeros(shape, dtype=torch.int64, device=hidden.device)
         inputs = checks.LossInputs(hidden, weight, labels, None)
         try:
-            _, plain, found = checks.checked(inputs, options, sequence_parallel, split)
-            facts |= {prefix + name: fact for name, fact in found.items()}
+            request = checks.checked(inputs, options, sequence_parallel, split)
+            plain = request.options
+            facts |= {prefix + name: fact for name, fact in request.facts.items()}
         except ValueError as error:
             reasons.append(f"{prefix}hidden, {prefix}weight: {error}" if prefix else str(error))
     student, teacher = models.values()
@@ -119,7 +152,7 @@ def _checked(
     if reasons:
         raise ValueError("; ".join(reasons))
     facts["temperature, reverse"] = float(temperature), reverse
-    return plain, facts
+    return DivergenceRequest(plain, facts)
 
 
 class _Both(NamedTuple):
