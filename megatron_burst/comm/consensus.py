@@ -30,8 +30,7 @@ Arguments = ParamSpec("Arguments")
 def attempt(
     make: Callable[Arguments, T], *args: Arguments.args, **named: Arguments.kwargs
 ) -> T | ValueError:
-    """Call `make` and return its result, or its error as a ValueError, which `agree` sends to the
-    other ranks: they must not wait for a rank that raised."""
+    """Return the result of a call, or its error as a ValueError, for `agree` to send."""
     try:
         return make(*args, **named)
     except ValueError as error:

@@ -289,11 +289,7 @@ class Groups(RanksHere):
 
     def agree(self, facts: Facts | ValueError) -> None:
         """Raise the same ValueError on every rank unless all ranks state the same facts and made
-        the same calls.
-
-        Args:
-            facts: Facts of this rank, or an error, which then all ranks raise.
-        """
+        the same calls. facts: of this rank, or an error, which then all ranks raise."""
         here = facts if isinstance(facts, ValueError) else facts | {CALLS: self.calls}
         agree(here, self.gather)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a call becomes a plan: check, agree, build, cache.
 
-Attention, linear attention, sparse attention and the loss each describe the call of one rank as an
-`Operation`. `prepared` makes its plan together with all ranks. `derived` makes it from a plan on
-which all ranks agreed before, without an exchange, and caches it.
+Attention, linear attention, sparse attention and the loss describe the call of one rank as an
+`Operation`. `prepared` makes its plan together with all ranks. `derived` caches the plan of an
+operation that follows from a plan on which all ranks agreed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from .consensus import Facts, attempt, identity
 from .recent import Recent
 
-# Both have `facts`: name -> value, which must be equal on all ranks.
+# Both have `facts`, a dict, which must be equal on all ranks.
 Request = TypeVar("Request", bound=Any)
 Plan = TypeVar("Plan", bound=Any)
 

@@ -162,11 +162,10 @@ class KeptResults:
 class AttentionCall:
     """A call of attention on the ranks of this process, mostly one.
 
-    operation: the public name, for error messages. jobs, tags: of each rank. kept: where results
-    are kept between a forward and its recompute, or None. recompute_jobs: the jobs that run if
-    `kept` has results of an earlier run; None if they are `jobs`. A kernel that depends on the rows
-    of queries differs there. max_logits [h]: raised in place to the largest scores, or None.
-    return_lse: whether the call returns lse of each rank after the outputs, without a gradient.
+    operation: public name, for errors. jobs, tags: of each rank. kept: where a checkpoint keeps
+    results, or None. recompute_jobs: run if `kept` has results; None if they are `jobs`. A kernel
+    that depends on the rows of queries differs there. max_logits [h]: raised in place, or None.
+    return_lse: return also lse of each rank, without a gradient.
     """
 
     operation: str
@@ -240,11 +239,6 @@ class Attention(torch.autograd.Function):
             total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
             dsink = total.to(sink.dtype)
         grads = [grad for result in results for grad in result[:3]]
-        return (
-            None,
-            dsink,
-            *(
-                None if grad is None or not need else grad.to(ctx.dtype)
-                for grad, need in zip(grads, needed, strict=True)
-            ),
-        )
+        for i, grad in enumerate(grads):
+            grads[i] = None if grad is None or not needed[i] else grad.to(ctx.dtype)
+        return None, dsink, *grads

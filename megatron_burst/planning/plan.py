@@ -33,7 +33,6 @@ from .pipeline import Recompute, without_tables
 from .validate import (
     NeedsGrad,
     Signature,
-    check_keys,
     check_max_logits,
     check_shapes,
     check_sink,
@@ -174,16 +173,16 @@ class Plan:
         share heads and the backward is that of another call, that call sends k and v again. Raises
         ValueError for tensors of other shapes, and for a host if the plan has a `host_refusal`.
         """
+        from ..execution.row_chunks import ChunkedCall, check_keys  # not needed by other calls
+
         self.groups.check()
-        check_keys(k, v, self.signature)
+        check_keys(k, v, *self.signature[1:])
         q = k.new_empty(1).expand(self.signature[0][0])  # stands in for that of all chunks
         self._check_rest(q, k, v, sink, max_logits)
         if host is not None and self.host_refusal is not None:
             raise ValueError(f"host: {self.host_refusal}; or leave host out")
         keys = k.detach().contiguous(), v.detach().contiguous()
         sink = None if sink is None else sink.detach()
-        from ..execution.row_chunks import ChunkedCall  # not needed by other calls
-
         return ChunkedCall(
             self.job, self.groups, self.identity, keys, sink, label, max_logits, host
         )

@@ -329,16 +329,6 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         )
 
 
-def check_keys(k: torch.Tensor, v: torch.Tensor, made_for: Signature) -> None:
-    """Raise ValueError unless k and v are those that a plan was `made_for`."""
-    for name, tensor, wanted in zip("kv", (k, v), made_for[1:], strict=True):
-        found = isinstance(tensor, torch.Tensor) and _described(tensor)
-        if found != wanted:
-            raise ValueError(
-                f"{name}: the plan was made for {wanted}, got {found or tensor!r:.100}"
-            )
-
-
 def check_sink(sink: torch.Tensor, q: torch.Tensor) -> None:
     """Raise ValueError unless `sink` is a logit for each head of q."""
     tensor = isinstance(sink, torch.Tensor)
