@@ -125,7 +125,7 @@ class RingOperation(Operation[Request, Plan]):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOperation(RingOperation):
-    """A call of attention on one rank, as `prepare` has it; shapes: in place of q, k, v, or None."""
+    """A call of attention on one rank, as of `prepare`; shapes: in place of q, k, v, or None."""
 
     groups: Groups
     tensors: Sequence[Any]
