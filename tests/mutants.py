@@ -555,7 +555,7 @@ MUTANTS = [
            "windows end at rows of other pieces"),
     Mutant("linear_attention/plan.py", "True if final else not ends", "not ends",
            "the last piece's state is not asked for"),
-    Mutant("linear_attention/request.py", "width**-0.5 if scale is None", "1.0 if scale is None",
+    Mutant("linear_attention/plan.py", "width**-0.5 if scale is None", "1.0 if scale is None",
            "queries are not scaled"),
     Mutant("linear_attention/tree_scan.py", "leaving.index_add_(0, level.nth",
            "leaving.index_copy_(0, level.nth", "of a segment's children one gives its gradient"),

@@ -26,11 +26,14 @@ from ..comm.groups import (
 from ..comm.operation import Operation, prepared
 from ..comm.packing import CallTag
 from ..comm.rows import GRID
+from ..kernels.online_softmax import accumulation_dtype
 from ..layout.layouts import Layout
 from ..layout.pieces import Chains
 from ..schedule.scans.blocks import Blocks, cut
 from ..units import byte_size, grid_of
-from .kernels.base import RankPieces
+from . import forms
+from .kernels import registry
+from .kernels.base import LinearInputs, RankPieces
 from .program import (
     ConvolutionWindow,
     Directions,
@@ -48,9 +51,15 @@ from .request import (
     ChainRequest,
     LocalWork,
     Options,
+    check_device,
+    check_tensor,
+    check_together,
     default,
     described,
-    of_attention,
+    is_finite,
+    request_of,
+    sequence_of_rows,
+    spread,
 )
 from .scan import DirectedScan, Finals, ScanCall, ScanJob
 
@@ -309,9 +318,42 @@ class LinearAttentionOperation(ChainOperation):
     return_final_state: bool = False
 
     def request(self) -> ChainRequest:
-        return of_attention(
-            self.groups, self.tensors, self.options, form=self.form, kernel=self.kernel,
-            scale=self.scale, final=self.return_final_state,
+        initial = self.tensors.get("initial_state")
+        tensors = {name: t for name, t in self.tensors.items() if name != "initial_state"}
+        q, k, v, decay, beta = (tensors[name] for name in ("q", "k", "v", "decay", "beta"))
+        check_tensor("q", q, {"s, b, g, d": (None,) * 4})
+        check_tensor("k", k, {"s, b, g, d": tuple(q.shape)})
+        rows, batch, few, width = q.shape
+        check_tensor("v", v, {"s, b, h, w": (rows, batch, None, None)})
+        heads, columns = v.shape[2:]
+        if heads % few:
+            raise ValueError(f"v: the {few} heads of q and k must divide its heads, got {heads}")
+        taken_form = forms.of(decay, beta, self.form)
+        each = (rows, batch, heads)
+        if decay is not None:
+            shapes = {"s, b, h": each, "s, b, h, d": (*each, width), "h": (heads,)}
+            check_tensor("decay", decay, shapes)
+        if beta is not None:
+            check_tensor("beta", beta, {"s, b, h": each})
+        check_together({"q": q, "k": k, "v": v}, dtype=True)
+        present = {name: t for name, t in tensors.items() if t is not None}
+        check_together(present, dtype=False)
+        check_device(self.groups, "q", q)
+        scale = self.scale
+        if scale is not None and not is_finite(scale):
+            raise ValueError(f"scale must be a finite number or None, got {scale!r}")
+        factor = width**-0.5 if scale is None else float(scale)
+        sequence = sequence_of_rows(self.groups, q, self.options)
+        inputs = LinearInputs(q, k, v, spread(decay, v), beta, factor)
+        kernel, why = registry.choose(self.kernel, taken_form, inputs)
+        kind = "matrix" if taken_form.delta else taken_form.decay
+        states = States(batch, (heads, width, columns), kind, accumulation_dtype(v.dtype))
+        local = LocalWork(taken_form, kernel, why, factor)
+        more: Facts = {"form": taken_form.name, "kernel": kernel, "scale": factor}
+        tensors["initial_state"] = initial
+        return request_of(
+            self.groups, sequence, tensors, states, local, self.options, more,
+            self.return_final_state,
         )  # fmt: skip
 
 

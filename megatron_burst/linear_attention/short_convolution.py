@@ -19,7 +19,16 @@ from ..comm.rows import exchange_rows, longest
 from ..kernels.autograd import outside_graphs, refuse_transforms
 from .plan import ChainOperation, InProcessLinearPlan, LinearPlan, plan_ranks
 from .program import ConvolutionWindow
-from .request import ChainRequest, Options, check_name, check_tensor, check_together, of_rows
+from .request import (
+    ChainRequest,
+    Options,
+    check_device,
+    check_name,
+    check_tensor,
+    check_together,
+    request_of,
+    sequence_of_rows,
+)
 from .state_scan import check_alone
 
 ACTIVATIONS = ("silu",)
@@ -101,8 +110,11 @@ class ConvolutionOperation(ChainOperation):
     def request(self) -> ChainRequest:
         x, weight, bias = self.x, self.weight, self.bias
         check_tensor("weight", weight, {"c, width": (None, None)})
+        check_tensor("x", x, {"s, b, c": (None,) * 3})
+        check_device(self.groups, "x", x)
+        sequence = sequence_of_rows(self.groups, x, self.options)
         more = {"width": weight.shape[1], "bias": bias is not None, "activation": self.activation}
-        request = of_rows(self.groups, x, more, self.options)
+        request = request_of(self.groups, sequence, {"x": x}, None, None, self.options, more, False)
         _check_weights(x, weight, bias, self.activation)
         return request
 

@@ -16,18 +16,22 @@ import torch
 
 from ..comm.groups import Groups, InProcessGroups, check_groups
 from ..kernels.autograd import outside_graphs, refuse_transforms
+from ..kernels.online_softmax import accumulation_dtype
+from ..layout.layouts import integer
 from .maps import LETTERS, shape_of
 from .plan import ChainOperation, InProcessLinearPlan, LinearPlan, plan_ranks
+from .program import States, chains_of
 from .request import (
     ChainRequest,
     Options,
-    accumulation_dtype,
+    check_device,
     check_final,
     check_initial,
     check_tensor,
     check_together,
     check_tree,
-    of_states,
+    request_of,
+    sequence_of,
 )
 from .scan import ScanCall, StateScan
 from .tree_scan import along_tree
@@ -118,10 +122,23 @@ class StateScanOperation(ChainOperation):
     return_final_state: bool
 
     def request(self) -> ChainRequest:
-        return of_states(
-            self.groups, self.decay, self.increment, self.options, self.seq_len,
-            self.initial_state, self.return_final_state,
-        )  # fmt: skip
+        decay, increment, groups = self.decay, self.increment, self.groups
+        length = integer("seq_len", self.seq_len)
+        sequence = sequence_of(groups, self.options, length)
+        pieces = len(chains_of(groups, sequence).of(groups.rank))
+        check_tensor("increment", increment, {"p, b, h, d, w": (pieces, *(None,) * 4)})
+        _, batch, heads, width, columns = increment.shape
+        check_device(groups, "increment", increment)
+        kind = "none"
+        if decay is not None:
+            of_one = {k: shape_of(k, batch, (heads, width, columns)) or () for k in LETTERS}
+            check_tensor("decay", decay, {LETTERS[k]: (pieces, *of_one[k]) for k in LETTERS})
+            kind = list(LETTERS)[decay.dim() - 3]
+            check_together({"increment": increment, "decay": decay}, dtype=False)
+        states = States(batch, (heads, width, columns), kind, accumulation_dtype(increment.dtype))
+        named = {"decay": decay, "increment": increment, "initial_state": self.initial_state}
+        final = self.return_final_state
+        return request_of(groups, sequence, named, states, None, self.options, {}, final)
 
 
 def scanned(

@@ -112,47 +112,33 @@ class DivergenceOperation(HeadOperation[DivergenceRequest]):
     reverse: Any
 
     def check(self) -> DivergenceRequest:
-        return _checked(
-            self.models, self.options, self.sequence_parallel, self.split, self.temperature,
-            self.reverse,
-        )  # fmt: skip
-
-
-def _checked(
-    models: dict[str, tuple[Any, Any]],
-    options: LossOptions,
-    sequence_parallel: Any,
-    split: Split,
-    temperature: Any,
-    reverse: Any,
-) -> DivergenceRequest:
-    """Check both models and the arguments that only this operation has."""
-    reasons = [*temperature_reasons(temperature), *checks.flag("reverse", reverse)]
-    plain, facts = options, {}
-    for prefix, (hidden, weight) in models.items():
-        labels = torch.zeros(0, dtype=torch.int64)  # there are none; these fit any rows
-        if isinstance(hidden, torch.Tensor) and hidden.dim() >= 2:
-            shape = [split.parts * hidden.shape[0], *hidden.shape[1:-1]]
-            labels = torch.zeros(shape, dtype=torch.int64, device=hidden.device)
-        inputs = checks.LossInputs(hidden, weight, labels, None)
-        try:
-            request = checks.checked(inputs, options, sequence_parallel, split)
-            plain = request.options
-            facts |= {prefix + name: fact for name, fact in request.facts.items()}
-        except ValueError as error:
-            reasons.append(f"{prefix}hidden, {prefix}weight: {error}" if prefix else str(error))
-    student, teacher = models.values()
-    if not reasons and (
-        student[0].shape[:-1] != teacher[0].shape[:-1] or len(student[1]) != len(teacher[1])
-    ):
-        reasons.append(
-            "teacher_hidden and teacher_weight must have as many rows as hidden and weight, got "
-            f"{[list(x.shape) for x in teacher]} for {[list(x.shape) for x in student]}"
-        )
-    if reasons:
-        raise ValueError("; ".join(reasons))
-    facts["temperature, reverse"] = float(temperature), reverse
-    return DivergenceRequest(plain, facts)
+        split, options = self.split, self.options
+        reasons = [*temperature_reasons(self.temperature), *checks.flag("reverse", self.reverse)]
+        plain, facts = options, {}
+        for prefix, (hidden, weight) in self.models.items():
+            labels = torch.zeros(0, dtype=torch.int64)  # there are none; these fit any rows
+            if isinstance(hidden, torch.Tensor) and hidden.dim() >= 2:
+                shape = [split.parts * hidden.shape[0], *hidden.shape[1:-1]]
+                labels = torch.zeros(shape, dtype=torch.int64, device=hidden.device)
+            inputs = checks.LossInputs(hidden, weight, labels, None)
+            try:
+                request = checks.checked(inputs, options, self.sequence_parallel, split)
+                plain = request.options
+                facts |= {prefix + name: fact for name, fact in request.facts.items()}
+            except ValueError as error:
+                reasons.append(f"{prefix}hidden, {prefix}weight: {error}" if prefix else str(error))
+        student, teacher = self.models.values()
+        if not reasons and (
+            student[0].shape[:-1] != teacher[0].shape[:-1] or len(student[1]) != len(teacher[1])
+        ):
+            reasons.append(
+                "teacher_hidden and teacher_weight must have as many rows as hidden and weight, "
+                f"got {[list(x.shape) for x in teacher]} for {[list(x.shape) for x in student]}"
+            )
+        if reasons:
+            raise ValueError("; ".join(reasons))
+        facts["temperature, reverse"] = float(self.temperature), self.reverse
+        return DivergenceRequest(plain, facts)
 
 
 class _Both(NamedTuple):

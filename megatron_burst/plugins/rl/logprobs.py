@@ -165,39 +165,34 @@ class LogProbsOperation(HeadOperation[LogProbsRequest]):
     asked: _Asked
 
     def check(self) -> LogProbsRequest:
-        return _checked(self.inputs, self.options, self.sequence_parallel, self.split, self.asked)
-
-
-def _checked(
-    inputs: checks.LossInputs,
-    options: LossOptions,
-    sequence_parallel: Any,
-    split: Split,
-    asked: _Asked,
-) -> LogProbsRequest:
-    """As `checks.checked`, with the arguments that only this operation has."""
-    rows, reasons = _rows(asked.rows, inputs.hidden, sequence_parallel)
-    reasons += [*temperature_reasons(asked.temperature), *checks.flag("entropy", asked.entropy)]
-    top_k = asked.top_k
-    if top_k is not None and not (checks.is_number(top_k, Integral) and top_k >= 1):
-        reasons.append(f"top_k must be a positive integer or None, got {told(top_k)}")
-    labelled = None if rows is None else len(rows)
-    if rows is None and asked.rows is not None and isinstance(inputs.labels, torch.Tensor):
-        labelled = inputs.labels.numel()  # rows are refused already, not the labels for them
-    request = checks.checked(
-        inputs, options, sequence_parallel, split, labelled=labelled, more=reasons
-    )
-    inputs, options, facts = request.inputs, request.options, request.facts
-    count = options.vocab_size or len(inputs.weight) * split.size
-    if top_k is not None and top_k > count:
-        raise ValueError(f"top_k must be at most the vocabulary's {count} rows, got {top_k}")
-    asked = _Asked(
-        rows, float(asked.temperature), asked.entropy, None if top_k is None else int(top_k)
-    )
-    facts["temperature, entropy, top_k"] = asked[1:]
-    if rows is not None:
-        facts["rows"] = hashlib.blake2b(rows.tobytes(), digest_size=8).hexdigest()
-    return LogProbsRequest(inputs, options, facts, asked)
+        asked, inputs = self.asked, self.inputs
+        rows, reasons = _rows(asked.rows, inputs.hidden, self.sequence_parallel)
+        reasons += [*temperature_reasons(asked.temperature), *checks.flag("entropy", asked.entropy)]
+        top_k = asked.top_k
+        if top_k is not None and not (checks.is_number(top_k, Integral) and top_k >= 1):
+            reasons.append(f"top_k must be a positive integer or None, got {told(top_k)}")
+        labelled = None if rows is None else len(rows)
+        if rows is None and asked.rows is not None and isinstance(inputs.labels, torch.Tensor):
+            labelled = inputs.labels.numel()  # rows are refused already, not the labels for them
+        request = checks.checked(
+            inputs,
+            self.options,
+            self.sequence_parallel,
+            self.split,
+            labelled=labelled,
+            more=reasons,
+        )
+        inputs, options, facts = request.inputs, request.options, request.facts
+        count = options.vocab_size or len(inputs.weight) * self.split.size
+        if top_k is not None and top_k > count:
+            raise ValueError(f"top_k must be at most the vocabulary's {count} rows, got {top_k}")
+        asked = _Asked(
+            rows, float(asked.temperature), asked.entropy, None if top_k is None else int(top_k)
+        )
+        facts["temperature, entropy, top_k"] = asked[1:]
+        if rows is not None:
+            facts["rows"] = hashlib.blake2b(rows.tobytes(), digest_size=8).hexdigest()
+        return LogProbsRequest(inputs, options, facts, asked)
 
 
 def _rows(given: Any, hidden: Any, sequence_parallel: Any) -> tuple[np.ndarray | None, list[str]]:
