@@ -15,11 +15,10 @@ import torch
 from typing_extensions import Unpack
 
 from .comm.groups import Groups, InProcessGroups
-from .execution.function import Attention
+from .execution.function import Attention, AttentionCall
 from .kernels.autograd import outside_graphs, refuse_transforms
 from .options import AttentionKeywords
-from .planning.in_process import InProcessPlan, Shard
-from .planning.plan import Plan
+from .planning.plan import InProcessPlan, Plan, Shard
 from .planning.prepare import prepare
 from .planning.validate import NeedsGrad
 from .recompute.checkpoint import current
@@ -89,8 +88,14 @@ def attention(
         one.groups.check()
         one.check(*shard, sink, max_logits)
     kept = plans[0].keeps(frame, label)  # before the call counts: it may be refused
-    calls = [one.groups.calls.forward(one.identity, label, sink is not None) for one in plans]
-    jobs, flat = [one.job for one in plans], [t for shard in shards for t in shard]
-    outs: Any = Attention.apply(jobs, plan.groups, calls, kept, max_logits, sink, *flat)
+    call = AttentionCall(
+        operation="mb.attention",
+        groups=plan.groups,
+        jobs=[one.job for one in plans],
+        tags=[one.groups.calls.forward(one.identity, label, sink is not None) for one in plans],
+        kept=kept,
+        max_logits=max_logits,
+    )
+    outs: Any = Attention.apply(call, sink, *(t for shard in shards for t in shard))
     result: Any = outs[0] if isinstance(q, torch.Tensor) else list(outs)
     return result

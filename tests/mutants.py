@@ -25,7 +25,8 @@ LIMIT = 600  # seconds for the tests of one mutant; a busy machine took 300 for 
 # Exit statuses of a test run that came to its end; a process that crashes has another one.
 SURVIVED, CAUGHT = 50, 51
 QUICK = (
-    "layout", "masks", "tiles", "schedule", "merge", "consensus", "cost", "kernels", "edges",
+    "layout", "masks", "tiles", "schedule", "merge", "consensus", "operation", "cost", "kernels",
+    "edges",
     "every", "row_chunks", "row_chunks_calls", "row_chunks_host", "simulator", "tile_grid",
     "bundles", "tables_oracle",
     "two_way", "packing", "trajectories", "balanced", "tree", "trees", "rows", "state_scan",
@@ -43,7 +44,8 @@ NEAR = {
     "execution/visiting": "row_chunks_host",
     "planning": "every row_chunks", "layout/row_chunks": "row_chunks",
     "schedule/head_shares": "every", "schedule/topology": "every", "execution/ulysses": "every",
-    "comm/consensus": "consensus", "kernels/online_softmax": "merge",
+    "comm/consensus": "consensus", "comm/operation": "operation", "comm/recent": "operation",
+    "kernels/online_softmax": "merge",
     "kernels/tile_grid": "tile_grid", "masks/seen": "bundles", "schedule/bundles": "bundles",
     "schedule/demand": "bundles held", "schedule/algorithms/two_way": "two_way",
     "schedule/algorithms/prefetch": "one_call",
@@ -62,7 +64,7 @@ NEAR = {
     "plugins/sparse/loss": "indexer_loss", "plugins/sparse/units": "sparse indexer_loss",
     "plugins/sparse/megatron": "indexer_gradients", "megatron": "indexer_gradients",
 }  # fmt: skip
-SECONDS = {"layout", "balanced", "tiles", "consensus", "sight"}  # tests that take seconds
+SECONDS = {"layout", "balanced", "tiles", "consensus", "operation", "sight"}  # quick tests
 
 
 class Mutant(NamedTuple):
@@ -468,6 +470,14 @@ MUTANTS = [
     Mutant("comm/consensus.py", "if other.digests == first.digests:", "if True:",
            "ranks that differ are not noticed"),
     Mutant("comm/consensus.py", "if header.bad:", "if False:", "one rank's error stays its own"),
+    Mutant("comm/operation.py", "attempt(operation.build, request)", "operation.build(request)",
+           "a rank that cannot build its plan leaves the others waiting"),
+    Mutant("comm/operation.py", "    operation.agree(plan if", "    (plan if",
+           "plans that differ are not compared"),
+    Mutant("comm/operation.py", "key = identity(request.facts)", "key = 0",
+           "another request gets the cached plan"),
+    Mutant("comm/recent.py", "return self.keep(key, self[key]) if", "return self[key] if",
+           "a cache forgets what is used all the time"),
     Mutant("schedule/sizes.py", "stats = 2 * self.batch", "stats = self.batch",
            "one of lse and delta is not counted"),
     Mutant("schedule/cost.py",
@@ -545,7 +555,7 @@ MUTANTS = [
            "windows end at rows of other pieces"),
     Mutant("linear_attention/plan.py", "True if final else not ends", "not ends",
            "the last piece's state is not asked for"),
-    Mutant("linear_attention/request.py", "width**-0.5 if scale is None", "1.0 if scale is None",
+    Mutant("linear_attention/plan.py", "width**-0.5 if scale is None", "1.0 if scale is None",
            "queries are not scaled"),
     Mutant("linear_attention/tree_scan.py", "leaving.index_add_(0, level.nth",
            "leaving.index_copy_(0, level.nth", "of a segment's children one gives its gradient"),
@@ -621,9 +631,8 @@ MUTANTS = [
     Mutant("plugins/sparse/kernels.py", "self.selection.ids.index_select(0, rows)",
            "self.selection.ids[-len(rows) :]",
            "a recompute attends to what other rows have selected"),
-    Mutant("plugins/sparse/attention.py",
-           "each, [sink] * count, some", "each, [None] * count, some",
-           "the sink takes no share"),
+    Mutant("plugins/sparse/attention.py", "if recomputes else None", "if not recomputes else None",
+           "a recompute takes the rows of its queries for others"),
     Mutant("plugins/sparse/kernels.py",
            "rows = slice(some.start + tile.start, some.start + tile.stop)",
            "rows = tile", "each tile of a tile of queries begins at the first"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -24,12 +24,15 @@ HEADER_BYTES = 8 * FIELDS + TEXT
 
 Facts = dict[str, object]
 T = TypeVar("T")
+Arguments = ParamSpec("Arguments")
 
 
-def attempt(make: Callable[[], T]) -> T | ValueError:
-    """What `make` returns, or what it raises: the other ranks must not be left waiting."""
+def attempt(
+    make: Callable[Arguments, T], *args: Arguments.args, **named: Arguments.kwargs
+) -> T | ValueError:
+    """Return the result of a call, or its error as a ValueError, for `agree` to send."""
     try:
-        return make()
+        return make(*args, **named)
     except ValueError as error:
         return error
     except Exception as error:

@@ -35,6 +35,7 @@ from .process_groups import (
     process_group,
     unbind_default_arguments,
 )
+from .recent import Recent
 from .transport import Channel, Counters, Endpoint, ProcessEndpoint
 
 if TYPE_CHECKING:
@@ -292,7 +293,17 @@ class Groups(RanksHere):
 
     def compare(self, facts: Facts) -> None:
         """As `compare_calls`, and all ranks must state the same `facts`, name -> value."""
-        agree(attempt(lambda: self.check() or facts | {CALLS: self.calls}), self.gather)
+        self.agree(attempt(self.check) or facts)
+
+    def agree(self, facts: Facts | ValueError) -> None:
+        """Raise the same ValueError on every rank unless all ranks state the same facts and made
+        the same calls. facts: of this rank, or an error, which then all ranks raise."""
+        here = facts if isinstance(facts, ValueError) else facts | {CALLS: self.calls}
+        agree(here, self.gather)
+
+    def recent(self, name: str, most: int) -> Recent:
+        """Return the cache of this name on this rank, which keeps at most so many values."""
+        return self.cache.setdefault(name, Recent(most))
 
     def connect(self, channels: Iterable[Channel], device: torch.device) -> None:
         """Make the process groups that these channels lack for tensors of such a device; collective

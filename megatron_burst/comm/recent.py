@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept because it will be asked for again, and how much of it."""
+"""A cache of the values that were used last."""
 
 from __future__ import annotations
 
@@ -8,16 +8,24 @@ from typing import Any
 
 
 class Recent(dict[Any, Any]):
-    """What was made for the keys that were asked for last, at most `most` of them."""
+    """A dictionary of at most `most` values: those that were used last."""
 
     def __init__(self, most: int):
         super().__init__()
         self.most = most
 
-    def of(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What was made for `key`, or is made now, for which the oldest makes room."""
-        value = self.pop(key) if key in self else make()
+    def find(self, key: Any) -> Any:
+        """Return the value of a key, which is then the latest; None if there is none."""
+        return self.keep(key, self[key]) if key in self else None
+
+    def keep(self, key: Any, value: Any) -> Any:
+        """Add a value and return it; the oldest one is removed if there are too many."""
+        self.pop(key, None)
         while len(self) >= self.most:
             del self[next(iter(self))]
         self[key] = value
         return value
+
+    def of(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return the value of a key; if there is none, keep the result of `make`."""
+        return self.keep(key, self[key] if key in self else make())

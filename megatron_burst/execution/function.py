@@ -10,7 +10,7 @@ Shape letters: s local rows, b batch, h query heads, k key/value heads, d width,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -150,77 +150,95 @@ class KeptResults:
     what: object
 
     def found(self) -> Tensors | None:
-        """What the first run of this call left, if this is the second."""
+        """Return the results of the first run of this call, None in the first run."""
         return self.keeper.get(self.what) if self.keeper.filled else None
 
-    def leave(self, rows: Callable[[], Tensors]) -> None:
-        """Keep these rows, if this is the first run."""
-        if not self.keeper.filled:
-            self.keeper.put(self.what, rows())
+    def leave(self, results: Tensors) -> None:
+        """Keep the results of the first run of this call."""
+        self.keeper.put(self.what, results)
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """A call of attention on the ranks of this process, mostly one.
+
+    operation: public name, for errors. jobs, tags: of each rank. kept: where a checkpoint keeps
+    results, or None. recompute_jobs: run if `kept` has results; None if they are `jobs`. A kernel
+    that depends on the rows of queries differs there. max_logits [h]: raised in place, or None.
+    return_lse: return also lse of each rank, without a gradient.
+    """
+
+    operation: str
+    groups: Groups | InProcessGroups
+    jobs: Sequence[Job]
+    tags: Sequence[CallTag]
+    kept: KeptResults | None
+    recompute_jobs: Sequence[Job] | None = None
+    max_logits: torch.Tensor | None = None
+    return_lse: bool = False
 
 
 class Attention(torch.autograd.Function):
-    """The ranks of this process, mostly one: the backward of one waits for the others.
+    """Attention of the ranks of this process: the backward of one rank waits for the others.
 
-    jobs, calls: of each; shards: q, k, v of the first, then of the second, ... sink [h] or None;
-    max_logits [h], raised in place, or None.
+    sink [h] or None; shards: q, k, v of the first rank, then of the second, and so on. Returns out
+    of each rank, then with `return_lse` lse of each rank.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        jobs: Sequence[Job],
-        groups: Groups | InProcessGroups,
-        calls: Sequence[CallTag],
-        kept: KeptResults | None,
-        max_logits: torch.Tensor | None,
-        sink: torch.Tensor | None,
-        *shards: torch.Tensor,
+        ctx: Any, call: AttentionCall, sink: torch.Tensor | None, *shards: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        flat, count = [t.contiguous() for t in shards], len(jobs)
-        each = [tuple(flat[i : i + 3]) for i in range(0, len(flat), 3)]
-        stored = None if kept is None else kept.found()
-        some = [stored and stored[i : i + 2] for i in range(0, 2 * count, 2)]
-        given = jobs, calls, each, [sink] * count, some, [max_logits] * count
-        with groups.running(flat[0].device.type):
-            # One rank skips `Groups.run`: `test_corridor` limits the functions on this path.
-            results = groups.run(forward, *given) if groups.together else [*map(forward, *given)]
+        tensors, count, groups = [t.contiguous() for t in shards], len(call.jobs), call.groups
+        qkv = [tuple(tensors[i : i + 3]) for i in range(0, len(tensors), 3)]
+        stored = None if call.kept is None else call.kept.found()
+        jobs = call.jobs if stored is None else call.recompute_jobs or call.jobs
+        stored_by_rank = [stored and stored[i : i + 2] for i in range(0, 2 * count, 2)]
+        arguments = (
+            jobs, call.tags, qkv, [sink] * count, stored_by_rank, [call.max_logits] * count,
+        )  # fmt: skip
+        with groups.running(tensors[0].device.type):
+            if groups.together:
+                results = groups.run(forward, *arguments)
+            else:  # without `Groups.run`: `test_corridor` limits the functions on this path
+                results = [*map(forward, *arguments)]
         outs, saved = zip(*results, strict=True)
-        if kept is not None:
-            pairs = list(zip(jobs, saved, strict=True))
-            kept.leave(lambda: tuple(t for pair in pairs for t in rows_to_keep(*pair)))
-        ctx.jobs, ctx.groups, ctx.calls, ctx.dtype = jobs, groups, calls, flat[0].dtype
-        ctx.lengths = [len(some) for some in saved]
-        ctx.save_for_backward(sink, *(t for some in saved for t in some))
-        return outs
+        if call.kept is not None and stored is None:
+            pairs = zip(jobs, saved, strict=True)
+            call.kept.leave(tuple(t for job, each in pairs for t in rows_to_keep(job, each)))
+        ctx.operation, ctx.jobs, ctx.groups, ctx.tags = call.operation, call.jobs, groups, call.tags
+        ctx.dtype, ctx.lengths = tensors[0].dtype, [len(each) for each in saved]
+        ctx.save_for_backward(sink, *(t for each in saved for t in each))
+        if not call.return_lse:
+            return outs
+        lses = [each[4] for each in saved]
+        ctx.mark_non_differentiable(*lses)
+        return *outs, *lses
 
     @staticmethod
-    @first_order_only("mb.attention")
-    def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    @first_order_only()
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        count = len(ctx.jobs)
+        douts = gradients[:count]  # none of lse
         sink, *flat = ctx.saved_tensors
-        for rank, call in zip(ctx.groups.ranks, ctx.calls, strict=True):
+        for rank, tag in zip(ctx.groups.ranks, ctx.tags, strict=True):
             rank.check()
-            rank.calls.backward(call)
+            rank.calls.backward(tag)
         rest = iter(flat)
         saved = [tuple(next(rest) for _ in range(length)) for length in ctx.lengths]
-        given = ctx.jobs, ctx.calls, douts, saved, [sink] * len(douts)
+        arguments = ctx.jobs, ctx.tags, douts, saved, [sink] * count
         with ctx.groups.running(douts[0].device.type):
             if ctx.groups.together:  # as in forward
-                results = ctx.groups.run(backward, *given)
+                results = ctx.groups.run(backward, *arguments)
             else:
-                results = [*map(backward, *given)]
+                results = [*map(backward, *arguments)]
+        _, sink_needed, *needed = ctx.needs_input_grad
         dsink = None
-        if sink is not None and ctx.needs_input_grad[5]:
+        if sink is not None and sink_needed:
             parts: list[Any] = [result[3] for result in results]
             total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
             dsink = total.to(sink.dtype)
-        needed = ctx.needs_input_grad[6:]
         grads = [grad for result in results for grad in result[:3]]
-        return (
-            *[None] * 5,
-            dsink,
-            *(
-                None if grad is None or not need else grad.to(ctx.dtype)
-                for grad, need in zip(grads, needed, strict=True)
-            ),
-        )
+        for i, grad in enumerate(grads):
+            grads[i] = None if grad is None or not needed[i] else grad.to(ctx.dtype)
+        return None, dsink, *grads

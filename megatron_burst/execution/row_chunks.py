@@ -260,6 +260,16 @@ def _put(whole: torch.Tensor, rows: torch.Tensor | None, part: torch.Tensor) -> 
 # --- a call whose chunks of queries the caller makes --------------------------------------------
 
 
+def check_keys(k: torch.Tensor, v: torch.Tensor, made_for_k: object, made_for_v: object) -> None:
+    """Raise ValueError unless k and v have the shape, dtype and device that a plan was made for."""
+    for name, tensor, wanted in (("k", k, made_for_k), ("v", v, made_for_v)):
+        found: object = f"{tensor!r:.100}"
+        if isinstance(tensor, torch.Tensor):
+            found = tuple(tensor.shape), tensor.dtype, str(tensor.device)
+        if found != wanted:
+            raise ValueError(f"{name}: the plan was made for {wanted}, got {found}")
+
+
 class ChunkedCall:
     """One call of `plan.chunked` on one rank: its keys, and what its chunks have added up so far.
 

@@ -21,9 +21,11 @@ Result = TypeVar("Result")
 
 
 def first_order_only(
-    operation: str,
+    operation: str | None = None,
 ) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Decorates the static `backward` of an autograd function; `operation` is its public name.
+    """Decorates the static `backward` of an autograd function.
+
+    operation: its public name; None if the forward sets `ctx.operation`.
 
     The decorated backward raises RuntimeError where torch builds a graph of the backward pass
     (`create_graph=True`): torch's engine enables gradients in it then, and only then.
@@ -34,9 +36,9 @@ def first_order_only(
         def once(ctx: Any, *gradients: torch.Tensor | None) -> Result:
             if torch.is_grad_enabled():
                 raise RuntimeError(
-                    f"{operation} cannot be differentiated twice, and this backward was called "
-                    "with create_graph=True: call it without, or write this part of the model in "
-                    "torch's own operators where second derivatives are needed"
+                    f"{operation or ctx.operation} cannot be differentiated twice, and this "
+                    "backward was called with create_graph=True: call it without, or write this "
+                    "part of the model in torch's own operators where second derivatives are needed"
                 )
             return backward(ctx, *gradients)
 

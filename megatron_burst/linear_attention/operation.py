@@ -10,15 +10,20 @@ values.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-from ..comm.groups import Groups, InProcessGroups
+from ..comm.groups import Groups, InProcessGroups, check_groups
 from ..kernels.autograd import outside_graphs, refuse_transforms
 from .kernels import registry
 from .kernels.base import LinearInputs, Maps
-from .plan import InProcessLinearPlan, LinearPlan, prepared, shared
-from .request import Options, check_final, default, of_attention, spread
+from .plan import (
+    InProcessLinearPlan,
+    LinearAttentionOperation,
+    LinearPlan,
+    plan_ranks,
+    shared,
+)
+from .request import Options, check_final, default, spread
 from .scan import following
 from .state_scan import check_alone, scanned, spread_initial
 
@@ -86,10 +91,18 @@ def linear_attention(
     named = {"q": q, "k": k, "v": v, "decay": shared(home, decay), "beta": beta}
     if plan is None:
         options = Options.of(layout, cu_seqlens, algorithm, rates, tree)
-        request = partial(of_attention, options=options, form=default(form, "auto"), scale=scale,
-                        kernel=default(kernel, "auto"), final=return_final_state)  # fmt: skip
-        made = {**named, "initial_state": spread_initial(groups, initial_state)}
-        plan = prepared(groups, made, request, label)
+        check_groups(groups)
+        assert groups is not None
+        every = groups.per_rank(**named, initial_state=spread_initial(groups, initial_state))
+        operations = [
+            LinearAttentionOperation(
+                groups=rank, options=options, label=label, tensors=tensors,
+                form=default(form, "auto"), kernel=default(kernel, "auto"), scale=scale,
+                return_final_state=return_final_state,
+            )
+            for rank, tensors in zip(groups.ranks, every, strict=True)
+        ]  # fmt: skip
+        plan = plan_ranks(groups, operations)
         assert plan is not None
         shards = plan.groups.per_rank(**named)
     else:

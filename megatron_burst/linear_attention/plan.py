@@ -6,31 +6,34 @@ Resolves algorithm "auto". What is refused is `request`'s.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ..comm import packing
-from ..comm.consensus import Facts, agree, attempt, identity
+from ..comm.consensus import Facts, identity
 from ..comm.groups import (
-    CALLS,
     Groups,
     InProcessGroups,
     PlansOfRanks,
     check_groups,
     check_label,
 )
+from ..comm.operation import Operation, prepared
 from ..comm.packing import CallTag
 from ..comm.rows import GRID
+from ..kernels.online_softmax import accumulation_dtype
 from ..layout.layouts import Layout
 from ..layout.pieces import Chains
 from ..schedule.scans.blocks import Blocks, cut
 from ..units import byte_size, grid_of
-from .kernels.base import RankPieces
+from . import forms
+from .kernels import registry
+from .kernels.base import LinearInputs, RankPieces
 from .program import (
     ConvolutionWindow,
     Directions,
@@ -48,9 +51,15 @@ from .request import (
     ChainRequest,
     LocalWork,
     Options,
+    check_device,
+    check_tensor,
+    check_together,
     default,
     described,
-    of_attention,
+    is_finite,
+    request_of,
+    sequence_of_rows,
+    spread,
 )
 from .scan import DirectedScan, Finals, ScanCall, ScanJob
 
@@ -113,6 +122,18 @@ class LinearPlan:
         sent = [sizes.sent(hops, blocks.number, topology)[self.groups.rank] for hops in both]
         (a, b), (c, d) = (each.tolist() for each in sent)
         return (a, b), (c, d)
+
+    @property
+    def longest_message(self) -> int:
+        """Bytes of the longest message of states that any rank sends, with envelope and alignment;
+        0 if the plan has no scan."""
+        if self.job is None or self.states is None:
+            return 0
+        blocks, finals = self.job.forward.program.blocks, self.job.finals
+        both = directions(self.groups, self.sequence, self.algorithm, blocks)
+        messages = [longest_message(hops, blocks, self.states) for hops in both.hops]
+        messages.append((finals.message, len(finals.holders)))
+        return max(size + count * packing.ALIGNMENT for size, count in messages) + packing.ENVELOPE
 
     def describe(self) -> str:
         """What runs, on one line: choices, and the bytes of states per layer and rank."""
@@ -214,25 +235,27 @@ def prepare_linear(
     there.
     Raises the same ValueError on every rank.
     """
-    options = Options.of(layout, cu_seqlens, algorithm, rates, tree)
-    request = partial(of_attention, options=options, form=default(form, "auto"),
-                    kernel=default(kernel, "auto"), scale=scale)  # fmt: skip
-    named = {"q": q, "k": k, "v": v, "decay": shared(groups, decay), "beta": beta}
-    return prepared(groups, named, request)
-
-
-def prepared(
-    groups: Any,
-    named: dict[str, Any],
-    request: Callable[[Groups, dict[str, Any]], ChainRequest],
-    label: object = None,
-) -> Any:
-    """The plan of a request. named: the tensors of this rank by name or, in process, lists of one
-    per rank; request: of one rank's tensors; label: of the call that it is made for."""
     check_groups(groups)
-    shards = groups.per_rank(**named)
-    plans = groups.run(partial(_prepare, request, label), groups.ranks, shards)
-    return InProcessLinearPlan(groups, plans) if groups.together else plans[0]
+    assert groups is not None
+    options = Options.of(layout, cu_seqlens, algorithm, rates, tree)
+    shards = groups.per_rank(q=q, k=k, v=v, decay=shared(groups, decay), beta=beta)
+    operations = [
+        LinearAttentionOperation(
+            groups=rank, options=options, tensors=tensors, form=default(form, "auto"),
+            kernel=default(kernel, "auto"), scale=scale,
+        )
+        for rank, tensors in zip(groups.ranks, shards, strict=True)
+    ]  # fmt: skip
+    return plan_ranks(groups, operations)
+
+
+def plan_ranks(groups: Groups | InProcessGroups, operations: Sequence[ChainOperation]) -> Any:
+    """Return the plan of the ranks of this process, a LinearPlan or an InProcessLinearPlan.
+
+    operations: of each rank.
+    """
+    plans = groups.run(prepared, operations)
+    return InProcessLinearPlan(groups, plans) if isinstance(groups, InProcessGroups) else plans[0]
 
 
 def shared(groups: Any, decay: Any) -> Any:
@@ -241,43 +264,97 @@ def shared(groups: Any, decay: Any) -> Any:
     return [decay] * groups.size if one and isinstance(groups, InProcessGroups) else decay
 
 
-def _prepare(
-    request: Callable[[Groups, dict[str, Any]], ChainRequest],
-    label: object,
-    groups: Groups,
-    tensors: dict[str, Any],
-) -> LinearPlan:
-    """One rank's plan. Every rank takes part in the comparison, whatever it found."""
+@dataclass(frozen=True, kw_only=True)
+class ChainOperation(Operation[ChainRequest, LinearPlan]):
+    """A call on chains on one rank. label: of the call that the plan is made for."""
 
-    def make() -> tuple[ChainRequest, _Resolved | None, Facts]:
-        groups.check()
-        check_label(label)
-        checked = request(groups, tensors)
-        chosen, facts = _resolved(checked, groups), checked.facts
+    groups: Groups
+    options: Options
+    label: object = None
+
+    @abstractmethod
+    def request(self) -> ChainRequest:
+        """Return the checked request of this rank."""
+
+    def check(self) -> ChainRequest:
+        self.groups.check()
+        check_label(self.label)
+        return self.request()
+
+    def agree(self, facts: Facts | ValueError) -> None:
+        self.groups.agree(facts)
+
+    def build(self, request: ChainRequest) -> LinearPlan:
+        chosen, facts = _resolved(request, self.groups), request.facts
+        algorithm, why, job = request.options.algorithm, "", None
         if chosen is not None:
+            algorithm, why = chosen.algorithm, chosen.why
+            job = _job(request, self.groups, chosen.tables)
             facts = facts | {
-                "algorithm and blocks": (chosen.algorithm, chosen.blocks.number),
+                "algorithm and blocks": (algorithm, chosen.blocks.number),
                 "digest of tables": chosen.tables.digest,
             }
-        return checked, chosen, facts
+        elif request.sequence.tree is not None and algorithm == "auto":
+            algorithm, why = "all_gather", "auto: the one that serves trees"
+        return LinearPlan(
+            groups=self.groups, sequence=request.sequence, device=request.device,
+            signature=request.signature, states=request.states, local=request.local,
+            algorithm=algorithm, why=why, job=job, facts=facts, identity=identity(facts),
+        )  # fmt: skip
 
-    made = attempt(make)
-    so_far: Facts = {CALLS: groups.calls}
-    agree(made if isinstance(made, ValueError) else made[2] | so_far, groups.gather)
-    assert not isinstance(made, ValueError)
-    agreed, chosen, facts = made
-    algorithm, why, job = agreed.options.algorithm, "", None
-    if agreed.sequence.tree is not None and algorithm == "auto":
-        algorithm, why = "all_gather", "auto: the one that serves trees"
-    if chosen is not None:
-        algorithm, why = chosen.algorithm, chosen.why
-        job = _job(agreed, groups, chosen.tables)
-        groups.expect(_longest(agreed, job, chosen.tables))
-    groups.connect([GRID], agreed.device)
-    return LinearPlan(
-        groups, agreed.sequence, agreed.device, agreed.signature, agreed.states, agreed.local,
-        algorithm, why, job, facts, identity(facts),
-    )  # fmt: skip
+    def connect(self, plan: LinearPlan) -> None:
+        self.groups.expect(plan.longest_message)
+        self.groups.connect([GRID], plan.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearAttentionOperation(ChainOperation):
+    """A call of `linear_attention` on one rank; its arguments. tensors: by name."""
+
+    tensors: dict[str, Any]
+    form: str
+    kernel: str
+    scale: float | None
+    return_final_state: bool = False
+
+    def request(self) -> ChainRequest:
+        initial = self.tensors.get("initial_state")
+        tensors = {name: t for name, t in self.tensors.items() if name != "initial_state"}
+        q, k, v, decay, beta = (tensors[name] for name in ("q", "k", "v", "decay", "beta"))
+        check_tensor("q", q, {"s, b, g, d": (None,) * 4})
+        check_tensor("k", k, {"s, b, g, d": tuple(q.shape)})
+        rows, batch, few, width = q.shape
+        check_tensor("v", v, {"s, b, h, w": (rows, batch, None, None)})
+        heads, columns = v.shape[2:]
+        if heads % few:
+            raise ValueError(f"v: the {few} heads of q and k must divide its heads, got {heads}")
+        taken_form = forms.of(decay, beta, self.form)
+        each = (rows, batch, heads)
+        if decay is not None:
+            shapes = {"s, b, h": each, "s, b, h, d": (*each, width), "h": (heads,)}
+            check_tensor("decay", decay, shapes)
+        if beta is not None:
+            check_tensor("beta", beta, {"s, b, h": each})
+        check_together({"q": q, "k": k, "v": v}, dtype=True)
+        present = {name: t for name, t in tensors.items() if t is not None}
+        check_together(present, dtype=False)
+        check_device(self.groups, "q", q)
+        scale = self.scale
+        if scale is not None and not is_finite(scale):
+            raise ValueError(f"scale must be a finite number or None, got {scale!r}")
+        factor = width**-0.5 if scale is None else float(scale)
+        sequence = sequence_of_rows(self.groups, q, self.options)
+        inputs = LinearInputs(q, k, v, spread(decay, v), beta, factor)
+        kernel, why = registry.choose(self.kernel, taken_form, inputs)
+        kind = "matrix" if taken_form.delta else taken_form.decay
+        states = States(batch, (heads, width, columns), kind, accumulation_dtype(v.dtype))
+        local = LocalWork(taken_form, kernel, why, factor)
+        more: Facts = {"form": taken_form.name, "kernel": kernel, "scale": factor}
+        tensors["initial_state"] = initial
+        return request_of(
+            self.groups, sequence, tensors, states, local, self.options, more,
+            self.return_final_state,
+        )  # fmt: skip
 
 
 class _Resolved(NamedTuple):
@@ -316,12 +393,3 @@ def _job(request: ChainRequest, groups: Groups, both: Directions) -> ScanJob:
     holder = dict(zip(chains.document[last].tolist(), chains.rank[last].tolist(), strict=True))
     holders = tuple(holder.get(document) for document in range(chains.documents))
     return ScanJob(groups, forward, backward, Finals(groups, holders, states, device))
-
-
-def _longest(request: ChainRequest, job: ScanJob, both: Directions) -> int:
-    """Bytes of the longest message that any rank sends, envelope and alignment included."""
-    assert request.states is not None
-    blocks = job.forward.program.blocks
-    messages = [longest_message(hops, blocks, request.states) for hops in both.hops]
-    messages.append((job.finals.message, len(job.finals.holders)))
-    return max(size + count * packing.ALIGNMENT for size, count in messages) + packing.ENVELOPE

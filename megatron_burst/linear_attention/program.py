@@ -7,7 +7,6 @@ in the cache that `Groups` carries and has its lifetime; this module decides how
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -15,7 +14,6 @@ import numpy as np
 import torch
 
 from ..comm.groups import Groups
-from ..comm.recent import Recent
 from ..comm.rows import Paths, paths
 from ..layout.layouts import Layout
 from ..layout.pieces import Chains, chains
@@ -93,25 +91,26 @@ class TreeWalk(NamedTuple):
 
 def chains_of(groups: Groups, sequence: PackedSequence) -> Chains:
     """The chains of a sequence; ValueError as of `layout.chains`."""
-    make: Callable[[], Chains] = lambda: chains(*sequence)  # noqa: E731
-    return _kept(groups, ("chains", sequence), make)
+    cache, key = groups.recent("linear", KEPT), ("chains", sequence)
+    found = cache.find(key)
+    return cache.keep(key, chains(*sequence)) if found is None else found
 
 
 def directions(
     groups: Groups, sequence: PackedSequence, algorithm: str, blocks: Blocks
 ) -> Directions:
     """The tables of an algorithm for a sequence, with states in these blocks."""
-
-    def make() -> Directions:
-        forward = chains_of(groups, sequence)
-        both = forward, forward.backward()
-        tables = [SCANS[algorithm](Task(one, groups.topology, blocks.number)) for one in both]
-        programs = [
-            program(hops, one, groups.rank, blocks) for hops, one in zip(tables, both, strict=True)
-        ]
-        return Directions((tables[0], tables[1]), (programs[0], programs[1]))
-
-    return _kept(groups, ("directions", sequence, algorithm, blocks), make)
+    cache, key = groups.recent("linear", KEPT), ("directions", sequence, algorithm, blocks)
+    found = cache.find(key)
+    if found is not None:
+        return found
+    forward = chains_of(groups, sequence)
+    both = forward, forward.backward()
+    tables = [SCANS[algorithm](Task(one, groups.topology, blocks.number)) for one in both]
+    programs = [
+        program(hops, one, groups.rank, blocks) for hops, one in zip(tables, both, strict=True)
+    ]
+    return cache.keep(key, Directions((tables[0], tables[1]), (programs[0], programs[1])))
 
 
 def choice_of(
@@ -119,47 +118,49 @@ def choice_of(
 ) -> ScanChoice | int:
     """For algorithm "auto" the one predicted to be fastest at these rates, nominal ones if None;
     for another the number of its blocks."""
-
-    def make() -> ScanChoice | int:
+    cache, key = groups.recent("linear", KEPT), ("choice", sequence, sizes, algorithm, rates)
+    found = cache.find(key)
+    if found is None:
         given = chains_of(groups, sequence), groups.topology, sizes, links_of(rates)
-        return choose(*given) if algorithm == "auto" else blocks_for(algorithm, *given)
-
-    return _kept(groups, ("choice", sequence, sizes, algorithm, rates), make)
+        found = choose(*given) if algorithm == "auto" else blocks_for(algorithm, *given)
+        cache.keep(key, found)
+    return found
 
 
 def window(
     groups: Groups, sequence: PackedSequence, width: int, device: torch.device
 ) -> ConvolutionWindow:
     """The window of `width` rows that ends at each row."""
-
-    def make() -> ConvolutionWindow:
-        all_chains, me = chains_of(groups, sequence), groups.rank
-        order, ends = _around(all_chains.table[all_chains.of(me)], width - 1)
-        indices = to_device(order, device), to_device(ends, device)
-        route, most = preceding_and_most(all_chains, width, me)
-        return ConvolutionWindow(paths(route, device), *indices, most)
-
-    return _kept(groups, ("window", sequence, width, device), make)
+    cache, key = groups.recent("linear", KEPT), ("window", sequence, width, device)
+    found = cache.find(key)
+    if found is not None:
+        return found
+    all_chains, me = chains_of(groups, sequence), groups.rank
+    order, ends = _around(all_chains.table[all_chains.of(me)], width - 1)
+    indices = to_device(order, device), to_device(ends, device)
+    route, most = preceding_and_most(all_chains, width, me)
+    return cache.keep(key, ConvolutionWindow(paths(route, device), *indices, most))
 
 
 def walk(groups: Groups, sequence: PackedSequence, device: torch.device) -> TreeWalk:
     """How the rank follows the tree of a sequence."""
-
-    def make() -> TreeWalk:
-        found = lineage(chains_of(groups, sequence), groups.rank)
-        depth = np.zeros_like(found.parents)
-        for piece, above in enumerate(found.parents.tolist()):
-            depth[piece] = depth[above] + 1 if above >= 0 else 0
-        levels = []
-        for each in range(1, int(depth.max()) + 1):
-            pieces = np.flatnonzero(depth == each)
-            parts = pieces, *np.unique(found.parents[pieces], return_inverse=True)
-            levels.append(TreeLevel(*(to_device(part, device) for part in parts)))
-        sent = found.route.leaving(groups.rank, groups.topology.per_node)
-        own = to_device(found.own, device)
-        return TreeWalk(paths(found.route, device), tuple(levels), own, found.longest, sent)
-
-    return _kept(groups, ("walk", sequence, device), make)
+    cache, key = groups.recent("linear", KEPT), ("walk", sequence, device)
+    kept = cache.find(key)
+    if kept is not None:
+        return kept
+    found = lineage(chains_of(groups, sequence), groups.rank)
+    depth = np.zeros_like(found.parents)
+    for piece, above in enumerate(found.parents.tolist()):
+        depth[piece] = depth[above] + 1 if above >= 0 else 0
+    levels = []
+    for each in range(1, int(depth.max()) + 1):
+        pieces = np.flatnonzero(depth == each)
+        parts = pieces, *np.unique(found.parents[pieces], return_inverse=True)
+        levels.append(TreeLevel(*(to_device(part, device) for part in parts)))
+    sent = found.route.leaving(groups.rank, groups.topology.per_node)
+    own = to_device(found.own, device)
+    tree_walk = TreeWalk(paths(found.route, device), tuple(levels), own, found.longest, sent)
+    return cache.keep(key, tree_walk)
 
 
 def _around(pieces: np.ndarray, reach: int) -> tuple[np.ndarray, np.ndarray]:
@@ -174,11 +175,6 @@ def _around(pieces: np.ndarray, reach: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
-
-
-def _kept(groups: Groups, key: Any, make: Callable[[], Any]) -> Any:
-    """What was made for `key` on this grid."""
-    return groups.cache.setdefault("linear", Recent(KEPT)).of(key, make)
 
 
 class StateHop(NamedTuple):

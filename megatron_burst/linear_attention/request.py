@@ -19,15 +19,10 @@ import torch
 
 from ..comm.consensus import Facts
 from ..comm.groups import Groups
-from ..kernels.online_softmax import accumulation_dtype
 from ..layout import LAYOUTS, Layout, document_bounds, make
-from ..layout.layouts import integer, tree_mask
+from ..layout.layouts import tree_mask
 from ..schedule.scans import SCANS
-from . import forms
 from .forms import Form
-from .kernels import registry
-from .kernels.base import LinearInputs
-from .maps import LETTERS, shape_of
 from .program import PackedSequence, States, chains_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -252,87 +247,6 @@ class ChainRequest:
     facts: Facts
 
 
-def of_attention(
-    groups: Groups,
-    tensors: Tensors,
-    options: Options,
-    form: str,
-    kernel: str,
-    scale: float | None,
-    final: bool = False,
-) -> ChainRequest:
-    """The request of `mb.linear_attention`. tensors: q, k, v, decay and beta, the last two may be
-    None, and perhaps an initial_state."""
-    initial = tensors.get("initial_state")
-    tensors = {name: t for name, t in tensors.items() if name != "initial_state"}
-    q, k, v, decay, beta = (tensors[name] for name in ("q", "k", "v", "decay", "beta"))
-    check_tensor("q", q, {"s, b, g, d": (None,) * 4})
-    check_tensor("k", k, {"s, b, g, d": tuple(q.shape)})
-    rows, batch, few, width = q.shape
-    check_tensor("v", v, {"s, b, h, w": (rows, batch, None, None)})
-    heads, columns = v.shape[2:]
-    if heads % few:
-        raise ValueError(f"v: the {few} heads of q and k must divide its heads, got {heads}")
-    taken_form = forms.of(decay, beta, form)
-    each = (rows, batch, heads)
-    if decay is not None:
-        check_tensor("decay", decay, {"s, b, h": each, "s, b, h, d": (*each, width), "h": (heads,)})
-    if beta is not None:
-        check_tensor("beta", beta, {"s, b, h": each})
-    check_together({"q": q, "k": k, "v": v}, dtype=True)
-    present = {name: t for name, t in tensors.items() if t is not None}
-    check_together(present, dtype=False)
-    check_device(groups, "q", q)
-    if scale is not None and not _is_finite(scale):
-        raise ValueError(f"scale must be a finite number or None, got {scale!r}")
-    factor = width**-0.5 if scale is None else float(scale)
-    sequence = sequence_of_rows(groups, q, options)
-    inputs = LinearInputs(q, k, v, spread(decay, v), beta, factor)
-    kernel, why = registry.choose(kernel, taken_form, inputs)
-    kind = "matrix" if taken_form.delta else taken_form.decay
-    states = States(batch, (heads, width, columns), kind, accumulation_dtype(v.dtype))
-    local = LocalWork(taken_form, kernel, why, factor)
-    more: Facts = {"form": taken_form.name, "kernel": kernel, "scale": factor}
-    return _request(
-        groups, sequence, {**tensors, "initial_state": initial}, states, local, options, more, final
-    )
-
-
-def of_states(
-    groups: Groups,
-    decay: Any,
-    increment: Any,
-    options: Options,
-    seq_len: object,
-    initial: Any = None,
-    final: bool = False,
-) -> ChainRequest:
-    """The request of `mb.state_scan`."""
-    length = integer("seq_len", seq_len)
-    sequence = sequence_of(groups, options, length)
-    pieces = len(chains_of(groups, sequence).of(groups.rank))
-    check_tensor("increment", increment, {"p, b, h, d, w": (pieces, *(None,) * 4)})
-    _, batch, heads, width, columns = increment.shape
-    check_device(groups, "increment", increment)
-    kind = "none"
-    if decay is not None:
-        of_one = {k: shape_of(k, batch, (heads, width, columns)) or () for k in LETTERS}
-        check_tensor("decay", decay, {LETTERS[k]: (pieces, *of_one[k]) for k in LETTERS})
-        kind = list(LETTERS)[decay.dim() - 3]
-        check_together({"increment": increment, "decay": decay}, dtype=False)
-    states = States(batch, (heads, width, columns), kind, accumulation_dtype(increment.dtype))
-    tensors = {"decay": decay, "increment": increment, "initial_state": initial}
-    return _request(groups, sequence, tensors, states, None, options, {}, final)
-
-
-def of_rows(groups: Groups, x: Any, more: Facts, options: Options) -> ChainRequest:
-    """The request of `mb.short_convolution`. more: what else all ranks must agree on."""
-    check_tensor("x", x, {"s, b, c": (None,) * 3})
-    check_device(groups, "x", x)
-    sequence = sequence_of_rows(groups, x, options)
-    return _request(groups, sequence, {"x": x}, None, None, options, more, False)
-
-
 def spread(decay: torch.Tensor | None, v: torch.Tensor) -> torch.Tensor | None:
     """The decay of every row; [h] is that of all rows."""
     if decay is None or decay.dim() > 1:
@@ -350,7 +264,7 @@ def described(tensor: Any) -> Any:
     return None if tensor is None else (tuple(tensor.shape), tensor.dtype)
 
 
-def _request(
+def request_of(
     groups: Groups,
     sequence: PackedSequence,
     tensors: Tensors,
@@ -360,6 +274,8 @@ def _request(
     more: Facts,
     final: bool,
 ) -> ChainRequest:
+    """Return the request of one rank; ValueError for options that do not fit. tensors: by name,
+    perhaps with an initial_state. more: further facts. final: are final states wanted?"""
     check_name("algorithm", options.algorithm, ALGORITHMS)
     check_final(final)
     if options.rates is not None and options.algorithm != "auto":
@@ -393,7 +309,7 @@ def _request(
     return ChainRequest(sequence, first.device, signature, states, local, options, facts)
 
 
-def _is_finite(value: object) -> bool:
+def is_finite(value: object) -> bool:
     """Is it a number that a float holds?"""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False

@@ -9,16 +9,26 @@ Shape letters: s local rows, b batch, c channels.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..comm.groups import Groups, InProcessGroups, check_label
+from ..comm.groups import Groups, InProcessGroups, check_groups, check_label
 from ..comm.rows import exchange_rows, longest
 from ..kernels.autograd import outside_graphs, refuse_transforms
-from .plan import InProcessLinearPlan, LinearPlan, prepared
+from .plan import ChainOperation, InProcessLinearPlan, LinearPlan, plan_ranks
 from .program import ConvolutionWindow
-from .request import ChainRequest, Options, check_name, check_tensor, check_together, of_rows
+from .request import (
+    ChainRequest,
+    Options,
+    check_device,
+    check_name,
+    check_tensor,
+    check_together,
+    request_of,
+    sequence_of_rows,
+)
 from .state_scan import check_alone
 
 ACTIVATIONS = ("silu",)
@@ -58,15 +68,16 @@ def short_convolution(
     refuse_transforms("mb.short_convolution")
     if plan is None:
         options = Options.of(layout, cu_seqlens, tree=tree)
-
-        def request(group: Groups, tensors: dict[str, Any]) -> ChainRequest:
-            check_tensor("weight", weight, {"c, width": (None, None)})
-            more = {"width": weight.shape[1], "bias": bias is not None, "activation": activation}
-            checked = of_rows(group, tensors["x"], more, options)
-            _check_weights(tensors["x"], weight, bias, activation)
-            return checked
-
-        plan = prepared(groups, {"x": x}, request, label)
+        check_groups(groups)
+        assert groups is not None
+        operations = [
+            ConvolutionOperation(
+                groups=rank, options=options, label=label, x=shard["x"], weight=weight, bias=bias,
+                activation=activation,
+            )
+            for rank, shard in zip(groups.ranks, groups.per_rank(x=x), strict=True)
+        ]  # fmt: skip
+        plan = plan_ranks(groups, operations)
     else:
         keywords = {"groups": groups, "layout": layout, "cu_seqlens": cu_seqlens, "tree": tree}
         check_alone(plan, keywords)
@@ -85,6 +96,27 @@ def short_convolution(
     every = zip(shards, before, windows, strict=True)
     outs = [_convolved(*each, weight, bias, activation) for each in every]
     return outs if plan.groups.together else outs[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvolutionOperation(ChainOperation):
+    """A call of `short_convolution` on one rank; its arguments."""
+
+    x: Any
+    weight: Any
+    bias: Any
+    activation: str | None
+
+    def request(self) -> ChainRequest:
+        x, weight, bias = self.x, self.weight, self.bias
+        check_tensor("weight", weight, {"c, width": (None, None)})
+        check_tensor("x", x, {"s, b, c": (None,) * 3})
+        check_device(self.groups, "x", x)
+        sequence = sequence_of_rows(self.groups, x, self.options)
+        more = {"width": weight.shape[1], "bias": bias is not None, "activation": self.activation}
+        request = request_of(self.groups, sequence, {"x": x}, None, None, self.options, more, False)
+        _check_weights(x, weight, bias, self.activation)
+        return request
 
 
 def _rows_before(

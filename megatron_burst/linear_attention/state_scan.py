@@ -9,23 +9,29 @@ Shape letters: p pieces of this rank, b batch, h heads, d rows (keys), w columns
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..comm.groups import Groups, InProcessGroups
+from ..comm.groups import Groups, InProcessGroups, check_groups
 from ..kernels.autograd import outside_graphs, refuse_transforms
+from ..kernels.online_softmax import accumulation_dtype
+from ..layout.layouts import integer
 from .maps import LETTERS, shape_of
-from .plan import InProcessLinearPlan, LinearPlan, prepared
+from .plan import ChainOperation, InProcessLinearPlan, LinearPlan, plan_ranks
+from .program import States, chains_of
 from .request import (
+    ChainRequest,
     Options,
-    accumulation_dtype,
+    check_device,
     check_final,
     check_initial,
     check_tensor,
     check_together,
     check_tree,
-    of_states,
+    request_of,
+    sequence_of,
 )
 from .scan import ScanCall, StateScan
 from .tree_scan import along_tree
@@ -80,11 +86,17 @@ def state_scan(
     named = {"decay": decay, "increment": increment}
     if plan is None:
         options = Options.of(layout, cu_seqlens, algorithm, rates, tree)
-        made = {**named, "initial_state": spread_initial(groups, initial_state)}
-        plan = prepared(groups, made, lambda group, t: of_states(
-            group, t["decay"], t["increment"], options, seq_len, t["initial_state"],
-            return_final_state,
-        ), label)  # fmt: skip
+        check_groups(groups)
+        assert groups is not None
+        every = groups.per_rank(**named, initial_state=spread_initial(groups, initial_state))
+        operations = [
+            StateScanOperation(
+                groups=rank, options=options, label=label, seq_len=seq_len,
+                return_final_state=return_final_state, **tensors,
+            )
+            for rank, tensors in zip(groups.ranks, every, strict=True)
+        ]  # fmt: skip
+        plan = plan_ranks(groups, operations)
     else:
         check_alone(plan, keywords)
         check_final(return_final_state)
@@ -97,6 +109,36 @@ def state_scan(
     if not plan.groups.together:
         entering, final = entering[0], final and final[0]
     return (entering, final) if return_final_state else entering
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateScanOperation(ChainOperation):
+    """A call of `state_scan` on one rank; its arguments."""
+
+    decay: Any
+    increment: Any
+    initial_state: Any
+    seq_len: int | None
+    return_final_state: bool
+
+    def request(self) -> ChainRequest:
+        decay, increment, groups = self.decay, self.increment, self.groups
+        length = integer("seq_len", self.seq_len)
+        sequence = sequence_of(groups, self.options, length)
+        pieces = len(chains_of(groups, sequence).of(groups.rank))
+        check_tensor("increment", increment, {"p, b, h, d, w": (pieces, *(None,) * 4)})
+        _, batch, heads, width, columns = increment.shape
+        check_device(groups, "increment", increment)
+        kind = "none"
+        if decay is not None:
+            of_one = {k: shape_of(k, batch, (heads, width, columns)) or () for k in LETTERS}
+            check_tensor("decay", decay, {LETTERS[k]: (pieces, *of_one[k]) for k in LETTERS})
+            kind = list(LETTERS)[decay.dim() - 3]
+            check_together({"increment": increment, "decay": decay}, dtype=False)
+        states = States(batch, (heads, width, columns), kind, accumulation_dtype(increment.dtype))
+        named = {"decay": decay, "increment": increment, "initial_state": self.initial_state}
+        final = self.return_final_state
+        return request_of(groups, sequence, named, states, None, self.options, {}, final)
 
 
 def scanned(

@@ -10,12 +10,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
 
 from ..comm.consensus import Facts
+from ..comm.operation import Operation
 from ..kernels import torch_features
 from ..kernels.online_softmax import accumulation_dtype
 from .function import Sink
@@ -162,6 +163,45 @@ def group(tp_group: Any, sequence_parallel: Any) -> Split:
     return Split(tp_group, sequence_parallel is True and tp_group is not None)
 
 
+@dataclass(frozen=True)
+class LossRequest:
+    """A checked call. inputs: labels in int64, the mask in the accumulation dtype. options: as
+    Python numbers. facts: what all ranks of the group must agree on."""
+
+    inputs: LossInputs
+    options: LossOptions
+    facts: Facts
+
+
+Checked = TypeVar("Checked", bound=Any)
+
+
+class HeadOperation(Operation[Checked, Checked]):
+    """A call of an operation of the LM head on one rank. The checked request is the plan: exchanges
+    follow from the shapes."""
+
+    split: Split
+
+    def agree(self, facts: Facts | ValueError) -> None:
+        self.split.agree(facts)
+
+    def build(self, request: Checked) -> Checked:
+        return request
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOperation(HeadOperation[LossRequest]):
+    """A call of `linear_cross_entropy` on one rank; its arguments."""
+
+    split: Split
+    inputs: LossInputs
+    options: LossOptions
+    sequence_parallel: Any
+
+    def check(self) -> LossRequest:
+        return checked(self.inputs, self.options, self.sequence_parallel, self.split)
+
+
 def checked(
     inputs: LossInputs,
     options: LossOptions,
@@ -170,8 +210,8 @@ def checked(
     *,
     labelled: int | None = None,
     more: Iterable[str] = (),
-) -> tuple[LossInputs, LossOptions, Facts]:
-    """Labels in int64, the mask in the accumulation dtype, options as Python numbers.
+) -> LossRequest:
+    """Return the checked request of a call.
 
     labelled: how many labels there are where not every row has one; more: further reasons to
     refuse the call. The facts are those that decide which exchanges a rank takes part in, and a
@@ -200,7 +240,7 @@ def checked(
         facts["checksum of labels"] = checksum(labels)
         if mask is not None:
             facts["loss_mask"] = f"given, checksum {checksum(mask)}"
-    return LossInputs(hidden, weight, labels, mask, sink), options, facts
+    return LossRequest(LossInputs(hidden, weight, labels, mask, sink), options, facts)
 
 
 _SPREAD = 0x1E3779B97F4A7C15  # odd, with bits all over

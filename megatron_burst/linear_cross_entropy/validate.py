@@ -6,11 +6,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ..comm.consensus import attempt
+from ..comm.operation import prepared
 from ..kernels.autograd import outside_graphs, refuse_transforms
 from ..kernels.online_softmax import accumulation_dtype
 from . import checks, tiled_loop
-from .checks import LossOptions
+from .checks import LossOperation, LossOptions
 from .formula import Formula
 from .function import LinearCrossEntropy, Sink
 from .rows import Columns
@@ -78,11 +78,14 @@ def linear_cross_entropy(
         ignore_index, logit_scale, logit_softcap, z_loss, label_smoothing, vocab_size, tile, mode,
         return_argmax, torch.is_grad_enabled(),
     )  # fmt: skip
-    inputs = checks.LossInputs(hidden, weight, labels, loss_mask, sink)
-    found = attempt(lambda: checks.checked(inputs, options, sequence_parallel, split))
-    split.agree(found if isinstance(found, ValueError) else found[2])
-    assert not isinstance(found, ValueError)
-    (hidden, weight, labels, loss_mask, sink), options, _ = found
+    operation = LossOperation(
+        split=split,
+        inputs=checks.LossInputs(hidden, weight, labels, loss_mask, sink),
+        options=options,
+        sequence_parallel=sequence_parallel,
+    )
+    plan = prepared(operation)
+    (hidden, weight, labels, loss_mask, sink), options = plan.inputs, plan.options
 
     head = head_of(hidden, weight, split, options)
     tokens = tiled_loop.Tokens(

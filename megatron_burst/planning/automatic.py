@@ -8,7 +8,6 @@ run.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -18,29 +17,29 @@ from ..autotune.rates import Rates
 from ..autotune.select import TIE, Choice, best
 from ..comm.consensus import attempt
 from ..comm.groups import Groups
-from ..comm.recent import Recent
 from ..schedule.cost import Sizes
 from .validate import WIRE, Request
 
 CHOICES_KEPT = 64  # of each grid: kinds of layers times batches of different documents
 
 
-def resolve(
-    request: Request, groups: Groups, rates: Rates | None
-) -> tuple[Request, Choice] | ValueError:
-    """The request with the algorithm, side and head chunks that were chosen, in its facts too.
+def resolve(request: Request, groups: Groups, rates: Rates | None) -> Request | ValueError:
+    """Choose algorithm, side and head chunks; return the request with them, in its facts too, or
+    the error of this rank.
 
-    Collective: measures what `rates` does not state. The error is this rank's own.
+    A collective: measures what `rates` does not state.
     """
     with groups.running():
         stated = rates_of(request, groups, rates)
-    choice = attempt(partial(_choice, request, groups, stated))
+    choice = attempt(_choice, request, groups, stated)
     if isinstance(choice, ValueError):
         return choice
     options, facts = replace(request.options, **choice.call), {"chosen": choice.call}
     wire = WIRE[choice.wire] if choice.wire else request.wire_dtype
     options = replace(options, grad_wire_dtype=wire)
-    return replace(request, options=options, wire_dtype=wire, facts=request.facts | facts), choice
+    return replace(
+        request, options=options, wire_dtype=wire, facts=request.facts | facts, choice=choice
+    )
 
 
 def rates_of(request: Request, groups: Groups, rates: Rates | None) -> Rates:
@@ -55,26 +54,34 @@ def rates_of(request: Request, groups: Groups, rates: Rates | None) -> Rates:
 
 
 def _choice(request: Request, groups: Groups, rates: Rates) -> Choice:
-    """What is predicted to be fastest on these groups; remembered."""
+    """Return the choice that is predicted to be fastest on these groups."""
     options = request.options
-    side = None if options.side == "auto" else options.side
-    fixed = Fixed(side=side, head_chunks=options.head_chunks)
-
-    def fastest(sizes: Sizes) -> Choice:
-        workload = Workload(
-            sizes, request.mask, request.layout, options.sequence_chunks, options.row_blocks
-        )
-        choices: Recent = groups.cache.setdefault("choices", Recent(CHOICES_KEPT))
-        return choices.of(
-            (workload, fixed, rates), lambda: best(workload, [groups.topology], rates, fixed)
-        )
-
-    choice = fastest(request.sizes)
+    choice = _fastest(request, request.sizes, groups, rates)
     if options.grad_wire_dtype != "auto" or request.wire_dtype == torch.float64:
         return choice
     if request.tensors[0].dtype == torch.bfloat16:
         # Rounding at every hop has to gain something: a tie goes to the sums as they are.
-        narrow = fastest(replace(request.sizes, wire_itemsize=torch.bfloat16.itemsize))
+        sizes = replace(request.sizes, wire_itemsize=torch.bfloat16.itemsize)
+        narrow = _fastest(request, sizes, groups, rates)
         if narrow.seconds < choice.seconds * (1 - TIE):
             return replace(narrow, wire="bf16")
     return replace(choice, wire="fp32")  # named, so that `call` can be given again
+
+
+def _fastest(request: Request, sizes: Sizes, groups: Groups, rates: Rates) -> Choice:
+    options = request.options
+    workload = Workload(
+        sizes, request.mask, request.layout, options.sequence_chunks, options.row_blocks
+    )
+    side = None if options.side == "auto" else options.side
+    fixed = Fixed(side=side, head_chunks=options.head_chunks)
+    return fastest(workload, fixed, groups, rates)
+
+
+def fastest(workload: Workload, fixed: Fixed, groups: Groups, rates: Rates) -> Choice:
+    """Return the choice that is predicted to be fastest, and cache it. No exchange."""
+    choices, key = groups.recent("choices", CHOICES_KEPT), (workload, fixed, rates)
+    choice = choices.find(key)
+    if choice is None:
+        choice = choices.keep(key, best(workload, [groups.topology], rates, fixed))
+    return choice

@@ -6,16 +6,17 @@ Made by `prepare` and run by `attention`. Decides nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
 from ..comm import packing
 from ..comm.consensus import Facts
-from ..comm.groups import Groups
+from ..comm.groups import Groups, PlansOfRanks
 from ..comm.transport import Channel
 from ..execution.function import KeptResults
 from ..execution.job import Job
@@ -32,7 +33,6 @@ from .pipeline import Recompute, without_tables
 from .validate import (
     NeedsGrad,
     Signature,
-    check_keys,
     check_max_logits,
     check_shapes,
     check_sink,
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from ..autotune.select import Choice
     from ..execution.row_chunks import ChunkedCall
     from ..execution.visiting import Host
+
+# The tensor of this rank, or a list with a tensor of each rank in this process.
+Shard = TypeVar("Shard", torch.Tensor, Sequence[torch.Tensor])
 
 
 @dataclass(frozen=True)
@@ -170,16 +173,16 @@ class Plan:
         share heads and the backward is that of another call, that call sends k and v again. Raises
         ValueError for tensors of other shapes, and for a host if the plan has a `host_refusal`.
         """
+        from ..execution.row_chunks import ChunkedCall, check_keys  # not needed by other calls
+
         self.groups.check()
-        check_keys(k, v, self.signature)
+        check_keys(k, v, *self.signature[1:])
         q = k.new_empty(1).expand(self.signature[0][0])  # stands in for that of all chunks
         self._check_rest(q, k, v, sink, max_logits)
         if host is not None and self.host_refusal is not None:
             raise ValueError(f"host: {self.host_refusal}; or leave host out")
         keys = k.detach().contiguous(), v.detach().contiguous()
         sink = None if sink is None else sink.detach()
-        from ..execution.row_chunks import ChunkedCall  # not needed by other calls
-
         return ChunkedCall(
             self.job, self.groups, self.identity, keys, sink, label, max_logits, host
         )
@@ -339,3 +342,24 @@ class Plan:
         sizes = self.sizes
         each = sizes.value_width * sizes.itemsize + sizes.stat_itemsize
         return sum(len(one.run.kept) for one in self.again) * sizes.batch * sizes.heads * each
+
+
+class InProcessPlan(PlansOfRanks):
+    """What `prepare` makes with `Groups.in_process`: `ranks`, the plan of each, and as attributes
+    what all of them share, such as `side`."""
+
+    def matches(self, q: object, k: object, v: object) -> bool:
+        """As `Plan.matches`, of every rank."""
+        shards = self.groups.per_rank(q=q, k=k, v=v)
+        return all(plan.matches(**shard) for plan, shard in zip(self.ranks, shards, strict=True))
+
+    def with_kernel(self, kernel: Kernel) -> InProcessPlan:
+        """As `Plan.with_kernel`, of every rank; the ranks share the kernel."""
+        return replace(self, ranks=[plan.with_kernel(kernel) for plan in self.ranks])
+
+    def chunked(self, *_: object, **__: object) -> Any:
+        """Raise ValueError: a call in chunks is made on every rank at once."""
+        raise ValueError(
+            "plan.chunked: of ranks that share a process each makes its own call; hand `plan.ranks`"
+            " to `groups.run`, with a function that calls `chunked` on each"
+        )

@@ -1,34 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a user's arguments to a plan that every rank agrees on.
+"""`mb.prepare`: from the arguments of a call of attention to a plan on which all ranks agree.
 
-Makes the ranks agree and resolves every "auto". What is refused is `validate`'s, what moves when is
-the schedule's, what it costs is `cost`'s.
+`AttentionOperation` describes the call, and `comm/operation.py` runs the steps. `validate` checks
+arguments, `automatic` resolves "auto", `pipeline` makes what each rank runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import Unpack
 
-from ..comm.consensus import agree, attempt, identity
-from ..comm.groups import CALLS, Groups, InProcessGroups, check_groups
-from ..comm.recent import Recent
+from ..comm.consensus import Facts, identity
+from ..comm.groups import Groups, InProcessGroups, check_groups
+from ..comm.operation import Operation, prepared
 from ..execution.job import Job
+from ..layout.layouts import Shards
 from ..options import AttentionKeywords, AttentionOptions
-from ..schedule.cost import ring_spans
+from ..schedule.cost import Sizes, ring_spans
 from ..schedule.head_shares import deferred_chunks
-from .in_process import InProcessPlan, Shard
-from .pipeline import passes
-from .plan import Plan
+from .pipeline import Passes, passes
+from .plan import InProcessPlan, Plan, Shard
 from .validate import NeedsGrad, Request, check, signature
 
 if TYPE_CHECKING:
     from ..autotune.rates import Rates
-    from ..autotune.select import Choice
+    from .stand_ins import TensorShapes
 
 WORKS_KEPT = 8  # of each grid, what plans of masks that stay have of the ring: kinds of layers
 
@@ -69,88 +69,107 @@ def prepare(
     """
     check_groups(groups)
     assert groups is not None
-    beside = {"kv_heads": kv_heads, "value_width": value_width, "dtype": dtype, "device": device}
-    if q is k is v is None or any(x is not None for x in (shape, *beside.values())):
-        from .stand_ins import of_shape  # which calls with tensors do not need
+    shapes, beside = None, (shape, kv_heads, value_width, dtype, device)
+    if q is k is v is None or any(x is not None for x in beside):
+        from .stand_ins import TensorShapes  # not needed by calls with tensors
 
-        made: Any = attempt(partial(of_shape, (q, k, v), shape, **beside))
-        shards = [made] * len(groups.ranks)
+        shapes = TensorShapes(*beside)
+        tensors = [(q, k, v)] * len(groups.ranks)
         needs_grad = (True, True, True) if needs_grad is None else needs_grad
     else:
-        shards = [tuple(shard.values()) for shard in groups.per_rank(q=q, k=k, v=v)]
+        tensors = [tuple(shard.values()) for shard in groups.per_rank(q=q, k=k, v=v)]
     chosen = AttentionOptions(**options)
-    given = {"needs_grad": needs_grad, "sink": sink, "max_logits": max_logits, "rates": rates}
-    each = groups.run(partial(prepare_rank, options=chosen, given=given), shards, groups.ranks)
-    return InProcessPlan(groups, each) if isinstance(groups, InProcessGroups) else each[0]
+    operations = [
+        AttentionOperation(
+            groups=rank, tensors=each, shapes=shapes, options=chosen,
+            needs_grad=needs_grad, sink=sink, max_logits=max_logits, rates=rates,
+        )
+        for rank, each in zip(groups.ranks, tensors, strict=True)
+    ]  # fmt: skip
+    plans = groups.run(prepared, operations)
+    return InProcessPlan(groups, plans) if isinstance(groups, InProcessGroups) else plans[0]
 
 
-def prepare_rank(
-    tensors: tuple[Any, Any, Any] | ValueError,
-    groups: Groups,
-    options: AttentionOptions,
-    given: dict[str, Any],
-    adapt: Callable[[Request], Request] = lambda request: request,
-) -> Plan:
-    """One rank's plan. Every rank takes part in every exchange, whatever it found. given: the
-    further arguments of `check`; adapt: makes its request that of another operation."""
+class RingOperation(Operation[Request, Plan]):
+    """A call that runs in the ring of attention on one rank."""
 
-    def checked() -> Request:
-        groups.check()
-        if isinstance(tensors, ValueError):
-            raise tensors
-        return adapt(check(tensors, groups, options, **given))
+    groups: Groups
 
-    request, choice = attempt(checked), None
-    if options.algorithm == "auto":
-        # Before anything is measured, because that waits for all ranks: do all have a valid
-        # request, and the same?
-        _agree(request, groups)
-        assert isinstance(request, Request)
+    def agree(self, facts: Facts | ValueError) -> None:
+        self.groups.agree(facts)
+
+    def build(self, request: Request) -> Plan:
+        groups, options, (q, k, _) = self.groups, request.options, request.tensors
+        sizes = request.sizes.shared(groups.topology.ulysses)
+        spans = ring_spans(request.layout, groups.topology, q.shape[0] * groups.size)
+        made = _passes(request, groups, sizes, spans)
+        job = Job(
+            ring=groups.ring, ulysses=groups.ulysses, ulysses_links=groups.ulysses_links,
+            kernel=request.kernel, scoring=request.scoring, wire_dtype=request.wire_dtype,
+            needs_grad=request.needs_grad, heads=q.shape[2], kv_heads=k.shape[2],
+            head_chunks=options.head_chunks or 1, chunks=made.chunks, order=made.order,
+        )  # fmt: skip
+        # Nothing else would tell ranks whose tables differ where messages bear no envelope.
+        facts = request.facts | {"schedule": made.digest}
+        return Plan(
+            groups=groups, options=options, layout=request.layout, mask=request.mask,
+            signature=signature(*request.tensors), sizes=sizes, passes=made.schedules, facts=facts,
+            identity=identity(facts), digest=made.digest, job=job, again=made.again,
+            choice=request.choice, host_forward=made.host_forward,
+        )  # fmt: skip
+
+    def connect(self, plan: Plan) -> None:
+        self.groups.connect(plan.channels, plan.device)
+        self.groups.expect(plan.longest_message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionOperation(RingOperation):
+    """A call of attention on one rank, as of `prepare`; shapes: in place of q, k, v, or None."""
+
+    groups: Groups
+    tensors: Sequence[Any]
+    shapes: TensorShapes | None
+    options: AttentionOptions
+    needs_grad: NeedsGrad | None
+    sink: torch.Tensor | None
+    max_logits: torch.Tensor | None
+    rates: Rates | None
+
+    def check(self) -> Request:
+        self.groups.check()
+        q, k, v = self.tensors
+        if self.shapes is not None:
+            from .stand_ins import of_shape
+
+            q, k, v = of_shape(self.tensors, self.shapes)
+        return check(
+            (q, k, v), self.groups, self.options, self.needs_grad, self.sink, self.max_logits,
+            self.rates,
+        )  # fmt: skip
+
+    @property
+    def measures(self) -> bool:
+        return self.options.algorithm == "auto"
+
+    def choose(self, request: Request) -> Request | ValueError:
         from .automatic import resolve  # with the simulator, which no other call needs
 
-        resolved = resolve(request, groups, given["rates"])
-        request, choice = (resolved, None) if isinstance(resolved, ValueError) else resolved
-    bad = isinstance(request, ValueError)
-    plan = request if bad else attempt(partial(plan_of, request, groups, choice))
-    _agree(plan, groups)
-    assert isinstance(plan, Plan)
-    groups.connect(plan.channels, plan.device)
-    groups.expect(plan.longest_message)
-    return plan
+        return resolve(request, self.groups, self.rates)
 
 
-def _agree(request: Request | Plan | ValueError, groups: Groups) -> None:
-    """Raise the same ValueError on every rank if any has one, or arguments or past calls differ."""
-    so_far = {CALLS: groups.calls}
-    agree(request if isinstance(request, ValueError) else request.facts | so_far, groups.gather)
-
-
-def plan_of(request: Request, groups: Groups, choice: Choice | None = None) -> Plan:
-    """One rank's plan of a checked request, without any exchange."""
-    options, (q, k, _) = request.options, request.tensors
-    sizes = request.sizes.shared(groups.topology.ulysses)
-    spans = ring_spans(request.layout, groups.topology, q.shape[0] * groups.size)
-    make = partial(passes, request, groups, sizes, spans)
-    if request.mask.cacheable:  # every micro-batch asks for the same
-        key = (request.kernel.name, q.device, request.mask, request.layout,
-               tuple(map(tuple, spans)), sizes,
-               options.algorithm, options.side, options.store,
-               options.sequence_chunks, options.row_blocks,
-               deferred_chunks(options.head_chunks or 1) > 0)  # fmt: skip
-        made = groups.cache.setdefault("works", Recent(WORKS_KEPT)).of(key, make)
-    else:
-        made = make()
-    job = Job(
-        ring=groups.ring, ulysses=groups.ulysses, ulysses_links=groups.ulysses_links,
-        kernel=request.kernel, scoring=request.scoring, wire_dtype=request.wire_dtype,
-        needs_grad=request.needs_grad, heads=q.shape[2], kv_heads=k.shape[2],
-        head_chunks=options.head_chunks or 1, chunks=made.chunks, order=made.order,
-    )  # fmt: skip
-    # Nothing else would tell ranks whose tables differ where messages bear no envelope.
-    facts = request.facts | {"schedule": made.digest}
-    return Plan(
-        groups=groups, options=options, layout=request.layout, mask=request.mask,
-        signature=signature(*request.tensors), sizes=sizes, passes=made.schedules, facts=facts,
-        identity=identity(facts), digest=made.digest, job=job, again=made.again, choice=choice,
-        host_forward=made.host_forward,
-    )  # fmt: skip
+def _passes(request: Request, groups: Groups, sizes: Sizes, spans: Shards) -> Passes:
+    """Return the passes of this rank, from the cache if the mask stays the same."""
+    if not request.mask.cacheable:
+        return passes(request, groups, sizes, spans)
+    options = request.options  # every micro-batch asks for the same
+    key = (request.kernel.name, request.tensors[0].device, request.mask, request.layout,
+           tuple(map(tuple, spans)), sizes,
+           options.algorithm, options.side, options.store,
+           options.sequence_chunks, options.row_blocks,
+           deferred_chunks(options.head_chunks or 1) > 0)  # fmt: skip
+    works = groups.recent("works", WORKS_KEPT)
+    made = works.find(key)
+    if made is None:
+        made = works.keep(key, passes(request, groups, sizes, spans))
+    return made

@@ -3,25 +3,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 
-def of_shape(
-    given: tuple[Any, Any, Any],
-    shape: Any,
-    *,
-    kv_heads: int | None,
-    value_width: int | None,
-    dtype: torch.dtype | None,
-    device: torch.device | str | None,
-) -> tuple[Any, Any, Any]:
-    """q, k, v of one rank; shape: of q on it. given: q, k, v of the caller.
+@dataclass(frozen=True)
+class TensorShapes:
+    """Shapes of q, k and v on one rank: arguments of `mb.prepare`, in place of tensors."""
 
-    Raises ValueError unless the caller gave a shape, and no tensors.
+    shape: Sequence[int] | None
+    kv_heads: int | None
+    value_width: int | None
+    dtype: torch.dtype | None
+    device: torch.device | str | None
+
+
+def of_shape(
+    tensors: Sequence[Any], shapes: TensorShapes
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q, k, v of one rank, of these shapes.
+
+    Raises:
+        ValueError: There are also `tensors`, or no shape.
     """
-    if any(each is not None for each in given):
+    shape, kv_heads, value_width = shapes.shape, shapes.kv_heads, shapes.value_width
+    if any(each is not None for each in tensors):
         raise ValueError("give either q, k, v or shape with kv_heads, value_width, dtype, device")
     if shape is None:
         raise ValueError("give q, k and v, or shape=(rows, batch, heads, width)")
@@ -36,7 +45,7 @@ def of_shape(
     rows, heads, width = sizes[:2], sizes[2], sizes[3]
     keys = heads if kv_heads is None else kv_heads
     values = width if value_width is None else value_width
-    one = torch.empty(1, dtype=dtype, device=device)
+    one = torch.empty(1, dtype=shapes.dtype, device=shapes.device)
     q, k, v = (one.expand(*rows, *e) for e in ((heads, width), (keys, width), (keys, values)))
     return q, k, v
 

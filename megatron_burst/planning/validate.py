@@ -17,7 +17,6 @@ import torch
 
 from ..comm.consensus import Facts
 from ..comm.groups import Groups
-from ..comm.recent import Recent
 from ..kernels import registry
 from ..kernels.base import Kernel, Scoring
 from ..kernels.online_softmax import accumulation_dtype
@@ -35,8 +34,9 @@ from ..schedule.topology import alternatives, divisors
 
 if TYPE_CHECKING:
     from ..autotune.rates import Rates
+    from ..autotune.select import Choice
 
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Signature = tuple[tuple[tuple[int, ...], torch.dtype, str], ...]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NeedsGrad = tuple[bool, bool, bool]
@@ -49,10 +49,10 @@ class Request:
     """One rank's checked arguments, before the ranks have compared them.
 
     options: with a `Layout`, a mask and numbers in place of names and defaults; what is "auto" is
-    still open. facts: what all ranks must agree on.
+    still open. facts: what all ranks must agree on. choice: why algorithm "auto" took what it took.
     """
 
-    tensors: Tensors
+    tensors: QKV
     options: AttentionOptions
     layout: Layout
     mask: Mask
@@ -61,6 +61,7 @@ class Request:
     wire_dtype: torch.dtype
     needs_grad: NeedsGrad
     facts: Facts
+    choice: Choice | None = None
 
     @property
     def sizes(self) -> Sizes:
@@ -75,7 +76,7 @@ class Request:
 
 
 def check(
-    tensors: Tensors,
+    tensors: QKV,
     groups: Groups,
     options: AttentionOptions,
     needs_grad: NeedsGrad | None = None,
@@ -92,7 +93,8 @@ def check(
     if options.head_chunks is not None:
         _check_head_chunks(options.head_chunks, groups, k)
     _check_row_chunks(options, q.shape[0])
-    _check_rates(rates, options.algorithm)
+    if rates is not None:
+        _check_rates(rates, options.algorithm)
     layout = _layout(options.layout, groups, q.shape[0])
     mask = Causal() if options.mask is None else options.mask
     if not isinstance(mask, Mask):
@@ -100,14 +102,16 @@ def check(
     mask.check(q.shape[0] * groups.size)
     _check_custom(mask, q.shape[0] * groups.size, groups)
     _check_numbers(options)
-    check_max_logits(max_logits, q)
+    if max_logits is not None:
+        check_max_logits(max_logits, q)
     kernel = registry.make(
         options.kernel, q, k, v, options.softcap, mask,
         beside_rings=groups.size > 1 and options.algorithm != "ulysses",
         maximum=max_logits is not None,
     )  # fmt: skip
     wire_dtype = _wire_dtype(options, q)
-    check_sink(sink, q)
+    if sink is not None:
+        check_sink(sink, q)
     needs_grad = _needs_grad(needs_grad, tensors)
     scale = q.shape[-1] ** -0.5 if options.softmax_scale is None else float(options.softmax_scale)
     resolved = replace(
@@ -153,7 +157,7 @@ def _wire_dtype(options: AttentionOptions, q: torch.Tensor) -> torch.dtype:
     return dtype
 
 
-def _needs_grad(asked: object, tensors: Tensors) -> NeedsGrad:
+def _needs_grad(asked: object, tensors: QKV) -> NeedsGrad:
     """Which of q, k, v need a gradient: what is asked for, else what the tensors say."""
     if asked is None:
         q, k, v = (t.requires_grad for t in tensors)
@@ -208,9 +212,7 @@ def _check_row_chunks(options: AttentionOptions, rows: int) -> None:
         )
 
 
-def _check_rates(rates: Rates | None, algorithm: str) -> None:
-    if rates is None:
-        return
+def _check_rates(rates: Rates, algorithm: str) -> None:
     from ..autotune.rates import check_rates  # not needed by other calls
 
     check_rates(rates)
@@ -225,12 +227,12 @@ def _check_custom(mask: Mask, seq_len: int, groups: Groups) -> None:
         return
     from ..masks.verify import check_custom  # which calls with masks of the package do not need
 
-    passed = groups.cache.setdefault("checked masks", Recent(MASKS_CHECKED))
+    passed = groups.recent("checked masks", MASKS_CHECKED)
     for part in parts:
         key = type(part), repr(part), seq_len
         if key not in passed:
             check_custom(part, seq_len)
-        passed.of(key, lambda: None)  # remember it as the latest
+        passed.keep(key, True)
 
 
 def _check_numbers(options: AttentionOptions) -> None:
@@ -327,20 +329,8 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         )
 
 
-def check_keys(k: torch.Tensor, v: torch.Tensor, made_for: Signature) -> None:
-    """Raise ValueError unless k and v are those that a plan was `made_for`."""
-    for name, tensor, wanted in zip("kv", (k, v), made_for[1:], strict=True):
-        found = isinstance(tensor, torch.Tensor) and _described(tensor)
-        if found != wanted:
-            raise ValueError(
-                f"{name}: the plan was made for {wanted}, got {found or tensor!r:.100}"
-            )
-
-
-def check_sink(sink: torch.Tensor | None, q: torch.Tensor) -> None:
-    """Raise ValueError unless `sink` is None or a logit for each head of q."""
-    if sink is None:
-        return
+def check_sink(sink: torch.Tensor, q: torch.Tensor) -> None:
+    """Raise ValueError unless `sink` is a logit for each head of q."""
     tensor = isinstance(sink, torch.Tensor)
     wanted = (q.shape[2],), q.device
     if not tensor or not sink.is_floating_point() or (sink.shape, sink.device) != wanted:
@@ -351,10 +341,8 @@ def check_sink(sink: torch.Tensor | None, q: torch.Tensor) -> None:
         )
 
 
-def check_max_logits(max_logits: torch.Tensor | None, q: torch.Tensor) -> None:
-    """Raise ValueError unless `max_logits` is None or has a place for each head of q."""
-    if max_logits is None:
-        return
+def check_max_logits(max_logits: torch.Tensor, q: torch.Tensor) -> None:
+    """Raise ValueError unless `max_logits` has a place for each head of q."""
     wanted, got = (accumulation_dtype(q.dtype), (q.shape[2],), q.device), f"{max_logits!r:.100}"
     if isinstance(max_logits, torch.Tensor) and not max_logits.requires_grad:
         found = max_logits.dtype, tuple(max_logits.shape), max_logits.device

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megatron_burst as mb
 from megatron_burst.comm.local import LocalEndpoint
-from megatron_burst.execution.function import Attention
+from megatron_burst.execution.function import Attention, AttentionCall
 from megatron_burst.kernels import native
 from megatron_burst.planning import build, pipeline
 
@@ -149,16 +149,15 @@ class Call:
             for plan in self.plan.ranks
         ]
         shards = [x for shard in zip(self.q, self.k, self.v, strict=True) for x in shard]
-        context = Context((False,) * 5 + (self.sink is not None,) + (True,) * len(shards))
-        return context, Attention.forward(
-            context, jobs, self.groups, calls, kept, None, self.sink, *shards
-        )
+        context = Context((False, self.sink is not None) + (True,) * len(shards))
+        call = AttentionCall("mb.attention", self.groups, jobs, calls, kept)
+        return context, Attention.forward(context, call, self.sink, *shards)
 
     def backward(self, context):
         """(dsink or None, [dq, dk, dv] of every rank)."""
         grads = Attention.backward(context, *self.dout)
-        shards = grads[6:]
-        return grads[5], [shards[i : i + 3] for i in range(0, len(shards), 3)]
+        _, dsink, *shards = grads
+        return dsink, [shards[i : i + 3] for i in range(0, len(shards), 3)]
 
     @property
     def pairs(self):

@@ -238,7 +238,7 @@ class Packs:
 
     def note_cut(self, pack: Pack) -> None:
         """Remember that this process cut a batch of such documents."""
-        self._cut.of(pack.cut_key, lambda: None)
+        self._cut.keep(pack.cut_key, True)
 
     def was_cut(self, pack: Pack) -> bool:
         """Whether one of the last `CUTS_KEPT` batches that this process cut had such documents."""

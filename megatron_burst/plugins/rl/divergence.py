@@ -14,16 +14,17 @@ again.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ...comm.consensus import Facts, attempt
+from ...comm.consensus import Facts
+from ...comm.operation import prepared
 from ...kernels.autograd import first_order_only, outside_graphs, refuse_transforms
 from ...linear_cross_entropy import checks
-from ...linear_cross_entropy.checks import LossOptions
+from ...linear_cross_entropy.checks import HeadOperation, LossOptions
 from ...linear_cross_entropy.rows import RowsOfLogits, divergence, divergence_gradient_, row_stats
 from ...linear_cross_entropy.split import Split
 from ...linear_cross_entropy.tiled_loop import GradientSum, Head, Tokens, tiles
@@ -67,12 +68,15 @@ def linear_kl(
         logit_scale=logit_scale, logit_softcap=logit_softcap, vocab_size=vocab_size, tile=tile
     )
     models = {"": (hidden, weight), "teacher_": (teacher_hidden, teacher_weight)}
-    found = attempt(
-        lambda: _checked(models, options, sequence_parallel, split, temperature, reverse)
+    operation = DivergenceOperation(
+        split=split,
+        models=models,
+        options=options,
+        sequence_parallel=sequence_parallel,
+        temperature=temperature,
+        reverse=reverse,
     )
-    split.agree(found if isinstance(found, ValueError) else found[-1])
-    assert not isinstance(found, ValueError)
-    options, _ = found
+    options = prepared(operation).options
 
     if options.tile is not None:
         options = replace(options, tile=-(-options.tile // 2))
@@ -86,40 +90,55 @@ def linear_kl(
     return _LinearKL.apply(flat[0], weights[0], both).view(shape)
 
 
-def _checked(
-    models: dict[str, tuple[Any, Any]],
-    options: LossOptions,
-    sequence_parallel: Any,
-    split: Split,
-    temperature: Any,
-    reverse: Any,
-) -> tuple[LossOptions, Facts]:
-    """Options as Python numbers, and what the ranks must agree on."""
-    reasons = [*temperature_reasons(temperature), *checks.flag("reverse", reverse)]
-    plain, facts = options, {}
-    for prefix, (hidden, weight) in models.items():
-        labels = torch.zeros(0, dtype=torch.int64)  # there are none; these fit any rows
-        if isinstance(hidden, torch.Tensor) and hidden.dim() >= 2:
-            shape = [split.parts * hidden.shape[0], *hidden.shape[1:-1]]
-            labels = torch.zeros(shape, dtype=torch.int64, device=hidden.device)
-        inputs = checks.LossInputs(hidden, weight, labels, None)
-        try:
-            _, plain, found = checks.checked(inputs, options, sequence_parallel, split)
-            facts |= {prefix + name: fact for name, fact in found.items()}
-        except ValueError as error:
-            reasons.append(f"{prefix}hidden, {prefix}weight: {error}" if prefix else str(error))
-    student, teacher = models.values()
-    if not reasons and (
-        student[0].shape[:-1] != teacher[0].shape[:-1] or len(student[1]) != len(teacher[1])
-    ):
-        reasons.append(
-            "teacher_hidden and teacher_weight must have as many rows as hidden and weight, got "
-            f"{[list(x.shape) for x in teacher]} for {[list(x.shape) for x in student]}"
-        )
-    if reasons:
-        raise ValueError("; ".join(reasons))
-    facts["temperature, reverse"] = float(temperature), reverse
-    return plain, facts
+class DivergenceRequest(NamedTuple):
+    """A checked call of `linear_kl`: options as Python numbers, and facts of all ranks."""
+
+    options: LossOptions
+    facts: Facts
+
+
+@dataclass(frozen=True, kw_only=True)
+class DivergenceOperation(HeadOperation[DivergenceRequest]):
+    """A call of `linear_kl` on one rank; its arguments.
+
+    models: prefix of the names -> hidden and weight, of student and teacher.
+    """
+
+    split: Split
+    models: dict[str, tuple[Any, Any]]
+    options: LossOptions
+    sequence_parallel: Any
+    temperature: Any
+    reverse: Any
+
+    def check(self) -> DivergenceRequest:
+        split, options = self.split, self.options
+        reasons = [*temperature_reasons(self.temperature), *checks.flag("reverse", self.reverse)]
+        plain, facts = options, {}
+        for prefix, (hidden, weight) in self.models.items():
+            labels = torch.zeros(0, dtype=torch.int64)  # there are none; these fit any rows
+            if isinstance(hidden, torch.Tensor) and hidden.dim() >= 2:
+                shape = [split.parts * hidden.shape[0], *hidden.shape[1:-1]]
+                labels = torch.zeros(shape, dtype=torch.int64, device=hidden.device)
+            inputs = checks.LossInputs(hidden, weight, labels, None)
+            try:
+                request = checks.checked(inputs, options, self.sequence_parallel, split)
+                plain = request.options
+                facts |= {prefix + name: fact for name, fact in request.facts.items()}
+            except ValueError as error:
+                reasons.append(f"{prefix}hidden, {prefix}weight: {error}" if prefix else str(error))
+        student, teacher = self.models.values()
+        if not reasons and (
+            student[0].shape[:-1] != teacher[0].shape[:-1] or len(student[1]) != len(teacher[1])
+        ):
+            reasons.append(
+                "teacher_hidden and teacher_weight must have as many rows as hidden and weight, "
+                f"got {[list(x.shape) for x in teacher]} for {[list(x.shape) for x in student]}"
+            )
+        if reasons:
+            raise ValueError("; ".join(reasons))
+        facts["temperature, reverse"] = float(self.temperature), self.reverse
+        return DivergenceRequest(plain, facts)
 
 
 class _Both(NamedTuple):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -24,10 +24,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ...comm.consensus import Facts, attempt
+from ...comm.operation import prepared
 from ...kernels.autograd import first_order_only, outside_graphs, refuse_transforms
 from ...linear_cross_entropy import checks
-from ...linear_cross_entropy.checks import LossOptions, told
+from ...linear_cross_entropy.checks import HeadOperation, LossOptions, LossRequest, told
 from ...linear_cross_entropy.rows import (
     entropy_gradient_,
     label_logits,
@@ -102,12 +102,15 @@ def linear_logprobs(
     options = LossOptions(
         ignore_index, logit_scale, logit_softcap, vocab_size=vocab_size, tile=tile
     )
-    inputs = checks.LossInputs(hidden, weight, labels, None)
-    asked = _Asked(rows, temperature, entropy, top_k)
-    found = attempt(lambda: _checked(inputs, options, sequence_parallel, split, asked))
-    split.agree(found if isinstance(found, ValueError) else found[-1])
-    assert not isinstance(found, ValueError)
-    (hidden, weight, labels, *_), options, asked, _ = found
+    operation = LogProbsOperation(
+        split=split,
+        inputs=checks.LossInputs(hidden, weight, labels, None),
+        options=options,
+        sequence_parallel=sequence_parallel,
+        asked=_Asked(rows, temperature, entropy, top_k),
+    )
+    plan = prepared(operation)
+    (hidden, weight, labels, *_), options, asked = plan.inputs, plan.options, plan.asked
 
     shape, labels = labels.shape, labels.reshape(-1)
     hidden, back = hidden.reshape(-1, hidden.shape[-1]), None
@@ -144,35 +147,52 @@ class _Asked(NamedTuple):
     top_k: Any
 
 
-def _checked(
-    inputs: checks.LossInputs,
-    options: LossOptions,
-    sequence_parallel: Any,
-    split: Split,
-    asked: _Asked,
-) -> tuple[checks.LossInputs, LossOptions, _Asked, Facts]:
-    """As `checks.checked`, with the arguments that only this operation has."""
-    rows, reasons = _rows(asked.rows, inputs.hidden, sequence_parallel)
-    reasons += [*temperature_reasons(asked.temperature), *checks.flag("entropy", asked.entropy)]
-    top_k = asked.top_k
-    if top_k is not None and not (checks.is_number(top_k, Integral) and top_k >= 1):
-        reasons.append(f"top_k must be a positive integer or None, got {told(top_k)}")
-    labelled = None if rows is None else len(rows)
-    if rows is None and asked.rows is not None and isinstance(inputs.labels, torch.Tensor):
-        labelled = inputs.labels.numel()  # rows are refused already, not the labels for them
-    inputs, options, facts = checks.checked(
-        inputs, options, sequence_parallel, split, labelled=labelled, more=reasons
-    )
-    count = options.vocab_size or len(inputs.weight) * split.size
-    if top_k is not None and top_k > count:
-        raise ValueError(f"top_k must be at most the vocabulary's {count} rows, got {top_k}")
-    asked = _Asked(
-        rows, float(asked.temperature), asked.entropy, None if top_k is None else int(top_k)
-    )
-    facts["temperature, entropy, top_k"] = asked[1:]
-    if rows is not None:
-        facts["rows"] = hashlib.blake2b(rows.tobytes(), digest_size=8).hexdigest()
-    return inputs, options, asked, facts
+@dataclass(frozen=True)
+class LogProbsRequest(LossRequest):
+    """A checked call of `linear_logprobs`."""
+
+    asked: _Asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogProbsOperation(HeadOperation[LogProbsRequest]):
+    """A call of `linear_logprobs` on one rank; its arguments."""
+
+    split: Split
+    inputs: checks.LossInputs
+    options: LossOptions
+    sequence_parallel: Any
+    asked: _Asked
+
+    def check(self) -> LogProbsRequest:
+        asked, inputs = self.asked, self.inputs
+        rows, reasons = _rows(asked.rows, inputs.hidden, self.sequence_parallel)
+        reasons += [*temperature_reasons(asked.temperature), *checks.flag("entropy", asked.entropy)]
+        top_k = asked.top_k
+        if top_k is not None and not (checks.is_number(top_k, Integral) and top_k >= 1):
+            reasons.append(f"top_k must be a positive integer or None, got {told(top_k)}")
+        labelled = None if rows is None else len(rows)
+        if rows is None and asked.rows is not None and isinstance(inputs.labels, torch.Tensor):
+            labelled = inputs.labels.numel()  # rows are refused already, not the labels for them
+        request = checks.checked(
+            inputs,
+            self.options,
+            self.sequence_parallel,
+            self.split,
+            labelled=labelled,
+            more=reasons,
+        )
+        inputs, options, facts = request.inputs, request.options, request.facts
+        count = options.vocab_size or len(inputs.weight) * self.split.size
+        if top_k is not None and top_k > count:
+            raise ValueError(f"top_k must be at most the vocabulary's {count} rows, got {top_k}")
+        asked = _Asked(
+            rows, float(asked.temperature), asked.entropy, None if top_k is None else int(top_k)
+        )
+        facts["temperature, entropy, top_k"] = asked[1:]
+        if rows is not None:
+            facts["rows"] = hashlib.blake2b(rows.tobytes(), digest_size=8).hexdigest()
+        return LogProbsRequest(inputs, options, facts, asked)
 
 
 def _rows(given: Any, hidden: Any, sequence_parallel: Any) -> tuple[np.ndarray | None, list[str]]:

@@ -10,24 +10,20 @@ Shape letters: s local rows, b batch, h query heads, k key/value heads, d width,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ...comm.consensus import attempt
 from ...comm.groups import Groups, InProcessGroups
-from ...comm.packing import CallTag
-from ...execution.function import Attention, KeptResults, forward, rows_to_keep
+from ...execution.function import Attention, AttentionCall
 from ...execution.job import Job
-from ...kernels.autograd import first_order_only, outside_graphs, refuse_transforms
-from ...planning.in_process import InProcessPlan, Shard
-from ...planning.plan import Plan
-from ...planning.validate import Request, check_shapes
+from ...kernels.autograd import outside_graphs, refuse_transforms
+from ...planning.plan import InProcessPlan, Plan, Shard
+from ...planning.validate import QKV, Request, check_shapes
 from .kernels import Selected
 from .pairs import PairKernel
-from .plans import Setting, plan_ranks, setting
+from .plans import SelectedOperation, Setting, plan_ranks, setting
 from .registry import KERNELS, named
 from .selection import Selection
 
@@ -72,83 +68,51 @@ def sparse_attention(
     refuse_transforms("mb.sparse_attention")
     at, chosen = selected_setting(selection, plan, groups, algorithm)
     shards = at.per_rank(q=q, k=k, v=v)
-    width = partial(_check_width, value_width, v is None)
-    asked = [
-        attempt(partial(_stand_ins, shard, one, kernel, width))
-        for shard, one in zip(shards, chosen, strict=True)
-    ]
     latent = v is None
-    takes = [kernel if isinstance(one, ValueError) else named(kernel, *one) for one in asked]
-    adapts = [
-        partial(adapted, selection=one, kernel=name, latent=latent)
-        for one, name in zip(chosen, takes, strict=True)
-    ]
-    needs = [
-        any(isinstance(shard[n], torch.Tensor) and shard[n].requires_grad for shard in shards)
-        for n in ("q", "k", "k" if latent else "v")
-    ]
-    scale = at.scale(shards[0]["q"], scale)
-    plans = plan_ranks(at, asked, adapts, needs, scale, sink, at.store)
+    options = replace(at.options, softmax_scale=at.scale(shards[0]["q"], scale), store=at.store)
+    needs_grad = (
+        _needs_grad(shards, "q"), _needs_grad(shards, "k"),
+        _needs_grad(shards, "k" if latent else "v"),
+    )  # fmt: skip
+    operations = [
+        AttendSelected(
+            groups=rank, made=made, options=options, sink=sink, needs_grad=needs_grad,
+            selection=one, kernel=kernel, value_width=value_width, **shard,
+        )
+        for rank, made, one, shard in zip(at.groups.ranks, at.made, chosen, shards, strict=True)
+    ]  # fmt: skip
+    plans = plan_ranks(at, operations)
     kept = at.kept(("sparse attention", plans[0].call), label)
-    calls = [one.groups.calls.forward(one.identity, label, sink is not None) for one in plans]
+    tags = [one.groups.calls.forward(one.identity, label, sink is not None) for one in plans]
     jobs = [
-        replace(one.job, kernel=KERNELS[name](each, latent))
-        for one, each, name in zip(plans, chosen, takes, strict=True)
+        replace(one.job, kernel=kernel_for(one, each))
+        for one, each in zip(plans, chosen, strict=True)
     ]
+    recomputes = kept is not None and kept.keeper.filled
+    call = AttentionCall(
+        operation="mb.sparse_attention",
+        groups=at.groups,
+        jobs=jobs,
+        tags=tags,
+        kept=kept,
+        recompute_jobs=[_of_the_rest(job) for job in jobs] if recomputes else None,
+        return_lse=return_lse,
+    )
     flat = []
     for shard in shards:
         k_here, v_here = shard["k"], shard["v"]
         if latent:
             k_here, v_here = k_here[..., value_width:], k_here[..., :value_width]
         flat += [shard["q"], k_here, v_here]
-    found: Any = SparseAttention.apply(jobs, at.groups, calls, kept, None, sink, *flat)
+    found: Any = Attention.apply(call, sink, *flat)
     outs, lses = found[: len(jobs)], found[len(jobs) :]
     if isinstance(at.groups, InProcessGroups):
         return (list(outs), list(lses)) if return_lse else list(outs)
     return (outs[0], lses[0]) if return_lse else outs[0]
 
 
-class SparseAttention(torch.autograd.Function):
-    """As `Attention`, whose backward it has, for kernels that know selections; returns lse of each
-    rank behind the results."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        jobs: Sequence[Job],
-        groups: Groups | InProcessGroups,
-        calls: Sequence[CallTag],
-        kept: KeptResults | None,
-        _: None,
-        sink: torch.Tensor | None,
-        *shards: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        flat, count, here = [t.contiguous() for t in shards], len(jobs), jobs
-        each = [tuple(flat[i : i + 3]) for i in range(0, len(flat), 3)]
-        stored = None if kept is None else kept.found()
-        if stored is not None:  # the queries of the ring are those that were not kept
-            here = [_of_the_rest(job) for job in jobs]
-        some = [stored and stored[i : i + 2] for i in range(0, 2 * count, 2)]
-        with groups.running(flat[0].device.type):
-            results = groups.run(forward, here, calls, each, [sink] * count, some)
-        outs, saved = zip(*results, strict=True)
-        if kept is not None:
-            pairs = list(zip(jobs, saved, strict=True))
-            kept.leave(lambda: tuple(t for pair in pairs for t in rows_to_keep(*pair)))
-        ctx.jobs, ctx.groups, ctx.calls, ctx.dtype = jobs, groups, calls, flat[0].dtype
-        ctx.lengths = [len(some) for some in saved]
-        lses = tuple(some[4] for some in saved)
-        ctx.save_for_backward(sink, *(t for some in saved for t in some))
-        ctx.mark_non_differentiable(*lses)
-        return *outs, *lses
-
-    @staticmethod
-    @first_order_only("mb.sparse_attention")
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return Attention.backward(ctx, *grads[: len(ctx.jobs)])
-
-
 def _of_the_rest(job: Job) -> Job:
+    """Return the job with the kernel for the rows that a recompute computes again."""
     assert isinstance(job.kernel, Selected)
     again = job.chunks[0].recompute
     assert again is not None
@@ -170,34 +134,56 @@ def selected_setting(
     return at, chosen
 
 
-def _check_width(value_width: int | None, latent: bool, width: int) -> int:
+def _needs_grad(shards: Sequence[dict[str, Any]], name: str) -> bool:
+    """Return whether this tensor of any rank of this process needs a gradient."""
+    tensors = [shard[name] for shard in shards]
+    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttendSelected(SelectedOperation):
+    """A call of `mb.sparse_attention` on one rank; its arguments."""
+
+    q: Any
+    k: Any
+    v: Any
+    selection: Any
+    kernel: str
+    value_width: int | None
+
+    def tensors(self) -> QKV:
+        q, k, v, columns = self.q, self.k, self.v, self.value_width
+        check_shapes(q, k, k if v is None else v)
+        _check_width(columns, v is None, k.shape[-1])
+        check_selection(self.selection)
+        if v is None:
+            q, k, v = q[..., columns:], k[..., columns:], k[..., :columns]
+        return q, k, v
+
+    def adapted(self, request: Request) -> Request:
+        kernel = named(self.kernel, *request.tensors)
+        return over_selection(request, self.selection, kernel, latent=self.v is None)
+
+
+def check_selection(selection: object) -> None:
+    """Raise ValueError unless it is an `mb.Selection`."""
+    if not isinstance(selection, Selection):
+        raise ValueError(f"selection must be an mb.Selection, got {selection!r:.100}")
+
+
+def _check_width(value_width: int | None, latent: bool, width: int) -> None:
     if not latent:
         if value_width is not None:
             raise ValueError(f"value_width is for v=None, got {value_width!r} beside v")
-        return 0
-    if type(value_width) is not int or not 0 < value_width < width:
+    elif type(value_width) is not int or not 0 < value_width < width:
         raise ValueError(
             f"value_width: with v=None it must be a number of columns of k below its width {width},"
             f" got {value_width!r}"
         )
-    return value_width
 
 
-def _stand_ins(shard: dict[str, Any], selection: Any, kernel: object, width: Any) -> Any:
-    """q, k and v of a plan, as they travel; ValueError for those that do not belong together."""
-    q, k, v = shard["q"], shard["k"], shard["v"]
-    check_shapes(q, k, k if v is None else v)
-    columns = width(k.shape[-1])
-    if not isinstance(selection, Selection):
-        raise ValueError(f"selection must be an mb.Selection, got {selection!r:.100}")
-    if v is None:
-        q, k, v = q[..., columns:], k[..., columns:], k[..., :columns]
-    named(kernel, q, k, v)
-    return q, k, v
-
-
-def adapted(request: Request, selection: Selection, kernel: str, latent: bool) -> Request:
-    """The request of a call over a selection, which must belong to its layout and mask."""
+def over_selection(request: Request, selection: Selection, kernel: str, latent: bool) -> Request:
+    """Return the request of a call over a selection, which must have its layout and mask."""
     q, k, _ = request.tensors
     for name in ("layout", "mask"):
         made_for, here = getattr(selection, name), getattr(request, name)
@@ -212,3 +198,10 @@ def adapted(request: Request, selection: Selection, kernel: str, latent: bool) -
     pairs.name = f"sparse {kernel}"  # as the plan's description has it
     facts = {"selection": (ids, block), "sparse kernel": kernel, "latent": latent}
     return replace(request, kernel=pairs, facts=request.facts | facts)
+
+
+def kernel_for(plan: Plan, selection: Selection) -> Selected:
+    """Return the kernel of this plan that knows the selection."""
+    pairs = plan.kernel
+    assert isinstance(pairs, PairKernel)
+    return pairs.by(selection, pairs.latent)

@@ -9,7 +9,7 @@ Shape letters: s query rows, t key rows, b batch, h heads, d width, w value widt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,15 +18,13 @@ import torch
 
 from ...autotune.candidates import Fixed, Workload
 from ...autotune.rates import Rates
-from ...autotune.select import Choice, best
-from ...comm.consensus import agree, attempt
-from ...comm.groups import CALLS, Groups
-from ...comm.recent import Recent
+from ...comm.consensus import attempt
+from ...comm.groups import Groups
 from ...kernels.base import Rows, Scoring
 from ...kernels.online_softmax import accumulation_dtype
 from ...layout import Span
 from ...masks import Causal, Mask
-from ...planning.automatic import CHOICES_KEPT, rates_of
+from ...planning.automatic import fastest, rates_of
 from ...planning.validate import Request
 from .pairs import PairKernel, SelectedPairs
 from .rules import SelectionRule, described, parts
@@ -34,13 +32,11 @@ from .selection import selected
 from .top_k import no_units
 
 
-def chosen(checked: Callable[[], Request], groups: Groups) -> Choice:
-    """The choice of all ranks for a call of its own. Collective: compares requests, and measures
-    what is not known of the links and the kernel. Raises the same ValueError on every rank."""
-    request = attempt(checked)
-    bad = isinstance(request, ValueError)
-    agree(request if bad else request.facts | {CALLS: groups.calls}, groups.gather)
-    assert isinstance(request, Request)
+def chosen(request: Request, groups: Groups) -> Request | ValueError:
+    """Return the request with the algorithm that is predicted to be fastest, or this rank's error.
+
+    A collective: measures what is not known of the links and of the kernel.
+    """
     kernel, (q, k, v) = request.kernel, request.tensors
     assert isinstance(kernel, PairKernel)
     if kernel.of is not None:  # heads of one row instead of those of a unit's rows: as fast
@@ -51,11 +47,11 @@ def chosen(checked: Callable[[], Request], groups: Groups) -> Choice:
     trial: Any = _Trial(kernel)
     with groups.running():
         rates = rates_of(replace(request, kernel=trial, tensors=(q, k, v)), groups, None)
-    return fastest(request, groups, rates)
+    return attempt(with_fastest, request, groups, rates)
 
 
-def fastest(request: Request, groups: Groups, rates: Rates) -> Choice:
-    """The algorithm that is predicted to be fastest with these rates; remembered. No exchange."""
+def with_fastest(request: Request, groups: Groups, rates: Rates) -> Request:
+    """Return the request with the algorithm that is predicted to be fastest with these rates."""
     kernel = request.kernel
     assert isinstance(kernel, PairKernel)
     all_of_them = request.sizes.tokens * request.layout.cp_size
@@ -63,11 +59,11 @@ def fastest(request: Request, groups: Groups, rates: Rates) -> Choice:
         request.sizes, request.mask, request.layout, latent=kernel.latent,
         attended=kernel.attended or all_of_them,
     )  # fmt: skip
-    fixed = Fixed(side="kv", head_chunks=1)
-    choices: Recent = groups.cache.setdefault("choices", Recent(CHOICES_KEPT))
-    return choices.of(
-        (workload, fixed, rates), lambda: best(workload, [groups.topology], rates, fixed)
-    )
+    choice = fastest(workload, Fixed(side="kv", head_chunks=1), groups, rates)
+    algorithm = choice.taken.algorithm
+    options = replace(request.options, algorithm=algorithm)
+    facts = request.facts | {"algorithm": algorithm}
+    return replace(request, options=options, facts=facts, choice=choice)
 
 
 class _Trial:

@@ -13,12 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from ...comm.consensus import attempt
 from ...comm.groups import Groups, InProcessGroups
 from ...comm.packing import CallTag, Message
 from ...execution import ring
@@ -28,11 +26,11 @@ from ...kernels.online_softmax import accumulation_dtype
 from ...layout import LayoutName
 from ...layout.layouts import Layout
 from ...masks import Causal, Mask
-from ...planning.in_process import InProcessPlan, Shard
-from ...planning.plan import Plan
-from ...planning.validate import Request, check_shapes
+from ...options import AttentionOptions
+from ...planning.plan import InProcessPlan, Plan, Shard
+from ...planning.validate import QKV, Request, check_shapes
 from .pairs import PairKernel, SelectedPairs, tiles
-from .plans import Setting, plan_ranks, setting
+from .plans import SelectedOperation, plan_ranks, setting
 from .rules import SelectionRule, described, forced, parts, rule_of
 from .selection import selected
 from .top_k import add_units_, in_order, no_units
@@ -91,52 +89,76 @@ def select(
     refuse_transforms("mb.select")
     at = setting(plan, groups, layout, mask, algorithm)
     shards = at.per_rank(q=index_q, k=index_k, w=index_weights)
-    asked = attempt(partial(_asked, rule, top_k))
-    units, stand_ins = index_setting(at, shards, asked)
-    adapts = [partial(_adapted, asked=asked, top_k=top_k)] * len(shards)
-    plans = plan_ranks(units, stand_ins, adapts)
-    kept = at.kept(("selection", described(ready(asked)), top_k, plans[0].call), label)
+    operations = [
+        SelectUnits(
+            groups=rank, made=made, options=at.options, rule=rule, top_k=top_k,
+            index_q=shard["q"], index_k=shard["k"], index_weights=shard["w"],
+        )
+        for rank, made, shard in zip(at.groups.ranks, at.made, shards, strict=True)
+    ]  # fmt: skip
+    plans = plan_ranks(at, operations)
+    found_rule = rule_of(rule)
+    kept = at.kept(("selection", described(found_rule), top_k, plans[0].call), label)
     ids = None if kept is None else kept.found()
     if ids is None:
         walks = ["scores"]
-        if getattr(ready(asked), "softmax", False):
+        if getattr(found_rule, "softmax", False):
             walks.insert(0, "log-sum-exp")
         calls = [tags_of([(one, name) for name in walks], label) for one in plans]
-        tensors = [tuple(shard.values()) for shard in shards]
-        run = partial(_select, rule=ready(asked), top_k=top_k)
-        with at.groups.running(tensors[0][0].device.type):
-            ids = tuple(at.groups.run(run, plans, calls, tensors))
+        with at.groups.running(shards[0]["q"].device.type):
+            ids = tuple(at.groups.run(_select, operations, plans, calls))
         if kept is not None:
-            kept.leave(lambda: ids)
+            kept.leave(ids)
     layout, mask = plans[0].layout, Causal() if at.options.mask is None else at.options.mask
     layout = layout.of if isinstance(layout, UnitLayout) else layout
-    found = [selected(each, layout, mask, ready(asked).block) for each in ids]
+    found = [selected(each, layout, mask, found_rule.block) for each in ids]
     return found if isinstance(at.groups, InProcessGroups) else found[0]
 
 
-def _asked(rule: str | SelectionRule, top_k: int) -> SelectionRule:
-    if type(top_k) is not int or top_k < 1:
-        raise ValueError(f"top_k must be a positive integer, got {top_k!r}")
-    found = rule_of(rule)
-    if top_k < (least := forced(found)):
-        raise ValueError(
-            f"top_k must be at least {least}, the blocks that rule {type(found).__name__} always "
-            f"selects, got {top_k}"
-        )
-    return found
+@dataclass(frozen=True, kw_only=True)
+class IndexOperation(SelectedOperation):
+    """A call in whose ring index keys travel, a row for each unit, on one rank; its arguments."""
+
+    rule: str | SelectionRule
+    index_q: Any
+    index_k: Any
+    index_weights: Any
+
+    def checked_rule(self) -> SelectionRule:
+        """Return the rule of the call. ValueError if it does not serve this operation."""
+        return rule_of(self.rule)
+
+    def tensors(self) -> QKV:
+        return index_stand_ins(self.checked_rule(), self.index_q, self.index_k, self.index_weights)
+
+    def ring_options(self) -> AttentionOptions:
+        return by_units(self.options, self.groups.size, self.index_q, self.checked_rule())
 
 
-def ready(asked: SelectionRule | ValueError) -> SelectionRule:
-    """The rule, or what it raises, which all ranks have to hear of."""
-    if isinstance(asked, ValueError):
-        raise asked
-    return asked
+@dataclass(frozen=True, kw_only=True)
+class SelectUnits(IndexOperation):
+    """A call of `mb.select` on one rank; its arguments."""
+
+    top_k: int
+
+    def checked_rule(self) -> SelectionRule:
+        if type(self.top_k) is not int or self.top_k < 1:
+            raise ValueError(f"top_k must be a positive integer, got {self.top_k!r}")
+        rule = super().checked_rule()
+        if self.top_k < (least := forced(rule)):
+            raise ValueError(
+                f"top_k must be at least {least}, the blocks that rule {type(rule).__name__} "
+                f"always selects, got {self.top_k}"
+            )
+        return rule
+
+    def adapted(self, request: Request) -> Request:
+        return over_units(request, self.checked_rule(), self.top_k)
 
 
-def index_stand_ins(shard: dict[str, Any], asked: SelectionRule | ValueError) -> Any:
-    """q, k and v of a plan for index tensors; ValueError for those that do not fit the rule."""
-    rule = ready(asked)
-    q, k, weights = shard["q"], shard["k"], shard["w"]
+def index_stand_ins(rule: SelectionRule, q: Any, k: Any, weights: Any) -> QKV:
+    """Return stand-ins for q, k and v of a ring of units. ValueError for index tensors that do not
+    fit the rule."""
     for name, tensor in (("index_q", q), ("index_k", k)):
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4:
             got = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else repr(tensor)
@@ -162,25 +184,13 @@ def index_stand_ins(shard: dict[str, Any], asked: SelectionRule | ValueError) ->
     return stand_ins_of_units(q, k, rule)
 
 
-def _adapted(request: Request, asked: SelectionRule | ValueError, top_k: int) -> Request:
-    """The request of a selection: no values travel with the index keys."""
-    rule = ready(asked)
+def over_units(request: Request, rule: SelectionRule, top_k: int) -> Request:
+    """Return the request of a ring of units: no values travel with the index keys."""
     q, k, v = request.tensors
-    facts = {"rule": described(rule), "top_k": top_k} | request.facts  # told first
+    facts = {"rule": described(rule), "top_k": top_k} | request.facts  # first in messages
     heads = rule.selections(q.shape[2] // rule.block, k.shape[2])
     pairs = PairKernel(Selecting, rule, heads, top_k)
     return replace(request, kernel=pairs, tensors=(q, k, v[..., :0]), facts=facts)
-
-
-def index_setting(
-    at: Setting, shards: Sequence[dict[str, Any]], asked: SelectionRule | ValueError
-) -> tuple[Setting, list[Any]]:
-    """Where a ring of units runs, and what stands for q, k and v of each rank there."""
-    stand_ins = [attempt(partial(index_stand_ins, shard, asked)) for shard in shards]
-    if isinstance(asked, ValueError):
-        return at, stand_ins
-    found = attempt(partial(by_units, at, shards[0]["q"], asked))
-    return (at, [found] * len(shards)) if isinstance(found, ValueError) else (found, stand_ins)
 
 
 def tags_of(walks: Sequence[tuple[Plan, str]], label: object) -> list[CallTag]:
@@ -194,11 +204,10 @@ def tags_of(walks: Sequence[tuple[Plan, str]], label: object) -> list[CallTag]:
     ]
 
 
-def _select(
-    plan: Plan, tags: Sequence[CallTag], tensors: Tensors, rule: SelectionRule, top_k: int
-) -> torch.Tensor:
-    """The ids of the selection of one rank."""
-    q, k, weights = tensors
+def _select(operation: SelectUnits, plan: Plan, tags: Sequence[CallTag]) -> torch.Tensor:
+    """Return the ids of the selection of one rank."""
+    rule, top_k = rule_of(operation.rule), operation.top_k
+    q, k, weights = operation.index_q, operation.index_k, operation.index_weights
     job, dtype, rows = plan.job, accumulation_dtype(q.dtype), rows_of_units(k, rule)
     shape = (*q.shape[:2], rule.selections(q.shape[2], k.shape[2]), top_k)
     scores, units = no_units(shape, q.new_empty(0, dtype=dtype))

@@ -13,13 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ...comm.consensus import attempt
 from ...comm.groups import Groups, InProcessGroups
 from ...comm.packing import CallTag, Message
 from ...execution import ring
@@ -27,24 +25,22 @@ from ...execution.function import KeptResults
 from ...execution.job import Call, Tensors
 from ...kernels.autograd import first_order_only, outside_graphs, refuse_transforms
 from ...kernels.online_softmax import accumulation_dtype
-from ...planning.in_process import InProcessPlan, Shard
-from ...planning.plan import Plan
-from ...planning.validate import Request, check_shapes
-from .attention import adapted, selected_setting
+from ...planning.plan import InProcessPlan, Plan, Shard
+from ...planning.validate import QKV, NeedsGrad, Request, check_shapes
+from .attention import check_selection, over_selection, selected_setting
 from .indexer import (
     NOTHING,
-    Selecting,
-    index_setting,
+    IndexOperation,
     keys_of_chunk,
+    over_units,
     passing,
-    ready,
     tags_of,
     walk,
     wide,
 )
 from .kernels import SelectedAten
-from .pairs import PairKernel, tiles
-from .plans import plan_ranks
+from .pairs import tiles
+from .plans import SelectedOperation, plan_ranks
 from .rules import SelectionRule, described, rule_of
 from .selection import Selection
 from .units import gradient_of_keys, rows_of_parts, rows_of_units
@@ -91,89 +87,119 @@ def indexer_loss(
     at, chosen = selected_setting(selection, plan, groups, algorithm)
     shards = at.per_rank(q=index_q, k=index_k, w=index_weights)
     main = at.per_rank(q=q, k=k, lse=lse)
-    asked = attempt(partial(_asked, rule, tp_group, isinstance(at.groups, InProcessGroups)))
-    scale = at.scale(main[0]["q"], scale)
-    of_attention = [attempt(partial(_stand_ins, shard, one)) for shard, one in
-                    zip(main, chosen, strict=True)]  # fmt: skip
-    facts = {"lse": lse is not None, "tp_group": tp_group is not None}
-    adapts = [partial(_without_values, selection=one, facts=facts) for one in chosen]
-    attention = plan_ranks(at, of_attention, adapts, scale=scale)
-    units, of_index = index_setting(at, shards, asked)
-    adapts = [partial(_index_request, selection=one, asked=asked) for one in chosen]
-    index = plan_ranks(units, of_index, adapts, (False, True, False))
+    together = isinstance(at.groups, InProcessGroups)
+    options = replace(at.options, softmax_scale=at.scale(main[0]["q"], scale))
+    ranks = list(zip(at.groups.ranks, at.made, chosen, shards, main, strict=True))
+    attention_calls = [
+        SelectedProbabilities(
+            groups=rank, made=made, options=options, selection=each,
+            grouped=tp_group is not None, **tensors,
+        )
+        for rank, made, each, _, tensors in ranks
+    ]  # fmt: skip
+    attention = plan_ranks(at, attention_calls)
+    index_calls = [
+        SelectedScores(
+            groups=rank, made=made, options=at.options, rule=rule, selection=each,
+            tp_group=tp_group, together=together,
+            index_q=shard["q"], index_k=shard["k"], index_weights=shard["w"],
+        )
+        for rank, made, each, shard, _ in ranks
+    ]  # fmt: skip
+    index = plan_ranks(at, index_calls)
     parts = [
         _Part(
-            ready(asked),
-            each,
-            mine,
-            walk,
-            _calls(mine, walk, label, lse is None),
-            tp_group,
-            tuple(t.values()),
+            rule=rule_of(rule),
+            selection=each,
+            attention=mine,
+            index=walk,
+            calls=_calls(mine, walk, label, lse is None),
+            tp_group=tp_group,
+            main=tuple(tensors.values()),
         )
-        for each, mine, walk, t in zip(chosen, attention, index, main, strict=True)
+        for (_, _, each, _, tensors), mine, walk in zip(ranks, attention, index, strict=True)
     ]
     flat = [t for shard in shards for t in shard.values()]
+    scale = options.softmax_scale
     what = "indexer loss", described(parts[0].rule), scale, parts[0].attention.call
     losses: Any = _IndexerLoss.apply(parts, at.groups, at.kept(what, label), *flat)
-    result: Any = list(losses) if isinstance(at.groups, InProcessGroups) else losses[0]
+    result: Any = list(losses) if together else losses[0]
     return result
 
 
-def _asked(rule: str | SelectionRule, tp_group: object, together: bool) -> SelectionRule:
-    if tp_group is not None and (together or not isinstance(tp_group, dist.ProcessGroup)):
-        raise ValueError(
-            "tp_group must be a process group of ranks of their own, or None, got "
-            f"{tp_group!r:.100}"
-        )
-    found = rule_of(rule)
-    if getattr(found, "softmax", False):
-        raise ValueError(
-            f"rule {type(found).__name__} has no loss of its own: its queries and keys learn in "
-            "the attention over compressed keys"
-        )
-    return found
+@dataclass(frozen=True, kw_only=True)
+class SelectedProbabilities(SelectedOperation):
+    """The walk of `mb.indexer_loss` over the keys of attention, on one rank; its arguments.
+
+    grouped: whether the call has a tp_group.
+    """
+
+    q: Any
+    k: Any
+    lse: Any
+    selection: Any
+    grouped: bool
+
+    def tensors(self) -> QKV:
+        check_shapes(self.q, self.k, self.k)
+        check_selection(self.selection)
+        q, k, lse = self.q.detach(), self.k.detach(), self.lse
+        wanted = tuple(q.shape[:3]), accumulation_dtype(q.dtype), q.device
+        tensor = isinstance(lse, torch.Tensor)
+        found = (tuple(lse.shape), lse.dtype, lse.device) if tensor else lse
+        if lse is not None and found != wanted:
+            raise ValueError(
+                f"lse must be {wanted}, as mb.sparse_attention(..., return_lse=True) returns it, "
+                f"got {found!r:.100}"
+            )
+        return q, k, k[..., :1]
+
+    def adapted(self, request: Request) -> Request:
+        request = over_selection(request, self.selection, "aten", latent=False)
+        q, k, v = request.tensors
+        facts = {"lse": self.lse is not None, "tp_group": self.grouped}
+        return replace(request, tensors=(q, k, v[..., :0]), facts=request.facts | facts)
 
 
-def _stand_ins(shard: dict[str, Any], selection: object) -> Any:
-    check_shapes(shard["q"], shard["k"], shard["k"])
-    if not isinstance(selection, Selection):
-        raise ValueError(f"selection must be an mb.Selection, got {selection!r:.100}")
-    q, k, lse = shard["q"].detach(), shard["k"].detach(), shard["lse"]
-    wanted = tuple(q.shape[:3]), accumulation_dtype(q.dtype), q.device
-    tensor = isinstance(lse, torch.Tensor)
-    found = (tuple(lse.shape), lse.dtype, lse.device) if tensor else lse
-    if lse is not None and found != wanted:
-        raise ValueError(
-            f"lse must be {wanted}, as mb.sparse_attention(..., return_lse=True) returns it, got "
-            f"{found!r:.100}"
-        )
-    return q, k, k[..., :1]
+@dataclass(frozen=True, kw_only=True)
+class SelectedScores(IndexOperation):
+    """The walk of `mb.indexer_loss` over the index keys, on one rank; its arguments.
 
+    together: whether all ranks live in this process.
+    """
 
-def _without_values(request: Request, selection: Selection, facts: dict[str, bool]) -> Request:
-    request = adapted(request, selection, "aten", latent=False)
-    q, k, v = request.tensors
-    return replace(request, tensors=(q, k, v[..., :0]), facts=request.facts | facts)
+    selection: Any
+    tp_group: Any
+    together: bool
+    needs_grad: NeedsGrad = (False, True, False)
 
+    def checked_rule(self) -> SelectionRule:
+        group = self.tp_group
+        if group is not None and (self.together or not isinstance(group, dist.ProcessGroup)):
+            raise ValueError(
+                "tp_group must be a process group of ranks of their own, or None, got "
+                f"{group!r:.100}"
+            )
+        rule = super().checked_rule()
+        if getattr(rule, "softmax", False):
+            raise ValueError(
+                f"rule {type(rule).__name__} has no loss of its own: its queries and keys learn in "
+                "the attention over compressed keys"
+            )
+        return rule
 
-def _index_request(
-    request: Request, selection: Selection, asked: SelectionRule | ValueError
-) -> Request:
-    rule = ready(asked)
-    q, k, v = request.tensors
-    heads = rule.selections(q.shape[2] // rule.block, k.shape[2])
-    ids = selection.ids
-    found = tuple(ids.shape[:3]), selection.block
-    wanted = len(q) * rule.block, q.shape[1], heads
-    if found != (wanted, rule.block):
-        raise ValueError(
-            f"selection: rule {type(rule).__name__} makes {wanted} selections of "
-            f"blocks of {rule.block}, got {found[0]} of {found[1]}"
-        )
-    facts = {"rule": described(rule), "top_k": ids.shape[3]} | request.facts  # told first
-    pairs = PairKernel(Selecting, rule, heads, ids.shape[3])
-    return replace(request, kernel=pairs, tensors=(q, k, v[..., :0]), facts=facts)
+    def adapted(self, request: Request) -> Request:
+        rule, ids = self.checked_rule(), self.selection.ids
+        q, k, _ = request.tensors
+        heads = rule.selections(q.shape[2] // rule.block, k.shape[2])
+        found = tuple(ids.shape[:3]), self.selection.block
+        wanted = len(q) * rule.block, q.shape[1], heads
+        if found != (wanted, rule.block):
+            raise ValueError(
+                f"selection: rule {type(rule).__name__} makes {wanted} selections of "
+                f"blocks of {rule.block}, got {found[0]} of {found[1]}"
+            )
+        return over_units(request, rule, ids.shape[3])
 
 
 def _calls(attention: Plan, index: Plan, label: object, lse: bool) -> list[CallTag]:
@@ -357,11 +383,11 @@ class _IndexerLoss(torch.autograd.Function):
         if stored is None:
             with groups.running(flat[0].device.type):
                 losses, slopes = zip(*groups.run(_forward, parts, shards), strict=True)
+            if kept is not None:
+                pairs = zip(losses, slopes, strict=True)
+                kept.leave(tuple(t.detach() for pair in pairs for t in pair))
         else:
             losses, slopes = (tuple(t.detach() for t in stored[n::2]) for n in range(2))
-        if kept is not None:
-            pairs = zip(losses, slopes, strict=True)
-            kept.leave(lambda: tuple(t.detach() for pair in pairs for t in pair))
         # What only forward needs would live as long as the loss.
         ctx.parts, ctx.groups = [replace(part, main=()) for part in parts], groups
         ctx.save_for_backward(*flat, *slopes)

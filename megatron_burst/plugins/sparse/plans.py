@@ -2,39 +2,33 @@
 """Plans of the sparse operations: those of `mb.prepare`, with a kernel that knows a selection.
 
 With keywords a plan is a collective, as `mb.prepare` is; from a plan of `mb.attention`, on which
-all ranks agreed, it is derived without one and kept, so that layers wait for no host. Where that
-plan's algorithm was chosen, each operation has its own chosen, by the same rates.
+all ranks agreed, it is derived without one and cached. If that plan's algorithm was "auto", each
+operation chooses its own, by the same rates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ...comm.consensus import Facts, identity
 from ...comm.groups import Groups, InProcessGroups, check_groups
-from ...comm.recent import Recent
+from ...comm.operation import derived, prepared
 from ...execution.function import KeptResults
 from ...layout import LayoutName
 from ...layout.layouts import Layout
 from ...masks import Mask
 from ...options import AttentionOptions
-from ...planning.in_process import InProcessPlan
-from ...planning.plan import Plan
-from ...planning.prepare import plan_of, prepare_rank
-from ...planning.validate import Request, check
+from ...planning.plan import InProcessPlan, Plan
+from ...planning.prepare import RingOperation
+from ...planning.validate import QKV, NeedsGrad, Request, check
 from ...recompute.checkpoint import Frame, current
 from ...schedule.algorithms import ALGORITHMS
 
-if TYPE_CHECKING:
-    from ...autotune.select import Choice
-
 PLANS_KEPT = 16  # of each rank: kinds of layers times operations
-Adapt = Callable[[Request], Request]
 
 
 @dataclass(frozen=True)
@@ -46,6 +40,11 @@ class Setting:
     plans: Sequence[Plan] | None
     options: AttentionOptions
     frame: Frame | None
+
+    @property
+    def made(self) -> Sequence[Plan | None]:
+        """The plan of attention of each rank, None if there is none."""
+        return [None] * len(self.groups.ranks) if self.plans is None else self.plans
 
     @property
     def store(self) -> float | None:
@@ -111,82 +110,71 @@ def setting(
     return Setting(plan.groups, plans, options, current())
 
 
-def plan_ranks(
-    setting: Setting,
-    tensors: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor] | ValueError],
-    adapts: Sequence[Adapt],
-    needs_grad: Sequence[bool] = (False, False, False),
-    scale: float | None = None,
-    sink: torch.Tensor | None = None,
-    store: float | None = None,
-) -> list[Plan]:
-    """The plan of each rank of this process. tensors: q, k and v of each, or what stands for them;
-    adapts: what each asks of its request. Raises the same ValueError on every rank."""
-    options = replace(setting.options, softmax_scale=scale, store=store)
-    given = {"needs_grad": tuple(needs_grad), "sink": sink, "max_logits": None, "rates": None}
-    ranks = setting.groups.ranks
-    if setting.plans is None:
-        one = partial(_agreed, options=options, given=given)
-        return setting.groups.run(one, tensors, ranks, adapts)
-    one = partial(_derived, options=options, given=given)
-    return setting.groups.run(one, tensors, ranks, adapts, setting.plans)
+@dataclass(frozen=True, kw_only=True)
+class SelectedOperation(RingOperation):
+    """A call of a sparse operation on one rank: keys travel, and what was selected stays with its
+    queries.
 
+    made: the plan of attention that the plan follows from, or None. options: of the ring.
+    needs_grad: which of q, k, v need a gradient.
+    """
 
-def _agreed(
-    tensors: Any, groups: Groups, adapt: Adapt, options: AttentionOptions, given: dict[str, Any]
-) -> Plan:
-    adapt, choice = partial(_paired, adapt=adapt), None
-    if options.algorithm == "auto":
+    groups: Groups
+    made: Plan | None
+    options: AttentionOptions
+    sink: torch.Tensor | None = None
+    needs_grad: NeedsGrad = (False, False, False)
+
+    @abstractmethod
+    def tensors(self) -> QKV:
+        """Return q, k and v as they travel, or stand-ins. ValueError if they do not fit."""
+
+    def ring_options(self) -> AttentionOptions:
+        """Return the options of the ring, whose layout and mask are those of what travels."""
+        return self.options
+
+    @abstractmethod
+    def adapted(self, request: Request) -> Request:
+        """Return the request with the kernel and facts of this operation."""
+
+    def check(self) -> Request:
+        self.groups.check()
+        tensors, options = self.tensors(), self.ring_options()
+        request = check(tensors, self.groups, options, self.needs_grad, self.sink)
+        _check_ring(options.algorithm, self.groups.topology.ulysses)
+        request = self.adapted(request)
+        if self.made is None:
+            return request
+        return replace(request, facts=request.facts | {"plan": self.made.identity})
+
+    @property
+    def measures(self) -> bool:
+        return self.made is None and self.options.algorithm == "auto"
+
+    def choose(self, request: Request) -> Request | ValueError:
         from .choice import chosen  # with the simulator, which no other call needs
 
-        choice = chosen(partial(_checked, tensors, groups, adapt, options, given), groups)
-        options = replace(options, algorithm=choice.taken.algorithm)
-    return replace(prepare_rank(tensors, groups, options, given, adapt), choice=choice)
+        return chosen(request, self.groups)
+
+    def build(self, request: Request) -> Plan:
+        if self.made is not None and self.made.choice is not None:
+            from .choice import with_fastest
+
+            request = with_fastest(request, self.groups, self.made.choice.rates)
+        return super().build(request)
 
 
-def _derived(
-    tensors: Any,
-    groups: Groups,
-    adapt: Adapt,
-    made: Plan,
-    options: AttentionOptions,
-    given: dict[str, Any],
-) -> Plan:
-    request = _checked(tensors, groups, partial(_paired, adapt=adapt), options, given)
-    facts: Facts = request.facts | {"plan": made.identity}
-    kept = groups.cache.setdefault("sparse", Recent(PLANS_KEPT))
-    make = partial(_plan, replace(request, facts=facts), groups, made.choice)
-    plan = kept.of(identity(facts), make)
-    groups.connect(plan.channels, plan.device)
-    groups.expect(plan.longest_message)
-    return plan
+def plan_ranks(setting: Setting, operations: Sequence[SelectedOperation]) -> list[Plan]:
+    """Return the plan of each rank of this process. Raises the same ValueError on every rank."""
+    groups = setting.groups
+    if setting.plans is None:
+        return groups.run(prepared, operations)
+    plans = [rank.recent("sparse", PLANS_KEPT) for rank in groups.ranks]
+    return groups.run(derived, operations, plans)
 
 
-def _plan(request: Request, groups: Groups, made: Choice | None) -> Plan:
-    """A plan of its own; made: why the plan of attention has its algorithm."""
-    if made is None:
-        return plan_of(request, groups)
-    from .choice import fastest
-
-    choice = fastest(request, groups, made.rates)
-    taken = {"algorithm": choice.taken.algorithm}
-    options, facts = replace(request.options, **taken), request.facts | taken
-    return plan_of(replace(request, options=options, facts=facts), groups, choice)
-
-
-def _checked(
-    tensors: Any, groups: Groups, adapt: Adapt, options: AttentionOptions, given: dict[str, Any]
-) -> Request:
-    groups.check()
-    if isinstance(tensors, ValueError):
-        raise tensors
-    return adapt(check(tensors, groups, options, **given))
-
-
-def _paired(request: Request, adapt: Adapt) -> Request:
-    """A request whose keys travel; adapt makes it one of an operation, whose kernel only notes the
-    pairs."""
-    algorithm, topology = request.options.algorithm, request.facts["groups"]
+def _check_ring(algorithm: str, ulysses: int) -> None:
+    """Raise ValueError unless keys travel, and whole."""
     ring = ALGORITHMS.get(algorithm)
     if algorithm != "auto" and (ring is None or not ring.keeps):
         able = ", ".join(name for name, each in ALGORITHMS.items() if each.keeps)
@@ -194,9 +182,8 @@ def _paired(request: Request, adapt: Adapt) -> Request:
             f"algorithm: a selection stays with its queries, so keys must travel ({able}, or auto),"
             f" got {algorithm!r}"
         )
-    if getattr(topology, "ulysses", 1) > 1:
+    if ulysses > 1:
         raise ValueError(
             "groups: sparse attention does not share heads between ranks; make mb.Groups with "
-            f"ulysses=1, got {getattr(topology, 'ulysses', 1)}"
+            f"ulysses=1, got {ulysses}"
         )
-    return adapt(request)

@@ -10,7 +10,6 @@ Shape letters: t key rows, u units, n means or keys of a unit, b batch, k index 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ from ...kernels.online_softmax import accumulation_dtype
 from ...layout import LAYOUTS, Layout, Span, make
 from ...masks import Causal, Full, Mask
 from ...masks.base import Combined
-from .plans import Setting
+from ...options import AttentionOptions
 from .rules import SelectionRule, parts
 
 
@@ -44,17 +43,24 @@ class UnitLayout(Layout):
         return tuple(Span(span.start // block, 1, span.length // block) for span in spans)
 
 
-def by_units(at: Setting, index_q: Any, rule: SelectionRule) -> Setting:
-    """`at` for a ring of units. ValueError where its layout or mask cuts one; what is no layout or
-    mask, or another's, is left to the checks of every plan. index_q [s, b, i, d]."""
-    layout, mask, size, block = at.options.layout, at.options.mask, at.groups.size, rule.block
-    if block == 1 or not isinstance(index_q, torch.Tensor) or not index_q.dim():
-        return at
+def by_units(
+    options: AttentionOptions, size: int, index_q: torch.Tensor, rule: SelectionRule
+) -> AttentionOptions:
+    """Return the options of a ring of units over `size` ranks. index_q [s, b, i, d].
+
+    What is no layout or mask, or a layout for other ranks, is left to the checks of every plan.
+
+    Raises:
+        ValueError: The layout or the mask cuts a unit.
+    """
+    layout, mask, block = options.layout, options.mask, rule.block
+    if block == 1:
+        return options
     if isinstance(layout, str) and layout in LAYOUTS and layout != "balanced":
         layout = make(layout, cp_size=size)
     mask, seq_len = Causal() if mask is None else mask, index_q.shape[0] * size
     if not isinstance(layout, Layout) or not isinstance(mask, Mask) or layout.cp_size != size:
-        return at
+        return options
     layout.check(seq_len)
     mask.check(seq_len)
     _check_layout(layout, seq_len, block)
@@ -65,8 +71,7 @@ def by_units(at: Setting, index_q: Any, rule: SelectionRule) -> Setting:
             f"documents begin at multiples of {block} (not their padding), combined by &, got "
             f"{mask!r:.200}"
         )
-    options = replace(at.options, layout=UnitLayout(layout, block), mask=mask_of_units)
-    return replace(at, options=options)
+    return replace(options, layout=UnitLayout(layout, block), mask=mask_of_units)
 
 
 def _check_layout(layout: Layout, seq_len: int, block: int) -> None:

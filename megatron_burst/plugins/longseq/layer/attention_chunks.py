@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -73,8 +72,8 @@ class ChunkedHalf:
                 whole = part.new_empty((len(hidden), *part.shape[1:]))
             whole.index_copy_(0, each.mine, part)
             # At once, so that a tier of host memory takes results chunk by chunk.
-            if kept is not None and ring is not None:
-                kept.leave(partial(ring.kept, index, *attend.result))
+            if kept is not None and ring is not None and not again:
+                kept.leave(ring.kept(index, *attend.result))
             if saves:
                 held.append(_held(attend.result))
         assert whole is not None  # there is at least one chunk

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 
-from ....comm.recent import Recent
 from ....layout.sharding import to_device
 from ....megatron import homes
 from ....planning.plan import Plan
@@ -143,8 +142,11 @@ class BurstDSAttention(dsa.DSAttention):
     def _everything(self, plan: Plan) -> Selection:
         """All keys that each row sees: what the loss is over unless it is sparse. As large as the
         rows times the longest document, of which Megatron has one table for each head."""
-        cache = self.layer.book.groups.cache.setdefault("dsa rows", Recent(ROWS_KEPT))
-        first, last, count = cache.of(plan.identity, lambda: _rows(plan))
+        cache = self.layer.book.groups.recent("dsa rows", ROWS_KEPT)
+        rows = cache.find(plan.identity)
+        if rows is None:
+            rows = cache.keep(plan.identity, _rows(plan))
+        first, last, count = rows
         ids = first[:, None] + torch.arange(count, dtype=torch.int32, device=first.device)
         ids = ids.masked_fill_(ids > last[:, None], -1)[:, None, None]
         batch = plan.signature[0][0][1]

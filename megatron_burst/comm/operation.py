@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a call becomes a plan: check, agree, build, cache.
+
+Attention, linear attention, sparse attention and the loss describe the call of one rank as an
+`Operation`. `prepared` makes its plan together with all ranks. `derived` caches the plan of an
+operation that follows from a plan on which all ranks agreed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Generic, TypeVar
+
+from .consensus import Facts, attempt, identity
+from .recent import Recent
+
+# Both have `facts`, a dict, which must be equal on all ranks.
+Request = TypeVar("Request", bound=Any)
+Plan = TypeVar("Plan", bound=Any)
+
+
+class Operation(ABC, Generic[Request, Plan]):
+    """A call of one rank, and how it becomes a plan."""
+
+    @abstractmethod
+    def check(self) -> Request:
+        """Return the checked request; ValueError for unsupported arguments. No communication."""
+
+    @abstractmethod
+    def agree(self, facts: Facts | ValueError) -> None:
+        """Raise the same ValueError on every rank if a rank has one, or if facts differ."""
+
+    @property
+    def measures(self) -> bool:
+        """Whether `choose` must measure something before the plan is built."""
+        return False
+
+    def choose(self, request: Request) -> Request | ValueError:
+        """Return the request with every "auto" resolved, or the error of this rank. Collective."""
+        return request
+
+    @abstractmethod
+    def build(self, request: Request) -> Plan:
+        """Return the plan of this rank for a checked request. No communication."""
+
+    def connect(self, plan: Plan) -> None:
+        """Make the process groups and buffers that the plan needs. Collective."""
+
+
+def prepared(operation: Operation[Request, Plan]) -> Plan:
+    """Return the plan of an operation, on which all ranks agree.
+
+    Collective: a rank with an error sends it in `agree`, so that all ranks raise it and none waits.
+    """
+    request = attempt(operation.check)
+    if operation.measures:  # measuring waits for all ranks, so they agree before
+        operation.agree(request if isinstance(request, ValueError) else request.facts)
+        assert not isinstance(request, ValueError)
+        request = operation.choose(request)
+    plan = request if isinstance(request, ValueError) else attempt(operation.build, request)
+    operation.agree(plan if isinstance(plan, ValueError) else plan.facts)
+    assert not isinstance(plan, ValueError)
+    operation.connect(plan)
+    return plan
+
+
+def derived(operation: Operation[Request, Plan], plans: Recent) -> Plan:
+    """Return the plan of an operation that follows from a plan on which all ranks agreed.
+
+    No exchange, so that layers do not wait for the host. The facts contain the identity of the
+    agreed plan, and messages carry the identity of the derived one: ranks out of step get an error.
+    """
+    request = operation.check()
+    key = identity(request.facts)
+    plan = plans.find(key)
+    if plan is None:
+        plan = plans.keep(key, operation.build(request))
+    operation.connect(plan)
+    return plan
