@@ -123,7 +123,7 @@ def test_what_is_missing_is_found():
     assert missing("q [s, b]: rows.", ["q", "k", "plan"]) == ["k", "plan"]
     assert "ValueError" in raised(mb.attention)
     assert "ValueError" in raised(mb.unshard)
-    assert "ValueError" in raised(mb.Rates)  # by a helper of its module
+    assert "ValueError" in raised(mb.Rates)
     assert not raised(mb.masks.Full)
     assert parameters(mb.layout.Contiguous) == ["cp_size"]
     assert len(EVERYTHING) > 80
