@@ -76,7 +76,7 @@ class LayerSizes:
 
     @property
     def values(self) -> int:
-        """None where they are columns of the keys."""
+        """Elements of one token's values; 0 if they are columns of its keys."""
         latent = self.indexer is not None and self.kv_heads == 1
         return 0 if latent else self.kv_heads * self.value_width
 
