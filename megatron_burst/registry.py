@@ -86,8 +86,9 @@ HOOKS: Mapping[str, Hook] = {
     ),
     "option_problems": Hook(
         "",
-        "a function of a `TransformerConfig` (or parsed arguments with the same names) and a "
-        "`BurstConfig`, which yields each `Problem` of the plugin's options",
+        "a function of a `TransformerConfig` (or parsed arguments with the same names), a "
+        "`BurstConfig` and the global sequence length in tokens (or None), which yields each "
+        "`Problem` of the plugin's options: `configure`, Megatron-LM's command line, `doctor`",
     ),
     "patch_megatron": Hook(
         "", "a function of a `megatron.patching.PatchSet`, to which it adds: `install`"

@@ -16,11 +16,11 @@ In your own script on Megatron-Core:
 one context-parallel rank. Importing this package does not import Megatron-Core, which takes
 seconds; `install` does.
 
-From the ground up: `patching` replaces functions of Megatron and restores them; `checks/` is what
-is refused; `data/` cuts batches; `offload/` moves activations to the host; `attention/` is core
-attention, process groups and plans; `layer/` runs layers in chunks and tiles of rows; `linear/`
-passes states; `lm_head/` is LM head and loss; `packing/`
-packs steps anew; `training` is Megatron-LM's loop; `install` puts all of it in place.
+From the ground up: `patching` replaces functions of Megatron and restores them; `checks/` has what
+is refused; `data/` cuts batches; `attention/` is core attention, process groups and plans;
+`linear/` passes states; `lm_head/` is LM head and loss; `packing/` repacks the documents of a step;
+`training` is Megatron-LM's loop; `install` puts all of it in place. Plugins add host memory, chunks
+and tiles of rows (`longseq`), sparse attention (`sparse`) and images (`vision`).
 """
 
 from __future__ import annotations

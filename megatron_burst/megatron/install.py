@@ -137,7 +137,7 @@ def configuration_problems(
 ) -> Iterator[Problem]:
     """All that `configure` refuses of a `TransformerConfig`; `seq_length`: global, tokens."""
     yield from config_problems(config, burst, seq_length)
-    yield from option_problems(config, burst)
+    yield from option_problems(config, burst, seq_length)
     yield from kernel_problems(config, burst)
     yield from packing_problems(config, burst)
 

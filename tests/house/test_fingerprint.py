@@ -2,6 +2,7 @@
 
 import json
 
+from megatron_burst import options
 from megatron_burst.linear_cross_entropy.formula import Formula
 from megatron_burst.masks import Causal, Window
 from tests.fingerprint import cases, record
@@ -27,7 +28,7 @@ def recorded(*chosen):
 def test_there_are_300_calls_of_every_kind():
     assert len({case.name for case in DRAWN}) == 300
     algorithms = {case.options["algorithm"] for case in DRAWN if case.kind == "attention"}
-    assert algorithms == {*cases.RINGS, "ulysses", "hybrid"}
+    assert algorithms == {*cases.RINGS, "ulysses", "hybrid"} == {*options.algorithms()} - {"auto"}
     assert {case.options["form"] for case in DRAWN if case.kind == "linear"} == {*cases.FORMS}
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_type_hints
 
 import pytest
@@ -15,6 +16,8 @@ import megatron_burst as mb
 from megatron_burst import flags, options, spine_options
 from megatron_burst import registry as plugins
 from megatron_burst.kernels import registry
+from megatron_burst.megatron.checks.features import option_problems
+from megatron_burst.megatron.checks.problem import Problem
 from megatron_burst.planning.validate import WIRE
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +82,17 @@ def test_a_flag_for_every_field_of_a_config():
     shown = {flag.field: flag.values for flag in flags.FLAGS}
     assert shown["side"] == "{auto,kv,query}"
     assert (shown["ulysses_size"], shown["store"]) == ("N", "F")
+
+
+def test_a_plugin_checks_its_options_with_the_sequence_length(monkeypatch):
+    def refused(config, burst, seq_length):
+        yield Problem(f"{config.num_layers} layers, {burst.mlp_tiles} tiles, {seq_length} tokens")
+
+    found = {"option_problems": refused}
+    monkeypatch.setattr(plugins, "hooked", lambda hook: iter([("longseq", found[hook])]))
+    config, burst = SimpleNamespace(num_layers=2), mb.BurstConfig(mlp_tiles=4)
+    (problem,) = option_problems(config, burst, 8192)
+    assert problem.reason == "2 layers, 4 tiles, 8192 tokens"
 
 
 def test_flags_that_the_readme_shows_are_understood():

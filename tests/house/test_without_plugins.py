@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_burst import registry
+
 ROOT = Path(__file__).parents[2]
 PLUGINS = sorted(path.parent.name for path in ROOT.glob("megatron_burst/plugins/*/entry.py"))
 
@@ -205,6 +207,10 @@ def test_options_and_flags_go_with_their_plugin(name, wheel, tmp_path):
     shutil.rmtree(folder / "megatron_burst" / "plugins" / name)
     assert [field for field in before if field not in OPTIONS[name]] == listed()
     assert set(OPTIONS[name]) < set(before)
+
+
+def test_every_plugin_with_options_is_tested():
+    assert {name for name, entry in registry.plugins().items() if entry.options} == {*OPTIONS}
 
 
 @pytest.mark.parametrize("name", NEEDS)

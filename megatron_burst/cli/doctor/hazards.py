@@ -198,7 +198,7 @@ def _problems(
 ) -> Iterator[Problem]:
     yield from command_line.yaml_problems(config)
     yield from config_problems(config, burst, seq_length)
-    yield from option_problems(config, burst)
+    yield from option_problems(config, burst, seq_length)
     yield from backend_problems(config, burst)
     if burst.algorithm != flags.OFF and splits(config):
         yield from command_line.run_problems(config, burst, engine=te is not None)

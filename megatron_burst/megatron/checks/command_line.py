@@ -90,8 +90,9 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
         yield from yaml_problems(settings)
     burst, wrong = flags.choices(args)
     yield from map(Problem, wrong)
-    yield from config_problems(settings, burst, getattr(settings, "seq_length", None))
-    yield from option_problems(settings, burst)
+    seq_length = getattr(settings, "seq_length", None)
+    yield from config_problems(settings, burst, seq_length)
+    yield from option_problems(settings, burst, seq_length)
     if burst.algorithm == flags.OFF:
         return
     yield from kernel_problems(settings, burst)

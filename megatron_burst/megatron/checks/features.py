@@ -15,11 +15,19 @@ from ...config import OFF, BurstConfig
 from .problem import Problem, Rule, broken, excluded, plugin_problems
 
 
-def option_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Settings that exclude the fused LM head or an option of a plugin."""
+def option_problems(
+    config: Any, burst: BurstConfig, seq_length: int | None = None
+) -> Iterator[Problem]:
+    """Settings that exclude the fused LM head or an option of a plugin.
+
+    Args:
+        config: a `TransformerConfig`, or parsed arguments with the same names.
+        burst: the options of the run.
+        seq_length: global, in tokens; None if it is not known.
+    """
     yield from lm_head_problems(config, burst)
     for _, problems in registry.hooked("option_problems"):
-        yield from problems(config, burst)
+        yield from problems(config, burst, seq_length)
 
 
 UNTESTED_FSDP = (

@@ -28,8 +28,10 @@ from ...spine_options import OFF
 from .options import LongSequenceOptions
 
 
-def option_problems(config: Any, burst: LongSequenceOptions) -> Iterator[Problem]:
-    """All settings that exclude an option of this plugin."""
+def option_problems(
+    config: Any, burst: LongSequenceOptions, seq_length: int | None
+) -> Iterator[Problem]:
+    """All settings that exclude an option of this plugin, at any sequence length."""
     yield from chunk_problems(config, burst)
     yield from tile_problems(config, burst)
     yield from offload_problems(config, burst)

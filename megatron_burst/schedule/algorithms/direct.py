@@ -53,7 +53,7 @@ def tables(demand: Demand, *, ahead: int | None = None, at_end: bool = False) ->
 class FlatRing:
     """One way round; of what the ranks want: bool [bundle, step].
 
-    way: 1: at step t a chunk is with the rank t behind its owner, -1: with the one t before it.
+    way: 1: at step t a chunk is on rank owner + t; -1: on rank owner - t.
     bundles: those that go this way.
     """
 
