@@ -29,6 +29,7 @@ class Option(NamedTuple):
         text: what a value is that is a free text: a size such as 1.5TB, the path of a file, or the
             name of a function.
         alone: whether the option has an effect without `--context-parallel-algo`.
+        excludes: other options with which it was not tested, by their fields.
     """
 
     meaning: str
@@ -36,6 +37,7 @@ class Option(NamedTuple):
     names: tuple[str, ...] = ()
     text: Literal["SIZE", "FILE", "MODULE:NAME"] = "SIZE"
     alone: bool = False
+    excludes: tuple[str, ...] = ()
 
 
 class OptionField(NamedTuple):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import megatron_burst as mb
-from megatron_burst import flags, options, spine_options
+from megatron_burst import config, flags, options, spine_options
 from megatron_burst import registry as plugins
 from megatron_burst.kernels import registry
 from megatron_burst.megatron.checks.features import option_problems
@@ -66,6 +66,11 @@ def test_a_config_states_options_of_the_same_name():
     stated = mb.BurstConfig(side="kv", wire_dtype="bf16").keywords()
     assert set(stated) <= set(NAMES)
     assert options.AttentionOptions(**stated).grad_wire_dtype == "bf16"
+
+
+def test_options_exclude_options_that_exist():
+    excluded = {name for field in config.FIELDS.values() for name in field.option.excludes}
+    assert {"attention_layout", "mask"} <= excluded <= set(config.FIELDS)
 
 
 def test_the_number_of_options_does_not_grow():

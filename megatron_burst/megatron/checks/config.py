@@ -24,7 +24,16 @@ from ..users_mask import mask_function
 from ..windows import in_own_words
 from .cuda_graphs import graph_problems
 from .layer_lists import exchange_problems, frequency_problems
-from .problem import ConfigView, Problem, Refused, Rule, broken, excluded, refuse
+from .problem import (
+    ConfigView,
+    Problem,
+    Refused,
+    Rule,
+    broken,
+    excluded,
+    excluded_options,
+    refuse,
+)
 from .sparse import sparse_problems
 from .splitting import (
     DELTA_NETS,
@@ -130,6 +139,7 @@ def mask_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
         yield needs_ranks(flag, config, burst, ("--burst-mask",))
         return
     yield from broken(_MASK, config, burst, flag)
+    yield from excluded_options("mask", flag, burst, remove=("--burst-mask",))
     try:
         mask_function(burst.mask)
     except ValueError as error:

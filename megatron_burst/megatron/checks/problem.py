@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ... import registry
-from ...config import BurstConfig
+from ...config import FIELDS, BurstConfig
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,26 @@ def broken(
                 reason.format(**known),
                 add=tuple(each.format(**known) for each in add),
                 remove=tuple(each.format(**known) for each in remove),
+            )
+
+
+def excluded_options(
+    name: str, flag: str, burst: BurstConfig, remove: tuple[str, ...] = ()
+) -> Iterator[Problem]:
+    """A problem for each option that is set and excludes the option `name`.
+
+    Args:
+        name: the field of the excluded option.
+        flag: its flag with its value.
+        burst: the options of the run.
+        remove: the flags to leave out, if not the flag of the other option.
+    """
+    for field in FIELDS.values():
+        value = getattr(burst, field.name)
+        if name in field.option.excludes and value != field.default:
+            yield Problem(
+                f"{flag} with {field.flag} {value}, which was not tested",
+                remove=remove or (field.flag,),
             )
 
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from ...config import OFF, BurstConfig
 from ..patching import core_version
 from .cuda_graphs import captured, graphs_asked
-from .problem import Problem, Rule, broken, excluded
+from .problem import Problem, Rule, broken, excluded, excluded_options
 
 HYBRID, DYNAMIC = "--hybrid-context-parallel", "--dynamic-context-parallel"
 _FIELDS = (("hybrid_context_parallel", HYBRID), ("dynamic_context_parallel", DYNAMIC))
@@ -160,6 +160,7 @@ def two_layout_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     if burst.attention_layout not in (None, burst.layout):
         flag = f"--burst-attention-layout {burst.attention_layout}"
         yield from broken(_APART, config, burst, flag)
+        yield from excluded_options("attention_layout", flag, burst)
 
 
 def _contradictions(config: Any, burst: BurstConfig) -> Iterator[Problem]:

@@ -64,12 +64,6 @@ _CHUNKS = (
     Rule(lambda c, b: c.multi_latent_attention and c.apply_rope_fusion,
          "{flag}: the fused rope of latent attention chooses rows itself",
          add=("--no-rope-fusion",)),
-    Rule(lambda c, b: b.mask, "{flag} with --burst-mask {b.mask}, which was not tested",
-         remove=("--burst-mask",)),
-    Rule(lambda c, b: b.attention_layout not in (None, b.layout),
-         "{flag} with --burst-attention-layout {b.attention_layout}, which was not tested: chunks "
-         "of rows of the stream would be other rows of attention's",
-         remove=("--burst-sequence-chunks",)),
 )  # fmt: skip
 # What selective recompute may not name: parts of the attention half.
 _OVERLAPPING = ("core_attn", "layernorm", "mla_up_proj")
@@ -212,13 +206,6 @@ OFFLOAD = (
         lambda c, b: (c.gtp_weight_remat_size or 1) > 1,
         "{flag} with --tensor-parallel-num-weight-shards, which frees gathered weights",
         remove=("--tensor-parallel-num-weight-shards",),
-    ),
-    Rule(
-        lambda c, b: (
-            b.algorithm != OFF and splits(c) and b.attention_layout not in (None, b.layout)
-        ),
-        "{flag} with --burst-attention-layout {b.attention_layout}, which was not tested",
-        remove=("--burst-offload",),
     ),
 )
 # Modules whose output Megatron frees after use and computes again, in place, before backward.

@@ -21,6 +21,7 @@ class LongSequenceOptions(SpineOptions):
             "auto takes the largest that the link overlaps with compute and the host has memory "
             "for",
             alone=True,
+            excludes=("attention_layout",),
         ),
     ] = 0.0
     host_memory: Annotated[
@@ -35,7 +36,8 @@ class LongSequenceOptions(SpineOptions):
         int | Auto,
         Option(
             "chunks of tokens in which the attention half of a layer runs, so that queries, "
-            "outputs and their gradients are never whole in memory"
+            "outputs and their gradients are never whole in memory",
+            excludes=("attention_layout", "mask"),
         ),
     ] = 1
     mlp_tiles: Annotated[
