@@ -11,7 +11,6 @@ Algorithms of the state scan send a multiple of what is counted here, the same f
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from .. import flags
@@ -21,17 +20,14 @@ from ..units import byte_size
 from .checks.config import layout_problems
 from .checks.problem import Problem, refuse
 from .checks.splitting import ATTENTION as ATTENTION_LAYOUT
+from .checks.splitting import LINEAR as LINEAR_LAYOUT
 from .checks.splitting import (
-    DELTA_NETS,
-    PATTERNS,
-    SOFTMAX,
     STREAMS,
-    kimi_layers,
     layouts_of,
     splits,
     two_layout_problems,
 )
-from .checks.splitting import LINEAR as LINEAR_LAYOUT
+from .model_shape import ModelShape
 from .patching import log
 
 
@@ -154,37 +150,21 @@ def layers_of(config: Any) -> Layers:
 
     Raises `ValueError` for a hybrid model whose pattern is not known here.
     """
-    pattern = next(filter(None, (getattr(config, name, None) for name in PATTERNS)), None)
-    if pattern:
-        return Layers(
-            pattern.count("G"), pattern.count("M"), sum(pattern.count(one) for one in SOFTMAX)
-        )
-    if getattr(config, "is_hybrid_model", False):
+    shape = ModelShape.of(config)
+    if shape.attention is None:
         refuse([Problem(
             "--burst-layout auto counts layers, and this configuration of a hybrid model does not "
             "say which it has: name a layout",
             add=("--burst-layout zigzag",),
         )])  # fmt: skip
-    count = getattr(config, "num_layers", None) or 0
-    variant = getattr(config, "experimental_attention_variant", None)
-    linear = sum(_linear_layers(config, count)) if variant in DELTA_NETS else 0
-    linear += len(kimi_layers(config))
-    return Layers(linear, 0, count - linear)
-
-
-def _linear_layers(config: Any, count: int) -> Iterator[bool]:
-    """Which layers of a GPT are linear: all but every n-th, or those that a list marks."""
-    frequency = getattr(config, "linear_attention_freq", None)
-    for layer in range(count):
-        if isinstance(frequency, int):
-            yield (layer + 1) % frequency != 0
-        else:
-            yield any(frequency[layer : layer + 1]) if frequency else False
+    return Layers(
+        shape.count("delta_net", "kda"), shape.count("mamba"), shape.count("softmax", "sparse")
+    )
 
 
 def _delta_net_state(config: Any) -> int:
     """Bytes that travel once along a chain: states in fp32, and the convolution's rows."""
-    if kimi_layers(config):
+    if ModelShape.of(config).count("kda"):
         heads, width = config.kimi_linear_num_heads, config.kimi_linear_head_dim
         rows = (config.kimi_linear_conv_kernel_size - 1) * 3 * heads * width
         return 4 * heads * width * width + _element(config) * rows

@@ -28,8 +28,8 @@ import megatron_burst as mb
 import megatron_burst.megatron as burst
 from megatron_burst.kernels.flash_packages import PACKAGES
 from megatron_burst.megatron import patching
+from megatron_burst.megatron.model_shape import layer_window, provider_window
 from megatron_burst.megatron.patching import require_parameters
-from megatron_burst.megatron.windows import in_own_words, layer_window
 
 PATCHED = [
     (Attention, "__init__"),
@@ -211,7 +211,7 @@ def test_which_layers_have_a_window():
     assert [layer_window(mimo, n) for n in (1, 2, 3)] == [None, (8, 0), None]
     for pattern in (["sliding_attention", "full_attention"], (4, 2), ()):  # whose meaning differs
         gemma.interleaved_attn_pattern = pattern
-        assert in_own_words(gemma) is None
+        assert provider_window(gemma) is None
 
 
 def test_mixed_hidden_states_need_the_layout_of_megatron():

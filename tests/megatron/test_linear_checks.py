@@ -8,6 +8,7 @@ import megatron_burst as mb
 from megatron_burst.megatron import stream_layout
 from megatron_burst.megatron.checks import splitting as checks
 from megatron_burst.megatron.checks.config import config_problems
+from megatron_burst.megatron.model_shape import ModelShape
 from megatron_burst.megatron.patching import core_version
 
 NEW = core_version() >= checks.OLDEST
@@ -87,7 +88,7 @@ def test_graphs_of_mixers_are_named():
 )
 def test_patterns_say_which_layers_there_are(pattern, linear):
     made = config(is_hybrid_model=True, hybrid_layer_pattern=pattern)
-    assert (checks.linear_layers(made) is not None) == linear
+    assert (ModelShape.of(made).linear_setting is not None) == linear
 
 
 def _configuration(**changes):

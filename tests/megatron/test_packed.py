@@ -24,7 +24,7 @@ from megatron_burst.megatron.data import slicing
 from megatron_burst.megatron.data.cut import BatchCut, cut_for, cut_of_run
 from megatron_burst.megatron.data.packed import Packs, pack_of
 from megatron_burst.megatron.data.rope import packed_rope
-from megatron_burst.megatron.windows import layer_windows
+from megatron_burst.megatron.model_shape import layer_windows
 
 
 @pytest.fixture(params=["zigzag", "striped", "balanced"])

@@ -21,7 +21,8 @@ from ...megatron.checks.config import backend_problems, config_problems, unasked
 from ...megatron.checks.features import option_problems
 from ...megatron.checks.problem import Problem
 from ...megatron.checks.splitting import FLAG as LINEAR
-from ...megatron.checks.splitting import linear_layers, splits
+from ...megatron.checks.splitting import splits
+from ...megatron.model_shape import ModelShape
 from ...units import byte_size
 from ..megatron_arguments import FLAGS, SIZES, MegatronCommand
 from ..parsers import nearest
@@ -188,7 +189,7 @@ def refusals(command: MegatronCommand, te: str | None) -> Iterator[Finding]:
             "flags", f"{', '.join(idle)}: no effect without {ALGORITHM}", f"{ALGORITHM} burst"
         )
     elif command.ours and not refused and not unknown:
-        if LINEAR in given and splits(config) and linear_layers(config) is None:
+        if LINEAR in given and splits(config) and ModelShape.of(config).linear_setting is None:
             yield problem("flags", f"{LINEAR}: no layer carries a state", f"remove {LINEAR}")
         yield ok("BurstAttention", "takes these settings")
 

@@ -42,8 +42,8 @@ from ..data.entries import MASK, NO_MASK, placeholder
 from ..data.other_cuts import check_cut, cuts_batches
 from ..data.packed import Pack, version_of
 from ..data.rope import mrope_of_packs
+from ..model_shape import layer_window
 from ..patching import notes
-from ..windows import layer_window
 from .groups import book_of, micro_batch_groups
 from .plan_book import WHOLE, LayerKind, PlanBook, RowChunking, nothing_seen
 from .relayout import Around

@@ -16,13 +16,14 @@ from typing import Any
 from ... import flags
 from ...config import BurstConfig
 from .. import patching
+from ..model_shape import PATTERNS, ModelShape
 from .config import HIDDEN_STATES, config_problems, kernel_problems
 from .features import UNTESTED_FSDP, option_problems, packing_problems
 from .layer_lists import mixed
 from .problem import ConfigView, Problem, Rule, broken, excluded
-from .sparse import gathers, sparse_layers
+from .sparse import gathers
 from .splitting import FLAG as LINEAR
-from .splitting import PATTERNS, SCRIPT, linear_layers, splits
+from .splitting import SCRIPT, splits
 
 RESET, INTER_DOCUMENT = "--reset-attention-mask", "--dataloader-inter-document-masking"
 DOCUMENTS = "documents of the data loader"  # note: the flag that asks for them, None if none does
@@ -107,7 +108,7 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
         return
     yield from _world(settings)
     # What Megatron asks for where its own sparse attention runs, ordinary launch scripts have.
-    fits = sparse_layers(settings) is not None and gathers(settings)
+    fits = ModelShape.of(settings).sparse_setting is not None and gathers(settings)
     fits = fits or mixed(getattr(settings, "cp_comm_type", None))  # refused already
     for name in () if fits else flags.given(argv, "--cp-comm-type"):
         yield Problem(
@@ -188,7 +189,7 @@ def _packed(settings: Any, burst: BurstConfig) -> Iterator[Problem]:
 
 
 def _linear_layers(c: ConfigView, _: BurstConfig) -> str | None:
-    return None if c.hybrid_layer_pattern else linear_layers(c)
+    return None if c.hybrid_layer_pattern else ModelShape.of(c).linear_setting
 
 
 # Settings with which `--reset-attention-mask` cannot be turned into documents.
@@ -244,7 +245,9 @@ def idle(args: Any, argv: list[str]) -> str | None:
             return f"{', '.join(alone)} have no effect without --context-parallel-algo burst"
     elif not takes_over(args):
         return f"{ours} does nothing at --context-parallel-size 1: Megatron's own attention runs"
-    elif _asks(args, LINEAR) not in (None, "auto") and linear_layers(settings_of(args)) is None:
+    elif _asks(args, LINEAR) not in (None, "auto") and (
+        ModelShape.of(settings_of(args)).linear_setting is None
+    ):
         return f"{LINEAR} {_asks(args, LINEAR)} has no effect: no layer carries a state"
     else:
         theirs = [name for flag in _KERNELS for name in flags.given(argv, flag)]

@@ -20,8 +20,8 @@ from ...autotune import cluster_file
 from ...config import OFF, BurstConfig
 from ...kernels import flash_packages
 from ...schedule.topology import Topology
+from ..model_shape import DELTA_NETS, DSA, ModelShape, provider_window
 from ..users_mask import mask_function
-from ..windows import in_own_words
 from .cuda_graphs import graph_problems
 from .layer_lists import exchange_problems, frequency_problems
 from .problem import (
@@ -36,12 +36,9 @@ from .problem import (
 )
 from .sparse import sparse_problems
 from .splitting import (
-    DELTA_NETS,
-    DSA,
     attends,
     changing_groups,
     hybrid_problems,
-    linear_layers,
     linear_problems,
     needs_ranks,
     splits,
@@ -105,7 +102,7 @@ def config_problems(
     yield from hybrid_problems(config)
     yield from two_layout_problems(config, burst)
     yield from linear_problems(config, burst)
-    states = burst.linear != OFF and linear_layers(config) is not None
+    states = burst.linear != OFF and ModelShape.of(config).linear_setting is not None
     yield from graph_problems(config, burst, states)
     yield from model_problems(config)
     yield from max_logit_problems(config, burst.kernel)
@@ -356,7 +353,7 @@ def model_problems(config: Any) -> Iterator[Problem]:
     """Features of the layers of a `TransformerConfig` that BurstAttention lacks."""
     if getattr(config, "attention_dropout", 0):
         yield dropout_problem(config.attention_dropout)
-    if in_own_words(config) is None:
+    if provider_window(config) is None:
         yield from _window_problems(getattr(config, "window_size", None))
     yield from broken(_MODEL, config)
 
@@ -423,7 +420,7 @@ def unasked(config: Any, burst: BurstConfig) -> tuple[BurstConfig, str | None]:
     """
     if burst.layout != "striped" or not attends(config, burst):
         return burst, None
-    what = linear_layers(config)
+    what = ModelShape.of(config).linear_setting
     if burst.attention_layout not in (None, "striped"):
         what = f"--burst-attention-layout {burst.attention_layout}"
     excluding = what or next((each.reason for each in layout_problems(config, "striped")), None)
@@ -487,7 +484,11 @@ def cluster_problems(burst: BurstConfig, config: Any = None) -> Iterator[Problem
     if burst.cluster is None:
         return
     flag = f"--burst-cluster {burst.cluster}"
-    states = burst.linear == "auto" and burst.algorithm != OFF and linear_layers(config)
+    states = (
+        burst.linear == "auto"
+        and burst.algorithm != OFF
+        and ModelShape.of(config).linear_setting is not None
+    )
     if burst.algorithm != "auto" and not states:
         yield Problem(
             f"{flag} is for --context-parallel-algo auto, and {burst.algorithm} needs no rates",

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ..model_shape import layers_without_further_heads
 from .problem import Problem
-from .splitting import PATTERNS
 
 # A frequency, or a list with an entry for each layer, and the setting without which it is not read.
 _FREQUENCIES = {
@@ -17,20 +17,9 @@ _FREQUENCIES = {
 }
 
 
-def _pattern(config: Any) -> str:
-    """Return the symbols of a hybrid model's layers without further heads; "" for other models."""
-    pattern = next(filter(None, (getattr(config, name, None) for name in PATTERNS)), "")
-    return pattern.split("/")[0].replace("|", "")
-
-
-def _count(config: Any) -> int:
-    """Return the number of layers without further heads; 0 if the settings do not contain it."""
-    return len(_pattern(config)) or getattr(config, "num_layers", None) or 0
-
-
 def frequency_problems(config: Any) -> Iterator[Problem]:
     """Yield a problem for each list that has fewer entries than the model has layers."""
-    count = _count(config)
+    count = layers_without_further_heads(config)
     for name, needs in _FREQUENCIES.items():
         marks: Any = getattr(config, name, None)
         if getattr(config, needs, None) and isinstance(marks, list) and len(marks) < count:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detection of sparse attention (Megatron's DSA) in the settings of a model.
+"""Sparse attention (Megatron's DSA) in the settings of a model.
 
 The plugin `sparse` checks and runs these layers. Without it a model that has some is refused,
 because Megatron's own all-gather would take our tokens for zigzag ones.
@@ -12,21 +12,9 @@ from typing import Any
 
 from ... import registry
 from ...config import OFF, BurstConfig
+from ..model_shape import ModelShape
 from .problem import Problem, plugin_problems
-from .splitting import DSA, PATTERNS, splits
-
-_SYMBOL = "D"  # of such a layer in --hybrid-layer-pattern
-
-
-def sparse_layers(config: Any) -> str | None:
-    """What of the settings asks for such layers; None if the model has none."""
-    if getattr(config, "experimental_attention_variant", None) == DSA:
-        return f"--experimental-attention-variant {DSA}"
-    for name in PATTERNS:
-        pattern = getattr(config, name, None)
-        if pattern and _SYMBOL in pattern:
-            return f"--{name.replace('_', '-')} {pattern}"
-    return None
+from .splitting import splits
 
 
 def gathers(config: Any) -> bool:
@@ -43,7 +31,7 @@ def sparse_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
         config: a `TransformerConfig`, or any object with attributes of the same names.
         burst: the options of the run.
     """
-    setting = sparse_layers(config)
+    setting = ModelShape.of(config).sparse_setting
     if setting is None or not splits(config):
         return
     problems = registry.optional("sparse_problems")

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ...config import OFF, BurstConfig
+from ..model_shape import DELTA_NETS, KIMI, ModelShape
 from ..patching import core_version
 from .cuda_graphs import captured, graphs_asked
 from .problem import Problem, Rule, broken, excluded, excluded_options
@@ -195,41 +196,10 @@ _APART = (
 
 
 OLDEST = (0, 19)  # of Megatron-Core, with states passed from rank to rank
-# One layer, under its name until 0.19 and since, and one whose gates are of channels.
-DELTA_NETS = ("gated_delta_net", "gdn", "gdn2")
 FLAG = "--burst-linear"
-KIMI = "Kimi K3"  # of Megatron-Bridge, some of whose layers are KDA
-DSA = "dsa"  # attention over selected keys, by its name among the variants
 LAYOUTS = ("zigzag", "contiguous", "balanced")  # a row's predecessor is mostly on its rank
-# Symbols of a pattern that stand for no such layer: attention, MLP, experts, bounds.
-_OTHERS = frozenset("*+D-E|/")
-SOFTMAX = "*+D"  # those of softmax attention: plain, latent, DSA
-PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")  # the second until 0.17
 _SPLIT_DELTA_NETS = (0, 18)  # the first Megatron-Core that does, by heads
 _HEADS = ("linear_num_key_heads", "linear_num_value_heads")
-
-
-def kimi_layers(config: Any) -> tuple[int, ...]:
-    """The numbers, from 1, of the layers of a Kimi K3 that are KDA; none of other models."""
-    return tuple(getattr(config, "kimi_kda_layers", None) or ())
-
-
-def linear_layers(config: Any) -> str | None:
-    """What of the settings asks for such layers; None if the model has none.
-
-    A `TransformerConfig` only knows that a model is hybrid, which then counts as one.
-    """
-    for name in PATTERNS:
-        pattern = getattr(config, name, None)
-        if pattern:
-            flag = f"--{name.replace('_', '-')} {pattern}"
-            return flag if set(pattern) - _OTHERS else None
-    if getattr(config, "is_hybrid_model", False):
-        return "a hybrid model"
-    if kimi_layers(config):
-        return KIMI
-    variant = getattr(config, "experimental_attention_variant", None)
-    return f"--experimental-attention-variant {variant}" if variant in DELTA_NETS else None
 
 
 def linear_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
@@ -238,7 +208,7 @@ def linear_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     config: a `TransformerConfig` split over ranks, or any object with attributes of the same
     names.
     """
-    what = linear_layers(config)
+    what = ModelShape.of(config).linear_setting
     if what is None or changing_groups(config):  # `hybrid_problems` names what changes groups
         return
     if burst.linear == "megatron":

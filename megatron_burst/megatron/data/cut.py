@@ -27,7 +27,7 @@ from ...config import BurstConfig
 from ...layout.balanced import CAUSAL, Window
 from ...schedule.sizes import Sizes
 from .. import patching
-from ..windows import layer_windows
+from ..model_shape import layer_windows
 
 _NOTE, _COMPARED = "cut", "cluster file"
 

@@ -34,7 +34,7 @@ from ...linear_attention.operation import linear_attention
 from ...linear_attention.short_convolution import short_convolution
 from ...planning.stand_ins import rows_like
 from .. import homes
-from ..checks.splitting import DELTA_NETS
+from ..model_shape import DELTA_NETS
 from ..patching import PatchSet, burst_chosen, require_function
 from .state_layers import MixerKind, StateCall, StateLayer, construct, forward
 

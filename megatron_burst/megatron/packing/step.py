@@ -21,8 +21,8 @@ from megatron.core.utils import get_model_config
 from ...config import OFF, BurstConfig
 from ...packing import Packing, Work, pack
 from ..data.cut import head_sizes
+from ..model_shape import causal_window
 from ..patching import PatchSet, log, wrap_steps
-from ..windows import causal_window
 from . import documents
 from .documents import documents_of, micro_batch, names_of
 

@@ -25,9 +25,9 @@ from ...comm.consensus import agree, attempt
 from ...config import OFF
 from ...linear_attention.request import OVER_TREES
 from ...megatron import patching
-from ...megatron.checks.splitting import linear_layers
 from ...megatron.data.cut import gather_from_all
 from ...megatron.lm_head.fused_loss import check_output
+from ...megatron.model_shape import ModelShape
 from ...megatron.packing.step import ReadyBatches, work_of
 from ...megatron.patching import log
 from . import trees
@@ -302,7 +302,7 @@ def _reasons(chunks: list[Any], asked: _Asked) -> Iterator[str]:
 
 def tree_reasons(config: Any) -> Iterator[str]:
     """What of a model takes no prefix tree, by its configuration after `configure`."""
-    layers, linear = linear_layers(config), config.burst.linear
+    layers, linear = ModelShape.of(config).linear_setting, config.burst.linear
     if layers is not None and (config.context_parallel_size == 1 or linear not in OVER_TREES):
         yield (
             f"tree: {layers} pass states along a tree on two or more context-parallel ranks, with "

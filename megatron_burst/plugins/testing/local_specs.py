@@ -44,7 +44,8 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from ...megatron import homes
-from ...megatron.checks.splitting import DELTA_NETS, DSA, OLDEST
+from ...megatron.checks.splitting import OLDEST
+from ...megatron.model_shape import DELTA_NETS, DSA
 from ...megatron.patching import core_version
 
 _nets, _mixers = homes.module("gated_delta_net"), homes.module("mamba_mixer")

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from ....megatron.checks.problem import ConfigView, Problem, Rule, broken, excluded
-from ....megatron.checks.sparse import gathers, sparse_layers
+from ....megatron.checks.sparse import gathers
 from ....megatron.checks.splitting import OLDEST, splits
+from ....megatron.model_shape import ModelShape
 from ....megatron.patching import PatchSet, core_version, log
 from ....schedule.algorithms import ALGORITHMS
 from ....spine_options import OFF
@@ -24,7 +25,7 @@ def selects(config: Any, burst: SparseOptions | None) -> bool:
     """Whether layers of sparse attention in models of such a run are ours."""
     if burst is None or OFF in (burst.algorithm, burst.sparse) or not splits(config):
         return False
-    return sparse_layers(config) is not None
+    return ModelShape.of(config).sparse_setting is not None
 
 
 def sparse_algorithm(burst: SparseOptions) -> str:
@@ -147,7 +148,7 @@ def _megatrons_problems(config: Any, burst: SparseOptions, what: str) -> Iterato
 def configured(patches: PatchSet, config: Any, burst: SparseOptions) -> None:
     """Set the exchange of a configuration whose sparse attention stays Megatron's to all-gather."""
     theirs = burst.sparse == OFF and burst.algorithm != OFF and splits(config)
-    if not theirs or sparse_layers(config) is None or gathers(config):
+    if not theirs or ModelShape.of(config).sparse_setting is None or gathers(config):
         return
     log(f"cp_comm_type {config.cp_comm_type} is now allgather, for {FLAG} {OFF}")
     config.cp_comm_type = "allgather"

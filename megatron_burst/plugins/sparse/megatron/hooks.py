@@ -13,8 +13,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from ....config import OFF
 from ....megatron import homes
 from ....megatron.attention.hooks import DSAttention, is_sparse, module_of
-from ....megatron.checks.sparse import sparse_layers
-from ....megatron.checks.splitting import DSA, splits
+from ....megatron.checks.splitting import splits
+from ....megatron.model_shape import DSA, ModelShape
 from ....megatron.patching import PatchSet, bound_to, burst_chosen, require_function
 from .checks import FLAG, selects
 from .dsa import BurstDSAttention
@@ -67,7 +67,8 @@ def _refusing_others(original: Callable, /, *args: Any, **kwargs: Any) -> None:
     burst = getattr(config, "burst", None)
     other = is_sparse(given["submodules"].core_attention) and kind != BurstDSAttention
     ours = burst is not None and burst.algorithm != OFF and splits(config)
-    if other and ours and sparse_layers(config) is None:  # nobody has checked what these need
+    # Such layers were not checked.
+    if other and ours and ModelShape.of(config).sparse_setting is None:
         raise ValueError(
             f"{type(given['self']).__name__} with {kind.__name__}, of which the configuration "
             f'says nothing: set experimental_attention_variant="{DSA}" before `configure`'

@@ -34,7 +34,7 @@ from ....megatron.attention.plan_book import LayerKind
 from ....megatron.checks.config import model_problems, records_max_logits, ulysses_size
 from ....megatron.checks.problem import Problem, Rule, broken, refuse
 from ....megatron.data.cut import group_of
-from ....megatron.windows import layer_window
+from ....megatron.model_shape import layer_window
 from ....planning.plan import Plan
 from ....recompute.checkpoint import current
 from ..attention import sparse_attention

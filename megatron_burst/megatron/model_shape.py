@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers a model has: the kind of attention and the sliding window of each.
+
+`ModelShape.of` reads a `TransformerConfig`, a provider of Megatron-Bridge, or parsed arguments with
+the same names. A configuration states its layers in one of these ways:
+
+- A pattern of a hybrid model (`hybrid_layer_pattern`), with one symbol per layer. A
+  `TransformerConfig` only contains that a model is hybrid.
+- An attention variant (`experimental_attention_variant`) and which layers have it.
+- The layers of Kimi K3 that are KDA (`kimi_kda_layers`).
+- A window: Megatron has `window_size` (left, right) and `window_attn_skip_freq`. Providers of
+  Megatron-Bridge for Gemma 3 and MiMo-V2-Flash have other settings: `window_size` is the number of
+  tokens that a token sees, itself included, and another setting names the layers. Their core
+  attentions convert them for a single layer (`attention.derived`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..layout.balanced import CAUSAL, Window
+
+Attention = Literal["softmax", "sparse", "delta_net", "mamba", "kda", "none"]
+
+# One variant, under its name until 0.19 and since, and one whose gates are of channels.
+DELTA_NETS = ("gated_delta_net", "gdn", "gdn2")
+DSA = "dsa"  # attention over selected keys, by its name among the variants
+KIMI = "Kimi K3"  # of Megatron-Bridge, some of whose layers are KDA
+PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")  # the second until 0.17
+# Symbols of a pattern: attention, latent attention, DSA, gated delta net, Mamba mixer, MLP,
+# experts.
+_SYMBOLS: dict[str, Attention] = {
+    "*": "softmax", "+": "softmax", "D": "sparse", "G": "delta_net", "M": "mamba",
+    "-": "none", "E": "none",
+}  # fmt: skip
+_BOUNDS = "|/"  # between pipeline stages; before the layers of a further head
+
+# Setting of a provider -> whether layer `number` has the window.
+_PROVIDER_WINDOWS: dict[str, Callable[[Any, int], bool]] = {
+    "interleaved_attn_pattern": lambda pattern, number: number % sum(pattern) != 0,
+    # Of further heads the pattern has fewer layers than the model.
+    "hybrid_attention_pattern": lambda pattern, number: list(pattern[number - 1 : number]) == [1],
+}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The layers of a model.
+
+    Attributes:
+        attention: The kind of each layer, with those of further heads if a pattern contains them.
+            None if the configuration of a hybrid model does not contain its pattern.
+        linear_setting: The setting that asks for layers of linear attention or Mamba mixers, for
+            messages; None if the model has none. A hybrid model without a pattern counts as one
+            that has some, and so does a symbol that is not known here.
+        sparse_setting: The setting that asks for sparse attention (DSA); None without.
+    """
+
+    attention: tuple[Attention, ...] | None
+    linear_setting: str | None
+    sparse_setting: str | None
+
+    @classmethod
+    def of(cls, config: Any) -> ModelShape:
+        """Return the shape of a model from its configuration."""
+        name, pattern = next(
+            ((name, found) for name in PATTERNS if (found := getattr(config, name, None))), ("", "")
+        )
+        variant = getattr(config, "experimental_attention_variant", None)
+        setting = f"--experimental-attention-variant {variant}"
+        sparse = setting if variant == DSA else None
+        if pattern:
+            return _of_pattern(f"--{name.replace('_', '-')} {pattern}", pattern, sparse)
+        if getattr(config, "is_hybrid_model", False):
+            return cls(None, "a hybrid model", sparse)
+        if kda := tuple(getattr(config, "kimi_kda_layers", None) or ()):
+            linear, linear_setting = dict.fromkeys(kda, "kda"), KIMI
+        elif variant in DELTA_NETS:
+            numbers = _delta_net_layers(config)
+            linear, linear_setting = dict.fromkeys(numbers, "delta_net"), setting
+        else:
+            linear, linear_setting = {}, None
+        other = "softmax" if sparse is None else "sparse"
+        layers: Any = (linear.get(number, other) for number in range(1, _num_layers(config) + 1))
+        return cls(tuple(layers), linear_setting, sparse)
+
+    def count(self, *kinds: Attention) -> int:
+        """Return the number of layers of these kinds."""
+        return sum(kind in kinds for kind in self.attention or ())
+
+
+def _of_pattern(setting: str, pattern: str, sparse: str | None) -> ModelShape:
+    symbols = [symbol for symbol in pattern if symbol not in _BOUNDS]
+    linear = any(_SYMBOLS.get(symbol) in ("delta_net", "mamba", None) for symbol in symbols)
+    return ModelShape(
+        tuple(_SYMBOLS.get(symbol, "none") for symbol in symbols),
+        setting if linear else None,
+        setting if sparse is None and "D" in symbols else sparse,
+    )
+
+
+def _num_layers(config: Any) -> int:
+    return getattr(config, "num_layers", None) or 0
+
+
+def _delta_net_layers(config: Any) -> Iterator[int]:
+    """The numbers of the linear layers of a GPT: all but every n-th, or those that a list marks."""
+    frequency = getattr(config, "linear_attention_freq", None)
+    for number in range(1, _num_layers(config) + 1):
+        if isinstance(frequency, int):
+            linear = number % frequency != 0
+        else:
+            linear = any(frequency[number - 1 : number]) if frequency else False
+        if linear:
+            yield number
+
+
+def layers_without_further_heads(config: Any) -> int:
+    """Return the number of layers of a model without those of further heads; 0 if unknown."""
+    pattern = next(filter(None, (getattr(config, name, None) for name in PATTERNS)), "")
+    return len(pattern.split("/")[0].replace("|", "")) or _num_layers(config)
+
+
+# --- sliding windows ---------------------------------------------------------------------------
+
+
+def provider_window(config: Any) -> str | None:
+    """Return the setting that names the layers with a window, if a provider has one of its own;
+    None if Megatron's settings count."""
+    if not isinstance(getattr(config, "window_size", None), int):
+        return None
+    return next(
+        (name for name in _PROVIDER_WINDOWS if _is_known(name, getattr(config, name, None))), None
+    )
+
+
+def _is_known(name: str, pattern: Any) -> bool:
+    """Whether a pattern is of the kind whose meaning was read: layers without a window come one at
+    a time, or each layer has a number."""
+    whole = isinstance(pattern, (tuple, list)) and all(isinstance(each, int) for each in pattern)
+    if not whole or not pattern:
+        return False
+    return name != "interleaved_attn_pattern" or (len(pattern) == 2 and pattern[1] == 1)
+
+
+def layer_window(config: Any, number: int) -> Window | None:
+    """Return the sliding window (left, right) of a layer, with None for no limit; None without one.
+
+    A query at p sees the keys from p - left to p + right; `number` counts from 1.
+    """
+    size, setting = getattr(config, "window_size", None), provider_window(config)
+    if setting is not None:
+        has = _PROVIDER_WINDOWS[setting](getattr(config, setting), number)
+        return (size - 1, 0) if has else None  # pyright: ignore[reportOptionalOperand]
+    if not size:
+        return None
+    # Late: configurations are checked where there may be no Megatron-Core.
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    skip: Any = getattr(config, "window_attn_skip_freq", None)
+    if not is_layer_window_attention(size, skip, number):
+        return None
+    left, right = (None if limit == -1 else limit for limit in size)
+    return left, right
+
+
+def causal_window(config: Any, number: int) -> Window:
+    """Return what a token sees in a layer that counts as causal."""
+    left, _ = layer_window(config, number) or CAUSAL
+    return left, 0
+
+
+def layer_windows(config: Any) -> tuple[Window, ...]:
+    """Return what a token sees in the kinds of layers of a model, in the smallest whole numbers.
+
+    One windowed layer in three is ((None, 0), (None, 0), (left, 0)).
+    """
+    layers = range(1, getattr(config, "num_layers", 1) + 1)
+    count = Counter(causal_window(config, layer) for layer in layers)
+    common = math.gcd(*count.values())
+    return tuple(window for window, n in count.items() for _ in range(n // common))
