@@ -15,7 +15,7 @@ import torch
 from typing_extensions import Unpack
 
 from .comm.groups import Groups, InProcessGroups
-from .execution.function import Attention, AttentionCall
+from .execution.function import Attention, AttentionRun
 from .kernels.autograd import outside_graphs, refuse_transforms
 from .options import AttentionKeywords
 from .planning.plan import InProcessPlan, Plan, Shard
@@ -88,7 +88,7 @@ def attention(
         one.groups.check()
         one.check(*shard, sink, max_logits)
     kept = plans[0].keeps(frame, label)  # before the call counts: it may be refused
-    call = AttentionCall(
+    call = AttentionRun(
         operation="mb.attention",
         groups=plan.groups,
         jobs=[one.job for one in plans],

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from . import registry
-from .option_table import Auto, OptionField, option_fields
+from .option_table import Auto, OptionField
 from .spine_options import OFF, SpineOptions
 
 __all__ = ["FIELDS", "OFF", "Auto", "BurstConfig", "flag_of"]
@@ -27,7 +27,7 @@ else:
     _BASES = (*reversed(registry.option_classes()), SpineOptions)
     BurstConfig = dataclass(frozen=True)(type("BurstConfig", _BASES, {"__module__": __name__}))
 
-FIELDS: Mapping[str, OptionField] = option_fields(BurstConfig)
+FIELDS: Mapping[str, OptionField] = BurstConfig.FIELDS
 BurstConfig.__doc__ = "\n\n".join(
     [
         _MEANING,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How an option of a run is declared: a field of a class of options, with its meaning and its flag.
 
-`Options` is the base of all classes of options: those of the spine (`spine_options.SpineOptions`)
+`OptionSet` is the base of all classes of options: those of the spine (`spine_options.SpineOptions`)
 and one per plugin that has some. `config.BurstConfig` has the fields of all of them. The command
 line, the arguments of recipes and the table in the documentation are made from these fields.
 """
@@ -10,8 +10,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from .layout import check_fraction
 from .units import size_of
@@ -89,7 +98,7 @@ class OptionField(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Options:
+class OptionSet:
     """The base of all classes of options.
 
     Each field has a type `Annotated[TYPE, Option(...)]` and a default. Values are checked and never
@@ -99,18 +108,20 @@ class Options:
         ValueError: for a value that a field cannot have; the message has the field and its flag.
     """
 
+    FIELDS: ClassVar[Mapping[str, OptionField]] = {}  # by name, in their order
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        hints = get_type_hints(cls, include_extras=True)
+        cls.FIELDS = {
+            name: _option_field(name, getattr(cls, name), *get_args(hint))
+            for name, hint in hints.items()
+            if get_origin(hint) is Annotated
+        }
+
     def __post_init__(self) -> None:
-        for name, field in option_fields(type(self)).items():
+        for name, field in self.FIELDS.items():
             field.check(getattr(self, name))
-
-
-def option_fields(options: type[Options]) -> Mapping[str, OptionField]:
-    """The fields of a class of options, by name, in their order."""
-    hints = get_type_hints(options, include_extras=True)
-    return {
-        field.name: _option_field(field.name, field.default, *get_args(hints[field.name]))
-        for field in fields(options)
-    }
 
 
 def _option_field(name: str, default: Any, hint: Any, option: Option) -> OptionField:

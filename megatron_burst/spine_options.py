@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from .layout import LayoutName
-from .option_table import Auto, Option, Options
+from .option_table import Auto, Option, OptionSet
 from .options import MEANING, AttentionKeywords, KernelName, SideName, WireDtype, algorithms
 from .schedule.scans import SCANS
 from .schedule.topology import Placement
@@ -20,7 +20,7 @@ NAMED_LAYOUTS = ("balanced", "contiguous", "striped", "zigzag")
 
 
 @dataclass(frozen=True)
-class SpineOptions(Options):
+class SpineOptions(OptionSet):
     """The options that every run has."""
 
     algorithm: Annotated[

@@ -159,7 +159,7 @@ class KeptResults:
 
 
 @dataclass(frozen=True)
-class AttentionCall:
+class AttentionRun:
     """A call of attention on the ranks of this process, mostly one.
 
     operation: public name, for errors. jobs, tags: of each rank. kept: where a checkpoint keeps
@@ -187,7 +187,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: AttentionCall, sink: torch.Tensor | None, *shards: torch.Tensor
+        ctx: Any, call: AttentionRun, sink: torch.Tensor | None, *shards: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         tensors, count, groups = [t.contiguous() for t in shards], len(call.jobs), call.groups
         qkv = [tuple(tensors[i : i + 3]) for i in range(0, len(tensors), 3)]

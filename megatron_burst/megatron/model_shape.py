@@ -67,9 +67,7 @@ class ModelShape:
     @classmethod
     def of(cls, config: Any) -> ModelShape:
         """Return the shape of a model from its configuration."""
-        name, pattern = next(
-            ((name, found) for name in PATTERNS if (found := getattr(config, name, None))), ("", "")
-        )
+        name, pattern = _pattern(config)
         variant = getattr(config, "experimental_attention_variant", None)
         setting = f"--experimental-attention-variant {variant}"
         sparse = setting if variant == DSA else None
@@ -91,6 +89,12 @@ class ModelShape:
     def count(self, *kinds: Attention) -> int:
         """Return the number of layers of these kinds."""
         return sum(kind in kinds for kind in self.attention or ())
+
+
+def _pattern(config: Any) -> tuple[str, str]:
+    """The setting of a hybrid model's pattern, and the pattern; both empty without one."""
+    found = ((name, getattr(config, name, None)) for name in PATTERNS)
+    return next(((name, pattern) for name, pattern in found if pattern), ("", ""))
 
 
 def _of_pattern(setting: str, pattern: str, sparse: str | None) -> ModelShape:
@@ -121,7 +125,7 @@ def _delta_net_layers(config: Any) -> Iterator[int]:
 
 def layers_without_further_heads(config: Any) -> int:
     """Return the number of layers of a model without those of further heads; 0 if unknown."""
-    pattern = next(filter(None, (getattr(config, name, None) for name in PATTERNS)), "")
+    _, pattern = _pattern(config)
     return len(pattern.split("/")[0].replace("|", "")) or _num_layers(config)
 
 

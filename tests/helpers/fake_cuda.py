@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megatron_burst as mb
 from megatron_burst.comm.local import LocalEndpoint
-from megatron_burst.execution.function import Attention, AttentionCall
+from megatron_burst.execution.function import Attention, AttentionRun
 from megatron_burst.kernels import native
 from megatron_burst.planning import build, pipeline
 
@@ -150,7 +150,7 @@ class Call:
         ]
         shards = [x for shard in zip(self.q, self.k, self.v, strict=True) for x in shard]
         context = Context((False, self.sink is not None) + (True,) * len(shards))
-        call = AttentionCall("mb.attention", self.groups, jobs, calls, kept)
+        call = AttentionRun("mb.attention", self.groups, jobs, calls, kept)
         return context, Attention.forward(context, call, self.sink, *shards)
 
     def backward(self, context):

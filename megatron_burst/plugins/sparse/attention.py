@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ...comm.groups import Groups, InProcessGroups
-from ...execution.function import Attention, AttentionCall
+from ...execution.function import Attention, AttentionRun
 from ...execution.job import Job
 from ...kernels.autograd import outside_graphs, refuse_transforms
 from ...planning.plan import InProcessPlan, Plan, Shard
@@ -89,7 +89,7 @@ def sparse_attention(
         for one, each in zip(plans, chosen, strict=True)
     ]
     recomputes = kept is not None and kept.keeper.filled
-    call = AttentionCall(
+    call = AttentionRun(
         operation="mb.sparse_attention",
         groups=at.groups,
         jobs=jobs,
