@@ -7,6 +7,10 @@ VENV   ?= .venv
 PY      = $(VENV)/bin/python
 MINOR   = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2> /dev/null)
 JOBS   ?= 2
+# Python compiles the modules that it imports, which are few of those installed. Without a cache of
+# them every process would compile them again.
+PIP     = pip install --disable-pip-version-check --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 # torch 2.13.0 is the version tested on Python 3.11; other Pythons take the newest that fits.
 TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 
@@ -172,9 +176,9 @@ NEED = 'transformers<5' 'huggingface-hub<1' 'datasets<5' 'megatron-energon<7' nv
 $(VENV)-recipes/.ready: pyproject.toml
 	@echo "== installing Megatron-Bridge into $(VENV)-recipes (minutes the first time)"
 	@$(PYTHON) -m venv --clear $(VENV)-recipes
-	@$(VENV)-recipes/bin/python -m pip install --disable-pip-version-check -q "$(TORCH)"
-	@$(VENV)-recipes/bin/python -m pip install --disable-pip-version-check -q --no-deps $(BARE) -e .
-	@$(VENV)-recipes/bin/python -m pip install --disable-pip-version-check -q $(NEED) \
+	@$(VENV)-recipes/bin/python -m $(PIP) -q "$(TORCH)"
+	@$(VENV)-recipes/bin/python -m $(PIP) -q --no-deps $(BARE) -e .
+	@$(VENV)-recipes/bin/python -m $(PIP) -q $(NEED) \
 	  numpy packaging einops psutil pyyaml rich greenlet matplotlib pytest hypothesis
 	@touch $@
 
@@ -185,9 +189,9 @@ VERL_NEED = 'tensordict>=0.8,<=0.10,!=0.9.0' 'transformers>=5.8,<5.11' ray hydra
 $(VENV)-verl/.ready: pyproject.toml
 	@echo "== installing verl into $(VENV)-verl (minutes the first time)"
 	@$(PYTHON) -m venv --clear $(VENV)-verl
-	@$(VENV)-verl/bin/python -m pip install --disable-pip-version-check -q "$(TORCH)"
-	@$(VENV)-verl/bin/python -m pip install --disable-pip-version-check -q --no-deps $(VERL) -e .
-	@$(VENV)-verl/bin/python -m pip install --disable-pip-version-check -q $(VERL_NEED) \
+	@$(VENV)-verl/bin/python -m $(PIP) -q "$(TORCH)"
+	@$(VENV)-verl/bin/python -m $(PIP) -q --no-deps $(VERL) -e .
+	@$(VENV)-verl/bin/python -m $(PIP) -q $(VERL_NEED) \
 	  numpy packaging einops psutil pyyaml rich greenlet pytest hypothesis
 	@touch $@
 
@@ -198,8 +202,8 @@ FOREIGN_NEED = einops psutil pyyaml pybind11 packaging pytest pytest-mock mock p
 $(VENV)-foreign/.ready: pyproject.toml
 	@echo "== installing what Megatron-LM's unit tests import into $(VENV)-foreign (minutes the first time)"
 	@$(PYTHON) -m venv --clear $(VENV)-foreign
-	@$(VENV)-foreign/bin/python -m pip install --disable-pip-version-check -q "$(TORCH)"
-	@$(VENV)-foreign/bin/python -m pip install --disable-pip-version-check -q -e . $(FOREIGN_NEED)
+	@$(VENV)-foreign/bin/python -m $(PIP) -q "$(TORCH)"
+	@$(VENV)-foreign/bin/python -m $(PIP) -q -e . $(FOREIGN_NEED)
 	@touch $@
 
 clean: ## remove virtual environments, caches and build output (runs/ stays)
@@ -216,6 +220,6 @@ $(VENV)/.ready-%: pyproject.toml setup.py
 	  $(PYTHON) -m venv --clear $(VENV) || { \
 	  echo "make: $(PYTHON) cannot create a virtual environment (on Debian and Ubuntu: apt install python3-venv)"; exit 1; }; }
 	@echo "== installing $(TORCH) and megatron_burst[$*] into $(VENV) (minutes the first time: torch is large)"
-	@$(PY) -m pip install --disable-pip-version-check "$(TORCH)"
-	@$(PY) -m pip install --disable-pip-version-check -e ".[$*]"
+	@$(PY) -m $(PIP) "$(TORCH)"
+	@$(PY) -m $(PIP) -e ".[$*]"
 	@touch $@ $(if $(filter test,$*),$(VENV)/.ready-examples)

@@ -7,16 +7,14 @@ Megatron slices batches and caches rotary embeddings before it knows which model
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from .. import registry
 from ..config import BurstConfig
 from ..layout import LayoutName
 from . import patching
-from .checks.config import config_problems, kernel_problems
-from .checks.features import option_problems, packing_problems
-from .checks.problem import Problem, refuse
+from .checks.config import configuration_problems
+from .checks.problem import refuse
 from .checks.splitting import OLDEST
 from .data.cut import cut_for, settle_cut
 from .patching import check_version, core_version
@@ -130,16 +128,6 @@ def uninstall() -> bool:
     Models that were built in between keep working, with their process groups.
     """
     return patching.remove(_NAME)
-
-
-def configuration_problems(
-    config: Any, burst: BurstConfig, seq_length: int | None
-) -> Iterator[Problem]:
-    """All that `configure` refuses of a `TransformerConfig`; `seq_length`: global, tokens."""
-    yield from config_problems(config, burst, seq_length)
-    yield from option_problems(config, burst, seq_length)
-    yield from kernel_problems(config, burst)
-    yield from packing_problems(config, burst)
 
 
 def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None) -> Any:

@@ -19,10 +19,10 @@ from typing import Any
 
 from .. import flags
 from ..config import BurstConfig
-from .checks.config import backend_problems, unasked
+from .checks.config import backend_problems, configuration_problems, unasked
 from .checks.problem import refuse
 from .checks.splitting import adopted
-from .install import configuration_problems, configure, install
+from .install import configure, install
 from .patching import log, require_function
 from .stream_layout import settled
 

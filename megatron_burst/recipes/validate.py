@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..megatron import patching, specs
-from ..megatron.checks.config import backend_problems, config_problems
-from ..megatron.checks.features import UNTESTED_FSDP, lm_head_problems
+from ..megatron.checks.config import backend_problems, configuration_problems
+from ..megatron.checks.features import UNTESTED_FSDP
 from ..megatron.checks.problem import Problem, refuse
 from ..megatron.data.cut import installed_layout
 from ..megatron.patching import check_version
@@ -55,10 +55,9 @@ def check(recipe: Any) -> None:
         burst = specs.choices_with_layout(fields, model)
         refuse(
             [
-                *config_problems(transformer, burst, getattr(model, "seq_length", None)),
+                *configuration_problems(transformer, burst, getattr(model, "seq_length", None)),
                 *backend_problems(transformer, burst),
                 *_group_problems(recipe, transformer, burst.algorithm),
-                *lm_head_problems(transformer, burst),
                 *(vision.problems(model, transformer) if vision is not None else ()),
                 *gemma4_problems(model, transformer),
             ]

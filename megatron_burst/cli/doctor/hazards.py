@@ -17,8 +17,7 @@ from ... import flags
 from ...config import BurstConfig
 from ...megatron.checks import command_line
 from ...megatron.checks.command_line import RESET
-from ...megatron.checks.config import backend_problems, config_problems, unasked
-from ...megatron.checks.features import option_problems
+from ...megatron.checks.config import backend_problems, configuration_problems, unasked
 from ...megatron.checks.problem import Problem
 from ...megatron.checks.splitting import FLAG as LINEAR
 from ...megatron.checks.splitting import splits
@@ -198,8 +197,8 @@ def _problems(
     config: Any, burst: BurstConfig, seq_length: int | None, te: str | None
 ) -> Iterator[Problem]:
     yield from command_line.yaml_problems(config)
-    yield from config_problems(config, burst, seq_length)
-    yield from option_problems(config, burst, seq_length)
+    # The run may use other machines than this one.
+    yield from configuration_problems(config, burst, seq_length, this_machine=False)
     yield from backend_problems(config, burst)
     if burst.algorithm != flags.OFF and splits(config):
         yield from command_line.run_problems(config, burst, engine=te is not None)

@@ -17,8 +17,8 @@ from ... import flags
 from ...config import BurstConfig
 from .. import patching
 from ..model_shape import PATTERNS, ModelShape
-from .config import HIDDEN_STATES, config_problems, kernel_problems
-from .features import UNTESTED_FSDP, option_problems, packing_problems
+from .config import HIDDEN_STATES, configuration_problems
+from .features import UNTESTED_FSDP
 from .layer_lists import mixed
 from .problem import ConfigView, Problem, Rule, broken, excluded
 from .sparse import gathers
@@ -92,12 +92,9 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
     burst, wrong = flags.choices(args)
     yield from map(Problem, wrong)
     seq_length = getattr(settings, "seq_length", None)
-    yield from config_problems(settings, burst, seq_length)
-    yield from option_problems(settings, burst, seq_length)
+    yield from configuration_problems(settings, burst, seq_length)
     if burst.algorithm == flags.OFF:
         return
-    yield from kernel_problems(settings, burst)
-    yield from packing_problems(settings, burst)
     engine = importlib.util.find_spec("transformer_engine") is not None
     if getattr(settings, "transformer_impl", None) == "transformer_engine" and not engine:
         yield Problem(

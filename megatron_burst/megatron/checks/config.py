@@ -23,6 +23,7 @@ from ...schedule.topology import Topology
 from ..model_shape import DELTA_NETS, DSA, ModelShape, provider_window
 from ..users_mask import mask_function
 from .cuda_graphs import graph_problems
+from .features import option_problems, packing_problems
 from .layer_lists import exchange_problems, frequency_problems
 from .problem import (
     ConfigView,
@@ -51,6 +52,24 @@ SIZES = "--hierarchical-context-parallel-sizes"
 def check_config(config: Any, burst: BurstConfig, seq_length: int | None = None) -> None:
     """Raise `ValueError` if BurstAttention cannot honour a `TransformerConfig`."""
     refuse(config_problems(config, burst, seq_length))
+
+
+def configuration_problems(
+    config: Any, burst: BurstConfig, seq_length: int | None, *, this_machine: bool = True
+) -> Iterator[Problem]:
+    """All problems that a `TransformerConfig`, or parsed arguments with the same names, can have.
+
+    Args:
+        config: a `TransformerConfig`, or any object with attributes of the same names.
+        burst: the options of the run.
+        seq_length: global, in tokens; None if it is not known.
+        this_machine: whether the run will use this machine, so that its kernels count.
+    """
+    yield from config_problems(config, burst, seq_length)
+    yield from option_problems(config, burst, seq_length)
+    yield from packing_problems(config, burst)
+    if this_machine:
+        yield from kernel_problems(config, burst)
 
 
 def config_problems(
@@ -457,7 +476,9 @@ def backend_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
 def kernel_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     """Unless this machine can run the local attention that `burst` names for this model."""
     name = burst.kernel
-    split = config.context_parallel_size != 1 and burst.algorithm != OFF
+    if burst.algorithm == OFF:
+        return
+    split = config.context_parallel_size != 1
     if split and name == "auto" and records_max_logits(config) and not torch.cuda.is_available():
         yield Problem(
             f"{_max_logit_flag(config)} needs the largest attention logits, which --burst-kernel "
