@@ -14,9 +14,8 @@ Shape letters as in `base`. The operators want [b, h, s, d], which are views of 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +23,11 @@ import torch.nn.functional as F
 from ..layout import Span
 from ..masks import Mask
 from ..masks.tiling import Cutter, Tile
-from . import native
+from . import native, rowwise
 from .base import Rows, Scoring
+from .joined import Joined, joined
 from .online_softmax import merge_
 from .operators import Lengths, Operator, Shown, Widths, Window
-
-if TYPE_CHECKING:
-    from .joined import Joined
 
 
 class AtenKernel:
@@ -71,8 +68,6 @@ class AtenKernel:
         tiles = self.cutter.tiles(mask, q_spans, k_spans)
         if not self.operator.joins:
             return tuple(self._tile_work(tile) for tile in tiles) or None
-        from .joined import joined  # not needed for operators that take one tile
-
         return tuple(self._joined_work(part) for part in joined(tiles)) or None
 
     def _joined_work(self, part: Tile | Joined) -> _TileWork:
@@ -215,9 +210,7 @@ def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     elements are rounded alike, so that errors do not average out.
     """
     found = native.stand_in(dout, delta)
-    if found is None and (dout.device.type == "cuda" or "triton" in sys.modules):
-        from . import rowwise
-
+    if found is None:
         found = rowwise.stand_in(dout, delta)
     if found is not None:
         return found

@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from . import native
+from . import native, rowwise
 
 Partial = tuple[torch.Tensor, torch.Tensor]
 
@@ -42,12 +42,9 @@ def merge_(
     given = out, lse, out_new, lse_new
     if native.merge_(*given):
         return
-    # Triton is asked where it may run: on a GPU, and elsewhere if its interpreter was imported.
-    if out.device.type == "cuda" or "triton" in sys.modules:
-        from . import rowwise
-
-        if rowwise.merge_(*given):
-            return
+    # Triton runs on a GPU, and elsewhere if its interpreter was imported.
+    if (out.device.type == "cuda" or "triton" in sys.modules) and rowwise.merge_(*given):
+        return
     new = lse_new.to(lse.dtype)
     # The share of the new part in both: 0 where neither saw anything, as -inf minus a number.
     share = (new - lse.clamp_min(torch.finfo(lse.dtype).min)).sigmoid_()
@@ -71,8 +68,6 @@ def row_delta(dout: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> torc
     """delta = rowsum(dout * out) [s, b, h], added up in `dtype`; dout, out [s, b, h, d]."""
     delta = native.delta(dout, out, dtype)
     if delta is None and (out.device.type == "cuda" or "triton" in sys.modules):
-        from . import rowwise
-
         delta = rowwise.delta(dout, out, dtype)
     return (dout.to(dtype) * out.to(dtype)).sum(dim=-1) if delta is None else delta
 

@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from .balanced import Balanced, Window
 from .layouts import NAMES, BlockStriped, Contiguous, DocumentZigzag, Layout, Striped, Zigzag
-
-if TYPE_CHECKING:
-    from .balanced import Window
 
 LAYOUTS: dict[str, type[Layout]] = {cls.name: cls for cls in (Contiguous, Zigzag, Striped)}
 # Of each argument besides cp_size the layouts that take it.
@@ -61,8 +59,6 @@ def make(
 
 def _maker(name: str, packed: bool) -> Callable[..., Any]:
     if name == "balanced":
-        from .balanced import Balanced  # a solver, which other layouts do not need
-
         return Balanced
     if name == "zigzag" and packed:
         return DocumentZigzag

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from ..comm.transport import Channel
+from ..execution import joined
 from ..execution.job import Call, Exchange, Pass, Payload, RowPlace, Step, Target
 from ..kernels.base import Kernel
 from ..layout.layouts import Shards, Span
@@ -87,8 +88,6 @@ def make_pass(
         whole, longest, Counter(hop.chunk for hop in hops if hop.src == rank),
     )  # fmt: skip
     if schedule.joined:
-        from ..execution import joined  # which most algorithms do without
-
         run = joined.joined(run, schedule, works, device)
     return run
 

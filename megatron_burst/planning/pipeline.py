@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,9 +20,12 @@ import torch
 from ..comm.groups import Groups
 from ..execution.job import PartialPass, Pass, RowChunk
 from ..layout.layouts import Shards, Span
+from ..layout.row_chunks import rows_of
 from ..layout.sharding import to_device
 from ..masks import Mask
 from ..options import ring_algorithm
+from ..recompute import selection
+from ..recompute.selection import Interval, Part, part
 from ..schedule import cost
 from ..schedule.algorithms import ALGORITHMS
 from ..schedule.cost import Sizes
@@ -32,9 +35,6 @@ from ..schedule.rings import Schedule
 from ..schedule.tables import Grid
 from .build import Works, make_pass
 from .validate import Request
-
-if TYPE_CHECKING:  # calls that keep nothing for a recompute do without
-    from ..recompute.selection import Interval, Part
 
 
 class Passes(NamedTuple):
@@ -135,8 +135,6 @@ def demands(ring: RingRequest) -> list[RowDemand]:
     whole_shards = [layout.spans(rank, length) for rank in ranks]
     cuts: list[tuple[np.ndarray | None, Shards, Shards]] = [(None, ring.keys, whole_shards)]
     if options.sequence_chunks > 1:
-        from ..layout.row_chunks import rows_of  # not needed by calls that have one chunk
-
         count, blocks = options.sequence_chunks, options.row_blocks
         cuts = [
             (rows_of(runs), queries, [own[rank] for rank in ranks])
@@ -144,8 +142,6 @@ def demands(ring: RingRequest) -> list[RowDemand]:
         ]
     stored = None
     if options.store is not None:
-        from ..recompute import selection
-
         stored = selection.split(mask, length, options.store, groups.size)
     whole = None
     if len(cuts) > 1 and ALGORITHMS[ring.algorithm].keeps:
@@ -169,8 +165,6 @@ def _again(
     rest: Sequence[Interval],
 ) -> Again:
     """own: the spans of this rank's queries before ranks share heads; kept, rest: positions."""
-    from ..recompute.selection import part
-
     again = tuple(part(each, rest) for each in queries)
     here, before = (part(each, kept).rows for each in (queries[ring.groups.ring.rank], own))
     seen = ring.wanted([each.spans for each in again])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..autotune.rates import Rates, check_rates
 from ..comm.consensus import Facts
 from ..comm.groups import Groups
 from ..kernels import registry
@@ -23,6 +24,7 @@ from ..kernels.online_softmax import accumulation_dtype
 from ..layout import LAYOUTS, Layout, check_fraction, make
 from ..masks import Causal, Mask
 from ..masks.base import custom_parts
+from ..masks.verify import check_custom
 from ..options import (
     SIDES,
     AttentionOptions,
@@ -33,7 +35,6 @@ from ..schedule.head_shares import Share, check_heads
 from ..schedule.topology import alternatives, divisors
 
 if TYPE_CHECKING:
-    from ..autotune.rates import Rates
     from ..autotune.select import Choice
 
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -213,8 +214,6 @@ def _check_row_chunks(options: AttentionOptions, rows: int) -> None:
 
 
 def _check_rates(rates: Rates, algorithm: str) -> None:
-    from ..autotune.rates import check_rates  # not needed by other calls
-
     check_rates(rates)
     if algorithm != "auto":
         raise ValueError(f"rates are for algorithm='auto', got {algorithm!r} beside them")
@@ -225,8 +224,6 @@ def _check_custom(mask: Mask, seq_len: int, groups: Groups) -> None:
     parts = custom_parts(mask)
     if not parts:
         return
-    from ..masks.verify import check_custom  # which calls with masks of the package do not need
-
     passed = groups.recent("checked masks", MASKS_CHECKED)
     for part in parts:
         key = type(part), repr(part), seq_len

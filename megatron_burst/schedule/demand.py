@@ -15,6 +15,7 @@ import numpy as np
 
 from ..layout import Layout, Span
 from ..layout.layouts import Shards, counted
+from ..layout.row_chunks import chunk_runs
 from ..masks import Mask
 from ..masks.seen import Seen, rows_seen, united
 from .bundles import Bundles, bundled, spans_of
@@ -235,8 +236,6 @@ def row_cuts(
     layout: Layout, topology: Topology, seq_len: int, count: int, blocks: int = 1
 ) -> Iterator[RowCut]:
     """`count` chunks; blocks: of sequence parallelism, see `layout.row_chunks`."""
-    from ..layout.row_chunks import chunk_runs  # not needed by calls that have one chunk
-
     members = [topology.ulysses_group(member) for member in topology.ring(0)]
     # Asked for once, not per chunk: a rank may hold two spans of every document of a pack.
     whole = [layout.spans(rank, seq_len) for rank in range(layout.cp_size)]

@@ -1,7 +1,7 @@
-"""How much of the package a plain call imports, and how much of it `prepare` runs.
+"""How much of the package `prepare` runs in a plain call, and what the call does not import.
 
-Counted, not estimated, in a fresh process: files and lines of what a default call on a CPU has
-imported, functions and files that `prepare` runs, and those of them that know a `side`.
+Counted in a fresh process for a default call on a CPU: functions and files that `prepare` runs, and
+those of them that have a `side`.
 """
 
 import json
@@ -10,7 +10,6 @@ import sys
 
 import pytest
 
-FILES, LINES = 58, 9_760  # a line of each file names the licence
 FUNCTIONS, PREPARE_FILES = 247, 37
 
 COUNTED = """
@@ -37,11 +36,9 @@ plan = mb.prepare(q, q, q, groups=grids[1])
 sys.setprofile(None)
 sum(out.sum() for out in mb.attention(q, q, q, plan=plan)).backward()
 modules = [m for name, m in sys.modules.items() if name.startswith("megatron_burst")]
-files = {module.__file__ for module in modules}
 sides = [file for (file, _), (_, side) in ran.items() if side]
 print(json.dumps({
     "modules": sorted(module.__name__ for module in modules),
-    "files": len(files), "lines": sum(len(open(file).readlines()) for file in files),
     "prepare": [len(ran), len({file for file, _ in ran})],
     "side": [len(sides), len(set(sides))],
     "ran": sorted(name for name, _ in ran.values()),
@@ -54,23 +51,15 @@ def counted():
     return json.loads(subprocess.check_output([sys.executable, "-c", COUNTED], text=True))
 
 
-def test_a_plain_call_imports_few_files(counted):
-    assert counted["files"] <= FILES
-    assert counted["lines"] <= LINES
-
-
 def test_what_only_auto_needs_is_not_imported(counted):
     """The simulator, measuring, and the kernels, masks and algorithms that nothing asked for."""
     imported = {name.partition(".")[2] for name in counted["modules"]}
     rooms = {"masks", "kernels", "schedule.algorithms", "recompute"}
     assert rooms <= imported
     others = {
-        "autotune", "autotune.simulator", "autotune.measure", "autotune.select",
-        "planning.automatic", "masks.tables", "kernels.triton_kernel", "kernels.flash",
-        "kernels.reference", "schedule.algorithms.tile", "schedule.algorithms.multicast",
-        "layout.balanced", "layout.pieces", "layout.routes", "layout.row_chunks",
-        "plugins", "recompute.selection", "execution.ulysses",
-        "kernels.rowwise", "kernels.joined",
+        "autotune.simulator", "autotune.measure", "autotune.select", "planning.automatic",
+        "kernels.triton_kernel", "kernels.flash", "kernels.reference", "plugins",
+        "schedule.algorithms.tile", "schedule.algorithms.multicast",
     }  # fmt: skip
     assert not imported & others
 

@@ -19,6 +19,8 @@ from ...layout import Span
 from ...layout.sharding import to_device
 from ...masks import Causal, Dilated, Full, Mask, Prefix, Window
 from ...masks.base import FAR, Combined
+from ...masks.tables import BlockSparse, Documents, SameSpan
+from ...masks.tree import Tree
 
 MOST = 2**31 - 1  # no position is as large
 Interval = tuple[np.ndarray, np.ndarray]
@@ -68,8 +70,6 @@ def interval(mask: Mask, q: np.ndarray) -> Interval | None:
     if isinstance(mask, Combined):
         a, b = interval(mask.a, q), interval(mask.b, q)
         return None if a is None or b is None else _joined(mask.symbol, a, b)
-    from ...masks.tables import Documents, SameSpan  # not needed by other masks
-
     if isinstance(mask, SameSpan):
         return interval(mask.documents, q)
     if kind is Documents:
@@ -105,9 +105,6 @@ def condition(mask: Mask, q: np.ndarray, sights: Sights) -> Condition | None:
         return None if a is None or b is None else _Both(mask.symbol, a, b)
     if type(mask) is Dilated:
         return _Apart(mask.stride)
-    from ...masks.tables import BlockSparse
-    from ...masks.tree import Tree
-
     if type(mask) is BlockSparse:
         return _Blocks(mask.table, mask.block, sights)
     if type(mask) is Tree:

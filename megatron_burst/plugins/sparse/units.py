@@ -17,6 +17,7 @@ from ...kernels.online_softmax import accumulation_dtype
 from ...layout import LAYOUTS, Layout, Span, make
 from ...masks import Causal, Full, Mask
 from ...masks.base import Combined
+from ...masks.tables import Documents
 from ...options import AttentionOptions
 from .rules import SelectionRule, parts
 
@@ -90,8 +91,6 @@ def _check_layout(layout: Layout, seq_len: int, block: int) -> None:
 def _of_units(mask: Mask, block: int, padded: bool) -> Mask | None:
     """padded: may padding begin within a unit? Its keys count in a mean that only queries of that
     unit see, for whom it is selected whatever it is."""
-    from ...masks.tables import Documents  # not needed by rules of tokens
-
     if isinstance(mask, Combined) and mask.symbol == "&":
         a, b = (_of_units(each, block, padded) for each in (mask.a, mask.b))
         return None if a is None or b is None else a & b
