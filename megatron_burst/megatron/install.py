@@ -17,8 +17,8 @@ from .checks.config import configuration_problems
 from .checks.problem import refuse
 from .checks.splitting import OLDEST
 from .data.cut import cut_for, settle_cut
+from .layout_choice import log_choice, one_layout, settled
 from .patching import check_version, core_version
-from .stream_layout import log_choice, one_layout, settled
 
 _NAME = "burst"
 

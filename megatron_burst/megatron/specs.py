@@ -19,12 +19,11 @@ from typing import Any
 
 from .. import flags
 from ..config import BurstConfig
-from .checks.config import backend_problems, configuration_problems, unasked
+from .checks.config import backend_problems, configuration_problems
 from .checks.problem import refuse
-from .checks.splitting import adopted
 from .install import configure, install
+from .layout_choice import settled, unnamed_layouts
 from .patching import log, require_function
-from .stream_layout import settled
 
 
 def burst_layer_spec(
@@ -72,8 +71,8 @@ def choices_with_layout(choices: dict[str, Any], model: Any) -> BurstConfig:
     config, transformer = BurstConfig(**choices), transformer_of(model)
     if not choices.keys() & {"layout", "attention_layout"}:
         layout = flags.layout_for(config.algorithm, config.store)
-        config = adopted(dataclasses.replace(config, layout=layout), transformer)
-        config, line = unasked(transformer, config)
+        config = dataclasses.replace(config, layout=layout)
+        config, line = unnamed_layouts(transformer, config)
         if line is not None:
             log(line)
     return settled(transformer, config, getattr(model, "seq_length", None)).burst

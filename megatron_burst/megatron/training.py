@@ -27,13 +27,11 @@ from megatron.core import parallel_state
 
 from .. import flags
 from ..comm.consensus import agree
-from . import patching, step_metrics, stream_layout
+from . import layout_choice, patching, step_metrics
 from .attention.plan_book import splits_attention
 from .checks import command_line
-from .checks.config import unasked
 from .checks.cuda_graphs import contain_attention
 from .checks.problem import refuse
-from .checks.splitting import adopted
 from .data import datasets
 from .data.cut import compare_clusters, gather_from_all
 from .data.slicing import context_group
@@ -101,7 +99,7 @@ def _validating(
 ) -> Any:
     """Check our flags before Megatron checks its own: few of its assertions name a flag."""
     show_log(patches)
-    _settle(args)
+    layout_choice.settle(args)
     check_flags(args, sys.argv[1:])
     patches.notes[_ASKED] = _facts(args)
     if command_line.takes_over(args):
@@ -110,24 +108,6 @@ def _validating(
     if not contain_attention(args):  # what a CUDA graph replays is counted nowhere
         step_metrics.ask(patches, args)
     return result
-
-
-def _settle(args: Any) -> None:
-    """`flags.settle`, with layouts that Megatron's own settings ask for, that the model allows, or
-    that bytes decide."""
-    named, apart = (getattr(args, f"burst_{name}", None) for name in ("layout", "attention_layout"))
-    flags.settle(args)
-    settings = command_line.settings_of(args)
-    if named is None:
-        choices = flags.choices(args)[0]
-        if apart is None:
-            choices = adopted(choices, settings)
-            args.burst_attention_layout = choices.attention_layout
-        choices, line = unasked(settings, choices)
-        args.burst_layout = choices.layout
-        if line is not None:
-            log(line)
-    stream_layout.settle(args, settings)
 
 
 def check_flags(args: Any, argv: list[str]) -> None:
@@ -162,7 +142,7 @@ def _configuring(
     algorithm = getattr(args, "context_parallel_algo", None)
     with patching.choosing(algorithm not in (None, flags.OFF)):
         config = original(args, *others, **named)
-    _settle(args)
+    layout_choice.settle(args)
     length = getattr(args, "seq_length", None)
     return configure(config, flags.burst_config(args), seq_length=length)
 

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 import megatron_burst as mb
 import megatron_burst.megatron as burst
 from megatron_burst import flags
-from megatron_burst.megatron import stream_layout, training
+from megatron_burst.megatron import layout_choice
 from megatron_burst.megatron.checks import command_line
 from megatron_burst.megatron.checks.config import check_config
 
@@ -110,7 +110,7 @@ def arguments(line="", **settings):
     flags.add_flags(parser, algorithm=flags.OFF)
     args = parser.parse_args(["--context-parallel-algo", "burst", *line.split()])
     vars(args).update({"context_parallel_size": 2} | settings)
-    training._settle(args)
+    layout_choice.settle(args)
     return args
 
 
@@ -167,16 +167,16 @@ def test_a_layout_that_nobody_named_is_one_that_works(more, settings, layouts, e
 
 def test_bytes_by_hand():
     model = SimpleNamespace(**HYBRID)
-    layers = stream_layout.layers_of(model)
+    layers = layout_choice.layers_of(model)
     assert layers == (2, 2, 1)
     delta_net = 4 * 4 * 16 * 8 + 2 * 3 * (2 * 2 * 8 + 4 * 16)
     mamba = 4 * 8 * 16 * 32 + 2 * 3 * (8 * 16 + 2 * 2 * 32)
     once = 3 * 2 * (delta_net + mamba)
-    assert stream_layout.traffic(model, layers, "zigzag", "zigzag", 64) == (2 * once, 0)
+    assert layout_choice.traffic(model, layers, "zigzag", "zigzag", 64) == (2 * once, 0)
     # Ranks hold 2 x 8 rows: contiguous (0, 1), (2, 3), (4, 5), (6, 7), zigzag (0, 7), (1, 6),
     # (2, 5), (3, 4): only piece 0 stays, and piece 5, which rank 2 has in both.
     row = 2 * (64 + 32 + 32 + 64)
-    found = stream_layout.traffic(model, layers, "contiguous", "zigzag", 64)
+    found = layout_choice.traffic(model, layers, "contiguous", "zigzag", 64)
     assert found == (once, 6 * 8 * row)
 
 
@@ -191,7 +191,7 @@ def test_bytes_by_hand():
 )
 def test_auto_takes_what_sends_fewer_bytes(length, pattern, expected):
     model = SimpleNamespace(**HYBRID | {"hybrid_layer_pattern": pattern})
-    found, why = stream_layout.settled(model, mb.BurstConfig(layout="auto"), length)
+    found, why = layout_choice.settled(model, mb.BurstConfig(layout="auto"), length)
     assert found == expected
     assert ("no layers of linear attention" if "*" * 2 in pattern else "KiB") in why
 
@@ -206,7 +206,7 @@ def test_auto_takes_what_sends_fewer_bytes(length, pattern, expected):
 )
 def test_auto_takes_zigzag_where_nothing_else_is_allowed(changed, choices, words):
     burst = mb.BurstConfig(layout="auto", **choices)
-    found, why = stream_layout.settled(SimpleNamespace(**HYBRID | changed), burst, 64)
+    found, why = layout_choice.settled(SimpleNamespace(**HYBRID | changed), burst, 64)
     assert (found.layout, found.attention_layout) == ("zigzag", None)
     assert words in why
 
@@ -214,10 +214,10 @@ def test_auto_takes_zigzag_where_nothing_else_is_allowed(changed, choices, words
 def test_auto_needs_to_know_what_it_counts():
     auto = mb.BurstConfig(layout="auto")
     with pytest.raises(ValueError, match=r"give configure\(\) seq_length"):
-        stream_layout.settled(SimpleNamespace(**HYBRID), auto, None)
+        layout_choice.settled(SimpleNamespace(**HYBRID), auto, None)
     unknown = SimpleNamespace(context_parallel_size=2, is_hybrid_model=True)
     with pytest.raises(ValueError, match="does not say which it has"):
-        stream_layout.settled(unknown, auto, 64)
+        layout_choice.settled(unknown, auto, 64)
     with pytest.raises(ValueError, match=r"install\(layout='auto'\).*names the layout"):
         burst.install("auto")
 
@@ -236,4 +236,4 @@ def test_frequencies_say_which_layers_of_a_gpt_are_linear():
             num_layers=8, experimental_attention_variant="gated_delta_net",
             linear_attention_freq=frequency,
         )  # fmt: skip
-        assert stream_layout.layers_of(model) == (6, 0, 2)
+        assert layout_choice.layers_of(model) == (6, 0, 2)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 import megatron_burst as mb
-from megatron_burst.megatron import stream_layout
+from megatron_burst.megatron import layout_choice
 from megatron_burst.megatron.checks import command_line
 from megatron_burst.megatron.checks.config import config_problems
 
@@ -31,7 +31,7 @@ def test_lists_of_too_few_layers(changes, said):
     )
     told = [str(each) for each in config_problems(config, mb.BurstConfig())]
     assert sum(said in line for line in told) == 1
-    assert stream_layout.layers_of(config).softmax > 0  # raises nothing of its own
+    assert layout_choice.layers_of(config).softmax > 0  # raises nothing of its own
 
 
 EXCHANGES = [

@@ -17,10 +17,11 @@ from ... import flags
 from ...config import BurstConfig
 from ...megatron.checks import command_line
 from ...megatron.checks.command_line import RESET
-from ...megatron.checks.config import backend_problems, configuration_problems, unasked
+from ...megatron.checks.config import backend_problems, configuration_problems
 from ...megatron.checks.problem import Problem
 from ...megatron.checks.splitting import FLAG as LINEAR
 from ...megatron.checks.splitting import splits
+from ...megatron.layout_choice import unnamed_layouts
 from ...megatron.model_shape import ModelShape
 from ...units import byte_size
 from ..megatron_arguments import FLAGS, SIZES, MegatronCommand
@@ -171,10 +172,11 @@ def refusals(command: MegatronCommand, te: str | None) -> Iterator[Finding]:
     config = _config(command)
     args, mistyped = command.burst_arguments()
     named = getattr(args, "burst_layout", None)
+    attention = getattr(args, "burst_attention_layout", None)
     flags.settle(args)
     burst, wrong = flags.choices(args)
     if named is None:
-        burst, _ = unasked(config, burst)
+        burst, _ = unnamed_layouts(config, burst, attention_named=attention is not None)
     refused = [Problem(line) for line in (*mistyped, *wrong)]
     refused += _problems(config, burst, command.seq_length, te)
     for one in refused:

@@ -8,7 +8,6 @@ rank reads the same configuration, so every rank raises the same error.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -428,28 +427,6 @@ _BALANCED = (
          "--linear-attention-freq: layers of linear attention assume an order of tokens, and work "
          "only with --burst-layout zigzag, not balanced", add=_ZIGZAG),
 )  # fmt: skip
-
-
-def unasked(config: Any, burst: BurstConfig) -> tuple[BurstConfig, str | None]:
-    """Choices whose layout nobody named, with one that the model allows, and a line for the log if
-    it is not the one that followed from the others.
-
-    striped follows from an attention store of a part, which only it balances; some models and
-    choices exclude it, and zigzag works with all that is served. config: as of `config_problems`.
-    """
-    if burst.layout != "striped" or not attends(config, burst):
-        return burst, None
-    what = ModelShape.of(config).linear_setting
-    if burst.attention_layout not in (None, "striped"):
-        what = f"--burst-attention-layout {burst.attention_layout}"
-    excluding = what or next((each.reason for each in layout_problems(config, "striped")), None)
-    if excluding is None:
-        return burst, None
-    line = (
-        f"--burst-layout zigzag: --burst-attention-store {burst.store} would take striped, with "
-        f"which ranks store equally much, and it does not go with {excluding}"
-    )
-    return dataclasses.replace(burst, layout="zigzag"), line
 
 
 def layout_problems(config: Any, layout: str) -> Iterator[Problem]:

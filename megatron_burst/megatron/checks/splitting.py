@@ -17,7 +17,6 @@ all-to-all of heads ("megatron"), which knows only zigzag and needs heads for ev
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -137,16 +136,6 @@ def megatrons_layouts(config: Any) -> Layouts | None:
     """
     layouts = Layouts(*(getattr(config, name, None) or "zigzag" for name in (LINEAR, ATTENTION)))
     return None if layouts == ("zigzag", "zigzag") else layouts
-
-
-def adopted(burst: BurstConfig, config: Any) -> BurstConfig:
-    """Choices that name no layout, with those that Megatron's own settings ask for, if any."""
-    wanted = megatrons_layouts(config)
-    if wanted is None or burst.algorithm == OFF or not splits(config):
-        return burst
-    attention: Any = None if wanted.attention == wanted.stream else wanted.attention
-    stream: Any = wanted.stream
-    return dataclasses.replace(burst, layout=stream, attention_layout=attention)
 
 
 def two_layout_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:

@@ -83,13 +83,13 @@ def _settled(command: MegatronCommand, ours: Any) -> BurstConfig:
     """The choices that a command states, with the layout that its run would have."""
     # These import torch, which takes seconds.
     from ...megatron.checks.command_line import settings_of
-    from ...megatron.checks.config import unasked
+    from ...megatron.layout_choice import unnamed_layouts
 
     named = getattr(ours, "burst_layout", None)
     flags.settle(ours)
     choices, config = flags.burst_config(ours), settings_of(command)
     config.context_parallel_size = command.cp
-    return choices if named else unasked(config, choices)[0]
+    return choices if named else unnamed_layouts(config, choices)[0]
 
 
 def _command_run(command: MegatronCommand) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `--burst-layout auto` takes: the layouts with which a step sends the fewest bytes.
+"""The layout of a run: where no flag names one, and what `--burst-layout auto` takes.
 
-A stream of tokens that lies contiguous passes a state of linear attention along every rank once,
+Without a flag the layout follows from the other options and from Megatron's own settings, if the
+model allows it. "auto" takes the layouts with which a step sends the fewest bytes. A stream of
+tokens that lies contiguous passes a state of linear attention along every rank once,
 zigzag does so twice; softmax attention wants zigzag, and exchanges rows where the stream lies
 otherwise. Decides which of the two is cheaper, from shapes alone, as sums over ranks of one
 sequence's forward: backward sends the same again either way, and tensor parallelism shares both.
@@ -17,13 +19,16 @@ from .. import flags
 from ..config import OFF, BurstConfig
 from ..layout import make, routes
 from ..units import byte_size
+from .checks.command_line import settings_of
 from .checks.config import layout_problems
 from .checks.problem import Problem, refuse
 from .checks.splitting import ATTENTION as ATTENTION_LAYOUT
 from .checks.splitting import LINEAR as LINEAR_LAYOUT
 from .checks.splitting import (
     STREAMS,
+    attends,
     layouts_of,
+    megatrons_layouts,
     splits,
     two_layout_problems,
 )
@@ -107,17 +112,60 @@ def one_layout(config: Any, burst: BurstConfig) -> None:
             )
 
 
-def settle(args: Any, settings: Any) -> None:
-    """Give parsed arguments, completed by `flags.settle`, the layouts that stand for "auto".
+def settle(args: Any) -> None:
+    """Complete parsed arguments: give them the flags of ours that they lack, and layouts.
 
-    settings: the same arguments under the names of a `TransformerConfig`.
+    Logs on rank 0 which layout was taken, if that does not follow from the flags.
     """
+    layout_named = getattr(args, "burst_layout", None) is not None
+    attention_named = getattr(args, "burst_attention_layout", None) is not None
+    flags.settle(args)
     burst, wrong = flags.choices(args)
-    if wrong or burst.layout != "auto":
-        return
-    choices, why = settled(settings, burst, getattr(settings, "seq_length", None))
-    args.burst_layout, args.burst_attention_layout = choices.layout, choices.attention_layout
-    log_choice(choices, why)
+    settings = settings_of(args)
+    if not layout_named:
+        burst, line = unnamed_layouts(settings, burst, attention_named=attention_named)
+        args.burst_layout, args.burst_attention_layout = burst.layout, burst.attention_layout
+        if line is not None:
+            log(line)
+    if burst.layout == "auto" and not wrong:
+        burst, why = settled(settings, burst, getattr(settings, "seq_length", None))
+        args.burst_layout, args.burst_attention_layout = burst.layout, burst.attention_layout
+        log_choice(burst, why)
+
+
+def unnamed_layouts(
+    config: Any, burst: BurstConfig, *, attention_named: bool = False
+) -> tuple[BurstConfig, str | None]:
+    """Return options whose layout no flag names with the layouts of the run.
+
+    Args:
+        config: a `TransformerConfig`, or parsed arguments with the same names.
+        burst: options with the layout that follows from the others (`flags.layout_for`).
+        attention_named: whether a flag names the layout of attention.
+
+    Returns:
+        The options with the layouts of Megatron's own settings, if it has some. Otherwise with
+        zigzag in place of striped, which follows from an attention store of a part, where the model
+        or other options exclude it; and then a line for the log, otherwise None.
+    """
+    wanted = megatrons_layouts(config)
+    if wanted is not None and not attention_named and burst.algorithm != OFF and splits(config):
+        attention: Any = None if wanted.attention == wanted.stream else wanted.attention
+        stream: Any = wanted.stream
+        burst = dataclasses.replace(burst, layout=stream, attention_layout=attention)
+    if burst.layout != "striped" or not attends(config, burst):
+        return burst, None
+    what = ModelShape.of(config).linear_setting
+    if burst.attention_layout not in (None, "striped"):
+        what = f"--burst-attention-layout {burst.attention_layout}"
+    excluding = what or next((each.reason for each in layout_problems(config, "striped")), None)
+    if excluding is None:
+        return burst, None
+    line = (
+        f"--burst-layout zigzag: --burst-attention-store {burst.store} would take striped, with "
+        f"which ranks store equally much, and it does not go with {excluding}"
+    )
+    return dataclasses.replace(burst, layout="zigzag"), line
 
 
 def log_choice(burst: BurstConfig, why: str | None) -> None:
