@@ -27,6 +27,14 @@ from pathlib import Path
 SCRIPT = Path(__file__).with_name("train_gpt.py")
 ROOT = Path(__file__).parents[2]
 LIMIT = 200  # seconds of a run; a busy machine took 90
+# What every run imports besides, imported before ranks are forked. The tokenizers import
+# transformers, which takes longer than the ten steps of a run.
+IMPORTED = (
+    "megatron.core.tokenizers.text", "megatron.core.datasets.gpt_dataset",
+    "megatron_burst.megatron.install", "megatron_burst.megatron.training",
+    "megatron_burst.megatron.packing.step", "megatron_burst.plugins.sparse.megatron.hooks",
+    "megatron_burst.megatron.linear.delta_net", "megatron_burst.megatron.linear.mamba",
+)  # fmt: skip
 ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join(
         filter(None, [os.environ.get("PYTHONPATH"), str(ROOT), str(ROOT / "tests" / "helpers")])
@@ -191,5 +199,8 @@ if __name__ == "__main__":
     from megatron_burst.plugins.testing import cpu
 
     importlib.import_module(sys.argv[1])
+    for name in IMPORTED:
+        with contextlib.suppress(ImportError):  # of a Megatron that is older
+            importlib.import_module(name)
     gc.freeze()  # what was imported stays: no rank looks through it for garbage
     serve()
