@@ -28,7 +28,7 @@ SCRIPT = Path(__file__).with_name("train_gpt.py")
 ROOT = Path(__file__).parents[2]
 LIMIT = 200  # seconds of a run; a busy machine took 90
 # What every run imports besides, imported before ranks are forked. The tokenizers import
-# transformers, which takes longer than the ten steps of a run.
+# transformers, which takes longer than the steps of a run.
 IMPORTED = (
     "megatron.core.tokenizers.text", "megatron.core.datasets.gpt_dataset",
     "megatron_burst.megatron.install", "megatron_burst.megatron.training",
@@ -43,18 +43,19 @@ ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore",
 }  # fmt: skip
 
-# Of every run: two layers, ten steps on four short sequences each.
-COMMON = """
+STEPS, MIDDLE = 6, 3  # of every run, and after how many it evaluates
+# Of every run: two layers, steps of four short sequences each.
+COMMON = f"""
     --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --seq-length 64
     --max-position-embeddings 64 --position-embedding-type rope --swiglu --normalization RMSNorm
     --disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1
-    --global-batch-size 4 --train-iters 10 --eval-interval 5 --eval-iters 2 --lr 3e-3
+    --global-batch-size 4 --train-iters {STEPS} --eval-interval {MIDDLE} --eval-iters 2 --lr 3e-3
     --log-interval 1 --tokenizer-type NullTokenizer --vocab-size 61
     --make-vocab-size-divisible-by 4 --transformer-impl local --distributed-backend gloo
     --use-cpu-initialization --no-gradient-accumulation-fusion --no-bias-swiglu-fusion
     --no-bias-dropout-fusion --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion
     --num-workers 0 --calculate-per-token-loss --distributed-timeout-minutes 1
-""".split()  # noqa: SIM905
+""".split()
 
 
 @dataclass

@@ -6,7 +6,7 @@ some of those end without an end-of-document token: only the tokens count.
 
 import numpy as np
 import pytest
-from ranks import COMMON
+from ranks import COMMON, STEPS
 from test_training import same
 
 pytest.importorskip(
@@ -94,7 +94,7 @@ def test_documents_reach_every_chunk_of_an_interleaved_pipeline(train, text):
 def test_the_mask_and_the_positions_count(train, text):
     """What the comparisons above could not tell apart if it did nothing."""
     losses = {
-        how: train(1, f"{text} {how}").steps[10][0]
+        how: train(1, f"{text} {how}").steps[STEPS][0]
         for how in (
             LEARNED,
             f"{LEARNED} --reset-attention-mask",

@@ -1,7 +1,8 @@
-"""Ten iterations of Megatron-LM's own loop on hybrid models: attention beside layers that carry a
+"""Iterations of Megatron-LM's own loop on hybrid models: attention beside layers that carry a
 state, split as on one rank, and as with Megatron's own all-to-all of heads."""
 
 import pytest
+from ranks import MIDDLE, STEPS
 from test_training import RECOMPUTE, same
 
 pytest.importorskip("megatron.training.models.hybrid")
@@ -82,7 +83,7 @@ def test_split_like_one_rank(train, case):
 def test_packed_documents_like_each_alone(train, model, flags):
     alone = train(1, f"{model} --packed --alone")
     same(train(2, f"{model} --packed {flags}"), alone)
-    assert alone.steps[10] != train(1, model).steps[10]
+    assert alone.steps[STEPS] != train(1, model).steps[STEPS]
 
 
 def test_the_log_says_how_states_and_rows_travel(train):
@@ -102,9 +103,9 @@ def test_a_stage_that_has_such_layers_says_so(train):
 
 @pytest.mark.slow
 def test_a_checkpoint_goes_on_at_another_size_and_layout(train, tmp_path):
-    whole = train(2, f"{MAMBA} {CP2} --save {tmp_path} --save-interval 5")
+    whole = train(2, f"{MAMBA} {CP2} --save {tmp_path} --save-interval {MIDDLE}")
     same(whole, train(1, MAMBA))
-    resumed = train(4, f"{MAMBA} {CP4} {APART} --load {tmp_path} --ckpt-step 5")
-    assert min(resumed.steps) == 6
+    resumed = train(4, f"{MAMBA} {CP4} {APART} --load {tmp_path} --ckpt-step {MIDDLE}")
+    assert min(resumed.steps) == MIDDLE + 1
     # Megatron's line of the second iteration after a start is an average over two.
-    same(resumed, whole, [6, 8, 9, 10])
+    same(resumed, whole, [MIDDLE + 1, STEPS])

@@ -5,7 +5,7 @@ tests/megatron/test_gdn.py has all digits.
 """
 
 import pytest
-from ranks import COMMON
+from ranks import COMMON, STEPS
 from test_training import CP2, CP4, PP2, RECOMPUTE, TP2
 
 pytest.importorskip(
@@ -134,4 +134,4 @@ def test_gates_of_channels_on_packed_documents(train):
 @second
 def test_gates_of_channels_in_a_hybrid_model(train):
     model = f"{HYBRID} --experimental-attention-variant gdn2"
-    same(train(4, f"{model} {CP4}"), train(1, model), range(1, 11))
+    same(train(4, f"{model} {CP4}"), train(1, model), range(1, STEPS + 1))

@@ -7,7 +7,7 @@ tests/plugins/longseq/megatron/test_offload.py, whose losses are not rounded.
 import re
 
 import pytest
-from ranks import COMMON, SCRIPT
+from ranks import COMMON, MIDDLE, SCRIPT, STEPS
 from test_training import CP2, CP4, INTERLEAVED, MOE, RECOMPUTE, TP2
 
 pytest.importorskip(
@@ -64,7 +64,7 @@ def moved(ranks, tmp_path_factory):
     return run
 
 
-def same(ours, plain, steps=range(1, 11)):
+def same(ours, plain, steps=range(1, STEPS + 1)):
     assert [ours.steps[step] for step in steps] == [plain.steps[step] for step in steps]
     assert ours.evaluations == plain.evaluations[-len(ours.evaluations) :]
 
@@ -100,12 +100,12 @@ def test_the_log_is_the_same(moved, train, case):
 @pytest.mark.slow
 def test_a_resumed_run_repeats_the_rest(moved, train, tmp_path):
     flags = f"{CP2} {RECOMPUTE} --burst-offload 1.0"
-    whole = moved(2, f"{flags} --save {tmp_path} --save-interval 5")
+    whole = moved(2, f"{flags} --save {tmp_path} --save-interval {MIDDLE}")
     same(whole, train(2, f"{CP2} {RECOMPUTE}"))
-    resumed = moved(2, f"{flags} --load {tmp_path} --ckpt-step 5")
-    assert min(resumed.steps) == 6
+    resumed = moved(2, f"{flags} --load {tmp_path} --ckpt-step {MIDDLE}")
+    assert min(resumed.steps) == MIDDLE + 1
     # Megatron's line of the second iteration after a start is an average over two.
-    same(resumed, whole, [6, 8, 9, 10])
+    same(resumed, whole, [MIDDLE + 1, STEPS])
 
 
 def test_what_excludes_it_is_refused_at_the_start(ranks):

@@ -7,6 +7,7 @@ each sequence.
 import re
 
 import pytest
+from ranks import MIDDLE, STEPS
 from test_training import CP2, same
 
 pytest.importorskip(
@@ -19,7 +20,7 @@ ALONE = "--packed --alone --global-batch-size 8"
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, train):
     folder = tmp_path_factory.mktemp("packed")
-    return train(4, f"{PACK} --save {folder} --save-interval 5"), folder
+    return train(4, f"{PACK} --save {folder} --save-interval {MIDDLE}"), folder
 
 
 def test_every_document_as_if_alone(saved, train):
@@ -33,7 +34,7 @@ def test_every_document_as_if_alone(saved, train):
 def test_documents_that_see_each_other_train_otherwise(train):
     """What the comparison could not tell if packing mixed documents up."""
     mixed = train(1, "--global-batch-size 8")
-    assert abs(train(1, ALONE).steps[10][0] - mixed.steps[10][0]) > 1e-3
+    assert abs(train(1, ALONE).steps[STEPS][0] - mixed.steps[STEPS][0]) > 1e-3
 
 
 def test_two_stages_of_a_pipeline(train):
@@ -46,9 +47,9 @@ def test_two_stages_of_a_pipeline(train):
 
 
 def test_resuming(saved, train):
-    run = train(4, f"{PACK} --load {saved[1]} --ckpt-step 5")
-    assert min(run.steps) == 6
-    same(run, saved[0], [6, 8, 9, 10])
+    run = train(4, f"{PACK} --load {saved[1]} --ckpt-step {MIDDLE}")
+    assert min(run.steps) == MIDDLE + 1
+    same(run, saved[0], [MIDDLE + 1, STEPS])
 
 
 def test_consumed_samples_are_those_of_the_data_loader(saved):
@@ -56,4 +57,4 @@ def test_consumed_samples_are_those_of_the_data_loader(saved):
         int(re.search(r"consumed samples: +(\d+)", line)[1])
         for line in saved[0].lines("consumed samples:")
     ]
-    assert found == list(range(8, 88, 8))
+    assert found == list(range(8, 8 * STEPS + 1, 8))

@@ -5,7 +5,7 @@ from test_training import INTERLEAVED, MOE, RECOMPUTE, same
 
 # Two pipeline stages of two virtual ones, experts on two ranks each, four micro-batches per step.
 EXPERTS = (
-    f"{INTERLEAVED.removesuffix(RECOMPUTE)} {MOE} --global-batch-size 8 --train-iters 10 "
+    f"{INTERLEAVED.removesuffix(RECOMPUTE)} {MOE} --global-batch-size 8 "
     "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 )
 
