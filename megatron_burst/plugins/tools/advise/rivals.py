@@ -45,8 +45,7 @@ from ....schedule import rings
 from ....schedule.demand import everything
 from ....schedule.tables import Grid
 from ....schedule.topology import Topology, divisors
-from .account.fitting import least_bytes
-from .account.memory import account, fullest_stages
+from .account.memory import account, fullest_stages, least_bytes
 from .account.operators import B, Core, F, LayerSizes
 from .account.steps import layers_of
 from .forecast.attention_time import (
