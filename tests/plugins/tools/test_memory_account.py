@@ -7,7 +7,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_burst.autotune import clusters
-from megatron_burst.plugins.tools.advise.search.longest import best, layouts_of, longest_of
 from megatron_burst.plugins.tools.advise.account.memory import account, fit, parameters
 from megatron_burst.plugins.tools.advise.account.operators import (
     Core,
@@ -16,6 +15,7 @@ from megatron_burst.plugins.tools.advise.account.operators import (
     mlp_half,
 )
 from megatron_burst.plugins.tools.advise.account.tape import Half, Op, Tape
+from megatron_burst.plugins.tools.advise.search.longest import best, layouts_of, longest_of
 from megatron_burst.plugins.tools.advise.settings import Settings
 from megatron_burst.plugins.tools.advise.shapes import models
 
