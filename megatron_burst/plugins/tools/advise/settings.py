@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Literal, get_type_hints
 
 from ....options import ring_algorithm
 from ....schedule.algorithms import ALGORITHMS
 from ....schedule.head_shares import shareable
 from ....schedule.topology import Placement, alternatives, divisors
 from ....units import byte_size
+from .field_types import problem_of
 from .shapes.layer_kinds import CHUNKED, WINDOW
 from .shapes.models import Model
 
@@ -263,62 +264,16 @@ def check_carried(model: Model, layout: str) -> None:
 
 
 def check_fields(run: Settings) -> None:
-    """Sizes are whole numbers from 1, bytes from 0, fractions from 0 to 1, words those there are.
-    ValueError with all that are not."""
-    values = vars(run)
-    wrong = [kind.said(name, values[name]) for name, kind in _KINDS if not kind.fits(values[name])]
+    """Raise ValueError for all fields whose values do not fit their types."""
+    wrong = []
+    for name, kind in _TYPES.items():
+        problem = problem_of(kind, getattr(run, name), 0 if name.endswith("_bytes") else 1)
+        wrong += [f"{flag_of(name)} {problem}"] if problem else []
     if wrong:
         raise ValueError("; ".join(wrong))
 
 
-class _Kind(NamedTuple):
-    """What a field may hold, and what is said of a value that it may not."""
-
-    fits: Callable[[Any], bool]
-    said: Callable[[str, Any], str]
-
-
-def _kind(name: str, of: Any) -> _Kind:
-    """What a field of this type may hold."""
-    if words := [word for word in get_args(of) if isinstance(word, str)]:
-        return _Kind(
-            lambda value: isinstance(value, str) and value in words,
-            lambda name, value: f"{flag_of(name)} {value}: one of {', '.join(words)}",
-        )
-    if of in (bool, str):
-        named = {bool: "true or false", str: "a name"}[of]
-        return _Kind(
-            lambda value: type(value) is of,
-            lambda name, value: f"{flag_of(name)} must be {named}, got {value!r}",
-        )
-    if of is float:
-        return _Kind(
-            lambda value: (
-                isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
-            ),
-            lambda name, value: f"{flag_of(name)} must be from 0 to 1, got {value!r}",
-        )
-    if of == str | None:
-        return _Kind(
-            lambda value: value is None or isinstance(value, str),
-            lambda name, value: f"{flag_of(name)} must be a text, got {value!r}",
-        )
-    least, may_lack = (0 if name.endswith("_bytes") else 1), type(None) in get_args(of)
-
-    def fits(value: Any) -> bool:
-        if value is None:
-            return may_lack
-        return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-    def said(name: str, value: Any) -> str:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return f"{flag_of(name)} must be at least {least}, got {value}"
-        return f"{flag_of(name)} must be a whole number from {least}, got {value!r}"
-
-    return _Kind(fits, said)
-
-
-_KINDS = tuple((name, _kind(name, of)) for name, of in get_type_hints(Settings).items())
+_TYPES = get_type_hints(Settings)
 
 
 def flag_of(name: str) -> str:
