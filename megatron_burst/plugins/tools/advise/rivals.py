@@ -35,7 +35,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from ....autotune import simulator
-from ....autotune.candidates import IDLE, reading, sharing
+from ....autotune.candidates import reading, sharing
 from ....autotune.clusters import Cluster
 from ....autotune.exchanges import Wires
 from ....autotune.places import Nodes, places
@@ -262,12 +262,7 @@ def attention(
             continue
         prepared = (ring or _ring)(topology, nodes, sizes.tokens, forward)
         passes.append(simulator.pass_time(prepared, sizes, scale * seconds, rates))
-    both = sum([*passes, *exchange], IDLE)
-    busy = {"compute": both.compute, "intra": both.intra, "inter": both.inter}
-    moved = exchange[0].seconds, exchange[1].seconds
-    host = passes[0].host + exchange[0].host, passes[1].host + exchange[1].host
-    return AttentionTime(passes[0].seconds + moved[0], passes[1].seconds + moved[1], moved, busy,
-                         host=host)  # fmt: skip
+    return AttentionTime.of(passes[0] + exchange[0], passes[1] + exchange[1], exchange)
 
 
 def _ring(topology: Topology, nodes: Nodes, tokens: int, forward: bool) -> Prepared:
