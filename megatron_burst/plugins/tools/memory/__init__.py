@@ -19,7 +19,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from rich.table import Table
 from rich.text import Text
 
 from ....autotune import clusters
@@ -30,6 +29,7 @@ from ..advise import flags, settings
 from ..advise.account.memory import Account, MemoryLeft, account, fit
 from ..advise.forecast.step_time import StepTime, step_time
 from ..advise.kernel import AssumedKernel, of_forecast
+from ..advise.report import memory_table
 from ..advise.search.attention_choice import CHOSEN, AttentionForecast
 from ..advise.search.longest import Longest, best, layouts_of, longest
 from ..advise.search.packed import PackedForecast, cut_of, lengths_of, packed_pins
@@ -271,25 +271,12 @@ def _groups(
 def show(found: Found) -> None:
     """Print the peak by item, what is left, and the time of a step."""
     (shown, cluster, binds, _, searched, packs), left = found, found.left
-    console, run, peak = wrapped(), shown.run, shown.peak
+    console, run = wrapped(), shown.run
     console.print(Text(_headline(shown, cluster)))
     console.print(Text(_batch(run, found.chosen_by)))
     if packs is not None:
         console.print(Text(_packs(packs, run)))
-    table = Table(box=None, pad_edge=False)
-    table.add_column("item")
-    table.add_column("bytes per GPU", justify="right")
-    table.add_column("share", justify="right")
-    for item, size in sorted(peak.items.items(), key=lambda each: -each[1]):
-        table.add_row(Text(item), byte_size(size), f"{size / peak.bytes:.0%}")
-    table.add_row(Text(f"peak, {peak.phase}", style="bold"), byte_size(peak.bytes), "")
-    table.add_row(f"available ({byte_size(cluster.reserve)} reserved for CUDA and NCCL)",
-                  byte_size(cluster.room), "")  # fmt: skip
-    for item, size in shown.host.items():
-        table.add_row(Text(f"host: {item}"), byte_size(size), "")
-    if shown.host_bytes:
-        table.add_row("host memory of each GPU", byte_size(cluster.host_per_rank), "")
-    console.print(table)
+    console.print(memory_table(shown, cluster, "item"))
     if said := settings.selection_said(shown.model, run):
         console.print(Text(said))
     if binds is not None:
