@@ -316,7 +316,7 @@ def _sparse(cluster: Cluster, run: Settings, model: Model) -> AttentionTime:
     rows, calls = run.rows, 2 * rates.launch + rates.start
     seen = rows * min(model.indexer.top_k, visible(run.seq))
     attending = 2.0 * sizes.heads * (sizes.width + 2 * sizes.value_width) * seen / rates.compute
-    there, back = reading(sizes, cluster.gpu.memory_rate, latent=True)
+    there, back = reading(sizes, rates.memory, latent=True)
     there, back = max(there, attending), max(back, rates.backward * attending)
     scoring = 2.0 * index.heads * index.width * rows * visible(run.seq) / rates.compute
     keys, latents = (
