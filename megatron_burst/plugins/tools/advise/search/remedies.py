@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from .....autotune.clusters import Cluster
 from .....units import byte_size
 from ..account.memory import Account, account, fit, least_bytes
+from ..account.rings import remembering
 from ..settings import Settings, flag_of
 from ..shapes.model import Model
 from .search_space import TrainingGoal, groups_of
@@ -23,7 +25,8 @@ DOUBLINGS = 6  # of the number of GPUs
 TRIED = 12  # groups of a number of GPUs, those with the fewest changes
 BUSY = 64  # micro-batches for each GPU, which all numbers of data-parallel ranks divide
 IMPLIED = ("cp", "intra")  # fields that follow from the others
-Held = Callable[[Settings], Account]  # of packs of documents, in place of `account`
+LARGEST = 1024  # context-parallel ranks; schedules of more ranks take minutes
+Held = Callable[[Settings], Account]  # returns the account of a run
 
 
 class Remedy(NamedTuple):
@@ -69,11 +72,12 @@ def changes(
         held: Returns the account of a run of packed documents; None: sequences.
     """
     steps = list(_steps(run, chunks=held is None and run.cp > 1))
+    held = held or partial(account, model, every=False, core_of=remembering())
     alone = [Remedy(replace(run, **step), step) for step in steps]
-    found = [change for change in alone if _fits(model, cluster, change.run, held)]
+    found = [change for change in alone if _fits(cluster, change.run, held)]
     together = list(_together(run, steps))
     if not found:
-        found = [each for each in together if _fits(model, cluster, each.run, held)][:1]
+        found = [each for each in together if _fits(cluster, each.run, held)][:1]
     if len(found) < MOST:
         beside = [run] if found else [run, *(each.run for each in together[-1:])]
         more = _more_gpus(model, cluster, run, beside, held)
@@ -100,7 +104,7 @@ def does_not_fit(found: Account, cluster: Cluster, held: Held | None = None) -> 
     if helps:
         helps[0] = ("it fits " if helps[0].startswith("with ") else "add ") + helps[0]
     else:
-        helps = [f"take a shorter sequence, or more than {2**DOUBLINGS} times as many GPUs"]
+        helps = ["take a shorter sequence, or many more GPUs"]
     return f"does not fit: {what}; {', or '.join(helps)}"
 
 
@@ -131,7 +135,7 @@ def _together(run: Settings, steps: list[dict[str, Any]]) -> Iterator[Remedy]:
 
 
 def _more_gpus(
-    model: Model, cluster: Cluster, run: Settings, beside: list[Settings], held: Held | None
+    model: Model, cluster: Cluster, run: Settings, beside: list[Settings], held: Held
 ) -> Remedy | None:
     """Return the fewest GPUs on which the run fits, in other groups. beside: the run, and the run
     with all that costs little."""
@@ -140,14 +144,15 @@ def _more_gpus(
         larger = replace(cluster, gpus=cluster.gpus << doubling)
         goal = TrainingGoal(run.seq, BUSY * larger.gpus * run.micro_batch, pinned)
         found = [each for each in groups_of(model, larger, goal)
-                 if each.tp >= run.tp and each.pp >= run.pp]  # fmt: skip
+                 if each.tp >= run.tp and each.pp >= run.pp
+                 and each.cp <= max(LARGEST, run.cp)]  # fmt: skip
         for options in beside:
             tried = {each: least_bytes(model, each)
                      for each in (_regrouped(options, groups) for groups in found)}  # fmt: skip
             possible = [each for each, least in tried.items() if least <= larger.room]
             possible.sort(key=lambda each: (len(_changed(run, each)), tried[each]))
             for after in possible[:TRIED]:
-                if _fits(model, larger, after, held):
+                if _fits(larger, after, held):
                     return Remedy(after, _changed(run, after), larger.gpus if doubling else None)
     return None
 
@@ -163,9 +168,8 @@ def _changed(run: Settings, after: Settings) -> dict[str, Any]:
     return {name: value for name, value in both if value != getattr(run, name)}
 
 
-def _fits(model: Model, cluster: Cluster, run: Settings, held: Held | None) -> bool:
+def _fits(cluster: Cluster, run: Settings, held: Held) -> bool:
     try:
-        found = held(run) if held is not None else account(model, run, every=False)
+        return fit(held(run), cluster).fits
     except ValueError:  # sizes that do not divide each other
         return False
-    return fit(found, cluster).fits
