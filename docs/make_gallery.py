@@ -27,12 +27,7 @@ command above each picture draws it from the masks, layouts and schedules that r
 How to read a **mask**: left the score matrix in the order of the sequence, right with the
 positions of each rank together. A pair that attends has the colour of the rank that computes it,
 and small numbers are the steps of a ring. Imbalance is the work of the busiest rank over the
-mean, step by step: at 1.00 no rank waits.
-
-How to read **packed documents**: a line is a rank with its tokens, and a colour is a document
-(the nine longest; the others are grey, shorter ones lighter). The bars are the visible pairs of
-each rank. "Shards per rank from other nodes" is what a node has to receive if every needed row is
-sent to it once, divided by its ranks and by what a rank holds.
+mean, step by step: at 1.00 no rank waits. A picture of **layouts** counts all steps together.
 
 How to read a **schedule**: time runs to the right. A box is a step of a rank with a line for each
 pair of chunks, such as q3 k1: the queries of rank 3 with the keys of rank 1. The bar in it is the
@@ -168,11 +163,10 @@ SECTIONS = (
     )),
     Section("Packed documents of mixed lengths", (
         Picture("documents-balanced",
-                f"documents --lengths {MIXED} --nodes 2 --per-node 4",
-                "The same batch in three layouts. Zigzag of the pack gives some ranks much more "
-                "work than others. Zigzag within each document is even, but every document is on "
-                "every rank, and each is padded. Balanced gives every rank equally many tokens and "
-                "nearly equally many pairs, with most documents whole on one rank."),
+                f"layout --mask causal --lengths {MIXED} --nodes 2 --per-node 4",
+                "One pack in four layouts: zigzag of the pack gives some ranks much more work than "
+                "others. Balanced gives every rank equally many tokens and nearly equally many "
+                "pairs, with most documents whole on one rank."),
     )),
     Section("Tiles", (
         Picture("tile-forward", "schedule --algorithm tile --nodes 2 --per-node 4",

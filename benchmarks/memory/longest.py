@@ -7,8 +7,13 @@ from typing import Any, NamedTuple
 
 from benchmarks.report import markdown
 from megatron_burst.autotune import clusters
-from megatron_burst.plugins.tools.advise.account.fitting import Longest, best, layouts_of, longest
 from megatron_burst.plugins.tools.advise.forecast.step_time import step_time
+from megatron_burst.plugins.tools.advise.search.longest import (
+    Longest,
+    best,
+    layouts_of,
+    longest_of,
+)
 from megatron_burst.plugins.tools.advise.settings import Settings
 from megatron_burst.plugins.tools.advise.shapes import models
 
@@ -75,7 +80,7 @@ def _largest_store(model: models.Model, cluster: clusters.Cluster, run: Settings
     for store in (1.0, 0.75, 0.5, 0.25):
         kept = replace(run, store=store)
         try:
-            if longest(model, cluster, kept).run.seq >= 0.9 * run.seq:
+            if longest_of(model, cluster, kept).run.seq >= 0.9 * run.seq:
                 return store
         except ValueError:
             continue

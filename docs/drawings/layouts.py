@@ -11,16 +11,21 @@ from matplotlib.patches import Rectangle
 
 import megatron_burst as mb
 from drawings.paper import box, figure
-from megatron_burst.plugins.tools.show import balance
 from megatron_burst.plugins.tools.show.colours import GREY, INK, channels, ink_on, of_rank
+from megatron_burst.plugins.tools.show.scene import Shards
 
 RANKS, LENGTH = 4, 32
 LAYOUTS = ("contiguous", "zigzag", "striped")
 
 
-def layout_caption(name: str) -> str:
+def work_of(name: str) -> list[int]:
+    """Visible pairs of each rank in the layout of this name."""
     layout = mb.layout.make(name, cp_size=RANKS)
-    work = balance.work(layout, mb.masks.Causal(), LENGTH)
+    return Shards(mb.masks.Causal(), layout, LENGTH, "causal", name).work
+
+
+def layout_caption(name: str) -> str:
+    work = work_of(name)
     spread = f"{min(work)} to {max(work)}" if min(work) != max(work) else str(work[0])
     return f"{name}: {spread} visible pairs per rank"
 
@@ -39,7 +44,7 @@ def draw_layouts() -> Figure:
         _strip(box(made, 0.3, bottom + 0.62, 4.6, 0.42), holder, name)
         square = box(made, 5.15, bottom, 1.5, 1.5)
         _pixels(square, np.where(causal, holder[:, None], -1))
-        _bars(box(made, 7.35, bottom, 1.6, 1.5), balance.work(layout, mb.masks.Causal(), LENGTH))
+        _bars(box(made, 7.35, bottom, 1.6, 1.5), work_of(name))
     return made
 
 

@@ -12,17 +12,18 @@ from matplotlib.patches import Rectangle
 
 import megatron_burst as mb
 from drawings.paper import box, figure
-from megatron_burst.plugins.tools.show import words
 from megatron_burst.plugins.tools.show.colours import (
     GREY,
     INK,
     channels,
     ink_on,
-    of_document,
+    mixed,
     of_rank,
 )
-from megatron_burst.plugins.tools.show.packs import PackScene, pack_scene
-from megatron_burst.schedule.tables import Grid
+from megatron_burst.plugins.tools.show.colours import (
+    RANKS as COLOURS,
+)
+from megatron_burst.plugins.tools.show.scene import LayoutScene, Shards
 
 LENGTH, SHARES = 32, (4, 8, 20)  # tokens of a document, and of the shares that it is cut into
 LENGTHS = (210, 14, 60, 9, 32, 100, 5, 41, 20, 13, 6, 2)
@@ -41,9 +42,24 @@ def pairs_of(share: np.ndarray) -> int:
     return int((share + 1).sum())
 
 
-def scene() -> PackScene:
-    total = sum(LENGTHS)
-    return pack_scene(LENGTHS, total, Grid(1, RANKS), mb.masks.Causal(), "causal")
+def scene() -> LayoutScene:
+    """The pack in zigzag and in layout balanced."""
+    bounds = np.cumsum([0, *LENGTHS])
+    mask = mb.masks.Documents(bounds) & mb.masks.Causal()
+    made = {
+        "zigzag": mb.layout.make("zigzag", cp_size=RANKS),
+        "balanced": mb.layout.make("balanced", cp_size=RANKS, cu_seqlens=bounds, per_node=RANKS),
+    }
+    rows = (Shards(mask, layout, sum(LENGTHS), "causal", name) for name, layout in made.items())
+    return LayoutScene(tuple(rows))
+
+
+def colour_of(document: int) -> str:
+    """The colour of a document: the longest ones have one each, the others are grey."""
+    place = sorted(range(len(LENGTHS)), key=lambda i: -LENGTHS[i]).index(document)
+    if place < len(COLOURS):
+        return COLOURS[place]
+    return mixed(GREY, "#ffffff", 0.15 + 0.6 * (place - len(COLOURS)) / len(LENGTHS))
 
 
 def draw_packing() -> Figure:
@@ -51,13 +67,12 @@ def draw_packing() -> Figure:
                   "the area of a part is its visible pairs; the dashed line is the mean of all "
                   "tokens")  # fmt: skip
     _triangle(box(made, 0.55, 0.95, 2.3, 2.3))
-    packed = scene()
-    held = packed.held[-1]
+    balanced = scene().rows[-1]
     whole = max(LENGTHS) / 2
     for rank in range(RANKS):
         axes = box(made, 3.5 + 1.45 * rank, 0.95, 1.3, 2.3)
-        _mixture(axes, packed, rank, whole)
-        axes.set_xlabel(f"rank {rank}\n{held.work[rank]:,} pairs", fontsize=8, labelpad=3)
+        _mixture(axes, balanced, rank, whole)
+        axes.set_xlabel(f"rank {rank}\n{balanced.work[rank]:,} pairs", fontsize=8, labelpad=3)
         axes.set_ylabel("visible keys per token" * (rank == 0), fontsize=8, labelpad=2)
     return made
 
@@ -83,26 +98,26 @@ def _triangle(axes: Axes) -> None:
     axes.spines[:].set_color("#d1d5db")
 
 
-def _mixture(axes: Axes, packed: PackScene, rank: int, whole: float) -> None:
+def _mixture(axes: Axes, balanced: Shards, rank: int, whole: float) -> None:
     """A rank's parts of documents: as wide as they have tokens, as high as a token sees keys."""
-    held, pack = packed.held[-1], packed.pack
-    rows = held.rows[rank]
-    first, last = pack.seen
+    rows = balanced.layout.positions(rank, balanced.seq_len)
+    documents = np.repeat(np.arange(len(LENGTHS)), LENGTHS)
+    first = np.repeat(np.cumsum([0, *LENGTHS[:-1]]), LENGTHS)
     left = 0
-    for document in sorted(set(pack.documents[rows].tolist()), key=lambda i: pack.places[i]):
-        mine = rows[pack.documents[rows] == document]
-        keys = float((last - first + 1)[mine].mean())
-        colour = of_document(pack.places[document], len(pack.real))
+    for document in sorted(set(documents[rows].tolist()), key=lambda i: -LENGTHS[i]):
+        mine = rows[documents[rows] == document]
+        keys = float((mine - first[mine] + 1).mean())
+        colour = colour_of(document)
         axes.add_patch(Rectangle((left, 0), len(mine), keys, facecolor=colour, edgecolor="white",
                                  linewidth=0.6))  # fmt: skip
         if len(mine) >= 9:
             inside = keys > 12
             axes.text(left + len(mine) / 2, keys / 2 if inside else keys + 2,
-                      str(pack.real[document]), ha="center", fontsize=6.5,
+                      str(LENGTHS[document]), ha="center", fontsize=6.5,
                       va="center_baseline" if inside else "bottom",
                       color=ink_on(colour) if inside else INK)  # fmt: skip
         left += len(mine)
-    mean = sum(held.work) / pack.seq_len
+    mean = sum(balanced.work) / balanced.seq_len
     axes.axhline(mean, color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
     axes.set_xlim(0, len(rows))
     axes.set_ylim(0, whole * 1.04)
@@ -115,7 +130,8 @@ def _mixture(axes: Axes, packed: PackScene, rank: int, whole: float) -> None:
 def captions() -> list[str]:
     """The numbers of the drawing in words."""
     parts = [f"{len(share)} tokens: {pairs_of(share)} visible pairs" for share in shares()]
-    return [*parts, *(f"{held.name}: {words.held_so(held)}" for held in scene().held)]
+    rows = [(each.layout_text, min(each.work), max(each.work)) for each in scene().rows]
+    return [*parts, *(f"{name}: {a:,} to {b:,} visible pairs per rank" for name, a, b in rows)]
 
 
 DRAWINGS = {"packing": draw_packing}

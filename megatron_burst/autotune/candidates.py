@@ -246,17 +246,13 @@ class GridWork:
         sizes = workload.sizes.shared(topology.ulysses)
         schedules = schedules_of(workload, topology, nodes)
         row_chunks = len(schedules.wants)
-        seconds = _pair_seconds(workload, sizes, schedules.seen, rates, row_chunks)
-        call_seconds, memory = (0.0, 0.0), adding(sizes, rates.adding)
         if workload.attended is not None:
             # The time of a call depends on its queries, not on the rows of the chunk.
             rates = replace(rates, half_rows=0.0)
-            call_seconds = reading(sizes, rates.memory, workload.latent)
-            memory = NOTHING, NOTHING
-        per_nic = 1.0 if nodes is None else nodes.per_nic
-        exchanges = sharing(topology, sizes, rates, row_chunks > 1, per_nic)
-        forward = PassWork(seconds, call_seconds[0], memory[0], exchanges[0])
-        backward = PassWork(rates.backward * seconds, call_seconds[1], memory[1], exchanges[1])
+        forward, backward = pass_works(
+            topology, sizes, rates, schedules.seen, row_chunks, nodes,
+            sparse=workload.attended is not None, latent=workload.latent,
+        )  # fmt: skip
         few_rows = _few_rows(schedules.want, workload.sizes, sizes, rates.room)
         return cls(workload, topology, rates, fixed, sizes, schedules, forward, backward, few_rows)
 
@@ -286,15 +282,42 @@ class GridWork:
         return [AlgorithmOnGrid(self, name) for name in names]
 
 
-def _pair_seconds(
-    workload: Workload, sizes: Sizes, seen: np.ndarray, rates: Rates, row_chunks: int
-) -> np.ndarray:
-    """Seconds that the forward of each pair computes, [G, G]; `row_chunks` are balanced."""
+def pass_works(
+    topology: Topology,
+    sizes: Sizes,
+    rates: Rates,
+    seen: np.ndarray,
+    row_chunks: int,
+    nodes: Nodes | None = None,
+    *,
+    sparse: bool = False,
+    latent: bool = False,
+) -> tuple[PassWork, PassWork]:
+    """Return the work of forward and of backward for any algorithm on one grid.
+
+    Args:
+        topology: The grid.
+        sizes: Sizes of one rank after ulysses groups shared the heads.
+        rates: Rates of one rank, with `compute` stated.
+        seen: Visible pairs of each rank with each chunk, [G, G].
+        row_chunks: Number of row chunks, which are balanced.
+        nodes: Nodes whose NICs are shared; None: those of the rates.
+        sparse: A query attends to selected keys only.
+        latent: Values are columns of the keys.
+    """
     assert rates.compute is not None
-    columns = sizes.width + sizes.value_width * (1 + workload.latent)
+    columns = sizes.width + sizes.value_width * (1 + latent)
     flops = 2.0 * sizes.heads * sizes.batch * columns
-    seconds = seen * (flops / rates.compute)
-    return seconds / row_chunks if workload.chunks > 1 else seconds
+    seconds = seen * (flops / rates.compute / row_chunks)
+    call_seconds, memory = (0.0, 0.0), adding(sizes, rates.adding)
+    if sparse:
+        call_seconds, memory = reading(sizes, rates.memory, latent), (NOTHING, NOTHING)
+    per_nic = 1.0 if nodes is None else nodes.per_nic
+    exchanges = sharing(topology, sizes, rates, row_chunks > 1, per_nic)
+    return (
+        PassWork(seconds, call_seconds[0], memory[0], exchanges[0]),
+        PassWork(rates.backward * seconds, call_seconds[1], memory[1], exchanges[1]),
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,7 @@ import megatron_burst as mb
 from megatron_burst.autotune import select
 from megatron_burst.autotune.clusters import Cluster
 from megatron_burst.autotune.gpus import GPUS
-from megatron_burst.plugins.tools.advise.account.fitting import least_bytes
-from megatron_burst.plugins.tools.advise.account.memory import account, fit
+from megatron_burst.plugins.tools.advise.account.memory import account, fit, least_bytes
 from megatron_burst.plugins.tools.advise.account.steps import layers_of
 from megatron_burst.plugins.tools.advise.advice import DoesNotFit, advise
 from megatron_burst.plugins.tools.advise.forecast.step_time import step_time

@@ -63,20 +63,20 @@ WRONG = [
     ({"cp": 1.5}, "--cp must be a whole number from 1, got 1.5"),
     ({"cp": True}, "--cp must be a whole number from 1, got True"),
     ({"seq": "1M"}, "--seq must be a whole number from 1, got '1M'"),
-    ({"intra": 0}, "--intra must be at least 1, got 0"),
+    ({"intra": 0}, "--intra must be a whole number from 1, got 0"),
     ({"micro_batch": math.nan}, "--micro-batch must be a whole number from 1, got nan"),
-    ({"recompute": "half"}, "--recompute half: one of none, full"),
-    ({"gradients": 4}, "--gradients 4: one of fp32, bf16"),
-    ({"lm_head_loss": "on", "placement": "x"}, "single_pass, recompute; --placement x: one of"),
-    ({"route": "fast"}, "--route fast: one of auto, ring, direct"),
-    ({"wire": []}, r"--wire \[\]: one of fp32, bf16"),
-    ({"path": "tpu"}, "--path tpu: one of gpu, cpu"),
+    ({"recompute": "half"}, "--recompute must be one of none, full, got 'half'"),
+    ({"gradients": 4}, "--gradients must be one of fp32, bf16, got 4"),
+    ({"lm_head_loss": "on", "placement": "x"}, "recompute, got 'on'; --placement must be one of"),
+    ({"route": "fast"}, "--route must be one of auto, ring, direct"),
+    ({"wire": []}, r"--wire must be one of fp32, bf16"),
+    ({"path": "tpu"}, "--path must be one of gpu, cpu"),
     ({"fsdp": "no"}, "--fsdp must be true or false, got 'no'"),
-    ({"layout": 3}, "--layout must be a name, got 3"),
+    ({"layout": 3}, "--layout must be a text, got 3"),
     ({"store": math.nan}, "--store must be from 0 to 1, got nan"),
     ({"store": "0.5"}, "--store must be from 0 to 1, got '0.5'"),
-    ({"optimizer_bytes": -1}, "--optimizer-bytes must be at least 0, got -1"),
-    ({"logits_bytes": -6}, "--logits-bytes must be at least 0, got -6"),
+    ({"optimizer_bytes": -1}, "--optimizer-bytes must be a whole number from 0, got -1"),
+    ({"logits_bytes": -6}, "--logits-bytes must be a whole number from 0, got -6"),
     ({"mlp_tiles": 10**9}, "--mlp-tiles 1000000000: a rank has 512 rows"),
     ({"sequence_chunks": 513}, "--sequence-chunks 513: .* take at most 512"),
     ({"tp": 3}, "--tp 3 does not divide the 32 heads .* take one of 1, 2, 4"),
@@ -113,7 +113,7 @@ def test_a_run_that_the_cluster_does_not_hold(part):
 def test_interleaved_stages_take_whole_rounds_of_micro_batches():
     """As Megatron does; memory is that of any number."""
     run = Settings(2**13, pp=4, vpp=2, micro_batches=6)
-    with pytest.raises(ValueError, match=r"--micro-batches 6: .* multiple of --pp 4: take 8, say"):
+    with pytest.raises(ValueError, match=r"--micro-batches 6: .* multiple of --pp 4"):
         simulate(LLAMA, H100, run)
     assert simulate(LLAMA, H100, run, part="layer").seconds > 0
     assert account(LLAMA, run).peak.bytes > 0

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 import megatron_burst as mb
-from benchmarks.memory.live import LiveTensors
 from megatron_burst.autotune import cluster_file, clusters, gpus, measure
 from megatron_burst.autotune.host_time import ASSUMED
 from megatron_burst.autotune.places import Nodes
@@ -21,7 +20,7 @@ from megatron_burst.autotune.rates import Rates
 from megatron_burst.cli.main import main
 from megatron_burst.plugins.tools.advise.settings import Settings
 from megatron_burst.plugins.tools.advise.simulate import simulate
-from megatron_burst.plugins.tools.calibrate import kernels, layer, links, ranks
+from megatron_burst.plugins.tools.calibrate import kernels, links, ranks
 from megatron_burst.plugins.tools.calibrate.ranks import Measured
 from megatron_burst.schedule.topology import Topology
 
@@ -231,7 +230,6 @@ def test_two_nodes_of_two(tmp_path):
     assert rates.exchange == 1.0  # two ranks of a node: as a hop
     assert cluster.described.startswith("measured: mine.toml of 20")
     assert "CPU ranks: 2 per node x 2 nodes" in cluster.described
-    assert "the memory of a layer's attention" in done.stderr
     text = path.read_text()
     assert text.count("median of") >= 6
     assert "NOT MEASURED" not in text
@@ -280,27 +278,6 @@ def test_repeats_are_counted(monkeypatch):
     assert median(ranks.Ranks(None, torch.device("cpu"), 0.0).repeats(lambda: None)) == 1.0
     assert len(ranks.Ranks(None, torch.device("cpu"), 0.0).repeats(lambda: None)) == 5
     assert len(ranks.Ranks(None, torch.device("cpu"), 1e9).repeats(lambda: None)) == 25
-
-
-def attention_peaks():
-    groups = mb.Groups.from_topology(dist.group.WORLD, intra=2)
-    here = ranks.Ranks(groups, torch.device("cpu"), 0.01)
-    model = mb.Model("small", 1, 512, 8, 2, 512, 1024)
-
-    def peak(call):
-        before = live.bytes["device"]
-        live.forget()
-        call()
-        return live.peak.bytes - before
-
-    with LiveTensors() as live:
-        return layer.peaks(here, model, peak)
-
-
-@pytest.mark.world_size(4)
-def test_the_memory_of_attention_is_that_of_the_account(ranks):
-    for measured, account in ranks(4).run(attention_peaks):
-        assert measured == pytest.approx(account, rel=0.05)
 
 
 def test_traffic_begins_on_an_idle_device_and_before_the_clock(monkeypatch):

@@ -7,7 +7,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_burst.autotune import clusters
-from megatron_burst.plugins.tools.advise.account.fitting import best, layouts_of, longest
 from megatron_burst.plugins.tools.advise.account.memory import account, fit, parameters
 from megatron_burst.plugins.tools.advise.account.operators import (
     Core,
@@ -16,6 +15,7 @@ from megatron_burst.plugins.tools.advise.account.operators import (
     mlp_half,
 )
 from megatron_burst.plugins.tools.advise.account.tape import Half, Op, Tape
+from megatron_burst.plugins.tools.advise.search.longest import best, layouts_of, longest_of
 from megatron_burst.plugins.tools.advise.settings import Settings
 from megatron_burst.plugins.tools.advise.shapes import models
 
@@ -181,14 +181,14 @@ def test_more_memory_never_shortens(device, host):
     more = replace(there, gpu=replace(there.gpu, memory=there.gpu.memory + device * 10**9))
     roomier = replace(there, host_memory=there.host_memory + 10**11)
     run = Settings(seq=1, tp=4, cp=2, **CHUNKED)
-    here = longest(LLAMA, there, run).run.seq
-    assert longest(LLAMA, more, run).run.seq >= here
-    assert longest(LLAMA, roomier, run).run.seq >= here
+    here = longest_of(LLAMA, there, run).run.seq
+    assert longest_of(LLAMA, more, run).run.seq >= here
+    assert longest_of(LLAMA, roomier, run).run.seq >= here
 
 
 def test_the_longest_fits_and_the_next_does_not():
     cluster = clusters.Cluster(clusters.GPUS["h100"], 8)
-    found = longest(LLAMA, cluster, Settings(seq=1, tp=4, cp=2, **CHUNKED))
+    found = longest_of(LLAMA, cluster, Settings(seq=1, tp=4, cp=2, **CHUNKED))
     assert found.left.fits
     assert found.run.seq > 5 * 10**6
     beyond = replace(found.run, seq=found.run.seq * 102 // 100 // 16 * 16)
@@ -205,4 +205,4 @@ def test_what_does_not_fit_says_what_would_help():
     cluster = clusters.Cluster(clusters.GPUS["a100-40g"], 8)
     words = r"GiB of it for states, and has 35\.4 GiB; it fits with \d+ GPUs and --tp 8"
     with pytest.raises(ValueError, match=words):
-        longest(models.named("llama3-70b"), cluster, Settings(seq=1, cp=8))
+        longest_of(models.named("llama3-70b"), cluster, Settings(seq=1, cp=8))

@@ -11,6 +11,7 @@ from megatron_burst.plugins.tools import model_arguments
 from megatron_burst.plugins.tools.advise.search import model_flags, pasted
 from megatron_burst.plugins.tools.advise.shapes import models
 from megatron_burst.plugins.tools.advise.shapes.layer_kinds import Latent, Mixer
+from megatron_burst.plugins.tools.advise.shapes.megatron_model import model_from
 
 # What the makers say, in 1e9: all, and active ones. "embedding": these count the embedding too.
 # DeepSeek's 37 is rounded: 36.6 without the embedding.
@@ -248,7 +249,8 @@ def test_a_megatron_command_of_a_latent_model():
     ("words", "letters"),
     [("--window-size 127,0 --window-attn-skip-freq 2", "WFWF"), ("--window-size 127,0", "WWWW"),
      ("--window-size (127,0) --window-attn-skip-freq [1,1,0,0]", "WWFF"),
-     ("--hybrid-override-pattern M-*-", "M-*-"), ("--linear-attention-freq 4", "LLLF"),
+     ("--hybrid-override-pattern M-*-", "M-*-"),
+     ("--experimental-attention-variant gated_delta_net --linear-attention-freq 4", "LLLF"),
      ("--hybrid-layer-pattern GG*-", "MM*-")],
 )  # fmt: skip
 def test_a_megatron_command_of_other_layers(words, letters):
@@ -256,6 +258,13 @@ def test_a_megatron_command_of_other_layers(words, letters):
     model, _ = model_arguments.find(None, (base + words).split())
     assert model.letters == letters
     assert model.window == (128 if "W" in letters else 0)
+
+
+def test_layers_of_kimi_k3_are_not_counted():
+    """Megatron-Bridge's provider names them by their numbers."""
+    values = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 8, "kimi_kda_layers": [1]}
+    with pytest.raises(ValueError, match="provider: layers of kda are not counted; name the model"):
+        model_from(values.get, "provider", gated=True, tied=False, flag=str)
 
 
 def test_a_bridge_recipe(monkeypatch, capsys):

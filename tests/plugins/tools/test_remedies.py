@@ -8,9 +8,8 @@ import pytest
 
 from megatron_burst.autotune import clusters
 from megatron_burst.plugins.tools import memory
-from megatron_burst.plugins.tools.advise.account import fitting
-from megatron_burst.plugins.tools.advise.account.fitting import changes, does_not_fit
 from megatron_burst.plugins.tools.advise.account.memory import account, fit
+from megatron_burst.plugins.tools.advise.search.remedies import changes, does_not_fit, flag_said
 from megatron_burst.plugins.tools.advise.settings import Settings, stage_layers
 from megatron_burst.plugins.tools.advise.shapes import models
 
@@ -39,27 +38,20 @@ def test_what_is_named_fits(model, gpus, run):
     found = changes(model, cluster, run)
     assert found
     for change in found:
-        after = replace(run, **change.fields)
-        if "tp" in change.fields:
-            after = replace(after, cp=run.cp * run.tp // after.tp, intra=8 // after.tp)
-        there = replace(cluster, gpus=change.gpus or gpus)
-        after = replace(after, cp=after.cp * there.gpus * run.pp // gpus // after.pp)
-        assert fit(account(model, after, every=False), there).fits, change
+        assert change.run.gpus == (change.gpus or gpus)
+        own = {name: getattr(change.run, name) for name in ("cp", "intra")}
+        assert replace(run, **change.fields, **own) == change.run
+        there = replace(cluster, gpus=change.run.gpus)
+        assert fit(account(model, change.run, every=False), there).fits, change
 
 
 def test_more_stages_have_ends_of_their_own():
-    """Of 61 layers on 8 stages with 7 and 6 at the ends; 16 stages have 3 and 2. Before, ends were
-    kept, with which no larger number of stages comes out even."""
-    model, ends = models.named("deepseek-v3"), {"first_layers": 7, "last_layers": 6}
-    run, cluster = Settings(MEGA // 8, tp=8, pp=8, cp=8, **ends), on(512)
-    tried = [fields for _, fields in fitting._groups(model, cluster, run)]
-    assert {"pp": 16, "first_layers": 3, "last_layers": 2, "ep": 16} in tried
-    assert any(fields.keys() <= {"ep"} for fields in tried)
-    for fields in tried:
-        stage_layers(model, replace(run, **fields))
-    even = fitting._groups(model, on(512), Settings(MEGA // 8, tp=8, pp=1, cp=64))
-    assert {fields.get("pp", 1) for _, fields in even} <= {1, 61}
-    assert fitting.flag_said("first_layers", None) == "without --first-layers"
+    """126 layers on 16 stages: 7 at both ends and 8 on each of the others."""
+    run = Settings(MEGA // 8, tp=8, pp=2, cp=4)
+    (change,) = changes(models.named("llama3-405b"), on(64), run)
+    assert stage_layers(models.named("llama3-405b"), change.run) == [7, *[8] * 14, 7]
+    assert change.said == "with 128 GPUs and --pp 16 --first-layers 7 --last-layers 7"
+    assert flag_said("first_layers", None) == "without --first-layers"
 
 
 def test_words_are_flags_that_there_are():

@@ -2,12 +2,21 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import megatron_burst as mb
+from benchmarks.memory.live import LiveTensors
 from megatron_burst.autotune.clusters import GPUS, Cluster
 from megatron_burst.execution import joined
 from megatron_burst.execution.buffers import Buffers
-from megatron_burst.plugins.tools.advise.account.rings import ring_held
+from megatron_burst.plugins.tools.advise.account.operators import (
+    ATTENTION,
+    B,
+    LayerSizes,
+    core_ops,
+)
+from megatron_burst.plugins.tools.advise.account.rings import core_of, ring_held
+from megatron_burst.plugins.tools.advise.account.tape import Half, Tape
 from megatron_burst.plugins.tools.advise.forecast.attention_time import made, ring_of
 from megatron_burst.plugins.tools.advise.settings import Settings
 from megatron_burst.plugins.tools.advise.shapes.model import Model
@@ -118,3 +127,39 @@ def test_keys_in_host_memory_are_joined_by_no_call(host):
     assert [both.forward.schedule.joined, both.backward.schedule.joined] == [not host, True]
     counted = ring_held("prefetch", "zigzag", 4, 4, "kv", False, False, host=run.keys_on_host)
     assert ["kv joined" in each.most for each in counted] == [not host, True]
+
+
+# --- all tensors of a call ---------------------------------------------------------------------
+
+MODEL, TOKENS = Model("small", 1, 512, 8, 2, 512, 1024), 128
+
+
+def attention_peak():
+    """Peak bytes of one call, forward and backward, on ranks that called before."""
+    groups = mb.Groups.from_topology(dist.group.WORLD, intra=2)
+    heads = MODEL.heads, MODEL.kv_heads, MODEL.kv_heads, MODEL.heads
+    *inputs, dout = (torch.rand(TOKENS, 1, n, MODEL.head_dim).bfloat16() for n in heads)
+
+    def call():
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        mb.attention(*leaves, groups=groups, algorithm="burst").backward(dout)
+
+    with LiveTensors() as live:
+        call()
+        before = live.bytes["device"]
+        live.forget()
+        call()
+        return live.peak.bytes - before
+
+
+@pytest.mark.world_size(4)
+def test_the_memory_of_attention_is_that_of_the_account(ranks):
+    run = Settings(4 * TOKENS, cp=4, intra=2, path="cpu")
+    x, tape = LayerSizes.of(MODEL, run), Tape()
+    given = {"q2": x.query, "k2": x.keys, "v2": x.values}
+    given = {name: run.rows * width * B for name, width in given.items()}
+    half = Half(ATTENTION, core_ops(x, run.rows, core_of(x, run)), given)
+    half.forward(tape, grad=True)
+    half.backward(tape)
+    accounted = max(moment.bytes for moment in tape.moments)
+    assert max(ranks(4).run(attention_peak)) == pytest.approx(accounted, rel=0.05)

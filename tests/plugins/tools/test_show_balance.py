@@ -1,9 +1,10 @@
-"""What `show` says of a layout: work by rank, who waits, which layout costs least; by hand."""
+"""What `show` counts of a layout, by hand: work by rank, and who waits."""
 
 import pytest
 
 from megatron_burst import layout, masks
-from megatron_burst.plugins.tools.show.balance import best_layout, imbalance, work
+from megatron_burst.plugins.tools.show.balance import imbalance
+from megatron_burst.plugins.tools.show.scene import Shards
 from megatron_burst.schedule.topology import Topology
 
 
@@ -17,13 +18,10 @@ from megatron_burst.schedule.topology import Topology
     ],
 )
 def test_work_of_four_ranks_by_hand(mask, name, wanted):
-    assert work(layout.make(name, cp_size=4), mask, 16) == wanted
+    assert Shards(mask, layout.make(name, cp_size=4), 16, "", name).work == wanted
 
 
-def test_the_best_layout_is_the_balanced_one():
-    assert best_layout(masks.Full(), 4, 64) == "zigzag"
-    assert best_layout(masks.Causal(), 4, 64) == "zigzag"
-    assert best_layout(masks.Window(15, 0), 4, 64) == "striped"
+def test_every_step_waits_for_its_busiest_rank():
     assert imbalance(layout.make("contiguous", cp_size=2), masks.Full(), 8) == 1.0
     # Step 0: both ranks 10 pairs; step 1: rank 1 has 16, rank 0 nothing: 26 slots of 18 mean.
     got = imbalance(layout.make("contiguous", cp_size=2), masks.Causal(), 8)

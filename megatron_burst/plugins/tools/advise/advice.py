@@ -16,7 +16,6 @@ from typing import Any, Literal
 from ....autotune import cluster_file
 from ....autotune.clusters import Cluster
 from ....units import tokens_of
-from .account.fitting import does_not_fit
 from .account.memory import account
 from .kernel import AssumedKernel, of_forecast
 from .rivals import Rival, fastest, rivals
@@ -25,6 +24,7 @@ from .search.attention_choice import AttentionForecast
 from .search.job import job_of
 from .search.longest import longest
 from .search.packed import Cut, PackedForecast, cut_of, lengths_of, packed_pins
+from .search.remedies import does_not_fit
 from .search.search import Configuration, Progress, Search
 from .search.search_space import TrainingGoal, check_wanted, of_model
 from .settings import flag_of

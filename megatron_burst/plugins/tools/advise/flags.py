@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Iterable
 from dataclasses import replace
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from ....autotune import clusters
 from ....autotune.gpus import with_kernel
@@ -20,37 +20,11 @@ from ..call_flags import named
 from .search.packed import NAMED, TITLE
 from .settings import Settings, flag_of
 
+# Fields that have a flag, with its help.
 FIELDS = {
-    "tp": "tensor-parallel size, with sequence parallelism",
-    "cp": "context-parallel size",
-    "pp": "pipeline-parallel size",
-    "first_layers": "layers of the first pipeline stage, if not as many as of the others",
-    "last_layers": "layers of the last pipeline stage, if not as many as of the others",
-    "vpp": "virtual pipeline stages per rank",
-    "ep": "expert-parallel size",
-    "dp": "data-parallel size",
-    "micro_batch": "sequences per micro-batch",
-    "micro_batches": "micro-batches per step and data-parallel rank",
-    "recompute": "recompute whole layers in backward, or nothing",
-    "store": "fraction of attention outputs kept for the recompute",
-    "offload": "fraction of saved activations offloaded to host memory",
-    "sequence_chunks": "chunks of rows in which the attention half of a layer runs",
-    "mlp_tiles": "chunks of rows in which the MLP half of a layer runs",
-    "optimizer_offload": "fraction of optimizer states in host memory",
-    "optimizer_bytes": "bytes per parameter of fp32 weights and moments",
-    "distributed_optimizer": "shard optimizer states over ranks",
-    "fsdp": "shard parameters and gradients too",
-    "lm_head_loss": "fused LM head and loss: off, in one pass, or with logits recomputed",
-    "gradients": "dtype of the gradient reduction",
-    "wire": "dtype of the gradients that attention sends in backward",
-    "algorithm": "attention algorithm: ring, burst, hybrid, tile, ...",
-    "side": "tensors sent in backward: kv (K, V) or query (Q, dO)",
-    "linear": "how states of linear attention pass between ranks",
-    "layout": "which tokens each rank holds: zigzag or striped; of packs balanced or zigzag",
-    "ulysses": "context-parallel ranks that share heads by all-to-all",
-    "head_chunks": "groups of heads; one is sent while another computes",
-    "placement": "adjacent ranks share heads, or belong to one ring",
-    "path": "layers of Transformer Engine (gpu), or Megatron's local ones (cpu)",
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(Settings, include_extras=True).items()
+    if get_origin(hint) is Annotated
 }
 _TYPES = get_type_hints(Settings)
 

@@ -15,6 +15,7 @@ from ....autotune.clusters import Cluster
 from ....cli.console import wrapped
 from ....units import byte_size, duration
 from . import rivals
+from .account.memory import Account
 from .advice import Advice, nodes_and_gpus
 from .search.model_flags import script_of
 from .search.pasted import DOCUMENTS, left_to_the_user, run_flags
@@ -63,7 +64,7 @@ def show(found: Advice, command: Sequence[str] = ()) -> None:
         ))  # fmt: skip
     console.print(Text(f"step {step_said(found.best, found.cluster)}"))
     _show_time(console, found)
-    _show_memory(console, found)
+    console.print(Text(""), memory_table(found.best.account, found.cluster, "memory of row 1"))
     if found.by_kind:
         console.print(Text(found.by_kind))
     if said := selection_said(found.model, found.best.run):
@@ -224,21 +225,22 @@ def _show_time(console: Console, found: Advice) -> None:
     console.print(Text(""), table)
 
 
-def _show_memory(console: Console, found: Advice) -> None:
-    account, left = found.best.account, found.best.fit
+def memory_table(account: Account, cluster: Cluster, title: str) -> Table:
+    """Return the peak of an account by item, with what the cluster has."""
     peak = account.peak
-    table = Table(box=None, pad_edge=False)
-    table.add_column(f"memory of row 1, peak: {peak.phase}")
-    table.add_column("bytes per GPU", justify="right")
+    table = Table(Column(title), Column("bytes per GPU", justify="right"),
+                  Column("share", justify="right"), box=None, pad_edge=False)  # fmt: skip
     for item, size in sorted(peak.items.items(), key=lambda each: -each[1]):
         if size:
-            table.add_row(Text(item), byte_size(size))
-    table.add_row(Text("all", style="bold"), byte_size(peak.bytes))
-    table.add_row(f"free ({byte_size(found.cluster.reserve)} reserved for CUDA and NCCL)",
-                  byte_size(left.device))  # fmt: skip
+            table.add_row(Text(item), byte_size(size), f"{size / peak.bytes:.0%}")
+    table.add_row(Text(f"peak, {peak.phase}", style="bold"), byte_size(peak.bytes), "")
+    reserved = f"available ({byte_size(cluster.reserve)} reserved for CUDA and NCCL)"
+    table.add_row(reserved, byte_size(cluster.room), "")
     for item, size in account.host.items():
-        table.add_row(Text(f"host: {item}"), byte_size(size))
-    console.print(Text(""), table)
+        table.add_row(Text(f"host: {item}"), byte_size(size), "")
+    if account.host_bytes:
+        table.add_row("host memory of each GPU", byte_size(cluster.host_per_rank), "")
+    return table
 
 
 def _show_rivals(console: Console, found: Advice) -> None:

@@ -35,7 +35,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from ....autotune import simulator
-from ....autotune.candidates import IDLE, reading, sharing
+from ....autotune.candidates import reading, sharing
 from ....autotune.clusters import Cluster
 from ....autotune.exchanges import Wires
 from ....autotune.places import Nodes, places
@@ -45,8 +45,7 @@ from ....schedule import rings
 from ....schedule.demand import everything
 from ....schedule.tables import Grid
 from ....schedule.topology import Topology, divisors
-from .account.fitting import least_bytes
-from .account.memory import account, fullest_stages
+from .account.memory import account, fullest_stages, least_bytes
 from .account.operators import B, Core, F, LayerSizes
 from .account.steps import layers_of
 from .forecast.attention_time import (
@@ -263,12 +262,7 @@ def attention(
             continue
         prepared = (ring or _ring)(topology, nodes, sizes.tokens, forward)
         passes.append(simulator.pass_time(prepared, sizes, scale * seconds, rates))
-    both = sum([*passes, *exchange], IDLE)
-    busy = {"compute": both.compute, "intra": both.intra, "inter": both.inter}
-    moved = exchange[0].seconds, exchange[1].seconds
-    host = passes[0].host + exchange[0].host, passes[1].host + exchange[1].host
-    return AttentionTime(passes[0].seconds + moved[0], passes[1].seconds + moved[1], moved, busy,
-                         host=host)  # fmt: skip
+    return AttentionTime.of(passes[0] + exchange[0], passes[1] + exchange[1], exchange)
 
 
 def _ring(topology: Topology, nodes: Nodes, tokens: int, forward: bool) -> Prepared:
@@ -322,7 +316,7 @@ def _sparse(cluster: Cluster, run: Settings, model: Model) -> AttentionTime:
     rows, calls = run.rows, 2 * rates.launch + rates.start
     seen = rows * min(model.indexer.top_k, visible(run.seq))
     attending = 2.0 * sizes.heads * (sizes.width + 2 * sizes.value_width) * seen / rates.compute
-    there, back = reading(sizes, cluster.gpu.memory_rate, latent=True)
+    there, back = reading(sizes, rates.memory, latent=True)
     there, back = max(there, attending), max(back, rates.backward * attending)
     scoring = 2.0 * index.heads * index.width * rows * visible(run.seq) / rates.compute
     keys, latents = (

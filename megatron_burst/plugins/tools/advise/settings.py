@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Literal, get_type_hints
 
 from ....options import ring_algorithm
 from ....schedule.algorithms import ALGORITHMS
 from ....schedule.head_shares import shareable
 from ....schedule.topology import Placement, alternatives, divisors
 from ....units import byte_size
+from .field_types import problem_of
 from .shapes.layer_kinds import CHUNKED, WINDOW
 from .shapes.models import Model
 
@@ -31,75 +32,80 @@ ENDS = ("first_layers", "last_layers")
 
 @dataclass(frozen=True)
 class Settings:
-    """One run. Fields bear the names of the flags; all sizes from 1.
+    """The settings of a run. A field that is annotated with a text has a flag of the same name.
 
-    seq: tokens of a sequence, over all context-parallel ranks. tp, cp, pp, ep: tensor-, context-,
-    pipeline- and expert-parallel ranks; vpp: virtual stages of each pipeline stage; dp:
-    data-parallel ranks besides context parallelism. first_layers, last_layers: of the first and the
-    last pipeline stage, where they have fewer or more layers than the others; None: as many.
-    micro_batch: sequences at a time; micro_batches: of a step. recompute: "full" recomputes
-    every layer in backward from its input. store: fraction of attention results that this keeps.
-    offload: fraction of inputs and store that waits on the host.
-    sequence_chunks, mlp_tiles: of rows. logits_bytes: of each logit while a loss apart from the LM
-    head (lm_head_loss "off") is computed: in bf16, and two copies in fp32. gradients: dtype in
-    which they are summed.
-    optimizer_bytes: of fp32 weights and moments per parameter; distributed_optimizer: shared out
-    over data- and context-parallel ranks; optimizer_offload: fraction that lies on the host.
-    rope_local: tables of this rank's rows only, not of the whole sequence.
-    linear: what carries the states of linear attention over context-parallel ranks.
-    algorithm, layout, side, wire, head_chunks: of attention; kernel: that of it which was stated,
-    None: the fastest that there is. window_algorithm, chunk_algorithm: algorithm of
-    layers with a window and of chunked attention, None: `algorithm`; a run chooses them with
-    `--context-parallel-algo auto`. intra: ranks of a node, None: as the cluster has. ulysses:
-    context-parallel ranks that share heads, by `placement`; inner: ranks of an inner ring, None:
-    those of a node. route: of chunks: "auto" is what runs here, "ring" hands
-    them on even where few rows are wanted. fsdp: parameters and gradients are shared out too
-    (ZeRO-3), and `gathered` layers of parameters are whole at a time. chunks_on_host: queries,
-    keys, values and results of all chunks but two wait on the host (FPDT; no flag of ours does
-    that). path: whose modules compute.
+    Attributes:
+        seq: Tokens of a sequence, over all context-parallel ranks.
+        logits_bytes: Bytes of each logit if the loss is apart from the LM head (lm_head_loss
+            "off"): in bf16, and two copies in fp32.
+        window_algorithm: Algorithm of layers with a window, None: `algorithm`. A run chooses it
+            with `--context-parallel-algo auto`.
+        chunk_algorithm: The same of chunked attention.
+        kernel: Kernel of attention if it was stated, None: the fastest that there is.
+        rope_local: Rotary tables have the rows of this rank only, not of the whole sequence.
+        intra: Ranks of a node, None: as the cluster has.
+        inner: Ranks of an inner ring, None: those of a node.
+        route: "auto" is what runs here; "ring" hands chunks on even if few rows are wanted.
+        gathered: Number of layers whose parameters are whole at a time with `fsdp` (ZeRO-3).
+        chunks_on_host: Queries, keys, values and results of all row chunks but two are in host
+            memory (FPDT; no flag of this package does that).
     """
 
     seq: int
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    vpp: int = 1
-    ep: int = 1
-    dp: int = 1
-    first_layers: int | None = None
-    last_layers: int | None = None
-    micro_batch: int = 1
-    micro_batches: int = 1
-    recompute: Recompute = "full"
-    store: float = 0.0
-    offload: float = 0.0
-    sequence_chunks: int = 1
-    mlp_tiles: int = 1
-    lm_head_loss: Loss = "single_pass"
+    tp: Annotated[int, "tensor-parallel size, with sequence parallelism"] = 1
+    cp: Annotated[int, "context-parallel size"] = 1
+    pp: Annotated[int, "pipeline-parallel size"] = 1
+    vpp: Annotated[int, "virtual pipeline stages per rank"] = 1
+    ep: Annotated[int, "expert-parallel size"] = 1
+    dp: Annotated[int, "data-parallel size"] = 1
+    first_layers: Annotated[
+        int | None, "layers of the first pipeline stage, if not as many as of the others"
+    ] = None
+    last_layers: Annotated[
+        int | None, "layers of the last pipeline stage, if not as many as of the others"
+    ] = None
+    micro_batch: Annotated[int, "sequences per micro-batch"] = 1
+    micro_batches: Annotated[int, "micro-batches per step and data-parallel rank"] = 1
+    recompute: Annotated[Recompute, "recompute whole layers in backward, or nothing"] = "full"
+    store: Annotated[float, "fraction of attention outputs kept for the recompute"] = 0.0
+    offload: Annotated[float, "fraction of saved activations offloaded to host memory"] = 0.0
+    sequence_chunks: Annotated[
+        int, "chunks of rows in which the attention half of a layer runs"
+    ] = 1
+    mlp_tiles: Annotated[int, "chunks of rows in which the MLP half of a layer runs"] = 1
+    lm_head_loss: Annotated[
+        Loss, "fused LM head and loss: off, in one pass, or with logits recomputed"
+    ] = "single_pass"
     logits_bytes: int = 10
-    gradients: Dtype = "fp32"
-    distributed_optimizer: bool = True
-    optimizer_bytes: int = 12
-    optimizer_offload: float = 0.0
-    algorithm: str = "burst"
+    gradients: Annotated[Dtype, "dtype of the gradient reduction"] = "fp32"
+    distributed_optimizer: Annotated[bool, "shard optimizer states over ranks"] = True
+    optimizer_bytes: Annotated[int, "bytes per parameter of fp32 weights and moments"] = 12
+    optimizer_offload: Annotated[float, "fraction of optimizer states in host memory"] = 0.0
+    algorithm: Annotated[str, "attention algorithm: ring, burst, hybrid, tile, ..."] = "burst"
     window_algorithm: str | None = None
     chunk_algorithm: str | None = None
     kernel: str | None = None
-    layout: str = "zigzag"
-    side: str = "auto"
-    linear: Linear = "auto"
-    wire: Dtype = "fp32"
+    layout: Annotated[
+        str, "which tokens each rank holds: zigzag or striped; of packs balanced or zigzag"
+    ] = "zigzag"
+    side: Annotated[str, "tensors sent in backward: kv (K, V) or query (Q, dO)"] = "auto"
+    linear: Annotated[Linear, "how states of linear attention pass between ranks"] = "auto"
+    wire: Annotated[Dtype, "dtype of the gradients that attention sends in backward"] = "fp32"
     rope_local: bool = True
     intra: int | None = None
-    ulysses: int = 1
-    placement: Placement = "head_first"
+    ulysses: Annotated[int, "context-parallel ranks that share heads by all-to-all"] = 1
+    placement: Annotated[Placement, "adjacent ranks share heads, or belong to one ring"] = (
+        "head_first"
+    )
     inner: int | None = None
     route: Route = "auto"
-    head_chunks: int = 1
-    fsdp: bool = False
+    head_chunks: Annotated[int, "groups of heads; one is sent while another computes"] = 1
+    fsdp: Annotated[bool, "shard parameters and gradients too"] = False
     gathered: int = 2
     chunks_on_host: bool = False
-    path: Path = "gpu"
+    path: Annotated[Path, "layers of Transformer Engine (gpu), or Megatron's local ones (cpu)"] = (
+        "gpu"
+    )
 
     @property
     def gpus(self) -> int:
@@ -263,62 +269,16 @@ def check_carried(model: Model, layout: str) -> None:
 
 
 def check_fields(run: Settings) -> None:
-    """Sizes are whole numbers from 1, bytes from 0, fractions from 0 to 1, words those there are.
-    ValueError with all that are not."""
-    values = vars(run)
-    wrong = [kind.said(name, values[name]) for name, kind in _KINDS if not kind.fits(values[name])]
+    """Raise ValueError for all fields whose values do not fit their types."""
+    wrong = []
+    for name, kind in _TYPES.items():
+        problem = problem_of(kind, getattr(run, name), 0 if name.endswith("_bytes") else 1)
+        wrong += [f"{flag_of(name)} {problem}"] if problem else []
     if wrong:
         raise ValueError("; ".join(wrong))
 
 
-class _Kind(NamedTuple):
-    """What a field may hold, and what is said of a value that it may not."""
-
-    fits: Callable[[Any], bool]
-    said: Callable[[str, Any], str]
-
-
-def _kind(name: str, of: Any) -> _Kind:
-    """What a field of this type may hold."""
-    if words := [word for word in get_args(of) if isinstance(word, str)]:
-        return _Kind(
-            lambda value: isinstance(value, str) and value in words,
-            lambda name, value: f"{flag_of(name)} {value}: one of {', '.join(words)}",
-        )
-    if of in (bool, str):
-        named = {bool: "true or false", str: "a name"}[of]
-        return _Kind(
-            lambda value: type(value) is of,
-            lambda name, value: f"{flag_of(name)} must be {named}, got {value!r}",
-        )
-    if of is float:
-        return _Kind(
-            lambda value: (
-                isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
-            ),
-            lambda name, value: f"{flag_of(name)} must be from 0 to 1, got {value!r}",
-        )
-    if of == str | None:
-        return _Kind(
-            lambda value: value is None or isinstance(value, str),
-            lambda name, value: f"{flag_of(name)} must be a text, got {value!r}",
-        )
-    least, may_lack = (0 if name.endswith("_bytes") else 1), type(None) in get_args(of)
-
-    def fits(value: Any) -> bool:
-        if value is None:
-            return may_lack
-        return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-    def said(name: str, value: Any) -> str:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return f"{flag_of(name)} must be at least {least}, got {value}"
-        return f"{flag_of(name)} must be a whole number from {least}, got {value!r}"
-
-    return _Kind(fits, said)
-
-
-_KINDS = tuple((name, _kind(name, of)) for name, of in get_type_hints(Settings).items())
+_TYPES = get_type_hints(Settings)
 
 
 def flag_of(name: str) -> str:

@@ -16,7 +16,7 @@ from ....autotune.gpus import assumed_kernel
 from .forecast.attention_time import AttentionTime, attention_time
 from .forecast.layer_time import LayerTime, layer_time
 from .forecast.step_time import StepTime, step_time
-from .settings import Settings, check
+from .settings import Settings, check, uneven_rounds
 from .shapes import models
 from .shapes.model import Model
 
@@ -62,7 +62,8 @@ def _simulated(
     if part == "layer":
         return layer_time(model, cluster, run)
     if part == "step":
-        _check_turns(run)
+        if odd := uneven_rounds(run):
+            raise ValueError(odd)
         return step_time(model, cluster, run)
     raise ValueError(f"part must be attention, layer or step, got {part!r}")
 
@@ -74,14 +75,4 @@ def _check_groups(cluster: Cluster, run: Settings) -> None:
             f"the run takes {run.gpus} GPUs (--tp {run.tp} x --cp {run.cp} x --pp {run.pp} x --dp "
             f"{run.dp}), the cluster has {cluster.gpus}: take smaller groups, or a cluster of "
             f"{run.gpus}"
-        )
-
-
-def _check_turns(run: Settings) -> None:
-    """Raise ValueError where interleaved stages have no whole rounds of micro-batches."""
-    if run.vpp > 1 and run.micro_batches % run.pp:
-        near = -(-run.micro_batches // run.pp) * run.pp
-        raise ValueError(
-            f"--micro-batches {run.micro_batches}: with --vpp {run.vpp} Megatron needs a multiple "
-            f"of --pp {run.pp}: take {near}, say"
         )

@@ -25,7 +25,7 @@ from ....recompute.host_limits import host_limit
 from ....units import grid_of
 from ..advise.shapes.models import Model
 from ..call_flags import check_place
-from . import kernels, launches, layer, links
+from . import kernels, launches, links
 from .ranks import Figures, Measured, Ranks, joined, repeated
 
 FIGURES = 60  # repeated quantities, all in all, among which --minutes are shared out
@@ -71,8 +71,6 @@ def missing(ranks: Ranks) -> str:
         lacks.append("links within a node (start a rank on every GPU)")
     if ranks.nodes < 2:
         lacks.append("links between nodes (start it on two nodes)")
-    if not ranks.cuda:
-        lacks.append("the memory of a layer's attention (needs a GPU)")
     return "; ".join(lacks)
 
 
@@ -99,7 +97,6 @@ def measured(ranks: Ranks, model: Model, wanted: Namespace) -> tuple[Cluster, Ma
         figures.add(f"gpu.{name}", one)
     figures.add("gpu.attention", Measured(min(1.0, compute.value / peak), None, "compute / peak"))
     _links(figures, ranks, model, stated)
-    figures.notes["gpu.reserve"] = layer.compared(ranks, model) or figures.notes["gpu.reserve"]
     ranks.say("copies to the host and back")
     together, alone = host_links(ranks)
     figures.add("host.rate", together)

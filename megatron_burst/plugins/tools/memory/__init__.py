@@ -19,7 +19,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from rich.table import Table
 from rich.text import Text
 
 from ....autotune import clusters
@@ -27,14 +26,15 @@ from ....cli.console import progress, wrapped
 from ....units import byte_size, duration, size_of, tokens_of
 from .. import model_arguments
 from ..advise import flags, settings
-from ..advise.account.fitting import Longest, best, does_not_fit, layouts_of
 from ..advise.account.memory import Account, MemoryLeft, account, fit
 from ..advise.forecast.step_time import StepTime, step_time
 from ..advise.kernel import AssumedKernel, of_forecast
+from ..advise.report import memory_table
 from ..advise.search.attention_choice import CHOSEN, AttentionForecast
-from ..advise.search.longest import longest
+from ..advise.search.longest import Longest, best, layouts_of, longest
 from ..advise.search.packed import PackedForecast, cut_of, lengths_of, packed_pins
 from ..advise.search.pasted import run_flags
+from ..advise.search.remedies import does_not_fit
 from ..advise.search.search_space import SEARCHED, TrainingGoal, of_model
 from ..advise.shapes import models
 from ..call_flags import add_out, check_out
@@ -125,23 +125,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("--longest finds the length of one sequence: leave --packed out")
     check_out(arguments.out)
     cluster, model, base, given, free, packs = _read(arguments)
-    runs = [base] if given else list(layouts_of(model, cluster, base, arguments.ep is None))
-    if not runs:
-        if next(layouts_of(model, cluster, replace(base, sequence_chunks=1)), None):
-            raise ValueError(
-                f"--sequence-chunks {base.sequence_chunks} is for attention over context-parallel "
-                f"ranks, and --gpus {cluster.gpus} leaves one: take more GPUs, or leave it out"
-            )
-        raise ValueError(
-            f"--gpus {cluster.gpus}: no --tp that divides {model.kv_heads} key/value heads and "
-            f"--pp {base.pp} fits; give --tp and --cp"
-        )
+    documents = packs.lengths if packs is not None and packs.cut == "zigzag" else ()
+    runs = [base]
+    if not given and not (arguments.longest and free is not None):
+        runs = layouts_of(model, cluster, base, arguments.ep, documents)
     if arguments.longest:
         with progress("searching the longest sequence"):
-            if free is None:
-                most = best(model, cluster, runs)
-            else:
-                most = _searched(model, cluster, free, runs)
+            most = best(model, cluster, runs) if free is None else _searched(model, cluster, free)
         chosen_by = "" if given else "longest sequence"
         # A search counts one micro-batch where nobody said how many.
         run = most.run if free is None or arguments.micro_batches else filled(most.run)
@@ -188,22 +178,12 @@ def _settled(
     return forecast.by_kind(forecast.settled(run))
 
 
-def _searched(
-    model: models.Model,
-    cluster: clusters.Cluster,
-    free: dict[str, Any],
-    runs: list[settings.Settings],
-) -> Longest:
-    """The longest with all that is not given searched; runs: those of what is given alone."""
-    free = dict(free)
-    count = free.pop("micro_batches", None)
-    goal = TrainingGoal(1, 1, free, **of_model(model))
-    try:
-        return longest(model, cluster, goal, AttentionForecast(model, cluster, free), count)
-    except ValueError:
-        if "pp" in free or "vpp" not in free:  # else the search has stages, and these runs none
-            best(model, cluster, runs)  # says which of what is given does not go together
-        raise
+def _searched(model: models.Model, cluster: clusters.Cluster, free: dict[str, Any]) -> Longest:
+    """Return the longest sequence with everything searched that is not given."""
+    fixed = {name: value for name, value in free.items() if name != "micro_batches"}
+    goal = TrainingGoal(1, 1, fixed, **of_model(model))
+    forecast = AttentionForecast(model, cluster, fixed)
+    return longest(model, cluster, goal, forecast, free.get("micro_batches"))
 
 
 def _read(
@@ -291,25 +271,12 @@ def _groups(
 def show(found: Found) -> None:
     """Print the peak by item, what is left, and the time of a step."""
     (shown, cluster, binds, _, searched, packs), left = found, found.left
-    console, run, peak = wrapped(), shown.run, shown.peak
+    console, run = wrapped(), shown.run
     console.print(Text(_headline(shown, cluster)))
     console.print(Text(_batch(run, found.chosen_by)))
     if packs is not None:
         console.print(Text(_packs(packs, run)))
-    table = Table(box=None, pad_edge=False)
-    table.add_column("item")
-    table.add_column("bytes per GPU", justify="right")
-    table.add_column("share", justify="right")
-    for item, size in sorted(peak.items.items(), key=lambda each: -each[1]):
-        table.add_row(Text(item), byte_size(size), f"{size / peak.bytes:.0%}")
-    table.add_row(Text(f"peak, {peak.phase}", style="bold"), byte_size(peak.bytes), "")
-    table.add_row(f"available ({byte_size(cluster.reserve)} reserved for CUDA and NCCL)",
-                  byte_size(cluster.room), "")  # fmt: skip
-    for item, size in shown.host.items():
-        table.add_row(Text(f"host: {item}"), byte_size(size), "")
-    if shown.host_bytes:
-        table.add_row("host memory of each GPU", byte_size(cluster.host_per_rank), "")
-    console.print(table)
+    console.print(memory_table(shown, cluster, "item"))
     if said := settings.selection_said(shown.model, run):
         console.print(Text(said))
     if binds is not None:

@@ -18,8 +18,6 @@ from ....schedule.tables import ROUTES, Grid
 from .. import call_flags
 from ..call_flags import check_positive, named
 from . import inputs
-from .balance import best_layout
-from .packs import PackScene, pack_scene
 from .scans import add_flags as add_scan
 from .scans import scan_scene
 from .scene import LayoutScene, MaskScene, Shards, schedule_scene
@@ -33,17 +31,15 @@ PICTURES = {
     "mask": "the score matrix, coloured by the rank that computes each pair",
     "schedule": "what each rank computes and sends in each step",
     "layout": "which positions each rank holds",
-    "documents": "which rank holds which part of packed documents, in three layouts",
     "scan": "how states of linear attention pass from rank to rank",
     "tree": "a prefix tree of trajectories: which rank holds which part, and the mask",
 }
-PACK = 1 << 20  # positions of packed documents, of which only runs are drawn
+STRIP = 4096  # positions of a strip, of which only runs are drawn
 
 EXAMPLES = {
     "mask": "--mask window --left 23 --layout striped --ranks 8 --out mask.png",
     "schedule": "--algorithm burst --nodes 2 --per-node 4 --backward --out schedule.png",
     "layout": "--mask causal --ranks 4 --out layout.png",
-    "documents": "--lengths 300,20,5,60,40,31 --ranks 4 --out documents.png",
     "scan": "--algorithm two_level --nodes 2 --per-node 4 --out scan.png",
     "tree": "--trajectories tree.jsonl --nodes 2 --per-node 4 --out tree.png",
 }
@@ -66,8 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name not in ("scan", "tree"):
             inputs.add_mask(sub, None if name == "layout" else "causal")
         if name != "tree":
-            inputs.add_lengths(sub, required=name == "documents")
-        if name not in ("documents", "tree"):
+            inputs.add_lengths(sub)
             inputs.add_layout(sub, None if name == "layout" else "zigzag")
         if name in ("mask", "schedule", "layout"):
             inputs.add_per_document(sub)
@@ -76,7 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         call_flags.add_grid(sub)
         if name != "tree":
             add(*named("--seq"), type=int, metavar="N",
-                help="length of the sequence (default: 8 positions per rank)")  # fmt: skip
+                help="length of the sequence (default: 8 positions per rank, or "
+                "what --lengths needs)")  # fmt: skip
         call_flags.add_out(sub, "the picture", required=True)
         if name == "schedule":
             _add_schedule(sub)
@@ -113,13 +109,11 @@ def scene_of(arguments: argparse.Namespace) -> Scene:
     check_positive(arguments, ("seq", "heads", "kv_heads", "width"))
     if arguments.picture not in ("mask", "layout"):
         _at_most("--ranks", grid.size, RANKS)
-    if arguments.picture == "documents":
-        return _documents(arguments, grid)
     if arguments.picture == "tree":
         return tree_scene(arguments, grid)
-    seq_len = 8 * grid.size if arguments.seq is None else arguments.seq
+    seq_len = arguments.seq or max(8 * grid.size, inputs.least_seq(arguments.lengths, grid.size))
     if arguments.picture in ("mask", "layout"):
-        _at_most("--seq", seq_len, POSITIONS)
+        _at_most("--seq", seq_len, POSITIONS if arguments.picture == "mask" else STRIP)
     if arguments.picture == "scan":
         return scan_scene(arguments, grid, seq_len)
     if arguments.picture == "layout":
@@ -143,31 +137,15 @@ def _shards(
     return Shards(shown.mask, layout, seq_len, shown.text, text)
 
 
-def _documents(arguments: argparse.Namespace, grid: Grid) -> PackScene:
-    """Documents, filled up with padding to what zigzag of the pack can cut."""
-    multiple = 2 * grid.size
-    if arguments.seq is not None and arguments.seq > PACK:
-        raise ValueError(f"--seq: packs of at most {PACK} tokens are drawn, got {arguments.seq}")
-    lengths = inputs.lengths_of(arguments.lengths)
-    total = sum(lengths)
-    if total > (arguments.seq or PACK):
-        raise ValueError(f"--lengths: {total} tokens do not fit into {arguments.seq or PACK}")
-    seq_len = arguments.seq or -(-total // multiple) * multiple
-    if seq_len % multiple:
-        raise ValueError(f"--seq must be a multiple of {multiple} here, got {seq_len}")
-    mask, text = inputs.named_mask(arguments, arguments.mask)
-    return pack_scene(lengths, seq_len, grid, mask, text)
-
-
 def _layouts(arguments: argparse.Namespace, grid: Grid, seq_len: int) -> LayoutScene:
-    names = [arguments.layout] if arguments.layout else list(LAYOUTS)
     shown = inputs.mask_of(arguments, seq_len)
+    names = [arguments.layout] if arguments.layout else list(LAYOUTS)
+    if not arguments.layout and shown.documents is not None:
+        names.append("balanced")
     if not arguments.mask and arguments.lengths is None:
         shown = shown._replace(text="")  # without a mask, the work of ranks is not drawn
     rows = [_shards(arguments, shown, name, grid, seq_len) for name in names]
-    every = shown.text and not arguments.layout
-    best = best_layout(shown.mask, grid.size, seq_len) if every else None
-    return LayoutScene(tuple(rows), best)
+    return LayoutScene(tuple(rows))
 
 
 def _grid(arguments: argparse.Namespace) -> Grid:

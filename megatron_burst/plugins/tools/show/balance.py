@@ -1,34 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How even a layout leaves the ranks: visible pairs of each, what waiting for the busiest at every
-step costs, and which layout costs least.
-"""
+"""How even a layout leaves the ranks: the cost of waiting for the busiest rank at every step."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from ....autotune.prepared import pair_shares
-from ....layout import LAYOUTS, Layout, Span, make
+from ....layout import Layout
 from ....masks import Mask
 from ....schedule import cost, rings
 from ....schedule.demand import wanted
 from ....schedule.rings import Schedule
 from ....schedule.tables import Grid
 from ....schedule.topology import Topology
-
-
-def work(layout: Layout, mask: Mask, seq_len: int) -> list[int]:
-    """Visible (query, key) pairs of each rank's queries over all keys, by rank.
-
-    The ranks of a ulysses group compute the sum of their pairs, each for its part of the heads.
-    Raises ValueError where the mask or the layout does not fit `seq_len`.
-    """
-    whole = (Span(0, 1, seq_len),)
-    mask.check(seq_len)
-    return [
-        cost.visible_pairs(mask, layout.spans(rank, seq_len), whole)
-        for rank in range(layout.cp_size)
-    ]
 
 
 def imbalance(
@@ -67,22 +51,3 @@ def imbalance_of(schedule: Schedule, pairs: np.ndarray) -> float:
     np.add.at(work, (computed.step, computed.rank), each)
     total = float(pairs.sum(dtype=float))  # of S^2 pairs int64 holds those of 3e9 positions
     return float(work.max(axis=1).sum()) * size / total if total else 1.0
-
-
-def best_layout(
-    mask: Mask,
-    cp_size: int,
-    seq_len: int,
-    *,
-    topology: Topology | None = None,
-    algorithm: str = "ring",
-) -> str:
-    """The name of the layout with the least imbalance; zigzag, Megatron's own, among equals."""
-
-    def badness(name: str) -> tuple[float, bool]:
-        layout = make(name, cp_size=cp_size)
-        found = imbalance(layout, mask, seq_len, topology=topology, algorithm=algorithm)
-        # Rounded: differences of rounding are no reason to leave Megatron's own layout.
-        return round(found, 3), name != "zigzag"
-
-    return min(LAYOUTS, key=badness)

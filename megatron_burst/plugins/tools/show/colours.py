@@ -31,14 +31,6 @@ def of_rank(rank: int, ranks: int) -> str:
     return mixed(SCALE[low], SCALE[low + 1], place - low)
 
 
-def of_document(place: int, documents: int) -> str:
-    """The colour of a document by its place in the order of lengths: as many as there are colours
-    have one, the shorter ones are grey."""
-    if place < len(RANKS):
-        return RANKS[place]
-    return mixed(GREY, "#ffffff", 0.15 + 0.6 * (place - len(RANKS)) / documents)
-
-
 def mixed(a: str, b: str, share: float) -> str:
     """The mixture of `a` and `b` in which `b` has this share."""
     one, two = channels(a), channels(b)

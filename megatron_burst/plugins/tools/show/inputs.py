@@ -67,12 +67,10 @@ def add_mask(parser: argparse.ArgumentParser, default: str | None) -> None:
             parser.add_argument(each.flag, type=int, metavar="N", help=each.text)
 
 
-def add_lengths(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+def add_lengths(parser: argparse.ArgumentParser) -> None:
     """Add `--lengths`."""
-    text = "tokens of each packed document, such as 300,20,5"
-    if not required:
-        text += "; the rest of the sequence is another document (default: one document)"
-    parser.add_argument("--lengths", required=required, metavar="N,N,...", help=text)
+    text = "tokens of each packed document, such as 300,20,5; the rest of the sequence is another "
+    parser.add_argument("--lengths", metavar="N,N,...", help=f"{text}document")
 
 
 def add_layout(parser: argparse.ArgumentParser, default: str | None) -> None:
@@ -80,7 +78,7 @@ def add_layout(parser: argparse.ArgumentParser, default: str | None) -> None:
     parser.add_argument(
         "--layout", default=default, choices=NAMES,
         help="which positions a rank holds "
-        f"(default: {default or 'contiguous, zigzag and striped, one below the other'})",
+        f"(default: {default or 'contiguous, zigzag and striped, and with --lengths balanced'})",
     )  # fmt: skip
     parser.add_argument(
         "--block", type=int, metavar="N",
@@ -102,6 +100,11 @@ def add_per_document(parser: argparse.ArgumentParser) -> None:
 def lengths_of(text: str) -> list[int]:
     """Read the lengths of documents. Raises ValueError for what is no list of positive integers."""
     return [tokens_of(word, "--lengths") for word in text.split(",")]
+
+
+def least_seq(text: str | None, ranks: int) -> int:
+    """Return the fewest positions that hold these documents and that all layouts can cut."""
+    return -(-sum(lengths_of(text)) // (2 * ranks)) * 2 * ranks if text else 0
 
 
 def bounds_of(text: str | None, seq_len: int) -> list[int]:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scenes as PNG: the score matrix, layouts, packed documents, scans, trees; `timeline` has
-schedules."""
+"""Scenes as pictures: the score matrix, layouts, scans, trees; `timeline` has schedules."""
 
 from __future__ import annotations
 
@@ -16,10 +15,9 @@ from matplotlib.figure import Figure
 from .. import lanes
 from ..lanes import box
 from . import timeline, words
-from .colours import GREY, INK, PAPER, RULE, WARN, channels, mixed, of_document, of_rank
-from .packs import PADDING, Holding, PackScene, runs_of
+from .colours import GREY, INK, PAPER, RULE, WARN, channels, mixed, of_rank
 from .scans import ScanScene
-from .scene import LayoutScene, MaskScene, ScheduleScene
+from .scene import LayoutScene, MaskScene, ScheduleScene, runs_of
 from .trees import SAMPLED, TreeScene
 
 
@@ -135,7 +133,7 @@ def _layouts(scene: LayoutScene) -> Figure:
         if with_work:
             axes = box(figure, wide + 0.65, bottom, 1.75, STRIP)
             best = " (least)" if shards.layout_text == scene.best else ""
-            title = f"imbalance {shards.imbalance:.2f}{best}"
+            title = f"imbalance {shards.spread:.2f}{best}"
             axes.set_title(title, loc="left", fontsize=10, pad=4)
             _columns(axes, shards.work, most)
     return figure
@@ -161,60 +159,6 @@ def _columns(axes: Axes, work: list[int], most: int) -> None:
     axes.axhline(0, color=mixed(GREY, "#ffffff", 0.4), linewidth=0.8)
     axes.set_ylim(0, max(most, 1) * 1.03)
     axes.set_axis_off()
-
-
-# --- packed documents ----------------------------------------------------------------------
-
-WIDE, WORK = 7.6, 2.0  # inches of the rows and of the bars of work
-TALLEST, ALL = 0.3, 2.6  # inches of a row, and of all rows of a layout where these are many
-PLATE = 0.62  # inches above the rows of a layout
-NODE_GAP = 0.4  # between nodes, in rows
-NUMBERED = 0.03  # of the width: the narrowest run with a number in it
-
-
-def _packs(scene: PackScene) -> Figure:
-    """All layouts of the documents, one below the other, on one scale."""
-    grid = scene.grid
-    tall = min(TALLEST, ALL / grid.size) * (grid.size + NODE_GAP * (grid.inter - 1))
-    height = 0.85 + (PLATE + tall) * len(scene.held)
-    figure = _headed(0.85 + WIDE + WORK, height, scene, numbers=False)
-    most = max(1, *(pairs for held in scene.held for pairs in held.work))
-    longest = max(len(rows) for held in scene.held for rows in held.rows)
-    tops = [rank + NODE_GAP * (rank // grid.intra) for rank in range(grid.size)]
-    for i, held in enumerate(scene.held):
-        bottom = height - 0.7 - (PLATE + tall) * (i + 1)
-        left, top = 0.5 / figure.get_figwidth(), bottom + tall
-        figure.text(left, (top + 0.25) / height, held.name, fontsize=10, fontweight="bold")
-        numbers = words.held_so(held)
-        figure.text(left, (top + 0.08) / height, numbers, fontsize=8.5, color=GREY)
-        rows = box(figure, 0.5, bottom, WIDE, tall)
-        _rows(rows, held, tops, longest, min(7.5, 50 * tall / grid.size))
-        work = box(figure, 0.6 + WIDE, bottom, WORK, tall)
-        lanes.work_bars(work, [top + 0.43 for top in tops], held.work, GREY, 0.62, most)
-        work.set_ylim(tops[-1] + 1, 0)
-        work.set_axis_off()
-    return figure
-
-
-def _rows(axes: Axes, held: Holding, tops: list[float], longest: int, size: float) -> None:
-    """A row of runs for every rank, the documents in their colours, with numbers of this size."""
-    pack = held.pack
-    for rank, top in enumerate(tops):
-        runs = held.runs(rank)
-        colours = [
-            PAPER if of == PADDING else of_document(pack.places[of], len(pack.real))
-            for _, _, of in runs
-        ]
-        numbers = ["" if of == PADDING or size < 4 else str(of) for _, _, of in runs]
-        lanes.bars(axes, top, 0.86, [run[:2] for run in runs], colours, numbers, size=size,
-                   least=NUMBERED * longest, width=0.6 if len(runs) < 60 else 0)  # fmt: skip
-    names = [str(rank) for rank in range(len(tops))]
-    axes.set_yticks([top + 0.43 for top in tops], names, fontsize=max(4.0, size))
-    axes.set_xlim(0, longest)
-    axes.set_ylim(tops[-1] + 1, 0)
-    axes.set_xticks([])
-    axes.tick_params(length=0, pad=3)
-    axes.spines[:].set_visible(False)
 
 
 # --- scans of states -----------------------------------------------------------------------
@@ -368,7 +312,6 @@ def _segments(axes: Axes, scene: TreeScene) -> None:
 DRAWERS: dict[type, Callable[[Any], Figure]] = {
     MaskScene: _mask,
     LayoutScene: _layouts,
-    PackScene: _packs,
     ScanScene: _scan,
     ScheduleScene: timeline.draw,
     TreeScene: _tree,

@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -88,11 +89,16 @@ class Shards:
 
     @property
     def work(self) -> list[int]:
-        return balance.work(self.layout, self.mask, self.seq_len)
+        return self.pairs.sum(axis=1).tolist()
 
     @property
     def imbalance(self) -> float:
         return balance.imbalance(self.layout, self.mask, self.seq_len)
+
+    @property
+    def spread(self) -> float:
+        """The busiest rank's work over the mean, of all steps together."""
+        return max(self.work) * self.size / (sum(self.work) or 1)
 
 
 @dataclass(frozen=True)
@@ -126,7 +132,16 @@ class LayoutScene:
     """Several layouts of one sequence, and the work of each rank under a mask."""
 
     rows: tuple[Shards, ...]
-    best: str | None  # the name of the layout with the least imbalance; None if not asked for
+
+    @cached_property
+    def best(self) -> str | None:
+        """The layout with the least imbalance; zigzag, Megatron's own, among equals. None for a
+        single layout, and without a mask."""
+        if len(self.rows) == 1 or not self.rows[0].mask_text:
+            return None
+        # Differences of rounding are no reason to leave Megatron's own layout.
+        rows = sorted(self.rows, key=lambda each: each.layout_text != "zigzag")
+        return min(rows, key=lambda each: round(each.spread, 3)).layout_text
 
 
 class Cell(NamedTuple):
@@ -329,6 +344,12 @@ class ScheduleScene:
         """As `balance.imbalance`, over the steps of this schedule."""
         total = int(self._work.sum())
         return int(self._work.max(axis=1).sum()) * self.size / total if total else 1.0
+
+
+def runs_of(values: np.ndarray) -> list[tuple[int, int, int]]:
+    """Return (first, stop, value) of each run of one value."""
+    edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
+    return [(a, b, int(values[a])) for a, b in pairwise(edges)]
 
 
 def share(rows: int, of: int) -> str:

@@ -11,18 +11,18 @@ gradients lighter, partial outputs with stripes; a hop that blocks has a red edg
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from matplotlib.legend import Legend
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.transforms import Bbox, TransformedBbox
 
 from ....masks import Cover
 from ....schedule.tables import Chunk, Hop
 from ....units import byte_size
-from ..lanes import ArrowLook, arrow, box, dashed_arrow, headed, inches
+from ..lanes import DASHED, ArrowLook, arrow, box, dashed_arrow, headed, inches
 from .colours import GREY, INK, RULE, WARN, ink_on, mixed, of_rank
 from .scene import Cell, Kind, ScheduleScene, in_order, kind_of, share
 from .words import FAMILIES, LETTERS, caption, name_of, subtitle, title
@@ -35,8 +35,7 @@ LABELS = 1.12  # inches left of step 0, at least
 DRAIN = 0.58  # width, in steps, of each boundary after the last step
 SMALL = 6.4  # points of the text on arrows
 NARROWEST = 7.6  # inches of a picture
-LINE = 0.22  # inches of a line of the legend
-SIGN, SPACE = 0.37, 0.28  # inches of a sign with the room to its text, and behind the text
+LINE, COLUMN = 0.2, 3.4  # inches of a line and of a column of the legend
 
 
 class _HopLanes:
@@ -86,9 +85,9 @@ def draw(scene: ScheduleScene) -> Figure:
     texts = [(title(scene), 13), (subtitle(scene), 9.5), *((line, 9) for line in words)]
     wide = max([left + STEP * count, NARROWEST, *(inches(*text) for text in texts)])
     step = min((wide - left) / count, WIDEST_STEP)
-    entries = _placed(_entries(scene, bool(missing)), wide)
-    lines = LINE * (entries[-1][2] + 1)
     foot = 0.31 + 0.19 * len(words)
+    columns = max(1, int(wide / COLUMN))
+    lines = LINE * -(-(len(scene.families) + 4) // columns)
     below = foot + lines + 0.17
     height = 1.12 + UNIT * depth + below
     figure = headed(wide + 0.6, height, title(scene), subtitle(scene), words)
@@ -104,9 +103,8 @@ def draw(scene: ScheduleScene) -> Figure:
         _hop(axes, scene, hop, y, step, made=hop not in missing)
     if only is not None:
         _released(axes, scene, only, depth - LANE)
-    legend = box(figure, 0.3, foot, wide, lines)
-    legend.set(xlim=(0, wide), ylim=(lines, 0))
-    _legend(legend, entries)
+    legend = _legend(figure, scene, bool(missing), columns)
+    legend.set_bbox_to_anchor((0.3 / (wide + 0.6), foot / height))
     return figure
 
 
@@ -244,64 +242,31 @@ def _released(axes: Axes, scene: ScheduleScene, rank: int, y: float) -> None:
 # --- the legend ----------------------------------------------------------------------------
 
 
-class _Entry(NamedTuple):
-    """A sign, drawn at (x, y) in inches from the upper left corner, and its meaning."""
-
-    sign: Callable[[Axes, float, float], object]
-    text: str
-
-
-def _entries(scene: ScheduleScene, missing: bool) -> list[_Entry]:
-    """What boxes and arrows stand for. missing: are hops that are left out drawn?"""
+def _legend(figure: Figure, scene: ScheduleScene, missing: bool, columns: int) -> Legend:
+    """Explain boxes and arrows at the foot of the figure. missing: some hops are left out."""
     colour = of_rank(0, scene.size)
 
-    def at(x: float, y: float) -> Bbox:
-        return Bbox.from_bounds(x, y + 0.03, 0.3, 0.13)
-
-    def step(axes: Axes, x: float, y: float) -> None:
-        tint = mixed(colour, "#ffffff", 0.74)
-        axes.add_patch(Rectangle((x, y), 0.3, 0.18, facecolor=tint, linewidth=0))
-        axes.add_patch(Rectangle((x, y + 0.12), 0.2, 0.06, facecolor=colour, linewidth=0))
-
-    def hop(
-        family: str, text: str, shares: Sequence[tuple[float, float]] = ((0, 1),), blocks=False
-    ) -> _Entry:
+    def hop(family: str, text: str, blocks: bool = False) -> Patch:
         look = _look(colour, family, blocks)
-        return _Entry(lambda axes, x, y: arrow(axes, at(x, y), look, shares), text)
+        return Patch(
+            facecolor=look.filled, edgecolor=look.stripes or look.edge, linewidth=look.width,
+            hatch="/////" if look.stripes else None, label=text,
+        )  # fmt: skip
 
-    entries = [_Entry(step, "visible pairs (full bar: busiest step)")]
+    handles = [Patch(facecolor=colour, label="visible pairs (full bar: busiest step)")]
     for family in scene.families:
         size = byte_size(scene.bytes(Chunk(family, 0)))
-        entries.append(
+        handles.append(
             hop(family, f"{LETTERS[family]}0: {FAMILIES[family]} of rank 0, whole: {size}")
         )
-    if any(scene.partial(hop.chunk) for hop in scene.hops):
-        first = next(iter(scene.families), "kv")
-        entries.append(hop(first, "only these rows of it (4/8: 4 of its 8)", [(0.2, 0.7)]))
-    blocking = [hop.chunk.family for hop in scene.hops if hop.land == hop.post]
+    if any(scene.partial(each.chunk) for each in scene.hops):
+        handles.append(Patch(facecolor="none", edgecolor=colour, label="4/8: 4 of its 8 rows"))
+    blocking = [each.chunk.family for each in scene.hops if each.land == each.post]
     if blocking:
-        entries.append(hop(blocking[0], "hop that blocks", blocks=True))
+        handles.append(hop(blocking[0], "hop that blocks", blocks=True))
     if missing:
-        entries.append(_Entry(lambda axes, x, y: dashed_arrow(axes, at(x, y)), "hop left out"))
-    return entries
-
-
-def _placed(entries: Sequence[_Entry], wide: float) -> list[tuple[_Entry, float, int]]:
-    """Each entry, where it begins, and in which line; lines are at most so many inches wide."""
-    placed, x, line = [], 0.0, 0
-    for entry in entries:
-        width = SIGN + inches(entry.text, 8)
-        if x and x + width > wide:
-            x, line = 0.0, line + 1
-        placed.append((entry, x, line))
-        x += width + SPACE
-    return placed
-
-
-def _legend(axes: Axes, placed: Sequence[tuple[_Entry, float, int]]) -> None:
-    """Draw the legend into axes whose unit is an inch."""
-    axes.set_axis_off()
-    for entry, x, line in placed:
-        entry.sign(axes, x, LINE * line)
-        axes.text(x + SIGN, LINE * line + 0.1, entry.text, fontsize=8, color=GREY,
-                  va="center_baseline")  # fmt: skip
+        handles.append(Patch(facecolor="none", label="hop left out", **DASHED))
+    return figure.legend(
+        handles=handles, loc="lower left", ncols=columns, frameon=False, fontsize=8,
+        labelcolor=GREY, handlelength=2.6, borderpad=0, columnspacing=1.5,
+    )  # fmt: skip

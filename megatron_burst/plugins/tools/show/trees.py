@@ -20,8 +20,7 @@ from .... import registry
 from ....schedule.tables import Grid
 from .. import call_flags
 from . import inputs
-from .packs import runs_of
-from .scene import Shards
+from .scene import Shards, runs_of
 
 ROWS = 1 << 20  # of a tree, of which only runs are drawn
 SEGMENTS = 512  # of the largest tree that can be read
@@ -100,7 +99,7 @@ class TreeScene:
 
     @property
     def imbalance(self) -> float:
-        return max(self.work) * len(self.work) / (sum(self.work) or 1)
+        return self.shards.spread
 
     def received(self, ranks: int) -> int:
         """Bytes of keys and values that groups of so many ranks need from others, each row once

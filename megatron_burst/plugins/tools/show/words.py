@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 from ....schedule.tables import Chunk, Grid
 from ....units import byte_size, grid_of
-from .packs import Holding, PackScene
 from .scans import ScanScene
 from .scene import KINDS, LayoutScene, MaskScene, ScheduleScene, Shards
 from .trees import TreeScene
 
-Scene = MaskScene | LayoutScene | PackScene | ScanScene | ScheduleScene | TreeScene
+Scene = MaskScene | LayoutScene | ScanScene | ScheduleScene | TreeScene
 LONGEST = 60  # characters of a mask in a title
 COPIES = {"kv": "keys and values (K, V)", "query": "queries (Q)"}
 STATISTICS = "queries and their row statistics (Q, dO, delta, lse)"  # in backward
@@ -28,11 +27,6 @@ LETTERS = {"kv": "k", "query": "q", "dkv": "dk", "dquery": "dq", "out": "o"}
 
 def title(scene: Scene) -> str:
     """One line that names the scene."""
-    if isinstance(scene, PackScene):
-        real, grid = scene.pack.real, scene.grid
-        nodes = f" on {grid.inter} nodes" if grid.inter > 1 else ""
-        documents = f"{_counted(len(real), 'document')} of {min(real):,} to {max(real):,} tokens"
-        return f"{documents} over {grid.size} ranks{nodes}, {_short(scene.pack.mask_text)}"
     if isinstance(scene, TreeScene):
         what = _counted(len(scene.tree.paths), "trajectory", "trajectories")
         return f"{what} as a tree, {_grid(scene.grid)}: {_short(scene.shards.layout_text)}"
@@ -55,8 +49,6 @@ def title(scene: Scene) -> str:
 
 def subtitle(scene: Scene) -> str:
     """One line on how to read the scene."""
-    if isinstance(scene, PackScene):
-        return "a row is a rank, a colour is a document; bars: its visible pairs; dashed: the mean"
     if isinstance(scene, TreeScene):
         return "a bar is a run of tokens without a branch, in the colour of the rank that holds it"
     if isinstance(scene, ScanScene):
@@ -96,8 +88,6 @@ def name_of(chunk: Chunk) -> str:
 
 def caption(scene: Scene) -> list[str]:
     """The numbers of the scene, one line each."""
-    if isinstance(scene, PackScene):
-        return [f"{held.name}: {held_so(held)}" for held in scene.held]
     if isinstance(scene, ScanScene):
         many, rounds = _counted(len(scene.chains), "piece"), _counted(scene.rounds, "round")
         return [f"{many}, {scene.seq_len} positions; {rounds}", *scene.counts()]
@@ -108,7 +98,7 @@ def caption(scene: Scene) -> list[str]:
     if isinstance(scene, LayoutScene):
         if not scene.rows[0].mask_text:
             return []
-        lines = [f"{s.layout_text}: {_balance(s.work, s.imbalance)}" for s in scene.rows]
+        lines = [f"{s.layout_text}: {_balance(s.work, s.spread)}" for s in scene.rows]
         return [*lines, f"least imbalance: {scene.best}"] if scene.best else lines
     pairs = scene.size**2
     return [
@@ -116,14 +106,6 @@ def caption(scene: Scene) -> list[str]:
         + _balance(scene.work, scene.imbalance),
         *_totals(scene),
     ]
-
-
-def held_so(held: Holding) -> str:
-    """What a layout makes of a pack, in numbers."""
-    nodes = f", {held.between:.2f} shards per rank from other nodes"
-    nodes = nodes if held.grid.inter > 1 else ""
-    padding = f", {_counted(held.padding, 'token')} of padding" if held.padding else ""
-    return f"{_balance(held.work, held.imbalance)}{nodes}{padding}"
 
 
 def _tree(scene: TreeScene) -> list[str]:

@@ -133,3 +133,23 @@ def parameters(model: Model, run: Settings, stage: int) -> tuple[float, float]:
         found = model.by_layer[layer]
         shared, norms, experts = shared + found[0], norms + found[1], experts + found[2]
     return shared / run.tp + norms, experts / (run.ep * run.tp)
+
+
+def least_bytes(model: Model, run: Settings) -> float:
+    """Bytes of a GPU below which no account of a run is: states, and what layers leave."""
+    plain = model.attentions == model.mlps == model.layers
+    rows, hidden = run.rows, run.rows / run.tp * model.hidden
+    out = rows * (model.heads // run.tp) * model.value_dim
+    if not plain:
+        left = hidden * (1 - run.offload)
+    elif run.recompute == "full":
+        left = (hidden + run.store * out) * (1 - run.offload)
+    else:  # inputs of both norms, queries, results, and what goes into the last product
+        ffn = model.top_k * model.ffn if model.experts else model.ffn
+        ffn = min(ffn, model.dense_ffn) if model.moe_layers not in (0, model.layers) else ffn
+        left = 2 * hidden + rows * (model.heads // run.tp) * model.head_dim + out
+        left += rows * ffn / run.tp
+    return max(
+        sum(states_of(model, run, stage)[0].values()) + 2 * left * len(layers_of(model, run, stage))
+        for stage in fullest_stages(run)
+    )

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .....autotune import simulator
-from .....autotune.candidates import adding, reading, sharing
+from .....autotune.candidates import PassWork, pass_works
 from .....autotune.clusters import Cluster
 from .....autotune.exchanges import Wires
 from .....autotune.pair_counts import pairs_attended, pairs_seen
@@ -175,6 +175,21 @@ class AttentionTime:
     planning: float = 0.0
     kernel: str | None = None
 
+    @classmethod
+    def of(
+        cls,
+        forward: simulator.PassTime,
+        backward: simulator.PassTime,
+        exchange: tuple[simulator.PassTime, simulator.PassTime],
+        planning: float = 0.0,
+    ) -> AttentionTime:
+        """Return the time of both passes. exchange: the part of each that shares heads."""
+        both = forward + backward
+        busy = {"compute": both.compute, "intra": both.intra, "inter": both.inter}
+        moved = exchange[0].seconds, exchange[1].seconds
+        host = forward.host, backward.host
+        return cls(forward.seconds, backward.seconds, moved, busy, host, planning)
+
     @property
     def seconds(self) -> float:
         """Seconds of one forward and one backward, each at least what its launches take."""
@@ -204,61 +219,33 @@ def attention_time(
 
     Raises ValueError for groups that the ranks of a node do not allow.
     """
-    rates = cluster.rank_rates()
-    sizes = sizes_of(model, run).shared(run.ulysses)
+    rates, topology = cluster.rank_rates(), topology_of(cluster, run)
+    sizes, chunks = sizes_of(model, run).shared(run.ulysses), run.sequence_chunks
     ring = ring_of(model, cluster, run, window)
     passes = rings(ring)
     latent = model.indexer is not None
-    if latent:  # what a call takes depends on its queries, not on the rows of the chunk
+    if latent:  # the time of a call depends on its queries, not on the rows of the chunk
         rates = replace(rates, half_rows=0.0)
-    compute = rates.compute
-    assert compute is not None
-    columns = sizes.width + sizes.value_width * (1 + latent)
-    flops = 2.0 * sizes.heads * sizes.batch * columns
-    chunks = run.sequence_chunks
-    seconds = passes.pairs * (flops / compute / chunks)
-    least, adds = (0.0, 0.0), adding(sizes, rates.adding)
-    if latent:
-        least, adds = (
-            reading(sizes, cluster.gpu.memory_rate, latent),
-            (simulator.NOTHING, simulator.NOTHING),
-        )
-    both_passes = (
-        (passes.forward, seconds, least[0], adds[0]),
-        (passes.backward, rates.backward * seconds, least[1], adds[1]),
+    works = pass_works(
+        topology, sizes, rates, passes.pairs, chunks, ring.nodes, sparse=latent, latent=latent
     )
-    topology = topology_of(cluster, run)
-    exchange = sharing(topology, sizes, rates, chunks > 1, ring.nodes.per_nic)
 
-    forward, backward = (
-        chunks
-        * simulator.pass_time(
-            each,
-            sizes,
-            computing,
-            rates,
-            run.head_chunks,
-            least=least,
-            adding=adds,
-        )
-        for each, computing, least, adds in both_passes
-    )
-    if ring.host:
-        later = simulator.pass_time(
-            passes.forward, sizes, seconds, without_links(rates), run.head_chunks,
-            least=least[0], adding=adds[0],
+    def timed(prepared: Prepared, work: PassWork, rates: Rates) -> simulator.PassTime:
+        return simulator.pass_time(
+            prepared, sizes, work.pair_seconds, rates, run.head_chunks, least=work.call_seconds,
+            adding=work.adding,
         )  # fmt: skip
+
+    first = timed(passes.forward, works[0], rates)
+    forward, backward = chunks * first, chunks * timed(passes.backward, works[1], rates)
+    if ring.host:
+        later = timed(passes.forward, works[0], without_links(rates))
         fetched = visiting_rows(run, window) // run.micro_batch * sizes.forward.kv
         later = later._replace(seconds=max(later.seconds, fetched / cluster.link))
-        forward = (1 / chunks) * forward + (chunks - 1) * later
+        forward = first + (chunks - 1) * later
     forward += _selection(model, run, rings, ring, rates)
-    both = forward + backward + exchange[0] + exchange[1]
-    busy = {"compute": both.compute, "intra": both.intra, "inter": both.inter}
-    shared = exchange[0].seconds, exchange[1].seconds
-    host = forward.host + exchange[0].host, backward.host + exchange[1].host
-    return AttentionTime(
-        forward.seconds + shared[0], backward.seconds + shared[1], shared, busy, host=host
-    )
+    exchange = works[0].head_exchange, works[1].head_exchange
+    return AttentionTime.of(forward + exchange[0], backward + exchange[1], exchange)
 
 
 def _selection(

@@ -264,19 +264,13 @@ class PackedForecast(AttentionForecast):
         if window:
             return windowed(self.time(self.model, self.cluster, run), window, round(self.effective))
         taken = self.candidate(run)
-        forward, backward = taken.forward, taken.backward
         here = self.cluster.cp_per_node(run.tp, run.cp)
         topology = Topology(run.cp, here, taken.ulysses, taken.placement)
         sizes = sizes_of(self.model, run).shared(taken.ulysses)
-        shared = sharing(topology, sizes, self.rates(), run.sequence_chunks > 1,
-                         self.cluster.nodes(run.tp).per_nic)  # fmt: skip
-        both = forward + backward
-        busy = {"compute": both.compute, "intra": both.intra, "inter": both.inter}
-        exchange = shared[0].seconds, shared[1].seconds
-        return AttentionTime(
-            forward.seconds, backward.seconds, exchange, busy, host=(forward.host, backward.host),
-            planning=self.cluster.host_time.plan if run.cp > 1 else 0.0,
-        )  # fmt: skip
+        exchange = sharing(topology, sizes, self.rates(), run.sequence_chunks > 1,
+                           self.cluster.nodes(run.tp).per_nic)  # fmt: skip
+        planning = self.cluster.host_time.plan if run.cp > 1 else 0.0
+        return AttentionTime.of(taken.forward, taken.backward, exchange, planning)
 
 
 def windowed(core: AttentionTime, window: int, seq: int) -> AttentionTime:

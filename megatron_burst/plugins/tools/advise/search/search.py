@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 from .....autotune.candidates import ROUNDING
 from .....autotune.clusters import Cluster
 from .....autotune.select import TIE
-from ..account.fitting import least_bytes
-from ..account.memory import Account, MemoryLeft, account, fit
+from ..account.memory import Account, MemoryLeft, account, fit, least_bytes
 from ..forecast.step_time import StepTime
 from ..settings import Settings
 from ..shapes.models import Model

@@ -2,13 +2,14 @@
 """The shape of a model from Megatron's own names: arguments of a command, or a TransformerConfig.
 
 Both have the same names (`num_layers`, `window_size`, `kv_lora_rank`, ...), so the caller that
-parsed them hands in a function that gives a value by its name, None where there is none.
+parsed them provides a function that returns a value by its name, None if it is absent. The kinds of
+layers are those of `megatron.model_shape`.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .layer_kinds import DELTA_NET, Indexer, Latent, Mixer, gated_delta_net, mamba2
@@ -17,9 +18,22 @@ from .model import Model
 DSA = 64, 128, 2048  # index heads, their width, keys selected, of DeepSeek-V3.2
 Get = Callable[[str], Any]
 NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
-# Megatron's letters of a hybrid pattern (`core.models.hybrid.hybrid_layer_allocation`): M is
-# Mamba-2, G a gated delta net, + latent attention; E has experts.
-LETTERS = {"M": "M", "G": "M", "*": "*", "+": "*", "-": "-", "E": "-"}
+# Megatron's symbols of a hybrid pattern that are counted: M is Mamba-2, G a gated delta net, +
+# latent attention; E has experts.
+SYMBOLS = "MG*+-E"
+# Kinds of layers in `ModelShape` -> letters of `layer_kinds.KINDS`, with one half and with both.
+ONE_HALF = {"softmax": "*", "delta_net": "M", "mamba": "M", "none": "-"}
+BOTH_HALVES = {"softmax": "F", "sparse": "F", "delta_net": "L"}
+
+
+class _Values:
+    """A configuration whose values a function returns."""
+
+    def __init__(self, get: Get) -> None:
+        self._get = get
+
+    def __getattr__(self, name: str) -> Any:
+        return self._get(name)
 
 
 def model_from(
@@ -32,7 +46,11 @@ def model_from(
             raise ValueError(f"{name}: {flag(field)} is missing; add it")
     layers, hidden, heads = (get(field) for field in NEEDED)
     layers = layers or len(_hybrid(get))
-    pattern, window = _pattern(get, layers, name, flag)
+    # Late: it imports torch, which takes seconds.
+    from .....megatron.model_shape import ModelShape
+
+    kinds = (ModelShape.of(_Values(get)).attention or ())[:layers]  # without further heads
+    pattern, window = _pattern(get, kinds, layers, name, flag)
     also = ("the head that predicts several tokens",) if get("mtp_num_layers") else ()
     fields: dict[str, Any] = {
         "name": name,
@@ -48,7 +66,7 @@ def model_from(
         "sinks": get("softmax_type") == "learnable",
         "pattern": pattern,
         "window": window,
-        "mixer": _mixer(get, pattern),
+        "mixer": _mixer(get, kinds),
         "also": also,
     }
     return Model(**(fields | _latent(get, heads) | _mlp(get, pattern or "F" * layers, gated)))
@@ -91,24 +109,29 @@ def _mlp(get: Get, pattern: str, gated: bool) -> dict[str, Any]:
     }
 
 
-def _pattern(get: Get, layers: int, name: str, flag: Callable[[str], str]) -> tuple[str, int]:
+def _pattern(
+    get: Get, kinds: Sequence[str], layers: int, name: str, flag: Callable[[str], str]
+) -> tuple[str, int]:
     """A letter for each layer ("" for full attention and an MLP in all), and the window."""
-    if hybrid := _hybrid(get):
-        odd = sorted(set(hybrid) - set(LETTERS))
-        if odd or len(hybrid) != layers:
-            raise ValueError(
-                f"{name}: {flag('hybrid_override_pattern')} {hybrid!r} needs one of "
-                f"{', '.join(LETTERS)} for each of the {layers} layers"
-            )
-        if {"M", "G"} <= set(hybrid):
-            raise ValueError(
-                f"{name}: {flag('hybrid_layer_pattern')} {hybrid!r} has layers M and G; of mixers "
-                "one kind in a model is counted: give a pattern with one of them"
-            )
-        return "".join(LETTERS[letter] for letter in hybrid), 0
-    if get("linear_attention_freq"):  # every Nth layer has softmax attention
-        full = _layers(get("linear_attention_freq"), layers, every_is=False)
-        return "".join("FL"[linear] for linear in full), 0
+    hybrid = _hybrid(get)
+    if set(hybrid) - set(SYMBOLS) or (hybrid and len(hybrid) != layers):
+        raise ValueError(
+            f"{name}: {flag('hybrid_override_pattern')} {hybrid!r} needs one of "
+            f"{', '.join(SYMBOLS)} for each of the {layers} layers"
+        )
+    if {"mamba", "delta_net"} <= set(kinds):
+        raise ValueError(
+            f"{name}: {flag('hybrid_layer_pattern')} {hybrid!r} has layers M and G; of mixers "
+            "one kind in a model is counted: give a pattern with one of them"
+        )
+    if hybrid:
+        return "".join(ONE_HALF[kind] for kind in kinds), 0
+    if unknown := set(kinds) - set(BOTH_HALVES):
+        raise ValueError(f"{name}: layers of {unknown.pop()} are not counted; name the model")
+    if get("linear_attention_freq"):
+        _layers(get("linear_attention_freq"), layers, every_is=False)  # checks its length
+    if "delta_net" in kinds:
+        return "".join(BOTH_HALVES[kind] for kind in kinds), 0
     window = get("window_size")
     if not window:
         return "", 0
@@ -142,11 +165,11 @@ def _layers(frequency: Any, layers: int, *, every_is: bool) -> list[bool]:
     return [bool(value) for value in frequency]
 
 
-def _mixer(get: Get, pattern: str) -> Mixer | None:
+def _mixer(get: Get, kinds: Sequence[str]) -> Mixer | None:
     """Mamba-2 with Megatron's defaults, or a gated delta net."""
-    if "L" in pattern or "G" in _hybrid(get):
+    if "delta_net" in kinds:
         return gated_delta_net(*(get(name) or size for name, size in DELTA_NET.items()))
-    if "M" not in pattern:
+    if "mamba" not in kinds:
         return None
     width = get("mamba_head_dim") or 64
     heads = get("mamba_num_heads") or 2 * get("hidden_size") // width

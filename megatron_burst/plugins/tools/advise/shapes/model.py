@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from ..field_types import problem_of
 from .layer_kinds import (
     CHUNKED,
     KINDS,
@@ -128,15 +129,13 @@ class Model:
         self._check_pattern()
 
     def _check_kinds(self) -> None:
-        """Sizes are whole numbers from 0, and no bool is one."""
+        """Raise ValueError for all sizes, switches and texts of wrong types."""
+        kinds = {"int": int, "bool": bool, "str": str}
         wrong = []
         for each in fields(self):
-            value = getattr(self, each.name)
-            if each.type == "int" and (type(value) is not int or value < 0):
-                wrong.append(f"{each.name} must be a whole number from 0, got {value!r}")
-            elif each.type in ("bool", "str") and type(value).__name__ != each.type:
-                kind = {"bool": "true or false", "str": "a text"}[each.type]
-                wrong.append(f"{each.name} must be {kind}, got {value!r}")
+            if (kind := kinds.get(str(each.type))) is not None:
+                problem = problem_of(kind, getattr(self, each.name))
+                wrong += [f"{each.name} {problem}"] if problem else []
         if wrong:
             raise ValueError(f"model {self.name}: {'; '.join(wrong)}")
 

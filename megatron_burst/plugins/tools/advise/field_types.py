@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the values of dataclass fields by their types."""
+
+from __future__ import annotations
+
+from types import NoneType
+from typing import Any, get_args
+
+
+def problem_of(kind: Any, value: Any, least: int = 0) -> str:
+    """Return the reason why a field of a type cannot have a value, empty if it can.
+
+    Args:
+        kind: `int`, `bool`, `str`, `float` (a fraction from 0 to 1), a `Literal` of words, or one
+            of these or None.
+        value: The value.
+        least: The smallest whole number.
+    """
+    choices = get_args(kind)
+    if NoneType in choices:
+        if value is None:
+            return ""
+        (kind,) = (each for each in choices if each is not NoneType)
+    elif choices:
+        fits = isinstance(value, str) and value in choices
+        return "" if fits else f"must be one of {', '.join(choices)}, got {value!r}"
+    if kind is float:
+        fits = type(value) in (int, float) and 0 <= value <= 1
+        expected = "from 0 to 1"
+    elif kind is int:
+        fits = type(value) is int and value >= least
+        expected = f"a whole number from {least}"
+    else:
+        fits = type(value) is kind
+        expected = {bool: "true or false", str: "a text"}[kind]
+    return "" if fits else f"must be {expected}, got {value!r}"
