@@ -175,7 +175,7 @@ $(VENV)-recipes/.ready: pyproject.toml
 	@$(VENV)-recipes/bin/python -m pip install --disable-pip-version-check -q "$(TORCH)"
 	@$(VENV)-recipes/bin/python -m pip install --disable-pip-version-check -q --no-deps $(BARE) -e .
 	@$(VENV)-recipes/bin/python -m pip install --disable-pip-version-check -q $(NEED) \
-	  numpy packaging einops psutil pyyaml rich greenlet matplotlib pytest hypothesis
+	  numpy packaging einops psutil pyyaml rich matplotlib pytest hypothesis
 	@touch $@
 
 # Of verl and Megatron-Bridge what their engine imports, again without what needs a GPU.
@@ -188,7 +188,7 @@ $(VENV)-verl/.ready: pyproject.toml
 	@$(VENV)-verl/bin/python -m pip install --disable-pip-version-check -q "$(TORCH)"
 	@$(VENV)-verl/bin/python -m pip install --disable-pip-version-check -q --no-deps $(VERL) -e .
 	@$(VENV)-verl/bin/python -m pip install --disable-pip-version-check -q $(VERL_NEED) \
-	  numpy packaging einops psutil pyyaml rich greenlet pytest hypothesis
+	  numpy packaging einops psutil pyyaml rich pytest hypothesis
 	@touch $@
 
 # What Megatron-LM's unit tests import; Megatron-Core itself comes from the checkout.

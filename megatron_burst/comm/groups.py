@@ -391,7 +391,7 @@ class _LocalRank(Groups):
         self.topology, self.rank, self._switch = topology, rank, switch
         self.backend, self.cache, self.calls = "in_process", {}, Calls()
         self.devices = ()
-        from .local import LocalEndpoint  # with greenlet, which ranks of their own do without
+        from .local import LocalEndpoint
 
         counters = Counters()
         self._place(lambda members: LocalEndpoint(members.index(rank), members, switch, counters))

@@ -1,109 +1,223 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that share one process: each runs until it has to wait for another.
 
-For tests, and to check the numerics of a large grid on one device. Every rank is a greenlet with
-a stack of its own, so the code that runs is what runs on real ranks, with exchanges that block.
-They share one thread, and with it torch's modes (autograd, autocast, dispatch). Owns the order in
-which ranks run, and finds out when all of them wait, and who uses a buffer at a time when a device
-may still write to it.
+For tests, and to check the numerics of a large grid on one device. Each rank is a thread, so the
+code that runs is the code of real ranks, with exchanges that block. The module determines the order
+in which ranks run, detects deadlocks, and detects the use of a buffer that a device may still write
+to.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any, TypeVar
 
 import torch
-from greenlet import getcurrent, greenlet
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from . import packing
 from .packing import Envelope
 from .transport import Channel, Counters, Receive, Send, Tensors, Trade, all_to_all_by_messages
 
 T = TypeVar("T")
+THREADS = ThreadPoolExecutor(1 << 10)  # kept: torch's first operations in a thread are slow
 
 
 class RankSwitch:
-    """Runs one function per rank in turns, and carries messages between them."""
+    """Runs one function per rank in turns, and carries messages between the ranks.
+
+    Each rank has a thread, and exactly one thread runs at a time. A rank passes its turn to the
+    next rank when it waits, pauses or ends, so the order is the same in every run.
+    """
 
     def __init__(self) -> None:
         self.mailboxes: dict[tuple[Channel, int, int], deque[Mail]] = {}
-        self._gathers: dict[int, int] = defaultdict(int)  # of each rank
-        self._rounds: dict[int, dict[int, Any]] = {}  # what ranks gave to the gather of a number
-        self._main: greenlet | None = None  # what called `run`, while it runs
-        self._progress = False
+        self._gathers: dict[int, int] = defaultdict(int)  # by rank
+        self._rounds: dict[int, dict[int, Any]] = {}  # number of a gather -> values by rank
+        self._turns: Turns | None = None  # while `run` runs
 
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
-        """The result of each; what one raises ends the others and is raised here."""
-        self._main = getcurrent()
-        ranks = [greenlet(function) for function in functions]
-        for rank in ranks:
-            rank.gr_context = copy_context()
-        results: list[Any] = [None] * len(ranks)
-        mode = torch.is_grad_enabled()
+        """Return the result of each function. An error of one rank ends the others."""
+        if self._turns is not None:
+            raise RuntimeError("the ranks of this process run already; make one call at a time")
+        self._turns = Turns(functions)
         try:
-            running = dict(enumerate(ranks))
-            while running:
-                self._progress = False
-                for index, rank in list(running.items()):
-                    torch.set_grad_enabled(mode)  # a rank that waits inside of no_grad has its own
-                    results[index] = rank.switch()  # what it waits for, or its result
-                    if rank.dead:
-                        del running[index]
-                        self._progress = True
-                if not self._progress:
-                    raise RuntimeError(f"deadlock: {results[next(iter(running))]}")
-            return results
+            return self._turns.run()
         except BaseException:
             self.clear()
             raise
         finally:
-            self._main = None
-            for rank in ranks:
-                if not rank.dead:
-                    rank.throw()
-            torch.set_grad_enabled(mode)
+            self._turns = None
 
     def pause(self) -> None:
         """Let the other ranks run."""
-        self._progress = True
-        if self._main is not None:
-            self._switch(None)
+        if self._turns is not None:
+            self._turns.wait(lambda: True, "")
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
-        """Return when `ready`, after other ranks ran; RuntimeError if none of them can."""
-        while not ready():
-            if self._main is None:
-                raise RuntimeError(f"deadlock: {what}")
-            self._switch(what)
-        self._progress = True
-
-    def _switch(self, what: str | None) -> None:
-        """To the other ranks, and back into this one's grad mode, which belongs to the thread."""
-        assert self._main is not None
-        mode = torch.is_grad_enabled()
-        self._main.switch(what)
-        torch.set_grad_enabled(mode)
+        """Return when `ready`, after other ranks ran; RuntimeError if no rank can run."""
+        if ready():
+            return
+        if self._turns is None:
+            raise RuntimeError(f"deadlock: {what}")
+        self._turns.wait(ready, what)
 
     def all_gather(self, rank: int, size: int, value: T) -> list[T]:
-        """What each of `size` ranks gave to its gather of the same number."""
+        """Return the values that all `size` ranks gave to the gather of the same number."""
         self._gathers[rank] += 1
         number = self._gathers[rank]
-        given = self._rounds.setdefault(number, {})
-        given[rank] = value
-        self._progress = True
-        self.wait(lambda: len(given) == size, f"gather {number} lacks a rank")
+        values = self._rounds.setdefault(number, {})
+        values[rank] = value
+        self.wait(lambda: len(values) == size, f"gather {number} lacks a rank")
         self._rounds.pop(number, None)
-        return [given[each] for each in range(size)]
+        return [values[rank] for rank in range(size)]
 
     def clear(self) -> None:
-        """Forget what is under way."""
+        """Drop all messages that are under way."""
         self.mailboxes.clear()
         self._gathers.clear()
         self._rounds.clear()
+
+
+class Stopped(BaseException):
+    """Ends a rank after another rank failed."""
+
+
+class Turn:
+    """One rank in `Turns`: its thread runs while `lock` is released for it."""
+
+    def __init__(self, function: Callable[[], Any]):
+        self.function, self.lock = function, Lock()
+        self.ready: Callable[[], bool] = lambda: True
+        self.waits_for, self.ended, self.result = "", False, None
+        self.lock.acquire()
+
+
+class Turns:
+    """One call of `RankSwitch.run`: passes the turn from rank to rank, round after round."""
+
+    def __init__(self, functions: Sequence[Callable[[], Any]]):
+        self._ranks = [Turn(function) for function in functions]
+        self._round = iter(self._ranks)
+        self._current = self._ranks[0]
+        self._progress = False  # whether a rank ran in this round
+        self._error: BaseException | None = None
+        self._end = Lock()  # released when all ranks ended or one failed
+        self._end.acquire()
+
+    def run(self) -> list[Any]:
+        """Return the result of each rank."""
+        enter = thread_modes()
+        threads = [
+            THREADS.submit(copy_context().run, self._run, rank, enter) for rank in self._ranks
+        ]
+        try:
+            self._pass_on()
+            self._end.acquire()
+        except BaseException as error:  # such as KeyboardInterrupt
+            self._error = error
+        for rank, thread in zip(self._ranks, threads, strict=True):
+            if not rank.ended:
+                self._current = rank
+                rank.lock.release()
+            thread.result()
+        if self._error is not None:
+            raise self._error
+        return [rank.result for rank in self._ranks]
+
+    def wait(self, ready: Callable[[], bool], what: str) -> None:
+        """Let other ranks run until this rank has its turn and is `ready`."""
+        rank = self._current
+        if self._error is None:
+            rank.ready, rank.waits_for = ready, what
+            self._pass_on()
+            rank.lock.acquire()
+        if self._error is not None:
+            raise Stopped
+
+    def _pass_on(self) -> None:
+        """Give the turn to the next rank that is ready, or end the call."""
+        while True:
+            for rank in self._round:
+                if not rank.ended and rank.ready():
+                    self._current, self._progress = rank, True
+                    rank.lock.release()
+                    return
+            running = [rank for rank in self._ranks if not rank.ended]
+            if running and not self._progress:
+                self._error = RuntimeError(f"deadlock: {running[0].waits_for}")
+            if not running or not self._progress:
+                self._end.release()
+                return
+            self._round, self._progress = iter(running), False
+
+    def _run(self, rank: Turn, enter: Callable[[], AbstractContextManager[None]]) -> None:
+        """Run one rank in its thread."""
+        rank.lock.acquire()
+        stopping = self._error is not None
+        try:
+            if not stopping:
+                with enter():
+                    rank.result = rank.function()
+        except Stopped:
+            stopping = True
+        except BaseException as error:
+            stopping = self._error is not None
+            self._error = self._error or error
+            if not stopping:
+                rank.ended = True
+                self._end.release()
+                return
+        rank.ended = True
+        if not stopping:
+            self._pass_on()
+
+
+def thread_modes() -> Callable[[], AbstractContextManager[None]]:
+    """Return a context that has the modes of torch of this thread in another thread."""
+    gradients, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    autocast = [
+        (device, torch.get_autocast_dtype(device))
+        for device in ("cpu", "cuda")
+        if torch.is_autocast_enabled(device)
+    ]
+    functions, operators = _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()
+    device = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    @contextmanager
+    def modes() -> Iterator[None]:
+        with ExitStack() as stack:
+            if device is not None:
+                stack.enter_context(torch.cuda.stream(device))
+            stack.enter_context(torch.inference_mode(inference))
+            stack.enter_context(torch.set_grad_enabled(gradients))
+            for kind, dtype in autocast:
+                stack.enter_context(torch.autocast(kind, dtype))
+            for function in functions:
+                stack.enter_context(_pushed(function, torch.overrides))
+            for operator in operators:
+                stack.enter_context(_pushed(operator, torch.utils._python_dispatch))
+            yield
+
+    return modes
+
+
+@contextmanager
+def _pushed(mode: Any, stack: Any) -> Iterator[None]:
+    """Have `mode` on the stack of this thread. `with mode` would change the mode, which is also on
+    the stack of other threads."""
+    stack._push_mode(mode)
+    try:
+        yield
+    finally:
+        stack._pop_mode()
 
 
 @dataclass

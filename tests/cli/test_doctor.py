@@ -562,15 +562,6 @@ def test_the_version_of_megatron_is_that_of_the_source_which_would_be_imported(
     assert "pip install --no-deps 'megatron-core>=0.16'" in needed["Megatron-Core"].fix
 
 
-def test_a_missing_greenlet_is_one_problem(monkeypatch):
-    real = installed.version
-    monkeypatch.setattr(installed, "version", lambda *n: None if n == ("greenlet",) else real(*n))
-    monkeypatch.setitem(sys.modules, "greenlet", None)
-    told = [*installed.versions(False), *kernels.kernels()]
-    (found,) = [f for f in told if "greenlet" in f.topic or f.topic.startswith("kernel")]
-    assert (found.level, found.fix) == ("problem", "pip install 'greenlet>=3'")
-
-
 @pytest.mark.megatron
 def test_the_version_read_is_the_version_imported():
     core = pytest.importorskip("megatron.core")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from importlib import util
 from typing import Any
 
 import torch
@@ -33,8 +32,6 @@ def kernels() -> Iterator[Finding]:
     The case has grouped heads, a length that is no power of two, and travelling queries, none of
     which torch's own operators are tested with.
     """
-    if util.find_spec("greenlet") is None:
-        return  # a finding of `installed.versions`
     cuda = torch.cuda.is_available()
     device, dtype = (
         torch.device("cuda" if cuda else "cpu"),
