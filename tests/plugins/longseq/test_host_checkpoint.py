@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import megatron_burst as mb
 from megatron_burst.plugins.longseq.host.arena import OutOfHostMemory
+from megatron_burst.plugins.testing import in_process
 
 ROWS, BATCH, WIDTH, LAYERS = 24, 2, 8, 3
 
@@ -21,9 +22,9 @@ def memory(**given):
 
 def model(keep):
     """Layers of attention (both ranks in this process) and an MLP, for checkpoints that `keep`."""
-    groups = mb.Groups.in_process(inter=1, intra=2)
+    groups = in_process.groups(inter=1, intra=2)
     shards = [[torch.empty(ROWS // 2, BATCH, 2, 4) for _ in "ab"] for _ in "qkv"]
-    plan = mb.prepare(
+    plan = in_process.prepare(
         *shards, groups=groups, needs_grad=(True,) * 3, layout="striped", store=keep or None
     )
     torch.manual_seed(0)
@@ -35,7 +36,7 @@ def model(keep):
     def layer(x, weights):
         qkv = (x @ weights[0]).view(ROWS, BATCH, 2, 12)
         parts = [[t.contiguous() for t in qkv.chunk(2)] for qkv in qkv.split(4, -1)]
-        out = torch.cat(mb.attention(*parts, plan=plan))
+        out = torch.cat(in_process.attention(*parts, plan=plan))
         x = x + out.reshape(ROWS, BATCH, WIDTH)
         return x + (x @ weights[1]).tanh()
 
@@ -176,11 +177,13 @@ def test_micro_batches_in_flight():
 
 
 def test_a_result_changed_in_place_is_noticed():
-    groups, host = mb.Groups.in_process(inter=1, intra=2), memory()
+    groups, host = in_process.groups(inter=1, intra=2), memory()
     q, k, v = ([torch.randn(12, 1, 2, 4, requires_grad=True) for _ in "ab"] for _ in "qkv")
 
     def run(*_):
-        return [out.mul_(2) for out in mb.attention(q, k, v, groups=groups, layout="striped")]
+        return [
+            out.mul_(2) for out in in_process.attention(q, k, v, groups=groups, layout="striped")
+        ]
 
     outs = mb.checkpoint(run, *q, keep=1.0, offload=1.0, host=host)
     with pytest.raises(RuntimeError, match="in place"):

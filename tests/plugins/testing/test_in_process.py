@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_burst as mb
-from megatron_burst.plugins.testing import ranks
+from megatron_burst.plugins.testing import in_process
 
 SIZE = 3
 
@@ -28,14 +28,14 @@ def in_turns(groups, rank, order):
 
 
 def test_ranks_take_turns_in_their_order():
-    groups, order = ranks.in_process(intra=SIZE), []
+    groups, order = in_process.groups(intra=SIZE), []
     groups.run(lambda rank: in_turns(groups, rank, order), range(SIZE))
     # The last rank of a gather continues at once.
     assert order == [0, 1, 2, 2, 0, 1, 1, 2, 0]
 
 
 def test_an_error_of_one_rank_ends_the_others():
-    groups, ended = ranks.in_process(intra=SIZE), []
+    groups, ended = in_process.groups(intra=SIZE), []
 
     def run(rank):
         try:
@@ -53,13 +53,13 @@ def test_an_error_of_one_rank_ends_the_others():
 
 
 def test_a_deadlock_is_an_error():
-    groups = ranks.in_process(intra=SIZE)
+    groups = in_process.groups(intra=SIZE)
     with pytest.raises(RuntimeError, match="deadlock: gather 1 lacks a rank"):
         groups.run(lambda rank: rank and groups.ranks[rank].gather(torch.zeros(1)), range(SIZE))
 
 
 def test_ranks_have_the_modes_of_the_caller():
-    groups = ranks.in_process(intra=SIZE)
+    groups = in_process.groups(intra=SIZE)
 
     def modes(_):
         return torch.is_grad_enabled(), torch.ones(2, 2).mm(torch.ones(2, 2)).dtype
@@ -82,10 +82,10 @@ def total(group, x, weight, other=None):
 
 
 def test_gradients_of_all_ranks_and_of_what_they_share():
-    groups = ranks.in_process(intra=SIZE)
+    groups = in_process.groups(intra=SIZE)
     xs = [torch.full((2,), 1.0 + rank, requires_grad=True) for rank in range(SIZE)]
     weight = torch.tensor([2.0, 3.0], requires_grad=True)
-    found = ranks.on_ranks(groups, total, groups.ranks, xs, [weight] * SIZE)
+    found = in_process.on_ranks(groups, total, groups.ranks, xs, [weight] * SIZE)
     assert [number for _, number in found] == [0, 1, 2]
     assert all(each["sum"].tolist() == [6.0, 6.0] for each, _ in found)
     assert not any(each["sum"].requires_grad for each, _ in found)
@@ -99,17 +99,17 @@ def test_gradients_of_all_ranks_and_of_what_they_share():
 
 
 def test_nothing_is_kept_without_gradients():
-    groups = ranks.in_process(intra=SIZE)
+    groups = in_process.groups(intra=SIZE)
     xs = [torch.ones(2, requires_grad=True)] * SIZE
     with torch.no_grad():
-        found = ranks.on_ranks(groups, total, groups.ranks, xs, xs)
+        found = in_process.on_ranks(groups, total, groups.ranks, xs, xs)
     assert not any(each["out"].requires_grad for each, _ in found)
 
 
 def test_second_and_third_derivatives():
-    groups = ranks.in_process(intra=2)
+    groups = in_process.groups(intra=2)
     xs = [torch.tensor([2.0], requires_grad=True), torch.tensor([3.0], requires_grad=True)]
-    outs = ranks.on_ranks(groups, lambda x, y: x**3 * y, xs, xs[::-1])
+    outs = in_process.on_ranks(groups, lambda x, y: x**3 * y, xs, xs[::-1])
     loss, derivatives = sum(outs).sum(), []  # x^3 y + x y^3, at (2, 3)
     for _ in range(3):
         (loss,) = torch.autograd.grad(loss, xs[:1], create_graph=True)
@@ -118,7 +118,7 @@ def test_second_and_third_derivatives():
 
 
 def test_a_checkpoint_in_each_rank_runs_again_in_its_thread():
-    groups, runs = ranks.in_process(intra=2), []
+    groups, runs = in_process.groups(intra=2), []
 
     def squared(group, x):
         group.gather(torch.zeros(1))
@@ -126,7 +126,7 @@ def test_a_checkpoint_in_each_rank_runs_again_in_its_thread():
         return x.sin().square()
 
     xs = [torch.ones(2, requires_grad=True) for _ in range(2)]
-    outs = ranks.on_ranks(
+    outs = in_process.on_ranks(
         groups, lambda group, x: mb.checkpoint(squared, group, x, keep=0.0), groups.ranks, xs
     )
     assert sorted(runs) == [0, 1]
