@@ -496,7 +496,7 @@ MUTANTS = [
     Mutant("schedule/cost.py",
            "for rank in topology.ulysses_group(member)]", "for rank in [member]]",
            "ranks that share heads are counted with a part of their rows"),
-    Mutant("comm/local.py", "        self.mailboxes.clear()", "        pass",
+    Mutant("plugins/testing/local.py", "        self.mailboxes.clear()", "        pass",
            "a failed call's messages stay"),
     Mutant("comm/transport.py",
            "t.nbytes", "t.numel()", "elements pass for bytes"),

@@ -211,7 +211,8 @@ class Attention(torch.autograd.Function):
         with ctx.groups.running(dout.device.type):
             *grads, dsink = backward(ctx.job, ctx.tag, dout, tuple(saved), sink)
         _, sink_needed, *needed = ctx.needs_input_grad
-        dsink = dsink.to(sink.dtype) if sink is not None and sink_needed else None
+        if dsink is not None:
+            dsink = dsink.to(sink.dtype) if sink_needed else None
         for i, grad in enumerate(grads):
             grads[i] = None if grad is None or not needed[i] else grad.to(ctx.dtype)
         return None, dsink, *grads

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 import megatron_burst as mb
-from megatron_burst.comm.local import LocalEndpoint
 from megatron_burst.comm.packing import NO_CALL, Envelope
 from megatron_burst.comm.transport import Channel, ProcessEndpoint, Trade
 from megatron_burst.execution import function
 from megatron_burst.plugins.testing import in_process
+from megatron_burst.plugins.testing.local import LocalEndpoint
 from megatron_burst.schedule.rings import Schedule
 
 SIZE = 4

@@ -15,9 +15,9 @@ from nccl_rules import COMMUNICATORS, record
 from nccl_rules import faults as nccl_faults
 
 import megatron_burst as mb
-from megatron_burst.comm.local import LocalEndpoint
 from megatron_burst.execution.ring import Backward, Forward
 from megatron_burst.plugins.testing import in_process
+from megatron_burst.plugins.testing.local import LocalEndpoint
 from megatron_burst.schedule.demand import Demand
 
 SIZE, ROWS = 4, 8

@@ -13,9 +13,9 @@ from fake_cuda import Call, Problem
 from no_sync import HostSync
 
 import megatron_burst as mb
-from megatron_burst.comm.local import LocalEndpoint
 from megatron_burst.execution import ring
 from megatron_burst.plugins.testing import in_process
+from megatron_burst.plugins.testing.local import LocalEndpoint
 
 pytestmark = pytest.mark.skipif(not fake_cuda.READY, reason=fake_cuda.WHY)
 TRITON = pytest.mark.skipif(fake_cuda.JITFunction is None, reason="Triton is not installed")

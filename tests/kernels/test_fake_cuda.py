@@ -251,7 +251,7 @@ def test_a_checkpoint(keep):
         with mock.patch.object(pipeline, "to_device", to_device):
             call = Call(mode, in_process.groups(intra=2), problem, kernel="aten", store=keep)
         assert sync.uploads == call.size
-        kept = KeptResults(Keeper(), "layer")
+        kept = [KeptResults(Keeper(), "layer") for _ in range(call.size)]
         with fake_cuda.running(mode), sync:
             call.forward(kept)
             judge(*both(call, kept), problem)

@@ -135,15 +135,17 @@ def by_pairs(
     }
     for (i, j), work in works.items():
         if work is not None:
-            kernel.forward(shards[i][0], *shards[j][1:3], work, scoring, *results[i])
+            (out, lse), (_, key, value, _) = results[i], shards[j]
+            kernel.forward(shards[i][0], key, value, work, scoring, out, lse)
     sums = [[torch.zeros_like(x, dtype=results[0][0].dtype) for x in shard[:3]] for shard in shards]
     for (i, j), work in works.items():
         if work is not None:
-            out, lse = results[i]
-            own, upper = out.to(q.dtype), shards[i][3]
-            delta = row_delta(upper, own, lse.dtype)
-            queries = Rows(shards[i][0], upper, lse, delta, own if i == j or side == "kv" else None)
-            kernel.backward(queries, *shards[j][1:3], work, scoring, sums[i][0], *sums[j][1:])
+            (query, _, _, upper), (_, key, value, _) = shards[i], shards[j]
+            own, lse = results[i][0].to(q.dtype), results[i][1]
+            known_out = own if i == j or side == "kv" else None
+            queries = Rows(query, upper, lse, row_delta(upper, own, lse.dtype), known_out)
+            dq, dk, dv = sums[i][0], sums[j][1], sums[j][2]
+            kernel.backward(queries, key, value, work, scoring, dq, dk, dv)
     parts = [[results[i][0], *sums[i]] for i in range(2)]
     whole = []
     for first, second in zip(*parts, strict=True):

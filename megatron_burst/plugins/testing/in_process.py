@@ -13,19 +13,28 @@ Each rank calls the operation of `mb` in its own thread. The ranks take turns (`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch._C._autograd import (  # pyright: ignore[reportMissingModuleSource]
+    _get_current_graph_task_keep_graph as _keeps_graph,  # pyright: ignore
+)
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import megatron_burst as mb
 
+from ...autotune.rates import Rates
 from ...comm import rows
-from ...comm.groups import Groups, InProcessGroups
+from ...comm.groups import Calls, Groups
+from ...comm.transport import Channel, Counters
+from ...schedule.topology import Topology
+from .local import LocalEndpoint, RankSwitch
 
 T = TypeVar("T")
 
@@ -41,7 +50,66 @@ def groups(
         ulysses: Number of ranks that share heads, as of `mb.Groups`.
         placement: Which ranks share heads, as of `mb.Groups`.
     """
-    return Groups.in_process(inter=inter, intra=intra, ulysses=ulysses, placement=placement)
+    return InProcessGroups(Topology.of_nodes(inter, intra, ulysses, placement))
+
+
+class InProcessGroups:
+    """All ranks of a grid in this process; `ranks` are their `Groups`."""
+
+    backend = "in_process"
+
+    def __init__(self, topology: Topology):
+        self.topology, self._switch = topology, RankSwitch()
+        self.ranks = tuple(LocalRank(topology, rank, self._switch) for rank in range(topology.size))
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.topology.size
+
+    @property
+    def counters(self) -> Counters:
+        """Bytes that the first rank sent."""
+        return self.ranks[0].counters
+
+    @property
+    def cache(self) -> dict[str, Any]:
+        """The cache of the first rank."""
+        return self.ranks[0].cache
+
+    def run(self, function: Callable[..., T], *of_each: Sequence[Any]) -> list[T]:
+        """Return the result of `function` on each rank; of_each: arguments, one per rank."""
+        arguments = zip(*of_each, strict=True)
+        return self._switch.run([partial(function, *given) for given in arguments])
+
+
+class LocalRank(Groups):
+    """One rank of `InProcessGroups`: the groups of a call of this rank."""
+
+    def __init__(self, topology: Topology, rank: int, switch: RankSwitch):
+        self.topology, self.rank, self._switch = topology, rank, switch
+        self.backend, self.devices, self.calls = "in_process", (), Calls()
+        # Messages within a process take no time.
+        self.cache: dict[str, Any] = {"rates": Rates(math.inf, math.inf)}
+        counters = Counters()
+        self._place(lambda members: LocalEndpoint(members.index(rank), members, switch, counters))
+
+    def gather(self, header: torch.Tensor) -> list[torch.Tensor]:
+        return self._switch.all_gather(self.rank, self.size, header)
+
+    def connect(self, channels: Iterable[Channel], device: torch.device) -> None:
+        pass  # mailboxes need not be made
+
+    def expect(self, message: int) -> None:
+        pass  # no message is received into a buffer
+
+    @contextmanager
+    def running(self, device: str = "cpu") -> Iterator[None]:
+        with torch.autocast(device, enabled=False):
+            yield  # the messages of a failed call are dropped, so the next call may run
+
+    def check(self) -> None:
+        pass
 
 
 @dataclass(frozen=True)
@@ -347,7 +415,7 @@ class _OnRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         again, count = torch.is_grad_enabled(), len(ctx.inputs)
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        keep = _keeps_graph()
         rest, calls = iter(enumerate(gradients, count)), []
         for rank in ctx.ranks:
             # With create_graph the gradients of the outputs are inputs too.

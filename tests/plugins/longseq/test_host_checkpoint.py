@@ -180,12 +180,11 @@ def test_a_result_changed_in_place_is_noticed():
     groups, host = in_process.groups(inter=1, intra=2), memory()
     q, k, v = ([torch.randn(12, 1, 2, 4, requires_grad=True) for _ in "ab"] for _ in "qkv")
 
-    def run(*_):
-        return [
-            out.mul_(2) for out in in_process.attention(q, k, v, groups=groups, layout="striped")
-        ]
+    def run(group, *qkv):
+        return mb.attention(*qkv, groups=group, layout="striped").mul_(2)
 
-    outs = mb.checkpoint(run, *q, keep=1.0, offload=1.0, host=host)
+    given = groups.ranks, q, k, v
+    outs = in_process.checkpoint(groups, run, *given, keep=1.0, offload=1.0, host=host)
     with pytest.raises(RuntimeError, match="in place"):
         sum(out.pow(3).sum() for out in outs).backward()
 

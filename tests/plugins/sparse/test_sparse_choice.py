@@ -109,7 +109,7 @@ def test_faults_are_told_before_anything_is_measured():
         run_select(groups, top_k=0)
     with pytest.raises(ValueError, match=r"keys must travel \(burst, .*, or auto\), got 'tile'"):
         run_select(groups, algorithm="tile")
-    assert "rates" not in groups.cache
+    assert "speeds" not in groups.cache
 
 
 def run_select(groups, top_k=TOP_K, algorithm="auto"):

@@ -20,11 +20,20 @@ from typing import Any, TypeVar
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from . import packing
-from .packing import Envelope
-from .transport import Channel, Counters, Receive, Send, Tensors, Trade, all_to_all_by_messages
+from ...comm import packing
+from ...comm.packing import Envelope
+from ...comm.transport import (
+    Channel,
+    Counters,
+    Receive,
+    Send,
+    Tensors,
+    Trade,
+    all_to_all_by_messages,
+)
 
 T = TypeVar("T")
 THREADS = ThreadPoolExecutor(1 << 10)  # kept: torch's first operations in a thread are slow
@@ -203,7 +212,7 @@ def thread_modes() -> Callable[[], AbstractContextManager[None]]:
             for function in functions:
                 stack.enter_context(_pushed(function, torch.overrides))
             for operator in operators:
-                stack.enter_context(_pushed(operator, torch.utils._python_dispatch))
+                stack.enter_context(_pushed(operator, _python_dispatch))
             yield
 
     return modes
