@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local-attention kernels, run on the pairs of two ranks in this process and compared with a truth.
+"""Local-attention kernels, run on the pairs of two ranks and compared with a truth.
 
 The doctor compares each with the reference; its GPU report with the dense formula in float64.
 """

@@ -33,6 +33,7 @@ from ...autotune.rates import Rates
 from ...comm import rows
 from ...comm.groups import Calls, Groups
 from ...comm.transport import Channel, Counters
+from ...recompute.checkpoint import current
 from ...schedule.topology import Topology
 from .local import LocalEndpoint, RankSwitch
 
@@ -337,8 +338,11 @@ def on_ranks(groups: InProcessGroups, function: Callable[..., T], *of_each: Sequ
     turns too.
 
     Raises:
-        RuntimeError: All ranks wait for messages that no rank sends.
+        RuntimeError: All ranks wait for messages that no rank sends, or the call is inside
+            `mb.checkpoint`, whose results the ranks would share.
     """
+    if current() is not None:
+        raise RuntimeError("ranks would share one checkpoint; call in_process.checkpoint instead")
     if not torch.is_grad_enabled():
         return groups.run(function, *of_each)
     flat = [tree_flatten(arguments) for arguments in zip(*of_each, strict=True)]

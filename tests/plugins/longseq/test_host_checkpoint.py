@@ -21,11 +21,9 @@ def memory(**given):
 
 
 def model(keep):
-    """Layers of attention (both ranks in this process) and an MLP, for checkpoints that `keep`."""
-    groups = in_process.groups(inter=1, intra=2)
-    shards = [[torch.empty(ROWS // 2, BATCH, 2, 4) for _ in "ab"] for _ in "qkv"]
-    plan = in_process.prepare(
-        *shards, groups=groups, needs_grad=(True,) * 3, layout="striped", store=keep or None
+    """Layers of attention of one rank and an MLP, for checkpoints that `keep`."""
+    plan = mb.prepare(
+        shape=(ROWS, BATCH, 2, 4), groups=mb.Groups.single(), layout="striped", store=keep or None
     )
     torch.manual_seed(0)
     weights = [
@@ -34,9 +32,8 @@ def model(keep):
     ]
 
     def layer(x, weights):
-        qkv = (x @ weights[0]).view(ROWS, BATCH, 2, 12)
-        parts = [[t.contiguous() for t in qkv.chunk(2)] for qkv in qkv.split(4, -1)]
-        out = torch.cat(in_process.attention(*parts, plan=plan))
+        q, k, v = (x @ weights[0]).view(ROWS, BATCH, 2, 12).split(4, -1)
+        out = mb.attention(q, k, v, plan=plan)
         x = x + out.reshape(ROWS, BATCH, WIDTH)
         return x + (x @ weights[1]).tanh()
 
@@ -61,10 +58,8 @@ def same(found, wanted):
 
 
 def left_by_a_layer(keep, offload):
-    """Bytes on the host: the input by rows, and out and lse [rows, batch, heads] of each rank."""
-    kept = round(keep * ROWS / 2)
-    share = math.ceil(offload * kept)
-    store = 2 * share * BATCH * 2 * (4 * 4 + 4)
+    """Bytes on the host: the input by rows, and out and lse [rows, batch, heads]."""
+    store = math.ceil(offload * round(keep * ROWS)) * BATCH * 2 * (4 * 4 + 4)
     return math.ceil(offload * ROWS) * BATCH * WIDTH * 4 + store
 
 

@@ -134,3 +134,10 @@ def test_a_checkpoint_in_each_rank_runs_again_in_its_thread():
     assert sorted(runs) == [0, 0, 1, 1]
     expected = 2 * torch.ones(2).sin() * torch.ones(2).cos()
     assert all(torch.allclose(x.grad, expected) for x in xs)
+
+
+def test_ranks_inside_one_checkpoint_are_refused():
+    groups = in_process.groups(intra=2)
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"in_process\.checkpoint"):
+        mb.checkpoint(lambda x: in_process.on_ranks(groups, torch.sin, [x, x])[0], x, keep=0.5)
