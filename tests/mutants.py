@@ -63,6 +63,7 @@ NEAR = {
     "plugins/sparse/sight": "sight", "plugins/sparse/pairs": "sight",
     "plugins/sparse/loss": "indexer_loss", "plugins/sparse/units": "sparse indexer_loss",
     "plugins/sparse/megatron": "indexer_gradients", "megatron": "indexer_gradients",
+    "plugins/testing": "edges",
 }  # fmt: skip
 SECONDS = {"layout", "balanced", "tiles", "consensus", "operation", "sight"}  # quick tests
 
