@@ -72,9 +72,9 @@ def test_the_lm_head_gives_the_same_bits_every_time(how, mode):
 def test_a_plan_made_before_the_mode_was_set_is_refused(mode):
     """Its kernel was chosen when other bits every time were fine."""
     x = torch.randn(4, 1, 2, 8, requires_grad=True)
-    plan = in_process.prepare(x, x, x, groups=in_process.groups(intra=1))
+    plan = mb.prepare(x, x, x, groups=mb.Groups.single())
     mode(True)
-    in_process.attention(x, x, x, plan=plan)
+    mb.attention(x, x, x, plan=plan)
     unordered = plan.with_kernel(AtenKernel("aten_cudnn", CudaCudnn()))
     with pytest.raises(ValueError, match=r"^plan: kernel aten_cudnn is not deterministic.*prepare"):
-        in_process.attention(x, x, x, plan=unordered)
+        mb.attention(x, x, x, plan=unordered)

@@ -10,7 +10,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import megatron_burst as mb
 from megatron_burst.kernels import operators_cuda, torch_features
-from megatron_burst.plugins.testing import in_process
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +36,7 @@ def without(monkeypatch, part):
 
 def attention(keys=1):
     q, k = torch.zeros(4, 1, 2, 8), torch.zeros(4, 1, keys, 8)
-    in_process.attention(q, k, k, groups=in_process.groups(intra=1))
+    mb.attention(q, k, k, groups=mb.Groups.single())
 
 
 def head():

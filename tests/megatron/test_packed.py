@@ -25,7 +25,6 @@ from megatron_burst.megatron.data.cut import BatchCut, cut_for, cut_of_run
 from megatron_burst.megatron.data.packed import Packs, pack_of
 from megatron_burst.megatron.data.rope import packed_rope
 from megatron_burst.megatron.model_shape import layer_windows
-from megatron_burst.plugins.testing import in_process
 
 
 @pytest.fixture(params=["zigzag", "striped", "balanced"])
@@ -211,7 +210,7 @@ def test_batches_are_freed_with_what_is_known_of_them():
 
 
 def test_old_plans_are_dropped():
-    groups = in_process.groups(intra=1)
+    groups = mb.Groups.single()
     book = plan_book.PlanBook(groups=groups, startup="said")
     kind = plan_book.LayerKind(mb.BurstConfig(), True, None, None, (1, 1, 4, 4))
     tensors = dict.fromkeys("qkv", torch.zeros(300, 1, 1, 4))
