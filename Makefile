@@ -179,7 +179,7 @@ $(VENV)-recipes/.ready: pyproject.toml
 	@$(VENV)-recipes/bin/python -m $(PIP) -q "$(TORCH)"
 	@$(VENV)-recipes/bin/python -m $(PIP) -q --no-deps $(BARE) -e .
 	@$(VENV)-recipes/bin/python -m $(PIP) -q $(NEED) \
-	  numpy packaging einops psutil pyyaml rich greenlet matplotlib pytest hypothesis
+	  numpy packaging einops psutil pyyaml rich matplotlib pytest hypothesis
 	@touch $@
 
 # Of verl and Megatron-Bridge what their engine imports, again without what needs a GPU.
@@ -192,7 +192,7 @@ $(VENV)-verl/.ready: pyproject.toml
 	@$(VENV)-verl/bin/python -m $(PIP) -q "$(TORCH)"
 	@$(VENV)-verl/bin/python -m $(PIP) -q --no-deps $(VERL) -e .
 	@$(VENV)-verl/bin/python -m $(PIP) -q $(VERL_NEED) \
-	  numpy packaging einops psutil pyyaml rich greenlet pytest hypothesis
+	  numpy packaging einops psutil pyyaml rich pytest hypothesis
 	@touch $@
 
 # What Megatron-LM's unit tests import; Megatron-Core itself comes from the checkout.

@@ -22,6 +22,7 @@ from accuracy_emulated import emulated
 from report import markdown, progress, provenance
 
 import megatron_burst as mb
+from megatron_burst.plugins.testing import in_process
 
 NAMES = ("out", "dq", "dk", "dv")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -142,12 +143,14 @@ def ring(
 ) -> Tensors:
     """Our attention over `ranks` ranks in this process, two nodes where there are enough."""
     nodes = 2 if ranks > 2 else 1
-    groups = mb.Groups.in_process(inter=nodes, intra=ranks // nodes)
+    groups = in_process.groups(inter=nodes, intra=ranks // nodes)
     layout = mb.layout.make("zigzag", cp_size=ranks)
     shards = [
         [mb.shard(x, layout, rank).requires_grad_() for rank in range(ranks)] for x in (q, k, v)
     ]
-    outs = mb.attention(*shards, groups=groups, side=side, kernel="aten", grad_wire_dtype=wire)
+    outs = in_process.attention(
+        *shards, groups=groups, side=side, kernel="aten", grad_wire_dtype=wire
+    )
     torch.autograd.backward(outs, [mb.shard(dout, layout, rank) for rank in range(ranks)])
     parts = [[out.detach() for out in outs], *([t.grad for t in shard] for shard in shards)]
     return tuple(mb.unshard(part, layout) for part in parts)

@@ -24,6 +24,7 @@ from report import markdown, milliseconds, progress, provenance
 
 import megatron_burst as mb
 from megatron_burst.masks import Mask
+from megatron_burst.plugins.testing import in_process
 
 
 def main() -> int:
@@ -140,7 +141,7 @@ def exchanged(local_tokens: int, repeats: int) -> dict[str, list[float]]:
 
 def alone(size: int, per_node: int) -> mb.Groups:
     """Groups in which this process holds rank 0 only, and every rank answers as it does."""
-    groups = mb.Groups.in_process(inter=size // per_node, intra=per_node).ranks[0]
+    groups = in_process.groups(inter=size // per_node, intra=per_node).ranks[0]
 
     def gather(header: torch.Tensor) -> list[torch.Tensor]:
         return [header] * size

@@ -9,16 +9,16 @@ Shape letters: s local rows, b batch, h query heads, k key/value heads, d width,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from typing_extensions import Unpack
 
-from .comm.groups import Groups, InProcessGroups
+from .comm.groups import Groups
 from .execution.function import Attention, AttentionRun
 from .kernels.autograd import outside_graphs, refuse_transforms
 from .options import AttentionKeywords
-from .planning.plan import InProcessPlan, Plan, Shard
+from .planning.plan import Plan
 from .planning.prepare import prepare
 from .planning.validate import NeedsGrad
 from .recompute.checkpoint import current
@@ -29,24 +29,23 @@ if TYPE_CHECKING:
 
 @outside_graphs
 def attention(
-    q: Shard,
-    k: Shard,
-    v: Shard,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     *,
-    plan: Plan | InProcessPlan | None = None,
+    plan: Plan | None = None,
     sink: torch.Tensor | None = None,
     max_logits: torch.Tensor | None = None,
     label: object = None,
-    groups: Groups | InProcessGroups | None = None,
+    groups: Groups | None = None,
     needs_grad: NeedsGrad | None = None,
     rates: Rates | None = None,
     **options: Unpack[AttentionKeywords],
-) -> Shard:
+) -> torch.Tensor:
     """Exact attention over a sequence that is split over ranks.
 
     q [s, b, h, d]; k [s, b, k, d]; v [s, b, k, w]: this rank's shard, s rows of the positions
-    that `layout` gives it; k divides h. Returns out [s, b, h, w] in the dtype of q. With
-    `Groups.in_process` q, k, v are lists, one tensor per rank, and so is the result.
+    that `layout` gives it; k divides h. Returns out [s, b, h, w] in the dtype of q.
 
     sink: [h], a learnable logit per head in every softmax (zeros: "off by one" softmax); its
     gradient is that of this rank's rows. max_logits: [h], raised in place to the largest score of
@@ -77,25 +76,17 @@ def attention(
         given = sorted(name for name, value in keywords.items() if value is not None)
         if given:
             raise ValueError(f"plan: give a plan or its keywords, not both; got {given}")
-    plans: Any = [plan]
-    shards: list[Any] = [(q, k, v)]
-    if isinstance(plan, InProcessPlan):
-        plans = plan.ranks
-        shards = [tuple(shard.values()) for shard in plan.groups.per_rank(q=q, k=k, v=v)]
-    elif not isinstance(plan, Plan):
+    if not isinstance(plan, Plan):
         raise ValueError(f"plan must be made by mb.prepare, got {plan!r:.100}")
-    for one, shard in zip(plans, shards, strict=True):
-        one.groups.check()
-        one.check(*shard, sink, max_logits)
-    kept = plans[0].keeps(frame, label)  # before the call counts: it may be refused
+    plan.groups.check()
+    plan.check(q, k, v, sink, max_logits)
+    kept = plan.keeps(frame, label)  # before the call counts: it may be refused
     call = AttentionRun(
         operation="mb.attention",
         groups=plan.groups,
-        jobs=[one.job for one in plans],
-        tags=[one.groups.calls.forward(one.identity, label, sink is not None) for one in plans],
+        job=plan.job,
+        tag=plan.groups.calls.forward(plan.identity, label, sink is not None),
         kept=kept,
         max_logits=max_logits,
     )
-    outs: Any = Attention.apply(call, sink, *(t for shard in shards for t in shard))
-    result: Any = outs[0] if isinstance(q, torch.Tensor) else list(outs)
-    return result
+    return Attention.apply(call, sink, q, k, v)  # pyright: ignore[reportReturnType]

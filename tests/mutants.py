@@ -63,6 +63,7 @@ NEAR = {
     "plugins/sparse/sight": "sight", "plugins/sparse/pairs": "sight",
     "plugins/sparse/loss": "indexer_loss", "plugins/sparse/units": "sparse indexer_loss",
     "plugins/sparse/megatron": "indexer_gradients", "megatron": "indexer_gradients",
+    "plugins/testing": "edges",
 }  # fmt: skip
 SECONDS = {"layout", "balanced", "tiles", "consensus", "operation", "sight"}  # quick tests
 
@@ -496,7 +497,7 @@ MUTANTS = [
     Mutant("schedule/cost.py",
            "for rank in topology.ulysses_group(member)]", "for rank in [member]]",
            "ranks that share heads are counted with a part of their rows"),
-    Mutant("comm/local.py", "        self.mailboxes.clear()", "        pass",
+    Mutant("plugins/testing/local.py", "        self.mailboxes.clear()", "        pass",
            "a failed call's messages stay"),
     Mutant("comm/transport.py",
            "t.nbytes", "t.numel()", "elements pass for bytes"),

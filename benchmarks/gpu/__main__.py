@@ -16,7 +16,7 @@ from .supervise import Budget
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("tests", "attention", "ring", "lm_head", "store")
 MORE = ("blocks",)  # only when asked for
-NEEDED = ("torch", "numpy", "rich", "greenlet", "matplotlib", "pytest", "hypothesis")
+NEEDED = ("torch", "numpy", "rich", "matplotlib", "pytest", "hypothesis")
 
 
 def main() -> int:

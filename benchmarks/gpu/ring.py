@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-import megatron_burst as mb
 from megatron_burst.kernels.registry import KERNELS
+from megatron_burst.plugins.testing import in_process
 
 from .clock import Clock, forget
 from .sizes import Sizes
@@ -59,7 +59,7 @@ class Ring:
         self, grid: tuple[int, int], tokens: int, heads: tuple[int, int], width: int, clock: Clock
     ):
         nodes, per_node = grid
-        self.groups = mb.Groups.in_process(inter=nodes, intra=per_node)
+        self.groups = in_process.groups(inter=nodes, intra=per_node)
         self.clock = clock
         torch.manual_seed(0)
         self.shards = [
@@ -78,7 +78,7 @@ class Ring:
         and wall seconds of "prepare" and a first round, which makes what is made only once."""
         q, k, v, douts = self.shards
         begun = time.perf_counter()
-        plan = mb.prepare(q, k, v, groups=self.groups, side=side, kernel=kernel)
+        plan = in_process.prepare(q, k, v, groups=self.groups, side=side, kernel=kernel)
         calls = Meter(plan.kernel, self.clock)
         operator = None
         if hasattr(plan.kernel, "operator"):
@@ -92,7 +92,7 @@ class Ring:
                 self.clock.finish()
                 begin = self.clock.mark()
                 if name == "forward":
-                    outs = mb.attention(q, k, v, plan=plan)
+                    outs = in_process.attention(q, k, v, plan=plan)
                 else:
                     torch.autograd.backward(outs, douts)
                 end = self.clock.mark()

@@ -53,7 +53,7 @@ def _run(stack: Stack, mode: str, clock: Clock) -> tuple[Run, int]:
         for n in (h, k)
     )
     plan = mb.prepare(
-        q, keys, keys, groups=mb.Groups.in_process(intra=1), layout="striped",
+        q, keys, keys, groups=mb.Groups.single(), layout="striped",
         needs_grad=(True, True, True), store=kept(mode) or None,
     )  # fmt: skip
     kind = {"device": clock.device, "dtype": torch.bfloat16}

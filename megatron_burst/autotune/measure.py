@@ -14,14 +14,13 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 
 from ..comm.consensus import Facts, agree
-from ..comm.groups import Groups, InProcessGroups
+from ..comm.groups import Groups
 from ..comm.transport import Channel, Endpoint, Pending, Receive, Send
 from ..kernels import registry
 from ..kernels.base import Kernel, Rows, Scoring
@@ -61,7 +60,7 @@ class LocalCalls(NamedTuple):
 
 
 def measure_rates(
-    groups: Groups | InProcessGroups,
+    groups: Groups,
     *,
     like: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     kernel: str = "auto",
@@ -75,9 +74,6 @@ def measure_rates(
     `prepare(algorithm="auto")` uses what was measured last. Raises the same ValueError on every
     rank.
     """
-    if isinstance(groups, InProcessGroups):
-        measure = partial(measure_rates, like=like, kernel=kernel, mask=mask)
-        return groups.run(measure, groups.ranks)[0]
     if not isinstance(groups, Groups):
         raise ValueError(f"groups: make them with mb.Groups, got {groups!r:.100}")
     local: Kernel | None = None
@@ -114,9 +110,8 @@ def _like(like: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def links(groups: Groups, device: torch.device) -> Rates:
-    """Rates without `compute`, of messages of this kind of device; kept for `groups`. Ranks in one
-    process have no links."""
-    if groups.size == 1 or groups.backend == "in_process":
+    """Rates without `compute`, of messages of this kind of device; kept for `groups`."""
+    if groups.size == 1:
         groups.cache["rates"] = rates = Rates(math.inf, math.inf)
         return rates
     groups.connect([FLAT, ULYSSES], device)
@@ -312,10 +307,8 @@ def kernel_speed(
     key = kernel.name, scoring.softcap, q.dtype, q.shape[2:], k.shape[2:], v.shape[3], q.device.type
     speeds: dict[Any, tuple[float, float]] = groups.cache.setdefault("speeds", {})
     if key not in speeds:
-        shared = groups.backend == "in_process"  # one device: its first rank measures for all
-        own = (0.0, 0.0) if shared and groups.rank else _speed(kernel, scoring, q, k, v)
+        own = _speed(kernel, scoring, q, k, v)
         of_ranks = groups.gather(torch.tensor(own, dtype=torch.float64))
-        of_ranks = of_ranks[:1] if shared else of_ranks
         speed, launch = (median(each[i].item() for each in of_ranks) for i in range(2))
         speeds[key] = speed, launch
     return speeds[key]

@@ -42,7 +42,7 @@ def commands() -> dict[str, Command]:
 
 
 # What the package imports, torch first: its name on a package index is the same.
-REQUIRED = ("torch", "numpy", "rich", "greenlet", "typing_extensions", "tomli")
+REQUIRED = ("torch", "numpy", "rich", "typing_extensions", "tomli")
 
 
 class _Parser(argparse.ArgumentParser):

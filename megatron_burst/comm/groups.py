@@ -16,8 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -38,10 +37,6 @@ from .process_groups import (
 from .recent import Recent
 from .transport import Channel, Counters, Endpoint, ProcessEndpoint
 
-if TYPE_CHECKING:
-    from .local import RankSwitch
-
-T = TypeVar("T")
 INNER = __name__.partition(".")[0] + ".", "torch."  # modules that stand between a call and us
 CALLS = "calls so far"  # the name of the fact that ranks compare
 
@@ -121,29 +116,13 @@ def _plain(label: object) -> bool:
     return label is None or isinstance(label, (str, int))
 
 
-class RanksHere:
-    """Ranks of a grid that live in this process: one, or with `Groups.in_process` all.
-
-    `ranks`: their `Groups`; together: are tensors given as lists, one per rank? Process groups, and
-    mailboxes that ranks share, have no copies.
-    """
-
-    together: bool
-
-    def __deepcopy__(self, memo: object) -> Any:
-        raise TypeError("mb.Groups holds process groups and cannot be copied or pickled")
-
-    def __reduce__(self):
-        raise TypeError("mb.Groups holds process groups and cannot be copied or pickled")
-
-
 def check_groups(groups: object) -> None:
     """Raise ValueError unless these were made by `mb.Groups`."""
-    if not isinstance(groups, RanksHere):
+    if not isinstance(groups, Groups):
         raise ValueError(f"groups: make them with mb.Groups, got {groups!r:.100}")
 
 
-class Groups(RanksHere):
+class Groups:
     """The context-parallel ranks as nodes x ranks per node, with the process groups of their rings.
 
     Make it once, on every rank and before the first attention, usually by `by_host`,
@@ -164,15 +143,20 @@ class Groups(RanksHere):
     topology: Topology
     rank: int
     backend: str
-    devices: tuple[str, ...]  # whose tensors `backend` moves; none if ranks share a process
+    devices: tuple[str, ...]  # whose tensors `backend` moves; empty without process groups
     ring: Endpoint  # its rank is the index in the ring
     ulysses: Endpoint  # its rank is the index among those that share heads
     grid: Endpoint  # its rank is this rank
     ulysses_links: tuple[str, ...]  # link class to each of these
     cache: dict[str, Any]  # filled by planning; nothing here reads it
     calls: Calls
-    together = False
     _failure: str | None = None
+
+    def __deepcopy__(self, memo: object) -> Any:
+        raise TypeError("mb.Groups holds process groups and cannot be copied or pickled")
+
+    def __reduce__(self):
+        raise TypeError("mb.Groups holds process groups and cannot be copied or pickled")
 
     def __init__(
         self,
@@ -231,23 +215,12 @@ class Groups(RanksHere):
         return cls.from_topology(group, intra=ranks_per_host(process_group(group)), **options)
 
     @classmethod
-    def in_process(
-        cls, *, inter: int = 1, intra: int, ulysses: int = 1, placement: str = "head_first"
-    ) -> InProcessGroups:
-        """`inter` nodes of `intra` ranks, all in this process, without torch.distributed.
-
-        For tests, and to check the numerics of a large grid on one device; one call at a time.
-        `ulysses`, `placement`: as in `Groups`.
-        """
-        return InProcessGroups(Topology.of_nodes(inter, intra, ulysses, placement))
-
-    @classmethod
     def single(cls) -> Groups:
         """A grid of one rank, this process, without torch.distributed.
 
         Attention, the LM head and linear attention then run on one device; nothing is sent.
         """
-        return InProcessGroups(Topology.of_nodes(1, 1, 1, "head_first")).ranks[0]
+        return _SingleRank()
 
     @property
     def size(self) -> int:
@@ -258,19 +231,6 @@ class Groups(RanksHere):
     def counters(self) -> Counters:
         """Bytes sent by this rank."""
         return self.ring.counters
-
-    @property
-    def ranks(self) -> tuple[Groups, ...]:
-        """This rank alone."""
-        return (self,)
-
-    def per_rank(self, **named: Any) -> list[dict[str, Any]]:
-        """What `named` has of each rank of this process: as it is, of this one."""
-        return [named]
-
-    def run(self, function: Callable[..., T], *of_each: Sequence[Any]) -> list[T]:
-        """The result of `function` on this rank; of_each: its arguments, each in a list."""
-        return [function(*given) for given in zip(*of_each, strict=True)]
 
     def gather(self, header: torch.Tensor) -> list[torch.Tensor]:
         """The headers (CPU tensors, same shape and dtype everywhere) of all ranks, in order; this
@@ -384,106 +344,17 @@ class Groups(RanksHere):
         self.ulysses_links = tuple(topology.link(me, other) for other in sharing)
 
 
-class _LocalRank(Groups):
-    """One rank of `InProcessGroups`, as its attention calls see it."""
+class _SingleRank(Groups):
+    """A grid of one rank, without process groups."""
 
-    def __init__(self, topology: Topology, rank: int, switch: RankSwitch):
-        self.topology, self.rank, self._switch = topology, rank, switch
-        self.backend, self.cache, self.calls = "in_process", {}, Calls()
-        self.devices = ()
-        from .local import LocalEndpoint  # with greenlet, which ranks of their own do without
-
+    def __init__(self) -> None:
+        self.topology, self.rank = Topology.of_nodes(1, 1, 1, "head_first"), 0
+        self.backend, self.devices, self.cache, self.calls = "none", (), {}, Calls()
         counters = Counters()
-        self._place(lambda members: LocalEndpoint(members.index(rank), members, switch, counters))
-
-    def gather(self, header: torch.Tensor) -> list[torch.Tensor]:
-        return self._switch.all_gather(self.rank, self.size, header)
+        self._place(lambda members: ProcessEndpoint(0, members, {}, counters))
 
     def connect(self, channels: Iterable[Channel], device: torch.device) -> None:
-        pass  # mailboxes need no making
-
-    def expect(self, message: int) -> None:
-        pass  # nothing is received into a buffer
-
-    @contextmanager
-    def running(self, device: str = "cpu") -> Iterator[None]:
-        with torch.autocast(device, enabled=False):
-            yield  # what a failed call leaves is thrown away
+        """Do nothing: no message is sent."""
 
     def check(self) -> None:
-        pass
-
-
-class InProcessGroups(RanksHere):
-    """All ranks of a grid in this process, made by `Groups.in_process`; `ranks` are `Groups`."""
-
-    together = True
-
-    def __init__(self, topology: Topology):
-        from .local import RankSwitch
-
-        self.topology, self._switch = topology, RankSwitch()
-        self.backend, self.devices, self.communicators = "in_process", (), ""
-        self.ranks = tuple(
-            _LocalRank(topology, rank, self._switch) for rank in range(topology.size)
-        )
-
-    @property
-    def size(self) -> int:
-        return self.topology.size
-
-    @property
-    def counters(self) -> Counters:
-        """Those of the first rank; every rank has its own."""
-        return self.ranks[0].counters
-
-    @property
-    def cache(self) -> dict[str, Any]:
-        """That of the first rank; every rank has its own."""
-        return self.ranks[0].cache
-
-    def compare_calls(self) -> None:
-        """As `Groups.compare_calls`, of all ranks."""
-        self.run(Groups.compare_calls, self.ranks)
-
-    def per_rank(self, **named: Any) -> list[dict[str, Any]]:
-        """What `named` has of each rank, from a list of each; None is None for all. Raises
-        ValueError for another number of them."""
-        lists = {}
-        for name, given in named.items():
-            listed = isinstance(given, (list, tuple))
-            each = [None] * self.size if given is None else list(given) if listed else [given]
-            if len(each) != self.size:
-                one = f"tensor {[*given.shape]}" if isinstance(given, torch.Tensor) else repr(given)
-                got = f"{len(each)} in a list" if listed else f"{one:.60}"
-                raise ValueError(
-                    f"{name}: groups hold {self.size} ranks in this process; give a list with a "
-                    f"tensor of each, got {got}"
-                )
-            lists[name] = each
-        return [{name: each[rank] for name, each in lists.items()} for rank in range(self.size)]
-
-    @contextmanager
-    def running(self, device: str = "cpu") -> Iterator[None]:
-        """As `Groups.running`, of all ranks; what a failed call leaves is thrown away."""
-        with torch.autocast(device, enabled=False):
-            yield
-
-    def run(self, function: Callable[..., T], *of_each: Sequence[Any]) -> list[T]:
-        """The results of `function` on all ranks at once; of_each: its arguments, one per rank."""
-        arguments = zip(*of_each, strict=True)
-        return self._switch.run([partial(function, *given) for given in arguments])
-
-
-@dataclass(frozen=True)
-class PlansOfRanks:
-    """`ranks`, the plan of each rank of a process. What all of them share is an attribute here too,
-    such as `describe()`."""
-
-    groups: InProcessGroups
-    ranks: Sequence[Any]
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "ranks" or name.startswith("__"):  # asked for by copies that are not filled yet
-            raise AttributeError(name)
-        return getattr(self.ranks[0], name)
+        """Do nothing: there are no process groups and no other ranks."""

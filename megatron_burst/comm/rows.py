@@ -20,7 +20,7 @@ import torch
 from ..layout.routes import Route
 from ..layout.sharding import to_device
 from . import packing
-from .groups import Groups, InProcessGroups
+from .groups import Groups
 from .packing import CallTag, Envelope, Shapes
 from .transport import Channel, Send, Tensors, exchanged
 
@@ -48,34 +48,26 @@ def paths(route: Route | Paths, device: torch.device) -> Paths:
 
 
 def exchange_rows(
-    tensors: Any,
-    route: Any,
-    groups: Groups | InProcessGroups,
+    tensors: Sequence[torch.Tensor],
+    route: Route | Paths,
+    groups: Groups,
     identity: int = 0,
     label: object = None,
-) -> Any:
+) -> tuple[torch.Tensor, ...]:
     """Several tensors whose rows, along dimension 0, go where `route` says: one message per rank.
 
     tensors: this rank's, [s, ...] each, of any dtypes; route: this rank's (`paths` on the device of
-    the tensors save a copy per call). Returns as many, [r, ...] each, zero where nobody sends. With
-    `Groups.in_process` tensors and route are lists, one entry per rank, and so is the result.
+    the tensors save a copy per call). Returns as many, [r, ...] each, zero where nobody sends.
     identity: a digest of what the ranks agreed on; label: as of `mb.attention`. Collective over the
     grid, as its backward is. The caller has made the channel, `groups.connect([GRID], device)`, and
     said how long a message may be, `groups.expect`.
 
     Differentiable, any number of times. RuntimeError if a rank died or is out of step.
     """
-    routes, shards = (route, tensors) if groups.together else ([route], [tensors])
-    jobs = []
-    for rank, one, shard in zip(groups.ranks, routes, shards, strict=True):
-        rank.check()
-        moves = paths(one, shard[0].device)
-        jobs.append(_Job(rank, moves, rank.calls.forward(identity, label, False)))
-    flat = _Rows.apply(jobs, groups, *(t for shard in shards for t in shard))
-    assert flat is not None
-    count = len(shards[0])
-    results = [tuple(flat[i : i + count]) for i in range(0, len(flat), count)]
-    return results if groups.together else results[0]
+    groups.check()
+    moves = paths(route, tensors[0].device)
+    job = _Job(groups, moves, groups.calls.forward(identity, label, False))
+    return _Rows.apply(job, *tensors)  # pyright: ignore[reportReturnType]
 
 
 def over_grid(
@@ -117,26 +109,19 @@ class _Job:
 
 
 class _Rows(torch.autograd.Function):
-    """flat: the tensors of every rank of this process, one rank after the other."""
+    """The exchange of a job; its backward is the exchange of the turned job."""
 
     @staticmethod
-    def forward(
-        ctx: Any, jobs: list[_Job], groups: Groups | InProcessGroups, *flat: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        count = len(flat) // len(jobs)
-        each = [flat[i : i + count] for i in range(0, len(flat), count)]
-        ctx.jobs = [job.turned(len(own[0])) for job, own in zip(jobs, each, strict=True)]
-        ctx.groups = groups
-        with groups.running():
-            results = groups.run(_move, jobs, each)
-        return tuple(t for result in results for t in result)
+    def forward(ctx: Any, job: _Job, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.job = job.turned(len(tensors[0]))
+        with job.groups.running():
+            return tuple(_move(job, tensors))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        for job in ctx.jobs:
-            job.groups.check()
-            job.groups.calls.backward(job.call)
-        return None, None, *_Rows.apply(ctx.jobs, ctx.groups, *gradients)  # pyright: ignore
+        ctx.job.groups.check()
+        ctx.job.groups.calls.backward(ctx.job.call)
+        return None, *_Rows.apply(ctx.job, *gradients)  # pyright: ignore
 
 
 def _move(job: _Job, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

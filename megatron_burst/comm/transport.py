@@ -3,7 +3,7 @@
 
 `Endpoint` is one rank's end of a transport: here that of torch.distributed, on a process group for
 each ring, kind of traffic (activations and gradients on one communicator give wrong results,
-BurstEngine section 3.1) and type of device; `local` has one for ranks that share a process.
+BurstEngine section 3.1) and type of device. The plugin `testing` has one for ranks in one process.
 Decides what an exchange is and what its failure says.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention as one autograd function: of one rank, or of all ranks that share a process.
+"""Attention of one rank as one autograd function.
 
 Decides what is saved for backward, and where results that a checkpoint keeps come from and go to.
 `forward` and `backward` are one rank's part as plain functions of tensors: exchange heads, run the
@@ -10,13 +10,12 @@ Shape letters: s local rows, b batch, h query heads, k key/value heads, d width,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from ..comm.groups import Groups, InProcessGroups
+from ..comm.groups import Groups
 from ..comm.packing import CallTag
 from ..kernels.autograd import first_order_only
 from ..kernels.base import Rows
@@ -160,85 +159,60 @@ class KeptResults:
 
 @dataclass(frozen=True)
 class AttentionRun:
-    """A call of attention on the ranks of this process, mostly one.
+    """A call of attention on this rank.
 
-    operation: public name, for errors. jobs, tags: of each rank. kept: where a checkpoint keeps
-    results, or None. recompute_jobs: run if `kept` has results; None if they are `jobs`. A kernel
-    that depends on the rows of queries differs there. max_logits [h]: raised in place, or None.
-    return_lse: return also lse of each rank, without a gradient.
+    operation: public name, for errors. kept: where a checkpoint keeps results, or None.
+    recompute_job: runs if `kept` has results; None for `job`. A kernel that depends on the rows of
+    queries differs there. max_logits [h]: raised in place, or None. return_lse: return also lse,
+    without a gradient.
     """
 
     operation: str
-    groups: Groups | InProcessGroups
-    jobs: Sequence[Job]
-    tags: Sequence[CallTag]
+    groups: Groups
+    job: Job
+    tag: CallTag
     kept: KeptResults | None
-    recompute_jobs: Sequence[Job] | None = None
+    recompute_job: Job | None = None
     max_logits: torch.Tensor | None = None
     return_lse: bool = False
 
 
 class Attention(torch.autograd.Function):
-    """Attention of the ranks of this process: the backward of one rank waits for the others.
+    """Attention of this rank: its backward waits for the other ranks.
 
-    sink [h] or None; shards: q, k, v of the first rank, then of the second, and so on. Returns out
-    of each rank, then with `return_lse` lse of each rank.
+    sink [h] or None; shard: q, k, v. Returns out, with `return_lse` (out, lse).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, call: AttentionRun, sink: torch.Tensor | None, *shards: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        tensors, count, groups = [t.contiguous() for t in shards], len(call.jobs), call.groups
-        qkv = [tuple(tensors[i : i + 3]) for i in range(0, len(tensors), 3)]
+        ctx: Any, call: AttentionRun, sink: torch.Tensor | None, *shard: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        qkv = tuple(t.contiguous() for t in shard)
         stored = None if call.kept is None else call.kept.found()
-        jobs = call.jobs if stored is None else call.recompute_jobs or call.jobs
-        stored_by_rank = [stored and stored[i : i + 2] for i in range(0, 2 * count, 2)]
-        arguments = (
-            jobs, call.tags, qkv, [sink] * count, stored_by_rank, [call.max_logits] * count,
-        )  # fmt: skip
-        with groups.running(tensors[0].device.type):
-            if groups.together:
-                results = groups.run(forward, *arguments)
-            else:  # without `Groups.run`: `test_corridor` limits the functions on this path
-                results = [*map(forward, *arguments)]
-        outs, saved = zip(*results, strict=True)
+        job = call.job if stored is None else call.recompute_job or call.job
+        with call.groups.running(qkv[0].device.type):
+            out, saved = forward(job, call.tag, qkv, sink, stored, call.max_logits)
         if call.kept is not None and stored is None:
-            pairs = zip(jobs, saved, strict=True)
-            call.kept.leave(tuple(t for job, each in pairs for t in rows_to_keep(job, each)))
-        ctx.operation, ctx.jobs, ctx.groups, ctx.tags = call.operation, call.jobs, groups, call.tags
-        ctx.dtype, ctx.lengths = tensors[0].dtype, [len(each) for each in saved]
-        ctx.save_for_backward(sink, *(t for each in saved for t in each))
+            call.kept.leave(rows_to_keep(job, saved))
+        ctx.operation, ctx.job, ctx.groups = call.operation, call.job, call.groups
+        ctx.tag, ctx.dtype = call.tag, qkv[0].dtype
+        ctx.save_for_backward(sink, *saved)
         if not call.return_lse:
-            return outs
-        lses = [each[4] for each in saved]
-        ctx.mark_non_differentiable(*lses)
-        return *outs, *lses
+            return out
+        ctx.mark_non_differentiable(saved[4])
+        return out, saved[4]
 
     @staticmethod
     @first_order_only()
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        count = len(ctx.jobs)
-        douts = gradients[:count]  # none of lse
-        sink, *flat = ctx.saved_tensors
-        for rank, tag in zip(ctx.groups.ranks, ctx.tags, strict=True):
-            rank.check()
-            rank.calls.backward(tag)
-        rest = iter(flat)
-        saved = [tuple(next(rest) for _ in range(length)) for length in ctx.lengths]
-        arguments = ctx.jobs, ctx.tags, douts, saved, [sink] * count
-        with ctx.groups.running(douts[0].device.type):
-            if ctx.groups.together:  # as in forward
-                results = ctx.groups.run(backward, *arguments)
-            else:
-                results = [*map(backward, *arguments)]
+    def backward(ctx: Any, dout: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        sink, *saved = ctx.saved_tensors
+        ctx.groups.check()
+        ctx.groups.calls.backward(ctx.tag)
+        with ctx.groups.running(dout.device.type):
+            *grads, dsink = backward(ctx.job, ctx.tag, dout, tuple(saved), sink)
         _, sink_needed, *needed = ctx.needs_input_grad
-        dsink = None
-        if sink is not None and sink_needed:
-            parts: list[Any] = [result[3] for result in results]
-            total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
-            dsink = total.to(sink.dtype)
-        grads = [grad for result in results for grad in result[:3]]
+        if dsink is not None:
+            dsink = dsink.to(sink.dtype) if sink_needed else None
         for i, grad in enumerate(grads):
             grads[i] = None if grad is None or not needed[i] else grad.to(ctx.dtype)
         return None, dsink, *grads

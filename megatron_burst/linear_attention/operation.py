@@ -12,20 +12,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..comm.groups import Groups, InProcessGroups, check_groups
+from ..comm.groups import Groups, check_groups
+from ..comm.operation import prepared
 from ..kernels.autograd import outside_graphs, refuse_transforms
 from .kernels import registry
 from .kernels.base import LinearInputs, Maps
-from .plan import (
-    InProcessLinearPlan,
-    LinearAttentionOperation,
-    LinearPlan,
-    plan_ranks,
-    shared,
-)
+from .plan import LinearAttentionOperation, LinearPlan
 from .request import Options, check_final, default, spread
 from .scan import following
-from .state_scan import check_alone, scanned, spread_initial
+from .state_scan import check_alone, scanned
 
 
 @outside_graphs
@@ -43,11 +38,11 @@ def linear_attention(
     scale: float | None = None,
     algorithm: str | None = None,
     kernel: str | None = None,
-    groups: Groups | InProcessGroups | None = None,
+    groups: Groups | None = None,
     layout: Any = None,
     tree: Any = None,
     rates: Any = None,
-    plan: LinearPlan | InProcessLinearPlan | None = None,
+    plan: LinearPlan | None = None,
     label: object = None,
 ) -> Any:
     """Causal linear attention over a sequence that is split over ranks.
@@ -62,8 +57,7 @@ def linear_attention(
     ones, which make states grow, are warned of on the CPU. beta [s, b, h] or None. Returns out
     [s, b, h, w] in the dtype of v; with return_final_state also the states after all documents,
     [documents, b, h, d, w], the same on all ranks. initial_state: those before them, as many,
-    the same on all ranks; zero if None. With `Groups.in_process` q, k, v, decay and beta are
-    lists, one tensor per rank, and so are out and the final states.
+    the same on all ranks; zero if None.
 
     form: "auto" (the default: what decay and beta say), "linear", "scalar_decay", "vector_decay",
     "delta_rule", "gated_delta_rule" or "kda". scale: default d ** -0.5. cu_seqlens: cumulative
@@ -87,61 +81,41 @@ def linear_attention(
     given = {"groups": groups, "layout": layout, "form": form, "cu_seqlens": cu_seqlens,
              "tree": tree, "scale": scale, "algorithm": algorithm, "kernel": kernel,
              "rates": rates}  # fmt: skip
-    home = groups if plan is None else getattr(plan, "groups", None)
-    named = {"q": q, "k": k, "v": v, "decay": shared(home, decay), "beta": beta}
+    tensors = {"q": q, "k": k, "v": v, "decay": decay, "beta": beta}
     if plan is None:
         options = Options.of(layout, cu_seqlens, algorithm, rates, tree)
         check_groups(groups)
         assert groups is not None
-        every = groups.per_rank(**named, initial_state=spread_initial(groups, initial_state))
-        operations = [
-            LinearAttentionOperation(
-                groups=rank, options=options, label=label, tensors=tensors,
-                form=default(form, "auto"), kernel=default(kernel, "auto"), scale=scale,
-                return_final_state=return_final_state,
-            )
-            for rank, tensors in zip(groups.ranks, every, strict=True)
-        ]  # fmt: skip
-        plan = plan_ranks(groups, operations)
-        assert plan is not None
-        shards = plan.groups.per_rank(**named)
+        operation = LinearAttentionOperation(
+            groups=groups, options=options, label=label,
+            tensors=tensors | {"initial_state": initial_state}, form=default(form, "auto"),
+            kernel=default(kernel, "auto"), scale=scale, return_final_state=return_final_state,
+        )  # fmt: skip
+        plan = prepared(operation)
     else:
         check_alone(plan, given)
         check_final(return_final_state)
-        shards = plan.groups.per_rank(**named)
-        for one, shard in zip(plan.ranks, shards, strict=True):
-            if one.local is None:
-                raise ValueError("plan: made for mb.state_scan or mb.short_convolution alone")
-            one.check(shard)
-    outs, finals = _run(plan, shards, initial_state, return_final_state, label)
-    if not plan.groups.together:
-        outs, finals = outs[0], finals and finals[0]
-    return (outs, finals) if return_final_state else outs
+        if plan.local is None:
+            raise ValueError("plan: made for mb.state_scan or mb.short_convolution alone")
+        plan.check(tensors)
+    out, final = _run(plan, tensors, initial_state, return_final_state, label)
+    return (out, final) if return_final_state else out
 
 
 def _run(
-    plan: LinearPlan | InProcessLinearPlan,
-    shards: list[dict[str, Any]],
-    initial: Any,
-    final: bool,
-    label: object,
+    plan: LinearPlan, tensors: dict[str, Any], initial: Any, final: bool, label: object
 ) -> tuple[Any, Any]:
-    """Outputs, and final states or None, of each rank of this process."""
-    runs = []
-    for one, given in zip(plan.ranks, shards, strict=True):
-        local = one.local
-        assert local is not None
-        inputs = LinearInputs(
-            given["q"], given["k"], given["v"], spread(given["decay"], given["v"]), given["beta"],
-            local.scale,
-        )  # fmt: skip
-        runs.append(registry.run(local.form, local.kernel, inputs, one.cut(final)))
-    maps: list[Maps] = [run.maps for run in runs]
+    """Return the output, and the final states or None."""
+    local = plan.local
+    assert local is not None
+    inputs = LinearInputs(
+        tensors["q"], tensors["k"], tensors["v"], spread(tensors["decay"], tensors["v"]),
+        tensors["beta"], local.scale,
+    )  # fmt: skip
+    run = registry.run(local.form, local.kernel, inputs, plan.cut(final))
+    maps: Maps = run.maps
     # In backward every rank takes part in the scan, and before its inputs get their gradients: also
     # one whose pieces all end documents, so that none of its maps is anything but a constant.
-    states = [
-        (each.transition, following(each.increment, *(t for t in given.values() if t is not None)))
-        for each, given in zip(maps, shards, strict=True)
-    ]
-    entering, finals = scanned(plan, states, initial, final, label)
-    return [run.outputs(state) for run, state in zip(runs, entering, strict=True)], finals
+    increment = following(maps.increment, *(t for t in tensors.values() if t is not None))
+    entering, finals = scanned(plan, maps.transition, increment, initial, final, label)
+    return run.outputs(entering), finals

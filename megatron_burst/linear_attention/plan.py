@@ -7,7 +7,6 @@ Resolves algorithm "auto". What is refused is `request`'s.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,13 +15,7 @@ import torch
 
 from ..comm import packing
 from ..comm.consensus import Facts, identity
-from ..comm.groups import (
-    Groups,
-    InProcessGroups,
-    PlansOfRanks,
-    check_groups,
-    check_label,
-)
+from ..comm.groups import Groups, check_groups, check_label
 from ..comm.operation import Operation, prepared
 from ..comm.packing import CallTag
 from ..comm.rows import GRID
@@ -87,11 +80,6 @@ class LinearPlan:
     job: ScanJob | None
     facts: Facts
     identity: int
-
-    @property
-    def ranks(self) -> tuple[LinearPlan, ...]:
-        """This plan alone: as of ranks that share a process."""
-        return (self,)
 
     @property
     def layout(self) -> Layout:
@@ -200,11 +188,6 @@ class LinearPlan:
         return calls.forward(self.identity, (label, *map(int, choices)), False)
 
 
-class InProcessLinearPlan(PlansOfRanks):
-    """What `prepare_linear` makes with `Groups.in_process`: `ranks`, the plan of each, and as
-    attributes what all of them share, such as `algorithm`."""
-
-
 def prepare_linear(
     q: Any,
     k: Any,
@@ -217,7 +200,7 @@ def prepare_linear(
     scale: float | None = None,
     algorithm: str | None = None,
     kernel: str | None = None,
-    groups: Groups | InProcessGroups | None,
+    groups: Groups | None,
     layout: Any = None,
     tree: Any = None,
     rates: Any = None,
@@ -225,10 +208,10 @@ def prepare_linear(
     """Check the arguments of `linear_attention`, on all ranks alike, and resolve every "auto".
 
     The plan serves `mb.linear_attention` on tensors like these, and on the same rows, documents and
-    layout `mb.short_convolution` and, with states of the same shapes, `mb.state_scan`. With
-    `Groups.in_process` it is that of all ranks. Collective: every rank of `groups` must call it
-    (one all-gather of 1.3 KB per rank on the host; the first makes a process group of all ranks).
-    Make one per micro-batch and use it in every layer of the same shapes.
+    layout `mb.short_convolution` and, with states of the same shapes, `mb.state_scan`. Collective:
+    every rank of `groups` must call it (one all-gather of 1.3 KB per rank on the host; the first
+    makes a process group of all ranks). Make one per micro-batch and use it in every layer of the
+    same shapes.
 
     q, k, v, decay, beta: as `linear_attention` takes them; only shapes, dtypes, device and
     `requires_grad` are read. form, cu_seqlens, scale, algorithm, kernel, layout, tree, rates: as
@@ -238,30 +221,12 @@ def prepare_linear(
     check_groups(groups)
     assert groups is not None
     options = Options.of(layout, cu_seqlens, algorithm, rates, tree)
-    shards = groups.per_rank(q=q, k=k, v=v, decay=shared(groups, decay), beta=beta)
-    operations = [
-        LinearAttentionOperation(
-            groups=rank, options=options, tensors=tensors, form=default(form, "auto"),
-            kernel=default(kernel, "auto"), scale=scale,
-        )
-        for rank, tensors in zip(groups.ranks, shards, strict=True)
-    ]  # fmt: skip
-    return plan_ranks(groups, operations)
-
-
-def plan_ranks(groups: Groups | InProcessGroups, operations: Sequence[ChainOperation]) -> Any:
-    """Return the plan of the ranks of this process, a LinearPlan or an InProcessLinearPlan.
-
-    operations: of each rank.
-    """
-    plans = groups.run(prepared, operations)
-    return InProcessLinearPlan(groups, plans) if isinstance(groups, InProcessGroups) else plans[0]
-
-
-def shared(groups: Any, decay: Any) -> Any:
-    """The decay of each rank in this process, where one [h] is that of all."""
-    one = isinstance(decay, torch.Tensor) and decay.dim() == 1
-    return [decay] * groups.size if one and isinstance(groups, InProcessGroups) else decay
+    operation = LinearAttentionOperation(
+        groups=groups, options=options,
+        tensors={"q": q, "k": k, "v": v, "decay": decay, "beta": beta},
+        form=default(form, "auto"), kernel=default(kernel, "auto"), scale=scale,
+    )  # fmt: skip
+    return prepared(operation)
 
 
 @dataclass(frozen=True, kw_only=True)

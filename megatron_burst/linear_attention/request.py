@@ -36,8 +36,8 @@ def check_tensor(name: str, tensor: Any, shapes: dict[str, tuple[int | None, ...
     words = " or ".join(f"[{letters}]" for letters in shapes)
     if isinstance(tensor, (list, tuple)):
         raise ValueError(
-            f"{name} must be one tensor, that of this rank, got a list of {len(tensor)}; lists are "
-            "for mb.Groups.in_process"
+            f"{name} must be one tensor, the shard of this rank, got a list of {len(tensor)}; call "
+            "the operation once on each rank"
         )
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
         raise ValueError(f"{name} must be a tensor {words}, and not sparse, got {tensor!r:.100}")

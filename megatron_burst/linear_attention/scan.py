@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..comm.groups import Groups, InProcessGroups
+from ..comm.groups import Groups
 from ..comm.packing import CallTag
 from ..comm.rows import over_grid
 from ..comm.transport import Tensors
@@ -332,46 +332,31 @@ class ScanCall(NamedTuple):
 
 
 class StateScan(torch.autograd.Function):
-    """flat: decay, increment and initial state of every rank of this process; returns the entering
-    states of each, then, if they are wanted, the final states of each."""
+    """tensors: decay, increment and initial state; returns the entering states, with
+    `call.leaving` (entering states, final states)."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        calls: Sequence[ScanCall],
-        groups: Groups | InProcessGroups,
-        *flat: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, ...]:
-        given = [ScanTensors(*flat[i : i + 3]) for i in range(0, len(flat), 3)]  # pyright: ignore
-        results = _on_ranks(groups, _forward, calls, given)
-        entering, finals = zip(*results, strict=True)
-        ctx.calls, ctx.groups = calls, groups
-        ctx.kinds = [None if t is None else (t.dtype, t.shape) for t in flat]
-        saved = ((each.decay, state) for each, state in zip(given, entering, strict=True))
-        ctx.save_for_backward(*(t for pair in saved for t in pair))
-        return (*entering, *finals) if calls[0].leaving else entering
+    def forward(ctx: Any, call: ScanCall, *tensors: torch.Tensor | None) -> Any:
+        given = ScanTensors(*tensors)  # pyright: ignore
+        # Autocast does not decide the precision.
+        with call.job.groups.running(call.job.forward.device.type):
+            entering, final = _forward(call, given)
+        ctx.call = call
+        ctx.kinds = [None if t is None else (t.dtype, t.shape) for t in tensors]
+        ctx.save_for_backward(given.decay, entering)
+        return (entering, final) if call.leaving else entering
 
     @staticmethod
     @first_order_only("mb.state_scan")
-    def backward(ctx: Any, *arrived: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        calls, number = ctx.calls, len(ctx.calls)
-        for each in calls:
-            each.job.groups.check()
-            each.job.groups.calls.backward(each.call)
-        flat = ctx.saved_tensors  # asked for once: a checkpoint makes them anew
-        saved = [flat[i : i + 2] for i in range(0, 2 * number, 2)]
-        finals = arrived[number:] or [None] * number
-        needs = [ctx.needs_input_grad[i : i + 3] for i in range(2, 2 + 3 * number, 3)]
-        kinds = [ctx.kinds[i : i + 3] for i in range(0, 3 * number, 3)]
-        every = saved, arrived[:number], finals, needs, kinds
-        results = _on_ranks(ctx.groups, _backward, calls, *every)
-        return None, None, *(t for result in results for t in result)
-
-
-def _on_ranks(groups: Groups | InProcessGroups, function: Any, *of_each: Sequence[Any]) -> Any:
-    """The results of `function` on the ranks of this process; precision is ours, not autocast's."""
-    with groups.running(of_each[0][0].job.forward.device.type):
-        return groups.run(function, *of_each)
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, entered: torch.Tensor, final: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, ...]:
+        call, groups = ctx.call, ctx.call.job.groups
+        groups.check()
+        groups.calls.backward(call.call)
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[1:]
+        with groups.running(call.job.forward.device.type):
+            return None, *_backward(call, saved, entered, final, needs, ctx.kinds)
 
 
 def _forward(scan: ScanCall, given: ScanTensors) -> tuple[torch.Tensor, torch.Tensor | None]:

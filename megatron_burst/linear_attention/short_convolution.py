@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from ..comm.groups import Groups, InProcessGroups, check_groups, check_label
+from ..comm.groups import Groups, check_groups, check_label
+from ..comm.operation import prepared
 from ..comm.rows import exchange_rows, longest
 from ..kernels.autograd import outside_graphs, refuse_transforms
-from .plan import ChainOperation, InProcessLinearPlan, LinearPlan, plan_ranks
+from .plan import ChainOperation, LinearPlan
 from .program import ConvolutionWindow
 from .request import (
     ChainRequest,
@@ -41,11 +42,11 @@ def short_convolution(
     bias: torch.Tensor | None = None,
     *,
     activation: str | None = None,
-    groups: Groups | InProcessGroups | None = None,
+    groups: Groups | None = None,
     layout: Any = None,
     cu_seqlens: Any = None,
     tree: Any = None,
-    plan: LinearPlan | InProcessLinearPlan | None = None,
+    plan: LinearPlan | None = None,
     label: object = None,
 ) -> Any:
     """Causal depthwise convolution over a sequence that is split over ranks.
@@ -54,8 +55,7 @@ def short_convolution(
     itself; bias [c] or None; before a document there are zeros. Rows come from as many ranks as
     hold some of the width - 1 before a piece. activation: None or "silu". Returns [s, b, c] in the
     dtype of x; it is computed in that of weight where this is wider. Gradients of weight and bias
-    are those of this rank's rows: the sum over ranks is that of the sequence. With
-    `Groups.in_process` x and what is returned are lists, one tensor per rank.
+    are those of this rank's rows: the sum over ranks is that of the sequence.
 
     groups, layout, cu_seqlens: which positions of which documents the ranks hold; layout a name
     (default "zigzag") or one that `mb.layout.make` made, but striped. tree: in place of cu_seqlens,
@@ -70,32 +70,24 @@ def short_convolution(
         options = Options.of(layout, cu_seqlens, tree=tree)
         check_groups(groups)
         assert groups is not None
-        operations = [
-            ConvolutionOperation(
-                groups=rank, options=options, label=label, x=shard["x"], weight=weight, bias=bias,
-                activation=activation,
-            )
-            for rank, shard in zip(groups.ranks, groups.per_rank(x=x), strict=True)
-        ]  # fmt: skip
-        plan = plan_ranks(groups, operations)
+        operation = ConvolutionOperation(
+            groups=groups, options=options, label=label, x=x, weight=weight, bias=bias,
+            activation=activation,
+        )  # fmt: skip
+        plan = prepared(operation)
     else:
         keywords = {"groups": groups, "layout": layout, "cu_seqlens": cu_seqlens, "tree": tree}
         check_alone(plan, keywords)
         check_label(label)
-    assert plan is not None
-    shards = [each["x"] for each in plan.groups.per_rank(x=x)]
-    for one, shard in zip(plan.ranks, shards, strict=True):
-        _check_rows(one, shard, shards[0])
-        _check_weights(shard, weight, bias, activation)
+    _check_rows(plan, x)
+    _check_weights(x, weight, bias, activation)
     width = weight.shape[1]
-    windows = [one.window(width) for one in plan.ranks]
-    before = [None] * len(shards)
+    window, before = plan.window(width), None
     if width > 1:
-        kind = width, bias is not None, activation, tuple(shards[0].shape[1:]), str(shards[0].dtype)
-        before = _rows_before(plan, shards, windows, (kind, label))
-    every = zip(shards, before, windows, strict=True)
-    outs = [_convolved(*each, weight, bias, activation) for each in every]
-    return outs if plan.groups.together else outs[0]
+        kind = width, bias is not None, activation, tuple(x.shape[1:]), str(x.dtype)
+        plan.groups.expect(longest(window.longest, [x]))
+        (before,) = exchange_rows([x], window.paths, plan.groups, plan.identity, (kind, label))
+    return _convolved(x, before, window, weight, bias, activation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,21 +109,6 @@ class ConvolutionOperation(ChainOperation):
         request = request_of(self.groups, sequence, {"x": x}, None, None, self.options, more, False)
         _check_weights(x, weight, bias, self.activation)
         return request
-
-
-def _rows_before(
-    plan: LinearPlan | InProcessLinearPlan,
-    shards: list[Any],
-    windows: list[ConvolutionWindow],
-    label: Any,
-) -> list[torch.Tensor]:
-    """The rows before the pieces of each rank of this process, [p (width - 1), b, c]."""
-    for one, shard, window in zip(plan.ranks, shards, windows, strict=True):
-        one.groups.expect(longest(window.longest, [shard]))
-    routes, given = [window.paths for window in windows], [[shard] for shard in shards]
-    if plan.groups.together:
-        return [rows for (rows,) in exchange_rows(given, routes, plan.groups, plan.identity, label)]
-    return list(exchange_rows(given[0], routes[0], plan.groups, plan.identity, label))
 
 
 def _convolved(
@@ -168,12 +145,9 @@ def _check_weights(x: Any, weight: Any, bias: Any, activation: object) -> None:
         check_name("activation, if not None,", activation, ACTIVATIONS)
 
 
-def _check_rows(plan: LinearPlan, x: Any, first: torch.Tensor) -> None:
-    """Raise ValueError unless x has the rows that the plan was made for, and what else `first` has,
-    that of the first rank of this process."""
+def _check_rows(plan: LinearPlan, x: Any) -> None:
+    """Raise ValueError unless x has the rows that the plan was made for."""
     rows = plan.sequence.seq_len // plan.groups.size
-    like = first.shape[1:] if isinstance(first, torch.Tensor) and first.dim() == 3 else (None, None)
-    check_tensor("x", x, {"s, b, c": (rows, *like)})
-    check_together({"x of the first rank": first, "x": x}, dtype=True)
+    check_tensor("x", x, {"s, b, c": (rows, None, None)})
     if x.device != plan.device:
         raise ValueError(f"x: the plan was made for tensors on {plan.device}, got {x.device}")

@@ -8,18 +8,18 @@ Shape letters: p pieces of this rank, b batch, h heads, d rows (keys), w columns
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..comm.groups import Groups, InProcessGroups, check_groups
+from ..comm.groups import Groups, check_groups
+from ..comm.operation import prepared
 from ..kernels.autograd import outside_graphs, refuse_transforms
 from ..kernels.online_softmax import accumulation_dtype
 from ..layout.layouts import integer
 from .maps import LETTERS, shape_of
-from .plan import ChainOperation, InProcessLinearPlan, LinearPlan, plan_ranks
+from .plan import ChainOperation, LinearPlan
 from .program import States, chains_of
 from .request import (
     ChainRequest,
@@ -33,7 +33,7 @@ from .request import (
     request_of,
     sequence_of,
 )
-from .scan import ScanCall, StateScan
+from .scan import StateScan
 from .tree_scan import along_tree
 
 
@@ -42,7 +42,7 @@ def state_scan(
     decay: Any,
     increment: Any,
     *,
-    groups: Groups | InProcessGroups | None = None,
+    groups: Groups | None = None,
     layout: Any = None,
     seq_len: int | None = None,
     cu_seqlens: Any = None,
@@ -51,7 +51,7 @@ def state_scan(
     return_final_state: bool = False,
     algorithm: str | None = None,
     rates: Any = None,
-    plan: LinearPlan | InProcessLinearPlan | None = None,
+    plan: LinearPlan | None = None,
     label: object = None,
 ) -> Any:
     """The state that enters each piece of this rank, if each piece maps S to decay S + increment.
@@ -62,8 +62,7 @@ def state_scan(
     the state; increment [p, b, h, d, w]. Returns entering [p, b, h, d, w], in float32 (float64 for
     float64), zero where a document begins, or what initial_state [documents, b, h, d, w] has, the
     same on all ranks; with return_final_state also the states after all documents, as many, on all
-    ranks. With `Groups.in_process` decay, increment and what is returned are lists, one entry per
-    rank; initial_state is one tensor or such a list.
+    ranks.
 
     groups, layout, seq_len, cu_seqlens: which positions of which documents the ranks hold; layout a
     name (default "zigzag") or one that `mb.layout.make` made, but striped. tree: in place of
@@ -83,31 +82,20 @@ def state_scan(
     refuse_transforms("mb.state_scan")
     keywords = {"groups": groups, "layout": layout, "seq_len": seq_len, "cu_seqlens": cu_seqlens,
                 "tree": tree, "algorithm": algorithm, "rates": rates}  # fmt: skip
-    named = {"decay": decay, "increment": increment}
     if plan is None:
         options = Options.of(layout, cu_seqlens, algorithm, rates, tree)
         check_groups(groups)
         assert groups is not None
-        every = groups.per_rank(**named, initial_state=spread_initial(groups, initial_state))
-        operations = [
-            StateScanOperation(
-                groups=rank, options=options, label=label, seq_len=seq_len,
-                return_final_state=return_final_state, **tensors,
-            )
-            for rank, tensors in zip(groups.ranks, every, strict=True)
-        ]  # fmt: skip
-        plan = plan_ranks(groups, operations)
+        operation = StateScanOperation(
+            groups=groups, options=options, label=label, decay=decay, increment=increment,
+            initial_state=initial_state, seq_len=seq_len, return_final_state=return_final_state,
+        )  # fmt: skip
+        plan = prepared(operation)
     else:
         check_alone(plan, keywords)
         check_final(return_final_state)
-    assert plan is not None
-    shards = plan.groups.per_rank(**named)
-    for one, shard in zip(plan.ranks, shards, strict=True):
-        _check_states(one, **shard)
-    states = [(shard["decay"], shard["increment"]) for shard in shards]
-    entering, final = scanned(plan, states, initial_state, return_final_state, label)
-    if not plan.groups.together:
-        entering, final = entering[0], final and final[0]
+    _check_states(plan, decay, increment)
+    entering, final = scanned(plan, decay, increment, initial_state, return_final_state, label)
     return (entering, final) if return_final_state else entering
 
 
@@ -142,58 +130,32 @@ class StateScanOperation(ChainOperation):
 
 
 def scanned(
-    plan: LinearPlan | InProcessLinearPlan,
-    states: Sequence[tuple[torch.Tensor | None, torch.Tensor]],
+    plan: LinearPlan,
+    decay: torch.Tensor | None,
+    increment: torch.Tensor,
     initial: Any,
     leaving: bool,
     label: object,
-) -> tuple[Any, Any]:
-    """The states that enter, and final states or None, of each rank of this process.
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the states that enter, and the final states or None.
 
-    states: decay and increment of each; initial: as users give it.
+    leaving: whether final states are needed.
     """
-    each = plan.groups.per_rank(initial_state=spread_initial(plan.groups, initial))
-    starts = [shard["initial_state"] for shard in each]
-    for one, start in zip(plan.ranks, starts, strict=True):
-        one.groups.check()
-        check_tree(one.sequence, one.algorithm, start, leaving)
-        if one.job is None:
-            continue
-        check_initial(start, one.chains.documents, one.job.finals.shape, one.device)
-    if plan.ranks[0].sequence.tree is not None:
-        return along_tree(plan, states, label), None
-    calls: list[ScanCall] = [
-        one.begin(label, start is not None, leaving)
-        for one, start in zip(plan.ranks, starts, strict=True)
-    ]
-    flat = [t for own, start in zip(states, starts, strict=True) for t in (*own, start)]
-    results: Any = StateScan.apply(calls, plan.groups, *flat)
-    count = len(calls)
-    return list(results[:count]), list(results[count:]) if leaving else None
-
-
-def spread_initial(groups: Any, initial: Any) -> Any:
-    """An initial state per rank of this process, of one that all share, or of a list; None stays
-    None."""
-    if initial is None or not isinstance(groups, InProcessGroups):
-        return initial
-    if not isinstance(initial, (list, tuple)):
-        return [initial] * groups.size
-    missing = [rank for rank, state in enumerate(initial) if state is None]
-    if missing and len(missing) < len(initial):
-        raise ValueError(f"initial_state: give all ranks one or none, got None for {missing}")
-    return initial
+    plan.groups.check()
+    check_tree(plan.sequence, plan.algorithm, initial, leaving)
+    if plan.job is not None:
+        check_initial(initial, plan.chains.documents, plan.job.finals.shape, plan.device)
+    if plan.sequence.tree is not None:
+        return along_tree(plan, decay, increment, label), None
+    call = plan.begin(label, initial is not None, leaving)
+    results: Any = StateScan.apply(call, decay, increment, initial)
+    return results if leaving else (results, None)
 
 
 def check_alone(plan: object, keywords: dict[str, object]) -> None:
     """Raise ValueError if a plan is none, or comes with keywords that would make one."""
-    if not isinstance(plan, (LinearPlan, InProcessLinearPlan)):
+    if not isinstance(plan, LinearPlan):
         raise ValueError(f"plan must be made by mb.prepare_linear, got {plan!r:.100}")
-    if isinstance(plan, LinearPlan) and plan.groups.backend == "in_process":
-        raise ValueError(
-            "plan: that of one rank of mb.Groups.in_process; give the plan of all of them, as "
-            "mb.prepare_linear returns it"
-        )
     given = sorted(name for name, value in keywords.items() if value is not None)
     if given:
         raise ValueError(f"plan: give a plan or its keywords, not both; got {given}")

@@ -11,7 +11,6 @@ heads, d rows (keys), w columns (values).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,28 +19,21 @@ from ..comm.groups import check_label
 from ..comm.rows import exchange_rows, longest
 from ..kernels.autograd import first_order_only
 from .maps import Map, gradient, turned
-from .plan import InProcessLinearPlan, LinearPlan
+from .plan import LinearPlan
 from .program import TreeWalk
 
 
 def along_tree(
-    plan: LinearPlan | InProcessLinearPlan,
-    states: Sequence[tuple[torch.Tensor | None, torch.Tensor]],
-    label: object,
-) -> list[torch.Tensor]:
-    """The states that enter [p, b, h, d, w] of each rank of this process; states: decay and
-    increment of each, as of `mb.state_scan`."""
+    plan: LinearPlan, decay: torch.Tensor | None, increment: torch.Tensor, label: object
+) -> torch.Tensor:
+    """Return the states that enter [p, b, h, d, w]; decay, increment: as of `mb.state_scan`."""
     check_label(label)
-    walks, maps = [one.walk() for one in plan.ranks], []
-    for one, walk, own in zip(plan.ranks, walks, states, strict=True):
-        assert one.states is not None
-        maps.append([t.to(one.states.dtype) for t in own if t is not None])
-        one.groups.expect(longest(walk.longest, maps[-1]))
-    paths, together = [walk.paths for walk in walks], plan.groups.together
-    given = (maps, paths) if together else (maps[0], paths[0])
-    came = exchange_rows(*given, plan.groups, plan.identity, ("states", label))
-    each = zip(walks, came if together else [came], strict=True)
-    return [_Walk.apply(walk, *some) for walk, some in each]  # pyright: ignore[reportReturnType]
+    assert plan.states is not None
+    walk = plan.walk()
+    maps = [t.to(plan.states.dtype) for t in (decay, increment) if t is not None]
+    plan.groups.expect(longest(walk.longest, maps))
+    received = exchange_rows(maps, walk.paths, plan.groups, plan.identity, ("states", label))
+    return _Walk.apply(walk, *received)  # pyright: ignore[reportReturnType]
 
 
 class _Walk(torch.autograd.Function):

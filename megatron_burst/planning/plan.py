@@ -6,17 +6,16 @@ Made by `prepare` and run by `attention`. Decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from ..comm import packing
 from ..comm.consensus import Facts
-from ..comm.groups import Groups, PlansOfRanks
+from ..comm.groups import Groups
 from ..comm.transport import Channel
 from ..execution.function import KeptResults
 from ..execution.job import Job
@@ -43,9 +42,6 @@ if TYPE_CHECKING:
     from ..autotune.select import Choice
     from ..execution.row_chunks import ChunkedCall
     from ..execution.visiting import Host
-
-# The tensor of this rank, or a list with a tensor of each rank in this process.
-Shard = TypeVar("Shard", torch.Tensor, Sequence[torch.Tensor])
 
 
 @dataclass(frozen=True)
@@ -342,24 +338,3 @@ class Plan:
         sizes = self.sizes
         each = sizes.value_width * sizes.itemsize + sizes.stat_itemsize
         return sum(len(one.run.kept) for one in self.again) * sizes.batch * sizes.heads * each
-
-
-class InProcessPlan(PlansOfRanks):
-    """What `prepare` makes with `Groups.in_process`: `ranks`, the plan of each, and as attributes
-    what all of them share, such as `side`."""
-
-    def matches(self, q: object, k: object, v: object) -> bool:
-        """As `Plan.matches`, of every rank."""
-        shards = self.groups.per_rank(q=q, k=k, v=v)
-        return all(plan.matches(**shard) for plan, shard in zip(self.ranks, shards, strict=True))
-
-    def with_kernel(self, kernel: Kernel) -> InProcessPlan:
-        """As `Plan.with_kernel`, of every rank; the ranks share the kernel."""
-        return replace(self, ranks=[plan.with_kernel(kernel) for plan in self.ranks])
-
-    def chunked(self, *_: object, **__: object) -> Any:
-        """Raise ValueError: a call in chunks is made on every rank at once."""
-        raise ValueError(
-            "plan.chunked: of ranks that share a process each makes its own call; hand `plan.ranks`"
-            " to `groups.run`, with a function that calls `chunked` on each"
-        )

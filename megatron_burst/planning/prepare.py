@@ -15,7 +15,7 @@ import torch
 from typing_extensions import Unpack
 
 from ..comm.consensus import Facts, identity
-from ..comm.groups import Groups, InProcessGroups, check_groups
+from ..comm.groups import Groups, check_groups
 from ..comm.operation import Operation, prepared
 from ..execution.job import Job
 from ..layout.layouts import Shards
@@ -23,7 +23,7 @@ from ..options import AttentionKeywords, AttentionOptions
 from ..schedule.cost import Sizes, ring_spans
 from ..schedule.head_shares import deferred_chunks
 from .pipeline import Passes, passes
-from .plan import InProcessPlan, Plan, Shard
+from .plan import Plan
 from .validate import NeedsGrad, Request, check, signature
 
 if TYPE_CHECKING:
@@ -34,11 +34,11 @@ WORKS_KEPT = 8  # of each grid, what plans of masks that stay have of the ring: 
 
 
 def prepare(
-    q: Shard | None = None,
-    k: Shard | None = None,
-    v: Shard | None = None,
+    q: torch.Tensor | None = None,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
     *,
-    groups: Groups | InProcessGroups | None,
+    groups: Groups | None,
     shape: Sequence[int] | None = None,
     kv_heads: int | None = None,
     value_width: int | None = None,
@@ -49,13 +49,13 @@ def prepare(
     max_logits: torch.Tensor | None = None,
     rates: Rates | None = None,
     **options: Unpack[AttentionKeywords],
-) -> Plan | InProcessPlan:
+) -> Plan:
     """Check the arguments of `attention`, on all ranks alike, and resolve every "auto".
 
-    With `Groups.in_process` the plan is that of all ranks. Collective: every rank of `groups` must
-    call it (one all-gather of 1.3 KB per rank on the host; two with algorithm "auto", which
-    measures once what `rates` does not state; the first plan on a ring makes its process groups).
-    Make one plan per micro-batch and use it in every layer of the same shapes.
+    Collective: every rank of `groups` must call it (one all-gather of 1.3 KB per rank on the host;
+    two with algorithm "auto", which measures once what `rates` does not state; the first plan on a
+    ring makes its process groups). Make one plan per micro-batch and use it in every layer of the
+    same shapes.
 
     q [s, b, h, d], k [s, b, k, d], v [s, b, k, w]: only shapes, dtypes, device and `requires_grad`
     are read. In their place `shape`, that of q on this rank, with kv_heads (as many as query heads,
@@ -74,20 +74,12 @@ def prepare(
         from .stand_ins import TensorShapes  # not needed by calls with tensors
 
         shapes = TensorShapes(*beside)
-        tensors = [(q, k, v)] * len(groups.ranks)
         needs_grad = (True, True, True) if needs_grad is None else needs_grad
-    else:
-        tensors = [tuple(shard.values()) for shard in groups.per_rank(q=q, k=k, v=v)]
-    chosen = AttentionOptions(**options)
-    operations = [
-        AttentionOperation(
-            groups=rank, tensors=each, shapes=shapes, options=chosen,
-            needs_grad=needs_grad, sink=sink, max_logits=max_logits, rates=rates,
-        )
-        for rank, each in zip(groups.ranks, tensors, strict=True)
-    ]  # fmt: skip
-    plans = groups.run(prepared, operations)
-    return InProcessPlan(groups, plans) if isinstance(groups, InProcessGroups) else plans[0]
+    operation = AttentionOperation(
+        groups=groups, tensors=(q, k, v), shapes=shapes, options=AttentionOptions(**options),
+        needs_grad=needs_grad, sink=sink, max_logits=max_logits, rates=rates,
+    )  # fmt: skip
+    return prepared(operation)
 
 
 class RingOperation(Operation[Request, Plan]):

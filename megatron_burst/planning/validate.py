@@ -301,7 +301,7 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         if isinstance(tensor, (list, tuple)):
             raise ValueError(
                 f"{name} must be one tensor, the shard of this rank, got a list of {len(tensor)}; "
-                "lists are for mb.Groups.in_process"
+                "call the operation once on each rank"
             )
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
             raise ValueError(f"{name} must be a tensor, and not sparse, got {tensor!r:.100}")

@@ -16,6 +16,7 @@ from megatron_burst.autotune import measure
 from megatron_burst.kernels import online_softmax, registry
 from megatron_burst.kernels.base import Scoring
 from megatron_burst.planning.prepare import WORKS_KEPT
+from megatron_burst.plugins.testing import in_process
 
 SLOW = mb.Rates(50e6, 12.5e6, latency=1e-4, compute=1e9)
 
@@ -27,8 +28,10 @@ def tensors(heads=8, kv_heads=8, rows=16, d=16, count=4):
 
 
 def planned(*shape, rates=SLOW, nodes=2, ulysses=1, **choices):
-    groups = mb.Groups.in_process(inter=nodes, intra=4 // nodes, ulysses=ulysses)
-    return mb.prepare(*tensors(*shape), groups=groups, algorithm="auto", rates=rates, **choices)
+    groups = in_process.groups(inter=nodes, intra=4 // nodes, ulysses=ulysses)
+    return in_process.prepare(
+        *tensors(*shape), groups=groups, algorithm="auto", rates=rates, **choices
+    )
 
 
 def test_the_start_up_line_says_what_was_chosen_and_why():
@@ -46,17 +49,17 @@ def test_the_start_up_line_says_what_was_chosen_and_why():
 
 
 def test_given_rates_are_not_measured_and_measured_ones_are_kept():
-    groups = mb.Groups.in_process(inter=2, intra=2)
-    mb.prepare(*tensors(), groups=groups, algorithm="auto", rates=SLOW)
-    assert "rates" not in groups.cache
-    mb.prepare(*tensors(), groups=groups, algorithm="auto")
+    groups = in_process.groups(inter=2, intra=2)
+    in_process.prepare(*tensors(), groups=groups, algorithm="auto", rates=SLOW)
+    assert "speeds" not in groups.cache
+    in_process.prepare(*tensors(), groups=groups, algorithm="auto")
     found, speeds = groups.cache["rates"], dict(groups.cache["speeds"])
     assert found is not None
     assert len(speeds) == 1
-    mb.prepare(*tensors(), groups=groups, algorithm="auto")
+    in_process.prepare(*tensors(), groups=groups, algorithm="auto")
     assert groups.cache["rates"] is found
     assert groups.cache["speeds"] == speeds
-    assert mb.prepare(*tensors(), groups=groups).choice is None
+    assert in_process.prepare(*tensors(), groups=groups).choice is None
 
 
 def test_few_key_heads_make_keys_travel_and_one_node_has_one_ring():
@@ -84,8 +87,8 @@ def test_without_gradients_only_forward_counts():
 
 def test_a_choice_is_a_choice_of_before_there_were_groups():
     choice = mb.choose(ranks=4, intra=2, rates=SLOW, tokens=16, heads=8, width=16, itemsize=4)
-    groups = mb.Groups.in_process(inter=2, intra=2, ulysses=choice.taken.ulysses)
-    plan = mb.prepare(*tensors(), groups=groups, **choice.call)
+    groups = in_process.groups(inter=2, intra=2, ulysses=choice.taken.ulysses)
+    plan = in_process.prepare(*tensors(), groups=groups, **choice.call)
     assert plan.algorithm == choice.taken.algorithm
     assert choice.groups == {
         "intra": 2,
@@ -105,9 +108,9 @@ REFUSED = [
 
 @pytest.mark.parametrize(("choices", "words"), REFUSED)
 def test_what_cannot_be_is_refused(choices, words):
-    groups = mb.Groups.in_process(inter=2, intra=2)
+    groups = in_process.groups(inter=2, intra=2)
     with pytest.raises(ValueError, match=words):
-        mb.prepare(*tensors(), groups=groups, **choices)
+        in_process.prepare(*tensors(), groups=groups, **choices)
 
 
 def test_what_is_measured_is_the_kernel_that_auto_takes_for_the_mask(monkeypatch):
@@ -116,7 +119,7 @@ def test_what_is_measured_is_the_kernel_that_auto_takes_for_the_mask(monkeypatch
     monkeypatch.setattr(registry, "automatic", lambda device, mask: takes[mask])
     like = [torch.zeros(8, 1, 2, 8)] * 3
     for mask, wanted in ((None, "aten"), (mb.masks.Window(3, 0), "reference")):
-        groups = mb.Groups.in_process(intra=2)
+        groups = mb.Groups.single()
         mb.measure_rates(groups, like=like, mask=mask)
         assert [key[0] for key in groups.cache["speeds"]] == [wanted]
 
@@ -254,10 +257,10 @@ def test_measuring_is_the_same_on_all_ranks_and_refused_on_all(ranks):
 
 def test_what_is_the_same_in_every_micro_batch_is_made_once():
     """Schedules and work of a described mask; another mask, layout or kernel has its own."""
-    groups = mb.Groups.in_process(inter=2, intra=2)
+    groups = in_process.groups(inter=2, intra=2)
 
     def made(**choices):
-        return mb.prepare(*tensors(), groups=groups, **choices).job.forward.steps
+        return in_process.prepare(*tensors(), groups=groups, **choices).job.forward.steps
 
     first = made()
     assert made() is first
@@ -326,11 +329,13 @@ def in_bf16(rates, dtype=torch.bfloat16, **choices):
         [torch.randn(32, 1, 8, 16, generator=generator).to(dtype) for _ in range(4)]
         for _ in range(4)
     )
-    groups = mb.Groups.in_process(inter=2, intra=2)
+    groups = in_process.groups(inter=2, intra=2)
     for x in (*q, *k, *v):
         x.requires_grad_()
-    plan = mb.prepare(q, k, v, groups=groups, algorithm="auto", side="kv", rates=rates, **choices)
-    torch.autograd.backward(mb.attention(q, k, v, plan=plan), dout)
+    plan = in_process.prepare(
+        q, k, v, groups=groups, algorithm="auto", side="kv", rates=rates, **choices
+    )
+    torch.autograd.backward(in_process.attention(q, k, v, plan=plan), dout)
     return plan.ranks[0], [x.grad for x in k]
 
 
@@ -359,7 +364,7 @@ def test_only_gradients_of_bf16_tensors_are_rounded_to_it(dtype):
 
 def test_the_dtype_of_travelling_gradients_goes_by_a_forecast():
     with pytest.raises(ValueError, match=r"grad_wire_dtype='auto' .*algorithm='burst'; name one"):
-        mb.prepare(*tensors(), groups=mb.Groups.in_process(intra=4), grad_wire_dtype="auto")
+        in_process.prepare(*tensors(), groups=in_process.groups(intra=4), grad_wire_dtype="auto")
     with pytest.raises(ValueError, match=r"--burst-wire-dtype.* --context-parallel-algo auto, got"):
         mb.BurstConfig(wire_dtype="auto")
     config = mb.BurstConfig(wire_dtype="auto", algorithm="auto")

@@ -33,6 +33,7 @@ from benchmarks.cluster.network import Network, Rates
 from benchmarks.packed.plans import Group
 from megatron_burst.autotune.rates import Rates as Measured
 from megatron_burst.layout import make
+from megatron_burst.plugins.testing import in_process
 from megatron_burst.schedule.algorithms import ALGORITHMS, burst
 from megatron_burst.schedule.cost import Sizes
 from megatron_burst.schedule.demand import BACKWARD, Demand, wanted
@@ -220,15 +221,15 @@ def test_absolute_sums_by_hand():
 
 def test_roundings_by_hand():
     """A ring of four: partial dK and dV of an owner leave the three other ranks."""
-    groups_of = mb.Groups.in_process(inter=2, intra=2)
-    plan = mb.prepare(shape=(1536, 1, 1, 4), groups=groups_of, algorithm="ring", side="kv",
+    groups_of = in_process.groups(inter=2, intra=2)
+    plan = in_process.prepare(shape=(1536, 1, 1, 4), groups=groups_of, algorithm="ring", side="kv",
                       mask=mb.masks.Full(), kernel="aten")  # fmt: skip
     found = [rounding.roundings(each) for each in plan.ranks]
     assert found == [rounding.Roundings(6, 3, 0, 0, 3)] * 4
     assert [rounding.query_blocks(n) for n in (1, 33, 191, 192, 767, 768, 1025)] == [
         1, 2, 6, 3, 12, 3, 5,
     ]  # fmt: skip
-    plan = mb.prepare(shape=(64, 1, 1, 4), groups=groups_of, algorithm="ring", side="query",
+    plan = in_process.prepare(shape=(64, 1, 1, 4), groups=groups_of, algorithm="ring", side="query",
                       kernel="aten")  # fmt: skip
     assert rounding.roundings(plan.ranks[0]) == rounding.Roundings(2, 1, 0, 3, 0)
 
@@ -247,15 +248,15 @@ def worst_of_all_ranks(narrow, ulysses=1, algorithm="ring", side="kv", change=No
     change: of the results (out, dq, dk, dv) of all ranks, before they are compared.
     """
     problem, states = narrow
-    inner = mb.Groups.in_process(inter=2, intra=2, ulysses=ulysses)
+    inner = in_process.groups(inter=2, intra=2, ulysses=ulysses)
     held = [measure.shares(state, "zigzag")[0] for state in states]
     q, k, v, dout = ([*x] for x in zip(*(share.inputs for share in held), strict=True))
     leaves = [[x.detach().requires_grad_() for x in part] for part in (q, k, v)]
-    plan = mb.prepare(
+    plan = in_process.prepare(
         *leaves, groups=inner, algorithm=algorithm, side=side, kernel="aten",
         mask=held[0].cut.mask, layout=held[0].cut.layout, grad_wire_dtype=problem.wire, **options,
     )  # fmt: skip
-    outs = mb.attention(*leaves, plan=plan)
+    outs = in_process.attention(*leaves, plan=plan)
     grads = torch.autograd.grad(outs, [x for part in leaves for x in part], dout)
     results = [[out.detach() for out in outs], grads[:4], grads[4:8], grads[8:]]
     results = [[x.clone() for x in part] for part in results]
@@ -493,8 +494,8 @@ def test_the_least_bytes_between_nodes_count_a_row_once_per_node():
 def test_the_least_bytes_are_said_once():
     """By the first rank of a plan: causal zigzag of 2 x 2, 2 rows of a piece. Keys and values of 6
     of the 8 pieces are seen by the other node, by hand: all but the last of ranks 0 and 1."""
-    grid = mb.Groups.in_process(inter=2, intra=2)
-    plan = mb.prepare(shape=(4, 1, 1, 4), groups=grid, algorithm="burst", side="kv")
+    grid = in_process.groups(inter=2, intra=2)
+    plan = in_process.prepare(shape=(4, 1, 1, 4), groups=grid, algorithm="burst", side="kv")
     found = [mail.of(each)["least"]["forward"] for each in plan.ranks]
     assert found == [found[0], 0, 0, 0]
     assert found[0] == 6 * 2 * 2 * 4 * 4

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import megatron_burst as mb
 from megatron_burst.autotune import measure
 from megatron_burst.comm.groups import Calls
+from megatron_burst.plugins.testing import in_process
 
 
 def shards(size, rows=8):
@@ -21,12 +22,12 @@ def shards(size, rows=8):
 @pytest.mark.parametrize("head_chunks", [1, 2])
 def test_a_call_leaves_no_tensor_to_the_garbage_collector(head_chunks):
     """Buffers in a reference cycle stay until it comes, which training may have switched off."""
-    groups = mb.Groups.in_process(inter=2, intra=2)
+    groups = in_process.groups(inter=2, intra=2)
     qkv = shards(4)
-    plan = mb.prepare(*qkv, groups=groups, head_chunks=head_chunks)
+    plan = in_process.prepare(*qkv, groups=groups, head_chunks=head_chunks)
 
     def call():
-        sum(out.sum() for out in mb.attention(*qkv, plan=plan)).backward()
+        sum(out.sum() for out in in_process.attention(*qkv, plan=plan)).backward()
 
     call()
     while gc.collect():
@@ -94,36 +95,18 @@ def test_a_call_that_is_refused_leaves_groups_as_they_were(ranks, how, words):
     assert first.startswith(words)
 
 
-def test_in_one_process_no_rank_counts_a_call_that_another_refuses():
-    groups = mb.Groups.in_process(intra=2)
-    qkv = shards(2)
-    plan = mb.prepare(*qkv, groups=groups)
-    odd = [[x[0], x[1][:4]] for x in qkv]
-    with pytest.raises(ValueError, match="plan: made for"):
-        mb.attention(*odd, plan=plan)
-    groups.compare_calls()
-    mb.prepare(*qkv, groups=groups)
-
-
-def test_one_rank_in_process_takes_and_gives_a_tensor():
-    q, k, v = (x[0] for x in shards(1))
-    groups = mb.Groups.in_process(intra=1)
-    assert isinstance(mb.attention(q, k, v, groups=groups), torch.Tensor)
-    assert isinstance(mb.attention([q], [k], [v], groups=groups), list)
-
-
 def test_plans_of_one_process_can_be_copied_without_end():
-    groups = mb.Groups.in_process(intra=2)
-    plan = mb.prepare(*shards(2), groups=groups)
+    groups = in_process.groups(intra=2)
+    plan = in_process.prepare(*shards(2), groups=groups)
     assert copy.copy(plan).side == plan.side
     with pytest.raises(AttributeError):
         _ = plan.no_such_thing
 
 
 def test_schedules_serve_calls_that_differ_in_their_scale():
-    groups = mb.Groups.in_process(intra=2)
+    groups = in_process.groups(intra=2)
     qkv = shards(2)
-    first, second = (mb.prepare(*qkv, groups=groups, softmax_scale=s) for s in (0.1, 0.2))
+    first, second = (in_process.prepare(*qkv, groups=groups, softmax_scale=s) for s in (0.1, 0.2))
     assert first.job.forward.steps is second.job.forward.steps
     assert first.job.scoring != second.job.scoring
 
@@ -131,7 +114,7 @@ def test_schedules_serve_calls_that_differ_in_their_scale():
 def test_ranks_of_one_process_measure_their_kernel_once(monkeypatch):
     measured = []
     monkeypatch.setattr(measure, "_speed", lambda *_: measured.append(1) or (1e9, 1e-6))
-    plan = mb.prepare(*shards(4), groups=mb.Groups.in_process(intra=4), algorithm="auto")
+    plan = in_process.prepare(*shards(4), groups=in_process.groups(intra=4), algorithm="auto")
     assert len(measured) == 1
     assert {one.choice.rates.compute for one in plan.ranks} == {1e9}
 

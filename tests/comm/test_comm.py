@@ -18,6 +18,7 @@ import megatron_burst as mb
 from megatron_burst.comm import packing
 from megatron_burst.comm.packing import CallTag, Envelope
 from megatron_burst.comm.transport import Channel, Counters, Receive, Send
+from megatron_burst.plugins.testing import in_process
 
 FLAT = Channel("flat", False)
 CPU = torch.device("cpu")
@@ -25,7 +26,7 @@ CPU = torch.device("cpu")
 
 def pair():
     """The two endpoints of an in-process grid of two."""
-    return [rank.ring for rank in mb.Groups.in_process(intra=2).ranks]
+    return [rank.ring for rank in in_process.groups(intra=2).ranks]
 
 
 def post(a, b, sent, received, label="a to b", channel=FLAT):
@@ -138,7 +139,7 @@ def test_another_size_or_dtype_is_caught(received):
 
 
 def test_counters_count_what_is_sent_by_link_class():
-    a, b = (rank.ring for rank in mb.Groups.in_process(inter=2, intra=1).ranks)
+    a, b = (rank.ring for rank in in_process.groups(inter=2, intra=1).ranks)
     a.exchange(FLAT, [Send(1, "inter", [torch.zeros(3), torch.zeros(2, 2).bfloat16()])], [], "")
     a.exchange(FLAT, [Send(1, "intra", [torch.zeros(1).double()])], [], "")
     b.exchange(FLAT, [], [Receive(0, [torch.zeros(3)])], "")
@@ -152,7 +153,7 @@ def test_counters_count_what_is_sent_by_link_class():
 
 
 def test_ranks_of_an_in_process_grid():
-    groups = mb.Groups.in_process(inter=2, intra=3)
+    groups = in_process.groups(inter=2, intra=3)
     assert (groups.size, groups.topology.inter_size, groups.topology.intra_size) == (6, 2, 3)
     assert [rank.rank for rank in groups.ranks] == [0, 1, 2, 3, 4, 5]
 
@@ -160,7 +161,7 @@ def test_ranks_of_an_in_process_grid():
 @pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_groups_refuse_to_be_copied(copier):
     with pytest.raises(TypeError, match="holds process groups and cannot be copied or pickled"):
-        copier(mb.Groups.in_process(intra=2))
+        copier(in_process.groups(intra=2))
 
 
 def shape(groups):

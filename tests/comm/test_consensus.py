@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_burst.comm.consensus import HEADER_BYTES, agree
-from megatron_burst.comm.local import RankSwitch
+from megatron_burst.plugins.testing.local import RankSwitch
 
 FACTS = {"q": (4, 2), "layout": "zigzag", "softmax_scale": 0.125}
 

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import pytest
 
-import megatron_burst as mb
 from megatron_burst.comm.groups import Groups
 from megatron_burst.comm.operation import Operation, derived, prepared
 from megatron_burst.comm.recent import Recent
+from megatron_burst.plugins.testing import in_process
 
 
 class Stated(NamedTuple):
@@ -58,7 +58,7 @@ class Call(Operation):
 
 def run(*calls, **keywords):
     """The operations of two ranks of one process, and their plans or the error of all."""
-    groups = mb.Groups.in_process(intra=2)
+    groups = in_process.groups(intra=2)
     operations = [
         Call(rank, size, **(keywords if own else {}))
         for rank, size, own in zip(groups.ranks, calls, (False, True), strict=True)
@@ -76,7 +76,7 @@ def test_equal_calls_are_checked_built_compared_and_connected():
 
 
 def test_ranks_compare_their_requests_before_they_measure():
-    groups = mb.Groups.in_process(intra=2)
+    groups = in_process.groups(intra=2)
     operations = [Call(rank, 8, measuring=True) for rank in groups.ranks]
     groups.run(prepared, operations)
     steps = ["check", "agree", "choose", "build", "agree", "connect"]
@@ -99,7 +99,7 @@ def test_different_calls_are_refused():
 
 
 def test_a_derived_plan_is_built_once_and_not_compared():
-    (rank,) = mb.Groups.in_process(intra=1).ranks
+    (rank,) = in_process.groups(intra=1).ranks
     plans, calls = Recent(2), [Call(rank, size) for size in (8, 8, 9)]
     first, again, other = (derived(call, plans) for call in calls)
     assert first is again

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import megatron_burst as mb
 from megatron_burst.comm.groups import Calls
+from megatron_burst.plugins.testing import in_process
 
 CAUSAL, FULL = mb.masks.Causal(), mb.masks.Full()
 APART = mb.masks.Documents([0, 8, 16])  # one document per rank: nothing travels
@@ -30,10 +31,10 @@ class Rank:
         return [torch.randn(8, 1, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
 
     def plan(self, **choices):
-        return mb.prepare(*self.qkv(), groups=self.groups, **choices)
+        return in_process.prepare(*self.qkv(), groups=self.groups, **choices)
 
     def call(self, plan, **more):
-        return mb.attention(*self.qkv(), plan=plan, **more).sum()
+        return in_process.attention(*self.qkv(), plan=plan, **more).sum()
 
 
 def left_out_unnoticed():
@@ -65,10 +66,10 @@ def test_a_call_left_out_is_noticed_by_the_next_plan(ranks):
 def test_labels_that_may_differ_between_processes_are_refused(label):
     """Their repr has addresses in it, or reads a device."""
     qkv = [[torch.zeros(4, 1, 1, 4)]] * 3
-    groups = mb.Groups.in_process(intra=1)
+    groups = in_process.groups(intra=1)
     with pytest.raises(ValueError, match="label must be a string, an integer or a tuple"):
-        mb.attention(*qkv, groups=groups, label=label)
-    mb.attention(*qkv, groups=groups, label=("layer", 1))
+        in_process.attention(*qkv, groups=groups, label=label)
+    in_process.attention(*qkv, groups=groups, label=("layer", 1))
 
 
 def in_step():

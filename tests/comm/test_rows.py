@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import megatron_burst as mb
-from megatron_burst.comm.rows import exchange_rows
 from megatron_burst.layout.pieces import chains
 from megatron_burst.layout.routes import Route, preceding, relayout
+from megatron_burst.plugins.testing import in_process
+from megatron_burst.plugins.testing.in_process import exchange_rows
 
 WORLDS = [(1, 1), (1, 2), (3, 1), (2, 2), (2, 4)]
 
@@ -83,7 +84,7 @@ def check(copies, groups):
 @pytest.mark.parametrize(("inter", "intra"), WORLDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_and_their_gradients(kind, inter, intra):
-    groups = mb.Groups.in_process(inter=inter, intra=intra)
+    groups = in_process.groups(inter=inter, intra=intra)
     traces = nccl_rules.record(groups)
     check(KINDS[kind](groups.size), groups)
     for communicator in nccl_rules.COMMUNICATORS.values():
@@ -91,7 +92,7 @@ def test_rows_and_their_gradients(kind, inter, intra):
 
 
 def test_bytes_are_those_of_the_rows_that_leave():
-    groups = mb.Groups.in_process(inter=2, intra=2)
+    groups = in_process.groups(inter=2, intra=2)
     copies = relaid(4)
     check(copies, groups)
     row = 2 * 3 * 8 + 2 * 4
@@ -106,7 +107,7 @@ def test_bytes_are_those_of_the_rows_that_leave():
 
 
 def test_it_can_be_differentiated_twice():
-    groups = mb.Groups.in_process(intra=2)
+    groups = in_process.groups(intra=2)
     copies = looking_back(2)
     shards = [[torch.randn(24, dtype=torch.float64, requires_grad=True)] for _ in range(2)]
 
@@ -119,7 +120,7 @@ def test_it_can_be_differentiated_twice():
 
 def test_gradients_of_copies_add_up_in_float32():
     """A sum in bfloat16 would lose the ones beside 256."""
-    groups = mb.Groups.in_process(intra=3)
+    groups = in_process.groups(intra=3)
     none, first = np.zeros(0, dtype=int), np.zeros(1, dtype=int)
     routes = [Route((first,) * 3, (first, none, none), 1)]
     routes += [Route((none,) * 3, (first, none, none), 1)] * 2

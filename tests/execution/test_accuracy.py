@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import megatron_burst as mb
+from megatron_burst.plugins.testing import in_process
 
 NAMES = ("out", "dq", "dk", "dv")
 TRAVELS = {"kv": ("dk", "dv"), "query": ("dq",)}
@@ -65,11 +66,11 @@ def test_copies_of_a_key_head_are_rounded_once_and_summed_in_fp32():
     size = 8
     everything = cases.Problem("causal", (size, 1), 1, (32, 32), 256, torch.float32)
     q, k, v, dout = inputs = cases.solve(everything)[0]
-    groups = mb.Groups.in_process(intra=size, ulysses=size)
+    groups = in_process.groups(intra=size, ulysses=size)
     layout = mb.layout.make("zigzag", cp_size=size)
     shards = [[mb.shard(x, layout, rank).clone() for rank in range(size)] for x in inputs]
     leaves = [x.requires_grad_() for xs in shards[:3] for x in xs]
-    outs = mb.attention(
+    outs = in_process.attention(
         *shards[:3], groups=groups, algorithm="ulysses", mask=mb.masks.Causal(), kernel="aten",
         grad_wire_dtype=torch.bfloat16,
     )  # fmt: skip

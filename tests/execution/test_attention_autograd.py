@@ -4,12 +4,13 @@ import pytest
 import torch
 
 import megatron_burst as mb
+from megatron_burst.plugins.testing import in_process
 
-GROUPS = mb.Groups.in_process(intra=1)
+GROUPS = in_process.groups(intra=1)
 
 
 def attend(q, k, v, **more):
-    return mb.attention([q], [k], [v], groups=GROUPS, **more)[0]
+    return in_process.attention([q], [k], [v], groups=GROUPS, **more)[0]
 
 
 def qkv():
@@ -48,7 +49,8 @@ def test_torchs_own_checkpoint_runs_it(reentrant):
 
 def test_functional_transforms_are_refused():
     q, k, v = qkv()
-    gradient = torch.func.grad(lambda q: attend(q, k, v).sum())
+    groups = mb.Groups.single()
+    gradient = torch.func.grad(lambda q: mb.attention(q, k, v, groups=groups).sum())
     with pytest.raises(ValueError, match=r"mb.attention cannot run inside torch.func"):
         gradient(q)
 

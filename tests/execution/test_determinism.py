@@ -10,6 +10,7 @@ import torch
 import megatron_burst as mb
 from megatron_burst.kernels.aten import AtenKernel
 from megatron_burst.kernels.operators_cuda import CudaCudnn
+from megatron_burst.plugins.testing import in_process
 
 MODES = [False, False, True]  # of torch.use_deterministic_algorithms, call by call
 
@@ -29,11 +30,11 @@ def tensors(*shapes, dtype=torch.bfloat16):
 def attend(kernel, algorithm, dtype, **more):
     """out, dq, dk, dv of four ranks; fresh groups, plan and buffers."""
     sharing = {"ulysses": 4, "hybrid": 2}.get(algorithm, 1)
-    groups = mb.Groups.in_process(inter=2, intra=2, ulysses=sharing)
+    groups = in_process.groups(inter=2, intra=2, ulysses=sharing)
     shapes = [(64, 2, heads, 16) for heads in (4, 2, 2, 4)]
     *qkv, douts = (list(x.chunk(4)) for x in tensors(*shapes, dtype=dtype))
     leaves = [x.requires_grad_() for xs in qkv for x in xs]
-    outs = mb.attention(
+    outs = in_process.attention(
         *qkv, groups=groups, mask=mb.masks.Window(40, 0), kernel=kernel, algorithm=algorithm, **more
     )
     return [*outs, *torch.autograd.grad(outs, leaves, douts)]
@@ -71,7 +72,7 @@ def test_the_lm_head_gives_the_same_bits_every_time(how, mode):
 def test_a_plan_made_before_the_mode_was_set_is_refused(mode):
     """Its kernel was chosen when other bits every time were fine."""
     x = torch.randn(4, 1, 2, 8, requires_grad=True)
-    plan = mb.prepare(x, x, x, groups=mb.Groups.in_process(intra=1))
+    plan = mb.prepare(x, x, x, groups=mb.Groups.single())
     mode(True)
     mb.attention(x, x, x, plan=plan)
     unordered = plan.with_kernel(AtenKernel("aten_cudnn", CudaCudnn()))

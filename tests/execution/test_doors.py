@@ -16,6 +16,7 @@ from workers import Workers
 
 import megatron_burst as mb
 from megatron_burst.kernels.operators import CpuFlash
+from megatron_burst.plugins.testing import in_process
 
 
 def qkv(rows=4, batch=1, heads=4, kv_heads=2, d=8, w=8, dtype=torch.float32, device="cpu"):
@@ -37,17 +38,17 @@ q, k, v = qkv()
     ],
 )
 def test_tensors_that_the_transport_cannot_move(backend, device, words):
-    groups = mb.Groups.in_process(intra=2)
+    groups = in_process.groups(intra=2)
     for rank in groups.ranks:
         rank.backend, rank.devices = backend, {"nccl": ("cuda",), "gloo": ("cpu",)}[backend]
     with pytest.raises(ValueError, match=f"groups: {words}"):
-        mb.attention(*([x] * 2 for x in qkv(device=device)), groups=groups)
+        in_process.attention(*([x] * 2 for x in qkv(device=device)), groups=groups)
 
 
 def test_in_process_ranks_that_differ_are_told_so():
-    groups = mb.Groups.in_process(intra=2)
+    groups = in_process.groups(intra=2)
     with pytest.raises(ValueError, match=r"rank 0 has q \(\(4, .*rank 1 has q \(\(2, "):
-        mb.attention([q, q[:2]], [k, k[:2]], [v, v[:2]], groups=groups)
+        in_process.attention([q, q[:2]], [k, k[:2]], [v, v[:2]], groups=groups)
 
 
 # --- plans ---------------------------------------------------------------------------------
@@ -67,13 +68,13 @@ MISFITS = {
 
 @pytest.mark.parametrize("name", MISFITS)
 def test_a_plan_for_other_tensors_is_refused(name):
-    groups = mb.Groups.in_process(intra=1)
-    plan = mb.prepare([q], [k], [v], groups=groups)
+    groups = in_process.groups(intra=1)
+    plan = in_process.prepare([q], [k], [v], groups=groups)
     tensors = [[x] for x in MISFITS[name]]
     assert plan.matches([q], [k], [v])
     assert not plan.matches(*tensors)
     with pytest.raises(ValueError, match=r"plan: made for .* got .*call mb.prepare for these"):
-        mb.attention(*tensors, plan=plan)
+        in_process.attention(*tensors, plan=plan)
 
 
 # --- one rank differs: real processes ------------------------------------------------------
@@ -223,16 +224,18 @@ def test_ranks_that_may_be_out_of_step_are_told_so():
 
 @pytest.mark.parametrize("algorithm", ["burst", "auto"])
 def test_a_shape_in_place_of_tensors(algorithm):
-    groups = mb.Groups.in_process(intra=2)
+    groups = in_process.groups(intra=2)
     rates = mb.Rates(intra=1e9, inter=1e9) if algorithm == "auto" else None
     asked = {"groups": groups, "algorithm": algorithm, "rates": rates}
     tensors = [[x.double().requires_grad_() for _ in range(2)] for x in qkv(w=4)]
     given = {"shape": (4, 1, 4, 8), "kv_heads": 2, "value_width": 4, "dtype": torch.float64}
-    plan = mb.prepare(**given, **asked)
-    assert plan.facts == mb.prepare(*tensors, **asked).facts
-    assert all(out.shape == (4, 1, 4, 4) for out in mb.attention(*tensors, plan=plan))
-    assert mb.prepare(**given, needs_grad=(False,) * 3, **asked).needs_grad == (False,) * 3
-    assert mb.prepare(shape=[4, 1, 4, 8], **asked).matches(*[[torch.zeros(4, 1, 4, 8)] * 2] * 3)
+    plan = in_process.prepare(**given, **asked)
+    assert plan.facts == in_process.prepare(*tensors, **asked).facts
+    assert all(out.shape == (4, 1, 4, 4) for out in in_process.attention(*tensors, plan=plan))
+    assert in_process.prepare(**given, needs_grad=(False,) * 3, **asked).needs_grad == (False,) * 3
+    assert in_process.prepare(shape=[4, 1, 4, 8], **asked).matches(
+        *[[torch.zeros(4, 1, 4, 8)] * 2] * 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -251,9 +254,9 @@ def test_a_shape_in_place_of_tensors(algorithm):
     ],
 )
 def test_a_shape_that_is_none(given, words):
-    for groups in (mb.Groups.in_process(intra=2), mb.Groups.in_process(intra=1).ranks[0]):
+    for groups in (in_process.groups(intra=2), in_process.groups(intra=1).ranks[0]):
         with pytest.raises(ValueError, match=words):
-            mb.prepare(groups=groups, **given)
+            in_process.prepare(groups=groups, **given)
 
 
 # --- a rank that dies, and one that never comes --------------------------------------------

@@ -13,6 +13,7 @@ import torch
 
 import megatron_burst as mb
 from megatron_burst.masks import Cover, Mask
+from megatron_burst.plugins.testing import in_process
 
 NAMES = ("out", "dq", "dk", "dv")
 CAUSAL = cases.Problem("causal", (4, 2), 2, (5, 3), 24)
@@ -43,12 +44,12 @@ def call(case, needs=(True, True, True), dtype=None):
     for xs, need in zip(tensors, needs, strict=True):
         for x in xs:
             x.requires_grad_(need)
-    groups = mb.Groups.in_process(inter=case.nodes, intra=case.per_node)
+    groups = in_process.groups(inter=case.nodes, intra=case.per_node)
     return Call(case, groups, tensors, douts)
 
 
 def attend(c, **more):
-    return mb.attention(*c.tensors, groups=c.groups, **{**cases.choices(c.case), **more})
+    return in_process.attention(*c.tensors, groups=c.groups, **{**cases.choices(c.case), **more})
 
 
 def grads(outs, c, **more):
@@ -125,8 +126,8 @@ def test_frozen_inputs_get_no_gradient_and_send_none(kernel, needs, side):
 
 def test_a_plan_may_foresee_gradients_that_a_call_does_not_need():
     c = call(HERE, (True, False, True))
-    plan = mb.prepare(*c.tensors, groups=c.groups, needs_grad=(True, True, True))
-    outs = mb.attention(*c.tensors, plan=plan)
+    plan = in_process.prepare(*c.tensors, groups=c.groups, needs_grad=(True, True, True))
+    outs = in_process.attention(*c.tensors, plan=plan)
     assert_truth(c, outs, grads(outs, c), ("out", "dq", "dv"))
 
 
@@ -141,8 +142,8 @@ def test_no_grad_computes_and_keeps_nothing():
     c = call(HERE)
     with torch.no_grad():
         outs = attend(c)
-        plan = mb.prepare(*c.tensors, groups=c.groups, needs_grad=(False, False, False))
-        again = mb.attention(*c.tensors, plan=plan)
+        plan = in_process.prepare(*c.tensors, groups=c.groups, needs_grad=(False, False, False))
+        again = in_process.attention(*c.tensors, plan=plan)
     assert not any(out.requires_grad for out in outs)
     assert_truth(c, outs, [], ("out",))
     assert_truth(c, again, [], ("out",))
@@ -176,11 +177,15 @@ def test_autocast_does_not_reach_inside(kernel):
 @pytest.mark.parametrize("method", ["forward", "backward"])
 def test_a_call_that_failed_half_way_leaves_nothing_to_the_next(method, count):
     c = call(HERE)
-    plan = mb.prepare(*c.tensors, groups=c.groups, side="kv")
+    plan = in_process.prepare(*c.tensors, groups=c.groups, side="kv")
     with pytest.raises(MemoryError):
-        grads(mb.attention(*c.tensors, plan=plan.with_kernel(cases.Failing(plan.kernel, method,
-              count))), c)  # fmt: skip
-    outs = mb.attention(*c.tensors, plan=plan)
+        grads(
+            in_process.attention(
+                *c.tensors, plan=plan.with_kernel(cases.Failing(plan.kernel, method, count))
+            ),
+            c,
+        )
+    outs = in_process.attention(*c.tensors, plan=plan)
     assert_truth(c, outs, grads(outs, c))
 
 
@@ -239,8 +244,8 @@ def test_a_plan_can_be_made_from_shapes_alone():
     """Tensors on no device at all would not do, but empty ones do: only shapes are read."""
     c = call(HERE)
     hollow = [[torch.full_like(x, float("nan")) for x in xs] for xs in c.tensors]
-    plan = mb.prepare(*hollow, groups=c.groups, needs_grad=(True, True, True))
-    outs = mb.attention(*c.tensors, plan=plan)
+    plan = in_process.prepare(*hollow, groups=c.groups, needs_grad=(True, True, True))
+    outs = in_process.attention(*c.tensors, plan=plan)
     assert_truth(c, outs, grads(outs, c))
 
 
@@ -250,7 +255,7 @@ def test_a_plan_can_be_made_from_shapes_alone():
 def test_auto_takes_the_side_with_fewer_bytes_and_says_so(heads, side):
     problem = cases.Problem("causal", heads, 1, (16, 16), 16, torch.bfloat16)
     c = call(HERE._replace(problem=problem))
-    plan = mb.prepare(*c.tensors, groups=c.groups)
+    plan = in_process.prepare(*c.tensors, groups=c.groups)
     sent = {name: plan.traffic(name)[1].total for name in cases.SIDES}
     assert min(sent, key=sent.get) == plan.side == side
     line = plan.describe()
@@ -264,7 +269,7 @@ def test_the_line_says_bytes_by_hand():
     other side Q, dO, lse, delta, dQ 2176 B. Two hops within the node, one between."""
     problem = cases.Problem("full", (4, 2), 1, (16, 16), 16, torch.bfloat16)
     c = call(HERE._replace(problem=problem))
-    line = mb.prepare(*c.tensors, groups=c.groups, mask=mb.masks.Full()).describe()
+    line = in_process.prepare(*c.tensors, groups=c.groups, mask=mb.masks.Full()).describe()
     assert "forward 1 KiB intra + 512 B inter" in line
     assert "backward 3 KiB intra + 1.5 KiB inter" in line
     assert "side query would send 4.25 KiB intra + 2.125 KiB inter" in line

@@ -13,6 +13,7 @@ from fuzz import attention
 
 import megatron_burst as mb
 from megatron_burst import masks
+from megatron_burst.plugins.testing import in_process
 
 
 def test_random_calls_in_one_process():
@@ -31,8 +32,10 @@ def test_a_sink_of_minus_infinity_is_no_sink():
     out, _, dq, dk, dv = oracle.attention(q, k, v, dout, seen)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     sink = torch.full((2,), -torch.inf, dtype=torch.float64, requires_grad=True)
-    groups = mb.Groups.in_process(intra=1)
-    outs = mb.attention(*([x] for x in leaves), groups=groups, mask=masks.Dense(seen), sink=sink)
+    groups = in_process.groups(intra=1)
+    outs = in_process.attention(
+        *([x] for x in leaves), groups=groups, mask=masks.Dense(seen), sink=sink
+    )
     torch.autograd.backward(outs, [dout])
     for got, right in zip([outs[0], *(x.grad for x in leaves)], (out, dq, dk, dv), strict=True):
         assert oracle.worst(got, right) < cases.TOLERANCE

@@ -10,6 +10,7 @@ import torch
 from capture_rules import Graph
 
 import megatron_burst as mb
+from megatron_burst.plugins.testing import in_process
 
 CAUSAL = mb.masks.Causal()
 FLAT: dict[str, Any] = {"intra": 2}
@@ -28,7 +29,7 @@ ALGORITHMS = {
 def test_a_replay_on_other_numbers(algorithm, side):
     more = {"head_chunks": 2} if algorithm == "head chunks" else {}
     grid = ALGORITHMS.get(algorithm, FLAT)
-    groups = mb.Groups.in_process(**grid)
+    groups = in_process.groups(**grid)
     size, (h, k, d) = groups.size, (4, 4 if "ulysses" in grid else 2, 4)
     length, layout = 8 * size, mb.layout.make("zigzag", cp_size=size)
     shapes = (length, 1, h, d), (length, 1, k, d), (length, 1, k, d), (length, 1, h, d)
@@ -43,13 +44,13 @@ def test_a_replay_on_other_numbers(algorithm, side):
     *qkv, douts = (cut(x) for x in numbers(0))
     leaves = [x.requires_grad_() for xs in qkv for x in xs]
     name = algorithm if algorithm in ALGORITHMS else "ring"
-    plan = mb.prepare(
+    plan = in_process.prepare(
         *qkv, groups=groups, layout="zigzag", mask=CAUSAL, algorithm=name, side=side,
         kernel="aten", **more,
     )  # fmt: skip
 
     def attend():
-        outs = mb.attention(*qkv, plan=plan, label="layer")
+        outs = in_process.attention(*qkv, plan=plan, label="layer")
         return outs, torch.autograd.grad(outs, leaves, douts)
 
     attend()

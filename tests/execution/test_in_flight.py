@@ -10,9 +10,9 @@ import cases
 import oracle
 import pytest
 
-import megatron_burst as mb
 from megatron_burst.comm.transport import all_to_all_by_messages
 from megatron_burst.execution.ring import Ring
+from megatron_burst.plugins.testing import in_process
 
 CAUSAL = cases.Problem("causal", (4, 2), 1, (4, 4), 32)
 BURST = cases.Case(2, 2, "burst", "zigzag", "query", "reference", CAUSAL)
@@ -45,15 +45,15 @@ class _NeverWaited:
 
 def found(case, monkeypatch, plant=lambda rank: None, ulysses=1):
     """What is wrong in the results, or what the transport says."""
-    made = mb.Groups.in_process
+    made = in_process.groups
 
-    def in_process(**sizes):
+    def planted(**sizes):
         groups = made(**sizes, ulysses=ulysses)
         plant(groups.ranks[RANK])
         return groups
 
     with monkeypatch.context() as patch:
-        patch.setattr(mb.Groups, "in_process", in_process)
+        patch.setattr(in_process, "groups", planted)
         try:
             results, _ = cases.run_in_process(case)
         except RuntimeError as error:

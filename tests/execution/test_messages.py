@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 import megatron_burst as mb
-from megatron_burst.comm.local import LocalEndpoint
 from megatron_burst.comm.packing import NO_CALL, Envelope
 from megatron_burst.comm.transport import Channel, ProcessEndpoint, Trade
 from megatron_burst.execution import function
+from megatron_burst.plugins.testing import in_process
+from megatron_burst.plugins.testing.local import LocalEndpoint
 from megatron_burst.schedule.rings import Schedule
 
 SIZE = 4
@@ -24,8 +25,8 @@ def sent(monkeypatch, backward=False, rows=16, **options):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)  # there is no device
     shapes = (rows, 1, 4, 8), (rows, 1, 2, 8), (rows, 1, 2, 8)
     shards = [[torch.empty(s, device="meta", dtype=torch.bfloat16) for s in shapes]] * SIZE
-    groups = mb.Groups.in_process(intra=SIZE)
-    plan = mb.prepare(
+    groups = in_process.groups(intra=SIZE)
+    plan = in_process.prepare(
         *([x] * SIZE for x in shards[0]), groups=groups, needs_grad=(True, True, True),
         kernel="reference", algorithm="ring", side="kv", **options,
     )  # fmt: skip
@@ -86,7 +87,7 @@ def both_ways(ulysses, placement, heads):
     def attend():
         groups.counters.reset()
         done.clear()
-        out = mb.attention(q, k, v, groups=groups, algorithm=algorithm, kernel="reference")
+        out = in_process.attention(q, k, v, groups=groups, algorithm=algorithm, kernel="reference")
         results = out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
         return results, (groups.counters.intra, groups.counters.inter), dict(done)
 
@@ -159,11 +160,11 @@ def test_a_second_batch_finds_no_hops_again(monkeypatch):
     def plans(groups, cut, side="kv"):
         mask = mb.masks.Documents([0, cut, 32]) & mb.masks.Causal()
         options = {"mask": mask, "algorithm": "multicast", "side": side, "needs_grad": (True,) * 3}
-        made = mb.prepare([rows] * 4, [rows] * 4, [rows] * 4, groups=groups, **options)
+        made = in_process.prepare([rows] * 4, [rows] * 4, [rows] * 4, groups=groups, **options)
         return [(plan.channels, plan.longest_message) for plan in made.ranks]
 
-    groups = mb.Groups.in_process(inter=2, intra=2)
-    alone = plans(mb.Groups.in_process(inter=2, intra=2), 20)
+    groups = in_process.groups(inter=2, intra=2)
+    alone = plans(in_process.groups(inter=2, intra=2), 20)
     plans(groups, 5, "query")
     plans(groups, 5)
     monkeypatch.delattr(Schedule, "_typical")

@@ -17,6 +17,7 @@ import megatron_burst as mb
 from megatron_burst.comm.packing import NO_CALL, Envelope
 from megatron_burst.comm.transport import Channel
 from megatron_burst.planning import build
+from megatron_burst.plugins.testing import in_process
 
 CONNECTIONS, QUEUE = Rules(True, False, False), Rules(False, True, False)
 NOTHING = Rules(False, False, False)
@@ -106,12 +107,12 @@ def ring():
 
 
 def ran(inter, intra, algorithm):
-    groups = mb.Groups.in_process(inter=inter, intra=intra)
+    groups = in_process.groups(inter=inter, intra=intra)
     traces = record(groups)
     each = range(inter * intra)
     x = [[torch.randn(4, 1, 2, 4, dtype=torch.float64, requires_grad=True) for _ in each]
          for _ in "qkv"]  # fmt: skip
-    outs = mb.attention(
+    outs = in_process.attention(
         *x, groups=groups, algorithm=algorithm, side="query", mask=mb.masks.Full(),
         kernel="reference",
     )  # fmt: skip

@@ -14,6 +14,7 @@ import megatron_burst as mb
 from megatron_burst.autotune.prepared import Prepared
 from megatron_burst.execution import joined
 from megatron_burst.execution.ring import Backward, Forward
+from megatron_burst.plugins.testing import in_process
 from megatron_burst.schedule.dry_run import held_bytes
 
 S = 96
@@ -53,7 +54,7 @@ def test_equal_to_the_oracle_in_two_calls(calls, case):
     if case % 3 == 2:
         seen[rng.sample(range(S), 30)] = False  # rows that see nothing
         mask = mb.masks.Dense(seen.clone())
-    groups = mb.Groups.in_process(inter=inter, intra=intra, ulysses=ulysses)
+    groups = in_process.groups(inter=inter, intra=intra, ulysses=ulysses)
     name = ("balanced", "zigzag", "balanced", "striped", "contiguous")[case % 5]
     more = {"cu_seqlens": bounds} if name == "balanced" else {}
     layout = mb.layout.make(name, cp_size=groups.size, **more)
@@ -63,7 +64,7 @@ def test_equal_to_the_oracle_in_two_calls(calls, case):
     sink = torch.linspace(-1, 1, heads).double() if case % 2 else None
     cut = [[mb.shard(x, layout, rank).requires_grad_() for rank in range(groups.size)]
            for x in (q, k, v)]  # fmt: skip
-    outs = mb.attention(*cut, groups=groups, layout=layout, mask=mask, algorithm="prefetch",
+    outs = in_process.attention(*cut, groups=groups, layout=layout, mask=mask, algorithm="prefetch",
                         side="kv", sink=sink, kernel=rng.choice(["aten", "reference"]))  # fmt: skip
     torch.autograd.backward(outs, [mb.shard(dout, layout, rank) for rank in range(groups.size)])
     out, _, *grads = oracle.attention(q, k, v, dout, seen, sink=sink)
@@ -80,9 +81,9 @@ def test_keys_lie_in_the_order_of_their_positions():
     """Each rank has a third of both documents. The last one sees two chunks, which make one tile of
     each document; one behind the other they would be two."""
     thirds = [[(4 * rank, 4 * rank + 4), (12 + 4 * rank, 16 + 4 * rank)] for rank in range(3)]
-    groups, mask = mb.Groups.in_process(intra=3), mb.masks.Documents([0, 12, 24])
+    groups, mask = in_process.groups(intra=3), mb.masks.Documents([0, 12, 24])
     q = [torch.zeros(8, 1, 2, 4) for _ in range(3)]
-    plan = mb.prepare(q, q, q, groups=groups, layout=Pieces(thirds), algorithm="prefetch",
+    plan = in_process.prepare(q, q, q, groups=groups, layout=Pieces(thirds), algorithm="prefetch",
                       mask=mask & mb.masks.Causal(), kernel="aten")  # fmt: skip
     for rank, tiles in zip(plan.ranks, (None, 2, 2), strict=True):
         calls = [call for step in rank.job.forward.steps for call in step.calls]
@@ -93,9 +94,9 @@ def test_keys_lie_in_the_order_of_their_positions():
 
 
 def test_keys_that_rest_on_the_host_come_back_one_chunk_at_a_time():
-    groups = mb.Groups.in_process(intra=4)
+    groups = in_process.groups(intra=4)
     q = [torch.zeros(16, 1, 2, 4) for _ in range(4)]
-    plan = mb.prepare(q, q, q, groups=groups, algorithm="prefetch", sequence_chunks=2)
+    plan = in_process.prepare(q, q, q, groups=groups, algorithm="prefetch", sequence_chunks=2)
     passes = [chunk.host_forward for rank in plan.ranks for chunk in rank.job.chunks]
     assert not any(call.parts for each in passes for step in each.steps for call in step.calls)
 
@@ -106,9 +107,9 @@ def test_the_simulator_charges_the_keys_that_a_call_copies():
     rng, own = random.Random(0), 0
     for inter, intra in [(1, 4), (2, 2), (2, 3), (3, 2)]:
         bounds, _ = packed(rng)
-        groups, mask = mb.Groups.in_process(inter=inter, intra=intra), mb.masks.Documents(bounds)
+        groups, mask = in_process.groups(inter=inter, intra=intra), mb.masks.Documents(bounds)
         q = [torch.zeros(S // groups.size, 1, 2, 4, requires_grad=True) for _ in groups.ranks]
-        plan = mb.prepare(q, q, q, groups=groups, algorithm="prefetch", side="kv",
+        plan = in_process.prepare(q, q, q, groups=groups, algorithm="prefetch", side="kv",
                           layout=rng.choice(["zigzag", "contiguous", "striped"]),
                           mask=mask & mb.masks.Causal(), kernel="aten")  # fmt: skip
         for rank, of in enumerate(plan.ranks):
@@ -132,12 +133,21 @@ def test_a_joined_call_holds_its_keys_once_and_its_gradients_once(monkeypatch, w
     arrived = 3 * rows * 2 * heads * width * 2  # k and v of three ranks, bf16
     seen = torch.zeros(size * rows, size * rows, dtype=torch.bool)
     seen[-rows:] = True
-    groups = mb.Groups.in_process(intra=size)
+    groups = in_process.groups(intra=size)
     q, k, v = ([torch.randn(rows, 1, heads, width).bfloat16().requires_grad_() for _ in range(size)]
                for _ in range(3))  # fmt: skip
-    plan = mb.prepare(q, k, v, groups=groups, algorithm="prefetch", side="kv", layout="contiguous",
-                      mask=mb.masks.Dense(seen), grad_wire_dtype=wire,
-                      kernel="reference")  # fmt: skip
+    plan = in_process.prepare(
+        q,
+        k,
+        v,
+        groups=groups,
+        algorithm="prefetch",
+        side="kv",
+        layout="contiguous",
+        mask=mb.masks.Dense(seen),
+        grad_wire_dtype=wire,
+        kernel="reference",
+    )
     there, compute = {}, joined.compute
 
     def tensors():
@@ -162,7 +172,7 @@ def test_a_joined_call_holds_its_keys_once_and_its_gradients_once(monkeypatch, w
             pair(self, call, queries, keys, sums)
 
         monkeypatch.setattr(of, "pair", pair)
-    sum(out.float().sum() for out in mb.attention(q, k, v, plan=plan)).backward()
+    sum(out.float().sum() for out in in_process.attention(q, k, v, plan=plan)).backward()
     assert there[Forward] == arrived
     own = plan.ranks[-1].job.backward.totals["dquery", 3].size * heads * width * 4
     # in fp32; the queries' lie in a message with an envelope

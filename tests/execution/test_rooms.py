@@ -11,6 +11,7 @@ import torch
 
 import megatron_burst as mb
 from megatron_burst.execution.buffers import Buffers, MessageKind
+from megatron_burst.plugins.testing import in_process
 
 WIDTH = 16  # bytes of a row
 
@@ -61,11 +62,11 @@ def test_head_chunks_of_calls_on_the_same_groups(order, side):
     out, _, *gradients = oracle.attention(*inputs, seen)
     mine = oracle.permutation("zigzag", size, size * rows)
     right = [x[each] for x in (out, *gradients) for each in mine]
-    groups = mb.Groups.in_process(intra=size)
+    groups = in_process.groups(intra=size)
     for head_chunks in order:
         *qkv, douts = [[x[each].clone() for each in mine] for x in inputs]
         leaves = [x.requires_grad_() for xs in qkv for x in xs]
-        outs = mb.attention(
+        outs = in_process.attention(
             *qkv, groups=groups, mask=mb.masks.Causal(), layout="zigzag", algorithm="burst",
             head_chunks=head_chunks, side=side, kernel="reference",
         )  # fmt: skip

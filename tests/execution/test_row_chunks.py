@@ -12,10 +12,10 @@ import row_chunk_cases as rows
 import torch
 from row_chunk_cases import Case
 
-import megatron_burst as mb
 from megatron_burst import masks
 from megatron_burst.layout import make
 from megatron_burst.layout.row_chunks import chunk_runs, row_chunks
+from megatron_burst.plugins.testing import in_process
 from megatron_burst.schedule.dry_run import held_bytes
 
 ONE_BY_ONE = [
@@ -131,9 +131,11 @@ def tensors(size, each, heads=(8, 8), width=16, dtype=torch.float32):
 
 
 def prepared(chunks, heads=(8, 8), each=32, **choices):
-    groups = mb.Groups.in_process(inter=2, intra=2)
+    groups = in_process.groups(inter=2, intra=2)
     choices = {"mask": masks.Full(), "needs_grad": (True,) * 3} | choices
-    return mb.prepare(*tensors(4, each, heads), groups=groups, sequence_chunks=chunks, **choices)
+    return in_process.prepare(
+        *tensors(4, each, heads), groups=groups, sequence_chunks=chunks, **choices
+    )
 
 
 def test_bytes_by_formula():

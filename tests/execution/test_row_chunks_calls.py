@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import megatron_burst as mb
+from megatron_burst.plugins.testing import in_process
 
 BURST = Case(grid=(1, 2, 1), algorithm="burst", chunks=3, side="query")
 
@@ -33,17 +34,17 @@ def test_a_checkpoint_keeps_rows_of_every_chunk(grid, algorithm, layout, keep):
     *qkv, douts = rows.shards(case)
     leaves = [x.requires_grad_() for xs in qkv for x in xs]
     sink = rows.problem(case)[1].clone().requires_grad_()
-    plan = mb.prepare(*qkv, groups=groups, sink=sink, store=keep, **case.choices())
+    plan = in_process.prepare(*qkv, groups=groups, sink=sink, store=keep, **case.choices())
     ran = []
 
-    def attend(*_):
+    def attend(plan, q, k, v, sink):
         ran.append(torch.is_grad_enabled())
-        return tuple(mb.attention(*qkv, plan=plan, sink=sink))
+        return mb.attention(q, k, v, plan=plan, sink=sink)
 
-    outs = mb.checkpoint(attend, *leaves, keep=keep)
+    outs = in_process.checkpoint(groups, attend, plan.ranks, *qkv, [sink] * n, keep=keep)
     first = [rank.counters.intra + rank.counters.inter for rank in groups.ranks]
     grads = torch.autograd.grad(outs, [*leaves, sink], douts)
-    assert len(ran) == 2
+    assert len(ran) == 2 * n
     each = list(zip(outs, grads[:n], grads[n : 2 * n], grads[2 * n : 3 * n], strict=True))
     assert rows.error(case, (each, grads[-1])) < 1e-10
     if grid[2] == 1 and keep == 1:  # nothing is computed again, and no key travels for it
@@ -57,7 +58,7 @@ def test_a_checkpoint_keeps_rows_of_every_chunk(grid, algorithm, layout, keep):
 def test_a_call_in_chunks_takes_what_it_kept():
     case = Case(grid=(2, 2, 2), algorithm="hybrid", chunks=3)
     groups, given = rows.groups_of(case), rows.shards(case)
-    plan = mb.prepare(*given[:3], groups=groups, store=0.5, needs_grad=(True,) * 3,
+    plan = in_process.prepare(*given[:3], groups=groups, store=0.5, needs_grad=(True,) * 3,
                       **case.choices())  # fmt: skip
 
     def run(plan, q, k, v):
@@ -81,7 +82,9 @@ def test_largest_scores_are_those_of_one_pass():
         case = BURST._replace(chunks=chunks, kernel="reference")
         largest = torch.full((4,), -torch.inf, dtype=torch.float64)
         *qkv, _ = rows.shards(case)
-        mb.attention(*qkv, groups=rows.groups_of(case), max_logits=largest, **case.choices())
+        in_process.attention(
+            *qkv, groups=rows.groups_of(case), max_logits=largest, **case.choices()
+        )
         found.append(largest)
     assert torch.equal(*found)
     assert found[0].isfinite().all()
@@ -116,9 +119,9 @@ class Peak(TorchDispatchMode):
 
 def peak(chunks, each=256, heads=4, width=16):
     """In tensors like q, on each of two ranks: of a forward and backward, chunk by chunk."""
-    groups = mb.Groups.in_process(intra=2)
+    groups = in_process.groups(intra=2)
     q, k, v, dout = ([torch.randn(each, 1, heads, width) for _ in range(2)] for _ in range(4))
-    plan = mb.prepare(
+    plan = in_process.prepare(
         q, k, v, groups=groups, sequence_chunks=chunks, side="query", kernel="aten",
         needs_grad=(True,) * 3,
     )  # fmt: skip
@@ -160,7 +163,7 @@ def test_queries_and_what_becomes_of_them_are_never_whole():
 def test_what_cannot_be_is_refused(choices, words):
     *qkv, _ = rows.shards(BURST)
     with pytest.raises(ValueError, match=words):
-        mb.prepare(*qkv, groups=rows.groups_of(BURST), **choices)
+        in_process.prepare(*qkv, groups=rows.groups_of(BURST), **choices)
 
 
 EVERY = slice(None)
@@ -219,20 +222,13 @@ def taken_twice(call, q, plan):
 def test_a_call_in_chunks_says_what_is_wrong(wrong, words):
     case = BURST._replace(grid=(1, 1, 1))
     groups, given = rows.groups_of(case), rows.shards(case)
-    (plan,) = mb.prepare(*given[:3], groups=groups, **case.choices()).ranks
+    (plan,) = in_process.prepare(*given[:3], groups=groups, **case.choices()).ranks
 
     def run(q, k, v):
         wrong(plan.chunked(k, v), q, k, plan)
 
     with pytest.raises(ValueError, match=words):
         groups.run(run, *given[:3])
-
-
-def test_ranks_of_one_process_call_each_for_itself():
-    *qkv, _ = rows.shards(BURST)
-    plan = mb.prepare(*qkv, groups=rows.groups_of(BURST), **BURST.choices())
-    with pytest.raises(ValueError, match=r"hand `plan\.ranks` to `groups\.run`"):
-        plan.chunked(qkv[1], qkv[2])
 
 
 # --- ranks out of step --------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import megatron_burst as mb
 from megatron_burst import masks
 from megatron_burst.options import algorithms
 from megatron_burst.plugins.longseq.host import mover
+from megatron_burst.plugins.testing import in_process
 from megatron_burst.schedule.algorithms import ALGORITHMS
 
 ABLE = [name for name, each in ALGORITHMS.items() if each.keeps]
@@ -42,7 +43,7 @@ def host():
 
 def prepared(case, given, groups):
     sink = rows.problem(case)[1]
-    return mb.prepare(*given[:3], groups=groups, sink=sink, needs_grad=(True,) * 3,
+    return in_process.prepare(*given[:3], groups=groups, sink=sink, needs_grad=(True,) * 3,
                       **case.choices())  # fmt: skip
 
 
@@ -50,7 +51,7 @@ def prepared(case, given, groups):
 def test_equals_the_oracle_and_the_keys_go_round_once(case):
     groups, given = rows.groups_of(case), rows.shards(case)
     plan, sink, hosts = prepared(case, given, groups), rows.problem(case)[1], []
-    alone = mb.prepare(*given[:3], groups=rows.groups_of(case), needs_grad=(True,) * 3,
+    alone = in_process.prepare(*given[:3], groups=rows.groups_of(case), needs_grad=(True,) * 3,
                        **case._replace(chunks=1).choices())  # fmt: skip
 
     def run(plan, *shard):
@@ -285,7 +286,7 @@ def test_what_is_hidden_from_all_does_not_rest_there():
     case = Case(grid=(1, 2, 1), algorithm="burst", chunks=2, layout="contiguous")
     groups, given, hosts = rows.groups_of(case), rows.shards(case), []
     choices = case.choices() | {"mask": masks.Documents([0, 12, 24])}
-    plan = mb.prepare(*given[:3], groups=groups, needs_grad=(True,) * 3, **choices)
+    plan = in_process.prepare(*given[:3], groups=groups, needs_grad=(True,) * 3, **choices)
 
     def run(plan, *shard):
         hosts.append(mine := host())

@@ -4,6 +4,7 @@ import gc
 import sys
 import weakref
 from collections import Counter
+from functools import partial
 from itertools import product
 
 import cases
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import megatron_burst as mb
 from megatron_burst import masks
 from megatron_burst.layout import Span
+from megatron_burst.plugins.testing import in_process
 from megatron_burst.recompute import selection
 from megatron_burst.recompute.selection import Interval
 
@@ -31,32 +33,45 @@ KEEPS = (0.25, 0.5, 0.6, 1.0)
 LENGTH = 48
 
 
-def layers(groups, sink, choices):
-    """Two attention layers with something between them, and the tensors they start from."""
+def layers(groups, choices):
+    """Two attention layers of a rank with something between them, and q, k, v of all ranks."""
     torch.manual_seed(0)
     rows = LENGTH // groups.size
-    shards = len(getattr(groups, "ranks", [groups]))
 
     def leaves(heads, width):
         return [
             torch.randn(rows, 2, heads, width, dtype=torch.float64, requires_grad=True)
-            for _ in range(shards)
+            for _ in range(groups.size)
         ]
 
     inputs = [*leaves(4, 8), *leaves(2, 8), *leaves(2, 4)]
 
-    def run(*tensors):
-        q, k, v = (list(tensors[i * shards : (i + 1) * shards]) for i in range(3))
-        out = mb.attention([1.5 * x for x in q], k, v, groups=groups, sink=sink, **choices)
-        again = [torch.cat([x, x], dim=-1).sin() for x in out]
-        return torch.stack(mb.attention(again, k, v, groups=groups, sink=sink, **choices))
+    def run(group, q, k, v, sink=None):
+        out = mb.attention(1.5 * q, k, v, groups=group, sink=sink, **choices)
+        again = torch.cat([out, out], dim=-1).sin()
+        return mb.attention(again, k, v, groups=group, sink=sink, **choices)
 
     return run, inputs
 
 
-def results(run, inputs, sink, keep):
+def by_rank(groups, inputs):
+    """q, k and v of all ranks, three lists."""
+    return [inputs[i * groups.size : (i + 1) * groups.size] for i in range(3)]
+
+
+def on_ranks(groups, run, inputs, keep=None):
+    """The results of `run` on all ranks, each in a checkpoint of its own that keeps `keep`."""
+    given = groups.ranks, *by_rank(groups, inputs)
+    if keep is None:
+        return in_process.on_ranks(groups, run, *given)
+    return in_process.checkpoint(groups, run, *given, keep=keep)
+
+
+def results(groups, run, inputs, sink, keep):
     """Output and all gradients, with a checkpoint that keeps `keep`, or without one."""
-    out = run(*inputs) if keep is None else mb.checkpoint(run, *inputs, keep=keep)
+    given = [*by_rank(groups, inputs)] + ([] if sink is None else [[sink] * groups.size])
+    call = run if keep is None else lambda *given: mb.checkpoint(run, *given, keep=keep)
+    out = torch.stack(in_process.on_ranks(groups, call, groups.ranks, *given))
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
     wanted = [*inputs] if sink is None else [*inputs, sink]
     grads = torch.autograd.grad((out * weights).sum(), wanted, retain_graph=True)
@@ -65,8 +80,9 @@ def results(run, inputs, sink, keep):
     return out, *grads
 
 
-def worst(run, inputs, sink, keep):
-    pairs = zip(results(run, inputs, sink, keep), results(run, inputs, sink, None), strict=True)
+def worst(groups, run, inputs, sink, keep):
+    found, alone = (results(groups, run, inputs, sink, each) for each in (keep, None))
+    pairs = zip(found, alone, strict=True)
     return max((x - y).abs().max().item() for x, y in pairs)
 
 
@@ -77,17 +93,18 @@ def test_gradients_are_those_without_a_checkpoint(layout, name):
     combinations = list(product(GRIDS, CHOICES, KEEPS))
     start = [*MASKS].index(name) * 3 + ["zigzag", "striped", "contiguous"].index(layout)
     for (inter, intra), (algorithm, side), keep in combinations[start::15]:
-        groups = mb.Groups.in_process(inter=inter, intra=intra)
+        groups = in_process.groups(inter=inter, intra=intra)
         sink = torch.linspace(-1, 1, 4, dtype=torch.float64, requires_grad=True)
         choices = {"layout": layout, "mask": MASKS[name], "algorithm": algorithm, "side": side}
-        run, inputs = layers(groups, sink, choices)
-        assert worst(run, inputs, sink, keep) < 1e-10
+        run, inputs = layers(groups, choices)
+        assert worst(groups, run, inputs, sink, keep) < 1e-10
 
 
 def test_all_kept_is_the_same_bits():
-    groups = mb.Groups.in_process(inter=2, intra=2)
-    run, inputs = layers(groups, None, {})
-    pairs = zip(results(run, inputs, None, 1.0), results(run, inputs, None, None), strict=True)
+    groups = in_process.groups(inter=2, intra=2)
+    run, inputs = layers(groups, {})
+    found, alone = (results(groups, run, inputs, None, keep) for keep in (1.0, None))
+    pairs = zip(found, alone, strict=True)
     assert all(torch.equal(x, y) for x, y in pairs)
 
 
@@ -99,18 +116,22 @@ def sent_again(groups, layout, keep, mask, algorithm="burst", dtype=torch.bfloat
         [torch.randn(rows, 1, *shape, dtype=dtype, requires_grad=True) for _ in range(groups.size)]
         for shape in heads.values()
     )
-    plan = mb.prepare(
+    plan = in_process.prepare(
         q, k, v, groups=groups, layout=layout, mask=mask, algorithm=algorithm, store=keep
     )
 
     def sent():
-        return groups.counters.intra + groups.counters.inter
+        return groups.ranks[0].counters.intra + groups.ranks[0].counters.inter
 
-    run = _checkpoint().framed(lambda: mb.attention(q, k, v, plan=plan), keep)
+    runs = [_checkpoint().framed(partial(mb.attention, plan=one), keep) for one in plan.ranks]
+
+    def run():
+        in_process.on_ranks(groups, lambda call, *given: call(*given), runs, q, k, v)
+
     run()
     before = sent()
     run()
-    return sent() - before, run.frame.bytes, plan
+    return sent() - before, sum(each.frame.bytes for each in runs), plan
 
 
 def _checkpoint():
@@ -122,7 +143,7 @@ def _checkpoint():
 @pytest.mark.parametrize("algorithm", ["ring", "burst", "all_gather"])
 def test_causal_bytes_rows_and_memory_by_formula(algorithm, keep):
     """Striped: each rank recomputes the queries, and sends the keys, of the first (1 - f) S."""
-    groups = mb.Groups.in_process(inter=2, intra=2)
+    groups = in_process.groups(inter=2, intra=2)
     sent, held, plan = sent_again(groups, "striped", keep, masks.Causal(), algorithm)
     rows, first = LENGTH // 4, round((1 - keep) * LENGTH)
     # Striped: rank r has the positions r, r + 4, ...; later ranks see all of them that are there.
@@ -151,7 +172,7 @@ def test_causal_bytes_rows_and_memory_by_formula(algorithm, keep):
 
 
 def test_zigzag_is_unbalanced_and_says_so():
-    groups = mb.Groups.in_process(inter=2, intra=2)
+    groups = in_process.groups(inter=2, intra=2)
     _, _, zigzag = sent_again(groups, "zigzag", 0.5, masks.Causal())
     # Rank r recomputes its first piece: 6 queries from 6 r on, of 24; rank 3 the most.
     by_hand = [sum(range(6 * r + 1, 6 * r + 7)) for r in range(4)]
@@ -187,11 +208,15 @@ def test_rows_of_a_shard():
 
 
 def test_calls_in_flight_keep_their_own():
-    groups = mb.Groups.in_process(inter=1, intra=2)
-    run, inputs = layers(groups, None, {})
+    groups = in_process.groups(inter=1, intra=2)
+    run, inputs = layers(groups, {})
     batches = [[(x * scale).detach().requires_grad_() for x in inputs] for scale in (1, 2, 3)]
-    alone = [torch.autograd.grad(run(*batch).square().sum(), batch) for batch in batches]
-    outs = [mb.checkpoint(run, *batch, keep=0.5) for batch in batches]
+
+    def outputs(batch, keep):
+        return torch.stack(on_ranks(groups, run, batch, keep))
+
+    alone = [torch.autograd.grad(outputs(batch, None).square().sum(), batch) for batch in batches]
+    outs = [outputs(batch, 0.5) for batch in batches]
     for i in (1, 0, 2):
         grads = torch.autograd.grad(outs[i].square().sum(), batches[i])
         pairs = zip(grads, alone[i], strict=True)
@@ -200,8 +225,8 @@ def test_calls_in_flight_keep_their_own():
 
 @pytest.mark.parametrize("end", ["dropped", "no_grad", "exception"])
 def test_a_frame_goes_with_its_call(end):
-    groups = mb.Groups.in_process(inter=1, intra=2)
-    run, inputs = layers(groups, None, {})
+    groups = in_process.groups(inter=1, intra=2)
+    run, inputs = layers(groups, {})
     frames = []
 
     def watched(*tensors):
@@ -214,74 +239,74 @@ def test_a_frame_goes_with_its_call(end):
 
     if end == "exception":
         with pytest.raises(KeyError):
-            mb.checkpoint(watched, *inputs)
+            on_ranks(groups, watched, inputs, 0.5)
     else:
         with torch.set_grad_enabled(end != "no_grad"):
-            out = mb.checkpoint(watched, *inputs)
+            out = on_ranks(groups, watched, inputs, 0.5)
         del out
     gc.collect()
-    assert len(frames) == (end != "no_grad")  # where no backward can come nothing is kept
+    # Where no backward can come nothing is kept.
+    assert len(frames) == (0 if end == "no_grad" else groups.size)
     assert all(frame() is None for frame in frames)
     assert _checkpoint().current() is None
 
 
 def test_a_function_that_does_something_else_the_second_time_is_told():
-    groups = mb.Groups.in_process(inter=1, intra=2)
-    run, inputs = layers(groups, None, {})
-    wide, _ = layers(mb.Groups.in_process(inter=1, intra=2), None, {})
+    groups = in_process.groups(inter=1, intra=2)
+    run, inputs = layers(groups, {})
     calls = []
 
-    def fickle(*tensors):
+    def fickle(group, *tensors):
         calls.append(1)
-        return run(*tensors) if len(calls) == 1 else wide(*[torch.cat([t, t]) for t in tensors])
+        first = len(calls) <= groups.size
+        return run(group, *(tensors if first else [torch.cat([t, t]) for t in tensors]))
 
-    out = mb.checkpoint(fickle, *inputs, keep=1.0)
+    outs = on_ranks(groups, fickle, inputs, 1.0)
     with pytest.raises(ValueError, match="must do the same each time"):
-        out.sum().backward()
+        sum(out.sum() for out in outs).backward()
 
 
 def test_a_function_with_another_mask_the_second_time_is_told():
-    groups = mb.Groups.in_process(inter=1, intra=2)
-    _, inputs = layers(groups, None, {})
-    seen = iter([masks.Causal(), masks.Full()])
-    q, k, v = inputs[:2], inputs[2:4], inputs[4:]
-    out = mb.checkpoint(lambda *_: torch.stack(mb.attention(q, k, v, groups=groups,
-                        mask=next(seen), layout="striped")), *inputs, keep=0.5)  # fmt: skip
+    groups = in_process.groups(inter=1, intra=2)
+    _, inputs = layers(groups, {})
+    seen = [iter([masks.Causal(), masks.Full()]) for _ in range(2)]
+
+    def run(group, q, k, v):
+        return mb.attention(q, k, v, groups=group, mask=next(seen[group.rank]), layout="striped")
+
+    outs = on_ranks(groups, run, inputs, 0.5)
     with pytest.raises(ValueError, match="must do the same each time"):
-        out.sum().backward()
+        sum(out.sum() for out in outs).backward()
 
 
 def test_labelled_calls_that_swap_places_the_second_time_are_told():
     """Nothing but the label tells them apart."""
-    groups = mb.Groups.in_process(inter=1, intra=2)
-    _, inputs = layers(groups, None, {})
-    q, k, v = inputs[:2], inputs[2:4], inputs[4:]
-    labels = iter(["a", "b", "b", "a"])
+    groups = in_process.groups(inter=1, intra=2)
+    _, inputs = layers(groups, {})
+    labels = [iter(["a", "b", "b", "a"]) for _ in range(2)]
 
-    def both(*_):
-        outs = [
-            mb.attention(q, k, v, groups=groups, label=next(labels), layout="striped")
-            for _ in range(2)
+    def both(group, *qkv):
+        label = labels[group.rank]
+        return [
+            mb.attention(*qkv, groups=group, label=next(label), layout="striped") for _ in range(2)
         ]
-        return torch.stack([out for each in outs for out in each])
 
-    out = mb.checkpoint(both, *inputs, keep=1.0)
+    outs = on_ranks(groups, both, inputs, 1.0)
     with pytest.raises(ValueError, match="must do the same each time"):
-        out.sum().backward()
+        sum(out.sum() for both in outs for out in both).backward()
 
 
 @pytest.mark.parametrize(("layout", "keep"), [("zigzag", 1.0), ("contiguous", 0.5)])
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_result_changed_in_place_is_noticed_where_it_is_what_was_kept(layout, keep, inside):
-    groups = mb.Groups.in_process(inter=1, intra=2)
-    _, inputs = layers(groups, None, {})
-    q, k, v = inputs[:2], inputs[2:4], inputs[4:]
+    groups = in_process.groups(inter=1, intra=2)
+    _, inputs = layers(groups, {})
 
-    def run(*_):
-        outs = mb.attention(q, k, v, groups=groups, layout=layout)
-        return [out.mul_(2) for out in outs] if inside else outs
+    def run(group, *qkv):
+        out = mb.attention(*qkv, groups=group, layout=layout)
+        return out.mul_(2) if inside else out
 
-    outs = mb.checkpoint(run, *inputs, keep=keep)
+    outs = on_ranks(groups, run, inputs, keep)
     if not inside:
         outs = [out.mul_(2) for out in outs]
     with pytest.raises(RuntimeError, match=r"in place|inplace"):
@@ -289,17 +314,20 @@ def test_a_result_changed_in_place_is_noticed_where_it_is_what_was_kept(layout, 
 
 
 def test_what_cannot_be_is_refused():
-    groups = mb.Groups.in_process(inter=1, intra=2)
-    run, inputs = layers(groups, None, {})
+    def attend(plan, *qkv):
+        return mb.attention(*qkv, plan=plan)
+
+    groups = in_process.groups(inter=1, intra=2)
+    run, inputs = layers(groups, {})
     for keep in (-0.1, 1.1, "half", True):
         with pytest.raises(ValueError, match="keep must be a fraction from 0 to 1"):
-            mb.checkpoint(run, *inputs, keep=keep)
+            on_ranks(groups, run, inputs, keep)
     q, k, v = inputs[:2], inputs[2:4], inputs[4:]
     with pytest.raises(ValueError, match="store must be a fraction"):
-        mb.prepare(q, k, v, groups=groups, store=2)
-    plan = mb.prepare(q, k, v, groups=groups, store=0.25)
+        in_process.prepare(q, k, v, groups=groups, store=2)
+    plan = in_process.prepare(q, k, v, groups=groups, store=0.25)
     with pytest.raises(ValueError, match=r"store=0\.25, and the checkpoint around this call keeps"):
-        mb.checkpoint(lambda: mb.attention(q, k, v, plan=plan), keep=0.5)
+        in_process.checkpoint(groups, attend, plan.ranks, q, k, v, keep=0.5)
 
 
 def on_real_ranks(keep):
@@ -322,9 +350,9 @@ def test_on_real_ranks(ranks, keep):
 
 
 def test_a_plan_that_told_its_bytes_keeps_no_tables_of_all_ranks():
-    groups = mb.Groups.in_process(inter=2, intra=2)
+    groups = in_process.groups(inter=2, intra=2)
     shards = [[torch.randn(8, 1, 2, 4) for _ in range(4)] for _ in "qkv"]
-    plan = mb.prepare(*shards, groups=groups, algorithm="multicast", store=0.5).ranks[0]
+    plan = in_process.prepare(*shards, groups=groups, algorithm="multicast", store=0.5).ranks[0]
     assert plan.describe()
     schedules = *plan.schedules, plan.recompute.schedule
     assert not any("tables" in vars(schedule) for schedule in schedules)

@@ -15,8 +15,9 @@ from nccl_rules import COMMUNICATORS, record
 from nccl_rules import faults as nccl_faults
 
 import megatron_burst as mb
-from megatron_burst.comm.local import LocalEndpoint
 from megatron_burst.execution.ring import Backward, Forward
+from megatron_burst.plugins.testing import in_process
+from megatron_burst.plugins.testing.local import LocalEndpoint
 from megatron_burst.schedule.demand import Demand
 
 SIZE, ROWS = 4, 8
@@ -45,17 +46,17 @@ def all_ranks(groups, algorithm):
     inputs, seen, rows = pack()
     *qkv, douts = [[x[mine].clone() for mine in rows] for x in inputs]
     leaves = [x.requires_grad_() for xs in qkv for x in xs]
-    outs = mb.attention(*qkv, groups=groups, **asked(algorithm))
+    outs = in_process.attention(*qkv, groups=groups, **asked(algorithm))
     grads = torch.autograd.grad(outs, leaves, douts)
     out, _, *of_inputs = oracle.attention(*inputs, seen)
     right = [x[mine] for x in (out, *of_inputs) for mine in rows]
     return max(oracle.worst(x, y) for x, y in zip([*outs, *grads], right, strict=True))
 
 
-def in_process(algorithm, monkeypatch, gate=lambda switch, rank, done: None):
+def on_local_ranks(algorithm, monkeypatch, gate=lambda switch, rank, done: None):
     """(how far off the results are, pairs of each pass and rank); gate: called before a pair with
     how many pairs of each rank are done."""
-    groups = mb.Groups.in_process(intra=SIZE)
+    groups = in_process.groups(intra=SIZE)
     counted = {name: Counter() for name in COMPUTES}
     with monkeypatch.context() as patch:
         for name, cls in COMPUTES.items():
@@ -85,24 +86,24 @@ def held_up(pairs, at=0):
 
 @pytest.mark.parametrize("algorithm", ["burst", "ring", "multicast", "all_gather"])
 def test_nobody_waits_for_the_pairs_of_a_slow_rank(algorithm, monkeypatch):
-    error, pairs = in_process(algorithm, monkeypatch)
+    error, pairs = on_local_ranks(algorithm, monkeypatch)
     assert error < cases.TOLERANCE
     assert sum(pairs["forward"].values()) == sum(pairs["backward"].values()) == 12
     for at in range(pairs["forward"][SLOW]):
-        error, _ = in_process(algorithm, monkeypatch, held_up(pairs["forward"], at))
+        error, _ = on_local_ranks(algorithm, monkeypatch, held_up(pairs["forward"], at))
         assert error < cases.TOLERANCE
 
 
 @pytest.mark.parametrize("algorithm", ["burst", "multicast"])
 def test_hops_posted_a_step_ahead_made_others_wait(algorithm, monkeypatch):
     """As it was: so the test above can fail."""
-    _, pairs = in_process(algorithm, monkeypatch)
+    _, pairs = on_local_ranks(algorithm, monkeypatch)
     monkeypatch.setattr(Demand, "ahead", lambda self, *given: given[-1])
     gates = [held_up(pairs["forward"], at) for at in range(pairs["forward"][SLOW])]
     waits = []
     for gate in gates:
         try:
-            in_process(algorithm, monkeypatch, gate)
+            on_local_ranks(algorithm, monkeypatch, gate)
         except RuntimeError as error:
             waits.append(str(error))
     assert waits
@@ -116,7 +117,7 @@ def test_a_ring_waits_for_the_next_hop_alone(step, monkeypatch):
     0, which it takes no more from, computes one step more than that, and stops there; so does
     rank 2; and rank 3, for which rank 2 has posted one more, another."""
     done, full = Counter(), {"mask": mb.masks.Full(), "layout": "contiguous", "algorithm": "ring"}
-    real, groups = Forward.pair, mb.Groups.in_process(intra=SIZE)
+    real, groups = Forward.pair, in_process.groups(intra=SIZE)
 
     def pair(self, call, *rest):
         rank = call.queries.owner
@@ -128,7 +129,7 @@ def test_a_ring_waits_for_the_next_hop_alone(step, monkeypatch):
     monkeypatch.setattr(Forward, "pair", pair)
     x = [torch.randn(2, 1, 2, 4).double() for _ in range(SIZE)]
     with pytest.raises(RuntimeError, match="deadlock"):
-        mb.attention(x, x, x, groups=groups, kernel="reference", **full)
+        in_process.attention(x, x, x, groups=groups, kernel="reference", **full)
     ends = [step + 2, step, step + 2, step + 3]
     assert [done[rank] for rank in range(SIZE)] == [min(SIZE, end) for end in ends]
 
@@ -185,7 +186,7 @@ def test_on_gloo_a_slow_rank_is_waited_for_by_nobody(ranks, algorithm):
 @pytest.mark.parametrize("algorithm", ["burst", "multicast"])
 @pytest.mark.parametrize("name", COMMUNICATORS)
 def test_nccl_takes_hops_in_this_order(algorithm, sizes, name):
-    groups = mb.Groups.in_process(**sizes)
+    groups = in_process.groups(**sizes)
     traces = record(groups)
     assert all_ranks(groups, algorithm) < cases.TOLERANCE
     assert nccl_faults(traces, COMMUNICATORS[name](groups.topology)) == []
@@ -209,7 +210,7 @@ def shifted(accumulated, by):
 @pytest.mark.parametrize(("accumulated", "backward"), [(False, False), (True, True)])
 def test_a_hop_posted_too_early_is_a_wrong_number_or_an_error(accumulated, backward, monkeypatch):
     """A copy passed on before it is there; a gradient before its last contribution."""
-    groups = mb.Groups.in_process(inter=2, intra=2)
+    groups = in_process.groups(inter=2, intra=2)
     real = Demand.as_tables
     planted = shifted(accumulated, by=1)
     monkeypatch.setattr(
@@ -225,7 +226,7 @@ def test_a_hop_posted_too_early_is_a_wrong_number_or_an_error(accumulated, backw
 
 def test_a_buffer_taken_before_it_is_free_is_seen(monkeypatch):
     """What is received into a chunk that its rank has still to compute with."""
-    groups, real = mb.Groups.in_process(intra=SIZE), LocalEndpoint.exchange
+    groups, real = in_process.groups(intra=SIZE), LocalEndpoint.exchange
     last = {}
 
     def exchange(self, channel, sends, receives, label):

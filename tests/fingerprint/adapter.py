@@ -36,6 +36,11 @@ def _first(*modules: str) -> Any:
     raise ModuleNotFoundError(f"none of {', '.join(modules)} exists")
 
 
+# The operations that take a list with the tensor of each rank.
+LISTS = _first("megatron_burst.plugins.testing.in_process", "megatron_burst")
+IN_PROCESS = mb.Groups.in_process if LISTS is mb else LISTS.groups
+
+
 class Tensors:
     """Random tensors of a case, in the order in which they are asked for."""
 
@@ -56,7 +61,7 @@ class Ranks:
     def __init__(self, case: Case) -> None:
         inter, intra = case.grid
         ulysses = {"ulysses": case.ulysses} if case.ulysses > 1 else {}
-        self.groups = mb.Groups.in_process(inter=inter, intra=intra, **ulysses)
+        self.groups = IN_PROCESS(inter=inter, intra=intra, **ulysses)
         self.size = inter * intra
         self.layout = mb.layout.make(case.options["layout"], cp_size=self.size)
 
@@ -108,7 +113,7 @@ def _attention(case: Case, _: Any) -> Results:
         leaves["sink"] = sink
     options = {**case.options, "layout": at.layout, "mask": mask_of(case.mask)}
     planned, store = {"groups": at.groups, **options}, {} if keep is None else {"store": keep}
-    plan = mb.prepare(q, k, v, sink=sink, **planned, **store)
+    plan = LISTS.prepare(q, k, v, sink=sink, **planned, **store)
     for rank, one in enumerate(plan.ranks):
         yield f"bytes planned for rank {rank}", [tuple(vars_of(x)) for x in one.traffic()]
     if case.choices["planned"]:
@@ -116,10 +121,21 @@ def _attention(case: Case, _: Any) -> Results:
 
     def call(*flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         parts = [list(flat[i : i + at.size]) for i in range(0, 3 * at.size, at.size)]
-        return tuple(mb.attention(*parts, sink=sink, **planned))
+        return tuple(LISTS.attention(*parts, sink=sink, **planned))
+
+    def of_rank(rank: int, *qkv: torch.Tensor) -> torch.Tensor:
+        own = {name: planned[name].ranks[rank] for name in ("groups", "plan") if name in planned}
+        *qkv, given = qkv
+        return mb.attention(*qkv, sink=given, **{**planned, **own})
 
     flat = [*q, *k, *v]
-    outs = call(*flat) if keep is None else mb.checkpoint(call, *flat, keep=keep)
+    if keep is None:
+        outs = call(*flat)
+    elif LISTS is mb:
+        outs = mb.checkpoint(call, *flat, keep=keep)
+    else:
+        ranks = range(at.size)
+        outs = LISTS.checkpoint(at.groups, of_rank, ranks, q, k, v, [sink] * at.size, keep=keep)
     yield from _numbered(out=list(outs)).items()
     yield from _gradients(list(outs), dout, leaves)
     yield from at.sent()
@@ -152,7 +168,7 @@ def _linear(case: Case, _: Any) -> Results:
     options = {**case.options, "layout": at.layout}
     if options["cu_seqlens"] is not None:
         options["cu_seqlens"] = list(options["cu_seqlens"])
-    outs, finals = mb.linear_attention(
+    outs, finals = LISTS.linear_attention(
         q, k, v, **named, initial_state=initial, groups=at.groups, **options
     )
     yield from _numbered(out=outs, final=finals).items()
@@ -199,12 +215,12 @@ def _sparse(case: Case, _: Any) -> Results:
     q, k, v = (at.cut(random(*shape, n[h], n[w])) for h, w in (("h", "d"), ("k", "d"), ("k", "w")))
     dout = at.cut(random(*shape, n["h"], n["w"]), needs_grad=False)
     named = {"groups": at.groups, "algorithm": case.options["algorithm"]}
-    chosen = mb.select(
+    chosen = LISTS.select(
         *index, weights, rule=rule, top_k=case.choices["top_k"], layout=at.layout,
         mask=mask_of(case.mask), **named,
     )  # fmt: skip
-    outs = mb.sparse_attention(q, k, v, chosen, kernel="aten", **named)
-    losses = mb.indexer_loss(*index, weights, q, k, chosen, rule=rule, **named)
+    outs = LISTS.sparse_attention(q, k, v, chosen, kernel="aten", **named)
+    losses = LISTS.indexer_loss(*index, weights, q, k, chosen, rule=rule, **named)
     yield from _numbered(ids=[one.ids for one in chosen], out=outs, loss=losses).items()
     leaves = _numbered(q=q, k=k, v=v, index_q=index[0], index_k=index[1])
     if weights is not None:

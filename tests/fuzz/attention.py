@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 import nccl_rules
 from workers import Workers
 
-import megatron_burst as mb
+from megatron_burst.plugins.testing import in_process
 
 from .draw import Case, draw
 from .judge import Run
@@ -27,7 +27,7 @@ def faults(case: Case) -> list[str]:
     """What is wrong with one case."""
     grid = case.grid
     try:
-        groups = mb.Groups.in_process(
+        groups = in_process.groups(
             inter=grid.inter, intra=grid.intra, ulysses=grid.ulysses, placement=grid.placement
         )
     except ValueError as error:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import megatron_burst as mb
+from megatron_burst.plugins.testing import in_process
 
 from .draw import Call, Case
 
@@ -172,19 +173,26 @@ class Run:
         else:
             key = id(call.choices)  # micro-batches share the plan of the first
             if key not in self.plans:
-                self.plans[key] = mb.prepare(*given, groups=self.groups, sink=sink, **call.choices)
+                self.plans[key] = in_process.prepare(
+                    *given, groups=self.groups, sink=sink, **call.choices
+                )
             more = {"plan": self.plans[key]}
         count = len(self.local)
 
-        def attend(*flat):
-            q, k, v = (list(flat[i * count : (i + 1) * count]) for i in range(3))
-            one = (q, k, v) if self.many else (q[0], k[0], v[0])
-            outs = mb.attention(*one, sink=sink, **more)
-            return tuple(outs) if self.many else (outs,)
+        def attend(home, q, k, v, sink):
+            given = {"plan": home} if "plan" in more else {**more, "groups": home}
+            if call.keep is None:
+                return mb.attention(q, k, v, sink=sink, **given)
+            return mb.checkpoint(
+                lambda *qkv: mb.attention(*qkv, sink=sink, **given), q, k, v, keep=call.keep
+            )
 
-        before = self._sent()
-        flat = [x for each in leaves for x in each]
-        outs = attend(*flat) if call.keep is None else mb.checkpoint(attend, *flat, keep=call.keep)
+        before, home = self._sent(), more["plan" if "plan" in more else "groups"]
+        q, k, v = leaves
+        if self.many:
+            outs = in_process.on_ranks(self.groups, attend, home.ranks, q, k, v, [sink] * count)
+        else:
+            outs = [attend(home, q[0], k[0], v[0], sink)]
         self._judge(index, call, "out", 0, [out.detach() for out in outs])
         self._judge_bytes(index, call, 0, before)
         self.flying[index] = outs, leaves, douts, sink
@@ -266,7 +274,7 @@ class Run:
         mine = everywhere or self.many or call.tensors or self.groups.rank == call.odd_rank
         choices = call.choices if mine else {}
         try:
-            mb.prepare(*self._given(leaves), groups=self.groups, **choices)
+            in_process.prepare(*self._given(leaves), groups=self.groups, **choices)
         except ValueError as error:
             self.messages.append(str(error))
             if call.refused not in str(error):

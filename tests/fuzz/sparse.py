@@ -10,6 +10,7 @@ import torch
 from workers import Workers
 
 import megatron_burst as mb
+from megatron_burst.plugins.testing import in_process
 
 from .judge import EXACT, strided
 from .sparse_cases import SparseCase, draw, solve, tensors
@@ -25,7 +26,7 @@ def case(number: int) -> SparseCase:
 
 def faults(case: SparseCase) -> list[str]:
     """What is wrong with one case."""
-    groups = mb.Groups.in_process(inter=case.grid.inter, intra=case.grid.intra)
+    groups = in_process.groups(inter=case.grid.inter, intra=case.grid.intra)
     traces = nccl_rules.record(groups)
     try:
         found = _faults(case, groups)
@@ -56,32 +57,37 @@ def _faults(case: SparseCase, groups) -> list[str]:
     of_selection = named | {"layout": case.layout, "mask": case.mask}
     if case.form == "plan":
         _, _, _, q, k, v = ranks
-        plan = mb.prepare(q, k, k if v is None else v, store=case.keep, **of_selection)
+        plan = in_process.prepare(q, k, k if v is None else v, store=case.keep, **of_selection)
         named = of_selection = {"plan": plan, "label": case.seed}
     width = case.widths[1] if case.latent else None
-    kept = []
+    kept = {}
 
-    def layer(*flat):
-        rest = iter(flat)
-        *index, q, k, v = [None if x is None else [next(rest) for _ in x] for x in ranks]
-        chosen = mb.select(*index, rule=case.made_rule, top_k=case.top_k, **of_selection)
-        outs = mb.sparse_attention(
+    def layer(home, *given):
+        *index, q, k, v, sink = given
+        by = {"plan": home} if case.form == "plan" else {"groups": home}
+        chosen = mb.select(*index, rule=case.made_rule, top_k=case.top_k, **{**of_selection, **by})
+        out = mb.sparse_attention(
             q, k, v, chosen, value_width=width, scale=case.scale, sink=sink, kernel=case.kernel,
-            return_lse=case.once, **named,
+            return_lse=case.once, **{**named, **by},
         )  # fmt: skip
-        outs, lse = outs if case.once else (outs, None)
-        kept.append([each.ids for each in chosen])
+        out, lse = out if case.once else (out, None)
+        kept.setdefault(id(home), chosen.ids)
         if case.rule == "nsa":  # has no loss
-            return tuple(outs)
-        losses = mb.indexer_loss(
-            *index, q, k, chosen, rule=case.made_rule, scale=case.scale, lse=lse, **named
+            return out, None
+        return out, mb.indexer_loss(
+            *index, q, k, chosen, rule=case.made_rule, scale=case.scale, lse=lse, **{**named, **by}
         )
-        return *outs, *losses
 
+    homes = (plan if case.form == "plan" else groups).ranks
+    each = [[None] * size if x is None else x for x in ranks] + [[sink] * size]
+    if case.keep is None:
+        done = in_process.on_ranks(groups, layer, homes, *each)
+    else:
+        done = in_process.checkpoint(groups, layer, homes, *each, keep=case.keep)
+    results = [out for out, _ in done] + [loss for _, loss in done if loss is not None]
     flat = [t for x in ranks if x is not None for t in x]
-    results = layer(*flat) if case.keep is None else mb.checkpoint(layer, *flat, keep=case.keep)
     units, out, loss, grads = solve(case)
-    found = _units(case, kept[0], units)
+    found = _units(case, [kept[id(home)] for home in homes], units)
     wanted = [out[rows] for rows in case.positions] + [loss[rows] for rows in case.positions]
     for n, (mine, right) in enumerate(zip(results, wanted, strict=False)):
         found += _off(("out", "loss")[n // size], n % size, mine.detach(), right)

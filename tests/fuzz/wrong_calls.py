@@ -5,6 +5,7 @@ import torch
 
 import megatron_burst as mb
 from megatron_burst import masks
+from megatron_burst.plugins.testing import in_process
 
 
 def tensors(rows=4, batch=1, heads=4, kv=2, d=8, w=8, dtype=torch.float32):
@@ -14,7 +15,7 @@ def tensors(rows=4, batch=1, heads=4, kv=2, d=8, w=8, dtype=torch.float32):
 
 
 def grid(inter=1, intra=2, **more):
-    return mb.Groups.in_process(inter=inter, intra=intra, **more)
+    return in_process.groups(inter=inter, intra=intra, **more)
 
 
 def attend(changed=None, groups=None, **choices):
@@ -23,32 +24,31 @@ def attend(changed=None, groups=None, **choices):
     qkv = tensors()
     for which, value in (changed or {}).items():
         qkv["qkv".index(which)] = value(qkv["qkv".index(which)])
-    return mb.attention(*([x] * groups.size for x in qkv), groups=groups, **choices)
+    return in_process.attention(*([x] * groups.size for x in qkv), groups=groups, **choices)
 
 
 def heads(count, kv, ulysses, inter=1, intra=4, **choices):
     """`mb.attention` of these heads on groups that share heads."""
     groups = grid(inter, intra, ulysses=ulysses)
     qkv = tensors(heads=count, kv=kv)
-    return mb.attention(*([x] * groups.size for x in qkv), groups=groups, **choices)
+    return in_process.attention(*([x] * groups.size for x in qkv), groups=groups, **choices)
 
 
 def plan(**choices):
     groups = grid()
-    return mb.prepare(*([x] * 2 for x in tensors()), groups=groups, **choices)
+    return in_process.prepare(*([x] * 2 for x in tensors()), groups=groups, **choices)
 
 
 def planned(changed, **choices):
     """A call with a plan that is not for it."""
     qkv = tensors(**changed)
-    return mb.attention(*([x] * 2 for x in qkv), plan=plan(), **choices)
+    return in_process.attention(*([x] * 2 for x in qkv), plan=plan(), **choices)
 
 
 def checkpointed(keep, **choices):
-    groups = grid()
     q, k, v = (x.requires_grad_() for x in tensors())
-    made = mb.prepare([q] * 2, [k] * 2, [v] * 2, groups=groups, **choices)
-    return mb.checkpoint(lambda q: mb.attention([q] * 2, [k] * 2, [v] * 2, plan=made), q, keep=keep)
+    made = mb.prepare(q, k, v, groups=mb.Groups.single(), **choices)
+    return mb.checkpoint(lambda q: mb.attention(q, k, v, plan=made), q, keep=keep)
 
 
 def rates(**changed):
@@ -161,13 +161,10 @@ CALLS = [
     ("groups the class", lambda: mb.attention(*tensors(), groups=mb.Groups),
      ("groups", "mb.Groups")),
     ("a keyword that is none", lambda: attend(scale=1.0), ("scale",), TypeError),
-    ("a tensor for two ranks", lambda: mb.attention(*tensors(), groups=grid()),
-     ("q", "2 ranks", "got tensor [")),
-    ("three tensors for two ranks",
-     lambda: mb.attention(*([x] * 3 for x in tensors()), groups=grid()), ("q", "2", "3")),
-    ("lists of unequal length",
-     lambda: mb.attention([tensors()[0]] * 2, [tensors()[1]], [tensors()[2]] * 2, groups=grid()),
-           ("k", "2", "1")),
+    ("a list", lambda: mb.attention(*([x] for x in tensors()), groups=mb.Groups.single()),
+     ("q", "one tensor", "a list of 1")),
+    ("ranks of a process", lambda: mb.attention(*tensors(), groups=grid()),
+     ("groups", "mb.Groups")),
     ("a plan and keywords", lambda: planned({}, side="kv"), ("plan", "keywords", "side")),
     ("a plan and groups", lambda: planned({}, groups=grid()), ("plan", "keywords", "groups")),
     ("a plan of one's own", lambda: mb.attention(*tensors(), plan={}),

@@ -7,6 +7,7 @@ import torch
 
 import megatron_burst as mb
 from megatron_burst import masks
+from megatron_burst.plugins.testing import in_process
 
 from .wrong_calls import INF, grid, layout, rates, tensors
 
@@ -18,13 +19,13 @@ def choose(**changed):
 
 def checkpoint_of_something_else():
     """A function that does not do the same the second time."""
-    groups, times = grid(), []
+    groups, times = mb.Groups.single(), []
     q, k, v = (x.requires_grad_() for x in tensors())
 
     def layer(q):
         times.append(1)
         mask = masks.Full() if len(times) > 1 else masks.Causal()
-        return sum(mb.attention([q] * 2, [k] * 2, [v] * 2, groups=groups, mask=mask))
+        return mb.attention(q, k, v, groups=groups, mask=mask)
 
     mb.checkpoint(layer, q).sum().backward()
 
@@ -59,7 +60,7 @@ GROUPS = [
     ("placement None", lambda: grid(placement=None), ("placement", "head_first", "None")),
     ("uneven rings", lambda: grid(inter=3, ulysses=2, placement="context_first"),
      ("placement", "ulysses=2", "use")),
-    ("no intra", lambda: mb.Groups.in_process(), ("intra",), TypeError),
+    ("no intra", lambda: in_process.groups(), ("intra",), TypeError),
     ("flat of None", lambda: mb.Groups.flat(None), ("group", "None")),
     ("topology of a list", lambda: mb.Groups.from_topology([0, 1], intra=1), ("group", "[0, 1]")),
     ("hosts of None", lambda: mb.Groups.by_host(None), ("group", "None")),
@@ -156,16 +157,18 @@ OTHERS = [
     ("rates slowdown", lambda: rates(slowdown=INF), ("rates", "slowdown", "fraction", "inf")),
     ("rates exchange", lambda: rates(exchange=INF), ("rates", "exchange", "finite", "inf")),
     ("rates backward", lambda: rates(backward=INF), ("rates", "backward", "finite", "inf")),
-    ("measure mask", lambda: mb.measure_rates(grid(), like=tensors(), mask="causal"),
+    ("measure mask", lambda: mb.measure_rates(mb.Groups.single(), like=tensors(), mask="causal"),
      ("mask", "mb.masks", "'causal'")),
     ("measure no groups", lambda: mb.measure_rates(None), ("groups", "mb.Groups", "None")),
-    ("measure one tensor", lambda: mb.measure_rates(grid(), like=tensors()[0]),
+    ("measure one tensor", lambda: mb.measure_rates(mb.Groups.single(), like=tensors()[0]),
      ("like", "q, k, v")),
-    ("measure wrong shapes", lambda: mb.measure_rates(grid(), like=[torch.zeros(4)] * 3),
+    ("measure wrong shapes",
+     lambda: mb.measure_rates(mb.Groups.single(), like=[torch.zeros(4)] * 3),
      ("like", "[s, b, heads, width]")),
     ("measure kernel unhashable",
-     lambda: mb.measure_rates(grid(), like=tensors(), kernel=["aten"]), ("kernel", "['aten']")),
-    ("measure kernel", lambda: mb.measure_rates(grid(), like=tensors(), kernel="x"),
+     lambda: mb.measure_rates(mb.Groups.single(), like=tensors(), kernel=["aten"]),
+     ("kernel", "['aten']")),
+    ("measure kernel", lambda: mb.measure_rates(mb.Groups.single(), like=tensors(), kernel="x"),
      ("kernel", "'x'")),
     ("config algorithm", lambda: mb.BurstConfig("flash"), ("--context-parallel-algo", "'flash'")),
     ("config layout", lambda: mb.BurstConfig(layout="zig"), ("--burst-layout", "'zig'")),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from problems import on
 
-import megatron_burst as mb
+from megatron_burst.plugins.testing import in_process
 
 ROWS, HEADS, WIDTH = 512, (8, 4), 128
 GRIDS = {
@@ -20,17 +20,17 @@ CASES = [
 @pytest.mark.parametrize(("device", "kernel", "algorithm"), CASES)
 def test_a_replay_is_a_call(device, kernel, algorithm):
     grid, side = GRIDS[algorithm]
-    groups = mb.Groups.in_process(**grid)
+    groups = in_process.groups(**grid)
     shards = [
         [torch.randn(ROWS, 1, n, WIDTH, device=device, dtype=torch.bfloat16) for _ in range(4)]
         for n in (HEADS[0], HEADS[1], HEADS[1], HEADS[0])
     ]
     *qkv, douts = shards
     inputs = [x.requires_grad_() for some in qkv for x in some]
-    plan = mb.prepare(*qkv, groups=groups, algorithm=algorithm, side=side, kernel=kernel)
+    plan = in_process.prepare(*qkv, groups=groups, algorithm=algorithm, side=side, kernel=kernel)
 
     def call():
-        outs = mb.attention(*qkv, plan=plan)
+        outs = in_process.attention(*qkv, plan=plan)
         return [*outs, *torch.autograd.grad(outs, inputs, douts)]
 
     aside = torch.cuda.Stream()

@@ -10,6 +10,7 @@ import megatron_burst as mb
 from megatron_burst.linear_attention import forms
 from megatron_burst.linear_attention.kernels import registry
 from megatron_burst.linear_attention.kernels.base import LinearInputs
+from megatron_burst.plugins.testing import in_process
 
 ROWS = {"cuda": 512, "cpu": 32}
 WIDTHS = {"cuda": (64, 64), "cpu": (8, 8)}
@@ -49,13 +50,13 @@ def test_errs_no_more_than_the_recurrence_in_bf16(device, name, form):
 
 def ours(given, dout, device, kernel, form, cut):
     """out and the gradients of all inputs."""
-    layout, groups = mb.layout.make("contiguous", cp_size=2), mb.Groups.in_process(intra=2)
+    layout, groups = mb.layout.make("contiguous", cp_size=2), in_process.groups(intra=2)
     shards = [
         None if x is None else [mb.shard(x, layout, r).to(device).requires_grad_() for r in (0, 1)]
         for x in given
     ]
     q, k, v, decay, beta = shards
-    outs = mb.linear_attention(
+    outs = in_process.linear_attention(
         q, k, v, decay=decay, beta=beta, form=form, cu_seqlens=[0, cut, len(dout)],
         layout="contiguous", kernel=kernel, groups=groups,
     )  # fmt: skip

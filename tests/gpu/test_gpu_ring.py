@@ -5,6 +5,7 @@ import torch
 from problems import SHAPES, judge, kernel_for, kernel_names, on, problem
 
 import megatron_burst as mb
+from megatron_burst.plugins.testing import in_process
 
 LAYOUTS = ("zigzag", "striped")
 CASES = [
@@ -24,13 +25,13 @@ def test_eight_ranks_err_no_more_than_torch(device, layout, side, name):
         device, "causal", "contiguous", shape.heads[1], shape.widths[0]
     )
     kernel_for(device, name, inputs[:3])
-    groups = mb.Groups.in_process(inter=2, intra=4)
+    groups = in_process.groups(inter=2, intra=4)
     order = mb.layout.make(layout, cp_size=groups.size)
     *qkv, douts = ([mb.shard(x, order, r) for r in range(groups.size)] for x in inputs)
     for shards in qkv:
         for x in shards:
             x.requires_grad_()
-    outs = mb.attention(*qkv, groups=groups, layout=layout, side=side, kernel=name)
+    outs = in_process.attention(*qkv, groups=groups, layout=layout, side=side, kernel=name)
     torch.autograd.backward(outs, douts)
     parts = [[x.detach() for x in outs], *([x.grad for x in shards] for shards in qkv)]
     judge([mb.unshard(part, order) for part in parts], (out, *grads), theirs, name)

@@ -8,6 +8,7 @@ import torch
 from problems import BOUND, on
 
 import megatron_burst as mb
+from megatron_burst.plugins.testing import in_process
 
 # rows, (query heads, key heads), (d, w), block, units that a row selects
 SHAPES = {
@@ -38,7 +39,7 @@ def test_errs_no_more_than_torch_in_bf16(device, name, latent):
     ids = chosen(rows, selections, block, most).to(device)
     seen = table(ids.cpu(), rows, block).to(device)
     layout = mb.layout.make("zigzag", cp_size=2)
-    groups = mb.Groups.in_process(intra=2)
+    groups = in_process.groups(intra=2)
     picked = [
         mb.Selection(mb.shard(ids, layout, r), layout, mb.masks.Causal(), block) for r in range(2)
     ]
@@ -49,7 +50,7 @@ def test_errs_no_more_than_torch_in_bf16(device, name, latent):
         for x in shards:
             x.requires_grad_()
     values, more = (None, {"value_width": w}) if latent else (qkv[2], {})
-    outs = mb.sparse_attention(*qkv[:2], values, picked, kernel=name, groups=groups, **more)
+    outs = in_process.sparse_attention(*qkv[:2], values, picked, kernel=name, groups=groups, **more)
     torch.autograd.backward(outs, douts)
     got = [[x.detach() for x in outs], *([x.grad for x in shards] for shards in qkv)]
     truth, theirs = (dense(*inputs, seen, latent, dtype) for dtype in (torch.double, None))

@@ -21,7 +21,7 @@ from no_sync import FREE, READ, HostSync, NoSync, is_free
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from megatron_burst.comm.local import LocalEndpoint, RankSwitch
+from megatron_burst.plugins.testing.local import LocalEndpoint, RankSwitch
 
 # Of the host, or on streams that no capture knows.
 FORBIDDEN = {

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_burst as mb
+from megatron_burst.plugins.testing import in_process
 
 ALGORITHMS = ("ring", "double_ring", "burst")
 LAYOUTS = ("contiguous", "zigzag", "striped")
@@ -177,10 +178,10 @@ def users_of_rows(size, layout, mask, length, side):
 
 def run_in_process(case, **more):
     """(out, dq, dk, dv) of every rank, and the counters of every rank."""
-    groups = mb.Groups.in_process(inter=case.nodes, intra=case.per_node)
+    groups = in_process.groups(inter=case.nodes, intra=case.per_node)
     *qkv, douts = zip(*shards(case, solve(case.problem)[0]), strict=True)
     leaves = [x.requires_grad_() for xs in qkv for x in xs]
-    outs = mb.attention(*map(list, qkv), groups=groups, **choices(case), **more)
+    outs = in_process.attention(*map(list, qkv), groups=groups, **choices(case), **more)
     grads = torch.autograd.grad(outs, leaves, douts)
     size = case.size
     results = list(zip(outs, grads[:size], grads[size : 2 * size], grads[2 * size :], strict=True))

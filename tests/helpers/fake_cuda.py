@@ -16,11 +16,11 @@ import torch
 from no_sync import Launches, pinning
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import megatron_burst as mb
-from megatron_burst.comm.local import LocalEndpoint
 from megatron_burst.execution.function import Attention, AttentionRun
 from megatron_burst.kernels import native
 from megatron_burst.planning import build, pipeline
+from megatron_burst.plugins.testing import in_process
+from megatron_burst.plugins.testing.local import LocalEndpoint
 
 try:
     from triton.runtime.jit import JITFunction
@@ -136,28 +136,28 @@ class Call:
             for module in (build, pipeline):
                 sent = partial(to_device, module.to_device)
                 stack.enter_context(mock.patch.object(module, "to_device", sent))
-            self.plan = mb.prepare(
+            self.plan = in_process.prepare(
                 self.q, self.k, self.v, groups=groups, needs_grad=(True, True, True),
                 sink=self.sink, **options,
             )  # fmt: skip
 
     def forward(self, kept=None):
-        """(context, out of every rank)."""
-        jobs = [plan.job for plan in self.plan.ranks]
-        calls = [
-            plan.groups.calls.forward(plan.identity, None, self.sink is not None)
-            for plan in self.plan.ranks
-        ]
-        shards = [x for shard in zip(self.q, self.k, self.v, strict=True) for x in shard]
-        context = Context((False, self.sink is not None) + (True,) * len(shards))
-        call = AttentionRun("mb.attention", self.groups, jobs, calls, kept)
-        return context, Attention.forward(context, call, self.sink, *shards)
+        """(contexts, outs) of all ranks; kept: where each rank keeps results, or None."""
+        given = self.plan.ranks, self.q, self.k, self.v, kept or [None] * self.size
+        return tuple(zip(*self.groups.run(self._forward, *given), strict=True))
 
-    def backward(self, context):
+    def _forward(self, plan, q, k, v, kept):
+        context = Context((False, self.sink is not None, True, True, True))
+        tag = plan.groups.calls.forward(plan.identity, None, self.sink is not None)
+        call = AttentionRun("mb.attention", plan.groups, plan.job, tag, kept)
+        return context, Attention.forward(context, call, self.sink, q, k, v)
+
+    def backward(self, contexts):
         """(dsink or None, [dq, dk, dv] of every rank)."""
-        grads = Attention.backward(context, *self.dout)
-        _, dsink, *shards = grads
-        return dsink, [shards[i : i + 3] for i in range(0, len(shards), 3)]
+        found = self.groups.run(Attention.backward, contexts, self.dout)
+        sinks = [dsink for _, dsink, *_ in found]
+        dsink = None if self.sink is None else torch.stack(sinks).sum(0)
+        return dsink, [grads for _, _, *grads in found]
 
     @property
     def pairs(self):

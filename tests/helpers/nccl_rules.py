@@ -28,9 +28,9 @@ from typing import NamedTuple
 import torch
 
 from megatron_burst.comm import packing
-from megatron_burst.comm.groups import InProcessGroups
 from megatron_burst.comm.packing import Envelope
 from megatron_burst.comm.transport import Channel, all_to_all_by_messages
+from megatron_burst.plugins.testing.in_process import InProcessGroups
 from megatron_burst.schedule.topology import Topology
 
 Communicator = Callable[[int, Channel], Hashable]

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 import megatron_burst
 
 PACKAGE = str(Path(megatron_burst.__file__).parent)
-TRANSPORT = f"{PACKAGE}/comm/local.py"  # what it copies, NCCL would send
+TRANSPORT = f"{PACKAGE}/plugins/testing/local.py"  # what it copies, NCCL would send
 # Their results have a size, or are a number, that only the device knows.
 READ = {
     "_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "unique",

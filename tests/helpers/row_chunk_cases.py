@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import megatron_burst as mb
 from megatron_burst import masks
+from megatron_burst.plugins.testing import in_process
 
 BLIND = 5  # every fifth position sees nothing
 
@@ -109,7 +110,7 @@ def shards(case):
 
 def groups_of(case):
     nodes, per_node, ulysses = case.grid
-    return mb.Groups.in_process(inter=nodes, intra=per_node, ulysses=ulysses)
+    return in_process.groups(inter=nodes, intra=per_node, ulysses=ulysses)
 
 
 def chunk_by_chunk(plan, q, k, v, dout, sink, again, **more):
@@ -132,7 +133,7 @@ def one_by_one(case, again):
     """((out, dq, dk, dv) of each rank, dsink) by `plan.chunked`."""
     groups, given = groups_of(case), shards(case)
     sink = problem(case)[1]
-    plan = mb.prepare(
+    plan = in_process.prepare(
         *given[:3], groups=groups, sink=sink, needs_grad=(True,) * 3, **case.choices()
     )
     found = groups.run(chunk_by_chunk, plan.ranks, *given, [sink] * case.size, [again] * case.size)

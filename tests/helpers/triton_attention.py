@@ -20,6 +20,7 @@ from megatron_burst.kernels.base import Rows, Scoring
 from megatron_burst.kernels.blocks import BlockSizes
 from megatron_burst.kernels.triton_kernel import TritonKernel
 from megatron_burst.layout import Span
+from megatron_burst.plugins.testing import in_process
 
 SMALL = BlockSizes(16, 32, 4, 1)
 NAMES = ("out", "lse", "max_logits", "dq", "dk", "dv")
@@ -249,12 +250,14 @@ def rings():
     k, v = (torch.randn(80, 2, 2, 16) for _ in range(2))
     seen = torch.tensor([[b <= a for b in range(80)] for a in range(80)])
     out, _, dq, dk, dv = oracle.attention(q, k, v, dout, seen)
-    groups = mb.Groups.in_process(inter=2, intra=2)
+    groups = in_process.groups(inter=2, intra=2)
     for layout in ("zigzag", "striped"):
         order = oracle.permutation(layout, 4, 80)
         for side in ("kv", "query"):
             shards = [[x[rows].clone().requires_grad_() for rows in order] for x in (q, k, v)]
-            outs = mb.attention(*shards, groups=groups, layout=layout, side=side, kernel="triton")
+            outs = in_process.attention(
+                *shards, groups=groups, layout=layout, side=side, kernel="triton"
+            )
             torch.autograd.backward(outs, [dout[rows] for rows in order])
             grads = [[x.grad for x in some] for some in shards]
             truth = zip(("out", "dq", "dk", "dv"), [outs, *grads], (out, dq, dk, dv), strict=True)

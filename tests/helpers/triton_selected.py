@@ -18,6 +18,7 @@ from megatron_burst.layout import Span
 from megatron_burst.plugins.sparse import selected_triton
 from megatron_burst.plugins.sparse.pairs import PairKernel
 from megatron_burst.plugins.sparse.selected_triton import HeadBlocks, SelectedTriton
+from megatron_burst.plugins.testing import in_process
 
 S, SCALE = 8, 0.3
 SMALL = HeadBlocks(16, 16, 4, 1)
@@ -101,7 +102,7 @@ def run(mask="causal", chunks=ZIGZAG, heads=(2, 2), selections=1, block=1, top_k
 
 def layer():
     """The whole operation on two ranks of one process, one latent and a sink."""
-    layout, groups = mb.layout.make("zigzag", cp_size=2), mb.Groups.in_process(intra=2)
+    layout, groups = mb.layout.make("zigzag", cp_size=2), in_process.groups(intra=2)
     ids = chosen(1, 1, 1, 4).masked_fill_(chosen(1, 1, 1, 4) > S, -1)
     q, k, dout = (torch.randn(S, 1, *s, dtype=torch.float64) for s in ((2, 6), (1, 6), (2, 4)))
     sink = torch.randn(2, dtype=torch.float64)
@@ -109,7 +110,7 @@ def layer():
     for kernel in ("triton", "reference"):
         mine = [[mb.shard(x, layout, r).requires_grad_() for r in range(2)] for x in (q, k)]
         each = [mb.Selection(mb.shard(ids, layout, r), layout, CAUSAL) for r in range(2)]
-        outs = mb.sparse_attention(
+        outs = in_process.sparse_attention(
             *mine, None, each, value_width=4, scale=SCALE, sink=sink, kernel=kernel, groups=groups
         )
         torch.autograd.backward(outs, [mb.shard(dout, layout, r) for r in range(2)])

@@ -33,7 +33,6 @@ TORCH_AFTER_ALL = {"layout/sharding.py", "autotune/measure.py"}
 OUTSIDE = {
     "attention": {"typing_extensions"},
     "planning": {"typing_extensions"},
-    "comm": {"greenlet"},
     "options": {"torch"},  # for type checkers only, which a subprocess test below confirms
     "linear_cross_entropy": {"triton"},
     "autotune": {"tomli"},  # Python 3.10 has no tomllib

@@ -1,6 +1,6 @@
 """How much of the package `prepare` runs in a plain call, and what the call does not import.
 
-Counted in a fresh process for a default call on a CPU: functions and files that `prepare` runs, and
+Counted in fresh processes for a default call on a CPU: functions and files that `prepare` runs, and
 those of them that have a `side`.
 """
 
@@ -10,11 +10,12 @@ import sys
 
 import pytest
 
-FUNCTIONS, PREPARE_FILES = 247, 37
+FUNCTIONS, PREPARE_FILES = 252, 37
 
 COUNTED = """
 import json, sys
 import torch
+import torch.distributed as dist
 import megatron_burst as mb
 
 root = mb.__file__.rpartition("/")[0]
@@ -28,13 +29,15 @@ def note(frame, event, _):
         ran[code.co_filename, code.co_firstlineno] = code.co_name, "side" in names
 
 
-grids = [mb.Groups.in_process(inter=2, intra=2) for _ in range(2)]
-q = [torch.randn(8, 1, 2, 4, requires_grad=True) for _ in range(4)]
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
+grids = [mb.Groups.from_topology(dist.group.WORLD, intra=2) for _ in range(2)]
+q = torch.randn(8, 1, 2, 4, requires_grad=True)
 mb.prepare(q, q, q, groups=grids[0])  # imports
 sys.setprofile(note)
 plan = mb.prepare(q, q, q, groups=grids[1])
 sys.setprofile(None)
-sum(out.sum() for out in mb.attention(q, q, q, plan=plan)).backward()
+mb.attention(q, q, q, plan=plan).sum().backward()
 modules = [m for name, m in sys.modules.items() if name.startswith("megatron_burst")]
 sides = [file for (file, _), (_, side) in ran.items() if side]
 print(json.dumps({
@@ -47,8 +50,17 @@ print(json.dumps({
 
 
 @pytest.fixture(scope="module")
-def counted():
-    return json.loads(subprocess.check_output([sys.executable, "-c", COUNTED], text=True))
+def counted(tmp_path_factory):
+    """What rank 0 of two nodes of two ranks counted."""
+    store = tmp_path_factory.mktemp("ranks") / "store"
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", COUNTED, str(rank), str(store)],
+                         stdout=subprocess.PIPE, text=True)
+        for rank in range(4)
+    ]  # fmt: skip
+    printed = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * 4
+    return json.loads(printed[0])
 
 
 def test_what_only_auto_needs_is_not_imported(counted):

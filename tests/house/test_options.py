@@ -19,6 +19,7 @@ from megatron_burst.kernels import registry
 from megatron_burst.megatron.checks.features import option_problems
 from megatron_burst.megatron.checks.problem import Problem
 from megatron_burst.planning.validate import WIRE
+from megatron_burst.plugins.testing import in_process
 
 ROOT = Path(__file__).parents[2]
 NAMES = [field.name for field in dataclasses.fields(options.AttentionOptions)]
@@ -118,19 +119,19 @@ def test_the_site_has_a_row_for_every_flag():
 
 
 def test_an_unknown_keyword_is_named():
-    groups = mb.Groups.in_process(intra=1)
+    groups = in_process.groups(intra=1)
     q = torch.zeros(4, 1, 2, 8)
     with pytest.raises(TypeError, match="head_groups"):
-        mb.attention([q], [q], [q], groups=groups, head_groups=2)
+        in_process.attention([q], [q], [q], groups=groups, head_groups=2)
 
 
 def test_wire_dtypes_have_names():
-    groups = mb.Groups.in_process(intra=2)
+    groups = in_process.groups(intra=2)
     qs = [torch.randn(4, 1, 2, 8, requires_grad=True) for _ in range(2)]
     by_name, by_dtype = (
-        mb.prepare(qs, qs, qs, groups=groups, grad_wire_dtype=dtype)
+        in_process.prepare(qs, qs, qs, groups=groups, grad_wire_dtype=dtype)
         for dtype in ("bf16", torch.bfloat16)
     )
     assert by_name.identity == by_dtype.identity
     with pytest.raises(ValueError, match=r"grad_wire_dtype .*fp32.*got 'fp8'"):
-        mb.prepare(qs, qs, qs, groups=groups, grad_wire_dtype="fp8")
+        in_process.prepare(qs, qs, qs, groups=groups, grad_wire_dtype="fp8")

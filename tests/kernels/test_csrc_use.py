@@ -16,6 +16,7 @@ import megatron_burst as mb
 from megatron_burst.cli.doctor import library as doctor
 from megatron_burst.kernels import native
 from megatron_burst.kernels.online_softmax import row_delta
+from megatron_burst.plugins.testing import in_process
 
 pytestmark = pytest.mark.skipif(
     shutil.which("c++") is None, reason="there is no C++ compiler c++ here to build csrc/ with"
@@ -72,9 +73,9 @@ def attention(dtype, side):
     q, dout = (randn(24, 2, 4, 24, dtype=dtype, seed=i) for i in (0, 1))
     k, v = (randn(24, 2, 2, 24, dtype=dtype, seed=i) for i in (2, 3))
     tensors = [x.requires_grad_() for x in (q, k, v)]
-    groups = mb.Groups.in_process(intra=3)
+    groups = in_process.groups(intra=3)
     shards = [list(x.chunk(3)) for x in tensors]
-    outs = mb.attention(
+    outs = in_process.attention(
         *shards, groups=groups, mask=mb.masks.Causal(), layout="contiguous", side=side
     )
     whole = torch.cat(outs)
@@ -116,8 +117,8 @@ def test_the_lm_head_uses_it_and_stays_what_it_was(built, monkeypatch, dtype, mo
 
 def described():
     q = torch.zeros(8, 1, 2, 24)
-    groups = mb.Groups.in_process(intra=1)
-    return mb.prepare([q], [q], [q], groups=groups, mask=mb.masks.Causal()).describe()
+    groups = in_process.groups(intra=1)
+    return in_process.prepare([q], [q], [q], groups=groups, mask=mb.masks.Causal()).describe()
 
 
 @pytest.mark.parametrize("axis", far.AXES)

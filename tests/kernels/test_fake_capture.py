@@ -13,8 +13,9 @@ from fake_cuda import Call, Problem
 from no_sync import HostSync
 
 import megatron_burst as mb
-from megatron_burst.comm.local import LocalEndpoint
 from megatron_burst.execution import ring
+from megatron_burst.plugins.testing import in_process
+from megatron_burst.plugins.testing.local import LocalEndpoint
 
 pytestmark = pytest.mark.skipif(not fake_cuda.READY, reason=fake_cuda.WHY)
 TRITON = pytest.mark.skipif(fake_cuda.JITFunction is None, reason="Triton is not installed")
@@ -48,7 +49,7 @@ def once(call):
 def judge(grid, problem, **options):
     """What runs in a capture after one call, compared with one more."""
     with fake_cuda.device() as mode:
-        groups = mb.Groups.in_process(**grid)
+        groups = in_process.groups(**grid)
         call = Call(mode, groups, problem, **{"kernel": "aten", "mask": CAUSAL} | options)
         with fake_cuda.running(mode):
             once(call)  # what a plan puts on the device, it does now
@@ -111,7 +112,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_a_capture_forbids_is_noticed(fault, monkeypatch):
     with monkeypatch.context() as planted, fake_cuda.device() as mode:
-        call = Call(mode, mb.Groups.in_process(**FLAT), Problem(), kernel="aten", mask=CAUSAL)
+        call = Call(mode, in_process.groups(**FLAT), Problem(), kernel="aten", mask=CAUSAL)
         with fake_cuda.running(mode):
             once(call)
             plant(planted, ring.Ring, "_post", FAULTS[fault])
@@ -131,7 +132,7 @@ def test_what_is_never_joined_or_kept_is_noticed(monkeypatch):
             once(call)
 
     with fake_cuda.device() as mode:
-        call = Call(mode, mb.Groups.in_process(**FLAT), Problem(), kernel="aten", mask=CAUSAL)
+        call = Call(mode, in_process.groups(**FLAT), Problem(), kernel="aten", mask=CAUSAL)
         with fake_cuda.running(mode):
             once(call)
             with pytest.raises(NotCapturable, match="nobody waited for attention"), capturing():

@@ -17,6 +17,7 @@ from megatron_burst.execution.function import KeptResults
 from megatron_burst.kernels import registry, rowwise
 from megatron_burst.kernels.packages import NotInstalled
 from megatron_burst.planning import pipeline
+from megatron_burst.plugins.testing import in_process
 
 pytestmark = pytest.mark.skipif(not fake_cuda.READY, reason=fake_cuda.WHY)
 TRITON = pytest.mark.skipif(fake_cuda.JITFunction is None, reason="Triton is not installed")
@@ -126,7 +127,7 @@ def test_a_whole_call(name):
     grid, options, problem = CALLS[name]
     options = {"kernel": "aten"} | options
     with fake_cuda.device() as mode:
-        call = Call(mode, mb.Groups.in_process(**GRIDS[grid]), problem, **options)
+        call = Call(mode, in_process.groups(**GRIDS[grid]), problem, **options)
         with fake_cuda.running(mode), NoSync() as sync, Arguments() as arguments:
             judge(*both(call), problem)
             first, sync.uploads = sync.uploads, 0
@@ -178,7 +179,7 @@ def launches(kernel, side):
     """(forward, backward) per pair, of the second call of a plan, and by name."""
     with fake_cuda.device() as mode:
         options = {"kernel": kernel, "side": side, "layout": "contiguous", "mask": FULL}
-        call = Call(mode, mb.Groups.in_process(intra=4), Problem(), algorithm="ring", **options)
+        call = Call(mode, in_process.groups(intra=4), Problem(), algorithm="ring", **options)
         with fake_cuda.running(mode) as found:
             both(call)
             found.of.clear()
@@ -211,7 +212,7 @@ def test_documents_that_a_rank_holds_whole_take_one_launch(batch):
     mask = mb.masks.Documents(range(0, 260, 8)) & CAUSAL
     with fake_cuda.device() as mode:
         problem = Problem(rows=128, batch=batch)
-        groups = mb.Groups.in_process(intra=2)
+        groups = in_process.groups(intra=2)
         call = Call(mode, groups, problem, kernel="aten", layout="contiguous", mask=mask)
         with fake_cuda.running(mode) as found:
             both(call)
@@ -234,7 +235,7 @@ def test_the_start_up_line_says_why_auto_took_a_kernel(capability, kernel, words
 
     monkeypatch.setitem(registry.KERNELS, "flash3", absent)
     with fake_cuda.device(capability) as mode:
-        call = Call(mode, mb.Groups.in_process(intra=2), Problem(), kernel=kernel, mask=CAUSAL)
+        call = Call(mode, in_process.groups(intra=2), Problem(), kernel=kernel, mask=CAUSAL)
     assert f"| kernel {words} |" in call.plan.ranks[0].describe()
 
 
@@ -248,9 +249,9 @@ def test_a_checkpoint(keep):
                 return own(*args)
 
         with mock.patch.object(pipeline, "to_device", to_device):
-            call = Call(mode, mb.Groups.in_process(intra=2), problem, kernel="aten", store=keep)
+            call = Call(mode, in_process.groups(intra=2), problem, kernel="aten", store=keep)
         assert sync.uploads == call.size
-        kept = KeptResults(Keeper(), "layer")
+        kept = [KeptResults(Keeper(), "layer") for _ in range(call.size)]
         with fake_cuda.running(mode), sync:
             call.forward(kept)
             judge(*both(call, kept), problem)

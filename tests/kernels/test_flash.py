@@ -30,6 +30,7 @@ from megatron_burst.kernels.operators import Lengths, Shown
 from megatron_burst.kernels.packages import NotInstalled, Signature
 from megatron_burst.layout import Span
 from megatron_burst.masks import Window
+from megatron_burst.plugins.testing import in_process
 
 TESTS = Path(__file__).parent
 RECORD = json.loads((TESTS / "flash_signatures.json").read_text())
@@ -194,9 +195,9 @@ def test_kernels_are_told_whether_tensors_travel_meanwhile(
     monkeypatch.setitem(registry.KERNELS, "aten", lambda *args: told.add(args[1]) or make(*args))
     x = [torch.zeros(8, 1, 2, 8) for _ in range(ranks)]
     ulysses = ranks if algorithm == "ulysses" else 1
-    groups = mb.Groups.in_process(intra=ranks, ulysses=ulysses)
+    groups = in_process.groups(intra=ranks, ulysses=ulysses)
     rates = mb.Rates(1e9, 1e9, compute=1e9) if algorithm == "auto" else None
-    mb.prepare(x, x, x, groups=groups, kernel="aten", algorithm=algorithm, rates=rates)
+    in_process.prepare(x, x, x, groups=groups, kernel="aten", algorithm=algorithm, rates=rates)
     assert told == {beside_rings}
 
 
@@ -303,7 +304,7 @@ def test_a_package_that_is_absent_is_named(name):
     with pytest.raises(NotInstalled, match=words):
         registry.make(name, x, x, x)
     with pytest.raises(ValueError, match=words):
-        mb.attention([x], [x], [x], groups=mb.Groups.in_process(intra=1), kernel=name)
+        in_process.attention([x], [x], [x], groups=in_process.groups(intra=1), kernel=name)
 
 
 @pytest.mark.parametrize(
@@ -601,8 +602,8 @@ def test_packed_documents_are_the_oracle_in_one_call_per_pair(name, layout, wind
     kernel, calls = by_hand(name, (0.0, float("-inf")) if name == "flash3" else (5.0, 3.0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(registry.KERNELS, name, lambda device, beside_rings: kernel)
-        outs = mb.attention(
-            *shards, groups=mb.Groups.in_process(intra=3), layout=layout, mask=mask, side=side,
+        outs = in_process.attention(
+            *shards, groups=in_process.groups(intra=3), layout=layout, mask=mask, side=side,
             algorithm="ring", kernel=name,
         )  # fmt: skip
     torch.autograd.backward(outs, parts[3])

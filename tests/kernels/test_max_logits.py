@@ -12,6 +12,7 @@ import torch
 
 import megatron_burst as mb
 from megatron_burst.kernels import registry
+from megatron_burst.plugins.testing import in_process
 
 LENGTH, HEADS, KV_HEADS = 24, 4, 2
 
@@ -55,12 +56,14 @@ def apart(x, layout, ranks):
 @pytest.mark.parametrize("mask", ["causal", "gap"])
 def test_the_maximum_over_all_ranks_is_that_of_the_whole_sequence(grid, choices, mask):
     q, k, v = tensors()
-    groups = mb.Groups.in_process(**grid)
+    groups = in_process.groups(**grid)
     seen = oracle.visible(mask, LENGTH)
     rule = mb.masks.Causal() if mask == "causal" else mb.masks.Dense(seen.numpy())
     shards = [apart(x, choices.get("layout", "zigzag"), groups.size) for x in (q, k, v)]
     found = torch.full((HEADS,), -math.inf, dtype=torch.float64)
-    mb.attention(*shards, groups=groups, mask=rule, kernel="reference", max_logits=found, **choices)
+    in_process.attention(
+        *shards, groups=groups, mask=rule, kernel="reference", max_logits=found, **choices
+    )
     scale = choices.get("softmax_scale", 6**-0.5)
     wanted = by_hand(q, k, seen, scale, softcap=choices.get("softcap"))
     assert oracle.worst(found, wanted) < 1e-10
@@ -68,30 +71,30 @@ def test_the_maximum_over_all_ranks_is_that_of_the_whole_sequence(grid, choices,
 
 def test_it_is_raised_from_call_to_call_and_a_sink_does_not_count():
     q, k, v = (x.float() for x in tensors())
-    groups, seen = mb.Groups.in_process(intra=2), oracle.visible("causal", LENGTH)
+    groups, seen = in_process.groups(intra=2), oracle.visible("causal", LENGTH)
     shards = [apart(x, "zigzag", 2) for x in (q, k, v)]
     found = torch.full((HEADS,), -math.inf)
     sink = torch.full((HEADS,), 99.0)
     wanted = by_hand(q, k, seen, 6**-0.5)
-    plan = mb.prepare(*shards, groups=groups, kernel="reference", max_logits=found)
+    plan = in_process.prepare(*shards, groups=groups, kernel="reference", max_logits=found)
     for factor, largest in ((1.0, 1.0), (0.1, 1.0), (2.0, 2.0)):
         scaled = [factor * x for x in shards[0]]
-        mb.attention(scaled, *shards[1:], plan=plan, max_logits=found, sink=sink)
+        in_process.attention(scaled, *shards[1:], plan=plan, max_logits=found, sink=sink)
         assert oracle.worst(found, largest * wanted) < 1e-5
 
 
 def test_a_checkpoint_that_runs_a_part_again_records_no_less():
     shards = [[x.requires_grad_() for x in apart(x, "striped", 2)] for x in tensors()]
-    groups, seen = mb.Groups.in_process(intra=2), oracle.visible("causal", LENGTH)
+    groups, seen = in_process.groups(intra=2), oracle.visible("causal", LENGTH)
     found = torch.full((HEADS,), -math.inf, dtype=torch.float64)
 
-    def layer(*flat):
-        q, k, v = flat[:2], flat[2:4], flat[4:]
-        out = mb.attention(q, k, v, groups=groups, layout="striped", kernel="reference",
-                           max_logits=found)  # fmt: skip
-        return torch.stack(out)
+    def layer(group, *qkv):
+        return mb.attention(
+            *qkv, groups=group, layout="striped", kernel="reference", max_logits=found
+        )
 
-    mb.checkpoint(layer, *(x for some in shards for x in some), keep=0.5).sum().backward()
+    outs = in_process.checkpoint(groups, layer, groups.ranks, *shards, keep=0.5)
+    torch.stack(outs).sum().backward()
     q, k = (x.detach() for x in tensors()[:2])
     assert oracle.worst(found, by_hand(q, k, seen, 6**-0.5)) < 1e-10
 
@@ -112,15 +115,15 @@ def test_kernels_that_cannot_tell_are_refused_and_auto_passes_them_by():
          torch.zeros(2, 2)[:, 0], torch.zeros(1).expand(2), True],
 )  # fmt: skip
 def test_another_tensor_is_refused(wrong):
-    x, groups = torch.zeros(8, 1, 2, 16), mb.Groups.in_process(intra=1)
+    x, groups = torch.zeros(8, 1, 2, 16), in_process.groups(intra=1)
     with pytest.raises(
         ValueError, match=r"max_logits must be a contiguous torch.float32 tensor \[2\]"
     ):
-        mb.attention([x], [x], [x], groups=groups, kernel="reference", max_logits=wrong)
+        in_process.attention([x], [x], [x], groups=groups, kernel="reference", max_logits=wrong)
 
 
 def test_a_plan_made_without_it_says_so():
-    x, groups = torch.zeros(8, 1, 2, 16), mb.Groups.in_process(intra=1)
-    plan = mb.prepare([x], [x], [x], groups=groups)
+    x, groups = torch.zeros(8, 1, 2, 16), in_process.groups(intra=1)
+    plan = in_process.prepare([x], [x], [x], groups=groups)
     with pytest.raises(ValueError, match=r"kernel aten of this plan cannot tell.*mb\.prepare"):
-        mb.attention([x], [x], [x], plan=plan, max_logits=torch.zeros(2))
+        in_process.attention([x], [x], [x], plan=plan, max_logits=torch.zeros(2))

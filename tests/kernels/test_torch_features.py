@@ -36,7 +36,7 @@ def without(monkeypatch, part):
 
 def attention(keys=1):
     q, k = torch.zeros(4, 1, 2, 8), torch.zeros(4, 1, keys, 8)
-    mb.attention(q, k, k, groups=mb.Groups.in_process(intra=1))
+    mb.attention(q, k, k, groups=mb.Groups.single())
 
 
 def head():

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import megatron_burst as mb
+from megatron_burst.plugins.testing import in_process
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 
@@ -88,10 +89,10 @@ def test_layouts_are_equal_by_name_and_size():
 
 def test_prepare_offers_only_names_that_it_takes():
     """Not block_striped by name: it needs a block, which `prepare` has no argument for."""
-    groups, tensors = mb.Groups.in_process(intra=2), [[torch.zeros(4, 1, 2, 8)] * 2] * 3
+    groups, tensors = in_process.groups(intra=2), [[torch.zeros(4, 1, 2, 8)] * 2] * 3
     for name in ("zig", "block_striped"):
         words = f"layout must be one of contiguous, striped, zigzag, or made, .*make.*got '{name}'"
         with pytest.raises(ValueError, match=words):
-            mb.prepare(*tensors, groups=groups, layout=name)
+            in_process.prepare(*tensors, groups=groups, layout=name)
     made = mb.layout.make("block_striped", cp_size=2, block=4)
-    assert mb.prepare(*tensors, groups=groups, layout=made).layout == made
+    assert in_process.prepare(*tensors, groups=groups, layout=made).layout == made

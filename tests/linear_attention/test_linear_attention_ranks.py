@@ -8,6 +8,7 @@ import torch
 from state_chains import GRIDS, LAYOUTS, documents
 
 import megatron_burst as mb
+from megatron_burst.plugins.testing import in_process
 
 ALGORITHMS = ("all_gather", "scan", "two_level", "ring", "auto")
 FORMS = {  # name -> decay's letters, is there a beta?
@@ -59,7 +60,7 @@ def check(form, layout, world, algorithm, kernel="auto", planned=False):
     *whole, initial = tensors
     out, finals = recurrence(*tensors, bounds)
     inter, intra = GRIDS[world]
-    groups = mb.Groups.in_process(inter=inter, intra=intra)
+    groups = in_process.groups(inter=inter, intra=intra)
 
     def shards(x):
         if x is None or x.dim() == 1:
@@ -71,8 +72,8 @@ def check(form, layout, world, algorithm, kernel="auto", planned=False):
                 "kernel": kernel}  # fmt: skip
     if planned:
         every = [decay] * world if isinstance(decay, torch.Tensor) else decay
-        keywords = {"plan": mb.prepare_linear(q, k, v, decay=every, beta=beta, **keywords)}
-    mine, ends = mb.linear_attention(
+        keywords = {"plan": in_process.prepare_linear(q, k, v, decay=every, beta=beta, **keywords)}
+    mine, ends = in_process.linear_attention(
         q, k, v, decay=decay, beta=beta, initial_state=initial, return_final_state=True, **keywords
     )
     mine = mb.unshard(mine, cut, dim=0)
@@ -129,13 +130,15 @@ def bf16_error(form, world):
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).double()
     (truth,) = torch.autograd.grad((out * weights).sum(), exact[2])
     layout = mb.layout.make("zigzag", cp_size=world)
-    groups = mb.Groups.in_process(intra=world)
+    groups = in_process.groups(intra=world)
     v = low[2].requires_grad_()
     q, k, v_, decay, beta = (
         None if t is None else [mb.shard(t, layout, r, dim=0) for r in range(world)]
         for t in (*low[:2], v, *low[3:])
     )
-    mine = mb.linear_attention(q, k, v_, decay=decay, beta=beta, groups=groups, layout=layout)
+    mine = in_process.linear_attention(
+        q, k, v_, decay=decay, beta=beta, groups=groups, layout=layout
+    )
     mine = mb.unshard(mine, layout, dim=0)
     (grad,) = torch.autograd.grad((mine * weights.to(mine.dtype)).sum(), v)
     return (mine - out).abs().mean().item(), (grad - truth).abs().mean().item()
@@ -148,11 +151,11 @@ def test_bfloat16_over_ranks_is_as_exact_as_on_one(form):
 
 
 def test_without_gradients_and_with_one_decay_for_all():
-    groups = mb.Groups.in_process(intra=2)
+    groups = in_process.groups(intra=2)
     q = [torch.randn(4, 1, 2, 3) for _ in range(2)]
-    plan = mb.prepare_linear(q, q, q, decay=[-torch.ones(2)] * 2, groups=groups)
+    plan = in_process.prepare_linear(q, q, q, decay=[-torch.ones(2)] * 2, groups=groups)
     with torch.no_grad():
-        out = mb.linear_attention(q, q, q, decay=-torch.ones(2), plan=plan)
+        out = in_process.linear_attention(q, q, q, decay=-torch.ones(2), plan=plan)
     assert [t.shape for t in out] == [(4, 1, 2, 3)] * 2
     assert "form scalar_decay" in plan.describe()
     assert "bytes per layer and rank" in plan.describe()

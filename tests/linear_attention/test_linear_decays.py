@@ -8,7 +8,7 @@ import torch
 from recurrences import SHAPES
 from test_linear_forms import FORMS, assert_exact, assert_recurrence, computed, states
 
-import megatron_burst as mb
+from megatron_burst.plugins.testing import in_process
 
 
 def strong(form, rows=70):
@@ -127,8 +127,8 @@ def test_a_decay_that_grows_leaves_a_state_of_zero_at_zero(form, algorithm):
     lists = {n: None if x is None else list(x.split(rows)) for n, x in mine._asdict().items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "decay has positive logarithms")
-        outs = mb.linear_attention(
-            **lists, groups=mb.Groups.in_process(intra=ranks), layout="contiguous", scale=1.0,
+        outs = in_process.linear_attention(
+            **lists, groups=in_process.groups(intra=ranks), layout="contiguous", scale=1.0,
             algorithm=algorithm,
         )  # fmt: skip
     assert_exact((torch.cat(outs),), (wanted,))

@@ -7,18 +7,19 @@ import pytest
 from test_linear_attention_ranks import FORMS, problem
 
 import megatron_burst as mb
+from megatron_burst.plugins.testing import in_process
 
 
 def forward_and_backward(form, backward):
     """References to the tensors of a call on two ranks, whose results nobody holds any more."""
     *given, _ = problem(form, [0, 16])
-    groups, layout = mb.Groups.in_process(intra=2), mb.layout.make("zigzag", cp_size=2)
+    groups, layout = in_process.groups(intra=2), mb.layout.make("zigzag", cp_size=2)
     names, shards = ("q", "k", "v", "decay", "beta"), {}
     for name, t in zip(names, given, strict=True):
         split = t is not None and t.dim() > 1
         shards[name] = [mb.shard(t, layout, r, dim=0) for r in range(2)] if split else t
     held = [weakref.ref(t) for each in shards.values() if isinstance(each, list) for t in each]
-    outs = mb.linear_attention(
+    outs = in_process.linear_attention(
         shards["q"], shards["k"], shards["v"], decay=shards["decay"], beta=shards["beta"],
         groups=groups,
     )  # fmt: skip

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_burst as mb
+from megatron_burst.plugins.testing import in_process
 
 ROWS, B, G, H, D, W = 8, 1, 1, 2, 2, 4  # rows of each rank
 ALGORITHMS = ("all_gather", "scan", "two_level", "ring")
@@ -76,10 +77,10 @@ def alone(world, delta):
     """The same on one rank: out, gradients but that of the keys, final states."""
     named, weights = tensors(ROWS * world, delta=delta)
     layout = mb.layout.make("zigzag", cp_size=world)
-    groups = mb.Groups.in_process(intra=1)
+    groups = in_process.groups(intra=1)
     whole = {n: None if t is None else t.requires_grad_(n != "k") for n, t in named.items()}
     lists = {n: None if t is None else [t] for n, t in whole.items()}
-    (out,), (finals,) = mb.linear_attention(
+    (out,), (finals,) = in_process.linear_attention(
         **lists, groups=groups, layout="contiguous", cu_seqlens=[0, 5, 5, ROWS * world],
         return_final_state=True,
     )  # fmt: skip
@@ -126,8 +127,8 @@ def test_a_tree_over_ranks_equals_one_process(ranks):
     layout = mb.layout.make("balanced", cp_size=2, tree=tree)
     each = [shards(tensors(32)[0], layout, rank) for rank in range(2)]
     lists = {name: [one[name] for one in each] for name in each[0]}
-    groups = mb.Groups.in_process(intra=2)
-    outs = mb.linear_attention(**lists, groups=groups, layout=layout, tree=tree)
+    groups = in_process.groups(intra=2)
+    outs = in_process.linear_attention(**lists, groups=groups, layout=layout, tree=tree)
     leaves = [t for one in each for t in one.values()]
     grads = torch.autograd.grad(sum(one.square().sum() for one in outs), leaves)
     wanted = [(outs[0], *grads[: len(each[0])]), (outs[1], *grads[len(each[0]) :])]
@@ -216,36 +217,36 @@ def begin(**choices):
 
 def another_plan():
     groups, mine, first = begin()
-    second = mb.prepare_linear(**mine, groups=groups, algorithm="scan", scale=2.0)
-    mb.linear_attention(**mine, plan=second if groups.rank else first).sum().backward()
+    second = in_process.prepare_linear(**mine, groups=groups, algorithm="scan", scale=2.0)
+    in_process.linear_attention(**mine, plan=second if groups.rank else first).sum().backward()
 
 
 def another_label():
     groups, mine, plan = begin()
-    mb.linear_attention(**mine, plan=plan, label=groups.rank).sum().backward()
+    in_process.linear_attention(**mine, plan=plan, label=groups.rank).sum().backward()
 
 
 def final_states_on_one_rank():
     groups, mine, plan = begin()
-    found = mb.linear_attention(**mine, plan=plan, return_final_state=groups.rank == 0)
+    found = in_process.linear_attention(**mine, plan=plan, return_final_state=groups.rank == 0)
     (found[0] if groups.rank == 0 else found).sum().backward()
 
 
 def forward_beside_backward():
     groups, mine, plan = begin()
-    out = mb.linear_attention(**mine, plan=plan)
-    out.sum().backward() if groups.rank else mb.linear_attention(**mine, plan=plan)
+    out = in_process.linear_attention(**mine, plan=plan)
+    out.sum().backward() if groups.rank else in_process.linear_attention(**mine, plan=plan)
 
 
 def another_convolution():
     groups, _, plan = begin()
-    mb.short_convolution(torch.ones(ROWS, 1, 3), torch.ones(3, 3 + groups.rank), plan=plan)
+    in_process.short_convolution(torch.ones(ROWS, 1, 3), torch.ones(3, 3 + groups.rank), plan=plan)
 
 
 def a_bias_on_one_rank():
     groups, _, plan = begin()
     bias = torch.zeros(3) if groups.rank else None
-    mb.short_convolution(torch.ones(ROWS, 1, 3), torch.ones(3, 4), bias, plan=plan)
+    in_process.short_convolution(torch.ones(ROWS, 1, 3), torch.ones(3, 4), bias, plan=plan)
 
 
 OUT_OF_STEP = {
@@ -275,11 +276,11 @@ def test_ranks_out_of_step_get_an_error(case, ranks):
 
 def killed():
     groups, mine, plan = begin()
-    out = mb.linear_attention(**mine, plan=plan)
+    out = in_process.linear_attention(**mine, plan=plan)
     if groups.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     said = []
-    for again in (out.sum().backward, lambda: mb.linear_attention(**mine, plan=plan)):
+    for again in (out.sum().backward, lambda: in_process.linear_attention(**mine, plan=plan)):
         try:
             again()
         except (RuntimeError, ValueError) as error:

@@ -15,6 +15,7 @@ from pieces import Pieces
 from state_chains import GRIDS, dense
 
 import megatron_burst as mb
+from megatron_burst.plugins.testing import in_process
 
 WORDS, LONGEST, WIDTH = 5, 400, 4
 B, G, H, D, W = 1, 1, 2, 3, 4
@@ -119,15 +120,15 @@ def ours(made, tree, groups, layout, rng):
         return t if t is None or t.dim() == 1 else [mb.shard(t, layout, r, dim=0) for r in ranks]
 
     where = {"groups": groups, "layout": layout, "tree": rng.choice([tree, tree.mask])}
-    mixed = mb.short_convolution(shards(x), made[1], **where)
+    mixed = in_process.short_convolution(shards(x), made[1], **where)
     q, k, v = (list(each) for each in zip(*map(split, mixed), strict=True))
     given = {"decay": shards(decay), "beta": shards(beta)}
     kernel = rng.choice(["torch", "torch", "reference"])
     if rng.random() < 0.5:
-        where = {"plan": mb.prepare_linear(q, k, v, **given, **where, kernel=kernel)}
+        where = {"plan": in_process.prepare_linear(q, k, v, **given, **where, kernel=kernel)}
     else:
         where |= {"kernel": kernel, "algorithm": rng.choice(["auto", "all_gather"])}
-    return mb.unshard(mb.linear_attention(q, k, v, **given, **where), layout, dim=0)
+    return mb.unshard(in_process.linear_attention(q, k, v, **given, **where), layout, dim=0)
 
 
 @pytest.mark.parametrize("world", GRIDS)
@@ -146,7 +147,7 @@ def test_a_tree_equals_its_trajectories(form, world):
     inter, intra = GRIDS[world]
 
     made = parameters(form)
-    rows = ours(made, tree, mb.Groups.in_process(inter=inter, intra=intra), layout, rng)
+    rows = ours(made, tree, in_process.groups(inter=inter, intra=intra), layout, rng)
     got = tree.unpack(rows)
     wanted = [alone(made, each) for each in some]
     for one, other in zip(got, wanted, strict=True):
@@ -186,8 +187,8 @@ def test_states_of_any_tree(kind):
                     state = dense(one, increment[i]) @ state + increment[i]
             states.append(state)
         own = [chain.of(rank) for rank in range(ranks)]
-        groups = mb.Groups.in_process(intra=ranks)
-        found = mb.state_scan(
+        groups = in_process.groups(intra=ranks)
+        found = in_process.state_scan(
             None if decay is None else [decay[mine] for mine in own],
             [increment[mine] for mine in own],
             groups=groups, layout=layout, seq_len=24, tree=tree,
@@ -203,12 +204,12 @@ def test_what_travels_of_a_tree():
     """Of 8 samples of one prompt the maps of the prompt's pieces, once to every rank that needs
     them; as planned."""
     tree = mb.trees.pack([[*range(1, 33), 100 + i, *[0] * 7] for i in range(8)], multiple=4)
-    layout, groups = mb.layout.make("contiguous", cp_size=4), mb.Groups.in_process(inter=2, intra=2)
+    layout, groups = mb.layout.make("contiguous", cp_size=4), in_process.groups(inter=2, intra=2)
     q, v = ([torch.randn(24, 1, 1, 4) for _ in range(4)] for _ in range(2))
-    plan = mb.prepare_linear(q, q, v, groups=groups, layout=layout, tree=tree)
+    plan = in_process.prepare_linear(q, q, v, groups=groups, layout=layout, tree=tree)
     assert "algorithm all_gather (auto: the one that serves trees)" in plan.describe()
     with torch.no_grad():
-        mb.linear_attention(q, q, v, plan=plan)
+        in_process.linear_attention(q, q, v, plan=plan)
     sent = [(rank.counters.intra, rank.counters.inter) for rank in groups.ranks]
     # The prompt has 24 rows on rank 0 and 8 on rank 1; samples lie on ranks 1, 2 and 3.
     state = 4 * 4 * 4
@@ -236,7 +237,7 @@ WRONG = {
 def small():
     """q, k and v of two ranks, and a tree of their rows."""
     q, v = ([torch.randn(4, B, *sizes) for _ in range(2)] for sizes in ((G, D), (H, W)))
-    where = {"groups": mb.Groups.in_process(intra=2)}
+    where = {"groups": in_process.groups(intra=2)}
     where["tree"] = mb.masks.Tree([8, 8, 5, 4, 5, 8, 8, 8])
     return {"q": q, "k": q, "v": v}, where
 
@@ -246,13 +247,13 @@ def test_what_a_tree_refuses(case):
     tensors, where = small()
     wrong, words = WRONG[case]
     with pytest.raises(ValueError, match=words):
-        mb.linear_attention(**tensors, **where | wrong)
+        in_process.linear_attention(**tensors, **where | wrong)
 
 
 @pytest.mark.parametrize("case", ["initial", "final"])
 def test_what_a_plan_over_a_tree_refuses(case):
     tensors, where = small()
     wrong, words = WRONG[case]
-    plan = mb.prepare_linear(**tensors, **where)
+    plan = in_process.prepare_linear(**tensors, **where)
     with pytest.raises(ValueError, match=words):
-        mb.linear_attention(**tensors, plan=plan, **wrong)
+        in_process.linear_attention(**tensors, plan=plan, **wrong)

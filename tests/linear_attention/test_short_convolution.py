@@ -8,6 +8,7 @@ import torch
 from state_chains import GRIDS, LAYOUTS, documents
 
 import megatron_burst as mb
+from megatron_burst.plugins.testing import in_process
 
 B, C = 2, 3
 
@@ -45,7 +46,7 @@ def check(groups, layout, width, packed=True, bias=True, activation="silu"):
     truth = by_hand(x, weight, shift, activation, bounds)
     shards = [mb.shard(x, cut, rank, dim=0) for rank in range(groups.size)]
     mine = mb.unshard(
-        mb.short_convolution(
+        in_process.short_convolution(
             shards, weight, shift, activation=activation, groups=groups, layout=cut,
             cu_seqlens=bounds if packed else None,
         ), cut, dim=0,
@@ -63,13 +64,13 @@ def check(groups, layout, width, packed=True, bias=True, activation="silu"):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_and_gradients(layout, world, width):
     inter, intra = GRIDS[world]
-    check(mb.Groups.in_process(inter=inter, intra=intra), layout, width)
+    check(in_process.groups(inter=inter, intra=intra), layout, width)
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_one_document_and_shared_heads(bias, activation):
-    groups = mb.Groups.in_process(inter=2, intra=2, ulysses=2)
+    groups = in_process.groups(inter=2, intra=2, ulysses=2)
     traces = nccl_rules.record(groups)
     check(groups, "zigzag", 4, packed=False, bias=bias, activation=activation)
     for communicator in nccl_rules.COMMUNICATORS.values():
@@ -77,29 +78,31 @@ def test_one_document_and_shared_heads(bias, activation):
 
 
 def test_one_message_of_few_rows_per_neighbour():
-    groups = mb.Groups.in_process(intra=4)
+    groups = in_process.groups(intra=4)
     check(groups, "contiguous", 4, packed=False)
     row = B * C * 8
     assert [rank.counters.intra for rank in groups.ranks] == [3 * row, 6 * row, 6 * row, 3 * row]
 
 
 def test_a_plan_of_linear_attention_serves():
-    groups = mb.Groups.in_process(intra=2)
+    groups = in_process.groups(intra=2)
     q = [torch.randn(6, B, 1, 2, dtype=torch.float64) for _ in range(2)]
-    plan = mb.prepare_linear(q, q, q, groups=groups, cu_seqlens=[0, 5, 12], layout="contiguous")
+    plan = in_process.prepare_linear(
+        q, q, q, groups=groups, cu_seqlens=[0, 5, 12], layout="contiguous"
+    )
     x, weight, _ = problem(12, 4, False)
     for _ in range(2):
-        mine = torch.cat(mb.short_convolution([x[:6], x[6:]], weight, plan=plan))
+        mine = torch.cat(in_process.short_convolution([x[:6], x[6:]], weight, plan=plan))
     close(mine, by_hand(x, weight, None, None, [0, 5, 12]))
-    mb.linear_attention(q, q, q, plan=plan)
+    in_process.linear_attention(q, q, q, plan=plan)
 
 
 def test_weights_wider_than_the_rows_are_not_rounded():
     make = torch.Generator().manual_seed(2)
     x = torch.randn(8, 1, C, generator=make).bfloat16()
     weight = torch.randn(C, 3, generator=make)
-    groups = mb.Groups.in_process(intra=1)
-    (out,) = mb.short_convolution([x], weight, activation="silu", groups=groups)
+    groups = in_process.groups(intra=1)
+    (out,) = in_process.short_convolution([x], weight, activation="silu", groups=groups)
     exact = torch.zeros(8, 1, C, dtype=torch.float64)
     for row in range(8):
         for back in range(min(row, 2) + 1):
@@ -109,10 +112,10 @@ def test_weights_wider_than_the_rows_are_not_rounded():
 
 
 def test_the_result_has_the_dtype_of_the_rows():
-    groups = mb.Groups.in_process(intra=2)
+    groups = in_process.groups(intra=2)
     x = [torch.ones(4, 1, C, dtype=torch.bfloat16) for _ in range(2)]
     weight = torch.ones(C, 4, requires_grad=True)
-    out = mb.short_convolution(x, weight, groups=groups)
+    out = in_process.short_convolution(x, weight, groups=groups)
     assert out[0].dtype == torch.bfloat16
     sum(t.sum() for t in out).backward()
     assert weight.grad.dtype == torch.float32
@@ -136,6 +139,8 @@ WRONG = {
 def test_what_is_refused(case):
     wrong, words = WRONG[case]
     given = {"x": [torch.ones(4, 1, C)] * 2, "weight": torch.ones(C, 4),
-             "groups": mb.Groups.in_process(intra=2)} | wrong  # fmt: skip
+             "groups": in_process.groups(intra=2)} | wrong  # fmt: skip
     with pytest.raises(ValueError, match=words):
-        mb.short_convolution(given.pop("x"), given.pop("weight"), given.pop("bias", None), **given)
+        in_process.short_convolution(
+            given.pop("x"), given.pop("weight"), given.pop("bias", None), **given
+        )

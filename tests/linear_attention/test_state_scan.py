@@ -5,8 +5,8 @@ import pytest
 import torch
 from state_chains import GRIDS, LAYOUTS, documents, pieces, serial
 
-import megatron_burst as mb
 from megatron_burst.linear_attention import plan
+from megatron_burst.plugins.testing import in_process
 
 ALGORITHMS = ("all_gather", "scan", "two_level", "ring")
 FORMS = ("none", "scalar", "vector", "matrix")
@@ -61,7 +61,7 @@ class Problem:
 
     def check(self, groups, algorithm, final=True):
         entering, finals, grads = self.expected(final)
-        found = mb.state_scan(
+        found = in_process.state_scan(
             self.shards(self.decays), self.shards(self.increments), groups=groups,
             layout=self.layout, seq_len=self.seq_len, cu_seqlens=self.bounds,
             initial_state=self.initial, return_final_state=final, algorithm=algorithm,
@@ -102,13 +102,13 @@ def test_states_and_gradients(layout, world, algorithm, monkeypatch):
     in_blocks(monkeypatch, algorithm, world)
     cases = [(True, form) for form in FORMS] + [(False, "matrix")]
     for packed, form in cases:
-        groups = mb.Groups.in_process(inter=inter, intra=intra)
+        groups = in_process.groups(inter=inter, intra=intra)
         Problem(layout, world, packed, form).check(groups, algorithm)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_without_final_states_and_with_shared_heads(algorithm):
-    groups = mb.Groups.in_process(inter=2, intra=2, ulysses=2)
+    groups = in_process.groups(inter=2, intra=2, ulysses=2)
     traces = nccl_rules.record(groups)
     for form in FORMS:
         Problem("zigzag", 4, True, form).check(groups, algorithm, final=False)
@@ -120,17 +120,17 @@ def test_without_final_states_and_with_shared_heads(algorithm):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bytes_are_those_of_the_formula(layout, algorithm):
     """As the plan says, forward and backward; no states travel where no document crosses ranks."""
-    groups = mb.Groups.in_process(inter=2, intra=2)
+    groups = in_process.groups(inter=2, intra=2)
     problem = Problem(layout, 4, True, "matrix")
     increments, decays = problem.shards(problem.increments), problem.shards(problem.decays)
     q = torch.zeros(problem.seq_len // 4, B, H, D, dtype=torch.float64)
     v, beta = q.new_zeros(*q.shape[:3], W), q.new_zeros(q.shape[:3])
     each = ([t] * 4 for t in (q, q, v))
-    plan = mb.prepare_linear(
+    plan = in_process.prepare_linear(
         *each, beta=[beta] * 4, groups=groups, layout=problem.layout,
         cu_seqlens=problem.bounds, algorithm=algorithm,
     )  # fmt: skip
-    states = mb.state_scan(decays, increments, plan=plan)
+    states = in_process.state_scan(decays, increments, plan=plan)
     there = [(r.counters.intra, r.counters.inter) for r in groups.ranks]
     assert there == [one.traffic()[0] for one in plan.ranks]
     torch.autograd.grad(sum(t.sum() for t in states), problem.increments, allow_unused=True)
@@ -143,12 +143,12 @@ def test_bytes_are_those_of_the_formula(layout, algorithm):
 
 def test_frozen_and_strided_inputs():
     """Who needs no gradient gets none; rows and heads may lie anywhere in memory."""
-    groups = mb.Groups.in_process(intra=2)
+    groups = in_process.groups(intra=2)
     problem = Problem("zigzag", 2, False, "vector")
     entering, _, grads = problem.expected(final=False)
     spread = [t.mT.contiguous().mT for t in problem.shards(problem.increments)]
     frozen = [t.detach() for t in problem.shards(problem.decays)]
-    states = mb.state_scan(
+    states = in_process.state_scan(
         frozen, spread, groups=groups, layout=problem.layout, seq_len=problem.seq_len,
         initial_state=problem.initial.detach(),
     )  # fmt: skip
@@ -167,11 +167,11 @@ def of_zigzag(dtype=torch.float32):
 
 
 def test_states_of_bfloat16_travel_in_float32():
-    groups = mb.Groups.in_process(intra=2)
+    groups = in_process.groups(intra=2)
     first, turn = of_zigzag(torch.bfloat16)
     with torch.no_grad():
         turn.fill_(2.0**-9)
-    states = mb.state_scan(None, [first, turn], groups=groups, seq_len=8)
+    states = in_process.state_scan(None, [first, turn], groups=groups, seq_len=8)
     assert all(state.dtype == torch.float32 for state in states)
     assert states[0][1].min() == 1 + 2.0**-9
     states[0].sum().backward()
@@ -180,8 +180,8 @@ def test_states_of_bfloat16_travel_in_float32():
 
 
 def test_a_second_derivative_is_refused():
-    groups = mb.Groups.in_process(intra=2)
+    groups = in_process.groups(intra=2)
     increments = of_zigzag()
-    states = mb.state_scan(None, increments, groups=groups, seq_len=8)
+    states = in_process.state_scan(None, increments, groups=groups, seq_len=8)
     with pytest.raises(RuntimeError, match=r"mb.state_scan cannot be differentiated twice"):
         torch.autograd.grad(states[1].sum(), increments, create_graph=True, allow_unused=True)

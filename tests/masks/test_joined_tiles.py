@@ -21,6 +21,7 @@ from megatron_burst.kernels.operators_cuda import CudaFlash
 from megatron_burst.layout import Span
 from megatron_burst.masks import Causal, Documents, Window
 from megatron_burst.masks.tiling import Cutter, Tile
+from megatron_burst.plugins.testing import in_process
 from megatron_burst.schedule.cost import ring_spans
 from megatron_burst.schedule.topology import Topology
 
@@ -158,12 +159,14 @@ def test_a_call_over_three_ranks_by_joined_tiles(layout, ends, side, window):
     out, _, *grads = oracle.attention(q, k, v, dout, torch.from_numpy(seen))
     parts = [[mb.shard(x, layout, r, dim=0) for r in range(3)] for x in (q, k, v, dout)]
     shards = [[part.clone().requires_grad_() for part in each] for each in parts[:3]]
-    groups = mb.Groups.in_process(intra=3)
+    groups = in_process.groups(intra=3)
     options = {"layout": layout, "mask": mask, "side": side}
     kernel = AtenKernel("aten", OneByOne())
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(registry.KERNELS, "aten", lambda device, beside_rings: kernel)
-        outs = mb.attention(*shards, groups=groups, algorithm="ring", kernel="aten", **options)
+        outs = in_process.attention(
+            *shards, groups=groups, algorithm="ring", kernel="aten", **options
+        )
     torch.autograd.backward(outs, parts[3])
     assert oracle.worst(mb.unshard(outs, layout, dim=0), out) < 1e-11
     for each, wanted in zip(shards, grads, strict=True):

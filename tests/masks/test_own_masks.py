@@ -12,6 +12,7 @@ import torch
 import megatron_burst as mb
 from megatron_burst.layout import Spans
 from megatron_burst.masks import Cover, Mask, seen
+from megatron_burst.plugins.testing import in_process
 
 S = 48
 LAYOUTS = ("contiguous", "zigzag", "striped")
@@ -96,8 +97,10 @@ def test_calls_equal_dense_attention(nodes, per_node, algorithm, layout, name, a
     rows = [torch.tensor(each) for each in oracle.permutation(layout, ranks, S)]
     q, k, v, dout = ([x[each].clone() for each in rows] for x in whole)
     leaves = [x.requires_grad_() for x in (*q, *k, *v)]
-    groups = mb.Groups.in_process(inter=nodes, intra=per_node)
-    outs = mb.attention(q, k, v, groups=groups, mask=mask, layout=layout, algorithm=algorithm)
+    groups = in_process.groups(inter=nodes, intra=per_node)
+    outs = in_process.attention(
+        q, k, v, groups=groups, mask=mask, layout=layout, algorithm=algorithm
+    )
     found = [*outs, *torch.autograd.grad(outs, leaves, dout)]
     wanted = [x[each] for x in (out, *gradients) for each in rows]
     for part, truth in zip(found, wanted, strict=True):

@@ -9,6 +9,7 @@ import torch
 
 import megatron_burst as mb
 from megatron_burst.layout import Span, Spans
+from megatron_burst.plugins.testing import in_process
 
 LENGTH = 11
 IMAGES = [(1, 4), (4, 6), (8, 10)]  # two touch
@@ -106,8 +107,8 @@ def test_calls_equal_dense_attention(nodes, per_node, algorithm, layout, name, k
     rows = [torch.tensor(each) for each in oracle.permutation(layout, ranks, length)]
     q, k, v, dout = ([x[each].clone() for each in rows] for x in whole)
     leaves = [x.requires_grad_() for x in (*q, *k, *v)]
-    groups = mb.Groups.in_process(inter=nodes, intra=per_node)
-    outs = mb.attention(
+    groups = in_process.groups(inter=nodes, intra=per_node)
+    outs = in_process.attention(
         q, k, v, groups=groups, mask=mask, layout=layout, algorithm=algorithm, kernel=kernel
     )
     found = [*outs, *torch.autograd.grad(outs, leaves, dout)]

@@ -13,6 +13,7 @@ import megatron_burst as mb
 from megatron_burst.layout import Span
 from megatron_burst.masks import Cover, Mask, Tree, verify
 from megatron_burst.masks.base import Bands
+from megatron_burst.plugins.testing import in_process
 
 LENGTHS = (1, 2, 5, 16, 48, 1000, 1 << 20)
 FAR_CORNER = 1 << 12
@@ -211,7 +212,7 @@ def test_a_plan_refuses_a_wrong_mask(combined):
     mask = mask & mb.masks.Full() if combined else mask
     q, k, v = shards(4, 48, 2, 2, 2)
     with pytest.raises(ValueError, match=r"cover is FULL for .* return Cover.PARTIAL"):
-        mb.attention(q, k, v, groups=mb.Groups.in_process(inter=2, intra=2), mask=mask)
+        in_process.attention(q, k, v, groups=in_process.groups(inter=2, intra=2), mask=mask)
 
 
 def test_the_sample_of_a_first_plan_is_small(monkeypatch):
@@ -244,8 +245,8 @@ def test_a_mask_without_cover_is_right(layout, algorithm):
     rows = [torch.tensor(each) for each in oracle.permutation(layout, ranks, length)]
     q, k, v, dout = ([x[each].clone() for each in rows] for x in whole)
     leaves = [x.requires_grad_() for x in (*q, *k, *v)]
-    groups = mb.Groups.in_process(inter=2, intra=2)
-    outs = mb.attention(
+    groups = in_process.groups(inter=2, intra=2)
+    outs = in_process.attention(
         q, k, v, groups=groups, mask=OnlyVisible(), layout=layout, algorithm=algorithm
     )
     found = [*outs, *torch.autograd.grad(outs, leaves, dout)]

@@ -210,7 +210,7 @@ def test_batches_are_freed_with_what_is_known_of_them():
 
 
 def test_old_plans_are_dropped():
-    groups = mb.Groups.in_process(intra=1)
+    groups = mb.Groups.single()
     book = plan_book.PlanBook(groups=groups, startup="said")
     kind = plan_book.LayerKind(mb.BurstConfig(), True, None, None, (1, 1, 4, 4))
     tensors = dict.fromkeys("qkv", torch.zeros(300, 1, 1, 4))

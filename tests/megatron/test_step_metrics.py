@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import torch
 
-import megatron_burst as mb
 from megatron_burst.megatron import step_metrics
 from megatron_burst.megatron.patching import PatchSet
+from megatron_burst.plugins.testing import in_process
 
 
 class Written(list):
@@ -36,10 +36,10 @@ def run(monkeypatch, measured, board, wandb):
 
 def measured_rank():
     """One rank that has sent 600 bytes and run one layer."""
-    groups = mb.Groups.in_process(intra=1).ranks[0]
+    groups = in_process.groups(intra=1).ranks[0]
     measured = step_metrics.StepMetrics()
     measured.watch(groups)
-    plan = mb.prepare(*[torch.zeros(8, 1, 2, 4)] * 3, groups=groups)
+    plan = in_process.prepare(*[torch.zeros(8, 1, 2, 4)] * 3, groups=groups)
     measured.count_forward(plan)
     groups.counters.intra += 600
     return measured

@@ -10,6 +10,7 @@ import torch
 import megatron_burst as mb
 from megatron_burst.comm import packing
 from megatron_burst.execution.buffers import Buffers, MessageKind
+from megatron_burst.plugins.testing import in_process
 from megatron_burst.schedule.demand import Demand, RowBytes, everything, wanted
 from megatron_burst.schedule.dry_run import _Buffers, dry_run, held_bytes
 from megatron_burst.schedule.rings import backward, forward
@@ -54,7 +55,7 @@ def test_a_tile_holds_partial_outputs_and_the_plan_says_how_much():
     # The other rank's keys (20) and queries (6), and their partial output (10).
     assert held(schedule) == 20 + 6 + 10
     q = [torch.zeros(4, 1, 2, 4) for _ in range(4)]
-    plan = mb.prepare(q, q, q, groups=mb.Groups.in_process(inter=2, intra=2), algorithm="tile")
+    plan = in_process.prepare(q, q, q, groups=in_process.groups(inter=2, intra=2), algorithm="tile")
     assert plan.held_bytes > 0
     assert "received chunks at most" in plan.describe()
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tables_oracle import act_out, dense
 
 import megatron_burst as mb
+from megatron_burst.plugins.testing import in_process
 from megatron_burst.schedule import rails
 from megatron_burst.schedule.bundles import MOST, bundled
 from megatron_burst.schedule.demand import BACKWARD, FORWARD, Wanted, wanted
@@ -305,7 +306,7 @@ def test_passes_of_the_same_rows_share_their_paths(name):
 def test_a_plan_keeps_no_paths():
     """They are as large as tables, and a run has hundreds of plans."""
     q = [torch.zeros(8, 1, 2, 4, requires_grad=True) for _ in range(4)]
-    plan = mb.prepare(q, q, q, groups=mb.Groups.in_process(inter=2, intra=2),
+    plan = in_process.prepare(q, q, q, groups=in_process.groups(inter=2, intra=2),
                       mask=MASKS["documents"](32), algorithm="multicast")  # fmt: skip
     for schedule in chain(*(each for rank in plan.ranks for each in rank.passes)):
         assert not schedule.wanted.common

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tables_oracle import act_out, dense
 
 import megatron_burst as mb
+from megatron_burst.plugins.testing import in_process
 from megatron_burst.schedule.bundles import bundled
 from megatron_burst.schedule.demand import RowBytes, wanted
 from megatron_burst.schedule.rings import backward, forward
@@ -151,7 +152,7 @@ def plan(algorithm, ranks, **choices):
     """Of 6 rows, two sequences, four heads and two of keys, in float64."""
     shapes = (6, 2, 4, 5), (6, 2, 2, 5), (6, 2, 2, 3)
     tensors = ([torch.zeros(shape, dtype=torch.float64)] * ranks for shape in shapes)
-    return mb.prepare(*tensors, groups=mb.Groups.in_process(intra=ranks), algorithm=algorithm,
+    return in_process.prepare(*tensors, groups=in_process.groups(intra=ranks), algorithm=algorithm,
                       side="kv", kernel="reference", needs_grad=(True,) * 3, **choices)  # fmt: skip
 
 

@@ -26,6 +26,7 @@ import megatron_burst as mb
 from megatron_burst.autotune.rates import Rates
 from megatron_burst.autotune.simulator import pass_time
 from megatron_burst.cli import main as cli
+from megatron_burst.plugins.testing import in_process
 from megatron_burst.plugins.tools import show
 from megatron_burst.schedule.algorithms import ALGORITHMS, Algorithm, direct
 from megatron_burst.schedule.demand import RowBytes, wanted
@@ -146,9 +147,9 @@ def test_attention_runs_it(grid, layout, mask):
     one = case(grid, layout, mask)
     *qkv, douts = zip(*cases.shards(one, cases.solve(one.problem)[0]), strict=True)
     leaves = [x.requires_grad_() for xs in qkv for x in xs]
-    groups = mb.Groups.in_process(inter=grid[0], intra=grid[1])
-    plan = mb.prepare(*map(list, qkv), groups=groups, **cases.choices(one))
-    outs = mb.attention(*map(list, qkv), plan=plan)
+    groups = in_process.groups(inter=grid[0], intra=grid[1])
+    plan = in_process.prepare(*map(list, qkv), groups=groups, **cases.choices(one))
+    outs = in_process.attention(*map(list, qkv), plan=plan)
     grads = torch.autograd.grad(outs, leaves, douts)
     size = one.size
     results = zip(outs, grads[:size], grads[size : 2 * size], grads[2 * size :], strict=True)

@@ -44,7 +44,7 @@ def version(*distributions: str) -> str | None:
 
 
 def versions(megatron: bool) -> Iterator[Finding]:
-    """Python, torch, CUDA and NCCL, greenlet, Megatron-Core, and the optional packages.
+    """Python, torch, CUDA and NCCL, Megatron-Core, and the optional packages.
 
     megatron: whether Megatron-Core is needed; a training script of one's own does without.
     """
@@ -57,12 +57,6 @@ def versions(megatron: bool) -> Iterator[Finding]:
     else:
         built = f"torch is built for CUDA {cuda}" if cuda else "torch is built without CUDA"
         yield note("CUDA", f"{built}, and no GPU is visible: everything runs on the CPU with gloo")
-    greenlet = version("greenlet")
-    if greenlet:
-        yield ok("greenlet", greenlet)
-    else:
-        said = "not installed; ranks that share a process need it, and so do trials of kernels"
-        yield problem("greenlet", said, "pip install 'greenlet>=3'")
     yield _megatron(megatron)
     for name, distributions in PACKAGES.items():
         release = version(*distributions)

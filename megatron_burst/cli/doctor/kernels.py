@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local-attention kernels, run on a ring of two ranks in this process and compared with a truth.
+"""Local-attention kernels, run on the pairs of two ranks and compared with a truth.
 
 The doctor compares each with the reference; its GPU report with the dense formula in float64.
 """
@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from importlib import util
+from itertools import product
 from typing import Any
 
 import torch
 
 from ... import masks
-from ...attention import attention
-from ...comm.groups import Groups
+from ...kernels.base import Rows, Scoring
+from ...kernels.online_softmax import empty_result, row_delta
 from ...kernels.registry import KERNELS, make
+from ...layout.layouts import Span
 from .report import Finding, absent, note, ok, problem
 
 # The largest error of a kernel that rounding explains, relative to its largest result.
@@ -33,8 +34,6 @@ def kernels() -> Iterator[Finding]:
     The case has grouped heads, a length that is no power of two, and travelling queries, none of
     which torch's own operators are tested with.
     """
-    if util.find_spec("greenlet") is None:
-        return  # a finding of `installed.versions`
     cuda = torch.cuda.is_available()
     device, dtype = (
         torch.device("cuda" if cuda else "cpu"),
@@ -71,7 +70,7 @@ def _outcome(name: str, mask: masks.Mask, inputs: Sequence[torch.Tensor]) -> flo
     """The largest error of a kernel's results beside the reference, or the exception with which it
     failed."""
     try:
-        both = [ring_of_two(each, mask, "query", inputs) for each in (name, "reference")]
+        both = [by_pairs(each, mask, "query", inputs) for each in (name, "reference")]
     except Exception as failure:
         return failure
     return max(error(result, right) for result, right in zip(*both, strict=True))
@@ -108,25 +107,54 @@ def error(result: torch.Tensor, exact: torch.Tensor, whole: torch.Tensor | None 
     return off if math.isfinite(off) else math.inf
 
 
-def ring_of_two(
-    kernel: Any, mask: masks.Mask, side: Any, inputs: Sequence[torch.Tensor]
+def by_pairs(
+    name: Any, mask: masks.Mask, side: Any, inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """out, dq, dk, dv of two ranks in this process: of four equal pieces the first holds 0 and 3,
-    as zigzag has it."""
-    pieces = [x.chunk(4) for x in inputs]
-    *qkv, douts = ([torch.cat([p[0], p[3]]), torch.cat([p[1], p[2]])] for p in pieces)
-    for shards in qkv:
-        for x in shards:
-            x.requires_grad_()
-    groups = Groups.in_process(intra=2)
-    outs = attention(*qkv, groups=groups, layout="zigzag", mask=mask, kernel=kernel, side=side)
-    torch.autograd.backward(outs, douts)
-    results = [[x.detach() for x in outs], *([x.grad for x in shards] for shards in qkv)]
+    """Return out, dq, dk, dv, computed pair by pair as two ranks with layout zigzag do.
+
+    Args:
+        name: Kernel, as of `mb.prepare`.
+        mask: Mask of the whole sequence.
+        side: What two ranks send in backward; with "query", a pair of two ranks does not know out.
+        inputs: q, k, v and the gradient of out, [s, 1, heads, d], s divisible by four.
+
+    Raises:
+        ValueError: The kernel does not serve these tensors.
+    """
+    q, k, v, _ = inputs
+    kernel = make(name, q, k, v, mask=mask, beside_rings=True)
+    scoring, rows = Scoring(q.shape[-1] ** -0.5), len(q) // 4
+    spans = [
+        [Span(0, 1, rows), Span(3 * rows, 1, rows)],
+        [Span(rows, 1, rows), Span(2 * rows, 1, rows)],
+    ]
+    shards = [[_rows(x, held) for x in inputs] for held in spans]
+    results = [empty_result(shard[0], v.shape[-1]) for shard in shards]
+    works = {
+        (i, j): kernel.work_for(mask, spans[i], spans[j]) for i, j in product(range(2), repeat=2)
+    }
+    for (i, j), work in works.items():
+        if work is not None:
+            (out, lse), (_, key, value, _) = results[i], shards[j]
+            kernel.forward(shards[i][0], key, value, work, scoring, out, lse)
+    sums = [[torch.zeros_like(x, dtype=results[0][0].dtype) for x in shard[:3]] for shard in shards]
+    for (i, j), work in works.items():
+        if work is not None:
+            (query, _, _, upper), (_, key, value, _) = shards[i], shards[j]
+            own, lse = results[i][0].to(q.dtype), results[i][1]
+            known_out = own if i == j or side == "kv" else None
+            queries = Rows(query, upper, lse, row_delta(upper, own, lse.dtype), known_out)
+            dq, dk, dv = sums[i][0], sums[j][1], sums[j][2]
+            kernel.backward(queries, key, value, work, scoring, dq, dk, dv)
+    parts = [[results[i][0], *sums[i]] for i in range(2)]
     whole = []
-    for first, second in results:
-        (a, d), (b, c) = first.chunk(2), second.chunk(2)
-        whole.append(torch.cat([a, b, c, d]))
+    for first, second in zip(*parts, strict=True):
+        whole.append(torch.cat([first[:rows], second, first[rows:]]).to(q.dtype))
     return whole
+
+
+def _rows(x: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+    return torch.cat([x[span.start : span.start + span.length] for span in spans])
 
 
 def dense(

@@ -9,38 +9,37 @@ Shape letters: s local rows, b batch, h query heads, k key/value heads, d width,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ...comm.groups import Groups, InProcessGroups
+from ...comm.groups import Groups
 from ...execution.function import Attention, AttentionRun
 from ...execution.job import Job
 from ...kernels.autograd import outside_graphs, refuse_transforms
-from ...planning.plan import InProcessPlan, Plan, Shard
+from ...planning.plan import Plan
 from ...planning.validate import QKV, Request, check_shapes
 from .kernels import Selected
 from .pairs import PairKernel
-from .plans import SelectedOperation, Setting, plan_ranks, setting
+from .plans import SelectedOperation, Setting, plan_of, setting
 from .registry import KERNELS, named
 from .selection import Selection
 
 
 @outside_graphs
 def sparse_attention(
-    q: Shard,
-    k: Shard,
-    v: Shard | None,
-    selection: Selection | Sequence[Selection],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    selection: Selection,
     *,
     value_width: int | None = None,
     scale: float | None = None,
     sink: torch.Tensor | None = None,
     kernel: str = "auto",
-    plan: Plan | InProcessPlan | None = None,
-    groups: Groups | InProcessGroups | None = None,
+    plan: Plan | None = None,
+    groups: Groups | None = None,
     algorithm: str | None = None,
     label: object = None,
     return_lse: bool = False,
@@ -50,8 +49,7 @@ def sparse_attention(
     q [s, b, h, d]; k [s, b, k, d]; v [s, b, k, w]: this rank's shard; k divides h. v None, with
     value_width below d: values are the first value_width columns of the keys, as in absorbed latent
     attention, and travel once. Returns out [s, b, h, w] in the dtype of q, with gradients of q, k,
-    v and sink; none of the selection. With `Groups.in_process` tensors and selections are lists,
-    one per rank, and so is the result.
+    v and sink; none of the selection.
 
     selection: of `mb.select`, or made by hand; layout and mask are its own. scale: of the scores;
     None: the plan's if its queries are as wide, else d ** -0.5. sink: [h], a logit in every softmax
@@ -66,49 +64,38 @@ def sparse_attention(
     RuntimeError naming the exchange if a peer died or is out of step.
     """
     refuse_transforms("mb.sparse_attention")
-    at, chosen = selected_setting(selection, plan, groups, algorithm)
-    shards = at.per_rank(q=q, k=k, v=v)
+    at = selected_setting(selection, plan, groups, algorithm)
     latent = v is None
-    options = replace(at.options, softmax_scale=at.scale(shards[0]["q"], scale), store=at.store)
-    needs_grad = (
-        _needs_grad(shards, "q"), _needs_grad(shards, "k"),
-        _needs_grad(shards, "k" if latent else "v"),
-    )  # fmt: skip
-    operations = [
-        AttendSelected(
-            groups=rank, made=made, options=options, sink=sink, needs_grad=needs_grad,
-            selection=one, kernel=kernel, value_width=value_width, **shard,
-        )
-        for rank, made, one, shard in zip(at.groups.ranks, at.made, chosen, shards, strict=True)
-    ]  # fmt: skip
-    plans = plan_ranks(at, operations)
-    kept = at.kept(("sparse attention", plans[0].call), label)
-    tags = [one.groups.calls.forward(one.identity, label, sink is not None) for one in plans]
-    jobs = [
-        replace(one.job, kernel=kernel_for(one, each))
-        for one, each in zip(plans, chosen, strict=True)
-    ]
+    operation = AttendSelected(
+        groups=at.groups,
+        made=at.made,
+        options=replace(at.options, softmax_scale=at.scale(q, scale), store=at.store),
+        sink=sink,
+        needs_grad=(_needs_grad(q), _needs_grad(k), _needs_grad(k if latent else v)),
+        selection=selection,
+        kernel=kernel,
+        value_width=value_width,
+        q=q,
+        k=k,
+        v=v,
+    )
+    chosen = plan_of(operation)
+    kept = at.kept(("sparse attention", chosen.call), label)
+    tag = at.groups.calls.forward(chosen.identity, label, sink is not None)
+    job = replace(chosen.job, kernel=kernel_for(chosen, selection))
     recomputes = kept is not None and kept.keeper.filled
     call = AttentionRun(
         operation="mb.sparse_attention",
         groups=at.groups,
-        jobs=jobs,
-        tags=tags,
+        job=job,
+        tag=tag,
         kept=kept,
-        recompute_jobs=[_of_the_rest(job) for job in jobs] if recomputes else None,
+        recompute_job=_of_the_rest(job) if recomputes else None,
         return_lse=return_lse,
     )
-    flat = []
-    for shard in shards:
-        k_here, v_here = shard["k"], shard["v"]
-        if latent:
-            k_here, v_here = k_here[..., value_width:], k_here[..., :value_width]
-        flat += [shard["q"], k_here, v_here]
-    found: Any = Attention.apply(call, sink, *flat)
-    outs, lses = found[: len(jobs)], found[len(jobs) :]
-    if isinstance(at.groups, InProcessGroups):
-        return (list(outs), list(lses)) if return_lse else list(outs)
-    return (outs[0], lses[0]) if return_lse else outs[0]
+    if v is None:
+        k, v = k[..., value_width:], k[..., :value_width]
+    return Attention.apply(call, sink, q, k, v)
 
 
 def _of_the_rest(job: Job) -> Job:
@@ -120,24 +107,18 @@ def _of_the_rest(job: Job) -> Job:
 
 
 def selected_setting(
-    selection: Any,
-    plan: Plan | InProcessPlan | None,
-    groups: Groups | InProcessGroups | None,
-    algorithm: str | None,
-) -> tuple[Setting, list[Selection]]:
-    """Where a call over a selection runs, and the selection of each rank of this process."""
+    selection: object, plan: Plan | None, groups: Groups | None, algorithm: str | None
+) -> Setting:
+    """Return where a call over a selection runs."""
     at = setting(plan, groups, None, None, algorithm)
-    chosen = [each["selection"] for each in at.per_rank(selection=selection)]
-    known = next((each for each in chosen if isinstance(each, Selection)), None)
-    if plan is None and known is not None:
-        at = replace(at, options=replace(at.options, layout=known.layout, mask=known.mask))
-    return at, chosen
+    if plan is None and isinstance(selection, Selection):
+        options = replace(at.options, layout=selection.layout, mask=selection.mask)
+        return replace(at, options=options)
+    return at
 
 
-def _needs_grad(shards: Sequence[dict[str, Any]], name: str) -> bool:
-    """Return whether this tensor of any rank of this process needs a gradient."""
-    tensors = [shard[name] for shard in shards]
-    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+def _needs_grad(tensor: object) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.requires_grad
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...comm.groups import Groups, InProcessGroups
+from ...comm.groups import Groups
 from ...comm.packing import CallTag, Message
 from ...execution import ring
 from ...execution.job import Call, Job, Pass, Tensors
@@ -27,12 +27,12 @@ from ...layout import LayoutName
 from ...layout.layouts import Layout
 from ...masks import Causal, Mask
 from ...options import AttentionOptions
-from ...planning.plan import InProcessPlan, Plan, Shard
+from ...planning.plan import Plan
 from ...planning.validate import QKV, Request, check_shapes
 from .pairs import PairKernel, SelectedPairs, tiles
-from .plans import SelectedOperation, plan_ranks, setting
+from .plans import SelectedOperation, plan_of, setting
 from .rules import SelectionRule, described, forced, parts, rule_of
-from .selection import selected
+from .selection import Selection, selected
 from .top_k import add_units_, in_order, no_units
 from .units import (
     UnitLayout,
@@ -49,24 +49,23 @@ EVEN = 64  # keys of a product of matrices are a multiple of so many
 @outside_graphs
 @torch.no_grad()
 def select(
-    index_q: Shard,
-    index_k: Shard,
-    index_weights: Shard | None = None,
+    index_q: torch.Tensor,
+    index_k: torch.Tensor,
+    index_weights: torch.Tensor | None = None,
     *,
     rule: str | SelectionRule,
     top_k: int,
-    plan: Plan | InProcessPlan | None = None,
-    groups: Groups | InProcessGroups | None = None,
+    plan: Plan | None = None,
+    groups: Groups | None = None,
     layout: LayoutName | Layout | None = None,
     mask: Mask | None = None,
     algorithm: str | None = None,
     label: object = None,
-) -> Any:
+) -> Selection:
     """Select the `top_k` units of keys with the best index scores, for every query.
 
     index_q [s, b, i, d], index_k [s, b, k, d], index_weights [s, b, i] (for rules that weigh index
-    heads, else None): this rank's shard. Returns a `Selection`. With `Groups.in_process` tensors
-    are lists, one per rank, and so is the result. Nothing of it has a gradient (see
+    heads, else None): this rank's shard. Returns a `Selection`. Nothing of it has a gradient (see
     `mb.indexer_loss`).
 
     rule: "dsa", "qsa", "moba", "msa", "nsa", an object of their classes in
@@ -88,31 +87,26 @@ def select(
     """
     refuse_transforms("mb.select")
     at = setting(plan, groups, layout, mask, algorithm)
-    shards = at.per_rank(q=index_q, k=index_k, w=index_weights)
-    operations = [
-        SelectUnits(
-            groups=rank, made=made, options=at.options, rule=rule, top_k=top_k,
-            index_q=shard["q"], index_k=shard["k"], index_weights=shard["w"],
-        )
-        for rank, made, shard in zip(at.groups.ranks, at.made, shards, strict=True)
-    ]  # fmt: skip
-    plans = plan_ranks(at, operations)
-    found_rule = rule_of(rule)
-    kept = at.kept(("selection", described(found_rule), top_k, plans[0].call), label)
-    ids = None if kept is None else kept.found()
-    if ids is None:
+    operation = SelectUnits(
+        groups=at.groups, made=at.made, options=at.options, rule=rule, top_k=top_k,
+        index_q=index_q, index_k=index_k, index_weights=index_weights,
+    )  # fmt: skip
+    made = plan_of(operation)
+    known_rule = rule_of(rule)
+    kept = at.kept(("selection", described(known_rule), top_k, made.call), label)
+    stored = None if kept is None else kept.found()
+    if stored is None:
         walks = ["scores"]
-        if getattr(found_rule, "softmax", False):
+        if getattr(known_rule, "softmax", False):
             walks.insert(0, "log-sum-exp")
-        calls = [tags_of([(one, name) for name in walks], label) for one in plans]
-        with at.groups.running(shards[0]["q"].device.type):
-            ids = tuple(at.groups.run(_select, operations, plans, calls))
+        tags = tags_of([(made, name) for name in walks], label)
+        with at.groups.running(index_q.device.type):
+            stored = (_select(operation, made, tags),)
         if kept is not None:
-            kept.leave(ids)
-    layout, mask = plans[0].layout, Causal() if at.options.mask is None else at.options.mask
+            kept.leave(stored)
+    layout, mask = made.layout, Causal() if at.options.mask is None else at.options.mask
     layout = layout.of if isinstance(layout, UnitLayout) else layout
-    found = [selected(each, layout, mask, found_rule.block) for each in ids]
-    return found if isinstance(at.groups, InProcessGroups) else found[0]
+    return selected(stored[0], layout, mask, known_rule.block)
 
 
 @dataclass(frozen=True, kw_only=True)

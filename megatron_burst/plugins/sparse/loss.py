@@ -18,14 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...comm.groups import Groups, InProcessGroups
+from ...comm.groups import Groups
 from ...comm.packing import CallTag, Message
 from ...execution import ring
 from ...execution.function import KeptResults
 from ...execution.job import Call, Tensors
 from ...kernels.autograd import first_order_only, outside_graphs, refuse_transforms
 from ...kernels.online_softmax import accumulation_dtype
-from ...planning.plan import InProcessPlan, Plan, Shard
+from ...planning.plan import Plan
 from ...planning.validate import QKV, NeedsGrad, Request, check_shapes
 from .attention import check_selection, over_selection, selected_setting
 from .indexer import (
@@ -40,7 +40,7 @@ from .indexer import (
 )
 from .kernels import SelectedAten
 from .pairs import tiles
-from .plans import SelectedOperation, plan_ranks
+from .plans import SelectedOperation, plan_of
 from .rules import SelectionRule, described, rule_of
 from .selection import Selection
 from .units import gradient_of_keys, rows_of_parts, rows_of_units
@@ -48,22 +48,22 @@ from .units import gradient_of_keys, rows_of_parts, rows_of_units
 
 @outside_graphs
 def indexer_loss(
-    index_q: Shard,
-    index_k: Shard,
-    index_weights: Shard | None,
-    q: Shard,
-    k: Shard,
-    selection: Selection | Sequence[Selection],
+    index_q: torch.Tensor,
+    index_k: torch.Tensor,
+    index_weights: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    selection: Selection,
     *,
     rule: str | SelectionRule,
     scale: float | None = None,
     tp_group: dist.ProcessGroup | None = None,
-    plan: Plan | InProcessPlan | None = None,
-    groups: Groups | InProcessGroups | None = None,
+    plan: Plan | None = None,
+    groups: Groups | None = None,
     algorithm: str | None = None,
     label: object = None,
-    lse: Shard | None = None,
-) -> Shard:
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
     """KL(attention ; softmax of the index scores) of every query over what was selected for it.
 
     index_q, index_k, index_weights, rule: as of the `mb.select` that made `selection`. q [s, b, h,
@@ -76,7 +76,6 @@ def indexer_loss(
 
     Returns [s, b, H] of this rank's rows, in float32 (float64 for float64 tensors), with gradients
     of index_q, index_k and index_weights, and none of q and k. A query that sees nothing has 0.
-    With `Groups.in_process` tensors and results are lists, one per rank, without tp_group.
 
     scale: as of `mb.sparse_attention`. plan, groups, algorithm, label: as of `mb.select`.
     Keys travel once, index keys too, and again in backward, with their gradients. Inside
@@ -84,47 +83,32 @@ def indexer_loss(
     differentiated twice. Raises ValueError for unsupported arguments, as `mb.select` does.
     """
     refuse_transforms("mb.indexer_loss")
-    at, chosen = selected_setting(selection, plan, groups, algorithm)
-    shards = at.per_rank(q=index_q, k=index_k, w=index_weights)
-    main = at.per_rank(q=q, k=k, lse=lse)
-    together = isinstance(at.groups, InProcessGroups)
-    options = replace(at.options, softmax_scale=at.scale(main[0]["q"], scale))
-    ranks = list(zip(at.groups.ranks, at.made, chosen, shards, main, strict=True))
-    attention_calls = [
+    at = selected_setting(selection, plan, groups, algorithm)
+    options = replace(at.options, softmax_scale=at.scale(q, scale))
+    attention = plan_of(
         SelectedProbabilities(
-            groups=rank, made=made, options=options, selection=each,
-            grouped=tp_group is not None, **tensors,
+            groups=at.groups, made=at.made, options=options, selection=selection,
+            grouped=tp_group is not None, q=q, k=k, lse=lse,
         )
-        for rank, made, each, _, tensors in ranks
-    ]  # fmt: skip
-    attention = plan_ranks(at, attention_calls)
-    index_calls = [
+    )  # fmt: skip
+    index = plan_of(
         SelectedScores(
-            groups=rank, made=made, options=at.options, rule=rule, selection=each,
-            tp_group=tp_group, together=together,
-            index_q=shard["q"], index_k=shard["k"], index_weights=shard["w"],
+            groups=at.groups, made=at.made, options=at.options, rule=rule, selection=selection,
+            tp_group=tp_group, index_q=index_q, index_k=index_k, index_weights=index_weights,
         )
-        for rank, made, each, shard, _ in ranks
-    ]  # fmt: skip
-    index = plan_ranks(at, index_calls)
-    parts = [
-        _Part(
-            rule=rule_of(rule),
-            selection=each,
-            attention=mine,
-            index=walk,
-            calls=_calls(mine, walk, label, lse is None),
-            tp_group=tp_group,
-            main=tuple(tensors.values()),
-        )
-        for (_, _, each, _, tensors), mine, walk in zip(ranks, attention, index, strict=True)
-    ]
-    flat = [t for shard in shards for t in shard.values()]
-    scale = options.softmax_scale
-    what = "indexer loss", described(parts[0].rule), scale, parts[0].attention.call
-    losses: Any = _IndexerLoss.apply(parts, at.groups, at.kept(what, label), *flat)
-    result: Any = list(losses) if together else losses[0]
-    return result
+    )  # fmt: skip
+    part = _Part(
+        rule=rule_of(rule),
+        selection=selection,
+        attention=attention,
+        index=index,
+        calls=_calls(attention, index, label, lse is None),
+        tp_group=tp_group,
+        main=(q, k, lse),
+    )
+    what = "indexer loss", described(part.rule), options.softmax_scale, attention.call
+    loss: Any = _IndexerLoss.apply(part, at.kept(what, label), index_q, index_k, index_weights)
+    return loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,23 +147,16 @@ class SelectedProbabilities(SelectedOperation):
 
 @dataclass(frozen=True, kw_only=True)
 class SelectedScores(IndexOperation):
-    """The walk of `mb.indexer_loss` over the index keys, on one rank; its arguments.
-
-    together: whether all ranks live in this process.
-    """
+    """The walk of `mb.indexer_loss` over the index keys, on one rank; its arguments."""
 
     selection: Any
     tp_group: Any
-    together: bool
     needs_grad: NeedsGrad = (False, True, False)
 
     def checked_rule(self) -> SelectionRule:
         group = self.tp_group
-        if group is not None and (self.together or not isinstance(group, dist.ProcessGroup)):
-            raise ValueError(
-                "tp_group must be a process group of ranks of their own, or None, got "
-                f"{group!r:.100}"
-            )
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise ValueError(f"tp_group must be a process group or None, got {group!r:.100}")
         rule = super().checked_rule()
         if getattr(rule, "softmax", False):
             raise ValueError(
@@ -367,41 +344,33 @@ def _backward(
 
 
 class _IndexerLoss(torch.autograd.Function):
-    """The ranks of this process; flat: index_q, index_k, index_weights of the first, then ..."""
+    """shard: index_q, index_k, index_weights."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        parts: Sequence[_Part],
-        groups: Groups | InProcessGroups,
-        kept: KeptResults | None,
-        *flat: Any,
-    ) -> tuple[torch.Tensor, ...]:
-        flat = tuple(None if t is None else t.contiguous() for t in flat)
-        shards = [flat[n : n + 3] for n in range(0, len(flat), 3)]
+        ctx: Any, part: _Part, kept: KeptResults | None, *shard: torch.Tensor | None
+    ) -> torch.Tensor:
+        own: Any = tuple(None if t is None else t.contiguous() for t in shard)
+        groups = part.index.groups
         stored = None if kept is None else kept.found()
         if stored is None:
-            with groups.running(flat[0].device.type):
-                losses, slopes = zip(*groups.run(_forward, parts, shards), strict=True)
+            with groups.running(own[0].device.type):
+                loss, slope = _forward(part, own)
             if kept is not None:
-                pairs = zip(losses, slopes, strict=True)
-                kept.leave(tuple(t.detach() for pair in pairs for t in pair))
+                kept.leave((loss.detach(), slope.detach()))
         else:
-            losses, slopes = (tuple(t.detach() for t in stored[n::2]) for n in range(2))
+            loss, slope = (t.detach() for t in stored)
         # What only forward needs would live as long as the loss.
-        ctx.parts, ctx.groups = [replace(part, main=()) for part in parts], groups
-        ctx.save_for_backward(*flat, *slopes)
-        return losses
+        ctx.part = replace(part, main=())
+        ctx.save_for_backward(*own, slope)
+        return loss
 
     @staticmethod
     @first_order_only("mb.indexer_loss")
-    def backward(ctx: Any, *dlosses: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        for part in ctx.parts:
-            part.index.groups.check()
-            part.index.groups.calls.backward(part.calls[-1])
-        saved = ctx.saved_tensors  # once: inside a checkpoint it can be taken no second time
-        flat, slopes = saved[: -len(dlosses)], saved[-len(dlosses) :]
-        shards = [flat[n : n + 3] for n in range(0, len(flat), 3)]
-        with ctx.groups.running(dlosses[0].device.type):
-            found = ctx.groups.run(_backward, ctx.parts, dlosses, shards, slopes)
-        return None, None, None, *(grad for grads in found for grad in grads)
+    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        groups = ctx.part.index.groups
+        groups.check()
+        groups.calls.backward(ctx.part.calls[-1])
+        *shard, slope = ctx.saved_tensors  # once: a checkpoint gives them no second time
+        with groups.running(dloss.device.type):
+            return None, None, *_backward(ctx.part, dloss, tuple(shard), slope)

@@ -9,20 +9,18 @@ operation chooses its own, by the same rates.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from ...comm.groups import Groups, InProcessGroups, check_groups
+from ...comm.groups import Groups, check_groups
 from ...comm.operation import derived, prepared
 from ...execution.function import KeptResults
 from ...layout import LayoutName
 from ...layout.layouts import Layout
 from ...masks import Mask
 from ...options import AttentionOptions
-from ...planning.plan import InProcessPlan, Plan
+from ...planning.plan import Plan
 from ...planning.prepare import RingOperation
 from ...planning.validate import QKV, NeedsGrad, Request, check
 from ...recompute.checkpoint import Frame, current
@@ -33,24 +31,21 @@ PLANS_KEPT = 16  # of each rank: kinds of layers times operations
 
 @dataclass(frozen=True)
 class Setting:
-    """Where an operation runs: a plan of attention, or the keywords that one is made from. frame:
-    of the checkpoint around it."""
+    """Where an operation runs: a plan of attention, or the keywords that one is made from.
 
-    groups: Groups | InProcessGroups
-    plans: Sequence[Plan] | None
+    made: the plan of attention, or None. frame: of the checkpoint around the operation.
+    """
+
+    groups: Groups
+    made: Plan | None
     options: AttentionOptions
     frame: Frame | None
 
     @property
-    def made(self) -> Sequence[Plan | None]:
-        """The plan of attention of each rank, None if there is none."""
-        return [None] * len(self.groups.ranks) if self.plans is None else self.plans
-
-    @property
     def store(self) -> float | None:
         """The fraction of rows whose results a checkpoint keeps."""
-        if self.plans is not None:
-            return self.plans[0].options.store
+        if self.made is not None:
+            return self.made.options.store
         return None if self.frame is None else self.frame.keep
 
     def scale(self, q: object, asked: float | None) -> float | None:
@@ -58,26 +53,21 @@ class Setting:
         d ** -0.5."""
         if asked is not None or not isinstance(q, torch.Tensor) or not q.dim():
             return asked
-        planned = None if self.plans is None else self.plans[0]
-        if planned is not None and planned.signature[0][0][-1] == q.shape[-1]:
-            return planned.job.scoring.scale
+        if self.made is not None and self.made.signature[0][0][-1] == q.shape[-1]:
+            return self.made.job.scoring.scale
         return q.shape[-1] ** -0.5
 
     def kept(self, what: object, label: object) -> KeptResults | None:
         """Where the call with this label leaves or finds `what`. ValueError if the checkpoint wants
         what the plan does not."""
-        if self.plans is not None and self.plans[0].keeps(self.frame, label) is None:
+        if self.made is not None and self.made.keeps(self.frame, label) is None:
             return None
         return KeptResults(self.frame, (what, label)) if self.frame and self.store else None
-
-    def per_rank(self, **named: Any) -> list[dict[str, Any]]:
-        """What `named` has of each rank of this process."""
-        return self.groups.per_rank(**named)
 
 
 def setting(
     plan: object,
-    groups: Groups | InProcessGroups | None,
+    groups: Groups | None,
     layout: LayoutName | Layout | None,
     mask: Mask | None,
     algorithm: str | None,
@@ -95,19 +85,18 @@ def setting(
     given = sorted(name for name, value in keywords.items() if value is not None)
     if given:
         raise ValueError(f"plan: give a plan or its keywords, not both; got {given}")
-    if not isinstance(plan, (Plan, InProcessPlan)):
+    if not isinstance(plan, Plan):
         raise ValueError(f"plan must be made by mb.prepare, got {plan!r:.100}")
-    plans: Any = plan.ranks if isinstance(plan, InProcessPlan) else (plan,)
-    if plans[0].options.softcap is not None:
+    if plan.options.softcap is not None:
         raise ValueError(
             "plan: sparse attention has no softcap, and this plan was made with "
-            f"softcap={plans[0].options.softcap}; make one without"
+            f"softcap={plan.options.softcap}; make one without"
         )
     options = AttentionOptions(
-        layout=plans[0].layout, mask=plans[0].mask, side="kv", kernel="reference",
-        algorithm=plans[0].algorithm if plans[0].choice is None else "auto",
+        layout=plan.layout, mask=plan.mask, side="kv", kernel="reference",
+        algorithm=plan.algorithm if plan.choice is None else "auto",
     )  # fmt: skip
-    return Setting(plan.groups, plans, options, current())
+    return Setting(plan.groups, plan, options, current())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,13 +153,11 @@ class SelectedOperation(RingOperation):
         return super().build(request)
 
 
-def plan_ranks(setting: Setting, operations: Sequence[SelectedOperation]) -> list[Plan]:
-    """Return the plan of each rank of this process. Raises the same ValueError on every rank."""
-    groups = setting.groups
-    if setting.plans is None:
-        return groups.run(prepared, operations)
-    plans = [rank.recent("sparse", PLANS_KEPT) for rank in groups.ranks]
-    return groups.run(derived, operations, plans)
+def plan_of(operation: SelectedOperation) -> Plan:
+    """Return the plan of an operation. Raises the same ValueError on every rank."""
+    if operation.made is None:
+        return prepared(operation)
+    return derived(operation, operation.groups.recent("sparse", PLANS_KEPT))
 
 
 def _check_ring(algorithm: str, ulysses: int) -> None:

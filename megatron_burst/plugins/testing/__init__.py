@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron on a CPU: stand-ins for the quickstart and the tests. Training needs none."""
+"""Megatron on a CPU, and ranks in one process: for the quickstart and the tests. Training needs
+neither."""

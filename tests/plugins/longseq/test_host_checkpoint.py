@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import megatron_burst as mb
 from megatron_burst.plugins.longseq.host.arena import OutOfHostMemory
+from megatron_burst.plugins.testing import in_process
 
 ROWS, BATCH, WIDTH, LAYERS = 24, 2, 8, 3
 
@@ -20,11 +21,9 @@ def memory(**given):
 
 
 def model(keep):
-    """Layers of attention (both ranks in this process) and an MLP, for checkpoints that `keep`."""
-    groups = mb.Groups.in_process(inter=1, intra=2)
-    shards = [[torch.empty(ROWS // 2, BATCH, 2, 4) for _ in "ab"] for _ in "qkv"]
+    """Layers of attention of one rank and an MLP, for checkpoints that `keep`."""
     plan = mb.prepare(
-        *shards, groups=groups, needs_grad=(True,) * 3, layout="striped", store=keep or None
+        shape=(ROWS, BATCH, 2, 4), groups=mb.Groups.single(), layout="striped", store=keep or None
     )
     torch.manual_seed(0)
     weights = [
@@ -33,9 +32,8 @@ def model(keep):
     ]
 
     def layer(x, weights):
-        qkv = (x @ weights[0]).view(ROWS, BATCH, 2, 12)
-        parts = [[t.contiguous() for t in qkv.chunk(2)] for qkv in qkv.split(4, -1)]
-        out = torch.cat(mb.attention(*parts, plan=plan))
+        q, k, v = (x @ weights[0]).view(ROWS, BATCH, 2, 12).split(4, -1)
+        out = mb.attention(q, k, v, plan=plan)
         x = x + out.reshape(ROWS, BATCH, WIDTH)
         return x + (x @ weights[1]).tanh()
 
@@ -60,10 +58,8 @@ def same(found, wanted):
 
 
 def left_by_a_layer(keep, offload):
-    """Bytes on the host: the input by rows, and out and lse [rows, batch, heads] of each rank."""
-    kept = round(keep * ROWS / 2)
-    share = math.ceil(offload * kept)
-    store = 2 * share * BATCH * 2 * (4 * 4 + 4)
+    """Bytes on the host: the input by rows, and out and lse [rows, batch, heads]."""
+    store = math.ceil(offload * round(keep * ROWS)) * BATCH * 2 * (4 * 4 + 4)
     return math.ceil(offload * ROWS) * BATCH * WIDTH * 4 + store
 
 
@@ -176,13 +172,14 @@ def test_micro_batches_in_flight():
 
 
 def test_a_result_changed_in_place_is_noticed():
-    groups, host = mb.Groups.in_process(inter=1, intra=2), memory()
+    groups, host = in_process.groups(inter=1, intra=2), memory()
     q, k, v = ([torch.randn(12, 1, 2, 4, requires_grad=True) for _ in "ab"] for _ in "qkv")
 
-    def run(*_):
-        return [out.mul_(2) for out in mb.attention(q, k, v, groups=groups, layout="striped")]
+    def run(group, *qkv):
+        return mb.attention(*qkv, groups=group, layout="striped").mul_(2)
 
-    outs = mb.checkpoint(run, *q, keep=1.0, offload=1.0, host=host)
+    given = groups.ranks, q, k, v
+    outs = in_process.checkpoint(groups, run, *given, keep=1.0, offload=1.0, host=host)
     with pytest.raises(RuntimeError, match="in place"):
         sum(out.pow(3).sum() for out in outs).backward()
 

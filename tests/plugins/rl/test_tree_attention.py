@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import megatron_burst as mb
+from megatron_burst.plugins.testing import in_process
 from megatron_burst.schedule.algorithms import ALGORITHMS
 
 TOLERANCE = 1e-10
@@ -70,9 +71,9 @@ def test_a_tree_equals_its_trajectories(algorithm, case):
 
     ours = parameters()
     qkv = [x[:, None] for x in looked_up(ours, tree.tokens, tree.positions)]
-    outs = mb.attention(
+    outs = in_process.attention(
         *([mb.shard(x, layout, rank) for rank in range(ranks)] for x in qkv),
-        groups=mb.Groups.in_process(inter=inter, intra=intra),
+        groups=in_process.groups(inter=inter, intra=intra),
         layout=layout, mask=mask, algorithm=algorithm, side=rng.choice(["kv", "query"]),
     )  # fmt: skip
     got = tree.unpack(mb.unshard(outs, layout)[:, 0])
@@ -92,10 +93,12 @@ def test_only_ancestors_travel_and_a_prompt_crosses_to_a_node_once():
     prompt = list(range(1, 513))
     tree = mb.trees.pack([[*prompt, 1000 + i, *[0] * 63] for i in range(64)], multiple=8)
     layout = mb.layout.make("balanced", cp_size=8, per_node=4, tree=tree)
-    groups = mb.Groups.in_process(inter=2, intra=4)
+    groups = in_process.groups(inter=2, intra=4)
     x = [torch.randn(len(tree.tokens) // 8, 1, 1, 4) for _ in range(8)]
     with torch.no_grad():
-        mb.attention(x, x, x, groups=groups, layout=layout, mask=tree.mask, algorithm="multicast")
+        in_process.attention(
+            x, x, x, groups=groups, layout=layout, mask=tree.mask, algorithm="multicast"
+        )
     crossed = sum(rank.counters.inter for rank in groups.ranks)
     owners = {p: rank // 4 for rank in range(8) for p in layout.positions(rank, len(tree.tokens))}
     needed = {
@@ -109,8 +112,8 @@ def test_only_ancestors_travel_and_a_prompt_crosses_to_a_node_once():
 
 
 def test_ranks_with_other_trees_are_refused():
-    groups = mb.Groups.in_process(intra=2)
+    groups = in_process.groups(intra=2)
     x = [torch.randn(4, 1, 1, 4) for _ in range(2)]
     for out in ([4] * 4, [9] * 8):
         with pytest.raises(ValueError, match=r"the tree has 4 rows|row 0 ends at 9"):
-            mb.attention(x, x, x, groups=groups, mask=mb.masks.Tree(out))
+            in_process.attention(x, x, x, groups=groups, mask=mb.masks.Tree(out))

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import megatron_burst as mb
 from megatron_burst.plugins.sparse import kernels, pairs, rules
+from megatron_burst.plugins.testing import in_process
 
 S, B, D, TOP_K = 32, 2, 4, 5
 RULES = {"dsa": (rules.Dsa(), 3, 1), "qsa": (rules.Qsa(block=4), 3, 1),
@@ -54,13 +55,13 @@ def equal_to_the_formula(rule, ranks, layout, mask, algorithm="burst"):
         seen = CAUSAL & (one == OF_POSITIONS) & (one >= 0)
     loss, grads = by_hand(rule, given, seen)
     layout = mb.layout.make(layout, cp_size=ranks)
-    by = {"groups": mb.Groups.in_process(intra=ranks), "algorithm": algorithm}
+    by = {"groups": in_process.groups(intra=ranks), "algorithm": algorithm}
     shards = [None if x is None else [mb.shard(x, layout, r).requires_grad_() for r in range(ranks)]
               for x in given]  # fmt: skip
     *index, q, k, outer = shards
     chosen = RULES[rule][0]
-    found = mb.select(*index, rule=chosen, top_k=TOP_K, layout=layout, mask=mask, **by)
-    losses = mb.indexer_loss(*index, q, k, found, rule=chosen, **by)
+    found = in_process.select(*index, rule=chosen, top_k=TOP_K, layout=layout, mask=mask, **by)
+    losses = in_process.indexer_loss(*index, q, k, found, rule=chosen, **by)
     close(mb.unshard(losses, layout).detach(), loss)
     torch.autograd.backward(losses, [x.detach() for x in outer])
     for mine, grad in zip([x for x in index if x is not None], grads, strict=True):
@@ -129,7 +130,7 @@ def test_what_the_heads_of_other_ranks_look_at_is_added(alone, monkeypatch):
 def test_keys_that_the_mask_hides_take_no_part(ranks):
     """Of a selection made by hand: the last key is hidden from all rows but the last."""
     *index, q, k, outer = tensors("dsa")
-    layout, groups = mb.layout.make("contiguous", cp_size=ranks), mb.Groups.in_process(intra=ranks)
+    layout, groups = mb.layout.make("contiguous", cp_size=ranks), in_process.groups(intra=ranks)
     names, length = [0, 1, S - 1], torch.arange(S)
     units = [[[u for u in names if u <= t]] * B for t in length.tolist()]
     leaves = [x.requires_grad_() for x in index]
@@ -142,7 +143,7 @@ def test_keys_that_the_mask_hides_take_no_part(ranks):
     ids = torch.tensor(names, dtype=torch.int32).expand(S // ranks, B, 1, 3).contiguous()
     found = [mb.Selection(ids, layout, mb.masks.Causal())] * ranks
     index = [[x.requires_grad_() for x in shard] for shard in index]
-    losses = mb.indexer_loss(*index, q, k, found, rule="dsa", groups=groups)
+    losses = in_process.indexer_loss(*index, q, k, found, rule="dsa", groups=groups)
     close(mb.unshard(losses, layout).detach(), loss.detach())
     torch.autograd.backward(losses, outer)
     for mine, grad in zip(index, grads, strict=True):
@@ -152,18 +153,18 @@ def test_keys_that_the_mask_hides_take_no_part(ranks):
 def test_the_graph_holds_nothing_of_attention():
     *index, q, k, _ = ([x] for x in tensors("dsa"))
     index = [[x.requires_grad_() for x in shard] for shard in index]
-    groups, gone = mb.Groups.in_process(intra=1), [weakref.ref(q[0]), weakref.ref(k[0])]
-    found = mb.select(*index, rule="dsa", top_k=TOP_K, groups=groups)
-    loss = mb.indexer_loss(*index, q, k, found, rule="dsa", groups=groups)[0]
+    groups, gone = in_process.groups(intra=1), [weakref.ref(q[0]), weakref.ref(k[0])]
+    found = in_process.select(*index, rule="dsa", top_k=TOP_K, groups=groups)
+    loss = in_process.indexer_loss(*index, q, k, found, rule="dsa", groups=groups)[0]
     del q, k
     assert not any(ref() is not None for ref in gone)
     loss.sum().backward()
 
 
 def test_what_is_refused():
-    groups = mb.Groups.in_process(intra=1)
+    groups = in_process.groups(intra=1)
     *index, q, k, _ = ([x] for x in tensors("dsa"))
-    found = mb.select(*index, rule="dsa", top_k=TOP_K, groups=groups)
+    found = in_process.select(*index, rule="dsa", top_k=TOP_K, groups=groups)
     for words, named in {
         "makes .* selections of blocks of 4": {"rule": "qsa"},
         "rule must be one of": {"rule": 3},
@@ -172,9 +173,11 @@ def test_what_is_refused():
         "lse must be .* as mb.sparse_attention": {"lse": [q[0][..., :1]]},
     }.items():
         with pytest.raises(ValueError, match=words):
-            mb.indexer_loss(*index, q, k, found, **{"rule": "dsa", "groups": groups} | named)
+            in_process.indexer_loss(
+                *index, q, k, found, **{"rule": "dsa", "groups": groups} | named
+            )
     with pytest.raises(ValueError, match="rule Dsa needs index_weights"):
-        mb.indexer_loss(*index[:2], None, q, k, found, rule="dsa", groups=groups)
+        in_process.indexer_loss(*index[:2], None, q, k, found, rule="dsa", groups=groups)
 
 
 def on_one_of_two_ranks():

@@ -9,6 +9,7 @@ import torch
 import megatron_burst as mb
 from megatron_burst.execution import ring
 from megatron_burst.plugins.sparse import kernels, pairs, rules
+from megatron_burst.plugins.testing import in_process
 
 B, D, W = 2, 4, 3
 BOUNDS = [0, 13, 20, 48]
@@ -64,9 +65,9 @@ def shards(x, layout):
 
 
 def select(index, layout, **named):
-    groups = named.pop("groups", None) or mb.Groups.in_process(intra=layout.cp_size)
+    groups = named.pop("groups", None) or in_process.groups(intra=layout.cp_size)
     given = [shards(x, layout) for x in index]
-    return mb.select(*given, groups=groups, layout=layout, **named)
+    return in_process.select(*given, groups=groups, layout=layout, **named)
 
 
 def ids_of(selections, layout):
@@ -112,7 +113,7 @@ def test_equal_to_dense_matrices(case):
     """Units of every row; out and gradients of q, k, v and the sink, both kernels, shared heads."""
     length, layout = 48, layout_of(case.layout, case.ranks)
     rule, *_ = RULES[case.rule]
-    groups = mb.Groups.in_process(intra=case.ranks)
+    groups = in_process.groups(intra=case.ranks)
     index = index_tensors(case.rule, length, equal=case.equal)
     named = {"mask": MASKS[case.mask], "algorithm": case.algorithm, "groups": groups}
     found = select(index, layout, rule=rule, top_k=case.top_k, **named)
@@ -138,7 +139,7 @@ def test_equal_to_dense_matrices(case):
     for kernel in ("reference", "aten"):
         mine = [[x.requires_grad_() for x in shards(t, layout)] for t in (q, k, v)]
         again = sink.detach().clone().requires_grad_()
-        outs = mb.sparse_attention(
+        outs = in_process.sparse_attention(
             *mine, found, sink=again, kernel=kernel, groups=groups, algorithm=case.algorithm
         )
         close(mb.unshard(outs, layout), out)
@@ -164,7 +165,7 @@ def close(found, wanted):
 def test_what_crosses_between_nodes_is_whole_blocks(algorithm):
     """Documents that begin at blocks: rows that nobody sees stay, and the others are dealt out."""
     length, layout = 48, layout_of("contiguous", 4)
-    groups, mask = mb.Groups.in_process(inter=2, intra=2), mb.masks.Documents([0, 12, 28, 48])
+    groups, mask = in_process.groups(inter=2, intra=2), mb.masks.Documents([0, 12, 28, 48])
     index, rule = index_tensors("qsa", length), rules.Qsa(block=4)
     named = {"rule": rule, "top_k": 2, "mask": mask & mb.masks.Causal()}
     found = select(index, layout, groups=groups, algorithm=algorithm, **named)
@@ -202,7 +203,7 @@ def test_blocks_by_compressed_attention(mask, means):
 )
 def test_means_travel_instead_of_keys(rule, row):
     """Bytes of an index key, of 2 each: means have 4, and there is one of each block of 4."""
-    length, layout, groups = 64, layout_of("contiguous", 2), mb.Groups.in_process(intra=2)
+    length, layout, groups = 64, layout_of("contiguous", 2), in_process.groups(intra=2)
     made = {"nsa": rules.Nsa(block=4, means=1)}.get(rule) or RULES.get(rule, (None,))[0]
     index = index_tensors("msa" if rule == "nsa" else rule, length, dtype=torch.bfloat16)
     select(index, layout, rule=made, top_k=3, groups=groups)
@@ -236,7 +237,7 @@ def test_what_is_not_a_number_ranks_last():
 def test_one_latent_for_all_heads(ranks):
     """Values are the first columns of the keys, travel once, and give the keys their gradient."""
     length, width, layout = 32, 5, layout_of("contiguous", ranks)
-    groups = mb.Groups.in_process(intra=ranks)
+    groups = in_process.groups(intra=ranks)
     found = select(index_tensors("dsa", length), layout, rule="dsa", top_k=6, groups=groups)
     make = torch.Generator().manual_seed(1)
     sizes = [(4, 7), (1, 7), (4, width)]
@@ -251,7 +252,7 @@ def test_one_latent_for_all_heads(ranks):
     for kernel in ("reference", "aten"):
         mine = [[x.requires_grad_() for x in shards(t, layout)] for t in (q, k)]
         before = groups.counters.intra
-        outs = mb.sparse_attention(
+        outs = in_process.sparse_attention(
             *mine, None, found, value_width=width, scale=0.3, kernel=kernel, groups=groups
         )
         # the first rank sends its own rows, once
@@ -314,20 +315,20 @@ def test_a_rule_of_your_own():
 def test_layers_take_the_plan_of_attention():
     """Without a collective; the results are those of the keywords."""
     length, layout = 32, layout_of("zigzag", 2)
-    groups = mb.Groups.in_process(intra=2)
+    groups = in_process.groups(intra=2)
     q, k, v = (
         shards(torch.randn(length, B, heads, D, dtype=torch.float64), layout) for heads in (4, 2, 2)
     )
-    plan = mb.prepare(q, k, v, groups=groups, layout=layout)
+    plan = in_process.prepare(q, k, v, groups=groups, layout=layout)
     index = index_tensors("dsa", length)
     wanted = select(index, layout, rule="dsa", top_k=4, groups=groups)
-    out = mb.sparse_attention(q, k, v, wanted, groups=groups)
+    out = in_process.sparse_attention(q, k, v, wanted, groups=groups)
     gather, groups.ranks[0].__class__.gather = groups.ranks[0].__class__.gather, None
     try:
         for layer in range(2):
             given = [shards(x, layout) for x in index]
-            found = mb.select(*given, rule="dsa", top_k=4, plan=plan, label=layer)
-            outs = mb.sparse_attention(q, k, v, found, plan=plan, label=layer)
+            found = in_process.select(*given, rule="dsa", top_k=4, plan=plan, label=layer)
+            outs = in_process.sparse_attention(q, k, v, found, plan=plan, label=layer)
             assert all(map(torch.equal, outs, out))
     finally:
         groups.ranks[0].__class__.gather = gather
@@ -338,28 +339,28 @@ def test_layers_take_the_plan_of_attention():
 def test_a_checkpoint_keeps_what_it_promises(keep, monkeypatch):
     """Selection, loss and as many rows of attention: its recompute walks for the other rows alone.
     Gradients are bitwise those without a checkpoint."""
-    groups, length, layout = mb.Groups.in_process(intra=2), 32, layout_of("zigzag", 2)
+    groups, length, layout = in_process.groups(intra=2), 32, layout_of("zigzag", 2)
     index = [shards(x, layout) for x in index_tensors("dsa", length)]
     q, k = (shards(torch.randn(length, B, n, 7, dtype=torch.float64), layout) for n in (4, 1))
     leaves = [x.requires_grad_() for shard in (*index, q, k) for x in shard]
-    plan = mb.prepare(q, k, k, groups=groups, layout=layout, store=keep)
+    plan = in_process.prepare(q, k, k, groups=groups, layout=layout, store=keep)
     walks = []
     monkeypatch.setattr(ring, "run", lambda rings, run=ring.run: (
         walks.append(rings[0].run.name), run(rings)))  # fmt: skip
 
-    def layer(*flat):
-        *index, q, k = [flat[n : n + 2] for n in range(0, 10, 2)]
+    def layer(plan, *given):
+        *index, q, k = given
         found = mb.select(*index, rule="dsa", top_k=4, plan=plan, label=0)
-        outs, lse = mb.sparse_attention(
+        out, lse = mb.sparse_attention(
             q, k, None, found, value_width=5, plan=plan, label=0, return_lse=True
         )
-        losses = mb.indexer_loss(*index, q, k, found, rule="dsa", plan=plan, label=0, lse=lse)
-        return *outs, *losses
+        return out, mb.indexer_loss(*index, q, k, found, rule="dsa", plan=plan, label=0, lse=lse)
 
-    wanted = layer(*leaves)
+    given = plan.ranks, *index, q, k
+    wanted = [x for each in in_process.on_ranks(groups, layer, *given) for x in each]
     alone = torch.autograd.grad(sum(x.square().sum() for x in wanted), leaves)
     before, walks[:] = len(walks), []
-    found = mb.checkpoint(layer, *leaves, keep=keep)
+    found = [x for each in in_process.checkpoint(groups, layer, *given, keep=keep) for x in each]
     assert all(map(torch.equal, found, wanted))
     forward = len(walks)
     again = torch.autograd.grad(sum(x.square().sum() for x in found), leaves)
@@ -370,10 +371,9 @@ def test_a_checkpoint_keeps_what_it_promises(keep, monkeypatch):
 
 
 def test_a_checkpoint_gives_no_layer_what_another_selected():
-    groups = mb.Groups.in_process(intra=1)
-    index, order = [[x] for x in index_tensors("dsa", 16)], []
+    index, order = index_tensors("dsa", 16), []
     leaf = torch.ones(16, requires_grad=True)
-    plan = mb.prepare(index[0], index[1], index[1], groups=groups, store=1.0)
+    plan = mb.prepare(index[0], index[1], index[1], groups=mb.Groups.single(), store=1.0)
 
     def layers(x):
         order.append(not order)
@@ -386,16 +386,15 @@ def test_a_checkpoint_gives_no_layer_what_another_selected():
 
 
 def test_what_the_store_has_must_be_planned():
-    groups = mb.Groups.in_process(intra=1)
-    index = [[x] for x in index_tensors("dsa", 16)]
-    q = [index[0][0].requires_grad_()]
-    plan = mb.prepare(q, q, q, groups=groups)
+    index = index_tensors("dsa", 16)
+    q = index[0].requires_grad_()
+    plan = mb.prepare(q, q, q, groups=mb.Groups.single())
     with pytest.raises(ValueError, match=r"make it with mb.prepare\(..., store=0.5\)"):
-        mb.checkpoint(lambda _: mb.select(*index, rule="dsa", top_k=4, plan=plan), *q, keep=0.5)
+        mb.checkpoint(lambda _: mb.select(*index, rule="dsa", top_k=4, plan=plan), q, keep=0.5)
 
 
 def test_lse_is_that_of_all_rows():
-    length, layout, groups = 32, layout_of("zigzag", 2), mb.Groups.in_process(intra=2)
+    length, layout, groups = 32, layout_of("zigzag", 2), in_process.groups(intra=2)
     found = select(index_tensors("dsa", length), layout, rule="dsa", top_k=6, groups=groups)
     q, k = (torch.randn(length, B, n, D, dtype=torch.float64) for n in (4, 2))
     sink = torch.randn(4, dtype=torch.float64)
@@ -404,6 +403,6 @@ def test_lse_is_that_of_all_rows():
     wanted = scores.masked_fill(~shown, float("-inf")).logsumexp(-1)
     mine = [shards(x, layout) for x in (q, k, k)]
     for one, right in ((None, wanted), (sink, torch.logaddexp(wanted, sink))):
-        _, lse = mb.sparse_attention(*mine, found, sink=one, groups=groups, return_lse=True)
+        _, lse = in_process.sparse_attention(*mine, found, sink=one, groups=groups, return_lse=True)
         close(mb.unshard(lse, layout), right)
         assert not lse[0].requires_grad

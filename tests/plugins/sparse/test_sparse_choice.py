@@ -8,6 +8,7 @@ import torch
 import megatron_burst as mb
 from megatron_burst.autotune.candidates import Fixed, Workload, on_grid
 from megatron_burst.autotune.pair_counts import pairs_attended, pairs_seen
+from megatron_burst.plugins.testing import in_process
 from megatron_burst.schedule.cost import Sizes
 from megatron_burst.schedule.topology import Topology
 
@@ -28,12 +29,12 @@ def run(groups, **named):
     cut = [[mb.shard(x, layout, r).requires_grad_() for r in range(RANKS)] for x in case()]
     *index, q, k = cut
     if named.pop("planned", False):
-        named = {"plan": mb.prepare(q, k, k, groups=groups, layout=layout, **named)}
+        named = {"plan": in_process.prepare(q, k, k, groups=groups, layout=layout, **named)}
     else:
         named["groups"] = groups
-    found = mb.select(*index, rule="dsa", top_k=TOP_K, **named)
-    outs = mb.sparse_attention(q, k, None, found, value_width=W, **named)
-    loss = mb.indexer_loss(*index, q, k, found, rule="dsa", **named)
+    found = in_process.select(*index, rule="dsa", top_k=TOP_K, **named)
+    outs = in_process.sparse_attention(q, k, None, found, value_width=W, **named)
+    loss = in_process.indexer_loss(*index, q, k, found, rule="dsa", **named)
     torch.autograd.backward([x.square().sum() for x in (*outs, *loss)])
     grads = [x.grad for each in cut for x in each]
     return [*(one.ids for one in found), *outs, *loss, *grads]
@@ -45,7 +46,7 @@ def kinds(groups):
 
 
 def grid():
-    return mb.Groups.in_process(inter=2, intra=2)
+    return in_process.groups(inter=2, intra=2)
 
 
 def equal(found, wanted):
@@ -96,8 +97,8 @@ def test_rules_of_blocks_are_timed_too(rule):
     make = [torch.randn(2048, 1, heads, D) for heads in (4, 2)]
     q, k = ([mb.shard(x, layout, r) for r in range(RANKS)] for x in make)
     named = {"rule": rule, "top_k": 2, "layout": layout, "groups": groups}
-    wanted = mb.select(q, k, algorithm="ring", **named)
-    found = mb.select(q, k, algorithm="auto", **named)
+    wanted = in_process.select(q, k, algorithm="ring", **named)
+    found = in_process.select(q, k, algorithm="auto", **named)
     for one, other in zip(found, wanted, strict=True):
         assert torch.equal(one.ids, other.ids)
 
@@ -108,13 +109,13 @@ def test_faults_are_told_before_anything_is_measured():
         run_select(groups, top_k=0)
     with pytest.raises(ValueError, match=r"keys must travel \(burst, .*, or auto\), got 'tile'"):
         run_select(groups, algorithm="tile")
-    assert "rates" not in groups.cache
+    assert "speeds" not in groups.cache
 
 
 def run_select(groups, top_k=TOP_K, algorithm="auto"):
     cut = [[mb.shard(x, mb.layout.make("zigzag", cp_size=RANKS), r) for r in range(RANKS)]
            for x in case()[:3]]  # fmt: skip
-    return mb.select(*cut, rule="dsa", top_k=top_k, groups=groups, algorithm=algorithm)
+    return in_process.select(*cut, rule="dsa", top_k=top_k, groups=groups, algorithm=algorithm)
 
 
 # --- what is counted, against matrices made by hand ----------------------------------------------

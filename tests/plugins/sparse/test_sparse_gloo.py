@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 import megatron_burst as mb
 from megatron_burst.plugins.sparse import rules
+from megatron_burst.plugins.testing import in_process
 
 S, B, D, TOP_K = 32, 2, 4, 5
 SIZES = (3, D), (1, D), (3,), (4, D), (2, D), (2, D), (4, D)
@@ -19,14 +20,20 @@ def trained(groups, rank):
     make = torch.Generator().manual_seed(0)
     whole = [torch.randn(S, B, *size, generator=make, dtype=torch.float64) for size in SIZES]
     each = [[mb.shard(x, layout, r) for r in rank] for x in whole]
-    if not isinstance(groups, type(mb.Groups.in_process(intra=1))):
+    if not isinstance(groups, type(in_process.groups(intra=1))):
         each = [shards[0] for shards in each]
     *index, q, k, v, dout = each
     for t in (q, k, v):
         [x.requires_grad_() for x in (t if isinstance(t, list) else [t])]
-    plan = mb.prepare(q, k, v, groups=groups, layout=layout)
-    found = [mb.select(*index, rule="dsa", top_k=TOP_K, plan=plan, label=n) for n in range(LAYERS)]
-    outs = [mb.sparse_attention(q, k, v, each, plan=plan, label=n) for n, each in enumerate(found)]
+    plan = in_process.prepare(q, k, v, groups=groups, layout=layout)
+    found = [
+        in_process.select(*index, rule="dsa", top_k=TOP_K, plan=plan, label=n)
+        for n in range(LAYERS)
+    ]
+    outs = [
+        in_process.sparse_attention(q, k, v, each, plan=plan, label=n)
+        for n, each in enumerate(found)
+    ]
     for out in reversed(outs):
         torch.autograd.backward(out, dout)
     lists = [x if isinstance(x, list) else [x] for x in (found[0], outs[0], q, k, v)]
@@ -41,7 +48,7 @@ def on_this_rank():
 
 
 def test_ranks_of_their_own_find_what_one_process_finds(ranks):
-    wanted = trained(mb.Groups.in_process(intra=2), [0, 1])
+    wanted = trained(in_process.groups(intra=2), [0, 1])
     for found, of_rank in zip(ranks(2).run(on_this_rank), wanted, strict=True):
         assert torch.equal(found[0], of_rank[0])
         for mine, other in zip(found[1:], of_rank[1:], strict=True):

@@ -12,6 +12,7 @@ import torch
 import megatron_burst as mb
 from megatron_burst.autotune.clusters import Cluster
 from megatron_burst.autotune.host_time import HostTime
+from megatron_burst.plugins.testing import in_process
 from megatron_burst.plugins.tools.advise.advice import advise
 from megatron_burst.plugins.tools.advise.forecast.attention_time import attention_time
 from megatron_burst.plugins.tools.advise.search.attention_choice import AttentionForecast
@@ -37,7 +38,7 @@ def model(heads, kv_heads):
 def planned(model, run, rates, nodes):
     """What "auto" takes for a run's layer on its groups, on all its ranks."""
     heads, kv_heads = model.heads // run.tp, max(1, model.kv_heads // run.tp)
-    groups = mb.Groups.in_process(
+    groups = in_process.groups(
         inter=nodes, intra=run.cp // nodes, ulysses=run.ulysses, placement=run.placement
     )
 
@@ -47,8 +48,16 @@ def planned(model, run, rates, nodes):
         return [one] * run.cp
 
     q, k = tensors(heads), tensors(kv_heads)
-    return mb.prepare(q, k, k, groups=groups, algorithm="auto", rates=rates, layout=run.layout,
-                      sequence_chunks=run.sequence_chunks)  # fmt: skip
+    return in_process.prepare(
+        q,
+        k,
+        k,
+        groups=groups,
+        algorithm="auto",
+        rates=rates,
+        layout=run.layout,
+        sequence_chunks=run.sequence_chunks,
+    )
 
 
 def settings_of(taken):

@@ -111,7 +111,7 @@ def test_what_is_no_machine_stays():
 @pytest.mark.parametrize("how", ["wrong", "nan"])
 def test_a_wrong_part_of_a_kernel_is_a_problem(part, how, monkeypatch):
     """Of any part, by four times torch's error; a right kernel passes the same way."""
-    right = accuracy.ring_of_two
+    right = accuracy.by_pairs
 
     def ring(kernel, *rest):
         results = right("reference", *rest)
@@ -120,7 +120,7 @@ def test_a_wrong_part_of_a_kernel_is_a_problem(part, how, monkeypatch):
             results[part][5, 0, 0, 0] += 0.5 if how == "wrong" else float("nan")
         return results
 
-    monkeypatch.setattr(accuracy, "ring_of_two", ring)
+    monkeypatch.setattr(accuracy, "by_pairs", ring)
     monkeypatch.setattr(accuracy, "KERNELS", ("aten", "reference"))
     monkeypatch.setattr(accuracy, "CASES", accuracy.CASES[:1])
     records = []
@@ -133,14 +133,14 @@ def test_a_wrong_part_of_a_kernel_is_a_problem(part, how, monkeypatch):
 
 
 def test_a_kernel_that_breaks_is_told_and_the_others_run(monkeypatch):
-    right = accuracy.ring_of_two
+    right = accuracy.by_pairs
 
     def ring(kernel, *rest):
         if kernel == "aten":
             raise RuntimeError("an illegal memory access\nsecond line")
         return right(kernel, *rest)
 
-    monkeypatch.setattr(accuracy, "ring_of_two", ring)
+    monkeypatch.setattr(accuracy, "by_pairs", ring)
     monkeypatch.setattr(accuracy, "KERNELS", ("aten", "reference"))
     records = []
     broken, fine, _ = accuracy.kernels(CPU, records)

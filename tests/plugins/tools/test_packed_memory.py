@@ -7,6 +7,7 @@ import torch
 
 import megatron_burst as mb
 from megatron_burst.cli.main import main
+from megatron_burst.plugins.testing import in_process
 from megatron_burst.plugins.tools.advise.account.operators import LayerSizes
 from megatron_burst.plugins.tools.advise.account.rings import SHORT, core_of
 from megatron_burst.plugins.tools.advise.search.packed import PackedForecast
@@ -47,11 +48,11 @@ def test_buffers_are_those_of_the_plan_of_a_run(algorithm, lengths):
     run = mb.Settings(4 * SHORT, cp=4, intra=2, algorithm=algorithm, side="kv")
     forecast = PackedForecast(MODEL, CLUSTER, None, lengths, "balanced")
     bounds = forecast.bounds(run)
-    groups = mb.Groups.in_process(inter=2, intra=2)
+    groups = in_process.groups(inter=2, intra=2)
     q, k, v = ([torch.zeros(SHORT, 1, heads, 16) for _ in range(4)] for heads in (4, 1, 1))
     for each in (*q, *k, *v):
         each.requires_grad_()
-    plan = mb.prepare(
+    plan = in_process.prepare(
         q, k, v, groups=groups, algorithm=algorithm, side="kv",
         layout=mb.layout.make("balanced", cp_size=4, cu_seqlens=bounds, per_node=2),
         mask=mb.masks.Documents(bounds) & mb.masks.Causal(),

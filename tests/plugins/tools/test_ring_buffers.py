@@ -9,6 +9,7 @@ from benchmarks.memory.live import LiveTensors
 from megatron_burst.autotune.clusters import GPUS, Cluster
 from megatron_burst.execution import joined
 from megatron_burst.execution.buffers import Buffers
+from megatron_burst.plugins.testing import in_process
 from megatron_burst.plugins.tools.advise.account.operators import (
     ATTENTION,
     B,
@@ -51,15 +52,15 @@ def test_buffers_are_those_that_the_executor_makes(
         return message
 
     monkeypatch.setattr(Buffers, "take", counting)
-    groups = mb.Groups.in_process(inter=size // intra, intra=intra)
+    groups = in_process.groups(inter=size // intra, intra=intra)
     shape = (ROWS, 1, 4, WIDTH), (ROWS, 1, kv_heads, WIDTH)
     q, k, v = (
         [torch.randn(shape[s], dtype=torch.float64, requires_grad=True) for _ in range(size)]
         for s in (0, 1, 1)
     )
-    plan = mb.prepare(q, k, v, groups=groups, layout=layout, algorithm=algorithm,
+    plan = in_process.prepare(q, k, v, groups=groups, layout=layout, algorithm=algorithm,
                       grad_wire_dtype=wire)  # fmt: skip
-    outs = mb.attention(q, k, v, plan=plan)
+    outs = in_process.attention(q, k, v, plan=plan)
     passes = {0: list(made)}
     made.clear()
     sum(out.sum() for out in outs).backward()
@@ -97,10 +98,10 @@ def test_keys_that_one_call_joins_are_counted(monkeypatch):
         compute(call, ring)
 
     monkeypatch.setattr(joined, "compute", counting)
-    groups = mb.Groups.in_process(inter=2, intra=2)
+    groups = in_process.groups(inter=2, intra=2)
     q = [torch.zeros(ROWS, 1, 2, WIDTH, requires_grad=True) for _ in range(4)]
-    plan = mb.prepare(q, q, q, groups=groups, algorithm="prefetch", side="kv")
-    sum(out.sum() for out in mb.attention(q, q, q, plan=plan)).backward()
+    plan = in_process.prepare(q, q, q, groups=groups, algorithm="prefetch", side="kv")
+    sum(out.sum() for out in in_process.attention(q, q, q, plan=plan)).backward()
     for rank in range(4):
         for schedule, name in zip(plan.ranks[rank].schedules, ("Forward", "Backward"), strict=True):
             held = dry_run(schedule, rank)

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-import megatron_burst as mb
 from megatron_burst.execution import function, ring
+from megatron_burst.plugins.testing import in_process
 from megatron_burst.plugins.tools.advise.account.memory import account, states_of
 from megatron_burst.plugins.tools.advise.account.operators import (
     Core,
@@ -49,12 +49,12 @@ def test_sizes_on_the_ring_are_those_of_the_running_code(monkeypatch, ulysses, k
 
     monkeypatch.setattr(ring, "forward_rings", made)
     monkeypatch.setattr(function, "forward", forward)
-    groups = mb.Groups.in_process(inter=1, intra=cp, ulysses=ulysses)
+    groups = in_process.groups(inter=1, intra=cp, ulysses=ulysses)
     q, k, v = (
         [torch.randn(rows, 1, n, width, requires_grad=True) for _ in range(cp)]
         for n in (heads, kv_heads, kv_heads)
     )
-    mb.attention(q, k, v, groups=groups, algorithm="hybrid" if ulysses < cp else "ulysses")
+    in_process.attention(q, k, v, groups=groups, algorithm="hybrid" if ulysses < cp else "ulysses")
     model = replace(SMALL, heads=heads, kv_heads=kv_heads, head_dim=width, value_dim=width)
     run = Settings(seq=cp * rows, cp=cp, ulysses=ulysses, algorithm="hybrid")
     x = on_ring(LayerSizes.of(model, run), run)

@@ -19,6 +19,7 @@ import megatron_burst as mb
 from megatron_burst import masks
 from megatron_burst.cli import main as cli
 from megatron_burst.layout import BlockStriped, DocumentZigzag, make
+from megatron_burst.plugins.testing import in_process
 from megatron_burst.plugins.tools import show
 from megatron_burst.plugins.tools.show import balance, colours, timeline
 from megatron_burst.plugins.tools.show import words as show_words
@@ -185,8 +186,8 @@ def test_the_schedules_are_those_of_a_plan(algorithm, mask, side):
     for layout in ("contiguous", "zigzag"):
         q, k = ([torch.empty(8, 1, h, 16, requires_grad=True) for _ in range(4)] for h in (8, 2))
         parts = shards(mask, layout)
-        plan = mb.prepare(
-            q, k, k, groups=mb.Groups.in_process(inter=2, intra=2), layout=layout,
+        plan = in_process.prepare(
+            q, k, k, groups=in_process.groups(inter=2, intra=2), layout=layout,
             mask=parts.mask, algorithm=algorithm, side=side,
             kernel="reference",
         )  # fmt: skip

@@ -14,6 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import megatron_burst as mb
 from megatron_burst.cli.main import main
+from megatron_burst.plugins.testing import in_process
 from megatron_burst.plugins.tools.trace import local, picture, record
 from megatron_burst.plugins.tools.trace.record import Trace, TraceEvent
 from megatron_burst.schedule.algorithms import ALGORITHMS
@@ -113,10 +114,12 @@ def test_names_of_passes_do_not_overlap():
 
 
 def test_profilers_see_pairs_and_waits_by_name():
-    groups = mb.Groups.in_process(intra=2)
+    groups = in_process.groups(intra=2)
     shards = [[torch.randn(8, 1, 2, 4, requires_grad=True) for _ in range(2)] for _ in range(3)]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        outs = mb.attention(*shards, groups=groups, side="query")
+    threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, experimental_config=threads) as profile:
+        outs = in_process.attention(*shards, groups=groups, side="query")
         torch.autograd.backward(outs, [torch.ones_like(out) for out in outs])
     names = {event.name for event in profile.events()}
     assert {

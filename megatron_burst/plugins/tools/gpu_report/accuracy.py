@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every kernel against float64, beside torch's own attention on the same input.
 
-Each runs in bf16 on a ring of two ranks in this process, under three masks, with either side. A
+Each runs in bf16 on the pairs of two ranks, under three masks, with either side. A
 kernel is wrong where its error is more than `BOUND` times torch's.
 """
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .... import masks
-from ....cli.doctor.kernels import dense, ring_of_two
+from ....cli.doctor.kernels import by_pairs, dense
 from ....cli.doctor.report import Finding, note, ok, problem
 from ....kernels.registry import KERNELS, make
 
@@ -90,7 +90,7 @@ def ratio(record: Record) -> float:
 
 def _judged(name: Any, case: Case, side: Any, inputs: Sequence[torch.Tensor], truth: Any) -> Record:
     try:
-        return {"errors": _errors(ring_of_two(name, case.mask, side, inputs), truth)}
+        return {"errors": _errors(by_pairs(name, case.mask, side, inputs), truth)}
     except ValueError as reason:  # it does not fit here, and says so
         text = str(reason).removeprefix("rank 0: ")
         return {"refused": text.split(";")[0].splitlines()[0]}

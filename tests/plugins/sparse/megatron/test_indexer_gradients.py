@@ -14,6 +14,7 @@ import megatron_burst as mb
 from megatron_burst.megatron import patching
 from megatron_burst.plugins.sparse import rules
 from megatron_burst.plugins.sparse.megatron import dsa, index_loss
+from megatron_burst.plugins.testing import in_process
 from megatron_burst.recompute.checkpoint import Framed
 
 MASK = mb.masks.Documents([0, 4, 10, 13, 16], padding=[2]) & mb.masks.Causal()
@@ -94,9 +95,9 @@ def test_a_recompute_shares_the_selection_of_its_own_micro_batch():
 
 def test_everything_that_a_row_sees():
     """What a loss over all keys is over."""
-    layout, groups = mb.layout.make("zigzag", cp_size=2), mb.Groups.in_process(intra=2)
+    layout, groups = mb.layout.make("zigzag", cp_size=2), in_process.groups(intra=2)
     q = [torch.randn(8, 1, 1, 4) for _ in range(2)]
-    plan = mb.prepare(q, q, q, groups=groups, layout=layout, mask=MASK)
+    plan = in_process.prepare(q, q, q, groups=groups, layout=layout, mask=MASK)
     for rank, one in enumerate(plan.ranks):
         positions = layout.positions(rank, 16)
         first, last, longest = dsa._rows(one)
