@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 import megatron_burst as mb
-from megatron_burst.autotune import measure
 from megatron_burst.comm.groups import Calls
 from megatron_burst.plugins.testing import in_process
 
@@ -109,14 +108,6 @@ def test_schedules_serve_calls_that_differ_in_their_scale():
     first, second = (in_process.prepare(*qkv, groups=groups, softmax_scale=s) for s in (0.1, 0.2))
     assert first.job.forward.steps is second.job.forward.steps
     assert first.job.scoring != second.job.scoring
-
-
-def test_ranks_of_one_process_measure_their_kernel_once(monkeypatch):
-    measured = []
-    monkeypatch.setattr(measure, "_speed", lambda *_: measured.append(1) or (1e9, 1e-6))
-    plan = in_process.prepare(*shards(4), groups=in_process.groups(intra=4), algorithm="auto")
-    assert len(measured) == 1
-    assert {one.choice.rates.compute for one in plan.ranks} == {1e9}
 
 
 def labels_of_a_loop(turns, label=None, source="<string>"):
