@@ -73,10 +73,11 @@ class LiteCoreAttention(torch.nn.Module):
                 f"{[*query.shape]} and cu_seqlens_q {cu_seqlens_q}"
             )
         ends = {
-            "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv,
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_kv": cu_seqlens_kv,
             "cu_seqlens_q_padded": cu_seqlens_q_padded,
             "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
-        }  # fmt: skip
+        }
         tensors = {"q": query, "k": key, "v": value}
         if packed:
             tensors = {name: x.unsqueeze(1) for name, x in tensors.items()}

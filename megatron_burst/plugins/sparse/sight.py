@@ -89,8 +89,9 @@ def _joined(symbol: str, a: Interval, b: Interval) -> Interval | None:
     if not (touch | no_a | no_b).all():
         return None
     either = np.minimum(a[0], b[0]), np.maximum(a[1], b[1])
-    low, high = (np.where(no_a, y, np.where(no_b, x, z)) for x, y, z in zip(a, b, either,
-                                                                          strict=True))  # fmt: skip
+    low, high = (
+        np.where(no_a, y, np.where(no_b, x, z)) for x, y, z in zip(a, b, either, strict=True)
+    )
     return low, high
 
 
@@ -108,8 +109,9 @@ def condition(mask: Mask, q: np.ndarray, sights: Sights) -> Condition | None:
     if type(mask) is BlockSparse:
         return _Blocks(mask.table, mask.block, sights)
     if type(mask) is Tree:
-        return _Ancestors(mask.out, None if mask.window is None else mask.depths, mask.window,
-                          sights)  # fmt: skip
+        return _Ancestors(
+            mask.out, None if mask.window is None else mask.depths, mask.window, sights
+        )
     return None
 
 

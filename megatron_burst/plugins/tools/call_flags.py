@@ -53,8 +53,9 @@ def add_grid(
 ) -> None:
     """Add `--nodes` and `--per-node`, and what they are where nobody says."""
     for flag, value, what in (
-        ("--nodes", nodes, "number of nodes"), ("--per-node", per_node, "ranks on each node"),
-    ):  # fmt: skip
+        ("--nodes", nodes, "number of nodes"),
+        ("--per-node", per_node, "ranks on each node"),
+    ):
         said = "" if value is None else f" (default: {value})"
         parser.add_argument(*named(flag), type=int, metavar="N", default=value, help=what + said)
 
@@ -73,8 +74,9 @@ def add_heads(parser: argparse.ArgumentParser, *, width: int, queries: bool = Tr
     for name, (value, what) in defaults.items():
         if name == "heads" and not queries:
             continue
-        parser.add_argument(f"--{name}", type=int, metavar="N", default=value,
-                            help=f"{what} (default: {value})")  # fmt: skip
+        parser.add_argument(
+            f"--{name}", type=int, metavar="N", default=value, help=f"{what} (default: {value})"
+        )
 
 
 def check_positive(arguments: argparse.Namespace, names: Iterable[str]) -> None:

@@ -169,8 +169,9 @@ def bars(
     points of `size`; "" for none. edge, width: of the lines around bars; alpha: their opacity.
     """
     extents = [(start, stop - start) for start, stop in spans]
-    axes.broken_barh(extents, (top, high), facecolors=colours, edgecolor=edge, linewidth=width,
-                     alpha=alpha)  # fmt: skip
+    axes.broken_barh(
+        extents, (top, high), facecolors=colours, edgecolor=edge, linewidth=width, alpha=alpha
+    )
     for i, text in enumerate(texts):
         start, long = extents[i]
         if text and long >= least:

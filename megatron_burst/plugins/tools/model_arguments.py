@@ -64,11 +64,12 @@ def read_command(words: Sequence[str]) -> tuple[Model, dict[str, Any]]:
     if not command.group_query_attention:
         command.num_query_groups = None
     model = model_from(
-        lambda name: getattr(command, name, None), "the Megatron command",
+        lambda name: getattr(command, name, None),
+        "the Megatron command",
         gated=command.swiglu or command.quick_geglu,
         tied=not command.untie_embeddings_and_output_weights,
         flag=lambda name: f"--{name.replace('_', '-')}",
-    )  # fmt: skip
+    )
     if command.seq_length is None:
         raise ValueError("--seq-length is missing in the Megatron command; add it")
     if command.context_parallel_algo is None:

@@ -48,8 +48,8 @@ _OWN_CUT = "which shares sequences between ranks in its own way"
 # By the class of the provider; what is not here has _OWN_CUT.
 _REASONS = {
     "Ministral3ModelProvider": "whose layers need Transformer Engine's attention with scales of "
-    "their own",
-}  # fmt: skip
+    "their own"
+}
 
 
 def check_provider(model: Any, is_ours: Callable[[Any], bool]) -> None:

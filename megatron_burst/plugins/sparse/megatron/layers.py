@@ -204,9 +204,10 @@ def _problems(config: Any, choice: LayerRule, layer: int) -> Iterator[Problem]:
         return
     if ulysses_size(burst, config.context_parallel_size) > 1:
         yield Problem(
-            f"{what}: ranks do not share their heads", add=("--context-parallel-algo burst",),
+            f"{what}: ranks do not share their heads",
+            add=("--context-parallel-algo burst",),
             remove=("--burst-ulysses-size",),
-        )  # fmt: skip
+        )
     if rule.block > 1 and layer_window(config, layer) is not None:
         yield Problem(f"{what} of {rule.block} positions have no window", remove=("--window-size",))
     if choice.index_heads == 0:
@@ -216,8 +217,9 @@ def _problems(config: Any, choice: LayerRule, layer: int) -> Iterator[Problem]:
         yield Problem(
             f"{what} average keys of a block where the layer has them, and --burst-layout "
             f"{burst.layout} cuts blocks that --burst-attention-layout leaves whole",
-            add=("--burst-layout contiguous",), remove=("--burst-attention-layout",),
-        )  # fmt: skip
+            add=("--burst-layout contiguous",),
+            remove=("--burst-attention-layout",),
+        )
     if _coefficient(config, choice) and getattr(config, "softmax_type", "vanilla") != "vanilla":
         yield Problem(
             f"{what}: the indexer's loss is not that of attention with a sink",

@@ -196,8 +196,9 @@ def advise(
     if packed is not None:
         lengths = lengths_of(packed, want.seq)
         cut = cut_of(want.pinned)
-        want = replace(want, pinned=packed_pins(want.pinned),
-                       documents=lengths if cut == "zigzag" else ())  # fmt: skip
+        want = replace(
+            want, pinned=packed_pins(want.pinned), documents=lengths if cut == "zigzag" else ()
+        )
         attention = PackedForecast(model, cluster, want.pinned, lengths, cut)
     search = Search(model, cluster, want, attention)
     found = search.run(top, progress)

@@ -344,8 +344,7 @@ def _flags(found: Advice, command: Sequence[str]) -> list[str]:
 def one_of(each: Configuration, cluster: Cluster) -> dict[str, Any]:
     """One configuration as plain data."""
     run, time, peak = each.run, each.time, each.account.peak
-    names = ("tp", "pp", *ENDS, "vpp", "ep", "cp", "dp", "micro_batch",
-             "micro_batches")  # fmt: skip
+    names = ("tp", "pp", *ENDS, "vpp", "ep", "cp", "dp", "micro_batch", "micro_batches")
     return {
         "groups": {name: getattr(run, name) for name in names},
         "attention": {name: getattr(run, name) for name in (

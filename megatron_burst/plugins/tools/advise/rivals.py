@@ -205,8 +205,9 @@ def refused(kind: Kind, model: Model, cluster: Cluster, run: Settings) -> str:
     if kind == "a2a" and (heads % run.cp or kv_heads % run.cp):
         return f"CP {run.cp} does not divide {heads} and {kv_heads} heads of a rank"
     if kind == "a2a+p2p" and shared(model, cluster, run) == 1:
-        return (f"no part of CP {run.cp} within a node divides {heads} and {kv_heads} heads of a "
-                "rank")  # fmt: skip
+        return (
+            f"no part of CP {run.cp} within a node divides {heads} and {kv_heads} heads of a rank"
+        )
     return ""
 
 
@@ -270,9 +271,10 @@ def _ring(topology: Topology, nodes: Nodes, tokens: int, forward: bool) -> Prepa
     grid = Grid(topology.inter_size, topology.intra_size)
     want = everything(topology.ring_size, tokens)
     schedule = (
-        rings.forward("ring", grid, wanted=want) if forward
+        rings.forward("ring", grid, wanted=want)
+        if forward
         else rings.backward("ring", grid, "kv", wanted=want)
-    )  # fmt: skip
+    )
     return Prepared(schedule, Wires(places=places(topology, nodes)))
 
 
@@ -374,8 +376,9 @@ def core(kind: Kind, x: LayerSizes, run: Settings) -> Core:
         return Core(forward=2 * whole + keys, backward=2 * whole, sums=run.rows * y.query * F,
                     keys=run.seq * run.micro_batch, reordered=True, wire=B)  # fmt: skip
     q, kv, out = run.rows * x.query * B, run.rows * x.kv * B, run.rows * x.out * B
-    common = Core(sums=q, keys=run.rows, store=run.store, heads_shared=run.ulysses,
-                  reordered=True, wire=B)  # fmt: skip
+    common = Core(
+        sums=q, keys=run.rows, store=run.store, heads_shared=run.ulysses, reordered=True, wire=B
+    )
     ring = run.cp // run.ulysses
     if run.cp == 1 or kind == "a2a":
         return replace(common, sums=q + kv)

@@ -40,8 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{', '.join(GPUS)} (by the device's name)")  # fmt: skip
     add("--model", default="llama3-8b", metavar="NAME",
         help="model whose shapes are measured, as of advise --model (llama3-8b)")  # fmt: skip
-    add(*named("--per-node"), type=int, metavar="N",
-        help="ranks per node (those on one host)")  # fmt: skip
+    add(*named("--per-node"), type=int, metavar="N", help="ranks per node (those on one host)")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -205,9 +205,10 @@ def joined(per_node: int | None, budget: float, device: torch.device) -> Iterato
         assert world is not None
         _check(per_node)
         groups = (
-            Groups.by_host(world) if per_node is None
+            Groups.by_host(world)
+            if per_node is None
             else Groups.from_topology(world, intra=per_node)
-        )  # fmt: skip
+        )
         yield Ranks(groups, device, budget)
     finally:
         dist.destroy_process_group()

@@ -51,8 +51,9 @@ def draw(account: Account, cluster: Cluster, path: Path) -> None:
         axes.set_xticks(list(marks.values()), [f"{name}, all layers" for name in marks])
         axes.spines[["top", "right"]].set_visible(False)
         handles = reversed([axes.collections[i] for i in range(len(items))])
-        figure.legend(handles, reversed(items), loc="center left", bbox_to_anchor=(0.8, 0.5),
-                      frameon=False)  # fmt: skip
+        figure.legend(
+            handles, reversed(items), loc="center left", bbox_to_anchor=(0.8, 0.5), frameon=False
+        )
         lanes.save(figure, path, lanes.ALL_SHADES)
 
 

@@ -89,9 +89,10 @@ def add_layout(parser: argparse.ArgumentParser, default: str | None) -> None:
 def add_per_document(parser: argparse.ArgumentParser) -> None:
     """Add `--per-document`."""
     parser.add_argument(
-        "--per-document", action="store_true",
+        "--per-document",
+        action="store_true",
         help="cut each of the documents by --layout zigzag, as Megatron does",
-    )  # fmt: skip
+    )
 
 
 # --- documents -----------------------------------------------------------------------------------

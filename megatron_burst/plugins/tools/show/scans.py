@@ -111,5 +111,4 @@ def scan_scene(arguments: argparse.Namespace, grid: Grid, seq_len: int) -> ScanS
     blocks = arguments.blocks or own
     turned = chain.backward() if arguments.backward else chain
     hops = SCANS[algorithm](Task(turned, Topology(grid.size, grid.intra), blocks))
-    return ScanScene(algorithm, text, seq_len, grid, turned, hops, blocks,
-                     arguments.backward)  # fmt: skip
+    return ScanScene(algorithm, text, seq_len, grid, turned, hops, blocks, arguments.backward)

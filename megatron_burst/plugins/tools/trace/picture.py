@@ -61,8 +61,9 @@ def _lane(axes: Axes, trace: Trace, rank: int, stream: str, y: float, scale: flo
         if (event.rank, event.stream) == (rank, stream)
     ]  # fmt: skip
     edge = "white" if OPACITY[stream] < 1 else "none"
-    lanes.bars(axes, y + 0.08, 0.84, spans, MEANINGS[stream], edge=edge, width=0.4,
-               alpha=OPACITY[stream])  # fmt: skip
+    lanes.bars(
+        axes, y + 0.08, 0.84, spans, MEANINGS[stream], edge=edge, width=0.4, alpha=OPACITY[stream]
+    )
     share = trace.busy(rank, stream) / (trace.end - trace.begin)
     axes.annotate(f"{stream} {share:.0%}", (1.01, y + 0.5), **OUTSIDE, fontsize=6.5, va="center")
 

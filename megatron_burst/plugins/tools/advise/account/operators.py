@@ -271,7 +271,7 @@ def _selected(x: LayerSizes, index: Indexer, rows: int, core: Core) -> list[Op]:
         Op("absorb", ("mixed", "low normed"), absorbed, ("mixed",)),
         *core_ops(y, rows, core),
         Op("values", ("out",), {"values": rows * x.out * B}),
-    ]  # fmt: skip
+    ]
 
 
 def mlp_half(x: LayerSizes, rows: int, prefix: str = "") -> Half:

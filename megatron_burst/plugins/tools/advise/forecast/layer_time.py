@@ -312,8 +312,9 @@ def layer_time(
     keys = key_bytes(model, run, part) / cluster.link
     forward[HOST] = max(0.0, copied + keys - forward.total)
     backward[HOST] = max(0.0, copied - backward.total - again.total)
-    found = LayerTime(forward.taken(), again.taken(), backward.taken(), core,
-                      launching(cluster, run, part, core))  # fmt: skip
+    found = LayerTime(
+        forward.taken(), again.taken(), backward.taken(), core, launching(cluster, run, part, core)
+    )
     return found.waiting()
 
 

@@ -123,15 +123,16 @@ def job_of(
         directives=DIRECTIVES,
         script=script_of(model),
         # Megatron refuses it with FSDP.
-        connections="" if run.fsdp else
-        "export CUDA_DEVICE_MAX_CONNECTIONS=1 # required before Blackwell\n",
+        connections=""
+        if run.fsdp
+        else "export CUDA_DEVICE_MAX_CONNECTIONS=1 # required before Blackwell\n",
         save=SAVE,
         launch=LAUNCH,
         doctor=DOCTOR.format(tp=run.tp, cp=run.cp) if run.cp > 1 else ONE_RANK,
         reserve=math.ceil((SAVE + step[1]) / 60),
         flags=" \\\n  ".join(flags),
         interval=max(1, round(BETWEEN / step[0])),
-    )  # fmt: skip
+    )
 
 
 def job_name(model: str) -> str:

@@ -135,7 +135,7 @@ def _of_fields(fields: Fields, kind: str) -> Structure:
         or _true(fields, "moe_router_enable_expert_bias", "use_routing_bias"),
         shared_gate=kind.startswith(SHARED_GATE),
         sinks=kind in ("gpt_oss", "mimo_v2_flash"),
-    )  # fmt: skip
+    )
 
 
 def _true(fields: Fields, *keys: str) -> bool:

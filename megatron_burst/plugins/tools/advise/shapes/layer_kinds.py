@@ -100,8 +100,9 @@ class Mixer:
     def on_rank(self, tp: int) -> Mixer:
         """What one of `tp` tensor-parallel ranks has of it."""
         keys = max(1, self.key_heads // tp) if self.form else 0
-        return replace(self, into=self.into // tp, out=self.out // tp, heads=self.heads // tp,
-                       key_heads=keys)  # fmt: skip
+        return replace(
+            self, into=self.into // tp, out=self.out // tp, heads=self.heads // tp, key_heads=keys
+        )
 
     @property
     def values(self) -> int:

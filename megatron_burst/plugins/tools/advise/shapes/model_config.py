@@ -66,9 +66,10 @@ SINKS = ("gpt_oss", "mimo_v2_flash")
 TIED = ("minicpm", "minicpm3")  # unless the file states another thing; transformers has no class
 # Sizes of layers with a window, and of the others: counted only if they are equal.
 OF_WINDOWS = {
-    "swa_head_dim": "head_dim", "swa_v_head_dim": "v_head_dim",
+    "swa_head_dim": "head_dim",
+    "swa_v_head_dim": "v_head_dim",
     "swa_num_attention_heads": "num_attention_heads",
-}  # fmt: skip
+}
 # Fields from which a class of transformers makes `layer_types` and `mlp_layer_types`.
 OF_LAYER_TYPES = (
     "sliding_window_pattern", "_sliding_window_pattern", "max_window_layers", "use_sliding_window",
@@ -507,8 +508,9 @@ def _mixer(source: Source) -> Mixer:
     if "linear_num_value_heads" in fields:
         return gated_delta_net(*map(fields.needed, DELTA_NET))
     if "linear_num_heads" in fields:
-        return kimi_delta(*map(fields.needed, ("linear_num_heads", "linear_head_dim",
-                                               "linear_conv_kernel_dim")))  # fmt: skip
+        return kimi_delta(
+            *map(fields.needed, ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"))
+        )
     if "linear_attn_config" in fields:
         of = fields.object_of("linear_attn_config")
         return kimi_delta(*map(of.needed, ("num_heads", "head_dim", "short_conv_kernel_size")))
