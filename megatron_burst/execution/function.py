@@ -20,8 +20,9 @@ from ..comm.packing import CallTag
 from ..kernels.autograd import first_order_only
 from ..kernels.base import Rows
 from ..kernels.online_softmax import row_delta, sink_gradient
-from . import ring
+from . import ring, row_chunks
 from .job import Job, Tensors, rows_of
+from .ulysses import heads_here, heads_to_rows, rows_to_heads
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -45,13 +46,9 @@ def forward(
     """
     chunk, shared = job.chunks[0], len(job.ulysses_links) > 1
     if len(job.chunks) > 1:
-        from . import row_chunks  # not needed by other calls
-
         return row_chunks.forward(job, call, shard, sink, stored, max_logits)
     run, partial = chunk.forward, chunk.recompute
     if shared:
-        from .ulysses import heads_here, heads_to_rows  # not needed by other calls
-
         shard = heads_to_rows(job, call, run.name, shard, job.order)
         sink, max_logits = (None if x is None else x[heads_here(job)] for x in (sink, max_logits))
     q, k, v = shard
@@ -68,8 +65,6 @@ def forward(
         out, lse = partial.whole(stored[0], out), partial.whole(stored[1], lse)
     whole = out
     if shared:
-        from .ulysses import rows_to_heads
-
         (whole,) = rows_to_heads(job, call, run.name, (out,), (job.heads,), out.dtype, job.order)
         assert whole is not None
     return whole, (q, k, v, out, lse)
@@ -85,13 +80,9 @@ def backward(
     """
     run, shared = job.chunks[0].backward, len(job.ulysses_links) > 1
     if len(job.chunks) > 1:
-        from . import row_chunks  # not needed by other calls
-
         return row_chunks.backward(job, call, dout, saved, sink)
     q, k, v, out, lse = saved
     if shared:
-        from .ulysses import heads_to_rows  # not needed by other calls
-
         (dout,) = heads_to_rows(job, call, run.name, (dout,), job.order)
     delta = row_delta(dout, out, lse.dtype)
     rows = Rows(q, dout.contiguous(), lse, delta, out)
@@ -99,8 +90,6 @@ def backward(
     ring.run(rings)
     grads = ring.gradients(rings, job.needs_grad)
     if shared:
-        from .ulysses import rows_to_heads
-
         narrow = [None if g is None else g.to(job.wire_dtype) for g in grads]
         heads = job.heads, job.kv_heads, job.kv_heads
         grads = rows_to_heads(job, call, run.name, narrow, heads, lse.dtype, job.order)
@@ -108,8 +97,6 @@ def backward(
     if sink is not None:
         here = slice(None)
         if shared:
-            from .ulysses import heads_here
-
             here = heads_here(job)
         dsink = torch.zeros(job.heads, dtype=lse.dtype, device=lse.device)
         dsink[here] = sink_gradient(sink[here], lse, delta)
@@ -119,8 +106,6 @@ def backward(
 def rows_to_keep(job: Job, saved: Tensors) -> Tensors:
     """out and lse of the rows that the store keeps. saved: as `forward` returned it."""
     if len(job.chunks) > 1:
-        from . import row_chunks  # not needed by other calls
-
         return row_chunks.rows_to_keep(job, saved)
     again = next(iter(job.chunks)).recompute
     assert again is not None

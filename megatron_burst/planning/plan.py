@@ -19,15 +19,20 @@ from ..comm.groups import Groups
 from ..comm.transport import Channel
 from ..execution.function import KeptResults
 from ..execution.job import Job
+from ..execution.row_chunks import ChunkedCall, check_keys
+from ..execution.visiting import Host
 from ..kernels.base import Kernel
 from ..layout import Layout
+from ..layout.row_chunks import row_chunks
 from ..masks import Mask
 from ..options import AttentionOptions
 from ..recompute.checkpoint import Frame
 from ..schedule import cost
 from ..schedule.algorithms import ALGORITHMS
+from ..schedule.dry_run import held_bytes
 from ..schedule.rings import Schedule
 from ..schedule.tables import ROUTES
+from .described import described
 from .pipeline import Recompute, without_tables
 from .validate import (
     NeedsGrad,
@@ -40,8 +45,6 @@ from .validate import (
 
 if TYPE_CHECKING:
     from ..autotune.select import Choice
-    from ..execution.row_chunks import ChunkedCall
-    from ..execution.visiting import Host
 
 
 @dataclass(frozen=True)
@@ -169,8 +172,6 @@ class Plan:
         share heads and the backward is that of another call, that call sends k and v again. Raises
         ValueError for tensors of other shapes, and for a host if the plan has a `host_refusal`.
         """
-        from ..execution.row_chunks import ChunkedCall, check_keys  # not needed by other calls
-
         self.groups.check()
         check_keys(k, v, *self.signature[1:])
         q = k.new_empty(1).expand(self.signature[0][0])  # stands in for that of all chunks
@@ -225,8 +226,6 @@ class Plan:
     def row_chunks(self) -> tuple[np.ndarray, ...]:
         """The rows of every row chunk, int64, ascending: a partition of dimension 0 of q, the same
         on every rank."""
-        from ..layout.row_chunks import row_chunks  # not needed by calls that have one chunk
-
         rows, options = self.signature[0][0][0], self.options
         return row_chunks(self.layout, rows, options.sequence_chunks, options.row_blocks)
 
@@ -293,8 +292,6 @@ class Plan:
     @property
     def held_bytes(self) -> int:
         """Peak bytes of chunks of other ranks and their partial results."""
-        from ..schedule.dry_run import held_bytes  # a call does not need it
-
         rank, sizes = self.groups.ring.rank, self.sizes
         summed = replace(sizes, wire_itemsize=sizes.stat_itemsize)
         return max(
@@ -323,8 +320,6 @@ class Plan:
 
     def describe(self) -> str:
         """One line: choices, bytes per layer and rank, and the bytes of the other side."""
-        from .described import described  # which no call needs
-
         return described(self)
 
     @property

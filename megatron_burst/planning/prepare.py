@@ -24,11 +24,11 @@ from ..schedule.cost import Sizes, ring_spans
 from ..schedule.head_shares import deferred_chunks
 from .pipeline import Passes, passes
 from .plan import Plan
+from .stand_ins import TensorShapes, of_shape
 from .validate import NeedsGrad, Request, check, signature
 
 if TYPE_CHECKING:
     from ..autotune.rates import Rates
-    from .stand_ins import TensorShapes
 
 WORKS_KEPT = 8  # of each grid, what plans of masks that stay have of the ring: kinds of layers
 
@@ -71,8 +71,6 @@ def prepare(
     assert groups is not None
     shapes, beside = None, (shape, kv_heads, value_width, dtype, device)
     if q is k is v is None or any(x is not None for x in beside):
-        from .stand_ins import TensorShapes  # not needed by calls with tensors
-
         shapes = TensorShapes(*beside)
         needs_grad = (True, True, True) if needs_grad is None else needs_grad
     operation = AttentionOperation(
@@ -132,8 +130,6 @@ class AttentionOperation(RingOperation):
         self.groups.check()
         q, k, v = self.tensors
         if self.shapes is not None:
-            from .stand_ins import of_shape
-
             q, k, v = of_shape(self.tensors, self.shapes)
         return check(
             (q, k, v), self.groups, self.options, self.needs_grad, self.sink, self.max_logits,
