@@ -23,7 +23,8 @@ from megatron_burst.options import AttentionOptions
 
 project = "megatron_burst"
 release = version = megatron_burst.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+napoleon_use_ivar = True  # fields that autodoc lists have one entry
 smartquotes = False  # two hyphens of a flag are not a dash
 highlight_language = "sh"  # of indented blocks; Python is fenced
 exclude_patterns = ["_build", "cluster-here*"]  # what `make bench-cluster` measures stays out
@@ -38,7 +39,7 @@ html_show_copyright = False
 
 nitpicky = True
 # No inventory of other packages is fetched, so their names stay text.
-nitpick_ignore_regex = [("py:.*", r"(torch|numpy|np|dist|collections|pathlib|megatron)\..*")]
+nitpick_ignore_regex = [("py:.*", r"(torch|numpy|np|dist|collections|pathlib|types|megatron)\..*")]
 default_role = "code"
 add_module_names = False
 autodoc_member_order = "bysource"
