@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of a run: where no flag names one, and what `--burst-layout auto` takes.
+"""The layout of a run if no flag names it, and the choice of `--burst-layout auto`.
 
 Without a flag the layout follows from the other options and from Megatron's own settings, if the
 model allows it. "auto" takes the layouts with which a step sends the fewest bytes. A stream of
@@ -124,7 +124,9 @@ def settle(args: Any) -> None:
     settings = settings_of(args)
     if not layout_named:
         burst, line = unnamed_layouts(settings, burst, attention_named=attention_named)
-        args.burst_layout, args.burst_attention_layout = burst.layout, burst.attention_layout
+        args.burst_layout = burst.layout
+        if not attention_named:  # a wrong name stays, so that it is refused
+            args.burst_attention_layout = burst.attention_layout
         if line is not None:
             log(line)
     if burst.layout == "auto" and not wrong:
@@ -169,7 +171,7 @@ def unnamed_layouts(
 
 
 def log_choice(burst: BurstConfig, why: str | None) -> None:
-    """Say what "auto" became."""
+    """Log the layouts that "auto" chose."""
     if why is not None:
         log(f"--burst-layout auto: {' '.join(layouts_of(burst).flags)}, because {why}")
 

@@ -55,7 +55,10 @@ def check(recipe: Any) -> None:
         burst = specs.choices_with_layout(fields, model)
         refuse(
             [
-                *configuration_problems(transformer, burst, getattr(model, "seq_length", None)),
+                # A recipe may be printed on another machine; `configure` checks the kernel.
+                *configuration_problems(
+                    transformer, burst, getattr(model, "seq_length", None), this_machine=False
+                ),
                 *backend_problems(transformer, burst),
                 *_group_problems(recipe, transformer, burst.algorithm),
                 *(vision.problems(model, transformer) if vision is not None else ()),

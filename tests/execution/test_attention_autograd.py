@@ -4,13 +4,12 @@ import pytest
 import torch
 
 import megatron_burst as mb
-from megatron_burst.plugins.testing import in_process
 
-GROUPS = in_process.groups(intra=1)
+GROUPS = mb.Groups.single()
 
 
 def attend(q, k, v, **more):
-    return in_process.attention([q], [k], [v], groups=GROUPS, **more)[0]
+    return mb.attention(q, k, v, groups=GROUPS, **more)
 
 
 def qkv():
@@ -39,10 +38,16 @@ def test_torchs_own_checkpoint_runs_it(reentrant):
     """Its recompute runs with gradients enabled inside a backward."""
     from torch.utils.checkpoint import checkpoint
 
-    tensors = qkv()
+    tensors, calls = qkv(), []
     plain = torch.autograd.grad(attend(*tensors).square().sum(), tensors)
-    out = checkpoint(attend, *tensors, use_reentrant=reentrant)
+
+    def counted(*shard):
+        calls.append(1)
+        return attend(*shard)
+
+    out = checkpoint(counted, *tensors, use_reentrant=reentrant)
     out.square().sum().backward()
+    assert len(calls) == 2
     for tensor, grad in zip(tensors, plain, strict=True):
         torch.testing.assert_close(tensor.grad, grad, rtol=0, atol=1e-12)
 

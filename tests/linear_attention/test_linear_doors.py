@@ -228,15 +228,30 @@ def test_function_transforms_are_refused(transform):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_inside_a_checkpoint(reentrant):
-    call = given()
+    """Reentrant around all ranks, otherwise around the call of each rank, in its thread."""
+    call, calls = given(), []
     tensors = [call.pop(name) for name in "qkv"]
     leaves = [t.double().requires_grad_() for shards in tensors for t in shards]
+    groups = call["groups"]
 
-    def function(*flat):
-        q, k, v = (list(flat[i : i + 2]) for i in (0, 2, 4))
-        return torch.cat(in_process.linear_attention(q, k, v, **call))
+    def of_rank(rank, q, k, v):
+        calls.append(rank)
+        return mb.linear_attention(q, k, v, groups=groups.ranks[rank])
 
-    truth = torch.autograd.grad(function(*leaves).square().sum(), leaves)
-    checkpoint(function, *leaves, use_reentrant=reentrant).square().sum().backward()
+    def checkpointed(*given):
+        return checkpoint(of_rank, *given, use_reentrant=False)
+
+    def outputs(function, *flat):
+        shards = (flat[i : i + 2] for i in (0, 2, 4))
+        return torch.cat(in_process.on_ranks(groups, function, [0, 1], *shards))
+
+    truth = torch.autograd.grad(outputs(of_rank, *leaves).square().sum(), leaves)
+    calls.clear()
+    if reentrant:
+        out = checkpoint(outputs, of_rank, *leaves, use_reentrant=True)
+    else:
+        out = outputs(checkpointed, *leaves)
+    out.square().sum().backward()
+    assert sorted(calls) == [0, 0, 1, 1]
     for leaf, wanted in zip(leaves, truth, strict=True):
         assert torch.equal(leaf.grad, wanted)

@@ -123,6 +123,12 @@ def test_a_command_line_takes_megatrons_settings_where_ours_are_not_given():
     assert not [p for p in command_line.problems(args, []) if "cp-layout" in str(p)]
 
 
+def test_a_wrong_layout_of_attention_is_refused_if_no_flag_names_the_layout():
+    args = arguments("--burst-attention-layout zigzga")
+    said = "\n".join(map(str, command_line.problems(args, [])))
+    assert "attention_layout (--burst-attention-layout) must be one of" in said
+
+
 HYBRID = {
     "context_parallel_size": 4, "hybrid_layer_pattern": "GG*-MM", "hidden_size": 64,
     "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 16, "bf16": True,

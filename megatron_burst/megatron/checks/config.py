@@ -451,7 +451,7 @@ def backend_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
 
 
 def kernel_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Unless this machine can run the local attention that `burst` names for this model."""
+    """Yield the problem of a kernel that this machine cannot run, or not for this model."""
     name = burst.kernel
     if burst.algorithm == OFF:
         return

@@ -340,6 +340,7 @@ def on_ranks(groups: InProcessGroups, function: Callable[..., T], *of_each: Sequ
     Raises:
         RuntimeError: All ranks wait for messages that no rank sends, or the call is inside
             `mb.checkpoint`, whose results the ranks would share.
+        ValueError: The function uses a tensor that needs a gradient and is no argument.
     """
     if current() is not None:
         raise RuntimeError("ranks would share one checkpoint; call in_process.checkpoint instead")
@@ -348,7 +349,10 @@ def on_ranks(groups: InProcessGroups, function: Callable[..., T], *of_each: Sequ
     flat = [tree_flatten(arguments) for arguments in zip(*of_each, strict=True)]
     inputs = {id(x): x for values, _ in flat for x in values if _needs_grad(x)}
     if not inputs:
-        return groups.run(function, *of_each)
+        results = groups.run(function, *of_each)
+        edges = [get_gradient_edge(x) for x in tree_flatten(results)[0] if _needs_grad(x)]
+        _check_leaves(edges, ())
+        return results
     numbers, ranks = {key: number for number, key in enumerate(inputs)}, []
     for values, tree in flat:
         # Detached, so that the graph of the rank ends here.
@@ -383,11 +387,30 @@ class _Rank:
         self.results, self.tree = tree_flatten(self.function())
         self.outputs = [i for i, value in enumerate(self.results) if _needs_grad(value)]
         self.edges = [get_gradient_edge(self.results[i]) for i in self.outputs]
+        _check_leaves(self.edges, self.leaves.values())
         del self.function
         outputs = [self.results[i].detach() for i in self.outputs]
         for i in self.outputs:
             self.results[i] = None
         return outputs
+
+
+def _check_leaves(edges: Iterable[GradientEdge], leaves: Iterable[torch.Tensor]) -> None:
+    """Raise if results depend on a tensor that needs a gradient and is not among `leaves`."""
+    known = {id(leaf) for leaf in leaves}
+    nodes, seen = [edge.node for edge in edges], set()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)  # of a leaf
+        if variable is not None and id(variable) not in known:
+            raise ValueError(
+                f"the function of a rank uses a tensor {list(variable.shape)} that needs a "
+                "gradient and is no argument; pass it as an argument"
+            )
+        nodes += [following for following, _ in node.next_functions]
 
 
 def _differentiable(

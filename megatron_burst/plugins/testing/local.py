@@ -9,6 +9,7 @@ to.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +37,19 @@ from ...comm.transport import (
 )
 
 T = TypeVar("T")
-THREADS = ThreadPoolExecutor(1 << 10)  # kept: torch's first operations in a thread are slow
+MOST = 1 << 10  # ranks
+_POOLS: dict[int, ThreadPoolExecutor] = {}  # by process
+
+
+def _threads() -> ThreadPoolExecutor:
+    """Return the threads of this process, which has none of its parent's after a fork.
+
+    They are kept, because torch's first operations in a thread are slow.
+    """
+    process = os.getpid()
+    if process not in _POOLS:
+        _POOLS[process] = ThreadPoolExecutor(MOST)
+    return _POOLS[process]
 
 
 class RankSwitch:
@@ -56,6 +69,8 @@ class RankSwitch:
         """Return the result of each function. An error of one rank ends the others."""
         if self._turns is not None:
             raise RuntimeError("the ranks of this process run already; make one call at a time")
+        if not 0 < len(functions) <= MOST:
+            raise ValueError(f"{len(functions)} ranks; give arguments for 1 to {MOST} ranks")
         self._turns = Turns(functions)
         try:
             return self._turns.run()
@@ -125,7 +140,7 @@ class Turns:
         """Return the result of each rank."""
         enter = thread_modes()
         threads = [
-            THREADS.submit(copy_context().run, self._run, rank, enter) for rank in self._ranks
+            _threads().submit(copy_context().run, self._run, rank, enter) for rank in self._ranks
         ]
         try:
             self._pass_on()
@@ -246,7 +261,7 @@ class Mail:
         return self.source is not None and self.target is not None
 
     def leave(self) -> None:
-        """The sender waited: from now on it may write to what it sent."""
+        """Keep a copy of the message, because the sender may write to its tensors from now on."""
         source = self._unchanged()
         if not self.landed:
             self.carried = [t.clone() for t in source]
@@ -265,8 +280,7 @@ class Mail:
         self.landed, self.carried = True, None
 
     def _unchanged(self) -> Tensors:
-        """What was sent. Asked for late on purpose: that it was overwritten in flight shows in its
-        version counter."""
+        """Return the tensors of the message, unless they were written to since it was sent."""
         assert self.source is not None
         if _versions(self.source) != self.versions:
             raise RuntimeError(f"overwritten while in flight: {self.label}")

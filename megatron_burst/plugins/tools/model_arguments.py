@@ -87,10 +87,13 @@ def _settled(command: MegatronCommand, ours: Any) -> BurstConfig:
     from ...megatron.layout_choice import unnamed_layouts
 
     named = getattr(ours, "burst_layout", None)
+    attention = getattr(ours, "burst_attention_layout", None)
     flags.settle(ours)
     choices, config = flags.burst_config(ours), settings_of(command)
     config.context_parallel_size = command.cp
-    return choices if named else unnamed_layouts(config, choices)[0]
+    if named:
+        return choices
+    return unnamed_layouts(config, choices, attention_named=attention is not None)[0]
 
 
 def _command_run(command: MegatronCommand) -> dict[str, Any]:

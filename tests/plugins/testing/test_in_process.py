@@ -1,5 +1,8 @@
 """Ranks in one process: their order, their modes, their errors and their gradients."""
 
+import os
+import signal
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -141,3 +144,26 @@ def test_ranks_inside_one_checkpoint_are_refused():
     x = torch.ones(2, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"in_process\.checkpoint"):
         mb.checkpoint(lambda x: in_process.on_ranks(groups, torch.sin, [x, x])[0], x, keep=0.5)
+
+
+@pytest.mark.parametrize("argument_needs_it", [True, False])
+def test_a_tensor_that_is_no_argument_and_needs_a_gradient_is_refused(argument_needs_it):
+    weight = torch.ones(2, requires_grad=True)
+    tensors = [torch.ones(2, requires_grad=argument_needs_it) for _ in range(2)]
+    with pytest.raises(ValueError, match=r"tensor \[2\] that needs a gradient and is no argument"):
+        in_process.on_ranks(in_process.groups(intra=2), lambda x: x * weight, tensors)
+
+
+def test_a_process_that_forks_has_its_own_threads():
+    groups = in_process.groups(intra=2)
+    assert groups.run(lambda x: x + 1, [1, 2]) == [2, 3]
+    child = os.fork()
+    if not child:
+        signal.alarm(20)  # a call without threads would wait for ever
+        os._exit(groups.run(lambda x: x + 1, [3, 4]) != [4, 5])
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_call_without_ranks_is_refused():
+    with pytest.raises(ValueError, match="0 ranks; give arguments for 1 to 1024 ranks"):
+        in_process.groups(intra=2).run(lambda: None)

@@ -108,13 +108,12 @@ def test_layers_may_differ_in_their_heads_and_share_keys(four, one, order, cp):
     check(four(vision_ranks.heads, order, cp), one(vision_ranks.heads))
 
 
+@pytest.mark.skipif(core_version() < OLDEST, reason="needs Megatron-Core 0.19")
 @pytest.mark.parametrize("model", ["llava", "mimo"])
 @pytest.mark.parametrize(
     ("cp", "order"), [*WAYS[:2], pytest.param(*WAYS[2], marks=pytest.mark.slow)]
 )
 def test_megatrons_own_models_of_images(four, one, model, cp, order):
-    if core_version() < OLDEST:
-        pytest.skip("needs Megatron-Core 0.19")
     run = getattr(vision_ranks, model)
     check(four(run, order, cp), one(run))
 

@@ -136,7 +136,7 @@ def parameters(model: Model, run: Settings, stage: int) -> tuple[float, float]:
 
 
 def least_bytes(model: Model, run: Settings) -> float:
-    """Bytes of a GPU below which no account of a run is: states, and what layers leave."""
+    """Return a lower bound on GPU memory in bytes: states, and activations that layers keep."""
     plain = model.attentions == model.mlps == model.layers
     rows, hidden = run.rows, run.rows / run.tp * model.hidden
     out = rows * (model.heads // run.tp) * model.value_dim
