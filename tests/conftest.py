@@ -1,6 +1,7 @@
 """Fixtures all tests share, and the order in which files are tested."""
 
 import fcntl
+import inspect
 import os
 from collections import Counter
 from pathlib import Path
@@ -31,6 +32,12 @@ def pytest_addoption(parser):
     parser.addoption("--bridge", default="", help="a checkout of Megatron-Bridge (tests/te)")
 
 
+def may_skip(item):
+    """Whether a test skips itself, perhaps on one of the interpreters."""
+    marked = any(mark.name == "skipif" for mark in item.own_markers)
+    return marked or "pytest.skip(" in inspect.getsource(item.function)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Long files first, so that processes that share the files out end at about the same time; and
@@ -47,7 +54,7 @@ def pytest_collection_modifyitems(items):
         for item in items
         if item.path.relative_to(TESTS).as_posix().startswith(HALVED)
         and not item.get_closest_marker("slow")
-        and all(mark.name != "skipif" for mark in item.own_markers)
+        and not may_skip(item)
     }
     numbers, cases = Counter(shared.values()), Counter()
     for item in items:
