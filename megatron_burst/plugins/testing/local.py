@@ -9,6 +9,7 @@ to.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -38,18 +39,15 @@ from ...comm.transport import (
 
 T = TypeVar("T")
 MOST = 1 << 10  # ranks
-_POOLS: dict[int, ThreadPoolExecutor] = {}  # by process
 
 
-def _threads() -> ThreadPoolExecutor:
-    """Return the threads of this process, which has none of its parent's after a fork.
+@functools.cache
+def _threads(process: int) -> ThreadPoolExecutor:
+    """Return the threads of the process with this id; after a fork those of the parent are gone.
 
     They are kept, because torch's first operations in a thread are slow.
     """
-    process = os.getpid()
-    if process not in _POOLS:
-        _POOLS[process] = ThreadPoolExecutor(MOST)
-    return _POOLS[process]
+    return ThreadPoolExecutor(MOST)
 
 
 class RankSwitch:
@@ -140,7 +138,8 @@ class Turns:
         """Return the result of each rank."""
         enter = thread_modes()
         threads = [
-            _threads().submit(copy_context().run, self._run, rank, enter) for rank in self._ranks
+            _threads(os.getpid()).submit(copy_context().run, self._run, rank, enter)
+            for rank in self._ranks
         ]
         try:
             self._pass_on()
