@@ -226,6 +226,7 @@ STATE = {"megatron/patching.py": "_installed", "recompute/checkpoint.py": "_curr
 CACHED = {
     "kernels/native.py": ["load"],
     "kernels/torch_features.py": ["_shares_heads", "adds_wide"],
+    "plugins/testing/local.py": ["_threads"],  # of the test utility, and of no result
 }
 MAKERS = {"dict", "list", "set", "defaultdict", "deque", "Counter", "ContextVar", "local"}
 CHANGERS = {"append", "add", "update", "pop", "popitem", "setdefault", "clear", "extend", "insert"}
