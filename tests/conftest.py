@@ -33,7 +33,7 @@ def pytest_addoption(parser):
 
 
 def may_skip(item):
-    """Whether a test skips itself, perhaps on one of the interpreters."""
+    """Return whether a test may skip itself, perhaps on one of the interpreters."""
     marked = any(mark.name == "skipif" for mark in item.own_markers)
     return marked or "pytest.skip(" in inspect.getsource(item.function)
 

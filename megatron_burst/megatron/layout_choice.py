@@ -2,12 +2,14 @@
 """The layout of a run if no flag names it, and the choice of `--burst-layout auto`.
 
 Without a flag the layout follows from the other options and from Megatron's own settings, if the
-model allows it. "auto" takes the layouts with which a step sends the fewest bytes. A stream of
-tokens that lies contiguous passes a state of linear attention along every rank once,
-zigzag does so twice; softmax attention wants zigzag, and exchanges rows where the stream lies
-otherwise. Decides which of the two is cheaper, from shapes alone, as sums over ranks of one
-sequence's forward: backward sends the same again either way, and tensor parallelism shares both.
-Algorithms of the state scan send a multiple of what is counted here, the same for both layouts.
+model allows it. "auto" takes the layouts with which a step sends the fewest bytes:
+
+- If tokens are contiguous, a state of linear attention visits each rank once; if they are zigzag,
+  twice.
+- Softmax attention runs in zigzag. Tokens with another layout are exchanged around it.
+
+Bytes follow from shapes alone and are summed over the ranks for one forward of one sequence.
+Backward, tensor parallelism and the algorithm of the state scan multiply both layouts alike.
 """
 
 from __future__ import annotations
@@ -45,18 +47,23 @@ class Layers(NamedTuple):
 
 
 class StreamChoice(NamedTuple):
-    """The choices with their layout, and why it is that one; None where nothing was left open."""
+    """Options with their layout, and the reason for it; None if it was not "auto"."""
 
     burst: BurstConfig
     why: str | None = None
 
 
 def settled(config: Any, burst: BurstConfig, seq_length: int | None) -> StreamChoice:
-    """The choices with a layout in place of "auto".
+    """Return the options with a layout in place of "auto".
 
-    config: a `TransformerConfig`, or parsed arguments under the same names, for the layers also
-    `hybrid_layer_pattern`; seq_length: global, in tokens. Raises `ValueError` where the numbers
-    that decide are not known.
+    Args:
+        config: a `TransformerConfig`, or parsed arguments with the same names; the layers of a
+            hybrid model are those of its `hybrid_layer_pattern`.
+        burst: the options.
+        seq_length: global, in tokens; None if it is not known.
+
+    Raises:
+        ValueError: The length or the layers are needed and not known.
     """
     if burst.layout != "auto":
         return StreamChoice(burst)

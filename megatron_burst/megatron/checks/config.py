@@ -49,7 +49,11 @@ SIZES = "--hierarchical-context-parallel-sizes"
 
 
 def check_config(config: Any, burst: BurstConfig, seq_length: int | None = None) -> None:
-    """Raise `ValueError` if BurstAttention cannot honour a `TransformerConfig`."""
+    """Raise `ValueError` if BurstAttention cannot honour a `TransformerConfig`.
+
+    `configure` has checked it. Layers check it again when they are built, because Megatron and
+    scripts copy and change configurations after that.
+    """
     refuse(config_problems(config, burst, seq_length))
 
 
@@ -451,7 +455,7 @@ def backend_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
 
 
 def kernel_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Yield the problem of a kernel that this machine cannot run, or not for this model."""
+    """Yield the problems of a kernel that this machine cannot run for this model."""
     name = burst.kernel
     if burst.algorithm == OFF:
         return

@@ -344,7 +344,7 @@ def _backward(
 
 
 class _IndexerLoss(torch.autograd.Function):
-    """shard: index_q, index_k, index_weights."""
+    """The loss of this rank as one autograd function; shard: index_q, index_k, index_weights."""
 
     @staticmethod
     def forward(
