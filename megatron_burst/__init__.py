@@ -48,7 +48,8 @@ __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 class _Package(ModuleType):
     """`mb.attention` and others are functions whose modules have the same names: what the import
-    system binds for a submodule must not hide the function."""
+    system binds for a submodule must not hide the function.
+    """
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (isinstance(value, ModuleType) and _HOMES.get(name)):

@@ -102,7 +102,8 @@ def settle(args: Any) -> None:
 def layout_for(algorithm: Any, store: Any, pack: Any = "off") -> str:
     """The layout that follows from other choices: balanced for documents that are packed anew,
     whose lengths zigzag within documents cannot cut; striped where it alone balances the
-    recompute."""
+    recompute.
+    """
     if pack == "documents" and algorithm != OFF:
         return "balanced"
     partial = isinstance(store, (int, float)) and 0 < store < 1
@@ -116,7 +117,8 @@ def burst_config(args: Any) -> BurstConfig:
 
 def choices(args: Any) -> tuple[BurstConfig, list[str]]:
     """The choices that settled arguments state, and all that is wrong with them; a wrong one gives
-    way to its default."""
+    way to its default.
+    """
     fields, wrong = {flag.field: getattr(args, flag.dest) for flag in FLAGS}, []
     while True:
         try:

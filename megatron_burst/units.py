@@ -29,7 +29,8 @@ def byte_size(count: float) -> str:
 
 def grid_of(per_node: int, nodes: int) -> str:
     """Ranks per node and nodes, in the order of --hierarchical-context-parallel-sizes: "8 per node
-    x 4 nodes"; of one node "8 ranks"."""
+    x 4 nodes"; of one node "8 ranks".
+    """
     return f"{per_node} per node x {nodes} nodes" if nodes > 1 else f"{per_node} ranks"
 
 

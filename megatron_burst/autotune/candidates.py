@@ -95,13 +95,15 @@ class Candidate:
     @property
     def seconds(self) -> float:
         """Predicted for one forward and one backward pass, each at least as long as its launches
-        take."""
+        take.
+        """
         return sum(max(each.seconds, each.host) for each in (self.forward, self.backward))
 
     @property
     def bottleneck(self) -> str:
         """What is busy for the longest time: "compute", "intra" or "inter"; "host" where a pass
-        waits for its launches."""
+        waits for its launches.
+        """
         if any(each.host > each.seconds for each in (self.forward, self.backward)):
             return "host"
         both = (self.forward + self.backward)._asdict()
@@ -264,7 +266,8 @@ class GridWork:
     @cached_property
     def at_least(self) -> float:
         """Lower bound on the seconds of every candidate: ranks share the pairs evenly, and nothing
-        that travels takes time except the all-to-alls."""
+        that travels takes time except the all-to-alls.
+        """
         rates, trained, wants = self.rates, self.trained, self.schedules.wants
         mean = self.forward.pair_seconds / self.schedules.grid.size
         computed = sum(float(mean[each.visible].sum()) for each in wants)
@@ -335,7 +338,8 @@ class AlgorithmOnGrid:
     @property
     def at_least(self) -> float:
         """Seconds that no candidate stays below: with a launch of every call, where each pair of
-        chunks is one."""
+        chunks is one.
+        """
         on = self.on
         if on.workload.attended is not None or ALGORITHMS[self.algorithm].joins:
             return on.at_least
@@ -347,7 +351,8 @@ class AlgorithmOnGrid:
     @cached_property
     def busy(self) -> float:
         """Lower bound on the seconds of every candidate, from the schedules: the busiest rank or
-        port of each pass."""
+        port of each pass.
+        """
         seconds = self._busy(self._forward, self.on.forward)
         if self.on.trained:
             seconds += min(self._busy(each, self.on.backward) for each in self._backwards)
@@ -380,7 +385,8 @@ class AlgorithmOnGrid:
 
     def by_chunks(self) -> Iterator[list[Candidate]]:
         """The candidates of each number of head chunks, one for each side; no more chunks than
-        shorten a call."""
+        shorten a call.
+        """
         on, topology = self.on, self.on.topology
         again = len(on.schedules.wants) > 1
         sent = [
@@ -439,7 +445,8 @@ def _few_rows(want: Wanted, own: Sizes, shared: Sizes, room: float) -> bool:
     """Does a rank see so few rows of others that it can hold all of them at once: at most half of
     them, and what it holds of them (`held_of_row`) in HELD times the bytes of what it has itself,
     and in ROOM of the memory that is left? own, shared: before and after ranks share heads, of
-    which they take copies where there are few; room: bytes, math.inf where nobody knows."""
+    which they take copies where there are few; room: bytes, math.inf where nobody knows.
+    """
     keys = want.keys
     rows = int(np.bincount(keys.owner, keys.rows, 1).max())
     most = int((keys.rows @ keys.wanted).max(initial=0))
@@ -451,7 +458,8 @@ def _few_rows(want: Wanted, own: Sizes, shared: Sizes, room: float) -> bool:
 def held_of_row(sizes: Sizes) -> int:
     """The most bytes that a rank holds at a time for each row of keys of others in one call, as
     `execution.joined` does: what arrived beside its copy; the copy beside gradients; these, which
-    are summed in one dtype, beside what travels of them."""
+    are summed in one dtype, beside what travels of them.
+    """
     keys, travels = sizes.backward.kv, sizes.backward.dkv
     sums = travels // sizes.wire_itemsize * sizes.stat_itemsize
     return max(2 * keys, keys + sums, sums + travels)
@@ -516,7 +524,8 @@ def adding(sizes: Sizes, rate: float) -> tuple[Adding, Adding]:
     """What dense attention moves in memory besides computing, forward and backward, at so many
     bytes per second: a call reads its results in the dtype of q, and reads and writes the sums to
     which it adds them. Keys of several chunks are copied to their places, and gradients of such
-    keys are zeroed, read again and written for each chunk (`execution.joined`)."""
+    keys are zeroed, read again and written for each chunk (`execution.joined`).
+    """
     of_sums, batch = 2 * sizes.stat_itemsize + sizes.itemsize, sizes.batch / rate
     of_keys = batch * sizes.kv_heads * (sizes.width + sizes.value_width)
     copied, heads = 2 * sizes.itemsize * of_keys, batch * sizes.heads
@@ -535,7 +544,8 @@ def reading(sizes: Sizes, memory: float, latent: bool) -> tuple[float, float]:
     results and gradients of all its rows pass through memory, of so many bytes per second, however
     few keys of the call a row has selected. Forward reads q, and reads and writes out in the dtype
     of sums; backward reads q and its output's gradient, and reads and writes dq as forward out.
-    latent: are values columns of the keys, which are wider by as many?"""
+    latent: are values columns of the keys, which are wider by as many?
+    """
     rows = sizes.tokens * sizes.batch * sizes.heads
     out, each, both = sizes.value_width, sizes.itemsize, 2 * sizes.stat_itemsize
     q = sizes.width + out * latent

@@ -28,7 +28,8 @@ else:
 
 class Figure(NamedTuple):
     """One key of the file. of: the class whose field it is; kind: its type; unit: with what it
-    counts, for the comment."""
+    counts, for the comment.
+    """
 
     key: str
     of: type
@@ -98,7 +99,8 @@ _WORDS = {str: "a text", int: "a whole number", float: "a number"}
 
 def read(path: str | Path) -> Cluster:
     """The cluster of a file. ValueError with all that is wrong in it, by section and key, or that
-    it cannot be read."""
+    it cannot be read.
+    """
     try:
         found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -141,7 +143,8 @@ def text(cluster: Cluster, notes: Mapping[str, str]) -> str:
 
 def made(found: Mapping[str, Mapping[str, Any]]) -> Cluster:
     """The cluster of these values, by section and key, in which no key is unknown and no type
-    wrong."""
+    wrong.
+    """
     given: dict[type, dict[str, Any]] = {Cluster: {}, Gpu: {}, Rates: {}, HostTime: {}}
     for section, figure in _figures():
         value = _at(found, section, figure.key)
@@ -197,7 +200,8 @@ def _unfit(found: Mapping[str, Any]) -> Iterator[str]:
 
 def _needed(figure: Figure, named: bool, measured: bool) -> bool:
     """Whether a file cannot be without a figure: not where there is a default, or the GPU is one of
-    the table, and rates only where any are stated."""
+    the table, and rates only where any are stated.
+    """
     field = next(field for field in fields(figure.of) if field.name == figure.field)
     if field.default is not MISSING:
         return False

@@ -135,7 +135,8 @@ class Cluster:
     @property
     def link(self) -> float:
         """Bytes per second between one GPU and the host, one way: half the bus while all copy,
-        as two GPUs often share a switch, where no rate was measured."""
+        as two GPUs often share a switch, where no rate was measured.
+        """
         return self.host_rate or self.gpu.host_link / 2
 
     def nodes(self, tp: int = 1) -> Nodes:

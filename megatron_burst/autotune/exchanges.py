@@ -66,7 +66,7 @@ class TimedExchange(NamedTuple):
 
 
 def ports_of(moved: Transfers, grid: Grid, wires: Wires) -> np.ndarray:
-    """int [2, n]: the port from which each message leaves, and the one at which it arrives."""
+    """Int [2, n]: the port from which each message leaves, and the one at which it arrives."""
     size, between = grid.size, wires.between(moved, grid)
     leaves, arrives = between * size + moved.src, (2 + between) * size + moved.dst
     if wires.pairs:

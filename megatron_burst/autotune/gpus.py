@@ -172,7 +172,8 @@ def other_kernels(gpu: Gpu, documents: bool = False) -> list[str]:
 
 def with_kernel(gpu: Gpu, kernel: str | None) -> Gpu:
     """The GPU at the published rate of one kernel, None: as it is. ValueError with those that there
-    are."""
+    are.
+    """
     if kernel is None:
         return gpu
     entry = table_entry(gpu)
@@ -195,7 +196,8 @@ def gpu(name: str) -> Gpu:
 
 def of_device(title: str) -> Gpu | None:
     """The GPU of the table that CUDA calls so, such as "NVIDIA H100 80GB HBM3"; None for others,
-    and for the cards of the same names, which have other peaks and no NVLink switch."""
+    and for the cards of the same names, which have other peaks and no NVLink switch.
+    """
     words = title.upper().replace("-", " ").split()
     if "PCIE" in words or "NVL" in words:
         return None

@@ -45,7 +45,8 @@ COPIED = 2**25  # bytes of a copy on the device
 
 class Peers(NamedTuple):
     """The members of a channel with which a rank exchanges messages at the same time: of each pair
-    it sends to the first and receives from the second."""
+    it sends to the first and receives from the second.
+    """
 
     endpoint: Endpoint
     channel: Channel
@@ -137,7 +138,8 @@ def links(groups: Groups, device: torch.device) -> Rates:
 
 def peers(groups: Groups, link: str) -> Peers | None:
     """The next and the last rank over one link class, in this rank's ring or its ulysses group;
-    None where it has no such link."""
+    None where it has no such link.
+    """
     rank, topology = groups.rank, groups.topology
     for endpoint, channel, ranks in (
         (groups.ring, FLAT, topology.ring(rank)),
@@ -167,7 +169,8 @@ def ring_peers(groups: Groups, ring: str, device: torch.device) -> Peers | None:
 
 def starter(peers: Peers, size: int, device: torch.device) -> Callable[[], Pending]:
     """A function that starts an exchange of `size` bytes with each of the peers, and returns what
-    waits for its end. The channel must be connected."""
+    waits for its end. The channel must be connected.
+    """
     out = torch.zeros(size, dtype=torch.uint8, device=device)
     into = [torch.empty_like(out) for _ in peers.pairs]
     # "intra" is where the bytes are counted, whatever link they take
@@ -180,7 +183,8 @@ def exchange_seconds(
     start: Callable[[], Pending], device: torch.device, times: int = 1
 ) -> tuple[float, float]:
     """Seconds until the first of `times` exchanges in a row had been started, and until all were
-    done."""
+    done.
+    """
     settle(device)
     begin, started = time.perf_counter(), 0.0
     for _ in range(times):
@@ -195,7 +199,8 @@ def link_speeds(
     groups: Groups, peers: Peers | None, device: torch.device
 ) -> tuple[float, list[float]]:
     """(seconds per message, by the slowest rank; bytes per second of every rank), all ranks sending
-    to their peers at once. (0, inf) where no rank has such peers. Collective."""
+    to their peers at once. (0, inf) where no rank has such peers. Collective.
+    """
 
     def of_ranks(size: int, times: int) -> list[float]:
         """Each rank's best, because what else a machine does can only slow it."""
@@ -234,7 +239,8 @@ def rate_of(size: float, took: float, latency: float) -> float:
 
 def _posting(groups: Groups, peers: Peers | None, device: torch.device) -> float:
     """Seconds until `exchange` has returned, all ranks exchanging with their peers: the middle of
-    each rank's, and of the ranks the slowest. On a GPU the host does it while the device works."""
+    each rank's, and of the ranks the slowest. On a GPU the host does it while the device works.
+    """
     if device.type == "cuda":
         return 0.0
     start = None if peers is None else starter(peers, FIRST, device)
@@ -303,7 +309,8 @@ def kernel_speed(
     v: torch.Tensor,
 ) -> tuple[float, float]:
     """(FLOP/s, seconds per call) of a kernel on a square tile of the heads of q, k, v, which are
-    only read for shape, dtype and device; kept for `groups`. The middle rank's. Collective."""
+    only read for shape, dtype and device; kept for `groups`. The middle rank's. Collective.
+    """
     key = kernel.name, scoring.softcap, q.dtype, q.shape[2:], k.shape[2:], v.shape[3], q.device.type
     speeds: dict[Any, tuple[float, float]] = groups.cache.setdefault("speeds", {})
     if key not in speeds:
@@ -318,7 +325,8 @@ def _speed(
     kernel: Kernel, scoring: Scoring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[float, float]:
     """Every size runs once untimed: kernels are compiled, or planned, for sizes they have not seen.
-    What is timed is the best of `TIMES`."""
+    What is timed is the best of `TIMES`.
+    """
 
     def took(rows: int) -> float:
         calls = local_calls(kernel, scoring, Full(), (q, k, v), rows)

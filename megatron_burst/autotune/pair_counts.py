@@ -23,7 +23,7 @@ SAMPLES = 48  # rows and columns of a rectangle that are looked at where nothing
 
 
 def pairs_seen(mask: Mask, shards: Sequence[Sequence[Span]]) -> np.ndarray:
-    """float [G, G]: visible (query, key) pairs of the queries of shard i and the keys of j.
+    """Float [G, G]: visible (query, key) pairs of the queries of shard i and the keys of j.
 
     Only spans that may see each other are looked at: of packed documents those of one document.
     """
@@ -39,7 +39,8 @@ def pairs_seen(mask: Mask, shards: Sequence[Sequence[Span]]) -> np.ndarray:
 
 def pairs_attended(mask: Mask, shards: Sequence[Sequence[Span]], most: int) -> np.ndarray:
     """As `pairs_seen`, where a query attends to at most `most` of the keys that it sees, which are
-    taken to lie evenly among them, and the queries of a span to see as many."""
+    taken to lie evenly among them, and the queries of a span to see as many.
+    """
     pieces = [(span,) for shard in shards for span in shard]
     owner = np.repeat(np.arange(len(shards)), [len(shard) for shard in shards])
     if len(pieces) > PIECES:

@@ -31,7 +31,8 @@ class Places:
 
     def load(self, src: np.ndarray, dst: np.ndarray) -> np.ndarray:
         """How many messages that start together in all rings share a NIC with each one of the first
-        ring, itself included, at its busier end; 1 within a node."""
+        ring, itself included, at its busier end; 1 within a node.
+        """
         crosses = self.node[:, src] != self.node[:, dst]
         found = np.ones(len(src))
         for end in (src, dst):

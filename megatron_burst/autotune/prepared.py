@@ -72,7 +72,8 @@ class Prepared:
     @cached_property
     def calls(self) -> tuple[np.ndarray, np.ndarray]:
         """int: the first pair of every call, and of each pair the number of its call; as
-        `execution.joined` has them, which leaves own keys alone unless the kernel joins always."""
+        `execution.joined` has them, which leaves own keys alone unless the kernel joins always.
+        """
         pairs, joins = self.schedule.tables.pairs, self.schedule.wanted.joined
         call = np.arange(len(pairs.rank))
         if self.schedule.joined:
@@ -93,7 +94,8 @@ class Prepared:
         """float: to how many rows of queries and of keys each pair adds results, where its own rank
         adds to them as well: those of two ranks that see each other; and how many rows of keys it
         has that are copied into a call of several pairs. A call adds once to each row of its
-        queries, which counts with its first pair."""
+        queries, which counts with its first pair.
+        """
         want, pairs = self.schedule.wanted, self.schedule.tables.pairs
         queries, keys = (_rows_wanted(bundles) for bundles in (want.queries, want.keys))
         first, of = self.calls
@@ -111,7 +113,8 @@ class Prepared:
     def _held(self) -> tuple[np.ndarray, np.ndarray]:
         """int64 [rank, owner]: in how many chunks the keys of each owner come to each rank that
         computes with some of their rows, and how many rows these have, others that it passes on
-        among them."""
+        among them.
+        """
         tables, keys = self.schedule.tables, self.schedule.wanted.keys
         used = np.zeros((keys.size, keys.size), dtype=np.int64)
         np.bitwise_or.at(used, (tables.pairs.rank, tables.pairs.key), tables.pairs.key_rows)
@@ -127,7 +130,8 @@ class Prepared:
     @cached_property
     def own_last(self) -> np.ndarray:
         """int: the step of each pair where every rank's own pair waits for the boundary at which
-        the rank posts its last partial result, and runs beside it."""
+        the rank posts its last partial result, and runs beside it.
+        """
         size, tables = self.schedule.grid.size, self.schedule.tables
         pairs, moved = tables.pairs, tables.transfers
         if not moved.accumulated.any():

@@ -108,7 +108,8 @@ class Rates:
 
     def between(self, load: float | np.ndarray) -> float | np.ndarray:
         """Bytes per second, to another node, of each of `load` messages that share a NIC: `inter`
-        for one by itself."""
+        for one by itself.
+        """
         shared = np.minimum(self.inter, (self.nic or self.inter) / load)
         return np.where(np.asarray(load) > 1, shared, self.inter)[()]
 

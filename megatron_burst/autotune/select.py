@@ -248,7 +248,8 @@ def _place(each: tuple[Candidate, int]) -> tuple[tuple[Any, ...], int]:
 
 class _Open:
     """An algorithm on a grid with the candidates of it that were not simulated yet. at: its place
-    among all of them."""
+    among all of them.
+    """
 
     def __init__(self, what: AlgorithmOnGrid, at: int):
         self.at, self.open = at * PLACES, True
@@ -270,7 +271,8 @@ class _Open:
 
     def next(self) -> list[tuple[Candidate, int]]:
         """Those with the next number of head chunks, with their places; none where no more are
-        tried."""
+        tried.
+        """
         del self._counts[:1]
         made = next(self._made, [])
         first, self.at = self.at, self.at + len(made)

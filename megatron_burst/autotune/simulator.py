@@ -30,7 +30,8 @@ from .rates import Rates
 
 class GridBoundary(NamedTuple):
     """One boundary of all ranks: the exchanges that start there, and the seconds that each rank
-    then computes [G]."""
+    then computes [G].
+    """
 
     starting: Sequence[TimedExchange]
     seconds: np.ndarray
@@ -38,7 +39,8 @@ class GridBoundary(NamedTuple):
 
 class PassTime(NamedTuple):
     """Seconds of a pass, and for how many the busiest rank's device and links are in use; host:
-    what launching takes of its processor, which runs beside it."""
+    what launching takes of its processor, which runs beside it.
+    """
 
     seconds: float
     compute: float
@@ -58,7 +60,8 @@ IDLE = PassTime(0.0, 0.0, 0.0, 0.0)
 
 class Adding(NamedTuple):
     """Seconds, of all heads: queries, keys: of adding a row of a call's results to what is there;
-    joined: of bringing a row of keys of others into a call for several chunks."""
+    joined: of bringing a row of keys of others into a call for several chunks.
+    """
 
     queries: float = 0.0
     keys: float = 0.0
@@ -207,7 +210,8 @@ def pass_at_least(
     adding: Adding = NOTHING,
 ) -> float:
     """Seconds that no pass stays below: those of the busiest rank or port, as if none ever waited.
-    Arguments as of `pass_time`; more head chunks take no less."""
+    Arguments as of `pass_time`; more head chunks take no less.
+    """
     of_pair, _, taken = _costs(prepared, sizes, seconds, rates, head_chunks, least, adding)
     computing = np.bincount(prepared.schedule.tables.pairs.rank, of_pair, 1).max()
     sending = np.bincount(prepared.ports.reshape(-1), np.tile(taken, 2), 1).max()
@@ -216,7 +220,8 @@ def pass_at_least(
 
 class _Costs(NamedTuple):
     """What one head chunk costs. of_pair: seconds of each pair; sent: bytes of each transfer;
-    taken: its seconds."""
+    taken: its seconds.
+    """
 
     of_pair: np.ndarray
     sent: np.ndarray

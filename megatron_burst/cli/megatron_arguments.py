@@ -114,7 +114,8 @@ class MegatronCommand(argparse.Namespace):
 
     def burst_arguments(self) -> tuple[SimpleNamespace, list[str]]:
         """The values of our own flags, for `flags.settle`, and a line for each that has none of
-        its type."""
+        its type.
+        """
         # Which layout follows from other choices depends on whether there are several ranks.
         values, wrong = SimpleNamespace(context_parallel_size=self.cp), []
         for name in self.given(*FLAGS):
@@ -164,7 +165,8 @@ def _attribute(flag: str) -> str:
 
 def _frequency(text: str) -> Any:
     """A number, or a list with an entry for each layer: "([0]*3+[1]*58)", lists, their sums and
-    multiples, as Megatron evaluates them."""
+    multiples, as Megatron evaluates them.
+    """
 
     def value(node: ast.expr) -> Any:
         match node:

@@ -66,7 +66,8 @@ def _all_say(store: Any, texts: list[str], said: str) -> bool:
 
 def _store(rank: int) -> Any:
     """Where the ranks meet: that of their process group, or of the launcher; else rank 0 opens one
-    where its process group would be."""
+    where its process group would be.
+    """
     import torch.distributed as dist  # takes seconds
 
     if dist.is_initialized():
@@ -79,7 +80,8 @@ def _store(rank: int) -> Any:
 @contextmanager
 def groups_ended() -> Iterator[None]:
     """Around a program: at its normal end its process groups are destroyed, or threads of theirs
-    may abort the process while Python ends, and the exit code would be that of a crash."""
+    may abort the process while Python ends, and the exit code would be that of a crash.
+    """
     try:
         yield
     except SystemExit as end:

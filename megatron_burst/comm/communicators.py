@@ -121,7 +121,8 @@ class Communicators:
 
     def connect(self, channels: Iterable[Channel], device: torch.device) -> None:
         """Give each channel that lacks it a group for tensors of this kind of device. Collective,
-        if any does; ValueError, on all ranks, if they do not mean the same."""
+        if any does; ValueError, on all ranks, if they do not mean the same.
+        """
         wanted = dict.fromkeys(channels)
         missing = [
             channel
@@ -144,7 +145,8 @@ class Communicators:
 
     def _agree(self, missing: list[Channel], device: torch.device) -> str:
         """A name for what will be made; ValueError, on all ranks, unless all lack the same and were
-        given the same."""
+        given the same.
+        """
         reused = {channel: self._reused(channel, device) for channel in missing}
         given = {self.place.members(c): g.group_name for c, g in reused.items() if g is not None}
         words = f"{_words(missing)}, given groups for {_words(c for c in missing if reused[c])}"
@@ -184,7 +186,8 @@ class Communicators:
 
     def _own(self, channel: Channel, device: torch.device, name: str) -> dist.ProcessGroup:
         """The group made for rings over these ranks; two rings over the same ranks share it. Rings
-        of the other ranks of the grid have the same name, and other first members."""
+        of the other ranks of the grid have the same name, and other first members.
+        """
         members, backend = self.place.members(channel), self.moves[device.type]
         key = _key(members), channel.gradient, backend
         if key not in self._made:
@@ -210,7 +213,8 @@ def nccl_options(timeout: Any, max_ctas: int | None) -> Any:
 
 def memory_taken(device: torch.device) -> int | None:
     """The bytes of a GPU in use outside torch's allocator, where NCCL's buffers are; None for the
-    CPU."""
+    CPU.
+    """
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)

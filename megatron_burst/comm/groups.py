@@ -55,7 +55,8 @@ class Calls:
         """The next call begins; what its messages and those of its backward bear. Without a label
         that is the line of the caller's which makes the call. sink, host: whether the call has a
         sink, and host memory for keys, which a plan does not contain. Raises ValueError for a label
-        (`check_label`)."""
+        (`check_label`).
+        """
         if label is None:
             label = self._calling_line(plan)
         else:
@@ -75,7 +76,8 @@ class Calls:
         """Where the code outside of this package and torch is, the same on every rank; warns, once,
         of a line that calls a plan a second time before any backward, as a loop over layers does:
         ranks that leave out different turns of it would exchange the wrong tensors. An evaluation
-        has no backward, and may call from one line again and again."""
+        has no backward, and may call from one line again and again.
+        """
         frame = sys._getframe(2)
         while frame.f_back and frame.f_globals.get("__name__", "").startswith(INNER):
             frame = frame.f_back
@@ -193,7 +195,8 @@ class Groups:
         nccl_max_ctas: int | None = None,
     ) -> Groups:
         """`intra` consecutive ranks of `group` form a node; `ulysses`, `placement`, `reuse`,
-        `nccl_max_ctas`: as in `Groups`."""
+        `nccl_max_ctas`: as in `Groups`.
+        """
         given = f"{intra=}, {asked(ulysses, placement, reuse, nccl_max_ctas)}"
         ranks = agreed(said := introduce(process_group(group), given))
         self = cls.__new__(cls)
@@ -234,7 +237,8 @@ class Groups:
 
     def gather(self, header: torch.Tensor) -> list[torch.Tensor]:
         """The headers (CPU tensors, same shape and dtype everywhere) of all ranks, in order; this
-        rank's is `header`. A collective on the host; RuntimeError if a rank does not take part."""
+        rank's is `header`. A collective on the host; RuntimeError if a rank does not take part.
+        """
         if self.size == 1:
             return [header]
         gathered = [torch.empty_like(header) for _ in range(self.size)]
@@ -248,7 +252,8 @@ class Groups:
         """Raise the same ValueError on every rank unless all made the same calls in the same order.
 
         A small collective on the host, part of `prepare`. For one plan that serves many steps on
-        CUDA, where messages are not checked one by one: call it every few steps."""
+        CUDA, where messages are not checked one by one: call it every few steps.
+        """
         self.compare({})
 
     def compare(self, facts: Facts) -> None:
@@ -257,7 +262,8 @@ class Groups:
 
     def agree(self, facts: Facts | ValueError) -> None:
         """Raise the same ValueError on every rank unless all ranks state the same facts and made
-        the same calls. facts: of this rank, or an error, which then all ranks raise."""
+        the same calls. facts: of this rank, or an error, which then all ranks raise.
+        """
         here = facts if isinstance(facts, ValueError) else facts | {CALLS: self.calls}
         agree(here, self.gather)
 
@@ -267,7 +273,8 @@ class Groups:
 
     def connect(self, channels: Iterable[Channel], device: torch.device) -> None:
         """Make the process groups that these channels lack for tensors of such a device; collective
-        if any does. Raises ValueError, on all ranks alike, if they cannot be made or differ."""
+        if any does. Raises ValueError, on all ranks alike, if they cannot be made or differ.
+        """
         self._communicators.connect(channels, device)
 
     @property
@@ -289,7 +296,8 @@ class Groups:
     def running(self, device: str = "cpu") -> Iterator[None]:
         """Around a call on these groups: if an error ends it half-way, `check` refuses the next
         one, because no rank knows how far the others are. In it autocast is off for tensors of this
-        type of device: precision is the plan's business."""
+        type of device: precision is the plan's business.
+        """
         on = torch.is_autocast_enabled(device)  # where it is off already nothing is done
         try:
             with torch.autocast(device, enabled=False) if on else nullcontext():

@@ -25,7 +25,8 @@ ENVELOPE = 5 * 8  # bytes: the length of the message and the fields of `Envelope
 
 class CallTag(NamedTuple):
     """Which call a message belongs to: digest of the plan, number of the call on its groups, and
-    digest of the label that the caller gave it and of whether there is a sink."""
+    digest of the label that the caller gave it and of whether there is a sink.
+    """
 
     plan: int = 0
     call: int = 0
@@ -55,7 +56,8 @@ class Message(NamedTuple):
 
 class Cut(NamedTuple):
     """Where tensors of some shapes lie in a message: its bytes without the envelope, and of each
-    dtype, shape, strides and the number of elements before it."""
+    dtype, shape, strides and the number of elements before it.
+    """
 
     length: int
     parts: tuple[tuple[torch.dtype, torch.Size, tuple[int, ...], int], ...]

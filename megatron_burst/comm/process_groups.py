@@ -76,7 +76,8 @@ def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
 
 def introduce_nodes(intra: dist.ProcessGroup, inter: dist.ProcessGroup, asked: str) -> list[Said]:
     """What each rank of a grid says, node by node; a collective. intra: the ranks of this rank's
-    node, inter: those with its index on all nodes. ValueError where nodes differ in size."""
+    node, inter: those with its index on all nodes. ValueError where nodes differ in size.
+    """
     nodes = gather_objects(introduce(intra, asked), inter)
     rows = [[one.rank for one in node] for node in nodes]
     for each in gather_objects(rows, intra):  # an index that a small node lacks sees no such node

@@ -79,7 +79,8 @@ def over_grid(
     label: str,
 ) -> dict[int, Tensors]:
     """What came from each rank of the grid, of the shapes `wanted` of it, while `sent` went there;
-    label: what this exchange of the call is, the same on every rank."""
+    label: what this exchange of the call is, the same on every rank.
+    """
     link, me = groups.topology.link, groups.rank
     sends = [Send(peer, link(me, peer), tensors) for peer, tensors in sent.items()]
     envelope = Envelope(call, crc32(label.encode()))
@@ -95,7 +96,8 @@ def longest(rows: int, tensors: Sequence[torch.Tensor]) -> int:
 @dataclass(frozen=True)
 class _Job:
     """One rank's part of an exchange; home: rows of the shard that gradients go back to, or None
-    for the way there."""
+    for the way there.
+    """
 
     groups: Groups
     paths: Paths

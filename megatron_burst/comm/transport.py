@@ -27,7 +27,8 @@ Tensors = Sequence[torch.Tensor]
 
 class Channel(NamedTuple):
     """A ring ("flat", "intra", "inter"), "ulysses" or "grid" (all ranks, in the order of their
-    numbers), and whether it carries gradients."""
+    numbers), and whether it carries gradients.
+    """
 
     ring: str
     gradient: bool
@@ -59,7 +60,8 @@ class Receive(NamedTuple):
 
 class Trade(NamedTuple):
     """An all-to-all: `parts[i][peer]` of this rank goes into `into[i]` of the peer, at the rank of
-    this one. into: contiguous; links: to each peer; envelope: where there are messages."""
+    this one. into: contiguous; links: to each peer; envelope: where there are messages.
+    """
 
     channel: Channel
     parts: Tensors
@@ -71,7 +73,8 @@ class Trade(NamedTuple):
 
 class Pending(Protocol):
     """A started exchange: `wait` returns when all it sends may be reused and all arrived (with NCCL
-    for what the current stream does next; torch up to 2.7 frees such buffers later)."""
+    for what the current stream does next; torch up to 2.7 frees such buffers later).
+    """
 
     def wait(self) -> None: ...
 
@@ -126,7 +129,8 @@ def exchanged(
     label: object,
 ) -> dict[int, Tensors]:
     """What came from each peer, tensors of the shapes that are `wanted` of it, while `sends` (whose
-    tensors need not be contiguous) went. On the CPU what goes to one peer is one message."""
+    tensors need not be contiguous) went. On the CPU what goes to one peer is one message.
+    """
     packed = device.type == "cpu"
     sent, received = [], []
     for peer, link, tensors, _ in sends:

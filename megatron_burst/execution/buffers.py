@@ -86,7 +86,8 @@ class Buffers:
 @dataclass
 class _Total:
     """All rows of a partial result that this rank has; filled: those to which something was
-    contributed. write: writes sums that are not in the message yet."""
+    contributed. write: writes sums that are not in the message yet.
+    """
 
     message: Message
     filled: int = 0

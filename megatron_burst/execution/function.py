@@ -104,7 +104,7 @@ def backward(
 
 
 def rows_to_keep(job: Job, saved: Tensors) -> Tensors:
-    """out and lse of the rows that the store keeps. saved: as `forward` returned it."""
+    """Out and lse of the rows that the store keeps. saved: as `forward` returned it."""
     if len(job.chunks) > 1:
         return row_chunks.rows_to_keep(job, saved)
     again = next(iter(job.chunks)).recompute

@@ -50,7 +50,8 @@ class Target(NamedTuple):
 class Call:
     """One call of the kernel: the query and key chunks as they are held, what it planned for
     them, and what it adds to: the output, or the gradients of the queries and of the keys. parts:
-    of a call over several chunks of keys, `joined.Parts`."""
+    of a call over several chunks of keys, `joined.Parts`.
+    """
 
     pair: Pair
     queries: Chunk
@@ -91,7 +92,8 @@ class Exchange:
 @dataclass(frozen=True)
 class Step:
     """A boundary and the pairs computed after it; release: chunks of others that this rank has
-    neither to compute with nor to send any more."""
+    neither to compute with nor to send any more.
+    """
 
     index: int
     release: tuple[Chunk, ...]

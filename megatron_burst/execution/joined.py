@@ -142,7 +142,8 @@ def _places(
 
 def compute(call: Call, ring: Ring) -> None:
     """Compute a joined call of a ring: its target is that of the queries, out or dquery, and its
-    parts have those of gradients of keys besides."""
+    parts have those of gradients of keys besides.
+    """
     partials, (own,), parts = ring.partials, call.targets, call.parts
     keys, sums = _gathered(parts, ring), [partials.open(own)]
     grads: Tensors = ()

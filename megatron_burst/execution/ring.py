@@ -219,7 +219,8 @@ def kinds(
     wire: torch.dtype,
 ) -> tuple[dict[str, MessageKind], dict[str, str]]:
     """The kinds of messages of a pass, and of each family in which kind it travels: apart where
-    sums travel in another dtype than they are summed in. own, sums, exact: as of `Ring`."""
+    sums travel in another dtype than they are summed in. own, sums, exact: as of `Ring`.
+    """
     of = {
         f: MessageKind([(t.shape[1:], t.dtype) for t in ts], run.longest.get(f, 0))
         for f, ts in own.items()
@@ -318,7 +319,8 @@ def forward_rings(
     max_logits: torch.Tensor | None = None,
 ) -> list[Ring]:
     """One ring per head chunk: attention of the queries to the keys of all ranks (BurstEngine
-    Algorithm 1). q [s, b, h, d], keys (k [s, b, k, d], v [s, b, k, w]) of this rank."""
+    Algorithm 1). q [s, b, h, d], keys (k [s, b, k, d], v [s, b, k, w]) of this rank.
+    """
     k, v = keys
     rings = []
     for part in head_chunks(job, q.shape[2], k.shape[2]):
@@ -334,7 +336,7 @@ def forward_rings(
 def outputs(
     rings: Sequence[Ring], dtype: torch.dtype, sink: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [s, b, h, w] in `dtype` and lse [s, b, h] in the accumulation dtype.
+    """Out [s, b, h, w] in `dtype` and lse [s, b, h] in the accumulation dtype.
 
     sink [h] or None: a logit that every row sees besides its keys, with no value.
     """

@@ -62,7 +62,7 @@ class RowChunks:
     def forward(
         self, index: int, q: torch.Tensor, stored: Tensors | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """out [r, b, h, w] in the dtype of q and lse of the queries of a chunk, q [r, b, h, d].
+        """Out [r, b, h, w] in the dtype of q and lse of the queries of a chunk, q [r, b, h, d].
 
         lse is as the ring has it, [p r, b, h / p] in the accumulation dtype. stored: what `kept`
         took of the results of this chunk; only the other rows are computed.
@@ -104,7 +104,8 @@ class RowChunks:
 
     def kept(self, index: int, out: torch.Tensor, lse: torch.Tensor) -> Tensors:
         """Copies of the results of a chunk that the store of the plan keeps. Raises ValueError
-        where it keeps none."""
+        where it keeps none.
+        """
         partial = self.job.chunks[index].recompute
         if partial is None:
             raise ValueError(
@@ -121,7 +122,7 @@ class RowChunks:
         lse: torch.Tensor,
         dout: torch.Tensor,
     ) -> torch.Tensor | None:
-        """dq [r, b, h, d] of a chunk, in the accumulation dtype, or the wire's where ranks share
+        """Dq [r, b, h, d] of a chunk, in the accumulation dtype, or the wire's where ranks share
         heads; None if it is not needed. The gradients of keys and values are added up.
 
         q, out: contiguous, as of `forward`; lse: as `forward` returned it; dout [r, b, h, w].
@@ -151,8 +152,9 @@ class RowChunks:
         return dq
 
     def gradients(self) -> Gradients:
-        """dk [s, b, k, d], dv [s, b, k, w], dsink [h] in the accumulation dtype, dk and dv in the
-        wire's where ranks share heads; None where not needed. After the last chunk, once."""
+        """Dk [s, b, k, d], dv [s, b, k, w], dsink [h] in the accumulation dtype, dk and dv in the
+        wire's where ranks share heads; None where not needed. After the last chunk, once.
+        """
         job = self.job
         sums, self._sums = self._sums or self._zeros(), []
         joined = iter([ring.join(parts) for parts in zip(*sums, strict=True)])
@@ -170,7 +172,7 @@ class RowChunks:
         return dk, dv, dsink
 
     def _zeros(self) -> list[Tensors]:
-        """dk and dv of every head chunk, as far as they are needed."""
+        """Dk and dv of every head chunk, as far as they are needed."""
         needed = [t for t, needs in zip(self.keys, self.job.needs_grad[1:], strict=True) if needs]
         dtype, sums = accumulation_dtype(self.keys[0].dtype), []
         for part in ring.head_chunks(self.job, 0, self.keys[0].shape[2]):
@@ -347,7 +349,8 @@ class ChunkedCall:
     def gradients(self) -> Gradients:
         """(dk [s, b, k, d], dv [s, b, k, w], dsink [h]) after the last chunk, once; each None where
         it is not needed. dtypes as of `backward`. Raises ValueError the second time, and where a
-        chunk had no backward."""
+        chunk had no backward.
+        """
         self._groups.check()
         missing = sorted(set(range(len(self._job.chunks))) - self._differentiated)
         if missing and not self._ended:

@@ -90,7 +90,8 @@ def scatter(
 
 def _parts(tensor: torch.Tensor, size: int) -> torch.Tensor:
     """[s, b, n, d] -> [size, s, b, share of n, d], as `Share.of`: a view, unless heads have
-    copies."""
+    copies.
+    """
     heads = tensor.shape[2]
     if heads < size:
         copies = size // heads

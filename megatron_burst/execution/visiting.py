@@ -21,7 +21,8 @@ from .ring import ChunkStore, Ring
 
 class Resting(Protocol):
     """What `mb.HostMemory.move` returns. moved: False if host memory did not take the tensor, and
-    it is the tensor itself."""
+    it is the tensor itself.
+    """
 
     @property
     def moved(self) -> bool: ...
@@ -76,7 +77,8 @@ class Visiting:
 
     def provide(self, rings: Sequence[Ring]) -> None:
         """Before the rings of a forward run, one of every head chunk: those of the first forward
-        leave what arrives on the host, those of later ones find it there and send nothing."""
+        leave what arrives on the host, those of later ones find it there and send nothing.
+        """
         first = not self._stashes
         if first:
             self._stashes = [{} for _ in rings]
@@ -118,7 +120,8 @@ class _Arriving:
 
 class _Fetched:
     """The store of a later forward: chunks of other ranks come from the host when asked for, in
-    the order of the pass, and the next one is on its way."""
+    the order of the pass, and the next one is on its way.
+    """
 
     def __init__(self, own: ChunkStore, visitors: list[Chunk], stash: Stash):
         self._own, self._order, self._stash = own, visitors, stash

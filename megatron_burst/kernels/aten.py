@@ -156,7 +156,8 @@ class AtenKernel:
 
 class _TileWork(NamedTuple):
     """What one operator call needs: a tile and, of a table, what is hidden and which rows see
-    nothing; of joined tiles what they lie in, their lengths, and what each would need."""
+    nothing; of joined tiles what they lie in, their lengths, and what each would need.
+    """
 
     tile: Tile
     hidden: torch.Tensor | None  # bool [rows, columns]
@@ -170,7 +171,8 @@ class _TileWork(NamedTuple):
 
     def _window(self) -> Window | None:
         """(left, right) of the tile's band. `Tile.band` is aligned to the first row and column,
-        windows of operators are aligned to the last row and column."""
+        windows of operators are aligned to the last row and column.
+        """
         if self.tile.band is None:
             return None
         if self.lengths is not None:  # each sequence is a square
@@ -191,7 +193,8 @@ class _TileWork(NamedTuple):
 
 def _items(work: Sequence[_TileWork], batch: int) -> Iterator[_TileWork]:
     """One for every call. Sequences of different lengths leave no room for a second batch entry:
-    with more, every tile is computed alone."""
+    with more, every tile is computed alone.
+    """
     for item in work:
         if item.lengths is None or batch == 1:
             yield item
@@ -229,6 +232,7 @@ def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
 
 def _heads_first(x: torch.Tensor, width: int) -> torch.Tensor:
     """[s, b, h, d] -> [b, h, s, width], a view where d is the width; else padded with zeros, which
-    change no score and no sum."""
+    change no score and no sum.
+    """
     wide = x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
     return wide.permute(1, 2, 0, 3)

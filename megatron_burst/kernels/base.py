@@ -61,7 +61,8 @@ class Kernel(Protocol):
 
     def work_for(self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -> Any:
         """What `forward` and `backward` need of a pair of shards besides tensors, made once per
-        plan; None if nothing is visible. Raises ValueError for a mask the kernel cannot compute."""
+        plan; None if nothing is visible. Raises ValueError for a mask the kernel cannot compute.
+        """
         ...
 
     def forward(
@@ -79,7 +80,8 @@ class Kernel(Protocol):
         accumulation dtype, by online softmax: a row that saw nothing yet has out 0, lse -inf.
 
         max_logits [h], of the same dtype, or None, which kernels without `maximum` need: raised to
-        the largest score that a row of each head sees."""
+        the largest score that a row of each head sees.
+        """
         ...
 
     def backward(

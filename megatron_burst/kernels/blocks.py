@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 class BlockSizes(NamedTuple):
     """Tiles of `rows` x `columns` (powers of two; columns at least 32); warps; stages of loads
-    in flight."""
+    in flight.
+    """
 
     rows: int
     columns: int
@@ -60,7 +61,8 @@ WIDEST = 256
 
 def blocks(capability: int, direction: str, width: int, itemsize: int = 2) -> BlockSizes:
     """The entry for a device (9.0 is 90), "forward" or "backward", and the greater width; for
-    inputs of `itemsize` bytes."""
+    inputs of `itemsize` bytes.
+    """
     if itemsize == 4:
         limits = (limit for _, limit in FLOAT32_BLOCKS)
         return FLOAT32_BLOCKS[direction, min(limit for limit in limits if limit >= width)]

@@ -96,7 +96,8 @@ class Flash:
 
     def _zeros_like(self, x: torch.Tensor) -> torch.Tensor:
         """Zeros shaped as x, dense. Filled once for the pairs of a pass, which have equal shapes:
-        nobody writes into them."""
+        nobody writes into them.
+        """
         found = self._zeros
         if found is None or (found.shape, found.dtype, found.device) != (
             x.shape,
@@ -109,7 +110,8 @@ class Flash:
 
 def kernel(name: str, beside_rings: bool = False) -> AtenKernel:
     """The tiles of `AtenKernel`, computed by an installed package; `beside_rings`: while tensors
-    travel. Raises ValueError as `load`."""
+    travel. Raises ValueError as `load`.
+    """
     return AtenKernel(name, Flash(name, PACKAGES[name], load(name), beside_rings))
 
 

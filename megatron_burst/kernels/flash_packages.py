@@ -41,7 +41,8 @@ class Function(NamedTuple):
 @dataclass(frozen=True)
 class FlashPackage(Package):
     """modules: where its functions may be, of which the first that is there counts; unlimited: what
-    a side of a window is that has no end; takes_delta: as of `operators.Operator`."""
+    a side of a window is that has no end; takes_delta: as of `operators.Operator`.
+    """
 
     modules: tuple[str, ...]
     forward: Function
@@ -79,7 +80,8 @@ PACKAGES = {
 
 class FlashFunctions(NamedTuple):
     """Both functions of a package, whether both take windows and many sequences, and whether
-    gradients can be the same bits every time."""
+    gradients can be the same bits every time.
+    """
 
     forward: FittedFunction
     backward: FittedFunction

@@ -55,7 +55,8 @@ def joined(tiles: Sequence[Tile]) -> list[Tile | Joined]:
 
 def _kind(tile: Tile, one: str) -> str | None:
     """What tiles of one call have in common; None: this one is computed alone. one: the kind of a
-    tile of one row and one column."""
+    tile of one row and one column.
+    """
     if tile.table is not None or tile.rows.step not in (1, None):
         return None
     if tile.columns.step not in (1, None):

@@ -154,7 +154,8 @@ def _here(*tensors: torch.Tensor) -> bool:
 
 def plain(*tensors: torch.Tensor) -> bool:
     """Are these tensors of one device with numbers in them, outside of autograd and of
-    torch.compile, which cannot see into an operator of ours?"""
+    torch.compile, which cannot see into an operator of ours?
+    """
     if torch.compiler.is_compiling():  # and it could not follow what is asked below
         return False
     device, grad = tensors[0].device, torch.is_grad_enabled()
@@ -165,7 +166,8 @@ def plain(*tensors: torch.Tensor) -> bool:
 
 def changed(*tensors: torch.Tensor) -> None:
     """Count a write in place, as torch's own operators do, so that holders of a tensor can see
-    it."""
+    it.
+    """
     for tensor in tensors:
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)

@@ -65,7 +65,7 @@ def add_sink_(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> None:
 
 
 def row_delta(dout: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """delta = rowsum(dout * out) [s, b, h], added up in `dtype`; dout, out [s, b, h, d]."""
+    """Delta = rowsum(dout * out) [s, b, h], added up in `dtype`; dout, out [s, b, h, d]."""
     delta = native.delta(dout, out, dtype)
     if delta is None and (out.device.type == "cuda" or "triton" in sys.modules):
         delta = rowwise.delta(dout, out, dtype)

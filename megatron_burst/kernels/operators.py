@@ -85,7 +85,8 @@ class Operator(Protocol):
 
     def unfit(self, device: torch.device, widths: Widths) -> str | None:
         """Why a device of the right type cannot serve widths of keys and of values, or None.
-        Widths that differ are asked about first as they are, and then padded to the greater."""
+        Widths that differ are asked about first as they are, and then padded to the greater.
+        """
         ...
 
     def forward(self, q, k, v, shown: Shown, scale: float) -> tuple[torch.Tensor, torch.Tensor]: ...

@@ -66,7 +66,8 @@ class CudaCudnn:
 
     def unfit(self, device: torch.device, widths: Widths) -> str | None:
         """As releases of torch have it for their own use of cuDNN, where they agree about
-        backward: from 9.11 on (192, 128), MLA's; from 9.10 on 256 on Hopper."""
+        backward: from 9.11 on (192, 128), MLA's; from 9.10 on 256 on Hopper.
+        """
         if max(widths) <= 128:
             return None
         version = torch.backends.cudnn.version() or 0
@@ -108,14 +109,15 @@ class CudaCudnn:
 
 def prefers_cudnn(device: torch.device) -> bool:
     """Is cuDNN the faster of torch's operators here? torch's own rule for its own choice: Hopper
-    and Blackwell, and a cuDNN later than 9.15.0, which cured lengths that 128 does not divide."""
+    and Blackwell, and a cuDNN later than 9.15.0, which cured lengths that 128 does not divide.
+    """
     capability = torch.cuda.get_device_capability(device)
     version = torch.backends.cudnn.version() or 0
     return capability in CUDNN_FIRST and version > 91500
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
-    """x [b, h, s, d], copied where it is not dense as [s, b, h, d]."""
+    """X [b, h, s, d], copied where it is not dense as [s, b, h, d]."""
     b, h, _, d = x.shape
     strides = (h * d, d, b * h * d, 1)
     if x.stride() == strides:
@@ -135,7 +137,7 @@ def heads_first(x: torch.Tensor) -> torch.Tensor:
 
 
 def stats_of(x: torch.Tensor, lengths: Lengths | None) -> torch.Tensor:
-    """lse or delta [b, h, s] as FlashAttention wants it: dense, and [h, s] of many sequences."""
+    """Lse or delta [b, h, s] as FlashAttention wants it: dense, and [h, s] of many sequences."""
     return (x if lengths is None else x.squeeze(0)).contiguous()
 
 

@@ -69,7 +69,8 @@ class Package:
 
 class Signature:
     """The parameters of a function that can be passed by name. place: of the function, for
-    messages; of what `torch.library.custom_op` made of a function, those of the function."""
+    messages; of what `torch.library.custom_op` made of a function, those of the function.
+    """
 
     def __init__(self, place: str, function: Callable | inspect.Signature):
         if not isinstance(function, inspect.Signature):
@@ -91,7 +92,8 @@ class Signature:
 
 class FittedFunction(NamedTuple):
     """A function and how it is called. names: our name of each argument -> that of the function;
-    constants: what it is given besides, in every call."""
+    constants: what it is given besides, in every call.
+    """
 
     function: Callable
     names: Mapping[str, str]

@@ -64,7 +64,7 @@ def delta(
     dout_row, dout_batch, dout_head, out_row, out_batch, out_head,
     count, batch, heads, width, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """found [rows, contiguous] = rowsum(dout * out)."""
+    """Found [rows, contiguous] = rowsum(dout * out)."""
     position, entry, head, inside = _rows(count, batch, heads, R)
     shown = inside[:, None] & (tl.arange(0, W) < width)[None, :]
     x = tl.load(
@@ -86,8 +86,9 @@ def stand_in(
     dout_row, dout_batch, dout_head, delta_row, delta_batch, delta_head,
     count, batch, heads, width, LARGEST: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """found [rows, width, contiguous] with rowsum(dout * found) = delta; LARGEST: a number of its
-    dtype must not be larger, 0: no such limit."""
+    """Found [rows, width, contiguous] with rowsum(dout * found) = delta; LARGEST: a number of its
+    dtype must not be larger, 0: no such limit.
+    """
     position, entry, head, inside = _rows(count, batch, heads, R)
     shown = inside[:, None] & (tl.arange(0, W) < width)[None, :]
     wanted = tl.load(

@@ -73,7 +73,8 @@ class TileRuns(NamedTuple):
 
 class TileParts(NamedTuple):
     """Columns: of a tile, rows top <= a < bottom see the columns begin <= b < end where
-    low <= b - a <= high. Parts of a tile show none of its pairs twice."""
+    low <= b - a <= high. Parts of a tile show none of its pairs twice.
+    """
 
     tile: np.ndarray
     top: np.ndarray
@@ -89,7 +90,8 @@ class TileParts(NamedTuple):
 
 class _Bands(NamedTuple):
     """Columns: of a pair, `rows` rows from `row` on see, of `columns` columns from `column` on,
-    those from m - left to m + right for the m-th row."""
+    those from m - left to m + right for the m-th row.
+    """
 
     pair: np.ndarray
     row: np.ndarray
@@ -105,7 +107,8 @@ class _Bands(NamedTuple):
 
 class Candidates(NamedTuple):
     """Pieces of queries and of keys, whose owner is the pair: of each piece of keys, those of
-    queries from `begin` on, `met` of them, may see it. many: too many to compare them."""
+    queries from `begin` on, `met` of them, may see it. many: too many to compare them.
+    """
 
     q: Pieces
     k: Pieces
@@ -116,7 +119,8 @@ class Candidates(NamedTuple):
 
 def candidates(mask: Mask, pairs: Pairs, numbers: TileNumbers) -> Candidates:
     """Which pieces of the shards of each pair to compare; of several pairs they may be too
-    `many`."""
+    `many`.
+    """
     shards = [pieces_of([pair[side] for pair in pairs]) for side in (0, 1)]
     breaks = mask.breaks
     while True:
@@ -134,7 +138,8 @@ def tile_parts(
     mask: Mask, found: Candidates, numbers: TileNumbers
 ) -> tuple[TileRuns, TileParts, np.ndarray]:
     """The tiles that see something: those in runs, wholly; those of which parts are told; and, by
-    their numbers, those which the mask has to be asked about position by position."""
+    their numbers, those which the mask has to be asked about position by position.
+    """
     i, j = counted(found.begin, found.met), np.repeat(np.arange(len(found.begin)), found.met)
     bands, q, k = _told(mask, found.q.at(i), found.k.at(j))
     asked = np.zeros(0, dtype=np.int64)
@@ -182,7 +187,8 @@ def _told(mask: Mask, q: Pieces, k: Pieces) -> tuple[_Bands, Pieces, Pieces]:
 
 def _cells(q: Pieces, k: Pieces, size: tuple[int, int]) -> tuple[Pieces, Pieces]:
     """Pieces, two by two, cut where tiles end: every part of the one with every part of the
-    other."""
+    other.
+    """
     parts = [_blocks(side, rows) for side, rows in zip((q, k), size, strict=True)]
     (rows, high, top), (columns, wide, left) = parts
     of = np.repeat(np.arange(len(high)), high * wide)
@@ -246,7 +252,8 @@ TABLES_AT_ONCE = 1024  # tables that are drawn together
 
 class BitTables(NamedTuple):
     """bits: int32 [n, rows, columns / 32]; column c of a row is bit c % 32 of entry c // 32.
-    visible: int64 [n], how many bits are set."""
+    visible: int64 [n], how many bits are set.
+    """
 
     bits: np.ndarray
     visible: np.ndarray
@@ -273,7 +280,8 @@ def tables_of(
 
 def _alike(parts: TileParts, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, TileParts]:
     """The tiles; of each a number, the same for tiles of equal parts; and for every number the
-    parts of one such tile, whose `tile` is the number."""
+    parts of one such tile, whose `tile` is the number.
+    """
     rows, columns = size
     fields = (*parts[1:5], parts.low + rows, parts.high + rows)
     shape = (rows + 1, rows + 1, columns + 1, columns + 1, *[rows + columns + 1] * 2)
@@ -437,7 +445,8 @@ def _numbered(
     pair: np.ndarray, table: np.ndarray, bits: np.ndarray, pairs: int
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """Numbers of the tables within each pair, in the order in which its tiles have them, and the
-    bits of each pair. Number 0 shows everything."""
+    bits of each pair. Number 0 shows everything.
+    """
     index: dict[bytes, int] = {}
     equal = np.array([index.setdefault(x.tobytes(), len(index)) for x in bits], dtype=np.int64)
     example = np.zeros(len(index), dtype=np.int64)

@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 class Feature(NamedTuple):
     """part: of this package, or all of it; present: asks torch; since: the first release that has
-    it; without: what is so where it is absent; refused: whether the door refuses the part there."""
+    it; without: what is so where it is absent; refused: whether the door refuses the part there.
+    """
 
     part: str
     present: Callable[[], bool]
@@ -47,7 +48,8 @@ def _wide_products() -> bool:
 @functools.cache
 def _shares_heads() -> bool:
     """Does torch hand query heads that share keys to its flash attention for CPUs? The operator
-    itself cannot be tried: without support it writes outside its memory."""
+    itself cannot be tried: without support it writes outside its memory.
+    """
     with (
         _disable_current_modes(),
         warnings.catch_warnings(),

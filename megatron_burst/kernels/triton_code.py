@@ -39,7 +39,8 @@ def _logits(products, scale, CAP: tl.constexpr):
 @triton.jit
 def _shown(bits, table, M: tl.constexpr, N: tl.constexpr, BY_COLUMNS: tl.constexpr):
     """What a tile shows: bool [M, N], or [N, M] BY_COLUMNS. A word is loaded once for its 32
-    columns and spread over them in registers."""
+    columns and spread over them in registers.
+    """
     rows, words, columns = tl.arange(0, M), tl.arange(0, N // 32), tl.arange(0, N)
     at = bits + table.to(tl.int64) * (M * N // 32)
     if BY_COLUMNS:
@@ -64,7 +65,8 @@ def _program(programs, heads, SIZE: tl.constexpr):
 @triton.jit
 def _offset(batch, head, of_batch, of_head):
     """Where one head of a batch entry begins, in 64 bits: the product of two 32-bit numbers may
-    need them, in tensors of more than 2^31 elements."""
+    need them, in tensors of more than 2^31 elements.
+    """
     return tl.cast(batch, tl.int64) * of_batch + tl.cast(head, tl.int64) * of_head
 
 
@@ -76,7 +78,8 @@ def forward(
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one head; (out, lse) in float32, in place. max_logits: float32 [heads],
-    raised to the largest score, or None."""
+    raised to the largest score, or None.
+    """
     batch, head, start, first, stop = _program(programs, heads, M)
     lanes = tl.arange(0, M)
     rows = (start + lanes).to(tl.int64)
@@ -129,8 +132,9 @@ def _weights(products, stats, scale, shown, CAP: tl.constexpr, MASKED: tl.conste
 
 @triton.jit
 def _statistics(lse, delta, batch, head, start, M: tl.constexpr):
-    """lse in base 2 and delta of a block of rows; rows that saw nothing get inf, and those behind
-    the end 0 in both: their queries and gradients are 0 too."""
+    """Lse in base 2 and delta of a block of rows; rows that saw nothing get inf, and those behind
+    the end 0 in both: their queries and gradients are 0 too.
+    """
     stats = lse.load([batch, head, start]).reshape(M) * LOG2E
     mean = delta.load([batch, head, start]).reshape(M)
     return tl.where(stats == NOTHING, float("inf"), stats), mean
@@ -145,7 +149,8 @@ def backward_keys(
     DQ: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """One block of keys of one key head: dk and dv of all the queries that see it; dq, if asked,
-    added atomically where it is. `heads` counts key heads; lse, delta [b, h, rows]."""
+    added atomically where it is. `heads` counts key heads; lse, delta [b, h, rows].
+    """
     batch, head, start, first, stop = _program(programs, heads, N)
     lanes, widths = tl.arange(0, M), tl.arange(0, D)
     key = k.load([batch, head, start, 0]).reshape(N, D)

@@ -272,7 +272,8 @@ def _inputs(rows: Rows, k: torch.Tensor, v: torch.Tensor, size: BlockSizes) -> I
 
 def _statistics(x: torch.Tensor, rows: int) -> Any:
     """A descriptor of lse or delta [s, b, h] for `rows` rows of one head, which lie side by side in
-    a copy: without, every thread loads every row that it has a part of by itself."""
+    a copy: without, every thread loads every row that it has a part of by itself.
+    """
     from triton.tools.tensor_descriptor import TensorDescriptor  # pyright: ignore
 
     (n, b, h), unit = x.shape, ALIGNED // x.element_size()

@@ -186,7 +186,8 @@ class _Pool:
 
         def excess(dense: int) -> int:
             """Pairs beyond `need` with so many tokens from the dense end, the others from the
-            sparse one: all that are left, less those in between."""
+            sparse one: all that are left, less those in between.
+            """
             return self._before(self.low + room - dense) - self._before(self.high - dense) - goal
 
         dense = self._whole(room, _root(excess, room), excess, int(need * self.slack))
@@ -213,7 +214,8 @@ class _Pool:
 
     def _whole(self, room: int, dense: int, excess: Callable[[int], int], tolerance: int) -> int:
         """`dense`, or a number next to it with which no document is cut at the dense end, else none
-        at the sparse end."""
+        at the sparse end.
+        """
         for end in (self.high, self.low + room):
             place = bisect_left(self.starts, end - dense)
             others = [end - start for start in self.starts[max(0, place - 1) : place + 1]]
@@ -237,7 +239,8 @@ class _Pool:
 
 def _root(excess: Callable[[int], int], top: int) -> int:
     """Where in 0..top an increasing function comes nearest to 0: by false position, which meets the
-    pieces of straight lines after a few steps, and by halves after a step that was slow."""
+    pieces of straight lines after a few steps, and by halves after a step that was slow.
+    """
     low, high, below, above = 0, top, excess(0), excess(top)
     if below >= 0 or above <= 0:
         return low if abs(below) <= abs(above) else high
@@ -485,7 +488,8 @@ class Balanced(Layout):
 
     def _rows(self, shares: Iterable[DocumentShare]) -> int:
         """How many rows of others these see, summed over `windows`; two shares of a document count
-        each by itself."""
+        each by itself.
+        """
         found, lengths, padding = 0, self._costs.lengths, self._costs.padding
         for document, first, stop in shares:
             length = lengths[document]

@@ -41,7 +41,8 @@ Shards = Sequence[Sequence[Span]]
 
 class Spans(NamedTuple):
     """Many spans at once: start, stride and length as of `Span`, as integer arrays that broadcast
-    together."""
+    together.
+    """
 
     start: np.ndarray
     stride: np.ndarray
@@ -59,7 +60,8 @@ class Spans(NamedTuple):
 
 class Pieces(NamedTuple):
     """Columns: spans, or pieces of spans, of shards; `first` is the row of its owner's shard at
-    which one begins."""
+    which one begins.
+    """
 
     owner: np.ndarray
     first: np.ndarray
@@ -104,7 +106,8 @@ def integer(name: str, value: object) -> int:
 
 def check_fraction(name: str, value: object, other: str = "") -> None:
     """Raise ValueError, which calls it `name`, unless `value` is a number from 0 to 1; `other`:
-    what else it might have been, for the message."""
+    what else it might have been, for the message.
+    """
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not 0.0 <= value <= 1.0:  # pyright: ignore[reportOperatorIssue]
         raise ValueError(f"{name} must be a fraction from 0 to 1{other}, got {value!r}")
@@ -112,7 +115,8 @@ def check_fraction(name: str, value: object, other: str = "") -> None:
 
 def document_bounds(cu_seqlens: Sequence[int] | np.ndarray) -> np.ndarray:
     """A copy of `cu_seqlens` as int64 [documents + 1]; ValueError unless it holds cumulative
-    lengths: integers on the host that start at 0 and never decrease."""
+    lengths: integers on the host that start at 0 and never decrease.
+    """
     try:
         given = np.asarray(cu_seqlens)
     except (TypeError, ValueError, RuntimeError) as error:  # ragged, elsewhere, or with a gradient
@@ -128,7 +132,8 @@ def document_bounds(cu_seqlens: Sequence[int] | np.ndarray) -> np.ndarray:
 
 def padding_documents(padding: Iterable[int], documents: int) -> tuple[int, ...]:
     """The sorted indices of those of `documents` documents that are padding; ValueError for
-    others."""
+    others.
+    """
     if not isinstance(padding, Iterable):
         raise ValueError(f"padding must hold indices of documents, got {padding!r}")
     found = tuple(sorted({integer("padding", index) for index in padding}))
@@ -205,7 +210,8 @@ class Contiguous(Layout):
 
 class Zigzag(Layout):
     """Rank r of G = `cp_size` holds pieces r and 2G - 1 - r of 2G equal ones: Megatron's own
-    layout, balanced for causal masks."""
+    layout, balanced for causal masks.
+    """
 
     name = "zigzag"
     pieces_per_rank = 2
@@ -218,7 +224,8 @@ class Zigzag(Layout):
 
 class Striped(Layout):
     """Rank r of G = `cp_size` holds positions r, r + G, r + 2G, ...: balanced for causal masks on
-    any prefix."""
+    any prefix.
+    """
 
     name = "striped"
 

@@ -21,7 +21,8 @@ from .layouts import Layout, Span, counted, document_bounds, integer, tree_mask
 
 class Piece(NamedTuple):
     """`length` rows of the shard of `rank` from row `first` on; they hold the positions from
-    `position` on, of document `document`."""
+    `position` on, of document `document`.
+    """
 
     rank: int
     first: int
@@ -61,14 +62,14 @@ class Chains:
 
     @cached_property
     def begins(self) -> np.ndarray:
-        """bool [pieces]: is it the first of its document, or of a tree?"""
+        """Bool [pieces]: is it the first of its document, or of a tree?"""
         if self.parents is not None:
             return self.parents < 0
         return np.append(True, self.document[1:] != self.document[:-1])
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """bool [pieces]: is it the last of its document, or does no other continue it?"""
+        """Bool [pieces]: is it the last of its document, or does no other continue it?"""
         if self.parents is not None:
             return ~np.isin(np.arange(len(self)), self.parents)
         return np.append(self.begins[1:], True)
@@ -95,7 +96,8 @@ class Chains:
 
     def backward(self) -> Chains:
         """The same pieces in the opposite order: piece i becomes piece len - 1 - i. ValueError for
-        those of a tree."""
+        those of a tree.
+        """
         if self.parents is not None:
             raise ValueError("backward: pieces of a tree have no opposite order, only parents")
         return Chains(self.table[::-1], self.documents, self.ranks)

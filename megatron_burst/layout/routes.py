@@ -40,7 +40,8 @@ class Route(NamedTuple):
 
     def leaving(self, rank: int, per_node: int) -> tuple[int, int]:
         """How many rows `rank`, whose route this is, sends to others of its node, and to other
-        nodes, with `per_node` consecutive ranks on each."""
+        nodes, with `per_node` consecutive ranks on each.
+        """
         counts = np.array([len(rows) for rows in self.sends])
         counts[rank] = 0
         within = np.arange(len(counts)) // per_node == rank // per_node
@@ -215,7 +216,8 @@ def _one_by_one(runs: Pieces) -> Pieces:
 
 class _Meeting(NamedTuple):
     """Where runs of two layouts meet: `mine` rows on one side and `others` on the other, as (first,
-    step, count), int64 [meetings, 3]; by runs of the one side, then of the other."""
+    step, count), int64 [meetings, 3]; by runs of the one side, then of the other.
+    """
 
     rank: np.ndarray
     other_rank: np.ndarray

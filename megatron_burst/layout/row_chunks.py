@@ -54,7 +54,8 @@ def chunk_runs(layout: Layout, rows: int, count: int, blocks: int = 1) -> list[l
 
 def _mirrored(layout: Layout, rows: int) -> list[int]:
     """Rows of each part of a shard whose first row is as early as its last row is late, and so on
-    inwards: of each document, or of the sequence; none where the layout has no such parts."""
+    inwards: of each document, or of the sequence; none where the layout has no such parts.
+    """
     if isinstance(layout, DocumentZigzag):
         return [2 * n for n in (np.diff(layout.bounds) // (2 * layout.cp_size)).tolist() if n]
     return [rows] if isinstance(layout, Zigzag) else []
@@ -62,7 +63,8 @@ def _mirrored(layout: Layout, rows: int) -> list[int]:
 
 class _Cut(NamedTuple):
     """Rows of a block that have had their turn: those before `early`, and of the part with this
-    number those from `late` to its `end`."""
+    number those from `late` to its `end`.
+    """
 
     part: int
     early: int

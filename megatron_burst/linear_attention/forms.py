@@ -24,7 +24,8 @@ class Form(NamedTuple):
     ("none"), a share of it ("scalar") or a share of each of its d rows ("vector"). delta: does a
     token write what the state does not yet answer for its key (True), or its value (False)? fla:
     the function of flash-linear-attention that computes it, with its module; mamba: does mamba_ssm
-    compute it?"""
+    compute it?
+    """
 
     name: str
     decay: Decay

@@ -48,7 +48,8 @@ class Map(NamedTuple):
 
 def carry(transition: torch.Tensor | None, state: torch.Tensor | None) -> torch.Tensor | None:
     """A S, with or without p. What is zero in S stays so, also where A has grown beyond all
-    numbers: token by token it would never have met them."""
+    numbers: token by token it would never have met them.
+    """
     if transition is None or state is None:
         return state
     if transition.dim() == state.dim():
@@ -76,7 +77,8 @@ def gradient(
 
 def shape_of(form: str, batch: int, sizes: tuple[int, int, int]) -> tuple[int, ...] | None:
     """The shape of A for states [batch, *sizes], sizes (h, d, w), without p; None if there is no
-    A."""
+    A.
+    """
     heads, rows, _ = sizes
     beyond = {"scalar": (), "vector": (rows,), "matrix": (rows, rows)}
     return None if form == "none" else (batch, heads, *beyond[form])

@@ -98,7 +98,8 @@ class LinearPlan:
 
     def traffic(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Bytes of states that this rank sends per call, forward and backward, each (within its
-        node, to others); final states and rows of a convolution come on top."""
+        node, to others); final states and rows of a convolution come on top.
+        """
         if self.states is not None and self.sequence.tree is not None:
             near, far = (n * self.states.bytes.map for n in self.walk().sent)
             return (near, far), (near, far)
@@ -114,7 +115,8 @@ class LinearPlan:
     @property
     def longest_message(self) -> int:
         """Bytes of the longest message of states that any rank sends, with envelope and alignment;
-        0 if the plan has no scan."""
+        0 if the plan has no scan.
+        """
         if self.job is None or self.states is None:
             return 0
         blocks, finals = self.job.forward.program.blocks, self.job.finals
@@ -176,13 +178,15 @@ class LinearPlan:
 
     def begin(self, label: object, initial: bool, final: bool) -> ScanCall:
         """A scan begins: what it needs beside tensors. label: of the call; initial, final: are
-        there initial states, are final ones wanted?"""
+        there initial states, are final ones wanted?
+        """
         assert self.job is not None
         return ScanCall(self.job, self.call(label, initial, final), final)
 
     def call(self, label: object, *choices: bool) -> CallTag:
         """A call begins: the tag of its messages. label: of the call; choices: what the plan leaves
-        open, and ranks have to share."""
+        open, and ranks have to share.
+        """
         check_label(label)
         calls = self.groups.calls
         return calls.forward(self.identity, (label, *map(int, choices)), False)

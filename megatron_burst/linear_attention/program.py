@@ -31,7 +31,8 @@ KEPT = 32  # of all kinds together: layers of a few kinds, documents of a few mi
 
 class PackedSequence(NamedTuple):
     """What chains are made of; bounds: of the documents, None for one; tree: a `masks.Tree`, in
-    place of these."""
+    place of these.
+    """
 
     layout: Layout
     seq_len: int
@@ -59,7 +60,8 @@ class ConvolutionWindow(NamedTuple):
     """How the rows before each piece come to it: paths, for x [s, ...]; order: of the rows of x
     and of what came, one behind the other, so that each piece follows the rows before it; ends:
     those of the windows that end at a row of x, in the order of its rows, counted by their first
-    row. longest: rows of the longest message between any two ranks."""
+    row. longest: rows of the longest message between any two ranks.
+    """
 
     paths: Paths
     order: torch.Tensor
@@ -69,7 +71,8 @@ class ConvolutionWindow(NamedTuple):
 
 class TreeLevel(NamedTuple):
     """All pieces of one depth. pieces: int64 [n]; above: those that they continue, each once; nth:
-    int64 [n], of each the index of its own in `above`."""
+    int64 [n], of each the index of its own in `above`.
+    """
 
     pieces: torch.Tensor
     above: torch.Tensor
@@ -80,7 +83,8 @@ class TreeWalk(NamedTuple):
     """How one rank follows a tree to its own pieces. paths: bring the maps of these, and of all
     before them, in order; levels: of them, from the roots on; own: which are this rank's, in the
     order of its rows. longest: pieces in the longest message between any two ranks; sent: how many
-    this rank sends within its node, and to others."""
+    this rank sends within its node, and to others.
+    """
 
     paths: Paths
     levels: tuple[TreeLevel, ...]
@@ -117,7 +121,8 @@ def choice_of(
     groups: Groups, sequence: PackedSequence, sizes: ScanSizes, algorithm: str, rates: Any
 ) -> ScanChoice | int:
     """For algorithm "auto" the one predicted to be fastest at these rates, nominal ones if None;
-    for another the number of its blocks."""
+    for another the number of its blocks.
+    """
     cache, key = groups.recent("linear", KEPT), ("choice", sequence, sizes, algorithm, rates)
     found = cache.find(key)
     if found is None:
@@ -203,7 +208,8 @@ class Round(NamedTuple):
 
 class States(NamedTuple):
     """What travels: states [batch, *sizes], sizes (h, d, w), in `dtype`, and maps of them whose
-    transitions have this form, see `maps.FORMS`."""
+    transitions have this form, see `maps.FORMS`.
+    """
 
     batch: int
     sizes: tuple[int, int, int]
@@ -218,7 +224,8 @@ class States(NamedTuple):
 
 class Program(NamedTuple):
     """What one rank runs of a table. own: its pieces, in the order of its rows; begins, ends: of
-    all pieces; document: of its own."""
+    all pieces; document: of its own.
+    """
 
     rounds: tuple[Round, ...]
     own: tuple[int, ...]
@@ -229,7 +236,8 @@ class Program(NamedTuple):
 
     def shapes(self, hop: StateHop, states: States) -> list[torch.Size]:
         """Shapes of what a hop carries, in order: the transition, if maps have one, and the
-        state."""
+        state.
+        """
         heads, rows, columns = self.blocks.sizes if hop.block == WHOLE else self.blocks.shape
         shapes = [torch.Size((states.batch, heads, rows, columns))]
         transition = shape_of(states.form, states.batch, (heads, rows, columns))

@@ -32,7 +32,8 @@ OVER_TREES = ("auto", "all_gather")  # others pass a state to the one piece that
 
 def check_tensor(name: str, tensor: Any, shapes: dict[str, tuple[int | None, ...]]) -> None:
     """Raise ValueError unless `tensor` is floating, dense, not empty and has one of `shapes`:
-    letters -> sizes, None for any."""
+    letters -> sizes, None for any.
+    """
     words = " or ".join(f"[{letters}]" for letters in shapes)
     if isinstance(tensor, (list, tuple)):
         raise ValueError(
@@ -130,7 +131,8 @@ def check_rates(rates: Any) -> None:
 
 def sequence_of(groups: Groups, options: Options, seq_len: int) -> PackedSequence:
     """The layout, the length and the documents or the tree; ValueError where they do not fit one
-    another."""
+    another.
+    """
     layout, cu_seqlens, tree = options.layout, options.cu_seqlens, options.tree
     if tree is not None:
         if cu_seqlens is not None:
@@ -203,7 +205,8 @@ Tensors = dict[str, Any]  # name -> tensor or None
 
 class LocalWork(NamedTuple):
     """What a rank computes of its rows: form, kernel (and why not a faster one) and scale of linear
-    attention."""
+    attention.
+    """
 
     form: Form
     kernel: str
@@ -236,7 +239,8 @@ class Options(NamedTuple):
 @dataclass(frozen=True)
 class ChainRequest:
     """signature: shapes and dtypes that a plan is made for, by name; states: what travels, None for
-    the rows of a convolution alone; options: as given, with facts of what all ranks agree on."""
+    the rows of a convolution alone; options: as given, with facts of what all ranks agree on.
+    """
 
     sequence: PackedSequence
     device: torch.device
@@ -275,7 +279,8 @@ def request_of(
     final: bool,
 ) -> ChainRequest:
     """Return the request of one rank; ValueError for options that do not fit. tensors: by name,
-    perhaps with an initial_state. more: further facts. final: are final states wanted?"""
+    perhaps with an initial_state. more: further facts. final: are final states wanted?
+    """
     check_name("algorithm", options.algorithm, ALGORITHMS)
     check_final(final)
     if options.rates is not None and options.algorithm != "auto":

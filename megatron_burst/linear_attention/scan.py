@@ -64,7 +64,8 @@ class KnownStates:
 
     def content(self, hop: StateHop) -> list[torch.Tensor]:
         """What a hop carries: a state, or the transition, if there is one, and increment of a
-        map."""
+        map.
+        """
         if hop.kind == MAP:
             maps = [self.map(hop.first, hop.last, block) for block in self._each(hop.block)]
             increments = [each.increment for each in maps]
@@ -102,7 +103,8 @@ class KnownStates:
 
     def _way(self, end, block, arrived, least=0) -> list[tuple[int, Map]]:
         """Known runs, each with its first piece, that lead to before piece `end` from a piece that
-        `arrived` says is one to begin at. Long runs are tried first."""
+        `arrived` says is one to begin at. Long runs are tried first.
+        """
         after: dict[int, int] = {end: end}  # piece -> that at which the run from it ends
         open_ = [end]
         while open_:
@@ -158,7 +160,8 @@ Initial = Mapping[int, torch.Tensor]  # document -> [b, h, d, w]; zero for other
 
 class Scanned(NamedTuple):
     """entering [p, b, h, d, w]; leaving: document -> the state after its last piece, where that
-    is this rank's."""
+    is this rank's.
+    """
 
     entering: torch.Tensor
     leaving: dict[int, torch.Tensor]
@@ -176,7 +179,8 @@ class DirectedScan:
 
     def run(self, call: CallTag, maps: Map, initial: Initial, leaving: bool) -> Scanned:
         """Carry the states along. maps: of this rank's pieces, with p; leaving: are the states
-        after the last pieces wanted?"""
+        after the last pieces wanted?
+        """
         program = self.program
         known = KnownStates(program.begins, program.blocks, self._own(maps, initial))
         for each in program.rounds:
@@ -255,7 +259,8 @@ class Finals:
         self, call: CallTag, left: Mapping[int, torch.Tensor], initial: torch.Tensor | None
     ) -> torch.Tensor:
         """[documents, b, h, d, w] on every rank. left: document -> the state after its last piece,
-        of this rank's; initial [documents, b, h, d, w] or None for zeros."""
+        of this rank's; initial [documents, b, h, d, w] or None for zeros.
+        """
         me, size = self.groups.rank, self.groups.size
         final = torch.zeros(
             (len(self.holders), *self.shape), dtype=self.states.dtype, device=self.device
@@ -283,7 +288,8 @@ class Finals:
 
     def collect(self, call: CallTag, gradient: torch.Tensor) -> dict[int, torch.Tensor]:
         """Document -> the sum over all ranks of the gradient of its final state, of those that end
-        here. gradient [documents, b, h, d, w]: this rank's."""
+        here. gradient [documents, b, h, d, w]: this rank's.
+        """
         me, size = self.groups.rank, self.groups.size
         gradient = gradient.to(self.states.dtype)
         held = self.held_by(me)
@@ -316,7 +322,8 @@ class ScanJob:
 
 class ScanTensors(NamedTuple):
     """One rank's tensors: decay None or [p, b, h], [p, b, h, d] or [p, b, h, d, d]; increment
-    [p, b, h, d, w]; initial [D, b, h, d, w] or None."""
+    [p, b, h, d, w]; initial [D, b, h, d, w] or None.
+    """
 
     decay: torch.Tensor | None
     increment: torch.Tensor
@@ -333,7 +340,8 @@ class ScanCall(NamedTuple):
 
 class StateScan(torch.autograd.Function):
     """tensors: decay, increment and initial state; returns the entering states, with
-    `call.leaving` (entering states, final states)."""
+    `call.leaving` (entering states, final states).
+    """
 
     @staticmethod
     def forward(ctx: Any, call: ScanCall, *tensors: torch.Tensor | None) -> Any:
@@ -406,7 +414,8 @@ def _backward(
 
 def following(first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     """The first tensor; the backward of what is made of it runs wherever one of them needs a
-    gradient, and before that of what made the others."""
+    gradient, and before that of what made the others.
+    """
     return _Following.apply(first, *others)  # pyright: ignore[reportReturnType]
 
 

@@ -145,7 +145,8 @@ class LossInputs(NamedTuple):
 
 def group(tp_group: Any, sequence_parallel: Any) -> Split:
     """The group of a call. A ValueError from here stays on this rank: without a group there is no
-    way to tell the others."""
+    way to tell the others.
+    """
     if tp_group is not None and not isinstance(tp_group, dist.ProcessGroup):
         hint = ""
         if tp_group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -166,7 +167,8 @@ def group(tp_group: Any, sequence_parallel: Any) -> Split:
 @dataclass(frozen=True)
 class LossRequest:
     """A checked call. inputs: labels in int64, the mask in the accumulation dtype. options: as
-    Python numbers. facts: what all ranks of the group must agree on."""
+    Python numbers. facts: what all ranks of the group must agree on.
+    """
 
     inputs: LossInputs
     options: LossOptions
@@ -178,7 +180,8 @@ Checked = TypeVar("Checked", bound=Any)
 
 class HeadOperation(Operation[Checked, Checked]):
     """A call of an operation of the LM head on one rank. The checked request is the plan: exchanges
-    follow from the shapes."""
+    follow from the shapes.
+    """
 
     split: Split
 
@@ -248,7 +251,8 @@ _SPREAD = 0x1E3779B97F4A7C15  # odd, with bits all over
 
 def checksum(x: torch.Tensor) -> int:
     """A sum of the bits of numbers of 4 or 8 bytes, each mixed with its place: another number, or
-    two that changed places, make another sum."""
+    two that changed places, make another sum.
+    """
     bits = x.contiguous().view(torch.int32 if x.element_size() == 4 else torch.int64).reshape(-1)
     mixed = bits + torch.arange(len(bits), device=x.device) * _SPREAD
     # Not linear: else 1 more at one place would be made up for by less at another.

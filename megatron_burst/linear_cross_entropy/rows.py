@@ -109,7 +109,8 @@ def largest(
     z: torch.Tensor, count: int, columns: Columns, formula: Formula, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[n, count]: the largest logits of this rank's columns and their vocabulary rows, as floats
-    (exact up to 2^24); -inf where there are fewer."""
+    (exact up to 2^24); -inf where there are fewer.
+    """
     values = z.new_full((len(z), count), -torch.inf, dtype=dtype)
     winners, some = torch.zeros_like(values), min(count, columns.real)
     for block in _blocks(z):
@@ -165,7 +166,8 @@ def entropy_gradient_(
     """Replace z [n, v], which holds h.w, by of_entropy [n] times the derivative of the row's
     entropy by h.w, less of_softmax [n] times that of its log-sum-exp.
 
-    Rows become 0 if both factors are 0, even if they hold NaN."""
+    Rows become 0 if both factors are 0, even if they hold NaN.
+    """
     if _has_triton(z):
         from . import triton_rows
 
@@ -207,7 +209,8 @@ def divergence(
     reverse: bool,
 ) -> torch.Tensor:
     """[n]: this rank's part of KL(teacher || student), or of the reverse; lse [n] are those of
-    whole rows."""
+    whole rows.
+    """
     found = torch.zeros_like(lse)
     for block in _blocks(student.z):
         log_p = student.block(block, lse.dtype).sub_(lse[block, None])
@@ -228,7 +231,8 @@ def divergence_gradient_(
 ) -> None:
     """Replace the student's z by weights [n] times the derivative of its divergence kl [n].
 
-    Rows of weight 0 become 0 even if they hold NaN."""
+    Rows of weight 0 become 0 even if they hold NaN.
+    """
     z, columns, formula = student
     z[:, columns.real :] = 0
     unused = (weights == 0)[:, None]
@@ -263,7 +267,8 @@ def _row_stats(
     entropy: bool = False,
 ) -> torch.Tensor:
     """[5, n]: lse, target, total or entropy, best, winner; the last three only where they are
-    wanted."""
+    wanted.
+    """
     lse, target, third, best, winner = out = z.new_zeros((5, len(z)), dtype=dtype)
     if not columns.real:  # all padding
         lse.fill_(-torch.inf)

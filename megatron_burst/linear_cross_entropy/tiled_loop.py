@@ -41,19 +41,19 @@ def logits_dtype(operand: torch.Tensor) -> torch.dtype:
 
 
 def logits_(z: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
-    """z [n, v] = hidden [n, d] weight [v, d]^T; hidden in the dtype of z."""
+    """Z [n, v] = hidden [n, d] weight [v, d]^T; hidden in the dtype of z."""
     for rows, panel in _panels(weight, z.dtype):
         torch.mm(hidden, panel.t(), out=z[:, rows])
 
 
 def input_gradient_(dh: torch.Tensor, z: torch.Tensor, weight: torch.Tensor) -> None:
-    """dh [n, d] = z [n, v] weight [v, d]; dh in the dtype of z."""
+    """Dh [n, d] = z [n, v] weight [v, d]; dh in the dtype of z."""
     for rows, panel in _panels(weight, z.dtype):
         dh.addmm_(z[:, rows], panel, beta=0 if rows.start == 0 else 1)
 
 
 def weight_gradient_(dw: torch.Tensor, z: torch.Tensor, hidden: torch.Tensor) -> None:
-    """dw [v, d] += z [n, v]^T hidden [n, d]; dw in the accumulation dtype."""
+    """Dw [v, d] += z [n, v]^T hidden [n, d]; dw in the accumulation dtype."""
     if dw.dtype == z.dtype:
         dw.addmm_(z.t(), hidden)
     elif adds_wide(dw.device):  # CUDA: the product comes out of the multiplier in fp32

@@ -40,7 +40,8 @@ def _stats(
 ):  # fmt: skip
     """One row: out [5, n] gets lse, target, total, best, winner; with ENTROPY that of the row in
     place of the total and 0 for the winner, as no more fits into the registers. Each lane keeps its
-    own sums."""
+    own sums.
+    """
     row = tl.program_id(0).to(tl.int64)
     z += row * stride
     lanes = tl.arange(0, BLOCK)

@@ -96,7 +96,8 @@ class Mask:
 
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         """Whether the query attends to the key. q, k: integer arrays of positions, broadcast
-        against each other; returns bool of their common shape."""
+        against each other; returns bool of their common shape.
+        """
         raise NotImplementedError
 
     def cover(self, q_span: Span, k_span: Span) -> Cover:
@@ -126,7 +127,8 @@ class Mask:
 
     def bands(self, q_spans: Spans, k_spans: Spans) -> Bands:
         """The visible part of each pair of q_spans and k_spans as a band, where it is known to be
-        one."""
+        one.
+        """
         covers = self.covers(q_spans, k_spans)
         reach = np.where(covers == Cover.FULL, FAR, -FAR)
         return Bands(reach, reach, covers != Cover.PARTIAL)
@@ -164,7 +166,8 @@ class Mask:
 
     def narrowed(self, other: Mask) -> Mask | None:
         """What both masks let through, where this mask means something else by the distances of
-        `other` than positions (`Tree`: windows count along its paths); mostly None."""
+        `other` than positions (`Tree`: windows count along its paths); mostly None.
+        """
         return None
 
     def __and__(self, other: Mask) -> Mask:

@@ -48,7 +48,7 @@ class Seen(NamedTuple):
     parts: Parts
 
     def ranks(self, owners: int) -> np.ndarray:
-        """bool [owners, G]: which ranks have to do with some row of a shard."""
+        """Bool [owners, G]: which ranks have to do with some row of a shard."""
         found = np.zeros((owners, self.whole.shape[1]), dtype=bool)
         there, first, count = np.unique(self.owner, return_index=True, return_counts=True)
         found[there] = united(self.whole, first, count)
@@ -58,7 +58,8 @@ class Seen(NamedTuple):
 
 class _Ranges(NamedTuple):
     """Which pieces of queries, by position, see each piece of keys: begin <= i < end may see some
-    of it, and of these whole <= i < part see all."""
+    of it, and of these whole <= i < part see all.
+    """
 
     begin: np.ndarray
     whole: np.ndarray
@@ -162,7 +163,8 @@ def _ranges(queries: Spans, keys: Spans, viewers: Viewers) -> _Ranges:
 
 def _inside(queries: Spans, viewers: Viewers, ranges: _Ranges) -> np.ndarray:
     """For which pieces of keys do all that may see some of it lie within first..last? At breaks
-    pieces are cut, so that some may reach over an edge only where breaks were left out."""
+    pieces are cut, so that some may reach over an edge only where breaks were left out.
+    """
     some = ranges.begin < ranges.end
     begin, end = (x[some] for x in (ranges.begin, ranges.end))
     inside = np.ones(len(some), dtype=bool)
@@ -175,7 +177,8 @@ def _bands(
     mask: Mask, queries: Pieces, keys: Pieces, viewers: Viewers, i: np.ndarray, j: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, _Rows, _Rows]:
     """The pairs of pieces i, j of which something is seen, and of each the rows (first, stop) that
-    see something and those that are seen."""
+    see something and those that are seen.
+    """
     # There may be a million pairs: numbers are as small as the positions allow.
     small = max(x.span.last.max(initial=0) for x in (queries, keys)) < 1 << 28
     number, far = (np.int32, 1 << 29) if small else (np.int64, FAR)
@@ -238,7 +241,7 @@ def cut_at(spans: Pieces, breaks: np.ndarray) -> Pieces:
 
 
 def _among(ranks: np.ndarray, begin: np.ndarray, end: np.ndarray, size: int) -> np.ndarray:
-    """bool [n, size]: which ranks are among ranks[begin:end]?"""
+    """Bool [n, size]: which ranks are among ranks[begin:end]?"""
     found = np.zeros((len(begin), size), dtype=bool)
     some = np.flatnonzero(begin < end)
     if len(some):
@@ -253,7 +256,7 @@ def _among(ranks: np.ndarray, begin: np.ndarray, end: np.ndarray, size: int) -> 
 def _within(
     ranks: np.ndarray, begin: np.ndarray, end: np.ndarray, size: int, count: int
 ) -> np.ndarray:
-    """bool [count, size]: for which ranks[j] is begin[j] <= i < end[j]?"""
+    """Bool [count, size]: for which ranks[j] is begin[j] <= i < end[j]?"""
     some = np.flatnonzero(begin < end)
     if not len(some):
         return np.zeros((count, size), dtype=bool)
@@ -265,7 +268,8 @@ def _within(
 
 def _running(extreme: np.ufunc, table: np.ndarray) -> None:
     """Minimum or maximum of all rows so far, in place: within blocks of rows, all blocks at once,
-    and then from block to block. Ten times faster than `accumulate` along the first axis."""
+    and then from block to block. Ten times faster than `accumulate` along the first axis.
+    """
     width = int(len(table) ** 0.5)
     blocks = table[: len(table) // width * width].reshape(-1, width, table.shape[1])
     for row in range(1, width):
@@ -277,7 +281,7 @@ def _running(extreme: np.ufunc, table: np.ndarray) -> None:
 
 
 def united(table: np.ndarray, first: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """bool [n, G]: what is true in some of the rows first, ..., first + count - 1; count >= 1."""
+    """Bool [n, G]: what is true in some of the rows first, ..., first + count - 1; count >= 1."""
     found = table[first]
     order = np.argsort(-count, kind="stable")
     longest = np.bincount(count[order])[::-1].cumsum()[::-1].tolist()  # how many count so many

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks that look positions up in a table: Documents, SameSpan, BlockSparse, Dense; and a table of
-which shards see which."""
+which shards see which.
+"""
 
 from __future__ import annotations
 
@@ -246,7 +247,7 @@ class Dense(_Table):
 
 
 def shards_visible(mask: Mask, q_shards: Shards, k_shards: Shards) -> np.ndarray:
-    """bool [G, G]: may any query of q_shards[i] see any key of k_shards[j] under `mask`?
+    """Bool [G, G]: may any query of q_shards[i] see any key of k_shards[j] under `mask`?
 
     A shard is the spans of a rank, possibly none. False is a promise; True follows `Mask.cover`, so
     it may stand where nothing is visible.
@@ -281,7 +282,8 @@ def _spans(spans: Sequence[tuple[int, int]] | np.ndarray) -> tuple[tuple[int, in
 def _square(table: np.ndarray) -> np.ndarray:
     """A copy of `table` as bool [n, n], True where visible; ValueError unless it is square and
     holds only 0 and 1. An additive mask, 0 where visible and -inf where hidden, means the opposite
-    of 0 and 1, so it is refused instead of being converted."""
+    of 0 and 1, so it is refused instead of being converted.
+    """
     try:
         given = np.asarray(table)  # np.array warns of tensors, which have no copy keyword
     except (TypeError, ValueError, RuntimeError) as error:

@@ -118,7 +118,8 @@ def _cut_before(part: ShardSlice, cuts: np.ndarray) -> list[ShardSlice]:
 
 def _residues(part: ShardSlice, modulus: int) -> list[ShardSlice]:
     """The slice by residue classes: the stride of each becomes a multiple of `modulus`, within
-    which a dilated mask shows all or nothing."""
+    which a dilated mask shows all or nothing.
+    """
     every = modulus // np.gcd(part.span.stride, modulus).item()
     length = part.span.length
     return [
@@ -132,7 +133,8 @@ _FEW = 256  # pairs of slices that are listed one by one, at most
 
 class Tile(NamedTuple):
     """Local rows and columns (slices, possibly with a step), and what is visible of them: all,
-    or what `triangle`, `table` or `band` says."""
+    or what `triangle`, `table` or `band` says.
+    """
 
     rows: slice
     columns: slice
@@ -310,7 +312,8 @@ class Cutter:
 
 def _window(q: ShardSlice, k: ShardSlice, band: Band) -> Iterator[Tile]:
     """A band with a left edge, without the rows and columns at its ends that see nothing: a tile
-    with no more rows than columns, and before it rows that the left edge does not reach."""
+    with no more rows than columns, and before it rows that the left edge does not reach.
+    """
     # Only in tables does `AtenKernel` correct rows that see nothing, so a band must have none.
     begin, end = max(0, -band.right), min(q.span.length, k.span.length + band.left)
     first, stop = max(0, begin - band.left), min(k.span.length, end + band.right)
@@ -361,7 +364,8 @@ def _whole(tile: Tile) -> bool:
 
 def _joined_triangles(tiles: Iterable[Tile]) -> list[Tile]:
     """The tiles, of which a triangle, what the next rows see of its columns and these rows' own
-    triangle are one: pieces of one document that a rank holds, such as the halves of zigzag."""
+    triangle are one: pieces of one document that a rank holds, such as the halves of zigzag.
+    """
     found: list[Tile] = []
     for tile in tiles:
         found.append(tile)
@@ -393,7 +397,8 @@ _SMALLEST_BLOCK = 128  # a smaller call costs more than the pairs that it saves
 
 class BandTile(NamedTuple):
     """One tile of a band: (first, stop) of rows and of columns within the band; `triangle` and
-    `table` as in `tiling.Tile`."""
+    `table` as in `tiling.Tile`.
+    """
 
     rows: tuple[int, int]
     columns: tuple[int, int]
@@ -484,7 +489,7 @@ def _block_tiles(
 
 
 def _edge(edges: dict[tuple, np.ndarray], rows: int, columns: int, low: int, high: int):
-    """bool [rows, columns]: column n of row m where m + low <= n <= m + high."""
+    """Bool [rows, columns]: column n of row m where m + low <= n <= m + high."""
     key = (rows, columns, low, high)
     if key not in edges:
         ahead = np.arange(columns)[None, :] - np.arange(rows)[:, None]

@@ -200,7 +200,8 @@ class Tree(VectorMask):
 
 class _Extremes:
     """The least or the greatest of values[first..last] for many ranges at once: a sparse table, in
-    which row j holds the extremes of 2^j values."""
+    which row j holds the extremes of 2^j values.
+    """
 
     def __init__(self, values: np.ndarray, pick: np.ufunc):
         self.pick, rows = pick, [values]
@@ -237,7 +238,8 @@ def _bounds(out: Sequence[int] | np.ndarray) -> np.ndarray:
 
 def _parents(first: list[int], outs: list[int]) -> np.ndarray:
     """int64 [segments]: the segment that each continues, -1 for none. Raises ValueError unless each
-    subtree lies within that of its parent."""
+    subtree lies within that of its parent.
+    """
     found, path = [], []  # path: segments whose subtrees are open
     for segment, (row, end) in enumerate(zip(first, outs, strict=True)):
         while path and outs[path[-1]] <= row:

@@ -134,7 +134,8 @@ def layers_without_further_heads(config: Any) -> int:
 
 def provider_window(config: Any) -> str | None:
     """Return the setting that names the layers with a window, if a provider has one of its own;
-    None if Megatron's settings count."""
+    None if Megatron's settings count.
+    """
     if not isinstance(getattr(config, "window_size", None), int):
         return None
     return next(
@@ -144,7 +145,8 @@ def provider_window(config: Any) -> str | None:
 
 def _is_known(name: str, pattern: Any) -> bool:
     """Whether a pattern is of the kind whose meaning was read: layers without a window come one at
-    a time, or each layer has a number."""
+    a time, or each layer has a number.
+    """
     whole = isinstance(pattern, (tuple, list)) and all(isinstance(each, int) for each in pattern)
     if not whole or not pattern:
         return False

@@ -36,7 +36,8 @@ _installed: dict[str, PatchSet] = {}
 
 class Wrap(NamedTuple):
     """A function of a module or a class, the parameters that it must have, and what runs in its
-    place: `around`, which gets the function before what it is called with."""
+    place: `around`, which gets the function before what it is called with.
+    """
 
     owner: Any
     name: str
@@ -106,7 +107,8 @@ def wrap_steps(
     patches: PatchSet, around: Callable[[Callable[..., Any], dict[str, Any]], Any]
 ) -> None:
     """Add to a set of patches `around(run, named)` in place of every step or evaluation
-    `run(**named)` of Megatron's schedules. The last one that was added runs first."""
+    `run(**named)` of Megatron's schedules. The last one that was added runs first.
+    """
     from megatron.core.pipeline_parallel import schedules
 
     def chosen(original: Callable, *args: Any, **kwargs: Any) -> Callable:
@@ -163,7 +165,8 @@ def installed(name: str) -> PatchSet | None:
 
 def notes() -> dict[str, Any]:
     """What the parts of BurstAttention share until `uninstall`: the notes of its set of patches, or
-    none that stay."""
+    none that stay.
+    """
     patches = installed("burst")
     return patches.notes if patches else {}
 
@@ -351,7 +354,8 @@ class _Handler(logging.Handler):
 
 def folded(line: str) -> list[str]:
     """The line; one that is too long as a table: first its parts (between " | ") that fit into a
-    row, then each of the others in its own."""
+    row, then each of the others in its own.
+    """
     room = WIDEST - len(_PREFIX)
     first, *parts = line.split(" | ")
     if len(line) <= room or not parts:

@@ -67,7 +67,8 @@ def transformer_of(config: Any) -> Any:
 
 def choices_with_layout(choices: dict[str, Any], model: Any) -> BurstConfig:
     """The choices of one configuration, with the layouts that follow from the others, from
-    Megatron's own settings, or, for "auto", from the model."""
+    Megatron's own settings, or, for "auto", from the model.
+    """
     config, transformer = BurstConfig(**choices), transformer_of(model)
     if not choices.keys() & {"layout", "attention_layout"}:
         layout = flags.layout_for(config.algorithm, config.store)

@@ -65,7 +65,8 @@ def make_pass(
     deferred: bool = True,
 ) -> Pass:
     """Return the pass that `rank` runs; with `deferred`, also the steps that compute own pairs
-    last."""
+    last.
+    """
     program = schedule.program(rank)
     hops = [hop for boundary in program for hop in boundary.posts]
     received = [hop.chunk for hop in hops if hop.dst == rank and not hop.chunk.accumulated]
@@ -222,7 +223,8 @@ class RowMaps:
 
     def _among(self, chunk: Chunk, rows: int, key: Any) -> tuple[slice | np.ndarray, int]:
         """Where some of the rows of a chunk lie in its buffer, and how many they are; key: under
-        which its own order is remembered."""
+        which its own order is remembered.
+        """
         at = want = self._row_numbers(chunk._replace(rows=rows))
         if chunk.rows != ALL:
             if key not in self._sorted:

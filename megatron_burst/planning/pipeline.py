@@ -82,7 +82,8 @@ class RingRequest:
 
     def wanted(self, queries: Shards, joined: bool | None = None) -> Wanted:
         """Return which keys these queries see. joined: as of `Wanted`, for kernels that do not
-        choose it; those of sparse attention take the pairs of a step at once."""
+        choose it; those of sparse attention take the pairs of a step at once.
+        """
         request = self.request
         return wanted(request.mask, queries, self.keys, getattr(request.kernel, "joins", joined))
 
@@ -306,7 +307,8 @@ def _row_chunk(ring: RingRequest, scheduled: RowSchedules, which: str) -> RowChu
 
 def _order(ring: RingRequest, members: Shards) -> torch.Tensor | None:
     """In which order this rank has the rows of all ranks that share heads, which hold these; None:
-    where they need not be reordered."""
+    where they need not be reordered.
+    """
     order = shared_order(members)
     return None if order is None else to_device(order, ring.request.tensors[0].device)
 

@@ -95,7 +95,8 @@ class Plan:
     ) -> None:
         """Raise ValueError unless the plan was made for a call with these tensors.
 
-        q, k, v, sink, max_logits: as `attention` takes them."""
+        q, k, v, sink, max_logits: as `attention` takes them.
+        """
         if not all(isinstance(t, torch.Tensor) for t in (q, k, v)):
             check_shapes(q, k, v)
         if not self.matches(q, k, v):
@@ -225,7 +226,8 @@ class Plan:
     @property
     def row_chunks(self) -> tuple[np.ndarray, ...]:
         """The rows of every row chunk, int64, ascending: a partition of dimension 0 of q, the same
-        on every rank."""
+        on every rank.
+        """
         rows, options = self.signature[0][0][0], self.options
         return row_chunks(self.layout, rows, options.sequence_chunks, options.row_blocks)
 

@@ -43,7 +43,8 @@ _GEMMA4, _GEMMA4_LAYERS = "Gemma4DenseProvider", "get_gemma4_layer_spec"
 def patch_provider(model: Any, is_ours: Callable[[Any], bool]) -> None:
     """Let a provider of `_PROVIDERS` make its model for several context-parallel ranks, if its
     layers are ours, and that of dense Gemma 4 models with them. Idempotent. is_ours:
-    `layers.is_ours`."""
+    `layers.is_ours`.
+    """
     dense = _gemma4(model)
     if dense is not None:
         home = sys.modules[dense.__module__]
@@ -81,7 +82,8 @@ def gemma4_problems(model: Any, transformer: Any) -> Iterator[Problem]:
 
 def name_to_bridge() -> None:
     """Tell Bridge's conversion of weights how tensor-parallel ranks share the sinks of our core
-    attentions, if it is loaded: as they do with those of the classes that these stand for."""
+    attentions, if it is loaded: as they do with those of the classes that these stand for.
+    """
     home = sys.modules.get("megatron.bridge.models.conversion.param_mapping")
     if home is not None:
         for name in _SINKS:
@@ -90,7 +92,8 @@ def name_to_bridge() -> None:
 
 def patch_ropes() -> None:
     """Keep apart what stands for the two rotary tables of a packed batch, if Bridge's models are
-    loaded. Idempotent. Raises `RuntimeError` if they do not have the expected parameters."""
+    loaded. Idempotent. Raises `RuntimeError` if they do not have the expected parameters.
+    """
     for kind, place in _ROPES.items():
         home, name = sys.modules.get(place), f"recipes, {kind}"
         if home is not None and patching.installed(name) is None:

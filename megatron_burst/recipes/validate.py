@@ -69,7 +69,8 @@ def check(recipe: Any) -> None:
 
 def _check_layout_of_others(transformer: Any) -> None:
     """Raise `ValueError` if batches of a recipe without BurstAttention would be cut by another
-    recipe's layout."""
+    recipe's layout.
+    """
     layout = installed_layout()
     if layout not in (None, "zigzag") and getattr(transformer, "context_parallel_size", 1) != 1:
         raise ValueError(

@@ -105,7 +105,8 @@ class Offload:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """The arguments that a checkpoint saves through autograd go there too: those that require
-        a gradient, the others are masks and tables of all layers."""
+        a gradient, the others are masks and tables of all layers.
+        """
         keep = _needs_no_gradient
         with self.frame, self.host.saved(self.fraction, min_bytes=0, keep=keep):
             yield
@@ -136,7 +137,8 @@ class Frame:
 
     def get(self, what: object) -> Entry:
         """What the next attention call kept. ValueError if it was another call, RuntimeError if
-        its result was changed in place since: where all rows are kept it is what is kept."""
+        its result was changed in place since: where all rows are kept it is what is kept.
+        """
         index, self.position = self.position, self.position + 1
         if index >= len(self.entries) or self.entries[index][0] != what:
             raise ValueError(
@@ -227,7 +229,8 @@ def framed(
 @contextmanager
 def saving(function: Callable[..., Any]) -> Iterator[None]:
     """Around a checkpoint of what `framed` returned: the arguments that the checkpoint saves
-    through autograd belong to its frame, and are moved with it."""
+    through autograd belong to its frame, and are moved with it.
+    """
     offload = function.frame.offload if isinstance(function, Framed) else None
     if offload is None:
         yield

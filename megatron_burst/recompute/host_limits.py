@@ -87,7 +87,8 @@ def _text(path: Path) -> str:
 
 class Chosen(NamedTuple):
     """A fraction from 0 to 1, and what keeps it from being larger: the "link" or the "host"'s
-    memory; "none" where all goes."""
+    memory; "none" where all goes.
+    """
 
     fraction: float
     bound: Literal["none", "link", "host"]

@@ -31,7 +31,8 @@ def moe_width(
 ) -> int:
     """The same for a mixture of experts of balanced load: `topk` experts of width `ffn` per token,
     and shared experts of width `shared`. gathered: ranks whose tokens are gathered on each (those
-    of TP and EP with the allgather dispatcher)."""
+    of TP and EP with the allgather dispatcher).
+    """
     experts = topk * (2 * (gated + 2) * ffn + 4 * hidden)
     return experts + 2 * (gated + 2) * shared + 2 * gathered * hidden + 4 * hidden
 

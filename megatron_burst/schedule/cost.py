@@ -46,7 +46,8 @@ class Traffic:
 
 def traffic(schedule: Schedule, rank: int | None, sizes: Sizes) -> Traffic:
     """Payload bytes that `rank` (None: all ranks of a ring together) sends when a schedule runs
-    once."""
+    once.
+    """
     moved = schedule.tables.transfers
     moved = moved if rank is None else moved.where(moved.src == rank)
     each, between = message_bytes(schedule, moved, sizes), moved.between(schedule.grid)
@@ -145,7 +146,8 @@ def backward_schedules(
 
 def _fewest_bytes(schedule: Schedule) -> int:
     """Bytes that no route stays below: each rank gets what it wants once, and sends its sums once;
-    0 where both sides travel."""
+    0 where both sides travel.
+    """
     of = schedule.travelling
     each = sum(getattr(schedule.row_bytes, family) for family in schedule.sent_families)
     return int(of.rows @ of.wanted.sum(axis=1)) * each * ALGORITHMS[schedule.algorithm].sided
@@ -153,7 +155,8 @@ def _fewest_bytes(schedule: Schedule) -> int:
 
 def _by_route(ring: Schedule, route: str, sizes: Sizes) -> Schedule:
     """The schedule by `route`; "auto" is the route with fewer bytes between nodes and, of equals,
-    with fewer bytes within nodes; "ring" where both are equal."""
+    with fewer bytes within nodes; "ring" where both are equal.
+    """
     if route != "auto":
         return replace(ring, route=route)
     # Where all want all, both routes carry every row to every rank, and the ring uses the fast

@@ -28,7 +28,8 @@ GRAIN = 1024  # intervals of rows are told in steps of a shard's length over thi
 
 class RowBytes(NamedTuple):
     """Bytes of one row of each family; 0 where it does not travel: gradients in forward or that
-    nobody needs, partial outputs in backward."""
+    nobody needs, partial outputs in backward.
+    """
 
     kv: int = 1
     query: int = 1
@@ -92,7 +93,8 @@ class Demand:
     def ahead(self, messages: Sequence[np.ndarray], chunks: int, least: int) -> int:
         """How many steps before their use messages may be sent: `least`, or as many times twice
         that as no rank gets more rows in so many steps than `chunks` whole chunks have: of copies,
-        and where gradients go back, of these. messages: rank, step, source and rows of each."""
+        and where gradients go back, of these. messages: rank, step, source and rows of each.
+        """
         if self.all_want_all:
             return least
         rank, step, source, rows = messages
@@ -117,7 +119,7 @@ class Demand:
 
     @property
     def visible(self) -> np.ndarray:
-        """bool [G, G]: may queries of rank i see keys of rank j?"""
+        """Bool [G, G]: may queries of rank i see keys of rank j?"""
         return self.wanted.visible
 
     def used(self, owner: np.ndarray, rank: np.ndarray) -> np.ndarray:
@@ -225,7 +227,8 @@ def _bundles(seen: Seen, size: int) -> Bundles:
 class RowCut(NamedTuple):
     """One chunk: its rows of a shard as runs (first, stop), the same ones of every rank; for each
     rank of a ring the spans of its queries, those of the whole ulysses group; and for each rank
-    those of its own."""
+    those of its own.
+    """
 
     runs: list[tuple[int, int]]
     shards: tuple[tuple[Span, ...], ...]

@@ -195,7 +195,8 @@ class _Replay:
 
     def _note(self) -> None:
         """Record the buffers. Without joined calls their number only grows, so the last record is
-        the largest."""
+        the largest.
+        """
         if self.schedule.joined:
             self._count_in_use()
         else:
@@ -281,7 +282,8 @@ class _Replay:
 
     def _join(self, together: Sequence[Chunk], index: int) -> None:
         """Replay a joined call: it copies its chunks, frees those that nothing else needs, and then
-        makes the gradients."""
+        makes the gradients.
+        """
         rows = sum(map(self._count, together))
         self.joined["kv joined"] = rows
         self._note()
@@ -298,7 +300,8 @@ class _Replay:
 
     def _leaving(self) -> tuple[int, dict[Chunk, int]]:
         """Return the boundary at which the last copy is sent to this rank, and the boundary at
-        which each chunk has left."""
+        which each chunk has left.
+        """
         hops = [h for b in self.program for h in b.posts if not h.chunk.accumulated]
         arrive = {hop.chunk: hop.post for hop in hops if hop.dst == self.me}
         left: dict[Chunk, int] = defaultdict(int)
@@ -330,7 +333,8 @@ class _Replay:
 
     def _total(self, family: str, owner: int) -> Chunk:
         """Return the partial results of a chunk; make them if there are none. A rank's own outputs
-        are not in a buffer."""
+        are not in a buffer.
+        """
         chunk = self.totals[family, owner]
         if chunk in self.sums and chunk not in self.waiting:
             return chunk

@@ -26,7 +26,8 @@ class Share(NamedTuple):
 
     def of(self, peer: int) -> slice:
         """The heads of rank `peer` of the group: an equal share, or the one head that its queries
-        need and that it shares with other ranks."""
+        need and that it shares with other ranks.
+        """
         if self.heads >= self.size:
             each = self.heads // self.size
             return slice(peer * each, (peer + 1) * each)
@@ -82,7 +83,8 @@ def shared_spans(shards: Sequence[Sequence[Span]]) -> tuple[Span, ...]:
 
 def shared_order(shards: Sequence[Sequence[Span]]) -> np.ndarray | None:
     """int64, of each row of `shared_spans` its number among the rows of the first rank, then of the
-    second, ...; None where that is their order."""
+    second, ...; None where that is their order.
+    """
     spans = tuple(span for shard in shards for span in shard)
     if shared_spans(shards) == spans:
         return None
@@ -104,7 +106,8 @@ def _joined_stripes(spans: Sequence[Span]) -> list[Span] | None:
 
 def _joined_runs(spans: Sequence[Span]) -> list[Span] | None:
     """Runs of positions in their order, those that touch joined; None where none do, or where there
-    are other spans."""
+    are other spans.
+    """
     if any(span.stride > 1 for span in spans if span.length > 1):
         return None
     joined: list[Span] = []

@@ -42,7 +42,8 @@ class Routes(NamedTuple):
 
 class _Crossing(NamedTuple):
     """Columns by bundle: its owner's node and rail, its rows, which other nodes want it, bool [n,
-    nodes], and to how many of them its own node sends it."""
+    nodes], and to how many of them its own node sends it.
+    """
 
     node: np.ndarray
     rail: np.ndarray
@@ -92,7 +93,7 @@ def _crossing(bundles: Bundles, grid: Grid) -> tuple[_Crossing, float]:
 
 
 def _handed(bundles: Bundles, grid: Grid) -> np.ndarray:
-    """bool [n]: of owners that would send much more within their node than any rank receives."""
+    """Bool [n]: of owners that would send much more within their node than any rank receives."""
     wanted = bundles.wanted.reshape(-1, *grid)
     home = wanted[np.arange(len(wanted)), bundles.owner // grid.intra].sum(axis=1)
     sent = np.bincount(bundles.owner, bundles.rows * home, grid.size)
@@ -139,7 +140,8 @@ def _shares(
 
 def _turns(which: np.ndarray, crossing: _Crossing) -> Iterator[np.ndarray]:
     """`which`, heaviest first, in groups with at most one of each node, and of those that go to the
-    same node mostly one."""
+    same node mostly one.
+    """
     node = crossing.node[which]
     order = np.lexsort((-crossing.rows[which] * crossing.copies[which], node))
     node, which = node[order], which[order]
@@ -155,7 +157,8 @@ def _turns(which: np.ndarray, crossing: _Crossing) -> Iterator[np.ndarray]:
 
 def _filled(move: np.ndarray, room: np.ndarray, least: int, own: np.ndarray) -> np.ndarray:
     """How many of `move` rows [i] each rail takes, [i, rails]: in proportion to its room, so that
-    room is left on every rail for rows that can use only that one."""
+    room is left on every rail for rows that can use only that one.
+    """
     # Equal room: the next rail first, so that nodes with the same needs differ.
     width = room.shape[1]
     turned = (np.arange(width) - own[:, None]) % width

@@ -34,7 +34,8 @@ class Sizes:
 
     def shared(self, ulysses: int) -> Sizes:
         """Those of a rank on its ring, from those of one before ranks share heads: all rows of its
-        ulysses group, its share of the heads."""
+        ulysses group, its share of the heads.
+        """
         return replace(
             self,
             tokens=self.tokens * ulysses,
@@ -91,7 +92,8 @@ class Sizes:
         """Bytes that one rank of a ulysses group of `ranks` sends to each other one, in forward and
         in backward. These are the sizes on its ring, of heads that are shared already: of fewer
         key/value heads than ranks, several take a copy of the same one. again: backward, of row
-        chunks, brings q with delta again."""
+        chunks, brings q with delta again.
+        """
         query, key, value, out = (self.tokens * each for each in self._elements)
         q, k, v = self.needs_grad
         # Forward brings q, k and v to where their heads are computed and out back to its rows;

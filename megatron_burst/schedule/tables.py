@@ -83,7 +83,8 @@ class Hop(NamedTuple):
 
 class Pair(NamedTuple):
     """The owners of the query chunk and the key chunk of one local attention, and which of their
-    rows: bit sets over bundles. Of a chunk that came in parts, the parts with such rows."""
+    rows: bit sets over bundles. Of a chunk that came in parts, the parts with such rows.
+    """
 
     query: int
     key: int

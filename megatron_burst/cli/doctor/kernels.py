@@ -68,7 +68,8 @@ def kernels() -> Iterator[Finding]:
 
 def _outcome(name: str, mask: masks.Mask, inputs: Sequence[torch.Tensor]) -> float | Exception:
     """The largest error of a kernel's results beside the reference, or the exception with which it
-    failed."""
+    failed.
+    """
     try:
         both = [by_pairs(each, mask, "query", inputs) for each in (name, "reference")]
     except Exception as failure:
@@ -80,7 +81,8 @@ def _kernel(
     name: str, device: torch.device, outcomes: Sequence[float | Exception], bound: float
 ) -> Finding:
     """A kernel with wrong results is a problem, one that refuses this device or these widths or is
-    not installed is absent, and one that fails in another way is a note."""
+    not installed is absent, and one that fails in another way is a note.
+    """
     topic = f"kernel {name}"
     for off in outcomes:
         if isinstance(off, float) and off > bound:
@@ -101,7 +103,8 @@ def _kernel(
 
 def error(result: torch.Tensor, exact: torch.Tensor, whole: torch.Tensor | None = None) -> float:
     """The largest difference relative to the largest value of what is exact, or of the `whole` that
-    it is a part of; inf where a result is not finite."""
+    it is a part of; inf where a result is not finite.
+    """
     largest = (exact if whole is None else whole).double().abs().max()
     off = ((result.double() - exact.double()).abs().max() / largest).item()
     return off if math.isfinite(off) else math.inf

@@ -23,7 +23,8 @@ TOPIC = 22  # characters; a longer topic pushes its row to the right
 
 class Finding(NamedTuple):
     """level: "ok", "note", "problem", or "absent": what nobody has to install; fix: what to do,
-    empty if there is nothing to do."""
+    empty if there is nothing to do.
+    """
 
     level: str
     topic: str
@@ -79,7 +80,8 @@ class Report:
 
     def end(self, facts: dict[str, Any]) -> None:
         """Print what is absent and the number of problems and notes; as JSON all findings and the
-        facts."""
+        facts.
+        """
         counts = {level: sum(one.level == level for one in self.findings) for level in LEVELS}
         if self.as_json:
             listed = [one._asdict() for one in self.findings]

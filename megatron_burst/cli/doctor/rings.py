@@ -160,7 +160,8 @@ def _correctness(made: list[tuple[str, mb.Groups]]) -> Iterator[Finding]:
 
 def _oracle(ranks: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """(q, k, v, dout), (out, dq, dk, dv), all [S, 1, h, d] on the CPU: causal attention, dense, by
-    formula, in float64, a head at a time."""
+    formula, in float64, a head at a time.
+    """
     length, heads = 2 * ROWS * ranks, ranks * math.ceil(4 / ranks)
     draw = torch.Generator().manual_seed(1)
     shape = length, 1, heads, WIDTH
@@ -206,7 +207,8 @@ def _bandwidths(groups: mb.Groups) -> Iterator[Finding]:
 
 def _communicators(groups: mb.Groups, before: int | None) -> Finding:
     """What the rings used here travel on, and the memory of all that were made, with what their
-    first messages took."""
+    first messages took.
+    """
     made = groups.communicators.removeprefix("communicators: ")
     what = f"{made}; in Megatron activations travel on its own groups"
     after = memory_taken(machine.own_device())

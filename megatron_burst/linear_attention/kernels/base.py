@@ -17,7 +17,8 @@ from ..forms import Form
 class LinearInputs(NamedTuple):
     """q, k [s, b, g, d] (g divides h), v [s, b, h, w]; decay: the logarithm of what a token keeps
     of the state before it, [s, b, h] or [s, b, h, d], or None; beta [s, b, h], how much of its
-    value a token writes, for delta rules, or None. scale: of the queries."""
+    value a token writes, for delta rules, or None. scale: of the queries.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -29,7 +30,8 @@ class LinearInputs(NamedTuple):
 
 class RankPieces(NamedTuple):
     """The pieces of this rank in the order of its rows, which they fill: `lengths` of each, and
-    which of them need a map: those whose state another piece, or the caller, waits for."""
+    which of them need a map: those whose state another piece, or the caller, waits for.
+    """
 
     lengths: tuple[int, ...]
     mapped: tuple[bool, ...]
@@ -64,7 +66,8 @@ class LinearKernel(Protocol):
 
     def refusal(self, form: Form, inputs: LinearInputs) -> str | None:
         """Why these tensors cannot be served here, naming the kernel, or None. Only shape, dtype
-        and device are read. ValueError where a package is installed and does not fit."""
+        and device are read. ValueError where a package is installed and does not fit.
+        """
         ...
 
     def run(self, form: Form, inputs: LinearInputs, cut: RankPieces) -> Run:

@@ -52,7 +52,8 @@ class Keys(NamedTuple):
     """Keys as the state meets them: read [n, p, b, g, r | 1, c, d], with what was there before the
     chunk; written, what is left of them after it. Where a decay is one number per head the keys
     stay as they are, shared by the heads, and the factors [n, p, b, g, r, c, 1] go to the side of
-    the values. kept [n, p, b, g, r, 1 | d, 1]: of the state, over the chunk."""
+    the values. kept [n, p, b, g, r, 1 | d, 1]: of the state, over the chunk.
+    """
 
     read: torch.Tensor
     written: torch.Tensor
@@ -70,7 +71,8 @@ class Scalar:
 
     def pairs(self, a: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """a_t^T D k_j [..., n, p, b, g, r, c, c] where j <= t, else 0; k [n, p, b, g, 1, c, d], a
-        like k or several of these."""
+        like k or several of these.
+        """
         away = self.total.unsqueeze(-1) - self.total.unsqueeze(-2)
         return (a @ k.transpose(-1, -2)) * away.to(self.dtype).masked_fill(
             _later(away.shape[-1], away.device), float("-inf")
@@ -100,7 +102,8 @@ class Vector:
 
     def pairs(self, a: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """As `Scalar.pairs`. Single rows are joined to blocks, two by two: rows of two blocks meet
-        in the state behind the earlier block, which lies between them."""
+        in the state behind the earlier block, which lies between them.
+        """
         total, dtype = self.total, self.dtype
         a, k = a.expand(torch.broadcast_shapes(a.shape, total.shape)), k.expand_as(total)
         scores = (a * k).sum(-1)[..., None, None]
@@ -145,7 +148,8 @@ SEGMENT_BYTES = 16 << 20
 
 class Segment(NamedTuple):
     """Some consecutive chunks of one or several pieces: `chunks` of each, at the rows (start, stop)
-    of each, which are fewer where a piece ends within its last chunk."""
+    of each, which are fewer where a piece ends within its last chunk.
+    """
 
     chunks: int
     spans: tuple[tuple[int, int], ...]
@@ -154,7 +158,8 @@ class Segment(NamedTuple):
 class PieceGroup(NamedTuple):
     """Pieces that go through their chunks side by side, longest first, segment by segment; those
     that are over are the last ones, and are left out of later segments. mapped: do they all need a
-    map, or none of them?"""
+    map, or none of them?
+    """
 
     pieces: tuple[int, ...]
     mapped: bool
@@ -163,7 +168,8 @@ class PieceGroup(NamedTuple):
 
 def groups_of(cut: RankPieces, most: int) -> list[PieceGroup]:
     """The pieces of a rank in groups alike in length and in needing a map, so that a segment has
-    about `most` chunks."""
+    about `most` chunks.
+    """
     starts = [0, *accumulate(cut.lengths)]
     found = []
     for mapped in (True, False):
@@ -178,7 +184,8 @@ def groups_of(cut: RankPieces, most: int) -> list[PieceGroup]:
 
 def _segments(spans: Sequence[tuple[int, int]], most: int) -> Iterator[Segment]:
     """The segments of pieces at these rows, longest first: at most `most` chunks each, as many of
-    each piece that is not over."""
+    each piece that is not over.
+    """
     chunks = [-(-(stop - start) // SIZE) for start, stop in spans]
     done = 0
     while done < max(chunks):
@@ -210,7 +217,8 @@ def scatter(target: torch.Tensor, chunks: torch.Tensor, segment: Segment) -> Non
 
 class SegmentRows(NamedTuple):
     """The tensors of `base.LinearInputs` of a rank, or of the chunks of a segment as `gather` has
-    them; None for what the form, or who asks, does without."""
+    them; None for what the form, or who asks, does without.
+    """
 
     q: torch.Tensor | None
     k: torch.Tensor
@@ -226,7 +234,8 @@ class SegmentRows(NamedTuple):
 
 class Passed(NamedTuple):
     """What a segment makes: outputs [n, p, b, h, c, w], None without queries; the states behind it
-    [p, b, h, d, x]; and (I + L)^-1 [n, p, b, g, r, c, c], None where values are added."""
+    [p, b, h, d, x]; and (I + L)^-1 [n, p, b, g, r, c, c], None where values are added.
+    """
 
     outputs: torch.Tensor | None
     states: torch.Tensor
@@ -237,7 +246,8 @@ def pass_through(
     rows: SegmentRows, states: torch.Tensor, scale: float, inverse: torch.Tensor | None
 ) -> Passed:
     """Go through the chunks of a segment. states [p, b, h, d, x]: those that enter it; x > w: the
-    values stand in the last columns. inverse: where it is known already."""
+    values stand in the last columns. inverse: where it is known already.
+    """
     heads, count = rows.k.shape[3], len(rows.k)
     q, k = (None if x is None else x.unsqueeze(4) for x in (rows.q, rows.k))
     assert k is not None
@@ -294,7 +304,8 @@ def _times(x: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
 
 class _Inverse(torch.autograd.Function):
     """(I + L)^-1 of a matrix of which L is the part below the diagonal; taken over where it is
-    known."""
+    known.
+    """
 
     @staticmethod
     def forward(ctx: Any, lower: torch.Tensor, known: torch.Tensor | None) -> torch.Tensor:
@@ -346,7 +357,8 @@ class ChunkwiseRun:
 
 class _Work:
     """What is computed, of tensors that autograd holds. `inverses`: of the segments of mapped
-    pieces, which maps leave to outputs in forward and outputs to maps in backward."""
+    pieces, which maps leave to outputs in forward and outputs to maps in backward.
+    """
 
     def __init__(self, form: Form, inputs: LinearInputs, cut: RankPieces):
         self.form, self.cut, self.scale = form, cut, inputs.scale
@@ -365,7 +377,8 @@ class _Work:
         self, rows: SegmentRows, group: PieceGroup, states: torch.Tensor, out: torch.Tensor | None
     ) -> torch.Tensor:
         """The states behind the pieces of a group, from those that enter them [p, b, h, d, x];
-        writes their outputs where there is `out`."""
+        writes their outputs where there is `out`.
+        """
         for segment in group.segments:
             going = len(segment.spans)
             some = rows.gathered(segment, self.dtype)
@@ -386,7 +399,8 @@ class _Work:
     ) -> torch.Tensor:
         """The gradient of the states that enter the pieces of a group; adds those of its rows to
         `grads`, one for each of `rows` or None. of_out: the gradient of all outputs, of_behind
-        that of the states behind; None for zero."""
+        that of the states behind; None for zero.
+        """
         entered = []
         for segment in group.segments:
             going = len(segment.spans)
@@ -431,7 +445,8 @@ class _Work:
 
 class _MapsOfPieces(torch.autograd.Function):
     """k, v, decay, beta -> the transition of each piece, None if all keep their state; the
-    increment; and those of k, v, decay and beta again that want a gradient, else None."""
+    increment; and those of k, v, decay and beta again that want a gradient, else None.
+    """
 
     @staticmethod
     def forward(ctx: Any, work: _Work, *given: torch.Tensor | None) -> tuple[Any, ...]:
@@ -539,7 +554,8 @@ def _add_kept_gradient(
     work: _Work, grad: torch.Tensor | None, decay: torch.Tensor, of_kept: torch.Tensor
 ) -> None:
     """Add to `grad`, if it is wanted, what `_kept` makes of the gradient of its result. Where that
-    is zero, so is this, also of a factor that has grown beyond all numbers."""
+    is zero, so is this, also of a factor that has grown beyond all numbers.
+    """
     if grad is None:
         return
     of_total = torch.where(of_kept == 0, 0, of_kept * _kept(work, decay)).to(grad.dtype)
@@ -550,5 +566,6 @@ def _add_kept_gradient(
 
 def _full_precision(x: torch.Tensor) -> torch.autocast:
     """Without autocast, which would round states to bf16, and gradients where backward is called
-    under it."""
+    under it.
+    """
     return torch.autocast(x.device.type, enabled=False)

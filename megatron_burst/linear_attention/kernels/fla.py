@@ -85,7 +85,8 @@ def run(loaded: FittedFunction, form: Form, inputs: LinearInputs, cut: RankPiece
 
 def shares_heads(form: Form, loaded: FittedFunction) -> bool:
     """Do value heads share keys and queries in this function as they are? Those of the gated delta
-    rule and KDA can since 0.5.0; the first release whose signature tells is 0.5.1."""
+    rule and KDA can since 0.5.0; the first release whose signature tells is 0.5.1.
+    """
     gated = form.delta and form.decay != "none"
     return gated and "state_v_first" in Signature(form.fla, loaded.function).named
 
@@ -98,7 +99,8 @@ def arguments(
     shared: bool = False,
 ) -> dict[str, Any]:
     """What the function of a form is given: sequences are the pieces of the first batch, those of
-    the second, and so on. shared: see `shares_heads`; else queries and keys are repeated."""
+    the second, and so on. shared: see `shares_heads`; else queries and keys are repeated.
+    """
     b, h = inputs.v.shape[1:3]
     wide = accumulation_dtype(inputs.v.dtype)
     several = len(lengths) > 1

@@ -64,7 +64,8 @@ PACKAGES = {
 
 def missing(load: Callable[[], object]) -> str | None:
     """Why a function cannot be loaded because its package is not installed, or None. One that is
-    there and does not fit stays an error."""
+    there and does not fit stays an error.
+    """
     try:
         load()
     except NotInstalled as error:

@@ -191,7 +191,7 @@ class BurstCoreAttention(MegatronModule):
         packed_seq_params: Any = None,
         **unknown: Any,
     ) -> torch.Tensor:
-        """query [s, b, h, d], key [s, b, g, d], value [s, b, g, w] of one dtype -> [s, b, h*w].
+        """Query [s, b, h, d], key [s, b, g, d], value [s, b, g, w] of one dtype -> [s, b, h*w].
 
         s is this rank's share of the sequence, in the installed layout. With packed_seq_params
         (format thd, micro-batch size 1) [t, h, d], [t, g, d], [t, g, w] -> [t, h*w]; the ranks of

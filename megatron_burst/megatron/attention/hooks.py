@@ -113,7 +113,8 @@ def is_sparse(core: Any) -> bool:
 def _with_burst(stock: tuple[type, ...], original: Callable, /, *args: Any, **kwargs: Any) -> None:
     """An attention constructor, from which models with BurstAttention get our core attention. The
     plugin `sparse` replaces sparse attention. Without it there is a `ValueError`: Megatron's own
-    would take our tokens for zigzag ones."""
+    would take our tokens for zigzag ones.
+    """
     bound = bound_to(original, args, kwargs)
     config, submodules = bound.arguments["config"], bound.arguments["submodules"]
     burst, core = getattr(config, "burst", None), submodules.core_attention

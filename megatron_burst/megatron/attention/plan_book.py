@@ -64,7 +64,8 @@ Tensors = Mapping[str, Any]  # of a call by name; only shapes, dtypes and device
 
 class RowChunking(NamedTuple):
     """How rows are cut into chunks: how many chunks, and of how many equal blocks of rows, one per
-    rank of sequence parallelism, each has equally many."""
+    rank of sequence parallelism, each has equally many.
+    """
 
     chunks: int = 1
     blocks: int = 1
@@ -111,7 +112,8 @@ class LayerKind:
 
     def own_mask(self, pack: Pack | None, seq_len: int) -> Mask | None:
         """That of `--burst-mask`, for one sequence of `seq_len` tokens over all ranks or for the
-        documents of a pack. Raises `ValueError` for one that is none."""
+        documents of a pack. Raises `ValueError` for one that is none.
+        """
         documents, spans = (None, None) if pack is None else (pack.documents, pack.spans)
         if self.burst.mask is None:
             if spans is not None:
@@ -182,7 +184,8 @@ class LayerKind:
 
     def layers(self) -> str:
         """Name the layers of this kind, for the log. With `--burst-mask` each layer is a kind, and
-        only the first layer of several with the same mask and algorithm is logged."""
+        only the first layer of several with the same mask and algorithm is logged.
+        """
         if self.number:
             return f"layer {self.number} and layers with the same mask"
         if self.window is None:
@@ -237,7 +240,8 @@ class PlanBook:
     @contextmanager
     def refusing(self, leads: bool) -> Iterator[None]:
         """Inside, a layer's call is checked; if a leader's is refused, ranks whose call was right
-        raise the same ValueError."""
+        raise the same ValueError.
+        """
         try:
             yield
         except ValueError as error:
@@ -254,7 +258,8 @@ class PlanBook:
         rows: RowChunking = WHOLE,
     ) -> Any:
         """The plan for these tensors; a collective if `leads`, but for layers that run again in
-        backward, a look-up otherwise."""
+        backward, a look-up otherwise.
+        """
         again = in_backward()
         with self.refusing(leads and not again):
             own = kind.own_mask(pack, len(tensors["q"]) * self.groups.size)
@@ -289,7 +294,8 @@ class PlanBook:
 
     def around(self, kind: LayerKind, q, k, v, pack: Pack | None = None) -> Around | None:
         """The exchanges of rows around attention over q, k, v of the stream; None if it has the
-        stream's layout. A collective, the first time."""
+        stream's layout. A collective, the first time.
+        """
         if kind.stream is None or self.groups.size == 1:
             return None
         if self._moves is None:
@@ -325,7 +331,8 @@ class PlanBook:
     def log(self, line: str, what: Hashable = None) -> None:
         """Log a line about plans, once in a run: on rank 0, or on the first stage of its pipeline
         that says something of `what` (default: this line), as a stage may have no such layer.
-        Stages run one after another at first, and the first of them to ask the store logs."""
+        Stages run one after another at first, and the first of them to ask the store logs.
+        """
         # Late: what a plan says of itself is read where there may be no Megatron-Core.
         from megatron.core.parallel_state import get_pipeline_model_parallel_group
 
@@ -353,7 +360,8 @@ def rings_of_normal_priority(groups: Groups) -> list[str]:
 
 def priority_line(rings: Sequence[str]) -> str:
     """What the start-up line says of rings on Megatron's groups whose streams have normal priority;
-    nothing where one queue keeps the order of launches."""
+    nothing where one queue keeps the order of launches.
+    """
     if not rings or patching.launches_in_order():
         return ""
     names = " ".join(dict.fromkeys("cp" if r in ("flat", "ulysses") else "hcp" for r in rings))
@@ -377,7 +385,8 @@ def nothing_seen(query: torch.Tensor) -> torch.Tensor:
 
 def startup_line() -> str | None:
     """The start-up line of this process's first plan: algorithm, topology, side, layout, kernel,
-    bytes per layer. None before the first forward, or when no model uses BurstAttention."""
+    bytes per layer. None before the first forward, or when no model uses BurstAttention.
+    """
     for first in _books().values():
         for book in (first, *first.others.values()):
             if book.startup:

@@ -482,7 +482,8 @@ def kernel_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
 
 def cluster_problems(burst: BurstConfig, config: Any = None) -> Iterator[Problem]:
     """Unless the file is one of `megatron-burst calibrate` and "auto" will read it: that of
-    attention or, in a model of this `config`, that of layers that carry a state."""
+    attention or, in a model of this `config`, that of layers that carry a state.
+    """
     if burst.cluster is None:
         return
     flag = f"--burst-cluster {burst.cluster}"

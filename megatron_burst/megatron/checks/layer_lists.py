@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Problems of lists with an entry per layer: Megatron's lists of layers with a window or with
-linear attention, and its list of exchanges (`--cp-comm-type`), which BurstAttention replaces."""
+linear attention, and its list of exchanges (`--cp-comm-type`), which BurstAttention replaces.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def frequency_problems(config: Any) -> Iterator[Problem]:
 
 def exchange_problems(config: Any) -> Iterator[Problem]:
     """Yield a problem if `cp_comm_type` names several exchanges. One exchange, such as the default,
-    is ignored; an exchange for each layer must not be dropped silently."""
+    is ignored; an exchange for each layer must not be dropped silently.
+    """
     kinds: Any = getattr(config, "cp_comm_type", None)
     if mixed(kinds):
         yield Problem(

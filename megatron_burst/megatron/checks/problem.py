@@ -38,7 +38,8 @@ class Problem:
 
 class ConfigView:
     """The attributes of a `TransformerConfig`, of parsed arguments, or of a `BurstConfig`; None for
-    one that it lacks, such as an option of a plugin that is not installed."""
+    one that it lacks, such as an option of a plugin that is not installed.
+    """
 
     def __init__(self, config: Any) -> None:
         self._config = config

@@ -42,7 +42,8 @@ def splits(settings: Any) -> bool:
 
 def attends(settings: Any, burst: BurstConfig) -> bool:
     """Whether BurstAttention computes attention in models of such a run: where micro-batches are
-    split, and where they are prefix trees, which Megatron's own attention does not know."""
+    split, and where they are prefix trees, which Megatron's own attention does not know.
+    """
     return burst.algorithm != OFF and (splits(settings) or burst.pack == "trees")
 
 

@@ -52,7 +52,8 @@ class TurnRates:
 
     def worst_of_fp32(self, position: int) -> float:
         """Radians by which Megatron's angle of `position` may be off: half the distance of fp32
-        numbers there, of the product and of the factors."""
+        numbers there, of the product and of the factors.
+        """
         turned = position * (self.interpolation or 1.0)
         fastest = float(self.per_position.max())
         spacing = 2.0 ** (math.floor(math.log2(max(turned * fastest, 1.0))) - 24)

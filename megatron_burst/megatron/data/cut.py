@@ -70,7 +70,8 @@ def cut_for(config: Any, burst: BurstConfig) -> BatchCut:
 
 def _row_cost(config: Any, burst: BurstConfig, per_node: int | None) -> tuple[float, float] | None:
     """What a row on a link costs, where a cluster file says how fast links are; None for ranks that
-    share heads by a number stated, whose all-to-all moves as many rows in every layout."""
+    share heads by a number stated, whose all-to-all moves as many rows in every layout.
+    """
     shared = burst.ulysses_size is not None and burst.ulysses_size > 1
     if burst.cluster is None or burst.algorithm != "auto" or shared:
         return None

@@ -38,7 +38,8 @@ UNEVEN = (
 
 class HostLengths(torch.Tensor):
     """A tensor on the CPU whose copy on a device is known to have its values; what other operators
-    make of it is a plain tensor."""
+    make of it is a plain tensor.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 

@@ -144,7 +144,8 @@ class Pack:
         self, cut: BatchCut, cp_size: int, rank: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `mb.layout.successors`, on `device`, sent there once: where the rank's tokens find
-        the next ones of their documents."""
+        the next ones of their documents.
+        """
         # Packs that are cut alike may differ in the padding between their documents.
         key = "successors", self.documents, cut, cp_size, rank, device
         if key not in self._made:
@@ -174,7 +175,8 @@ class Packs:
     def note(self, cu_seqlens: torch.Tensor, pack: Pack) -> None:
         """Remember that this very tensor stands for `pack`, which says what its values do not: a
         prefix tree, or where images lie. ValueError if it stands for another: a micro-batch of that
-        one may still be in flight."""
+        one may still be in flight.
+        """
         if (known := self._noted_of(cu_seqlens)) is not None and known != pack:
             raise ValueError(
                 "packed_seq_params: these tensors stand for the images of another micro-batch, "
@@ -276,7 +278,8 @@ def pack_of(total: int, cu_seqlens: torch.Tensor, padded: torch.Tensor | None = 
 
 def params_of(ends: torch.Tensor, longest: int, padded: Any = None) -> Any:
     """The `PackedSeqParams` of queries and keys whose documents end alike, the longest of so many
-    tokens. padded: where their padding ends, a tensor as `ends`, if that is said too."""
+    tokens. padded: where their padding ends, a tensor as `ends`, if that is said too.
+    """
     from megatron.core.packed_seq_params import PackedSeqParams
 
     return PackedSeqParams(

@@ -93,7 +93,8 @@ def _cos_sin(
     layout: str, original: Callable, *args: Any, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines of the rank's rows. For packed batches of all positions of a document: the
-    fused kernels that take them choose rows themselves."""
+    fused kernels that take them choose rows themselves.
+    """
     bound = bound_to(original, args, named)
     bound.apply_defaults()
     self, length, offset, dtype, packed = bound.args
@@ -160,7 +161,8 @@ def packed_rope(
 
 def fused_packed_rope(layout: str, original: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
     """`rope_utils.fused_apply_rotary_pos_emb_thd`, which chooses rows of tables of whole documents:
-    the fused kernel of batches that are not packed takes those of the rank."""
+    the fused kernel of batches that are not packed takes those of the rank.
+    """
     bound = bound_to(original, args, kwargs)
     bound.apply_defaults()
     given = bound.arguments
@@ -222,7 +224,8 @@ class RotaryTables:
 
     def rows(self, rope: Any, length: int, offset: int = 0, held: HeldRows = ALL) -> torch.Tensor:
         """fp32 [rows, 1, 1, d]: angles of the rows `held` of `length` positions, which start at
-        `offset`."""
+        `offset`.
+        """
         key, rates = self._known(rope)
 
         def make() -> torch.Tensor:
@@ -254,7 +257,8 @@ class RotaryTables:
 
     def pair(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         """fp32 [2, length, 1, 1, d] of NaN, whose two rows stand for the same tables as two blanks
-        of one shape, as their stack would if it were no copy."""
+        of one shape, as their stack would if it were no copy.
+        """
         rates = [self._of_blank(blank) for blank in (first, second)]
         name = "pair", *(key for key, _ in rates)
         if name not in self._pairs:

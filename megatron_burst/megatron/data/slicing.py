@@ -175,7 +175,8 @@ def shard_sequence(
 
 def held_positions(rows: int, packed_seq_params: Any = None, group: Any = None) -> np.ndarray:
     """int64 [ranks, rows]: the positions in the whole sequence of the tokens that `shard_sequence`
-    leaves to each rank of the group, of which each holds so many rows."""
+    leaves to each rank of the group, of which each holds so many rows.
+    """
     group = sequence_group(group, packed_seq_params)
     ranks = range(group.size())
     order = _order(rows * len(ranks), packed_seq_params, group, ranks, cutting=False)

@@ -72,7 +72,7 @@ def _states(form: str, net: Any, config: Any, groups: Any) -> StateLayer:
 
 
 def _forward(net: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) -> Any:
-    """hidden [s, b, width], or a tensor-parallel rank's share of its rows -> (out, bias)."""
+    """Hidden [s, b, width], or a tensor-parallel rank's share of its rows -> (out, bias)."""
     projected, _ = net.in_proj(hidden)
     mixed, gate, *gates = torch.split(projected, net.feat_dim_split, dim=-1)
     call = states.call(_shapes(net, mixed, gates), packed)
@@ -195,7 +195,8 @@ _HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 
 def patch_heads(patches: PatchSet) -> None:
     """Add to a set of patches what lets configurations have fewer such heads than ranks, if
-    BurstAttention is chosen."""
+    BurstAttention is chosen.
+    """
     patches.wrap(TransformerConfig, "__post_init__", ["self"], _with_any_heads)
 
 
@@ -220,7 +221,8 @@ def _with_any_heads(original: Callable, self: Any) -> None:
 
 def check_shared_heads(config: Any, tensor: int, ranks: int) -> None:
     """Raise `ValueError` unless `ranks` context-parallel ranks can share the heads that each of
-    `tensor` tensor-parallel ones has."""
+    `tensor` tensor-parallel ones has.
+    """
     for name in _HEADS:
         heads = getattr(config, name)
         if heads % (tensor * ranks):

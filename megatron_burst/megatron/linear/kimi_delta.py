@@ -35,7 +35,8 @@ from .state_layers import MixerKind, StateLayer, construct, forward, wide
 def enable(known: type) -> None:
     """Let layers of Bridge's class `KimiK3Attention` train over several context-parallel ranks, if
     their configuration asks for BurstAttention; for Megatron-Core 0.19 and newer. Idempotent.
-    Raises `RuntimeError` if the class lacks a parameter that its patch needs."""
+    Raises `RuntimeError` if the class lacks a parameter that its patch needs.
+    """
     name = f"layers, {known.__name__}"
     if patching.installed(name) is None:
         with patching.patch_set(name) as patches:
@@ -68,7 +69,7 @@ def _states(layer: Any, config: Any, groups: Any) -> StateLayer:
 
 
 def _forward(layer: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) -> torch.Tensor:
-    """hidden [s, b, width], the rows of all tensor-parallel ranks -> the same shape."""
+    """Hidden [s, b, width], the rows of all tensor-parallel ranks -> the same shape."""
     heads = (layer.local_num_heads, layer.head_dim)
     mixed = [_only(projection(hidden)) for projection in (layer.q_proj, layer.k_proj, layer.v_proj)]
     gates = _only(layer.f_b_proj(_only(layer.f_a_proj(hidden))))

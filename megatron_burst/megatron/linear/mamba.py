@@ -52,7 +52,7 @@ def _states(mixer: Any, config: Any, groups: Any) -> StateLayer:
 
 
 def _forward(mixer: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) -> Any:
-    """hidden [s, b, width], or a tensor-parallel rank's share of its rows -> (out, bias)."""
+    """Hidden [s, b, width], or a tensor-parallel rank's share of its rows -> (out, bias)."""
     projected, _ = mixer.in_proj(hidden)
     inner, groups, heads = mixer.d_inner_local_tp, mixer.ngroups_local_tp, mixer.nheads_local_tp
     state = groups * mixer.d_state

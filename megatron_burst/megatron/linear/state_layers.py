@@ -206,7 +206,8 @@ def refuse_states(name: str, original: Callable, self: Any, *args: Any, **kwargs
 
 def _refuse_other(layer: Any, kind: MixerKind) -> None:
     """Raise `ValueError` unless the layer is of the kind, and has those of its methods whose
-    work our forward does."""
+    work our forward does.
+    """
     known, own = kind.known, type(layer)
     other = [n for n in kind.methods if getattr(own, n, None) is not getattr(known, n, None)]
     if not isinstance(layer, known) or other:

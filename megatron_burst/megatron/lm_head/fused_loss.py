@@ -83,7 +83,8 @@ def _check_model(model: Any, mode: str) -> None:
 
 def check_output(layer: Any, what: str) -> None:
     """Raise `ValueError`, beginning with `what`, unless logits are a product with the layer's
-    weight. Models of Bridge change the class of their layer after it was built."""
+    weight. Models of Bridge change the class of their layer after it was built.
+    """
     kinds = type(layer).__mro__
     if kinds[0] is not ColumnParallelLinear or getattr(layer, "bias", None) is not None:
         until = kinds.index(ColumnParallelLinear) if ColumnParallelLinear in kinds else 1

@@ -55,7 +55,7 @@ class LiteCoreAttention(torch.nn.Module):
         max_seqlen_q: int | None = None,
         max_seqlen_kv: int | None = None,
     ) -> torch.Tensor:
-        """query [t, h, d], key [t, k, d], value [t, k, w] of packed documents, or each with a batch
+        """Query [t, h, d], key [t, k, d], value [t, k, w] of packed documents, or each with a batch
         behind its rows, [s, b, h, d]. Returns [t, h w] or [s, b, h w].
 
         cu_seqlens: cumulative lengths on all ranks, int32 [documents + 1]. Raises ValueError for
@@ -92,7 +92,8 @@ class LiteCoreAttention(torch.nn.Module):
 @dataclass
 class DeltaNetForward:
     """The forward of a gated delta net whose ranks keep their rows and all heads: of its own
-    projections, gates and norms, with our convolution and state between them."""
+    projections, gates and norms, with our convolution and state between them.
+    """
 
     net: Any
     shared: MicroBatches
@@ -103,7 +104,7 @@ class DeltaNetForward:
     def __call__(
         self, x: torch.Tensor, position_ids: Any = None, packed_seq_params: Any = None
     ) -> torch.Tensor:
-        """x [s, b, width], or a tensor-parallel rank's share of its rows; returns the same."""
+        """X [s, b, width], or a tensor-parallel rank's share of its rows; returns the same."""
         net = self.net
         mixed = net.in_proj(x)  # [s, b, q | k | v | gate | beta | alpha]
         ends = {} if packed_seq_params is None else _ends(packed_seq_params)

@@ -30,7 +30,8 @@ PLANS_KEPT = 256  # more than packed micro-batches in flight x kinds of layers
 
 class LiteKind(NamedTuple):
     """What is known of a layer when it is built, the same on all ranks: layers with the same have
-    their plans in common."""
+    their plans in common.
+    """
 
     sort: str
     sizes: tuple[int, ...]
@@ -56,7 +57,8 @@ class MicroBatches:
 
     def documents(self, ends: Mapping[str, torch.Tensor | None]) -> tuple[int, ...] | None:
         """Cumulative lengths, of all ranks together, of the documents that tensors [documents + 1]
-        tell; None without any. A tensor is read from its device once."""
+        tell; None without any. A tensor is read from its device once.
+        """
         known = {name: self._read(x) for name, x in ends.items() if x is not None}
         if len(set(known.values())) > 1:
             raise ValueError(
@@ -81,7 +83,8 @@ class MicroBatches:
         make: Callable[[tuple[int, ...] | None], Any],
     ) -> Any:
         """The plan of these tensors [s, b, ...] for documents that end at `ends`; a collective if
-        `leads`, outside of backward. make: makes one of the documents."""
+        `leads`, outside of backward. make: makes one of the documents.
+        """
         compares = leads and not in_backward()
         try:
             bounds = self.documents(ends)
@@ -108,7 +111,8 @@ class MicroBatches:
 
     def cut(self, bounds: tuple[int, ...] | None) -> dict[str, Any]:
         """The layout by which Lite has cut a batch, as a keyword. Raises ValueError for documents
-        that it would not have cut so, on every rank alike."""
+        that it would not have cut so, on every rank alike.
+        """
         size = self.groups.size
         if bounds is None or size == 1:
             return {"layout": "zigzag" if size > 1 else "contiguous"}

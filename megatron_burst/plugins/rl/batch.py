@@ -150,7 +150,8 @@ class _Gathered(torch.autograd.Function):
 
 def rows_multiple(config: Any, cp_size: int, merged: bool) -> int:
     """What divides the rows of a pack: ranks take equally many, and those that share a tensor take
-    equal parts of these. Documents are cut by the layout of the run, which may want two shares."""
+    equal parts of these. Documents are cut by the layout of the run, which may want two shares.
+    """
     split = getattr(config, "sequence_parallel", False)
     shares = cp_size if merged or cp_size == 1 else 2 * cp_size
     return shares * (config.tensor_model_parallel_size if split else 1)

@@ -226,7 +226,7 @@ def temperature_reasons(temperature: Any) -> Iterator[str]:
 
 
 def at_temperature(head: Head, temperature: float) -> Head:
-    """cap tanh(s / cap) / T is (cap / T) tanh((s / T) / (cap / T))."""
+    """Cap tanh(s / cap) / T is (cap / T) tanh((s / T) / (cap / T))."""
     formula, cap = head.formula, head.formula.softcap
     cap = None if cap is None else cap / temperature
     return replace(head, formula=replace(formula, scale=formula.scale / temperature, softcap=cap))

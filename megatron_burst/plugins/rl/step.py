@@ -180,7 +180,8 @@ class _Asked(NamedTuple):
 
 class _Planned(NamedTuple):
     """The micro-batches of this data-parallel rank: parts, (indices, tokens) of their trajectories,
-    and the rows that these take. facts: what all ranks agree on. line: for the log."""
+    and the rows that these take. facts: what all ranks agree on. line: for the log.
+    """
 
     parts: list[tuple[tuple[int, ...], list[np.ndarray]]]
     rows: list[int]

@@ -137,7 +137,8 @@ class PrefixTree:
 
     def edges_on(self, layout: Layout, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """`Edges.on` the shard that `rank` holds: which edges it predicts, and from which of its
-        local rows."""
+        local rows.
+        """
         return self.edges.on(layout.positions(rank, len(self.tokens)))
 
 
@@ -297,7 +298,8 @@ def _arranged(
 
 def _depth_first(parent: list[int], leaf: list[int]) -> list[int]:
     """All segments, each before those that continue it; of two that continue one, that of the
-    earlier trajectory comes first."""
+    earlier trajectory comes first.
+    """
     children: list[list[int]] = [[] for _ in range(len(parent) + 1)]  # the last: roots
     seen = [False] * len(parent)
     for each in [*leaf, *range(len(parent))]:  # also segments that no trajectory ends with

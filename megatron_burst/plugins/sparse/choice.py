@@ -68,7 +68,8 @@ def with_fastest(request: Request, groups: Groups, rates: Rates) -> Request:
 
 class _Trial:
     """What computes a pair, as a kernel whose queries see and have selected all keys, so that it
-    can be timed as kernels of attention are."""
+    can be timed as kernels of attention are.
+    """
 
     def __init__(self, of: PairKernel):
         self.by, self.rule, self.latent = of.by, of.of, of.latent

@@ -152,7 +152,8 @@ class SelectUnits(IndexOperation):
 
 def index_stand_ins(rule: SelectionRule, q: Any, k: Any, weights: Any) -> QKV:
     """Return stand-ins for q, k and v of a ring of units. ValueError for index tensors that do not
-    fit the rule."""
+    fit the rule.
+    """
     for name, tensor in (("index_q", q), ("index_k", k)):
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4:
             got = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else repr(tensor)
@@ -189,7 +190,8 @@ def over_units(request: Request, rule: SelectionRule, top_k: int) -> Request:
 
 def tags_of(walks: Sequence[tuple[Plan, str]], label: object) -> list[CallTag]:
     """What the messages of each walk bear, in their order. Without a label the first of them is
-    told by the line that calls."""
+    told by the line that calls.
+    """
     first = None if label is None else (label, walks[0][1])
     labels = [first, *((label, name) for _, name in walks[1:])]
     return [
@@ -228,7 +230,8 @@ def walk(
     sums: dict[str, Any] = NOTHING,
 ) -> ring.Ring:
     """Let the rows of units of all ranks come by. Queries stay with `compute`, in their own dtype;
-    a row of each unit stands for them in the ring."""
+    a row of each unit stands for them in the ring.
+    """
     (part,) = ring.head_chunks(job, job.heads, job.kv_heads)
     own: dict[str, Tensors] = {"query": (rows[..., :1],), "kv": (rows,)}
     one = ring.Ring(job, run, tag, part, compute, own, sums)
@@ -238,7 +241,8 @@ def walk(
 
 class Passing(NamedTuple):
     """Units that pass by, of some rows of the queries. units int64 [u], own [r]: the unit of each
-    row; seen bool [r, u]; place [r]: of each row in its unit."""
+    row; seen bool [r, u]; place [r]: of each row in its unit.
+    """
 
     units: torch.Tensor
     own: torch.Tensor
@@ -291,7 +295,7 @@ class Selecting:
         return evenly(self.rule, self.q[rows], k, weights)[..., : len(at.units)]
 
     def _always(self, at: Passing, work: SelectedPairs, rows: slice) -> torch.Tensor:
-        """bool [r, u]: what is selected whatever its score."""
+        """Bool [r, u]: what is selected whatever its score."""
         rule, behind = self.rule, at.own[:, None] - at.units
         found = (behind == 0) if rule.own else torch.zeros_like(at.seen)
         if near := getattr(rule, "near", 0):
@@ -306,7 +310,8 @@ class Selecting:
 @dataclass(frozen=True)
 class _MeansSeen:
     """lse float64 [s, b, i]: the log-sum-exp of the scores of all means that a query sees. In
-    float64, because how many ranks there are must not show in what is rounded from it."""
+    float64, because how many ranks there are must not show in what is rounded from it.
+    """
 
     rule: SelectionRule
     q: torch.Tensor
@@ -349,7 +354,8 @@ def evenly(
     rule: SelectionRule, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None
 ) -> torch.Tensor:
     """The scores of some rows, with more columns of no use behind them. Products of matrices round
-    what lies in an incomplete tile otherwise, and how many rows a chunk has must not show."""
+    what lies in an incomplete tile otherwise, and how many rows a chunk has must not show.
+    """
     rows, n = len(q), parts(rule)
     units = -(-len(k) // n) + -(len(k) // n) % (EVEN // math.gcd(EVEN, n))
     more = 16 // math.gcd(16, q.shape[2])  # rows of a product are those of all heads
@@ -359,11 +365,11 @@ def evenly(
 
 
 def _longer(x: torch.Tensor, multiple: int) -> torch.Tensor:
-    """x with zeros behind its rows, to a multiple of so many."""
+    """X with zeros behind its rows, to a multiple of so many."""
     more = -len(x) % multiple
     return torch.cat([x, x.new_zeros(more, *x.shape[1:])]) if more else x
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
-    """x in the dtype in which scores are computed."""
+    """X in the dtype in which scores are computed."""
     return x.to(accumulation_dtype(x.dtype))

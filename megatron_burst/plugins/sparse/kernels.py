@@ -38,7 +38,8 @@ def _bytes(device: torch.device) -> int:
 class Gathered(NamedTuple):
     """Keys of some rows. places [r, b, H, n]: which of the selected units of a row they are.
     index [r * b * m * n]: their rows of `UnitRows`. seen [r, b, m, n * unit]: of their positions.
-    keys [r, b, m, n * unit, d], values [r, b, m, n * unit, w]."""
+    keys [r, b, m, n * unit, d], values [r, b, m, n * unit, w].
+    """
 
     places: torch.Tensor
     units: torch.Tensor
@@ -63,7 +64,8 @@ class Selected(PairKernel):
 
     def places(self, work: SelectedPairs, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """(rows of the chunk int64, bool) [r, b, H, n]: where each selected position of these rows
-        lies, and whether it is there at all and seen."""
+        lies, and whether it is there at all and seen.
+        """
         ids, block = self.selection.ids[rows], self.selection.block
         _, positions, order = work.on(ids.device)
         wanted = ids.long().unsqueeze(-1) * block + torch.arange(block, device=ids.device)
@@ -93,7 +95,7 @@ class SelectedReference(Selected):
     """The kernel "reference": all scores of a pair, those not selected hidden."""
 
     def _hidden(self, work: SelectedPairs, rows: int, keys: int, heads: int) -> torch.Tensor:
-        """bool [s, b, h, t]."""
+        """Bool [s, b, h, t]."""
         at, there = self.places(work, slice(0, rows))
         table = torch.zeros((*at.shape[:3], keys), dtype=torch.int32, device=at.device)
         table.scatter_add_(-1, at, there.int())
@@ -155,7 +157,8 @@ class SelectedReference(Selected):
 
 class UnitRows:
     """Rows of keys in units as they are gathered: [u * b * k, unit * columns]. Those of single
-    positions are the tensor itself, if it is contiguous."""
+    positions are the tensor itself, if it is contiguous.
+    """
 
     def __init__(self, rows: torch.Tensor, unit: int):
         self.shape, self.unit = rows.shape, unit
@@ -204,7 +207,8 @@ class SelectedAten(Selected):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """int64 [r, b, H, n] twice: units of the chunk that are selected and seen, those that are
         there first, and which of the selected units they are; bool [r, b, H, n, unit]: what is seen
-        of them."""
+        of them.
+        """
         ids, block = self.selection.ids[rows], self.selection.block
         _, positions, order = work.on(ids.device)
         wanted = ids.long()
@@ -293,7 +297,8 @@ class SelectedAten(Selected):
         total: torch.Tensor,
     ) -> None:
         """Add to total [s, b, H, top_k] the attention to each selected unit of this pair, summed
-        over the heads that share the selection, in place."""
+        over the heads that share the selection, in place.
+        """
         block = self.selection.block
         unit = work.unit(block)
         for rows, found in self._gathered(q, k, None, work, unit):

@@ -27,7 +27,8 @@ class SelectedPairs:
     """The positions of a pair, keys in ascending order. order: of the rows of keys, or None.
     span_rows: int32 [pieces, 4], start, stride, length and first row of each span of keys.
     condition: what the queries see, on a device, or None if only the host knows. sights: of the
-    plan."""
+    plan.
+    """
 
     def __init__(
         self,
@@ -56,7 +57,8 @@ class SelectedPairs:
 
     def unit(self, block: int) -> int:
         """block, if units of that many positions lie whole and in order among the rows of keys,
-        from multiples of it on; else 1."""
+        from multiples of it on; else 1.
+        """
         if len(self.keys) % block:
             return 1
         ahead = np.arange(block)
@@ -74,7 +76,8 @@ class SelectedPairs:
 
     def sees(self, rows: Rows, positions: torch.Tensor) -> torch.Tensor:
         """bool: do the queries of these rows (dimension 0) see the `positions` beside them, which
-        lie in the sequence?"""
+        lie in the sequence?
+        """
         q, _, _ = self.on(positions.device)
         q = q[rows].view(-1, *[1] * (positions.dim() - 1))
         if self.condition is not None:

@@ -50,7 +50,8 @@ class Setting:
 
     def scale(self, q: object, asked: float | None) -> float | None:
         """The scale of the scores of queries q [s, b, h, d]: as asked for, the plan's, or
-        d ** -0.5."""
+        d ** -0.5.
+        """
         if asked is not None or not isinstance(q, torch.Tensor) or not q.dim():
             return asked
         if self.made is not None and self.made.signature[0][0][-1] == q.shape[-1]:
@@ -59,7 +60,8 @@ class Setting:
 
     def kept(self, what: object, label: object) -> KeptResults | None:
         """Where the call with this label leaves or finds `what`. ValueError if the checkpoint wants
-        what the plan does not."""
+        what the plan does not.
+        """
         if self.made is not None and self.made.keeps(self.frame, label) is None:
             return None
         return KeptResults(self.frame, (what, label)) if self.frame and self.store else None

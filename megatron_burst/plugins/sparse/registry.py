@@ -27,7 +27,8 @@ KERNELS: dict[str, Callable[[Selection, bool], Selected]] = {
 
 def named(kernel: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
     """The kernel that is meant for q, k and v as they travel: "auto" is "triton" on CUDA where it
-    serves them, else "aten". ValueError for a name that none has, or one that does not serve."""
+    serves them, else "aten". ValueError for a name that none has, or one that does not serve.
+    """
     if not isinstance(kernel, str) or kernel not in ("auto", *KERNELS):
         raise ValueError(f"kernel must be one of auto, {', '.join(KERNELS)}, got {kernel!r}")
     if kernel == "auto" and not q.is_cuda:

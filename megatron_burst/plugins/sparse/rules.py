@@ -40,7 +40,8 @@ class SelectionRule(Protocol):
 
     def selections(self, heads: int, key_heads: int) -> int:
         """How many selections a row has, given index heads and their key heads. ValueError for
-        numbers that the rule does not take."""
+        numbers that the rule does not take.
+        """
         ...
 
     def scores(
@@ -49,7 +50,8 @@ class SelectionRule(Protocol):
         """[s, b, H, u] of q [s, b, i, d], k [t, b, k, d], weights [s, b, i] or None; t = u * block
         keys (or u * means means), unit by unit. Each score depends on its query and the keys of its
         unit alone. By operators of torch that can be differentiated by these three: parameters of
-        the rule get no gradient."""
+        the rule get no gradient.
+        """
         ...
 
 
@@ -78,7 +80,8 @@ def _dots(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True)
 class Dsa:
     """Tokens by sum_h w[h] * relu(q[h] . k), one selection for all heads (DeepSeek-V3.2); relu: or
-    without it (GLM-5)."""
+    without it (GLM-5).
+    """
 
     block: int = 1
     own: bool = False
@@ -124,7 +127,8 @@ class Moba:
 @dataclass(frozen=True)
 class Msa(Moba):
     """Blocks by their largest q . k, per index head, the own block always among them (MiniMax-M3,
-    which has an index head for each key/value head and one index key head)."""
+    which has an index head for each key/value head and one index key head).
+    """
 
     block: int = 128
     means: int = 0

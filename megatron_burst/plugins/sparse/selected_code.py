@@ -78,7 +78,8 @@ def _at(row, batch, head, of_row, of_batch, of_head):
 @triton.jit
 def _columns(at, there, SHIFT: tl.constexpr, first, WIDTH: tl.constexpr, PADDED: tl.constexpr):
     """Offsets [., PADDED] of columns `first` and on, of WIDTH that begin SHIFT behind `at`, and
-    which of them there are."""
+    which of them there are.
+    """
     columns = first + tl.arange(0, PADDED)
     shown = there[:, None]
     if WIDTH % PADDED != 0:
@@ -107,7 +108,8 @@ def _add(x, at, there, value, first, WIDTH: tl.constexpr, PADDED: tl.constexpr):
 @triton.jit
 def _program(groups, group, M: tl.constexpr):
     """Row, batch entry, group of heads, heads [M] of this program, and which of these there are.
-    groups: groups of `group` query heads, of which a program takes M at most."""
+    groups: groups of `group` query heads, of which a program takes M at most.
+    """
     blocks = (group + M - 1) // M
     number = tl.program_id(1)
     of_group = number // blocks

@@ -30,7 +30,8 @@ LANES = 1024  # places that a program of `find` looks at together
 
 class HeadBlocks(NamedTuple):
     """Tiles of `heads` query heads x `keys` (powers of two, at least 16); warps; stages of loads in
-    flight."""
+    flight.
+    """
 
     heads: int
     keys: int
@@ -57,7 +58,8 @@ WIDE_BLOCKS = HeadBlocks(16, 16, 4, 1)  # of inputs of 32 and 64 bits
 
 def blocks(direction: str, columns: int, heads: int, itemsize: int) -> HeadBlocks:
     """The entry of a kernel ("forward", "backward_queries", "backward_keys") for so many columns of
-    keys and values, with no more heads than there are; for inputs of `itemsize` bytes."""
+    keys and values, with no more heads than there are; for inputs of `itemsize` bytes.
+    """
     if itemsize > 2:
         return WIDE_BLOCKS
     limit = min(most for way, most in BLOCKS if way == direction and most >= min(columns, 1024))
@@ -67,7 +69,8 @@ def blocks(direction: str, columns: int, heads: int, itemsize: int) -> HeadBlock
 
 class SelectedTriton(Selected):
     """latent: are values the first columns of the keys, which travel without them? size: for both
-    directions instead of the table's."""
+    directions instead of the table's.
+    """
 
     name = "triton"
     deterministic = False
@@ -152,7 +155,8 @@ class SelectedTriton(Selected):
         self, work: SelectedPairs, rows: int, keys: int
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Some rows; int32 [r, b, H, n]: the rows of the chunk that each of their selections has
-        and sees, first in it; int32 [r, b, H]: how many."""
+        and sees, first in it; int32 [r, b, H]: how many.
+        """
         from . import selected_code
 
         ids, block = self.selection.ids, self.selection.block

@@ -38,7 +38,8 @@ class Sights:
 
     def of(self, mask: Mask, spans: tuple[Span, ...]) -> tuple[np.ndarray, Condition | None]:
         """The positions of queries, whose spans are mostly the same in all pairs, and what they
-        see."""
+        see.
+        """
         known, q, seen = self._seen.get(spans, (None, np.empty(0), None))
         if known is not mask:
             q = np.concatenate([span.positions() for span in spans])
@@ -57,7 +58,8 @@ class Sights:
 
 def interval(mask: Mask, q: np.ndarray) -> Interval | None:
     """int64 (low, high) [s]: the queries at q [s] see the positions low <= k < high and no others;
-    None where they may see more than one interval, or it is not known."""
+    None where they may see more than one interval, or it is not known.
+    """
     kind = type(mask)
     if kind is Full:
         return np.zeros_like(q), np.full_like(q, FAR)

@@ -24,7 +24,8 @@ from .rules import SelectionRule, parts
 
 class UnitLayout(Layout):
     """The layout of the units of a layout that leaves each on one rank: unit u is the positions
-    from u * block."""
+    from u * block.
+    """
 
     def __init__(self, of: Layout, block: int):
         super().__init__(of.cp_size)
@@ -90,7 +91,8 @@ def _check_layout(layout: Layout, seq_len: int, block: int) -> None:
 
 def _of_units(mask: Mask, block: int, padded: bool) -> Mask | None:
     """padded: may padding begin within a unit? Its keys count in a mean that only queries of that
-    unit see, for whom it is selected whatever it is."""
+    unit see, for whom it is selected whatever it is.
+    """
     if isinstance(mask, Combined) and mask.symbol == "&":
         a, b = (_of_units(each, block, padded) for each in (mask.a, mask.b))
         return None if a is None or b is None else a & b
@@ -137,7 +139,8 @@ def stand_ins_of_units(
     q: torch.Tensor, k: torch.Tensor, rule: SelectionRule
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v of a plan for the ring of units, by shape: each query row has the index heads of
-    a unit's queries."""
+    a unit's queries.
+    """
     (rows, batch, heads, width), n = q.shape, parts(rule)
     dtype = k.dtype if n == rule.block else accumulation_dtype(k.dtype)
     one, units = k.new_empty(1, dtype=dtype), rows // rule.block

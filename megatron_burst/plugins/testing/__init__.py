@@ -1,3 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron on a CPU, and ranks in one process: for the quickstart and the tests. Training needs
-neither."""
+neither.
+"""

@@ -64,7 +64,7 @@ def _patch_delta_net(patches: PatchSet, common: Any, gdn: Any) -> None:
 
 
 def l2norm(x: torch.Tensor, dim: int = -1, eps: float = 1e-6) -> torch.Tensor:
-    """x / sqrt(sum of squares + eps) along `dim`, in fp32 at least, in the dtype of x."""
+    """X / sqrt(sum of squares + eps) along `dim`, in fp32 at least, in the dtype of x."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * (wide.square().sum(dim, keepdim=True) + eps).rsqrt()).to(x.dtype)
 

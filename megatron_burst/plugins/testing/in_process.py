@@ -158,7 +158,8 @@ def select(index_q: Any, index_k: Any, index_weights: Any = None, **keywords: An
 
 def sparse_attention(q: Any, k: Any, v: Any, selection: Any, **keywords: Any) -> Any:
     """Return the outputs of all ranks, as `mb.sparse_attention`, or with return_lse the outputs and
-    lse of all ranks; q, k, v, selection: lists."""
+    lse of all ranks; q, k, v, selection: lists.
+    """
     lists = {"q": q, "k": k, "v": v, "selection": selection}
     results = call(mb.sparse_attention, lists, **keywords)
     if keywords.get("return_lse") and isinstance(results, list):
@@ -182,7 +183,8 @@ def checkpoint(
     groups: Any, function: Callable[..., Any], *of_each: Sequence[Any], **options: Any
 ) -> Any:
     """Return the result of `function` on each rank, as `on_ranks`, in a `mb.checkpoint` per rank;
-    options: of `mb.checkpoint`."""
+    options: of `mb.checkpoint`.
+    """
 
     def of_rank(*given: Any) -> Any:
         return mb.checkpoint(function, *given, **options)
@@ -206,7 +208,8 @@ def linear_attention(
 ) -> Any:  # fmt: skip
     """Return the outputs of all ranks, as `mb.linear_attention`, or with return_final_state the
     outputs and the final states of all ranks; tensors: lists, decay [h] and initial_state also one
-    tensor of all ranks."""
+    tensor of all ranks.
+    """
     home = keywords.get("groups"), keywords.get("plan")
     lists = {
         "q": q, "k": k, "v": v, "decay": _constant(decay, *home), "beta": beta,
@@ -218,7 +221,8 @@ def linear_attention(
 def state_scan(decay: Any, increment: Any, *, initial_state: Any = None, **keywords: Any) -> Any:
     """Return the entering states of all ranks, as `mb.state_scan`, or with return_final_state the
     entering and the final states of all ranks; tensors: lists, initial_state also one tensor of all
-    ranks."""
+    ranks.
+    """
     home = keywords.get("groups"), keywords.get("plan")
     initial_state = _shared(initial_state, *home)
     lists = {"decay": decay, "increment": increment, "initial_state": initial_state}
@@ -234,7 +238,8 @@ def short_convolution(
 
 def exchange_rows(tensors: Any, route: Any, groups: Any, *more: Any) -> Any:
     """Return the rows that each rank receives, as `comm.rows.exchange_rows`; tensors, route:
-    lists with the arguments of each rank."""
+    lists with the arguments of each rank.
+    """
     if not isinstance(groups, InProcessGroups):
         return rows.exchange_rows(tensors, route, groups, *more)
     shared = [[value] * groups.size for value in more]

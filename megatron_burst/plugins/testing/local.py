@@ -235,7 +235,8 @@ def thread_modes() -> Callable[[], AbstractContextManager[None]]:
 @contextmanager
 def _pushed(mode: Any, stack: Any) -> Iterator[None]:
     """Have `mode` on the stack of this thread. `with mode` would change the mode, which is also on
-    the stack of other threads."""
+    the stack of other threads.
+    """
     stack._push_mode(mode)
     try:
         yield

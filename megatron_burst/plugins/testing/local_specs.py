@@ -148,7 +148,8 @@ class _WithLinear(LocalSpecProvider):
 
 class WholeLinear(torch.nn.Linear):
     """A linear layer that every tensor-parallel rank has whole, as Transformer Engine's
-    "duplicated" ones are; returns (out, None)."""
+    "duplicated" ones are; returns (out, None).
+    """
 
     def __init__(
         self, input_size: int, output_size: int, *, config: Any, init_method: Any, **unread: Any
@@ -181,7 +182,8 @@ _ROWS: Any = RowParallelLinear
 
 def local_hybrid_stack_spec() -> ModuleSpec:
     """All kinds of layers of a hybrid model, further heads too. Their norms are layer norms or RMS
-    norms as the configuration says."""
+    norms as the configuration says.
+    """
     # From 0.18 on; before, a stack has another home and other kinds of layers.
     home: Any = importlib.import_module("megatron.core.models.hybrid.hybrid_block")
     # 8: any number but None; the configuration has how many.

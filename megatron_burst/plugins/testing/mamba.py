@@ -21,7 +21,8 @@ from ...megatron.patching import PatchSet, core_version
 
 def patch(patches: PatchSet) -> None:
     """Add to a set of patches what lets Mamba mixers (from 0.19 on), and models of hybrid stacks
-    without Transformer Engine, run on a CPU."""
+    without Transformer Engine, run on a CPU.
+    """
     if core_version() < OLDEST:  # whose mixers need triton to be imported
         return
     mamba_mixer = homes.module("mamba_mixer")
@@ -41,7 +42,8 @@ def patch(patches: PatchSet) -> None:
 
 class GatedNorm(torch.nn.Module):
     """RMS norm of groups of channels, of x times silu(z), in fp32 at least; the mixer sets
-    `tp_group`."""
+    `tp_group`.
+    """
 
     tp_group: Any
 
@@ -59,7 +61,7 @@ class GatedNorm(torch.nn.Module):
         self.eps, self.group, self.before = eps, group_size or hidden_size, norm_before_gate
 
     def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
-        """x [..., channels] and the gate z, or None, of the same shape -> like x."""
+        """X [..., channels] and the gate z, or None, of the same shape -> like x."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if z is not None and not self.before:
             wide = wide * F.silu(z.to(wide.dtype))

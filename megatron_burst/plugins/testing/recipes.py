@@ -52,7 +52,8 @@ def enable() -> None:
 
 def import_bridge() -> None:
     """Map CUDA to the CPU in this process, and import the models of Megatron-Bridge, without its
-    training loop: what frameworks with a loop of their own, such as verl, need of it."""
+    training loop: what frameworks with a loop of their own, such as verl, need of it.
+    """
     cpu.enable()
     for name in _ASK_FOR_ENGINE:
         importlib.import_module(name)

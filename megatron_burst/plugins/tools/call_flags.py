@@ -68,7 +68,8 @@ def add_side(parser: argparse.ArgumentParser) -> None:
 
 def add_heads(parser: argparse.ArgumentParser, *, width: int, queries: bool = True) -> None:
     """Add `--heads`, if queries matter, `--kv-heads` and `--width`. width: of a head, where nobody
-    says."""
+    says.
+    """
     defaults = {"heads": (8, "query heads"), "kv-heads": (8, "key/value heads"),
                 "width": (width, "width of a head")}  # fmt: skip
     for name, (value, what) in defaults.items():

@@ -63,7 +63,8 @@ def styled() -> Iterator[None]:
 
 def save(figure: Figure, path: Path, shades: int = SHADES) -> None:
     """Write a PNG with a palette, or what the name ends in .svg, without metadata, which differs
-    between versions."""
+    between versions.
+    """
     if path.suffix == ".svg":
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
         return
@@ -205,7 +206,8 @@ def arrow(
     axes: Axes, place: Bbox, look: ArrowLook, shares: Iterable[tuple[float, float]]
 ) -> list[Bbox]:
     """Draw an arrow at a place in the coordinates of the axes, filled at these shares of its
-    length, (first, stop) from 0 to 1; returns where it is filled."""
+    length, (first, stop) from 0 to 1; returns where it is filled.
+    """
     outline = axes.add_patch(_outline(place, facecolor="white", edgecolor="none"))
     filled = [Bbox.from_extents(place.x0 + place.width * first, place.y0,
                                 place.x0 + place.width * stop, place.y1)

@@ -56,7 +56,8 @@ def find(text: str | None, words: Sequence[str]) -> tuple[Model, dict[str, Any]]
 
 def read_command(words: Sequence[str]) -> tuple[Model, dict[str, Any]]:
     """The model and the fields of `Settings` that a Megatron command describes. ValueError naming
-    the flag that is missing or wrong."""
+    the flag that is missing or wrong.
+    """
     command = parse(words)
     ours, wrong = command.burst_arguments()
     if wrong:
@@ -132,7 +133,8 @@ def choices_of(
     choices: BurstConfig, seq: int, cp: int, said: Callable[[str], str]
 ) -> dict[str, Any]:
     """The fields of `Settings` that our own choices set. said: what a choice is called where the
-    user wrote it. ValueError for a choice that is of BurstAttention where Megatron's is taken."""
+    user wrote it. ValueError for a choice that is of BurstAttention where Megatron's is taken.
+    """
     # These import torch, which takes seconds.
     from ...megatron.checks.config import ulysses_size
     from ...recompute import tile_counts
@@ -190,7 +192,8 @@ def recipe(name: str) -> Any:
 
 def read_recipe(config: Any, name: str = "the recipe") -> tuple[Model, dict[str, Any]]:
     """The model and the fields of `Settings` of a ``ConfigContainer``, with what `apply_burst` has
-    put into it."""
+    put into it.
+    """
     provider = getattr(config.model, "transformer", None) or config.model
 
     def get(field: str) -> Any:

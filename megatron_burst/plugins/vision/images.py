@@ -167,7 +167,8 @@ def encode_shared(
 
 class _AllToAll(torch.autograd.Function):
     """Rows to the ranks of a group, and their gradients back; `out_of` and `into`: how many go to
-    and come from each."""
+    and come from each.
+    """
 
     @staticmethod
     def forward(
@@ -199,7 +200,8 @@ def _homes(
     embeddings: torch.Tensor, places: np.ndarray, packed_seq_params: Any, group: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """Which rank holds each position of the sequence, and in which of its rows this rank does, -1
-    where it does not: int64 [s] each; ValueError for places that do not fit."""
+    where it does not: int64 [s] each; ValueError for places that do not fit.
+    """
     from ...megatron.data.slicing import held_positions
 
     if embeddings.dim() != 3 or embeddings.shape[1] != 1:
@@ -246,7 +248,8 @@ def gemma3(layer: MaskLayer, batch: MaskBatch) -> Mask:
 
 def gemma4(layer: MaskLayer, batch: MaskBatch) -> Mask:
     """For `--burst-mask`: the mask of those Gemma 4 models whose images see all of themselves, in
-    layers with a window only. Else as `gemma3`."""
+    layers with a window only. Else as `gemma3`.
+    """
     spans = _given(batch)
     without = _without_images(layer)
     return without if layer.window is None else without | SameSpan(spans)
@@ -283,7 +286,8 @@ def _boundaries(cu_seqlens: Any) -> np.ndarray:
 
 def _host(positions: Positions, name: str = "positions") -> np.ndarray:
     """int64 [n] of positions that a script gives; ValueError, calling them `name`, for what are
-    none."""
+    none.
+    """
     if isinstance(positions, torch.Tensor):
         positions = positions.detach().cpu().numpy()
     given = np.asarray(positions)

@@ -113,7 +113,8 @@ def problems(model: Any, transformer: Any) -> Iterator[Problem]:
 def patch_bridge() -> None:
     """Cut the sequences of Qwen2.5-VL and Qwen3-VL by the layout of the run, and tell attention
     where images of Gemma 3 VL lie, if Bridge's models are loaded. Idempotent. Raises `RuntimeError`
-    if they do not have the expected parameters."""
+    if they do not have the expected parameters.
+    """
     for model, place in _HOMES.items():
         home, name = sys.modules.get(place), f"{_NAME}, {model}"
         if home is None or patching.installed(name) is not None:

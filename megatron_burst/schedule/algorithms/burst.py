@@ -30,7 +30,8 @@ def tables(demand: Demand) -> Tables:
 
 def ring(demand: Demand) -> Tables:
     """One ring over all ranks, whatever the links between them: the two-level ring of a single
-    node, on a communicator of its own."""
+    node, on a communicator of its own.
+    """
     return two_level(demand, Grid(1, demand.grid.size), within="flat")
 
 
@@ -92,7 +93,8 @@ class _Path:
 
     def _hops(self, axis: int) -> tuple[np.ndarray, np.ndarray]:
         """How many hops copies and gradients make along an axis: to the last rank, or node, that
-        wants them, and from the first on that adds to them."""
+        wants them, and from the first on that adds to them.
+        """
         wanted = self.wanted
         if axis == 1:  # by columns: NumPy's reductions of a short axis take far longer
             wanted = reduce(np.logical_or, np.moveaxis(wanted, 2, 0))
@@ -163,7 +165,8 @@ class _Path:
 
     def _entries(self, which: np.ndarray) -> tuple[np.ndarray, ...]:
         """The sets [owner, outer, inner] or [owner, outer] of bundles that are not empty, as
-        columns: owner, index in the rest, the set, who has it, and who is next on the last axis."""
+        columns: owner, index in the rest, the set, who has it, and who is next on the last axis.
+        """
         nodes, width = self.rings
         at, bits = self.bundles.sets(which)
         owner, rest = np.divmod(at.astype(np.int32), max(1, which.size) // max(1, len(which)))

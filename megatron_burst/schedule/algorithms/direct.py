@@ -28,7 +28,8 @@ def all_gather(demand: Demand) -> Tables:
 def tables(demand: Demand, *, ahead: int | None = None, at_end: bool = False) -> Tables:
     """Chunks are sent `ahead` steps before their use, and so long a gradient may take, too. None:
     one step, so that a rank holds two travelling chunks at most; more where ranks see so few rows
-    that these take no more room. at_end: ranks wait for gradients after the last step."""
+    that these take no more room. at_end: ranks wait for gradients after the last step.
+    """
     ring = FlatRing(demand, demand.travelling)
     rank, step, owner, rows = ring.entries(ring.wanted)
     own = None

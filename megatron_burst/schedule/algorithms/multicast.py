@@ -145,7 +145,8 @@ class Paths:
 
     def levels(self, through: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Way, node and the node before of all gates through which something goes: the farthest
-        first. Read anew at each level."""
+        first. Read anew at each level.
+        """
         for depth in range(int(self.depth.max(initial=0)), 0, -1):
             way, node, _ = _where((self.depth == depth) & (through != 0) & ~self.home)
             yield way, node, self.parent[way, node]
@@ -190,7 +191,8 @@ class Ways:
 
     def _in_turn(self) -> np.ndarray:
         """int32 [owner, rank]: nodes in rotation, the own one first, or half of it first and half
-        last; within the turn of a node its ranks in rotation, without gaps."""
+        last; within the turn of a node its ranks in rotation, without gaps.
+        """
         paths = self.paths
         nodes, width = paths.grid
         node, member, turn, place = np.ogrid[:nodes, :width, : nodes + 1, :width]

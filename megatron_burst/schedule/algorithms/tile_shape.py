@@ -135,7 +135,8 @@ def _bytes_within(demand: Demand, found: list[Shape]) -> dict[Shape, int]:
 
 def _families(demand: Demand) -> list[tuple[str, Bundles, int]]:
     """Each family that is copied: its name, its bundles, and the bytes of a row that travel as a
-    copy and as a partial result."""
+    copy and as a partial result.
+    """
     kv, query, dkv, dquery, out = demand.row_bytes
     wanted = demand.wanted
     return [("kv", wanted.keys, kv + dkv), ("query", wanted.queries, query + dquery + out)]

@@ -36,7 +36,7 @@ class OneWay(FlatRing):
     """Hops from neighbour to neighbour, one way round."""
 
     def moves(self, family: str) -> np.ndarray:
-        """bool [bundle, step]: which bundles, or their gradients, go on to the next rank?
+        """Bool [bundle, step]: which bundles, or their gradients, go on to the next rank?
 
         A copy while a rank further along wants it, a gradient from the first rank on that adds.
         """

@@ -48,7 +48,8 @@ def count_wanted(runs: PieceRuns) -> int:
 
 def _lasts(runs: PieceRuns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """For every document on every rank: (rank, first run of the document, how many runs it has
-    before the rank's last)."""
+    before the rank's last).
+    """
     ranks = runs.rank.max(initial=0) + 1
     key = runs.document * ranks + runs.rank
     held, place = np.unique(key[::-1], return_index=True)
@@ -66,7 +67,8 @@ def carried(
 ) -> tuple:
     """Hops, as of `table`, that tell what a run does to a state: its map; or, of the first run of a
     document, the state after it, which every rank can tell that holds it: the state before it is
-    zero, or given to all ranks."""
+    zero, or given to all ranks.
+    """
     head = runs.nth[run] == 0
     after = runs.last[run] + 1
     first = np.where(head, after, runs.first[run])

@@ -28,7 +28,8 @@ LARGE = 1 << 18  # hops of an all-gather: tables of more are neither made nor tr
 
 class ScanChoice(NamedTuple):
     """algorithm, and its number of blocks; seconds: predicted, when the last rank is done. tried:
-    (algorithm, blocks, seconds) of all that were, the chosen one first."""
+    (algorithm, blocks, seconds) of all that were, the chosen one first.
+    """
 
     algorithm: str
     blocks: int
@@ -88,7 +89,8 @@ def blocks_for(
     algorithm: str, chains: Chains, topology: Topology, sizes: ScanSizes, links: Links = NOMINAL
 ) -> int:
     """The number of blocks with which `algorithm`, a name of `SCANS`, is to run; arguments and
-    errors as of `choose`."""
+    errors as of `choose`.
+    """
     return _Trials(chains, topology, sizes, links).best(algorithm)[0]
 
 
@@ -112,7 +114,8 @@ class _Trials:
 
     def best(self, name: str, other: float = math.inf) -> tuple[int, float]:
         """(blocks, seconds): from a first guess to half or twice as many while that is quicker. The
-        guess is all where it says that `other` seconds are not to be reached."""
+        guess is all where it says that `other` seconds are not to be reached.
+        """
         if name not in ("scan", "two_level") or not self.runs.follows.any():
             return 1, self.seconds(name, 1)
         about = self._two_level() if name == "two_level" else self._scan()
@@ -132,13 +135,14 @@ class _Trials:
 
     @cached_property
     def _crosses(self) -> np.ndarray:
-        """bool [runs]: does the state come from another node?"""
+        """Bool [runs]: does the state come from another node?"""
         node = self.runs.rank // self.topology.per_node
         return (self.runs.nth > 0) & np.append(False, node[1:] != node[:-1])
 
     def _scan(self) -> np.ndarray:
         """Seconds by number of blocks, if no two hops want the same NIC at once: all hops of the
-        longest chain for the first block, and the slowest hop for each of the others."""
+        longest chain for the first block, and the slowest hop for each of the others.
+        """
         links, far = self.links, self._crosses
         latency = np.where(far, links.inter_latency, links.intra_latency) + links.posting
         byte = 1 / np.where(far, links.inter, links.intra) + 1 / links.combine
@@ -151,7 +155,8 @@ class _Trials:
 
     def _two_level(self) -> np.ndarray:
         """Roughly the same: a round takes the longer of a message to the next node and those to all
-        others of this node."""
+        others of this node.
+        """
         links, lanes = self.links, self.topology.per_node
         size = self.sizes.state / self.numbers
         crossings = np.bincount(self.runs.document, self._crosses).max()

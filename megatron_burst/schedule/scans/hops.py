@@ -87,7 +87,8 @@ def runs_of(chains: Chains) -> PieceRuns:
 
 def table(*parts: tuple) -> Hops:
     """The hops of all parts; of each part (round, source, destination, kind, first, last, block),
-    which broadcast together. What a rank would send to itself is left out."""
+    which broadcast together. What a rank would send to itself is left out.
+    """
     broad = [np.broadcast_arrays(*part) for part in parts]
     columns = [np.concatenate([x.ravel() for x in column]) for column in zip(*broad, strict=True)]
     some = columns[1] != columns[2]

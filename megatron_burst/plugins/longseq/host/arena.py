@@ -47,7 +47,8 @@ class Event(Protocol):
 
     def wait(self) -> None:
         """What the caller does next comes after the copy: a thread of the host waits, a stream of a
-        device is told to wait."""
+        device is told to wait.
+        """
         ...
 
     def settle(self) -> None:
@@ -80,7 +81,8 @@ class Slab:
 @dataclass(eq=False)
 class Block:
     """A piece of host memory, until it is dropped. after: copies that read or write it; who writes
-    into it first has to wait for those that it comes with."""
+    into it first has to wait for those that it comes with.
+    """
 
     slab: Slab
     start: int
@@ -91,7 +93,8 @@ class Block:
 
     def bytes(self) -> torch.Tensor:
         """uint8 [nbytes]: its memory. Made outside torch's dispatcher, so that who counts the
-        tensors that live on the device does not meet it."""
+        tensors that live on the device does not meet it.
+        """
         count, start = self.nbytes, self.start
         return torch.frombuffer(self.slab.memory, dtype=torch.uint8, count=count, offset=start)
 
@@ -104,7 +107,8 @@ class Arena:
     """Blocks of at most `limit` bytes together. pin: makes copies of a slab (address, bytes)
     possible without an intermediate one, and returns what undoes it. ranks: how many processes of
     this node have an arena like this one, for messages. strict: memory is filled with NaN when it
-    is freed."""
+    is freed.
+    """
 
     def __init__(
         self,

@@ -47,7 +47,8 @@ class HostTraffic:
 
     def drop(self, action: Callable[[], None]) -> None:
         """Do it as soon as nobody is inside of `alone`: handles die at any time in any thread, also
-        in one that somebody in there waits for."""
+        in one that somebody in there waits for.
+        """
         self._dropped.append(action)
         if self._lock.acquire(blocking=False):
             try:
@@ -189,7 +190,8 @@ class Moved:
 
     def release(self) -> None:
         """Wait for the copy out, after which the tensor may be freed by its owner or written over.
-        On CUDA the current stream waits, the host does not."""
+        On CUDA the current stream waits, the host does not.
+        """
         if self._copy is not None:
             with self._copy.traffic.alone():
                 self._copy.release()
@@ -231,7 +233,8 @@ class Moved:
 
 def version_probe(tensor: torch.Tensor) -> Callable[[], int]:
     """Tells how often a tensor and its views were changed in place, and holds none of its
-    memory."""
+    memory.
+    """
     with torch.no_grad():
         alias = tensor.detach()
         alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

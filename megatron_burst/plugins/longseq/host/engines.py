@@ -94,7 +94,8 @@ class WorkerEvent:
 
 class WorkerEngine:
     """Copies on a thread, in the order in which they are asked for. rate: bytes per second that the
-    thread keeps to, None for as fast as it can."""
+    thread keeps to, None for as fast as it can.
+    """
 
     def __init__(self, rate: float | None = None, strict: bool = False):
         self._meter = Meter()
@@ -175,7 +176,8 @@ class StreamEngine:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Event]) -> Event:
         """Copy bytes after what the current stream did so far and the copies `after`. The caller
-        holds both tensors until it has waited for the copy, or calls `guard`."""
+        holds both tensors until it has waited for the copy, or calls `guard`.
+        """
         ready = torch.cuda.current_stream().record_event()
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         event = StreamEvent(begun, ended, source.numel(), self._meter)
@@ -205,7 +207,8 @@ class StreamEngine:
 
     def guard(self, tensor: torch.Tensor) -> None:
         """A tensor of the device is dropped before its copy is over: its memory is not used again
-        before that."""
+        before that.
+        """
         if tensor.is_cuda:
             tensor.record_stream(self.stream)
 

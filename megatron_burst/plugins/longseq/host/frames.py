@@ -72,7 +72,8 @@ class HostFrame:
 
 class Order:
     """The frames that are there, and in which order backward takes them. before: called before
-    anything is fetched because of a visit."""
+    anything is fetched because of a visit.
+    """
 
     def __init__(self, before: Callable[[], None]) -> None:
         self._before = before
@@ -131,7 +132,8 @@ class Order:
 
     def _give_up(self, number: int) -> None:
         """Another frame was needed than those that were fetched ahead. One that was not there by
-        then says nothing about them: a recompute left it behind."""
+        then says nothing about them: a recompute left it behind.
+        """
         for other in [n for n, there in self._ahead.items() if number < there]:
             self._ahead.pop(other)
             found = self._frame(other)

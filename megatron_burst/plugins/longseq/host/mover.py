@@ -167,13 +167,15 @@ class HostMemory:
 
     def drain(self) -> None:
         """What the caller does next comes after all copies out: for measurements, which a copy that
-        still waits for the link would disturb. On CUDA the current stream waits."""
+        still waits for the link would disturb. On CUDA the current stream waits.
+        """
         with self._traffic.alone():
             self._pending.drain()
 
     def frame(self) -> HostFrame:
         """What one layer leaves: `with host.frame(): ...`. In backward the first `get` of anything
-        moved inside fetches all of it, and the frame that comes next."""
+        moved inside fetches all of it, and the frame that comes next.
+        """
         return HostFrame(self._order)
 
     def call(
@@ -194,7 +196,8 @@ class HostMemory:
         frame: HostFrame | None,
     ) -> Moved:
         """A handle to a tensor that lies in elements `span` of its storage, all on the host but the
-        first `cut`; of a copy that is there, if it may be `shared`, or of a new one."""
+        first `cut`; of a copy that is there, if it may be `shared`, or of a new one.
+        """
         with self._traffic.alone():
             found = self._known.find(tensor, span) if shared else None
             if found is not None:
@@ -230,7 +233,8 @@ class HostMemory:
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in this host memory: on a CPU, who counts the tensors of the device
-        leaves these out."""
+        leaves these out.
+        """
         return self._traffic.arena.owns(tensor)
 
     @property

@@ -57,7 +57,8 @@ def hooks(
 
 class Arguments:
     """`function(*args)`, as often as it is called. Tensors in `args` that require a gradient go
-    through `move` when it is called first, and are found with the same bits later."""
+    through `move` when it is called first, and are found with the same bits later.
+    """
 
     def __init__(
         self,
@@ -72,7 +73,8 @@ class Arguments:
 
     def places(self) -> list[torch.Tensor]:
         """An empty tensor on each device of the arguments: of these devices a checkpoint keeps the
-        state of random numbers."""
+        state of random numbers.
+        """
         leaves = [leaf for leaf in self._first or () if isinstance(leaf, torch.Tensor)]
         found = {leaf.device: leaf for leaf in leaves if leaf.device.type != "cpu"}
         return [leaf.detach().new_empty(0) for leaf in found.values()]

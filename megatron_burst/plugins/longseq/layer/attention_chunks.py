@@ -117,7 +117,8 @@ class ChunkedHalf:
         self, hidden: torch.Tensor, rows: ChunkRows, needed: bool, recall: _Recall | None
     ) -> tuple[torch.Tensor, Any]:
         """A chunk's hidden states, and with a graph what becomes of them: its output, or without
-        `recall` its keys and values."""
+        `recall` its keys and values.
+        """
         part = hidden.index_select(0, rows.mine).detach().requires_grad_(needed)
         with torch.enable_grad():
             if recall is None:

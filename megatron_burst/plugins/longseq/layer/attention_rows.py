@@ -103,7 +103,8 @@ class AttentionHalf:
 
     def run(self, hidden: torch.Tensor, rows: ChunkRows, attend: Attend) -> torch.Tensor:
         """[r, b, H] -> [r, b, H]; `attend` is called with q, k, v [t r, b, heads, width] and
-        returns the result of core attention [t r, b, heads, width]."""
+        returns the result of core attention [t r, b, heads, width].
+        """
 
         def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Any:
             return attend(q, k, v).flatten(2)

@@ -124,7 +124,8 @@ class Tier:
 
     def end(self) -> None:
         """A training step ends, on all ranks; the first one is collective, and raises ValueError
-        on all ranks if what is asked does not fit on the host of one."""
+        on all ranks if what is asked does not fit on the host of one.
+        """
         if self.first is None:
             return
         own, self.settled = self.first.demand(), True
@@ -207,7 +208,8 @@ class Tier:
 
     def keys(self) -> KeyMemory | None:
         """Return memory for keys of other ranks during one attention call in row chunks; None where
-        nothing is offloaded. The same on all ranks."""
+        nothing is offloaded. The same on all ranks.
+        """
         return None if self._paused or not self.fraction else KeyMemory(self)
 
     def moved(self) -> int:
@@ -260,7 +262,8 @@ class Received:
         self, arguments: Iterable[torch.Tensor], fraction: float, host: HostMemory, least: int
     ) -> None:
         """Begin to copy what of it is an argument of the first layer; that the layer saves it
-        later adds no copy. least: bytes below which it stays."""
+        later adds no copy. least: bytes below which it stays.
+        """
         for one in arguments:
             if any(one is other for other in self._waiting):
                 self._waiting = [other for other in self._waiting if other is not one]
@@ -276,7 +279,8 @@ class Received:
 
     def free(self) -> None:
         """Free the memory of what was saved from the host's copy, after that copy. What a layer
-        keeps in another way stays."""
+        keeps in another way stays.
+        """
         for tensor, moved in self._moved:
             storage = tensor.untyped_storage()
             if storage._cdata in self._saved and storage.resizable():
@@ -313,7 +317,8 @@ class Clock:
 
 class FirstStep:
     """Collects what calls leave in the first step; `passes`: micro-batches, once per model
-    chunk, that are in flight at the same time."""
+    chunk, that are in flight at the same time.
+    """
 
     def __init__(self, passes: int) -> None:
         self.passes = passes
@@ -376,5 +381,6 @@ def lone_node(stated: int | None) -> Node:
 
 def measured_rate(host: HostMemory) -> float:
     """Bytes per second of the slower direction while all ranks of a node copy both ways;
-    collective."""
+    collective.
+    """
     return copy_rate(host, lambda: gather(None))

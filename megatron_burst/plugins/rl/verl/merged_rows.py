@@ -93,7 +93,8 @@ class MergedRows:
 
     def unpacked(self, output: torch.Tensor) -> torch.Tensor:
         """Jagged [trajectories, tokens, ...], out of [1, n, ...] of each rank. A collective; its
-        gradient reaches the rows of this rank, as verl has it."""
+        gradient reaches the rows of this rank, as verl has it.
+        """
         parts, size = [output], self._group.size()
         if size > 1:
             parts = [torch.empty_like(output) for _ in range(size)]

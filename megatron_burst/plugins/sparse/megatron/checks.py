@@ -30,7 +30,8 @@ def selects(config: Any, burst: SparseOptions | None) -> bool:
 
 def sparse_algorithm(burst: SparseOptions) -> str:
     """The algorithm of `mb.select` and `mb.sparse_attention` that these choices stand for; "auto"
-    where the fastest is to be found, for each of the two."""
+    where the fastest is to be found, for each of the two.
+    """
     if burst.sparse != "auto":
         return SPARSE[burst.sparse]
     if burst.algorithm == "auto":

@@ -79,7 +79,7 @@ class BurstDSAttention(dsa.DSAttention):
         packed_seq_params: Any = None,
         up_v_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """query [s, b, h, d], key [s, b, 1, d] absorbed, or packed [t, h, d], [t, 1, d] -> [s, b,
+        """Query [s, b, h, d], key [s, b, 1, d] absorbed, or packed [t, h, d], [t, 1, d] -> [s, b,
         h * v_head_dim].
 
         x [s, b, hidden], qr [s, b, q_lora_rank] or [t, q_lora_rank]: what the indexer sees, a
@@ -141,7 +141,8 @@ class BurstDSAttention(dsa.DSAttention):
 
     def _everything(self, plan: Plan) -> Selection:
         """All keys that each row sees: what the loss is over unless it is sparse. As large as the
-        rows times the longest document, of which Megatron has one table for each head."""
+        rows times the longest document, of which Megatron has one table for each head.
+        """
         cache = self.layer.book.groups.recent("dsa rows", ROWS_KEPT)
         rows = cache.find(plan.identity)
         if rows is None:
@@ -159,7 +160,8 @@ class BurstDSAttention(dsa.DSAttention):
 
     def _reduced(self, rows: torch.Tensor, packed: Any) -> torch.Tensor:
         """The loss of this rank's rows [b, s], as Megatron reduces and logs it: summed if its
-        losses are per token, and their mean otherwise, of real tokens where it says which are."""
+        losses are per token, and their mean otherwise, of real tokens where it says which are.
+        """
         config, (batch, count) = self.config, rows.shape
         real = dsa.dsa_masking.extract_query_valid_rows_from_packed_seq_params(
             packed, b=batch, sq=count, device=rows.device
@@ -213,7 +215,8 @@ class BurstDSAttention(dsa.DSAttention):
 
 def _rows(plan: Plan) -> tuple[torch.Tensor, torch.Tensor, int]:
     """int32 [s]: the first and the last position that each row sees (none if they are the wrong way
-    round); and how many the longest document has."""
+    round); and how many the longest document has.
+    """
     groups, total = plan.groups, plan.signature[0][0][0] * plan.groups.size
     positions = plan.layout.positions(groups.rank, total)
     bounds = np.unique(np.concatenate([[0, total], plan.mask.breaks]))

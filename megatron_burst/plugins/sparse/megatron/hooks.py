@@ -36,7 +36,8 @@ def patch(patches: PatchSet) -> None:
 
 def _with_any_exchange(original: Callable, self: Any) -> None:
     """Check a configuration without Megatron's assertion that DSA exchanges by all-gather, if
-    BurstAttention is chosen. `configure` checks the exchange if Megatron's own DSA runs."""
+    BurstAttention is chosen. `configure` checks the exchange if Megatron's own DSA runs.
+    """
     given = getattr(self, "cp_comm_type", None)
     variant = getattr(self, "experimental_attention_variant", None)
     split = variant == DSA and self.context_parallel_size > 1

@@ -26,7 +26,8 @@ from ..rules import Dsa, Qsa, SelectionRule
 @dataclass(frozen=True)
 class LayerRule:
     """What `mb.sparse_layer_spec` was asked for. index_heads 0: queries and keys of attention are
-    the index tensors; None: one for each key/value head."""
+    the index tensors; None: one for each key/value head.
+    """
 
     rule: SelectionRule
     top_k: int
@@ -49,7 +50,8 @@ class IndexTensors(NamedTuple):
     """What a rule selects by, index_q [s, b, i, d], index_k [s, b, 1, d] and, if it weighs,
     index_weights [s, b, i]. heads_of: ranks that hold other heads of attention and the same index
     tensors, None for this one. attach: attaches the loss of the indexer to the output of attention,
-    None where it is not trained."""
+    None where it is not trained.
+    """
 
     tensors: tuple[torch.Tensor, ...]
     heads_of: Any
@@ -79,7 +81,8 @@ class IndexBranch(MegatronModule):
         self, hidden: torch.Tensor, turn: Callable[[torch.Tensor], torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Index queries, keys and weights of all index heads, of hidden [s, b, w]. turn: rotary
-        embedding of [s, b, heads, d]."""
+        embedding of [s, b, heads, d].
+        """
         width, block = self.choice.index_width, self.choice.rule.block
         q = self.linear_q(hidden).unflatten(-1, (self.heads, width))
         if self.q_norm is not None:
@@ -112,7 +115,8 @@ class IndexBranch(MegatronModule):
 
 class _IndexNorm(MegatronModule):
     """RMS norm over the index width, or layer norm where it `centers`. Weights are factors, or
-    what is added to 1 with `layernorm_zero_centered_gamma`, as in other norms of the model."""
+    what is added to 1 with `layernorm_zero_centered_gamma`, as in other norms of the model.
+    """
 
     def __init__(self, config: Any, width: int, centers: bool = False) -> None:
         super().__init__(config=config)
@@ -135,7 +139,8 @@ def _device(config: Any) -> Any:
 
 def of_this_rank(x: torch.Tensor | None, heads: int, group: Any) -> torch.Tensor | None:
     """The index heads [s, b, heads / ranks, ...] of a tensor-parallel rank, out of [s, b, heads or
-    1, ...] that all ranks have; their gradients are summed over the ranks."""
+    1, ...] that all ranks have; their gradients are summed over the ranks.
+    """
     if x is None or group.size() == 1:
         return x
     x = copy_to_tensor_model_parallel_region(x, group=group)

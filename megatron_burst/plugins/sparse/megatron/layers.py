@@ -285,7 +285,8 @@ class RuleSelfAttention(SelfAttention):
         **others: Any,
     ) -> Any:
         """As Megatron's; attention_bias and what belongs to inference or cross attention must be
-        None, else ValueError."""
+        None, else ValueError.
+        """
         for name, value in {"attention_bias": attention_bias, **others}.items():
             if value is not None:
                 raise ValueError(
@@ -328,7 +329,7 @@ class RuleSelfAttention(SelfAttention):
         return IndexTensors(tuple(x for x in tensors if x is not None), heads_of, attach)
 
     def _turned(self, angles: Any, packed: Any, x: torch.Tensor) -> torch.Tensor:
-        """x [s, b, heads, d] with the layer's rotary embedding on its first columns."""
+        """X [s, b, heads, d] with the layer's rotary embedding on its first columns."""
         config: Any = self.config
         skips = config.no_rope_freq and config.no_rope_freq[self.layer_number - 1]
         if angles is None or skips:
@@ -390,9 +391,10 @@ class RuleCoreAttention(BurstCoreAttention):
         packed_seq_params: Any = None,
         **unknown: Any,
     ) -> torch.Tensor:
-        """query [s, b, h, d], key [s, b, g, d], value [s, b, g, w] -> [s, b, h*w]; packed as
+        """Query [s, b, h, d], key [s, b, g, d], value [s, b, g, w] -> [s, b, h*w]; packed as
         `BurstCoreAttention` takes them. attention_bias: the index tensors, None for a rule that
-        selects by queries and keys."""
+        selects by queries and keys.
+        """
         if packed_seq_params is not None:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         others = {"attention_mask": attention_mask, **unknown}

@@ -76,7 +76,8 @@ class Advice:
     @cached_property
     def by_kind(self) -> str:
         """Gain of an algorithm for each kind of layers in the best run, in words; "" if all layers
-        have one algorithm."""
+        have one algorithm.
+        """
         run = self.best.run
         if not run.by_kind:
             return ""

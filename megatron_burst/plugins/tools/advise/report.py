@@ -104,7 +104,8 @@ def headline(found: Advice) -> str:
 
 def step_said(found: Configuration, cluster: Cluster) -> str:
     """A step's time, and the range in which it is to be expected; none where all of a sequence is
-    on one rank, as the published steps of which the range comes are not."""
+    on one rank, as the published steps of which the range comes are not.
+    """
     seconds = found.seconds
     if found.run.cp == 1:
         return f"{duration(seconds)} (no range is known without context parallelism)"
@@ -145,7 +146,8 @@ def stages_said(model: Model, run: Settings) -> str:
 
 def fitting(table: Table, console: Console) -> tuple[Table, list[str]]:
     """The table, without the columns that the width of the console has no room for; and those, by
-    name. Columns in which all rows are alike go first, then those that weigh least."""
+    name. Columns in which all rows are alike go first, then those that weigh least.
+    """
 
     def alike(column: Column) -> bool:
         return len(set(column.cells)) < 2
@@ -188,7 +190,8 @@ def batches_said(run: Settings) -> str:
 
 def attention_said(run: Settings, cut: str = "") -> str:
     """Algorithm, side, layout (cut: that of packs), algorithms of some layers, head chunks,
-    placement."""
+    placement.
+    """
     if run.cp == 1:
         return "on one rank"
     said = [run.algorithm, run.side, cut or run.layout]
@@ -291,7 +294,8 @@ def _show_flags(console: Console, found: Advice, command: Sequence[str]) -> None
 
 def launched(cluster: Cluster, script: str) -> list[str]:
     """The beginning of the command that starts a run on all GPUs of a cluster, line by line.
-    script: of Megatron-LM."""
+    script: of Megatron-LM.
+    """
     nodes, per_node = nodes_and_gpus(cluster)
     where = [f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"] * (nodes > 1)
     return [

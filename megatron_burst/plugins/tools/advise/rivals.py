@@ -80,7 +80,8 @@ RingOf = Callable[[Topology, Nodes, int, bool], Prepared]
 class Rival:
     """One kind for a run. refused: why it does not run, "" if it does; then there are its settings,
     what it recomputes (a name of `RECOMPUTE`), time and bytes of the peak; attention: of one call
-    of a layer that sees all. fits: on the cluster."""
+    of a layer that sees all. fits: on the cluster.
+    """
 
     kind: Kind
     refused: str = ""
@@ -96,7 +97,8 @@ def rivals(
     model: Model, cluster: Cluster, run: Settings, lengths: Sequence[int] = ()
 ) -> list[Rival]:
     """Every kind with the parallel sizes of a run, of which one stands for all where there is no
-    context parallelism. lengths: of the documents of a pack."""
+    context parallelism. lengths: of the documents of a pack.
+    """
     kinds = KINDS if run.cp > 1 else KINDS[:1]
     return [rival(kind, model, cluster, run, lengths) for kind in kinds]
 
@@ -105,7 +107,8 @@ def rival(
     kind: Kind, model: Model, cluster: Cluster, run: Settings, lengths: Sequence[int] = ()
 ) -> Rival:
     """One kind: with the recompute that is fastest of those that fit, or else the one that takes
-    least memory."""
+    least memory.
+    """
     if said := refused(kind, model, cluster, run):
         return Rival(kind, said)
     found = _timed(kind, model, cluster, run, lengths)
@@ -143,7 +146,8 @@ def fastest(
     lengths: Sequence[int] = (),
 ) -> Rival | None:  # fmt: skip
     """The fastest of these kinds that fits, with any parallel sizes; None if nothing does. Of what
-    the user has fixed, sizes of groups and the optimizer's settings hold."""
+    the user has fixed, sizes of groups and the optimizer's settings hold.
+    """
     pinned = {name: each for name, each in want.pinned.items() if name in HELD}
     want = replace(
         want, pinned=pinned | {"linear": "megatron"} | ({"micro_batch": 1} if lengths else {})
@@ -225,7 +229,8 @@ def settings(
     kind: Kind, model: Model, cluster: Cluster, run: Settings, lengths: Sequence[int] = ()
 ) -> Settings:
     """What Megatron runs with the parallel sizes of a run: its own loss after the LM head, no rows
-    on the host; padded documents make a longer sequence of the same tokens."""
+    on the host; padded documents make a longer sequence of the same tokens.
+    """
     seq = sum(padded(length, run.cp) for length in lengths) if lengths else run.seq
     ulysses = {"a2a": run.cp, "a2a+p2p": shared(model, cluster, run)}.get(kind, 1)
     return replace(
@@ -243,7 +248,8 @@ def attention(
     lengths: Sequence[int] = (), ring: RingOf | None = None,
 ) -> AttentionTime:  # fmt: skip
     """The time of one attention call. run: as of `settings`; lengths: of documents, not padded;
-    ring: makes schedules, or remembers them."""
+    ring: makes schedules, or remembers them.
+    """
     rates, topology = cluster.rank_rates(documents=bool(lengths)), topology_of(cluster, run)
     if model.indexer is not None:
         return _sparse(cluster, run, model)
@@ -279,7 +285,7 @@ def _ring(topology: Topology, nodes: Nodes, tokens: int, forward: bool) -> Prepa
 
 
 def pairs(lengths: Sequence[int], ranks: int, window: int = 0) -> np.ndarray:
-    """float [G, G]: visible pairs of the queries of each rank and the keys of each, zigzag within
+    """Float [G, G]: visible pairs of the queries of each rank and the keys of each, zigzag within
     every document.
 
     Rank i has pieces i and 2 G - 1 - i of 2 G: with every other rank two squares of pieces are
@@ -297,7 +303,8 @@ def _gathered(
     cluster: Cluster, run: Settings, model: Model, seconds: np.ndarray, forward: bool
 ) -> PassTime:
     """A pass of `all_gather`: a gather of all keys and values, two calls of the kernel, and in
-    backward a reduce-scatter of all their gradients, one after another."""
+    backward a reduce-scatter of all their gradients, one after another.
+    """
     rates, x = cluster.rank_rates(), LayerSizes.of(model, run)
     moved = ring_seconds(cluster, run.cp, run.tp, whole_bytes(x, run)) * (1 if forward else 2)
     own = float(seconds.sum(axis=1).max())
@@ -311,7 +318,8 @@ def _gathered(
 
 def _sparse(cluster: Cluster, run: Settings, model: Model) -> AttentionTime:
     """Sparse attention: index keys gathered, keys selected, latents gathered, attention; in
-    backward attention and a reduce-scatter. Nothing runs beside anything else."""
+    backward attention and a reduce-scatter. Nothing runs beside anything else.
+    """
     rates, sizes, index = cluster.rank_rates(), sizes_of(model, run), index_sizes(model, run)
     assert model.indexer is not None
     assert rates.compute is not None
@@ -346,7 +354,8 @@ def whole_bytes(x: LayerSizes, run: Settings) -> int:
 
 def peak_bytes(kind: Kind, model: Model, run: Settings, recompute: str) -> int:
     """Bytes of the peak of the rank that takes most. Selective recompute keeps, besides attention's
-    results, its queries, keys and values and the input of the MLP half."""
+    results, its queries, keys and values and the input of the MLP half.
+    """
     found = account(model, run, every=False, core_of=partial(core, kind))
     if recompute != "selective":
         return found.peak.bytes

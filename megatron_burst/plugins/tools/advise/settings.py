@@ -147,7 +147,8 @@ class Settings:
 
 def selection_said(model: Model, run: Settings) -> str | None:
     """What sparse attention selects, and what of a layer travels from each rank; None where there
-    is none."""
+    is none.
+    """
     if (index := model.indexer) is None or (low := model.latent) is None:
         return None
     keys, latents = (
@@ -237,7 +238,8 @@ def uneven_rounds(run: Settings) -> str:
 
 def uneven_ends(layers: int, stages: int) -> tuple[int, int] | None:
     """Layers of the first and the last of so many stages, which have fewer than the others, as the
-    embedding and the loss are on them. None where there are too few layers."""
+    embedding and the loss are on them. None where there are too few layers.
+    """
     most = -(-layers // stages)
     both = layers - most * (stages - 2)
     return (both - both // 2, both // 2) if stages > 1 and both > 1 else None
@@ -349,7 +351,8 @@ def _check_kind(model: Model, run: Settings, kind: str, algorithm: str) -> None:
 
 def _check_mixer(model: Model, run: Settings) -> None:
     """Tensor-parallel ranks must divide a mixer's heads, and the ranks of Megatron's exchange too;
-    a scan of states takes any number of context-parallel ranks."""
+    a scan of states takes any number of context-parallel ranks.
+    """
     mixer, shared = model.mixer, run.linear == "megatron" and run.cp > 1
     if mixer is None or model.carried(run.tp, run.cp if shared else 1):
         return

@@ -35,7 +35,8 @@ NOT_MEASURED = "NOT MEASURED: published or assumed"
 
 def calibrate(model: Model, wanted: Namespace) -> None:
     """Measure on all ranks, write on the first; wanted: the command's arguments. Raises the same
-    ValueError on all of them."""
+    ValueError on all of them.
+    """
     with joined(wanted.per_node, 60 * wanted.minutes / FIGURES, machine.own_device()) as ranks:
         ranks.agree(_fault(wanted) or {"--model": wanted.model, "--minutes": wanted.minutes,
                                        "--gpu": wanted.gpu})  # fmt: skip
@@ -120,7 +121,8 @@ def measured(ranks: Ranks, model: Model, wanted: Namespace) -> tuple[Cluster, Ma
 
 def host_links(ranks: Ranks) -> tuple[Measured, Measured]:
     """Bytes per second between device and host, one way, of a rank (while all copy, alone); the
-    slower direction, and of the ranks the slowest. Collective."""
+    slower direction, and of the ranks the slowest. Collective.
+    """
     longseq = registry.required("host_memory", "calibrate")
     # Not more than is there; a copy takes BYTES of it.
     room = max(1, min(4 * longseq.BYTES, host_limit() // ranks.per_node))
@@ -191,7 +193,8 @@ def stated_figures(gpu: Gpu, ranks: Ranks) -> dict[str, tuple[Any, str]]:
 
 def stand_ins(gpu: Gpu, ranks: Ranks) -> dict[str, float]:
     """What is taken for [links] where nothing was measured: published rates, and no limit where
-    there are none."""
+    there are none.
+    """
     if gpu.name in GPUS:
         rates = {"intra": gpu.nvlink * NVLINK, "inter": gpu.nic * NIC}
     else:

@@ -59,7 +59,8 @@ def _median(ranks: Ranks, call: Callable[[], object]) -> tuple[float, float]:
 
 def attention(ranks: Ranks, model: Model, rate: float) -> dict[str, Measured]:
     """compute, launch, half_rows and backward of `Rates`, fitted to tiles of several sizes. rate:
-    `Rates.adding`: what tiles take to add their results, which the simulator counts apart."""
+    `Rates.adding`: what tiles take to add their results, which the simulator counts apart.
+    """
     rows = (EMPTY, *CHUNKS[ranks.device.type])
 
     def measure() -> list[float]:
@@ -116,7 +117,8 @@ def fitted(
     rows: Sequence[int], flops: Sequence[float], forward: np.ndarray, backward: np.ndarray
 ) -> KernelFit:
     """Least squares of relative errors: a forward takes launch + flops / compute * (1 + half_rows /
-    rows), as `Rates` say, a backward `backward` times the latter; the first size is all launch."""
+    rows), as `Rates` say, a backward `backward` times the latter; the first size is all launch.
+    """
     launch = float(forward[0] + backward[0]) / 2
     size, work = np.array(rows[1:], dtype=float), np.array(flops[1:], dtype=float)
     first, second = (np.maximum(each[1:] - launch, each[1:] / 10) for each in (forward, backward))
@@ -129,7 +131,8 @@ def fitted(
 
 def _two_constants(flop_rates: np.ndarray, less: np.ndarray) -> tuple[float, float, float]:
     """(rate, c, off): least squares of flop_rates = rate / (1 + c * less), by relative errors, of
-    which the largest is off."""
+    which the largest is off.
+    """
     table = np.stack([flop_rates, flop_rates * less], axis=1)
     per_flop, per_row = np.linalg.lstsq(table, np.ones(len(flop_rates)), rcond=None)[0]
     if per_row < 0 or per_flop <= 0:  # small sizes are not slower: one constant
@@ -169,7 +172,8 @@ def products(ranks: Ranks, model: Model) -> tuple[Measured, Measured]:
 
 def memory(ranks: Ranks, model: Model) -> tuple[Measured, Measured, Measured]:
     """Bytes per second of a device's own memory, read and written together, those of a tensor
-    whose heads are dealt out to ranks, and those of results that are added to fp32 sums."""
+    whose heads are dealt out to ranks, and those of results that are added to fp32 sums.
+    """
     size, (count, _) = COPY[ranks.device.type], heads(model, ranks)
 
     def measure() -> list[float]:

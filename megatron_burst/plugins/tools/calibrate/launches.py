@@ -70,7 +70,8 @@ def _alone(ranks: Ranks, model: Model) -> list[float]:
 
 class _Layer:
     """A layer without its core attention, as few operators as one can have: two norms, four
-    products, rope, activation, residuals."""
+    products, rope, activation, residuals.
+    """
 
     def __init__(self, ranks: Ranks):
         like = {"device": ranks.device, "dtype": dtype(ranks)}

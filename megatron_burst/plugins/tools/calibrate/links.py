@@ -38,7 +38,8 @@ Pairs = Sequence[tuple[int, int]]  # ranks to send to and to receive from; empty
 
 class Carried(NamedTuple):
     """What one link class was measured with: seconds of a message without bytes, this rank's pairs
-    with all ranks sending, and their bytes per second."""
+    with all ranks sending, and their bytes per second.
+    """
 
     latency: Measured
     pairs: Pairs
@@ -47,7 +48,8 @@ class Carried(NamedTuple):
 
 def links(ranks: Ranks, figures: Figures) -> Carried | None:
     """Add all of it to the figures of [links]; collective. A link class that these ranks do not
-    have is left out. Returns that within nodes, or else between; None without links."""
+    have is left out. Returns that within nodes, or else between; None without links.
+    """
     if ranks.size < 2:
         return None
     ranks.groups.connect([FLAT], ranks.device)
@@ -121,7 +123,8 @@ def _nics(
     ranks: Ranks, share: float, size: int, alone: float, latency: Measured
 ) -> tuple[Measured, str]:
     """NICs of a node: so many that all ranks together get what was measured; and which of `NIC_OF`
-    says best with whom the first rank shares."""
+    says best with whom the first rank shares.
+    """
     count = max(1, round(share * ranks.per_node))
     with_first = []
     for other in range(1, min(ranks.per_node, 1 + PAIRS)):
@@ -144,7 +147,8 @@ def _nics(
 
 def _by_inner_size(ranks: Ranks, size: int, latency: Measured, nodes: Nodes, rates: Rates) -> str:
     """What ranks get that cross from inner rings of 2, 4, ... ranks, the last ones of a node, and
-    what forecasts take there with these figures; the first rank says where that is far off."""
+    what forecasts take there with these figures; the first rank says where that is far off.
+    """
     said, inner = [], 2
     while inner < ranks.per_node:
         last = range(ranks.per_node - inner, ranks.per_node)
@@ -202,7 +206,8 @@ def _rounds(ranks: Ranks, pairs: Pairs, size: int, times: int = 1) -> list[float
 
 def _exchange(ranks: Ranks, pairs: Pairs, size: int, times: int = 1) -> tuple[float, float]:
     """Seconds of this rank until exchanges are started, and until they are done; 0 where it
-    rests."""
+    rests.
+    """
     if not pairs:
         return 0.0, 0.0
     return measure.exchange_seconds(_starter(ranks, pairs, size), ranks.device, times)
@@ -215,7 +220,8 @@ def _starter(ranks: Ranks, pairs: Pairs, size: int) -> Callable[[], Pending]:
 
 def around(ranks: Ranks, link: str, members: Sequence[int] | None = None) -> Pairs:
     """This rank's next and last rank over a link class; none if it is not among the local ranks
-    `members` (default: all of a node)."""
+    `members` (default: all of a node).
+    """
     if members is not None and ranks.local not in members:
         return []
     route = measure.peers(ranks.groups, link)
@@ -224,7 +230,8 @@ def around(ranks: Ranks, link: str, members: Sequence[int] | None = None) -> Pai
 
 def slowdown(ranks: Ranks, model: Model, carried: Carried) -> Measured:
     """The fraction of `Rates`: local attention beside an exchange that outlasts it, over the same
-    alone, less 1. The exchange is within nodes where there are such links. Collective."""
+    alone, less 1. The exchange is within nodes where there are such links. Collective.
+    """
     _, pairs, rate = carried
     rows = CHUNKS[ranks.device.type][-2]
     calls = tile(ranks, model, rows)

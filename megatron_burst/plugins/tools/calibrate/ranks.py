@@ -34,7 +34,8 @@ REPEATS = 5, 25  # of a figure, at least and at most
 
 class Measured(NamedTuple):
     """A figure: its value, its spread as a fraction, and how it was found; spread is None where
-    nothing was repeated."""
+    nothing was repeated.
+    """
 
     value: float
     spread: float | None
@@ -80,7 +81,8 @@ class Figures:
 @dataclass(frozen=True)
 class Ranks:
     """All ranks of a run, `groups.topology.intra_size` to a node; device: of this one; seconds:
-    that the repeats of one figure may take."""
+    that the repeats of one figure may take.
+    """
 
     groups: Groups
     device: torch.device
@@ -124,7 +126,8 @@ class Ranks:
 
     def rounds(self, once: Callable[[], float]) -> list[float]:
         """Seconds of repeats that all ranks begin together, by the slowest rank; the first repeat
-        does not count. The same on every rank. once: seconds of one, 0 on a rank that rests."""
+        does not count. The same on every rank. once: seconds of one, 0 on a rank that rests.
+        """
         return self.times(lambda: self._together(once))
 
     def slowest(self, call: Callable[[], object]) -> float:
@@ -133,7 +136,8 @@ class Ranks:
 
     def repeats(self, call: Callable[[], object]) -> list[float]:
         """Seconds of repeats on this rank alone; the first one, which may compile, does not
-        count."""
+        count.
+        """
         return self.times(lambda: seconds(call, self.device))
 
     def _together(self, once: Callable[[], float]) -> float:
@@ -150,7 +154,8 @@ class Ranks:
 
     def locally(self, what: str, measure: Callable[[], Sequence[float]]) -> list[list[float]]:
         """What every rank measures by itself, all at the same time. Raises the same ValueError on
-        all ranks where one of them cannot."""
+        all ranks where one of them cannot.
+        """
         fault: ValueError | None = None
         figures: Sequence[float] = ()
         self.each(0.0)

@@ -67,7 +67,8 @@ def text(facts: Facts) -> str:
 
 def names() -> set[str]:
     """Names of this machine, of the machine where ranks meet, and of the user. A single letter, a
-    number (the beginning of an address) and root identify nobody and are left out."""
+    number (the beginning of an address) and root identify nobody and are left out.
+    """
     hosts = [socket.gethostname(), os.environ.get("MASTER_ADDR", "")]
     named = {*hosts, *(host.partition(".")[0] for host in hosts), Path.home().name}
     with contextlib.suppress(KeyError, OSError):  # a container without an entry for its user

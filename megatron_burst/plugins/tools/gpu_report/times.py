@@ -60,7 +60,8 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def kernels(device: torch.device, records: list[Record]) -> Iterator[Finding]:
     """A finding for each size; to `records` one of each kernel, size and pass is added: seconds
-    as of `spread`, and TFLOP/s on the pairs that attend at the median."""
+    as of `spread`, and TFLOP/s on the pairs that attend at the median.
+    """
     for rows in ROWS[device.type]:
         every = {}
         for name in KERNELS:
@@ -109,7 +110,8 @@ def _record(name: str, way: str, rows: int, device: torch.device, took: list[flo
 def overlap(device: torch.device, record: Record) -> Iterator[Finding]:
     """Findings, and to `record` what was measured: "pairs", of each pair of activities seconds of
     either alone, of both, and how much was hidden. Collective under torchrun, where it makes and
-    ends the default process group; every rank gets the slowest rank's seconds."""
+    ends the default process group; every rank gets the slowest rank's seconds.
+    """
     record["pairs"] = {}
     size = machine.world_size()
     if size < 2:
@@ -153,7 +155,8 @@ def compared(ranks: Ranks, first: Begun, second: Begun) -> Record:
 
 def _beside_attention(ranks: Ranks) -> tuple[Begun, Begun]:
     """An exchange, which is begun first as in a ring, and as many forwards of the local attention
-    as take about as long."""
+    as take about as long.
+    """
     exchange, device = _exchange(ranks, "intra"), ranks.device
     forward = calls("auto", ROWS[device.type][0], device)["auto", "forward"]
     runs: list[Call] = [lambda: exchange()(), forward]

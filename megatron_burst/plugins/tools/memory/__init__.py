@@ -80,7 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class Found(NamedTuple):
     """What is shown: the account of a run, the cluster it is on, what limits the longest sequence,
     None where that was not asked for, by what parallel sizes were chosen, "" where given, whether
-    all settings that are not given were searched, and what is known of packed documents."""
+    all settings that are not given were searched, and what is known of packed documents.
+    """
 
     account: Account
     cluster: clusters.Cluster
@@ -95,7 +96,8 @@ class Found(NamedTuple):
 
     def time(self) -> StepTime | str:
         """The time of a step; or why none is predicted: the run does not fit, or rings need equally
-        many ranks on each node."""
+        many ranks on each node.
+        """
         if not self.left.fits:
             return "the run does not fit"
         try:
@@ -156,7 +158,8 @@ def run(arguments: argparse.Namespace) -> int:
 def filled(run: settings.Settings) -> settings.Settings:
     """The run with no more micro-batches than fill its pipeline: more take as much memory, and
     longer. Interleaved stages hold pp * vpp + pp - 1 chunks of layers, and take rounds of pp
-    micro-batches."""
+    micro-batches.
+    """
     return replace(run, micro_batches=run.pp if run.vpp == 1 else 2 * run.pp)
 
 
@@ -164,7 +167,8 @@ def _settled(
     model: models.Model, cluster: clusters.Cluster, run: settings.Settings
 ) -> settings.Settings:
     """Return the run with what `--context-parallel-algo auto` is predicted to choose for each kind
-    of layers; the run itself if it names an algorithm. Groups are those of the run."""
+    of layers; the run itself if it names an algorithm. Groups are those of the run.
+    """
     if run.algorithm != "auto":
         return run
     if run.cp == 1:
@@ -194,7 +198,8 @@ def _read(
 ]:  # fmt: skip
     """The cluster, the model, the run, whether its groups are given, what is fixed where a
     search is left the rest: None where a command or a recipe says all, or what it cannot vary; and
-    what is known of packed documents, None without them."""
+    what is known of packed documents, None without them.
+    """
     model, described = model_arguments.find(arguments.model, arguments.megatron)
     batch = described.pop("global_batch", None)
     given = described | flags.given_fields(arguments, flags.FIELDS)
@@ -231,7 +236,8 @@ def _read(
 
 def _shared_out(run: settings.Settings, batch: int) -> settings.Settings:
     """The run with the micro-batches of a step of so many sequences. ValueError where ranks cannot
-    have equally many."""
+    have equally many.
+    """
     each = run.micro_batch * run.dp
     if batch % each or batch < 1:
         near = max(1, -(-batch // each)) * each

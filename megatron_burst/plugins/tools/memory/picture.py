@@ -59,7 +59,8 @@ def draw(account: Account, cluster: Cluster, path: Path) -> None:
 
 def _times(account: Account) -> tuple[list[float], list[Moment], dict[str, float]]:
     """(edges, moments, marks): a phase is one wide, in columns that show their highest moment;
-    marks: name -> place."""
+    marks: name -> place.
+    """
     places: list[float] = []
     moments: list[Moment] = []
     begins: dict[str, list[int]] = {}

@@ -172,7 +172,8 @@ MOST = 9.5  # inches that rounds are given, at most, unless they would be narrow
 
 def _scan(scene: ScanScene) -> Figure:
     """The chain as a strip, and below it the rounds: a round is a column with every rank on its
-    left, sending, and on its right, receiving."""
+    left, sending, and on its right, receiving.
+    """
     rounds, ranks = max(1, scene.rounds), scene.grid.size
     busiest = max([int((scene.hops.round == n).sum()) for n in range(rounds)], default=0)
     each = min(BROAD if busiest > 6 else NARROW, max(0.55, MOST / rounds))

@@ -26,7 +26,8 @@ PIECES = 128  # of a chain, at most
 @dataclass(frozen=True)
 class ScanScene:
     """One pass over the chains of a sequence. Backward is the same on the chains turned around, so
-    that piece 0 is then the last one."""
+    that piece 0 is then the last one.
+    """
 
     algorithm: str
     layout_text: str
@@ -43,7 +44,7 @@ class ScanScene:
 
     @cached_property
     def between(self) -> np.ndarray:
-        """bool [hops]: does it go to another node?"""
+        """Bool [hops]: does it go to another node?"""
         return self.hops.source // self.grid.intra != self.hops.destination // self.grid.intra
 
     @property
@@ -54,7 +55,8 @@ class ScanScene:
 
     def name(self, hop: int) -> str:
         """What one hop carries: s3, the state that enters piece 3; m3-4, the map of these pieces;
-        s3.1, part 1 of it."""
+        s3.1, part 1 of it.
+        """
         first, last = int(self.hops.first[hop]), int(self.hops.last[hop])
         if self.hops.kind[hop] == MAP:
             said = f"m{first}" + (f"-{last}" if last > first else "")

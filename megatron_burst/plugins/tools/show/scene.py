@@ -136,7 +136,8 @@ class LayoutScene:
     @cached_property
     def best(self) -> str | None:
         """The layout with the least imbalance; zigzag, Megatron's own, among equals. None for a
-        single layout, and without a mask."""
+        single layout, and without a mask.
+        """
         if len(self.rows) == 1 or not self.rows[0].mask_text:
             return None
         # Differences of rounding are no reason to leave Megatron's own layout.
@@ -297,7 +298,8 @@ class ScheduleScene:
     @property
     def once_per_node(self) -> int:
         """Bytes between nodes if each row, and each row of its gradient, crosses once for every
-        other node whose ranks want it."""
+        other node whose ranks want it.
+        """
         bundles, grid = self.plan.travelling, self.plan.grid
         nodes = np.logical_or.reduce(bundles.wanted.reshape(-1, *grid), axis=2)
         nodes[np.arange(len(nodes)), bundles.owner // grid.intra] = False
@@ -385,7 +387,8 @@ def schedule_scene(
     only: int | None = None,
 ) -> ScheduleScene:
     """The scene of one pass; "auto" is resolved by bytes, as for a plan. Raises ValueError for
-    choices that do not go together."""
+    choices that do not go together.
+    """
     if only is not None and not 0 <= only < grid.size:
         raise ValueError(f"--rank must be in 0..{grid.size - 1}, got {only}")
     if not backward and side != "auto":

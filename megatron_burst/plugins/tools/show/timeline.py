@@ -204,7 +204,8 @@ def _look(colour: str, family: str, blocks: bool) -> ArrowLook:
 
 def _hop(axes: Axes, scene: ScheduleScene, hop: Hop, y: float, inch: float, made: bool) -> None:
     """A hop: dashed if it is left out, red if it blocks, which is to say that it lands at the
-    boundary at which it is posted, and nothing is computed meanwhile. inch: inches of a step."""
+    boundary at which it is posted, and nothing is computed meanwhile. inch: inches of a step.
+    """
     blocks = hop.land == hop.post
     begin = _x(hop.post, scene.steps) + 0.03
     end = begin + DRAIN - 0.1 if blocks else _x(hop.land, scene.steps) - 0.03

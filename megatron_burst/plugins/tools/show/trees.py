@@ -31,7 +31,8 @@ BYTES = 2  # of a number in bf16
 class TreeBar(NamedTuple):
     """Rows begin..stop (exclusive) without a branch. depth: of its first row on the path; parent:
     index of the segment it continues, -1 for none; lane: its place across the path, leaf by
-    leaf."""
+    leaf.
+    """
 
     begin: int
     stop: int
@@ -103,7 +104,8 @@ class TreeScene:
 
     def received(self, ranks: int) -> int:
         """Bytes of keys and values that groups of so many ranks need from others, each row once
-        for a group."""
+        for a group.
+        """
         groups, rows = self.shards.holders // ranks, 0
         real = self.tree.out > 0
         for group in range(self.grid.size // ranks):
@@ -116,7 +118,8 @@ class TreeScene:
 
     def sampled(self, most: int) -> tuple[np.ndarray, int]:
         """int64: the rank that computes each visible pair, else -1, of every n-th row with at most
-        `most` of them; and n."""
+        `most` of them; and n.
+        """
         step = -(-self.shards.seq_len // most)
         rows = np.arange(0, self.shards.seq_len, step)
         seen = self.shards.mask.visible(rows[:, None], rows[None, :])

@@ -52,7 +52,8 @@ class Trace:
     @classmethod
     def of_ranks(cls, title: str, events: Iterable[TraceEvent]) -> Trace:
         """A trace of events that may contain passes, of which each becomes one mark: from the
-        first rank's begin to the last rank's end."""
+        first rank's begin to the last rank's end.
+        """
         events = tuple(events)
         passes: dict[str, list[TraceEvent]] = {}
         for event in events:
@@ -113,7 +114,8 @@ def _text_of(path: Path) -> str:
 
 def events_of(record: dict[str, Any]) -> Iterator[TraceEvent]:
     """The events of attention in a Chrome trace of torch's profiler, or in one that `save` wrote,
-    where the process is the rank."""
+    where the process is the rank.
+    """
     rank = record.get("distributedInfo", {"rank": None})["rank"]
     on_gpu = any(entry.get("cat") == "gpu_user_annotation" for entry in record["traceEvents"])
     compute = []
@@ -133,7 +135,8 @@ def events_of(record: dict[str, Any]) -> Iterator[TraceEvent]:
 
 def _stream(entry: dict[str, Any], on_gpu: bool) -> str | None:
     """The stream of an entry; None where it shows nothing of attention, or only that the host
-    handed work to the device."""
+    handed work to the device.
+    """
     category, name = entry.get("cat"), entry["name"]
     if category in (*STREAMS, "pass"):
         return category

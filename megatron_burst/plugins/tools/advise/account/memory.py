@@ -26,7 +26,8 @@ from .tape import Moment, peaks
 @dataclass(frozen=True)
 class Account:
     """The memory of one rank. states: item -> bytes that are always there; moments: of a step,
-    with the states; host: item -> bytes of host memory of this rank."""
+    with the states; host: item -> bytes of host memory of this rank.
+    """
 
     model: Model
     run: Settings
@@ -69,7 +70,8 @@ class MemoryLeft(NamedTuple):
 def account(model: Model, run: Settings, every: bool = True, core_of: CoreOf = core_of) -> Account:
     """The memory of the rank of a run that takes most. every: all moments, also of layers that are
     like others; a search can do with the peak of each phase. core_of: what core attention holds.
-    ValueError for what cannot be."""
+    ValueError for what cannot be.
+    """
     check(model, run)
     found = (_of_stage(model, run, stage, every, core_of) for stage in fullest_stages(run))
     return max(found, key=lambda one: one.peak.bytes)
@@ -77,7 +79,8 @@ def account(model: Model, run: Settings, every: bool = True, core_of: CoreOf = c
 
 def fullest_stages(run: Settings) -> list[int]:
     """The stages one of which takes most: the first, with most micro-batches in flight, and the
-    last, with the LM head; of those between, which may have more layers, the earliest."""
+    last, with the LM head; of those between, which may have more layers, the earliest.
+    """
     return sorted({0, run.pp - 1, *([1] if run.uneven and run.pp > 2 else [])})
 
 

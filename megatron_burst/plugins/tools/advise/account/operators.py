@@ -57,7 +57,8 @@ class LayerSizes:
     @property
     def absorbed(self) -> LayerSizes:
         """What the core of sparse attention has: latents, which all heads share, as keys, whose
-        first columns are the values."""
+        first columns are the values.
+        """
         width = self.kv_rank + self.rope
         return replace(self, kv_heads=1, width=width, value_width=self.kv_rank)
 
@@ -237,7 +238,8 @@ def attention_half(x: LayerSizes, rows: int, core: Core, prefix: str = "") -> Ha
 
 def _latent(x: LayerSizes, rows: int) -> list[Op]:
     """Multi-head latent attention: down to a few numbers per row, whole on every tensor-parallel
-    rank's share of rows, a norm of these, and up to heads."""
+    rank's share of rows, a norm of these, and up to heads.
+    """
     n = rows / x.tp
     ops = norm_linear(x, rows, "x", "mixed", x.query + x.up, "qkv")
     norm, linear = ops
@@ -253,7 +255,8 @@ def _latent(x: LayerSizes, rows: int) -> list[Op]:
 
 def _selected(x: LayerSizes, index: Indexer, rows: int, core: Core) -> list[Op]:
     """The selection, which keeps int32 positions, and attention of absorbed queries to latents,
-    from whose results values are made. Messages of index keys are fewer than those of latents."""
+    from whose results values are made. Messages of index keys are fewer than those of latents.
+    """
     y, chosen = x.absorbed, rows * index.top_k * 4
     index_q = {"index q": rows * index.heads * index.width * B}
     absorbed = {"q2": rows * y.query * B, "k2": rows * y.keys * B, "v2": 0.0}
@@ -294,7 +297,8 @@ def mlp_half(x: LayerSizes, rows: int, prefix: str = "") -> Half:
 
 def norm_linear(x: LayerSizes, rows: int, given: str, made: str, wide: int, name: str) -> list[Op]:
     """A norm and a column-parallel linear layer; with sequence parallelism rows are gathered for
-    the product, and again in backward for the weight's gradient."""
+    the product, and again in backward for the weight's gradient.
+    """
     n, h = rows / x.tp, x.hidden
     item = MLP if name == "fc1" else ATTENTION
     gathered = rows * h * B if x.tp > 1 else 0.0
@@ -314,7 +318,7 @@ def norm_linear(x: LayerSizes, rows: int, given: str, made: str, wide: int, name
 
 
 def _rope(x: LayerSizes, rows: int) -> list[Op]:
-    """q is copied out of the mixed projection, q and k are turned, v is made contiguous."""
+    """Q is copied out of the mixed projection, q and k are turned, v is made contiguous."""
     q, k, v = (rows * each * B for each in (x.query, x.keys, x.values))
     cut = Op("cut", ("mixed",), {"q": q})
     if not x.cpu:
@@ -335,7 +339,8 @@ def _activation(x: LayerSizes, rows: int) -> list[Op]:
 
 def projection(x: LayerSizes, rows: int, given: str, wide: int, made: str, name: str) -> Op:
     """A row-parallel linear layer; with sequence parallelism its sum over ranks is scattered, and
-    the gradient gathered."""
+    the gradient gathered.
+    """
     item = ATTENTION if name == "proj" else MLP
     whole = rows * x.hidden * B if x.tp > 1 else 0.0
     weight = x.hidden * wide * B if x.cpu else 0.0
@@ -349,7 +354,8 @@ PIECES = 2  # of a rank, with zigzag
 
 def mixer_half(x: LayerSizes, rows: int, prefix: str = "") -> Half:
     """Norm, projections, linear attention and residual of `rows` rows. A mixer whose form is not
-    known has its projections counted only."""
+    known has its projections counted only.
+    """
     n, mixer = rows / x.tp, x.mixer
     assert mixer is not None
     ops = norm_linear(x, rows, "x", "mixed", mixer.into, "in")
@@ -391,7 +397,8 @@ def _linear_attention(x: LayerSizes, scan: Mixer, rows: int) -> list[Op]:
 
 def chunk_states(x: LayerSizes, scan: Mixer, rows: int) -> float:
     """Bytes of the state before every chunk: of flash-linear-attention in the dtype of keys, of our
-    own kernel in fp32."""
+    own kernel in fp32.
+    """
     return -(-rows // CHUNK) * scan.state * (F if x.cpu else B)
 
 

@@ -86,13 +86,15 @@ def on_ring(x: LayerSizes, run: Settings) -> LayerSizes:
 
 def joins(sparse: bool) -> bool | None:
     """Whether all keys that a rank has at a step are one call, as of `Wanted`: those of sparse
-    attention are; None: the algorithm decides."""
+    attention are; None: the algorithm decides.
+    """
     return True if sparse else None
 
 
 def visiting_rows(run: Settings, window: int = 0) -> int:
     """Return how many rows of other ranks of its ring a rank's queries see at most. window: tokens
-    that a query sees, 0: all before it."""
+    that a query sees, 0: all before it.
+    """
     ring = run.cp // run.ulysses
     others = run.rows * run.ulysses * (ring - 1)
     pieces = {"contiguous": 1, "zigzag": 2}.get(run.layout)
@@ -112,7 +114,8 @@ def intra_of(run: Settings) -> int:
 
 def side_by_bytes(run: Settings, sizes: RowSizes) -> str:
     """The side of a run; where it is "auto", that with fewer bytes: keys go round once per row
-    chunk of queries. sizes: of one rank on the ring."""
+    chunk of queries. sizes: of one rank on the ring.
+    """
     if run.side != "auto":
         return run.side
     sent = sizes.backward
@@ -124,7 +127,8 @@ def room_bytes(
     x: LayerSizes, run: Settings, of: RowSizes, side: str
 ) -> Callable[[str, int], float]:
     """(kind, rows on the ring) -> bytes of one buffer: on a CPU each has room for the longest
-    message. x, of: sizes on the ring; side: what travels in backward."""
+    message. x, of: sizes on the ring; side: what travels in backward.
+    """
     least = 0.0
     per_row = {"kv": of.forward.kv, "query": of.backward.query, "dkv": x.kv * F,
                "dkv wire": x.kv * BYTES[run.wire], "kv joined": of.forward.kv,
@@ -157,7 +161,8 @@ def ring_held(
 ) -> tuple[Held, Held]:  # fmt: skip
     """The most that any rank takes in forward and in backward, of shards of `SHORT` rows. joined:
     as `joins` says; before: how many of these rows before its own a query sees, None: all. host:
-    keys of other ranks are in host memory, from which no call takes several chunks in forward."""
+    keys of other ranks are in host memory, from which no call takes several chunks in forward.
+    """
     intra = intra if cp % intra == 0 else cp
     grid = Grid(cp // intra, intra)
     shards = [make(layout, cp_size=cp).spans(rank, cp * SHORT) for rank in range(cp)]

@@ -36,7 +36,8 @@ INPUTS, BETWEEN, SUMS = "layer inputs", "between layers", "weight gradients of a
 
 class LayerWalk:
     """Sizes of a run's layers, and ways through them. hidden, store: bytes of a layer's input and
-    of its kept attention results; on_host: of a layer's chunks that wait on the host."""
+    of its kept attention results; on_host: of a layer's chunks that wait on the host.
+    """
 
     def __init__(self, model: Model, run: Settings, tape: Tape, core_of: CoreOf = core_of):
         self.model, self.run, self.tape = model, run, tape
@@ -88,7 +89,8 @@ class LayerWalk:
 
     def backward_saved(self, part: LayerPart, prefix: str) -> None:
         """Backward from what `forward` saved: the gradient "dy" of its result becomes that of its
-        input."""
+        input.
+        """
         for kind in reversed(halves_of(part)):
             half = self._half(part, kind, "first", prefix)
             half.backward(self.tape)
@@ -146,7 +148,8 @@ class LayerWalk:
     ) -> None:
         """One of equal pieces of a half, forward and with `grad` backward too, beside what all of
         them share. Keys and values of all rows come first; results of all chunks stay until the
-        last; backward has the sums of gradients, and in `made` those of the input."""
+        last; backward has the sums of gradients, and in `made` those of the input.
+        """
         tape, run, chunks = self.tape, self.run, kind == ATTENTION
         beside = [("keys", ATTENTION, self.keys * B * self.held)] if chunks else []
         if not grad and chunks:
@@ -194,7 +197,8 @@ class LayerWalk:
 
     def _core(self, part: LayerPart, time: str) -> Core:
         """What its core attention holds. A layer that has the run's algorithm counts as one that
-        sees all, which takes most."""
+        sees all, which takes most.
+        """
         core = self.cores[time]
         if part.algorithm is None:
             return core
@@ -265,13 +269,15 @@ class TrainingStep:
 
     def _different(self) -> set[int]:
         """The layers that a search must see: the first and last two, and the last of each kind
-        after each kind, whose store may come back from the host meanwhile."""
+        after each kind, whose store may come back from the host meanwhile.
+        """
         last = {both: layer for layer, both in enumerate(pairwise(self.parts), 1)}
         return {0, 1, self.layers - 2, self.layers - 1, *last.values()}
 
     def _gathered(self) -> float:
         """With `fsdp`, parameters of some layers and the gradients of one, before they are shared
-        out; of the largest layer."""
+        out; of the largest layer.
+        """
         run, of = self.run, self.model.by_layer
         if not run.fsdp:
             return 0
@@ -384,7 +390,8 @@ def layers_of(model: Model, run: Settings, stage: int) -> list[int]:
 
 def parts_of(model: Model, run: Settings, stage: int) -> list[LayerPart]:
     """Return the parts of the layers of a stage, with the algorithm of kinds that have their
-    own."""
+    own.
+    """
     parts = [model.parts[layer] for layer in layers_of(model, run, stage)]
     own = run.by_kind
     return [part._replace(algorithm=own.get(part.attention or "")) for part in parts]

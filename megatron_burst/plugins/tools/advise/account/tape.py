@@ -36,7 +36,8 @@ def peaks(moments: Iterable[Moment]) -> list[Moment]:
 
 class Tape:
     """What is in memory, by item, and every change of it; unless `every`, of each phase only those
-    at which there was more than before."""
+    at which there was more than before.
+    """
 
     def __init__(self, every: bool = True) -> None:
         self.moments: list[Moment] = []
@@ -180,7 +181,8 @@ class Half:
 
     def backward(self, tape: Tape) -> None:
         """Run it backwards: the gradient of the result, made elsewhere, is there; those of what was
-        given stay, as "d name", and what was saved goes."""
+        given stay, as "d name", and what was saved goes.
+        """
         left = Counter(self._saved)
         arrived: set[str] = set()
         for op in reversed(self.ops):

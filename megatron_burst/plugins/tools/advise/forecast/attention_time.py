@@ -198,7 +198,8 @@ class AttentionTime:
     @property
     def bottleneck(self) -> str:
         """What is busy for the longest time: "compute", "intra" or "inter"; "host" where a pass
-        waits for its launches."""
+        waits for its launches.
+        """
         if self.host[0] > self.forward or self.host[1] > self.backward:
             return "host"
         return max(self.busy, key=lambda name: self.busy[name])

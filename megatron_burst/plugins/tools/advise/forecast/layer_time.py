@@ -52,7 +52,8 @@ class SecondsByPart(dict[str, float]):
     @property
     def largest(self) -> str:
         """The part that takes most; "" where there is none. Waiting for launches, where it is more
-        than a little: nothing else shortens layers that wait."""
+        than a little: nothing else shortens layers that wait.
+        """
         if self[LAUNCHES] > LITTLE * self.total:
             return LAUNCHES
         return max(self, key=self.__getitem__, default="")
@@ -64,7 +65,8 @@ class SecondsByPart(dict[str, float]):
 
 class Product(NamedTuple):
     """A matrix product [rows, inner] x [inner, columns] of a layer, on one rank, `times` over.
-    again: how many times more chunks or tiles run it in forward, and in backward."""
+    again: how many times more chunks or tiles run it in forward, and in backward.
+    """
 
     rows: float
     inner: int
@@ -129,7 +131,8 @@ def _mlp(model: Model, x: LayerSizes, run: Settings, sparse: bool) -> Iterator[P
 
 def product_seconds(gpu: Gpu, product: Product) -> float:
     """Seconds of one product: its operations at the rate of large ones, longer where a size is
-    small; at least as long as memory takes for its three matrices."""
+    small; at least as long as memory takes for its three matrices.
+    """
     m, k, n = product.rows, product.inner, product.columns
     lost = gpu.small * (1 / m + 1 / k + 1 / n)
     computing = 2 * m * k * n / (gpu.peak * gpu.linear) * (1 + lost)
@@ -188,7 +191,8 @@ def answers(scan: Mixer, rows: int) -> float:
 
 def maps(scan: Mixer, rows: int) -> float:
     """Operations of what rows do to any state, which a scan needs first, over all heads: the state
-    written; with delta rules the same recurrence of d + w columns instead of w."""
+    written; with delta rules the same recurrence of d + w columns instead of w.
+    """
     c, d, w = CHUNK, scan.width, scan.value_width
     each = 2.0 * d * w
     if scan.delta:
@@ -198,7 +202,8 @@ def maps(scan: Mixer, rows: int) -> float:
 
 def moved(x: LayerSizes, scan: Mixer, rows: int) -> float:
     """Bytes of memory that one of both reads and writes: arguments, results, states of chunks
-    written and read."""
+    written and read.
+    """
     given = scan.convolved * B + (scan.decays + scan.heads * scan.delta) * F
     return rows * (given + scan.values * B) + 2 * chunk_states(x, scan, rows)
 
@@ -225,7 +230,8 @@ class LayerTime:
     """Seconds of one layer and micro-batch by part. recompute: the forward that backward runs
     again; backward: without it. core: of the core attention, None if the layer has none. launching:
     what the processor needs meanwhile, in forward and from recompute to the end of backward.
-    kernel: same as in `AttentionTime`."""
+    kernel: same as in `AttentionTime`.
+    """
 
     forward: SecondsByPart
     recompute: SecondsByPart
@@ -245,7 +251,8 @@ class LayerTime:
     @property
     def planning(self) -> float:
         """Seconds that the first layer of a micro-batch takes longer, for which its processor has
-        to plan before it launches."""
+        to plan before it launches.
+        """
         needed = self.launching[0] + (self.core.planning if self.core else 0.0)
         return max(0.0, needed - self.forward.total)
 
@@ -322,7 +329,8 @@ def launching(
     cluster: Cluster, run: Settings, part: LayerPart, core: AttentionTime | None
 ) -> tuple[float, float]:
     """Seconds that launching a layer takes of the processor, in forward and in backward with what
-    it recomputes. Half of what is no core attention is launched for each chunk or tile of rows."""
+    it recomputes. Half of what is no core attention is launched for each chunk or tile of rows.
+    """
     pieces = run.sequence_chunks * (part.attention is not None) + run.mlp_tiles * part.mlp
     rest, (forward, backward) = cluster.host_time.layer / 2 * pieces, core.host if core else (0, 0)
     again = 0.0

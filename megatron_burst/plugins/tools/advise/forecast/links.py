@@ -11,7 +11,8 @@ from .....autotune.clusters import Cluster
 
 def rates_of(cluster: Cluster) -> tuple[float, float]:
     """Bytes per second that a rank sends, one way, while all ranks of its node do: within its node,
-    and to other nodes."""
+    and to other nodes.
+    """
     rates = cluster.rank_rates()
     return rates.intra, float(rates.between(cluster.nodes().per_nic))
 

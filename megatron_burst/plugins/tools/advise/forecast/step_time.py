@@ -88,7 +88,8 @@ def states_seconds(
 
 def optimizer_seconds(cluster: Cluster, run: Settings, held: tuple[float, float]) -> float:
     """Seconds of the update: states read and written, gradients read, parameters written. The part
-    on the host: gradients go there and parameters come back besides, at the host's rates."""
+    on the host: gradients go there and parameters come back besides, at the host's rates.
+    """
     dense, experts = held
     size = run.dp * run.cp
     if run.distributed_optimizer or run.fsdp:
@@ -115,7 +116,8 @@ class StepTime:
     """Predicted for one step. parts: seconds of the busiest rank by what it does, whose
     sum is `seconds`; bottleneck: the part to improve first; tokens: of one step, all ranks.
     mfu: operations of the model (`model_operations`) over those of the GPUs' peak in that time.
-    kernel: same as in `AttentionTime`."""
+    kernel: same as in `AttentionTime`.
+    """
 
     seconds: float
     parts: Mapping[str, float]
@@ -184,7 +186,8 @@ def model_operations(model: Model, seq: int) -> float:
     head, not the embedding) and three passes of attention's two products over the keys that it
     sees: of a causal sequence half. Nothing that is recomputed counts. BurstEngine counts so. Of
     linear attention the recurrence counts, whatever chunks it is computed in: a state written and
-    read once per token, with delta rules read twice."""
+    read once per token, with delta rules read twice.
+    """
     widths = model.heads * (model.head_dim + model.value_dim)
     seen = sum(model.number_of(kind) * visible(seq, model.window_of(kind, seq)) for kind in SOFTMAX)
     states = 0
@@ -231,7 +234,8 @@ def _stage(
 
 def head_seconds(model: Model, cluster: Cluster, run: Settings) -> tuple[float, float]:
     """Forward and backward of the LM head and its loss: three products, four if logits are made
-    again; with `single_pass` all of them are in forward."""
+    again; with `single_pass` all of them are in forward.
+    """
     columns = max(1, model.vocabulary // run.tp)
     each = product_seconds(cluster.gpu, Product(run.rows, model.hidden, columns))
     loss = LOSS_BYTES[run.lm_head_loss] * run.rows * columns / cluster.gpu.memory_rate
@@ -243,7 +247,8 @@ def head_seconds(model: Model, cluster: Cluster, run: Settings) -> tuple[float, 
 
 def send_time(model: Model, cluster: Cluster, run: Settings) -> float:
     """Seconds of activations and their gradients between stages: every micro-batch waits for its
-    own in 1F1B; interleaved, only those that fill and empty the pipeline do."""
+    own in 1F1B; interleaved, only those that fill and empty the pipeline do.
+    """
     if run.pp == 1:
         return 0.0
     stride = run.tp * run.cp * run.dp

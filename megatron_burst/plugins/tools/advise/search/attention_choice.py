@@ -89,7 +89,8 @@ class AttentionForecast:
 
     def settled(self, run: Settings) -> Settings:
         """The run with the attention settings that are predicted to be fastest, the same in all
-        layers."""
+        layers.
+        """
         if run.cp == 1:
             return run
         asked = tuple(getattr(run, name) for name in ASKED)
@@ -157,7 +158,8 @@ class AttentionForecast:
         self, model: Model, cluster: Cluster, run: Settings, window: int = 0
     ) -> AttentionTime:
         """A bound of `time`: nothing travels, and all ranks compute equally much; one call is
-        launched."""
+        launched.
+        """
         alone = replace(run, cp=1, ulysses=1, algorithm="burst", head_chunks=1, sequence_chunks=1,
                         intra=1, inner=None, side="kv", layout="contiguous")  # fmt: skip
         whole = self.time(model, cluster, alone, window=window)
@@ -183,7 +185,8 @@ class AttentionForecast:
         self, layout: str, workload: Workload, topology: Topology, nodes: Nodes | None
     ) -> GridSchedules:
         """Those of a workload on a grid; the last ones made are remembered, as the next runs mostly
-        have others of the same rows."""
+        have others of the same rows.
+        """
         key, held = (layout, workload.seq_len, topology, nodes), self._schedules
         made = held.pop(key, None) or GridSchedules(workload, topology, nodes)
         if topology.ring_size <= LARGEST_RING:

@@ -38,7 +38,8 @@ GRANULE = 1 << 15  # tokens: sequences are multiples of it, and of 2 x cp
 @dataclass(frozen=True)
 class Longest:
     """The longest sequence of a run on a cluster: the run at that length, its memory, what is left,
-    and what the next longer one lacks."""
+    and what the next longer one lacks.
+    """
 
     run: Settings
     account: Account
@@ -202,6 +203,7 @@ def _at(run: Settings, seq: float) -> Settings:
 
 def _smallest(groups: Settings, goal: TrainingGoal) -> Iterator[Settings]:
     """Runs that recompute all, if nothing else is fixed, in chunks of rows and with most on the
-    host first; without a store and with half of one, whose layout may hold less."""
+    host first; without a store and with half of one, whose layout may hold less.
+    """
     for chunked in (True, False):
         yield from options_of(groups, goal, chunked, STORES[:0:-1], (1.0, 0.5, 0.0))

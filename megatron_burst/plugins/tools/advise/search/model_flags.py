@@ -33,7 +33,8 @@ def script_of(model: Model) -> str:
 
 def model_flags(model: Model, stages: int = 1) -> Iterator[str]:
     """The shape, one flag or a few that belong together per entry, quoted for a shell. stages: into
-    which a hybrid pattern is cut for pipeline-parallel ranks."""
+    which a hybrid pattern is cut for pipeline-parallel ranks.
+    """
     family = model.family or Family()
     hybrid, experts = is_hybrid(model), bool(model.experts)
     if not hybrid:
@@ -114,7 +115,8 @@ def _delta_net(model: Model) -> Iterator[str]:
 
 def hybrid_flags(model: Model, stages: int = 1) -> Iterator[str]:
     """Which layers a HybridModel has, and the sizes of its mixers. stages: of the pipeline, which
-    the pattern marks, as Megatron takes no flag for them beside it."""
+    the pattern marks, as Megatron takes no flag for them beside it.
+    """
     each = model.layers // stages
     signs = [_signs(model, index) for index in range(model.layers)]
     parts = ["".join(signs[at : at + each]) for at in range(0, model.layers, each)]
@@ -151,7 +153,8 @@ def _experts(model: Model, hybrid: bool) -> Iterator[str]:
 
 def frequency(layers: Sequence[bool]) -> str:
     """Which layers have a window, or linear attention, as Megatron takes it: N where each Nth has
-    not, else a list of ones and zeros, quoted."""
+    not, else a list of ones and zeros, quoted.
+    """
     for every in range(2, len(layers) + 1):
         if all(has == bool((i + 1) % every) for i, has in enumerate(layers)):
             return str(every)

@@ -96,7 +96,8 @@ def lengths_of(stated: str | Sequence[int], seq: int) -> tuple[int, ...]:
 
 def packed_pins(pinned: Mapping[str, Any]) -> dict[str, Any]:
     """What is fixed for packs: one a micro-batch, attention in one piece. Their layout is not of a
-    run, but of the forecast. ValueError for what packs cannot have."""
+    run, but of the forecast. ValueError for what packs cannot have.
+    """
     cut_of(pinned)
     if pinned.get("sequence_chunks", 1) != 1:
         raise ValueError(
@@ -136,7 +137,8 @@ def _words(stated: str) -> list[str]:
 
 class PackedForecast(AttentionForecast):
     """The attention of packs of documents. cut: their layout over several ranks; zigzag cuts every
-    document, as Megatron does, and pads it to a multiple of 2 x CP."""
+    document, as Megatron does, and pads it to a multiple of 2 x CP.
+    """
 
     def __init__(
         self,
@@ -154,7 +156,8 @@ class PackedForecast(AttentionForecast):
 
     def step(self, run: Settings) -> StepTime:
         """The time of a step of a run; its tokens and MFU are those of documents, without their
-        padding."""
+        padding.
+        """
         time, tokens = super().step(run), sum(self.lengths)
         share = model_operations(self.model, round(self.effective)) / model_operations(
             self.model, run.seq
@@ -165,7 +168,8 @@ class PackedForecast(AttentionForecast):
 
     def held(self, run: Settings, every: bool = False) -> Account:
         """The account of a run of these packs, with the padding of its ranks. ValueError where it
-        cannot have packs."""
+        cannot have packs.
+        """
         packed_pins({"sequence_chunks": run.sequence_chunks, "micro_batch": run.micro_batch})
         documents = self.lengths if self.cut == "zigzag" else ()
         rows = TrainingGoal(sum(self.lengths), 1, documents=documents).rows(run.tp, run.cp)
@@ -206,7 +210,8 @@ class PackedForecast(AttentionForecast):
         self, model: Model, cluster: Cluster, run: Settings, window: int = 0
     ) -> AttentionTime:
         """A bound of `time`, where only packs are padded; what is fixed for several ranks does not
-        bind the one rank of it."""
+        bind the one rank of it.
+        """
         if not self.pinned:
             return super().at_least(model, cluster, run, window=window)
         return self._free.at_least(model, cluster, run, window=window)
@@ -255,12 +260,14 @@ class PackedForecast(AttentionForecast):
 
     def by_kind(self, run: Settings) -> Settings:
         """The run: of layers with a window only an estimate is known, the same of all
-        algorithms."""
+        algorithms.
+        """
         return run
 
     def timed(self, run: Settings, window: int = 0) -> AttentionTime:
         """The time of the candidate that is taken for these packs; of a layer that sees a window,
-        an estimate from it."""
+        an estimate from it.
+        """
         if window:
             return windowed(self.time(self.model, self.cluster, run), window, round(self.effective))
         taken = self.candidate(run)
@@ -276,7 +283,8 @@ class PackedForecast(AttentionForecast):
 def windowed(core: AttentionTime, window: int, seq: int) -> AttentionTime:
     """The time of a layer that sees a window, from that of one that sees all: by its visible
     pairs. An estimate: the layout's imbalance and the keys that no longer travel are not
-    followed."""
+    followed.
+    """
     share = visible(seq, window) / visible(seq)
     return replace(
         core, forward=core.forward * share, backward=core.backward * share,

@@ -25,13 +25,15 @@ from .model_flags import (
 
 def flags_of(model: Model, run: Settings, cut: str = "") -> list[str]:
     """Flags of `script_of(model)` under `megatron-burst pretrain`, one with its values per entry,
-    quoted for a shell. `model_flags.lacking` says what of the model they leave out."""
+    quoted for a shell. `model_flags.lacking` says what of the model they leave out.
+    """
     return [*model_flags(model, run.pp * run.vpp), *_beside(model, run, cut)]
 
 
 def run_flags(model: Model, run: Settings, cut: str = "") -> list[str]:
     """The same without the model: lengths, groups, batches, memory, and our flags. The pattern of
-    a hybrid model is among them where it marks stages of the pipeline."""
+    a hybrid model is among them where it marks stages of the pipeline.
+    """
     stages = run.pp * run.vpp
     marked = list(hybrid_flags(model, stages))[:1] if is_hybrid(model) and stages > 1 else []
     return [*marked, *_beside(model, run, cut)]
@@ -88,7 +90,8 @@ def group_flags(model: Model, run: Settings) -> Iterator[str]:
 
 def _expert_groups(model: Model, run: Settings) -> Iterator[str]:
     """Expert-parallel ranks. Where tensor-parallel ranks cannot split experts, they are shared out
-    whole over both kinds of ranks, of which each holds as much as is counted."""
+    whole over both kinds of ranks, of which each holds as much as is counted.
+    """
     biases = model.family.biases if model.family is not None else model.sinks
     ep = run.ep
     if biases and model.experts and run.tp > 1:
@@ -126,7 +129,8 @@ def burst_flags(run: Settings, cut: str = "", carries: bool = False) -> list[str
 def choices(run: Settings, cut: str = "", carries: bool = False) -> dict[str, Any]:
     """Fields of `BurstConfig` that are not their defaults, and what is said in any case: the
     algorithm, head chunks, and how states are carried where the model has some. cut: the layout of
-    packs, "" where there are none."""
+    packs, "" where there are none.
+    """
     ours = run.cp > 1
     wanted: dict[str, Any] = {
         "algorithm": ("auto" if run.by_kind else run.algorithm) if ours else "megatron",

@@ -110,7 +110,8 @@ def does_not_fit(found: Account, cluster: Cluster, held: Held | None = None) -> 
 
 def _steps(run: Settings, chunks: bool) -> Iterator[dict[str, Any]]:
     """Yield changes that cost no GPU, the cheapest first. chunks: attention can be cut into chunks
-    of rows."""
+    of rows.
+    """
     pieces = {"sequence_chunks": 32, "mlp_tiles": 64} if chunks else {"mlp_tiles": 64}
     for step in (
         {"lm_head_loss": "single_pass"} if run.lm_head_loss == "off" else {},
@@ -138,7 +139,8 @@ def _more_gpus(
     model: Model, cluster: Cluster, run: Settings, beside: list[Settings], held: Held
 ) -> Remedy | None:
     """Return the fewest GPUs on which the run fits, in other groups. beside: the run, and the run
-    with all that costs little."""
+    with all that costs little.
+    """
     pinned = {"micro_batch": run.micro_batch, "vpp": run.vpp}
     for doubling in range(DOUBLINGS + 1):
         larger = replace(cluster, gpus=cluster.gpus << doubling)

@@ -52,7 +52,8 @@ class Configuration:
 def simplicity(run: Settings) -> tuple[float, ...]:
     """What decides between runs that tie: the least of these, and of equals the fastest: what lies
     on the host, pieces, stages, a part of the store, recompute, ranks that share heads, ranks that
-    share experts."""
+    share experts.
+    """
     return (
         run.optimizer_offload,
         run.offload,
@@ -69,7 +70,8 @@ def simplicity(run: Settings) -> tuple[float, ...]:
 
 def plainest(groups: Settings) -> Settings:
     """The simplest run with these groups, which with attention that sends nothing bounds the time
-    of all others."""
+    of all others.
+    """
     return replace(unbarred(groups), algorithm="burst", ulysses=1, head_chunks=1)
 
 
@@ -97,7 +99,8 @@ Progress = Callable[[int, int], None]  # ways done, of how many
 class SearchResult:
     """ranked: the runs that fit, one for each way to share the GPUs out, the one taken first, the
     others by time. ways: how many there are; tried: how many were not passed over. closest: of runs
-    that do not fit, where none does, the one that lacks least."""
+    that do not fit, where none does, the one that lacks least.
+    """
 
     ranked: tuple[Configuration, ...]
     ways: int
@@ -164,7 +167,8 @@ class Search:
         progress: Progress | None = None,
     ) -> tuple[list[Configuration], int]:
         """The best of every way that may be among the `top` fastest, or that may tie with the
-        fastest and be simpler than it, by time; and how many were tried."""
+        fastest and be simpler than it, by time; and how many were tried.
+        """
         found: list[Configuration] = []
         left = deque(sorted(ways, key=lambda way: (way.bound, way.simplest)))
 
@@ -197,7 +201,8 @@ class Search:
 
     def at_least(self, groups: Settings) -> float:
         """A bound of the time of all runs with these groups that memory may hold: without what it
-        certainly cannot, all layers are recomputed or the optimizer is on the host."""
+        certainly cannot, all layers are recomputed or the optimizer is on the host.
+        """
         tried = []
         for moved in sorted(self.want.values("optimizer_offload", (0.0, 1.0))):
             kept = replace(plainest(groups), optimizer_offload=moved)
@@ -249,7 +254,8 @@ class Search:
         self, groups: Settings, best: Configuration | None
     ) -> list[tuple[StepTime, Settings]]:
         """Runs with tenths of the store and of the offload that are faster than `best` by more than
-        a tie, with their times; without stores for which the GPU has no room in any of them."""
+        a tie, with their times; without stores for which the GPU has no room in any of them.
+        """
         besides = attrgetter(
             "recompute", "optimizer_offload", "sequence_chunks", "mlp_tiles", "layout"
         )
@@ -312,7 +318,8 @@ class Search:
 
     def _by_kind(self, found: Configuration) -> Configuration:
         """The same with an algorithm for each kind of layers, where that gains more than a tie and
-        fits."""
+        fits.
+        """
         run = self.attention.by_kind(found.run)
         if run is found.run:
             return found

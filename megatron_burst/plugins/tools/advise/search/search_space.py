@@ -58,7 +58,8 @@ class TrainingGoal:
     of `Settings` that the user has fixed. carries: the model has layers that carry a state, which
     the striped layout does not allow; hybrid: it is Megatron's HybridModel, which does not take
     `--burst-offload`; selects: its attention is sparse, and recomputed whole. documents: lengths of
-    those of a pack that zigzag cuts one by one, which fill sequences of this length unpadded."""
+    those of a pack that zigzag cuts one by one, which fill sequences of this length unpadded.
+    """
 
     seq: int
     sequences: int
@@ -70,7 +71,8 @@ class TrainingGoal:
 
     def rows(self, tp: int, cp: int) -> int:
         """Tokens of a sequence over these ranks, padding included: of every document, and what
-        sequence-parallel ranks lack to equal rows."""
+        sequence-parallel ranks lack to equal rows.
+        """
         if not self.documents:
             return self.seq
         size = sum(padded(length, cp) for length in self.documents)
@@ -119,7 +121,8 @@ def groups_of(model: Model, cluster: Cluster, want: TrainingGoal) -> Iterator[Se
 
 def stages_to_try(model: Model, cluster: Cluster, want: TrainingGoal) -> list[int]:
     """Sizes of a pipeline: those that divide the layers, and UNEVEN with fewer layers on the first
-    and the last stage. A hybrid model's pattern is cut into equal parts only."""
+    and the last stage. A hybrid model's pattern is cut into equal parts only.
+    """
     uneven = [pp for pp in UNEVEN if not want.hybrid and uneven_ends(model.layers, pp) is not None]
     most = min(STAGES, cluster.gpus)
     return sorted({pp for pp in (*divisors(model.layers), *uneven) if pp <= most})
@@ -127,7 +130,8 @@ def stages_to_try(model: Model, cluster: Cluster, want: TrainingGoal) -> list[in
 
 def _ends(model: Model, want: TrainingGoal, pp: int) -> dict[str, int]:
     """Layers of the first and the last stage: those that are fixed, else what layers need that do
-    not divide."""
+    not divide.
+    """
     fixed = {name: want.pinned[name] for name in ENDS if name in want.pinned}
     if fixed or model.layers % pp == 0 or want.hybrid:
         return fixed
@@ -146,7 +150,8 @@ def _odd_stages(model: Model, run: Settings) -> str:
 
 def tensor_sizes(model: Model, cluster: Cluster) -> list[int]:
     """Tensor-parallel sizes that Megatron-Core takes: they divide a node and the heads, and divide
-    the key/value heads or are a multiple of them (it copies heads then)."""
+    the key/value heads or are a multiple of them (it copies heads then).
+    """
     return [
         tp
         for tp in divisors(cluster.ranks_per_node)
@@ -199,7 +204,8 @@ def options_of(
 ) -> Iterator[Settings]:
     """What a run with these groups may recompute, store and move. chunked: with the attention half
     in chunks of rows, which only runs over several context-parallel ranks can. stores, offloads:
-    the fractions to try of what the user has not fixed."""
+    the fractions to try of what the user has not fixed.
+    """
     moved = want.values("optimizer_offload", OFFLOADS if run.distributed_optimizer else (0.0,))
     for optimizer in moved:
         moving = replace(run, optimizer_offload=optimizer)

@@ -78,7 +78,8 @@ def config_of(fields: dict[str, Any], name: str) -> tuple[Any, bool]:
 
 def _made(transformers: Any, kind: str, fields: dict[str, Any]) -> Any:
     """Make a configuration, also from null and from whole numbers where its class requires other
-    types: older releases of transformers did not check them."""
+    types: older releases of transformers did not check them.
+    """
     while True:
         try:
             return transformers.AutoConfig.for_model(kind, **fields)
@@ -141,7 +142,8 @@ def values_of(config: Any) -> dict[str, Any]:
 @dataclass(frozen=True)
 class BuiltLayer:
     """A layer of a model on the meta device: number of parameters, whether it has experts, and its
-    window (0: none; None: its modules do not say)."""
+    window (0: none; None: its modules do not say).
+    """
 
     parameters: int
     sparse: bool

@@ -42,7 +42,8 @@ class LayerPart(NamedTuple):
 class Latent:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) with expanded heads:
     keys and values come out of `kv_rank` numbers, queries of `q_rank` (0: of the hidden states).
-    rope: width of the part of a head that is turned, which all heads of a key share."""
+    rope: width of the part of a head that is turned, which all heads of a key share.
+    """
 
     kv_rank: int
     rope: int
@@ -53,7 +54,8 @@ class Latent:
 class Indexer:
     """What selects the keys of sparse latent attention (DeepSeek-V3.2): `heads` of `width` score
     all keys that a query sees, one index key of `width` per row; the best `top_k` are attended
-    to."""
+    to.
+    """
 
     heads: int
     width: int
@@ -142,7 +144,8 @@ class Mixer:
     def shares(self, tp: int, cp: int = 1) -> bool:
         """Whether tensor-parallel ranks, and the context-parallel ranks of Megatron's exchange of
         heads, can share its heads: they divide those of values and of keys; Mamba's groups of keys
-        are copied where they are fewer than context-parallel ranks."""
+        are copied where they are fewer than context-parallel ranks.
+        """
         keys, ranks = self.key_heads or self.heads, tp * cp
         if self.heads % ranks or keys % tp:
             return False
@@ -166,7 +169,8 @@ def gated_delta_net(heads: int, key_heads: int, width: int, value_width: int, ta
 
 def mamba2(heads: int, groups: int, width: int, value_width: int, taps: int) -> Mixer:
     """Nemotron-H's (arXiv 2405.21060): a gate, x (values), B and C (keys and queries, in groups)
-    and dt of each head; the convolution has a bias, and A, D, dt's bias and a norm are others."""
+    and dt of each head; the convolution has a bias, and A, D, dt's bias and a norm are others.
+    """
     inner, states = heads * value_width, 2 * groups * width
     return Mixer("Mamba-2", 2 * inner + states + heads, inner, heads,
                  (taps + 1) * (inner + states) + 3 * heads + inner, "scalar_decay", groups, width,
@@ -175,7 +179,8 @@ def mamba2(heads: int, groups: int, width: int, value_width: int, taps: int) -> 
 
 def kimi_delta(heads: int, width: int, taps: int) -> Mixer:
     """Kimi Linear's (arXiv 2510.26692): q, k, v and beta; decay and gate through `width` numbers
-    each, whose second matrices are others."""
+    each, whose second matrices are others.
+    """
     inner = heads * width
     return Mixer("Kimi delta attention", 3 * inner + heads + 2 * width, inner, heads,
                  3 * taps * inner + 2 * width * inner + heads + inner + width, "kda", heads,
@@ -184,7 +189,8 @@ def kimi_delta(heads: int, width: int, taps: int) -> Mixer:
 
 def lightning(heads: int, width: int) -> Mixer:
     """MiniMax-01's (arXiv 2501.08313): q, k, v and a gate; a decay that is constant per head, no
-    convolution."""
+    convolution.
+    """
     inner = heads * width
     return Mixer("lightning attention", 4 * inner, inner, heads, inner, "scalar_decay", heads,
                  width, width, 0)  # fmt: skip

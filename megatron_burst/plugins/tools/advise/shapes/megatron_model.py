@@ -40,7 +40,8 @@ def model_from(
     get: Get, name: str, *, gated: bool, tied: bool, flag: Callable[[str], str]
 ) -> Model:
     """The model. gated: three matrices in an MLP; tied: the LM head is the embedding. flag: what a
-    name is called where the user wrote it, for ValueErrors."""
+    name is called where the user wrote it, for ValueErrors.
+    """
     for field in NEEDED:
         if get(field) is None and not (field == "num_layers" and _hybrid(get)):
             raise ValueError(f"{name}: {flag(field)} is missing; add it")
@@ -149,7 +150,8 @@ def _pattern(
 
 def _hybrid(get: Get) -> str:
     """The pattern of a hybrid stack without the marks of pipeline stages and of what predicts
-    several tokens."""
+    several tokens.
+    """
     text = get("hybrid_override_pattern") or get("hybrid_layer_pattern") or ""
     return text.split("/")[0].replace("|", "")
 

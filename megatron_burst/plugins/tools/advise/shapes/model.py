@@ -293,7 +293,8 @@ class Model:
     @cached_property
     def by_layer(self) -> tuple[tuple[int, int, int], ...]:
         """Parameters of each layer: those that tensor-parallel ranks share, of norms, of
-        experts."""
+        experts.
+        """
         of = {part: self._of_part(part) for part in set(self.parts)}
         return tuple(of[part] for part in self.parts)
 
@@ -308,7 +309,8 @@ class Model:
 
     def mlp_parameters(self, part: LayerPart, ep: int = 1) -> float:
         """Parameters of the MLP half of a layer. part: the layer's; ep: expert-parallel ranks, of
-        which this counts one."""
+        which this counts one.
+        """
         if part.sparse:
             return self.dense_parameters + self.expert_parameters / ep
         return self._mlp(self.dense_ffn if self.experts else self.ffn)

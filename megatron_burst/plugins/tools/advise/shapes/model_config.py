@@ -85,7 +85,8 @@ OF_MLP_TYPES = (
 
 class Source(NamedTuple):
     """Fields of a language model: its model type, the configuration of transformers if it has a
-    class, and whether the fields are a part of a multimodal configuration."""
+    class, and whether the fields are a part of a multimodal configuration.
+    """
 
     fields: Fields
     kind: str
@@ -503,7 +504,8 @@ def _window_keys(fields: Fields) -> tuple[str, ...]:
 
 def _mixer(source: Source) -> Mixer:
     """Mamba-2, Qwen3-Next's gated delta net, Kimi Linear's delta attention, or MiniMax's lightning
-    attention."""
+    attention.
+    """
     fields, kind = source.fields, source.kind
     if "linear_num_value_heads" in fields:
         return gated_delta_net(*map(fields.needed, DELTA_NET))
