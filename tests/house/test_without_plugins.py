@@ -1,6 +1,9 @@
-"""The installed package trains without each plugin: a wheel is built, the folder of the plugin is
-deleted, two ranks train a small model as with the whole tree, and what needs the plugin is refused
-with an error that names it."""
+"""The installed package trains without each plugin.
+
+A wheel is built and the folder of the plugin is deleted. Two ranks train a small model as with the
+whole tree, and a model that needs the plugin is refused with an error that names it. The processes
+are forked from one that has imported torch and Megatron, which takes longer than what they do.
+"""
 
 import compileall
 import json
@@ -12,6 +15,7 @@ import sys
 import textwrap
 import zipfile
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -77,23 +81,104 @@ os._exit(0)  # gloo's threads may still abort an interpreter that ends, once in 
 """
 
 
-def trained(folder, store):
-    """What both ranks print that train with the package in this folder."""
-    environment = os.environ | {
-        "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }  # fmt: skip
-    command = [sys.executable, "-c", TRAINING]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(store), str(folder)], cwd=store.parent, env=environment,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in (0, 1)
-    ]  # fmt: skip
-    ends = [rank.communicate(timeout=240) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], ends
-    return [json.loads(out.splitlines()[-1]) for out, _ in ends]
+# Forks a process for each entry of a line of JSON, and writes their exit codes.
+SERVER = """
+import contextlib, importlib, json, os, signal, sys, traceback
+
+import torch.distributed
+for name in ("megatron.core.models.gpt", "megatron.core.pipeline_parallel", "transformers"):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
+answers = os.fdopen(os.dup(1), "w")
+
+def run(code, arguments, folder, output, errors):
+    for descriptor, path in ((1, output), (2, errors)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    assert not [name for name in sys.modules if name.startswith("megatron_burst")]
+    sys.path.insert(0, folder)
+    sys.argv = ["-c", *arguments]
+    os.chdir(folder)
+    status = 0
+    signal.alarm(240)  # a process that hangs is killed
+    try:
+        exec(code, {"__name__": "__main__"})
+    except SystemExit as end:
+        status = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+for line in sys.stdin:
+    children = []
+    for task in json.loads(line):
+        child = os.fork()
+        if not child:
+            run(**task)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    print(json.dumps(codes), file=answers, flush=True)
+os._exit(0)
+"""
+
+
+class Finished(NamedTuple):
+    """The exit code of a process and what it printed."""
+
+    code: int
+    output: str
+    errors: str
+
+
+class Processes:
+    """The server, from outside."""
+
+    def __init__(self, folder):
+        self.folder, self.count = folder, 0
+        environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+                       "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": ""}  # fmt: skip
+        self.log = (folder / "server.log").open("w")
+        self.server = subprocess.Popen(
+            [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self.log, text=True, env=os.environ | environment, cwd=folder,
+        )  # fmt: skip
+
+    def run(self, code, folder, *arguments):
+        """Run `code` with the package in `folder`, in a process for each list of arguments."""
+        tasks = []
+        for words in arguments:
+            self.count += 1
+            files = [str(self.folder / f"{self.count}.{kind}") for kind in ("out", "err")]
+            tasks.append({"code": code, "arguments": words, "folder": str(folder),
+                          "output": files[0], "errors": files[1]})  # fmt: skip
+        print(json.dumps(tasks), file=self.server.stdin, flush=True)
+        answer = self.server.stdout.readline()
+        assert answer, (self.folder / "server.log").read_text()
+        return [
+            Finished(code, Path(task["output"]).read_text(), Path(task["errors"]).read_text())
+            for code, task in zip(json.loads(answer), tasks, strict=True)
+        ]
+
+    def close(self):
+        with self.log, self.server:  # closes its pipes and waits
+            pass
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory):
+    server = Processes(tmp_path_factory.mktemp("processes"))
+    yield server
+    server.close()
+
+
+def trained(processes, folder, store):
+    """Train on two ranks with the package in this folder, and return what both print."""
+    ranks = [[str(rank), str(store), str(folder)] for rank in (0, 1)]
+    ends = processes.run(TRAINING, folder, *ranks)
+    assert [rank.code for rank in ends] == [0, 0], ends
+    return [json.loads(rank.output.splitlines()[-1]) for rank in ends]
 
 
 @pytest.fixture(scope="module")
@@ -123,9 +208,9 @@ def test_links_of_the_readme_are_absolute_on_a_package_index(wheel):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(processes, tmp_path_factory):
     """What ranks print that train with the whole tree."""
-    return trained(ROOT, tmp_path_factory.mktemp("whole") / "store")
+    return trained(processes, ROOT, tmp_path_factory.mktemp("whole") / "store")
 
 
 # What needs a plugin, and raises a ValueError without it. Megatron Lite and verl import theirs.
@@ -169,14 +254,14 @@ except ValueError as error:
 
 
 @pytest.mark.parametrize("name", PLUGINS)
-def test_training_needs_no_plugin(name, wheel, whole, tmp_path):
+def test_training_needs_no_plugin(name, processes, wheel, whole, tmp_path):
     folder = tmp_path / "installed"
     shutil.copytree(wheel, folder)
     shutil.rmtree(folder / "megatron_burst" / "plugins" / name)
-    without = trained(folder, tmp_path / "store")
+    without = trained(processes, folder, tmp_path / "store")
     assert without[0]["losses"] == without[1]["losses"] == whole[0]["losses"]
     assert without[0]["losses"][-1] < without[0]["losses"][0]
-    assert all(each["installed"] in (True, None) for each in without + whole)
+    assert all(rank["installed"] in (True, None) for rank in without + whole)
 
 
 OPTIONS = {
@@ -192,16 +277,14 @@ print(*(field.name for field in dataclasses.fields(mb.BurstConfig)), len(flags.F
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options_and_flags_go_with_their_plugin(name, wheel, tmp_path):
+def test_options_and_flags_go_with_their_plugin(name, processes, wheel, tmp_path):
     folder = tmp_path / "installed"
     shutil.copytree(wheel, folder)
 
     def listed():
-        listing = subprocess.run(
-            [sys.executable, "-c", LISTING], cwd=folder, timeout=240, check=True,
-            env=os.environ | {"PYTHONPATH": str(folder)}, capture_output=True, text=True,
-        )  # fmt: skip
-        *fields, flags = listing.stdout.split()
+        (listing,) = processes.run(LISTING, folder, [])
+        assert listing.code == 0, listing.errors
+        *fields, flags = listing.output.split()
         assert int(flags) == len(fields)
         return fields
 
@@ -216,7 +299,7 @@ def test_every_plugin_with_options_is_tested():
 
 
 @pytest.mark.parametrize("name", NEEDS)
-def test_what_needs_a_plugin_is_refused_by_name(name, wheel, tmp_path):
+def test_what_needs_a_plugin_is_refused_by_name(name, processes, wheel, tmp_path):
     folder = tmp_path / "installed"
     shutil.copytree(wheel, folder)
     (folder / "script.py").touch()
@@ -224,12 +307,10 @@ def test_what_needs_a_plugin_is_refused_by_name(name, wheel, tmp_path):
     words = f"needs the plugin {name} of megatron_burst, which is not installed"
 
     def run():
-        return subprocess.run(
-            [sys.executable, "-c", REFUSING.format(needs=needs)], cwd=folder, timeout=240,
-            env=os.environ | {"PYTHONPATH": str(folder)}, capture_output=True, text=True,
-        )  # fmt: skip
+        (ended,) = processes.run(REFUSING.format(needs=needs), folder, [])
+        return ended
 
-    assert words not in run().stderr
+    assert words not in run().errors
     shutil.rmtree(folder / "megatron_burst" / "plugins" / name)
     refused = run()
-    assert (refused.returncode, words in refused.stderr) == (2, True), refused.stderr
+    assert (refused.code, words in refused.errors) == (2, True), refused.errors

@@ -43,13 +43,13 @@ ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore",
 }  # fmt: skip
 
-STEPS, MIDDLE = 6, 3  # of every run, and after how many it evaluates
+STEPS, MIDDLE = 4, 2  # of every run, and after how many it evaluates
 # Of every run: two layers, steps of four short sequences each.
 COMMON = f"""
     --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --seq-length 64
     --max-position-embeddings 64 --position-embedding-type rope --swiglu --normalization RMSNorm
     --disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1
-    --global-batch-size 4 --train-iters {STEPS} --eval-interval {MIDDLE} --eval-iters 2 --lr 3e-3
+    --global-batch-size 4 --train-iters {STEPS} --eval-interval {MIDDLE} --eval-iters 1 --lr 3e-3
     --log-interval 1 --tokenizer-type NullTokenizer --vocab-size 61
     --make-vocab-size-divisible-by 4 --transformer-impl local --distributed-backend gloo
     --use-cpu-initialization --no-gradient-accumulation-fusion --no-bias-swiglu-fusion
