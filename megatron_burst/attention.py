@@ -21,7 +21,7 @@ from .options import AttentionKeywords
 from .planning.plan import Plan
 from .planning.prepare import prepare
 from .planning.validate import NeedsGrad
-from .recompute.checkpoint import current
+from .recompute.checkpoint import current_store
 
 if TYPE_CHECKING:
     from .autotune.rates import Rates
@@ -63,10 +63,10 @@ def attention(
     died or is out of step.
     """
     refuse_transforms("mb.attention")
-    frame = current()
+    store = current_store()
     if plan is None:
-        if frame is not None:
-            options.setdefault("store", frame.keep)
+        if store is not None:
+            options.setdefault("store", store.fraction)
         plan = prepare(
             q, k, v, groups=groups, needs_grad=needs_grad, sink=sink, max_logits=max_logits,
             rates=rates, **options,
@@ -80,7 +80,7 @@ def attention(
         raise ValueError(f"plan must be made by mb.prepare, got {plan!r:.100}")
     plan.groups.check()
     plan.check(q, k, v, sink, max_logits)
-    kept = plan.keeps(frame, label)  # before the call counts: it may be refused
+    kept = plan.keeps(store, label)  # before the call counts: it may be refused
     call = AttentionRun(
         operation="mb.attention",
         groups=plan.groups,

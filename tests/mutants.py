@@ -603,7 +603,8 @@ MUTANTS = [
            "blocks see those of other documents"),
     Mutant("plugins/sparse/units.py", "Span(span.start // block, 1,", "Span(span.start, 1,",
            "units are counted in positions"),
-    Mutant("plugins/sparse/plans.py", "(self.frame, (what, label))", "(self.frame, (what, None))",
+    Mutant("plugins/sparse/plans.py", "(self.attention_store, (what, label))",
+           "(self.attention_store, (what, None))",
            "a checkpoint gives a layer the selection of another"),
     # sparse: attention over a selection
     Mutant("plugins/sparse/kernels.py",
@@ -701,7 +702,7 @@ MUTANTS = [
     Mutant("plugins/sparse/megatron/dsa.py",
            "group if per_token else None", "None if per_token else group",
            "ranks' losses are summed where they are averages"),
-    Mutant("plugins/sparse/megatron/dsa.py", "if frame is not None and frame.filled:", "if False:",
+    Mutant("plugins/sparse/megatron/dsa.py", "if store is not None and store.filled:", "if False:",
            "a recompute shares the selection of another micro-batch"),
     Mutant("plugins/sparse/megatron/dsa.py", "selection = self._selections[self.source_layer]",
            "selection = next(iter(self._selections.values()))",

@@ -25,7 +25,7 @@ from ..layout.sharding import to_device
 from ..masks import Mask
 from ..options import ring_algorithm
 from ..recompute import selection
-from ..recompute.selection import Interval, Part, part
+from ..recompute.selection import Interval, ShardRows, rows_in
 from ..schedule import cost
 from ..schedule.algorithms import ALGORITHMS
 from ..schedule.cost import Sizes
@@ -105,7 +105,7 @@ class Again(NamedTuple):
     ranks share heads. wanted: what the queries want.
     """
 
-    queries: tuple[Part, ...]
+    queries: tuple[ShardRows, ...]
     kept: np.ndarray
     own_kept: np.ndarray
     wanted: Wanted
@@ -143,7 +143,7 @@ def demands(ring: RingRequest) -> list[RowDemand]:
         ]
     stored = None
     if options.store is not None:
-        stored = selection.split(mask, length, options.store, groups.size)
+        stored = selection.split_positions(mask, length, options.store, groups.size)
     whole = None
     if len(cuts) > 1 and ALGORITHMS[ring.algorithm].keeps:
         # Keys in host memory are fetched chunk by chunk, so no call takes several chunks of keys.
@@ -166,8 +166,8 @@ def _again(
     rest: Sequence[Interval],
 ) -> Again:
     """own: the spans of this rank's queries before ranks share heads; kept, rest: positions."""
-    again = tuple(part(each, rest) for each in queries)
-    here, before = (part(each, kept).rows for each in (queries[ring.groups.ring.rank], own))
+    again = tuple(rows_in(each, rest) for each in queries)
+    here, before = (rows_in(each, kept).rows for each in (queries[ring.groups.ring.rank], own))
     seen = ring.wanted([each.spans for each in again])
     return Again(again, here, before, seen)
 
@@ -222,7 +222,7 @@ class Recompute:
     schedule: Schedule
     run: PartialPass
     mask: Mask
-    queries: tuple[Part, ...]
+    queries: tuple[ShardRows, ...]
     seq_len: int
 
     def work(self) -> list[int]:

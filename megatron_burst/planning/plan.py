@@ -26,7 +26,7 @@ from ..layout import Layout
 from ..layout.row_chunks import row_chunks
 from ..masks import Mask
 from ..options import AttentionOptions
-from ..recompute.checkpoint import Frame
+from ..recompute.checkpoint import AttentionStore
 from ..schedule import cost
 from ..schedule.algorithms import ALGORITHMS
 from ..schedule.dry_run import held_bytes
@@ -133,23 +133,23 @@ class Plan:
                 "scores; pass max_logits to mb.prepare too"
             )
 
-    def keeps(self, frame: Frame | None, label: object) -> KeptResults | None:
-        """Where the call with this label leaves or finds results: in `frame`, that of the
+    def keeps(self, store: AttentionStore | None, label: object) -> KeptResults | None:
+        """Where the call with this label leaves or finds results: in `store`, that of the
         checkpoint around it.
 
         Raises ValueError if the checkpoint wants what was not planned.
         """
-        if frame is None:
+        if store is None:
             return None
         planned = self.recompute.keep if self.recompute is not None else None
-        if frame.keep is None and planned is None:
+        if store.fraction is None and planned is None:
             return None
-        if frame.keep not in (None, planned):
+        if store.fraction not in (None, planned):
             raise ValueError(
                 f"plan: made with store={planned}, and the checkpoint around this call keeps "
-                f"{frame.keep}; make it with mb.prepare(..., store={frame.keep})"
+                f"{store.fraction}; make it with mb.prepare(..., store={store.fraction})"
             )
-        return KeptResults(frame, (self.call, label))
+        return KeptResults(store, (self.call, label))
 
     def with_kernel(self, kernel: Kernel) -> Plan:
         """The same plan on another kernel that takes the work of this one's; for measuring."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequence-level selective checkpointing: what is kept, and the partial ring for the rest."""
+"""Sequence-level selective checkpointing: the attention store and the recomputation of its gaps."""

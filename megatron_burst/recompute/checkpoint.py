@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recompute everything but attention: frames, in which attention finds what it kept.
+"""Checkpointing that recomputes everything but attention, with one attention store per call.
 
-A frame belongs to one checkpointed call. The first time its function runs, every attention call
-leaves the results of some rows there (`store` says which); when it runs again, in backward, they
-are taken from there and only the others are recomputed. Frames are found through the one
-ContextVar of this package, entries by their order within the call, so that several calls may be
-in flight, be run again in any order, more than once, or never; a frame goes when its call's graph
-does. What a frame holds, and the arguments of its call, may be in a `HostMemory`. Source:
-LoongTrain (selective checkpoint++), BurstEngine section 3.2 (its sequence-level half).
+An `AttentionStore` belongs to one checkpointed call. When the function runs first, each attention
+call puts the outputs of some rows into the store. When the function runs again in backward, each
+attention call takes these rows from the store and recomputes only the others.
+
+The running call finds its store through the only ContextVar of this package. A store numbers its
+entries by their order within the call. Several calls may therefore be in flight, and each may be
+recomputed in any order, more than once or never. A store is freed with the autograd graph of its
+call. The entries of a store and the arguments of its call may be offloaded to host memory.
+
+Source: LoongTrain (selective checkpoint++), BurstEngine section 3.2 (the sequence-level half).
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -26,40 +29,44 @@ from ..layout import check_fraction
 T = TypeVar("T")
 
 
-class Moved(Protocol):
-    """A tensor that a `HostMemory` took."""
+class OffloadedTensor(Protocol):
+    """Handle of a tensor that an `OffloadTarget` may have moved."""
 
     @property
-    def moved(self) -> bool: ...
+    def moved(self) -> bool:
+        """True if part of the tensor is on the host."""
+        ...
 
-    def get(self) -> torch.Tensor: ...
+    def get(self) -> torch.Tensor:
+        """Return the tensor on its device."""
+        ...
 
     @property
     def nbytes(self) -> int: ...
 
 
-class MovedCall(Protocol):
-    """A function with its arguments, which a `HostMemory` holds until backward."""
+class OffloadedCall(Protocol):
+    """Function with its arguments, which an `OffloadTarget` holds until backward."""
 
     def places(self) -> list[torch.Tensor]:
-        """An empty tensor on each device of the arguments."""
+        """Return an empty tensor on each device of the arguments."""
         ...
 
     def __call__(self, *places: torch.Tensor) -> Any: ...
 
 
 @runtime_checkable
-class HostMemory(Protocol):
-    """Host memory as checkpoints use it; `mb.HostMemory`, of the plugin `longseq`, is one."""
+class OffloadTarget(Protocol):
+    """Host memory that receives offloaded tensors; `mb.HostMemory` of `longseq` implements it."""
 
     def move(
         self, tensor: torch.Tensor, fraction: float, *, shared: bool, framed: bool = True
-    ) -> Moved:
-        """Copy a fraction of the rows of a tensor to the host."""
+    ) -> OffloadedTensor:
+        """Start to copy a fraction of the rows of a tensor to the host."""
         ...
 
     def frame(self) -> AbstractContextManager[Any]:
-        """What is moved inside belongs together in backward."""
+        """Return a context whose moved tensors are fetched together in backward."""
         ...
 
     def saved(
@@ -69,7 +76,7 @@ class HostMemory(Protocol):
         min_bytes: int,
         keep: Callable[[torch.Tensor], bool] | None = None,
     ) -> AbstractContextManager[None]:
-        """Inside, what autograd saves is moved."""
+        """Return a context that moves the tensors that autograd saves inside it."""
         ...
 
     def call(
@@ -77,143 +84,192 @@ class HostMemory(Protocol):
         function: Callable[..., Any],
         args: tuple[Any, ...],
         move: Callable[[torch.Tensor], Any],
-    ) -> MovedCall:
-        """`function(*args)`, whose arguments go through `move` when it is called first."""
+    ) -> OffloadedCall:
+        """Return `function` with `args` bound; its first call passes tensors through `move`."""
         ...
 
 
-Entry = tuple[torch.Tensor, ...]
-# What for, and the tensors with their versions, or what moved them.
-Kept = tuple[object, "Entry | tuple[Moved, ...]", tuple[int, ...]]
+Tensors = tuple[torch.Tensor, ...]
 
-_current: ContextVar[Frame | None] = ContextVar("megatron_burst_frame", default=None)
-current = _current.get  # the frame of the checkpointed call that is running, or None
+_current: ContextVar[AttentionStore | None] = ContextVar(
+    "megatron_burst_attention_store", default=None
+)
+current_store = _current.get  # the store of the checkpointed call that is running, or None
 
 
 @dataclass(frozen=True)
-class Offload:
-    """Where what a checkpointed call leaves goes: this fraction of its rows, as one frame."""
+class StoreOffload:
+    """Destination of the tensors that a checkpointed call saves for backward.
 
-    host: HostMemory
+    Attributes:
+        host: Host memory that receives them.
+        fraction: Fraction of the rows (dim 0) that is moved.
+        frame: Context of `host` that fetches them together in backward.
+    """
+
+    host: OffloadTarget
     fraction: float
     frame: AbstractContextManager[Any]
 
-    def move(self, tensor: torch.Tensor) -> Moved:
+    def move(self, tensor: torch.Tensor) -> OffloadedTensor:
+        """Start to copy the fraction of the rows of a tensor to the host."""
         with self.frame:
             return self.host.move(tensor, self.fraction, shared=True)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """The arguments that a checkpoint saves through autograd go there too: those that require
-        a gradient, the others are masks and tables of all layers.
+        """Move the arguments that a checkpoint saves through autograd inside this context.
+
+        Only arguments that require a gradient are moved. The others are masks and tables, which
+        all layers share.
         """
         keep = _needs_no_gradient
         with self.frame, self.host.saved(self.fraction, min_bytes=0, keep=keep):
             yield
 
 
-@dataclass
-class Frame:
-    """What the attention calls of one checkpointed call keep: for each, tensors of some rows."""
+class StoreEntry(NamedTuple):
+    """Outputs of one attention call in a store.
 
-    keep: float | None  # None: as the plan of each call says
-    offload: Offload | None = None
-    entries: list[Kept] = field(default_factory=list)
-    filled: bool = False  # the function has run once to its end
+    Attributes:
+        key: Identifies the attention call.
+        tensors: Stored tensors, or their handles if they are offloaded.
+        versions: Autograd version of each stored tensor; empty if they are offloaded.
+    """
+
+    key: object
+    tensors: Tensors | tuple[OffloadedTensor, ...]
+    versions: tuple[int, ...]
+
+
+@dataclass
+class AttentionStore:
+    """Outputs of the attention calls of one checkpointed call, kept for the recomputation.
+
+    Attributes:
+        fraction: Fraction of the rows that is stored. If None, the plan of each call decides.
+        offload: Destination of the stored tensors in host memory, or None.
+        entries: One entry per attention call, in the order of the calls.
+        filled: True if the function has run to its end once.
+        position: Index of the entry that the next attention call takes.
+    """
+
+    fraction: float | None
+    offload: StoreOffload | None = None
+    entries: list[StoreEntry] = field(default_factory=list)
+    filled: bool = False
     position: int = 0
 
     def begin(self) -> None:
-        """The function starts, for the first time or again."""
+        """Prepare for a run of the function, the first one or a recomputation."""
         self.position = 0
         if not self.filled:
             self.entries.clear()
 
-    def put(self, what: object, entry: Entry) -> None:
-        """Keep the tensors of the next attention call; `what` identifies it."""
+    def put(self, key: object, tensors: Tensors) -> None:
+        """Store the tensors of the next attention call; `key` identifies the call."""
         if self.offload is None:
-            self.entries.append((what, entry, _versions(entry)))
+            self.entries.append(StoreEntry(key, tensors, _versions(tensors)))
         else:
-            self.entries.append((what, tuple(map(self.offload.move, entry)), ()))
+            self.entries.append(StoreEntry(key, tuple(map(self.offload.move, tensors)), ()))
 
-    def get(self, what: object) -> Entry:
-        """What the next attention call kept. ValueError if it was another call, RuntimeError if
-        its result was changed in place since: where all rows are kept it is what is kept.
+    def get(self, key: object) -> Tensors:
+        """Return the stored tensors of the next attention call.
+
+        Raises:
+            ValueError: The entry has another key, or there is none.
+            RuntimeError: The tensors were changed in place. With all rows stored, the output of
+                attention and the stored tensor are the same.
         """
         index, self.position = self.position, self.position + 1
-        if index >= len(self.entries) or self.entries[index][0] != what:
+        if index >= len(self.entries) or self.entries[index].key != key:
             raise ValueError(
-                f"checkpoint: attention call {index} of the recompute is not the one of the first "
-                "run; the checkpointed function must do the same each time"
+                f"checkpoint: attention call {index} of the recomputation is not the one of the "
+                "first run; the checkpointed function must do the same each time"
             )
-        _, kept, versions = self.entries[index]
-        entry = tuple(t if isinstance(t, torch.Tensor) else t.get() for t in kept)
-        if self.offload is None and _versions(entry) != versions:
+        entry = self.entries[index]
+        tensors = tuple(t if isinstance(t, torch.Tensor) else t.get() for t in entry.tensors)
+        if self.offload is None and _versions(tensors) != entry.versions:
             raise RuntimeError(
                 "checkpoint: the result of attention was changed in place between forward and "
-                "recompute, and with it what was kept; make a new tensor (out * 2, not out.mul_(2))"
+                "recomputation, and the attention store holds the same tensor; make a new tensor "
+                "(out * 2, not out.mul_(2))"
             )
-        return entry
+        return tensors
 
     @property
-    def bytes(self) -> int:
-        """Memory of what is kept."""
-        return sum(t.nbytes for _, entry, _ in self.entries for t in entry)
+    def nbytes(self) -> int:
+        """Memory of the stored tensors in bytes."""
+        return sum(t.nbytes for entry in self.entries for t in entry.tensors)
 
 
-class Framed:
-    """A function that runs in a frame of its own, each time it is called in the same one."""
+class StoringCall:
+    """Function that runs with an attention store: first to fill the store, then to read it."""
 
     def __init__(
-        self, function: Callable[..., Any], keep: float | None, offload: Offload | None = None
+        self,
+        function: Callable[..., Any],
+        fraction: float | None,
+        offload: StoreOffload | None = None,
     ):
         self.function = function
-        self.frame = Frame(keep, offload)
+        self.store = AttentionStore(fraction, offload)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.frame.keep == 0:  # attention keeps nothing
+        if self.store.fraction == 0:  # attention stores nothing
             return self.function(*args, **kwargs)
-        token = _current.set(self.frame)
-        self.frame.begin()
+        token = _current.set(self.store)
+        self.store.begin()
         try:
             result = self.function(*args, **kwargs)
-            self.frame.filled = True
+            self.store.filled = True
         finally:
             _current.reset(token)
         return result
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside a backward, so that a forward runs again."""
-    return torch._C._current_graph_task_id() != -1  # private, and what torch's own checkpoint asks
+    """Return True if this thread is inside a backward; a forward is then a recomputation."""
+    return torch._C._current_graph_task_id() != -1  # private; torch's own checkpoint uses it too
 
 
 def _needs_no_gradient(tensor: torch.Tensor) -> bool:
     return not tensor.requires_grad
 
 
-def _versions(entry: Entry) -> tuple[int, ...]:
-    return tuple(t._version for t in entry)
+def _versions(tensors: Tensors) -> tuple[int, ...]:
+    return tuple(t._version for t in tensors)
 
 
-def framed(
+def storing(
     function: Callable[..., T],
     keep: float | None = None,
     *,
     offload: float = 0.0,
-    host: HostMemory | None = None,
+    host: OffloadTarget | None = None,
 ) -> Callable[..., T]:
-    """`function`, to be handed to a checkpoint, so that its attention keeps `keep` of its rows;
-    None: as many as the plan of each call says (`mb.prepare(..., store=)`). Of what is kept,
-    `offload` of the rows are moved to `host`; run the checkpoint inside `saving(result)`, and its
-    arguments are too.
+    """Return `function` with an attention store, to be passed to a checkpoint.
 
-    The function itself where there is nothing to keep: no backward will come, or both are 0.
-    Raises ValueError for fractions outside 0 to 1, or offload without a host.
+    Run the checkpoint inside `offloaded_arguments(result)` to offload its arguments too.
+
+    Args:
+        function: Function that the checkpoint runs and recomputes.
+        keep: Fraction of the rows whose attention outputs are stored. None uses the fraction of
+            each call's plan (`mb.prepare(..., store=)`).
+        offload: Fraction of the stored rows that is moved to `host`.
+        host: Host memory for `offload`.
+
+    Returns:
+        A `StoringCall`, or `function` itself if nothing can be stored: gradients are disabled, or
+        `keep` and `offload` are both 0.
+
+    Raises:
+        ValueError: A fraction is outside 0 to 1, or `offload` has no host.
     """
     if keep is not None:
         check_fraction("keep", keep)
     check_fraction("offload", offload)
-    if offload and not isinstance(host, HostMemory):
+    if offload and not isinstance(host, OffloadTarget):
         raise ValueError(
             f"offload={offload} needs host, an mb.HostMemory that all layers of a process "
             f"share, got {host!r:.100}"
@@ -221,17 +277,19 @@ def framed(
     if (keep == 0 and not offload) or not torch.is_grad_enabled():
         return function
     if not offload:
-        return Framed(function, keep)
+        return StoringCall(function, keep)
     assert host is not None
-    return Framed(function, keep, Offload(host, offload, host.frame()))
+    return StoringCall(function, keep, StoreOffload(host, offload, host.frame()))
 
 
 @contextmanager
-def saving(function: Callable[..., Any]) -> Iterator[None]:
-    """Around a checkpoint of what `framed` returned: the arguments that the checkpoint saves
-    through autograd belong to its frame, and are moved with it.
+def offloaded_arguments(function: Callable[..., Any]) -> Iterator[None]:
+    """Offload the arguments that a checkpoint of `function` saves inside this context.
+
+    The arguments are moved in the frame of the store's tensors. The context does nothing unless
+    `function` is a `StoringCall` with an offload.
     """
-    offload = function.frame.offload if isinstance(function, Framed) else None
+    offload = function.store.offload if isinstance(function, StoringCall) else None
     if offload is None:
         yield
     else:
@@ -244,25 +302,40 @@ def checkpoint(
     *args: Any,
     keep: float = 0.5,
     offload: float = 0.0,
-    host: HostMemory | None = None,
+    host: OffloadTarget | None = None,
 ) -> T:
-    """Run `fn(*args)`, saving only its arguments, and run it again in backward.
+    """Run `fn(*args)`, save only its arguments, and run `fn` again in backward.
 
-    keep: the fraction of positions whose attention results are kept between the two (out and the
-    log-sum-exp: 2 w + 4 bytes per row and head in bf16), the most expensive rows first; 1.0
-    recomputes no attention, 0.5 a quarter of it for a causal mask, 0.0 all. `fn` must do the same
-    each time; plans used in it are made by `mb.prepare(..., store=keep)`. Gradients are those of
-    `fn`.
+    Gradients equal the gradients of `fn`. Plans that `fn` uses must be made by
+    `mb.prepare(..., store=keep)`.
 
-    offload: the fraction of the rows (dim 0) of what is saved that is moved to `host` until then:
-    arguments that require a gradient, but for parameters and what `HostMemory.move` leaves, and the
-    attention results. The bits are the same. Arguments that several calls share travel once, so
-    writes that autograd does not see (`x.data.mul_(2)`) are not seen here. Raises OutOfHostMemory.
+    Args:
+        fn: Function to checkpoint. It must do the same each time.
+        *args: Arguments of `fn`.
+        keep: Fraction of the positions whose attention outputs (out and log-sum-exp) are kept
+            from forward to backward, the most expensive rows first. A kept row takes 2 w + 4
+            bytes per head in bf16. With a causal mask 1.0 recomputes no attention, 0.5 a quarter
+            of it and 0.0 all of it.
+        offload: Fraction of the rows (dim 0) of the saved tensors that is moved to `host` until
+            backward. Saved tensors are the attention outputs and the arguments that require a
+            gradient, except parameters and tensors that `HostMemory.move` leaves on the device.
+            Results do not change. An argument that several calls share is copied once, so a write
+            that autograd does not see (`x.data.mul_(2)`) is not seen here either.
+        host: Host memory for `offload`.
+
+    Returns:
+        The result of `fn(*args)`.
+
+    Raises:
+        OutOfHostMemory: `host` has no room for the tensors.
+        ValueError: A fraction is outside 0 to 1, or `offload` has no host.
+
+    Source: LoongTrain (selective checkpoint++), BurstEngine section 3.2.
     """
-    run = framed(fn, keep, offload=offload, host=host)
-    away = run.frame.offload if isinstance(run, Framed) else None
-    if away is None:
+    run = storing(fn, keep, offload=offload, host=host)
+    target = run.store.offload if isinstance(run, StoringCall) else None
+    if target is None:
         return torch_checkpoint(run, *args, use_reentrant=False)  # pyright: ignore[reportReturnType]
-    call = away.host.call(run, args, away.move)
-    del args  # or they would be held until fn returns
+    call = target.host.call(run, args, target.move)
+    del args  # or this frame would keep them until fn returns
     return torch_checkpoint(call, *call.places(), use_reentrant=False)  # pyright: ignore[reportReturnType]

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much host memory there is, and how much of what a layer leaves should go there. No torch.
+"""Limit of host memory, and the fraction of a layer's saved tensors to offload. No torch.
 
-The limit is what the machine, its cgroup and its limits allow: read from Linux' files under /proc
-and /sys, or the installed memory where there are none. The fraction is MEMO's rule (arXiv
-2407.12117, section 4): as much as the link hides behind a layer's forward, and no more than the
-host holds; the rest is computed again, which costs a layer at most another forward, and a link that
-is slower than the layers costs more than that for each byte. `auto` of the flags, the memory
-account and the benchmark share it.
+The limit follows from the machine's available memory and the memory cgroup. It is read from Linux'
+files below /proc and /sys, or from the installed memory if these are missing.
+
+The fraction is MEMO's rule (arXiv 2407.12117, section 4): as much as the link copies during a
+layer's forward, and no more than the host can hold. The other rows are recomputed, which costs a
+layer at most another forward. A link that is slower than the layers costs more than that per byte.
+`auto` of the flags, the memory account and the benchmark share this rule.
 """
 
 from __future__ import annotations
@@ -16,33 +17,34 @@ import os
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-SHARE = 0.8  # of what is there: the rest is for the processes themselves
+USABLE_SHARE = 0.8  # of the available memory; the processes themselves need the other 20 %
 _UNLIMITED = 1 << 60  # cgroup v1 writes a number of about 2**63 for "no limit"
 
 
 def host_limit(root: Path = Path("/")) -> int:
-    """Bytes of host memory that all ranks of this node may take together: 80 % of the available
-    memory, or of what the memory cgroup (v1 or v2) has left if that is less.
+    """Return the bytes of host memory that all ranks of this node may take together.
 
-    The memlock limit (`ulimit -l`) does not count: CUDA's driver pins memory itself, and that limit
-    is for what a process locks with mlock.
+    The limit is 80 % of the available memory, or of the memory that the memory cgroup (v1 or v2)
+    has left if that is less. The memlock limit (`ulimit -l`) does not apply: it limits memory that
+    a process locks with mlock, and CUDA's driver pins memory itself.
 
-    root: where /proc and /sys are.
+    Args:
+        root: Directory that contains /proc and /sys.
     """
-    return int(SHARE * max(0, min([_available(root), *_cgroups(root)])))
+    return int(USABLE_SHARE * max(0, min([_available(root), *_cgroups(root)])))
 
 
 def _available(root: Path) -> int:
-    """What the kernel says could be used without swapping, in bytes."""
-    found = _table(root / "proc/meminfo").get("MemAvailable:")
-    if found is not None:
-        return found * 1024
+    """Return the bytes that Linux estimates to be usable without swapping."""
+    kibibytes = _table(root / "proc/meminfo").get("MemAvailable:")
+    if kibibytes is not None:
+        return kibibytes * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _cgroups(root: Path) -> list[int]:
-    """What is left of the limit of each memory cgroup that this process is in."""
-    found = []
+    """Return the free bytes of each memory cgroup of this process that has a limit."""
+    free_bytes = []
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -53,47 +55,52 @@ def _cgroups(root: Path) -> list[int]:
         else:
             continue
         top = root / mount
-        # In a container the path may be the host's: then its own group is at the top.
+        # In a container the path may be the host's; the container's own group is then at the top.
         own = top / path.lstrip("/")
-        for place in (own, *own.parents):
-            if place == top or top in place.parents:
-                found += _left(place, limit, usage)
-    return found
+        for group in (own, *own.parents):
+            if group == top or top in group.parents:
+                free_bytes += _free(group, limit, usage)
+    return free_bytes
 
 
-def _left(place: Path, limit: str, usage: str) -> list[int]:
-    """The limit of a cgroup, if it has one, less what is in use and cannot be dropped."""
-    allowed = _text(place / limit).strip()
+def _free(group: Path, limit: str, usage: str) -> list[int]:
+    """Return the limit of a cgroup minus its usage without droppable caches; [] without a limit."""
+    allowed = _text(group / limit).strip()
     if not allowed.isdigit() or int(allowed) >= _UNLIMITED:
         return []
-    used, kinds = _text(place / usage).strip(), _table(place / "memory.stat")
+    used, kinds = _text(group / usage).strip(), _table(group / "memory.stat")
     cached = kinds.get("total_inactive_file", kinds.get("inactive_file", 0))
     return [int(allowed) - max(0, int(used or 0) - cached)]
 
 
 def _table(path: Path) -> dict[str, int]:
-    """The numbers of a file of lines "name number ..."."""
+    """Parse a file whose lines are "name number ..."."""
     lines = (line.split() for line in _text(path).splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 
 
 def _text(path: Path) -> str:
-    """What a file says, or nothing where it is not there."""
+    """Return the text of a file; an empty string if it cannot be read."""
     try:
         return path.read_text()
     except OSError:
         return ""
 
 
-class Chosen(NamedTuple):
-    """A fraction from 0 to 1, and what keeps it from being larger: the "link" or the "host"'s
-    memory; "none" where all goes.
+class OffloadFraction(NamedTuple):
+    """Fraction of saved tensors to offload, and the resource that limits it.
+
+    Attributes:
+        fraction: Fraction from 0 to 1.
+        bound: Limiting resource: the "link", the memory of the "host", or "none" at 1.
+        link: Fraction that the link alone allows, at most 1.
+        host: Fraction that the memory of the host alone allows, at most 1.
     """
 
     fraction: float
     bound: Literal["none", "link", "host"]
-    link: float  # the fraction that the link alone would allow, at most 1
-    host: float  # the fraction that the host's memory alone would allow, at most 1
+    link: float
+    host: float
 
 
 def choose_fraction(
@@ -103,17 +110,25 @@ def choose_fraction(
     limit: float,
     in_flight: float,
     ranks_per_node: int = 1,
-) -> Chosen:
-    """The fraction of what layers leave that is moved to the host.
+) -> OffloadFraction:
+    """Return the fraction of the layers' saved tensors that is offloaded to the host.
 
-    bytes_per_layer: what a layer leaves for one micro-batch on one rank: its input and what its
-    attention keeps. seconds_per_layer: of its forward. rate: bytes per second that one rank copies
-    in one direction while all ranks of its node do. limit: bytes of host memory of a node.
-    in_flight: how many such leavings a rank holds at once: its layers times the micro-batches of
-    its pipeline stage that are in flight. ranks_per_node: how many ranks share the limit.
+    Fractions are rounded down to thousandths, so that a report shows the fraction that is used.
 
-    Rounded down to thousandths, so that what is stated is what was taken. Raises ValueError for a
-    number that is negative, or not one.
+    Args:
+        bytes_per_layer: Bytes that a layer saves for one micro-batch on one rank: its input and
+            its part of the attention store.
+        seconds_per_layer: Time of a layer's forward in seconds.
+        rate: Bytes per second that a rank copies in one direction while all ranks of its node copy.
+        limit: Host memory of a node in bytes.
+        in_flight: Number of layers that a rank holds at once: its layers times the micro-batches
+            in flight on its pipeline stage.
+        ranks_per_node: Number of ranks that share the limit.
+
+    Raises:
+        ValueError: An argument is negative or no number.
+
+    Source: MEMO (arXiv 2407.12117), section 4.
     """
     named = {
         "bytes_per_layer": bytes_per_layer, "seconds_per_layer": seconds_per_layer, "rate": rate,
@@ -126,11 +141,11 @@ def choose_fraction(
     host = _share(limit, bytes_per_layer * in_flight * ranks_per_node)
     fraction = min(link, host)
     bound = "none" if fraction == 1 else "link" if link <= host else "host"
-    return Chosen(fraction, bound, link, host)
+    return OffloadFraction(fraction, bound, link, host)
 
 
-def _share(there: float, wanted: float) -> float:
-    """The part of what is wanted that is there, in thousandths."""
-    if wanted <= there:
+def _share(available: float, required: float) -> float:
+    """Return available / required, at most 1, rounded down to thousandths."""
+    if required <= available:
         return 1.0
-    return math.floor(1000 * (there / wanted)) / 1000
+    return math.floor(1000 * (available / required)) / 1000

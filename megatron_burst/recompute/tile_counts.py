@@ -1,26 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tiles of rows an MLP is cut into where the user leaves it open. No torch.
+"""Number of row tiles into which an MLP is cut if the user sets none. No torch.
 
-The rule: as few as let one tile's working set fit into the size of one [rows, hidden] tensor, but
-at least `LEAST` tokens each, below which matrix products lose speed. ALST (TiledMLP) takes
-rows / hidden tiles, which ignores how wide the MLP is.
+The number is the smallest for which the working set of a tile fits into the size of one
+[rows, hidden] tensor. A tile has at least `MIN_TILE_TOKENS` tokens, because smaller matrix products
+are slow. ALST (TiledMLP) takes rows / hidden tiles, which ignores the width of the MLP.
 """
 
 from __future__ import annotations
 
 import math
 
-LEAST = 1024  # tokens of a tile of an MLP half
-FEWEST_ROWS = 8192  # rows of a chunk of an attention half
+MIN_TILE_TOKENS = 1024  # tokens of a tile of an MLP half
+MIN_CHUNK_ROWS = 8192  # rows of a row chunk of an attention half
 
 
 def dense_width(hidden: int, ffn: int, *, gated: bool, tp: int = 1, gathered: bool = False) -> int:
-    """Elements per local token that backward of a dense MLP holds at its peak, on one rank.
+    """Return the elements per local token that backward of a dense MLP holds at its peak.
 
-    hidden, ffn: the model's widths; gated: fc1 makes two of them (SwiGLU). tp: tensor-parallel
-    ranks; gathered: the tokens are split over these too (sequence parallelism), so that one local
-    token stands for `tp` gathered ones. Counted: fc1's output, the activation and the gradients of
-    both; the gathered input and its gradient; the input, its norm, the output and its gradient.
+    The peak on one rank consists of the output of fc1, the activation and the gradients of both;
+    the gathered input and its gradient; the input, its norm, the output and its gradient.
+
+    Args:
+        hidden: Hidden size of the model.
+        ffn: Width of the MLP.
+        gated: True if fc1 has two outputs of width `ffn` (SwiGLU).
+        tp: Number of tensor-parallel ranks.
+        gathered: True if the tokens are split over the tensor-parallel ranks too (sequence
+            parallelism). The MLP then computes `tp` gathered tokens per local token.
     """
     share = tp if gathered else 1
     return 2 * (gated + 2) * math.ceil(ffn / tp) * share + 2 * share * hidden + 4 * hidden
@@ -29,14 +35,29 @@ def dense_width(hidden: int, ffn: int, *, gated: bool, tp: int = 1, gathered: bo
 def moe_width(
     hidden: int, ffn: int, *, topk: int, shared: int = 0, gated: bool, gathered: int = 1
 ) -> int:
-    """The same for a mixture of experts of balanced load: `topk` experts of width `ffn` per token,
-    and shared experts of width `shared`. gathered: ranks whose tokens are gathered on each (those
-    of TP and EP with the allgather dispatcher).
+    """Return the elements per local token that backward of a mixture of experts holds at its peak.
+
+    The load of the experts is assumed to be balanced.
+
+    Args:
+        hidden: Hidden size of the model.
+        ffn: Width of an expert.
+        topk: Number of experts per token.
+        shared: Width of the shared experts.
+        gated: True if fc1 of an expert has two outputs of its width (SwiGLU).
+        gathered: Number of ranks whose tokens each rank gathers (the TP and EP ranks with the
+            allgather dispatcher).
     """
     experts = topk * (2 * (gated + 2) * ffn + 4 * hidden)
     return experts + 2 * (gated + 2) * shared + 2 * gathered * hidden + 4 * hidden
 
 
 def automatic(tokens: int, hidden: int, width: int) -> int:
-    """The number of tiles for `tokens` local tokens whose backward holds `width` elements each."""
-    return max(1, min(math.ceil(width / hidden), tokens // LEAST))
+    """Return the number of tiles.
+
+    Args:
+        tokens: Number of local tokens.
+        hidden: Hidden size of the model.
+        width: Elements per token that backward holds, as `dense_width` or `moe_width` returns.
+    """
+    return max(1, min(math.ceil(width / hidden), tokens // MIN_TILE_TOKENS))

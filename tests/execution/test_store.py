@@ -1,4 +1,4 @@
-"""Kept attention: exact gradients, bytes and rows by formula, frames that belong to their call."""
+"""Kept attention: exact gradients, bytes and rows by formula, stores that belong to their call."""
 
 import gc
 import sys
@@ -109,7 +109,7 @@ def test_all_kept_is_the_same_bits():
 
 
 def sent_again(groups, layout, keep, mask, algorithm="burst", dtype=torch.bfloat16):
-    """Bytes that rank 0 sends when one call with side kv runs again, and the frame's bytes."""
+    """Bytes that rank 0 sends when one call with side kv runs again, and the store's bytes."""
     rows = LENGTH // groups.size
     heads = {"q": (2, 8), "k": (1, 8), "v": (1, 8)}
     q, k, v = (
@@ -123,7 +123,7 @@ def sent_again(groups, layout, keep, mask, algorithm="burst", dtype=torch.bfloat
     def sent():
         return groups.ranks[0].counters.intra + groups.ranks[0].counters.inter
 
-    runs = [_checkpoint().framed(partial(mb.attention, plan=one), keep) for one in plan.ranks]
+    runs = [_checkpoint().storing(partial(mb.attention, plan=one), keep) for one in plan.ranks]
 
     def run():
         in_process.on_ranks(groups, lambda call, *given: call(*given), runs, q, k, v)
@@ -131,7 +131,7 @@ def sent_again(groups, layout, keep, mask, algorithm="burst", dtype=torch.bfloat
     run()
     before = sent()
     run()
-    return sent() - before, sum(each.frame.bytes for each in runs), plan
+    return sent() - before, sum(each.store.nbytes for each in runs), plan
 
 
 def _checkpoint():
@@ -185,13 +185,13 @@ def test_zigzag_is_unbalanced_and_says_so():
 
 @pytest.mark.parametrize("name", ["causal", "full", "window"])
 def test_which_positions_are_kept(name):
-    kept, rest = selection.split(MASKS[name], LENGTH, 0.5, 4)
+    kept, rest = selection.split_positions(MASKS[name], LENGTH, 0.5, 4)
     assert kept == [Interval(24, 48)]
     assert rest == [Interval(0, 24)]
 
 
 def test_in_documents_the_costliest_rows_are_kept():
-    mask, found = MASKS["documents"], selection.split(MASKS["documents"], LENGTH, 0.25, 4)
+    mask, found = MASKS["documents"], selection.split_positions(MASKS["documents"], LENGTH, 0.25, 4)
     seen = mask.visible(np.arange(LENGTH)[:, None], np.arange(LENGTH)[None, :])
     kept, rest = (sorted(p for a, b in intervals for p in range(a, b)) for intervals in found)
     dear = sorted(range(LENGTH), key=lambda p: (seen[p].sum(), p))[-LENGTH // 4 :]
@@ -201,10 +201,10 @@ def test_in_documents_the_costliest_rows_are_kept():
 
 def test_rows_of_a_shard():
     some = [Span(1, 2, 5), Span(20, 1, 4)]
-    rows, spans = selection.part(some, [Interval(4, 8), Interval(22, 30)])
+    rows, spans = selection.rows_in(some, [Interval(4, 8), Interval(22, 30)])
     assert rows.tolist() == [2, 3, 7, 8]  # of 1 3 5 7 9 20 21 22 23
     assert spans == (Span(5, 2, 2), Span(22, 1, 2))
-    assert not len(selection.part([Span(0, 1, 4)], []).rows)
+    assert not len(selection.rows_in([Span(0, 1, 4)], []).rows)
 
 
 def test_calls_in_flight_keep_their_own():
@@ -224,14 +224,14 @@ def test_calls_in_flight_keep_their_own():
 
 
 @pytest.mark.parametrize("end", ["dropped", "no_grad", "exception"])
-def test_a_frame_goes_with_its_call(end):
+def test_a_store_is_freed_with_its_call(end):
     groups = in_process.groups(inter=1, intra=2)
     run, inputs = layers(groups, {})
-    frames = []
+    stores = []
 
     def watched(*tensors):
-        frame = _checkpoint().current()
-        frames.extend([] if frame is None else [weakref.ref(frame)])
+        store = _checkpoint().current_store()
+        stores.extend([] if store is None else [weakref.ref(store)])
         out = run(*tensors)
         if end == "exception":
             raise KeyError("on purpose")
@@ -246,9 +246,9 @@ def test_a_frame_goes_with_its_call(end):
         del out
     gc.collect()
     # Where no backward can come nothing is kept.
-    assert len(frames) == (0 if end == "no_grad" else groups.size)
-    assert all(frame() is None for frame in frames)
-    assert _checkpoint().current() is None
+    assert len(stores) == (0 if end == "no_grad" else groups.size)
+    assert all(store() is None for store in stores)
+    assert _checkpoint().current_store() is None
 
 
 def test_a_function_that_does_something_else_the_second_time_is_told():

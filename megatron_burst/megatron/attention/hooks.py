@@ -17,7 +17,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
 from ... import registry
-from ...recompute.checkpoint import Framed, Offload, current, framed
+from ...recompute.checkpoint import StoreOffload, StoringCall, current_store, storing
 from .. import homes, patching
 from ..checks.splitting import OLDEST, attends
 from ..data.cut import group_of
@@ -180,14 +180,14 @@ def patch_recompute(patches: patching.PatchSet) -> None:
         bound = bound_to(original, args, kwargs)
         function = bound.arguments["function"]
         tier = None
-        if tier_of is not None and torch.is_grad_enabled() and current() is None:
+        if tier_of is not None and torch.is_grad_enabled() and current_store() is None:
             tier = tier_of(patches)
         if tier is None:
-            bound.arguments["function"] = framed(function)
+            bound.arguments["function"] = storing(function)
             return original(*bound.args, **bound.kwargs)
         with tier.call(bound.arguments["args"]) as going:
-            away = None if going is None else Offload(tier.host, going.fraction, going.frame)
-            bound.arguments["function"] = Framed(function, None, away)
+            away = None if going is None else StoreOffload(tier.host, going.fraction, going.frame)
+            bound.arguments["function"] = StoringCall(function, None, away)
             return original(*bound.args, **bound.kwargs)
 
     names = ["function", "distribute_saved_activations", "args"]

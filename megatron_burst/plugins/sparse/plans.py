@@ -23,7 +23,7 @@ from ...options import AttentionOptions
 from ...planning.plan import Plan
 from ...planning.prepare import RingOperation
 from ...planning.validate import QKV, NeedsGrad, Request, check
-from ...recompute.checkpoint import Frame, current
+from ...recompute.checkpoint import AttentionStore, current_store
 from ...schedule.algorithms import ALGORITHMS
 
 PLANS_KEPT = 16  # of each rank: kinds of layers times operations
@@ -33,20 +33,21 @@ PLANS_KEPT = 16  # of each rank: kinds of layers times operations
 class Setting:
     """Where an operation runs: a plan of attention, or the keywords that one is made from.
 
-    made: the plan of attention, or None. frame: of the checkpoint around the operation.
+    made: the plan of attention, or None. attention_store: the store of the checkpoint around the
+    operation, or None.
     """
 
     groups: Groups
     made: Plan | None
     options: AttentionOptions
-    frame: Frame | None
+    attention_store: AttentionStore | None
 
     @property
     def store(self) -> float | None:
         """The fraction of rows whose results a checkpoint keeps."""
         if self.made is not None:
             return self.made.options.store
-        return None if self.frame is None else self.frame.keep
+        return None if self.attention_store is None else self.attention_store.fraction
 
     def scale(self, q: object, asked: float | None) -> float | None:
         """The scale of the scores of queries q [s, b, h, d]: as asked for, the plan's, or
@@ -62,9 +63,13 @@ class Setting:
         """Where the call with this label leaves or finds `what`. ValueError if the checkpoint wants
         what the plan does not.
         """
-        if self.made is not None and self.made.keeps(self.frame, label) is None:
+        if self.made is not None and self.made.keeps(self.attention_store, label) is None:
             return None
-        return KeptResults(self.frame, (what, label)) if self.frame and self.store else None
+        return (
+            KeptResults(self.attention_store, (what, label))
+            if self.attention_store and self.store
+            else None
+        )
 
 
 def setting(
@@ -82,7 +87,7 @@ def setting(
             layout="zigzag" if layout is None else layout, mask=mask, side="kv",
             algorithm="burst" if algorithm is None else algorithm, kernel="reference",
         )  # fmt: skip
-        return Setting(groups, None, options, current())
+        return Setting(groups, None, options, current_store())
     keywords = {"groups": groups, "layout": layout, "mask": mask, "algorithm": algorithm}
     given = sorted(name for name, value in keywords.items() if value is not None)
     if given:
@@ -98,7 +103,7 @@ def setting(
         layout=plan.layout, mask=plan.mask, side="kv", kernel="reference",
         algorithm=plan.algorithm if plan.choice is None else "auto",
     )  # fmt: skip
-    return Setting(plan.groups, plan, options, current())
+    return Setting(plan.groups, plan, options, current_store())
 
 
 @dataclass(frozen=True, kw_only=True)

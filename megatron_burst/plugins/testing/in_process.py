@@ -33,7 +33,7 @@ from ...autotune.rates import Rates
 from ...comm import rows
 from ...comm.groups import Calls, Groups
 from ...comm.transport import Channel, Counters
-from ...recompute.checkpoint import current
+from ...recompute.checkpoint import current_store
 from ...schedule.topology import Topology
 from .local import LocalEndpoint, RankSwitch
 
@@ -347,7 +347,7 @@ def on_ranks(groups: InProcessGroups, function: Callable[..., T], *of_each: Sequ
             `mb.checkpoint`, whose results the ranks would share.
         ValueError: The function uses a tensor that needs a gradient and is no argument.
     """
-    if current() is not None:
+    if current_store() is not None:
         raise RuntimeError("ranks would share one checkpoint; call in_process.checkpoint instead")
     if not torch.is_grad_enabled():
         return groups.run(function, *of_each)

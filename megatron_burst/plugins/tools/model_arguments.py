@@ -140,7 +140,10 @@ def choices_of(
     from ...recompute import tile_counts
 
     # Pieces have no fewer rows than the run would take.
-    fewest = {"sequence_chunks": tile_counts.FEWEST_ROWS, "mlp_tiles": tile_counts.LEAST}
+    fewest = {
+        "sequence_chunks": tile_counts.MIN_CHUNK_ROWS,
+        "mlp_tiles": tile_counts.MIN_TILE_TOKENS,
+    }
     rows = seq // max(1, cp)
     ours = choices.algorithm != "megatron"
     fields: dict[str, Any] = {

@@ -82,14 +82,14 @@ def test_same_bits_and_bytes_by_formula(keep, offload):
 
 
 def test_a_checkpoint_that_saves_its_arguments_through_autograd():
-    """`framed` and `saving`, as around Megatron's own checkpoint."""
+    """`storing` and `offloaded_arguments`, as around Megatron's own checkpoint."""
     module = importlib.import_module("megatron_burst.recompute.checkpoint")
     layer, weights = model(1.0)
     host = memory()
 
     def run(layer, x, pair, offload=1.0):
-        function = module.framed(layer, 1.0, offload=offload, host=host)
-        with module.saving(function):
+        function = module.storing(layer, 1.0, offload=offload, host=host)
+        with module.offloaded_arguments(function):
             return torch_checkpoint(function, x, pair, use_reentrant=True)
 
     wanted = gradients(layer, weights, lambda *a: mb.checkpoint(*a, keep=1.0))

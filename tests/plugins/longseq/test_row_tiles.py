@@ -11,7 +11,7 @@ import torch
 import megatron_burst as mb
 from benchmarks.memory.live import LiveTensors
 from megatron_burst.plugins.longseq.tiles import ParameterSums
-from megatron_burst.recompute.tile_counts import LEAST, automatic, dense_width, moe_width
+from megatron_burst.recompute.tile_counts import MIN_TILE_TOKENS, automatic, dense_width, moe_width
 
 ROWS, BATCH, IN, WIDE, OUT = 11, 2, 5, 7, 3
 MIXED = ["keep", "recompute", "move", "recompute"]
@@ -305,8 +305,8 @@ def test_automatic_numbers():
     width = dense_width(4096, 14336, gated=True)
     assert width == 6 * 14336 + 6 * 4096
     assert automatic(625_000, 4096, width) == 27
-    assert automatic(8 * LEAST + 1, 4096, width) == 8
-    assert automatic(LEAST - 1, 4096, width) == 1
+    assert automatic(8 * MIN_TILE_TOKENS + 1, 4096, width) == 8
+    assert automatic(MIN_TILE_TOKENS - 1, 4096, width) == 1
     assert dense_width(4096, 14336, gated=True, tp=2) == 6 * 7168 + 6 * 4096
     assert dense_width(4096, 14336, gated=True, tp=2, gathered=True) == 6 * 14336 + 8 * 4096
     assert dense_width(64, 256, gated=False) == 4 * 256 + 6 * 64

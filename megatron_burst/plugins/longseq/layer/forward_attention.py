@@ -4,7 +4,7 @@
 Decides how many chunks "auto" takes, by memory alone, because more chunks only send keys round more
 often. The working set of one chunk is made at most a quarter of what is as long as the rows,
 whatever the number of chunks: infinitely many would save a fifth more. But chunks of fewer than
-`FEWEST_ROWS` rows, which leave short matrix products and short messages, are not made.
+`MIN_CHUNK_ROWS` rows, which leave short matrix products and short messages, are not made.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ....megatron.attention.plan_book import RowChunking
 from ....megatron.patching import given_to, log
 from ....option_table import Auto
 from ....planning.plan import Plan
-from ....recompute.checkpoint import current
-from ....recompute.tile_counts import FEWEST_ROWS
+from ....recompute.checkpoint import current_store
+from ....recompute.tile_counts import MIN_CHUNK_ROWS
 from ....units import byte_size
 from ..offload.tier import tier_of
 from .attention_chunks import ChunkedHalf
@@ -66,7 +66,7 @@ def _in_chunks(
     call = _call(half, hidden, masks, params, patches)
     if call is None:
         return original(self, *args, **kwargs)
-    kept, tier = call.plan.keeps(current(), call.label), tier_of(patches)
+    kept, tier = call.plan.keeps(current_store(), call.label), tier_of(patches)
     host = None if tier is None or call.plan.host_refusal is not None else tier.keys()
     if tier is not None:
         _log_once(patches, keys_line(call.plan, self.config.burst.offload))
@@ -151,7 +151,7 @@ def chunk_count(q: Any, k: Any, v: Any, *, width: int, blocks: int) -> tuple[int
     """
     chunk, whole = bytes_per_row(q, k, v, width, blocks)
     rows, batch = q.shape[:2]
-    count = max(1, min(math.ceil(4 * chunk / whole), rows // FEWEST_ROWS))
+    count = max(1, min(math.ceil(4 * chunk / whole), rows // MIN_CHUNK_ROWS))
     held = byte_size(whole * rows * batch)
     return count, (
         f"{count} of {math.ceil(rows / count):,} rows for attention halves of layers, each "

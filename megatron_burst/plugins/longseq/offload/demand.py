@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ....recompute.host_limits import Chosen, choose_fraction
+from ....recompute.host_limits import OffloadFraction, choose_fraction
 from ....units import byte_size, duration, rate
 
 
@@ -64,7 +64,7 @@ def passes_in_flight(warmup: int, total: int) -> int:
     return min(total, warmup + 1)
 
 
-def choice(demand: HostDemand, node: Node, link: float) -> Chosen:
+def choice(demand: HostDemand, node: Node, link: float) -> OffloadFraction:
     """What `auto` takes for one rank; demand: of a first step that moved everything.
 
     link: bytes/s that the slower direction of its link carries while all ranks of the node copy.

@@ -33,7 +33,7 @@ from ....megatron.patching import (
     require_parameters,
     wrap_steps,
 )
-from ....recompute.checkpoint import current
+from ....recompute.checkpoint import current_store
 from .demand import passes_in_flight
 from .tier import ASKED, tier_of
 
@@ -51,7 +51,7 @@ def patch_layers(patches: PatchSet) -> None:
 
 
 def _moving(patches: PatchSet, original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    tier = tier_of(patches) if torch.is_grad_enabled() and current() is None else None
+    tier = tier_of(patches) if torch.is_grad_enabled() and current_store() is None else None
     if tier is None:
         return original(self, *args, **kwargs)
     with tier.call((*args, *kwargs.values())):

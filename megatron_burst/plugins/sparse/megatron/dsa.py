@@ -20,7 +20,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from ....layout.sharding import to_device
 from ....megatron import homes
 from ....planning.plan import Plan
-from ....recompute.checkpoint import current, in_backward
+from ....recompute.checkpoint import current_store, in_backward
 from ..attention import sparse_attention
 from ..indexer import select
 from ..loss import indexer_loss
@@ -115,7 +115,7 @@ class BurstDSAttention(dsa.DSAttention):
         if not self.config.dsa_indexer_use_sparse_loss:
             over, lse = self._everything(call["plan"]), None
         # Megatron's checkpoints run first without gradients, and this call is not made then: it
-        # finds nothing of that run, so it runs outside the checkpoint's frame.
+        # finds nothing of that run, so it runs outside the checkpoint's attention store.
         loss_of: Any = partial(
             indexer_loss, *index, query.detach(), key.detach(), over, rule=self.rule, lse=lse,
             scale=self.softmax_scale, tp_group=tensor if tensor.size() > 1 else None, **call,
@@ -190,11 +190,11 @@ class BurstDSAttention(dsa.DSAttention):
         Where this layer is recomputed, another micro-batch may have gone through that layer since:
         the checkpoint around this call keeps the selection of its own.
         """
-        frame, what = current(), (_NOTE, self.layer_number)
-        if frame is not None and frame.filled:
-            plan, (ids,) = call["plan"], frame.get(what)
+        store, key = current_store(), (_NOTE, self.layer_number)
+        if store is not None and store.filled:
+            plan, (ids,) = call["plan"], store.get(key)
             return selected(ids, plan.layout, plan.mask, self.rule.block)
-        if frame is None and in_backward():
+        if store is None and in_backward():
             raise ValueError(
                 f"DSA layer {self.layer_number} is recomputed by a checkpoint that is not "
                 f"Megatron's own, which keeps no selection of layer {self.source_layer} for it: "
@@ -208,8 +208,8 @@ class BurstDSAttention(dsa.DSAttention):
                 f"--dsa-indexer-skip-topk-offset {self.index_skip_topk_offset})"
             )
         selection = self._selections[self.source_layer]
-        if frame is not None:
-            frame.put(what, (selection.ids,))
+        if store is not None:
+            store.put(key, (selection.ids,))
         return selection
 
 

@@ -36,7 +36,7 @@ from ....megatron.checks.problem import Problem, Rule, broken, refuse
 from ....megatron.data.cut import group_of
 from ....megatron.model_shape import layer_window
 from ....planning.plan import Plan
-from ....recompute.checkpoint import current
+from ....recompute.checkpoint import current_store
 from ..attention import sparse_attention
 from ..indexer import select
 from ..loss import indexer_loss
@@ -417,7 +417,9 @@ class RuleCoreAttention(BurstCoreAttention):
         out = out.flatten(2)
         grads = torch.is_grad_enabled()
         # Also where a checkpoint runs without gradients and keeps what it will want.
-        if index.attach is not None and (grads or (current() is not None and self._burst.store)):
+        if index.attach is not None and (
+            grads or (current_store() is not None and self._burst.store)
+        ):
             losses = indexer_loss(
                 iq, ik, weights, query, key, chosen, rule=rule, scale=scale, lse=lse,
                 tp_group=index.heads_of, **at,

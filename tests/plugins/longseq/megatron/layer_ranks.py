@@ -215,7 +215,7 @@ def automatic():
     from megatron_burst.plugins.longseq.layer import forward_attention
 
     lines = []
-    few = mock.patch.object(forward_attention, "FEWEST_ROWS", 4)
+    few = mock.patch.object(forward_attention, "MIN_CHUNK_ROWS", 4)
     noted = mock.patch.object(forward_attention, "log", lines.append)
     with parallel("zigzag", 1, 2), few, noted, counting() as calls:
         layer, config = build({"sequence_chunks": "auto"}, context_parallel_size=2)

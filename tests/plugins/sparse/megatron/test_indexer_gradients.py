@@ -15,7 +15,7 @@ from megatron_burst.megatron import patching
 from megatron_burst.plugins.sparse import rules
 from megatron_burst.plugins.sparse.megatron import dsa, index_loss
 from megatron_burst.plugins.testing import in_process
-from megatron_burst.recompute.checkpoint import Framed
+from megatron_burst.recompute.checkpoint import StoringCall
 
 MASK = mb.masks.Documents([0, 4, 10, 13, 16], padding=[2]) & mb.masks.Causal()
 
@@ -82,7 +82,7 @@ def test_a_recompute_shares_the_selection_of_its_own_micro_batch():
     def share():
         return dsa.BurstDSAttention._of_source(layer, {"plan": plan}).ids.unique().tolist()
 
-    first, second = Framed(share, None), Framed(share, None)
+    first, second = StoringCall(share, None), StoringCall(share, None)
     assert first() == [1]
     layer._selections[3] = selection_of(2)
     assert second() == [2]
