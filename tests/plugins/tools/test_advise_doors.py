@@ -121,15 +121,15 @@ def test_interleaved_stages_take_whole_rounds_of_micro_batches():
 
 # --- models ------------------------------------------------------------------------------------
 
-SHAPE = {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 8,
-         "intermediate_size": 512, "vocab_size": 1000}  # fmt: skip
+SHAPE = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 256,
+         "num_attention_heads": 8, "intermediate_size": 512, "vocab_size": 1000}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [(b"{", "not a JSON file"), (b"\xff\xfe{}", "not a JSON file: .*utf-8"),
      (b"[1]", r"has an object \{...\}, not \[1\]"), (b"null", "not None"),
-     (b"[" * 10**5, "not a JSON file"), (b"{}", "has no 'hidden_size'")],
+     (b"[" * 10**5, "not a JSON file"), (b"{}", "has no 'model_type'")],
     ids=lambda value: value[:9],
 )  # fmt: skip
 def test_a_configuration_that_is_none(tmp_path, content, said):
@@ -140,22 +140,25 @@ def test_a_configuration_that_is_none(tmp_path, content, said):
 
 @pytest.mark.parametrize(
     ("more", "said"),
-    [({"hidden_size": None}, "has no 'hidden_size'"),
-     ({"hidden_size": "256"}, "'hidden_size' must be a whole number from 0, got '256'"),
-     ({"num_hidden_layers": 4.0}, "'num_hidden_layers' must be .* got 4.0"),
-     ({"num_attention_heads": True}, "'num_attention_heads' must be .* got True"),
-     ({"vocab_size": [1]}, r"'vocab_size' must be .* got \[1\]"),
-     ({"intermediate_size": [512]}, "'intermediate_size' must be"),
-     ({"sliding_window": "all"}, "'sliding_window' must be"),
+    [({"model_type": None}, "has no 'model_type'"),
+     ({"model_type": 3}, "'model_type' must be a text, got 3"),
+     ({"hidden_size": "256"}, ".* 'hidden_size' expected int, got str"),
+     ({"num_hidden_layers": 4.0}, ".* 'num_hidden_layers' expected int, got float"),
+     ({"num_attention_heads": True}, ".* 'num_attention_heads' expected int, got bool"),
+     ({"vocab_size": [1]}, ".* 'vocab_size' expected int, got list"),
+     ({"intermediate_size": [512]}, ".* 'intermediate_size' expected int, got list"),
+     ({"sliding_window": "all"}, "does not understand 'sliding_window'"),
+     ({"model_type": "mistral", "sliding_window": "all"}, ".* 'sliding_window'"),
+     ({"qk_rope_head_dim": "8", "kv_lora_rank": 8}, "'qk_rope_head_dim' must be a whole number"),
      ({"head_dim": -1}, "'head_dim' must be"),
-     ({"tie_word_embeddings": "false"}, "'tie_word_embeddings' must be true or false"),
-     ({"layer_types": "full"}, "'layer_types' must be a list"),
-     ({"layer_types": [["full_attention"]] * 4}, "'layer_types' must be a list of texts"),
+     ({"tie_word_embeddings": "false"}, ".* 'tie_word_embeddings' expected bool, got str"),
+     ({"layer_types": "full"}, ".*layer_type"),
+     ({"layer_types": [["full_attention"]] * 4}, "transformers cannot make model_type 'llama'"),
      ({"num_experts": 4, "num_experts_per_tok": "2"}, "'num_experts_per_tok' must be"),
      ({"num_experts": 4, "mlp_only_layers": [{}]}, "'mlp_only_layers' must be a list of whole"),
      ({"hidden_size": 10**20}, r"'hidden_size' must be at most 1,000,000,000, got 1e\+20"),
      ({"model_type": "mamba2"}, "model_type 'mamba2' has no layer of attention"),
-     ({"num_attention_heads": 0}, "heads must be from 1")],
+     ({"num_attention_heads": 0}, "transformers cannot make model_type 'llama'")],
     ids=str,
 )  # fmt: skip
 def test_fields_that_no_configuration_has(tmp_path, more, said):
@@ -166,7 +169,8 @@ def test_fields_that_no_configuration_has(tmp_path, more, said):
 
 
 def test_null_is_no_field():
-    shape = SHAPE | {"first_k_dense_replace": None, "num_experts": 2, "num_experts_per_tok": 1}
+    shape = SHAPE | {"model_type": "mixtral", "first_k_dense_replace": None, "num_local_experts": 2,
+                     "num_experts_per_tok": 1}  # fmt: skip
     assert models.from_config(shape | {"head_dim": None}).head_dim == 32
 
 

@@ -73,13 +73,14 @@ def test_a_hybrid_by_hand():
 
 
 def config(**more):
-    return {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 8,
-            "intermediate_size": 512, "vocab_size": 1000} | more  # fmt: skip
+    return {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 256,
+            "num_attention_heads": 8, "intermediate_size": 512,
+            "vocab_size": 1000} | more  # fmt: skip
 
 
 def test_a_configuration_of_a_model_that_is_known(tmp_path):
-    fields = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
-              "num_key_value_heads": 8, "intermediate_size": 14336,
+    fields = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096,
+              "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
               "vocab_size": 128256}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(fields))
     read = replace(models.named(str(tmp_path)), name="llama3-8b", family=None)
@@ -88,7 +89,8 @@ def test_a_configuration_of_a_model_that_is_known(tmp_path):
 
 def test_config_of_latent_attention_and_dense_first_layers():
     read = models.from_config(config(
-        kv_lora_rank=32, q_lora_rank=None, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+        model_type="deepseek_v3", kv_lora_rank=32, q_lora_rank=None, qk_nope_head_dim=16,
+        qk_rope_head_dim=8, v_head_dim=16,
         n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, n_shared_experts=2,
         first_k_dense_replace=1, num_nextn_predict_layers=1,
     ))  # fmt: skip
@@ -100,15 +102,15 @@ def test_config_of_latent_attention_and_dense_first_layers():
 
 @pytest.mark.parametrize(
     ("more", "pattern", "window"),
-    [({"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 2},
-      "WFWF", 128),
-     ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 3}, "FFFW", 64),
-     ({"sliding_window": 64, "use_sliding_window": False}, "FFFF", 0),
-     ({"sliding_window": 64, "sliding_window_pattern": 2}, "WFWF", 64),
-     ({"sliding_window": 64, "hybrid_layer_pattern": [0, 1, 1, 0]}, "FWWF", 64)],
+    [({"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 2,
+       "model_type": "qwen2", "use_sliding_window": True}, "WFWF", 128),
+     ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 3,
+       "model_type": "qwen2"}, "FFFW", 64),
+     ({"sliding_window": 64, "use_sliding_window": False, "model_type": "qwen2"}, "FFFF", 0),
+     ({"sliding_window": 64, "sliding_window_pattern": 2, "model_type": "cohere2"}, "WFWF", 64)],
 )  # fmt: skip
 def test_config_of_windows(more, pattern, window):
-    read = models.from_config(config(**more))
+    read = models.from_config(config(num_key_value_heads=8, **more))
     assert (read.letters, read.window) == (pattern, window)
 
 
@@ -128,27 +130,25 @@ def test_config_of_hybrids():
     assert read.output_gate
     assert read.mixer.into == 2 * 64 + 2 * 256 + 16
     assert read.mixer.convolved == 2 * 64 + 256
-    kimi = {"num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4, "full_attn_layers": [2]}
-    read = models.from_config(config(linear_attn_config=kimi))
-    assert (read.letters, read.mixer.form) == ("LFLL", "kda")
-    assert read.mixer.into == 3 * 64 + 4 + 2 * 16
-    read = models.from_config(config(attn_type_list=[0, 0, 0, 1], head_dim=16))
+    lightning = {"model_type": "minimax", "head_dim": 16, "num_local_experts": 4,
+                 "layer_types": ["linear_attention"] * 3 + ["full_attention"]}  # fmt: skip
+    read = models.from_config(config(**lightning))
     assert (read.letters, read.mixer.into, read.mixer.taps) == ("LLLF", 4 * 8 * 16, 0)
 
 
 @pytest.mark.parametrize(
     ("more", "words"),
-    [({"layer_types": ["full_attention"] * 3 + ["lightning"]}, "'lightning'; known for this"),
-     ({"hybrid_override_pattern": "M-"}, "for each of the 4 layers"),
-     ({"hybrid_override_pattern": "M-*-"}, "mamba_num_heads"),
-     ({"kv_lora_rank": 32}, "qk_rope_head_dim"), ({"ssm_state_size": 16}, "no 'layer_types' names"),
-     ({"sliding_window": 64}, "'sliding_window' 64 does not tell which layers"),
-     ({"attention_chunk_size": 64}, "'attention_chunk_size' 64 does not tell which layers"),
+    [({"layer_types": ["full_attention"] * 3 + ["lightning"]}, "`layer_types` entries must be in"),
+     ({"hybrid_override_pattern": "M-*-"}, "does not understand 'hybrid_override_pattern'"),
+     ({"kv_lora_rank": 32}, "qk_rope_head_dim"),
+     ({"ssm_state_size": 16}, "does not understand 'ssm_state_size' .16."),
+     ({"sliding_window": 64}, "does not understand 'sliding_window' .64."),
+     ({"attention_chunk_size": 64}, "does not understand 'attention_chunk_size' .64."),
+     ({"attn_type_list": [0, 1, 1, 1]}, "does not understand model_type 'llama': layers of linear"),
      ({"block_configs": [{"no_op": True}] * 4}, "does not understand 'block_configs'"),
      ({"num_attention_heads_per_layer": [8, 4, 4, 4]}, "'num_attention_heads_per_layer'"),
      ({"n_expert_shards": 2}, "does not understand 'n_expert_shards' .2.: experts"),
-     ({"linear_attn_config": {"full_attn_layers": [4]}}, "no 'num_heads'"),
-     ({"linear_attn_config": 3}, "'linear_attn_config' must be an object, got 3"),
+     ({"linear_attn_config": {"full_attn_layers": [4]}}, "understand 'linear_attn_config'"),
      ({"num_attention_heads": None} | {"num_key_value_heads": 3}, "do not divide")],
 )  # fmt: skip
 def test_configurations_that_are_refused(more, words):
@@ -160,9 +160,13 @@ def test_configurations_that_are_refused(more, words):
 LLAMA31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
            "original_max_position_embeddings": 8192, "rope_type": "llama3"}  # fmt: skip
 YARN = {"factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn"}
-LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+LATENT = {"model_type": "deepseek_v3", "kv_lora_rank": 32, "q_lora_rank": None,
+          "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+          "first_k_dense_replace": 4}  # fmt: skip
+EPSILON = "--norm-epsilon 1e-06"
+BASE = f"{EPSILON} --rotary-base 10000"  # defaults of Llama and DeepSeek-V3
 FULL = (
-    "--position-embedding-type yarn --rotary-scaling-factor 32 "
+    f"{BASE} --position-embedding-type yarn --rotary-scaling-factor 32 "
     "--yarn-original-max-position-embeddings 4096 --yarn-beta-fast 16 --yarn-beta-slow 1 "
 )
 
@@ -170,33 +174,36 @@ FULL = (
 @pytest.mark.parametrize(
     ("more", "flags", "lacking"),
     [({"rms_norm_eps": 1e-6, "rope_theta": 5e5}, "--norm-epsilon 1e-06 --rotary-base 500000", ""),
-     ({"layer_norm_epsilon": 1e-5, "rope_theta": 10000, "partial_rotary_factor": 0.25},
+     ({"rms_norm_eps": 1e-5, "rope_theta": 10000, "partial_rotary_factor": 0.25},
       "--norm-epsilon 1e-05 --rotary-base 10000 --rotary-percent 0.25", ""),
      ({"rope_theta": 5e5, "rope_scaling": LLAMA31},
-      "--rotary-base 500000 --use-rope-scaling --rope-scaling-factor 8", ""),
+      f"{EPSILON} --rotary-base 500000 --use-rope-scaling --rope-scaling-factor 8", ""),
      ({"rope_parameters": LLAMA31 | {"rope_theta": 5e5}},
-      "--rotary-base 500000 --use-rope-scaling --rope-scaling-factor 8", ""),
-     ({"rope_scaling": {"rope_type": "default"}, "rope_theta": 1e4}, "--rotary-base 10000", ""),
-     ({"rope_scaling": LLAMA31 | {"high_freq_factor": 2.0}}, "", "scaling of config.json (llama3)"),
+      f"{EPSILON} --rotary-base 500000 --use-rope-scaling --rope-scaling-factor 8", ""),
+     ({"rope_scaling": {"rope_type": "default"}, "rope_theta": 1e4}, BASE, ""),
+     ({"rope_scaling": LLAMA31 | {"high_freq_factor": 2.0}}, BASE,
+      "scaling of config.json (llama3)"),
      ({"rope_scaling": {"type": "linear", "factor": 4.0}},
-      "--rotary-seq-len-interpolation-factor 4", ""),
-     ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "", "(dynamic)"),
+      f"{BASE} --rotary-seq-len-interpolation-factor 4", ""),
+     ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, BASE, "(dynamic)"),
      ({"rope_scaling": YARN | {"beta_fast": 16}},
       FULL + "--yarn-correction-range-round-to-int", ""),
      ({"rope_scaling": YARN | {"beta_fast": 16, "truncate": False}},
       FULL + "--no-yarn-correction-range-round-to-int", ""),
-     ({"rope_scaling": YARN | {"attention_factor": 2.0}}, "", "(yarn)"),
+     ({"rope_scaling": YARN | {"attention_factor": 2.0}}, BASE, "(yarn)"),
      ({"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}} | LATENT,
-      "--rope-type yarn --rotary-scaling-factor 32 --mscale 0.707 --mscale-all-dim 0.707", ""),
-     ({"rope_scaling": YARN | {"beta_fast": 16}} | LATENT, "", "(yarn)"),
-     ({"rope_theta": 1234.5}, "", "a rotary base of 1234.5"),
-     ({"rope_theta": 3580165449.0}, "--rotary-base 3580165449", ""),  # of 1M tokens
-     ({"rope_theta": 1e4, "rope_scaling": False}, "--rotary-base 10000", ""),
-     ({"rope_theta": 1e6, "rope_local_base_freq": 1e4}, "", "in some kinds of layers"),
+      f"{BASE} --rope-type yarn --rotary-scaling-factor 32 --mscale 0.707 --mscale-all-dim 0.707",
+      ""),
+     ({"rope_scaling": YARN | {"beta_fast": 16}} | LATENT, BASE, "(yarn)"),
+     ({"rope_theta": 1234.5}, EPSILON, "a rotary base of 1234.5"),
+     ({"rope_theta": 3580165449.0}, f"{EPSILON} --rotary-base 3580165449", ""),  # of 1M tokens
+     ({"rope_theta": 1e4, "rope_scaling": False}, BASE, ""),
+     ({"rope_theta": 1e6, "rope_local_base_freq": 1e4}, EPSILON, "in some kinds of layers"),
      ({"rope_parameters": {"full_attention": {"rope_theta": 1e6},
-                            "sliding_attention": {"rope_theta": 1e4}}}, "",
+                            "sliding_attention": {"rope_theta": 1e4}}}, EPSILON,
       "some kinds of layers"),
-     ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "--rotary-base 1000000", "")],
+     ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+      f"{EPSILON} --rotary-base 1000000", "")],
 )  # fmt: skip
 def test_norms_and_positions_of_a_configuration(more, flags, lacking):
     read = models.from_config(config(**more))
@@ -215,10 +222,10 @@ def test_norms_and_positions_of_a_configuration(more, flags, lacking):
 
 @pytest.mark.parametrize(
     ("more", "words"),
-    [({"rms_norm_eps": "1e-6"}, "'rms_norm_eps' must be a number from 0"),
+    [({"rms_norm_eps": "1e-6"}, "'rms_norm_eps' expected float, got str"),
      ({"rope_theta": float("inf")}, "'rope_theta' must be a number from 0"),
-     ({"rope_scaling": "yarn"}, "'rope_scaling' must be an object, got 'yarn'"),
-     ({"rope_scaling": YARN | {"factor": -1}}, "rope_scaling: 'factor' must be a number")],
+     ({"rope_scaling": "yarn"}, "'rope_parameters' with value 'yarn'"),
+     ({"rope_scaling": YARN | {"factor": -1}}, "rope_parameters: 'factor' must be a number")],
 )  # fmt: skip
 def test_norms_and_positions_that_are_refused(more, words):
     with pytest.raises(ValueError, match=words):

@@ -53,6 +53,7 @@ def test_shapes_come_from_names_commands_and_config_files(tmp_path):
     assert command("--experimental-attention-variant", "dsa")[0].indexer == INDEX
     assert command(*index)[0].indexer is None
     config = {
+        "model_type": "deepseek_v32", "first_k_dense_replace": 4,
         "num_attention_heads": 8, "hidden_size": 256, "num_hidden_layers": 4, "vocab_size": 128,
         "intermediate_size": 512, "kv_lora_rank": 64, "q_lora_rank": 96, "qk_rope_head_dim": 16,
         "qk_nope_head_dim": 32, "v_head_dim": 32, "index_n_heads": 4, "index_head_dim": 32,

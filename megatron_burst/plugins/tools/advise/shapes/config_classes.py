@@ -42,6 +42,11 @@ def is_known(model_type: str) -> bool:
     return model_type in _transformers(".models.auto.configuration_auto").CONFIG_MAPPING_NAMES
 
 
+def version() -> str:
+    """Return the version of the installed transformers."""
+    return _transformers().__version__
+
+
 def config_of(fields: dict[str, Any], name: str) -> tuple[Any, bool]:
     """Make the configuration of the language model that fields of a known model type describe.
 
@@ -171,7 +176,7 @@ class Built:
     buffers: frozenset[str] = frozenset()
 
 
-def built(config: Any, name: str, layers: int) -> Built | None:
+def built(config: Any, name: str, layers: int) -> Built:
     """Build the language model of a configuration on the meta device.
 
     Args:
@@ -180,12 +185,10 @@ def built(config: Any, name: str, layers: int) -> Built | None:
         layers: Its number of layers.
 
     Returns:
-        The model, or None without torch.
+        The model.
     """
-    try:
-        import torch
-    except ImportError:
-        return None
+    import torch  # late: it takes seconds
+
     transformers = _transformers()
     modeling_auto = _transformers(".models.auto.modeling_auto")
     whole = config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags of Megatron-LM for what a configuration has besides its sizes.
 
-Biases, norms of heads and extra norms are those of transformers' model on the meta device; of a
-model type that transformers does not know, and without torch, they are taken from fields.
+Biases, norms of heads, extra norms and sinks are read from transformers' model on the meta device;
+other properties are read from the fields or follow from the model type.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from .config_classes import Built
 from .config_fields import Fields
-from .model import NORMS, POSITIONS, STRUCTURE, TIES, Family, Model
+from .model import NORMS, POSITIONS, Family, Model
 
 ACTIVATIONS = (
     "mlp_hidden_act", "hidden_act", "hidden_activation", "activation_function", "activation",
@@ -25,12 +25,6 @@ ZERO_CENTERED = (
     "gemma", "gemma2", "gemma3_text", "vaultgemma", "qwen3_next", "qwen3_5_text",
     "qwen3_5_moe_text", "nemotron",
 )  # fmt: skip
-# Model types whose heads have norms, for models that torch does not build.
-HEAD_NORMS = ("qwen3", "gemma3", "olmoe")
-RMS_NORM = ("qwen", "exaone")  # although their epsilon is called layer_norm_epsilon
-AFTER = ("olmo2", "olmo3", "exaone4")  # norms behind each half of a layer
-SHARED_GATE = ("qwen2_moe", "qwen3_next", "qwen3_5_moe")
-PARALLEL = ("gptj", "codegen", "phi", "cohere", "cohere2")  # attention beside the MLP, no field
 NO_ROPE_IN_FULL = ("cohere2", "cohere2_moe", "exaone4", "exaone_moe", "afmoe")
 SIGMOID = (  # scores of experts
     "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4v_moe_text", "glm4_moe_lite", "glm_moe_dsa",
@@ -77,16 +71,17 @@ class Structure(NamedTuple):
     sinks: bool = False
 
 
-def family_of(model: Model, fields: Fields, kind: str, made: Built | None) -> tuple[Family, bool]:
+def family_of(model: Model, fields: Fields, kind: str, made: Built) -> tuple[Family, bool]:
     """Return the flags of a model that are no sizes, and whether its attention has sinks.
 
     Args:
         model: Its sizes.
         fields: Its configuration.
         kind: Its model type.
-        made: transformers' model, if there is one.
+        made: transformers' model.
     """
-    has = _of_fields(fields, kind) if made is None else _of_model(made, model)
+    has = _of_model(made, model)
+    fields.accept("add_swa_attention_sink_bias")  # the model has its sinks
     numerics, rotary = _numerics(fields, model.head_dim)
     flags = [*_attention_flags(model, has), *_norm_flags(kind, has)]
     flags += _router_flags(fields, kind, has) if model.experts else []
@@ -94,8 +89,6 @@ def family_of(model: Model, fields: Fields, kind: str, made: Built | None) -> tu
     gate, activation = _activation(fields, model.gated)
     flags += ["--squared-relu"] if not model.gated and _act(fields) == "relu2" else []
     lacking = [*_lacking(model, fields, kind, has), *activation, *rotary]
-    left = [POSITIONS] * (not numerics and not rotary) + [STRUCTURE] * (made is None)
-    left += [TIES] * (not fields.known and not model.tied and "tie_word_embeddings" not in fields)
     norms = NORMS.replace("RMSNorm", "LayerNorm") if has.layer_norm else NORMS
     if has.mlp_bias:
         norms = norms.replace(" --disable-bias-linear", "")
@@ -108,38 +101,11 @@ def family_of(model: Model, fields: Fields, kind: str, made: Built | None) -> tu
         gate,
         tuple(lacking),
         biases=has.mlp_bias,
-        left=", ".join(left),
+        left="" if numerics or rotary else POSITIONS,
     ), has.sinks
 
 
 # --- structure -------------------------------------------------------------------------------
-
-
-def _of_fields(fields: Fields, kind: str) -> Structure:
-    bias = _true(fields, "attention_bias", "use_bias", "bias")
-    epsilon = next((key for key in EPSILONS if key in fields), "rms_norm_eps")
-    layer_norm = epsilon.startswith("layer_norm") and kind not in RMS_NORM
-    heads = _true(fields, "use_qk_norm", "qk_layernorm") or kind.startswith(HEAD_NORMS)
-    return Structure(
-        qkv_bias=bias
-        or _true(fields, "add_qkv_bias", "qkv_bias", "use_qkv_bias")
-        or kind in ("qwen", "qwen2"),
-        out_bias=bias,
-        mlp_bias=_true(fields, "mlp_bias", "use_bias", "bias"),
-        head_norms="head" if heads else "",
-        layer_norm=layer_norm,
-        norm_bias=layer_norm,
-        norms=1 if kind in PARALLEL else 2,
-        after=kind in AFTER,
-        expert_bias=fields.get("topk_method") == "noaux_tc"
-        or _true(fields, "moe_router_enable_expert_bias", "use_routing_bias"),
-        shared_gate=kind.startswith(SHARED_GATE),
-        sinks=kind in ("gpt_oss", "mimo_v2_flash"),
-    )
-
-
-def _true(fields: Fields, *keys: str) -> bool:
-    return any(fields.get(key) is True for key in keys)
 
 
 def _of_model(made: Built, model: Model) -> Structure:
@@ -277,7 +243,9 @@ def _lacking(model: Model, fields: Fields, kind: str, has: Structure) -> Iterato
         yield "norms behind each half of a layer and none before"
     elif has.norms > 2:
         yield "norms behind both halves of a layer"
-    elif has.norms < 2 or _true(fields, "parallel_attn", "use_parallel_residual"):
+    elif has.norms < 2 or any(
+        fields.get(key) is True for key in ("parallel_attn", "use_parallel_residual")
+    ):
         yield "attention and MLP side by side in a layer"
     if kind.startswith("gemma"):
         yield "scaled embeddings"

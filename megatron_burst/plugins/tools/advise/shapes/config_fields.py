@@ -41,7 +41,6 @@ class Fields(Mapping[str, Any]):
         values: Values by name.
         name: Name of the file, for errors.
         aliases: Standard names of fields that the configuration's class calls otherwise.
-        known: The values come from a class of transformers, with its defaults.
     """
 
     def __init__(
@@ -49,13 +48,10 @@ class Fields(Mapping[str, Any]):
         values: Mapping[str, Any],
         name: str,
         aliases: Mapping[str, str] | None = None,
-        *,
-        known: bool = False,
     ) -> None:
         self.values_by_name = {key: x for key, x in values.items() if x is not None}
         self.aliases = dict(aliases or {})
         self.name = name
-        self.known = known
         self._read: set[str] = set()
 
     def __getitem__(self, key: str) -> Any:

@@ -28,7 +28,6 @@ from .layer_kinds import (
 NORMS = "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
 # Flags that a description by sizes alone does not determine.
 STRUCTURE = "--qk-layernorm and biases, if it has them"
-TIES = "one matrix for embedding and LM head, if it has that (no 'tie_word_embeddings')"
 POSITIONS = "--norm-epsilon, --rotary-base and rope scaling"
 
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shape of a model from the fields of a Hugging Face `config.json`.
 
-Aliases, defaults and kinds of layers come from transformers' configuration class of the model type;
-the number of parameters and the place of experts and windows are compared with transformers' model
-on torch's meta device. Of a model type that transformers does not know, only fields with a known
-meaning are accepted.
+Names, defaults and kinds of layers come from transformers' configuration class of the model type.
+The number of parameters and the layers with experts or windows are compared with transformers'
+model on torch's meta device. A model type that transformers does not have is refused.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from . import config_classes
@@ -28,13 +28,9 @@ from .layer_kinds import (
 from .model import Model
 
 TOLERANCE = 0.03  # of the number of parameters: biases and small norms are not counted
-LAYERS = "num_hidden_layers", "n_layer", "n_layers", "num_layers"
-HIDDEN = "hidden_size", "n_embd", "d_model"
-HEADS = "num_attention_heads", "n_head", "n_heads"
-KV_HEADS = "num_key_value_heads", "num_kv_heads", "multi_query_group_num"
+KV_HEADS = "num_key_value_heads", "num_kv_heads"
 HEAD_DIM = "head_dim", "attention_head_dim", "kv_channels"
-FFN = "intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim"
-VOCABULARY = "vocab_size", "padded_vocab_size"
+FFN = "intermediate_size", "ffn_hidden_size", "ffn_dim"
 EXPERTS = "n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"
 TOP_K = "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k"
 OF_EXPERT = "moe_intermediate_size", "expert_ffn_hidden_size"
@@ -57,13 +53,11 @@ ALL_WINDOWS = (  # a window without a list of layers is in all layers
 OTHER_ATTENTION = {"diffllama": "differential attention"}
 # model_type of models without any attention.
 STATES_ALONE = ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm")
-ALIBI = ("bloom", "mpt")  # and the larger Baichuan
+ALIBI = ("bloom", "mpt")
 UNGATED = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2", "xielu")
 GATED = ("bitnet", "gemma", "recurrent_gemma", "vaultgemma", "glm4v", "diffusion_gemma")
 NO_POSITIONS = ("nemotron_h", "kimi_linear", "jamba", "zamba")
 GATED_OUTPUT = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "afmoe")
-SINKS = ("gpt_oss", "mimo_v2_flash")
-TIED = ("minicpm", "minicpm3")  # unless the file states another thing; transformers has no class
 # Sizes of layers with a window, and of the others: counted only if they are equal.
 OF_WINDOWS = {
     "swa_head_dim": "head_dim",
@@ -84,14 +78,22 @@ OF_MLP_TYPES = (
 
 
 class Source(NamedTuple):
-    """Fields of a language model: its model type, the configuration of transformers if it has a
-    class, and whether the fields are a part of a multimodal configuration.
+    """A language model's configuration.
+
+    Attributes:
+        fields: Its fields, by their names in its class.
+        config: Its configuration in transformers.
+        nested: It is a part of a multimodal configuration.
     """
 
     fields: Fields
-    kind: str
     config: Any
     nested: bool
+
+    @property
+    def kind(self) -> str:
+        """Its model type."""
+        return self.config.model_type
 
 
 def from_config(config: dict[str, Any], name: str = "config.json") -> Model:
@@ -113,30 +115,25 @@ def from_config(config: dict[str, Any], name: str = "config.json") -> Model:
     try:
         model = _model(source, config)
     except Missing as error:
-        layers = fields.get(LAYERS[0], 0)
+        layers = fields.get("num_hidden_layers", 0)
         if unread := fields.unread(layers if isinstance(layers, int) else 0):
-            said = str(error).removeprefix(f"{source.fields.name}: ")
+            missing = str(error).removeprefix(f"{fields.name}: ")
             raise ValueError(
-                f"{source.fields.name}: does not understand {', '.join(map(repr, unread))}, and "
-                f"{said}"
+                f"{fields.name}: does not understand {', '.join(map(repr, unread))}, and {missing}"
             ) from None
         raise
-    made = None
-    if source.config is not None:
-        made = config_classes.built(source.config, name, model.layers)
-    if made is not None:
-        _compare(model, made, source)
-    family, sinks = family_of(model, fields, source.kind, made)
+    built = config_classes.built(source.config, name, model.layers)
+    _compare(model, built, source)
+    family, sinks = family_of(model, fields, source.kind, built)
     fields.check_unread(model.layers)
-    values = {each: getattr(model, each) for each in model.__dataclass_fields__}
-    return Model(**(values | {"family": family, "sinks": model.sinks or sinks}))
+    return replace(model, family=family, sinks=sinks)
 
 
 # --- which fields ----------------------------------------------------------------------------
 
 
 def _source(config: dict[str, Any], name: str, nested: bool = False) -> Source:
-    kind = config.get("model_type", "")
+    kind = config.get("model_type") or ""
     if not isinstance(kind, str):
         raise ValueError(f"{name}: 'model_type' must be a text, got {kind!r:.60}")
     if kind in STATES_ALONE:
@@ -146,26 +143,31 @@ def _source(config: dict[str, Any], name: str, nested: bool = False) -> Source:
         )
     if kind in OTHER_ATTENTION:
         raise ValueError(f"{name}: model_type {kind!r} has {OTHER_ATTENTION[kind]}")
-    if kind in ALIBI or (kind == "baichuan" and config.get("hidden_size") == 5120):
+    if kind in ALIBI:
         raise ValueError(
             f"{name}: model_type {kind!r} has ALiBi instead of rotary positions, which neither "
             "Megatron-LM nor this package has"
         )
-    if config_classes.is_known(kind):
-        config = _as_layer_types(config)
-        made, part = config_classes.config_of(config, name)
-        values = config_classes.values_of(made)
-        extras = {} if part else {k: v for k, v in config.items() if k not in values}
-        aliases = {k: v for k, v in type(made).attribute_map.items() if k not in values}
-        extras = {k: v for k, v in extras.items() if k not in aliases}
-        fields = Fields(values | extras, name, aliases, known=True)
-        fields.accept("model_type")
-        return Source(fields, made.model_type, made, nested or part)
-    for key in config_classes.NESTED:
-        if isinstance(inner := config.get(key), dict):
-            tied = {k: config[k] for k in ("tie_word_embeddings",) if k in config}
-            return _source(tied | inner, f"{name}: {key}", True)
-    return Source(Fields(config, name), kind, None, nested)
+    if not config_classes.is_known(kind):
+        for key in config_classes.NESTED:
+            if isinstance(inner := config.get(key), dict):
+                tied = {k: config[k] for k in ("tie_word_embeddings",) if k in config}
+                return _source(tied | inner, f"{name}: {key}", True)
+        if not kind:
+            raise ValueError(f"{name}: has no 'model_type', by which transformers reads the fields")
+        raise ValueError(
+            f"{name}: transformers {config_classes.version()} has no model_type {kind!r}; upgrade "
+            "transformers, or describe the model by a Megatron command after --"
+        )
+    config = _as_layer_types(config)
+    made, part = config_classes.config_of(config, name)
+    values = config_classes.values_of(made)
+    extras = {} if part else {k: v for k, v in config.items() if k not in values}
+    aliases = {k: v for k, v in type(made).attribute_map.items() if k not in values}
+    extras = {k: v for k, v in extras.items() if k not in aliases}
+    fields = Fields(values | extras, name, aliases)
+    fields.accept("model_type")
+    return Source(fields, made, nested or part)
 
 
 def _as_layer_types(config: dict[str, Any]) -> dict[str, Any]:
@@ -185,9 +187,11 @@ def _as_layer_types(config: dict[str, Any]) -> dict[str, Any]:
 
 def _model(source: Source, whole: dict[str, Any]) -> Model:
     fields, kind = source.fields, source.kind
-    hidden, heads, vocabulary = (_size(fields, keys) for keys in (HIDDEN, HEADS, VOCABULARY))
+    hidden, heads, vocabulary = (
+        _size(fields, key) for key in ("hidden_size", "num_attention_heads", "vocab_size")
+    )
     blocks = fields.items_of("layers_block_type", str) if kind in ONE_HALF else []
-    layers = len(blocks) or _size(fields, LAYERS)
+    layers = len(blocks) or _size(fields, "num_hidden_layers", "num_layers")
     _check_positions(source)
     _check_windows(fields)
     pattern = _pattern(source, layers)
@@ -206,19 +210,18 @@ def _model(source: Source, whole: dict[str, Any]) -> Model:
         "head_dim": fields.size(*HEAD_DIM),
         "value_dim": fields.size("v_head_dim"),
         "gated": _gated(source),
-        "tied": fields.flag("tie_word_embeddings", kind in TIED),
+        "tied": fields.flag("tie_word_embeddings"),
         "output_gate": fields.flag("attn_output_gate", kind in GATED_OUTPUT),
         "pattern": pattern if set(pattern) != {"F"} else "",
-        "window": fields.needed(*_window_keys(fields)) if "W" in pattern else 0,
+        "window": fields.needed("sliding_window") if "W" in pattern else 0,
         "chunk": fields.needed("attention_chunk_size") if "C" in pattern else 0,
-        "sinks": fields.flag("add_swa_attention_sink_bias") or kind in SINKS,
         "mixer": _mixer(source) if set(pattern) & set("LM") else None,
         "also": also,
     }
     return Model(**(sizes | _latent(fields, heads) | mlp))
 
 
-def _size(fields: Fields, keys: tuple[str, ...]) -> int:
+def _size(fields: Fields, *keys: str) -> int:
     if not any(key in fields for key in keys):
         raise Missing(
             f"{fields.name}: has no {keys[0]!r}; a config.json of a decoder has "
@@ -234,13 +237,13 @@ def _check_positions(source: Source) -> None:
         raise ValueError(
             f"{fields.name}: 'alibi' is true: neither Megatron-LM nor this package has ALiBi"
         )
-    said = fields.text("position_embedding_type") if "position_embedding_type" in fields else ""
+    said = fields.text("position_embedding_type")
     if said and not said.startswith(("rope", "rotary", "nope", "none")):
         raise ValueError(
             f"{fields.name}: 'position_embedding_type' is {said!r}; rope and nope are known"
         )
     rotary = ("rope_parameters", "rope_theta", "rotary_dim", "rope_scaling", "rotary_pct")
-    if not source.fields.known or said or source.kind in NO_POSITIONS:
+    if said or source.kind in NO_POSITIONS:
         return
     if not any(key in fields for key in rotary):
         keys = ("n_positions", "max_position_embeddings", "max_seq_len")
@@ -267,8 +270,6 @@ def _kv_heads(source: Source, heads: int) -> int:
     if kind == "falcon" and not fields.flag("new_decoder_architecture"):
         fields.accept(*KV_HEADS)
         return 1 if fields.flag("multi_query") else heads
-    if kind == "gpt_bigcode" or (kind == "chatglm" and not fields.flag("multi_query_attention")):
-        return 1 if fields.flag("multi_query") else heads
     found = fields.size(*KV_HEADS) or heads
     if kind == "mimo_v2_flash":  # transformers has twice as many in layers with a window
         fields.accept("swa_num_key_value_heads")
@@ -281,11 +282,6 @@ def _gated(source: Source) -> bool:
     fields = source.fields
     key = next((key for key in ACTIVATIONS if key in fields), "")
     act = fields.text(key) if key else "silu"
-    if act in UNGATED and act != "relu2" and not fields.known:
-        raise ValueError(
-            f"{fields.name}: {key!r} {act!r} does not determine whether the MLP has a gate, and "
-            f"transformers does not know model_type {source.kind!r}"
-        )
     return act not in UNGATED or source.kind.startswith(GATED)
 
 
@@ -316,13 +312,8 @@ def _mlp(source: Source, pattern: str, with_mlp: int, hidden: int) -> dict[str, 
     """The MLP halves: dense, or experts in some layers."""
     fields, kind = source.fields, source.kind
     ffn = fields.size(*FFN)
-    if kind == "qwen":  # the first Qwen states the width of both gate and value
-        ffn //= 2
-    if not ffn and source.config is not None:
-        ffn = 4 * hidden  # GPT-2 and its descendants state it only if it is another
+    ffn = ffn or 4 * hidden  # GPT-2 and its descendants state it only if it is another
     experts, of_expert = fields.size(*EXPERTS), fields.size(*OF_EXPERT)
-    if not (ffn or (experts and of_expert)):
-        raise Missing(f"{fields.name}: has no 'intermediate_size'")
     if kind == "granitemoehybrid" and not experts:  # only the shared MLP is left
         return {"ffn": fields.needed(*SHARED_WIDTH)}
     if experts <= 1:
@@ -358,8 +349,6 @@ def _experts_at(source: Source, pattern: str, with_mlp: int) -> list[bool]:
     types = fields.items_of("layers_block_type", str)
     if _one_half(source, types):
         return [each == "moe" for each in types if HALVES[each] == "-"]
-    if override := fields.text("hybrid_override_pattern"):
-        return [sign == "E" for sign in override if sign in "E-"]
     if types := fields.items_of("mlp_layer_types", str):
         fields.accept(*OF_MLP_TYPES)
         return [_is_sparse(fields, each) for each in types]
@@ -367,13 +356,6 @@ def _experts_at(source: Source, pattern: str, with_mlp: int) -> list[bool]:
         chosen = set(fields.items_of("moe_layers", int))
         fields.accept("interleave_moe_layer_step")
         return [layer in chosen for layer in every]
-    if isinstance(frequency := fields.get("moe_layer_freq", 1), list):
-        if len(frequency) != with_mlp:
-            raise ValueError(
-                f"{fields.name}: 'moe_layer_freq' has {len(frequency)} entries for {with_mlp} "
-                "layers"
-            )
-        return [bool(sign) for sign in frequency]
     step = fields.size("moe_layer_freq") or 1
     if "moe_layer_start_index" in fields:
         step = fields.size("moe_layer_interval") or 1
@@ -406,14 +388,6 @@ def _is_sparse(fields: Fields, kind: str) -> bool:
 def _pattern(source: Source, layers: int) -> str:
     """A letter for each layer."""
     fields = source.fields
-    override = fields.text("hybrid_override_pattern")
-    if override and not fields.known:
-        if set(override) - set("M*-E") or len(override) != layers:
-            raise ValueError(
-                f"{fields.name}: 'hybrid_override_pattern' {override!r} needs one of M, *, - and E "
-                f"for each of the {layers} layers"
-            )
-        return override.replace("E", "-")
     for key in ("layer_types", "layers_block_type"):
         if types := fields.items_of(key, str):
             break
@@ -432,7 +406,9 @@ def _pattern(source: Source, layers: int) -> str:
         if "chunked_attention" not in types:
             fields.accept("attention_chunk_size")
         return "".join(letters[each] for each in types)
-    return _linear(fields, layers) or _windows(source, layers)
+    if linear := fields.items_of("attn_type_list", int):  # MiniMax: 0 is linear attention
+        return "".join("LF"[bool(full)] for full in linear)
+    return _windows(source, layers)
 
 
 def _one_half(source: Source, types: list[str]) -> bool:
@@ -440,66 +416,14 @@ def _one_half(source: Source, types: list[str]) -> bool:
     return source.kind in ONE_HALF or bool({"mlp", "moe"} & set(types))
 
 
-def _linear(fields: Fields, layers: int) -> str:
-    """Layers of linear attention where no list of `layer_types` names them."""
-    if "linear_attn_config" in fields:  # layers are numbered from 1
-        full = set(fields.object_of("linear_attn_config").items_of("full_attn_layers", int))
-        return "".join("LF"[i + 1 in full] for i in range(layers))
-    if linear := fields.items_of("attn_type_list", int):
-        if len(linear) != layers:
-            raise ValueError(
-                f"{fields.name}: 'attn_type_list' has {len(linear)} entries for {layers} layers"
-            )
-        return "".join("LF"[bool(full)] for full in linear)
-    if every := fields.size("full_attention_interval"):
-        return "".join("LF"[(i + 1) % every == 0] for i in range(layers))
-    for key in ("ssm_state_size", "mamba_d_state", "state_size"):
-        if key in fields:
-            raise ValueError(
-                f"{fields.name}: {key!r} is of state-space layers, but no 'layer_types' names them"
-            )
-    return ""
-
-
 def _windows(source: Source, layers: int) -> str:
     """Layers with a window where no list of `layer_types` names them."""
     fields = source.fields
-    chunk = fields.size("attention_chunk_size")
-    if source.fields.known:
-        if source.kind not in ALL_WINDOWS:
-            return "F" * layers  # a window is then a field that nothing reads
-        used = fields.size("sliding_window") and fields.flag("use_sliding_window", True)
-        fields.accept("max_window_layers")
-        return ("W" if used else "F") * layers
-    window = fields.size(*_window_keys(fields))
-    if chunk and chunk != window:
-        raise ValueError(
-            f"{fields.name}: 'attention_chunk_size' {chunk} does not tell which layers have chunks"
-        )
-    if isinstance(fields.get("hybrid_layer_pattern"), list):
-        signs = fields.items_of("hybrid_layer_pattern", int)
-        if len(signs) != layers or set(signs) - {0, 1}:
-            raise ValueError(
-                f"{fields.name}: 'hybrid_layer_pattern' needs 0 or 1 for each of the {layers} "
-                "layers"
-            )
-        return "".join("FW"[sign] for sign in signs)
-    if not window or not fields.flag("use_sliding_window", True):
-        fields.accept("max_window_layers", "sliding_window_pattern")
-        return "F" * layers
-    if every := fields.size("sliding_window_pattern"):
-        return "".join("WF"[(i + 1) % every == 0] for i in range(layers))
-    if "use_sliding_window" in fields and "max_window_layers" in fields:
-        return ("F" * min(fields.size("max_window_layers"), layers)).ljust(layers, "W")
-    raise ValueError(
-        f"{fields.name}: 'sliding_window' {window} does not tell which layers have it: add "
-        "'layer_types' (full_attention or sliding_attention for each layer)"
-    )
-
-
-def _window_keys(fields: Fields) -> tuple[str, ...]:
-    """Names of the window; of a known type only the name in its class."""
-    return ("sliding_window",) if fields.known else ("sliding_window", "sliding_window_size")
+    if source.kind not in ALL_WINDOWS:
+        return "F" * layers  # a window is then a field that nothing reads
+    used = fields.size("sliding_window") and fields.flag("use_sliding_window", True)
+    fields.accept("max_window_layers")
+    return ("W" if used else "F") * layers
 
 
 def _mixer(source: Source) -> Mixer:
@@ -513,13 +437,10 @@ def _mixer(source: Source) -> Mixer:
         return kimi_delta(
             *map(fields.needed, ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"))
         )
-    if "linear_attn_config" in fields:
-        of = fields.object_of("linear_attn_config")
-        return kimi_delta(*map(of.needed, ("num_heads", "head_dim", "short_conv_kernel_size")))
-    heads = fields.size(*HEADS)
-    if kind == "minimax" or "attn_type_list" in fields:
+    if kind == "minimax":
         fields.accept("block_size")
-        return lightning(heads, fields.size("head_dim") or fields.size(*HIDDEN) // heads)
+        heads = fields.size("num_attention_heads")
+        return lightning(heads, fields.size("head_dim") or fields.size("hidden_size") // heads)
     fields.accept("mamba_expand", "mamba_chunk_size", "mamba_conv_bias", "use_conv_bias",
                   "chunk_size", "mamba_norm_before_gate", "mamba_proj_bias")  # fmt: skip
     if "mamba_n_heads" in fields:
@@ -531,7 +452,7 @@ def _mixer(source: Source) -> Mixer:
     unread = ", ".join(map(repr, fields.unread(0))) or f"model_type {kind!r}"
     raise ValueError(
         f"{fields.name}: does not understand {unread}: layers of linear attention or of a "
-        "state-space model are counted from 'linear_num_value_heads', 'linear_attn_config' or "
+        "state-space model are counted from 'linear_num_value_heads', 'linear_num_heads' or "
         "'mamba_num_heads'"
     )
 
