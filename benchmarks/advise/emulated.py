@@ -23,14 +23,14 @@ from benchmarks.cluster.predict import RINGS
 from benchmarks.report import markdown
 from megatron_burst.autotune.exchanges import Wires
 from megatron_burst.autotune.pair_counts import pairs_seen
-from megatron_burst.autotune.prepared import Prepared
+from megatron_burst.autotune.prepared import PreparedSchedule
 from megatron_burst.autotune.rates import BACKWARD, Rates
 from megatron_burst.autotune.simulator import pass_time
 from megatron_burst.layout import make
 from megatron_burst.masks import Causal
 from megatron_burst.schedule import cost
 from megatron_burst.schedule.cost import Sizes
-from megatron_burst.schedule.demand import everything
+from megatron_burst.schedule.demand import all_visible
 from megatron_burst.schedule.tables import Grid
 from megatron_burst.schedule.topology import Topology
 
@@ -109,7 +109,7 @@ class _Ring(NamedTuple):
     """One rival's passes on one grid. output: bytes of a
     rank's rows; share: bytes to each rank that shares heads, in both passes."""
 
-    passes: tuple[Prepared, Prepared]
+    passes: tuple[PreparedSchedule, PreparedSchedule]
     sizes: Sizes
     flops: np.ndarray
     output: int
@@ -126,12 +126,13 @@ def _ring(cell: Cell, rival: Rival) -> _Ring:
                 4, 4, WIRES[problem.wire], (True, True, True))  # fmt: skip
     sizes, grid = own.shared(shared), Grid(topology.inter_size, topology.intra_size)
     name = RINGS.get(rival.algorithm, rival.algorithm)
-    want = everything(grid.size, sizes.tokens)
+    want = all_visible(grid.size, sizes.tokens)
     back = cost.backward_schedule(name, grid, want, sizes, side=rival.side)
     spans = cost.ring_spans(make("zigzag", cp_size=size), topology, problem.tokens * size)
     flops = pairs_seen(Causal(), spans) * 4.0 * sizes.heads * sizes.width
     return _Ring(
-        (Prepared(cost.forward_schedule(name, grid, want, sizes), WIRED), Prepared(back, WIRED)),
+        (PreparedSchedule(cost.forward_schedule(name, grid, want, sizes), WIRED),
+         PreparedSchedule(back, WIRED)),
         sizes, flops, sizes.tokens * sizes.heads * sizes.width * 4,
         tuple(topology.link(0, peer) for peer in topology.ulysses_group(0)[1:]),
         sizes.scattered_bytes(shared),

@@ -37,7 +37,7 @@ def least_between(schedule: Schedule, sizes: cost.Sizes) -> int:
     """Bytes that have to cross between nodes if one side travels: every row once to each other node
     that wants it, and its gradient once from there."""
     bundles, grid = schedule.travelling, schedule.grid
-    of_node = bundles.wanted.reshape(len(bundles.owner), grid.inter, grid.intra).any(axis=2)
+    of_node = bundles.users.reshape(len(bundles.owner), grid.inter, grid.intra).any(axis=2)
     of_node[np.arange(len(bundles.owner)), bundles.owner // grid.intra] = False
     each = sizes.row_bytes(schedule)
     row = getattr(each, schedule.side) + getattr(each, "d" + schedule.side)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from megatron_burst.autotune.candidates import Candidate, Fixed, Workload, on_grid
+from megatron_burst.autotune.candidates import Candidate, FixedSettings, Workload, on_grid
 from megatron_burst.autotune.rates import Rates
 from megatron_burst.autotune.select import fastest, row_cost
 from megatron_burst.schedule.cost import Sizes
@@ -30,7 +30,7 @@ def predict(cell: Cell, rival: Rival, rates: Rates) -> Candidate | None:
     workload = _workload(cell, rival.layout)
     ulysses = rival.ulysses_size(cell.nodes, cell.per_node)
     topology = Topology(cell.nodes * cell.per_node, cell.per_node, ulysses, rival.placement)
-    fixed = Fixed(
+    fixed = FixedSettings(
         RINGS.get(rival.algorithm, rival.algorithm),
         None if rival.side == "auto" else rival.side,
         rival.head_chunks,

@@ -29,17 +29,17 @@ def register() -> None:
 
 def ring(demand: Demand) -> Tables:
     """One ring over all ranks, of whole chunks."""
-    return burst.ring(replace(demand, wanted=demand.wanted.whole()))
+    return burst.ring(replace(demand, visibility=demand.visibility.whole()))
 
 
 def gather(demand: Demand) -> Tables:
     """Every chunk at once from its owner to all who see anything of it."""
-    return direct.all_gather(replace(demand, wanted=demand.wanted.whole()))
+    return direct.all_gather(replace(demand, visibility=demand.visibility.whole()))
 
 
 def tables(demand: Demand) -> Tables:
     """Burst's ring, or chunks sent directly, of whole chunks."""
-    whole = replace(demand, wanted=demand.wanted.whole())
+    whole = replace(demand, visibility=demand.visibility.whole())
 
     def bytes_sent(found: Tables) -> tuple[int, int]:
         moved = found.transfers

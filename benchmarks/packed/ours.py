@@ -12,7 +12,7 @@ from megatron_burst.autotune.simulator import PassTime, pass_time
 from megatron_burst.layout import Layout
 from megatron_burst.masks import Causal, Documents
 from megatron_burst.schedule import rings
-from megatron_burst.schedule.demand import wanted
+from megatron_burst.schedule.demand import visibility_of
 
 from .setting import Setting
 
@@ -47,11 +47,11 @@ def passes(
     grid, total = setting.grid(size), int(lengths.sum())
     mask = Documents(np.concatenate([[0], np.cumsum(lengths)])) & Causal()
     shards = [layout.spans(rank, total) for rank in range(size)]
-    want, pairs = wanted(mask, shards, shards), pairs_seen(mask, shards)
+    want, pairs = visibility_of(mask, shards, shards), pairs_seen(mask, shards)
     found: tuple[list[tuple[PassTime, str]], list[tuple[PassTime, str]]] = ([], [])
     for name in tried:
-        there = rings.forward(name, grid, wanted=want, row_bytes=sizes.forward)
-        back = rings.backward(name, grid, "kv", wanted=want, row_bytes=sizes.backward)
+        there = rings.forward(name, grid, visibility=want, row_bytes=sizes.forward)
+        back = rings.backward(name, grid, "kv", visibility=want, row_bytes=sizes.backward)
         for into, schedule, per in zip(found, (there, back), setting.per_pair, strict=True):
             for chunks in head_chunks:
                 took = pass_time(schedule, sizes, pairs * per, setting.rates, chunks)

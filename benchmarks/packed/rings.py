@@ -18,7 +18,7 @@ from megatron_burst.autotune.simulator import pass_time
 from megatron_burst.layout import make
 from megatron_burst.masks import Causal
 from megatron_burst.schedule import rings
-from megatron_burst.schedule.demand import everything, wanted
+from megatron_burst.schedule.demand import all_visible, visibility_of
 from megatron_burst.schedule.rings import Schedule
 
 from .setting import Setting
@@ -79,15 +79,15 @@ class Ring:
     def _schedules(self) -> tuple[Sequence[Schedule], Sequence[Schedule]]:
         setting, size, grid = self.setting, self.size, self.setting.grid(self.size)
         if self.way.whole or size == 1:
-            want = everything(size, setting.tokens)
+            want = all_visible(size, setting.tokens)
         else:
             layout = make("zigzag", cp_size=size)
             shards = [layout.spans(rank, size * setting.tokens) for rank in range(size)]
-            want = wanted(Causal(), shards, shards)
+            want = visibility_of(Causal(), shards, shards)
         rows, names = setting.sizes, self.way.algorithms
         return (
-            [rings.forward(name, grid, wanted=want, row_bytes=rows.forward) for name in names],
-            [rings.backward(name, grid, "kv", wanted=want, row_bytes=rows.backward)
+            [rings.forward(name, grid, visibility=want, row_bytes=rows.forward) for name in names],
+            [rings.backward(name, grid, "kv", visibility=want, row_bytes=rows.backward)
              for name in names],
         )  # fmt: skip
 

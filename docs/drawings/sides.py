@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from drawings.paper import box, figure
 from megatron_burst.plugins.tools.show.colours import INK, ink_on, mixed, of_rank
 from megatron_burst.schedule import cost
-from megatron_burst.schedule.demand import everything
+from megatron_burst.schedule.demand import all_visible
 from megatron_burst.schedule.tables import Grid
 
 GRID = Grid(2, 4)
@@ -27,7 +27,7 @@ def side_bytes(side: str, of: cost.Sizes) -> tuple[int, int]:
 
 def taken(of: cost.Sizes) -> str:
     """The side that "auto" takes."""
-    return cost.backward_schedule("burst", GRID, everything(GRID.size), of).side
+    return cost.backward_schedule("burst", GRID, all_visible(GRID.size), of).side
 
 
 def side_label(heads: int, kv_heads: int, wire: int) -> str:

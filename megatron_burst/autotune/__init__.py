@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicts which settings are fastest: rates, a simulator of schedules, candidates, a selection.
+"""Prediction of the fastest settings: rates, a simulator of schedules, candidates and a selection.
 
-Needs no torch, except `measure`, which times real links and kernels.
+Only `measure`, which times real links and kernels, needs torch.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings that could run a workload, each with its simulated times and its bytes.
+"""The settings that can run a workload, with their simulated times and their bytes.
 
-Decides which algorithms, sides, numbers of head chunks and ulysses groups are tried; `select`
-decides which one is taken.
+This module decides which algorithms, sides, numbers of head chunks and ulysses groups are tried.
+`select` decides which candidate is taken.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..masks import Mask
 from ..schedule import cost
 from ..schedule.algorithms import ALGORITHMS
 from ..schedule.cost import Sizes, Traffic
-from ..schedule.demand import Wanted, row_cuts, wanted
+from ..schedule.demand import Visibility, row_chunk_spans, visibility_of
 from ..schedule.head_shares import shareable
 from ..schedule.rings import Schedule
 from ..schedule.tables import SIDES, Grid
@@ -29,25 +29,30 @@ from . import simulator
 from .exchanges import ONE_NIC, Wires
 from .pair_counts import pairs_attended, pairs_seen
 from .places import Nodes, places
-from .prepared import Prepared
+from .prepared import PreparedSchedule
 from .rates import Rates
-from .simulator import IDLE, NOTHING, Adding, PassTime
+from .simulator import IDLE, NOTHING, AccumulationTimes, PassTime
 
 HEAD_CHUNKS = (1, 2, 4, 8)
-WORSE = 0.002  # of a call: by how much more chunks are slower before the rest may not be tried
-ROUNDING = 1e-9  # by which a sum of floats may exceed another one of the same numbers
-HELD = 24  # a rank may hold for others so many times the bytes of its own queries or keys
-ROOM = 0.5  # of the memory that is known to be left
+WORSE = 0.002  # relative slowdown of more head chunks at which the search stops
+ROUNDING = 1e-9  # largest relative difference of two sums of the same floats
+MOST_RECEIVED = 24  # largest bytes of rows of others, as a multiple of the own queries or keys
+ROOM = 0.5  # fraction of the free memory that rows of others may use
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The attention that all ranks compute together, whatever settings run it.
+    """The attention that all ranks compute together, for any settings.
 
-    sizes: of one rank, before heads are shared. chunks, blocks: of rows, as `sequence_chunks` and
-    `row_blocks` of a call. attended: a query attends to at most so many keys, which its rank knows
-    alone, so that keys travel; None: to all that it sees. latent: values are columns of the keys,
-    which are wider by as many.
+    Attributes:
+        sizes: Sizes of one rank, before heads are shared.
+        mask: The mask.
+        layout: The layout.
+        chunks: Number of row chunks, as `sequence_chunks` of a call.
+        blocks: Blocks of rows, as `row_blocks` of a call.
+        attended: Largest number of keys to which a query attends. Only its rank knows them, so keys
+            are sent. None: a query attends to all visible keys.
+        latent: Whether values are columns of the keys, which are wider by these columns.
     """
 
     sizes: Sizes
@@ -60,15 +65,18 @@ class Workload:
 
     @property
     def seq_len(self) -> int:
-        """Positions of the whole sequence."""
+        """Number of positions of the whole sequence."""
         return self.sizes.tokens * self.layout.cp_size
 
 
 @dataclass(frozen=True)
-class Fixed:
-    """The settings that the user has fixed; None where the selection is free.
+class FixedSettings:
+    """The settings that the user has fixed; None if a setting is free.
 
-    algorithm: that of the ring, with or without ulysses groups.
+    Attributes:
+        algorithm: Algorithm of the ring, with or without ulysses groups.
+        side: Side of backward.
+        head_chunks: Number of head chunks.
     """
 
     algorithm: str | None = None
@@ -80,7 +88,15 @@ class Fixed:
 class Candidate:
     """One way to run a workload, with its predicted times and the bytes that it sends.
 
-    forward and backward include the all-to-all of ulysses groups; sent counts all ranks.
+    Attributes:
+        algorithm: Name of the algorithm, as in `attention`.
+        side: Side of backward.
+        head_chunks: Number of head chunks.
+        ulysses: Number of ranks that share heads.
+        placement: Placement of ulysses groups, as in `Topology`.
+        forward: Time of forward, including the all-to-all of ulysses groups.
+        backward: Time of backward, including the all-to-all of ulysses groups.
+        sent: Bytes that all ranks send.
     """
 
     algorithm: str
@@ -94,100 +110,122 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Predicted for one forward and one backward pass, each at least as long as its launches
-        take.
-        """
-        return sum(max(each.seconds, each.host) for each in (self.forward, self.backward))
+        """Predicted seconds of one forward and one backward, each not shorter than its launches."""
+        return sum(max(time.seconds, time.host) for time in (self.forward, self.backward))
 
     @property
     def bottleneck(self) -> str:
-        """What is busy for the longest time: "compute", "intra" or "inter"; "host" where a pass
-        waits for its launches.
-        """
-        if any(each.host > each.seconds for each in (self.forward, self.backward)):
+        """Resource that is busy longest: "compute", "intra", "inter", or "host" for launches."""
+        if any(time.host > time.seconds for time in (self.forward, self.backward)):
             return "host"
-        both = (self.forward + self.backward)._asdict()
-        return max(("compute", "intra", "inter"), key=lambda name: both[name])
+        busy = (self.forward + self.backward)._asdict()
+        return max(("compute", "intra", "inter"), key=lambda name: busy[name])
 
     @property
     def name(self) -> str:
-        """For messages: the algorithm, and how many ranks share heads if any do."""
+        """Name for messages: the algorithm, and the number of ranks that share heads if any do."""
         shared = f", {self.ulysses} sharing heads ({self.placement})"
         return self.algorithm + shared * (self.ulysses > 1 and self.algorithm != "ulysses")
 
 
 def on_grid(
-    workload: Workload, topology: Topology, rates: Rates, fixed: Fixed, nodes: Nodes | None = None
+    workload: Workload,
+    topology: Topology,
+    rates: Rates,
+    fixed: FixedSettings,
+    nodes: Nodes | None = None,
 ) -> Iterator[Candidate]:
-    """Every algorithm, side and number of head chunks on one grid, no more chunks than shorten a
-    call; rates with `compute` stated.
+    """Yield the candidates of every algorithm, side and number of head chunks on one grid.
 
-    nodes: whose NICs are shared, with the rates of a rank alone; None: those of the rates.
+    More head chunks are tried while they shorten a call.
+
+    Args:
+        workload: The attention.
+        topology: The grid.
+        rates: Rates of each rank, with `compute`.
+        fixed: Settings that are fixed.
+        nodes: Nodes whose NICs are shared, if rates are for a rank alone; default: `rates.shared`.
     """
     work = GridWork.of(workload, topology, rates, fixed, nodes)
     left = work.algorithms()[::-1]
     while left:
         for made in left.pop().by_chunks():
             yield from made
-        work.schedules.forget()  # of 1,024 ranks those of one algorithm take hundreds of MB
+        work.schedules.forget()  # schedules of one algorithm take hundreds of MB at 1,024 ranks
 
 
 class GridSchedules:
-    """What neither rates nor the batch change of a workload on a grid: who wants what, and the
-    schedules, which are the same for all heads in the same proportion. wants: of each chunk of
-    rows; seen: visible pairs [G, G].
+    """The part of a workload on a grid that depends neither on rates nor on the batch.
 
-    nodes: as of `on_grid`.
+    The schedules are the same for all numbers of heads in the same proportion.
+
+    Args:
+        workload: The attention.
+        topology: The grid.
+        nodes: As in `on_grid`.
+
+    Attributes:
+        visibility: Visibility of the whole shards.
+        row_chunks: Visibility of each row chunk.
+        seen: Visible pairs, [G, G].
     """
 
     def __init__(self, workload: Workload, topology: Topology, nodes: Nodes | None = None):
         spans = cost.ring_spans(workload.layout, topology, workload.seq_len)
         joined = workload.attended is not None or None  # else as the algorithm has it
-        self.want = wanted(workload.mask, spans, spans, joined)
-        self.wants = [self.want]
+        self.visibility = visibility_of(workload.mask, spans, spans, joined)
+        self.row_chunks = [self.visibility]
         if workload.chunks > 1:
-            cuts = row_cuts(
+            cuts = row_chunk_spans(
                 workload.layout, topology, workload.seq_len, workload.chunks, workload.blocks
             )
-            self.wants = [wanted(workload.mask, shards, spans, joined) for _, shards, _ in cuts]
+            self.row_chunks = [
+                visibility_of(workload.mask, shards, spans, joined) for _, shards, _ in cuts
+            ]
         if workload.attended is None:
             self.seen = pairs_seen(workload.mask, spans)
         else:
             self.seen = pairs_attended(workload.mask, spans, workload.attended)
         self.grid = Grid(topology.inter_size, topology.intra_size)
         self.wires = ONE_NIC if nodes is None else Wires(places=places(topology, nodes))
-        self._made: dict[tuple[Any, ...], list[Prepared]] = {}
+        self._made: dict[tuple[Any, ...], list[PreparedSchedule]] = {}
 
-    def forward(self, algorithm: str, sizes: Sizes) -> list[Prepared]:
-        """One for each chunk of rows."""
+    def forward(self, algorithm: str, sizes: Sizes) -> list[PreparedSchedule]:
+        """Return the schedule of forward for each row chunk."""
         least = _fewest_heads(sizes)
         return self._prepared(
             (algorithm, least),
-            lambda want: cost.forward_schedule(algorithm, self.grid, want, least),
+            lambda visibility: cost.forward_schedule(algorithm, self.grid, visibility, least),
         )
 
-    def backward(self, algorithm: str, sizes: Sizes, side: str) -> list[Prepared]:
-        """One for each chunk of rows."""
+    def backward(self, algorithm: str, sizes: Sizes, side: str) -> list[PreparedSchedule]:
+        """Return the schedule of backward for each row chunk."""
         least = _fewest_heads(sizes)
         return self._prepared(
             (algorithm, least, side),
-            lambda want: cost.backward_schedule(algorithm, self.grid, want, least, side=side),
+            lambda visibility: cost.backward_schedule(
+                algorithm, self.grid, visibility, least, side=side
+            ),
         )
 
     def forget(self) -> None:
-        """Let go of the schedules that were made, and of what they have in common."""
+        """Free the schedules, and the data that they share."""
         self._made.clear()
-        for want in self.wants:
-            want.common.clear()
+        for visibility in self.row_chunks:
+            visibility.common.clear()
 
-    def _prepared(self, key: tuple[Any, ...], made: Callable[[Wanted], Schedule]) -> list[Prepared]:
+    def _prepared(
+        self, key: tuple[Any, ...], made: Callable[[Visibility], Schedule]
+    ) -> list[PreparedSchedule]:
         if key not in self._made:
-            self._made[key] = [Prepared(made(want), self.wires) for want in self.wants]
+            self._made[key] = [
+                PreparedSchedule(made(visibility), self.wires) for visibility in self.row_chunks
+            ]
         return self._made[key]
 
 
 def _fewest_heads(sizes: Sizes) -> Sizes:
-    """With one sequence and the fewest heads in the same proportion."""
+    """Return the sizes with a batch of one and the fewest heads in the same proportion."""
     least = math.gcd(sizes.heads, sizes.kv_heads)
     heads, kv_heads = sizes.heads // least, sizes.kv_heads // least
     return replace(sizes, batch=1, heads=heads, kv_heads=kv_heads)
@@ -200,28 +238,39 @@ SchedulesOf = Callable[[Workload, Topology, Nodes | None], GridSchedules]
 class PassWork:
     """The work of one pass, forward or backward, on one grid, for any algorithm.
 
-    pair_seconds: [G, G], seconds of computation of each rank with each chunk. call_seconds: the
-    least that a kernel call takes. adding: memory traffic besides computation. head_exchange: the
-    all-to-alls of ulysses groups.
+    Attributes:
+        pair_seconds: [G, G], seconds of each rank with each chunk.
+        call_seconds: Smallest number of seconds of a kernel call.
+        adding: Memory traffic in addition to computation.
+        head_exchange: Time of the all-to-alls of ulysses groups.
     """
 
     pair_seconds: np.ndarray
     call_seconds: float
-    adding: Adding
+    adding: AccumulationTimes
     head_exchange: PassTime
 
 
 @dataclass(frozen=True, eq=False)
 class GridWork:
-    """A workload on one grid: what all algorithms have in common there.
+    """A workload on one grid, as all algorithms see it.
 
-    sizes: of one rank, after ulysses groups shared the heads. few_rows: the result of `_few_rows`.
+    Attributes:
+        workload: The attention.
+        topology: The grid.
+        rates: Rates of each rank.
+        fixed: Settings that are fixed.
+        sizes: Sizes of one rank, after ulysses groups shared the heads.
+        schedules: Schedules of the workload.
+        forward: Work of forward.
+        backward: Work of backward.
+        few_rows: Result of `_few_rows`.
     """
 
     workload: Workload
     topology: Topology
     rates: Rates
-    fixed: Fixed
+    fixed: FixedSettings
     sizes: Sizes
     schedules: GridSchedules
     forward: PassWork
@@ -234,20 +283,24 @@ class GridWork:
         workload: Workload,
         topology: Topology,
         rates: Rates,
-        fixed: Fixed,
+        fixed: FixedSettings,
         nodes: Nodes | None = None,
         schedules_of: SchedulesOf = GridSchedules,
     ) -> GridWork:
-        """Prepare a workload on a grid.
+        """Return the work of a workload on a grid.
 
         Args:
-            workload, topology, rates, fixed, nodes: Same as in `on_grid`.
-            schedules_of: Makes a `GridSchedules`, or returns one that was made before.
+            workload: The attention.
+            topology: The grid.
+            rates: Rates of each rank.
+            fixed: Settings that are fixed.
+            nodes: Nodes whose NICs are shared, as in `on_grid`.
+            schedules_of: Makes a `GridSchedules`, or returns an existing one.
         """
         nodes = nodes or rates.shared
         sizes = workload.sizes.shared(topology.ulysses)
         schedules = schedules_of(workload, topology, nodes)
-        row_chunks = len(schedules.wants)
+        row_chunks = len(schedules.row_chunks)
         if workload.attended is not None:
             # The time of a call depends on its queries, not on the rows of the chunk.
             rates = replace(rates, half_rows=0.0)
@@ -255,30 +308,31 @@ class GridWork:
             topology, sizes, rates, schedules.seen, row_chunks, nodes,
             sparse=workload.attended is not None, latent=workload.latent,
         )  # fmt: skip
-        few_rows = _few_rows(schedules.want, workload.sizes, sizes, rates.room)
+        few_rows = _few_rows(schedules.visibility, workload.sizes, sizes, rates.room)
         return cls(workload, topology, rates, fixed, sizes, schedules, forward, backward, few_rows)
 
     @property
     def trained(self) -> bool:
-        """Does a backward follow?"""
+        """True if a backward follows."""
         return any(self.sizes.needs_grad)
 
     @cached_property
     def at_least(self) -> float:
-        """Lower bound on the seconds of every candidate: ranks share the pairs evenly, and nothing
-        that travels takes time except the all-to-alls.
+        """Lower bound on the seconds of every candidate.
+
+        Ranks share the pairs evenly, and only all-to-alls take time to send.
         """
-        rates, trained, wants = self.rates, self.trained, self.schedules.wants
+        rates, trained, row_chunks = self.rates, self.trained, self.schedules.row_chunks
         mean = self.forward.pair_seconds / self.schedules.grid.size
-        computed = sum(float(mean[each.visible].sum()) for each in wants)
+        computed = sum(float(mean[chunk.visible].sum()) for chunk in row_chunks)
         computed *= 1 + trained * rates.backward
         computed *= 1 + rates.half_rows / max(1, self.sizes.tokens)
         heads = self.forward.head_exchange.seconds
         heads += trained * self.backward.head_exchange.seconds
-        return (computed + (1 + trained) * rates.start * len(wants) + heads) * (1 - ROUNDING)
+        return (computed + (1 + trained) * rates.start * len(row_chunks) + heads) * (1 - ROUNDING)
 
     def algorithms(self) -> list[AlgorithmOnGrid]:
-        """Those that are tried on this grid."""
+        """Return the algorithms that are tried on this grid."""
         names = _algorithms(self.workload, self.topology, self.fixed)
         if self.fixed.algorithm is None and not self.few_rows:
             names = [name for name in names if not ALGORITHMS[name].few_rows]
@@ -301,12 +355,12 @@ def pass_works(
     Args:
         topology: The grid.
         sizes: Sizes of one rank after ulysses groups shared the heads.
-        rates: Rates of one rank, with `compute` stated.
+        rates: Rates of one rank, with `compute`.
         seen: Visible pairs of each rank with each chunk, [G, G].
         row_chunks: Number of row chunks, which are balanced.
-        nodes: Nodes whose NICs are shared; None: those of the rates.
-        sparse: A query attends to selected keys only.
-        latent: Values are columns of the keys.
+        nodes: Nodes whose NICs are shared, if any.
+        sparse: Whether a query attends to selected keys only.
+        latent: Whether values are columns of the keys.
     """
     assert rates.compute is not None
     columns = sizes.width + sizes.value_width * (1 + latent)
@@ -337,95 +391,102 @@ class AlgorithmOnGrid:
 
     @property
     def at_least(self) -> float:
-        """Seconds that no candidate stays below: with a launch of every call, where each pair of
-        chunks is one.
+        """Lower bound on the seconds of every candidate, with a launch of every call.
+
+        If the algorithm does not join calls, each pair of chunks is one call.
         """
         on = self.on
         if on.workload.attended is not None or ALGORITHMS[self.algorithm].joins:
             return on.at_least
-        wants, computes = on.schedules.wants, on.forward.pair_seconds > 0
-        calls = sum(int(computes[each.visible].sum()) for each in wants)
+        row_chunks, computes = on.schedules.row_chunks, on.forward.pair_seconds > 0
+        calls = sum(int(computes[chunk.visible].sum()) for chunk in row_chunks)
         launches = (1 + on.trained) * on.rates.launch * calls / on.schedules.grid.size
         return on.at_least + launches * (1 - ROUNDING)
 
     @cached_property
     def busy(self) -> float:
-        """Lower bound on the seconds of every candidate, from the schedules: the busiest rank or
-        port of each pass.
-        """
+        """Lower bound on the seconds of every candidate: the busiest rank or port of each pass."""
         seconds = self._busy(self._forward, self.on.forward)
         if self.on.trained:
-            seconds += min(self._busy(each, self.on.backward) for each in self._backwards)
+            seconds += min(self._busy(passes, self.on.backward) for passes in self._backwards)
         return seconds * (1 - ROUNDING)
 
-    def _busy(self, passes: Sequence[Prepared], work: PassWork) -> float:
-        """Seconds of the passes of all row chunks together."""
+    def _busy(self, passes: Sequence[PreparedSchedule], work: PassWork) -> float:
+        """Return the seconds of the passes of all row chunks together."""
         rates, count = self.on.rates, self.counts[0]
         return work.head_exchange.seconds + sum(
             simulator.pass_at_least(
-                each, self.on.sizes, work.pair_seconds, rates, count, work.call_seconds,
+                schedule, self.on.sizes, work.pair_seconds, rates, count, work.call_seconds,
                 work.adding,
             )
-            for each in passes
+            for schedule in passes
         )  # fmt: skip
 
     @cached_property
-    def _forward(self) -> list[Prepared]:
-        """The schedules of forward, one for each chunk of rows."""
+    def _forward(self) -> list[PreparedSchedule]:
+        """Schedules of forward, one per row chunk."""
         return self.on.schedules.forward(self.algorithm, self.on.sizes)
 
     @cached_property
-    def _backwards(self) -> list[list[Prepared]]:
-        """Those of backward, for each side that is tried."""
+    def _backwards(self) -> list[list[PreparedSchedule]]:
+        """Schedules of backward for each side that is tried, one per row chunk."""
         on, fixed = self.on, self.on.fixed.side
         sided = ALGORITHMS[self.algorithm].sided and on.schedules.grid.size > 1
         sides = [fixed] if fixed else SIDES if sided else ["kv"]
-        made = on.schedules.backward
-        return [made(self.algorithm, on.sizes, side) for side in sides]
+        schedules = on.schedules.backward
+        return [schedules(self.algorithm, on.sizes, side) for side in sides]
 
     def by_chunks(self) -> Iterator[list[Candidate]]:
-        """The candidates of each number of head chunks, one for each side; no more chunks than
-        shorten a call.
+        """Yield the candidates of each number of head chunks, one per side.
+
+        More head chunks are tried while they shorten a call.
         """
         on, topology = self.on, self.on.topology
-        again = len(on.schedules.wants) > 1
+        resends_q = len(on.schedules.row_chunks) > 1
         sent = [
-            _sent([one.schedule for one in (*self._forward, *each)], topology, on.sizes, again)
-            for each in self._backwards
+            _sent(
+                [prepared.schedule for prepared in (*self._forward, *passes)],
+                topology,
+                on.sizes,
+                resends_q,
+            )
+            for passes in self._backwards
         ]
         before = [math.inf] * len(self._backwards)
         for count in self.counts:
             forward = self._time(self._forward, on.forward, count)
-            made = []
-            for each, bytes_ in zip(self._backwards, sent, strict=True):
-                backward = self._time(each, on.backward, count) if on.trained else IDLE
-                side = each[0].schedule.side
-                made.append(Candidate(
+            candidates = []
+            for passes, bytes_ in zip(self._backwards, sent, strict=True):
+                backward = self._time(passes, on.backward, count) if on.trained else IDLE
+                side = passes[0].schedule.side
+                candidates.append(Candidate(
                     _named(self.algorithm, topology), side, count, topology.ulysses,
                     topology.placement, forward, backward, bytes_,
                 ))  # fmt: skip
-            yield made
-            times = [candidate.seconds for candidate in made]
-            # More chunks hide more of the first hops and cost more messages. Where these outweigh
-            # what is hidden by more than a little, more chunks were rarely found to be faster; but
-            # with joined calls eight were, by up to 1.3, where two were slower than one.
-            worse = all(now > then * (1 + WORSE) for now, then in zip(times, before, strict=True))
+            yield candidates
+            times = [candidate.seconds for candidate in candidates]
+            # More head chunks hide more of the first hops and cost more messages. If the messages
+            # cost more than WORSE of the hidden time, still more chunks are rarely faster. But with
+            # joined calls, eight are up to 1.3 times as fast in cases with two slower than one.
+            worse = all(
+                new > previous * (1 + WORSE) for new, previous in zip(times, before, strict=True)
+            )
             if worse and not ALGORITHMS[self.algorithm].joins:
                 break
             before = times
 
-    def _time(self, passes: Sequence[Prepared], work: PassWork, count: int) -> PassTime:
-        """The time of the passes of all row chunks, one after another, and of the all-to-alls."""
+    def _time(self, passes: Sequence[PreparedSchedule], work: PassWork, count: int) -> PassTime:
+        """Return the time of the passes of all row chunks in sequence, and of the all-to-alls."""
         total = IDLE
-        for each in passes:
+        for schedule in passes:
             total += simulator.pass_time(
-                each, self.on.sizes, work.pair_seconds, self.on.rates, count,
+                schedule, self.on.sizes, work.pair_seconds, self.on.rates, count,
                 least=work.call_seconds, adding=work.adding,
             )  # fmt: skip
         return total + work.head_exchange
 
 
-def _algorithms(workload: Workload, topology: Topology, fixed: Fixed) -> Sequence[str]:
+def _algorithms(workload: Workload, topology: Topology, fixed: FixedSettings) -> Sequence[str]:
     if fixed.algorithm is not None:
         return [fixed.algorithm]
     if topology.ring_size == 1:
@@ -441,34 +502,42 @@ def _algorithms(workload: Workload, topology: Topology, fixed: Fixed) -> Sequenc
     ]
 
 
-def _few_rows(want: Wanted, own: Sizes, shared: Sizes, room: float) -> bool:
-    """Does a rank see so few rows of others that it can hold all of them at once: at most half of
-    them, and what it holds of them (`held_of_row`) in HELD times the bytes of what it has itself,
-    and in ROOM of the memory that is left? own, shared: before and after ranks share heads, of
-    which they take copies where there are few; room: bytes, math.inf where nobody knows.
+def _few_rows(visibility: Visibility, own: Sizes, shared: Sizes, room: float) -> bool:
+    """Return whether a rank can hold all rows of other ranks that it uses at once.
+
+    It must use at most half of all rows. Their memory (`held_of_row`) must be at most MOST_RECEIVED
+    times the bytes of the rank's own rows, and at most ROOM of the free memory.
+
+    Args:
+        visibility: Rows that ranks use.
+        own: Sizes before ranks share heads. If there are few heads, ranks take copies of them.
+        shared: Sizes after ranks share heads.
+        room: Bytes of free memory; math.inf if unknown.
     """
-    keys = want.keys
+    keys = visibility.keys
     rows = int(np.bincount(keys.owner, keys.rows, 1).max())
-    most = int((keys.rows @ keys.wanted).max(initial=0))
-    mine = max(own.forward.query, own.forward.kv) * own.tokens
-    few = most * held_of_row(shared) <= min(HELD * mine, ROOM * room)
-    return few and most <= (keys.size - 1) / 2 * rows
+    most = int((keys.rows @ keys.users).max(initial=0))
+    own_bytes = max(own.forward.query, own.forward.kv) * own.tokens
+    fits = most * held_of_row(shared) <= min(MOST_RECEIVED * own_bytes, ROOM * room)
+    return fits and most <= (keys.size - 1) / 2 * rows
 
 
 def held_of_row(sizes: Sizes) -> int:
-    """The most bytes that a rank holds at a time for each row of keys of others in one call, as
-    `execution.joined` does: what arrived beside its copy; the copy beside gradients; these, which
-    are summed in one dtype, beside what travels of them.
+    """Return the most bytes that a rank holds at a time per received row of keys in one call.
+
+    This follows `execution.joined`. A rank holds the received row and its copy, then the copy and
+    gradients. Gradients are summed in one dtype, and held together with the gradients in the wire
+    dtype.
     """
-    keys, travels = sizes.backward.kv, sizes.backward.dkv
-    sums = travels // sizes.wire_itemsize * sizes.stat_itemsize
-    return max(2 * keys, keys + sums, sums + travels)
+    keys, sent = sizes.backward.kv, sizes.backward.dkv
+    sums = sent // sizes.wire_itemsize * sizes.stat_itemsize
+    return max(2 * keys, keys + sums, sums + sent)
 
 
 def _sent(
-    schedules: Sequence[Schedule], topology: Topology, sizes: Sizes, again: bool = False
+    schedules: Sequence[Schedule], topology: Topology, sizes: Sizes, resends_q: bool = False
 ) -> Traffic:
-    """The bytes that all ranks send, on all rings and within all ulysses groups."""
+    """Return the bytes that all ranks send, on all rings and within all ulysses groups."""
     total = Traffic()
     for schedule in schedules:
         ring = cost.traffic(schedule, None, sizes)
@@ -476,39 +545,48 @@ def _sent(
     for rank in range(topology.size):
         group = topology.ulysses_group(rank)
         links = [topology.link(rank, peer) for peer in group]
-        for sent in cost.head_traffic(links, group.index(rank), sizes, again):
+        for sent in cost.head_traffic(links, group.index(rank), sizes, resends_q):
             total += sent
     return total
 
 
-def _head_chunks(sizes: Sizes, fixed: Fixed, alone: bool) -> Sequence[int]:
+def _head_chunks(sizes: Sizes, fixed: FixedSettings, alone: bool) -> Sequence[int]:
     if fixed.head_chunks is not None:
         return [fixed.head_chunks]
     return [1] if alone else [n for n in HEAD_CHUNKS if sizes.kv_heads % n == 0]
 
 
 def _named(algorithm: str, topology: Topology) -> str:
-    """The name under which `attention` takes this algorithm on these ulysses groups."""
+    """Return the name that `attention` uses for this algorithm on these ulysses groups."""
     if 1 < topology.ulysses == topology.size:
         return "ulysses"
     return "hybrid" if topology.ulysses > 1 and algorithm == "burst" else algorithm
 
 
 def sharing(
-    topology: Topology, sizes: Sizes, rates: Rates, again: bool = False, per_nic: float = 1.0
+    topology: Topology, sizes: Sizes, rates: Rates, resends_q: bool = False, per_nic: float = 1.0
 ) -> tuple[PassTime, PassTime]:
-    """The times of the all-to-alls before and after the ring, of forward and of backward.
+    """Return the times of the all-to-alls before and after the ring, in forward and in backward.
 
-    Nothing is computed beside them, and both link classes are busy at the same time, as are the
-    copies. per_nic: how many ranks send by one NIC at once. Launched are an exchange before and one
-    after, each with the copies around it as one call.
+    Nothing is computed at the same time. Both link classes and the copies are busy at the same
+    time. Launches are one exchange before and one after, each with the copies around it as one
+    call.
+
+    Args:
+        topology: The grid.
+        sizes: Sizes on the ring.
+        rates: Rates of each rank.
+        resends_q: Whether backward sends queries again, as it does with row chunks.
+        per_nic: Number of ranks that send on one NIC at once.
     """
     links = [topology.link(0, peer) for peer in topology.ulysses_group(0)[1:]]
     if not links:
         return IDLE, IDLE
     passes = []
-    messages = 4, 1 + sum(sizes.needs_grad)  # q, k, v and out; dout and what it becomes
-    for size, count in zip(sizes.scattered_bytes(topology.ulysses, again), messages, strict=True):
+    messages = 4, 1 + sum(sizes.needs_grad)  # q, k, v and out; dout and the gradients
+    for size, count in zip(
+        sizes.scattered_bytes(topology.ulysses, resends_q), messages, strict=True
+    ):
         busy = [
             links.count(link) * (count * rates.latency + size / (rate * rates.exchange))
             for link, rate in (("intra", rates.intra), ("inter", float(rates.between(per_nic))))
@@ -520,45 +598,55 @@ def sharing(
     return passes[0], passes[1]
 
 
-def adding(sizes: Sizes, rate: float) -> tuple[Adding, Adding]:
-    """What dense attention moves in memory besides computing, forward and backward, at so many
-    bytes per second: a call reads its results in the dtype of q, and reads and writes the sums to
-    which it adds them. Keys of several chunks are copied to their places, and gradients of such
-    keys are zeroed, read again and written for each chunk (`execution.joined`).
+def adding(sizes: Sizes, rate: float) -> tuple[AccumulationTimes, AccumulationTimes]:
+    """Return the memory traffic of dense attention in addition to computation, for each pass.
+
+    A call reads its results in the dtype of q, and reads and writes the sums that they are added
+    to. Keys of several chunks are copied to one buffer. Gradients of such keys are zeroed, and read
+    and written again for each chunk (`execution.joined`).
+
+    Args:
+        sizes: Sizes on the ring.
+        rate: Bytes per second.
     """
     of_sums, batch = 2 * sizes.stat_itemsize + sizes.itemsize, sizes.batch / rate
     of_keys = batch * sizes.kv_heads * (sizes.width + sizes.value_width)
-    copied, heads = 2 * sizes.itemsize * of_keys, batch * sizes.heads
+    copy_seconds, heads = 2 * sizes.itemsize * of_keys, batch * sizes.heads
     return (
-        Adding(queries=heads * sizes.value_width * of_sums, joined=copied),
-        Adding(
+        AccumulationTimes(queries=heads * sizes.value_width * of_sums, joined=copy_seconds),
+        AccumulationTimes(
             queries=heads * sizes.width * of_sums,
             keys=of_keys * of_sums,
-            joined=copied + 3 * sizes.stat_itemsize * of_keys,
+            joined=copy_seconds + 3 * sizes.stat_itemsize * of_keys,
         ),
     )
 
 
 def reading(sizes: Sizes, memory: float, latent: bool) -> tuple[float, float]:
-    """Seconds that a call of sparse attention, forward and backward, takes at least: queries,
-    results and gradients of all its rows pass through memory, of so many bytes per second, however
-    few keys of the call a row has selected. Forward reads q, and reads and writes out in the dtype
-    of sums; backward reads q and its output's gradient, and reads and writes dq as forward out.
-    latent: are values columns of the keys, which are wider by as many?
+    """Return the smallest number of seconds of a call of sparse attention, in forward and backward.
+
+    Queries, results and gradients of all its rows pass through memory, even if a row has selected
+    few keys of the call. Forward reads q, and reads and writes out in the dtype of sums. Backward
+    reads q and the gradient of its output, and reads and writes dq in the dtype of sums.
+
+    Args:
+        sizes: Sizes on the ring.
+        memory: Bytes per second of memory.
+        latent: Whether values are columns of the keys, which are wider by these columns.
     """
     rows = sizes.tokens * sizes.batch * sizes.heads
-    out, each, both = sizes.value_width, sizes.itemsize, 2 * sizes.stat_itemsize
+    out, itemsize, read_write = sizes.value_width, sizes.itemsize, 2 * sizes.stat_itemsize
     q = sizes.width + out * latent
-    forward, backward = each * q + both * out, each * (q + out) + both * q
+    forward, backward = itemsize * q + read_write * out, itemsize * (q + out) + read_write * q
     return rows * forward / memory, rows * backward / memory
 
 
 def grids(ranks: int, intra: int, sizes: Sizes) -> list[Topology]:
-    """Every grid of these ranks on which ulysses groups can share these heads.
+    """Return every grid of these ranks on which ulysses groups can share these heads.
 
-    Placements with the same rings and ulysses groups are listed once.
+    Placements with the same rings and ulysses groups appear once.
     """
-    found: dict[tuple, Topology] = {}
+    by_groups: dict[tuple, Topology] = {}
     for ulysses in (n for n in range(1, ranks + 1) if ranks % n == 0):
         if ulysses > 1 and not shareable(sizes.heads, sizes.kv_heads, ulysses):
             continue
@@ -567,5 +655,5 @@ def grids(ranks: int, intra: int, sizes: Sizes) -> list[Topology]:
                 grid = Topology(ranks, intra, ulysses, placement)
             except ValueError:  # rings whose nodes hold unequal numbers of ranks
                 continue
-            found.setdefault((ulysses, tuple(grid.ring(0)), tuple(grid.ulysses_group(0))), grid)
-    return list(found.values())
+            by_groups.setdefault((ulysses, tuple(grid.ring(0)), tuple(grid.ulysses_group(0))), grid)
+    return list(by_groups.values())

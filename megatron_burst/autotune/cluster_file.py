@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cluster files: what was measured of a cluster, as TOML that people can read and change.
+"""Cluster files: the measured values of a cluster, as TOML that users can read and edit.
 
-`megatron-burst calibrate` writes one; `read` makes a `Cluster` of it. Decides the names, the units
-and the order of the figures. Comments say how a figure was found and how far repeats differ; they
-are for people, and a file without them means the same.
+`megatron-burst calibrate` writes a file, and `read` makes a `Cluster` from it. This module decides
+the names, the units and the order of the values. Comments state how a value was measured and how
+much repeats vary. They are ignored when a file is read.
 """
 
 from __future__ import annotations
@@ -26,9 +26,15 @@ else:
     import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 
-class Figure(NamedTuple):
-    """One key of the file. of: the class whose field it is; kind: its type; unit: with what it
-    counts, for the comment.
+class FileKey(NamedTuple):
+    """One key of the file.
+
+    Attributes:
+        key: Name of the key.
+        of: Class that has the field.
+        field: Name of the field.
+        kind: Type of the value.
+        unit: Unit or meaning of the value, for the comment.
     """
 
     key: str
@@ -39,129 +45,141 @@ class Figure(NamedTuple):
 
 
 # In the order of the file.
-SECTIONS: Mapping[str, tuple[Figure, ...]] = {
+SECTIONS: Mapping[str, tuple[FileKey, ...]] = {
     "cluster": (
-        Figure("source", Cluster, "source", str, "where the figures come from"),
-        Figure("gpus", Cluster, "gpus", int, "of all nodes"),
-        Figure("per_node", Cluster, "per_node", int, "GPUs of a node"),
-        Figure("spread", Cluster, "spread", float, "the largest of rates below"),
+        FileKey("source", Cluster, "source", str, "origin of the values"),
+        FileKey("gpus", Cluster, "gpus", int, "of all nodes"),
+        FileKey("per_node", Cluster, "per_node", int, "GPUs of a node"),
+        FileKey("spread", Cluster, "spread", float, "largest spread of the rates below"),
     ),
     "gpu": (
-        Figure("name", Gpu, "name", str, ""),
-        Figure("memory", Gpu, "memory", int, "bytes that torch reports"),
-        Figure("reserve", Cluster, "reserve", int, "bytes that are not for tensors"),
-        Figure("memory_rate", Gpu, "memory_rate", float, "bytes/s, read and written together"),
-        Figure("peak", Gpu, "peak", float, "dense bf16 FLOP/s"),
-        Figure("linear", Gpu, "linear", float, "of the peak, large matrix products"),
-        Figure("small", Gpu, "small", float, "rows that double a product's time"),
-        Figure("attention", Gpu, "attention", float, "of the peak, long attention calls, forward"),
-        Figure("kernel", Gpu, "kernel", str, "whose rate `attention` is"),
-        Figure("compute", Rates, "compute", float, "FLOP/s of long attention calls, forward"),
-        Figure("launch", Rates, "launch", float, "seconds of an attention call without rows"),
-        Figure("half_rows", Rates, "half_rows", float, "rows with half of `compute`"),
-        Figure("adding", Rates, "adding", float, "bytes/s of adding results of attention calls"),
-        Figure("backward", Rates, "backward", float, "time of a backward over that of a forward"),
-        Figure("source", Gpu, "source", str, "of the figures that were not measured"),
+        FileKey("name", Gpu, "name", str, ""),
+        FileKey("memory", Gpu, "memory", int, "bytes that torch reports"),
+        FileKey("reserve", Cluster, "reserve", int, "bytes that tensors cannot use"),
+        FileKey("memory_rate", Gpu, "memory_rate", float, "bytes/s, read and written together"),
+        FileKey("peak", Gpu, "peak", float, "dense bf16 FLOP/s"),
+        FileKey("linear", Gpu, "linear", float, "of the peak, large matrix products"),
+        FileKey("small", Gpu, "small", float, "rows that double a product's time"),
+        FileKey("attention", Gpu, "attention", float, "of the peak, long attention calls, forward"),
+        FileKey("kernel", Gpu, "kernel", str, "kernel of the rate `attention`"),
+        FileKey("compute", Rates, "compute", float, "FLOP/s of long attention calls, forward"),
+        FileKey("launch", Rates, "launch", float, "seconds of an attention call without rows"),
+        FileKey("half_rows", Rates, "half_rows", float, "rows that reach half of `compute`"),
+        FileKey("adding", Rates, "adding", float, "bytes/s of adding results of attention calls"),
+        FileKey("backward", Rates, "backward", float, "time of a backward over that of a forward"),
+        FileKey("source", Gpu, "source", str, "origin of the values that are not measured"),
     ),
     "links": (
-        Figure("nvlink", Gpu, "nvlink", float, "bytes/s within a node, one way, published"),
-        Figure("nics", Cluster, "nics", int, "of a node, shared evenly by its GPUs"),
-        Figure("nic_of", Cluster, "nic_of", str, "who shares one: neighbours, or stride apart"),
-        Figure("nic_rate", Cluster, "nic_rate", float, "bytes/s of one NIC, one way"),
-        Figure("nic", Gpu, "nic", float, "bytes/s of a NIC of the vendor's node, one way"),
-        Figure("intra", Rates, "intra", float, "bytes/s of a rank within its node, one way"),
-        Figure("inter", Rates, "inter", float, "bytes/s of a rank alone on its NIC, one way"),
-        Figure("nic_shared", Rates, "nic", float, "bytes/s of one NIC, several ranks at once"),
-        Figure("latency", Rates, "latency", float, "seconds of a message besides its bytes"),
-        Figure("posting", Rates, "posting", float, "seconds that starting an exchange takes"),
-        Figure("exchange", Rates, "exchange", float, "of a link's rate, in an all-to-all"),
-        Figure("exchange_start", Rates, "exchange_start", float, "seconds of it without bytes"),
-        Figure("copying", Rates, "copying", float, "bytes/s of its tensors, cut up and joined"),
-        Figure("handling", Rates, "handling", float, "seconds of a rank for each byte it sends"),
-        Figure("start", Rates, "start", float, "seconds before a pass of a ring begins"),
-        Figure("overlap", Cluster, "overlap", float, "of gradients' reduction, hidden at most"),
-        Figure("slowdown", Rates, "slowdown", float, "of computing while links carry something"),
+        FileKey("nvlink", Gpu, "nvlink", float, "bytes/s within a node, one way, published"),
+        FileKey("nics", Cluster, "nics", int, "of a node, shared evenly by its GPUs"),
+        FileKey("nic_of", Cluster, "nic_of", str, "GPUs that share a NIC: neighbours or stride"),
+        FileKey("nic_rate", Cluster, "nic_rate", float, "bytes/s of one NIC, one way"),
+        FileKey("nic", Gpu, "nic", float, "bytes/s of a NIC of the vendor's node, one way"),
+        FileKey("intra", Rates, "intra", float, "bytes/s of a rank within its node, one way"),
+        FileKey("inter", Rates, "inter", float, "bytes/s of a rank alone on its NIC, one way"),
+        FileKey("nic_shared", Rates, "nic", float, "bytes/s of one NIC, several ranks at once"),
+        FileKey("latency", Rates, "latency", float, "seconds per message, without its bytes"),
+        FileKey("posting", Rates, "posting", float, "seconds to start an exchange"),
+        FileKey("exchange", Rates, "exchange", float, "fraction of a link's rate, all-to-all"),
+        FileKey("exchange_start", Rates, "exchange_start", float, "seconds without bytes"),
+        FileKey("copying", Rates, "copying", float, "bytes/s of splitting and joining tensors"),
+        FileKey("handling", Rates, "handling", float, "seconds of a rank per byte that it sends"),
+        FileKey("start", Rates, "start", float, "seconds before a pass of a ring begins"),
+        FileKey("overlap", Cluster, "overlap", float, "largest hidden part of gradient reduction"),
+        FileKey("slowdown", Rates, "slowdown", float, "of computation while links are busy"),
     ),
     "host": (
-        Figure("memory", Cluster, "host_memory", int, "bytes of a node that may be taken"),
-        Figure("rate", Cluster, "host_rate", float, "bytes/s of one GPU, one way, while all copy"),
-        Figure("update", Cluster, "host_update", float, "bytes/s of an optimizer on the host"),
-        Figure("link", Gpu, "host_link", float, "bytes/s of one GPU alone, one way"),
-        Figure("call", HostTime, "call", float, "seconds of launching an attention call"),
-        Figure("exchange", HostTime, "exchange", float, "seconds of starting an exchange"),
-        Figure("start", HostTime, "start", float, "seconds of launching besides, of a pass"),
-        Figure("layer", HostTime, "layer", float, "seconds of launching the rest of a layer"),
-        Figure("plan", HostTime, "plan", float, "seconds of planning for a new pack of documents"),
+        FileKey("memory", Cluster, "host_memory", int, "bytes of a node that may be used"),
+        FileKey("rate", Cluster, "host_rate", float, "bytes/s of one GPU, one way, while all copy"),
+        FileKey("update", Cluster, "host_update", float, "bytes/s of an optimizer on the host"),
+        FileKey("link", Gpu, "host_link", float, "bytes/s of one GPU alone, one way"),
+        FileKey("call", HostTime, "call", float, "seconds to launch an attention call"),
+        FileKey("exchange", HostTime, "exchange", float, "seconds to start an exchange"),
+        FileKey("start", HostTime, "start", float, "other launch seconds of a pass"),
+        FileKey("layer", HostTime, "layer", float, "launch seconds of the rest of a layer"),
+        FileKey("plan", HostTime, "plan", float, "seconds to plan for a new pack of documents"),
     ),
 }
 _WORDS = {str: "a text", int: "a whole number", float: "a number"}
 
 
 def read(path: str | Path) -> Cluster:
-    """The cluster of a file. ValueError with all that is wrong in it, by section and key, or that
-    it cannot be read.
+    """Return the cluster of a file.
+
+    Raises:
+        ValueError: The file cannot be read, or it has errors. The message lists all errors by
+            section and key.
     """
     try:
-        found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        sections = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not a TOML file: {error}") from None
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    wrong = [*_unknown(found), *_unfit(found)]
-    if not wrong:
+    errors = [*_unknown(sections), *_unfit(sections)]
+    if not errors:
         try:
-            return made(found)
+            return made(sections)
         except ValueError as error:
-            wrong = [str(error)]
-    raise ValueError(f"{path}: {'; '.join(wrong)}")
+            errors = [str(error)]
+    raise ValueError(f"{path}: {'; '.join(errors)}")
 
 
 def write(cluster: Cluster, path: str | Path, notes: Mapping[str, str] | None = None) -> None:
-    """Write a cluster file, which `read` makes the same cluster of.
+    """Write a cluster file from which `read` makes the same cluster.
 
-    notes: by "section.key", how the figure was found; goes into its comment.
+    Args:
+        cluster: The cluster.
+        path: Path of the file.
+        notes: Comments on how values were measured, by "section.key".
     """
     Path(path).write_text(text(cluster, notes or {}), encoding="utf-8")
 
 
 def text(cluster: Cluster, notes: Mapping[str, str]) -> str:
-    """What `write` writes."""
+    """Return the text that `write` writes."""
     lines = ["# A cluster, for `megatron-burst advise --cluster`. Figures may be edited."]
-    for section, figures in SECTIONS.items():
+    for section, keys in SECTIONS.items():
         lines += ["", f"[{section}]"]
-        for figure in figures:
-            value = _value(cluster, figure)
+        for key in keys:
+            value = _value(cluster, key)
             if value is None:
                 continue
-            note = " ".join(notes.get(f"{section}.{figure.key}", "").split())
+            note = " ".join(notes.get(f"{section}.{key.key}", "").split())
             note = "".join(letter for letter in note if letter.isprintable())
-            comment = "; ".join(filter(None, [figure.unit, note]))
+            comment = "; ".join(filter(None, [key.unit, note]))
             end = f"  # {comment}" if comment else ""
-            lines.append(f"{figure.key} = {_toml(value)}{end}")
+            lines.append(f"{key.key} = {_toml(value)}{end}")
     return "\n".join(lines) + "\n"
 
 
-def made(found: Mapping[str, Mapping[str, Any]]) -> Cluster:
-    """The cluster of these values, by section and key, in which no key is unknown and no type
-    wrong.
+def made(sections: Mapping[str, Mapping[str, Any]]) -> Cluster:
+    """Return the cluster of these values, which must have known keys and correct types.
+
+    Args:
+        sections: Values by section and key.
     """
-    given: dict[type, dict[str, Any]] = {Cluster: {}, Gpu: {}, Rates: {}, HostTime: {}}
-    for section, figure in _figures():
-        value = _at(found, section, figure.key)
+    arguments: dict[type, dict[str, Any]] = {Cluster: {}, Gpu: {}, Rates: {}, HostTime: {}}
+    for section, key in _figures():
+        value = _at(sections, section, key.key)
         if value is not None:
-            given[figure.of][figure.field] = figure.kind(value)
-    known = GPUS.get(given[Gpu]["name"].lower())
+            arguments[key.of][key.field] = key.kind(value)
+    entry = GPUS.get(arguments[Gpu]["name"].lower())
     gpu = (
-        Gpu(**given[Gpu]) if known is None else replace(known, **given[Gpu] | {"name": known.name})
+        Gpu(**arguments[Gpu])
+        if entry is None
+        else replace(entry, **arguments[Gpu] | {"name": entry.name})
     )
-    rates = Rates(**given[Rates]) if given[Rates] else None
-    return Cluster(gpu, **given[Cluster], rates=rates, host_time=HostTime(**given[HostTime]))
+    rates = Rates(**arguments[Rates]) if arguments[Rates] else None
+    return Cluster(
+        gpu, **arguments[Cluster], rates=rates, host_time=HostTime(**arguments[HostTime])
+    )
 
 
-def _value(cluster: Cluster, figure: Figure) -> Any:
+def _value(cluster: Cluster, key: FileKey) -> Any:
     holder = {Cluster: cluster, Gpu: cluster.gpu, Rates: cluster.rates,
-              HostTime: cluster.host_time}[figure.of]  # fmt: skip
-    return None if holder is None else getattr(holder, figure.field)
+              HostTime: cluster.host_time}[key.of]  # fmt: skip
+    return None if holder is None else getattr(holder, key.field)
 
 
 def _toml(value: str | float) -> str:
@@ -172,50 +190,56 @@ def _toml(value: str | float) -> str:
     )
 
 
-def _unknown(found: Mapping[str, Any]) -> Iterator[str]:
-    for section, values in found.items():
+def _unknown(sections: Mapping[str, Any]) -> Iterator[str]:
+    for section, values in sections.items():
         if section not in SECTIONS or not isinstance(values, dict):
             yield f"[{section}] is unknown; sections: {', '.join(SECTIONS)}"
             continue
-        keys = [figure.key for figure in SECTIONS[section]]
-        for key in values:
-            if key not in keys:
-                yield f"{section}.{key} is unknown; keys of [{section}]: {', '.join(keys)}"
+        keys = [key.key for key in SECTIONS[section]]
+        for name in values:
+            if name not in keys:
+                yield f"{section}.{name} is unknown; keys of [{section}]: {', '.join(keys)}"
 
 
-def _unfit(found: Mapping[str, Any]) -> Iterator[str]:
-    """Values of a wrong type, and keys that are needed and missing."""
-    named = str(_at(found, "gpu", "name")).lower() in GPUS
-    measured = any(_at(found, s, f.key) is not None for s, f in _figures() if f.of is Rates)
-    for section, figure in _figures():
-        value, where = _at(found, section, figure.key), f"{section}.{figure.key}"
+def _unfit(sections: Mapping[str, Any]) -> Iterator[str]:
+    """Yield errors for values of a wrong type and for missing keys."""
+    named = str(_at(sections, "gpu", "name")).lower() in GPUS
+    measured = any(
+        _at(sections, section, key.key) is not None
+        for section, key in _figures()
+        if key.of is Rates
+    )
+    for section, key in _figures():
+        value, name = _at(sections, section, key.key), f"{section}.{key.key}"
         if value is None:
-            if _needed(figure, named, measured):
-                of_gpu = figure.of is Gpu and figure.key != "name"
+            if _needed(key, named, measured):
+                of_gpu = key.of is Gpu and key.key != "name"
                 reason = ", which an unknown GPU needs" if of_gpu else ""
-                yield f"{where} is missing{reason}"
-        elif not _is(value, figure.kind):
-            yield f"{where} must be {_WORDS[figure.kind]}, got {value!r}"
+                yield f"{name} is missing{reason}"
+        elif not _is(value, key.kind):
+            yield f"{name} must be {_WORDS[key.kind]}, got {value!r}"
 
 
-def _needed(figure: Figure, named: bool, measured: bool) -> bool:
-    """Whether a file cannot be without a figure: not where there is a default, or the GPU is one of
-    the table, and rates only where any are stated.
+def _needed(key: FileKey, named: bool, measured: bool) -> bool:
+    """Return whether a file requires a key.
+
+    A key with a default is optional, and so are the keys of a GPU of the table. Rates are required
+    only if the file states some.
     """
-    field = next(field for field in fields(figure.of) if field.name == figure.field)
+    field = next(field for field in fields(key.of) if field.name == key.field)
     if field.default is not MISSING:
         return False
-    if figure.of is Gpu:
-        return not named or figure.field == "name"
-    return measured or figure.of is Cluster
+    if key.of is Gpu:
+        return not named or key.field == "name"
+    return measured or key.of is Cluster
 
 
-def _figures() -> Iterator[tuple[str, Figure]]:
-    return ((section, figure) for section, figures in SECTIONS.items() for figure in figures)
+def _figures() -> Iterator[tuple[str, FileKey]]:
+    return ((section, key) for section, keys in SECTIONS.items() for key in keys)
 
 
-def _at(found: Mapping[str, Any], section: str, key: str) -> Any:
-    values = found.get(section)
+def _at(sections: Mapping[str, Any], section: str, key: str) -> Any:
+    values = sections.get(section)
     return values.get(key) if isinstance(values, dict) else None
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clusters: nodes of equal GPUs, and the rates that a run of them gets.
+"""Clusters: nodes of equal GPUs, and the rates of a run on them.
 
-Decides what stands in for a figure that nobody measured: `Cluster.rank_rates` makes rates from
-published ones, or takes those of a cluster file (`cluster_file`).
+This module decides the value of a rate that is not measured. `Cluster.rank_rates` makes rates from
+published ones, or takes the rates of a cluster file (`cluster_file`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from .host_time import ASSUMED, HostTime
 from .places import NIC_OF, Nodes
 from .rates import BACKWARD, Rates
 
-# What a published rate becomes in a run where nothing was measured. NVLINK: nccl-tests report a bus
-# bandwidth of 230 to 250 of 300 GB/s on eight A100. NIC, SHARED: of a NIC's rate, by a rank alone
-# and by several; these, HALF_ROWS and SLOWDOWN are those that fit LoongTrain's table 4 (64 A100).
+# Factors from published rates to rates of a run, if nothing is measured. NVLINK: nccl-tests report
+# a bus bandwidth of 230 to 250 of 300 GB/s on eight A100. NIC and SHARED: fraction of a NIC's rate
+# that one rank and several ranks reach. NIC, SHARED, HALF_ROWS and SLOWDOWN fit LoongTrain's table
+# 4 (64 A100).
 NVLINK, NIC, SHARED, HALF_ROWS, SLOWDOWN = 0.8, 0.82, 0.91, 488.0, 0.088
 # Assumed; `megatron-burst calibrate` measures them. Seconds, seconds, fraction.
 LATENCY, LAUNCH, EXCHANGE = 15e-6, 30e-6, 0.8
@@ -40,21 +41,31 @@ SOURCE = "published rates"
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of equal GPUs.
+    """A cluster of nodes with equal GPUs.
 
-    gpu: or its name. gpus: of all nodes; per_node: of one. nics: of one node, shared evenly by its
-    GPUs, 0: one for each GPU; nic_rate: bytes per second of one, one way, 0: those of the vendor's
-    node; nic_of: which GPUs share one, as `Nodes` has it. rates: measured, of a rank that sends
-    alone on its NIC; None takes published ones. source: where the rates come from; spread: of
-    measured rates, the largest: half the range of the middle half of the repeats, over their
-    median. host_memory: bytes of one node that may be taken. reserve: bytes of a GPU that are not
-    for tensors: CUDA's context, NCCL's buffers, cuBLAS's workspaces, and what the allocator cannot
-    use. host_rate: bytes per second that one GPU gets of its link to the host while all copy.
-    host_update: bytes per second of a node's host memory that an optimizer on the host reads and
-    writes. host_time: what launching takes of a GPU's processor. overlap: fraction of a reduction
-    of gradients, or of a gathering of parameters, that can hide behind computing.
+    Attributes:
+        gpu: The GPU, or its name.
+        gpus: GPUs of all nodes.
+        per_node: GPUs of a node.
+        nics: NICs of a node, which its GPUs share evenly; 0 for one per GPU.
+        nic_rate: Bytes per second of a NIC; 0 for the NIC of the vendor's node.
+        rates: Measured rates of a rank that sends alone on its NIC; None for published rates.
+        source: Origin of the rates.
+        host_memory: Bytes of a node's host memory that may be used.
+        reserve: Bytes of a GPU that tensors cannot use: CUDA's context, NCCL's buffers, cuBLAS's
+            workspaces, and memory that the allocator cannot use.
+        host_rate: Bytes per second of the link between a GPU and the host while all GPUs copy.
+        spread: Largest spread of the measured rates: half the interquartile range of the repeats
+            over their median.
+        host_update: Bytes per second of a node's host memory that an optimizer on the host reads
+            and writes.
+        overlap: Largest fraction of the gradient reduction or the parameter all-gather that
+            computation can hide.
+        host_time: Processor time of launches.
+        nic_of: GPUs that share a NIC, as in `Nodes`.
 
-    Raises ValueError for numbers that no cluster has.
+    Raises:
+        ValueError: A value is impossible for a cluster.
     """
 
     gpu: Gpu
@@ -77,7 +88,9 @@ class Cluster:
         if isinstance(self.gpu, str):
             object.__setattr__(self, "gpu", gpu(self.gpu))
         if not all(type(n) is int and n >= 1 for n in (self.gpus, self.per_node)):
-            raise ValueError(f"--gpus {self.gpus} --per-node {self.per_node}: whole numbers from 1")
+            raise ValueError(
+                f"--gpus {self.gpus} --per-node {self.per_node}: both must be integers from 1"
+            )
         if self.gpus > self.per_node and self.gpus % self.per_node:
             raise ValueError(
                 f"--gpus {self.gpus} is not a multiple of --per-node {self.per_node}: give a "
@@ -88,19 +101,19 @@ class Cluster:
         if self.room <= 0:
             raise ValueError(
                 f"--gpu-memory {byte_size(self.gpu.memory)}: --reserve {byte_size(self.reserve)} "
-                "leaves none of it for tensors: take more memory, or a smaller reserve"
+                "leaves no memory for tensors; use more memory or a smaller reserve"
             )
         object.__setattr__(self, "nics", self.nics or self.per_node)
         object.__setattr__(self, "nic_rate", self.nic_rate or self.gpu.nic)
 
     def _wrong(self) -> list[str]:
-        """Figures that no cluster has, in words."""
+        """Return an error message for each impossible value."""
         wrong = []
         if type(self.nics) is not int or self.nics < 0:
             wrong.append(f"nics {self.nics!r} must be a whole number from 0")
         if self.nic_of not in NIC_OF:
             wrong.append(f"nic_of {self.nic_of!r} must be one of {', '.join(NIC_OF)}")
-        # infinite where nodes have no links
+        # infinite if nodes have no links
         if not is_finite(self.nic_rate) and self.nic_rate != math.inf:
             wrong.append(f"nic_rate {self.nic_rate!r} must be a number from 0")
         for name in ("host_rate", "host_memory", "reserve", "spread"):
@@ -115,11 +128,16 @@ class Cluster:
 
     @property
     def ranks_per_node(self) -> int:
-        """GPUs that share the memory of a node."""
+        """Number of GPUs that share the memory of a node."""
         return min(self.gpus, self.per_node)
 
     def cp_per_node(self, tp: int, cp: int) -> int:
-        """How many of `cp` context-parallel ranks, each of `tp` neighbours, are on one node."""
+        """Return the number of context-parallel ranks on one node.
+
+        Args:
+            tp: Tensor-parallel size; the neighbours of a rank are on its node.
+            cp: Context-parallel size.
+        """
         return min(cp, max(1, self.ranks_per_node // tp))
 
     @property
@@ -134,72 +152,78 @@ class Cluster:
 
     @property
     def link(self) -> float:
-        """Bytes per second between one GPU and the host, one way: half the bus while all copy,
-        as two GPUs often share a switch, where no rate was measured.
+        """Bytes per second between one GPU and the host, in one direction.
+
+        If no rate was measured, it is half the bus while all GPUs copy, because two GPUs often
+        share a switch.
         """
         return self.host_rate or self.gpu.host_link / 2
 
     def nodes(self, tp: int = 1) -> Nodes:
-        """Who shares NICs, with `tp` tensor-parallel neighbours."""
+        """Return the nodes and their NICs, with `tp` tensor-parallel neighbours."""
         ranks = self.ranks_per_node
         return Nodes(ranks, min(self.nics, ranks), tp, self.nic_of)
 
     @property
     def measured(self) -> bool:
-        """Whether the rates were measured."""
+        """True if the rates were measured."""
         return self.rates is not None
 
     @property
     def kernels_measured(self) -> bool:
-        """Whether those of attention kernels were, and not those of links alone."""
+        """True if the rates of attention kernels were measured, and not only links."""
         return self.rates is not None and self.rates.compute is not None
 
     @property
     def band(self) -> ForecastBand:
-        """How much longer steps may take than their forecast."""
+        """Range of the times of steps over their forecast."""
         return band_of(self.gpu.name, self.kernels_measured)
 
     @property
     def described(self) -> str:
-        """Where the rates come from, and how far that can be off, on one line."""
+        """Text with the origin of the rates and their error, on one line."""
         if self.measured:
             return f"measured: {self.source}; repeats vary by up to {self.spread:.0%}"
         band, kernel = self.band, self.gpu.kernel
         source = f"{self.source} of kernel {kernel}" if kernel else self.source
         return (
-            f"{source}, not measured here: nine in ten of {band.cells} published runs on "
-            f"{band.gpus} took {band} times their forecast{band.provided}; `megatron-burst "
-            "calibrate` measures them"
+            f"{source}, not measured here: 90 % of {band.cells} published runs on {band.gpus} "
+            f"took {band} times their forecast{band.provided}; `megatron-burst calibrate` "
+            "measures the rates"
         )
 
     def rank_rates(self, documents: bool = False) -> Rates:
-        """The rates of one rank: what was measured, or else what published ones become in a run.
+        """Return the rates of one rank: measured, or published and reduced by the losses of a run.
 
-        `inter` is that of a rank alone on its NIC: who shares it is told to the simulator apart.
-        documents: of attention to packs of them, which kernels on Hopper compute more slowly.
+        `inter` is the rate of a rank alone on its NIC. The simulator gets the sharing of NICs
+        separately.
+
+        Args:
+            documents: Whether attention is over packed documents, which kernels on Hopper compute
+                more slowly.
         """
-        found, gpu, kernel = self._rank_rates, self.gpu, self.gpu.kernel or "flash3"
-        known = is_hopper(gpu) and kernel in DOCUMENTS
-        if not documents or self.kernels_measured or not known:
-            return found
+        rates, gpu, kernel = self._rank_rates, self.gpu, self.gpu.kernel or "flash3"
+        slower = is_hopper(gpu) and kernel in DOCUMENTS
+        if not documents or self.kernels_measured or not slower:
+            return rates
         forward, backward = DOCUMENTS[kernel]
-        # A rate that was stated in place of the published one is as much slower on documents.
+        # A stated rate is slower on documents by the same factor as the published one.
         published = with_kernel(GPUS.get(gpu.name, GPUS["h100"]), gpu.kernel).attention
         compute = gpu.peak / GPUS["h100"].peak * forward * gpu.attention / published
-        return replace(found, compute=compute, backward=BACKWARD * forward / backward)
+        return replace(rates, compute=compute, backward=BACKWARD * forward / backward)
 
     @cached_property
     def _rank_rates(self) -> Rates:
         compute = self.gpu.peak * self.gpu.attention
         if self.rates is not None:
-            found, most = self.rates, self.gpu.memory_rate
-            memory = min(found.memory, most)
-            # Not stated, it is part of half_rows; stated, it is memory that is read and written.
-            adding = found.adding if math.isinf(found.adding) else min(found.adding, most)
-            return replace(found, compute=found.compute or compute, memory=memory, adding=adding,
+            rates, memory_rate = self.rates, self.gpu.memory_rate
+            memory = min(rates.memory, memory_rate)
+            # If `adding` is not stated, half_rows includes it. If stated, it is memory traffic.
+            adding = rates.adding if math.isinf(rates.adding) else min(rates.adding, memory_rate)
+            return replace(rates, compute=rates.compute or compute, memory=memory, adding=adding,
                            host=self.host_time)  # fmt: skip
-        # `adding` stays math.inf: HALF_ROWS fits whole runs of a ring (LoongTrain's table 4), whose
-        # calls added their results, so that it would count them twice.
+        # `adding` stays math.inf. HALF_ROWS fits whole runs of a ring (LoongTrain's table 4), whose
+        # calls add their results, so a finite `adding` would count them twice.
         return Rates(
             intra=self.gpu.nvlink * NVLINK,
             inter=self.nic_rate * NIC,
@@ -216,10 +240,13 @@ class Cluster:
         )
 
     def run_rates(self, per_node: int) -> Rates:
-        """What `prepare` takes: with the NICs that ranks share, which a run does not see, and the
-        memory of a GPU, of which an estimate knows what else is in it.
+        """Return the rates for `prepare`, with shared NICs and the memory of a GPU.
 
-        per_node: context-parallel ranks of a group on each node, between tensor-parallel ones.
+        A run does not know which ranks share NICs. It measures free memory, but an estimate cannot.
+
+        Args:
+            per_node: Context-parallel ranks of a group on each node; tensor-parallel ranks are
+                between them.
         """
         alone, ranks = replace(self.rank_rates(), room=float(self.room)), self.ranks_per_node
         if self.nics >= ranks:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages of a schedule as the simulator sends them: exchange by exchange, wave by wave.
+"""The messages of a schedule as the simulator sends them: by exchange, then by wave.
 
-Messages of one exchange that have a sender or a receiver in common follow one another. Decides in
-which order: to the nearest rank first, so that no two ranks wait for a third at the same time while
-others could serve them.
+Messages of one exchange with a common sender or receiver follow one another. This module decides
+their order: to the nearest rank first. So no two ranks wait for a third at the same time while
+others are free.
 """
 
 from __future__ import annotations
@@ -16,48 +16,55 @@ from typing import NamedTuple
 import numpy as np
 
 from ..schedule.tables import Grid, Transfers
-from .places import Places
+from .places import RankPlaces
 
 
 @dataclass(frozen=True)
 class Wires:
-    """How ranks are connected.
+    """The links between ranks.
 
-    pairs: within a node any two ranks have a link of their own; otherwise, and between nodes, a
-    rank has one port. places: which node and NIC each rank has; None: nodes are those of the grid,
-    and every rank has a NIC of its own. together: messages that a rank starts at one boundary share
-    its ports and end together, as streams of TCP do; otherwise they follow one another.
+    Attributes:
+        pairs: Whether any two ranks of a node have a separate link. Otherwise, and between nodes, a
+            rank has one port.
+        places: Node and NIC of each rank. None: ranks are on the nodes of the grid, and every rank
+            has its own NIC.
+        together: Whether messages that a rank starts at one boundary share its ports and end
+            together, as TCP streams do. Otherwise they follow one another.
     """
 
     pairs: bool = False
-    places: Places | None = None
+    places: RankPlaces | None = None
     together: bool = False
 
-    def between(self, moved: Transfers, grid: Grid) -> np.ndarray:
-        """Which transfers cross between nodes?"""
-        return moved.between(grid) if self.places is None else self.places.between(moved)
+    def between(self, transfers: Transfers, grid: Grid) -> np.ndarray:
+        """Return a bool array that is true for transfers between nodes."""
+        return transfers.between(grid) if self.places is None else self.places.between(transfers)
 
 
 ONE_NIC = Wires()
 
 
 class Wave(NamedTuple):
-    """Messages of one exchange of which no two have the same sender or the same receiver.
+    """Messages of one exchange that have no sender and no receiver in common.
 
-    clocks: [4, n], of each its sender, its receiver and their ports, as indices of `_Clocks.free`;
-    ends: [2, n], its sender and its receiver, as of `done` of `_Clocks.send`; which: its row of the
-    schedule's transfers.
+    Attributes:
+        clocks: [4, n], sender, receiver and their ports, as indices of `_Clocks.free`.
+        ends: [2, n], sender and receiver, as indices of `done` of `_Clocks.send`.
+        rows: Rows of the messages in the schedule's transfers.
     """
 
     clocks: np.ndarray
     ends: np.ndarray
-    which: np.ndarray
+    rows: np.ndarray
 
 
 class TimedExchange(NamedTuple):
     """Messages of all ranks that start and land together on one communicator.
 
-    ranks: which take part, some of them twice.
+    Attributes:
+        waves: Waves of the messages.
+        ranks: Ranks that take part; some of them twice.
+        land: Landing boundary of the messages.
     """
 
     waves: Sequence[Wave]
@@ -65,58 +72,63 @@ class TimedExchange(NamedTuple):
     land: int
 
 
-def ports_of(moved: Transfers, grid: Grid, wires: Wires) -> np.ndarray:
-    """Int [2, n]: the port from which each message leaves, and the one at which it arrives."""
-    size, between = grid.size, wires.between(moved, grid)
-    leaves, arrives = between * size + moved.src, (2 + between) * size + moved.dst
+def ports_of(transfers: Transfers, grid: Grid, wires: Wires) -> np.ndarray:
+    """Return the port of departure and the port of arrival of each message, int [2, n]."""
+    size, between = grid.size, wires.between(transfers, grid)
+    leaves, arrives = between * size + transfers.src, (2 + between) * size + transfers.dst
     if wires.pairs:
-        own = 4 * size + moved.src.astype(np.int64) * size + moved.dst
+        own = 4 * size + transfers.src.astype(np.int64) * size + transfers.dst
         leaves, arrives = (np.where(between, port, own) for port in (leaves, arrives))
     return np.stack([leaves, arrives]).astype(np.int64)
 
 
-def exchanges(moved: Transfers, grid: Grid, ports: np.ndarray) -> dict[int, list[TimedExchange]]:
-    """Boundary -> the exchanges that start there, in the order in which ranks start them."""
+def exchanges(
+    transfers: Transfers, grid: Grid, ports: np.ndarray
+) -> dict[int, list[TimedExchange]]:
+    """Return the exchanges that start at each boundary, in the order of their start."""
     starting: dict[int, list[TimedExchange]] = {}
-    if not len(moved.src):
+    if not len(transfers.src):
         return starting
-    keys = np.stack([moved.post, moved.ring, moved.accumulated, moved.land])
+    keys = np.stack([transfers.post, transfers.ring, transfers.accumulated, transfers.land])
     order, exchange = _grouped(keys)
-    wave = _waves(moved.where(order), exchange, grid)
-    again = np.lexsort((wave, exchange))
-    order, exchange, wave = order[again], exchange[again], wave[again]
-    src, dst = moved.src[order], moved.dst[order]
+    wave = _waves(transfers.where(order), exchange, grid)
+    by_wave = np.lexsort((wave, exchange))
+    order, exchange, wave = order[by_wave], exchange[by_wave], wave[by_wave]
+    src, dst = transfers.src[order], transfers.dst[order]
     clocks = np.concatenate([[src, dst], grid.size + ports[:, order]])
     ends = np.stack([src, grid.size + dst])
-    post, land = moved.post[order], moved.land[order]
+    post, land = transfers.post[order], transfers.land[order]
     edges = _edges(exchange, wave)
     waves = [Wave(clocks[:, i:j], ends[:, i:j], order[i:j]) for i, j in pairwise(edges)]
     bounds = _edges(exchange)
     first = np.searchsorted(edges, bounds).tolist()
     for index, (i, j) in enumerate(pairwise(bounds)):
-        some = waves[first[index] : first[index + 1]]
+        exchange_waves = waves[first[index] : first[index + 1]]
         ranks = clocks[:2, i:j].reshape(-1)
-        starting.setdefault(int(post[i]), []).append(TimedExchange(some, ranks, int(land[i])))
+        starting.setdefault(int(post[i]), []).append(
+            TimedExchange(exchange_waves, ranks, int(land[i]))
+        )
     return starting
 
 
-def _waves(moved: Transfers, exchange: np.ndarray, grid: Grid) -> np.ndarray:
-    """Which wave of its exchange each message belongs to, in columns by exchange.
+def _waves(transfers: Transfers, exchange: np.ndarray, grid: Grid) -> np.ndarray:
+    """Return the index of each message's wave in its exchange; columns are sorted by exchange.
 
-    All in one where that can be. Else by how far they go, and two of the same two ranks in the
-    order of the table.
+    All messages are in one wave if that is possible. Otherwise the wave depends on the distance,
+    and messages between the same two ranks stay in the order of the table.
     """
     clash = np.zeros(int(exchange[-1]) + 1, dtype=bool)
-    for end in (moved.src, moved.dst):
+    for end in (transfers.src, transfers.dst):
         _, index, times = np.unique(
             exchange * grid.size + end, return_inverse=True, return_counts=True
         )
         clash[exchange[times[index] > 1]] = True
     if not clash.any():
         return np.zeros_like(exchange)
-    src, dst = moved.src.astype(np.int64), moved.dst.astype(np.int64)
-    between = moved.between(grid)
-    # Round the node, or round all ranks: at one distance no two have the same sender or receiver.
+    src, dst = transfers.src.astype(np.int64), transfers.dst.astype(np.int64)
+    between = transfers.between(grid)
+    # The distance is within the node or over all ranks. Messages of one distance have no sender and
+    # no receiver in common.
     away = np.where(between, grid.intra + (dst - src) % grid.size, (dst - src) % grid.intra)
     away *= clash[exchange]
     order, group = _grouped(np.stack([exchange, src, dst]))
@@ -127,13 +139,13 @@ def _waves(moved: Transfers, exchange: np.ndarray, grid: Grid) -> np.ndarray:
 
 
 def _grouped(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The order of the columns of `keys`, equal ones as they were, and which group each is in."""
+    """Return a stable order of the columns of `keys`, and the group of each column in it."""
     order = np.lexsort(keys[::-1])
     new = (np.diff(keys[:, order], axis=1) != 0).any(axis=0)
     return order, np.concatenate([[0], np.cumsum(new)])
 
 
 def _edges(*keys: np.ndarray) -> list[int]:
-    """Where the keys, which are sorted, change; with both ends."""
+    """Return the indices at which the sorted keys change, and both ends."""
     new = np.logical_or.reduce([key[1:] != key[:-1] for key in keys])
     return [0, *(np.flatnonzero(new) + 1).tolist(), len(keys[0])]

@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPUs by name: what their vendor publishes, and what kernels of others are published to reach.
+"""GPUs by name: values that vendors publish, and published rates of kernels.
 
-Memory is what torch reports as total capacity of the device (less than the name says); rates are
-dense peaks, and of links one way: a datasheet's NVLink rate counts both. Host links are the rates
-that pinned copies reach, not those of the bus. Left out are GPUs that have a link of their own to
-each other GPU of the node instead of a switch: one rate does not say what a ring gets there.
+Memory is the total capacity that torch reports, which is less than the name says. Rates are dense
+peaks. Rates of links are for one direction; a datasheet's NVLink rate is for both. Host links have
+the rate of pinned copies, not of the bus. The table excludes GPUs with a direct link to each other
+GPU of the node instead of a switch, because one rate does not describe a ring on them.
 
-Fractions of the peak: `attention` is of long calls, head width 128, bf16: up to 230 of 312 TFLOP/s
-on A100 (FlashAttention-2, 0.73), 648 of 989 on H100 (FlashAttention-3, 0.66), 693 to 702 on H200
-(cuDNN 9, NVIDIA's figures, 0.7), up to 1613 of 2250 on B200 (FlashAttention-4, abstract, 0.71);
-not more than that is taken. `linear` is nine tenths of what a search over shapes found for
-matrix products (Bekman, Machine Learning Engineering, "maximum achievable matmul FLOPS": A100 0.87,
-H100 0.80, B200 0.78). A backward of attention runs at 0.86 of the forward's rate (FlashAttention-2
-on A100: up to 0.63 against 0.73 of the peak; FlashAttention-3: 561 against 648 TFLOP/s).
+Fractions of the peak: `attention` is for long calls, head width 128, bf16. Published values are up
+to 230 of 312 TFLOP/s on A100 (FlashAttention-2, 0.73), 648 of 989 on H100 (FlashAttention-3, 0.66),
+693 to 702 on H200 (cuDNN 9, NVIDIA's values, 0.7) and up to 1613 of 2250 on B200 (FlashAttention-4,
+abstract, 0.71). The table has no higher values. `linear` is 90 % of the rate that a search over
+shapes reached for matrix products (Bekman, Machine Learning Engineering, "maximum achievable matmul
+FLOPS": A100 0.87, H100 0.80, B200 0.78). A backward of attention runs at 0.86 of the forward's rate
+(FlashAttention-2 on A100: up to 0.63 against 0.73 of the peak; FlashAttention-3: 561 against 648
+TFLOP/s).
 
 KERNELS has the same fraction by kernel. Forward on H100: FlashAttention-2 370 TFLOP/s, cuDNN 595,
 FlashAttention-3 648; cuDNN on H200 as above. On B200 FlashAttention-4 is up to 1.3 times as fast as
-cuDNN 9.13 (FlashAttention-4, abstract). DOCUMENTS has what kernels reach, both ways, over causal
-documents packed to 32K tokens, on H100: the first two measured (docs/performance.md),
-FlashAttention 3 by MagiAttention's blog.
+cuDNN 9.13 (FlashAttention-4, abstract). DOCUMENTS has the rates of kernels on H100, forward and
+backward, over causal documents packed to 32K tokens. The first two are measured
+(docs/performance.md); FlashAttention 3 is from MagiAttention's blog.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ import math
 from dataclasses import dataclass, replace
 
 GB, GIB = 10**9, 2**30
-SLOWER = 0.86  # rate of an attention backward over that of a forward
+SLOWER = 0.86  # rate of an attention backward over the rate of a forward
 
 
 def is_finite(value: object) -> bool:
-    """Whether a value is a number from 0 that is neither infinite nor NaN."""
+    """Return whether a value is a finite number from 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return 0 <= value < math.inf
@@ -39,17 +40,26 @@ def is_finite(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, by its datasheet or measured.
+    """One GPU, from its datasheet or measured.
 
-    name: for messages; memory: bytes; peak: dense bf16 operations per second; host_link: bytes per
-    second between one GPU and host memory, one way; source: of the figures. nvlink: bytes per
-    second to the other GPUs of the node, one way; memory_rate: of its own memory. attention,
-    linear: fractions of the peak that long attention calls (forward) and large matrix products
-    reach. nic: bytes per second of a NIC of the vendor's node, one way, which has one for every
-    GPU. small: a product of sizes m x k x n takes longer by small / m + small / k + small / n of
-    its time. kernel: whose rate `attention` is, as `--burst-kernel` calls it; None: the fastest's.
+    Attributes:
+        name: Name for messages.
+        memory: Bytes of memory.
+        peak: Dense bf16 operations per second.
+        host_link: Bytes per second between one GPU and host memory, in one direction.
+        source: Origin of the values.
+        nvlink: Bytes per second to the other GPUs of the node, in one direction.
+        memory_rate: Bytes per second of the GPU's memory.
+        attention: Fraction of the peak that long attention calls reach in forward.
+        linear: Fraction of the peak that large matrix products reach.
+        nic: Bytes per second of a NIC of the vendor's node, in one direction; that node has one NIC
+            per GPU.
+        small: A matrix product of sizes m x k x n takes longer by the fraction small / m + small /
+            k + small / n.
+        kernel: Kernel of the rate `attention`, as in `--burst-kernel`; None for the fastest.
 
-    Raises ValueError for numbers that no GPU has.
+    Raises:
+        ValueError: A value is impossible for a GPU.
     """
 
     name: str
@@ -70,7 +80,7 @@ class Gpu:
         for name in ("memory", "peak", "host_link", "nvlink", "memory_rate", "nic"):
             value = getattr(self, name)
             if name in ("memory_rate", "nvlink", "nic") and value == math.inf:
-                continue  # links that are not there, passes over memory that take no time
+                continue  # a link that does not exist, or memory passes that take no time
             if not is_finite(value) or value <= 0:
                 wrong.append(f"{name} must be a finite number above 0: {value!r}")
         for name in ("attention", "linear"):
@@ -102,7 +112,7 @@ GPUS: dict[str, Gpu] = {
             450 * GB, 4800 * GB, 0.68, *_H[1:]),
         Gpu("b200", int(178.3 * GIB), 2250e12, 50 * GB, "DGX B200 datasheet; PCIe 5.0 x16; NDR",
             900 * GB, 8000 * GB, *_B),
-        # Two GPUs share 450 GB/s one way to their CPU; four fifths of it are assumed to be reached.
+        # Two GPUs share 450 GB/s in one direction to their CPU. Assumption: 80 % of it is reached.
         Gpu("gb200", int(184.3 * GIB), 2500e12, 360 * GB, "GB200 NVL72 datasheet; NVLink-C2C; NDR",
             900 * GB, 8000 * GB, *_B),
     )
@@ -126,7 +136,7 @@ def table_entry(gpu: Gpu) -> Gpu | None:
     if gpu.name in GPUS:
         return GPUS[gpu.name]
     changed = {name: getattr(gpu, name) for name in ("name", "memory", "attention", "kernel")}
-    return next((each for each in GPUS.values() if replace(each, **changed) == gpu), None)
+    return next((entry for entry in GPUS.values() if replace(entry, **changed) == gpu), None)
 
 
 def is_hopper(gpu: Gpu) -> bool:
@@ -135,24 +145,24 @@ def is_hopper(gpu: Gpu) -> bool:
 
 
 def assumed_kernel(gpu: Gpu, documents: bool = False) -> str | None:
-    """Return the kernel whose published rate `Gpu.attention` is.
+    """Return the kernel with the published rate `Gpu.attention`.
 
     Args:
         gpu: The GPU of the forecast.
-        documents: Whether attention is to packed documents, for which rates on Hopper are others.
+        documents: Whether attention is over packed documents, for which Hopper has other rates.
 
     Returns:
-        A name as in `--burst-kernel`, or words of a cluster file; None if the rate was stated
+        A name as in `--burst-kernel`, or text of a cluster file; None if the rate was stated
         without a kernel.
     """
     if gpu.kernel is not None:
         return gpu.kernel
-    known = table_entry(gpu)
-    if known is None or gpu.attention != known.attention:
+    entry = table_entry(gpu)
+    if entry is None or gpu.attention != entry.attention:
         return None
-    if documents and is_hopper(known):
+    if documents and is_hopper(entry):
         return max(DOCUMENTS, key=lambda name: DOCUMENTS[name])
-    rates = KERNELS[known.name]
+    rates = KERNELS[entry.name]
     return max(rates, key=lambda name: rates[name])
 
 
@@ -161,42 +171,49 @@ def other_kernels(gpu: Gpu, documents: bool = False) -> list[str]:
 
     Empty if the rate of the assumed kernel was stated by the user.
     """
-    known, kernel = table_entry(gpu), assumed_kernel(gpu, documents)
-    if known is None or kernel is None:
+    entry, kernel = table_entry(gpu), assumed_kernel(gpu, documents)
+    if entry is None or kernel is None:
         return []
-    rates = KERNELS[known.name]
+    rates = KERNELS[entry.name]
     if gpu.kernel is not None and rates.get(kernel) != gpu.attention:
         return []
     return sorted(rates.keys() - {kernel}, key=lambda name: -rates[name])
 
 
 def with_kernel(gpu: Gpu, kernel: str | None) -> Gpu:
-    """The GPU at the published rate of one kernel, None: as it is. ValueError with those that there
-    are.
+    """Return the GPU at the published rate of one kernel; None returns the GPU unchanged.
+
+    Raises:
+        ValueError: This kernel has no published rate on the GPU. The message names the kernels that
+            have one.
     """
     if kernel is None:
         return gpu
     entry = table_entry(gpu)
-    known = {} if entry is None else KERNELS[entry.name]
-    if kernel not in known:
-        there = f"take one of {', '.join(known)}" if known else "leave it out"
-        raise ValueError(f"--kernel {kernel}: no rate of it was published for {gpu.name}: {there}")
-    return replace(gpu, attention=known[kernel], kernel=kernel)
+    fractions = {} if entry is None else KERNELS[entry.name]
+    if kernel not in fractions:
+        remedy = f"take one of {', '.join(fractions)}" if fractions else "leave it out"
+        raise ValueError(f"--kernel {kernel}: no rate of it was published for {gpu.name}; {remedy}")
+    return replace(gpu, attention=fractions[kernel], kernel=kernel)
 
 
 def gpu(name: str) -> Gpu:
-    """A GPU by its name. ValueError with the names that there are for any other."""
-    found = GPUS.get(name.lower())
-    if found is None:
+    """Return a GPU by its name, or raise ValueError with the known names."""
+    entry = GPUS.get(name.lower())
+    if entry is None:
         raise ValueError(
-            f"--gpu {name}: unknown; one of {', '.join(GPUS)}, with another --gpu-memory if need be"
+            f"--gpu {name}: unknown; use one of {', '.join(GPUS)}, and --gpu-memory if its memory "
+            "differs"
         )
-    return found
+    return entry
 
 
 def of_device(title: str) -> Gpu | None:
-    """The GPU of the table that CUDA calls so, such as "NVIDIA H100 80GB HBM3"; None for others,
-    and for the cards of the same names, which have other peaks and no NVLink switch.
+    """Return the GPU of the table for a CUDA device name such as "NVIDIA H100 80GB HBM3".
+
+    Returns:
+        None for other devices. PCIe and NVL cards of these names are excluded, because they have
+        other peaks and no NVLink switch.
     """
     words = title.upper().replace("-", " ").split()
     if "PCIE" in words or "NVL" in words:

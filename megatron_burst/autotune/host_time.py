@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What launching takes of the processor, which runs ahead of a GPU until it needs longer itself.
+"""Processor time of launches, which run ahead of a GPU until they take longer than its work.
 
-A layer takes the longer of both. Decides the figures where nobody measured, and the one formula of
-a pass; `advise` adds the rest of a layer. The figures are processor time without the driver's part
-of a launch, so what they add up to is a floor.
+A layer takes the longer of both. This module decides the values that are not measured, and the
+formula of a pass; `advise` adds the rest of a layer. The values are processor time without the
+driver's part of a launch, so their sum is a lower bound.
 """
 
 from __future__ import annotations
@@ -11,26 +11,29 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-BACKWARD = 2.0  # three gradients are added where forward adds one result
+BACKWARD = 2.0  # backward adds three gradients, forward adds one result
 
 
 @dataclass(frozen=True)
 class HostTime:
-    """Seconds of the thread that launches.
+    """Seconds of the thread that launches; `megatron-burst calibrate` measures them.
 
-    call: of one attention call of forward, with the sum to which its result is added; one of
-    backward takes BACKWARD times as long. exchange: of sending another rank what travels together,
-    and of receiving as much; start: of a pass besides, once for each head chunk; layer: of the rest
-    of a layer, in forward, and as much in backward; plan: of planning for a new pack of documents,
-    before the first layer launches. `megatron-burst calibrate` measures them.
+    The defaults fit the table of docs/performance.md, "Host time" (median error 7 %, largest 30 %).
+    `layer` is the time of a Megatron-Core layer with local modules and without its core attention,
+    at 8 rows, less the slowdown of the plain ring loop on that day compared to the table. `plan` is
+    the time of layout and plan on 8 ranks with 100 documents in layout balanced, rounded down (11
+    ms; 18, 19 and 48 ms on 16, 64 and 256 ranks). No value is from the host of a GPU.
 
-    Those that stand in fit the table of docs/performance.md, "Host time" (7 % off in the median,
-    30 % at most); layer is what one of Megatron-Core with local modules took without its core
-    attention, at 8 rows on a slower day of the same machine, over what the plain ring loop of the
-    table took longer that day; plan is what layout and plan took on 8 ranks with 100 documents in
-    layout balanced (11 ms; 18, 19 and 48 on 16, 64 and 256), rounded down. None is of a GPU's host.
+    Attributes:
+        call: Seconds of one attention call of forward, including the addition of its result. A call
+            of backward takes BACKWARD times as long.
+        exchange: Seconds to send one message to another rank and to receive one.
+        start: Other seconds of a pass, once per head chunk.
+        layer: Seconds of the rest of a layer in forward, and the same in backward.
+        plan: Seconds to plan for a new pack of documents, before the first layer launches.
 
-    Raises ValueError that names the figure.
+    Raises:
+        ValueError: A value is not a finite number from 0. The message names it.
     """
 
     call: float = 25e-6
@@ -49,7 +52,14 @@ class HostTime:
     def of_pass(
         self, calls: int, exchanges: int, head_chunks: int = 1, backward: bool = False
     ) -> float:
-        """Seconds of a pass; calls, exchanges: of one rank and head chunk."""
+        """Return the seconds of a pass.
+
+        Args:
+            calls: Attention calls of one rank and head chunk.
+            exchanges: Exchanges of one rank and head chunk.
+            head_chunks: Number of head chunks.
+            backward: Whether the pass is a backward.
+        """
         called = calls * self.call * (BACKWARD if backward else 1)
         return head_chunks * (self.start + called + exchanges * self.exchange)
 

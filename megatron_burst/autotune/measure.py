@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures links by sending messages and kernels by running them.
+"""Measurement of links by sending messages, and of kernels by running them.
 
-`measure_rates`, `links` and `kernel_speed` are collective and return the same on all ranks: their
-measurements are gathered, and the slowest link and the median device count. That takes about a
-second, once per grid. `calibrate`, the doctor and its GPU report build on the parts: `peers`,
-`ring_peers`, `starter`, `exchange_seconds`, `long_enough`, `rate_of`, `link_speeds`, `local_calls`
-and `seconds`.
+`measure_rates`, `links` and `kernel_speed` are collective and return the same on all ranks: they
+gather the measurements and take the slowest link and the median device. They take about a second,
+once per grid. `calibrate`, the doctor and its GPU report use the parts: `peers`, `ring_peers`,
+`starter`, `exchange_seconds`, `long_enough`, `rate_of`, `link_speeds`, `local_calls` and `seconds`.
 """
 
 from __future__ import annotations
@@ -30,22 +29,26 @@ from ..masks import Full, Mask
 from .host_time import ASSUMED
 from .rates import BACKWARD, Rates
 
-SMALL = 64  # bytes of a message that is all latency
+SMALL = 64  # bytes of a message whose time is latency
 FIRST = 2**18  # bytes of the first guess
-LONG = 0.2  # seconds that a transfer should take, so that bursts and latency do not show
-LARGEST = 2**27  # bytes
+LONG = 0.2  # seconds of a transfer that hide bursts and latency
+LARGEST = 2**27  # bytes of the largest message
 POSTS = 9  # exchanges whose start is timed
 TILE = 0.01  # seconds that a kernel should run
-ROWS = 64, 8192  # of a tile, at least and at most
+ROWS = 64, 8192  # smallest and largest number of rows of a tile
 FLAT, ULYSSES = Channel("flat", False), Channel("ulysses", False)  # they reach all neighbours
-SHORT = 8  # rows of a tile that is all launching
-TIMES = 2  # that a size is timed
+SHORT = 8  # rows of a tile whose time is the launch
+TIMES = 2  # repeats of each size
 COPIED = 2**25  # bytes of a copy on the device
 
 
 class Peers(NamedTuple):
-    """The members of a channel with which a rank exchanges messages at the same time: of each pair
-    it sends to the first and receives from the second.
+    """The members of a channel with which a rank exchanges messages at the same time.
+
+    Attributes:
+        endpoint: Endpoint of the rank.
+        channel: The channel.
+        pairs: Pairs of ranks: it sends to the first and receives from the second.
     """
 
     endpoint: Endpoint
@@ -54,7 +57,7 @@ class Peers(NamedTuple):
 
 
 class LocalCalls(NamedTuple):
-    """A forward and a backward of the local attention on one tile, each run once already."""
+    """A forward and a backward of the local attention on one tile; each has run once."""
 
     forward: Callable[[], None]
     backward: Callable[[], None]
@@ -67,13 +70,28 @@ def measure_rates(
     kernel: str = "auto",
     mask: Mask | None = None,
 ) -> Rates:
-    """What the links of `groups` carry, measured now; collective, the same on all ranks.
+    """Measure the links of `groups`; collective, with the same result on all ranks.
 
-    like: (q, k, v) as for `attention`, of which only shapes, dtype and device are read: the
-    kernel's speed is measured too, on a tile that shows all, and `compute` is stated. mask, as for
-    `attention` (default: causal), decides what kernel "auto" takes, as `prepare` does.
-    `prepare(algorithm="auto")` uses what was measured last. Raises the same ValueError on every
-    rank.
+    `mb.prepare(algorithm="auto")` uses the latest measurement.
+
+    Args:
+        groups: Process groups whose links are measured.
+        like: (q, k, v) as for `attention`, each [s, b, heads, width]; only shapes, dtype and device
+            are read. If given, the kernel's speed is measured too, on a tile without hidden pairs,
+            and `compute` is stated.
+        kernel: Kernel as for `attention`.
+        mask: Mask as for `attention`; default: causal. It decides the kernel of "auto", as in
+            `prepare`.
+
+    Returns:
+        The rates of the slowest link and the median device.
+
+    Raises:
+        ValueError: An argument is invalid; the same error on every rank.
+
+    Example:
+        >>> rates = mb.measure_rates(groups, like=(q, k, v))
+        >>> plan = mb.prepare(q, k, v, groups=groups, algorithm="auto")
     """
     if not isinstance(groups, Groups):
         raise ValueError(f"groups: make them with mb.Groups, got {groups!r:.100}")
@@ -111,16 +129,18 @@ def _like(like: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def links(groups: Groups, device: torch.device) -> Rates:
-    """Rates without `compute`, of messages of this kind of device; kept for `groups`."""
+    """Return rates without `compute` for messages of a kind of device; kept in `groups`."""
     if groups.size == 1:
         groups.cache["rates"] = rates = Rates(math.inf, math.inf)
         return rates
     groups.connect([FLAT, ULYSSES], device)
     counters = groups.counters
     before = counters.intra, counters.inter
-    both = [peers(groups, link) for link in ("intra", "inter")]
-    latencies, speeds = zip(*(link_speeds(groups, each, device) for each in both), strict=True)
-    posting = max(_posting(groups, each, device) for each in both)
+    link_peers = [peers(groups, link) for link in ("intra", "inter")]
+    latencies, speeds = zip(
+        *(link_speeds(groups, peer, device) for peer in link_peers), strict=True
+    )
+    posting = max(_posting(groups, peer, device) for peer in link_peers)
     memory = median(_of_ranks(groups, _memory_rate(device)))
     room = min(_of_ranks(groups, _room(device)))
     counters.intra, counters.inter = before
@@ -137,15 +157,16 @@ def links(groups: Groups, device: torch.device) -> Rates:
 
 
 def peers(groups: Groups, link: str) -> Peers | None:
-    """The next and the last rank over one link class, in this rank's ring or its ulysses group;
-    None where it has no such link.
+    """Return the next and the previous rank over one link class; None if there is no such link.
+
+    They are in this rank's ring or in its ulysses group.
     """
     rank, topology = groups.rank, groups.topology
     for endpoint, channel, ranks in (
         (groups.ring, FLAT, topology.ring(rank)),
         (groups.ulysses, ULYSSES, topology.ulysses_group(rank)),
     ):
-        nodes = [each // topology.per_node for each in ranks]
+        nodes = [member // topology.per_node for member in ranks]
         width, me = nodes.count(nodes[0]), ranks.index(rank)
         node, index = divmod(me, width)
         if link == "intra" and width > 1:
@@ -158,22 +179,26 @@ def peers(groups: Groups, link: str) -> Peers | None:
 
 
 def ring_peers(groups: Groups, ring: str, device: torch.device) -> Peers | None:
-    """`peers` on the channel that a ring's own messages take, connected. Collective."""
-    found = peers(groups, ring)
-    if found is None:
+    """Return `peers` on the channel of a ring's own messages, connected; collective."""
+    neighbours = peers(groups, ring)
+    if neighbours is None:
         return None
-    found = found._replace(channel=Channel(ring, False))
-    groups.connect([found.channel], device)
-    return found
+    neighbours = neighbours._replace(channel=Channel(ring, False))
+    groups.connect([neighbours.channel], device)
+    return neighbours
 
 
 def starter(peers: Peers, size: int, device: torch.device) -> Callable[[], Pending]:
-    """A function that starts an exchange of `size` bytes with each of the peers, and returns what
-    waits for its end. The channel must be connected.
+    """Return a function that starts an exchange with each peer and returns its pending handle.
+
+    Args:
+        peers: The peers, on a connected channel.
+        size: Bytes of each message.
+        device: Device of the messages.
     """
     out = torch.zeros(size, dtype=torch.uint8, device=device)
     into = [torch.empty_like(out) for _ in peers.pairs]
-    # "intra" is where the bytes are counted, whatever link they take
+    # "intra" only selects the byte counter; it is independent of the link.
     sends = [Send(to, "intra", [out]) for to, _ in peers.pairs]
     receives = [Receive(source, [x]) for (_, source), x in zip(peers.pairs, into, strict=True)]
     return lambda: peers.endpoint.exchange(peers.channel, sends, receives, "measuring a link")
@@ -182,8 +207,12 @@ def starter(peers: Peers, size: int, device: torch.device) -> Callable[[], Pendi
 def exchange_seconds(
     start: Callable[[], Pending], device: torch.device, times: int = 1
 ) -> tuple[float, float]:
-    """Seconds until the first of `times` exchanges in a row had been started, and until all were
-    done.
+    """Return the seconds to start the first of several consecutive exchanges, and to finish all.
+
+    Args:
+        start: Starts one exchange.
+        device: Device of the messages.
+        times: Number of exchanges.
     """
     settle(device)
     begin, started = time.perf_counter(), 0.0
@@ -198,12 +227,15 @@ def exchange_seconds(
 def link_speeds(
     groups: Groups, peers: Peers | None, device: torch.device
 ) -> tuple[float, list[float]]:
-    """(seconds per message, by the slowest rank; bytes per second of every rank), all ranks sending
-    to their peers at once. (0, inf) where no rank has such peers. Collective.
+    """Measure the links of all ranks to their peers at once; collective.
+
+    Returns:
+        Seconds per message of the slowest rank, and bytes per second of every rank; (0, inf) if no
+        rank has such peers.
     """
 
     def of_ranks(size: int, times: int) -> list[float]:
-        """Each rank's best, because what else a machine does can only slow it."""
+        """Return each rank's best time: other load of the machine can only make it slower."""
         start = None if peers is None else starter(peers, size, device)
         _of_ranks(groups, 0.0)  # all start together
         if start is None:
@@ -214,32 +246,46 @@ def link_speeds(
     latency = max(of_ranks(SMALL, 16))
     if latency == 0.0:
         return 0.0, [math.inf] * groups.size
-    size, took = long_enough(lambda size: of_ranks(size, 2), LONG, LARGEST)
-    return latency, [rate_of(size, each, latency) if each else math.inf for each in took]
+    size, seconds_of_ranks = long_enough(lambda size: of_ranks(size, 2), LONG, LARGEST)
+    return latency, [
+        rate_of(size, taken, latency) if taken else math.inf for taken in seconds_of_ranks
+    ]
 
 
 def long_enough(
-    took: Callable[[int], list[float]], long: float, largest: int
+    seconds_of_ranks: Callable[[int], list[float]], long: float, largest: int
 ) -> tuple[int, list[float]]:
-    """(bytes of a message that takes about `long` seconds, or `largest`; what it took).
+    """Return the bytes of a message that takes about `long` seconds, and its time on each rank.
 
-    took: seconds of a message of so many bytes, of every rank; the slowest counts.
+    Args:
+        seconds_of_ranks: Returns the seconds of a message of this many bytes on every rank; the
+            slowest counts.
+        long: Seconds that the message should take.
+        largest: Largest number of bytes.
     """
-    size, of_ranks = FIRST, took(FIRST)
+    size, of_ranks = FIRST, seconds_of_ranks(FIRST)
     while max(of_ranks) < long / 2 and size < largest:
         size = min(largest, max(2 * size, int(size * long / max(of_ranks))))
-        of_ranks = took(size)
+        of_ranks = seconds_of_ranks(size)
     return size, of_ranks
 
 
-def rate_of(size: float, took: float, latency: float) -> float:
-    """Bytes per second of what took so many seconds, `latency` of them without bytes."""
-    return size / max(took - latency, took / 2)
+def rate_of(size: float, total: float, latency: float) -> float:
+    """Return the bytes per second of a transfer.
+
+    Args:
+        size: Bytes of the transfer.
+        total: Seconds of the transfer.
+        latency: Seconds of the transfer without bytes.
+    """
+    return size / max(total - latency, total / 2)
 
 
 def _posting(groups: Groups, peers: Peers | None, device: torch.device) -> float:
-    """Seconds until `exchange` has returned, all ranks exchanging with their peers: the middle of
-    each rank's, and of the ranks the slowest. On a GPU the host does it while the device works.
+    """Return the seconds until `exchange` returns while all ranks exchange with their peers.
+
+    It is the median of each rank, and the maximum over ranks. On a GPU the host starts exchanges
+    while the device works, so it is 0.
     """
     if device.type == "cuda":
         return 0.0
@@ -252,14 +298,14 @@ def _posting(groups: Groups, peers: Peers | None, device: torch.device) -> float
 
 
 def _memory_rate(device: torch.device) -> float:
-    """Bytes per second that a copy on the device reads and writes."""
-    x = torch.zeros(COPIED, dtype=torch.uint8, device=device)
-    there = x.clone()
-    return 2 * COPIED / min(seconds(lambda: there.copy_(x), device) for _ in range(TIMES))
+    """Return the bytes per second that a copy on the device reads and writes."""
+    source = torch.zeros(COPIED, dtype=torch.uint8, device=device)
+    copy = source.clone()
+    return 2 * COPIED / min(seconds(lambda: copy.copy_(source), device) for _ in range(TIMES))
 
 
 def _room(device: torch.device) -> float:
-    """Bytes of a GPU that no tensor holds; of a CPU, whose memory ranks share, nobody knows."""
+    """Return the bytes of a GPU without tensors; inf on a CPU, whose memory ranks share."""
     if device.type != "cuda":
         return math.inf
     free, _ = torch.cuda.mem_get_info(device)
@@ -267,13 +313,13 @@ def _room(device: torch.device) -> float:
 
 
 def _of_ranks(groups: Groups, value: float) -> list[float]:
-    """The value of every rank; waits for all of them."""
+    """Return the value of every rank; waits for all of them."""
     gathered = groups.gather(torch.tensor([value], dtype=torch.float64))
-    return [each.item() for each in gathered]
+    return [rank_value.item() for rank_value in gathered]
 
 
 def settle(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -281,9 +327,12 @@ def settle(device: torch.device) -> None:
 def seconds(
     call: Callable[[], object], device: torch.device, before: Callable[[], object] = lambda: None
 ) -> float:
-    """Seconds of one call: on a GPU by events on its own time line, on a CPU by the wall clock.
+    """Return the seconds of one call: by events on a GPU, by the wall clock on a CPU.
 
-    before: begins what is to run beside it, on a device that is idle.
+    Args:
+        call: The call.
+        device: The device.
+        before: Starts work that runs at the same time, on an idle device.
     """
     settle(device)
     if device.type != "cuda":
@@ -308,15 +357,20 @@ def kernel_speed(
     k: torch.Tensor,
     v: torch.Tensor,
 ) -> tuple[float, float]:
-    """(FLOP/s, seconds per call) of a kernel on a square tile of the heads of q, k, v, which are
-    only read for shape, dtype and device; kept for `groups`. The middle rank's. Collective.
+    """Measure a kernel on a square tile with the heads of q, k and v; collective.
+
+    The result is the median over the ranks and is kept in `groups`. Only shape, dtype and device of
+    q, k and v are read.
+
+    Returns:
+        FLOP/s, and seconds per call.
     """
     key = kernel.name, scoring.softcap, q.dtype, q.shape[2:], k.shape[2:], v.shape[3], q.device.type
     speeds: dict[Any, tuple[float, float]] = groups.cache.setdefault("speeds", {})
     if key not in speeds:
         own = _speed(kernel, scoring, q, k, v)
         of_ranks = groups.gather(torch.tensor(own, dtype=torch.float64))
-        speed, launch = (median(each[i].item() for each in of_ranks) for i in range(2))
+        speed, launch = (median(rank_speed[i].item() for rank_speed in of_ranks) for i in range(2))
         speeds[key] = speed, launch
     return speeds[key]
 
@@ -324,27 +378,28 @@ def kernel_speed(
 def _speed(
     kernel: Kernel, scoring: Scoring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[float, float]:
-    """Every size runs once untimed: kernels are compiled, or planned, for sizes they have not seen.
-    What is timed is the best of `TIMES`.
+    """Return FLOP/s and seconds per call of this rank, the best of `TIMES` runs.
+
+    Every size runs once without timing, because kernels are compiled or planned for new sizes.
     """
 
-    def took(rows: int) -> float:
+    def best_time(rows: int) -> float:
         calls = local_calls(kernel, scoring, Full(), (q, k, v), rows)
 
-        def both() -> None:
+        def forward_backward() -> None:
             calls.forward()
             calls.backward()
 
-        return min(seconds(both, q.device) for _ in range(TIMES))
+        return min(seconds(forward_backward, q.device) for _ in range(TIMES))
 
-    launch = took(SHORT) / 2  # forward and backward
+    launch = best_time(SHORT) / 2  # forward and backward
     rows = ROWS[0]
-    most = took(rows)
-    while most < TILE and rows < ROWS[1]:
+    longest = best_time(rows)
+    while longest < TILE and rows < ROWS[1]:
         rows *= 2
-        most = took(rows)
+        longest = best_time(rows)
     flops = (1 + BACKWARD) * 2.0 * q.shape[2] * (q.shape[3] + v.shape[3]) * rows**2
-    return flops / max(most - 2 * launch, most / 10), launch
+    return flops / max(longest - 2 * launch, longest / 10), launch
 
 
 @torch.no_grad()
@@ -356,11 +411,20 @@ def local_calls(
     rows: int,
     knows_out: bool = False,
 ) -> LocalCalls:
-    """The calls of one pair of random numbers, `rows` queries with as many keys and values at the
-    same positions.
+    """Return the calls of one pair of random tensors.
 
-    like: q, k, v, of which only heads, widths, dtype and device are read; knows_out: backward gets
-    the output, as where queries stay. Raises what the kernel raises.
+    Queries, keys and values have equal positions.
+
+    Args:
+        kernel: The kernel.
+        scoring: Scale and softcap.
+        mask: The mask.
+        like: q, k, v, of which only heads, widths, dtype and device are read.
+        rows: Rows of queries and of keys.
+        knows_out: Whether backward gets the output, as it does if queries stay on their rank.
+
+    Raises:
+        Exception: The kernel raises it.
     """
     q, k, v = (torch.rand((rows, 1, *t.shape[2:]), device=t.device).to(t.dtype) for t in like)
     spans = [Span(0, 1, rows)]

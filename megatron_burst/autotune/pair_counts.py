@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the visible pairs of all pairs of shards of a ring at once, for the simulator.
+"""Counts of the visible pairs between all shards of a ring, for the simulator.
 
-Exact where the mask shows all, nothing or a band, within documents too; elsewhere an estimate from
-a sample of positions, because this runs for large grids. `schedule.cost.visible_pairs` counts one
-pair of shards exactly.
+Counts are exact if the mask shows all, nothing or a band, within documents too. Otherwise they are
+estimated from a sample of positions, because this runs for large grids.
+`schedule.cost.visible_pairs` counts one pair of shards exactly.
 """
 
 from __future__ import annotations
@@ -16,30 +16,35 @@ from ..layout import Span, Spans
 from ..masks import Cover, Mask
 from ..masks.seen import meeting
 
-AT_ONCE = 1 << 18  # pairs of spans, so that memory stays small
-LONGEST = 1 << 30  # rows of a span that are counted in integers
-PIECES = 4096  # of all shards, above which a shard is looked at as a whole
-SAMPLES = 48  # rows and columns of a rectangle that are looked at where nothing better is known
+AT_ONCE = 1 << 18  # pairs of spans that are counted at once, to limit memory
+LONGEST = 1 << 30  # longest span whose pairs are counted in integers
+PIECES = 4096  # largest number of spans of all shards; above it, a shard is one piece
+SAMPLES = 48  # rows and columns of the sample of a rectangle
 
 
 def pairs_seen(mask: Mask, shards: Sequence[Sequence[Span]]) -> np.ndarray:
-    """Float [G, G]: visible (query, key) pairs of the queries of shard i and the keys of j.
+    """Return the visible pairs of the queries of shard i with the keys of shard j.
 
-    Only spans that may see each other are looked at: of packed documents those of one document.
+    Only spans that may see each other are compared, such as spans of one document.
+
+    Returns:
+        float [G, G].
     """
     queries, keys, i, j = meeting(mask, shards)
     total = np.zeros(len(shards) ** 2)
     for first in range(0, len(i), AT_ONCE):
-        some = slice(first, first + AT_ONCE)
-        where = queries.owner[i[some]] * len(shards) + keys.owner[j[some]]
-        count = _counted(mask, queries.span.at(i[some]), keys.span.at(j[some]))
-        total += np.bincount(where, count, len(total))
+        part = slice(first, first + AT_ONCE)
+        cell = queries.owner[i[part]] * len(shards) + keys.owner[j[part]]
+        count = _counted(mask, queries.span.at(i[part]), keys.span.at(j[part]))
+        total += np.bincount(cell, count, len(total))
     return total.reshape(len(shards), -1)
 
 
 def pairs_attended(mask: Mask, shards: Sequence[Sequence[Span]], most: int) -> np.ndarray:
-    """As `pairs_seen`, where a query attends to at most `most` of the keys that it sees, which are
-    taken to lie evenly among them, and the queries of a span to see as many.
+    """Return `pairs_seen` for queries that attend to at most `most` of their visible keys.
+
+    The selected keys are assumed to be evenly distributed over the visible keys. All queries of a
+    span are assumed to see equally many.
     """
     pieces = [(span,) for shard in shards for span in shard]
     owner = np.repeat(np.arange(len(shards)), [len(shard) for shard in shards])
@@ -54,7 +59,7 @@ def pairs_attended(mask: Mask, shards: Sequence[Sequence[Span]], most: int) -> n
 
 
 def _counted(mask: Mask, q: Spans, k: Spans) -> np.ndarray:
-    """Visible pairs of each two spans."""
+    """Return the visible pairs of each pair of spans."""
     rows, columns = q.length, k.length
     if max(rows.max(initial=0), columns.max(initial=0)) > LONGEST:  # whose products leave int64
         rows, columns = rows.astype(float), columns.astype(float)
@@ -64,13 +69,13 @@ def _counted(mask: Mask, q: Spans, k: Spans) -> np.ndarray:
     count = np.where(covers == Cover.FULL, rows * columns, count)
     count = np.where(covers == Cover.EMPTY, 0, count)
     for at in np.flatnonzero((covers == Cover.PARTIAL) & ~bands.known):
-        one = (Span(*(int(field[at]) for field in spans)) for spans in (q, k))
-        count[at] = _sampled(mask, *one)
+        spans_at = (Span(*(int(field[at]) for field in spans)) for spans in (q, k))
+        count[at] = _sampled(mask, *spans_at)
     return count
 
 
 def _below(limit: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """How many (row, column) of each rectangle have column - row <= limit."""
+    """Return the number of (row, column) of each rectangle with column - row <= limit."""
     limit = np.clip(limit, -rows - 1, columns)
 
     def summed(t: np.ndarray) -> np.ndarray:
@@ -83,11 +88,11 @@ def _below(limit: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarr
 
 
 def _sampled(mask: Mask, q: Span, k: Span) -> float:
-    """Visible pairs of a rectangle, by an even sample of its rows and columns."""
+    """Return the visible pairs of a rectangle, estimated from a sample of its rows and columns."""
     positions = []
     for span in (q, k):
         count = min(SAMPLES, span.length)
-        # The middle of `count` equal parts; a fixed step could keep pace with a repeating mask.
+        # The middle of `count` equal parts: a fixed step could match the period of a mask.
         index = (2 * np.arange(count) + 1) * span.length // (2 * count)
         positions.append(span.start + span.stride * index)
     seen = mask.visible(positions[0][:, None], positions[1][None, :])

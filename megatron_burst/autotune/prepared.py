@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the simulator needs of a schedule besides sizes and rates, worked out once.
+"""The parts of a simulation that depend on the schedule only, computed once.
 
-A search asks for the same schedule with other heads and rates; then only the arithmetic of the
-simulation itself is left.
+A search simulates the same schedule with other heads and rates, and then repeats only the
+arithmetic of the simulation.
 """
 
 from __future__ import annotations
@@ -21,60 +21,64 @@ from .exchanges import ONE_NIC, TimedExchange, Wires, exchanges, ports_of
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
-    """A schedule on its wires. Arrays over transfers and over pairs are in the tables' order."""
+class PreparedSchedule:
+    """A schedule on its wires.
+
+    Arrays over transfers and over pairs are in the order of the tables.
+    """
 
     schedule: Schedule
     wires: Wires = ONE_NIC
 
     @cached_property
     def between(self) -> np.ndarray:
-        """bool: which transfers cross between nodes?"""
+        """True for transfers between nodes, bool."""
         return self.wires.between(self.schedule.tables.transfers, self.schedule.grid)
 
     @cached_property
     def ports(self) -> np.ndarray:
-        """As of `ports_of`."""
+        """Ports of each message, as in `ports_of`."""
         return ports_of(self.schedule.tables.transfers, self.schedule.grid, self.wires)
 
     @cached_property
     def starting(self) -> dict[int, list[TimedExchange]]:
-        """As of `exchanges`."""
+        """Exchanges that start at each boundary, as in `exchanges`."""
         return exchanges(self.schedule.tables.transfers, self.schedule.grid, self.ports)
 
     @cached_property
     def load(self) -> np.ndarray | None:
-        """float: how many messages share a NIC with each transfer; None where none does."""
+        """Number of messages that share a NIC with each transfer; None if no NIC is shared."""
         places = self.wires.places
         if places is None or not places.shared:
             return None
-        found = np.ones(len(self.between))
-        for exchange in (one for some in self.starting.values() for one in some):
+        load = np.ones(len(self.between))
+        for exchange in (exchange for started in self.starting.values() for exchange in started):
             for wave in exchange.waves:
-                found[wave.which] = places.load(*wave.clocks[:2])
-        return found
+                load[wave.rows] = places.load(*wave.clocks[:2])
+        return load
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """int64: rows of each transfer."""
+        """Rows of each transfer, int64."""
         return rows_sent(self.schedule.tables, self.schedule.tables.transfers)
 
     def bytes_of(self, sizes: Sizes) -> np.ndarray:
-        """int64: payload bytes of each transfer."""
-        each = np.array(sizes.row_bytes(self.schedule), dtype=np.int64)
-        return self.rows * each[self.schedule.tables.transfers.family]
+        """Return the payload bytes of each transfer, int64."""
+        row_bytes = np.array(sizes.row_bytes(self.schedule), dtype=np.int64)
+        return self.rows * row_bytes[self.schedule.tables.transfers.family]
 
     @cached_property
     def shares(self) -> np.ndarray:
-        """float: as of `pair_shares`."""
+        """Share of each pair, as in `pair_shares`."""
         return pair_shares(self.schedule.tables)
 
     @cached_property
     def calls(self) -> tuple[np.ndarray, np.ndarray]:
-        """int: the first pair of every call, and of each pair the number of its call; as
-        `execution.joined` has them, which leaves own keys alone unless the kernel joins always.
+        """First pair of every kernel call, and number of the call of each pair, int.
+
+        They match `execution.joined`: own keys are a separate call unless the kernel always joins.
         """
-        pairs, joins = self.schedule.tables.pairs, self.schedule.wanted.joined
+        pairs, joins = self.schedule.tables.pairs, self.schedule.visibility.joined
         call = np.arange(len(pairs.rank))
         if self.schedule.joined:
             call = pairs.step.astype(np.int64) * self.schedule.grid.size + pairs.rank
@@ -83,39 +87,44 @@ class Prepared:
 
     @cached_property
     def pair_rows(self) -> np.ndarray:
-        """int64: of each pair the rows of its queries or of its call's keys, if these are fewer."""
+        """Rows of a pair's queries, or of its call's keys if these are fewer, int64."""
         tables, pairs = self.schedule.tables, self.schedule.tables.pairs
-        keys, of = tables.keys.rows_of(pairs.key, pairs.key_rows), self.calls[1]
-        keys = np.bincount(of, keys).astype(np.int64)[of]
+        keys, call = tables.keys.rows_of(pairs.key, pairs.key_rows), self.calls[1]
+        keys = np.bincount(call, keys).astype(np.int64)[call]
         return np.minimum(tables.queries.rows_of(pairs.query, pairs.query_rows), keys)
 
     @cached_property
     def added(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """float: to how many rows of queries and of keys each pair adds results, where its own rank
-        adds to them as well: those of two ranks that see each other; and how many rows of keys it
-        has that are copied into a call of several pairs. A call adds once to each row of its
-        queries, which counts with its first pair.
+        """Rows of queries, rows of keys and copied rows of each pair, float.
+
+        Rows of queries and keys count if the pair's results are added to other results of its own
+        rank. These are the rows of two ranks that see each other. Rows are copied if they are keys
+        of a call with several pairs. A call adds once to each row of its queries, which counts with
+        its first pair.
         """
-        want, pairs = self.schedule.wanted, self.schedule.tables.pairs
-        queries, keys = (_rows_wanted(bundles) for bundles in (want.queries, want.keys))
-        first, of = self.calls
-        some = np.bincount(want.queries.owner, want.queries.rows * want.queries.wanted.any(axis=1),
-                           want.queries.size)  # fmt: skip
-        seen = np.bincount(of, queries[pairs.query, pairs.key] * self.shares)
-        once = np.zeros(len(of))
-        once[first] = np.minimum(seen, some[pairs.query[first]])
-        chunks, rows = self._held if self.schedule.joined else (keys, keys)
-        several = np.bincount(of, chunks[pairs.rank, pairs.key])[of] > 1
+        visibility, pairs = self.schedule.visibility, self.schedule.tables.pairs
+        queries, keys = (_rows_used(bundles) for bundles in (visibility.queries, visibility.keys))
+        first, call = self.calls
+        bundles = visibility.queries
+        used_rows = np.bincount(
+            bundles.owner, bundles.rows * bundles.users.any(axis=1), bundles.size
+        )
+        added_in_call = np.bincount(call, queries[pairs.query, pairs.key] * self.shares)
+        query_rows = np.zeros(len(call))
+        query_rows[first] = np.minimum(added_in_call, used_rows[pairs.query[first]])
+        chunks, rows = self._received_keys if self.schedule.joined else (keys, keys)
+        several = np.bincount(call, chunks[pairs.rank, pairs.key])[call] > 1
         copied = rows[pairs.rank, pairs.key] * self.shares * (several & self.schedule.joined)
-        return once, keys[pairs.key, pairs.query] * self.shares, copied
+        return query_rows, keys[pairs.key, pairs.query] * self.shares, copied
 
     @property
-    def _held(self) -> tuple[np.ndarray, np.ndarray]:
-        """int64 [rank, owner]: in how many chunks the keys of each owner come to each rank that
-        computes with some of their rows, and how many rows these have, others that it passes on
-        among them.
+    def _received_keys(self) -> tuple[np.ndarray, np.ndarray]:
+        """Number of received chunks and rows of each owner's keys, for each rank.
+
+        Both are int64 [rank, owner]. Only chunks count with some of whose rows the rank computes.
+        Their rows include rows that the rank only relays.
         """
-        tables, keys = self.schedule.tables, self.schedule.wanted.keys
+        tables, keys = self.schedule.tables, self.schedule.visibility.keys
         used = np.zeros((keys.size, keys.size), dtype=np.int64)
         np.bitwise_or.at(used, (tables.pairs.rank, tables.pairs.key), tables.pairs.key_rows)
         chunks = np.eye(keys.size, dtype=np.int64)
@@ -129,32 +138,31 @@ class Prepared:
 
     @cached_property
     def own_last(self) -> np.ndarray:
-        """int: the step of each pair where every rank's own pair waits for the boundary at which
-        the rank posts its last partial result, and runs beside it.
-        """
+        """Step of each pair if own pairs run during the hop of the rank's last partial result."""
         size, tables = self.schedule.grid.size, self.schedule.tables
-        pairs, moved = tables.pairs, tables.transfers
-        if not moved.accumulated.any():
+        pairs, transfers = tables.pairs, tables.transfers
+        if not transfers.accumulated.any():
             return pairs.step
         last = np.full(size, tables.steps)
-        sums = moved.where(moved.accumulated)
+        sums = transfers.where(transfers.accumulated)
         np.maximum.at(last, sums.src, sums.post)
         own = (pairs.query == pairs.rank) & (pairs.key == pairs.rank)
         own &= (pairs.query_rows == ALL) & (pairs.key_rows == ALL)
         return np.where(own, last[pairs.rank], pairs.step)
 
 
-def _rows_wanted(bundles: Bundles) -> np.ndarray:
-    """int64 [owner, rank]: how many rows of each chunk each rank wants."""
-    found = np.zeros((bundles.size, bundles.size), dtype=np.int64)
-    np.add.at(found, bundles.owner, bundles.rows[:, None] * bundles.wanted)
-    return found
+def _rows_used(bundles: Bundles) -> np.ndarray:
+    """Return the number of rows of each chunk that each rank uses, int64 [owner, rank]."""
+    rows = np.zeros((bundles.size, bundles.size), dtype=np.int64)
+    np.add.at(rows, bundles.owner, bundles.rows[:, None] * bundles.users)
+    return rows
 
 
 def pair_shares(tables: Tables) -> np.ndarray:
-    """float: which part of its chunks' visible pairs each row of `tables.pairs` computes.
+    """Return the share of each pair in the visible pairs of its chunks, float.
 
-    1 where the two chunks meet once; where they meet in parts, a part's share is that of its rows.
+    It is 1 if the two chunks meet once. If they meet in parts, a part's share is in proportion to
+    its rows.
     """
     pairs = tables.pairs
     meeting = pairs.query.astype(np.int64) * tables.keys.size + pairs.key

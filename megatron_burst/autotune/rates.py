@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rates of a rank's links and device, as `measure` finds them or as the user states them.
+"""Rates of a rank's links and device, measured by `measure` or stated by the user.
 
-Plain numbers, which the simulator reads.
+They are plain numbers, which the simulator reads.
 """
 
 from __future__ import annotations
@@ -15,45 +15,55 @@ from ..units import duration, rate
 from .host_time import HostTime
 from .places import Nodes
 
-BACKWARD = 2.5  # FLOPs of a backward over those of its forward: five products for two
+BACKWARD = 2.5  # FLOPs of a backward over FLOPs of its forward: five products and two
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What one rank's links and device carry; all ranks are taken to be alike.
+    """Rates of one rank's links and device; all ranks are assumed to be equal.
 
-    intra, inter: bytes per second that a rank sends within its node and between nodes, while it
-    receives as many; a link class that the grid does not have may be math.inf.
-    latency: seconds that each message occupies its link besides its bytes.
-    compute: FLOP/s of the local attention (multiplications and additions counted apart, two
-    products in forward, five in backward, visible pairs only); math.inf if it takes no time, None
-    to have it measured with the plan's kernel.
-    launch: seconds that each call of the local attention takes besides its FLOPs.
-    posting: seconds of a rank's own time that starting an exchange takes, in which it computes
-    nothing; 0 where the host runs ahead of a device.
-    backward: time of a backward over that of its forward, at equal rows.
-    half_rows: rows of a chunk with which a kernel reaches half of `compute`; 0: any rows reach it.
-    slowdown: by which fraction computing is slower while the rank's links carry something.
-    exchange: fraction of a link's rate that an all-to-all reaches.
-    nic: bytes per second of a NIC that several ranks send by at once, all of them together; None:
-    `inter`, as of one rank alone.
-    start: seconds that a pass takes before its first message and its first call; exchange_start:
-    seconds that each all-to-all takes besides its messages.
-    handling: seconds of a rank's own time for each byte that it sends round a ring; 0 where links
-    fetch it themselves.
-    copying: bytes per second at which an all-to-all's tensors are cut up and joined, beside its
-    messages.
-    memory: bytes per second that a device reads and writes of its memory; for sparse attention,
-    whose calls read all queries and add to all results.
-    adding: bytes per second at which a call of dense attention adds its results to those of other
-    calls; math.inf where `compute` and `half_rows`, found on whole calls, are taken to say it.
-    room: bytes of a device's memory that are left for what a rank holds for others, where measured
-    or stated; math.inf where nobody knows.
-    shared: on which nodes ranks share NICs, `inter` being that of a rank alone; None: it is what
-    every rank gets.
-    host: what launching takes of the processor; None: nothing, as where it does not run ahead.
+    Attributes:
+        intra: Bytes per second that a rank sends within its node while it receives as fast;
+            math.inf if the grid has no such links.
+        inter: Bytes per second that a rank sends between nodes while it receives as fast; math.inf
+            if the grid has no such links.
+        latency: Seconds that each message occupies its link, in addition to its bytes.
+        compute: FLOP/s of the local attention: multiplications and additions, two products in
+            forward and five in backward, visible pairs only. math.inf if it takes no time, None to
+            measure it with the plan's kernel.
+        launch: Seconds of each call of the local attention, in addition to its FLOPs.
+        posting: Seconds of a rank's own time to start an exchange, during which it computes
+            nothing; 0 if the host runs ahead of a device.
+        backward: Time of a backward over the time of its forward, at equal rows.
+        half_rows: Rows of a chunk with which a kernel reaches half of `compute`; 0 if it always
+            reaches all of it.
+        slowdown: Fraction by which computation is slower while the rank's links are busy.
+        exchange: Fraction of a link's rate that an all-to-all reaches.
+        nic: Bytes per second of a NIC while several ranks send on it, in total; None for `inter`,
+            the rate of one rank alone.
+        start: Seconds of a pass before its first message and its first call.
+        exchange_start: Seconds of each all-to-all, in addition to its messages.
+        copying: Bytes per second at which an all-to-all's tensors are split and joined while its
+            messages travel.
+        handling: Seconds of a rank's own time per byte that it sends on a ring; 0 if links fetch
+            the bytes themselves.
+        memory: Bytes per second that a device reads and writes in its memory. Sparse attention uses
+            it: its calls read all queries and add to all results.
+        adding: Bytes per second at which a call of dense attention adds its results to other
+            results; math.inf if `compute` and `half_rows`, measured on whole calls, include it.
+        room: Bytes of a device's memory that remain for rows of other ranks, measured or stated;
+            math.inf if unknown.
+        shared: Nodes on which ranks share NICs; `inter` is then the rate of a rank alone. None if
+            every rank gets `inter`.
+        host: Processor time of launches; None if launches do not run ahead of a device.
 
-    Raises ValueError that names the rate.
+    Raises:
+        ValueError: A rate has an impossible value. The message names the rate.
+
+    Example:
+        >>> rates = mb.Rates(intra=200e9, inter=25e9, latency=10e-6, compute=400e12)
+        >>> rates.describe()
+        'intra 200 GB/s, inter 25 GB/s, 10 us per message, compute 400 TFLOP/s'
     """
 
     intra: float
@@ -107,23 +117,24 @@ class Rates:
                 raise ValueError(f"rates: {name} must be {unit}, 0 or more, got {value!r}")
 
     def between(self, load: float | np.ndarray) -> float | np.ndarray:
-        """Bytes per second, to another node, of each of `load` messages that share a NIC: `inter`
-        for one by itself.
+        """Return the bytes per second of each of `load` messages that share a NIC to another node.
+
+        It is `inter` for one message alone.
         """
         shared = np.minimum(self.inter, (self.nic or self.inter) / load)
         return np.where(np.asarray(load) > 1, shared, self.inter)[()]
 
     def describe(self) -> str:
-        """All rates on one line, with units."""
+        """Return all rates on one line, with units."""
         compute = "unknown" if self.compute is None else rate(self.compute, "FLOP/s")
         links = f"intra {rate(self.intra, 'B/s')}, inter {rate(self.inter, 'B/s')}"
         own = f" and {duration(self.posting)} to start it" if self.posting > 0 else ""
-        shared = "" if self.shared is None else f", {self.shared.said}"
+        shared = "" if self.shared is None else f", {self.shared.description}"
         return f"{links}{shared}, {duration(self.latency)} per message{own}, compute {compute}"
 
 
 def check_rates(rates: object) -> None:
-    """Raise ValueError unless these are `Rates`."""
+    """Raise ValueError unless `rates` is a `Rates`."""
     if not isinstance(rates, Rates):
         raise ValueError(f"rates must be mb.Rates or made by mb.measure_rates, got {rates!r:.100}")
 

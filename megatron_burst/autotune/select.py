@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selects the algorithm, side, head chunks and ulysses groups that are predicted to be fastest.
+"""Selection of the fastest algorithm, side, head chunks and ulysses groups, by prediction.
 
-Takes one of the `candidates` and says why. `choose` works before there are process groups and
-without tensors; `mb.prepare` asks `best` for the groups that it has. No torch.
+This module takes one of the `candidates` and states the reason. `choose` needs neither process
+groups nor tensors. `mb.prepare` calls `best` with its groups. No torch is needed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..units import duration
 from .candidates import (
     AlgorithmOnGrid,
     Candidate,
-    Fixed,
+    FixedSettings,
     GridSchedules,
     GridWork,
     SchedulesOf,
@@ -33,11 +33,11 @@ from .candidates import (
 from .places import Nodes
 from .rates import Rates, check_rates
 
-OPEN = Fixed()
-# Predictions closer than this are a tie: then the simplest is taken, with the fewest bytes.
+OPEN = FixedSettings()
+# Predictions that differ by less are a tie. The simplest candidate with the fewest bytes is taken.
 TIE = 0.015
-FASTEST = 1e30  # FLOP/s: where computing takes no time
-PLACES = 64  # more than candidates of one algorithm on a grid
+FASTEST = 1e30  # FLOP/s with which computing takes no time
+PLACES = 64  # more than the number of candidates of one algorithm on a grid
 BUSY = {
     "compute": "compute",
     "intra": "the link within nodes",
@@ -48,12 +48,14 @@ BUSY = {
 
 @dataclass(frozen=True)
 class Choice:
-    """What `choose` selected, and why.
+    """The candidate that `choose` selected, and the reason.
 
-    taken: the candidate with the shortest predicted time; others: the rest, by predicted time;
-    rates: what the prediction is based on; per_node: ranks per node; wire: the dtype of travelling
-    gradients, where that was left open. `call` holds keywords for `mb.prepare` or `mb.attention`,
-    `groups` those for `mb.Groups.from_topology`.
+    Attributes:
+        taken: Candidate with the shortest predicted time.
+        others: The other candidates, by predicted time.
+        rates: Rates of the prediction.
+        per_node: Ranks per node.
+        wire: Wire dtype of gradients, if the choice was left open.
     """
 
     taken: Candidate
@@ -81,14 +83,16 @@ class Choice:
 
     @property
     def seconds(self) -> float:
-        """Predicted for one forward and backward."""
+        """Predicted seconds of one forward and one backward."""
         return self.taken.seconds
 
     @property
     def why(self) -> str:
-        """ "41 ms; ring 180 ms; the link between nodes is the bottleneck"."""
+        """Reason, such as "41 ms; ring 180 ms; the link between nodes is the bottleneck"."""
         parts = [duration(self.seconds)]
-        rival = next((o for o in self.others if o.name != self.taken.name), None)
+        rival = next(
+            (candidate for candidate in self.others if candidate.name != self.taken.name), None
+        )
         if rival is not None:
             parts.append(f"{rival.name} {duration(rival.seconds)}")
         if self.seconds > 0:
@@ -114,18 +118,33 @@ def choose(
     mask: Mask | None = None,
     layout: str | Layout = "zigzag",
 ) -> Choice:
-    """The fastest way to run attention on `ranks` ranks, `intra` per node, before groups exist.
+    """Return the fastest way to run attention on `ranks` ranks, before groups exist.
 
-    tokens: rows of each rank; heads, kv_heads, width, value_width, batch: of its q, k and v;
-    itemsize: bytes per element, wire_itemsize: of travelling gradients (default: fp32's 4, or
-    itemsize where that is larger); mask, layout: as in `prepare`; rates: with `compute`. Head
-    parallelism (ulysses, hybrid) is tried wherever ranks can share these heads::
+    Ulysses and hybrid are tried if ranks can share these heads.
 
-        choice = mb.choose(ranks=8, intra=4, rates=mb.Rates(...), tokens=4096, heads=32, width=128)
-        groups = mb.Groups.from_topology(pg, **choice.groups)
-        plan = mb.prepare(q, k, v, groups=groups, **choice.call)
+    Args:
+        ranks: Number of ranks.
+        intra: Ranks per node.
+        rates: Rates with `compute`.
+        tokens: Rows of each rank.
+        heads: Query heads.
+        kv_heads: Key/value heads; default: `heads`.
+        width: Head width of queries and keys.
+        value_width: Head width of values; default: `width`.
+        batch: Batch size.
+        itemsize: Bytes per element of q, k and v.
+        wire_itemsize: Bytes per element of gradients that are sent; default: 4 (fp32), or
+            `itemsize` if that is larger.
+        mask: The mask, as in `prepare`; default: causal.
+        layout: The layout, as in `prepare`.
 
-    Raises ValueError naming the invalid argument.
+    Raises:
+        ValueError: An argument is invalid. The message names it.
+
+    Example:
+        >>> choice = mb.choose(ranks=8, intra=4, rates=rates, tokens=4096, heads=32, width=128)
+        >>> groups = mb.Groups.from_topology(pg, **choice.groups)
+        >>> plan = mb.prepare(q, k, v, groups=groups, **choice.call)
     """
     _check_stated(rates)
     kv_heads = heads if kv_heads is None else kv_heads
@@ -165,21 +184,34 @@ def best(
     workload: Workload,
     topologies: Sequence[Topology],
     rates: Rates,
-    fixed: Fixed = OPEN,
+    fixed: FixedSettings = OPEN,
     nodes: Nodes | None = None,
 ) -> Choice:
-    """The candidate that is predicted to be fastest; of those within TIE of it the simplest.
+    """Return the choice with the shortest predicted time; the simplest candidate within TIE of it.
 
-    topologies: the grids to try; nodes: as of `on_grid`. Raises ValueError where rates are too
-    small to compare times.
+    Args:
+        workload: The attention.
+        topologies: Grids to try.
+        rates: Rates of each rank.
+        fixed: Settings that are fixed.
+        nodes: Nodes whose NICs are shared, as in `on_grid`.
+
+    Raises:
+        ValueError: The rates are too small to compare times.
     """
-    found = [c for each in topologies for c in on_grid(workload, each, rates, fixed, nodes)]
-    found.sort(key=lambda candidate: candidate.seconds)
-    if not all(math.isfinite(candidate.seconds) for candidate in found):
+    candidates = [
+        candidate
+        for topology in topologies
+        for candidate in on_grid(workload, topology, rates, fixed, nodes)
+    ]
+    candidates.sort(key=lambda candidate: candidate.seconds)
+    if not all(math.isfinite(candidate.seconds) for candidate in candidates):
         raise ValueError(f"rates: too small for calls of this size: {rates.describe()}")
-    limit = min(_weighed(candidate) for candidate in found) * (1 + TIE)
-    taken = min((c for c in found if _weighed(c) <= limit), key=_simplicity)
-    others = tuple(candidate for candidate in found if candidate is not taken)
+    limit = min(_weighed(candidate) for candidate in candidates) * (1 + TIE)
+    taken = min(
+        (candidate for candidate in candidates if _weighed(candidate) <= limit), key=_simplicity
+    )
+    others = tuple(candidate for candidate in candidates if candidate is not taken)
     return Choice(taken, others, rates, topologies[0].per_node)
 
 
@@ -187,51 +219,67 @@ def fastest(
     workload: Workload,
     topologies: Sequence[Topology],
     rates: Rates,
-    fixed: Fixed = OPEN,
+    fixed: FixedSettings = OPEN,
     nodes: Nodes | None = None,
     schedules: SchedulesOf = GridSchedules,
 ) -> Candidate:
-    """What `best` takes, without simulating candidates that cannot be taken. schedules:
-    `schedules_of` of `GridWork.of`.
+    """Return the candidate that `best` takes, without simulating candidates that cannot be taken.
 
-    A candidate is not simulated if its bound exceeds what ties with the fastest so far, nor if
-    a simpler one is certain to tie: with the fastest so far, and with all bounds of the others.
+    A candidate is not simulated if its lower bound exceeds a tie with the fastest so far. Nor is it
+    simulated if a simpler candidate is certain to tie with the fastest so far and with the bounds
+    of all others.
+
+    Args:
+        workload: The attention.
+        topologies: Grids to try.
+        rates: Rates of each rank.
+        fixed: Settings that are fixed.
+        nodes: Nodes whose NICs are shared, as in `on_grid`.
+        schedules: As `schedules_of` in `GridWork.of`.
+
+    Raises:
+        ValueError: The rates are too small to compare times.
     """
-    works = [GridWork.of(workload, each, rates, fixed, nodes, schedules) for each in topologies]
-    left = [_Open(one, at) for at, one in enumerate(o for w in works for o in w.algorithms())]
-    found: list[tuple[Candidate, int]] = []  # with the place that it has among all
+    works = [GridWork.of(workload, grid, rates, fixed, nodes, schedules) for grid in topologies]
+    pending = [
+        _PendingCandidates(algorithm, index)
+        for index, algorithm in enumerate(a for work in works for a in work.algorithms())
+    ]
+    simulated: list[tuple[Candidate, int]] = []  # with the index among all candidates
     while True:
-        upper = min((_weighed(one) for one, _ in found), default=math.inf)
-        left = [each for each in left if each.at_least <= upper * (1 + TIE)]
-        found = [each for each in found if _weighed(each[0]) <= upper * (1 + TIE)]
-        lower = min((upper, *(each.at_least for each in left)))
-        tied = [each for each in found if _weighed(each[0]) <= lower * (1 + TIE)]
+        upper = min((_weighed(candidate) for candidate, _ in simulated), default=math.inf)
+        pending = [search for search in pending if search.at_least <= upper * (1 + TIE)]
+        simulated = [entry for entry in simulated if _weighed(entry[0]) <= upper * (1 + TIE)]
+        lower = min((upper, *(search.at_least for search in pending)))
+        tied = [entry for entry in simulated if _weighed(entry[0]) <= lower * (1 + TIE)]
         taken = min(map(_place, tied), default=None)
         if taken is not None:
-            simpler = [each for each in left if each.simplest <= taken[0][: len(each.simplest)]]
-            if not simpler and all(taken <= _place(each) for each in found):
-                return next(one for one, at in tied if at == taken[1])
+            simpler = [s for s in pending if s.simplest <= taken[0][: len(s.simplest)]]
+            if not simpler and all(taken <= _place(entry) for entry in simulated):
+                return next(candidate for candidate, index in tied if index == taken[1])
         else:
             simpler = []
-        # Else those that decide whether a simpler one ties.
-        each = min(simpler or left, key=lambda one: (one.at_least, one.simplest, one.at))
-        if not each.looked_at:
-            each.look()
+        # Without a certain tie, simulate the candidates that decide it.
+        search = min(simpler or pending, key=lambda s: (s.at_least, s.simplest, s.index))
+        if not search.scheduled:
+            search.make_schedules()
             continue
-        made = each.next()
-        if not all(math.isfinite(one.seconds) for one, _ in made):
+        candidates = search.next()
+        if not all(math.isfinite(candidate.seconds) for candidate, _ in candidates):
             raise ValueError(f"rates: too small for calls of this size: {rates.describe()}")
-        found += made
-        left = [one for one in left if one.open]
+        simulated += candidates
+        pending = [search for search in pending if search.open]
 
 
 def row_cost(sizes: Sizes, rates: Rates) -> tuple[float, float] | None:
-    """How many pairs a rank computes in the time for which a row of another rank is on its link, of
-    the same node and of another one: what layout balanced takes. None where `rates` do not say how
-    fast a rank computes.
+    """Return how many pairs a rank computes while one row of another rank is on its link.
 
-    A row is its key and value in both passes, and its gradients in backward; all ranks of a node
-    send at once.
+    Layout balanced uses the result. A row is its key and value in both passes, and its gradients in
+    backward. All ranks of a node send at once.
+
+    Returns:
+        The pairs for a rank of the same node and of another node; None if `rates` have no
+        `compute`.
     """
     if rates.compute is None:
         return None
@@ -242,42 +290,49 @@ def row_cost(sizes: Sizes, rates: Rates) -> tuple[float, float] | None:
     return row / rates.intra / pair, row / float(rates.between(load)) / pair
 
 
-def _place(each: tuple[Candidate, int]) -> tuple[tuple[Any, ...], int]:
-    return _simplicity(each[0]), each[1]
+def _place(entry: tuple[Candidate, int]) -> tuple[tuple[Any, ...], int]:
+    return _simplicity(entry[0]), entry[1]
 
 
-class _Open:
-    """An algorithm on a grid with the candidates of it that were not simulated yet. at: its place
-    among all of them.
+class _PendingCandidates:
+    """The candidates of an algorithm on a grid that are not simulated yet.
+
+    Attributes:
+        index: Index of the next candidate among all candidates.
+        open: Whether more candidates are tried.
+        at_least: Lower bound on the weighed seconds of the candidates.
+        scheduled: Whether the schedules, which have a better bound, exist.
     """
 
-    def __init__(self, what: AlgorithmOnGrid, at: int):
-        self.at, self.open = at * PLACES, True
-        self._what, self._made, self._counts = what, what.by_chunks(), list(what.counts)
-        algorithm = ALGORITHMS[what.algorithm]
-        self._handicap, self.looked_at = algorithm.handicap, False
-        self.at_least = what.at_least * algorithm.handicap
-        self._first = what.on.topology.ulysses > 1, algorithm.holds_more
+    def __init__(self, algorithm_on_grid: AlgorithmOnGrid, index: int):
+        self.index, self.open = index * PLACES, True
+        self._on_grid, self._made = algorithm_on_grid, algorithm_on_grid.by_chunks()
+        self._counts = list(algorithm_on_grid.counts)
+        algorithm = ALGORITHMS[algorithm_on_grid.algorithm]
+        self._handicap, self.scheduled = algorithm.handicap, False
+        self.at_least = algorithm_on_grid.at_least * algorithm.handicap
+        self._first = algorithm_on_grid.on.topology.ulysses > 1, algorithm.holds_more
 
     @property
     def simplest(self) -> tuple[Any, ...]:
-        """What `_simplicity` of those that are left begins with, at least."""
+        """First values of `_simplicity` of the simplest remaining candidate."""
         return (*self._first, self._counts[0])
 
-    def look(self) -> None:
-        """Make the schedules, which have a better bound."""
-        self.looked_at = True
-        self.at_least = max(self.at_least, self._what.busy * self._handicap)
+    def make_schedules(self) -> None:
+        """Make the schedules, and improve the bound."""
+        self.scheduled = True
+        self.at_least = max(self.at_least, self._on_grid.busy * self._handicap)
 
     def next(self) -> list[tuple[Candidate, int]]:
-        """Those with the next number of head chunks, with their places; none where no more are
-        tried.
+        """Return the candidates with the next number of head chunks, and their indices.
+
+        The list is empty if no more are tried.
         """
         del self._counts[:1]
         made = next(self._made, [])
-        first, self.at = self.at, self.at + len(made)
+        first, self.index = self.index, self.index + len(made)
         self.open = bool(made and self._counts)
-        return list(zip(made, range(first, self.at), strict=True))
+        return list(zip(made, range(first, self.index), strict=True))
 
 
 def _weighed(candidate: Candidate) -> float:
@@ -302,6 +357,6 @@ def _check_stated(rates: Rates) -> None:
     check_rates(rates)
     if rates.compute is None:
         raise ValueError(
-            "rates: compute is None, and there are no tensors to measure it with; state it, or "
-            "call mb.measure_rates(groups, like=(q, k, v))"
+            "rates: compute is None, and it cannot be measured without tensors; state it, or call "
+            "mb.measure_rates(groups, like=(q, k, v))"
         )

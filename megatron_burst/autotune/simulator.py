@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulates a schedule: how long one forward or backward pass of attention will take.
+"""Simulator of a schedule: the time of one forward or backward pass of attention.
 
-The simulator runs the tables that the executor would run, boundary by boundary, for all ranks of
-a ring at once. Three things take time: a message occupies the sender's and the receiver's end of
-a link class (both directions at once; messages of one direction follow one another in the order
-in which they start), a pair of chunks occupies the device, and a rank waits for the chunks that
-must have landed. Overlap, exposed hops and staggered head chunks therefore follow from the
-schedule and from no formula of their own.
+The simulator runs the tables that the executor would run, boundary by boundary, for all ranks of a
+ring at once. Three things take time. A message occupies the sender's and the receiver's end of a
+link class. Both directions are used at once, and messages of one direction follow one another in
+the order of their start. A pair of chunks occupies the device. A rank waits for the chunks that
+must have landed. Overlap, exposed hops and staggered head chunks therefore follow from the schedule
+and from no separate formula.
 
-Of a pair of chunks that is computed in parts, each part takes its share, by rows.
+If a pair of chunks is computed in parts, each part takes a share of its time in proportion to its
+rows.
 
-Times are in seconds, sizes in bytes; inputs are plain numbers, so no torch is needed.
+Times are in seconds, sizes in bytes. Inputs are plain numbers, so no torch is needed.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ from ..schedule.cost import Sizes
 from ..schedule.head_shares import deferred_chunks
 from ..schedule.rings import Schedule
 from .exchanges import ONE_NIC, TimedExchange, Wave, Wires
-from .prepared import Prepared
+from .prepared import PreparedSchedule
 from .rates import Rates
 
 
 class GridBoundary(NamedTuple):
-    """One boundary of all ranks: the exchanges that start there, and the seconds that each rank
-    then computes [G].
+    """One boundary of all ranks.
+
+    Attributes:
+        starting: Exchanges that start at the boundary.
+        seconds: Seconds that each rank computes after the boundary, [G].
     """
 
     starting: Sequence[TimedExchange]
@@ -38,8 +42,14 @@ class GridBoundary(NamedTuple):
 
 
 class PassTime(NamedTuple):
-    """Seconds of a pass, and for how many the busiest rank's device and links are in use; host:
-    what launching takes of its processor, which runs beside it.
+    """Time of a pass.
+
+    Attributes:
+        seconds: Seconds of the pass.
+        compute: Busy seconds of the busiest rank's device.
+        intra: Busy seconds of the busiest rank's links within its node.
+        inter: Busy seconds of the busiest rank's links between nodes.
+        host: Seconds of processor time for launches, which run at the same time.
     """
 
     seconds: float
@@ -48,19 +58,23 @@ class PassTime(NamedTuple):
     inter: float
     host: float = 0.0
 
-    def __add__(self, other: PassTime) -> PassTime:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return PassTime(*(a + b for a, b in zip(self, other, strict=True)))
+    def __add__(self, addend: PassTime) -> PassTime:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return PassTime(*(a + b for a, b in zip(self, addend, strict=True)))
 
     def __rmul__(self, times: float) -> PassTime:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return PassTime(*(times * each for each in self))
+        return PassTime(*(times * seconds for seconds in self))
 
 
 IDLE = PassTime(0.0, 0.0, 0.0, 0.0)
 
 
-class Adding(NamedTuple):
-    """Seconds, of all heads: queries, keys: of adding a row of a call's results to what is there;
-    joined: of bringing a row of keys of others into a call for several chunks.
+class AccumulationTimes(NamedTuple):
+    """Seconds per row of memory traffic, for all heads.
+
+    Attributes:
+        queries: Adding a row of results of queries.
+        keys: Adding a row of gradients of keys.
+        joined: Copying a row of received keys into a call for several chunks.
     """
 
     queries: float = 0.0
@@ -68,19 +82,24 @@ class Adding(NamedTuple):
     joined: float = 0.0
 
 
-NOTHING = Adding()
+NOTHING = AccumulationTimes()
 
 
 class _Clocks:
-    """Until when every rank and every port of its links is occupied.
+    """Times until which every rank and every port of its links is occupied.
 
-    taken: seconds of each transfer; handled: of its sender's own time. busy: until when each rank's
-    links carry something, as sender and as receiver; counted where that slows it down.
+    Attributes:
+        free: Time until which each rank and each port is occupied.
+        clock: Time of each rank, a view of `free`.
+        busy: Time until which each rank's links are busy as sender and as receiver; only with a
+            slowdown.
+        taken: Seconds of each transfer.
+        handled: Seconds of its sender's own time for each transfer.
     """
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: PreparedSchedule,
         taken: np.ndarray,
         handled: np.ndarray | None,
         rates: Rates,
@@ -93,20 +112,25 @@ class _Clocks:
         self.handled, self.together = handled, prepared.wires.together
 
     def start(self, exchange: TimedExchange) -> None:
-        """What starting it takes of the ranks' own time."""
-        self.clock[exchange.ranks] += self.posting  # once also to those listed twice
+        """Add the ranks' own time to start an exchange."""
+        self.clock[exchange.ranks] += self.posting  # added once to ranks that are listed twice
         if self.handled is not None:
             for wave in exchange.waves:
-                self.clock[wave.clocks[0]] += self.handled[wave.which]
+                self.clock[wave.clocks[0]] += self.handled[wave.rows]
 
     def send(self, wave: Wave, done: np.ndarray) -> None:
-        """done: when each rank is done with what it sends, and with what it receives [2 G]."""
-        end = self.free[wave.clocks].max(axis=0) + self.taken[wave.which]
+        """Send a wave.
+
+        Args:
+            wave: The wave.
+            done: Time at which each rank has sent and has received everything, [2 G]; updated.
+        """
+        end = self.free[wave.clocks].max(axis=0) + self.taken[wave.rows]
         self.free[wave.clocks[2:]] = end
         done[wave.ends] = np.maximum(done[wave.ends], end)
 
     def share(self, exchanges: Sequence[TimedExchange], landing: dict[int, np.ndarray]) -> None:
-        """Messages that started together end together: when the last one at their ports does."""
+        """Let messages that started together end together, with the last one at their ports."""
         for exchange in exchanges:
             done = landing[exchange.land]
             for wave in exchange.waves:
@@ -114,7 +138,10 @@ class _Clocks:
                 done[wave.ends] = np.maximum(done[wave.ends], end)
 
     def compute(self, seconds: np.ndarray) -> None:
-        """seconds: of each rank without traffic; with it they are 1 + slowdown times as long."""
+        """Add computation, given in seconds of each rank without traffic.
+
+        Traffic multiplies these seconds by 1 + slowdown.
+        """
         if self.slowdown:
             until = self.busy.reshape(2, -1).max(axis=0)
             beside = np.maximum(until - self.clock, 0.0) / (1 + self.slowdown)
@@ -122,7 +149,7 @@ class _Clocks:
         self.clock += seconds
 
     def run(self, program: Sequence[GridBoundary]) -> Generator[None, None, None]:
-        """The pass of one head chunk; yields where the executor does, to be staggered like it."""
+        """Run the pass of one head chunk; yields where the executor does, which staggers passes."""
         landing: dict[int, np.ndarray] = {}
 
         def land(index: int) -> None:
@@ -147,23 +174,32 @@ class _Clocks:
 
 
 def pass_time(
-    schedule: Schedule | Prepared,
+    schedule: Schedule | PreparedSchedule,
     sizes: Sizes,
     seconds: np.ndarray,
     rates: Rates,
     head_chunks: int = 1,
     wires: Wires = ONE_NIC,
     least: float = 0.0,
-    adding: Adding = NOTHING,
+    adding: AccumulationTimes = NOTHING,
 ) -> PassTime:
-    """The time from the common start of all ranks to the end of the last rank's pass.
+    """Return the time from the common start of all ranks to the end of the last rank's pass.
 
-    schedule: where it is `Prepared`, the wires are its own. seconds: float [G, G], what a device
-    needs for the pair of query chunk i and key chunk j, all heads; each head chunk computes its
-    share of it. least: seconds that a call takes at least; where the schedule joins the pairs of a
-    step, they are one. adding: of its results.
+    Args:
+        schedule: The schedule. A `PreparedSchedule` has its own wires.
+        sizes: Sizes of the attention call.
+        seconds: float [G, G], seconds of a device for query chunk i and key chunk j, all heads.
+            Each head chunk computes a share of it.
+        rates: Rates of each rank.
+        head_chunks: Number of head chunks.
+        wires: Links between ranks.
+        least: Smallest number of seconds of a call. If the schedule joins the pairs of a step, they
+            are one call.
+        adding: Memory traffic of the results.
     """
-    prepared = schedule if isinstance(schedule, Prepared) else Prepared(schedule, wires)
+    prepared = (
+        schedule if isinstance(schedule, PreparedSchedule) else PreparedSchedule(schedule, wires)
+    )
     pairs, between = prepared.schedule.tables.pairs, prepared.between
     of_pair, sent, taken = _costs(prepared, sizes, seconds, rates, head_chunks, least, adding)
     programs = [_program(prepared, of_pair, last) for last in (False, True)]
@@ -178,39 +214,40 @@ def pass_time(
         np.bincount(prepared.ports[0], np.where(between == link, taken, 0.0), 1).max()
         for link in (0, 1)
     )
-    busy = (head_chunks * float(each) for each in (computing, *sending))
+    busy = (head_chunks * float(seconds_in_use) for seconds_in_use in (computing, *sending))
     host = host_seconds(prepared, seconds, rates, head_chunks)
     return PassTime(float(clocks.clock.max()) + rates.start, *busy)._replace(host=host)
 
 
 def host_seconds(
-    prepared: Prepared, seconds: np.ndarray, rates: Rates, head_chunks: int = 1
+    prepared: PreparedSchedule, seconds: np.ndarray, rates: Rates, head_chunks: int = 1
 ) -> float:
-    """What launching a pass takes of the busiest rank's processor. Arguments as of `pass_time`."""
+    """Return the processor time of the busiest rank's launches; arguments as in `pass_time`."""
     if rates.host is None:
         return 0.0
-    pairs, moved = prepared.schedule.tables.pairs, prepared.schedule.tables.transfers
-    # Pairs of a call have its rank in common; of those without keys that are seen none is made.
-    first, of = prepared.calls
-    made = np.bincount(of, seconds[pairs.query, pairs.key] > 0) > 0
+    pairs, transfers = prepared.schedule.tables.pairs, prepared.schedule.tables.transfers
+    # The pairs of a call have one rank. A call without visible keys is not made.
+    first, call = prepared.calls
+    made = np.bincount(call, seconds[pairs.query, pairs.key] > 0) > 0
     calls, sent = (
-        np.bincount(rank, minlength=1).max() for rank in (pairs.rank[first[made]], moved.src)
+        np.bincount(rank, minlength=1).max() for rank in (pairs.rank[first[made]], transfers.src)
     )
     backward = prepared.schedule.gradients
     return rates.host.of_pass(int(calls), int(sent), head_chunks, backward)
 
 
 def pass_at_least(
-    prepared: Prepared,
+    prepared: PreparedSchedule,
     sizes: Sizes,
     seconds: np.ndarray,
     rates: Rates,
     head_chunks: int = 1,
     least: float = 0.0,
-    adding: Adding = NOTHING,
+    adding: AccumulationTimes = NOTHING,
 ) -> float:
-    """Seconds that no pass stays below: those of the busiest rank or port, as if none ever waited.
-    Arguments as of `pass_time`; more head chunks take no less.
+    """Return a lower bound on the seconds of a pass: the busiest rank or port, without any waiting.
+
+    Arguments are the same as in `pass_time`. The bound does not decrease with more head chunks.
     """
     of_pair, _, taken = _costs(prepared, sizes, seconds, rates, head_chunks, least, adding)
     computing = np.bincount(prepared.schedule.tables.pairs.rank, of_pair, 1).max()
@@ -218,9 +255,13 @@ def pass_at_least(
     return head_chunks * float(max(computing, sending)) + rates.start
 
 
-class _Costs(NamedTuple):
-    """What one head chunk costs. of_pair: seconds of each pair; sent: bytes of each transfer;
-    taken: its seconds.
+class _HeadChunkCosts(NamedTuple):
+    """Costs of one head chunk.
+
+    Attributes:
+        of_pair: Seconds of each pair.
+        sent: Bytes of each transfer.
+        taken: Seconds of each transfer.
     """
 
     of_pair: np.ndarray
@@ -229,15 +270,15 @@ class _Costs(NamedTuple):
 
 
 def _costs(
-    prepared: Prepared,
+    prepared: PreparedSchedule,
     sizes: Sizes,
     seconds: np.ndarray,
     rates: Rates,
     head_chunks: int,
     least: float,
-    adding: Adding,
-) -> _Costs:
-    """Arguments as of `pass_time`."""
+    adding: AccumulationTimes,
+) -> _HeadChunkCosts:
+    """Return the costs of one head chunk; arguments as in `pass_time`."""
     pairs = prepared.schedule.tables.pairs
     per_byte = _per_byte(prepared, rates)
     of_pair = seconds[pairs.query, pairs.key] * prepared.shares / head_chunks
@@ -245,34 +286,39 @@ def _costs(
         of_pair = of_pair * (1 + rates.half_rows / np.maximum(prepared.pair_rows, 1))
     of_pair = _of_calls(prepared, of_pair, least, rates.launch)
     if any(adding):
-        rows = sum(each * n for each, n in zip(adding, prepared.added, strict=True))
+        rows = sum(
+            row_seconds * row_count
+            for row_seconds, row_count in zip(adding, prepared.added, strict=True)
+        )
         of_pair = of_pair + rows / head_chunks
     sent = prepared.bytes_of(sizes) / head_chunks
     taken = rates.latency + sent * per_byte
-    return _Costs(of_pair, sent, taken)
+    return _HeadChunkCosts(of_pair, sent, taken)
 
 
-def _of_calls(prepared: Prepared, of_pair: np.ndarray, least: float, launch: float) -> np.ndarray:
-    """float: seconds of each pair, what its call takes besides with the first of the call."""
+def _of_calls(
+    prepared: PreparedSchedule, of_pair: np.ndarray, least: float, launch: float
+) -> np.ndarray:
+    """Return the seconds of each pair; the first pair of a call includes the call's own time."""
     if not prepared.schedule.joined:
         return np.where(of_pair > 0, np.maximum(of_pair, least) + launch, 0.0)
-    first, of = prepared.calls
-    total, found = np.bincount(of, of_pair), of_pair.copy()
-    found[first] += np.where(total > 0, np.maximum(total, least) + launch - total, 0.0)
-    return found
+    first, call = prepared.calls
+    total, with_calls = np.bincount(call, of_pair), of_pair.copy()
+    with_calls[first] += np.where(total > 0, np.maximum(total, least) + launch - total, 0.0)
+    return with_calls
 
 
-def _per_byte(prepared: Prepared, rates: Rates) -> np.ndarray:
-    """float: seconds per byte of each transfer, by its link and by who shares its NIC."""
+def _per_byte(prepared: PreparedSchedule, rates: Rates) -> np.ndarray:
+    """Return the seconds per byte of each transfer, from its link and the load of its NIC."""
     inter = rates.between(1.0 if prepared.load is None else prepared.load)
-    # Of rates next to nothing, which are refused where they matter.
+    # Extremely small rates overflow here; `select` refuses the resulting times.
     with np.errstate(over="ignore"):
         return np.where(prepared.between, 1 / inter, 1 / rates.intra)
 
 
 def _staggered(runs: Sequence[Generator[None, None, None]]) -> None:
-    """Start one pass more at every boundary, as `execution.ring.run` does."""
-    # Head chunks run one boundary apart, so that the hops of one travel while another computes.
+    """Start one more pass at every boundary, as `execution.ring.run` does."""
+    # Head chunks are one boundary apart, so that the hops of one travel while another computes.
     waiting, running = list(runs), []
     while waiting or running:
         if waiting:
@@ -280,12 +326,20 @@ def _staggered(runs: Sequence[Generator[None, None, None]]) -> None:
         running = [run for run in running if next(run, True) is None]
 
 
-def _program(prepared: Prepared, seconds: np.ndarray, own_last: bool) -> list[GridBoundary]:
-    """`Schedule.program` of all ranks at once; seconds: of each row of `tables.pairs`."""
+def _program(prepared: PreparedSchedule, seconds: np.ndarray, own_last: bool) -> list[GridBoundary]:
+    """Return `Schedule.program` of all ranks at once.
+
+    Args:
+        prepared: The schedule.
+        seconds: Seconds of each pair.
+        own_last: As in `Schedule.program`.
+    """
     schedule, starting = prepared.schedule, prepared.starting
     size, tables = schedule.grid.size, schedule.tables
-    at = prepared.own_last if own_last else tables.pairs.step
-    end = max(tables.steps, int(tables.transfers.land.max(initial=0)), int(at.max(initial=0)))
-    end += own_last and at is not tables.pairs.step
-    work = np.bincount(at * size + tables.pairs.rank, seconds, (end + 1) * size).reshape(-1, size)
+    steps = prepared.own_last if own_last else tables.pairs.step
+    end = max(tables.steps, int(tables.transfers.land.max(initial=0)), int(steps.max(initial=0)))
+    end += own_last and steps is not tables.pairs.step
+    work = np.bincount(steps * size + tables.pairs.rank, seconds, (end + 1) * size).reshape(
+        -1, size
+    )
     return [GridBoundary(starting.get(index, ()), work[index]) for index in range(end + 1)]

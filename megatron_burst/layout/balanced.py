@@ -61,7 +61,7 @@ class DocumentShare(NamedTuple):
     stop: int
 
 
-class Costs:
+class DocumentCosts:
     """Visible pairs of documents: of all their tokens, and of those before a place in mirror order.
 
     lengths: of the documents; windows: (left, right) of each kind of layer, None for no limit;
@@ -142,7 +142,7 @@ def _reached_all(n: np.ndarray, reach: int | None) -> np.ndarray:
 
 
 def mix(
-    shares: Sequence[DocumentShare], bins: int, costs: Costs, slack: float = SLACK
+    shares: Sequence[DocumentShare], bins: int, costs: DocumentCosts, slack: float = SLACK
 ) -> list[list[DocumentShare]]:
     """The shares cut into `bins` with equally many tokens each, and nearly as many pairs.
 
@@ -160,7 +160,7 @@ class _Pool:
     A place counts tokens in that order. Taken are those before `low` and those from `high` on.
     """
 
-    def __init__(self, shares: Sequence[DocumentShare], costs: Costs, slack: float):
+    def __init__(self, shares: Sequence[DocumentShare], costs: DocumentCosts, slack: float):
         pairs = [costs.of(share) for share in shares]
         sizes = [share.stop - share.first for share in shares]
         density = np.array(pairs, dtype=np.float64) / np.maximum(sizes, 1)
@@ -260,7 +260,7 @@ def _root(excess: Callable[[int], int], top: int) -> int:
     return low if -below <= above else high
 
 
-def keep_whole(costs: Costs, ranks: int, per_node: int) -> list[list[DocumentShare]]:
+def keep_whole(costs: DocumentCosts, ranks: int, per_node: int) -> list[list[DocumentShare]]:
     """Equally many tokens on every rank, and documents on as few ranks as have room for them.
 
     The costliest document comes first: to the rank with the fewest pairs of those with room for
@@ -413,8 +413,10 @@ class Balanced(Layout):
         return max(pairs) * len(pairs) / (sum(pairs) or 1) or 1.0
 
     @cached_property
-    def _costs(self) -> Costs:
-        return Costs(np.diff(self.bounds).tolist(), self.windows, self.padding, self.bases or None)
+    def _costs(self) -> DocumentCosts:
+        return DocumentCosts(
+            np.diff(self.bounds).tolist(), self.windows, self.padding, self.bases or None
+        )
 
     @property
     def shares(self) -> tuple[list[DocumentShare], ...]:

@@ -68,7 +68,7 @@ def preceding_and_most(chains: Chains, width: int, rank: int) -> tuple[Route, in
     return moves.route(rank, chains.ranks, rows), most
 
 
-def _preceding(chains: Chains, width: int) -> _Moves:
+def _preceding(chains: Chains, width: int) -> _RowMoves:
     """The moves of all ranks."""
     count = integer("width", width) - 1
     if count < 0:
@@ -85,7 +85,7 @@ def _preceding(chains: Chains, width: int) -> _Moves:
         landing = chains.order[piece] * count + column
         moves.append((owner[found], first[found] + offset, owner[piece], landing))
     empty = np.zeros((4, 0), dtype=np.int64)
-    return _Moves(*np.concatenate([empty, *(np.stack(each) for each in moves)], axis=1))
+    return _RowMoves(*np.concatenate([empty, *(np.stack(each) for each in moves)], axis=1))
 
 
 class Lineage(NamedTuple):
@@ -124,7 +124,7 @@ def lineage(chains: Chains, rank: int) -> Lineage:
     pieces, place = every[mine], np.cumsum(mine) - 1
     return Lineage(
         pieces,
-        _Moves(source, chains.order[piece], to, landing).route(rank, chains.ranks, len(pieces)),
+        _RowMoves(source, chains.order[piece], to, landing).route(rank, chains.ranks, len(pieces)),
         np.where(before[pieces] < 0, -1, place[before[pieces]]),
         place[chains.of(rank)],
         int(pairs.max()),
@@ -164,7 +164,7 @@ def _check_rank(rank: int, ranks: int) -> None:
         raise ValueError(f"rank must be in 0..{ranks - 1}, got {rank}")
 
 
-class _Moves(NamedTuple):
+class _RowMoves(NamedTuple):
     """Row `row` of `source` lands in row `landing` of `destination`: int64 [moves] each."""
 
     source: np.ndarray
@@ -214,7 +214,7 @@ def _one_by_one(runs: Pieces) -> Pieces:
     return Pieces(owner, first + nth, Spans(start + nth * stride, one, one))
 
 
-class _Meeting(NamedTuple):
+class _RunOverlaps(NamedTuple):
     """Where runs of two layouts meet: `mine` rows on one side and `others` on the other, as (first,
     step, count), int64 [meetings, 3]; by runs of the one side, then of the other.
     """
@@ -225,7 +225,7 @@ class _Meeting(NamedTuple):
     others: np.ndarray
 
 
-def _meet(mine: Pieces, others: Pieces) -> _Meeting:
+def _meet(mine: Pieces, others: Pieces) -> _RunOverlaps:
     """The positions that runs of both sides have. Strides above 1 must be the same on both."""
     i, j = _pairs(mine, others)
     a, b = mine.span.at(i), others.span.at(j)
@@ -242,7 +242,7 @@ def _meet(mine: Pieces, others: Pieces) -> _Meeting:
         np.stack([x.first + (low - x.span.start) // x.span.stride, stride // x.span.stride, count])
         for x in sides
     )
-    return _Meeting(*(x.owner for x in sides), *(each.T for each in rows))
+    return _RunOverlaps(*(x.owner for x in sides), *(each.T for each in rows))
 
 
 def _pairs(mine: Pieces, others: Pieces) -> tuple[np.ndarray, np.ndarray]:

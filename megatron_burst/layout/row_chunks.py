@@ -61,7 +61,7 @@ def _mirrored(layout: Layout, rows: int) -> list[int]:
     return [rows] if isinstance(layout, Zigzag) else []
 
 
-class _Cut(NamedTuple):
+class _BlockProgress(NamedTuple):
     """Rows of a block that have had their turn: those before `early`, and of the part with this
     number those from `late` to its `end`.
     """
@@ -72,7 +72,7 @@ class _Cut(NamedTuple):
     end: int
 
 
-def _cut(parts: Sequence[int], first: int, end: int, turns: int) -> _Cut:
+def _cut(parts: Sequence[int], first: int, end: int, turns: int) -> _BlockProgress:
     """After so many turns in the block of rows from `first` to `end`; parts: where each begins.
 
     A part's rows have their turns from both ends inwards, an early one before the late one of its
@@ -80,7 +80,7 @@ def _cut(parts: Sequence[int], first: int, end: int, turns: int) -> _Cut:
     """
     row = first + turns
     if len(parts) == 1:
-        return _Cut(0, row, row, row)
+        return _BlockProgress(0, row, row, row)
     part = max(0, bisect_left(parts, row) - 1)
     begin, stop = parts[part], parts[part + 1]
     middle = (begin + stop) // 2
@@ -90,10 +90,10 @@ def _cut(parts: Sequence[int], first: int, end: int, turns: int) -> _Cut:
     inwards = (stop - right) - (left - begin)
     taken = row - left
     of_early = min(max((taken + inwards + 1) // 2, taken - late, 0), early, taken)
-    return _Cut(part, left + of_early, right - (taken - of_early), right)
+    return _BlockProgress(part, left + of_early, right - (taken - of_early), right)
 
 
-def _between(before: _Cut, after: _Cut) -> Iterator[Run]:
+def _between(before: _BlockProgress, after: _BlockProgress) -> Iterator[Run]:
     """The rows that have their turn after one cut and before another, as ascending runs."""
     if before.part == after.part:
         found = [(before.early, after.early), (after.late, before.late)]

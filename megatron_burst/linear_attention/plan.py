@@ -22,7 +22,7 @@ from ..comm.rows import GRID
 from ..kernels.online_softmax import accumulation_dtype
 from ..layout.layouts import Layout
 from ..layout.pieces import Chains
-from ..schedule.scans.blocks import Blocks, cut
+from ..schedule.scans.blocks import StateBlocks, cut
 from ..units import byte_size, grid_of
 from . import forms
 from .kernels import registry
@@ -331,7 +331,7 @@ class _Resolved(NamedTuple):
 
     algorithm: str
     why: str
-    blocks: Blocks
+    blocks: StateBlocks
     tables: Directions
 
 

@@ -20,9 +20,9 @@ from ..layout.pieces import Chains, chains
 from ..layout.routes import lineage, preceding_and_most
 from ..layout.sharding import to_device
 from ..schedule.scans import SCANS
-from ..schedule.scans.blocks import Blocks
+from ..schedule.scans.blocks import StateBlocks
 from ..schedule.scans.choice import ScanChoice, blocks_for, choose, links_of
-from ..schedule.scans.hops import MAP, WHOLE, Hops, Task
+from ..schedule.scans.hops import ALL_BLOCKS, MAP, Hops, Task
 from ..schedule.scans.sizes import Form, ScanSizes
 from .maps import shape_of
 
@@ -101,7 +101,7 @@ def chains_of(groups: Groups, sequence: PackedSequence) -> Chains:
 
 
 def directions(
-    groups: Groups, sequence: PackedSequence, algorithm: str, blocks: Blocks
+    groups: Groups, sequence: PackedSequence, algorithm: str, blocks: StateBlocks
 ) -> Directions:
     """The tables of an algorithm for a sequence, with states in these blocks."""
     cache, key = groups.recent("linear", KEPT), ("directions", sequence, algorithm, blocks)
@@ -232,13 +232,13 @@ class Program(NamedTuple):
     begins: list[bool]
     ends: list[bool]
     document: tuple[int, ...]
-    blocks: Blocks
+    blocks: StateBlocks
 
     def shapes(self, hop: StateHop, states: States) -> list[torch.Size]:
         """Shapes of what a hop carries, in order: the transition, if maps have one, and the
         state.
         """
-        heads, rows, columns = self.blocks.sizes if hop.block == WHOLE else self.blocks.shape
+        heads, rows, columns = self.blocks.sizes if hop.block == ALL_BLOCKS else self.blocks.shape
         shapes = [torch.Size((states.batch, heads, rows, columns))]
         transition = shape_of(states.form, states.batch, (heads, rows, columns))
         if hop.kind == MAP and transition is not None:
@@ -246,7 +246,7 @@ class Program(NamedTuple):
         return shapes
 
 
-def program(hops: Hops, chains: Chains, rank: int, blocks: Blocks) -> Program:
+def program(hops: Hops, chains: Chains, rank: int, blocks: StateBlocks) -> Program:
     """The part of `rank`."""
     own_rows = np.flatnonzero((hops.source == rank) | (hops.destination == rank))
     by_round: dict[int, tuple[dict[int, list[StateHop]], dict[int, list[StateHop]]]] = {}
@@ -269,7 +269,7 @@ def _parcels(way: dict[int, list[StateHop]]) -> tuple[Parcel, ...]:
     return tuple(Parcel(peer, tuple(some)) for peer, some in way.items())
 
 
-def longest_message(hops: Hops, blocks: Blocks, states: States) -> tuple[int, int]:
+def longest_message(hops: Hops, blocks: StateBlocks, states: States) -> tuple[int, int]:
     """The bytes of the longest message of a table, and how many tensors one has at most."""
     if not len(hops):
         return 0, 0

@@ -28,8 +28,8 @@ from ..comm.packing import CallTag
 from ..comm.rows import over_grid
 from ..comm.transport import Tensors
 from ..kernels.autograd import first_order_only
-from ..schedule.scans.blocks import Blocks
-from ..schedule.scans.hops import MAP, WHOLE
+from ..schedule.scans.blocks import StateBlocks
+from ..schedule.scans.hops import ALL_BLOCKS, MAP
 from .maps import Map, gradient, turned
 from .program import Program, Round, StateHop, States
 
@@ -41,7 +41,7 @@ class KnownStates:
     the rank that holds it has an initial state in its map. own: piece -> its map.
     """
 
-    def __init__(self, begins: list[bool], blocks: Blocks, own: Mapping[int, Map]):
+    def __init__(self, begins: list[bool], blocks: StateBlocks, own: Mapping[int, Map]):
         self._begins, self._blocks = begins, blocks
         self._states: dict[tuple[int, int], torch.Tensor] = {}  # (piece it enters, block)
         # (block, piece after its last) -> first piece -> map of the run
@@ -55,7 +55,7 @@ class KnownStates:
         """Take in what a hop brought."""
         for block in self._each(hop.block):
             parts = Map(arrived[0] if len(arrived) > 1 else None, arrived[-1])
-            if hop.block == WHOLE and self._blocks.number > 1:
+            if hop.block == ALL_BLOCKS and self._blocks.number > 1:
                 parts = parts.part(self._blocks.slices(block))
             if hop.kind == MAP:
                 self._runs.setdefault((block, hop.last + 1), {})[hop.first] = parts
@@ -128,7 +128,7 @@ class KnownStates:
 
     def _each(self, block: int) -> range:
         """The blocks that a hop's block is."""
-        return range(self._blocks.number) if block == WHOLE else range(block, block + 1)
+        return range(self._blocks.number) if block == ALL_BLOCKS else range(block, block + 1)
 
     def whole(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """All blocks of a state [b, h, d, w], put together; of a single one itself."""

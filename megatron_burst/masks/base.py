@@ -43,7 +43,7 @@ class Band(NamedTuple):
     right: int
 
 
-class Bands(NamedTuple):
+class SpanBands(NamedTuple):
     """Bands of many pairs of spans: arrays; `left` and `right` count only where `known`."""
 
     left: np.ndarray
@@ -125,13 +125,13 @@ class Mask:
         ]
         return np.array(found, dtype=np.int64).reshape(fields[0].shape)
 
-    def bands(self, q_spans: Spans, k_spans: Spans) -> Bands:
+    def bands(self, q_spans: Spans, k_spans: Spans) -> SpanBands:
         """The visible part of each pair of q_spans and k_spans as a band, where it is known to be
         one.
         """
         covers = self.covers(q_spans, k_spans)
         reach = np.where(covers == Cover.FULL, FAR, -FAR)
-        return Bands(reach, reach, covers != Cover.PARTIAL)
+        return SpanBands(reach, reach, covers != Cover.PARTIAL)
 
     def band(self, q_span: Span, k_span: Span) -> Band | None:
         """`bands` of q_span and k_span; None where these are not known to be a band."""
@@ -271,9 +271,11 @@ class _And(Combined):
             return None
         return _And(self.a if a is None else a, self.b if b is None else b)
 
-    def bands(self, q_spans: Spans, k_spans: Spans) -> Bands:
+    def bands(self, q_spans: Spans, k_spans: Spans) -> SpanBands:
         a, b = self.a.bands(q_spans, k_spans), self.b.bands(q_spans, k_spans)
-        return Bands(np.minimum(a.left, b.left), np.minimum(a.right, b.right), a.known & b.known)
+        return SpanBands(
+            np.minimum(a.left, b.left), np.minimum(a.right, b.right), a.known & b.known
+        )
 
     def viewers(self, k_spans: Spans) -> Viewers:
         a, b = self.a.viewers(k_spans), self.b.viewers(k_spans)
@@ -291,14 +293,14 @@ class _Or(Combined):
             return None
         return (self.a & other) | (self.b & other)
 
-    def bands(self, q_spans: Spans, k_spans: Spans) -> Bands:
+    def bands(self, q_spans: Spans, k_spans: Spans) -> SpanBands:
         a, b = self.a.bands(q_spans, k_spans), self.b.bands(q_spans, k_spans)
         a_empty, b_empty = a.left + a.right < 0, b.left + b.right < 0
         left = np.where(a_empty, b.left, np.where(b_empty, a.left, np.maximum(a.left, b.left)))
         right = np.where(a_empty, b.right, np.where(b_empty, a.right, np.maximum(a.right, b.right)))
         # Two bands with a gap between them are no band; neighbouring diagonals leave no gap.
         touch = (a.left + b.right >= -1) & (b.left + a.right >= -1)
-        return Bands(left, right, a.known & b.known & (touch | a_empty | b_empty))
+        return SpanBands(left, right, a.known & b.known & (touch | a_empty | b_empty))
 
     def viewers(self, k_spans: Spans) -> Viewers:
         a, b = self.a.viewers(k_spans), self.b.viewers(k_spans)

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from ..layout import Spans, integer
-from .base import FAR, Band, Bands, Cover, Mask, VectorMask, Viewers, cover_where
+from .base import FAR, Band, Cover, Mask, SpanBands, VectorMask, Viewers, cover_where
 
 
 def _position(mask: Mask, name: str) -> int:
@@ -79,17 +79,17 @@ class Window(VectorMask):
         empty = (nearest > right) | (farthest < -left)
         return cover_where(empty, (nearest >= -left) & (farthest <= right))
 
-    def bands(self, q_spans: Spans, k_spans: Spans) -> Bands:
+    def bands(self, q_spans: Spans, k_spans: Spans) -> SpanBands:
         # Local column n lies (n - m) strides ahead of row m, plus what the starts are apart.
         ahead = np.subtract(q_spans.start, k_spans.start)
         left, right = self.reach
         stride = np.asarray(q_spans.stride)
         known = stride == k_spans.stride
-        bands = Bands((left - ahead) // stride, (right + ahead) // stride, known)
+        bands = SpanBands((left - ahead) // stride, (right + ahead) // stride, known)
         if known.all():
             return bands
         others = super().bands(q_spans, k_spans)
-        return Bands(*(np.where(known, *both) for both in zip(bands, others, strict=True)))
+        return SpanBands(*(np.where(known, *both) for both in zip(bands, others, strict=True)))
 
     def viewers(self, k_spans: Spans) -> Viewers:
         far, exact = np.full(np.shape(k_spans.start), FAR), np.ones(np.shape(k_spans.start), bool)

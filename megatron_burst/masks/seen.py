@@ -25,7 +25,7 @@ PAIRS = 1 << 20  # so many pairs of pieces are looked at one by one, at most
 ALL_PAIRS = 1 << 12  # so few are, before a mask without `viewers` is asked about groups of pieces
 
 
-class Parts(NamedTuple):
+class RankRows(NamedTuple):
     """Columns: `rank` has to do with the rows first <= row < stop of the shard, within `piece`."""
 
     piece: np.ndarray
@@ -34,7 +34,7 @@ class Parts(NamedTuple):
     stop: np.ndarray
 
 
-class Seen(NamedTuple):
+class VisibleRows(NamedTuple):
     """Which rows of the shards the ranks have to do with.
 
     owner, first, stop: columns, the pieces of all shards by owner and row. whole: bool
@@ -45,7 +45,7 @@ class Seen(NamedTuple):
     first: np.ndarray
     stop: np.ndarray
     whole: np.ndarray
-    parts: Parts
+    parts: RankRows
 
     def ranks(self, owners: int) -> np.ndarray:
         """Bool [owners, G]: which ranks have to do with some row of a shard."""
@@ -74,7 +74,7 @@ class _Ranges(NamedTuple):
         return counted(first, count), keys
 
 
-def rows_seen(mask: Mask, q_shards: Shards, k_shards: Shards) -> tuple[Seen, Seen]:
+def rows_seen(mask: Mask, q_shards: Shards, k_shards: Shards) -> tuple[VisibleRows, VisibleRows]:
     """The query rows of each shard that see keys of a rank, and the key rows that a rank sees.
 
     A shard is the spans of a rank, possibly none. What is not listed sees and is seen by nothing; a
@@ -100,12 +100,12 @@ def rows_seen(mask: Mask, q_shards: Shards, k_shards: Shards) -> tuple[Seen, See
     place[by_row] = np.arange(len(by_row))
     q, k = queries.at(by_row), keys
     return (
-        Seen(q.owner, q.first, q.first + q.span.length,
+        VisibleRows(q.owner, q.first, q.first + q.span.length,
              _within(keys.owner, *whole, len(k_shards), len(q.owner))[by_row],
-             Parts(place[i], keys.owner[j], *rows)),
-        Seen(k.owner, k.first, k.first + k.span.length,
+             RankRows(place[i], keys.owner[j], *rows)),
+        VisibleRows(k.owner, k.first, k.first + k.span.length,
              _among(queries.owner, *whole, len(q_shards)),
-             Parts(j, queries.owner[i], *columns)),
+             RankRows(j, queries.owner[i], *columns)),
     )  # fmt: skip
 
 

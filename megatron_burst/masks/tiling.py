@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..layout import Span, Spans
-from .base import PARTIAL, Band, Bands, Mask
+from .base import PARTIAL, Band, Mask, SpanBands
 
 
 class ShardSlice(NamedTuple):
@@ -213,7 +213,7 @@ class Cutter:
     ) -> Iterator[Iterable[Tile]]:
         """The tiles of each pair of slices, whose covers are known."""
         partly = [pairs[n] for n in np.flatnonzero(covers == PARTIAL)]
-        bands = mask.bands(*two_by_two(partly)) if partly else Bands(*np.empty((3, 0)))
+        bands = mask.bands(*two_by_two(partly)) if partly else SpanBands(*np.empty((3, 0)))
         unknown = [
             pair for pair, known in zip(partly, bands.known.tolist(), strict=True) if not known
         ]

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from ..layout import Spans
-from .base import FAR, PARTIAL, Bands, Combined, Mask, VectorMask, Viewers, cover_where
+from .base import FAR, PARTIAL, Combined, Mask, SpanBands, VectorMask, Viewers, cover_where
 from .positions import Window
 
 
@@ -98,7 +98,7 @@ class Tree(VectorMask):
             full = full & (q_high - k_low <= self.window)
         return cover_where(empty, full)
 
-    def bands(self, q_spans: Spans, k_spans: Spans) -> Bands:
+    def bands(self, q_spans: Spans, k_spans: Spans) -> SpanBands:
         covers, keys = self.covers(q_spans, k_spans), self._segments(k_spans)
         known = np.equal(q_spans.stride, k_spans.stride)
         known = known & np.less(q_spans.last, self._earliest.of(*keys))  # below all these keys
@@ -112,7 +112,7 @@ class Tree(VectorMask):
         right = np.subtract(q_spans.start, k_spans.start) // np.asarray(q_spans.stride)
         known = known & (covers == PARTIAL)
         others = super().bands(q_spans, k_spans)
-        return Bands(
+        return SpanBands(
             np.where(known, left, others.left),
             np.where(known, right, others.right),
             known | others.known,

@@ -25,7 +25,7 @@ CANDIDATES = 1 << 10  # keys of a query among which edges of the visible region 
 MOST_CHANGES = 32  # of them, for each query and each key
 
 
-class _Pairs(NamedTuple):
+class _SpanPairs(NamedTuple):
     """Pairs of spans of queries and of keys."""
 
     q: Spans
@@ -70,7 +70,7 @@ def _check(mask: Mask, seq_len: int, count: int, points: int) -> None:
         pairs = _all_pairs(seq_len)
         _check_all(mask, seq_len, pairs)
         some = rng.permutation(len(pairs.q.start))[:count]
-        pairs = _Pairs(pairs.q.at(some), pairs.k.at(some))
+        pairs = _SpanPairs(pairs.q.at(some), pairs.k.at(some))
     else:
         pairs = _sample(mask, seq_len, count, rng)
         _check_covers(mask, pairs, points, rng)
@@ -81,7 +81,7 @@ def _check(mask: Mask, seq_len: int, count: int, points: int) -> None:
 # --- spans that are compared ----------------------------------------------------------------
 
 
-def _all_pairs(seq_len: int) -> _Pairs:
+def _all_pairs(seq_len: int) -> _SpanPairs:
     spans = [
         (start, stride, length)
         for start, stride in product(range(seq_len), range(1, seq_len + 1))
@@ -89,12 +89,12 @@ def _all_pairs(seq_len: int) -> _Pairs:
         if length > 1 or stride == 1
     ]
     n, columns = len(spans), np.array(spans, dtype=np.int64).T
-    return _Pairs(
+    return _SpanPairs(
         Spans(*(np.repeat(x, n) for x in columns)), Spans(*(np.tile(x, n) for x in columns))
     )
 
 
-def _sample(mask: Mask, seq_len: int, count: int, rng: np.random.Generator) -> _Pairs:
+def _sample(mask: Mask, seq_len: int, count: int, rng: np.random.Generator) -> _SpanPairs:
     """At most `count` pairs: a quarter shards, half at edges, the rest random spans."""
     shards = _shards(seq_len)
     i, j = rng.integers(0, len(shards), (2, count // 4))
@@ -107,7 +107,7 @@ def _sample(mask: Mask, seq_len: int, count: int, rng: np.random.Generator) -> _
     spans = np.stack([start, stride, length], 2).reshape(rest, 6)
     found = np.concatenate([*rows, spans])
     first, second = (_inside(x, seq_len) for x in (found[:, :3], found[:, 3:]))
-    return _Pairs(Spans(*first.T), Spans(*second.T))
+    return _SpanPairs(Spans(*first.T), Spans(*second.T))
 
 
 def _inside(spans: np.ndarray, seq_len: int) -> np.ndarray:
@@ -200,7 +200,7 @@ def _visible(mask: Mask, q: np.ndarray, k: np.ndarray) -> np.ndarray:
     return found
 
 
-def _covers(mask: Mask, pairs: _Pairs) -> np.ndarray:
+def _covers(mask: Mask, pairs: _SpanPairs) -> np.ndarray:
     found, shape = np.asarray(mask.covers(pairs.q, pairs.k)), pairs.q.start.shape
     if found.shape != shape or not np.isin(found, list(map(int, Cover))).all():
         raise ValueError(
@@ -210,7 +210,7 @@ def _covers(mask: Mask, pairs: _Pairs) -> np.ndarray:
     return found
 
 
-def _check_all(mask: Mask, seq_len: int, pairs: _Pairs) -> None:
+def _check_all(mask: Mask, seq_len: int, pairs: _SpanPairs) -> None:
     """Compare `covers` with all of every rectangle."""
     at = np.arange(seq_len)
     seen = _visible(mask, at[:, None], at[None])
@@ -231,7 +231,9 @@ def _check_all(mask: Mask, seq_len: int, pairs: _Pairs) -> None:
         _raise(mask, "cover", Cover(int(covers[i])).name, pairs, i, (q[a], k[b]))
 
 
-def _points(pairs: _Pairs, points: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def _points(
+    pairs: _SpanPairs, points: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
     """Local rows and columns [pairs, points]: all of a small rectangle, else corners and others."""
     rows, columns = (x.length[:, None] for x in pairs)
     index = np.arange(points)[None]
@@ -244,7 +246,7 @@ def _points(pairs: _Pairs, points: int, rng: np.random.Generator) -> tuple[np.nd
     return m.astype(np.int64), n.astype(np.int64)
 
 
-def _check_covers(mask: Mask, pairs: _Pairs, points: int, rng: np.random.Generator) -> None:
+def _check_covers(mask: Mask, pairs: _SpanPairs, points: int, rng: np.random.Generator) -> None:
     covers = _covers(mask, pairs)
     m, n = _points(pairs, points, rng)
     q, k = _positions(pairs, m, n)
@@ -255,12 +257,12 @@ def _check_covers(mask: Mask, pairs: _Pairs, points: int, rng: np.random.Generat
         _raise(mask, "cover", Cover(int(covers[i])).name, pairs, i, (q[i, j], k[i, j]))
 
 
-def _positions(pairs: _Pairs, m: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _positions(pairs: _SpanPairs, m: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     (q, q_stride, _), (k, k_stride, _) = ((y[:, None] for y in x) for x in pairs)
     return q + m * q_stride, k + n * k_stride
 
 
-def _check_bands(mask: Mask, pairs: _Pairs, points: int, rng: np.random.Generator) -> None:
+def _check_bands(mask: Mask, pairs: _SpanPairs, points: int, rng: np.random.Generator) -> None:
     """Compare `bands` with `visible`, where a mask defines them."""
     if type(mask).bands is Mask.bands:
         return
@@ -285,7 +287,7 @@ def _check_viewers(
     found = mask.viewers(keys)
     first, last, left, right, exact = (np.broadcast_to(x, keys.start.shape)[:, None] for x in found)
     zero = np.zeros_like(keys.start)
-    pairs = _Pairs(Spans(zero, zero + 1, zero + seq_len), keys)
+    pairs = _SpanPairs(Spans(zero, zero + 1, zero + seq_len), keys)
     m, n = _points(pairs, points, rng)
     # Queries next to the limits of a range, in the first half of the points.
     limits = np.stack([first, first - 1, last, last + 1], 2).reshape(len(m), 4)
@@ -302,7 +304,9 @@ def _check_viewers(
         _raise(mask, "viewers", viewers, pairs, i, (q[i, j], k[i, j]))
 
 
-def _raise(mask: Mask, method: str, value: str, pairs: _Pairs, i: Any, at: tuple[Any, Any]) -> None:
+def _raise(
+    mask: Mask, method: str, value: str, pairs: _SpanPairs, i: Any, at: tuple[Any, Any]
+) -> None:
     """Raise the ValueError of pair i, whose promise is broken at a pair of positions."""
     q_span, k_span = (f"Span({x.start[i]}, {x.stride[i]}, {x.length[i]})" for x in pairs)
     q, k = map(int, at)

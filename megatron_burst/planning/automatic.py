@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from ..autotune import measure
-from ..autotune.candidates import Fixed, Workload
+from ..autotune.candidates import FixedSettings, Workload
 from ..autotune.rates import Rates
 from ..autotune.select import TIE, Choice, best
 from ..comm.consensus import attempt
@@ -74,11 +74,11 @@ def _fastest(request: Request, sizes: Sizes, groups: Groups, rates: Rates) -> Ch
         sizes, request.mask, request.layout, options.sequence_chunks, options.row_blocks
     )
     side = None if options.side == "auto" else options.side
-    fixed = Fixed(side=side, head_chunks=options.head_chunks)
+    fixed = FixedSettings(side=side, head_chunks=options.head_chunks)
     return fastest(workload, fixed, groups, rates)
 
 
-def fastest(workload: Workload, fixed: Fixed, groups: Groups, rates: Rates) -> Choice:
+def fastest(workload: Workload, fixed: FixedSettings, groups: Groups, rates: Rates) -> Choice:
     """Return the choice that is predicted to be fastest, and cache it. No exchange."""
     choices, key = groups.recent("choices", CHOICES_KEPT), (workload, fixed, rates)
     choice = choices.find(key)

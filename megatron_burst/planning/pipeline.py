@@ -29,7 +29,7 @@ from ..recompute.selection import Interval, ShardRows, rows_in
 from ..schedule import cost
 from ..schedule.algorithms import ALGORITHMS
 from ..schedule.cost import Sizes
-from ..schedule.demand import Wanted, row_cuts, wanted
+from ..schedule.demand import Visibility, row_chunk_spans, visibility_of
 from ..schedule.head_shares import deferred_chunks, shared_order
 from ..schedule.rings import Schedule
 from ..schedule.tables import Grid
@@ -80,12 +80,14 @@ class RingRequest:
         """Positions of the whole sequence."""
         return self.request.tensors[0].shape[0] * self.groups.size
 
-    def wanted(self, queries: Shards, joined: bool | None = None) -> Wanted:
-        """Return which keys these queries see. joined: as of `Wanted`, for kernels that do not
+    def wanted(self, queries: Shards, joined: bool | None = None) -> Visibility:
+        """Return which keys these queries see. joined: as of `Visibility`, for kernels that do not
         choose it; those of sparse attention take the pairs of a step at once.
         """
         request = self.request
-        return wanted(request.mask, queries, self.keys, getattr(request.kernel, "joins", joined))
+        return visibility_of(
+            request.mask, queries, self.keys, getattr(request.kernel, "joins", joined)
+        )
 
 
 def passes(request: Request, groups: Groups, sizes: Sizes, keys: Shards) -> Passes:
@@ -108,7 +110,7 @@ class Again(NamedTuple):
     queries: tuple[ShardRows, ...]
     kept: np.ndarray
     own_kept: np.ndarray
-    wanted: Wanted
+    wanted: Visibility
 
 
 class RowDemand(NamedTuple):
@@ -123,8 +125,8 @@ class RowDemand(NamedTuple):
     rows: np.ndarray | None
     queries: Shards
     members: Shards
-    seen: Wanted
-    host: Wanted | None
+    seen: Visibility
+    host: Visibility | None
     again: Again | None
 
 
@@ -139,7 +141,9 @@ def demands(ring: RingRequest) -> list[RowDemand]:
         count, blocks = options.sequence_chunks, options.row_blocks
         cuts = [
             (rows_of(runs), queries, [own[rank] for rank in ranks])
-            for runs, queries, own in row_cuts(layout, groups.topology, length, count, blocks)
+            for runs, queries, own in row_chunk_spans(
+                layout, groups.topology, length, count, blocks
+            )
         ]
     stored = None
     if options.store is not None:
@@ -249,7 +253,7 @@ def imbalance(several: Sequence[Recompute]) -> float:
 
 def without_tables(schedule: Schedule) -> Schedule:
     """A copy that makes its tables when asked: a plan does not keep those of all ranks."""
-    return replace(schedule, wanted=replace(schedule.wanted))
+    return replace(schedule, visibility=replace(schedule.visibility))
 
 
 def programs(ring: RingRequest, scheduled: Sequence[RowSchedules]) -> Passes:

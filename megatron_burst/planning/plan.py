@@ -262,7 +262,7 @@ class Plan:
         for _, backward in self.passes:
             if side not in (None, backward.side):
                 backward = cost.backward_schedule(
-                    backward.algorithm, backward.grid, backward.wanted, sizes, side=side
+                    backward.algorithm, backward.grid, backward.visibility, sizes, side=side
                 )
             backward_bytes += cost.traffic(without_tables(backward), groups.ring.rank, sizes)
         return forward_bytes, backward_bytes
@@ -316,7 +316,7 @@ class Plan:
         sizes = [payload(family) for family in families]
         ulysses = self.groups.topology.ulysses
         if ulysses > 1:
-            sizes += self.sizes.scattered_bytes(ulysses, again=True)
+            sizes += self.sizes.scattered_bytes(ulysses, resends_q=True)
         tensors = 4  # of a message, at most
         return max(sizes, default=0) + tensors * packing.ALIGNMENT + packing.ENVELOPE
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules: which rank computes and sends what at each step, and what that costs. No torch.
+"""Schedules: which rank computes and sends which rows at each step, and the cost of that.
 
-`tables` has the types; `algorithms` make tables of pairs and transfers from a `demand`, and `rings`
-takes one by name; `program` is one rank's view; `cost` counts bytes and work, `topology` places
-ranks on nodes, `head_shares` divides heads among ranks.
+This package needs no torch. `tables` has the types. `algorithms` make tables of pairs and transfers
+from a `demand`, and `rings` makes the schedule of one pass by the name of the algorithm. `program`
+is the view of one rank. `cost` counts bytes and pairs, `topology` places ranks on nodes, and
+`head_shares` divides heads among ranks.
 """

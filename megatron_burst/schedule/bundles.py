@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bundles: the rows of every rank's chunk, by who wants them.
+"""Bundles: the rows of each rank's chunk, grouped by the ranks that use them.
 
-Rows of one owner that the same ranks want make a bundle; they travel together. Which rows a message
-carries is then a bit set over its owner's bundles, and schedules of rows are made as those of whole
-chunks are, by operations on arrays. Decides the order of rows in messages: first the bundles that
-most ranks want, so that a message that shrinks on its way mostly keeps its beginning.
+Rows of one owner that the same ranks use form a bundle and are sent together. The rows of a message
+are a bit set over its owner's bundles. So schedules of rows are made like schedules of whole
+chunks, by operations on arrays. This module decides the order of rows in messages: the bundles that
+most ranks use come first. A message that loses rows on its way then mostly keeps its beginning.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import numpy as np
 from ..layout import Span
 from ..masks.seen import united
 
-MOST = 62  # bundles of one owner: bit sets are int64
-CELLS = 1 << 23  # bundles times ranks, at most: of many ranks, each has fewer
+MOST = 62  # largest number of bundles of one owner: bit sets are int64
+CELLS = 1 << 23  # largest number of bundles times ranks, so more ranks have fewer bundles each
 
 
 class Runs(NamedTuple):
-    """Columns: rows first, ..., first + rows - 1 of its owner's shard belong to `bundle`."""
+    """Columns: rows first to first + rows - 1 of the owner's shard belong to `bundle`."""
 
     bundle: np.ndarray
     first: np.ndarray
@@ -35,66 +35,78 @@ class Runs(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Bundles:
-    """The bundles of all owners, [n] by owner; every row of a shard is in one of them.
+    """The bundles of all owners, sorted by owner. Every row of a shard is in one of them.
 
-    number: int64 [n], the bit of a bundle among those of its owner. wanted: bool [n, G], which
-    ranks want it; its owner never does. runs: its rows, by bundle and then by row.
+    Attributes:
+        owner: int [n], rank that owns the bundle.
+        number: int64 [n], bit of the bundle in the bit sets of its owner.
+        users: bool [n, G], ranks that use the bundle; never its owner.
+        runs: Rows of the bundles, by bundle and then by row.
     """
 
     owner: np.ndarray
     number: np.ndarray
-    wanted: np.ndarray
+    users: np.ndarray
     runs: Runs
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
-        return self.wanted.shape[1]
+        """Number of ranks."""
+        return self.users.shape[1]
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """int64 [n]: how many rows each has."""
+        """Number of rows of each bundle, int64 [n]."""
         return np.bincount(self.runs.bundle, self.runs.rows, len(self.owner)).astype(np.int64)
 
     def rows_of(self, owner: np.ndarray, bits: np.ndarray) -> np.ndarray:
-        """How many rows of its owner each bit set has; int64 arrays of one shape."""
+        """Return the number of rows of each bit set, int64.
+
+        Args:
+            owner: Owner of each set.
+            bits: int64 bit sets, of the same shape.
+        """
         total = np.zeros(np.shape(bits), dtype=np.int64)
         for bit, rows in enumerate(self._rows_by_bit):
             total += rows[owner] * (np.right_shift(bits, bit) & 1)
         return total
 
     def count(self, owner: int, bits: int) -> int:
-        """How many rows of one owner a bit set has: `rows_of` in a few small steps."""
+        """Return the number of rows of one bit set; faster than `rows_of` for a single set."""
         rows = self._rows_by_bit[:, owner]
         return int(rows @ (np.right_shift(bits, np.arange(len(rows))) & 1))
 
-    def bits(self, which: np.ndarray) -> np.ndarray:
-        """int64 [G, ...]: of each owner's bundles, the set of those in `which`, bool [n, ...]."""
-        return self._bits(which).astype(np.int64)
+    def bits(self, selected: np.ndarray) -> np.ndarray:
+        """Return, for each owner, the bit set of its selected bundles: int64 [G, ...].
 
-    def sets(self, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """`bits(which)` without the empty sets: flat indices and sets, int64."""
-        bits = self._bits(which).reshape(-1)
+        Args:
+            selected: bool [n, ...].
+        """
+        return self._bits(selected).astype(np.int64)
+
+    def sets(self, selected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return `bits(selected)` without empty sets: their flat indices, and the sets, int64."""
+        bits = self._bits(selected).reshape(-1)
         at = np.flatnonzero(bits != 0)
         return at, bits[at].astype(np.int64)
 
-    def _bits(self, which: np.ndarray) -> np.ndarray:
-        """`bits(which)` in few bytes where an owner has few bundles: tables are large."""
+    def _bits(self, selected: np.ndarray) -> np.ndarray:
+        """Return `bits(selected)` in the smallest dtype that has enough bits: tables are large."""
         most = int(self.number.max(initial=0))
         number = np.min_scalar_type(1 << most)
-        found = np.zeros((self.size, *which.shape[1:]), dtype=number)
+        sets = np.zeros((self.size, *selected.shape[1:]), dtype=number)
         for bit in range(most + 1):
-            these = np.flatnonzero(self.number == bit)
+            at = np.flatnonzero(self.number == bit)
             if bit:
-                found[self.owner[these]] |= which[these].astype(number) << number.type(bit)
-            else:  # nothing is there yet
-                found[self.owner[these]] = which[these]
-        return found
+                sets[self.owner[at]] |= selected[at].astype(number) << number.type(bit)
+            else:  # the sets are still empty
+                sets[self.owner[at]] = selected[at]
+        return sets
 
     def ranges(self, owner: int, bits: int) -> list[tuple[int, int]]:
-        """The rows of a set in the order in which they travel: (first, stop) in the shard.
+        """Return the rows of a bit set as (first, stop) in the shard, in the order of sending.
 
-        ALL stands for the whole shard in its own order.
+        `ALL` means the whole shard in its own order.
         """
         low, high = np.searchsorted(self.owner, (owner, owner + 1))
         if bits < 0:
@@ -103,64 +115,66 @@ class Bundles:
         own = slice(*np.searchsorted(self.runs.bundle, (low, high)))
         bundle, *columns = (column[own] for column in self.runs)
         taken = (np.right_shift(bits, self.number[bundle]) & 1).astype(bool)
-        found: list[tuple[int, int]] = []
+        ranges: list[tuple[int, int]] = []
         for first, rows in zip(*(column[taken].tolist() for column in columns), strict=True):
-            begin = found.pop()[0] if found and found[-1][1] == first else first
-            found.append((begin, first + rows))
-        return found
+            begin = ranges.pop()[0] if ranges and ranges[-1][1] == first else first
+            ranges.append((begin, first + rows))
+        return ranges
 
     def whole(self) -> Bundles:
-        """One bundle for each owner: whole chunks travel to all who want some of their rows."""
-        wanted = np.zeros((self.size, self.size), dtype=bool)
-        there, begin, count = np.unique(self.owner, return_index=True, return_counts=True)
-        wanted[there] = united(self.wanted, begin, count)
+        """Return one bundle per owner: whole chunks, for all ranks that use some of their rows."""
+        users = np.zeros((self.size, self.size), dtype=bool)
+        owners, begin, count = np.unique(self.owner, return_index=True, return_counts=True)
+        users[owners] = united(self.users, begin, count)
         owner = self.owner[self.runs.bundle]
         order = np.lexsort((self.runs.first, owner))
         first, rows = (column[order] for column in self.runs[1:])
-        return bundled(owner[order], first, rows, wanted[owner[order]])
+        return bundled(owner[order], first, rows, users[owner[order]])
 
-    def where(self, which: np.ndarray) -> Bundles:
-        """Some of them, bool [n]; the others' rows are in none."""
-        bundle, first, rows = (column[which[self.runs.bundle]] for column in self.runs)
-        runs = Runs((np.cumsum(which) - 1)[bundle], first, rows)
-        return Bundles(self.owner[which], self.number[which], self.wanted[which], runs)
+    def where(self, selected: np.ndarray) -> Bundles:
+        """Return the bundles that a bool [n] selects; rows of the others are in no bundle."""
+        bundle, first, rows = (column[selected[self.runs.bundle]] for column in self.runs)
+        runs = Runs((np.cumsum(selected) - 1)[bundle], first, rows)
+        return Bundles(self.owner[selected], self.number[selected], self.users[selected], runs)
 
     def split(self, parts: int) -> Bundles:
-        """Every bundle cut into `parts` of about as many rows; the bit of part p of bundle b of an
-        owner is b * parts + p. Parts without rows are left out.
+        """Return bundles that are cut into `parts` with about as many rows each.
 
-        Of owners with too many bundles for that, the last ones are joined first.
+        Part p of bundle b of an owner has the bit b * parts + p. Parts without rows are left out.
+        If an owner has too many bundles for that, its last ones are joined first.
         """
-        whole = self._with_at_most(max(_most(self.size) // parts, 1))
-        runs, rows = whole.runs, whole.rows[whole.runs.bundle]
-        begin = np.cumsum(runs.rows) - runs.rows  # its row among all, then among its bundle's
+        bundles = self._with_at_most(max(_most(self.size) // parts, 1))
+        runs, rows = bundles.runs, bundles.rows[bundles.runs.bundle]
+        begin = np.cumsum(runs.rows) - runs.rows  # first row among all, then among its bundle's
         begin -= begin[np.searchsorted(runs.bundle, runs.bundle)]
-        found, turn = [], ((whole.owner + whole.number) % parts)[runs.bundle]
+        cuts, turn = [], ((bundles.owner + bundles.number) % parts)[runs.bundle]
         for part in range(parts):
-            # Which parts get what cannot be divided evenly changes from bundle to bundle.
+            # The parts that get a remainder row change from bundle to bundle.
             low = np.maximum((rows * part + turn) // parts - begin, 0)
             high = np.minimum((rows * (part + 1) + turn) // parts - begin, runs.rows)
             taken = np.flatnonzero(low < high)
             index, length = runs.bundle[taken] * parts + part, (high - low)[taken]
-            found.append(Runs(index, runs.first[taken] + low[taken], length))
-        bundle, first, length = (np.concatenate(column) for column in zip(*found, strict=True))
+            cuts.append(Runs(index, runs.first[taken] + low[taken], length))
+        bundle, first, length = (np.concatenate(column) for column in zip(*cuts, strict=True))
         order = np.lexsort((first, bundle))
-        there, bundle = np.unique(bundle[order], return_inverse=True)
-        old, part = np.divmod(there, parts)
+        cut_number, bundle = np.unique(bundle[order], return_inverse=True)
+        old, part = np.divmod(cut_number, parts)
         cut = Runs(bundle.reshape(-1), first[order], length[order])
-        return Bundles(whole.owner[old], whole.number[old] * parts + part, whole.wanted[old], cut)
+        return Bundles(
+            bundles.owner[old], bundles.number[old] * parts + part, bundles.users[old], cut
+        )
 
     def _with_at_most(self, most: int) -> Bundles:
-        """These, or with the last ones of each owner joined: at most so many of an owner."""
+        """Return the bundles, with the last ones of an owner joined if it has more than `most`."""
         if self.number.max(initial=0) < most:
             return self
         order = np.lexsort((self.runs.first, self.owner[self.runs.bundle]))
         bundle, first, rows = (column[order] for column in self.runs)
-        return bundled(self.owner[bundle], first, rows, self.wanted[bundle], most)
+        return bundled(self.owner[bundle], first, rows, self.users[bundle], most)
 
     @cached_property
     def _rows_by_bit(self) -> np.ndarray:
-        """int64 [most bundles of an owner, G]."""
+        """Rows of each bundle, int64 [largest number of bundles of an owner, G]."""
         table = np.zeros((int(self.number.max(initial=-1)) + 1, self.size), dtype=np.int64)
         table[self.number, self.owner] = self.rows
         return table
@@ -170,44 +184,49 @@ def bundled(
     owner: np.ndarray,
     first: np.ndarray,
     rows: np.ndarray,
-    wanted: np.ndarray,
+    users: np.ndarray,
     most: int | None = None,
 ) -> Bundles:
-    """The bundles of runs of rows, columns by owner and row; wanted: bool [runs, G].
+    """Return the bundles of runs of rows.
 
-    most: of one owner; default: as many as there may be.
+    Args:
+        owner: Owner of each run; runs are sorted by owner and row.
+        first: First row of each run.
+        rows: Number of rows of each run.
+        users: bool [runs, G], ranks that use the rows.
+        most: Largest number of bundles of an owner; default: the limit of `MOST` and `CELLS`.
     """
-    size = wanted.shape[1]
-    wanted = wanted.copy()
-    # What its owner wants never travels, and would tell apart rows that travel alike.
-    wanted[np.arange(len(owner)), owner] = False
-    bundle, number, start = _numbered(owner, wanted)
+    size = users.shape[1]
+    users = users.copy()
+    # Rows are never sent to their owner, so its use must not separate rows into bundles.
+    users[np.arange(len(owner)), owner] = False
+    bundle, number, start = _numbered(owner, users)
     most = most or _most(size)
     if number.max(initial=0) >= most:
-        # The last ones, which few ranks want, become one that all of these want.
+        # Join the last bundles, which few ranks use, to one that all these ranks use.
         joined = owner * most + np.minimum(number, most - 1)[bundle]
         order = np.argsort(joined, kind="stable")
-        _, begin, of, count = np.unique(
+        _, begin, index, count = np.unique(
             joined[order], return_index=True, return_inverse=True, return_counts=True
         )
-        wanted[order] = united(wanted[order], begin, count)[of]
-        bundle, number, start = _numbered(owner, wanted)
+        users[order] = united(users[order], begin, count)[index]
+        bundle, number, start = _numbered(owner, users)
     order = np.lexsort((first, bundle))
     runs = Runs(bundle[order], first[order], rows[order])
-    return Bundles(owner[start], number, wanted[start], runs)
+    return Bundles(owner[start], number, users[start], runs)
 
 
 def _most(size: int) -> int:
-    """How many bundles each of `size` ranks may have."""
-    # `wanted` has a line per bundle and a column per rank, and there are as many owners as ranks.
+    """Return the largest number of bundles of each of `size` ranks."""
+    # `users` has a line per bundle and a column per rank, and every rank is an owner.
     return int(np.clip(CELLS // size**2, 1, MOST))
 
 
-def _numbered(owner: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The bundle of each run; the number and the first run of each bundle."""
-    words = np.packbits(wanted, axis=1)
+def _numbered(owner: np.ndarray, users: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the bundle of each run, and the number and the first run of each bundle."""
+    words = np.packbits(users, axis=1)
     words = np.pad(words, ((0, 0), (0, -words.shape[1] % 8))).view(np.uint64)
-    # A hash brings equal patterns together; which are equal is then decided by the patterns.
+    # A hash sorts equal patterns next to each other. The patterns themselves decide equality.
     factors = np.random.default_rng(0).integers(1 << 63, size=words.shape[1], dtype=np.uint64)
     hashes = (words * (2 * factors + 1)).sum(axis=1, dtype=np.uint64)
     order = np.argsort(
@@ -217,9 +236,9 @@ def _numbered(owner: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.nda
     fresh[1:] = (owner[order][1:] != owner[order][:-1]) | (
         words[order][1:] != words[order][:-1]
     ).any(axis=1)
-    start = order[fresh]  # the first run of each: the sort is stable
-    few = wanted.shape[1] - np.count_nonzero(wanted[start], axis=1)
-    place = np.argsort((owner[start] * (wanted.shape[1] + 1) + few) * len(owner) + start)
+    start = order[fresh]  # the first run of each bundle: the sort is stable
+    unused = users.shape[1] - np.count_nonzero(users[start], axis=1)
+    place = np.argsort((owner[start] * (users.shape[1] + 1) + unused) * len(owner) + start)
     numbers = np.empty_like(place)
     numbers[place] = np.arange(len(place))
     bundle = np.empty_like(order)
@@ -232,12 +251,15 @@ def _numbered(owner: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.nda
 def spans_of(
     ranges: Sequence[tuple[int, int]], shard: Sequence[Span], starts: Sequence[int] | None = None
 ) -> list[Span]:
-    """The positions of these rows of a shard, as spans in the order of the rows.
+    """Return the positions of some rows of a shard, as spans in the order of the rows.
 
-    starts: the row at which each span begins, and the number of rows, where they are known.
+    Args:
+        ranges: Rows of the shard, as (first, stop).
+        shard: Spans of the shard.
+        starts: Row at which each span begins, and the number of rows; computed if absent.
     """
     starts = starts or [0, *accumulate(span.length for span in shard)]
-    found = []
+    spans = []
     for first, stop in ranges:
         at = bisect_right(starts, first) - 1  # the span that holds the first of these rows
         while first < stop:
@@ -245,6 +267,6 @@ def spans_of(
             if first > begin or stop < end:
                 low, high = first - begin, min(stop, end) - begin
                 span = Span(span.start + low * span.stride, span.stride, high - low)
-            found.append(span)
+            spans.append(span)
             first, at = end, at + 1
-    return found
+    return spans

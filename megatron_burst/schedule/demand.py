@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pass asks of an algorithm: which pairs to compute, and which rows have to travel.
+"""The input of an algorithm: which pairs a pass computes, and which rows have to be sent.
 
-Of a call in row chunks, each chunk asks for itself: `row_cuts` says which queries it has.
+If a call runs in row chunks, each row chunk has its own demand. `row_chunk_spans` returns the
+queries of each.
 """
 
 from __future__ import annotations
@@ -17,18 +18,20 @@ from ..layout import Layout, Span
 from ..layout.layouts import Shards, counted
 from ..layout.row_chunks import chunk_runs
 from ..masks import Mask
-from ..masks.seen import Seen, rows_seen, united
+from ..masks.seen import VisibleRows, rows_seen, united
 from .bundles import Bundles, bundled, spans_of
 from .head_shares import shared_spans
 from .tables import ALL, Grid, Pairs, Side, Tables, Transfers
 from .topology import Topology
 
-GRAIN = 1024  # intervals of rows are told in steps of a shard's length over this, or of one row
+GRAIN = 1024  # intervals of rows are rounded to 1 / GRAIN of a shard's length, or to one row
 
 
 class RowBytes(NamedTuple):
-    """Bytes of one row of each family; 0 where it does not travel: gradients in forward or that
-    nobody needs, partial outputs in backward.
+    """Bytes of one row of each family.
+
+    They are 0 if the family is not sent: gradients in forward, gradients that are not needed, and
+    partial outputs in backward.
     """
 
     kv: int = 1
@@ -42,13 +45,16 @@ FORWARD, BACKWARD = RowBytes(dkv=0, dquery=0, out=1), RowBytes()
 
 
 @dataclass(frozen=True, eq=False)
-class Wanted:
-    """Which pairs of chunks see something, and which rows of them: of all ranks of a ring.
+class Visibility:
+    """The chunks of a ring that attend to each other, and their rows that are used.
 
-    visible: bool [G, G], may queries of rank i see keys of rank j? queries, keys: the rows of every
-    chunk by the ranks that have to do with them. joined: are the pairs of a step one call, so that
-    few steps are better? None: as the algorithm has it. common: what algorithms make of this for
-    several passes.
+    Attributes:
+        visible: bool [G, G], true if some query of rank i attends to some key of rank j.
+        queries: Query rows of all ranks, grouped by the ranks that use them.
+        keys: Key rows of all ranks, grouped by the ranks that use them.
+        joined: Whether one kernel call computes all pairs of a step, which makes few steps better.
+            None leaves this to the algorithm.
+        common: Cache of what algorithms compute from this object for several passes.
     """
 
     visible: np.ndarray
@@ -57,60 +63,73 @@ class Wanted:
     joined: bool | None = None
     common: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
-    def whole(self) -> Wanted:
-        """The same with whole chunks, whichever rows of them are wanted."""
+    def whole(self) -> Visibility:
+        """Return the same with whole chunks, as if every used chunk were used completely."""
         return replace(self, queries=self.queries.whole(), keys=self.keys.whole())
 
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """One pass over all ranks of a grid.
+    """The demand of one pass over all ranks of a grid.
 
-    side: which family travels where only one does, "kv" or "query". row_bytes: of each family.
+    Attributes:
+        grid: Grid of the ranks.
+        side: Family that is sent if only one is: "kv" or "query".
+        visibility: Pairs of rows that attend.
+        row_bytes: Bytes of a row of each family.
     """
 
     grid: Grid
     side: Side
-    wanted: Wanted = field(repr=False)
+    visibility: Visibility = field(repr=False)
     row_bytes: RowBytes = BACKWARD
 
     @property
     def gradients(self) -> bool:
-        """Do gradients of the travelling side travel?"""
+        """True if gradients of the side that is sent are sent too."""
         return getattr(self.row_bytes, "d" + self.side) > 0
 
     @property
     def travelling(self) -> Bundles:
-        """The bundles of the travelling side."""
-        return self.wanted.keys if self.side == "kv" else self.wanted.queries
+        """The bundles of the side that is sent."""
+        return self.visibility.keys if self.side == "kv" else self.visibility.queries
 
     @property
-    def all_want_all(self) -> bool:
-        """Does every rank want every row of the travelling side?"""
-        wanted = self.travelling.wanted  # its owner never does
-        return np.count_nonzero(wanted) == len(wanted) * (self.grid.size - 1)
+    def all_use_all(self) -> bool:
+        """True if every rank uses every row of the side that is sent."""
+        users = self.travelling.users  # false for the owner of a bundle
+        return np.count_nonzero(users) == len(users) * (self.grid.size - 1)
 
     def ahead(self, messages: Sequence[np.ndarray], chunks: int, least: int) -> int:
-        """How many steps before their use messages may be sent: `least`, or as many times twice
-        that as no rank gets more rows in so many steps than `chunks` whole chunks have: of copies,
-        and where gradients go back, of these. messages: rank, step, source and rows of each.
+        """Return how many steps before their use messages may be sent.
+
+        This is `least`, doubled as often as the memory allows. In any window of that many steps, no
+        rank may receive more rows than `chunks` whole chunks have. If gradients are sent back, the
+        same limit holds for their rows at the owners.
+
+        Args:
+            messages: Rank, step, source and rows of each message.
+            chunks: Number of whole chunks whose rows may be in memory.
+            least: Smallest number of steps.
         """
-        if self.all_want_all:
+        if self.all_use_all:
             return least
         rank, step, source, rows = messages
-        of, steps = self.travelling, int(step.max(initial=0)) + 1
-        room = chunks * np.bincount(of.owner, of.rows, 1).max()
-        got = []  # by end: when messages are used, ends apart, and rows until each
-        for to in (rank, source) if self.gradients else (rank,):
-            # Some window has its share: where that is too much, nothing has to be sorted.
-            if np.bincount(to, rows, 1).max() > room * -(-steps // min(2 * least + 1, steps)):
+        bundles, steps = self.travelling, int(step.max(initial=0)) + 1
+        room = chunks * np.bincount(bundles.owner, bundles.rows, 1).max()
+        # For each end of the messages: sorted times of use, with a gap of `steps` between ranks,
+        # and the cumulative rows.
+        used_rows = []
+        for end in (rank, source) if self.gradients else (rank,):
+            # Some window has at least its share of the rows. If that is too much, do not sort.
+            if np.bincount(end, rows, 1).max() > room * -(-steps // min(2 * least + 1, steps)):
                 return least
-            used = to.astype(np.int64) * 2 * steps + step
+            used = end.astype(np.int64) * 2 * steps + step
             order = np.argsort(used)
-            got.append((used[order], np.cumsum(rows[order])))
+            used_rows.append((used[order], np.cumsum(rows[order])))
         while least < steps:
             window = min(2 * least + 1, steps)
-            for used, until in got:  # a window that ends with a message
+            for used, until in used_rows:  # each window ends with a message
                 before = np.searchsorted(used, used - window, side="right")
                 if (until - np.append(0, until)[before]).max(initial=0) > room:
                     return least
@@ -119,16 +138,16 @@ class Demand:
 
     @property
     def visible(self) -> np.ndarray:
-        """Bool [G, G]: may queries of rank i see keys of rank j?"""
-        return self.wanted.visible
+        """True if some query of rank i attends to some key of rank j, bool [G, G]."""
+        return self.visibility.visible
 
     def used(self, owner: np.ndarray, rank: np.ndarray) -> np.ndarray:
-        """Does `rank` compute with the travelling chunk of `owner`? Arrays of ranks."""
+        """Return a bool array that is true if `rank` computes with the chunk that `owner` sends."""
         return self.visible[(rank, owner) if self.side == "kv" else (owner, rank)]
 
     @property
     def sent_families(self) -> tuple[str, ...]:
-        """What travels: copies of one side and, where these are needed, their gradients."""
+        """Families that are sent: copies of one side, and their gradients if they are needed."""
         return (self.side, "d" + self.side) if self.gradients else (self.side,)
 
     def pairs(
@@ -139,19 +158,24 @@ class Demand:
         rows: np.ndarray,
         own: np.ndarray | None = None,
     ) -> Pairs:
-        """`rank` computes with these rows of the travelling chunk of `owner` at `step`.
+        """Return the pairs in which ranks compute with chunks that are sent, and with their own.
 
-        And every rank with its own chunk, at steps `own` [G], default 0: it waits for no hop, so it
-        hides the first ones.
+        Args:
+            rank: Rank of each pair of a received chunk.
+            step: Step of the pair.
+            owner: Owner of the chunk.
+            rows: Bit set of the chunk's rows.
+            own: int [G], step of each rank's own pair; default 0, because the own pair waits for no
+                hop and so hides the first ones.
         """
         home = np.flatnonzero(self.visible.diagonal()).astype(rank.dtype)
-        rank, owner = (np.concatenate([home, each]) for each in (rank, owner))
+        rank, owner = (np.concatenate([home, column]) for column in (rank, owner))
         step = np.concatenate([np.zeros_like(home) if own is None else own[home], step])
         rows = np.concatenate([np.full(len(home), ALL), rows])
-        whole = np.broadcast_to(np.int64(ALL), rows.shape)
+        all_rows = np.broadcast_to(np.int64(ALL), rows.shape)
         if self.side == "kv":
-            return Pairs(rank, step, query=rank, key=owner, query_rows=whole, key_rows=rows)
-        return Pairs(rank, step, query=owner, key=rank, query_rows=rows, key_rows=whole)
+            return Pairs(rank, step, query=rank, key=owner, query_rows=all_rows, key_rows=rows)
+        return Pairs(rank, step, query=owner, key=rank, query_rows=rows, key_rows=all_rows)
 
     def as_tables(
         self,
@@ -160,30 +184,43 @@ class Demand:
         parts: Sequence[Transfers],
         travelling: Bundles | None = None,
     ) -> Tables:
-        """The schedule of these pairs and of all parts of the transfers.
+        """Return the schedule of some pairs and transfers.
 
-        travelling: the bundles of the travelling side, where the algorithm has cut some.
+        Args:
+            steps: Number of steps before the draining.
+            pairs: Pairs of all ranks.
+            parts: Transfers, which are concatenated.
+            travelling: Bundles of the side that is sent, if the algorithm has cut some.
         """
-        queries, keys = self.wanted.queries, self.wanted.keys
+        queries, keys = self.visibility.queries, self.visibility.keys
         if travelling is not None:
             queries, keys = (queries, travelling) if self.side == "kv" else (travelling, keys)
-        moved = Transfers(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
-        return Tables(steps, pairs, moved, queries, keys)
+        transfers = Transfers(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+        return Tables(steps, pairs, transfers, queries, keys)
 
 
-def everything(size: int, rows: int = 1) -> Wanted:
-    """Every rank sees all of every chunk of so many rows."""
+def all_visible(size: int, rows: int = 1) -> Visibility:
+    """Return a visibility in which every rank sees all of every chunk of `rows` rows."""
     visible = np.ones((size, size), dtype=bool)
     ranks = np.arange(size)
     zero = np.zeros(size, dtype=np.int64)
     bundles = bundled(ranks, zero, np.full(size, rows), visible)
-    return Wanted(visible, bundles, bundles)
+    return Visibility(visible, bundles, bundles)
 
 
-def wanted(mask: Mask, q_shards: Shards, k_shards: Shards, joined: bool | None = None) -> Wanted:
-    """What the ranks with these queries and keys want of each other; a shard is spans, or none."""
+def visibility_of(
+    mask: Mask, q_shards: Shards, k_shards: Shards, joined: bool | None = None
+) -> Visibility:
+    """Return the visibility between the queries and the keys of the ranks of a ring.
+
+    Args:
+        mask: The mask.
+        q_shards: Query spans of each rank; a shard may have no spans.
+        k_shards: Key spans of each rank.
+        joined: As in `Visibility`.
+    """
     queries, keys = rows_seen(mask, q_shards, k_shards)
-    return Wanted(
+    return Visibility(
         queries.ranks(len(q_shards)),
         _bundles(queries, len(q_shards)),
         _bundles(keys, len(k_shards)),
@@ -191,30 +228,32 @@ def wanted(mask: Mask, q_shards: Shards, k_shards: Shards, joined: bool | None =
     )
 
 
-def _bundles(seen: Seen, size: int) -> Bundles:
-    """The bundles of so many shards."""
+def _bundles(seen: VisibleRows, size: int) -> Bundles:
+    """Return the bundles of `size` shards."""
     rows = np.bincount(seen.owner, seen.stop - seen.first, size).astype(np.int64)
-    # In cells of equal size, so that runs of rows are found by a cumulative sum over a fixed grid
-    # and not by sorting the edges of a million parts.
+    # Divide shards into cells of equal size. A cumulative sum over a fixed grid then yields the
+    # runs of rows, and the edges of a million parts need not be sorted.
     grain = max(1, int(rows.max(initial=1)) // GRAIN)
     ends = -(-rows // grain)
-    cells = int(ends.max(initial=0)) + 1  # cells of `grain` rows of one shard, and its end
-    low, stop = (seen.owner * cells + x for x in (seen.first // grain, -(-seen.stop // grain)))
-    piece, rank, *rest = seen.parts
+    cells = int(ends.max(initial=0)) + 1  # cells of `grain` rows of one shard, and an end cell
+    low, stop = (
+        seen.owner * cells + column for column in (seen.first // grain, -(-seen.stop // grain))
+    )
+    piece, rank, *limits = seen.parts
     owner = seen.owner[piece]
-    begin, end = (owner * cells + x for x in (rest[0] // grain, -(-rest[1] // grain)))
-    whole, all_ = seen.whole.copy(), (begin == low[piece]) & (end == stop[piece])
-    whole[piece[all_], rank[all_]] = True
-    begin, end, rank = (x[~all_] for x in (begin, end, rank))
-    # Runs of rows lie between two edges; at the end of a shard none begins.
+    begin, end = (owner * cells + column for column in (limits[0] // grain, -(-limits[1] // grain)))
+    covers_piece, covers = seen.whole.copy(), (begin == low[piece]) & (end == stop[piece])
+    covers_piece[piece[covers], rank[covers]] = True
+    begin, end, rank = (column[~covers] for column in (begin, end, rank))
+    # A run of rows is between two edges. No run begins at the end of a shard.
     edge = np.zeros(len(rows) * cells, dtype=bool)
     edge[np.concatenate([low, stop, begin, end])] = True
     edge[np.arange(len(rows)) * cells + ends] = False
-    before = np.cumsum(edge, dtype=np.int32) - edge  # how many runs begin before each cell
+    before = np.cumsum(edge, dtype=np.int32) - edge  # number of runs that begin before each cell
     owner, first = np.divmod(np.flatnonzero(edge), cells)
     run = np.arange(len(owner))
     piece = np.searchsorted(before[stop], run, side="right")
-    covered = united(whole, piece, np.searchsorted(before[low], run, side="right") - piece)
+    covered = united(covers_piece, piece, np.searchsorted(before[low], run, side="right") - piece)
     count = before[end] - before[begin]
     covered[counted(before[begin], count), np.repeat(rank, count)] = True
     first *= grain
@@ -224,10 +263,14 @@ def _bundles(seen: Seen, size: int) -> Bundles:
     )
 
 
-class RowCut(NamedTuple):
-    """One chunk: its rows of a shard as runs (first, stop), the same ones of every rank; for each
-    rank of a ring the spans of its queries, those of the whole ulysses group; and for each rank
-    those of its own.
+class RowChunkSpans(NamedTuple):
+    """The positions of one row chunk.
+
+    Attributes:
+        runs: Its rows of a shard, as (first, stop); the same for every rank.
+        shards: For each rank of a ring, the spans of the chunk's queries in the whole ulysses
+            group.
+        own: For each rank, the spans of the chunk's own queries.
     """
 
     runs: list[tuple[int, int]]
@@ -235,15 +278,26 @@ class RowCut(NamedTuple):
     own: tuple[list[Span], ...]
 
 
-def row_cuts(
+def row_chunk_spans(
     layout: Layout, topology: Topology, seq_len: int, count: int, blocks: int = 1
-) -> Iterator[RowCut]:
-    """`count` chunks; blocks: of sequence parallelism, see `layout.row_chunks`."""
-    members = [topology.ulysses_group(member) for member in topology.ring(0)]
-    # Asked for once, not per chunk: a rank may hold two spans of every document of a pack.
-    whole = [layout.spans(rank, seq_len) for rank in range(layout.cp_size)]
-    starts = [[0, *accumulate(span.length for span in spans)] for spans in whole]
-    for taken in chunk_runs(layout, seq_len // layout.cp_size, count, blocks):
-        own = tuple(spans_of(taken, *each) for each in zip(whole, starts, strict=True))
-        shards = (shared_spans([own[rank] for rank in ranks]) for ranks in members)
-        yield RowCut(taken, tuple(shards), own)
+) -> Iterator[RowChunkSpans]:
+    """Yield the positions of each row chunk.
+
+    Args:
+        layout: The layout.
+        topology: Placement of the ranks.
+        seq_len: Length of the whole sequence.
+        count: Number of row chunks.
+        blocks: Blocks of sequence parallelism; see `layout.row_chunks`.
+    """
+    groups = [topology.ulysses_group(rank) for rank in topology.ring(0)]
+    # Computed once for all chunks: a rank may hold two spans of every document of a pack.
+    spans_of_rank = [layout.spans(rank, seq_len) for rank in range(layout.cp_size)]
+    starts = [[0, *accumulate(span.length for span in spans)] for spans in spans_of_rank]
+    for runs in chunk_runs(layout, seq_len // layout.cp_size, count, blocks):
+        own = tuple(
+            spans_of(runs, *spans_and_starts)
+            for spans_and_starts in zip(spans_of_rank, starts, strict=True)
+        )
+        shards = (shared_spans([own[rank] for rank in members]) for members in groups)
+        yield RowChunkSpans(runs, tuple(shards), own)

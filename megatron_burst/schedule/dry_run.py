@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of one rank in one pass, from a run of its program without tensors.
 
-`dry_run` replays what `execution.ring`, `execution.buffers` and `execution.joined` do with received
-chunks, partial results and messages. Plans, `show` and the memory account of `advise` read it.
+`dry_run` replays the use of received chunks, partial results and messages in `execution.ring`,
+`execution.buffers` and `execution.joined`. Plans, `show` and the memory account of `advise` read
+the result.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from .program import parts_of
 from .rings import Schedule, totals_of
 from .tables import ALL, Boundary, Chunk, Hop, Pair
 
-# One moment: the rows of every buffer of each kind, ascending.
+# The state of the memory at one moment: the rows of every buffer of each kind, ascending.
 Moment = Mapping[str, tuple[float, ...]]
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldBuffers:
     """The buffers that a rank holds during a pass.
 
     The kinds of buffers are the families of chunks ("kv", "query", "dkv", "dquery", "out"), "wire"
@@ -44,22 +45,24 @@ class Held:
     @property
     def most(self) -> dict[str, int]:
         """The largest number of buffers of each kind."""
-        found: dict[str, int] = {}
+        most: dict[str, int] = {}
         for moment in self.moments:
             for kind, rows in moment.items():
-                found[kind] = max(found.get(kind, 0), len(rows))
-        return found
+                most[kind] = max(most.get(kind, 0), len(rows))
+        return most
 
-    def scaled(self, factor: float) -> Held:
+    def scaled(self, factor: float) -> HeldBuffers:
         """Return the same with all rows multiplied by a factor."""
         moments = tuple(
             {kind: tuple(factor * n for n in rows) for kind, rows in moment.items()}
             for moment in self.moments
         )
-        return Held(moments, {family: factor * rows for family, rows in self.longest.items()})
+        return HeldBuffers(
+            moments, {family: factor * rows for family, rows in self.longest.items()}
+        )
 
     def bytes(self, size: Callable[[str, float], float]) -> float:
-        """Return the most bytes that are held at a time.
+        """Return the largest number of bytes that are held at a time.
 
         Args:
             size: Returns the bytes of one buffer from its kind and its rows.
@@ -70,59 +73,72 @@ class Held:
         )
 
 
-def dry_run(schedule: Schedule, rank: int, *, wire: bool = False, packed: bool = False) -> Held:
+def dry_run(
+    schedule: Schedule, rank: int, *, wire: bool = False, packed: bool = False
+) -> HeldBuffers:
     """Return the buffers that `rank` holds during a pass.
 
     Args:
         schedule: Schedule of the pass.
         rank: The rank.
-        wire: Partial results are sent in another dtype than they are summed in.
-        packed: Each message is one buffer, so the rank's own rows are copied before they are sent,
-            and all buffers of a kind have room for its longest message. This is so on a CPU.
+        wire: Whether partial results are sent in another dtype than they are summed in.
+        packed: Whether each message is one buffer, as on a CPU. Then the rank's own rows are copied
+            before they are sent, and all buffers of a kind have room for its longest message.
     """
     return _Replay(schedule, rank, wire, packed).run()
 
 
 def held_bytes(schedule: Schedule, rank: int, summed: RowBytes | None = None) -> int:
-    """Return the most bytes in use at a time: received chunks and partial results for other ranks.
+    """Return the largest number of bytes in use: received chunks, and partial results for others.
 
     Args:
         schedule: Schedule of the pass.
         rank: The rank.
-        summed: Bytes of a row of partial results where they are summed; None: as they are sent.
+        summed: Bytes of a row of partial results in the dtype of the sum; None: as they are sent.
     """
     sent = schedule.row_bytes
     summed = summed or sent
 
     def size(kind: str, rows: int) -> int:
-        family, _, how = kind.partition(" ")
-        return rows * getattr(sent if how == "wire" else summed, family)
+        family, _, dtype = kind.partition(" ")
+        return rows * getattr(sent if dtype == "wire" else summed, family)
 
-    held = dry_run(schedule, rank, wire=summed != sent)
-    return max(sum(size(*item) for item in rows.items()) for rows in held.in_use)
+    buffers = dry_run(schedule, rank, wire=summed != sent)
+    return max(
+        sum(size(*kind_and_rows) for kind_and_rows in rows.items()) for rows in buffers.in_use
+    )
 
 
-class _Buffer(NamedTuple):
-    """A buffer that a message uses. room: its rows; rows: those of the message."""
+class _ReplayBuffer(NamedTuple):
+    """A buffer that a message uses.
+
+    Attributes:
+        room: Rows of the buffer.
+        rows: Rows of the message.
+    """
 
     room: int = 0
     rows: int = 0
 
 
-class _Buffers:
+class _ReplayBuffers:
     """The buffers of one kind, as rows: `execution.buffers.Buffers` without tensors.
 
-    short: Short messages get short buffers.
+    Attributes:
+        longest: Rows of the longest message.
+        short: Whether short messages get short buffers.
+        used: Rows of the messages that are in buffers.
+        rows: Number of buffers of each size.
     """
 
     def __init__(self, longest: int, short: bool):
         self.longest, self.short = longest, short
-        self.used = 0  # rows of messages
-        self.rows: Counter[int] = Counter()  # of all buffers
+        self.used = 0
+        self.rows: Counter[int] = Counter()
         self._free: Counter[int] = Counter()
 
-    def take(self, rows: int) -> _Buffer:
-        """Return the buffer that a message of `rows` rows gets."""
+    def take(self, rows: int) -> _ReplayBuffer:
+        """Return a buffer for a message of `rows` rows."""
         self.used += rows
         room = self.longest
         while self.short and 1 < rows <= room // 4:
@@ -131,15 +147,15 @@ class _Buffers:
         free = min((size for size, n in self._free.items() if n and size >= least), default=0)
         if free:
             self._free[free] -= 1
-            return _Buffer(free, rows)
+            return _ReplayBuffer(free, rows)
         self.rows[least] += 1
-        return _Buffer(least, rows)
+        return _ReplayBuffer(least, rows)
 
-    def give(self, buffer: _Buffer) -> None:
+    def give(self, buffer: _ReplayBuffer) -> None:
         self.used -= buffer.rows
         self._free[buffer.room] += 1
 
-    def drop(self, buffer: _Buffer) -> None:
+    def drop(self, buffer: _ReplayBuffer) -> None:
         """Free the memory of a buffer that is in use."""
         self.used -= buffer.rows
         self.rows[buffer.room] -= 1
@@ -158,27 +174,27 @@ class _Replay:
         self.copies: dict[tuple[str, int], list[Chunk]] = defaultdict(list)  # by family and owner
         for chunk in (*own, *received):
             self.copies[chunk[:2]].append(chunk)
-        met = [both for b in self.program for pair in b.pairs for both in self._calls(pair)]
-        self.totals = totals_of(schedule, rank, hops, met)
+        calls = [call for b in self.program for pair in b.pairs for call in self._calls(pair)]
+        self.totals = totals_of(schedule, rank, hops, calls)
         self.longest: dict[str, int] = defaultdict(int)
         for chunk in (*(hop.chunk for hop in hops), *self.totals.values()):
             self.longest[chunk.family] = max(self.longest[chunk.family], self._count(chunk))
-        self.buffers: dict[str, _Buffers] = {}
+        self.buffers: dict[str, _ReplayBuffers] = {}
         self.moments: list[Moment] = []
         self.in_use: list[dict[str, int]] = []
-        self.held: dict[Chunk, _Buffer] = {}  # received chunks
+        self.received: dict[Chunk, _ReplayBuffer] = {}
         self.sums: dict[Chunk, int] = {}  # totals that exist, and the rows that have a sum
-        self.place: dict[Chunk, _Buffer] = {}  # totals
-        self.sent: dict[Chunk, _Buffer] = {}  # copies of rows that are being sent
+        self.place: dict[Chunk, _ReplayBuffer] = {}  # buffers of the totals
+        self.sent: dict[Chunk, _ReplayBuffer] = {}  # copies of rows that are being sent
         self.sends = Counter(hop.chunk for hop in hops if hop.src == rank)
-        self.flights: dict[int, list[tuple[Hop, _Buffer]]] = defaultdict(list)  # by landing
-        # Joined calls: rows of their keys and of their gradients, totals that lie in the gradients,
-        # chunks that the call has freed.
+        self.flights: dict[int, list[tuple[Hop, _ReplayBuffer]]] = defaultdict(list)  # by landing
+        # Of joined calls: rows of their keys and of their gradients, totals that are a part of the
+        # gradients, and chunks that the call has freed.
         self.joined: dict[str, int] = {}
         self.waiting: set[Chunk] = set()
         self.freed: set[Chunk] = set()
 
-    def run(self) -> Held:
+    def run(self) -> HeldBuffers:
         for boundary in self.program:
             self._land(boundary.index)
             self._release(boundary)
@@ -191,48 +207,49 @@ class _Replay:
             self._total(family, self.me)
         self._note()
         unique = dict.fromkeys(tuple(sorted(moment.items())) for moment in self.moments)
-        return Held(tuple(map(dict, unique)), self.longest, tuple(self.in_use))
+        return HeldBuffers(tuple(map(dict, unique)), self.longest, tuple(self.in_use))
 
     def _note(self) -> None:
-        """Record the buffers. Without joined calls their number only grows, so the last record is
-        the largest.
+        """Record the buffers.
+
+        Without joined calls the number of buffers only grows, so the last record is the largest.
         """
         if self.schedule.joined:
             self._count_in_use()
         else:
             self.moments.clear()
-        found = {kind: [*of.rows.elements()] for kind, of in self.buffers.items()}
+        moment = {kind: [*buffers.rows.elements()] for kind, buffers in self.buffers.items()}
         for kind, rows in self.joined.items():
-            found[kind] = [rows]
+            moment[kind] = [rows]
         own = [self.totals[family, self.me] for family in self.families if family != "out"]
         for chunk in own:
             if chunk not in self.sums.keys() - self.waiting:
-                found.setdefault(chunk.family, []).append(self._count(chunk))
-        self.moments.append({kind: tuple(sorted(rows)) for kind, rows in found.items() if rows})
+                moment.setdefault(chunk.family, []).append(self._count(chunk))
+        self.moments.append({kind: tuple(sorted(rows)) for kind, rows in moment.items() if rows})
 
     def _count_in_use(self) -> None:
-        found = {kind: buffers.used for kind, buffers in self.buffers.items()} | self.joined
+        rows = {kind: buffers.used for kind, buffers in self.buffers.items()} | self.joined
         for family in self.families:
-            own = self.place.get(self.totals[family, self.me], _Buffer())
-            found[family] = found.get(family, 0) - own.rows
-        self.in_use.append(found)
+            own = self.place.get(self.totals[family, self.me], _ReplayBuffer())
+            rows[family] = rows.get(family, 0) - own.rows
+        self.in_use.append(rows)
 
     def _release(self, boundary: Boundary) -> None:
         for chunk in boundary.release:
             if chunk not in self.freed:
-                self._give(chunk.family, self.held.pop(chunk))
+                self._give(chunk.family, self.received.pop(chunk))
 
     def _post(self, boundary: Boundary) -> None:
         # In the executor's order: by exchange, and sends before receives.
         order = {hop: (hop.ring, hop.chunk.accumulated, hop.land, hop.dst == self.me)
                  for hop in boundary.posts}  # fmt: skip
         for hop in sorted(order, key=order.__getitem__):
-            chunk, buffer = hop.chunk, _Buffer()
+            chunk, buffer = hop.chunk, _ReplayBuffer()
             if hop.dst == self.me:
                 buffer = self._take(self._kind(chunk), chunk)
             elif chunk.accumulated:
                 buffer = self._send(chunk)
-            elif self.packed and chunk not in self.sent and chunk not in self.held:
+            elif self.packed and chunk not in self.sent and chunk not in self.received:
                 self.sent[chunk] = self._take(chunk.family, chunk)
             self.flights[hop.land].append((hop, buffer))
 
@@ -253,13 +270,14 @@ class _Replay:
             if hop.chunk.accumulated:
                 self._receive(hop.chunk, buffer)
             else:
-                self.held[hop.chunk] = buffer
+                self.received[hop.chunk] = buffer
 
     def _compute(self, boundary: Boundary) -> None:
-        calls = [(pair, *both) for pair in boundary.pairs for both in self._calls(pair)]
+        calls = [(pair, *call) for pair in boundary.pairs for call in self._calls(pair)]
         together: list[Chunk] = []
         if self.schedule.joined:
-            own = self.schedule.wanted.joined  # else a rank's own keys are a call of their own
+            # Without `visibility.joined`, a rank's own keys are a separate call.
+            own = self.schedule.visibility.joined
             together = [keys for _, _, keys in calls if own or keys.owner != self.me]
         if len(together) > 1:
             self._join(together, boundary.index)
@@ -281,36 +299,39 @@ class _Replay:
         return made and total not in self.sums and total.rows == part.rows
 
     def _join(self, together: Sequence[Chunk], index: int) -> None:
-        """Replay a joined call: it copies its chunks, frees those that nothing else needs, and then
-        makes the gradients.
+        """Replay a joined call.
+
+        The call copies its chunks, frees those that are not needed elsewhere, and then makes the
+        gradients.
         """
         rows = sum(map(self._count, together))
         self.joined["kv joined"] = rows
         self._note()
         (arrived, left), uses = self._leaving(), Counter(together)
-        after = self.program[index + 1 : index + 2] if index >= arrived else ()
-        for chunk in (chunk for boundary in after for chunk in boundary.release):
+        next_boundary = self.program[index + 1 : index + 2] if index >= arrived else ()
+        for chunk in (chunk for boundary in next_boundary for chunk in boundary.release):
             if uses[chunk] == 1 and left.get(chunk, 0) <= index:
                 self.freed.add(chunk)
-                self.buffers[chunk.family].drop(self.held.pop(chunk))
+                self.buffers[chunk.family].drop(self.received.pop(chunk))
         if len(self.families) > 1:
             self.joined["dkv joined"] = rows
         self._note()
         del self.joined["kv joined"]
 
     def _leaving(self) -> tuple[int, dict[Chunk, int]]:
-        """Return the boundary at which the last copy is sent to this rank, and the boundary at
-        which each chunk has left.
+        """Return when the last copy is sent to this rank, and when each chunk has been sent.
+
+        Both are boundaries.
         """
         hops = [h for b in self.program for h in b.posts if not h.chunk.accumulated]
         arrive = {hop.chunk: hop.post for hop in hops if hop.dst == self.me}
         left: dict[Chunk, int] = defaultdict(int)
         for hop in (hop for hop in hops if hop.src == self.me):
-            of = hop.chunk if hop.chunk in arrive else self._parts(*hop.chunk)[0]
-            left[of] = max(left[of], hop.land)
+            sent = hop.chunk if hop.chunk in arrive else self._parts(*hop.chunk)[0]
+            left[sent] = max(left[sent], hop.land)
         return max(arrive.values(), default=0), left
 
-    def _receive(self, chunk: Chunk, buffer: _Buffer) -> None:
+    def _receive(self, chunk: Chunk, buffer: _ReplayBuffer) -> None:
         total, kind = self.totals[chunk[:2]], self._kind(chunk)
         if total == chunk and total not in self.sums and kind == chunk.family:
             self.sums[total], self.place[total] = chunk.rows, buffer
@@ -318,22 +339,23 @@ class _Replay:
         self.sums[self._total(*chunk[:2])] |= chunk.rows
         self._give(kind, buffer)
 
-    def _send(self, chunk: Chunk) -> _Buffer:
-        """Return the buffer in which partial results leave."""
+    def _send(self, chunk: Chunk) -> _ReplayBuffer:
+        """Return the buffer of a message of partial results."""
         total, kind = self._total(*chunk[:2]), self._kind(chunk)
         self.sums[total] &= ~chunk.rows
         if total == chunk and kind == chunk.family:
             del self.sums[total]  # the sum is the message
-            return self.place.pop(total, _Buffer())
+            return self.place.pop(total, _ReplayBuffer())
         buffer = self._take(kind, chunk)
         if not self.sums[total]:
             del self.sums[total]
-            self._give(chunk.family, self.place.pop(total, _Buffer()))
+            self._give(chunk.family, self.place.pop(total, _ReplayBuffer()))
         return buffer
 
     def _total(self, family: str, owner: int) -> Chunk:
-        """Return the partial results of a chunk; make them if there are none. A rank's own outputs
-        are not in a buffer.
+        """Return the partial results of a chunk, and make them if they do not exist yet.
+
+        The rank's own outputs are not in a buffer.
         """
         chunk = self.totals[family, owner]
         if chunk in self.sums and chunk not in self.waiting:
@@ -348,12 +370,12 @@ class _Replay:
                 del self.joined["dkv joined"]
         return chunk
 
-    def _take(self, kind: str, chunk: Chunk) -> _Buffer:
+    def _take(self, kind: str, chunk: Chunk) -> _ReplayBuffer:
         if kind not in self.buffers:
-            self.buffers[kind] = _Buffers(self.longest[chunk.family], not self.packed)
+            self.buffers[kind] = _ReplayBuffers(self.longest[chunk.family], not self.packed)
         return self.buffers[kind].take(self._count(chunk))
 
-    def _give(self, kind: str, buffer: _Buffer) -> None:
+    def _give(self, kind: str, buffer: _ReplayBuffer) -> None:
         if buffer.room:  # else the rows were in tensors of their own
             self.buffers[kind].give(buffer)
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How heads are divided: among the ranks of a ulysses group, and into head chunks on one rank; and
-in which order a rank of a group has the rows of all of them.
+"""The division of heads: among the ranks of a ulysses group, and into head chunks on one rank.
 
-Plain arithmetic, so that validation, the executor and the simulator use the same rule, also before
-there are process groups. Source: DeepSpeed-Ulysses (arXiv 2309.14509) for equal shares; where there
-are fewer key/value heads than ranks, several ranks take a copy of the same head.
+It also decides the order in which a rank of a group has the rows of all its members. The module is
+plain arithmetic, so that checks, the executor and the simulator use one rule, also before process
+groups exist. Source: DeepSpeed-Ulysses (arXiv 2309.14509) for equal shares. If there are fewer
+key/value heads than ranks, several ranks take a copy of the same head.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from .topology import Topology, alternatives
 
 
 class Share(NamedTuple):
-    """How `size` ranks of a ulysses group divide `heads` heads."""
+    """The division of `heads` heads among `size` ranks of a ulysses group."""
 
     heads: int
     size: int
 
     def of(self, peer: int) -> slice:
-        """The heads of rank `peer` of the group: an equal share, or the one head that its queries
-        need and that it shares with other ranks.
+        """Return the heads of rank `peer` of the group.
+
+        They are an equal share, or the one head that its queries need and that other ranks also
+        have.
         """
         if self.heads >= self.size:
             each = self.heads // self.size
@@ -36,19 +38,19 @@ class Share(NamedTuple):
 
     @property
     def each(self) -> int:
-        """How many heads every rank takes."""
+        """Number of heads of every rank."""
         return max(1, self.heads // self.size)
 
 
 def shareable(heads: int, kv_heads: int, size: int) -> bool:
-    """Can `size` ranks share these heads?"""
+    """Return whether `size` ranks can share these heads."""
     return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
 
 def check_heads(heads: int, kv_heads: int, topology: Topology, algorithm: str) -> None:
     """Raise ValueError unless the ranks of each ulysses group can share the heads.
 
-    The message names the sizes of ulysses groups that can, on these ranks and nodes.
+    The message has the sizes of ulysses groups that work on these ranks and nodes.
     """
     size = topology.ulysses
     if shareable(heads, kv_heads, size):
@@ -62,17 +64,17 @@ def check_heads(heads: int, kv_heads: int, topology: Topology, algorithm: str) -
         )
     sizes = [n for n in topology.ulysses_that_fit if shareable(heads, kv_heads, n)]
     fix = f"make mb.Groups with ulysses={alternatives(sizes)}"
-    if algorithm in ("ulysses", "hybrid"):  # ulysses wants all ranks, hybrid more than one
-        some = "algorithm='hybrid' with head above 1, " if any(n > 1 for n in sizes) else ""
-        fix += f" (and {some}algorithm='burst' with any)"
+    if algorithm in ("ulysses", "hybrid"):  # ulysses needs all ranks, hybrid more than one
+        hybrid = "algorithm='hybrid' with head above 1, " if any(n > 1 for n in sizes) else ""
+        fix += f" (and {hybrid}algorithm='burst' with any)"
     raise ValueError(f"groups: {reason}; {fix}")
 
 
 def shared_spans(shards: Sequence[Sequence[Span]]) -> tuple[Span, ...]:
-    """The spans of the rows that each rank of a ulysses group has while they share heads.
+    """Return the spans of the rows that each rank of a ulysses group has while heads are shared.
 
-    In the order of their positions where that makes fewer spans of them: shards of zigzag and
-    striped layouts become parts of the sequence again, which take few calls of a kernel.
+    The rows are in the order of their positions if that makes fewer spans. Shards of zigzag and
+    striped layouts then become contiguous parts of the sequence, which take few kernel calls.
     """
     if len(shards) == 1:
         return tuple(shards[0])
@@ -82,8 +84,10 @@ def shared_spans(shards: Sequence[Sequence[Span]]) -> tuple[Span, ...]:
 
 
 def shared_order(shards: Sequence[Sequence[Span]]) -> np.ndarray | None:
-    """int64, of each row of `shared_spans` its number among the rows of the first rank, then of the
-    second, ...; None where that is their order.
+    """Return the index of each row of `shared_spans` in the concatenated rows of the ranks.
+
+    Returns:
+        int64 array, or None if the order is the same.
     """
     spans = tuple(span for shard in shards for span in shard)
     if shared_spans(shards) == spans:
@@ -93,7 +97,7 @@ def shared_order(shards: Sequence[Sequence[Span]]) -> np.ndarray | None:
 
 
 def _joined_stripes(spans: Sequence[Span]) -> list[Span] | None:
-    """Equally long stripes with equal distances between them are one span of a smaller stride."""
+    """Join stripes of equal length and distance to one span of a smaller stride, or return None."""
     if len(spans) < 2:
         return None
     starts, (_, stride, length) = sorted(span.start for span in spans), spans[0]
@@ -105,8 +109,10 @@ def _joined_stripes(spans: Sequence[Span]) -> list[Span] | None:
 
 
 def _joined_runs(spans: Sequence[Span]) -> list[Span] | None:
-    """Runs of positions in their order, those that touch joined; None where none do, or where there
-    are other spans.
+    """Join contiguous runs that touch, sorted by position.
+
+    Returns:
+        The runs, or None if no runs touch or if some spans are not contiguous.
     """
     if any(span.stride > 1 for span in spans if span.length > 1):
         return None
@@ -120,8 +126,9 @@ def _joined_runs(spans: Sequence[Span]) -> list[Span] | None:
 
 
 def deferred_chunks(count: int) -> int:
-    """How many of `count` head chunks, the last ones, compute their own pair at the end.
+    """Return how many of `count` head chunks, the last ones, compute their own pair at the end.
 
-    The pairs of the others hide their first hops, and their own pairs hide the last gradient hops.
+    The pairs of the other head chunks hide their first hops. Their own pairs hide the last gradient
+    hops.
     """
     return min(2, count // 2)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank does: its part of the tables, boundary by boundary.
+"""The program of one rank: its part of the tables, boundary by boundary.
 
-Decides when a chunk can be released, and when head chunks that run behind others compute the pair
-of their own chunks.
+This module decides when a chunk is released. It also decides when head chunks that start after
+others compute the pair of the rank's own chunks.
 """
 
 from __future__ import annotations
@@ -15,11 +15,16 @@ from .tables import Boundary, Chunk, Grid, Hop, Pair, Tables
 
 
 def program(tables: Tables, grid: Grid, rank: int, own_last: bool = False) -> tuple[Boundary, ...]:
-    """The boundaries of `rank` in order, of the steps and of the draining after them.
+    """Return the boundaries of a rank in order: first the steps, then the draining.
 
-    own_last: compute the pair of the rank's own chunks, which depends on no hop, not at step 0 but
-    while the last partial result travels. For head chunks that run behind others: the pairs of
-    those hide its first hops, and its own pair hides its last.
+    Args:
+        tables: Schedule of all ranks.
+        grid: Grid of the ranks.
+        rank: The rank.
+        own_last: Compute the pair of the rank's own chunks, which depends on no hop, while the last
+            partial result travels, and not at step 0. This is for head chunks that start after
+            others: the pairs of the earlier head chunks hide their first hops, and their own pair
+            hides their last hop.
     """
     hops = hops_of(tables, grid, rank)
     posted = [hop.post for hop in hops if hop.chunk.accumulated and hop.src == rank]
@@ -27,7 +32,7 @@ def program(tables: Tables, grid: Grid, rank: int, own_last: bool = False) -> tu
     # Gradients land after the last step: boundaries without pairs drain them.
     end = max([tables.steps, *(hop.land for hop in hops), *(pairs.values())])
     if own_last and own in pairs and tables.transfers.accumulated.any():
-        # The last boundary that posts a partial result: the own pair runs beside that hop.
+        # The last boundary that posts a partial result: the own pair runs during that hop.
         pairs[own] = max([tables.steps, *posted])
         end = max(end, pairs[own] + 1)
     posts: list[list[Hop]] = [[] for _ in range(end + 1)]
@@ -39,31 +44,35 @@ def program(tables: Tables, grid: Grid, rank: int, own_last: bool = False) -> tu
     computed: list[list[Pair]] = [[] for _ in range(end + 1)]
     for pair, boundary in pairs.items():
         computed[boundary].append(pair)
-    each = enumerate(zip(posts, release, computed, strict=True))
-    return tuple(Boundary(i, tuple(p), tuple(r), tuple(c)) for i, (p, r, c) in each)
+    lists = enumerate(zip(posts, release, computed, strict=True))
+    return tuple(Boundary(i, tuple(p), tuple(r), tuple(c)) for i, (p, r, c) in lists)
 
 
 def hops_of(tables: Tables, grid: Grid, rank: int) -> list[Hop]:
-    """The hops from and to `rank`, in the order in which they start."""
+    """Return the hops from and to `rank`, in the order of their start."""
     moved = tables.transfers
     rows = np.flatnonzero((moved.src == rank) | (moved.dst == rank))
     return list(moved.where(rows[np.argsort(moved.post[rows], kind="stable")]).hops(grid))
 
 
 def pairs_of(tables: Tables, rank: int) -> dict[Pair, int]:
-    """The pairs that `rank` computes, and at which step."""
+    """Return the pairs that `rank` computes, each with its step."""
     rows = np.flatnonzero(tables.pairs.rank == rank)
-    step, *columns = (column[rows].tolist() for column in tables.pairs[1:])
-    return {Pair(*pair): at for at, *pair in zip(step, *columns, strict=True)}
+    steps, *columns = (column[rows].tolist() for column in tables.pairs[1:])
+    return {Pair(*pair): step for step, *pair in zip(steps, *columns, strict=True)}
 
 
-def parts_of(held: Iterable[Chunk], family: str, owner: int, rows: int) -> list[Chunk]:
-    """The chunks of `held` in which rows of this set came."""
-    return [c for c in held if c.family == family and c.owner == owner and c.rows & rows]
+def parts_of(chunks: Iterable[Chunk], family: str, owner: int, rows: int) -> list[Chunk]:
+    """Return the chunks of one family and owner that contain rows of this set."""
+    return [
+        chunk
+        for chunk in chunks
+        if chunk.family == family and chunk.owner == owner and chunk.rows & rows
+    ]
 
 
 def _last_use(rank: int, hops: list[Hop], pairs: dict[Pair, int]) -> dict[Chunk, int]:
-    """The boundary at which each chunk of others that this rank holds can be released."""
+    """Return the boundary at which each received chunk can be released."""
     last_use = {h.chunk: h.land for h in hops if h.dst == rank and not h.chunk.accumulated}
     by_owner: dict[tuple[str, int], list[Chunk]] = {}
     for chunk in last_use:

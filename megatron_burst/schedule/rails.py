@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which way rows cross between nodes: the rails and the relays of a multicast.
+"""The ways of rows between nodes: the rails and the relays of a multicast.
 
-A row crosses to every other node that wants it once, on the rail of its carrier: the ranks with the
-carrier's index in their nodes. The carrier is the owner, whose rows then need no hop within the
-node first, unless its rail would be busier than the busiest node has to be: what is too much goes
-to rails with room. A node that would send more than that asks nodes that want the same rows to
-pass them on. Decides by rows: gradients come back the same way, so that both directions are even.
+A row crosses once to every other node that uses it, on the rail of its carrier. A rail is the ranks
+with the same index in their nodes. The carrier is normally the owner, so that its rows need no hop
+within the node first. If the owner's rail would be busier than the busiest node requires, the
+excess goes to rails with free capacity. A node that would send more than that lets other target
+nodes relay the rows. Decisions count rows: gradients take the same way back, so both directions are
+balanced.
 """
 
 from __future__ import annotations
@@ -18,20 +19,23 @@ import numpy as np
 from .bundles import MOST, Bundles, Runs
 from .tables import Grid
 
-ROOM = 1.05  # a rail may be so much busier than the busiest node makes necessary
-PARTS = 64  # no rows leave their rail that are fewer than a mean shard over this
-HOT = 1.5  # an owner hands its rows to peers if it sends so many times what a rank receives
-SWEEPS = 2  # over all bundles on busy rails
-APART = 4  # groups of bundles of several nodes that go to one node
-FANOUT = 2  # to so many nodes a node passes on what another one sent it
+ROOM = 1.05  # largest load of a rail, relative to the load that the busiest node requires
+PARTS = 64  # rows leave their rail only if they are at least a mean shard over this
+HOT = 1.5  # an owner passes rows to node peers if it sends this many times what a rank receives
+SWEEPS = 2  # number of sweeps over all bundles on busy rails
+GROUPS = 4  # groups of bundles of several nodes that have the same target node
+FANOUT = 2  # number of receivers of a relay
 
 
 class Routes(NamedTuple):
-    """How every bundle travels; bundles that travel on several ways are cut.
+    """The way of every bundle. A bundle that takes several ways is cut.
 
-    carrier: [n] the index in its node of the ranks on whose rail a bundle crosses. parent: [n,
-    nodes] from which node a node gets it; -1 for its owner's and where nobody wants it. handed:
-    bool [n], do the owner's node peers get it from the carrier, too?
+    Attributes:
+        bundles: The bundles, after cutting.
+        carrier: [n], index in their nodes of the ranks on whose rail a bundle crosses.
+        parent: [n, nodes], node that sends the bundle to a node; -1 for the owner's node and for
+            nodes that do not use it.
+        handed: bool [n], true if the owner's node peers also get the bundle from the carrier.
     """
 
     bundles: Bundles
@@ -41,125 +45,141 @@ class Routes(NamedTuple):
 
 
 class _Crossing(NamedTuple):
-    """Columns by bundle: its owner's node and rail, its rows, which other nodes want it, bool [n,
-    nodes], and to how many of them its own node sends it.
+    """Columns by bundle.
+
+    Attributes:
+        node: Owner's node.
+        rail: Owner's rail.
+        rows: Number of rows.
+        targets: bool [n, nodes], other nodes that use the bundle.
+        copies: Number of nodes to which the owner's node sends the bundle.
     """
 
     node: np.ndarray
     rail: np.ndarray
     rows: np.ndarray
-    wanted: np.ndarray
+    targets: np.ndarray
     copies: np.ndarray
 
     @property
     def relayed(self) -> np.ndarray:
-        """Which bundles do nodes pass on to others?"""
-        return self.copies < self.wanted.sum(axis=1)
+        """True for bundles that nodes relay to others."""
+        return self.copies < self.targets.sum(axis=1)
 
 
 def routes(bundles: Bundles, grid: Grid) -> Routes:
-    """The way of every bundle over this grid."""
+    """Return the way of every bundle over this grid."""
     crossing, most = _crossing(bundles, grid)
     least = max(1, int(bundles.rows.sum() // (grid.size * PARTS)))
     handed = _handed(bundles, grid)
     shares = _shares(crossing, grid, handed, most, least)
-    # Two trees for what nodes pass on: who passes on in one does not in the other.
+    # Relayed rows use two trees: a node that relays in one tree does not relay in the other.
     halves = np.where(crossing.relayed[:, None] & (shares >= 2 * least), shares // 2, 0)
     shares = np.concatenate([shares - halves, halves], axis=1)
     _limit(shares, bundles.owner, crossing.rail)
-    bundles, of, part = _cut(bundles, crossing.rail, shares)
-    crossing = _Crossing(*(column[of] for column in crossing))._replace(rows=bundles.rows)
+    bundles, source, part = _cut(bundles, crossing.rail, shares)
+    crossing = _Crossing(*(column[source] for column in crossing))._replace(rows=bundles.rows)
     second, carrier = np.divmod(part, grid.intra)
-    turn = of + carrier * grid.inter // grid.intra
+    turn = source + carrier * grid.inter // grid.intra
     parent = _parents(crossing, grid, turn, second > 0, most)
-    return Routes(bundles, carrier, parent, handed[of])
+    return Routes(bundles, carrier, parent, handed[source])
 
 
 def _crossing(bundles: Bundles, grid: Grid) -> tuple[_Crossing, float]:
-    """What crosses, and how many rows a rail may send or receive."""
+    """Return the bundles that cross, and the number of rows that a rail may send or receive."""
     nodes, width = grid
     node, index = np.divmod(bundles.owner, width)
-    wanted = np.logical_or.reduce(bundles.wanted.reshape(-1, nodes, width), axis=2)
-    wanted[np.arange(len(node)), node] = False
-    rows, count = bundles.rows, wanted.sum(axis=1)
-    most = (rows @ wanted.astype(float)).max(initial=0) / width  # float: BLAS
-    # Copies of a node are one of each bundle and, as far as its rails have room, all of them.
-    more = np.maximum(count - 1, 0)
-    once, again = (np.bincount(node, rows * each, nodes) for each in (count > 0, more))
-    share = np.clip((most * width - once) / np.maximum(again, 1), 0, 1)[node]
-    copies = np.minimum(count, 1 + np.floor(more * share + 1e-9).astype(int))
+    targets = np.logical_or.reduce(bundles.users.reshape(-1, nodes, width), axis=2)
+    targets[np.arange(len(node)), node] = False
+    rows, count = bundles.rows, targets.sum(axis=1)
+    most = (rows @ targets.astype(float)).max(initial=0) / width  # float: BLAS
+    # A node sends one copy of each bundle, and more copies if its rails have free capacity.
+    further = np.maximum(count - 1, 0)
+    first_rows, further_rows = (
+        np.bincount(node, rows * copies_of_bundle, nodes)
+        for copies_of_bundle in (count > 0, further)
+    )
+    share = np.clip((most * width - first_rows) / np.maximum(further_rows, 1), 0, 1)[node]
+    copies = np.minimum(count, 1 + np.floor(further * share + 1e-9).astype(int))
     sent = np.bincount(node, rows * copies, nodes).max(initial=0) / width
-    return _Crossing(node, index, rows, wanted, copies), max(most, sent) * ROOM
+    return _Crossing(node, index, rows, targets, copies), max(most, sent) * ROOM
 
 
 def _handed(bundles: Bundles, grid: Grid) -> np.ndarray:
-    """Bool [n]: of owners that would send much more within their node than any rank receives."""
-    wanted = bundles.wanted.reshape(-1, *grid)
-    home = wanted[np.arange(len(wanted)), bundles.owner // grid.intra].sum(axis=1)
+    """Return a bool [n] that is true for the bundles of owners that pass rows to their node peers.
+
+    These owners would send much more within their node than any rank receives.
+    """
+    users = bundles.users.reshape(-1, *grid)
+    home = users[np.arange(len(users)), bundles.owner // grid.intra].sum(axis=1)
     sent = np.bincount(bundles.owner, bundles.rows * home, grid.size)
-    got = bundles.rows @ bundles.wanted.astype(float)
-    return (sent > HOT * got.max(initial=0))[bundles.owner]
+    received = bundles.rows @ bundles.users.astype(float)
+    return (sent > HOT * received.max(initial=0))[bundles.owner]
 
 
 def _shares(
     crossing: _Crossing, grid: Grid, handed: np.ndarray, most: float, least: int
 ) -> np.ndarray:
-    """int64 [n, rails]: how many rows of each bundle travel by each rail.
+    """Return the number of rows of each bundle on each rail: int64 [n, rails].
 
-    To begin with all by their owner's, or by all alike where they are handed to peers anyway. Then
-    each node in turn takes rows off rails with more than `most`, its largest bundles first, one
-    bundle of every node at a time, and where several of these go to one node, few at a time. These
-    take their parts of what is too much and of the room elsewhere.
+    At the start all rows are on their owner's rail, or on all rails alike if they are handed to
+    peers anyway. Then each node in turn moves rows off rails with more than `most` rows. It moves
+    its largest bundles first, one bundle of every node at a time. If several of these bundles have
+    the same target node, only a few move at a time. Each takes its part of the excess and of the
+    free capacity of other rails.
     """
     nodes, width = grid
-    node, index, rows, wanted, copies = crossing
+    node, index, rows, targets, copies = crossing
     shares = np.zeros((len(rows), width), dtype=np.int64)
     shares[handed] = np.where(rows >= least * width, rows // width, 0)[handed, None]
     shares[np.arange(len(rows)), index] += rows - shares.sum(axis=1)
-    sent, got = np.zeros((nodes, width)), wanted.T.astype(float) @ shares
+    sent, received = np.zeros((nodes, width)), targets.T.astype(float) @ shares
     np.add.at(sent, node, shares * copies[:, None])
     for _ in range(SWEEPS):
         busy = sent[node, index] > most
-        busy |= (wanted & (got.T[index] > most)).any(axis=1)
-        some = np.flatnonzero(busy & (copies > 0) & (rows >= least))
-        for at in _turns(some, crossing):
-            own, who, to = index[at], node[at], wanted[at]
-            room = (most - got) / np.maximum(to.sum(axis=0), 1)[:, None]
-            room = np.where(to[:, :, None], room, np.inf).min(axis=1)
-            room = np.minimum(room, (most - sent[who]) / copies[at][:, None])
+        busy |= (targets & (received.T[index] > most)).any(axis=1)
+        movable = np.flatnonzero(busy & (copies > 0) & (rows >= least))
+        for at in _turns(movable, crossing):
+            own_rail, source_node, target_nodes = index[at], node[at], targets[at]
+            room = (most - received) / np.maximum(target_nodes.sum(axis=0), 1)[:, None]
+            room = np.where(target_nodes[:, :, None], room, np.inf).min(axis=1)
+            room = np.minimum(room, (most - sent[source_node]) / copies[at][:, None])
             line = np.arange(len(at))
-            move = np.minimum(np.ceil(-room[line, own]), shares[at, own]).astype(np.int64)
-            room[line, own] = 0
-            moved = _filled(move, np.maximum(room, 0).astype(np.int64), least, own)
-            moved[line, own] -= moved.sum(axis=1)
+            move = np.minimum(np.ceil(-room[line, own_rail]), shares[at, own_rail]).astype(np.int64)
+            room[line, own_rail] = 0
+            moved = _filled(move, np.maximum(room, 0).astype(np.int64), least, own_rail)
+            moved[line, own_rail] -= moved.sum(axis=1)
             shares[at] += moved
-            sent[who] += moved * copies[at][:, None]
-            got += to.T.astype(float) @ moved
+            sent[source_node] += moved * copies[at][:, None]
+            received += target_nodes.T.astype(float) @ moved
     return shares
 
 
-def _turns(which: np.ndarray, crossing: _Crossing) -> Iterator[np.ndarray]:
-    """`which`, heaviest first, in groups with at most one of each node, and of those that go to the
-    same node mostly one.
+def _turns(selected: np.ndarray, crossing: _Crossing) -> Iterator[np.ndarray]:
+    """Yield groups of bundles, largest first, that are moved at the same time.
+
+    A group has at most one bundle of each node, and mostly one of those with the same target node.
     """
-    node = crossing.node[which]
-    order = np.lexsort((-crossing.rows[which] * crossing.copies[which], node))
-    node, which = node[order], which[order]
+    node = crossing.node[selected]
+    order = np.lexsort((-crossing.rows[selected] * crossing.copies[selected], node))
+    node, selected = node[order], selected[order]
     turn = np.arange(len(node)) - np.searchsorted(node, node)
     for number in range(turn.max(initial=-1) + 1):
-        at = which[turn == number]
-        to = crossing.wanted[at]
-        apart = np.where(to, np.cumsum(to, axis=0) - 1, 0).max(axis=1) % APART
-        for part in range(apart.max(initial=-1) + 1):
-            if (apart == part).any():
-                yield at[apart == part]
+        at = selected[turn == number]
+        target_nodes = crossing.targets[at]
+        group = np.where(target_nodes, np.cumsum(target_nodes, axis=0) - 1, 0).max(axis=1) % GROUPS
+        for part in range(group.max(initial=-1) + 1):
+            if (group == part).any():
+                yield at[group == part]
 
 
 def _filled(move: np.ndarray, room: np.ndarray, least: int, own: np.ndarray) -> np.ndarray:
-    """How many of `move` rows [i] each rail takes, [i, rails]: in proportion to its room, so that
-    room is left on every rail for rows that can use only that one.
+    """Return how many of `move` rows [i] each rail takes: [i, rails].
+
+    Rails take rows in proportion to their free capacity. So every rail keeps capacity for rows that
+    can use only that rail.
     """
-    # Equal room: the next rail first, so that nodes with the same needs differ.
+    # For equal capacity, the next rail comes first, so that nodes with the same needs differ.
     width = room.shape[1]
     turned = (np.arange(width) - own[:, None]) % width
     order = np.lexsort((turned, -room), axis=1)
@@ -169,77 +189,78 @@ def _filled(move: np.ndarray, room: np.ndarray, least: int, own: np.ndarray) -> 
     taken = np.minimum(-(-room * move[:, None] // total), room)
     taken = np.diff(np.minimum(np.cumsum(taken, axis=1), move[:, None]), axis=1, prepend=0)
     taken[taken < least] = 0
-    found = np.zeros_like(room)
-    np.put_along_axis(found, order, taken, axis=1)
-    return found
+    rows_of_rail = np.zeros_like(room)
+    np.put_along_axis(rows_of_rail, order, taken, axis=1)
+    return rows_of_rail
 
 
 def _limit(shares: np.ndarray, owner: np.ndarray, index: np.ndarray) -> None:
-    """Leave so few shares that an owner's are not more than a bit set has bits; in place."""
+    """Remove shares in place until an owner has no more of them than a bit set has bits."""
     line = np.arange(len(owner))
     parts = shares > 0
     parts[line, index] = False
     left = MOST - np.bincount(owner)  # every bundle may keep a share on its own rail
-    of, rail = np.nonzero(parts)
-    order = np.lexsort((-shares[of, rail], owner[of]))
-    of, rail = of[order], rail[order]
-    number = np.arange(len(of)) - np.searchsorted(owner[of], owner[of])
-    back = number >= left[owner[of]]
-    np.add.at(shares, (of[back], index[of[back]]), shares[of[back], rail[back]])
-    shares[of[back], rail[back]] = 0
+    bundle, rail = np.nonzero(parts)
+    order = np.lexsort((-shares[bundle, rail], owner[bundle]))
+    bundle, rail = bundle[order], rail[order]
+    number = np.arange(len(bundle)) - np.searchsorted(owner[bundle], owner[bundle])
+    back = number >= left[owner[bundle]]
+    np.add.at(shares, (bundle[back], index[bundle[back]]), shares[bundle[back], rail[back]])
+    shares[bundle[back], rail[back]] = 0
 
 
 def _cut(
     bundles: Bundles, index: np.ndarray, shares: np.ndarray
 ) -> tuple[Bundles, np.ndarray, np.ndarray]:
-    """The shares as bundles of their own, of each the bundle that it was cut from and its column.
+    """Return each share as a bundle, the bundle from which it was cut, and its column.
 
-    An owner's are numbered column by column, its own first: what travels together lies together.
+    An owner's shares are numbered column by column, from its own rail on, so that rows that are
+    sent together are adjacent.
     """
-    of, column = np.nonzero(shares)
-    stop = np.cumsum(shares[of, column])  # among all rows, bundle by bundle
+    source, column = np.nonzero(shares)
+    stop = np.cumsum(shares[source, column])  # among all rows, bundle by bundle
     runs, begin = bundles.runs, np.cumsum(bundles.runs.rows) - bundles.runs.rows
     edges = np.unique(np.concatenate([begin, stop[:-1], stop[-1:]]))
     run = np.searchsorted(begin, edges[:-1], side="right") - 1
     part = np.searchsorted(stop, edges[:-1], side="right")
-    owner = bundles.owner[of]
-    turned = (column - index[of]) % shares.shape[1]
-    order = np.lexsort((bundles.number[of], turned, owner))
+    owner = bundles.owner[source]
+    turned = (column - index[source]) % shares.shape[1]
+    order = np.lexsort((bundles.number[source], turned, owner))
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
-    of, column, owner = of[order], column[order], owner[order]
+    source, column, owner = source[order], column[order], owner[order]
     number = np.arange(len(owner)) - np.searchsorted(owner, owner)
     first, part = runs.first[run] + edges[:-1] - begin[run], place[part]
     by_part = np.lexsort((first, part))
     cut = Runs(part[by_part], first[by_part], np.diff(edges)[by_part])
-    return Bundles(owner, number, bundles.wanted[of], cut), of, column
+    return Bundles(owner, number, bundles.users[source], cut), source, column
 
 
 def _parents(
     crossing: _Crossing, grid: Grid, turn: np.ndarray, second: np.ndarray, most: float
 ) -> np.ndarray:
-    """[n, nodes]: which node sends a bundle to a node; -1: none.
+    """Return the node that sends a bundle to each node, [n, nodes]; -1 for none.
 
-    The owner's node sends it to as many as `copies` says. These pass it on along trees, which begin
-    `turn` nodes farther on, and run the other way round for `second` halves, so that all pass on
-    alike; nodes that send much as it is come last and pass on nothing.
+    The owner's node sends the bundle to `copies` nodes, which relay it along trees. The trees begin
+    `turn` nodes farther on, and `second` halves take the nodes in reverse order, so that all nodes
+    relay alike. Nodes that already send much come last and relay nothing.
     """
     nodes = grid.inter
-    node, _, rows, wanted, copies = crossing
-    parent = np.where(wanted, node[:, None], -1)
-    some = np.flatnonzero(crossing.relayed)
-    if not len(some):
+    node, _, rows, targets, copies = crossing
+    parent = np.where(targets, node[:, None], -1)
+    relayed = np.flatnonzero(crossing.relayed)
+    if not len(relayed):
         return parent
     full = np.bincount(node, rows * copies, nodes) >= most * grid.intra / ROOM
-    there = np.arange(nodes)
-    key = (there - node[some, None] - 1 - turn[some, None]) % nodes
-    key = np.where(second[some, None], nodes - 1 - key, key)
-    key = key + nodes * full + 2 * nodes * ~wanted[some]
+    all_nodes = np.arange(nodes)
+    key = (all_nodes - node[relayed, None] - 1 - turn[relayed, None]) % nodes
+    key = np.where(second[relayed, None], nodes - 1 - key, key)
+    key = key + nodes * full + 2 * nodes * ~targets[relayed]
     order = np.argsort(key, axis=1)
-    position = np.arange(nodes) - copies[some, None]
+    position = np.arange(nodes) - copies[relayed, None]
     above = np.take_along_axis(order, np.maximum(position // FANOUT, 0), axis=1)
-    above = np.where(position < 0, node[some, None], above)
-    found = np.empty_like(order)
-    np.put_along_axis(found, order, above, axis=1)
-    parent[some] = np.where(wanted[some], found, -1)
+    above = np.where(position < 0, node[relayed, None], above)
+    parents = np.empty_like(order)
+    np.put_along_axis(parents, order, above, axis=1)
+    parent[relayed] = np.where(targets[relayed], parents, -1)
     return parent

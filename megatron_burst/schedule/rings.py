@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedule of one pass by name: which algorithm, on which grid, and the tables it makes.
+"""The schedule of one pass by name: its algorithm, its grid, and the tables that it makes.
 
-`forward` and `backward` build it. The executor runs a schedule, the simulator times it, `cost`
-counts its bytes, `show` draws it; all of them read the tables. They consist of rank numbers only:
-tensors, sizes and process groups come in later.
+`forward` and `backward` build a schedule. The executor runs it, the simulator times it, `cost`
+counts its bytes, and `show` draws it; all of them read the tables. The tables contain rank numbers
+only: tensors, sizes and process groups are added later.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import product
 from typing import Any
 
 from .algorithms import ALGORITHMS, check_algorithm, direct
-from .demand import BACKWARD, FORWARD, Demand, RowBytes, Wanted, everything
+from .demand import BACKWARD, FORWARD, Demand, RowBytes, Visibility, all_visible
 from .program import program
 from .tables import (
     ALL,
@@ -34,10 +34,12 @@ from .tables import (
 
 @dataclass(frozen=True, eq=False)
 class Schedule(Demand):
-    """One pass over all ranks of a grid.
+    """The schedule of one pass over all ranks of a grid.
 
-    algorithm: a name in `algorithms.ALGORITHMS`. route: "ring", the algorithm's own way, or
-    "direct" from each owner to the ranks that use its chunk, one step ahead.
+    Attributes:
+        algorithm: A name in `algorithms.ALGORITHMS`.
+        route: "ring" for the algorithm's own transfers. "direct" sends each chunk from its owner to
+            the ranks that use it, one step ahead.
     """
 
     algorithm: str = "burst"
@@ -45,7 +47,10 @@ class Schedule(Demand):
 
     @cached_property
     def tables(self) -> Tables:
-        """Pairs and transfers of all ranks. Large for large grids; a plan does not keep them."""
+        """Pairs and transfers of all ranks.
+
+        They are large for large grids, so a plan does not keep them.
+        """
         algorithm = ALGORITHMS[self.algorithm]
         if self.route == "direct" and algorithm.routed:
             return direct.tables(self)
@@ -53,63 +58,73 @@ class Schedule(Demand):
 
     @property
     def joined(self) -> bool:
-        """Are the pairs of a step that have the same queries one call?"""
-        asked, usual = self.wanted.joined, ALGORITHMS[self.algorithm].joins
-        return self.side == "kv" and (usual if asked is None else asked)
+        """True if one kernel call computes all pairs of a step that have the same queries."""
+        requested, default = self.visibility.joined, ALGORITHMS[self.algorithm].joins
+        return self.side == "kv" and (default if requested is None else requested)
 
     @property
     def summed(self) -> tuple[str, ...]:
         """Families of partial results: outputs in forward, gradients in backward."""
         return ("out",) if self.row_bytes.out else ("dquery", "dkv")
 
-    def travels(self, known: dict[Any, Any]) -> tuple[list[tuple[str, bool]], set[str]]:
-        """Whatever the mask hides: what its hops may travel on, (ring, carries partial results?),
-        and the families that they may carry. known: where other masks have left this.
+    def travels(self, cache: dict[Any, Any]) -> tuple[list[tuple[str, bool]], set[str]]:
+        """Return the rings and the families that the hops of this pass may use, under any mask.
 
-        As on the smallest grid with as many levels, which needs the same rings, whichever side has
-        more bytes per row: an algorithm may choose by bytes what travels.
+        They are taken from the smallest grid with the same levels, which needs the same rings. Each
+        side in turn has more bytes per row there, because an algorithm may choose the side by
+        bytes.
+
+        Args:
+            cache: Results by schedule, which other masks share.
+
+        Returns:
+            Pairs (ring, whether it carries partial results), and the families.
         """
         key = self.algorithm, self.route, self.side, self.grid, self.row_bytes
-        if key not in known:
+        if key not in cache:
             moved = [(t.family, t.ring, t.accumulated) for t in self._typical()]
-            hops = {hop for each in moved for hop in zip(*(x.tolist() for x in each), strict=True)}
+            hops = {
+                hop
+                for columns in moved
+                for hop in zip(*(column.tolist() for column in columns), strict=True)
+            }
             ways = product((False, True), ("flat", "intra", "inter"))
-            there = {(sums, RINGS[ring]) for _, ring, sums in hops}
-            known[key] = (
-                [way[::-1] for way in ways if way in there],
+            used = {(sums, RINGS[ring]) for _, ring, sums in hops}
+            cache[key] = (
+                [way[::-1] for way in ways if way in used],
                 {FAMILIES[f] for f, *_ in hops},
             )
-        return known[key]
+        return cache[key]
 
     def _typical(self) -> Iterator[Transfers]:
-        """The transfers on the smallest grid with as many levels, whichever side is larger."""
+        """Yield the transfers on the smallest grid with the same levels, once per larger side."""
         grid = Grid(*(min(2, ranks) for ranks in self.grid))
-        small = replace(self, grid=grid, wanted=everything(grid.size))
+        small = replace(self, grid=grid, visibility=all_visible(grid.size))
         for side in SIDES:
-            dear = self.row_bytes._replace(**{side: 100 * sum(self.row_bytes)})
-            yield replace(small, row_bytes=dear).tables.transfers
+            row_bytes = self.row_bytes._replace(**{side: 100 * sum(self.row_bytes)})
+            yield replace(small, row_bytes=row_bytes).tables.transfers
 
     def program(self, rank: int, own_last: bool = False) -> tuple[Boundary, ...]:
-        """What `rank` does; own_last: as in `program.program`."""
+        """Return the program of `rank`; see `program.program` for `own_last`."""
         return program(self.tables, self.grid, rank, own_last)
 
 
 def totals_of(
-    schedule: Schedule, rank: int, hops: Iterable[Hop], met: Iterable[tuple[Chunk, Chunk]]
+    schedule: Schedule, rank: int, hops: Iterable[Hop], calls: Iterable[tuple[Chunk, Chunk]]
 ) -> dict[tuple[str, int], Chunk]:
-    """Return, for each chunk of which a rank holds partial results, all rows that it ever holds.
+    """Return all rows that a rank ever holds of each chunk with partial results.
 
     Args:
         schedule: Schedule of the pass.
         rank: The rank.
         hops: Hops from and to the rank.
-        met: Queries and keys of each of its calls.
+        calls: Queries and keys of each kernel call of the rank.
 
     Returns:
         The rows by family and owner.
     """
     rows: dict[tuple[str, int], int] = defaultdict(int)
-    for queries, keys in met:
+    for queries, keys in calls:
         for family in schedule.summed:
             part = keys if family == "dkv" else queries
             rows[family, part.owner] |= part.rows
@@ -118,23 +133,31 @@ def totals_of(
             rows[hop.chunk[:2]] |= hop.chunk.rows
     for family in schedule.summed:
         rows[family, rank] = ALL
-    return {(family, owner): Chunk(family, owner, of) for (family, owner), of in rows.items()}
+    return {(family, owner): Chunk(family, owner, bits) for (family, owner), bits in rows.items()}
 
 
 def forward(
     algorithm: str,
     grid: Grid,
     *,
-    wanted: Wanted | None = None,
+    visibility: Visibility | None = None,
     row_bytes: RowBytes = FORWARD,
     route: str = "ring",
 ) -> Schedule:
-    """The schedule of a forward pass. Arguments as of `Schedule`; default: all see everything.
+    """Return the schedule of a forward pass.
 
-    Raises ValueError for an unknown algorithm.
+    Args:
+        algorithm: A name in `algorithms.ALGORITHMS`.
+        grid: Grid of the ranks.
+        visibility: Pairs of rows that attend; default: all.
+        row_bytes: Bytes of a row of each family.
+        route: As in `Schedule`.
+
+    Raises:
+        ValueError: There is no algorithm of that name.
     """
-    name, wanted = check_algorithm(algorithm), wanted or everything(grid.size)
-    return Schedule(grid, "kv", wanted, row_bytes, algorithm=name, route=route)
+    name, visibility = check_algorithm(algorithm), visibility or all_visible(grid.size)
+    return Schedule(grid, "kv", visibility, row_bytes, algorithm=name, route=route)
 
 
 def backward(
@@ -142,15 +165,24 @@ def backward(
     grid: Grid,
     side: str,
     *,
-    wanted: Wanted | None = None,
+    visibility: Visibility | None = None,
     row_bytes: RowBytes = BACKWARD,
     route: str = "ring",
 ) -> Schedule:
-    """The schedule of a backward pass. Arguments as of `Schedule`; default: all see everything.
+    """Return the schedule of a backward pass.
 
-    Raises ValueError for an unknown algorithm or side.
+    Args:
+        algorithm: A name in `algorithms.ALGORITHMS`.
+        grid: Grid of the ranks.
+        side: Family that is sent: "kv" or "query".
+        visibility: Pairs of rows that attend; default: all.
+        row_bytes: Bytes of a row of each family.
+        route: As in `Schedule`.
+
+    Raises:
+        ValueError: There is no algorithm or side of that name.
     """
     if side not in SIDES:
         raise ValueError(f"side must be one of {', '.join(SIDES)} or auto, got {side!r}")
-    name, wanted = check_algorithm(algorithm), wanted or everything(grid.size)
-    return Schedule(grid, side, wanted, row_bytes, algorithm=name, route=route)
+    name, visibility = check_algorithm(algorithm), visibility or all_visible(grid.size)
+    return Schedule(grid, side, visibility, row_bytes, algorithm=name, route=route)

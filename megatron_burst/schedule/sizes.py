@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes of what one rank brings to an attention call, and the bytes of a row of each family."""
+"""Sizes of one rank's tensors in an attention call, and bytes per row of each family."""
 
 from __future__ import annotations
 
@@ -13,12 +13,20 @@ from .rings import Schedule
 
 @dataclass(frozen=True)
 class Sizes:
-    """What one rank brings to one attention call on its ring.
+    """Sizes of one attention call on the ring of one rank.
 
-    tokens: rows of the rank; heads, kv_heads: of its queries and of its keys and values; width: of
-    queries and keys; value_width: of values. The itemsizes are bytes per element: of q, k, v and
-    out, of lse and delta, of what is summed over ranks (travelling gradients, partial outputs).
-    needs_grad: which of q, k and v need a gradient.
+    Attributes:
+        tokens: Rows of the rank.
+        batch: Batch size.
+        heads: Query heads.
+        kv_heads: Key and value heads.
+        width: Head width of queries and keys.
+        value_width: Head width of values.
+        itemsize: Bytes per element of q, k, v and out.
+        stat_itemsize: Bytes per element of lse and delta.
+        wire_itemsize: Bytes per element of what is summed over ranks: gradients that are sent, and
+            partial outputs.
+        needs_grad: Whether q, k and v need a gradient.
     """
 
     tokens: int
@@ -33,8 +41,10 @@ class Sizes:
     needs_grad: tuple[bool, bool, bool]
 
     def shared(self, ulysses: int) -> Sizes:
-        """Those of a rank on its ring, from those of one before ranks share heads: all rows of its
-        ulysses group, its share of the heads.
+        """Return the sizes on the ring of a rank after `ulysses` ranks share their heads.
+
+        A rank then has all rows of its ulysses group and its share of the heads. These sizes are
+        those before the exchange.
         """
         return replace(
             self,
@@ -45,7 +55,7 @@ class Sizes:
 
     @cached_property
     def forward(self) -> RowBytes:
-        """Bytes of a row in forward: a partial output travels with its lse."""
+        """Bytes of a row in forward; a partial output is sent with its lse."""
         query, key, value, out = self._elements
         partial = out * self.wire_itemsize + self.batch * self.heads * self.stat_itemsize
         kv = (key + value) * self.itemsize
@@ -53,9 +63,10 @@ class Sizes:
 
     @cached_property
     def backward(self) -> RowBytes:
-        """Bytes of a row in backward: queries are Q, dO, lse and delta (O itself does not travel).
+        """Bytes of a row in backward.
 
-        A gradient that is not needed does not travel.
+        Queries are sent as Q, dO, lse and delta; O is not sent. A gradient that is not needed is
+        not sent.
         """
         query, key, value, out = self._elements
         q, k, v = self.needs_grad
@@ -69,13 +80,13 @@ class Sizes:
         )
 
     def row_bytes(self, schedule: Schedule) -> RowBytes:
-        """Bytes of a row in the pass of a schedule; only forward has partial outputs."""
+        """Return the bytes of a row in the pass of a schedule."""
         return self.forward if schedule.row_bytes.out else self.backward
 
     def chunk_bytes(self, family: str) -> int:
-        """Payload bytes of all rows of a chunk: of queries, what travels in backward."""
-        each = (getattr(row, family) for row in (self.forward, self.backward))
-        return self.tokens * max(each)
+        """Return the payload bytes of all rows of a chunk: the larger of forward and backward."""
+        row_bytes = (getattr(families, family) for families in (self.forward, self.backward))
+        return self.tokens * max(row_bytes)
 
     @property
     def _elements(self) -> tuple[int, int, int, int]:
@@ -88,19 +99,26 @@ class Sizes:
             heads * self.value_width,
         )
 
-    def scattered_bytes(self, ranks: int, again: bool = False) -> tuple[int, int]:
-        """Bytes that one rank of a ulysses group of `ranks` sends to each other one, in forward and
-        in backward. These are the sizes on its ring, of heads that are shared already: of fewer
-        key/value heads than ranks, several take a copy of the same one. again: backward, of row
-        chunks, brings q with delta again.
+    def scattered_bytes(self, ranks: int, resends_q: bool = False) -> tuple[int, int]:
+        """Return the bytes that a rank sends to each other rank of its ulysses group, per pass.
+
+        These sizes must be those on the ring, after heads are shared. If there are fewer key/value
+        heads than ranks, several ranks receive a copy of the same head.
+
+        Args:
+            ranks: Ranks of the ulysses group.
+            resends_q: Whether backward sends q and delta again, as it does with row chunks.
+
+        Returns:
+            Bytes in forward and bytes in backward.
         """
-        query, key, value, out = (self.tokens * each for each in self._elements)
+        query, key, value, out = (self.tokens * elements for elements in self._elements)
         q, k, v = self.needs_grad
-        # Forward brings q, k and v to where their heads are computed and out back to its rows;
-        # backward brings dout there and the gradients back.
+        # Forward sends q, k and v to the ranks that compute their heads, and out back. Backward
+        # sends dout there, and the gradients back.
         forward = (query + key + value + out) * self.itemsize
         back = out * self.itemsize + (q * query + k * key + v * value) * self.wire_itemsize
-        if again:
+        if resends_q:
             stats = self.tokens * self.batch * self.heads * self.stat_itemsize
             back += query * self.itemsize + stats
         return forward // ranks, back // ranks

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a schedule is made of: tables of pairs and transfers over all ranks, and one rank's view.
+"""The types of a schedule: tables of pairs and transfers over all ranks, and the view of one rank.
 
-Plain data; columns are integer arrays, one row per pair or transfer, so that a schedule of a
-thousand ranks is made, counted and timed by operations on whole arrays. Which chunk goes where, and
-when, is decided in `algorithms`; `program` turns the tables into what one rank does.
+The tables are plain data. Their columns are integer arrays with one row per pair or transfer, so a
+schedule of a thousand ranks is made, counted and timed by operations on whole arrays. `algorithms`
+decide which chunk is sent when. `program` turns the tables into the operations of one rank.
 
-Time is counted in boundaries: boundary t lies before step t, and the boundaries after the last
-step drain what is still in flight. At a boundary a rank first waits for everything that lands
-there and then starts everything that is posted there, so a transfer that lands where it is posted
-blocks.
+Time is counted in boundaries. Boundary t is before step t, and the boundaries after the last step
+drain the transfers that are still in flight. At a boundary a rank first waits for every transfer
+that lands there. It then starts every transfer that is posted there. A transfer that lands at the
+boundary where it is posted blocks.
 """
 
 from __future__ import annotations
@@ -29,34 +29,37 @@ Link = Literal["intra", "inter"]
 SIDES: tuple[Side, ...] = get_args(Side)
 ROUTES: tuple[Route, ...] = get_args(Route)
 LINKS: tuple[Link, ...] = get_args(Link)
-FAMILIES = ("kv", "query", "dkv", "dquery", "out")  # what each means: `Chunk`
+FAMILIES = ("kv", "query", "dkv", "dquery", "out")  # documented in `Chunk`
 ALL = -1  # every bit set: all rows of a rank's own chunk, in the order of its shard
-RINGS = ("flat", "inter", "intra")  # in the order in which a rank starts their exchanges
+RINGS = ("flat", "inter", "intra")  # a rank starts their exchanges in this order
 
 
 class Grid(NamedTuple):
-    """`inter` nodes of `intra` ranks; rank = node * intra + index in the node."""
+    """A grid of `inter` nodes with `intra` ranks each; rank = node * intra + index in the node."""
 
     inter: int
     intra: int
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self.inter * self.intra
 
     def link(self, src: int, dst: int) -> str:
-        """The link class between two ranks: "intra" within a node, else "inter"."""
+        """Return the link class between two ranks: "intra" within a node, else "inter"."""
         return LINKS[src // self.intra != dst // self.intra]
 
 
 class Chunk(NamedTuple):
-    """What travels: a family of tensors of one owner, some of its rows.
+    """The unit of a transfer: a family of tensors of one owner, with some of its rows.
 
-    family: "kv" and "query" are copies of what the owner has, which ranks keep; "dkv" and "dquery"
-    are gradients, to which ranks add; "out" is a partial output with its lse, which ranks merge by
-    online softmax. rows: bit set over the owner's bundles (`bundles`), of keys for "kv" and "dkv",
-    else of queries.
+    Attributes:
+        family: "kv" and "query" are copies of the owner's tensors, which receivers keep. "dkv" and
+            "dquery" are gradients, to which ranks add. "out" is a partial output with its lse,
+            which ranks merge by online softmax.
+        owner: Rank that owns the rows.
+        rows: Bit set over the owner's bundles (`bundles`): of its keys for "kv" and "dkv", else of
+            its queries.
     """
 
     family: str
@@ -65,25 +68,42 @@ class Chunk(NamedTuple):
 
     @property
     def accumulated(self) -> bool:
-        """Is it a partial result, to which ranks add, and not a copy of what the owner has?"""
+        """True if the chunk is a partial result, to which ranks add, and not a copy."""
         return self.family not in ("kv", "query")
 
 
 class Hop(NamedTuple):
-    """One chunk from rank `src` to rank `dst`, started at boundary `post`, there by `land`."""
+    """The transfer of one chunk from rank `src` to rank `dst`.
+
+    Attributes:
+        chunk: The chunk that is sent.
+        src: Rank that sends.
+        dst: Rank that receives.
+        ring: "flat", "intra" or "inter": the process group that carries the hop.
+        link: "intra" or "inter": the link class that the hop crosses.
+        post: Boundary at which the hop starts.
+        land: Boundary by which the hop has ended.
+    """
 
     chunk: Chunk
     src: int
     dst: int
-    ring: str  # "flat", "intra" or "inter": whose process group carries it
-    link: str  # "intra" or "inter": the link class it crosses
+    ring: str
+    link: str
     post: int
     land: int
 
 
 class Pair(NamedTuple):
-    """The owners of the query chunk and the key chunk of one local attention, and which of their
-    rows: bit sets over bundles. Of a chunk that came in parts, the parts with such rows.
+    """The queries and the keys of one local attention.
+
+    If a chunk was received in several parts, a pair uses the parts that contain some of its rows.
+
+    Attributes:
+        query: Owner of the queries.
+        key: Owner of the keys.
+        query_rows: Bit set over the bundles of the owner's queries.
+        key_rows: Bit set over the bundles of the owner's keys.
     """
 
     query: int
@@ -94,18 +114,33 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Boundary:
-    """What one rank does at one boundary, and the pairs it computes after it (none: it waits)."""
+    """The operations of one rank at one boundary, and the pairs that follow it.
+
+    Attributes:
+        index: Number of the boundary.
+        posts: Hops from or to this rank that start here.
+        release: Chunks that this rank neither computes with nor sends any more.
+        pairs: Pairs that this rank computes before the next boundary. If there are none, it waits.
+    """
 
     index: int
-    posts: tuple[Hop, ...]  # hops from or to this rank that start here
-    release: tuple[Chunk, ...]  # chunks this rank has neither to compute with nor to send any more
+    posts: tuple[Hop, ...]
+    release: tuple[Chunk, ...]
     pairs: tuple[Pair, ...]
 
 
 class Pairs(NamedTuple):
-    """Columns: `rank` computes queries of `query` with keys of `key` at `step`; rows as of `Pair`.
+    """Columns of a table of pairs.
 
-    Every query row and key row that see each other are in exactly one pair.
+    Every visible combination of a query row and a key row is in exactly one pair.
+
+    Attributes:
+        rank: Rank that computes the pair.
+        step: Step at which the rank computes it.
+        query: Owner of the queries.
+        key: Owner of the keys.
+        query_rows: Bit sets of query rows, as in `Pair`.
+        key_rows: Bit sets of key rows, as in `Pair`.
     """
 
     rank: np.ndarray
@@ -117,12 +152,22 @@ class Pairs(NamedTuple):
 
 
 class Transfers(NamedTuple):
-    """Columns: the rows `rows` of the chunk `family` (an index of `FAMILIES`) of `owner` go from
-    `src` to `dst` on `ring` (an index of `RINGS`), started at boundary `post`, there by `land`.
+    """Columns of a table of transfers.
 
-    Copies come from the owner, or from one message that landed at `src` by `post`. A partial result
-    takes what `src` has added up of these rows so far, and clears it; what the owner itself adds
-    never travels. Between two ranks, messages of one boundary and ring start in this order.
+    A copy comes from its owner, or from one message that landed at `src` by `post`. A transfer of a
+    partial result takes the sum of these rows on `src`, and clears it. The contribution of the
+    owner itself is never sent. Messages between two ranks at one boundary and on one ring start in
+    the order of the rows.
+
+    Attributes:
+        family: Index of the family in `FAMILIES`.
+        owner: Rank that owns the rows.
+        rows: Bit set of the rows, as in `Chunk`.
+        src: Rank that sends.
+        dst: Rank that receives.
+        ring: Index of the ring in `RINGS`.
+        post: Boundary at which the transfer starts.
+        land: Boundary by which the transfer has ended.
     """
 
     family: np.ndarray
@@ -136,19 +181,19 @@ class Transfers(NamedTuple):
 
     @property
     def accumulated(self) -> np.ndarray:
-        """Which of them carry partial results?"""
+        """True for transfers of partial results."""
         return self.family >= FAMILIES.index("dkv")
 
     def where(self, rows: np.ndarray) -> Transfers:
-        """These rows (indices, or bool per row)."""
+        """Return some of the transfers; `rows` are indices, or a bool per transfer."""
         return Transfers(*(column[rows] for column in self))
 
     def between(self, grid: Grid) -> np.ndarray:
-        """Which of them cross between nodes?"""
+        """Return a bool array that is true for transfers between nodes."""
         return self.src // grid.intra != self.dst // grid.intra
 
     def hops(self, grid: Grid) -> Iterator[Hop]:
-        """One `Hop` per row."""
+        """Yield one `Hop` per transfer."""
         for family, owner, rows, src, dst, ring, post, land in zip(
             *(column.tolist() for column in self), strict=True
         ):
@@ -157,9 +202,14 @@ class Transfers(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """A schedule of one pass. steps: how many there are before the draining.
+    """The schedule of one pass.
 
-    queries, keys: the bundles over which rows are bit sets.
+    Attributes:
+        steps: Number of steps before the draining.
+        pairs: Pairs of all ranks.
+        transfers: Transfers of all ranks.
+        queries: Bundles of the query rows, over which their bit sets are defined.
+        keys: Bundles of the key rows, over which their bit sets are defined.
     """
 
     steps: int
@@ -169,17 +219,19 @@ class Tables(NamedTuple):
     keys: Bundles
 
     def bundles(self, family: str) -> Bundles:
-        """Those of the rows of a family."""
+        """Return the bundles of the rows of a family."""
         return self.keys if family in ("kv", "dkv") else self.queries
 
     @property
     def digest(self) -> int:
-        """A number that tells other tables of transfers, or other bundles, from these."""
-        found = 0
-        bundles = (x for each in (self.queries, self.keys) for x in (each.number, *each.runs))
-        for column in (*self.transfers, *bundles):
-            found = crc32(np.ascontiguousarray(column, dtype=np.int64).data, found)
-        return found
+        """Checksum of the transfers and the bundles, which ranks compare."""
+        checksum = 0
+        columns = (
+            column for side in (self.queries, self.keys) for column in (side.number, *side.runs)
+        )
+        for values in (*self.transfers, *columns):
+            checksum = crc32(np.ascontiguousarray(values, dtype=np.int64).data, checksum)
+        return checksum
 
 
 def transfers(
@@ -192,7 +244,7 @@ def transfers(
     post: np.ndarray,
     land: np.ndarray,
 ) -> Transfers:
-    """Transfers of one family on one ring; the other columns as of `Transfers`."""
+    """Return transfers of one family on one ring; see `Transfers` for the columns."""
     codes = FAMILIES.index(family), RINGS.index(ring)
     families, rings = (np.full(len(owner), code, dtype=np.int8) for code in codes)
     return Transfers(families, owner, rows, src, dst, rings, post, land)

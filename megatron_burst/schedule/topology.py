@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the ranks of a grid are: on which node, in which ring, in which ulysses group.
+"""The place of each rank of a grid: its node, its ring and its ulysses group.
 
-Decides the placement, by arithmetic on rank numbers; `comm.groups` makes process groups of it and
-`cost` counts bytes on it. Source: LoongTrain sections 4.2 and 4.4 (2D attention, placements).
+This module decides the placement by arithmetic on rank numbers. `comm.groups` makes process groups
+from it, and `cost` counts bytes with it. Source: LoongTrain, sections 4.2 and 4.4 (2D attention,
+placements).
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 
 @dataclass(frozen=True)
 class Topology:
-    """Ranks 0 .. size - 1, `per_node` consecutive ones on each node.
+    """Placement of the ranks 0 to size - 1, with `per_node` consecutive ranks on each node.
 
-    ulysses: how many ranks share the heads of the same rows; 1 for a plain ring.
-    placement: "head_first" puts neighbouring ranks into one ulysses group, which keeps the
-        all-to-all within a node; "context_first" puts them into one ring.
+    Attributes:
+        size: Number of ranks.
+        per_node: Number of ranks of a node.
+        ulysses: Number of ranks that share the heads of the same rows; 1 for a plain ring.
+        placement: "head_first" puts neighbouring ranks into one ulysses group, which keeps the
+            all-to-all within a node. "context_first" puts them into one ring.
 
-    Raises ValueError, with the numbers that would work, where the sizes do not divide each other
-    or where the nodes of a ring would hold unequal numbers of ranks.
+    Raises:
+        ValueError: The sizes do not divide each other, or the nodes of a ring would hold unequal
+            numbers of ranks. The message has the sizes that work.
     """
 
     size: int
@@ -66,7 +71,11 @@ class Topology:
     def of_nodes(
         cls, inter: int, intra: int, ulysses: int = 1, placement: str = "head_first"
     ) -> Topology:
-        """`inter` nodes of `intra` ranks; ValueError naming whichever is no number of them."""
+        """Return the topology of `inter` nodes with `intra` ranks each.
+
+        Raises:
+            ValueError: A size is not a positive integer. The message names the argument.
+        """
         for name, value in (("inter", inter), ("intra", intra)):
             check_integer(name, value)
             if value < 1:
@@ -74,7 +83,7 @@ class Topology:
         return cls(inter * intra, intra, ulysses, placement)
 
     def fits(self, ulysses: int) -> bool:
-        """Would every node hold equally many ranks of every ring, with heads shared by `head`?"""
+        """Return whether, with this `ulysses`, each node holds equally many ranks of every ring."""
         if self.placement == "head_first":
             rings = [range(first, self.size, ulysses) for first in range(ulysses)]
         else:
@@ -84,16 +93,16 @@ class Topology:
 
     @property
     def ulysses_that_fit(self) -> list[int]:
-        """Every `ulysses` that these ranks, nodes and placement allow."""
+        """All values of `ulysses` that these ranks, nodes and placement allow."""
         return [size for size in divisors(self.size) if self.fits(size)]
 
     @property
     def ring_size(self) -> int:
-        """How many ranks a ring has."""
+        """Number of ranks of a ring."""
         return self.size // self.ulysses
 
     def place(self, rank: int) -> tuple[int, int]:
-        """(index in the ulysses group, index in the ring) of a rank."""
+        """Return a rank's index in its ulysses group and its index in its ring."""
         if self.placement == "head_first":
             ring, index = divmod(rank, self.ulysses)
         else:
@@ -101,18 +110,18 @@ class Topology:
         return index, ring
 
     def rank_at(self, index: int, ring: int) -> int:
-        """The rank at a place (index in the ulysses group, in the ring): the inverse of `place`."""
+        """Return the rank with these two indices: the inverse of `place`."""
         if self.placement == "head_first":
             return ring * self.ulysses + index
         return index * self.ring_size + ring
 
     def ring(self, rank: int) -> list[int]:
-        """The ranks of the ring of `rank`, in ring order."""
+        """Return the ranks of the ring of `rank`, in ring order."""
         index, _ = self.place(rank)
         return [self.rank_at(index, ring) for ring in range(self.ring_size)]
 
     def ulysses_group(self, rank: int) -> list[int]:
-        """The ranks that share the heads of the same rows with `rank`, in order."""
+        """Return the ranks that share the heads of the same rows with `rank`, in order."""
         _, ring = self.place(rank)
         return [self.rank_at(index, ring) for index in range(self.ulysses)]
 
@@ -128,7 +137,7 @@ class Topology:
         return self.ring_size // self.intra_size
 
     def link(self, src: int, dst: int) -> str:
-        """The link class between two ranks: "intra" within a node, else "inter"."""
+        """Return the link class between two ranks: "intra" within a node, else "inter"."""
         return "intra" if src // self.per_node == dst // self.per_node else "inter"
 
     def _nodes_of_ring(self, rank: int) -> list[int]:
@@ -136,23 +145,23 @@ class Topology:
 
 
 def _even(nodes: list[int]) -> bool:
-    """Are these runs of equal length, one per node?"""
+    """Return whether the nodes form runs of equal length, one run per node."""
     width = nodes.count(nodes[0])
     return len(nodes) % width == 0 and nodes == [n for n in nodes[::width] for _ in range(width)]
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of a positive number, ascending."""
+    """Return all divisors of a positive number, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def alternatives(numbers: Sequence[object]) -> str:
-    """ "1, 2 or 4"."""
-    *others, last = map(str, numbers)
-    return f"{', '.join(others)} or {last}" if others else last
+    """Return the numbers as text, such as "1, 2 or 4"."""
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def check_integer(name: str, value: object) -> None:
-    """Raise ValueError unless `value` is an int, and no bool."""
+    """Raise ValueError unless `value` is an int and not a bool."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"{name} must be an integer, got {value!r}")

@@ -11,7 +11,7 @@ from megatron_burst import Rates, layout, masks
 from megatron_burst.autotune import select
 from megatron_burst.autotune.candidates import (
     AlgorithmOnGrid,
-    Fixed,
+    FixedSettings,
     Workload,
     grids,
 )
@@ -57,7 +57,7 @@ def drawn(seed):
         exchange=0.8, exchange_start=pick.choice([0, 1e-4]), memory=1e12,
         host=pick.choice([None, HostTime()]),
     )  # fmt: skip
-    fixed = Fixed(
+    fixed = FixedSettings(
         pick.choice([None] * 4 + ["ring"]),
         "kv" if work.attended else pick.choice([None, None, "query"]),
         1 if work.attended else pick.choice([None, None, 1]),

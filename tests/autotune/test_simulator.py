@@ -12,18 +12,24 @@ from hypothesis import strategies as st
 
 from megatron_burst import layout, masks
 from megatron_burst.autotune import candidates, select, simulator
-from megatron_burst.autotune.candidates import Candidate, Fixed, Workload, held_of_row, on_grid
+from megatron_burst.autotune.candidates import (
+    Candidate,
+    FixedSettings,
+    Workload,
+    held_of_row,
+    on_grid,
+)
 from megatron_burst.autotune.exchanges import Wires, exchanges, ports_of
 from megatron_burst.autotune.host_time import HostTime
 from megatron_burst.autotune.pair_counts import pairs_seen
-from megatron_burst.autotune.prepared import Prepared, pair_shares
+from megatron_burst.autotune.prepared import PreparedSchedule, pair_shares
 from megatron_burst.autotune.rates import Rates
 from megatron_burst.autotune.select import choose
-from megatron_burst.autotune.simulator import Adding, PassTime, pass_time
+from megatron_burst.autotune.simulator import AccumulationTimes, PassTime, pass_time
 from megatron_burst.schedule import cost, demand, rings
 from megatron_burst.schedule.algorithms import ALGORITHMS, Algorithm, direct
 from megatron_burst.schedule.cost import Sizes, Traffic, traffic, visible_pairs
-from megatron_burst.schedule.demand import everything
+from megatron_burst.schedule.demand import all_visible
 from megatron_burst.schedule.program import pairs_of
 from megatron_burst.schedule.tables import (
     ALL,
@@ -58,13 +64,15 @@ def rates(intra=1.0, inter=1.0, **more):
 def there(algorithm, grid, wanted=None):
     """Of forward, 16 rows per rank."""
     grid = Grid(*grid)
-    return rings.forward(algorithm, grid, wanted=wanted or everything(grid.size, 16))
+    return rings.forward(algorithm, grid, visibility=wanted or all_visible(grid.size, 16))
 
 
 def back_again(algorithm, grid, side, wanted=None, **more):
     """Of backward, 16 rows per rank."""
     grid = Grid(*grid)
-    return rings.backward(algorithm, grid, side, wanted=wanted or everything(grid.size, 16), **more)
+    return rings.backward(
+        algorithm, grid, side, visibility=wanted or all_visible(grid.size, 16), **more
+    )
 
 
 def quarters(size):
@@ -78,7 +86,7 @@ def quarters(size):
 
 def by_hand(grid, wanted, steps, pairs, moved):
     """A forward with tables of one's own: rows of `Pairs`, and of `Transfers` without a ring."""
-    plan = rings.forward("ring", Grid(*grid), wanted=wanted)
+    plan = rings.forward("ring", Grid(*grid), visibility=wanted)
     moved = [(FAMILIES.index(family), *rest) for family, *rest in moved]
     family, owner, rows, src, dst, post, land = np.array(moved).T
     plan.__dict__["tables"] = Tables(
@@ -113,7 +121,7 @@ def test_unequal_steps_cost_documents_nothing(algorithm, monkeypatch):
     """Four ranks, documents of about a third: each computes 8 s for one chunk and 1 s for each
     other, not at the same step. Its hops have been posted before."""
     shards = [layout.make("zigzag", cp_size=4).spans(rank, 32) for rank in range(4)]
-    seen = demand.wanted(masks.Documents([0, 10, 21, 32]) & masks.Causal(), shards, shards)
+    seen = demand.visibility_of(masks.Documents([0, 10, 21, 32]) & masks.Causal(), shards, shards)
     seconds = np.where(seen.visible, 1.0, 0.0)
     seconds[[0, 1, 2, 3], [0, 0, 3, 3]] = 8.0  # burst: at steps 0, 1, 3 and 0
     fast, grid = rates(intra=1 / 1024), Grid(1, 4)
@@ -135,7 +143,7 @@ def test_documents_get_eight_head_chunks_where_two_are_slower_than_one():
     pack = layout.make("balanced", cp_size=8, cu_seqlens=bounds, per_node=4)
     work = Workload(sizes(tokens=64), masks.Documents(bounds) & masks.Causal(), pack)
     links = Rates(4e9, 1e9, compute=2e10)
-    found = select.best(work, [Topology(8, 4)], links, Fixed("prefetch", "kv"))
+    found = select.best(work, [Topology(8, 4)], links, FixedSettings("prefetch", "kv"))
     seconds = {one.head_chunks: one.seconds for one in (found.taken, *found.others)}
     assert seconds[2] > 1.05 * seconds[1]
     assert found.taken.head_chunks == 8
@@ -189,7 +197,7 @@ def test_keys_of_all_others_are_one_call():
     back = back_again("prefetch", (1, 3), "query")  # queries of two ranks are not one call
     assert pass_time(back, sizes(), pairs, fast).compute == 3 + 0.5 * 3
     for name, rows in (("ring", 12), ("prefetch", 16)):
-        each = Prepared(there(name, (1, 3), quarters(3)[0]))
+        each = PreparedSchedule(there(name, (1, 3), quarters(3)[0]))
         others = each.schedule.tables.pairs.key != each.schedule.tables.pairs.rank
         assert each.pair_rows[others].tolist() == [rows] * 6
 
@@ -197,7 +205,7 @@ def test_keys_of_all_others_are_one_call():
 def test_each_call_adds_its_results_to_the_rows_of_its_queries():
     """Of 16 rows a rank: its own pair adds to nothing, every other call to 16 rows of queries; to
     16 rows of keys of each other rank, which one call for both has to copy."""
-    adding, fast = Adding(queries=1.0, keys=0.25, joined=0.125), rates(intra=1 / 1024)
+    adding, fast = AccumulationTimes(queries=1.0, keys=0.25, joined=0.125), rates(intra=1 / 1024)
     pairs = np.ones((3, 3))
     for name, seconds in (("ring", 2 * 16 + 32 / 4), ("prefetch", 16 + 32 / 4 + 32 / 8)):
         for count in (1, 2):  # each head chunk adds its share
@@ -213,7 +221,7 @@ def test_auto_counts_what_calls_add():
     work = Workload(have, masks.Full(), layout.make("contiguous", cp_size=4))
     plain, counted = (
         next(on_grid(work, Topology(4, 4), Rates(1e12, 1e12, compute=1e12, adding=rate),
-                     Fixed("prefetch", "kv", 1)))
+                     FixedSettings("prefetch", "kv", 1)))
         for rate in (math.inf, 1e3)
     )  # fmt: skip
     keys = 3 * 16 * 4 * (16 + 32)
@@ -359,7 +367,7 @@ def passes(draw):
     algorithm = draw(st.sampled_from(sorted(ALGORITHMS)))
     needs = (draw(st.booleans()),) * 3
     plan = rings.backward(
-        algorithm, grid, draw(st.sampled_from(SIDES)), wanted=wants.at_random(random, visible),
+        algorithm, grid, draw(st.sampled_from(SIDES)), visibility=wants.at_random(random, visible),
         row_bytes=sizes(kv_heads=4, needs=needs).backward, route=draw(st.sampled_from(ROUTES)),
     )  # fmt: skip
     return plan, np.where(visible, random.integers(1, 9, visible.shape), 0).astype(float)
@@ -383,7 +391,7 @@ def test_it_runs_the_schedule_that_runs(made, own_last):
                 assert (leaves % size == src).all()
                 assert (arrives % size == dst).all()
                 assert wave.ends.tolist() == [src.tolist(), (dst + size).tolist()]
-                order += wave.which.tolist()
+                order += wave.rows.tolist()
             these = moved.where(np.array(order))
             alike = {*zip(these.post, these.ring, these.accumulated, these.land, strict=True)}
             assert {(post, exchange.land)} == {(each[0], each[3]) for each in alike}
@@ -398,7 +406,7 @@ def test_it_runs_the_schedule_that_runs(made, own_last):
     assert sorted(got) == list(range(len(moved.src)))
     table = plan.tables
     each = seconds[table.pairs.query, table.pairs.key] * pair_shares(table)
-    program = simulator._program(Prepared(plan), each, own_last)
+    program = simulator._program(PreparedSchedule(plan), each, own_last)
     share = dict(zip(zip(*table.pairs[2:], strict=True), each, strict=True))
     for rank in range(size):
         for boundary in plan.program(rank, own_last):
@@ -470,7 +478,7 @@ MEASURED = {
 
 @pytest.mark.parametrize(("column", "speed"), [(0, math.inf), (1, 3.0e9)])
 def test_it_orders_the_rivals_as_they_were_measured(column, speed):
-    grid, have, want = Grid(2, 4), sizes(16, 16, 256, 64), everything(8, 256)
+    grid, have, want = Grid(2, 4), sizes(16, 16, 256, 64), all_visible(8, 256)
     spans = cost.ring_spans(layout.make("zigzag", cp_size=8), Topology(8, 4), 2048)
     seconds = pairs_seen(masks.Causal(), spans) * (4 * 16 * 64 / speed)
     given_rates = Rates(182e6 / 8, 48e6 / 8, latency=3e-4)
@@ -648,8 +656,12 @@ def test_no_number_of_head_chunks_left_untried_is_faster(algorithm, compute):
     """Where more chunks stop to shorten a call, the rest are not tried: all of them by name."""
     grid, rates = Topology(8, 4), Rates(50e6, 12.5e6, latency=1e-4, posting=2e-5, compute=compute)
     work = Workload(sizes(tokens=256), masks.Causal(), layout.make("zigzag", cp_size=8))
-    tried = list(on_grid(work, grid, rates, Fixed(algorithm)))
-    named = [c for n in (1, 2, 4, 8) for c in on_grid(work, grid, rates, Fixed(algorithm, None, n))]
+    tried = list(on_grid(work, grid, rates, FixedSettings(algorithm)))
+    named = [
+        c
+        for n in (1, 2, 4, 8)
+        for c in on_grid(work, grid, rates, FixedSettings(algorithm, None, n))
+    ]
     assert min(c.seconds for c in tried) == min(c.seconds for c in named)
     assert len(tried) < len(named) or (algorithm, compute) != ("ring", 60e9)
 
@@ -659,7 +671,7 @@ def test_head_chunks_that_pay_only_from_four_on_are_found():
     have = Sizes(8192, 1, 8, 8, 128, 128, 2, 4, 4, YES)
     work = Workload(have, masks.Causal(), layout.make("zigzag", cp_size=4))
     rates = Rates(50e9, 12e9, latency=1.1e-5, posting=3.5e-6, compute=3.7e13)
-    tried = list(on_grid(work, Topology(4, 4), rates, Fixed("prefetch", "query")))
+    tried = list(on_grid(work, Topology(4, 4), rates, FixedSettings("prefetch", "query")))
     assert [one.head_chunks for one in tried] == [1, 2, 4, 8]
     assert tried[0].seconds < tried[1].seconds
     assert tried[3].seconds < 0.98 * tried[0].seconds
@@ -686,15 +698,17 @@ def test_auto_tries_to_hold_all_rows_where_they_are_few(monkeypatch):
         # Each of four that share heads has one of 4, or the same one.
         (4, 4, 0.4, False), (4, 4, 0.6, True), (1, 4, 0.8, False), (1, 4, 1.2, True),
     ):  # fmt: skip
-        monkeypatch.setattr(candidates, "HELD", times)
+        monkeypatch.setattr(candidates, "MOST_RECEIVED", times)
         work = Workload(sizes(4, kv_heads, 8), mask, own)
-        found = on_grid(work, Topology(8, 4, ulysses), SLOW, Fixed(side="kv", head_chunks=1))
+        found = on_grid(
+            work, Topology(8, 4, ulysses), SLOW, FixedSettings(side="kv", head_chunks=1)
+        )
         assert ("prefetch" in {option.algorithm for option in found}) is held
     monkeypatch.undo()
     # 18 rows of 4 heads of 32 numbers in fp32, twice: in half of the memory that is left.
     for room, held in ((2 * 18 * 512 * 2, True), (2 * 18 * 512 * 2 - 1, False)):
         work = Workload(sizes(4, 4, 8), mask, own)
-        found = on_grid(work, Topology(8, 4), replace(SLOW, room=room), Fixed(side="kv"))
+        found = on_grid(work, Topology(8, 4), replace(SLOW, room=room), FixedSettings(side="kv"))
         assert ("prefetch" in {option.algorithm for option in found}) is held
 
 
@@ -714,7 +728,7 @@ def test_auto_tries_what_is_registered(monkeypatch):
     def tried(ranks=4, intra=2, ulysses=1):
         work = Workload(sizes(4, 4), masks.Causal(), layout.make("zigzag", cp_size=ranks))
         topology = Topology(ranks, intra, ulysses)
-        found = on_grid(work, topology, SLOW, Fixed(side="kv", head_chunks=1))
+        found = on_grid(work, topology, SLOW, FixedSettings(side="kv", head_chunks=1))
         return Counter(option.algorithm for option in found)
 
     everywhere = {"ring", "burst", "all_gather", "tile"}

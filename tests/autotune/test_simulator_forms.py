@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_burst.autotune.candidates import Fixed, Workload, on_grid
+from megatron_burst.autotune.candidates import FixedSettings, Workload, on_grid
 from megatron_burst.autotune.rates import Rates
 from megatron_burst.autotune.simulator import pass_time
 from megatron_burst.layout import make
@@ -22,7 +22,7 @@ from megatron_burst.masks import Full
 from megatron_burst.schedule import rings
 from megatron_burst.schedule.algorithms import ALGORITHMS
 from megatron_burst.schedule.cost import Sizes
-from megatron_burst.schedule.demand import everything
+from megatron_burst.schedule.demand import all_visible
 from megatron_burst.schedule.tables import Grid
 from megatron_burst.schedule.topology import Topology
 
@@ -40,8 +40,8 @@ def passes(algorithm, grid, link, side="kv", work=0.0):
     size = grid.size
     rates = Rates(*(TENSOR / each if each else math.inf for each in link), compute=1.0)
     plans = (
-        rings.forward(algorithm, grid, wanted=everything(size, 16), row_bytes=SIZES.forward),
-        rings.backward(algorithm, grid, side, wanted=everything(size, 16),
+        rings.forward(algorithm, grid, visibility=all_visible(size, 16), row_bytes=SIZES.forward),
+        rings.backward(algorithm, grid, side, visibility=all_visible(size, 16),
                        row_bytes=SIZES.backward),
     )  # fmt: skip
     seconds = np.full((size, size), work)
@@ -126,7 +126,7 @@ def test_an_all_to_all_sends_each_rank_its_share(ranks, per_node, both):
     rates = Rates(TENSOR / 2, TENSOR / 16, latency=0.25, compute=math.inf)
     work = Workload(sizes, Full(), make("contiguous", cp_size=ranks))
     grid = Topology(ranks, per_node, ranks)
-    (found,) = on_grid(work, grid, rates, Fixed("ring", "kv", 1))
+    (found,) = on_grid(work, grid, rates, FixedSettings("ring", "kv", 1))
     each = [4 * (peers * (t / ranks + 0.25)) for peers, t in zip(both, (2, 16), strict=True)]
     assert found.algorithm == "ulysses"
     assert (found.forward.seconds, found.backward.seconds) == pytest.approx((max(each),) * 2)

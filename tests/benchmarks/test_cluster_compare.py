@@ -36,7 +36,7 @@ from megatron_burst.layout import make
 from megatron_burst.plugins.testing import in_process
 from megatron_burst.schedule.algorithms import ALGORITHMS, burst
 from megatron_burst.schedule.cost import Sizes
-from megatron_burst.schedule.demand import BACKWARD, Demand, wanted
+from megatron_burst.schedule.demand import BACKWARD, Demand, visibility_of
 from megatron_burst.schedule.rings import forward
 from megatron_burst.schedule.tables import Grid
 
@@ -429,7 +429,7 @@ def test_a_nic_is_as_busy_as_its_busier_direction_and_a_direct_link_alone():
 def demand(name, grid, tokens):
     layout = make("zigzag", cp_size=grid.size)
     spans = [layout.spans(rank, tokens * grid.size) for rank in range(grid.size)]
-    return wanted(problems.mask_of(name, tokens * grid.size), spans, spans)
+    return visibility_of(problems.mask_of(name, tokens * grid.size), spans, spans)
 
 
 def test_whole_chunks_travel_to_whoever_sees_a_row_of_them():
@@ -479,7 +479,7 @@ def test_the_least_bytes_between_nodes_count_a_row_once_per_node():
     ranks 2 and 3 the first pieces."""
     grid, tokens = Grid(2, 2), 4
     sizes = Sizes(tokens, 1, 1, 1, 1, 1, 4, 4, 4, (True, True, True))
-    schedule = forward("burst", grid, wanted=demand("causal", grid, tokens),
+    schedule = forward("burst", grid, visibility=demand("causal", grid, tokens),
                        row_bytes=sizes.forward)  # fmt: skip
     layout = make("zigzag", cp_size=4)
     positions = [layout.positions(rank, 16) for rank in range(4)]

@@ -9,14 +9,14 @@ import pytest
 import megatron_burst as mb
 from megatron_burst.autotune.pair_counts import pairs_seen
 from megatron_burst.layout import Span
-from megatron_burst.layout.balanced import Costs, document_pairs
+from megatron_burst.layout.balanced import DocumentCosts, document_pairs
 from megatron_burst.masks import Documents, Full, Window
 from megatron_burst.masks.base import Cover
 from megatron_burst.packing import Work
 from megatron_burst.plugins.tools.show.balance import imbalance_of
 from megatron_burst.schedule import rings
 from megatron_burst.schedule.cost import visible_pairs
-from megatron_burst.schedule.demand import wanted
+from megatron_burst.schedule.demand import visibility_of
 from megatron_burst.schedule.tables import Grid
 
 LENGTHS = (20 * 2**20, 2**33)
@@ -116,11 +116,11 @@ def test_masks_at_far_positions():
 def test_schedules_carry_every_row(layout, length):
     """What a causal mask wants of a shard: the rows that others see, counted by hand."""
     spans = [layout.spans(rank, length) for rank in range(RANKS)]
-    wants = wanted(mb.masks.Causal(), spans, spans)
+    wants = visibility_of(mb.masks.Causal(), spans, spans)
     assert wants.keys.rows.dtype == np.int64
     assert wants.keys.rows.sum() == length
     if layout.name == "contiguous":
-        seen = rings.forward("ring", Grid(1, RANKS), wanted=wants).tables.pairs
+        seen = rings.forward("ring", Grid(1, RANKS), visibility=wants).tables.pairs
         assert len(seen.query) == RANKS * (RANKS + 1) // 2
 
 
@@ -136,7 +136,7 @@ def test_pairs_of_documents(length):
     assert document_pairs([length, 3]).tolist() == [causal, 6]
     assert document_pairs([length, 3], (None, None)).tolist() == [all_, 9]
     assert document_pairs([length], (4095, 0)).tolist() == [4096 * length - 4096 * 4095 // 2]
-    costs = Costs([length, length], [(None, 0)] * 3 + [(4095, 0)], padding=[1])
+    costs = DocumentCosts([length, length], [(None, 0)] * 3 + [(4095, 0)], padding=[1])
     assert costs.whole == [3 * causal + 4096 * length - 4096 * 4095 // 2, 0]
 
 

@@ -11,7 +11,7 @@ import torch
 from pieces import Pieces
 
 import megatron_burst as mb
-from megatron_burst.autotune.prepared import Prepared
+from megatron_burst.autotune.prepared import PreparedSchedule
 from megatron_burst.execution import joined
 from megatron_burst.execution.ring import Backward, Forward
 from megatron_burst.plugins.testing import in_process
@@ -117,7 +117,7 @@ def test_the_simulator_charges_the_keys_that_a_call_copies():
                 calls = [call for step in run.steps for call in step.calls]
                 parts = [part for call in calls for part in call.parts]
                 own += sum(part.keys.owner == rank for part in parts)
-                found, pairs = Prepared(schedule), schedule.tables.pairs
+                found, pairs = PreparedSchedule(schedule), schedule.tables.pairs
                 copied = found.added[2][pairs.rank == rank]
                 assert copied.sum() == sum(part.rows for part in parts)
                 of_rank = found.calls[1][pairs.rank == rank]

@@ -7,7 +7,7 @@ states before documents, and what it received in earlier rounds.
 import numpy as np
 
 from megatron_burst.layout import Balanced, Contiguous, DocumentZigzag, Zigzag
-from megatron_burst.schedule.scans.hops import MAP, STATE, WHOLE
+from megatron_burst.schedule.scans.hops import ALL_BLOCKS, MAP, STATE
 
 
 class Problem:
@@ -55,7 +55,7 @@ class Knowledge:
 
     def content(self, kind, first, last, block):
         """What a hop carries, or None where this rank does not know it: block -> value."""
-        blocks = range(self.problem.blocks) if block == WHOLE else [block]
+        blocks = range(self.problem.blocks) if block == ALL_BLOCKS else [block]
         by = self.state if kind == STATE else lambda piece, b: self.map(piece, last, b)
         found = {b: by(first, b) for b in blocks}
         return None if any(value is None for value in found.values()) else found

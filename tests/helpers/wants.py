@@ -4,7 +4,7 @@ import numpy as np
 
 from megatron_burst.schedule import cost
 from megatron_burst.schedule.bundles import bundled
-from megatron_burst.schedule.demand import Wanted, wanted
+from megatron_burst.schedule.demand import Visibility, visibility_of
 
 
 def whole(visible, rows):
@@ -24,7 +24,7 @@ def in_bundles(visible, rows, who):
         bundled(owner, first, np.tile(rows, size), by_owner & seen[owner])
         for seen in (visible, visible.T)
     )
-    return Wanted(visible, queries, keys)
+    return Visibility(visible, queries, keys)
 
 
 def at_random(random, visible):
@@ -36,4 +36,4 @@ def at_random(random, visible):
 def of(mask, layout, topology, seq_len):
     """What the ranks of a ring want of each other under a mask."""
     spans = cost.ring_spans(layout, topology, seq_len)
-    return wanted(mask, spans, spans)
+    return visibility_of(mask, spans, spans)

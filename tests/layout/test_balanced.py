@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import megatron_burst as mb
 from megatron_burst.layout import Balanced
-from megatron_burst.layout.balanced import SLACK, Costs, keep_whole
+from megatron_burst.layout.balanced import SLACK, DocumentCosts, keep_whole
 
 CAUSAL, BOTH = (None, 0), (None, None)
 # One kind of layer after the other, and several summed; of those in EVEN a share of a document
@@ -288,7 +288,7 @@ def test_a_row_of_another_node_is_sent_to_a_node_once():
 def test_whole_documents_by_hand():
     """Four ranks of 8: 8, 6 + 2, 4 + 4, 5 + 3 tokens; the solver of even ranks cuts some."""
     bounds = np.cumsum([0, 3, 8, 4, 6, 4, 2, 5])
-    shares = keep_whole(Costs(np.diff(bounds).tolist(), (CAUSAL,)), 4, 2)
+    shares = keep_whole(DocumentCosts(np.diff(bounds).tolist(), (CAUSAL,)), 4, 2)
     assert sorted(sorted(share.document for share in mine) for mine in shares) == [
         [0, 6], [1], [2, 4], [3, 5],
     ]  # fmt: skip
@@ -297,7 +297,7 @@ def test_whole_documents_by_hand():
 
 def test_a_document_longer_than_a_rank_fills_ranks_of_one_node():
     """40 tokens on ranks of 16: two whole ranks of a node, and 8 on a third; 24 others beside."""
-    shares = keep_whole(Costs([20, 40, 4], (CAUSAL,)), 4, 2)
+    shares = keep_whole(DocumentCosts([20, 40, 4], (CAUSAL,)), 4, 2)
     held = {
         rank: share for rank, mine in enumerate(shares) for share in mine if share.document == 1
     }
@@ -308,7 +308,7 @@ def test_a_document_longer_than_a_rank_fills_ranks_of_one_node():
 
 def test_what_fits_nowhere_is_cut_last_and_is_short():
     """Three documents of 6 on two ranks of 9: one is cut, and none of the others."""
-    shares = keep_whole(Costs([6, 6, 6], (CAUSAL,)), 2, 2)
+    shares = keep_whole(DocumentCosts([6, 6, 6], (CAUSAL,)), 2, 2)
     assert [sorted(share.stop - share.first for share in mine) for mine in shares] == [
         [3, 6],
         [3, 6],

@@ -225,7 +225,7 @@ def test_bundles_hold_every_row_once_for_those_that_want_it(mask, name, grain, m
     own = shards(name)
     rows = [len(positions(shard)) for shard in own]
     monkeypatch.setattr(demand, "GRAIN", max(1, max(rows) // grain))
-    wanted = demand.wanted(mask, own, own)
+    wanted = demand.visibility_of(mask, own, own)
     truth = sees(mask, own, own)
     for bundles, table, found in zip(
         (wanted.queries, wanted.keys), truth, rows_seen(mask, own, own), strict=True
@@ -234,7 +234,7 @@ def test_bundles_hold_every_row_once_for_those_that_want_it(mask, name, grain, m
         once = [np.zeros(n, dtype=int) for n in rows]
         for of, first, n in zip(*bundles.runs, strict=True):
             once[bundles.owner[of]][first : first + n] += 1
-            got[bundles.owner[of]][first : first + n] += bundles.wanted[of]
+            got[bundles.owner[of]][first : first + n] += bundles.users[of]
         assert all((each == 1).all() for each in once)
         exact = told(found, rows)
         for owner in range(4):
@@ -242,7 +242,7 @@ def test_bundles_hold_every_row_once_for_those_that_want_it(mask, name, grain, m
             assert not (table[owner] & (got[owner] == 0)).any()
             if grain == 1:
                 np.testing.assert_array_equal(got[owner], exact[owner])
-            patterns = [tuple(x) for x in bundles.wanted[bundles.owner == owner]]
+            patterns = [tuple(x) for x in bundles.users[bundles.owner == owner]]
             assert len(set(patterns)) == len(patterns)
             counts = [sum(pattern) for pattern in patterns]
             assert counts == sorted(counts, reverse=True)
@@ -253,11 +253,11 @@ def test_few_bundles_of_many_ranks(monkeypatch):
     monkeypatch.setattr("megatron_burst.schedule.bundles.CELLS", 16 * 2)
     own = shards("pieces")
     rows = [len(positions(shard)) for shard in own]
-    found = demand.wanted(DOCUMENTS & Causal(), own, own).keys
+    found = demand.visibility_of(DOCUMENTS & Causal(), own, own).keys
     assert np.bincount(found.owner).max() == 2
     got = [np.zeros((n, 4), dtype=bool) for n in rows]
     for of, first, n in zip(*found.runs, strict=True):
-        got[found.owner[of]][first : first + n] = found.wanted[of]
+        got[found.owner[of]][first : first + n] = found.users[of]
     for owner, table in enumerate(sees(DOCUMENTS & Causal(), own, own)[1]):
         table[:, owner] = False
         assert not (table & ~got[owner]).any()

@@ -12,7 +12,7 @@ from test_masks import ATOMS
 import megatron_burst as mb
 from megatron_burst.layout import Span
 from megatron_burst.masks import Cover, Mask, Tree, verify
-from megatron_burst.masks.base import Bands
+from megatron_burst.masks.base import SpanBands
 from megatron_burst.plugins.testing import in_process
 
 LENGTHS = (1, 2, 5, 16, 48, 1000, 1 << 20)
@@ -129,7 +129,7 @@ class Wrong(Mask):
 class ByBands(Wrong):
     def bands(self, q_spans, k_spans):
         ahead = np.subtract(q_spans.start, k_spans.start)
-        return Bands(np.full_like(ahead, 1 << 60), ahead + 1, ahead == ahead)
+        return SpanBands(np.full_like(ahead, 1 << 60), ahead + 1, ahead == ahead)
 
 
 class ByViewers(Wrong):

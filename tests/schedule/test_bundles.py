@@ -16,7 +16,7 @@ from megatron_burst.masks import seen as seen_module
 from megatron_burst.masks.seen import rows_seen
 from megatron_burst.schedule import bundles as module
 from megatron_burst.schedule.bundles import bundled, spans_of
-from megatron_burst.schedule.demand import GRAIN, everything, row_cuts, wanted
+from megatron_burst.schedule.demand import GRAIN, all_visible, row_chunk_spans, visibility_of
 from megatron_burst.schedule.topology import Topology
 
 # Three ranks. Of rank 0's six rows, 0-1 and 4 are wanted by both others, 2 by rank 2, 3 and 5 by
@@ -49,7 +49,7 @@ def table_of(bundles, rows):
         numbers = bundles.number[bundles.owner == owner].tolist()
         assert len(numbers) == len(set(numbers))
         assert all(0 <= number < module.MOST for number in numbers)
-    assert not bundles.wanted[np.arange(len(bundles.owner)), bundles.owner].any()
+    assert not bundles.users[np.arange(len(bundles.owner)), bundles.owner].any()
     return found
 
 
@@ -57,7 +57,7 @@ def dense_wanted(bundles, rows):
     """bool [all rows, G]: which ranks want each row, by its bundle."""
     numbers = table_of(bundles, rows)
     at = {(o, n): i for i, (o, n) in enumerate(zip(bundles.owner, bundles.number, strict=True))}
-    lines = [bundles.wanted[at[o, n]] for o, mine in enumerate(numbers) for n in mine]
+    lines = [bundles.users[at[o, n]] for o, mine in enumerate(numbers) for n in mine]
     return np.array(lines, dtype=bool).reshape(sum(rows), bundles.size)
 
 
@@ -70,13 +70,13 @@ def test_rows_that_the_same_ranks_want_are_a_bundle():
     assert [x.tolist() for x in table_of(got, (6, 0, 3))] == [[0, 0, 1, 2, 0, 2], [], [0, 0, 1]]
     assert got.owner.tolist() == [0, 0, 0, 2, 2]
     assert got.rows.tolist() == [3, 1, 2, 2, 1]
-    assert got.wanted.astype(int).tolist() == [[0, 1, 1], [0, 0, 1], [0, 0, 0], [1, 1, 0],
+    assert got.users.astype(int).tolist() == [[0, 1, 1], [0, 0, 1], [0, 0, 0], [1, 1, 0],
                                                [0, 1, 0]]  # fmt: skip
 
 
 def test_sets_of_bundles():
     got = made()
-    assert got.bits(got.wanted).tolist() == [[0, 1, 3], [0, 0, 0], [1, 3, 0]]
+    assert got.bits(got.users).tolist() == [[0, 1, 3], [0, 0, 0], [1, 3, 0]]
     assert got.bits(np.ones(5, dtype=bool)).tolist() == [7, 0, 3]
     owner, bits = np.array([[0, 0, 0], [2, 1, 2]]), np.array([[1, 6, 7], [2, 0, 3]])
     assert got.rows_of(owner, bits).tolist() == [[3, 3, 6], [1, 0, 3]]
@@ -96,7 +96,7 @@ def test_ranges_are_by_bundle_then_by_row():
 def test_whole_chunks_are_one_bundle_that_all_want_who_want_some_of_it():
     got = made().whole()
     assert [x.tolist() for x in table_of(got, (6, 0, 3))] == [[0] * 6, [], [0] * 3]
-    assert got.wanted.astype(int).tolist() == [[0, 1, 1], [1, 1, 0]]
+    assert got.users.astype(int).tolist() == [[0, 1, 1], [1, 1, 0]]
     assert got.ranges(0, 1) == [(0, 6)]
 
 
@@ -104,10 +104,10 @@ def test_of_too_many_bundles_the_last_are_joined():
     """Which few ranks want: these then want all of them."""
     got = made(most=2)
     assert [x.tolist() for x in table_of(got, (6, 0, 3))] == [[0, 0, 1, 1, 0, 1], [], [0, 0, 1]]
-    assert got.wanted.astype(int).tolist() == [[0, 1, 1], [0, 0, 1], [1, 1, 0], [0, 1, 0]]
+    assert got.users.astype(int).tolist() == [[0, 1, 1], [0, 0, 1], [1, 1, 0], [0, 1, 0]]
     one = made(most=1)
     assert [x.tolist() for x in table_of(one, (6, 0, 3))] == [[0] * 6, [], [0] * 3]
-    assert one.wanted.astype(int).tolist() == [[0, 1, 1], [1, 1, 0]]
+    assert one.users.astype(int).tolist() == [[0, 1, 1], [1, 1, 0]]
 
 
 @pytest.mark.parametrize("cells", [module.CELLS, 5 * 64])
@@ -142,22 +142,22 @@ def test_row_chunks_ask_for_the_spans_of_each_rank_once():
     ranks that share heads have the rows of both."""
     zigzag = layout.make("zigzag", cp_size=2)
     with mock.patch.object(zigzag, "spans", wraps=zigzag.spans) as asked:
-        first, second = row_cuts(zigzag, Topology(2, 2), 16, 2)
+        first, second = row_chunk_spans(zigzag, Topology(2, 2), 16, 2)
         assert asked.call_count == 2
     assert [first.runs, second.runs] == [[(0, 2), (6, 8)], [(2, 6)]]
     positions = [[[p for span in own for p in span.positions().tolist()] for own in cut.own]
                  for cut in (first, second)]  # fmt: skip
     assert positions == [[[0, 1, 14, 15], [4, 5, 10, 11]], [[2, 3, 12, 13], [6, 7, 8, 9]]]
     assert first.shards == tuple(map(tuple, first.own))
-    (shared,) = next(row_cuts(zigzag, Topology(2, 2, 2), 16, 2)).shards
+    (shared,) = next(row_chunk_spans(zigzag, Topology(2, 2, 2), 16, 2)).shards
     assert [p for span in shared for p in span.positions()] == [0, 1, 14, 15, 4, 5, 10, 11]
 
 
 def test_everything_is_one_bundle_of_each_owner():
-    got = everything(3, rows=4)
+    got = all_visible(3, rows=4)
     assert got.visible.all()
     assert [x.tolist() for x in table_of(got.keys, [4] * 3)] == [[0] * 4] * 3
-    assert got.keys.wanted.tolist() == (~np.eye(3, dtype=bool)).tolist()
+    assert got.keys.users.tolist() == (~np.eye(3, dtype=bool)).tolist()
 
 
 # --- what a mask makes ranks want -------------------------------------------------------------
@@ -198,10 +198,10 @@ def test_spans_are_cut_where_the_description_changes():
 
 def test_shards_without_rows():
     shards = [[], [Span(0, 1, 3)], []]
-    got = wanted(Full(), shards, shards)
+    got = visibility_of(Full(), shards, shards)
     assert got.visible.tolist() == [[False] * 3, [False, True, False], [False] * 3]
     assert [len(x) for x in table_of(got.keys, (0, 3, 0))] == [0, 3, 0]
-    assert not got.keys.wanted.any()
+    assert not got.keys.users.any()
 
 
 def asked_by(world):
@@ -224,7 +224,7 @@ def rows_on(world):
 def test_what_is_wanted_is_all_that_is_seen(world, pairs):
     """Also where so many pairs of pieces would have to be looked at that blocks are joined."""
     with mock.patch.object(seen_module, "PAIRS", pairs):
-        got = wanted(world.mask, world.shards, world.shards)
+        got = visibility_of(world.mask, world.shards, world.shards)
     queries, keys, visible = asked_by(world)
     rows = rows_on(world)
     for bundles, seen in ((got.queries, queries), (got.keys, keys)):
@@ -247,7 +247,7 @@ def test_of_bands_nothing_is_wanted_in_vain(name, mask):
     for size in (2, 3, 4):
         order = layout.make(name, cp_size=size)
         shards = [order.spans(rank, 24) for rank in range(size)]
-        got, seen = wanted(mask, shards, shards), dense(mask, shards)
+        got, seen = visibility_of(mask, shards, shards), dense(mask, shards)
         rows = [24 // size] * size
         of = np.repeat(np.arange(size), rows)[:, None] == np.arange(size)
         for bundles, each in ((got.queries, seen), (got.keys, seen.T)):
@@ -261,12 +261,12 @@ def test_many_rows_are_told_in_steps(left):
     """A shard of 4 x 1024 rows in steps of four: no rank wants more than that too much."""
     rows = 4 * GRAIN
     shards = [[Span(0, 1, rows)], [Span(rows, 1, rows)]]
-    got = wanted(Window(left, 0), shards, shards)
-    ((first, stop),) = got.keys.ranges(0, int(got.keys.bits(got.keys.wanted)[0, 1]))
+    got = visibility_of(Window(left, 0), shards, shards)
+    ((first, stop),) = got.keys.ranges(0, int(got.keys.bits(got.keys.users)[0, 1]))
     assert stop == rows
     assert rows - left - 4 < first <= rows - left
     assert first % 4 == 0
-    ((first, stop),) = got.queries.ranges(1, int(got.queries.bits(got.queries.wanted)[1, 0]))
+    ((first, stop),) = got.queries.ranges(1, int(got.queries.bits(got.queries.users)[1, 0]))
     assert first == 0
     assert left <= stop < left + 4
     assert stop % 4 == 0
@@ -279,7 +279,7 @@ def test_many_rows_are_told_in_steps(left):
 @given(worlds(), st.integers(2, 3))
 def test_bundles_in_parts(world, parts):
     """The rows of a bundle in parts that differ by a row, each of them wanted as it was."""
-    keys = wanted(world.mask, world.shards, world.shards).keys
+    keys = visibility_of(world.mask, world.shards, world.shards).keys
     rows = rows_on(world)
     cut = keys.split(parts)
     assert (dense_wanted(cut, rows) >= dense_wanted(keys, rows)).all()

@@ -23,8 +23,8 @@ from megatron_burst.schedule.cost import (
     visible_pairs,
 )
 from megatron_burst.schedule.cost import backward_schedule as backward_schedule_of
-from megatron_burst.schedule.demand import RowBytes, everything
-from megatron_burst.schedule.demand import wanted as wanted_by
+from megatron_burst.schedule.demand import RowBytes, all_visible
+from megatron_burst.schedule.demand import visibility_of as wanted_by
 from megatron_burst.schedule.rings import SIDES
 from megatron_burst.schedule.tables import ALL, ROUTES, Grid, Pairs, Tables, Transfers
 from megatron_burst.schedule.topology import Topology
@@ -35,13 +35,13 @@ YES = (True, True, True)
 
 
 def forward_traffic(algorithm, grid, rank, have):
-    plan = rings.forward(algorithm, grid, wanted=everything(grid.size, have.tokens),
+    plan = rings.forward(algorithm, grid, visibility=all_visible(grid.size, have.tokens),
                          row_bytes=have.forward)  # fmt: skip
     return traffic(plan, rank, have)
 
 
 def backward_schedule(algorithm, grid, side, have, **more):
-    return rings.backward(algorithm, grid, side, wanted=everything(grid.size, have.tokens),
+    return rings.backward(algorithm, grid, side, visibility=all_visible(grid.size, have.tokens),
                           row_bytes=have.backward, **more)  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def backward_traffic(algorithm, grid, rank, have, side):
 
 
 def chosen_side(algorithm, grid, have):
-    everyone = everything(grid.size, have.tokens)
+    everyone = all_visible(grid.size, have.tokens)
     return backward_schedule_of(algorithm, grid, everyone, have).side
 
 
@@ -178,11 +178,11 @@ def test_the_bytes_of_all_ranks_are_those_of_each_message(
     visible = random.random((grid.size, grid.size)) < density
     want = wants.at_random(random, visible)
     if side:
-        plan = rings.backward(algorithm, grid, side, wanted=want, row_bytes=have.backward,
+        plan = rings.backward(algorithm, grid, side, visibility=want, row_bytes=have.backward,
                               route=route)  # fmt: skip
     else:
         plan = rings.forward(
-            algorithm, grid, wanted=want, row_bytes=have.forward, route=route
+            algorithm, grid, visibility=want, row_bytes=have.forward, route=route
         )  # fmt: skip
     row = (have.backward if side else have.forward)._asdict()
 
@@ -308,7 +308,7 @@ def test_a_pair_in_parts_is_shared_by_rows():
         want.queries, want.keys,
     )  # fmt: skip
     assert pair_shares(made).tolist() == [1 / 4, 3 / 4, 1]
-    plan = rings.forward("ring", Grid(1, 3), wanted=want)
+    plan = rings.forward("ring", Grid(1, 3), visibility=want)
     plan.__dict__["tables"] = made
     pairs = np.zeros((3, 3), dtype=int)
     pairs[1, :2] = 100, 10

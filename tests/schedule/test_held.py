@@ -11,8 +11,8 @@ import megatron_burst as mb
 from megatron_burst.comm import packing
 from megatron_burst.execution.buffers import Buffers, MessageKind
 from megatron_burst.plugins.testing import in_process
-from megatron_burst.schedule.demand import Demand, RowBytes, everything, wanted
-from megatron_burst.schedule.dry_run import _Buffers, dry_run, held_bytes
+from megatron_burst.schedule.demand import Demand, RowBytes, all_visible, visibility_of
+from megatron_burst.schedule.dry_run import _ReplayBuffers, dry_run, held_bytes
 from megatron_burst.schedule.rings import backward, forward
 from megatron_burst.schedule.tables import Grid
 
@@ -27,13 +27,13 @@ def held(schedule, rank=0):
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(1, 0), (2, 1), (3, 2), (4, 2), (8, 2)])
 def test_a_ring_holds_what_it_computes_with_and_what_arrives(ranks, chunks):
-    wanted = everything(ranks, ROWS)
-    assert held(forward("ring", Grid(1, ranks), wanted=wanted, row_bytes=THERE)) == chunks * 20
+    wanted = all_visible(ranks, ROWS)
+    assert held(forward("ring", Grid(1, ranks), visibility=wanted, row_bytes=THERE)) == chunks * 20
 
 
 def test_a_backward_of_two_ranks():
-    wanted = everything(2, ROWS)
-    schedule = backward("ring", Grid(1, 2), "kv", wanted=wanted, row_bytes=BACK)
+    wanted = all_visible(2, ROWS)
+    schedule = backward("ring", Grid(1, 2), "kv", visibility=wanted, row_bytes=BACK)
     # Step 1: the keys of the other rank (20) and their gradient (14). Then the gradient leaves
     # while that of the own keys arrives: 28.
     assert held(schedule) == 20 + 14
@@ -43,15 +43,15 @@ def test_a_backward_of_two_ranks():
 
 
 def test_all_gather_holds_everything():
-    wanted, grid = everything(4, ROWS), Grid(1, 4)
-    assert held(forward("all_gather", grid, wanted=wanted, row_bytes=THERE)) == 3 * 20
-    back = backward("all_gather", grid, "kv", wanted=wanted, row_bytes=BACK._replace(dkv=0))
+    wanted, grid = all_visible(4, ROWS), Grid(1, 4)
+    assert held(forward("all_gather", grid, visibility=wanted, row_bytes=THERE)) == 3 * 20
+    back = backward("all_gather", grid, "kv", visibility=wanted, row_bytes=BACK._replace(dkv=0))
     assert held(back) == 3 * 20
 
 
 def test_a_tile_holds_partial_outputs_and_the_plan_says_how_much():
-    wanted = everything(4, ROWS)
-    schedule = forward("tile", Grid(2, 2), wanted=wanted, row_bytes=THERE)
+    wanted = all_visible(4, ROWS)
+    schedule = forward("tile", Grid(2, 2), visibility=wanted, row_bytes=THERE)
     # The other rank's keys (20) and queries (6), and their partial output (10).
     assert held(schedule) == 20 + 6 + 10
     q = [torch.zeros(4, 1, 2, 4) for _ in range(4)]
@@ -69,8 +69,9 @@ def most_held(algorithm, grid, asked, passes=EACH):
     """Of each pass, the rows that the fullest rank holds."""
     route = "direct" if algorithm == "burst" else "ring"
     there, back = passes
-    made = (forward(algorithm, grid, wanted=asked, row_bytes=there, route=route),
-            backward(algorithm, grid, "kv", wanted=asked, row_bytes=back, route=route))  # fmt: skip
+    made = (forward(algorithm, grid, visibility=asked, row_bytes=there, route=route),
+            backward(algorithm, grid, "kv", visibility=asked, row_bytes=back,
+                     route=route))  # fmt: skip
     return [max(held(each, rank) for rank in range(grid.size)) for each in made]
 
 
@@ -83,7 +84,7 @@ def packs(grid, rows, count=6):
         for name, more in (("zigzag", {}), ("balanced", {"cu_seqlens": bounds})):
             layout = mb.layout.make(name, cp_size=grid.size, **more)
             shards = [layout.spans(rank, total) for rank in range(grid.size)]
-            yield wanted(mb.masks.Documents(bounds) & mb.masks.Causal(), shards, shards)
+            yield visibility_of(mb.masks.Documents(bounds) & mb.masks.Causal(), shards, shards)
 
 
 @pytest.mark.parametrize("algorithm", ["burst", "multicast"])
@@ -99,7 +100,7 @@ def test_rows_sent_long_before_their_use_take_the_room_of_whole_chunks(
         found[real(self, *given) > given[-1]] += 1
         return real(self, *given)
 
-    most = most_held(algorithm, grid, everything(grid.size, rows))
+    most = most_held(algorithm, grid, all_visible(grid.size, rows))
     for asked in packs(grid, rows):
         monkeypatch.setattr(Demand, "ahead", ahead)
         early = most_held(algorithm, grid, asked)
@@ -124,7 +125,7 @@ def test_buffers_are_reused_as_the_executor_does():
     random = np.random.default_rng(0)
     row = torch.Size((4,)), torch.float32
     real = Buffers(torch.device("cpu"), Unlimited(), {"kv": MessageKind([row], 64)})
-    counted = _Buffers(64, short=True)
+    counted = _ReplayBuffers(64, short=True)
     empty = packing.cut([(torch.Size((0, 4)), torch.float32)])
     used, buffers = [], {}
     for _ in range(300):
@@ -147,8 +148,8 @@ def test_how_far_ahead_by_hand():
     """Two chunks of 8 rows may come at once; rank 0 gets 8 rows at each of steps 1, 2 and 3, rank 1
     gets 3, or 8, at each of steps 1 to 5."""
     grid = Grid(1, 8)
-    sides = everything(grid.size, 8)
-    sides.keys.wanted[0, 1] = False  # so that not all want all
+    sides = all_visible(grid.size, 8)
+    sides.keys.users[0, 1] = False  # so that not all want all
     of = Demand(grid, "kv", sides)
 
     def ahead(*gets, least=1):
@@ -159,7 +160,7 @@ def test_how_far_ahead_by_hand():
     assert ahead(*((1, step, 3) for step in range(1, 6))) == 8  # 15 rows in all of the six
     assert ahead(*((1, step, 4) for step in range(1, 6))) == 2  # 12 rows in three, in five 20
     assert ahead((0, 1, 16), (0, 7, 1), least=2) == 4  # 17 rows in eight, of five none has more
-    assert Demand(grid, "kv", everything(8, 8)).ahead(
+    assert Demand(grid, "kv", all_visible(8, 8)).ahead(
         [np.array([x]) for x in (0, 7, 1, 1)], 2, 1
     ) == 1  # fmt: skip
 
@@ -167,8 +168,8 @@ def test_how_far_ahead_by_hand():
 def test_gradients_that_return_to_one_rank_count_there():
     """Each of ranks 1 to 7 gets 8 rows of rank 0 at a step of its own, and only rank 0 gets the
     gradients of all: three chunks in three steps, where two are permitted."""
-    sides = everything(8, 8)
-    sides.keys.wanted[0, 1] = False
+    sides = all_visible(8, 8)
+    sides.keys.users[0, 1] = False
     one, eight = np.arange(1, 8), np.full(7, 8)
     for row_bytes, steps in ((RowBytes(), 1), (RowBytes(dkv=0), 8)):
         of = Demand(Grid(1, 8), "kv", sides, row_bytes)

@@ -19,7 +19,7 @@ import megatron_burst as mb
 from megatron_burst.plugins.testing import in_process
 from megatron_burst.schedule import rails
 from megatron_burst.schedule.bundles import MOST, bundled
-from megatron_burst.schedule.demand import BACKWARD, FORWARD, Wanted, wanted
+from megatron_burst.schedule.demand import BACKWARD, FORWARD, Visibility, visibility_of
 from megatron_burst.schedule.rings import Schedule
 from megatron_burst.schedule.tables import FAMILIES, RINGS, Grid
 
@@ -65,7 +65,7 @@ def sharded(layout, size, total):
 def case(mask, layout, size, rows=ROWS):
     """What the ranks want of each other, and what sees what, bool [queries, keys]."""
     mask, shards = MASKS[mask](size * rows), sharded(layout, size, size * rows)
-    return wanted(mask, shards, shards), dense(mask, shards)
+    return visibility_of(mask, shards, shards), dense(mask, shards)
 
 
 def multicast(grid, asked, side="kv", row_bytes=FORWARD):
@@ -130,7 +130,7 @@ def test_any_visibility_of_any_rows(grid, which, density, seed):
 
 
 def from_dense(seen, rank, size):
-    """`Wanted` of rows of these ranks, row by row."""
+    """`Visibility` of rows of these ranks, row by row."""
 
     def bundles(sees):  # [rows, other rows]
         wants = np.zeros((len(rank), size), dtype=bool)
@@ -142,7 +142,7 @@ def from_dense(seen, rank, size):
     visible = np.zeros((size, size), dtype=bool)
     queries, keys = np.nonzero(seen)
     visible[rank[queries], rank[keys]] = True
-    return Wanted(visible, bundles(seen), bundles(seen.T))
+    return Visibility(visible, bundles(seen), bundles(seen.T))
 
 
 def test_a_planted_second_crossing_is_noticed():
@@ -195,7 +195,7 @@ def test_between_eight_nodes_of_eight_the_union_crosses(mask, layout):
         visible, first = mb.masks.Window(300, 0), np.maximum(first - 300, 0)
     else:
         visible, first = mb.masks.Causal(), np.zeros(total, dtype=int)
-    asked = wanted(visible, shards, shards)
+    asked = visibility_of(visible, shards, shards)
     for row_bytes in (FORWARD, BACKWARD):
         schedule = multicast(grid, asked, "kv", row_bytes)
         least = needed_of_intervals(first, shards, grid)
@@ -210,7 +210,7 @@ def test_block_sparse_between_eight_nodes_of_eight():
     grid, rows = Grid(8, 8), 16
     total = grid.size * rows
     visible, shards = blocks(0, total, 16, 0.05), sharded("zigzag", grid.size, total)
-    asked, seen = wanted(visible, shards, shards), dense(visible, shards)
+    asked, seen = visibility_of(visible, shards, shards), dense(visible, shards)
     got = loads(multicast(grid, asked))[0][1].reshape(grid).sum(axis=1)
     assert got.tolist() == needed(seen, grid, "kv").tolist()
 
@@ -221,7 +221,7 @@ def test_block_sparse_between_eight_nodes_of_eight():
 def plain(bundles, grid):
     """Everything on its owner's rail, sent by its owner's node."""
     node, index = np.divmod(bundles.owner, grid.intra)
-    to = bundles.wanted.reshape(-1, *grid).any(axis=2)
+    to = bundles.users.reshape(-1, *grid).any(axis=2)
     to[np.arange(len(node)), node] = False
     return rails.Routes(
         bundles, index, np.where(to, node[:, None], -1), np.zeros(len(node), dtype=bool)
@@ -239,7 +239,7 @@ def test_a_hot_owner_is_spread_over_peers_and_nodes(grid, monkeypatch):
     """Everybody wants all of rank 0 and little else."""
     rows, total = 256, grid.size * 256
     visible, shards = mb.masks.Prefix(rows), sharded("contiguous", grid.size, total)
-    asked = wanted(visible, shards, shards)
+    asked = visibility_of(visible, shards, shards)
     spread = multicast(grid, asked)
     crossing = loads(spread)[0].sum()
     with monkeypatch.context() as patch:
@@ -264,7 +264,7 @@ def test_rails_carry_no_more_than_they_must(monkeypatch):
     grid, rows = Grid(8, 8), 1024
     total = grid.size * rows
     visible, shards = mb.masks.Window(256, 0), sharded("contiguous", grid.size, total)
-    asked = wanted(visible, shards, shards)
+    asked = visibility_of(visible, shards, shards)
     assert busiest(multicast(grid, asked))[0].max() < 1.3  # seven of eight nodes send: 8 / 7
     monkeypatch.setattr("megatron_burst.schedule.algorithms.multicast.routes", plain)
     assert busiest(multicast(grid, replace(asked)))[0].max() > 9
@@ -280,7 +280,7 @@ def test_a_rail_that_only_receives_too_much_is_relieved():
     keys = bundled(owner, first, np.ones(size * rows, dtype=int), wants)
     visible = np.zeros((size, size), dtype=bool)
     visible[0, [2, 4]] = True
-    got = loads(multicast(grid, Wanted(visible, keys, keys)))[0][1]
+    got = loads(multicast(grid, Visibility(visible, keys, keys)))[0][1]
     assert got.sum() == 2 * rows
     assert got.max() <= 1.1 * rows
 
@@ -309,7 +309,7 @@ def test_a_plan_keeps_no_paths():
     plan = in_process.prepare(q, q, q, groups=in_process.groups(inter=2, intra=2),
                       mask=MASKS["documents"](32), algorithm="multicast")  # fmt: skip
     for schedule in chain(*(each for rank in plan.ranks for each in rank.passes)):
-        assert not schedule.wanted.common
+        assert not schedule.visibility.common
 
 
 def test_where_rails_are_even_everything_stays_on_its_own():
@@ -344,7 +344,7 @@ def test_bundles_that_were_cut_are_the_same_rows():
         bundle = bundles.runs.bundle[run]
         order = np.lexsort((row, bundles.owner[bundle]))
         assert (row[order] == first).all()
-        return bundles.wanted[bundle[order]]
+        return bundles.users[bundle[order]]
 
     assert (by_row(before) == by_row(after)).all()
 
@@ -388,7 +388,7 @@ def keys_of(tables, rank):
 
 def wanted_of_all(size):
     shards = sharded("contiguous", size, size)
-    return wanted(mb.masks.Full(), shards, shards)
+    return visibility_of(mb.masks.Full(), shards, shards)
 
 
 @pytest.mark.parametrize(
@@ -418,7 +418,7 @@ def test_a_hot_owner_of_a_single_node_hands_parts_to_its_peers():
     """Eight ranks, all want what rank 0 has: its link carries two shards, not seven."""
     grid, rows = Grid(1, 8), 64
     shards = sharded("contiguous", grid.size, grid.size * rows)
-    asked = wanted(mb.masks.Prefix(rows), shards, shards)
+    asked = visibility_of(mb.masks.Prefix(rows), shards, shards)
     sent, got = loads(multicast(grid, asked))[1]
     assert got.tolist() == [0, *[rows] * 7]
     assert sent.max() <= 2 * rows

@@ -13,7 +13,7 @@ from pieces import Pieces
 import megatron_burst as mb
 from megatron_burst.layout import chains
 from megatron_burst.schedule.scans import SCANS
-from megatron_burst.schedule.scans.hops import MAP, STATE, WHOLE, Task
+from megatron_burst.schedule.scans.hops import ALL_BLOCKS, MAP, STATE, Task
 from megatron_burst.schedule.topology import Topology
 
 GRIDS = [(1, 1), (2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 2), (4, 4), (8, 1), (8, 2), (8, 4)]
@@ -59,7 +59,7 @@ def test_zigzag_by_hand():
     """Three ranks, pieces 0 1 2 1 0: up and back, the turn costs nothing."""
     hops = [(1, STATE), (2, STATE), (3, STATE), (4, STATE)]
     path = [(0, 1), (1, 2), (2, 1), (1, 0)]
-    wanted = [(i, *path[i], kind, piece, piece, WHOLE) for i, (piece, kind) in enumerate(hops)]
+    wanted = [(i, *path[i], kind, piece, piece, ALL_BLOCKS) for i, (piece, kind) in enumerate(hops)]
     assert rows(made("ring", 3, 3, layout="zigzag")) == wanted
     found = rows(made("scan", 3, 3, 2, layout="zigzag"))
     assert sorted(found) == sorted(
@@ -70,9 +70,9 @@ def test_zigzag_by_hand():
 def test_all_gather_by_hand():
     """On one node: the first sends the state after it, the last nothing."""
     assert sorted(rows(made("all_gather", 3, 3))) == [
-        (0, 0, 1, STATE, 1, 1, WHOLE),
-        (0, 0, 2, STATE, 1, 1, WHOLE),
-        (0, 1, 2, MAP, 1, 1, WHOLE),
+        (0, 0, 1, STATE, 1, 1, ALL_BLOCKS),
+        (0, 0, 2, STATE, 1, 1, ALL_BLOCKS),
+        (0, 1, 2, MAP, 1, 1, ALL_BLOCKS),
     ]
 
 
@@ -130,7 +130,7 @@ def test_a_document_in_one_node_stays_there():
 def test_maps_of_few_pieces_in_one_node_go_straight():
     """Four pieces: six maps, or states, in one round; of five each block goes by its lane."""
     few = made("two_level", 8, 8, 8, bounds=[0, 8, 10, 12, 14, 16])
-    assert sorted(few.block) == [WHOLE] * 6
+    assert sorted(few.block) == [ALL_BLOCKS] * 6
     assert not few.round.any()
     many = made("two_level", 8, 8, 8, bounds=[0, 10, 12, 14, 16])
     assert sorted(set(many.block.tolist())) == list(range(8))

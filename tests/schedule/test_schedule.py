@@ -18,7 +18,7 @@ from tables_oracle import act_out, dense
 from megatron_burst.layout import Span
 from megatron_burst.masks import Causal
 from megatron_burst.schedule.algorithms import ALGORITHMS
-from megatron_burst.schedule.demand import BACKWARD, everything, wanted
+from megatron_burst.schedule.demand import BACKWARD, all_visible, visibility_of
 from megatron_burst.schedule.rings import SIDES, backward, forward
 from megatron_burst.schedule.tables import Grid, Pair
 
@@ -181,8 +181,8 @@ def test_unknown_names_are_refused():
 
 def schedule_of(algorithm, world, asked):
     """The schedule of a pass over a world."""
-    wants = wanted(world.mask, world.shards, world.shards)
-    more = {"wanted": wants.whole() if asked.whole else wants}
+    wants = visibility_of(world.mask, world.shards, world.shards)
+    more = {"visibility": wants.whole() if asked.whole else wants}
     more |= {"row_bytes": asked.row_bytes, "route": asked.route}
     if not asked.side:
         return forward(algorithm, world.grid, **more)
@@ -221,7 +221,7 @@ def test_channels_are_what_hops_travel_on(algorithm, world, data):
     """A plan makes a communicator for each; one that is missing would be missed in mid-call."""
     schedule = schedule_of(algorithm, world, data.draw(passes(world)))
     full = schedule_of(algorithm, world, data.draw(passes(world)))
-    full = type(full)(full.grid, full.side, everything(world.grid.size), full.row_bytes,
+    full = type(full)(full.grid, full.side, all_visible(world.grid.size), full.row_bytes,
                       algorithm=full.algorithm, route=full.route)  # fmt: skip
     for each, all_see in ((schedule, False), (full, True)):
         hops = [hop for rank in range(world.grid.size) for hop in sends(each, rank)]
@@ -259,12 +259,12 @@ def _bytes(schedule):
 def causal(size, rows):
     """What ranks want where each holds so many rows in order: of the ranks before, everything."""
     shards = [[Span(rank * rows, 1, rows)] for rank in range(size)]
-    return wanted(Causal(), shards, shards)
+    return visibility_of(Causal(), shards, shards)
 
 
 def test_nothing_is_sent_that_nobody_needs():
     """Contiguous causal on four ranks: rank 3 keeps its keys, rank 0 sends its own all the way."""
-    schedule = forward("ring", Grid(1, 4), wanted=causal(4, 2))
+    schedule = forward("ring", Grid(1, 4), visibility=causal(4, 2))
     sent = [[hop.chunk.owner for hop in sends(schedule, rank)] for rank in range(4)]
     assert sent == [[0], [1, 0], [2, 1, 0], []]
 
@@ -276,7 +276,7 @@ def test_the_ring_turns_the_way_that_sends_fewer_bytes(algorithm, grid):
     """Causal zigzag on four ranks of two rows. The late key 7 - r of rank r is seen by the ranks
     below r only: r hops downwards, 3 upwards. The early key r is seen by all, 3 hops either way."""
     shards = [[Span(rank, 1, 1), Span(7 - rank, 1, 1)] for rank in range(4)]
-    schedule = forward(algorithm, grid, wanted=wanted(Causal(), shards, shards))
+    schedule = forward(algorithm, grid, visibility=visibility_of(Causal(), shards, shards))
     moved = schedule.tables.transfers
     rows = schedule.tables.keys.rows_of(moved.owner, moved.rows)
     assert set(((moved.src - moved.dst) % 4).tolist()) == {1}

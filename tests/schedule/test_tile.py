@@ -12,7 +12,7 @@ from megatron_burst.schedule import cost
 from megatron_burst.schedule import demand as demands
 from megatron_burst.schedule.algorithms import burst, tile, tile_shape
 from megatron_burst.schedule.algorithms.tile_shape import Shape
-from megatron_burst.schedule.demand import Demand, RowBytes, everything
+from megatron_burst.schedule.demand import Demand, RowBytes, all_visible
 from megatron_burst.schedule.program import program
 from megatron_burst.schedule.rings import backward, forward
 from megatron_burst.schedule.tables import FAMILIES, Grid
@@ -51,7 +51,7 @@ def worlds(size):
 
 
 def asked(grid, mask, shards, row_bytes):
-    return Demand(grid, "kv", demands.wanted(mask, shards, shards), row_bytes)
+    return Demand(grid, "kv", demands.visibility_of(mask, shards, shards), row_bytes)
 
 
 def played(demand, shape, seen, own_last):
@@ -163,7 +163,7 @@ def test_whole_chunks_by_the_formula():
     """(A - 1) KV and (B - 1) query tensors between nodes; within, A (a - 1) and B (b - 1)."""
     grid, row_bytes = Grid(6, 4), RowBytes(7, 11, 13, 17, 0)
     for shape in tile_shape.shapes(grid):
-        made = tile.tables(Demand(grid, "kv", everything(24, 3), row_bytes), shape=shape)
+        made = tile.tables(Demand(grid, "kv", all_visible(24, 3), row_bytes), shape=shape)
         a, b, ranks_a, ranks_b = shape
         rows = 3 * grid.size
         assert sent(made, grid, row_bytes) == {
@@ -191,7 +191,7 @@ def heads(heads, kv_heads, width=128):
 )  # fmt: skip
 def test_times_fewer_bytes_between_nodes_than_burst(ranks, kv_heads, at_least, at_most):
     """Forward and backward with whole chunks, all see all, 8 ranks per node."""
-    grid, wanted = Grid(ranks // 8, 8), everything(ranks)
+    grid, wanted = Grid(ranks // 8, 8), all_visible(ranks)
 
     def inter(algorithm, side, row_bytes):
         made = algorithm.tables(Demand(grid, side, wanted, row_bytes))
@@ -208,7 +208,7 @@ def test_times_fewer_bytes_between_nodes_than_burst(ranks, kv_heads, at_least, a
 
 def test_forward_and_backward_take_different_grids():
     there, back = heads(32, 32)
-    wanted = everything(64)
+    wanted = all_visible(64)
     chosen = [tile_shape.chosen(Demand(Grid(8, 8), "kv", wanted, each)) for each in (there, back)]
     assert chosen == [Shape(4, 2, 2, 4), Shape(2, 4, 4, 2)]
 
@@ -227,10 +227,10 @@ def test_what_a_tile_holds_and_may_hold():
     assert tile_shape.memory(Shape(4, 2, 2, 4), there, rows=10) == 10 * (5 * 4 + 8 * 7)
     assert tile_shape.memory(Shape(4, 2, 2, 4), back, rows=10) == 10 * (8 * 12 + 8 * 9)
     assert tile_shape.memory(Shape(1, 8, 2, 4), back) == 2 * 12 + 32 * 9 - (32 - 9) * 9
-    demand = Demand(Grid(8, 8), "kv", everything(64), back)
+    demand = Demand(Grid(8, 8), "kv", all_visible(64), back)
     # By default 32 times a rank's own chunks, or what the smallest needs.
     assert tile_shape.memory(tile_shape.chosen(demand), back) <= 32 * sum(back)
-    prime = Demand(Grid(1, 131), "kv", everything(131), back)
+    prime = Demand(Grid(1, 131), "kv", all_visible(131), back)
     assert tile_shape.chosen(prime) == Shape(1, 1, 1, 131)
 
 
@@ -242,7 +242,7 @@ def test_what_a_tile_holds_and_may_hold():
 def test_others_first_and_partial_results_leave_early(shape, row_bytes):
     """One pair per step and rank; what crosses back crosses while pairs are left to compute."""
     grid = Grid(shape.key_nodes * shape.query_nodes, shape.key_ranks * shape.query_ranks)
-    made = tile.tables(Demand(grid, "kv", everything(grid.size), row_bytes), shape=shape)
+    made = tile.tables(Demand(grid, "kv", all_visible(grid.size), row_bytes), shape=shape)
     for rank in range(grid.size):
         of = made.pairs.rank == rank
         steps = made.pairs.step[of]
@@ -267,7 +267,9 @@ def test_a_tile_of_two_by_two_by_hand():
     Queries are gathered, so rank 0's come first and meet the own keys; then keys of rank 3 meet
     rank 0's queries, whose results leave, and at last the own.
     """
-    made = tile.tables(Demand(Grid(1, 4), "kv", everything(4), FORWARD[0]), shape=Shape(1, 1, 2, 2))
+    made = tile.tables(
+        Demand(Grid(1, 4), "kv", all_visible(4), FORWARD[0]), shape=Shape(1, 1, 2, 2)
+    )
     of = np.flatnonzero(made.pairs.rank == 1)
     order = of[np.argsort(made.pairs.step[of])]
     pairs = [(int(made.pairs.query[i]), int(made.pairs.key[i])) for i in order]
@@ -290,7 +292,7 @@ def test_channels_are_those_of_any_shape():
 
 
 def test_tables_of_a_thousand_ranks_take_less_than_a_second():
-    demand = Demand(Grid(128, 8), "kv", everything(1024), heads(32, 32)[1])
+    demand = Demand(Grid(128, 8), "kv", all_visible(1024), heads(32, 32)[1])
     start = process_time()
     made = tile.tables(demand)
     assert process_time() - start < 1  # 0.15 s where nothing else runs

@@ -13,7 +13,7 @@ from tables_oracle import act_out, dense
 import megatron_burst as mb
 from megatron_burst.plugins.testing import in_process
 from megatron_burst.schedule.bundles import bundled
-from megatron_burst.schedule.demand import RowBytes, wanted
+from megatron_burst.schedule.demand import RowBytes, visibility_of
 from megatron_burst.schedule.rings import backward, forward
 from megatron_burst.schedule.tables import FAMILIES, Grid
 
@@ -44,17 +44,17 @@ def case(name, size, rows=ROWS):
     mask = mask(size * rows)
     spans = mb.layout.make(layout, cp_size=size)
     shards = [spans.spans(rank, size * rows) for rank in range(size)]
-    return wanted(mask, shards, shards), dense(mask, shards)
+    return visibility_of(mask, shards, shards), dense(mask, shards)
 
 
 def passes(algorithm, grid, asked):
     """Every pass of one algorithm."""
-    yield forward(algorithm, grid, wanted=asked, row_bytes=FORWARD)
+    yield forward(algorithm, grid, visibility=asked, row_bytes=FORWARD)
     for side, gradients in product(("kv", "query"), (True, False)):
         row_bytes = BACKWARD if gradients else BACKWARD._replace(dkv=0, dquery=0)
         # Gradients of the side that stays are not asked for: they do not travel.
         row_bytes = row_bytes._replace(**{"dkv" if side == "query" else "dquery": 0})
-        yield backward(algorithm, grid, side, wanted=asked, row_bytes=row_bytes)
+        yield backward(algorithm, grid, side, visibility=asked, row_bytes=row_bytes)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -81,14 +81,14 @@ def test_each_direction_carries_half_of_the_ring(size):
     asked, _ = case("full", size)
     half = (size - 1) * ROWS // 2
     to = {(r, (r + way) % size): half for r in range(size) for way in (1, -1)}
-    assert sent(forward("two_way", Grid(1, size), wanted=asked), "kv") == to
-    back = backward("two_way", Grid(1, size), "kv", wanted=asked)
+    assert sent(forward("two_way", Grid(1, size), visibility=asked), "kv") == to
+    back = backward("two_way", Grid(1, size), "kv", visibility=asked)
     assert sent(back, "kv") == sent(back, "dkv") == to
 
 
 def test_two_ranks_have_one_link_for_both_ways():
     asked, _ = case("full", 2)
-    assert sent(forward("two_way", Grid(1, 2), wanted=asked), "kv") == {(0, 1): 8, (1, 0): 8}
+    assert sent(forward("two_way", Grid(1, 2), visibility=asked), "kv") == {(0, 1): 8, (1, 0): 8}
 
 
 @pytest.mark.parametrize("size", [8, 16])
@@ -98,9 +98,9 @@ def test_causal_zigzag_loads_both_ways_alike(size):
     One ring the better way: 0.75 G^2 half chunks of rows. Both ways: little more than half of it.
     """
     asked, _ = case("causal zigzag", size)
-    ring = sent(forward("ring", Grid(1, size), wanted=asked), "kv")
+    ring = sent(forward("ring", Grid(1, size), visibility=asked), "kv")
     assert sum(ring.values()) == ROWS // 2 * (size * (size - 1) + sum(range(size)))
-    both = sent(forward("two_way", Grid(1, size), wanted=asked), "kv")
+    both = sent(forward("two_way", Grid(1, size), visibility=asked), "kv")
     ways = [sum(rows for (src, dst), rows in both.items() if (dst - src) % size == way)
             for way in (1, size - 1)]  # fmt: skip
     assert max(ways) < 0.55 * sum(ring.values())
@@ -109,13 +109,13 @@ def test_causal_zigzag_loads_both_ways_alike(size):
 def test_rows_that_only_the_next_rank_sees_go_there_alone():
     asked, _ = case("window contiguous", 5)
     there = {(rank, rank + 1): 6 for rank in range(4)}  # the 6 keys before each rank's queries
-    assert sent(forward("two_way", Grid(1, 5), wanted=asked), "kv") == there
+    assert sent(forward("two_way", Grid(1, 5), visibility=asked), "kv") == there
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_both_halves_of_the_farthest_chunk_arrive_together(size):
     asked, _ = case("full", size)
-    pairs = forward("two_way", Grid(1, size), wanted=asked).tables.pairs
+    pairs = forward("two_way", Grid(1, size), visibility=asked).tables.pairs
     far = pairs.step == size // 2
     met = sorted(zip(*(column[far].tolist() for column in (pairs.rank, pairs.key)), strict=True))
     assert met == sorted([(r, (r + size // 2) % size) for r in range(size)] * 2)
@@ -125,7 +125,7 @@ def test_both_halves_of_the_farthest_chunk_arrive_together(size):
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_token_ring_sends_queries_on_and_outputs_straight_home(size):
     asked, _ = case("full", size)
-    schedule = forward("token_ring", Grid(1, size), wanted=asked)
+    schedule = forward("token_ring", Grid(1, size), visibility=asked)
     moved = schedule.tables.transfers
     names = np.array(FAMILIES)[moved.family]
     assert set(names) == {"query", "out"}
@@ -141,7 +141,7 @@ def test_token_ring_sends_queries_on_and_outputs_straight_home(size):
 def test_token_ring_in_backward_leaves_the_other_side_where_it_is():
     asked, _ = case("full", 4)
     for side, families in (("kv", {"kv", "dkv"}), ("query", {"query", "dquery"})):
-        moved = backward("token_ring", Grid(1, 4), side, wanted=asked).tables.transfers
+        moved = backward("token_ring", Grid(1, 4), side, visibility=asked).tables.transfers
         assert {FAMILIES[f] for f in moved.family} == families
 
 
@@ -189,7 +189,7 @@ def test_split_bundles_have_the_same_rows_in_parts_of_about_equal_size(data, siz
         rows.setdefault(bundle, []).extend(range(first, first + count))
     for index, (owner, number) in enumerate(zip(whole.owner, whole.number, strict=True)):
         mine = np.flatnonzero((cut.owner == owner) & (cut.number // parts == number))
-        assert (cut.wanted[mine] == whole.wanted[index]).all()
+        assert (cut.users[mine] == whole.users[index]).all()
         runs = whole.runs
         wanted = [r for b, first, n in zip(*runs, strict=True) if b == index
                   for r in range(first, first + n)]  # fmt: skip
@@ -215,4 +215,4 @@ def test_many_bundles_are_joined_before_they_are_split():
     for index in range(len(cut.number)):  # ranks that wanted a row still get it
         for first, stop in cut.ranges(0, 1 << int(cut.number[index])):
             for row in range(first, stop):
-                assert (cut.wanted[index] | ~wanted[row // 4]).all()
+                assert (cut.users[index] | ~wanted[row // 4]).all()

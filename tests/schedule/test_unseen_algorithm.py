@@ -29,7 +29,7 @@ from megatron_burst.cli import main as cli
 from megatron_burst.plugins.testing import in_process
 from megatron_burst.plugins.tools import show
 from megatron_burst.schedule.algorithms import ALGORITHMS, Algorithm, direct
-from megatron_burst.schedule.demand import RowBytes, wanted
+from megatron_burst.schedule.demand import RowBytes, visibility_of
 from megatron_burst.schedule.rings import backward, forward
 from megatron_burst.schedule.tables import ALL, FAMILIES, Grid, Pairs, Tables, Transfers
 
@@ -37,11 +37,11 @@ FORWARD, BACKWARD = RowBytes(kv=2, query=1, dkv=0, dquery=0, out=3), RowBytes(2,
 
 
 def detour(demand):
-    size, queries = demand.grid.size, demand.wanted.queries
-    keys = demand.wanted.keys.split(2)
+    size, queries = demand.grid.size, demand.visibility.queries
+    keys = demand.visibility.keys.split(2)
     first = keys.number % 2 == 0
-    straight, relayed = (keys.bits(keys.wanted & half[:, None]) for half in (first, ~first))
-    asked = queries.bits(queries.wanted)  # [owner, rank]: of the owner's rows, those the rank wants
+    straight, relayed = (keys.bits(keys.users & half[:, None]) for half in (first, ~first))
+    asked = queries.bits(queries.users)  # [owner, rank]: of the owner's rows, those the rank wants
     pairs, moved = [], []
 
     def send(family, owner, rows, src, dst, post, land):
@@ -95,9 +95,9 @@ def test_its_tables_are_right(grid, mask, layout):
     grid, mask = Grid(*grid), MASKS[mask]
     spans = mb.layout.make(layout, cp_size=grid.size)
     shards = [spans.spans(rank, 6 * grid.size) for rank in range(grid.size)]
-    asked, seen = wanted(mask, shards, shards), dense(mask, shards)
-    there = forward("detour", grid, wanted=asked, row_bytes=FORWARD)
-    back = backward("detour", grid, "kv", wanted=asked, row_bytes=BACKWARD)
+    asked, seen = visibility_of(mask, shards, shards), dense(mask, shards)
+    there = forward("detour", grid, visibility=asked, row_bytes=FORWARD)
+    back = backward("detour", grid, "kv", visibility=asked, row_bytes=BACKWARD)
     for schedule in (there, back):
         act_out(schedule, grid, seen)
 
@@ -106,8 +106,8 @@ def test_it_has_what_it_is_to_prove():
     """A relay that computes nothing with what it relays, parts, and both partial families."""
     tables = forward("detour", Grid(1, 4)).tables
     assert "out" in {FAMILIES[family] for family in tables.transfers.family}
-    asked = wanted(mb.masks.Full(), *[[[mb.layout.Span(4 * r, 1, 4)] for r in range(4)]] * 2)
-    moved = backward("detour", Grid(1, 4), "kv", wanted=asked).tables.transfers
+    asked = visibility_of(mb.masks.Full(), *[[[mb.layout.Span(4 * r, 1, 4)] for r in range(4)]] * 2)
+    moved = backward("detour", Grid(1, 4), "kv", visibility=asked).tables.transfers
     parts = [
         (h.src, h.post) for h in moved.hops(Grid(1, 4)) if h.dst == 2 and h.chunk[:2] == ("kv", 0)
     ]
@@ -185,9 +185,11 @@ def test_the_forecast_times_it():
     Each rank sends, of 6 rows of keys: 3 straight, 3 to the relay and 3 as relay.
     """
     size = 3
-    asked = wanted(mb.masks.Full(), *[[[mb.layout.Span(6 * r, 1, 6)] for r in range(size)]] * 2)
+    asked = visibility_of(
+        mb.masks.Full(), *[[[mb.layout.Span(6 * r, 1, 6)] for r in range(size)]] * 2
+    )
     have = sizes(6)
-    there = forward("detour", Grid(1, size), wanted=asked, row_bytes=have.forward)
+    there = forward("detour", Grid(1, size), visibility=asked, row_bytes=have.forward)
     rates = Rates(intra=1e6, inter=1e6, latency=0.0, posting=0.0, compute=1.0, launch=0.0)
     found = pass_time(there, have, np.zeros((size, size)), rates)
     row = have.forward
@@ -215,7 +217,7 @@ def test_a_message_may_be_all_rows_of_a_shard(monkeypatch, head_chunks):
     """The tensors of the owner themselves bear no envelope, and heads of them lie apart."""
 
     def plain(demand):
-        tables = direct.tables(replace(demand, wanted=demand.wanted.whole()))
+        tables = direct.tables(replace(demand, visibility=demand.visibility.whole()))
         everything = np.full_like(tables.transfers.rows, ALL)
         pairs = tables.pairs._replace(key_rows=np.full_like(tables.pairs.key_rows, ALL))
         return tables._replace(transfers=tables.transfers._replace(rows=everything), pairs=pairs)

@@ -11,14 +11,14 @@ import numpy as np
 
 from megatron_burst.autotune.candidates import adding, sharing
 from megatron_burst.autotune.pair_counts import pairs_seen
-from megatron_burst.autotune.prepared import Prepared
+from megatron_burst.autotune.prepared import PreparedSchedule
 from megatron_burst.autotune.rates import Rates
 from megatron_burst.autotune.simulator import PassTime, pass_time
 from megatron_burst.layout import Layout, Span, make
 from megatron_burst.masks import Causal, Documents, Mask
 from megatron_burst.schedule import rings
 from megatron_burst.schedule.algorithms import ALGORITHMS
-from megatron_burst.schedule.demand import wanted
+from megatron_burst.schedule.demand import visibility_of
 from megatron_burst.schedule.tables import Grid
 from megatron_burst.schedule.topology import Topology
 
@@ -205,12 +205,14 @@ def runs(
     rates = Rates(fitted.intra, fitted.inter, latency=MESSAGE, launch=CALL,
                   exchange_start=fitted.start)  # fmt: skip
     heads = sharing(topology, own, rates)
-    want = wanted(pack.mask, pack.shards, pack.shards)
+    want = visibility_of(pack.mask, pack.shards, pack.shards)
     found, adds = [], adding(own, MEMORY)
     for name in tried if grid.size > 1 else ("ring",):
         done = work(pack, together=ALGORITHMS[name].joins)
-        there = Prepared(rings.forward(name, grid, wanted=want, row_bytes=own.forward))
-        back = Prepared(rings.backward(name, grid, "kv", wanted=want, row_bytes=own.backward))
+        there = PreparedSchedule(rings.forward(name, grid, visibility=want, row_bytes=own.forward))
+        back = PreparedSchedule(
+            rings.backward(name, grid, "kv", visibility=want, row_bytes=own.backward)
+        )
         for count in head_chunks if grid.size > 1 else (1,):
             if own.kv_heads % count:
                 continue

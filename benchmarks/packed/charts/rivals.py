@@ -12,11 +12,11 @@ from functools import cache
 import numpy as np
 
 from megatron_burst.autotune.candidates import sharing
-from megatron_burst.autotune.prepared import Prepared
+from megatron_burst.autotune.prepared import PreparedSchedule
 from megatron_burst.autotune.rates import Rates
 from megatron_burst.autotune.simulator import pass_time
 from megatron_burst.schedule import rings
-from megatron_burst.schedule.demand import everything
+from megatron_burst.schedule.demand import all_visible
 from megatron_burst.schedule.sizes import Sizes
 from megatron_burst.schedule.tables import Grid
 from megatron_burst.schedule.topology import Topology
@@ -62,14 +62,16 @@ def sizes(wire: int = 2, tokens: int = TOKENS) -> Sizes:
 
 
 @cache
-def _ring(nodes: int, width: int, backward: bool, tokens: int) -> Prepared:
+def _ring(nodes: int, width: int, backward: bool, tokens: int) -> PreparedSchedule:
     """A flat ring of whole chunks over such a grid."""
     grid, size = Grid(nodes, width), nodes * width
     own = sizes()
-    want = everything(size, tokens)
+    want = all_visible(size, tokens)
     if backward:
-        return Prepared(rings.backward("ring", grid, "kv", wanted=want, row_bytes=own.backward))
-    return Prepared(rings.forward("ring", grid, wanted=want, row_bytes=own.forward))
+        return PreparedSchedule(
+            rings.backward("ring", grid, "kv", visibility=want, row_bytes=own.backward)
+        )
+    return PreparedSchedule(rings.forward("ring", grid, visibility=want, row_bytes=own.forward))
 
 
 def _ring_seconds(

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ...autotune.candidates import Fixed, Workload
+from ...autotune.candidates import FixedSettings, Workload
 from ...autotune.rates import Rates
 from ...comm.consensus import attempt
 from ...comm.groups import Groups
@@ -59,7 +59,7 @@ def with_fastest(request: Request, groups: Groups, rates: Rates) -> Request:
         request.sizes, request.mask, request.layout, latent=kernel.latent,
         attended=kernel.attended or all_of_them,
     )  # fmt: skip
-    choice = fastest(workload, Fixed(side="kv", head_chunks=1), groups, rates)
+    choice = fastest(workload, FixedSettings(side="kv", head_chunks=1), groups, rates)
     algorithm = choice.taken.algorithm
     options = replace(request.options, algorithm=algorithm)
     facts = request.facts | {"algorithm": algorithm}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The algorithms: functions from a `Demand` to `Tables`, each a file here and a line of the table.
+"""The algorithms: functions from a `Demand` to `Tables`, each with a file here and a table entry.
 
-Flags, errors, documentation and the choice of `auto` take the names and all that tells algorithms
-apart from the table. A file is imported when its algorithm first makes tables: a run reads the
-algorithms that it uses.
+Flags, errors, documentation and the choice of `auto` read the names and all differences between
+algorithms from the table. A file is imported when its algorithm first makes tables, so a run
+imports only the algorithms that it uses.
 """
 
 from __future__ import annotations
@@ -18,17 +18,25 @@ from ..tables import Tables
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How the tables of a pass are made, and what others have to know of it.
+    """The function that makes the tables of a pass, and its properties.
 
-    routed: may chunks also go from their owner straight to each rank that uses them, route
-    "direct"? automatic: does `auto` try it? keeps: does a rank compute the same pairs in
-    backward as in forward? sided: does it matter which side is to travel?
-    holds_more: does it hold chunks that it does not compute with yet, or several at once, memory
-    for time? holds_all: all chunks that it uses, so that `auto` does not try it where ranks share
-    heads, and have the rows of a whole group. few_rows: all chunks too, but `auto` tries it where a
-    rank sees few rows of others. joins: are all keys that a rank has at a step one call?
-    two_levels: does it differ from others only where nodes have several ranks? complexity: among
-    equal predictions `auto` takes the lowest. handicap: by what `auto` multiplies its time.
+    Attributes:
+        tables: Makes the tables of a pass from its demand.
+        routed: Whether route "direct" exists, on which an owner sends its chunk to each rank that
+            uses it.
+        automatic: Whether `auto` tries the algorithm.
+        keeps: Whether a rank computes the same pairs in backward as in forward.
+        sided: Whether the side that is sent matters.
+        holds_more: Whether a rank holds several chunks, or chunks that it does not use yet, to save
+            time.
+        holds_all: Whether a rank holds all chunks that it uses. `auto` then does not try the
+            algorithm if ranks share heads and so have the rows of a whole group.
+        few_rows: Whether a rank holds all chunks that it uses, and `auto` tries the algorithm if a
+            rank uses few rows of other ranks.
+        joins: Whether one kernel call computes with all keys that a rank has at a step.
+        two_levels: Whether the algorithm differs from others only if nodes have several ranks.
+        complexity: `auto` takes the lowest among equal predictions.
+        handicap: Factor by which `auto` multiplies the predicted time.
     """
 
     tables: Callable[[Demand], Tables]
@@ -46,7 +54,7 @@ class Algorithm:
 
 
 def _made_by(file: str, function: str = "tables") -> Callable[[Demand], Tables]:
-    """The function of a file of this folder, which is imported at the first call."""
+    """Return a function of a file of this folder, which is imported at the first call."""
 
     def tables(demand: Demand) -> Tables:
         return getattr(import_module(f"{__name__}.{file}"), function)(demand)
@@ -54,9 +62,9 @@ def _made_by(file: str, function: str = "tables") -> Callable[[Demand], Tables]:
     return tables
 
 
-# Not for `auto`: double_ring is burst that waits for every gradient; two_way and token_ring send
-# both ways round, which gains nothing where a rank has one NIC. all_gather was measured at up to
-# 1.17 times its prediction.
+# `auto` excludes double_ring, which is burst that waits for every gradient. It excludes two_way and
+# token_ring, because sending in both directions gains nothing if a rank has one NIC. all_gather has
+# a handicap because measured times are up to 1.17 times the prediction.
 ALGORITHMS: dict[str, Algorithm] = {
     "burst": Algorithm(_made_by("burst"), routed=True, complexity=1),
     "double_ring": Algorithm(_made_by("burst", "double_ring"), routed=True, automatic=False),
@@ -73,7 +81,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 
 def check_algorithm(algorithm: str) -> str:
-    """`algorithm`; ValueError, with the list of names, if there is none of that name."""
+    """Return `algorithm`, or raise ValueError with the list of names if it is unknown."""
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
     return algorithm

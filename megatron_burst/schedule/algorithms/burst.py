@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two-level ring: within a node chunks go round at every step, between nodes once per round.
+"""The two-level ring: chunks move at every step within a node, and once per round between nodes.
 
-Source: BurstEngine section 3.1 (topology-aware ring) and Algorithms 1 and 2, with communication
-started before computation. One family of chunks travels and the other stays; gradients of the
-travelling family travel one step behind it and end at their owner. Other than in the paper, what a
-rank adds to its own gradient stays on it, and what a node adds to its own stays in it: activations
-and gradients both make G - 1 hops on one ring, or M (L - 1) within and M - 1 between M nodes of L
-ranks. A hop carries the rows that a rank further along needs, and is left out where there are none;
-rings go round the way that sends fewer bytes.
+Source: BurstEngine, section 3.1 (topology-aware ring) and Algorithms 1 and 2, with communication
+started before computation. One family of chunks is sent and the other stays on its rank. Gradients
+of the sent family follow one step behind it and end at their owner.
 
-Steps are counted as LoongTrain's double ring has them: an outer step per node, an inner step per
-rank of the node.
+This differs from the paper in three ways. A rank's contribution to its own gradient stays on the
+rank, and a node's contribution to its own gradients stays in the node. So copies and gradients both
+make G - 1 hops on one ring, or M (L - 1) hops within and M - 1 hops between M nodes of L ranks. A
+hop carries only the rows that a rank further along uses, and is left out if there are none. Rings
+run in the direction that sends fewer bytes.
+
+Steps are counted as in LoongTrain's double ring: an outer step per node, an inner step per rank of
+the node.
 """
 
 from __future__ import annotations
@@ -24,28 +26,36 @@ from ..tables import Grid, Pairs, Tables, Transfers, transfers
 
 
 def tables(demand: Demand) -> Tables:
-    """The two-level ring with gradients that overlap with compute."""
+    """Return the tables of the two-level ring, with gradients that overlap with computation."""
     return two_level(demand, demand.grid)
 
 
 def ring(demand: Demand) -> Tables:
-    """One ring over all ranks, whatever the links between them: the two-level ring of a single
-    node, on a communicator of its own.
+    """Return the tables of one ring over all ranks, whatever the links between them.
+
+    This is the two-level ring of a single node, on a communicator of its own.
     """
     return two_level(demand, Grid(1, demand.grid.size), within="flat")
 
 
 def double_ring(demand: Demand) -> Tables:
-    """LoongTrain's double ring (section 4.3): its gradients land where they are posted."""
+    """Return the tables of LoongTrain's double ring (section 4.3).
+
+    Its gradients land at the boundary where they are posted, so ranks wait for them.
+    """
     return two_level(demand, demand.grid, blocks=True)
 
 
 def two_level(
     demand: Demand, rings: Grid, *, within: str = "intra", blocks: bool = False
 ) -> Tables:
-    """Rings of `rings.intra` ranks and rings across `rings.inter` of these.
+    """Return the tables of rings of `rings.intra` ranks and of rings across these rings.
 
-    within: whose communicator carries the inner rings. blocks: do gradients land where posted?
+    Args:
+        demand: Demand of the pass.
+        rings: Number of inner rings, and of ranks in each.
+        within: Ring whose communicator carries the inner rings.
+        blocks: Whether gradients land at the boundary where they are posted.
     """
     path = _Path(demand, rings)
     parts = [
@@ -57,10 +67,12 @@ def two_level(
 
 
 class _Path:
-    """Where every bundle is at every step: arrays [bundle, outer, inner].
+    """The place of every bundle at every step: arrays [bundle, outer, inner].
 
-    Rings go round the way that sends fewer bytes: to the next rank or node, or to the one before.
-    ways: 1 or -1, by axis.
+    Attributes:
+        users: bool, true if the rank that has the bundle at this step uses it.
+        hops: Number of hops of copies and of gradients, by axis.
+        ways: Direction of the rings, by axis: 1 to the next rank or node, -1 to the previous one.
     """
 
     def __init__(self, demand: Demand, rings: Grid):
@@ -68,127 +80,146 @@ class _Path:
         self.demand, self.rings = demand, rings
         self.bundles = bundles = demand.travelling
         self.ways = {1: 1, 2: 1}
-        # Twice round in both directions: who is how far ahead of its owner is then a window of it.
-        twice = np.tile(bundles.wanted.reshape(-1, nodes, width), (1, 2, 2))
+        # Repeat both axes, so that the users in ring order from the owner on are a window.
+        twice = np.tile(bundles.users.reshape(-1, nodes, width), (1, 2, 2))
         windows = np.lib.stride_tricks.sliding_window_view(twice, (nodes, width), axis=(1, 2))
         at = np.arange(len(bundles.owner)), *np.divmod(bundles.owner, width)
-        self.wanted = windows[at]
+        self.users = windows[at]
         self.hops = {axis: self._hops(axis) for axis in (1, 2)}
-        # Which way the inner rings turn changes nothing for the outer ones, nor they for the inner.
+        # The directions of the inner and of the outer rings do not affect each other.
         for axis in (1, 2):
             self._choose_way(axis)
 
     def moves(self, axis: int, gradient: bool) -> np.ndarray:
-        """Which bundles, or their gradients, go on after a step, within nodes (axis 2) or between
-        them? bool [bundle, outer, inner] or [bundle, outer].
+        """Return a bool array that is true for bundles that are sent on after a step.
 
-        Inner step 0 adds to the sum that this rank gathers for its node (at outer step 0: for
-        itself), so it sends nothing within the node; the node's sum then crosses to the next one.
+        The array is [bundle, outer, inner] within nodes (axis 2), and [bundle, outer] between
+        nodes. At inner step 0 a rank adds to the sum that it gathers for its node, or for itself at
+        outer step 0. So it sends no gradients within the node then; the node's sum crosses to the
+        next node.
         """
-        # A copy sets out from its owner, so it makes its hops at the first steps; a gradient ends
-        # at its owner, so it makes them at the last ones, from the first rank on that adds to it.
+        # A copy starts at its owner, so it makes its hops at the first steps. A gradient ends at
+        # its owner, so it makes them at the last steps, from the first rank that adds to it.
         hops, length = self.hops[axis][gradient][..., None], self.rings[axis - 1]
         step = np.arange(length, dtype=hops.dtype)
         return step >= length - hops if gradient else step < hops
 
     def _hops(self, axis: int) -> tuple[np.ndarray, np.ndarray]:
-        """How many hops copies and gradients make along an axis: to the last rank, or node, that
-        wants them, and from the first on that adds to them.
+        """Return the number of hops of copies and of gradients along an axis.
+
+        A copy is sent up to the last rank or node that uses it. A gradient starts at the first that
+        adds to it.
         """
-        wanted = self.wanted
+        users = self.users
         if axis == 1:  # by columns: NumPy's reductions of a short axis take far longer
-            wanted = reduce(np.logical_or, np.moveaxis(wanted, 2, 0))
-        # Turned, the ring counts from its end: the farthest rank is the first one that adds.
-        return _farthest(wanted), _farthest(_turned(wanted, axis))
+            users = reduce(np.logical_or, np.moveaxis(users, 2, 0))
+        # The reversed ring counts from its end, so the farthest rank is the first one that adds.
+        return _farthest(users), _farthest(_turned(users, axis))
 
     def _choose_way(self, axis: int) -> None:
-        """Turn the rings along an axis if that sends fewer bytes."""
+        """Reverse the rings along an axis if that sends fewer bytes."""
         sizes, side = self.demand.row_bytes, self.demand.side
-        each = getattr(sizes, side), getattr(sizes, "d" + side)
-        # Two ranks have one way; and where copies and gradients are as large, turning swaps them.
-        if self.rings[axis - 1] < 3 or each[0] == each[1]:
+        row_bytes = getattr(sizes, side), getattr(sizes, "d" + side)
+        # Two ranks have one direction. If copies and gradients are equally large, reversing swaps
+        # their bytes.
+        if self.rings[axis - 1] < 3 or row_bytes[0] == row_bytes[1]:
             return
-        before = self.wanted, self.hops
-        there = self._bytes(axis, each)
-        self.wanted = _turned(self.wanted, axis)
-        # Copies make the hops that gradients made the other way, and gradients those of copies.
-        other = self.hops[2] if axis == 2 else [_turned(x, 1) for x in self.hops[2]]
-        self.hops = {1: self.hops[1], 2: other} | {axis: self.hops[axis][::-1]}
-        if self._bytes(axis, each) >= there:
-            self.wanted, self.hops = before
+        unreversed = self.users, self.hops
+        bytes_unreversed = self._bytes(axis, row_bytes)
+        self.users = _turned(self.users, axis)
+        # Reversed, copies make the hops of gradients, and gradients make the hops of copies.
+        inner_hops = self.hops[2] if axis == 2 else [_turned(hops, 1) for hops in self.hops[2]]
+        self.hops = {1: self.hops[1], 2: inner_hops} | {axis: self.hops[axis][::-1]}
+        if self._bytes(axis, row_bytes) >= bytes_unreversed:
+            self.users, self.hops = unreversed
         else:
             self.ways[axis] = -1
 
-    def _bytes(self, axis: int, each: tuple[int, int]) -> int:
-        """Bytes of all hops along an axis. each: bytes per row of a copy, and of a gradient."""
+    def _bytes(self, axis: int, row_bytes: tuple[int, int]) -> int:
+        """Return the bytes of all hops along an axis.
+
+        Args:
+            axis: 1 between nodes, 2 within nodes.
+            row_bytes: Bytes per row of a copy and of a gradient.
+        """
         total = 0
-        for size, hops in zip(each, self.hops[axis], strict=True):
+        for size, hops in zip(row_bytes, self.hops[axis], strict=True):
             of_bundle = hops.sum(axis=tuple(range(1, hops.ndim)), dtype=np.int64)
             total += size * int(self.bundles.rows @ of_bundle)
         return total
 
     def pairs(self) -> Pairs:
-        """What is computed."""
-        owner, step, rows, rank, _ = self._entries(self.wanted)
+        """Return the pairs of all ranks."""
+        owner, step, rows, rank, _ = self._entries(self.users)
         return self.demand.pairs(rank, step, owner, rows)
 
     def within(self, family: str, ring: str, blocks: bool) -> Transfers:
-        """The hops to the next rank of the node. blocks: do gradients land where posted?
+        """Return the hops to the next rank of the node.
 
-        An activation is posted before the step that computes with it: the copy to the next rank
-        travels while this rank computes (BurstEngine Algorithm 1). A gradient is complete only
-        after the step, so it travels beside the next one, a step behind its chunk; when it lands,
-        the receiver has its own part ready.
+        A copy is posted before the step that computes with it: the copy to the next rank travels
+        while this rank computes (BurstEngine, Algorithm 1). A gradient is complete only after the
+        step, so it travels during the next step, one step behind its chunk. When it lands, the
+        receiver's own part is ready.
+
+        Args:
+            family: Family that is sent.
+            ring: Ring whose communicator carries the hops.
+            blocks: Whether gradients land at the boundary where they are posted.
         """
         gradient = family != self.demand.side
         # The partial gradients of the owner's own node stay in it: at outer step 0 the ring of the
-        # node ends at the owner, so nothing of them has to come home from another node.
+        # node ends at the owner, so no other node has a part of them.
         owner, step, rows, src, dst = self._entries(self.moves(2, gradient))
         post = step + gradient
         land = post + (not (gradient and blocks))
         return transfers(family, ring, owner, rows, src, dst, post, land)
 
     def between(self, family: str, blocks: bool) -> Transfers:
-        """The hops to the next node.
+        """Return the hops to the next node.
 
-        A whole outer step to cross the slow link: it hides behind `width` pairs. The last part of a
-        node's sum takes one hop more within the node, if there are any; the sum then crosses during
-        the next outer step.
+        A hop has a whole outer step to cross the slow link, so `width` pairs hide it. The last part
+        of a node's sum takes one more hop within the node, if it has several ranks. The sum then
+        crosses during the next outer step.
         """
         width, gradient = self.rings.intra, family != self.demand.side
-        # Only the first rank of the inner ring crosses, on the owner's rail: the NICs of all ranks
-        # of a node carry something at once, each the chunks of its own index.
+        # Only the first rank of the inner ring sends to the next node, on the owner's rail. So the
+        # NICs of all ranks of a node are busy, each with the chunks of its own index.
         owner, outer, rows, src, dst = self._entries(self.moves(1, gradient))
         post = outer * width + (width + (width > 1) if gradient else 0)
         land = post + (0 if gradient and blocks else width)
         return transfers(family, "inter", owner, rows, src, dst, post, land)
 
-    def _entries(self, which: np.ndarray) -> tuple[np.ndarray, ...]:
-        """The sets [owner, outer, inner] or [owner, outer] of bundles that are not empty, as
-        columns: owner, index in the rest, the set, who has it, and who is next on the last axis.
+    def _entries(self, selected: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Return the bundles that are not empty, as columns.
+
+        Args:
+            selected: bool [owner, outer, inner] or [owner, outer].
+
+        Returns:
+            Owner, flat step, bit set, the rank that has it, and the next rank on the last axis.
         """
         nodes, width = self.rings
-        at, bits = self.bundles.sets(which)
-        owner, rest = np.divmod(at.astype(np.int32), max(1, which.size) // max(1, len(which)))
-        within = which.ndim == 3
-        outer, inner = np.divmod(rest, width) if within else (rest, np.zeros_like(rest))
+        at, bits = self.bundles.sets(selected)
+        owner, step = np.divmod(at.astype(np.int32), max(1, selected.size) // max(1, len(selected)))
+        within = selected.ndim == 3
+        outer, inner = np.divmod(step, width) if within else (step, np.zeros_like(step))
         ranks = (
             (owner // width + self.ways[1] * node) % nodes * width
             + (owner + self.ways[2] * member) % width
             for node, member in ((outer, inner), (outer + 1 - within, inner + within))
         )
-        return owner, rest, bits, *ranks
+        return owner, step, bits, *ranks
 
 
-def _turned(x: np.ndarray, axis: int) -> np.ndarray:
-    """The same ring the other way round, from the same rank on."""
-    return np.roll(np.flip(x, axis), 1, axis)
+def _turned(array: np.ndarray, axis: int) -> np.ndarray:
+    """Return the same ring in the other direction, from the same rank on."""
+    return np.roll(np.flip(array, axis), 1, axis)
 
 
-def _farthest(wanted: np.ndarray) -> np.ndarray:
-    """The last index of the last axis at which something is wanted, 0 if none is."""
-    length = wanted.shape[-1]
-    found = np.zeros(wanted.shape[:-1], dtype=np.min_scalar_type(-length - 1))
-    for index in range(1, length):  # as above, by columns
-        np.putmask(found, wanted[..., index], index)
-    return found
+def _farthest(users: np.ndarray) -> np.ndarray:
+    """Return the last index of the last axis that is used, 0 if none is."""
+    length = users.shape[-1]
+    farthest = np.zeros(users.shape[:-1], dtype=np.min_scalar_type(-length - 1))
+    for index in range(1, length):  # by columns, as in `_Path._hops`
+        np.putmask(farthest, users[..., index], index)
+    return farthest

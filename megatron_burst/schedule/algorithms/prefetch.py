@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways of multicast, but all rows travel before anything waits for them, gradients at the end.
+"""Multicast that sends all rows before ranks compute with them, and all gradients at the end.
 
-Where documents leave one rank more to compute at a step than another, a rank that exchanges rows
-step by step waits for the slowest of every step, though all have as much in total. Here ranks meet
-twice only: copies leave at the first boundaries, those passed on as soon as they are there, and a
-rank that passes rows on computes nothing before. Then come its own chunk and, when all are there,
-those of others: where keys travel, in one call (`execution.joined`). Gradients leave after that,
-are summed on their way back, and are awaited after the own chunk, which in backward comes last. A
-rank holds all rows of others that it sees, and their gradients: for masks that show it few.
+If documents leave one rank more to compute at a step than another, an exchange at every step waits
+for the slowest rank of every step, although all ranks compute equally much in total. Here ranks
+synchronize only twice. Copies leave at the first boundaries, and relayed copies as soon as they
+arrive. A rank that relays rows computes nothing before that. Then it computes with its own chunk
+and, when all copies have arrived, with the chunks of others. If keys are sent, that is one kernel
+call (`execution.joined`).
+
+Gradients leave after that and are summed on their way back. Ranks wait for them after the pair of
+their own chunk, which is the last one in backward. A rank holds all rows of others that it uses,
+and their gradients, so this is for masks with which it uses few.
 """
 
 from __future__ import annotations
@@ -18,16 +21,16 @@ import numpy as np
 
 from ..demand import Demand
 from ..tables import Tables, Transfers
-from .multicast import Ways, tables_of
+from .multicast import MulticastTiming, tables_of
 
 
 def tables(demand: Demand) -> Tables:
-    """Copies first, then all pairs, then gradients."""
-    return tables_of(_Early(demand))
+    """Return tables with all copies first, then all pairs, then all gradients."""
+    return tables_of(_PrefetchTiming(demand))
 
 
-class _Early(Ways):
-    """Every hop takes one boundary: those of copies first, those of gradients after the steps."""
+class _PrefetchTiming(MulticastTiming):
+    """Timing in which every hop takes one boundary: copies first, and gradients after the steps."""
 
     def _steps(self) -> np.ndarray:
         paths = self.paths
@@ -35,33 +38,37 @@ class _Early(Ways):
         land = self._arrivals
         ready = np.zeros((size, size), dtype=np.int32)
         np.maximum.at(ready, (paths.owner[hops.way], hops.dst), land)
-        passes = ~hops.from_owner
-        last = np.zeros(size, dtype=np.int32)  # boundary at which a rank passes something on
-        np.maximum.at(last, hops.src[passes], land[passes] - 1)
-        if self.demand.side == "kv" and self.demand.wanted.joined is not False:
-            others = ~np.eye(size, dtype=bool)  # in one call, when all are there
-            np.maximum(ready, ready.max(axis=0), out=ready, where=others)
+        relays = ~hops.from_owner
+        last = np.zeros(size, dtype=np.int32)  # last boundary at which a rank relays rows
+        np.maximum.at(last, hops.src[relays], land[relays] - 1)
+        if self.demand.side == "kv" and self.demand.visibility.joined is not False:
+            other_ranks = ~np.eye(size, dtype=bool)  # one call, when all copies have arrived
+            np.maximum(ready, ready.max(axis=0), out=ready, where=other_ranks)
         step = np.maximum(ready, last)
-        if self.demand.gradients:  # the own chunk last: gradients travel meanwhile
+        if self.demand.gradients:  # the own chunk is last: gradients travel meanwhile
             np.fill_diagonal(step, 0)
             np.fill_diagonal(step, step.max() + 1)
         return step
 
     @cached_property
     def _arrivals(self) -> np.ndarray:
-        """At which boundary each hop of copies ends."""
+        """Boundary at which each hop of copies ends."""
         paths = self.paths
         hops = paths.hops
         to_peers = np.where(paths.served, paths.of_ranks(paths.depth) + 1, 1)
-        both = to_peers.reshape(-1)[hops.peers], paths.depth.reshape(-1)[hops.gates]
-        return np.concatenate(both).astype(np.int32)
+        arrivals = to_peers.reshape(-1)[hops.peers], paths.depth.reshape(-1)[hops.gates]
+        return np.concatenate(arrivals).astype(np.int32)
 
     def copies(self) -> Transfers:
         hops, land = self.paths.hops, self._arrivals
         return self._transfers(False, hops, hops.src, hops.dst, land - 1, land)
 
     def gradients(self) -> Transfers:
-        """The farthest gates send first; a gate that adds waits for them when it sends."""
+        """Return the transfers of gradients.
+
+        The farthest gates send first. A gate waits for their gradients at the boundary at which it
+        sends.
+        """
         paths = self.paths
         hops, begin = paths.hops, int(self.step.max())
         end = begin + 1 + int(paths.depth.max(initial=0))

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles: every rank computes the queries of its row of ranks against the keys of its column.
+"""Tiles: each rank computes the queries of its row of ranks with the keys of its column.
 
 Source: Attention2D (arXiv 2503.15758) and Mesh-Attention (arXiv 2512.20968). With b query chunks
-and a key chunks per rank, a * b = G, a chunk reaches b - 1 or a - 1 ranks and not G - 1. Rows and
-columns have two levels here: a chunk crosses once to each node that wants it, to the rank of its
-owner's index, which hands it on within the node. Partial results go back the same way, added up in
-the node before they cross.
+and a key chunks per rank, a * b = G, a chunk goes to b - 1 or a - 1 ranks instead of G - 1. Rows
+and columns have two levels here. A chunk crosses once to each node that uses it, to the rank with
+its owner's index, which relays it within the node. Partial results take the same way back and are
+summed in the node before they cross.
 
-Loses to the rings where compute hides all that they send, since a tile's last partial results have
-no later pairs to hide behind, and on two nodes, or where few rows are seen, gains nothing between
-nodes: the cheapest tile is then a ring in what it sends. It holds more chunks than a ring.
+A tile is slower than the rings if computation hides all that they send, because no later pairs hide
+a tile's last partial results. It gains nothing between two nodes or if few rows are used: the
+cheapest tile then sends what a ring sends. It holds more chunks than a ring.
 
-Decides the order of the pairs, the same for all ranks: `_order`. Everything else follows from it:
-a copy lands when its first pair is due and a partial result leaves after its last. Which grid is
-taken is decided in `tile_shape`.
+This module decides the order of the pairs, which is the same for all ranks (`_order`). All else
+follows from that order: a copy lands for its first pair, and a partial result leaves after its
+last. `tile_shape` decides the grid.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ import numpy as np
 from ..bundles import Bundles
 from ..demand import Demand
 from ..tables import ALL, Pairs, Tables, Transfers, transfers
-from .tile_shape import Shape, chosen, gathers_keys, wanted_by
+from .tile_shape import Shape, chosen, gathers_keys, users_by_place
 
 
 def tables(demand: Demand, *, shape: Shape | None = None) -> Tables:
-    """The tile of a shape, default: the cheapest that holds little enough (`tile_shape.chosen`).
+    """Return the tables of a tile, which do not depend on `demand.side` or on head chunks.
 
-    Neither `demand.side` nor head chunks matter.
+    Args:
+        demand: Demand of the pass.
+        shape: Shape of the tile; default: `tile_shape.chosen`.
     """
     shape = shape or chosen(demand)
     order = _order(shape, gathers_keys(demand.row_bytes))
-    keys = _Family("kv", shape, demand.wanted.keys, order)
-    queries = _Family("query", shape, demand.wanted.queries, order)
+    keys = _TileFamily("kv", shape, demand.visibility.keys, order)
+    queries = _TileFamily("query", shape, demand.visibility.queries, order)
     copies = _chained(np.concatenate([family.first[1:, 0] for family in (queries, keys)]))
     moves = [move for family in (queries, keys) for move in family.copies(copies)]
     partial = [(queries, "out"), (queries, "dquery"), (keys, "dkv")]
@@ -47,38 +49,40 @@ def tables(demand: Demand, *, shape: Shape | None = None) -> Tables:
 
 
 def _order(shape: Shape, keys_first: bool) -> np.ndarray:
-    """The step of each pair: int [query_nodes, query_ranks, key_nodes, key_ranks].
+    """Return the step of each pair: int [query_nodes, query_ranks, key_nodes, key_ranks].
 
-    Indices count from the rank that computes: so many nodes and ranks further back is the owner.
+    Indices count nodes and ranks back from the rank that computes to the owner.
 
-    One family of chunks is gathered first and stays, the other one passes by: each that arrives
-    meets all that are there, its partial result leaves, and with the last one those of the first
-    family are done one after another, the own ones at last. So between nodes, and so within a
-    rank's own node. Half of that node's pairs come before all others, and hide the first hops
-    between nodes, the other half behind all others, and hide the last. The own pair is the first,
-    which no hop delays; for head chunks that run behind others `program` makes it the last.
+    One family of chunks is gathered first and stays, and the other one passes. A passing chunk
+    meets all gathered chunks when it arrives, and then its partial result leaves. With the last
+    passing chunk, the gathered chunks are finished one after another, the rank's own last. This is
+    the order between nodes, and also within a rank's own node. Half of that node's pairs come
+    before all others and hide the first hops between nodes. The other half come after all others
+    and hide the last hops. The own pair is the first, because no hop delays it. For head chunks
+    that start after others, `program` makes it the last.
     """
     if keys_first:
         a, b, ranks_a, ranks_b = shape
         return _order(Shape(b, a, ranks_b, ranks_a), False).transpose(2, 3, 0, 1)
     a, b, ranks_a, ranks_b = shape
-    each = ranks_a * ranks_b
-    early = each // 2
+    pairs_of_node = ranks_a * ranks_b
+    early = pairs_of_node // 2
     j, i = np.ogrid[:ranks_b, :ranks_a]
     steps = np.empty((b, ranks_b, a, ranks_a), dtype=np.int32)
     nodes = _own_last(a, b)
     for query, key in np.ndindex(b, a):
-        # What has just come in is passed on within the node: the rank's own rail brings it first.
+        # Chunks that have just arrived are relayed within the node, so the chunks on the rank's own
+        # rail are the first.
         inner = i * ranks_b + j if key else j * ranks_a + i
-        steps[query, :, key] = 1 + early + nodes[query, key] * each + inner
+        steps[query, :, key] = 1 + early + nodes[query, key] * pairs_of_node + inner
     own = _own_last(ranks_a, ranks_b)
-    steps[0, :, 0] = 1 + np.where(own < early, own, own + (a * b - 1) * each)
+    steps[0, :, 0] = 1 + np.where(own < early, own, own + (a * b - 1) * pairs_of_node)
     steps[0, 0, 0, 0] = 0
     return steps
 
 
 def _own_last(a: int, b: int) -> np.ndarray:
-    """The order over b query chunks, which are gathered, and a key chunks: [b, a], from 0 on."""
+    """Return the order of the pairs of b gathered query chunks and a key chunks: [b, a]."""
     query, key = np.ogrid[:b, :a]
     place = np.where(key == 0, query - 1, b - 1 + (key - 1) * b + (query - 1) % b)
     place[0, 0] = a * b - 1
@@ -86,81 +90,113 @@ def _own_last(a: int, b: int) -> np.ndarray:
 
 
 def _chained(lands: np.ndarray) -> dict[int, int]:
-    """Where each is posted that lands there: when the one before it has landed, one at a time."""
+    """Map each landing boundary to its post boundary: the landing of the previous transfer.
+
+    So transfers follow one another.
+    """
     lands = np.unique(lands)
     return dict(zip(lands.tolist(), [0, *lands[:-1].tolist()], strict=False))
 
 
 def _returned(posts: list[np.ndarray], size: int) -> dict[int, int]:
-    """Where each lands that is posted there: when the next is posted, the last at the end."""
+    """Map each post boundary to its landing boundary: the next post, or the end for the last."""
     order = np.unique(np.concatenate([[], *posts])).astype(np.int64)
     ends = np.append(order[1:], np.maximum(size, order[-1:] + 1))
     return dict(zip(order.tolist(), ends.tolist(), strict=True))
 
 
-class _Family:
-    """Keys or queries: who gets which rows of each chunk, and when.
+class _TileFamily:
+    """Keys or queries: the ranks that receive rows of each chunk, and the times.
 
-    there: int32 [G, nodes, ranks], from an owner the rank so many nodes and ranks further along;
-    back: the owner of what that rank's chunk is to it. rows: the bit set that `there` wants. first,
-    last: int [nodes, ranks], the steps of the first and last pair with such a chunk.
+    Attributes:
+        receivers: int32 [G, nodes, ranks], from an owner: the rank that many nodes and ranks
+            further along.
+        back: Inverse of `receivers`: the owner of the chunk that a rank has at this distance.
+        rows: int64, bit set of the rows that a receiver uses.
+        first: int [nodes, ranks], step of the first pair with such a chunk.
+        last: int [nodes, ranks], step of the last pair with such a chunk.
     """
 
     def __init__(self, name: str, shape: Shape, bundles: Bundles, order: np.ndarray):
-        others = (0, 1) if name == "kv" else (2, 3)
-        self.name, self.first, self.last = name, order.min(axis=others), order.max(axis=others)
+        other_axes = (0, 1) if name == "kv" else (2, 3)
+        self.name, self.first, self.last = (
+            name,
+            order.min(axis=other_axes),
+            order.max(axis=other_axes),
+        )
         rank = np.arange(bundles.size, dtype=np.int32).reshape(-1, 1, 1)
-        self.there, u, v = _moved(rank, shape, name, 1)
+        self.receivers, u, v = _moved(rank, shape, name, 1)
         self.back, *_ = _moved(rank, shape, name, -1)
-        self.rows = bundles.bits(wanted_by(bundles, shape, name))[rank, u, v]
+        self.rows = bundles.bits(users_by_place(bundles, shape, name))[rank, u, v]
 
     @property
     def gathered(self) -> np.ndarray:
-        """When a node's sum is complete: the parts of its other ranks take one step [nodes]."""
+        """Boundary at which each node's sum is complete, [nodes].
+
+        The parts of the node's other ranks take one step to its gate.
+        """
         return np.maximum(self.last[:, 0] + 1, (self.last[:, 1:] + 2).max(axis=1, initial=0))
 
     def copies(self, crossing: dict[int, int]) -> list[Transfers]:
-        """To the rank of the owner's index in each node, and from there to others of the node.
+        """Return the copies to each node's rank on the owner's rail, and from there to its peers.
 
-        A copy travels beside the pairs of the one before it. crossing: by boundary where it lands.
+        A copy travels during the pairs of the copy before it.
+
+        Args:
+            crossing: Post boundary of each landing boundary, between nodes.
         """
         post = np.array([crossing.get(land, 0) for land in self.first[:, 0].tolist()])
-        # Posted to the second rank of a node when the first one has its copy, and so on.
-        each = np.concatenate([self.first[:, :1], self.first[:, :-1]], axis=1)
-        each[0] = _one_by_one(self.first[0])
-        return self._hops(self.name, (post, self.first[:, 0]), (each, self.first))
+        # The copy to the second rank of a node is posted when the first rank has its copy, etc.
+        posts = np.concatenate([self.first[:, :1], self.first[:, :-1]], axis=1)
+        posts[0] = _one_by_one(self.first[0])
+        return self._hops(self.name, (post, self.first[:, 0]), (posts, self.first))
 
     def returns(self, partial: str, crossing: dict[int, int]) -> list[Transfers]:
-        """The way back, after the last pair. crossing: by boundary where it is posted."""
+        """Return the transfers of partial results, after their last pair.
+
+        Args:
+            partial: Family of partial results.
+            crossing: Landing boundary of each post boundary, between nodes.
+        """
         post = self.gathered
         land = np.array([crossing.get(at, 0) for at in post.tolist()])
         return self._hops(partial, (post, land), (self.last + 1, self.last + 2), home=True)
 
     def _hops(self, family: str, between, within, home: bool = False) -> list[Transfers]:
-        """between, within: where they are posted and land, each [nodes] and [nodes, ranks]."""
-        gate = self.there[:, :, 0]
+        """Return transfers between nodes and within them.
+
+        Args:
+            family: Family that is sent.
+            between: Post and landing boundaries between nodes, each [nodes].
+            within: Post and landing boundaries within nodes, each [nodes, ranks].
+            home: Whether the transfers go back to the owners.
+        """
+        gate = self.receivers[:, :, 0]
         node = np.bitwise_or.reduce(self.rows, axis=2)
-        node[:, 0] = 0  # of the owner's own node: handed to its peers below, without crossing
+        node[:, 0] = 0  # rows for the owner's own node do not cross; they are sent below
         owner, u = np.nonzero(node)
-        ends, times = (owner, gate[owner, u]), (at[u] for at in between)
+        ends, times = (owner, gate[owner, u]), (boundaries[u] for boundaries in between)
         parts = [_transfers(family, "inter", owner, node[owner, u], ends, home, times)]
         rows = self.rows.copy()
-        rows[:, :, 0] = 0  # the gate has them from the hop above
+        rows[:, :, 0] = 0  # the gate receives its rows on the hop above
         owner, u, v = np.nonzero(rows)
-        ends, times = (gate[owner, u], self.there[owner, u, v]), (at[u, v] for at in within)
+        ends, times = (
+            (gate[owner, u], self.receivers[owner, u, v]),
+            (boundaries[u, v] for boundaries in within),
+        )
         return [*parts, _transfers(family, "intra", owner, rows[owner, u, v], ends, home, times)]
 
 
-class _Place(NamedTuple):
-    """Ranks, and the coordinates in which they differ from the rank they are counted from."""
+class _TilePosition(NamedTuple):
+    """Ranks, and their coordinates along the axis of the family."""
 
     rank: np.ndarray
     node: np.ndarray
     member: np.ndarray
 
 
-def _moved(rank: np.ndarray, shape: Shape, name: str, way: int) -> _Place:
-    """The ranks so many nodes and ranks from `rank` on, along columns for keys, else along rows."""
+def _moved(rank: np.ndarray, shape: Shape, name: str, way: int) -> _TilePosition:
+    """Return the ranks at each distance from `rank`, in its column for keys, else in its row."""
     a, b, ranks_a, ranks_b = shape
     node, index = np.divmod(rank, ranks_a * ranks_b)
     (row, column), (i, j) = np.divmod(node, b), np.divmod(index, ranks_b)
@@ -171,11 +207,14 @@ def _moved(rank: np.ndarray, shape: Shape, name: str, way: int) -> _Place:
         _, u, v = np.ogrid[:1, :b, :ranks_b]
         column, j = (column + way * u) % b, (j + way * v) % ranks_b
     moved = (row * b + column) * (ranks_a * ranks_b) + i * ranks_b + j
-    return _Place(moved.astype(np.int32), *((row, i) if name == "kv" else (column, j)))
+    return _TilePosition(moved.astype(np.int32), *((row, i) if name == "kv" else (column, j)))
 
 
 def _one_by_one(lands: np.ndarray) -> np.ndarray:
-    """Where what lands there is posted: when the one before it has landed; [0] is nobody's."""
+    """Return post boundaries for landing boundaries: the landing of the previous transfer.
+
+    Entry [0] is not a transfer.
+    """
     posts = np.zeros_like(lands)
     order = 1 + np.argsort(lands[1:], kind="stable")
     posts[order[1:]] = lands[order[:-1]]
@@ -186,14 +225,14 @@ def _transfers(family, ring, owner, rows, ends, home, times) -> Transfers:
     return transfers(family, ring, owner, rows, *(reversed(ends) if home else ends), *times)
 
 
-def _pairs(demand: Demand, order: np.ndarray, queries: _Family, keys: _Family) -> Pairs:
-    """All that see something; the row sets are those of the two chunks by themselves."""
-    wanted, size = demand.wanted, demand.grid.size
+def _pairs(demand: Demand, order: np.ndarray, queries: _TileFamily, keys: _TileFamily) -> Pairs:
+    """Return all pairs that attend, with the row sets of their two chunks."""
+    visibility, size = demand.visibility, demand.grid.size
     q, k = queries.back.reshape(size, -1, 1), keys.back.reshape(size, 1, -1)
     at = np.flatnonzero(demand.visible[q, k])
     rank, tile = np.divmod(at.astype(np.int32), size)
     y, x = np.divmod(tile, keys.back[0].size)
     q, k = q[rank, y, 0], k[rank, 0, x]
-    query_rows = np.where(q == rank, ALL, wanted.queries.bits(wanted.queries.wanted)[q, k])
-    key_rows = np.where(k == rank, ALL, wanted.keys.bits(wanted.keys.wanted)[k, q])
+    query_rows = np.where(q == rank, ALL, visibility.queries.bits(visibility.queries.users)[q, k])
+    key_rows = np.where(k == rank, ALL, visibility.keys.bits(visibility.keys.users)[k, q])
     return Pairs(rank, order.reshape(-1)[tile], q, k, query_rows, key_rows)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both ways round one ring: each chunk in two halves, which travel in opposite directions.
+"""Two rings in opposite directions: each chunk travels in two halves, one per direction.
 
-For ranks with a direct link of their own to each neighbour: each of the two links carries half of
-what the one ring sends over the one link that it uses. At step t a rank meets the first half of the
-chunk of the rank t before it and the second half of that of the rank t behind it; on an even ring
-both halves of the farthest chunk arrive together. Gradients travel on with their rows, a step
-behind, and end at their owner. Rows that cost half as many bytes one way round as the other, or
-fewer, all go that way: half of them the long way would load that link more.
+The algorithm is for ranks with a separate direct link to each neighbour. Each link then carries
+half of what one ring sends over one link. At step t a rank has the first half of the chunk of the
+rank t before it, and the second half of the chunk of the rank t after it. On an even ring both
+halves of the farthest chunk arrive together. Gradients follow their rows one step later and end at
+their owner. If rows cost at most half as many bytes in one direction, both halves take that
+direction: half of the rows in the other direction would load that link more.
 """
 
 from __future__ import annotations
@@ -18,38 +18,39 @@ from ..demand import Demand
 from ..tables import Tables, Transfers, transfers
 from .direct import FlatRing
 
-WAYS = (1, -1)  # to the next rank, to the one before
+WAYS = (1, -1)  # to the next rank, to the previous rank
 
 
 def tables(demand: Demand) -> Tables:
-    """Two rings over all ranks, whatever the links between them."""
+    """Return tables of two rings over all ranks, whatever the links between them."""
     halves = demand.travelling.split(len(WAYS))
-    goes = _ways(demand, halves)
-    ways = [OneWay(demand, halves.where(goes == way), way) for way in WAYS]
-    met = (way.entries(way.wanted) for way in ways)
-    pairs = demand.pairs(*map(np.concatenate, zip(*met, strict=True)))
+    way_of_half = _ways(demand, halves)
+    ways = [OneWay(demand, halves.where(way_of_half == way), way) for way in WAYS]
+    entries = (way.entries(way.users) for way in ways)
+    pairs = demand.pairs(*map(np.concatenate, zip(*entries, strict=True)))
     parts = [way.hops(family) for family in demand.sent_families for way in ways]
     return demand.as_tables(demand.grid.size, pairs, parts, halves)
 
 
 class OneWay(FlatRing):
-    """Hops from neighbour to neighbour, one way round."""
+    """Hops from neighbour to neighbour in one direction."""
 
     def moves(self, family: str) -> np.ndarray:
-        """Bool [bundle, step]: which bundles, or their gradients, go on to the next rank?
+        """Return a bool [bundle, step] that is true for rows of a family that are sent on.
 
-        A copy while a rank further along wants it, a gradient from the first rank on that adds.
+        A copy is sent on while a rank further along uses it, a gradient from the first rank that
+        adds to it.
         """
         if family != self.demand.side:
-            return np.logical_or.accumulate(self.wanted, axis=1)
-        later = np.flip(np.logical_or.accumulate(np.flip(self.wanted, axis=1), axis=1), axis=1)
+            return np.logical_or.accumulate(self.users, axis=1)
+        later = np.flip(np.logical_or.accumulate(np.flip(self.users, axis=1), axis=1), axis=1)
         return np.pad(later[:, 1:], ((0, 0), (0, 1)))
 
     def hops(self, family: str) -> Transfers:
-        """The hops to the next rank this way.
+        """Return the hops to the next rank in this direction.
 
-        A copy travels beside the step that computes with it. A gradient is complete only after the
-        step, so it travels beside the next one; when it lands, the receiver has its own part ready.
+        A copy travels during the step before its use. A gradient is complete only after the step,
+        so it travels during the next one. When it lands, the receiver's own part is ready.
         """
         rank, step, owner, rows = self.entries(self.moves(family))
         after, post = (rank + self.way) % self.size, step + (family != self.demand.side)
@@ -57,16 +58,16 @@ class OneWay(FlatRing):
 
 
 def _ways(demand: Demand, halves: Bundles) -> np.ndarray:
-    """Which way each half goes round, [n]."""
+    """Return the direction of each half, [n]."""
     size, side = demand.grid.size, demand.side
     copy, gradient = (getattr(demand.row_bytes, name) for name in (side, "d" + side))
     behind = (halves.owner[:, None] + np.arange(size)) % size
-    wanted = np.take_along_axis(halves.wanted, behind, axis=1)
-    # A copy goes as far as somebody wants it; the gradient from the first of these home. What is
-    # the first rank one way round is the last the other way.
-    first, last = wanted.argmax(axis=1), size - 1 - np.flip(wanted, axis=1).argmax(axis=1)
+    users = np.take_along_axis(halves.users, behind, axis=1)
+    # A copy goes to its last user, and the gradient from the first user to the owner. The first
+    # user in one direction is the last one in the other direction.
+    first, last = users.argmax(axis=1), size - 1 - np.flip(users, axis=1).argmax(axis=1)
     ahead, back = last * copy + (size - first) * gradient, (size - first) * copy + last * gradient
-    goes = np.where(halves.number % len(WAYS), WAYS[1], WAYS[0])
-    goes[2 * ahead <= back] = WAYS[0]
-    goes[2 * back <= ahead] = WAYS[1]
-    return goes
+    ways = np.where(halves.number % len(WAYS), WAYS[1], WAYS[0])
+    ways[2 * ahead <= back] = WAYS[0]
+    ways[2 * back <= ahead] = WAYS[1]
+    return ways

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Algorithms that carry states along chains of pieces: a file and a line here.
+"""Algorithms that carry states along chains of pieces, each with a file and an entry here.
 
-No torch.
+This package needs no torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .hops import Hops, Task
 from .scan import ring, scan
 from .two_level import two_level
 
-# Name -> what makes its table.
+# Each function makes the table of hops of a task.
 SCANS: dict[str, Callable[[Task], Hops]] = {
     "all_gather": all_gather,
     "scan": scan,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LASP-2 (arXiv 2502.07563): the map of each piece goes to every rank that holds a later one.
+"""LASP-2 (arXiv 2502.07563): a piece's map is sent to every rank that holds a later piece.
 
-Decides the way to other nodes: a map crosses to a node once, to one rank that needs it, which hands
-it to the others there in a second round.
+This module decides the way to other nodes. A map crosses to a node once, to one rank that needs it.
+That rank sends it to the others of the node in a second round.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 import numpy as np
 
 from ...layout.layouts import counted
-from .hops import MAP, STATE, WHOLE, Hops, PieceRuns, Task, runs_of, table
+from .hops import ALL_BLOCKS, MAP, STATE, Hops, PieceRuns, Task, runs_of, table
 
 
 def all_gather(task: Task) -> Hops:
-    """At most two rounds, whatever the length of a chain; one where all ranks share a node."""
+    """Return hops in at most two rounds for any chain length; one if all ranks share a node."""
     runs = runs_of(task.chains)
-    run, rank = wanted(runs)
+    run, rank = users_of_maps(runs)
     intra = task.topology.per_node
     run, rank = np.divmod(np.sort(run * task.topology.size + rank), task.topology.size)
     source = runs.rank[run]
     node, home = rank // intra, source // intra
-    # Of the ranks of another node that need it, in turn by source, one takes it for all.
+    # One of the ranks of another node that need a map receives it for all, in turn by source.
     opens = np.append(True, (run[1:] != run[:-1]) | (node[1:] != node[:-1]))[: len(run)]
     begin = np.flatnonzero(opens)
     group = np.cumsum(opens) - 1
@@ -29,32 +29,40 @@ def all_gather(task: Task) -> Hops:
     gate = rank[begin[group] + source % intra % size]
     straight = (node == home) | (rank == gate)
     return table(
-        carried(runs, run, 1 - straight, np.where(straight, source, gate), rank, WHOLE),
+        carried(runs, run, 1 - straight, np.where(straight, source, gate), rank, ALL_BLOCKS),
     )
 
 
-def wanted(runs: PieceRuns) -> tuple[np.ndarray, np.ndarray]:
-    """(run, rank): which rank needs the map of which run: those that hold a later one, once."""
+def users_of_maps(runs: PieceRuns) -> tuple[np.ndarray, np.ndarray]:
+    """Return pairs (run, rank) of a run and a rank that needs its map, without repetition.
+
+    A rank needs the maps of all runs before its last run of the document.
+    """
     rank, begin, count = _lasts(runs)
     run, rank = counted(begin, count), np.repeat(rank, count)
-    others = runs.rank[run] != rank
-    return run[others], rank[others]
+    elsewhere = runs.rank[run] != rank
+    return run[elsewhere], rank[elsewhere]
 
 
-def count_wanted(runs: PieceRuns) -> int:
-    """How many they are at most: ranks that hold a run before the one they need are counted too."""
+def count_users(runs: PieceRuns) -> int:
+    """Return an upper bound on the entries of `users_of_maps`.
+
+    Ranks that hold an earlier run themselves are also counted.
+    """
     return int(_lasts(runs)[2].sum())
 
 
 def _lasts(runs: PieceRuns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For every document on every rank: (rank, first run of the document, how many runs it has
-    before the rank's last).
+    """Return, for each document on each rank, the runs before the rank's last run.
+
+    Returns:
+        Rank, first run of the document, and number of runs before the rank's last.
     """
     ranks = runs.rank.max(initial=0) + 1
     key = runs.document * ranks + runs.rank
-    held, place = np.unique(key[::-1], return_index=True)
-    begin = np.flatnonzero(runs.nth == 0)[held // ranks]
-    return held % ranks, begin, len(runs) - 1 - place - begin
+    pairs, place = np.unique(key[::-1], return_index=True)
+    begin = np.flatnonzero(runs.nth == 0)[pairs // ranks]
+    return pairs % ranks, begin, len(runs) - 1 - place - begin
 
 
 def carried(
@@ -65,9 +73,11 @@ def carried(
     destination: np.ndarray,
     block: np.ndarray | int,
 ) -> tuple:
-    """Hops, as of `table`, that tell what a run does to a state: its map; or, of the first run of a
-    document, the state after it, which every rank can tell that holds it: the state before it is
-    zero, or given to all ranks.
+    """Return the columns of hops for `table` that describe the effect of runs on a state.
+
+    A hop carries the map of the run. For the first run of a document it carries the state after the
+    run instead. Every rank that holds the run can compute that state, because the state before it
+    is zero or is known to all ranks.
     """
     head = runs.nth[run] == 0
     after = runs.last[run] + 1

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts that a state is cut into, so that a scan can send them one behind the other.
+"""The blocks into which a state is cut, so that a scan sends them one after another.
 
-Decides the order of the cuts: equal shares of heads, then of columns (of values), then of rows (of
-keys), which a matrix transition mixes: under it rows stay together.
+This module decides the order of the cuts: equal shares of heads, then of columns (of values), then
+of rows (of keys). A matrix transition mixes rows, so rows are not cut under it.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from math import gcd
 from typing import NamedTuple
 
 
-class Blocks(NamedTuple):
-    """How many equal shares a state [heads, rows, columns] is cut into along each dimension."""
+class StateBlocks(NamedTuple):
+    """The numbers of equal shares of a state [heads, rows, columns] along each dimension."""
 
     sizes: tuple[int, int, int]
     shares: tuple[int, int, int]
 
     @property
     def number(self) -> int:
-        """How many blocks there are."""
+        """Number of blocks."""
         return self.shares[0] * self.shares[1] * self.shares[2]
 
     @property
@@ -29,18 +29,26 @@ class Blocks(NamedTuple):
         return heads, rows, columns
 
     def slices(self, block: int) -> tuple[slice, slice, slice]:
-        """The heads, rows and columns of one; heads vary slowest, rows fastest."""
-        heads, rest = divmod(block, self.shares[1] * self.shares[2])
-        columns, rows = divmod(rest, self.shares[1])
-        found = zip((heads, rows, columns), self.shape, strict=True)
-        h, d, w = (slice(i * each, (i + 1) * each) for i, each in found)
+        """Return the heads, rows and columns of a block; heads vary slowest, rows fastest."""
+        heads, remainder = divmod(block, self.shares[1] * self.shares[2])
+        columns, rows = divmod(remainder, self.shares[1])
+        parts = zip((heads, rows, columns), self.shape, strict=True)
+        h, d, w = (slice(i * size, (i + 1) * size) for i, size in parts)
         return h, d, w
 
 
-def cut(blocks: int, heads: int, rows: int, columns: int, mixes: bool) -> Blocks:
-    """A state in so many blocks; mixes: does the transition mix its rows?
+def cut(blocks: int, heads: int, rows: int, columns: int, mixes: bool) -> StateBlocks:
+    """Return a state in `blocks` equal blocks.
 
-    Raises ValueError where heads, columns and rows have no such shares.
+    Args:
+        blocks: Number of blocks.
+        heads: Heads of the state.
+        rows: Rows of the state.
+        columns: Columns of the state.
+        mixes: Whether the transition mixes rows.
+
+    Raises:
+        ValueError: Heads, columns and rows cannot be divided that way.
     """
     shares = _shares(blocks, heads, rows, columns, mixes)
     if shares is None:
@@ -49,18 +57,18 @@ def cut(blocks: int, heads: int, rows: int, columns: int, mixes: bool) -> Blocks
             f"{' of whole columns' * mixes}; of the numbers up to 64 these work: "
             f"{able(64, heads, rows, columns, mixes)}"
         )
-    return Blocks((heads, rows, columns), shares)
+    return StateBlocks((heads, rows, columns), shares)
 
 
 def able(most: int, heads: int, rows: int, columns: int, mixes: bool) -> list[int]:
-    """All numbers of blocks, up to `most`, into which `cut` cuts such a state."""
+    """Return all numbers of blocks up to `most` into which `cut` cuts such a state."""
     return [n for n in range(1, most + 1) if _shares(n, heads, rows, columns, mixes)]
 
 
 def _shares(
     blocks: int, heads: int, rows: int, columns: int, mixes: bool
 ) -> tuple[int, int, int] | None:
-    """Shares of heads, rows and columns, or None."""
+    """Return the shares of heads, rows and columns, or None."""
     if blocks < 1:
         return None
     of_heads = gcd(blocks, heads)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an algorithm of the state scan is: a table of hops over all ranks.
+"""The table of an algorithm of the state scan: hops over all ranks.
 
-A piece i changes a state to map_i(S) = A_i S + B_i; the state that enters it is that which leaves
-the piece before it, zero or an initial state where its document begins. A hop carries either a
-state that enters a piece or the map of a run of pieces; which it is, and when, is all that
-algorithms decide. The executor runs the table, the simulator times it, the byte counter adds it up.
+A piece i changes a state to map_i(S) = A_i S + B_i. The state that enters a piece is the one that
+leaves the piece before it, or the zero or initial state at the start of its document. A hop carries
+either a state that enters a piece or the map of a run of pieces. Algorithms decide only which of
+the two, and when. The executor runs the table, the simulator times it, and the byte counter adds it
+up.
 """
 
 from __future__ import annotations
@@ -17,16 +18,24 @@ from ...layout.pieces import Chains
 from ..topology import Topology
 
 STATE, MAP = 0, 1
-WHOLE = -1
+ALL_BLOCKS = -1
 
 
 class Hops(NamedTuple):
-    """One hop per entry, int64 [hops] each, sorted by `round`; rounds count from 0, none is empty.
+    """The hops, one per entry, int64 [hops] each, sorted by `round`.
 
-    In a round every rank sends and receives at once, and what it sends it has from earlier rounds.
-    kind: STATE, that which enters piece `first`; or MAP, that of pieces `first` to `last`, one
-    after the other, all of one document. block: which of `blocks` parts of the state, or of the map
-    as far as this part needs it; WHOLE for all of it. What the parts are: `blocks.cut`.
+    In a round all ranks send and receive at once, and they send what they have from earlier rounds.
+
+    Attributes:
+        round: Round of the hop, from 0; no round is empty.
+        source: Rank that sends.
+        destination: Rank that receives.
+        kind: STATE for the state that enters piece `first`; MAP for the composed map of pieces
+            `first` to `last`, which are of one document.
+        first: First piece.
+        last: Last piece.
+        block: Index of the block of the state (`blocks.cut`), or of the map as far as this block
+            needs it; ALL_BLOCKS for all of it.
     """
 
     round: np.ndarray
@@ -42,9 +51,12 @@ class Hops(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What an algorithm makes its table of.
+    """The input of an algorithm.
 
-    blocks: into how many parts states are cut, for algorithms that send them in parts.
+    Attributes:
+        chains: Chains of pieces.
+        topology: Placement of the ranks.
+        blocks: Number of blocks of a state, for algorithms that send blocks.
     """
 
     chains: Chains
@@ -53,10 +65,14 @@ class Task(NamedTuple):
 
 
 class PieceRuns(NamedTuple):
-    """Consecutive pieces of a document on one rank as one: int64 [runs] each, in order.
+    """Runs of consecutive pieces of a document on one rank: [runs] each, in order.
 
-    first, last: its pieces; nth: its index among the runs of its document; follows: bool, does
-    another run of this document come after it?
+    Attributes:
+        first: int64, first piece.
+        last: int64, last piece.
+        rank: int64, rank that holds the run.
+        nth: int64, index among the runs of the document.
+        follows: bool, true if another run of the document comes after this one.
     """
 
     first: np.ndarray
@@ -70,12 +86,12 @@ class PieceRuns(NamedTuple):
 
     @property
     def document(self) -> np.ndarray:
-        """int64 [runs]: a number for each document that has pieces, in order."""
+        """Number of the document of each run, in order, int64 [runs]."""
         return np.cumsum(self.nth == 0) - 1
 
 
 def runs_of(chains: Chains) -> PieceRuns:
-    """The runs of pieces between which states change the rank."""
+    """Return the runs of pieces; states change the rank between runs."""
     opens = chains.begins | np.append(True, chains.rank[1:] != chains.rank[:-1])
     first = np.flatnonzero(opens)
     count = np.arange(len(first))
@@ -86,15 +102,19 @@ def runs_of(chains: Chains) -> PieceRuns:
 
 
 def table(*parts: tuple) -> Hops:
-    """The hops of all parts; of each part (round, source, destination, kind, first, last, block),
-    which broadcast together. What a rank would send to itself is left out.
+    """Return the hops of all parts, without those from a rank to itself.
+
+    Args:
+        *parts: Round, source, destination, kind, first, last and block, which broadcast together.
     """
     broad = [np.broadcast_arrays(*part) for part in parts]
-    columns = [np.concatenate([x.ravel() for x in column]) for column in zip(*broad, strict=True)]
-    some = columns[1] != columns[2]
-    rounds = columns[0][some]
-    order = np.argsort(rounds.astype(np.min_scalar_type(rounds.max(initial=0))), kind="stable")
-    found = np.flatnonzero(some)[order]
-    columns = [column[found].astype(np.int64, copy=False) for column in columns]
+    columns = [
+        np.concatenate([array.ravel() for array in column]) for column in zip(*broad, strict=True)
+    ]
+    sent = columns[1] != columns[2]
+    rounds = columns[0][sent]
+    by_round = np.argsort(rounds.astype(np.min_scalar_type(rounds.max(initial=0))), kind="stable")
+    order = np.flatnonzero(sent)[by_round]
+    columns = [column[order].astype(np.int64, copy=False) for column in columns]
     dense = np.cumsum(np.bincount(columns[0], minlength=1) > 0) - 1
     return Hops(dense[columns[0]], *columns[1:])

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-Scan of ZeCO (arXiv 2507.01004): the state passes from piece to piece in parts.
+"""All-Scan of ZeCO (arXiv 2507.01004): the state passes from piece to piece in blocks.
 
-A rank receives one part while it sends the part before, so that all ranks are at work after as many
-rounds as there are hops in the chain. Zigzag's chain goes up the ranks and back; the last rank
-holds the pieces on both sides of the turn, which costs no hop.
+A rank receives one block while it sends the block before, so all ranks are busy after as many
+rounds as the chain has hops. Zigzag's chain goes up the ranks and back. The last rank holds the
+pieces on both sides of the turn, which costs no hop.
 
-The ring of LASP (arXiv 2404.02882) is the same in one part: the whole state passes on.
+The ring of LASP (arXiv 2404.02882) is the same with one block: the whole state passes on.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from .hops import STATE, WHOLE, Hops, Task, runs_of, table
+from .hops import ALL_BLOCKS, STATE, Hops, Task, runs_of, table
 
 
 def scan(task: Task) -> Hops:
-    """The hops of `ring`, each in `task.blocks` parts, one round after the other."""
+    """Return the hops of `ring`, each in `task.blocks` blocks, one round after another."""
     runs = runs_of(task.chains)
     to = np.flatnonzero(runs.nth)[:, None]
     block = np.arange(task.blocks)
@@ -26,8 +26,10 @@ def scan(task: Task) -> Hops:
 
 
 def ring(task: Task) -> Hops:
-    """A hop wherever the next piece of a document is on another rank, one after the other."""
+    """Return one hop for each piece whose next piece is on another rank, one after another."""
     runs = runs_of(task.chains)
     to = np.flatnonzero(runs.nth)
     first = runs.first[to]
-    return table((runs.nth[to] - 1, runs.rank[to - 1], runs.rank[to], STATE, first, first, WHOLE))
+    return table(
+        (runs.nth[to] - 1, runs.rank[to - 1], runs.rank[to], STATE, first, first, ALL_BLOCKS)
+    )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of a scan: of states, of maps, of each hop, and what each rank sends.
+"""Bytes of a scan: of states, of maps, of each hop, and the bytes that each rank sends.
 
-Sizes are plain numbers, so no torch is needed. Block by block a map costs what a state does, and
-the part of its transition that such a block needs.
+Sizes are plain numbers, so no torch is needed. A block of a map has the bytes of a block of the
+state, plus the part of the transition that the block needs.
 """
 
 from __future__ import annotations
@@ -12,17 +12,23 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from ..topology import Topology
-from .blocks import Blocks, able, cut
-from .hops import MAP, WHOLE, Hops
+from .blocks import StateBlocks, able, cut
+from .hops import ALL_BLOCKS, MAP, Hops
 
 Form = Literal["none", "scalar", "vector", "matrix"]
 
 
 class ScanSizes(NamedTuple):
-    """The states of a scan, [batch, heads, rows, columns], `itemsize` bytes per element.
+    """Sizes of the states of a scan, [batch, heads, rows, columns].
 
-    form: of the transitions: "none" (a state is kept), "scalar" (a factor per head), "vector" (one
-    per row) or "matrix" (rows x rows, which mixes rows).
+    Attributes:
+        batch: Batch size.
+        heads: Heads.
+        rows: Rows of a state (keys).
+        columns: Columns of a state (values).
+        form: Form of the transitions: "none" (a state is unchanged), "scalar" (a factor per head),
+            "vector" (a factor per row) or "matrix" (rows x rows, which mixes rows).
+        itemsize: Bytes per element.
     """
 
     batch: int
@@ -48,29 +54,36 @@ class ScanSizes(NamedTuple):
         return self.state + self.transition
 
     def _transition(self, heads: int, rows: int) -> int:
-        each = {"none": 0, "scalar": 1, "vector": rows, "matrix": self.rows * self.rows}[self.form]
-        return self.batch * heads * each * self.itemsize
+        elements = {"none": 0, "scalar": 1, "vector": rows, "matrix": self.rows * self.rows}[
+            self.form
+        ]
+        return self.batch * heads * elements * self.itemsize
 
-    def cut(self, blocks: int) -> Blocks:
-        """A state in so many blocks; ValueError where there are no equal ones."""
+    def cut(self, blocks: int) -> StateBlocks:
+        """Return a state in `blocks` equal blocks, or raise ValueError if there are none."""
         return cut(blocks, self.heads, self.rows, self.columns, self.form == "matrix")
 
     def numbers(self, most: int) -> list[int]:
-        """All numbers of blocks up to `most` into which a state can be cut."""
+        """Return all numbers of blocks up to `most` into which a state can be cut."""
         return able(most, self.heads, self.rows, self.columns, self.form == "matrix")
 
     def of(self, hops: Hops, blocks: int) -> np.ndarray:
-        """int64 [hops]: bytes of each hop of a table made for so many blocks."""
+        """Return the bytes of each hop of a table for `blocks` blocks, int64 [hops]."""
         heads, rows, _ = self.cut(blocks).shape
-        whole = hops.block == WHOLE
-        state = np.where(whole, self.state, self.state // blocks)
-        transition = np.where(whole, self.transition, self._transition(heads, rows))
+        all_blocks = hops.block == ALL_BLOCKS
+        state = np.where(all_blocks, self.state, self.state // blocks)
+        transition = np.where(all_blocks, self.transition, self._transition(heads, rows))
         return state + np.where(hops.kind == MAP, transition, 0)
 
     def sent(self, hops: Hops, blocks: int, topology: Topology) -> np.ndarray:
-        """int64 [ranks, 2]: bytes that each rank sends within its node, and to other nodes."""
+        """Return the bytes that each rank sends within its node and between nodes.
+
+        The array is int64 [ranks, 2].
+        """
         nodes = topology.per_node
         far = hops.source // nodes != hops.destination // nodes
-        each = self.of(hops, blocks)
-        found = [np.bincount(hops.source[link], each[link], topology.size) for link in (~far, far)]
-        return np.stack(found, axis=1).astype(np.int64)
+        hop_bytes = self.of(hops, blocks)
+        sent = [
+            np.bincount(hops.source[link], hop_bytes[link], topology.size) for link in (~far, far)
+        ]
+        return np.stack(sent, axis=1).astype(np.int64)

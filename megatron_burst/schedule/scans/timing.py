@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a scan takes: a table of hops, played over plain numbers of the links.
+"""The time of a scan: a simulation of a table of hops over idealized links.
 
 Every rank has one NIC per link class, which sends and receives at once. The hops of a round between
-two ranks are one message; the messages of a rank follow one another on its NIC. A rank starts a
-round as soon as it has finished the one before: has sent, received, and folded in what came. Ranks
-that have nothing to do in a round do not wait for it.
+two ranks are one message, and the messages of a rank follow one another on its NIC. A rank starts a
+round when it has finished the one before: when it has sent, received, and combined the received
+maps and states. Ranks that take no part in a round do not wait for it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from .sizes import ScanSizes
 
 
 class Links(NamedTuple):
-    """What a rank's links carry; all ranks are alike.
+    """Speed of the links of every rank.
 
-    intra, inter: bytes per second that a rank sends within its node and between nodes, while it
-    receives as many. intra_latency, inter_latency: seconds that each message takes besides its
-    bytes. combine: bytes of states and maps per second that a rank folds in; inf where that takes
-    no time. posting: seconds of a rank's own time that each round takes to start.
+    Attributes:
+        intra: Bytes per second within a node, in each direction at once.
+        inter: Bytes per second between nodes, in each direction at once.
+        intra_latency: Seconds per message within a node, in addition to its bytes.
+        inter_latency: Seconds per message between nodes, in addition to its bytes.
+        combine: Bytes per second of states and maps that a rank combines; inf if that takes no
+            time.
+        posting: Seconds of a rank's own time to start a round.
     """
 
     intra: float
@@ -35,16 +39,22 @@ class Links(NamedTuple):
     posting: float = 0.0
 
 
-# A GPU's share of NVLink, and of an InfiniBand with one NIC of 200 Gbit/s per GPU; folding in reads
-# two states and writes one, at a third of 1.5 TB/s.
+# A GPU's share of NVLink, and of InfiniBand with one NIC of 200 Gbit/s per GPU. To combine states
+# reads two and writes one, so it has a third of 1.5 TB/s.
 NOMINAL = Links(200e9, 25e9, 5e-6, 10e-6, 500e9)
 
 
 class Messages(NamedTuple):
     """The messages of a table, sorted by round and receiver; arrays [messages].
 
-    leaves: seconds after its sender's start of the round when it has left; lasts: seconds on its
-    NIC, fold: of its receiver's own time.
+    Attributes:
+        round: Round of the message.
+        source: Rank that sends.
+        destination: Rank that receives.
+        far: Whether the message crosses between nodes.
+        leaves: Seconds from its sender's start of the round until the message has left.
+        lasts: Seconds on the NIC.
+        fold: Seconds of the receiver's own time to combine the message.
     """
 
     round: np.ndarray
@@ -59,32 +69,33 @@ class Messages(NamedTuple):
 def scan_seconds(
     hops: Hops, topology: Topology, sizes: ScanSizes, blocks: int, links: Links
 ) -> np.ndarray:
-    """Float [ranks]: when each has all that it receives, and has sent all, if all start at 0."""
+    """Return when each rank has received and sent all messages if all start at 0: float [ranks]."""
     clock = np.zeros(topology.size)
     if not len(hops):
         return clock
-    found = _messages(hops, topology, sizes, blocks, links)
+    messages = _messages(hops, topology, sizes, blocks, links)
 
     opens = np.append(
         True,
-        (found.round[1:] != found.round[:-1]) | (found.destination[1:] != found.destination[:-1]),
+        (messages.round[1:] != messages.round[:-1])
+        | (messages.destination[1:] != messages.destination[:-1]),
     )
     begin = np.flatnonzero(opens)
-    near = np.add.reduceat(np.where(found.far, 0.0, found.lasts), begin)
-    over = np.maximum(near, np.add.reduceat(np.where(found.far, found.lasts, 0.0), begin))
-    fold = np.add.reduceat(found.fold, begin)
-    to = found.destination[begin]
-    rounds = np.arange(found.round[-1] + 2)
-    cuts = np.searchsorted(found.round, rounds).tolist()
-    groups = np.searchsorted(found.round[begin], rounds).tolist()
+    near = np.add.reduceat(np.where(messages.far, 0.0, messages.lasts), begin)
+    over = np.maximum(near, np.add.reduceat(np.where(messages.far, messages.lasts, 0.0), begin))
+    fold = np.add.reduceat(messages.fold, begin)
+    to = messages.destination[begin]
+    rounds = np.arange(messages.round[-1] + 2)
+    cuts = np.searchsorted(messages.round, rounds).tolist()
+    groups = np.searchsorted(messages.round[begin], rounds).tolist()
     for count in range(len(rounds) - 1):
         a, b, g, h = cuts[count], cuts[count + 1], groups[count], groups[count + 1]
-        source, inner = found.source[a:b], begin[g:h] - a
+        source, inner = messages.source[a:b], begin[g:h] - a
         start = clock[source] + links.posting
-        left = start + found.leaves[a:b]
-        came = np.maximum.reduceat(left, inner)
-        came = np.maximum(came, np.minimum.reduceat(start, inner) + over[g:h])
-        after = np.maximum(clock[to[g:h]] + links.posting, came) + fold[g:h]
+        left = start + messages.leaves[a:b]
+        received = np.maximum.reduceat(left, inner)
+        received = np.maximum(received, np.minimum.reduceat(start, inner) + over[g:h])
+        after = np.maximum(clock[to[g:h]] + links.posting, received) + fold[g:h]
         np.maximum.at(clock, source, left)
         clock[to[g:h]] = np.maximum(clock[to[g:h]], after)
     return clock
@@ -97,24 +108,24 @@ def _messages(
     key = (hops.round * ranks + hops.source) * ranks + hops.destination
     key, message = np.unique(key, return_inverse=True)
     size = np.bincount(message.ravel(), sizes.of(hops, blocks))
-    rest, destination = np.divmod(key, ranks)
-    count, source = np.divmod(rest, ranks)
+    round_and_source, destination = np.divmod(key, ranks)
+    count, source = np.divmod(round_and_source, ranks)
     far = source // topology.per_node != destination // topology.per_node
     lasts = np.where(
         far, links.inter_latency + size / links.inter, links.intra_latency + size / links.intra
     )
-    leaves = _running(lasts, far, rest)
+    leaves = _running(lasts, far, round_and_source)
     order = np.argsort(count * ranks + destination, kind="stable")
     columns = (count, source, destination, far, leaves, lasts, size / links.combine)
     return Messages(*(column[order] for column in columns))
 
 
 def _running(lasts: np.ndarray, far: np.ndarray, sender: np.ndarray) -> np.ndarray:
-    """Running sums over the messages of a sender, each link class for itself; sorted by sender."""
-    found = np.empty(len(lasts))
+    """Return running sums over the messages of a sender, per link class; sorted by sender."""
+    sums = np.empty(len(lasts))
     for link in (~far, far):
-        mine, who = np.cumsum(lasts[link]), sender[link]
-        opens = np.append(True, who[1:] != who[:-1])[: len(who)]
-        before = (mine - lasts[link])[opens]
-        found[link] = mine - before[np.cumsum(opens) - 1]
-    return found
+        total, senders = np.cumsum(lasts[link]), sender[link]
+        opens = np.append(True, senders[1:] != senders[:-1])[: len(senders)]
+        before = (total - lasts[link])[opens]
+        sums[link] = total - before[np.cumsum(opens) - 1]
+    return sums

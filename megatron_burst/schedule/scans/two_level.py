@@ -1,27 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Within nodes maps, between nodes states, and all NICs of a node at work.
+"""Two-level scan: maps within nodes, states between nodes, with all NICs of a node in use.
 
-Runs of a chain that lie in one node are a segment of it. Every block of the state has its rank in
-each node: to it go the blocks of all maps of the node's segments, from node to node it passes the
-block of the state on, and it tells each piece of its node the block of the state that enters there.
-So a rank sends about two states within its node, and one over all NICs of a node together between
-nodes, however many ranks a node has.
+The runs of a chain in one node are a segment of it. Each node has one rank for every block of the
+state. That rank receives the block of all maps of the node's segments, and sends the block of the
+state on to the next node. It also sends each piece of its node the block of the state that enters
+there. So a rank sends about two states within its node. All NICs of a node together send one state
+to the next node, for any number of ranks.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from .all_gather import carried, wanted
-from .hops import STATE, WHOLE, Hops, PieceRuns, Task, runs_of, table
+from .all_gather import carried, users_of_maps
+from .hops import ALL_BLOCKS, STATE, Hops, PieceRuns, Task, runs_of, table
 
-FEW = 4  # with at most this many runs in a node, sending each map to all that need it costs no more
+DIRECT_RUNS = 4  # up to this many runs in a node, sending each map to all its users costs no more
 
 
 def two_level(task: Task) -> Hops:
-    """Blocks go from node to node one round after the other, as many at once as a node has ranks.
+    """Return the hops of a two-level scan.
 
-    Of a document with few pieces, all in one node, maps go straight to the ranks that need them.
+    Blocks move from node to node in consecutive rounds, as many at once as a node has ranks. If a
+    document has few pieces in one node, its maps go directly to the ranks that need them.
     """
     runs = runs_of(task.chains)
     intra = task.topology.per_node
@@ -30,22 +31,22 @@ def two_level(task: Task) -> Hops:
     segment = _within(np.cumsum(crosses), runs)  # of its document
     document = runs.document
     runs_in, segments_in = np.bincount(document), np.bincount(document, crosses)
-    straight = ((runs_in <= FEW) & (segments_in == 0))[document]
+    straight = ((runs_in <= DIRECT_RUNS) & (segments_in == 0))[document]
 
-    run, rank = wanted(PieceRuns(*(column[straight] for column in runs)))
+    run, rank = users_of_maps(PieceRuns(*(column[straight] for column in runs)))
     run = np.flatnonzero(straight)[run]
-    gathered = carried(runs, run, 0, runs.rank[run], rank, WHOLE)
+    gathered = carried(runs, run, 0, runs.rank[run], rank, ALL_BLOCKS)
 
     block = np.arange(task.blocks)
     lane, wave = block % intra, block // intra
-    told = np.flatnonzero(runs.follows & ~straight)[:, None]
-    lanes = node[told] * intra + lane
-    maps = carried(runs, told, 0, runs.rank[told], lanes, block)
+    sending = np.flatnonzero(runs.follows & ~straight)[:, None]
+    lanes = node[sending] * intra + lane
+    maps = carried(runs, sending, 0, runs.rank[sending], lanes, block)
 
-    into = np.flatnonzero(crosses)[:, None]
-    before, here = (node[x] * intra + lane for x in (into - 1, into))
-    first = runs.first[into]
-    between = (segment[into] + wave, before, here, STATE, first, first, block)
+    entries = np.flatnonzero(crosses)[:, None]
+    before, gates = (node[x] * intra + lane for x in (entries - 1, entries))
+    first = runs.first[entries]
+    between = (segment[entries] + wave, before, gates, STATE, first, first, block)
 
     to = np.flatnonzero((runs.nth > 0) & ~straight)[:, None]
     ready = segment[to] + np.where(segment[to] > 0, wave, 0) + 1
@@ -55,5 +56,5 @@ def two_level(task: Task) -> Hops:
 
 
 def _within(count: np.ndarray, runs: PieceRuns) -> np.ndarray:
-    """A running count of all runs, counted from 0 in each document."""
+    """Return a running count of all runs, counted from 0 in each document."""
     return count - count[runs.nth == 0][runs.document]

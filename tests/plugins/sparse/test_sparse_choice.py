@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import megatron_burst as mb
-from megatron_burst.autotune.candidates import Fixed, Workload, on_grid
+from megatron_burst.autotune.candidates import FixedSettings, Workload, on_grid
 from megatron_burst.autotune.pair_counts import pairs_attended, pairs_seen
 from megatron_burst.plugins.testing import in_process
 from megatron_burst.schedule.cost import Sizes
@@ -147,7 +147,7 @@ def test_flops_of_latents_and_bytes_of_chunks():
     sizes = Sizes(S // RANKS, 2, 8, 1, D - W, W, 4, 4, 4, (True, True, True))
     layout = mb.layout.make("striped", cp_size=RANKS)
     workload = Workload(sizes, mb.masks.Full(), layout, attended=TOP_K, latent=True)
-    fixed = Fixed("all_gather", "kv", 1)
+    fixed = FixedSettings("all_gather", "kv", 1)
     (found,) = on_grid(workload, Topology(RANKS, 2), SLOW, fixed)
     flops = S // RANKS * TOP_K * 2 * 8 * 2.0 * (D + W)  # scores of D columns, values of W
     assert found.forward.compute == pytest.approx(flops / 1e9)

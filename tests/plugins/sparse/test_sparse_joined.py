@@ -6,7 +6,7 @@ import sparse_oracle
 import torch
 
 import megatron_burst as mb
-from megatron_burst.autotune.candidates import Fixed, Workload, on_grid
+from megatron_burst.autotune.candidates import FixedSettings, Workload, on_grid
 from megatron_burst.plugins.sparse import indexer, kernels, registry
 from megatron_burst.plugins.testing import in_process
 from megatron_burst.schedule.cost import Sizes
@@ -236,7 +236,7 @@ def test_a_rank_holds_the_keys_of_two_nodes():
     )
     (made,) = groups.ranks[0].cache["works"].values()
     forward, backward = made.schedules[0]
-    assert forward.wanted.joined
+    assert forward.visibility.joined
     for schedule in (forward, backward):
         held = [dry_run(schedule, rank) for rank in range(16)]
         assert max(each.most["kv"] for each in held) <= 2 * 4 + 1
@@ -252,7 +252,7 @@ def seconds(algorithm, grid=(4, 2), memory=1e6, compute=1e12, rates=None):
     workload = Workload(sizes, mb.masks.Full(), layout_of("striped", size), attended=TOP_K,
                         latent=True)  # fmt: skip
     rates = rates or mb.Rates(1e9, 1e9, compute=compute, memory=memory)
-    (found,) = on_grid(workload, Topology(size, grid[1]), rates, Fixed(algorithm, "kv", 1))
+    (found,) = on_grid(workload, Topology(size, grid[1]), rates, FixedSettings(algorithm, "kv", 1))
     return found.forward.compute, found.backward.compute
 
 

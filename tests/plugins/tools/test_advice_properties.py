@@ -13,7 +13,7 @@ from megatron_burst.autotune.candidates import grids as grids_of
 from megatron_burst.autotune.clusters import Cluster
 from megatron_burst.autotune.exchanges import Wires
 from megatron_burst.autotune.places import Nodes, places
-from megatron_burst.autotune.prepared import Prepared
+from megatron_burst.autotune.prepared import PreparedSchedule
 from megatron_burst.autotune.rates import Rates
 from megatron_burst.autotune.select import TIE, best
 from megatron_burst.autotune.simulator import pass_time
@@ -45,14 +45,14 @@ def passes(draw):
     visible = random.random((size, size)) < draw(st.sampled_from([0.4, 1.0]))
     plan = rings.backward(
         draw(st.sampled_from(sorted(ALGORITHMS))), Grid(nodes, ranks),
-        draw(st.sampled_from(SIDES)), wanted=wants.at_random(random, visible),
+        draw(st.sampled_from(SIDES)), visibility=wants.at_random(random, visible),
         row_bytes=SIZES.backward, route=draw(st.sampled_from(ROUTES)),
     )  # fmt: skip
     nics = draw(st.sampled_from([None, 1, 2]))
     shared = None if nics is None else places(Topology(size, ranks), Nodes(ranks, nics))
     wires = Wires(places=shared)
     seconds = np.where(visible, random.integers(1, 9, visible.shape), 0).astype(float)
-    return Prepared(plan, wires), seconds
+    return PreparedSchedule(plan, wires), seconds
 
 
 @st.composite

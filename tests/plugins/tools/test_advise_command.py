@@ -211,8 +211,8 @@ def test_a_table_with_everything(capsys):
     assert main(BASE) == 0
     out, err = capsys.readouterr()
     for words in ("llama3-8b, sequences of 65,536 tokens", "published rates", "tokens/s/GPU", "MFU",
-                  "nine in ten of 13 published runs on H100 took 1 to 1.67 times their "
-                  "forecast at the rate of their kernel (`advise --kernel`)",
+                  "90 % of 13 published runs on H100 took 1 to 1.67 times their forecast if "
+                  "`advise --kernel` names the kernel that runs",
                   "at published rates; `megatron-burst calibrate` narrows it)",
                   "Recommended: row 1", "parallel configurations", "step of row 1",
                   "attention", "memory of row 1", "reserved for CUDA and NCCL", "parameters",
@@ -273,7 +273,7 @@ def test_json_is_all_there_is_on_standard_output(capsys):
         "high": 1.67,
         "cells": 13,
         "gpus": "H100",
-        "provided": " at the rate of their kernel (`advise --kernel`)",
+        "provided": " if `advise --kernel` names the kernel that runs",
     }
     assert set(one["attention"]) == {"algorithm", "window_algorithm", "chunk_algorithm", "kernel",
                                      "side", "layout", "ulysses", "placement", "head_chunks",

@@ -48,8 +48,8 @@ def test_figures_that_no_cluster_has(name, value):
     [({"host_update": 0.0, "overlap": 1.5},
       "host_update 0.0 must be a finite number above 0; overlap 1.5 must be a fraction"),
      ({"nic_of": "neighbour"}, "nic_of 'neighbour' must be one of neighbours, stride"),
-     ({"gpus": 8.0}, "--gpus 8.0 --per-node 8: whole numbers from 1"),
-     ({"per_node": 0}, "--gpus 8 --per-node 0: whole numbers from 1")],
+     ({"gpus": 8.0}, "--gpus 8.0 --per-node 8: both must be integers from 1"),
+     ({"per_node": 0}, "--gpus 8 --per-node 0: both must be integers from 1")],
 )  # fmt: skip
 def test_all_figures_of_a_cluster_are_named(figures, said):
     with pytest.raises(ValueError, match=said):

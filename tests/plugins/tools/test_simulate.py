@@ -12,7 +12,7 @@ from megatron_burst.autotune.clusters import GB, Cluster, gpu
 from megatron_burst.autotune.exchanges import Wires
 from megatron_burst.autotune.host_time import HostTime
 from megatron_burst.autotune.places import Nodes, places
-from megatron_burst.autotune.prepared import Prepared
+from megatron_burst.autotune.prepared import PreparedSchedule
 from megatron_burst.autotune.rates import Rates
 from megatron_burst.autotune.simulator import PassTime, pass_time
 from megatron_burst.plugins.tools.advise.forecast.attention_time import (
@@ -23,7 +23,7 @@ from megatron_burst.plugins.tools.advise.forecast.attention_time import (
 from megatron_burst.plugins.tools.advise.settings import Settings
 from megatron_burst.plugins.tools.advise.shapes.model import Model
 from megatron_burst.schedule import rings
-from megatron_burst.schedule.demand import everything
+from megatron_burst.schedule.demand import all_visible
 from megatron_burst.schedule.sizes import Sizes
 from megatron_burst.schedule.tables import Grid
 from megatron_burst.schedule.topology import Topology
@@ -40,10 +40,10 @@ def rates(intra=1.0, inter=1.0, **more):
 def forward(algorithm, grid, topology, nodes, given, seconds=None):
     """The time of a forward of 16 rows per rank on these nodes."""
     grid = Grid(*grid)
-    plan = rings.forward(algorithm, grid, wanted=everything(grid.size, 16))
+    plan = rings.forward(algorithm, grid, visibility=all_visible(grid.size, 16))
     wires = Wires(places=None if nodes is None else places(topology, nodes))
     seconds = np.zeros((grid.size, grid.size)) if seconds is None else seconds
-    return pass_time(Prepared(plan, wires), SIZES, seconds, given)
+    return pass_time(PreparedSchedule(plan, wires), SIZES, seconds, given)
 
 
 # --- who shares a NIC ----------------------------------------------------------------------

@@ -39,10 +39,10 @@ from ....autotune.candidates import reading, sharing
 from ....autotune.clusters import Cluster
 from ....autotune.exchanges import Wires
 from ....autotune.places import Nodes, places
-from ....autotune.prepared import Prepared
+from ....autotune.prepared import PreparedSchedule
 from ....autotune.simulator import PassTime
 from ....schedule import rings
-from ....schedule.demand import everything
+from ....schedule.demand import all_visible
 from ....schedule.tables import Grid
 from ....schedule.topology import Topology, divisors
 from .account.memory import account, fullest_stages, least_bytes
@@ -73,7 +73,7 @@ RECOMPUTE = ("none", "selective", "full")
 # What of a user's choices holds for Megatron's own too.
 HELD = (*GROUPS, "optimizer_offload", "optimizer_bytes", "distributed_optimizer", "gradients")
 RINGS = 8  # that a search remembers: both passes of the kinds and settings of a few groups
-RingOf = Callable[[Topology, Nodes, int, bool], Prepared]
+RingOf = Callable[[Topology, Nodes, int, bool], PreparedSchedule]
 
 
 @dataclass(frozen=True)
@@ -272,16 +272,16 @@ def attention(
     return AttentionTime.of(passes[0] + exchange[0], passes[1] + exchange[1], exchange)
 
 
-def _ring(topology: Topology, nodes: Nodes, tokens: int, forward: bool) -> Prepared:
+def _ring(topology: Topology, nodes: Nodes, tokens: int, forward: bool) -> PreparedSchedule:
     """The schedule of a pass of a ring in which every rank sends its whole rows round."""
     grid = Grid(topology.inter_size, topology.intra_size)
-    want = everything(topology.ring_size, tokens)
+    want = all_visible(topology.ring_size, tokens)
     schedule = (
-        rings.forward("ring", grid, wanted=want)
+        rings.forward("ring", grid, visibility=want)
         if forward
-        else rings.backward("ring", grid, "kv", wanted=want)
+        else rings.backward("ring", grid, "kv", visibility=want)
     )
-    return Prepared(schedule, Wires(places=places(topology, nodes)))
+    return PreparedSchedule(schedule, Wires(places=places(topology, nodes)))
 
 
 def pairs(lengths: Sequence[int], ranks: int, window: int = 0) -> np.ndarray:

@@ -9,7 +9,7 @@ from ....autotune.prepared import pair_shares
 from ....layout import Layout
 from ....masks import Mask
 from ....schedule import cost, rings
-from ....schedule.demand import wanted
+from ....schedule.demand import visibility_of
 from ....schedule.rings import Schedule
 from ....schedule.tables import Grid
 from ....schedule.topology import Topology
@@ -38,7 +38,7 @@ def imbalance(
     pairs = np.array([[cost.visible_pairs(mask, q, k) for k in spans] for q in spans])
     grid = Grid(topology.inter_size, topology.intra_size)
     # What is seen decides which way rings turn.
-    schedule = rings.forward(algorithm, grid, wanted=wanted(mask, spans, spans))
+    schedule = rings.forward(algorithm, grid, visibility=visibility_of(mask, spans, spans))
     return imbalance_of(schedule, pairs)
 
 

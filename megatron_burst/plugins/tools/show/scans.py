@@ -14,7 +14,7 @@ import numpy as np
 
 from ....layout.pieces import Chains, chains
 from ....schedule.scans import SCANS
-from ....schedule.scans.hops import MAP, WHOLE, Hops, Task
+from ....schedule.scans.hops import ALL_BLOCKS, MAP, Hops, Task
 from ....schedule.tables import Grid
 from ....schedule.topology import Topology
 from ..call_flags import check_positive
@@ -63,7 +63,7 @@ class ScanScene:
         else:
             said = f"s{first}"
         block = int(self.hops.block[hop])
-        return f"{said}.{block}" if block != WHOLE and self.blocks > 1 else said
+        return f"{said}.{block}" if block != ALL_BLOCKS and self.blocks > 1 else said
 
     def counts(self) -> list[str]:
         """How many hops there are, within nodes and between them, of states and of maps."""
@@ -72,7 +72,7 @@ class ScanScene:
             parts = []
             for kind, what in ((False, "states"), (True, "maps")):
                 found = chosen & ((self.hops.kind == MAP) == kind)
-                share = np.where(self.hops.block[found] == WHOLE, 1.0, 1 / self.blocks).sum()
+                share = np.where(self.hops.block[found] == ALL_BLOCKS, 1.0, 1 / self.blocks).sum()
                 if found.any():
                     parts.append(f"{int(found.sum())} hops of {what} ({share:g} whole)")
             if parts:

@@ -23,7 +23,7 @@ from ....layout import Layout, Span
 from ....masks import Cover, Mask
 from ....schedule import cost
 from ....schedule.bundles import spans_of
-from ....schedule.demand import Wanted, everything, wanted
+from ....schedule.demand import Visibility, all_visible, visibility_of
 from ....schedule.dry_run import dry_run
 from ....schedule.rings import Schedule
 from ....schedule.tables import ALL, FAMILIES, Chunk, Grid, Hop, Pair
@@ -54,9 +54,9 @@ class Shards:
         return [self.layout.spans(rank, self.seq_len) for rank in range(self.size)]
 
     @cached_property
-    def wanted(self) -> Wanted:
+    def wanted(self) -> Visibility:
         """Which pairs of shards see something, and which rows of them."""
-        return wanted(self.mask, self.spans, self.spans)
+        return visibility_of(self.mask, self.spans, self.spans)
 
     @cached_property
     def pairs(self) -> np.ndarray:
@@ -272,8 +272,8 @@ class ScheduleScene:
     @cached_property
     def _full(self) -> ScheduleScene:
         """The same pass where every rank sees everything."""
-        rows = everything(self.size, self.shards.lengths[0])
-        return replace(self, plan=replace(self.plan, wanted=rows))
+        rows = all_visible(self.size, self.shards.lengths[0])
+        return replace(self, plan=replace(self.plan, visibility=rows))
 
     @cached_property
     def left_out(self) -> list[Hop]:
@@ -301,7 +301,7 @@ class ScheduleScene:
         other node whose ranks want it.
         """
         bundles, grid = self.plan.travelling, self.plan.grid
-        nodes = np.logical_or.reduce(bundles.wanted.reshape(-1, *grid), axis=2)
+        nodes = np.logical_or.reduce(bundles.users.reshape(-1, *grid), axis=2)
         nodes[np.arange(len(nodes)), bundles.owner // grid.intra] = False
         side, each = self.plan.side, self.plan.row_bytes
         row = getattr(each, side) + getattr(each, "d" + side)

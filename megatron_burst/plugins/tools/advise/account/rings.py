@@ -14,8 +14,8 @@ from .....layout import make
 from .....masks import Causal, Window
 from .....options import ring_algorithm
 from .....schedule import cost
-from .....schedule.demand import Wanted, wanted
-from .....schedule.dry_run import Held, dry_run
+from .....schedule.demand import Visibility, visibility_of
+from .....schedule.dry_run import HeldBuffers, dry_run
 from .....schedule.sizes import Sizes as RowSizes
 from .....schedule.tables import Grid
 from .....schedule.topology import Topology
@@ -26,7 +26,7 @@ ALIGNMENT, ENVELOPE = 16, 40  # bytes, of `comm.packing`: CPU messages only
 
 
 ALL_GRADIENTS = (True, True, True)
-HeldOf = Callable[..., tuple[Held, Held]]  # called as `ring_held`
+HeldOf = Callable[..., tuple[HeldBuffers, HeldBuffers]]  # called as `ring_held`
 CoreOf = Callable[..., Core]  # called as `core_of`
 SHORT = 64  # rows of a rank in the schedule whose buffers are counted, for each chunk of a layout
 
@@ -85,7 +85,7 @@ def on_ring(x: LayerSizes, run: Settings) -> LayerSizes:
 
 
 def joins(sparse: bool) -> bool | None:
-    """Whether all keys that a rank has at a step are one call, as of `Wanted`: those of sparse
+    """Whether all keys that a rank has at a step are one call, as of `Visibility`: those of sparse
     attention are; None: the algorithm decides.
     """
     return True if sparse else None
@@ -139,7 +139,7 @@ def room_bytes(
         travels = ("kv", side, "d" + side)
         chunks = run.sequence_chunks
         longest = (of.chunk_bytes(f) if "kv" in f else of.chunk_bytes(f) // chunks for f in travels)
-        exchanged = max(of.scattered_bytes(run.ulysses, again=True)) * (run.ulysses > 1)
+        exchanged = max(of.scattered_bytes(run.ulysses, resends_q=True)) * (run.ulysses > 1)
         travelled = max(longest) * (run.cp > run.ulysses)  # without a ring nothing goes round
         least = max(travelled, exchanged) + 4 * ALIGNMENT + ENVELOPE
 
@@ -158,7 +158,7 @@ def _row_sizes(x: LayerSizes, run: Settings) -> RowSizes:
 def ring_held(
     algorithm: str, layout: str, cp: int, intra: int, side: str, wire: bool, packed: bool,
     joined: bool | None = None, before: int | None = None, host: bool = False,
-) -> tuple[Held, Held]:  # fmt: skip
+) -> tuple[HeldBuffers, HeldBuffers]:  # fmt: skip
     """The most that any rank takes in forward and in backward, of shards of `SHORT` rows. joined:
     as `joins` says; before: how many of these rows before its own a query sees, None: all. host:
     keys of other ranks are in host memory, from which no call takes several chunks in forward.
@@ -167,16 +167,16 @@ def ring_held(
     grid = Grid(cp // intra, intra)
     shards = [make(layout, cp_size=cp).spans(rank, cp * SHORT) for rank in range(cp)]
     mask = Causal() if before is None else Window(before, 0)
-    seen = wanted(mask, shards, shards, joined)
+    seen = visibility_of(mask, shards, shards, joined)
     sizes = RowSizes(SHORT, 1, 4, 1, 8, 8, 2, 4, 4, ALL_GRADIENTS)
     ranks = sorted({0, cp // 2, cp - 1})
     return most_held(algorithm, grid, seen, sizes, side, ranks, wire=wire, packed=packed, host=host)
 
 
 def most_held(
-    algorithm: str, grid: Grid, seen: Wanted, sizes: RowSizes, side: str, ranks: Sequence[int],
+    algorithm: str, grid: Grid, seen: Visibility, sizes: RowSizes, side: str, ranks: Sequence[int],
     *, wire: bool, packed: bool, host: bool = False,
-) -> tuple[Held, Held]:  # fmt: skip
+) -> tuple[HeldBuffers, HeldBuffers]:  # fmt: skip
     """The most that any of these ranks takes in forward and in backward."""
     name = ring_algorithm(algorithm)
     one_by_one = replace(seen, joined=False) if host else seen

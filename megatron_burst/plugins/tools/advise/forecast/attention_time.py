@@ -24,13 +24,13 @@ from .....autotune.clusters import Cluster
 from .....autotune.exchanges import Wires
 from .....autotune.pair_counts import pairs_attended, pairs_seen
 from .....autotune.places import Nodes, places
-from .....autotune.prepared import Prepared
+from .....autotune.prepared import PreparedSchedule
 from .....autotune.rates import Rates
 from .....layout import make
 from .....masks import Causal, Window
 from .....options import ring_algorithm
 from .....schedule.cost import backward_schedule, forward_schedule, ring_spans
-from .....schedule.demand import row_cuts, wanted
+from .....schedule.demand import row_chunk_spans, visibility_of
 from .....schedule.sizes import Sizes
 from .....schedule.tables import Grid
 from .....schedule.topology import Topology
@@ -75,8 +75,8 @@ class RingPasses(NamedTuple):
     """
 
     pairs: np.ndarray
-    forward: Prepared
-    backward: Prepared
+    forward: PreparedSchedule
+    backward: PreparedSchedule
 
 
 def sizes_of(model: Model, run: Settings) -> Sizes:
@@ -125,19 +125,19 @@ def made(ring: RingKey) -> RingPasses:
     mask = Window(ring.window - 1, 0) if ring.window else Causal()
     queries = spans = ring_spans(layout, topology, ring.seq)
     if ring.chunks > 1:
-        *_, (_, queries, _) = row_cuts(layout, topology, ring.seq, ring.chunks)
+        *_, (_, queries, _) = row_chunk_spans(layout, topology, ring.seq, ring.chunks)
     grid = Grid(topology.ring_size // ring.inner, ring.inner)
-    want = wanted(mask, queries, spans, ring.joined)
+    want = visibility_of(mask, queries, spans, ring.joined)
     wires = Wires(places=places(topology, ring.nodes))
     name, sizes, route = ring.algorithm, ring.sizes, ring.route
     brought = want
     if ring.host:
-        brought = replace(wanted(mask, spans, spans, False), queries=want.queries)
+        brought = replace(visibility_of(mask, spans, spans, False), queries=want.queries)
     forward = forward_schedule(name, grid, brought, sizes, route=route)
     backward = backward_schedule(name, grid, want, sizes, side=ring.side, route=route)
     most = ring.attended
     pairs = pairs_attended(mask, spans, most) if most else pairs_seen(mask, spans)
-    return RingPasses(pairs, Prepared(forward, wires), Prepared(backward, wires))
+    return RingPasses(pairs, PreparedSchedule(forward, wires), PreparedSchedule(backward, wires))
 
 
 def without_links(rates: Rates) -> Rates:
@@ -231,7 +231,7 @@ def attention_time(
         topology, sizes, rates, passes.pairs, chunks, ring.nodes, sparse=latent, latent=latent
     )
 
-    def timed(prepared: Prepared, work: PassWork, rates: Rates) -> simulator.PassTime:
+    def timed(prepared: PreparedSchedule, work: PassWork, rates: Rates) -> simulator.PassTime:
         return simulator.pass_time(
             prepared, sizes, work.pair_seconds, rates, run.head_chunks, least=work.call_seconds,
             adding=work.adding,

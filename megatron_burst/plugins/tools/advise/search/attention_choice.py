@@ -13,7 +13,7 @@ from functools import cache, cached_property, partial
 from typing import Any
 
 from .....autotune import select
-from .....autotune.candidates import Candidate, Fixed, GridSchedules, Workload, grids
+from .....autotune.candidates import Candidate, FixedSettings, GridSchedules, Workload, grids
 from .....autotune.clusters import Cluster
 from .....autotune.places import Nodes
 from .....autotune.rates import Rates
@@ -126,7 +126,7 @@ class AttentionForecast:
         if key not in self._kinds:
             mask = Window(window - 1, 0)
             work = Workload(sizes_of(self.model, run), mask, self.layout(run))
-            shared = Fixed(None, run.side, run.head_chunks)
+            shared = FixedSettings(None, run.side, run.head_chunks)
             grid, nodes = topology_of(self.cluster, run), self.cluster.nodes(run.tp)
             taken = select.fastest(work, [grid], self.cluster.rank_rates(), shared, nodes)
             self._kinds[key] = ring_algorithm(taken.algorithm)
@@ -207,10 +207,10 @@ class AttentionForecast:
         """Which positions each rank holds."""
         return make(run.layout, cp_size=run.cp)
 
-    def _fixed(self) -> Fixed:
+    def _fixed(self) -> FixedSettings:
         sparse = self.model.indexer is not None
         algorithm, side = (self.pinned.get(name, "auto") for name in ("algorithm", "side"))
-        return Fixed(
+        return FixedSettings(
             None if algorithm == "auto" else ring_algorithm(algorithm),
             "kv" if sparse else None if side == "auto" else side,
             1 if sparse else self.pinned.get("head_chunks"),

@@ -22,8 +22,8 @@ from .....autotune.rates import Rates
 from .....layout import Layout, make
 from .....masks import Causal, Documents, Mask, Window
 from .....schedule.cost import ring_spans
-from .....schedule.demand import wanted
-from .....schedule.dry_run import Held
+from .....schedule.demand import visibility_of
+from .....schedule.dry_run import HeldBuffers
 from .....schedule.tables import Grid
 from .....schedule.topology import Topology
 from .....units import tokens_of
@@ -152,7 +152,7 @@ class PackedForecast(AttentionForecast):
         self.lengths = tuple(lengths)
         self.cut: Cut = cut
         self._layouts: dict[tuple[int, int], Layout] = {}
-        self._held: dict[Any, tuple[Held, Held]] = {}
+        self._held: dict[Any, tuple[HeldBuffers, HeldBuffers]] = {}
 
     def step(self, run: Settings) -> StepTime:
         """The time of a step of a run; its tokens and MFU are those of documents, without their
@@ -187,7 +187,7 @@ class PackedForecast(AttentionForecast):
         self, run: Settings, window: int, algorithm: str, _layout: str, size: int, _intra: int,
         side: str, wire: bool, packed: bool, joined: bool | None, _before: int | None,
         _host: bool,
-    ) -> tuple[Held, Held]:  # fmt: skip
+    ) -> tuple[HeldBuffers, HeldBuffers]:  # fmt: skip
         """Same as `ring_held`, of the rank that takes most of all, as no two are alike."""
         key = (run.tp, run.cp, run.ulysses, run.placement, window, algorithm, side, wire, packed)
         if key not in self._held:
@@ -196,8 +196,8 @@ class PackedForecast(AttentionForecast):
             spans = ring_spans(self.layout(run), topology, run.seq)
             grid = Grid(topology.inter_size, topology.intra_size)
             forward, backward = most_held(
-                algorithm, grid, wanted(mask, spans, spans, joined), sizes.shared(run.ulysses),
-                side, range(size), wire=wire, packed=packed,
+                algorithm, grid, visibility_of(mask, spans, spans, joined),
+                sizes.shared(run.ulysses), side, range(size), wire=wire, packed=packed,
             )  # fmt: skip
             of_short = SHORT * size / run.seq
             self._held[key] = forward.scaled(of_short), backward.scaled(of_short)
