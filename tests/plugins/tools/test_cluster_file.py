@@ -81,7 +81,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 
 def test_memory_that_the_reserve_takes_all_of():
     small = replace(clusters.GPUS["h100"], memory=4 * 2**30)
-    with pytest.raises(ValueError, match="--gpu-memory 4 GiB: --reserve 4 GiB leaves none"):
+    with pytest.raises(ValueError, match="--gpu-memory 4 GiB: --reserve 4 GiB leaves no memory"):
         clusters.Cluster(small, 8)
     assert clusters.Cluster(small, 8, reserve=0).room == 4 * 2**30
 
@@ -144,7 +144,7 @@ def test_how_a_figure_was_found_is_beside_it(tmp_path):
 
 def test_a_cluster_by_name():
     assert clusters.Cluster("H100", 8).gpu is clusters.GPUS["h100"]
-    with pytest.raises(ValueError, match="h99: unknown; one of a100-40g, "):
+    with pytest.raises(ValueError, match="h99: unknown; use one of a100-40g, "):
         clusters.Cluster("h99", 8)
 
 
