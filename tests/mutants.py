@@ -507,9 +507,9 @@ MUTANTS = [
     # packing
     Mutant("packing/solver.py", "with_room = self.room >= length", "with_room = self.room >= 0",
            "documents go where there is no room"),
-    Mutant("packing/solver.py", "fits = (more <= self.room[where]) & ", "fits = ",
+    Mutant("packing/solver.py", "fits = (tokens <= self.room[target]) & ", "fits = ",
            "an exchange leaves a micro-batch overfull"),
-    Mutant("packing/solver.py", "self.busy[where] + less)", "self.busy[where])",
+    Mutant("packing/solver.py", "self.busy[target] + attention)", "self.busy[target])",
            "an exchange forgets what the other gets"),
     Mutant("packing/solver.py", "            bins.exchange()\n", "",
            "documents stay where they were put first"),
@@ -521,7 +521,7 @@ MUTANTS = [
            "the first trajectory of a run counts without its prefix"),
     Mutant("plugins/rl/trajectories.py", "held + fresh[i] > capacity", "held + rows[i] > capacity",
            "shared tokens fill a micro-batch twice"),
-    Mutant("packing/work.py", "found += layers *", "found +=", "layers are not counted"),
+    Mutant("packing/work.py", "pairs += layers *", "pairs +=", "layers are not counted"),
     # rows of others, and states
     Mutant("comm/rows.py", "_sums_in(t.dtype) if job.home is not None else t.dtype", "t.dtype",
            "gradients of copies add up in bfloat16"),

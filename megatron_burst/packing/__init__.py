@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing: the documents of a global batch into micro-batches that take equally long.
+"""Packing of the documents of a global batch into micro-batches of equal time.
 
-Above `autotune`, whose rates turn work into seconds, and below `megatron`, which moves the tokens.
+The rates of `autotune` convert work into seconds. `megatron` moves the tokens.
 """
 
 from ..layout.balanced import document_pairs

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which document goes to which micro-batch.
+"""Assignment of documents to micro-batches.
 
-Every micro-batch has the same number of tokens, the capacity: what its documents leave is padding.
-So linear work is the same everywhere, and what has to be made equal is attention. Documents are
-placed longest processing time first; then the busiest micro-batch gives a document to another, or
-exchanges one, for as long as that makes it less busy. All in integers: ranks that pack the same
-documents find the same.
+All micro-batches have the same number of tokens, the capacity. Padding fills the tokens that the
+documents do not use. Linear work is therefore equal, and only attention has to be balanced.
+
+Documents are placed longest processing time first. Then the busiest micro-batch moves a document to
+another micro-batch, or exchanges one with it, while that makes it less busy. All values are
+integers, so that ranks that pack the same documents compute the same packing.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from .work import Work
 
 @dataclass(frozen=True)
 class Packing:
-    """The micro-batches of a step: documents by their index, `places[rank][micro_batch]`.
+    """Micro-batches of a step.
 
-    loads: work of each micro-batch in pairs (see `Work`), int64 [ranks, micro-batches], the linear
-    work of its padding included.
+    Attributes:
+        places: Document indices of each micro-batch, `places[rank][micro_batch]`.
+        loads: Work of each micro-batch in pairs (see `Work`), int64 [ranks, micro-batches]. It
+            includes the linear work of padding.
     """
 
     places: tuple[tuple[tuple[int, ...], ...], ...]
@@ -31,18 +34,18 @@ class Packing:
 
     @property
     def count(self) -> int:
-        """Micro-batches on every rank."""
+        """Number of micro-batches per rank."""
         return len(self.places[0])
 
     @property
     def imbalance(self) -> float:
-        """The busiest micro-batch over their mean."""
+        """Work of the busiest micro-batch over the mean."""
         mean = float(self.loads.mean())
         return float(self.loads.max()) / mean if mean else 1.0
 
     @property
     def slowest(self) -> int:
-        """Work of a step whose micro-batches wait for the busiest one, as in a pipeline."""
+        """Work of a step in which all micro-batches wait for the busiest one, as in a pipeline."""
         return self.count * int(self.loads.max())
 
 
@@ -53,16 +56,24 @@ def pack(
     ranks: int,
     capacity: int,
     multiple: int = 1,
-    given: Sequence[Sequence[int]] = (),
+    original: Sequence[Sequence[int]] = (),
 ) -> Packing:
-    """Documents into micro-batches of `capacity` tokens, the same number on each of `ranks`.
+    """Pack documents into micro-batches of `capacity` tokens.
 
-    lengths: tokens of each document, 1 or more. multiple: the number of micro-batches per rank is
-    one of its multiples. given: documents of each micro-batch in which they came, which is kept
-    where they fit into as few in no other way that is found. There are as few micro-batches as
-    the documents fit into, or one `multiple` more where that is predicted to be faster.
+    The number of micro-batches is the smallest into which the documents fit. One `multiple` more is
+    used if the forecast is faster.
 
-    Raises ValueError for documents longer than the capacity, and for sizes that cannot be.
+    Args:
+        lengths: Tokens of each document, at least 1.
+        work: Cost of the documents.
+        ranks: Number of ranks; all get the same number of micro-batches.
+        capacity: Tokens of a micro-batch.
+        multiple: Divisor of the number of micro-batches per rank.
+        original: Documents of each micro-batch before packing. This assignment is the fallback if
+            the solver finds no other one with the same number of micro-batches.
+
+    Raises:
+        ValueError: A document is longer than the capacity, or an argument is invalid.
     """
     lengths = _checked(lengths, ranks, capacity, multiple)
     attention, linear = work.attention(lengths), capacity * work.token
@@ -74,54 +85,56 @@ def pack(
         if best is not None and bound >= best.slowest:
             return best
         bins = _Bins(lengths, attention, ranks * count, capacity)
-        if bins.fill(given):
+        if bins.fill(original):
             bins.exchange()
-            found = _dealt(bins, ranks, linear)
+            packing = _dealt(bins, ranks, linear)
             if best is not None:
-                return min(best, found, key=lambda packing: packing.slowest)
-            best = found
+                return min(best, packing, key=lambda candidate: candidate.slowest)
+            best = packing
         count += multiple
 
 
 def _checked(lengths: object, ranks: int, capacity: int, multiple: int) -> np.ndarray:
     for name, value in (("ranks", ranks), ("capacity", capacity), ("multiple", multiple)):
-        whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-        if not whole or value < 1:
+        is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+        if not is_integer or value < 1:
             raise ValueError(f"packing: {name} must be an integer from 1 on, got {value!r}")
-    found = np.asarray(lengths)
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+    checked = np.asarray(lengths)
+    if checked.ndim != 1 or (checked.size and checked.dtype.kind not in "iu"):
         raise ValueError(f"packing: lengths must be a sequence of integers, got {lengths!r:.100}")
-    found = found.astype(np.int64)
-    if (found < 1).any():
+    checked = checked.astype(np.int64)
+    if (checked < 1).any():
         raise ValueError(
-            f"packing: documents have 1 token or more, got lengths {found[found < 1][:5].tolist()}"
+            "packing: documents have 1 token or more, got lengths "
+            f"{checked[checked < 1][:5].tolist()}"
         )
-    long = np.flatnonzero(found > capacity)
+    long = np.flatnonzero(checked > capacity)
     if len(long):
-        named = ", ".join(f"document {i} has {found[i]} tokens" for i in long[:5])
-        more = f" and {len(long) - 5} more" if len(long) > 5 else ""
+        listed = ", ".join(f"document {i} has {checked[i]} tokens" for i in long[:5])
+        suffix = f" and {len(long) - 5} more" if len(long) > 5 else ""
         raise ValueError(
-            f"packing: {named}{more}, and a micro-batch {capacity} (--seq-length): cut longer "
-            "documents, or raise it"
+            f"packing: {listed}{suffix}, but a micro-batch has {capacity} "
+            "(--seq-length): cut longer documents, or raise --seq-length"
         )
-    return found
+    return checked
 
 
 class _Bins:
-    """Micro-batches being filled, and what is in them."""
+    """Micro-batches during packing."""
 
     def __init__(self, lengths: np.ndarray, attention: np.ndarray, count: int, capacity: int):
         self.lengths, self.attention = lengths, attention
         self.count, self.capacity = count, capacity
         self.of = np.zeros(len(lengths), np.int64)  # the bin of each document
 
-    def fill(self, given: Sequence[Sequence[int]]) -> bool:
-        """Put every document somewhere; False if no way is found.
+    def fill(self, original: Sequence[Sequence[int]]) -> bool:
+        """Assign every document to a bin. Return False if no assignment fits.
 
-        Each into the least busy one with room, longest processing time first; if that leaves one
-        without room, into the fullest with room, longest first; and else as they came.
+        First each document is placed into the least busy bin with room, longest processing time
+        first. If a document has no room, each is placed into the fullest bin with room, longest
+        first. The last attempt is the original assignment.
         """
-        return self._place(fullest=False) or self._place(fullest=True) or self._take(given)
+        return self._place(fullest=False) or self._place(fullest=True) or self._take(original)
 
     def _place(self, fullest: bool) -> bool:
         self.busy = np.zeros(self.count, np.int64)
@@ -130,19 +143,19 @@ class _Bins:
         for index in np.lexsort((self.attention, self.lengths, first))[::-1]:
             length = self.lengths[index]
             with_room = self.room >= length
-            where = int(np.where(with_room, self.room if fullest else self.busy, _MOST).argmin())
-            if not with_room[where]:
+            target = int(np.where(with_room, self.room if fullest else self.busy, _MOST).argmin())
+            if not with_room[target]:
                 return False
-            self.of[index] = where
-            self.busy[where] += self.attention[index]
-            self.room[where] -= length
+            self.of[index] = target
+            self.busy[target] += self.attention[index]
+            self.room[target] -= length
         return True
 
-    def _take(self, given: Sequence[Sequence[int]]) -> bool:
-        if len(given) > self.count:
+    def _place_original(self, original: Sequence[Sequence[int]]) -> bool:
+        if len(original) > self.count:
             return False
         self.of[:] = -1
-        for index, documents in enumerate(given):
+        for index, documents in enumerate(original):
             self.of[list(documents)] = index
         if (self.of < 0).any():
             return False
@@ -153,11 +166,11 @@ class _Bins:
         return bool((self.room >= 0).all())
 
     def exchange(self) -> None:
-        """Make the busiest bin less busy while one document moved, or exchanged, does.
+        """Make the busiest bin less busy while one moved or exchanged document does so.
 
-        Each round takes what leaves the busier of both the least work: with one of the idlest
-        bins, or with any where those do not help. The loads, sorted, decrease, so the rounds end;
-        they also end where nobody is worth waiting for.
+        Each round chooses the move after which the busier of the two bins has the least work. It
+        tries the idlest bins first, and all bins if those do not help. The sorted loads decrease,
+        so the rounds end. They also end if the busiest bin is within 0.1 % of the mean.
         """
         enough = int(self.busy.sum()) // self.count * 1001 // 1000
         for _ in range(_ROUNDS):
@@ -168,47 +181,50 @@ class _Bins:
             if not (self._improve(top, order[:_IDLEST]) or self._improve(top, order[_IDLEST:-1])):
                 return
 
-    def _improve(self, top: int, others: np.ndarray) -> bool:
-        mine = _some(np.flatnonzero(self.of == top), 64)
-        theirs = _some(np.flatnonzero(np.isin(self.of, others[others != top])), 2048)
-        # The last columns are exchanges for nothing: the document moves.
-        where = np.concatenate([self.of[theirs], others])
-        empty = np.zeros(len(others), np.int64)
-        less, more = (
-            values[mine][:, None] - np.concatenate([values[theirs], empty])
+    def _improve(self, top: int, candidates: np.ndarray) -> bool:
+        own = _sample(np.flatnonzero(self.of == top), 64)
+        foreign = _sample(np.flatnonzero(np.isin(self.of, candidates[candidates != top])), 2048)
+        # The last columns exchange a document for none: the document moves.
+        target = np.concatenate([self.of[foreign], candidates])
+        empty = np.zeros(len(candidates), np.int64)
+        attention, tokens = (
+            values[own][:, None] - np.concatenate([values[foreign], empty])
             for values in (self.attention, self.lengths)
         )
-        after = np.maximum(self.busy[top] - less, self.busy[where] + less)
-        fits = (more <= self.room[where]) & (-more <= self.room[top]) & (where != top)
+        after = np.maximum(self.busy[top] - attention, self.busy[target] + attention)
+        fits = (tokens <= self.room[target]) & (-tokens <= self.room[top]) & (target != top)
         after[~fits] = _MOST
         if not after.size or after.min() >= self.busy[top]:
             return False
-        row, column = divmod(int(after.argmin()), len(where))
-        there = int(where[column])
-        self.of[mine[row]] = there
-        if column < len(theirs):
-            self.of[theirs[column]] = top
-        for place, sign in ((top, 1), (there, -1)):
-            self.busy[place] -= sign * less[row, column]
-            self.room[place] += sign * more[row, column]
+        row, column = divmod(int(after.argmin()), len(target))
+        chosen = int(target[column])
+        self.of[own[row]] = chosen
+        if column < len(foreign):
+            self.of[foreign[column]] = top
+        for place, sign in ((top, 1), (chosen, -1)):
+            self.busy[place] -= sign * attention[row, column]
+            self.room[place] += sign * tokens[row, column]
         return True
 
 
-def _some(documents: np.ndarray, most: int) -> np.ndarray:
-    """At most so many of the documents, evenly out of all: a round looks at no more."""
-    return documents[:: -(-len(documents) // most) or 1]
+def _sample(documents: np.ndarray, limit: int) -> np.ndarray:
+    """Return at most `limit` of the documents, evenly spaced, to bound the time of a round."""
+    return documents[:: -(-len(documents) // limit) or 1]
 
 
 _MOST = np.iinfo(np.int64).max
-_ROUNDS = 400  # of exchange, at most: a bound on time
-_IDLEST = 8  # micro-batches that are asked first
+_ROUNDS = 400  # limit of exchange rounds, which bounds the time
+_IDLEST = 8  # micro-batches that a round tries first
 
 
 def _dealt(bins: _Bins, ranks: int, linear: int) -> Packing:
-    """Bins dealt to ranks, the busiest first, and back and forth: ranks get equal sums too."""
+    """Distribute bins over ranks, the busiest first.
+
+    The direction alternates, so that the ranks get equal sums too.
+    """
     documents: list[list[int]] = [[] for _ in range(bins.count)]
-    for index, where in enumerate(bins.of.tolist()):
-        documents[where].append(index)
+    for index, target in enumerate(bins.of.tolist()):
+        documents[target].append(index)
     order = np.argsort(-bins.busy, kind="stable").reshape(-1, ranks)
     order[1::2] = order[1::2, ::-1].copy()
     places = tuple(tuple(tuple(documents[i]) for i in column) for column in order.T.tolist())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a document costs: pairs of attention, and linear work for each token.
+"""Cost of a document: pairs of attention, and linear work per token.
 
-The unit is one pair (query, key) that see each other in one layer, forward and backward. Counted in
-integers, so that every rank that packs the same documents finds the same; `Work.seconds` turns it
-into a forecast.
+The unit is one visible pair (query, key) of one layer, forward and backward. Work is counted in
+integers, so that all ranks that pack the same documents compute the same packing. `Work.seconds`
+converts work into a forecast.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ import numpy as np
 from ..autotune.rates import BACKWARD, Rates, check_rates
 from ..layout.balanced import CAUSAL, Window, document_pairs
 
-LINEAR_BACKWARD = 2.0  # FLOPs of a linear layer's backward over those of its forward
+LINEAR_BACKWARD = 2.0  # FLOPs of a linear layer's backward per FLOP of its forward
 
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a model.
+    """Work of a model per document, in pairs.
 
-    token: all that is not attention, for each token, padding included, in pairs. windows: (left,
-    right, layers) of each kind of layer: how far its attention sees inside documents, None without
-    a limit. pair_flops: FLOPs of a pair in forward: 2 x (d + d_v) x heads.
+    Attributes:
+        token: Work per token that is not attention, in pairs. Padding has this work too.
+        windows: One (left, right, layers) per kind of layer. left and right limit how many earlier
+            and later tokens of its document a token sees; None for no limit.
+        pair_flops: FLOPs of a pair in forward: 2 x (d + d_v) x heads.
 
-    Raises ValueError that names the value.
+    Raises:
+        ValueError: An attribute is invalid.
     """
 
     token: int = 0
@@ -51,7 +54,16 @@ class Work:
 
     @classmethod
     def of(cls, *, token_flops: float, pair_flops: int, windows: Sequence[Window]) -> Work:
-        """From the FLOPs of a forward. windows: one per layer; token_flops: of all layers."""
+        """Return the work of a model from the FLOPs of its forward.
+
+        Args:
+            token_flops: FLOPs per token of all layers without attention.
+            pair_flops: FLOPs of a pair of one layer.
+            windows: Attention window of each layer.
+
+        Raises:
+            ValueError: `pair_flops` is no positive integer.
+        """
         if type(pair_flops) is not int or pair_flops < 1:
             raise ValueError(f"work: pair_flops must be an integer from 1 on, got {pair_flops!r}")
         kinds = dict.fromkeys(windows, 0)
@@ -62,9 +74,13 @@ class Work:
         return cls(token, tuple((*kind, layers) for kind, layers in kinds.items()), pair_flops)
 
     def attention(self, lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Pairs of each document over all layers, int64 [documents].
+        """Return the pairs of each document over all layers, int64 [documents].
 
-        Raises ValueError if all of them together are more than int64 holds.
+        Args:
+            lengths: Tokens of each document.
+
+        Raises:
+            ValueError: The sum over the documents exceeds int64.
         """
         lengths = np.asarray(lengths, np.int64)
         seen = sum(
@@ -74,18 +90,26 @@ class Work:
         if float((seen * lengths).sum()) >= 2**63:
             raise ValueError(
                 f"work: {len(lengths)} documents of up to {lengths.max()} tokens have more pairs "
-                "over all layers than fit into 64 bits; pack fewer at once"
+                "over all layers than fit into 64 bits; pack fewer documents at once"
             )
-        found = np.zeros(len(lengths), np.int64)
+        pairs = np.zeros(len(lengths), np.int64)
         for left, right, layers in self.windows:
-            found += layers * document_pairs(lengths, (left, right))
-        return found
+            pairs += layers * document_pairs(lengths, (left, right))
+        return pairs
 
     def seconds(self, load: float, rates: Rates, *, ranks: int = 1, link: float = 0.0) -> float:
-        """Forecast of forward and backward of a load in pairs, on `ranks` ranks.
+        """Return the forecast time of a load in seconds, forward and backward.
 
-        link: seconds of its transfers, which run beside the computation. Linear work is taken to
-        run at the rate of attention. Raises ValueError without a compute rate.
+        Linear work is assumed to run at the rate of attention.
+
+        Args:
+            load: Work in pairs.
+            rates: Rates of the cluster.
+            ranks: Number of ranks that share the load.
+            link: Seconds of the transfers, which run concurrently with the computation.
+
+        Raises:
+            ValueError: `rates` has no compute rate.
         """
         check_rates(rates)
         if rates.compute is None:

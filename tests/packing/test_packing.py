@@ -133,7 +133,9 @@ def test_equal_sums_over_ranks_too():
 def test_full_packs_stay_as_they_came_where_nothing_else_fits():
     """Three packs of 10 that only their own documents fill."""
     lengths = [6, 4, 7, 3, 8, 2]
-    packing = pack(lengths, Work(token=1000), ranks=3, capacity=10, given=[[0, 1], [2, 3], [4, 5]])
+    packing = pack(
+        lengths, Work(token=1000), ranks=3, capacity=10, original=[[0, 1], [2, 3], [4, 5]]
+    )
     assert packing.count == 1
     assert {bins[0] for bins in packing.places} == {(0, 1), (2, 3), (4, 5)}
 

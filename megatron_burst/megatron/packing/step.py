@@ -121,7 +121,7 @@ def _repacked(
     lengths = [[number >> 1 for number in numbers] for numbers in of_ranks]
     flat = [length for one in lengths for length in one]
     packing = pack(
-        flat, work, ranks=group.size(), capacity=total, multiple=multiple, given=_given(of_ranks)
+        flat, work, ranks=group.size(), capacity=total, multiple=multiple, original=_given(of_ranks)
     )
     homes = [[number for bin in places for number in bin] for places in packing.places]
     own = [document for sample in samples for document in sample]
