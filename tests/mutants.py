@@ -517,9 +517,9 @@ MUTANTS = [
            "the first rank gets the busiest micro-batch every time"),
     Mutant("layout/balanced.py", "return m * (m - 1) // 2 + (n - m) * (reach or 0)",
            "return m * (m - 2) // 2 + (n - m) * (reach or 0)", "a document has too few pairs"),
-    Mutant("plugins/rl/trajectories.py", " if i > start else (whole[i], rows[i])", "",
+    Mutant("plugins/rl/trajectories.py", " if i > start else (full_work[i], rows[i])", "",
            "the first trajectory of a run counts without its prefix"),
-    Mutant("plugins/rl/trajectories.py", "held + fresh[i] > capacity", "held + rows[i] > capacity",
+    Mutant("plugins/rl/trajectories.py", "used + fresh[i] > capacity", "used + rows[i] > capacity",
            "shared tokens fill a micro-batch twice"),
     Mutant("packing/work.py", "pairs += layers *", "pairs +=", "layers are not counted"),
     # rows of others, and states

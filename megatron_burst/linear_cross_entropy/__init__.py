@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The LM head and its cross-entropy loss as one operation that never holds all logits.
+"""LM head and cross-entropy loss as one operation that never materializes all logits.
 
-Algorithm 3 of BurstEngine (arXiv 2509.19836), corrected: tile by tile, one product makes the
-logits, their softmax gradient replaces them in place, and two products make the gradients.
+The algorithm is Algorithm 3 of BurstEngine (arXiv 2509.19836), corrected. For each tile of tokens
+one product computes the logits, their softmax gradient replaces them in place, and two products
+compute the gradients.
 
-`validate` has the public function; `checks` checks its arguments.
+`validate` contains the public function, `checks` the checks of its arguments.
 """
 
 from __future__ import annotations

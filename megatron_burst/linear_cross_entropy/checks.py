@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the options, tensors, labels and group of `linear_cross_entropy`.
+"""Checks of the options, tensors, labels and group of `linear_cross_entropy`.
 
-Each check yields its reasons, so that one error names everything that is wrong with a call.
+Each check yields its reasons, so that one error lists everything that is wrong with a call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 @dataclass(frozen=True)
 class LossOptions:
-    """The options of a call, which must be the same on all ranks of its group."""
+    """Options of a call; they must be equal on all ranks of its group."""
 
     ignore_index: int = -100
     logit_scale: float = 1.0
@@ -43,7 +43,14 @@ class LossOptions:
 
 
 class OptionRule(NamedTuple):
-    """What an option must be: in words, its kind of number, and which of these are good."""
+    """Requirement on an option.
+
+    Attributes:
+        words: Requirement in words.
+        kind: Kind of number.
+        good: True for the valid numbers of that kind.
+        optional: True if None is valid too.
+    """
 
     words: str
     kind: type
@@ -72,15 +79,15 @@ RULES = {
 
 
 def reasons(options: LossOptions) -> Iterator[str]:
-    """Why these are refused, whatever the tensors are."""
+    """Yield the reasons to refuse the options, independent of the tensors."""
     for name, rule in RULES.items():
         value = getattr(options, name)
         if isinstance(value, torch.Tensor):
             yield _tensor_option(name, value, rule)
         elif not (rule.optional and value is None) and not _follows(value, rule):
-            yield f"{name} must be {rule.words}, got {told(value)}"
+            yield f"{name} must be {rule.words}, got {described(value)}"
     if not (isinstance(options.mode, str) and options.mode in MODES):
-        yield f"mode must be one of {', '.join(MODES)}, got {told(options.mode)}"
+        yield f"mode must be one of {', '.join(MODES)}, got {described(options.mode)}"
     yield from flag("return_argmax", options.return_argmax)
 
 
@@ -89,22 +96,26 @@ def _follows(value: Any, rule: OptionRule) -> bool:
 
 
 def is_number(value: Any, kind: type) -> bool:
-    """Is it of this kind of number, and no boolean?"""
+    """Return True if `value` is of this kind of number and not a bool."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _tensor_option(name: str, value: torch.Tensor, rule: OptionRule) -> str:
-    """A tensor: its gradient would be lost, and to read it would make the device catch up."""
+    """Return the message for an option that is a tensor.
+
+    A tensor is refused because its gradient would be lost, and reading it would synchronize the
+    device.
+    """
     if name == "logit_scale":
         remedy = "multiply hidden by it instead (hidden * logit_scale), which has its gradient"
     else:
         remedy = "pass a number; it gets no gradient"
     learnt = " that requires a gradient" if value.requires_grad else ""
-    return f"{name} must be {rule.words}, got {told(value)}{learnt}: {remedy}"
+    return f"{name} must be {rule.words}, got {described(value)}{learnt}: {remedy}"
 
 
 def plain(options: LossOptions) -> LossOptions:
-    """With Python's own numbers, so that ranks which pass 1 and 1.0 agree."""
+    """Return the options as Python's own numbers, so that ranks that pass 1 and 1.0 agree."""
     numbers = {}
     for name, rule in RULES.items():
         value = getattr(options, name)
@@ -114,13 +125,13 @@ def plain(options: LossOptions) -> LossOptions:
 
 
 def flag(name: str, value: Any) -> Iterator[str]:
-    """Why `value` is no boolean, if it is none."""
+    """Yield a reason if `value` is no bool."""
     if not isinstance(value, bool):
-        yield f"{name} must be True or False, got {told(value)}"
+        yield f"{name} must be True or False, got {described(value)}"
 
 
-def told(value: Any) -> str:
-    """What arrived, in a few words."""
+def described(value: Any) -> str:
+    """Return a short description of a value for messages."""
     if isinstance(value, torch.Tensor):
         return f"a tensor {list(value.shape)} of {value.dtype}"
     if value is None:
@@ -134,7 +145,7 @@ LABELS += (torch.uint8, torch.uint16, torch.uint32)
 
 
 class LossInputs(NamedTuple):
-    """The tensors of a call, as `linear_cross_entropy` has them, and its sink."""
+    """Tensors of a call of `linear_cross_entropy`, and its sink."""
 
     hidden: torch.Tensor
     weight: torch.Tensor
@@ -143,9 +154,16 @@ class LossInputs(NamedTuple):
     sink: Sink | None = None
 
 
-def group(tp_group: Any, sequence_parallel: Any) -> Split:
-    """The group of a call. A ValueError from here stays on this rank: without a group there is no
-    way to tell the others.
+def split_of(tp_group: Any, sequence_parallel: Any) -> Split:
+    """Return the distribution over the group of a call.
+
+    Args:
+        tp_group: Tensor-parallel process group, or None.
+        sequence_parallel: Option of the call; a value that is no bool is refused later.
+
+    Raises:
+        ValueError: The group is invalid. Only this rank raises it: without a group the other ranks
+            cannot be informed.
     """
     if tp_group is not None and not isinstance(tp_group, dist.ProcessGroup):
         hint = ""
@@ -153,21 +171,26 @@ def group(tp_group: Any, sequence_parallel: Any) -> Split:
             hint = ", which is what dist.new_group returns on a rank outside the group"
         raise ValueError(
             "tp_group must be a torch.distributed.ProcessGroup (dist.new_group([0, 1]) or "
-            f"dist.group.WORLD), or None without tensor parallelism, got {told(tp_group)}{hint}"
+            "dist.group.WORLD), or None without tensor parallelism, "
+            f"got {described(tp_group)}{hint}"
         )
     if tp_group is not None and not dist.is_initialized():
         raise ValueError(
-            "tp_group: torch.distributed is not initialized (any more): call "
+            "tp_group: torch.distributed is not initialized: call "
             "dist.init_process_group before, and dist.destroy_process_group after the last call"
         )
-    # What is no bool is refused by `checked`, where the other ranks hear of it.
+    # `checked` refuses a value that is no bool, and informs the other ranks.
     return Split(tp_group, sequence_parallel is True and tp_group is not None)
 
 
 @dataclass(frozen=True)
 class LossRequest:
-    """A checked call. inputs: labels in int64, the mask in the accumulation dtype. options: as
-    Python numbers. facts: what all ranks of the group must agree on.
+    """Checked call.
+
+    Attributes:
+        inputs: Tensors, with labels in int64 and the mask in the accumulation dtype.
+        options: Options as Python numbers.
+        facts: Facts on which all ranks of the group must agree.
     """
 
     inputs: LossInputs
@@ -179,8 +202,9 @@ Checked = TypeVar("Checked", bound=Any)
 
 
 class HeadOperation(Operation[Checked, Checked]):
-    """A call of an operation of the LM head on one rank. The checked request is the plan: exchanges
-    follow from the shapes.
+    """Call of an operation of the LM head on one rank.
+
+    The checked request is the plan, because the exchanges follow from the shapes.
     """
 
     split: Split
@@ -194,7 +218,7 @@ class HeadOperation(Operation[Checked, Checked]):
 
 @dataclass(frozen=True, kw_only=True)
 class LossOperation(HeadOperation[LossRequest]):
-    """A call of `linear_cross_entropy` on one rank; its arguments."""
+    """Call of `linear_cross_entropy` on one rank, with its arguments."""
 
     split: Split
     inputs: LossInputs
@@ -212,20 +236,33 @@ def checked(
     split: Split,
     *,
     labelled: int | None = None,
-    more: Iterable[str] = (),
+    extra: Iterable[str] = (),
 ) -> LossRequest:
     """Return the checked request of a call.
 
-    labelled: how many labels there are where not every row has one; more: further reasons to
-    refuse the call. The facts are those that decide which exchanges a rank takes part in, and a
-    checksum of what the ranks of a group must share. Raises ValueError with all reasons.
+    The facts decide in which exchanges a rank takes part. They include a checksum of the tensors
+    that the ranks of a group must share.
+
+    Args:
+        inputs: Tensors of the call.
+        options: Options of the call.
+        sequence_parallel: Option of the call.
+        split: Distribution over the group.
+        labelled: Number of labels, if some rows have none.
+        extra: Further reasons to refuse the call.
+
+    Raises:
+        ValueError: There are reasons to refuse the call; the message lists all of them.
     """
-    found = [*_kinds(inputs, sequence_parallel)]
-    if not found:
-        found += [*_tensors(inputs, split, labelled), *_vocabulary(options, inputs.weight, split)]
-    _raise([*found, *reasons(options), *more])
+    problems = [*_kinds(inputs, sequence_parallel)]
+    if not problems:
+        problems += [
+            *_tensors(inputs, split, labelled),
+            *_vocabulary(options, inputs.weight, split),
+        ]
+    _raise([*problems, *reasons(options), *extra])
     hidden, weight, labels, mask, sink = inputs
-    # Before any comparison: a narrow type cannot hold ignore_index or the size of the vocabulary.
+    # Cast before comparing: a narrow type cannot hold ignore_index or the vocabulary size.
     labels = labels.to(torch.int64)
     mask = None if mask is None else mask.to(accumulation_dtype(hidden.dtype))
     options = plain(options)
@@ -239,42 +276,43 @@ def checked(
         "sequence_parallel": split.sequence_parallel,
         "options": options,
     }
-    if split.size > 1:  # the header that is gathered next waits for the device anyway
+    if split.size > 1:  # the next all-gather of headers synchronizes the device anyway
         facts["checksum of labels"] = checksum(labels)
         if mask is not None:
             facts["loss_mask"] = f"given, checksum {checksum(mask)}"
     return LossRequest(LossInputs(hidden, weight, labels, mask, sink), options, facts)
 
 
-_SPREAD = 0x1E3779B97F4A7C15  # odd, with bits all over
+_SPREAD = 0x1E3779B97F4A7C15  # odd, with ones spread over all bits
 
 
 def checksum(x: torch.Tensor) -> int:
-    """A sum of the bits of numbers of 4 or 8 bytes, each mixed with its place: another number, or
-    two that changed places, make another sum.
+    """Return a checksum of the bits of numbers of 4 or 8 bytes.
+
+    Each number is mixed with its index. A changed number or two exchanged numbers change the sum.
     """
     bits = x.contiguous().view(torch.int32 if x.element_size() == 4 else torch.int64).reshape(-1)
     mixed = bits + torch.arange(len(bits), device=x.device) * _SPREAD
-    # Not linear: else 1 more at one place would be made up for by less at another.
+    # Nonlinear mixing: in a linear sum a larger number could cancel a smaller one.
     for shift in (30, 27):
         mixed = (mixed ^ (mixed >> shift)) * _SPREAD
     return int(mixed.sum())
 
 
-def _raise(found: list[str]) -> None:
-    if found:
-        raise ValueError("; ".join(found))
+def _raise(problems: list[str]) -> None:
+    if problems:
+        raise ValueError("; ".join(problems))
 
 
 def _kinds(inputs: LossInputs, sequence_parallel: Any) -> Iterator[str]:
-    """Arguments that are no tensors, or tensors of another kind."""
-    wanted = {
+    """Yield the arguments that are no tensors or have the wrong kind."""
+    expected = {
         "hidden": "a torch.Tensor [..., d]",
         "weight": "a torch.Tensor [v, d]",
         "labels": "a torch.Tensor of integers",
         "loss_mask": "a torch.Tensor of numbers shaped like labels, or None",
     }
-    for name, want in wanted.items():
+    for name, requirement in expected.items():
         value = getattr(inputs, name)
         if name == "loss_mask" and value is None:
             continue
@@ -284,12 +322,12 @@ def _kinds(inputs: LossInputs, sequence_parallel: Any) -> Iterator[str]:
                 hint = ": pass its .weight"
             elif value is not None:
                 hint = ": make one with torch.tensor or torch.as_tensor"
-            yield f"{name} must be {want}, got {told(value)}{hint}"
+            yield f"{name} must be {requirement}, got {described(value)}{hint}"
         elif value.layout is not torch.strided:
             yield f"{name} must be dense, got layout {value.layout}: call .to_dense()"
     sink = inputs.sink
     if sink is not None and not all(callable(getattr(sink, x, None)) for x in ("target", "done")):
-        yield f"sink must have the methods target() and done(), or be None, got {told(sink)}"
+        yield f"sink must have the methods target() and done(), or be None, got {described(sink)}"
     yield from flag("sequence_parallel", sequence_parallel)
     refused = torch_features.refusal(torch_features.PACKAGE)
     if refused is not None:
@@ -340,15 +378,18 @@ def _tensors(inputs: LossInputs, split: Split, labelled: int | None) -> Iterator
 
 
 def _vocabulary(options: LossOptions, weight: torch.Tensor, split: Split) -> Iterator[str]:
-    rows, asked = weight.shape[:1].numel() * split.size, options.vocab_size
-    if isinstance(asked, Integral) and asked > rows:
-        yield f"vocab_size must be from 1 to the {rows} rows of the weight, got {asked}"
+    rows, vocab_size = weight.shape[:1].numel() * split.size, options.vocab_size
+    if isinstance(vocab_size, Integral) and vocab_size > rows:
+        yield f"vocab_size must be from 1 to the {rows} rows of the weight, got {vocab_size}"
 
 
 def _labels(
     labels: torch.Tensor, mask: torch.Tensor | None, options: LossOptions, count: int
 ) -> list[str]:
-    """int64 labels outside the vocabulary where they have a weight; on CUDA asserted there."""
+    """Return a reason for labels outside the vocabulary whose weight is not 0.
+
+    On CUDA a device-side assertion checks them.
+    """
     good = (labels == options.ignore_index) | ((labels >= 0) & (labels < count))
     if mask is not None:
         good |= mask == 0
@@ -357,8 +398,8 @@ def _labels(
         return []
     if good.all():
         return []
-    where = "" if mask is None else " where loss_mask is not 0"
+    condition = "" if mask is None else " where loss_mask is not 0"
     return [
-        f"labels must be in [0, {count}) or ignore_index ({options.ignore_index}){where}, got "
+        f"labels must be in [0, {count}) or ignore_index ({options.ignore_index}){condition}, got "
         f"{labels[~good][0].item()}"
     ]

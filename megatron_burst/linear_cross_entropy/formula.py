@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of a token as a function of statistics of its row of logits.
+"""Loss of a token as a function of statistics of its row of logits.
 
-Decides the formula, and how the statistics of tensor-parallel ranks are merged.
+This module owns the formula and the merging of the statistics of tensor-parallel ranks.
 
-A logit is x = scale * h.w, or cap * tanh(scale * h.w / cap). With y the label, over v vocabulary
-rows, and e the label smoothing, the loss is
+A logit is x = scale * h.w, or cap * tanh(scale * h.w / cap). Let y be the label, v the number of
+vocabulary rows and e the label smoothing. The loss is
 
     lse(x) - (1 - e) x_y - e mean(x) + z_loss lse(x)^2
 
-and its derivative by x_j is p_j (1 + 2 z_loss lse) - (1 - e) [j = y] - e / v, p the softmax. This
-is label smoothing as torch has it (the target keeps 1 - e + e / v), and z-loss as PaLM has it
-(arXiv 2204.02311, section 5).
+and its derivative by x_j is p_j (1 + 2 z_loss lse) - (1 - e) [j = y] - e / v, where p is the
+softmax. Label smoothing is defined as in torch: the target keeps 1 - e + e / v. z-loss is defined
+as in PaLM (arXiv 2204.02311, section 5).
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ import torch
 
 @dataclass(frozen=True)
 class Formula:
-    """Constants of the loss; `vocab_size` counts the rows that take part in the softmax."""
+    """Constants of the loss.
+
+    Attributes:
+        vocab_size: Number of vocabulary rows that take part in the softmax.
+        scale: Factor of the logits.
+        softcap: Cap of the logits, or None.
+        z_loss: Coefficient of lse ** 2.
+        smoothing: Label smoothing, from 0 to 1.
+    """
 
     vocab_size: int
     scale: float = 1.0
@@ -32,7 +40,7 @@ class Formula:
     smoothing: float = 0.0
 
     def loss(self, stats: Stats) -> torch.Tensor:
-        """[n], from the statistics of whole rows."""
+        """Return the losses [n] from the statistics of complete rows."""
         lse = stats.lse
         loss = lse - (1 - self.smoothing) * stats.target
         if self.smoothing:
@@ -42,19 +50,24 @@ class Formula:
             loss += self.z_loss * lse.square()
         return loss
 
-    def weight_of_softmax(self, lse: torch.Tensor) -> torch.Tensor | float:
-        """What the softmax is multiplied by in the derivative."""
+    def softmax_factor(self, lse: torch.Tensor) -> torch.Tensor | float:
+        """Return the factor of the softmax in the derivative of the loss."""
         return 1 + 2 * self.z_loss * lse if self.z_loss else 1.0
 
 
 class Stats(NamedTuple):
-    """What is known of n rows of logits, over some vocabulary rows; each [n].
+    """Statistics of n rows of logits over a subset of the vocabulary rows; all tensors are [n].
 
-    lse: log-sum-exp, -inf over none. target: the label's logit where the label is among them,
-    else 0. total: sum of the logits. best, winner: the largest logit and its vocabulary row (as
-    a float: exact up to 2^24), the lowest such row. total, and best and winner, only where asked.
-    peak: the rows hold exp(logit - peak) by now instead of the logits; concerns one rank only.
-    entropy: of the softmax over these rows, where it was asked for.
+    Attributes:
+        lse: Log-sum-exp; -inf over no columns.
+        target: Logit of the label; 0 if the label is not in the subset.
+        total: Sum of the logits, or None if not requested.
+        best: Largest logit, or None if not requested.
+        winner: Lowest vocabulary row with the largest logit, as a float (exact up to 2^24), or
+            None.
+        peak: If not None, the rows contain exp(logit - peak) instead of the logits. It describes
+            one rank's rows and is never merged.
+        entropy: Entropy of the softmax over the subset, or None if not requested.
     """
 
     lse: torch.Tensor
@@ -67,7 +80,10 @@ class Stats(NamedTuple):
 
 
 def merge(parts: list[Stats]) -> Stats:
-    """Statistics over all vocabulary rows from those of the ranks, the same bits on every rank."""
+    """Merge the statistics of all ranks into statistics over all vocabulary rows.
+
+    The result has the same bits on every rank.
+    """
     lse = torch.stack([part.lse for part in parts]).logsumexp(0)
     target = torch.stack([part.target for part in parts]).sum(0)
     total = best = winner = entropy = None
@@ -80,7 +96,7 @@ def merge(parts: list[Stats]) -> Stats:
         winner = winners.where(bests == best, torch.inf).amin(0)
     if parts[0].entropy is not None:
         own = torch.stack([part.entropy for part in parts if part.entropy is not None])
-        less = lse - torch.stack([part.lse for part in parts])  # inf where a rank has no column
-        shares = less.neg().exp_()
-        entropy = (shares * (own + less.where(shares > 0, 0))).sum(0)
+        gap = lse - torch.stack([part.lse for part in parts])  # inf if a rank has no column
+        shares = gap.neg().exp_()
+        entropy = (shares * (own + gap.where(shares > 0, 0))).sum(0)
     return Stats(lse, target, total, best, winner, entropy=entropy)

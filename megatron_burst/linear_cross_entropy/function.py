@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The autograd function: what is computed in forward, what is kept, what backward does with it.
+"""Autograd function of the LM head loss: what forward computes and saves, and how backward uses it.
 
-Single pass: the gradients of sum(weights * loss) are made in forward, where the logits are. Then
-backward needs only a scalar, if the gradient that arrives is that scalar times the weights; that
-is checked, and if it is not so the gradients are computed again for what did arrive. What is to be
-launched depends on that, so the host reads one flag per backward; the device scales the gradients
-meanwhile. Recompute: forward keeps one number per token and backward computes the logits once
-more; the host reads nothing.
+Single pass: forward computes the gradients of sum(weights * loss) while it has the logits. Backward
+then needs only a scalar if the incoming gradient is that scalar times the weights. Backward checks
+this, and recomputes the gradients for the incoming gradient if it is not so. The host has to choose
+between the two, so it reads one flag per backward. Meanwhile the device scales the gradients.
+
+Recompute: forward saves one number per token, and backward computes the logits again. The host
+reads nothing.
 """
 
 from __future__ import annotations
@@ -24,19 +25,26 @@ Gradients = tuple[torch.Tensor | None, torch.Tensor | None]  # of hidden and of 
 
 
 class Sink(Protocol):
-    """Where the weight's gradient goes instead of to autograd, in a backward that asks for it."""
+    """Destination of the weight gradient that replaces autograd, for backwards that need it."""
 
     def target(self) -> torch.Tensor:
-        """The tensor to add to, shaped like the weight."""
+        """Return the tensor to which the gradient is added, shaped like the weight."""
         ...
 
     def done(self) -> torch.Tensor | None:
-        """After it was added to: what autograd shall be given for the weight."""
+        """Return the gradient of the weight for autograd, or None.
+
+        Called after the gradient was added to `target()`.
+        """
         ...
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """hidden [n, d], weight [v, d], labels [p, n], weights [p, n] -> loss, argmax [p, n]."""
+    """Loss of the tokens of this rank's group.
+
+    Inputs are hidden [n, d], weight [v, d], labels [p, n] and weights [p, n]. Outputs are loss [p,
+    n] and argmax [p, n] or None.
+    """
 
     @staticmethod
     def forward(
@@ -55,13 +63,13 @@ class LinearCrossEntropy(torch.autograd.Function):
             dh = torch.empty_like(hidden)
         if single_pass and ctx.needs_input_grad[1]:
             dw = torch.zeros_like(weight, dtype=head.dtype)
-        found = tiled_loop.losses(head, tokens, weights, dh, dw)
+        results = tiled_loop.losses(head, tokens, weights, dh, dw)
         ctx.head, ctx.single_pass, ctx.sink = head, single_pass, sink
-        ctx.save_for_backward(hidden, weight, labels, weights, found.lse, dh, dw)
-        if found.argmax is not None:
-            ctx.mark_non_differentiable(found.argmax)
+        ctx.save_for_backward(hidden, weight, labels, weights, results.lse, dh, dw)
+        if results.argmax is not None:
+            ctx.mark_non_differentiable(results.argmax)
         ctx.set_materialize_grads(False)
-        return found.loss, found.argmax
+        return results.loss, results.argmax
 
     @staticmethod
     @first_order_only("linear_cross_entropy")
@@ -69,33 +77,34 @@ class LinearCrossEntropy(torch.autograd.Function):
         if dloss is None:
             return (None,) * 7
         hidden, weight, labels, weights, lse, dh, dw = ctx.saved_tensors
-        wants_dh, wants_dw = ctx.needs_input_grad[0], _weight_is_asked_for(ctx)
-        dw = dw if wants_dw else None
+        needs_dh, needs_dw = ctx.needs_input_grad[0], _needs_weight_gradient(ctx)
+        dw = dw if needs_dw else None
         tokens, head = Tokens(hidden, weight, labels), ctx.head
-        kept = labels != head.ignore_index
-        dloss = torch.where(kept, dloss, 0)
+        counted = labels != head.ignore_index
+        dloss = torch.where(counted, dloss, 0)
         if ctx.single_pass:
             factor, fits = _factor(dloss, weights)
-            answer = head.split.everywhere(fits)
-            # Before the answer is read: the device has work while the host waits for it.
+            flag = head.split.all_true(fits)
+            # Scale before reading the flag, so that the device has work while the host waits.
             dh, dw = _scaled(dh, dw, factor)
-            if answer.read():
-                return *_delivered(ctx.sink, weight.dtype, dh, dw), *(None,) * 5
+            if flag.read():
+                return *_grads_for_autograd(ctx.sink, weight.dtype, dh, dw), *(None,) * 5
             del dh, dw
             warnings.warn(
-                "linear_cross_entropy: the gradient that arrived is not a multiple of loss_mask, "
-                "so the logits are computed a second time; pass the weights of the tokens as "
+                "linear_cross_entropy: the incoming gradient is not a multiple of loss_mask, so "
+                "backward computes the logits again; pass the weights of the tokens as "
                 "loss_mask, or mode='recompute' if they are unknown in forward",
-                stacklevel=1,  # the caller is torch's engine, whose warnings many leave out
+                stacklevel=1,  # the caller is torch's engine, whose warnings are often filtered
             )
-        return *_recomputed(ctx, tokens, dloss, lse, wants_dh, wants_dw), *(None,) * 5
+        return *_recomputed(ctx, tokens, dloss, lse, needs_dh, needs_dw), *(None,) * 5
 
 
-def _weight_is_asked_for(ctx: Any) -> bool:
-    """Does this backward lead to the weight? Not so in torch.autograd.grad(loss, hidden).
+def _needs_weight_gradient(ctx: Any) -> bool:
+    """Return True if this backward leads to the weight; torch.autograd.grad(loss, hidden) does not.
 
-    `needs_input_grad` says only what could be asked for, and what goes into a sink could not be
-    dropped by torch later. The engine does not tell of leaves: the weight arrives as a view.
+    `needs_input_grad` only shows that a gradient is possible, and torch could not drop what was
+    added to a sink. The engine gives no information about leaves, so the weight is passed as a
+    view.
     """
     if not ctx.needs_input_grad[1]:
         return False
@@ -103,12 +112,15 @@ def _weight_is_asked_for(ctx: Any) -> bool:
 
 
 def _factor(dloss: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(c, is dloss c times the weights?), both 0-d and on the device; up to a few roundings."""
+    """Return the scalar c and a flag for dloss = c * weights up to a few roundings.
+
+    Both results are 0-d tensors on the device.
+    """
     if not weights.numel():
         return dloss.new_zeros(()), torch.ones((), dtype=torch.bool, device=dloss.device)
     dloss, weights = dloss.reshape(-1), weights.reshape(-1)
     at = weights.abs().argmax()
-    largest = weights.take(at)  # as an index, `at` would be read by the host
+    largest = weights.take(at)  # as an index, the host would read `at`
     factor = torch.where(largest == 0, 0, dloss.take(at) / largest)
     expected = factor * weights
     near = (dloss - expected).abs() <= 4 * torch.finfo(dloss.dtype).eps * expected.abs()
@@ -116,18 +128,21 @@ def _factor(dloss: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def _scaled(dh: torch.Tensor | None, dw: torch.Tensor | None, factor: torch.Tensor) -> Gradients:
-    """What forward has made, times the factor; in its own place unless it is needed again."""
-    if _needed_again():
+    """Return the gradients of forward times `factor`, in place unless the graph is used again."""
+    if _keeps_graph():
         dh, dw = (g if g is None else g.mul(factor) for g in (dh, dw))
         return dh, dw
     dh, dw = (g if g is None else g.mul_(factor) for g in (dh, dw))
     return dh, dw
 
 
-def _delivered(
+def _grads_for_autograd(
     sink: Sink | None, dtype: torch.dtype, dh: torch.Tensor | None, dw: torch.Tensor | None
 ) -> Gradients:
-    """What autograd is given: the weight's gradient goes into the sink where there is one."""
+    """Return the gradients for autograd.
+
+    With a sink the gradient of the weight is added to the sink.
+    """
     if dw is None or sink is None:
         return dh, dw if dw is None else dw.to(dtype)
     sink.target().add_(dw)
@@ -139,15 +154,18 @@ def _recomputed(
     tokens: Tokens,
     weights: torch.Tensor,
     lse: torch.Tensor,
-    wants_dh: bool,
-    wants_dw: bool,
+    needs_dh: bool,
+    needs_dw: bool,
 ) -> Gradients:
-    """The gradients for these weights; of the weight straight into the sink where dtypes agree."""
-    sink: Sink | None = ctx.sink if wants_dw else None
-    dh = torch.empty_like(tokens.hidden) if wants_dh else None
+    """Return the gradients of sum(weights * loss).
+
+    The gradient of the weight is accumulated directly in the sink if the dtypes agree.
+    """
+    sink: Sink | None = ctx.sink if needs_dw else None
+    dh = torch.empty_like(tokens.hidden) if needs_dh else None
     dw = None if sink is None else sink.target()
     direct = dw is not None and dw.dtype == ctx.head.dtype
-    if wants_dw and not direct:
+    if needs_dw and not direct:
         dw = torch.zeros_like(tokens.weight, dtype=ctx.head.dtype)
     tiled_loop.gradients(ctx.head, tokens, weights, lse, dh, dw)
     if dw is None or sink is None:
@@ -157,8 +175,8 @@ def _recomputed(
     return dh, sink.done()
 
 
-def _needed_again() -> bool:
-    """Will this graph be used for another backward (retain_graph)? True where torch cannot tell."""
+def _keeps_graph() -> bool:
+    """Return True if backward keeps this graph (retain_graph), or if torch lacks the API."""
     autograd = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
-    tell = getattr(autograd, "_get_current_graph_task_keep_graph", None)
-    return True if tell is None else tell()
+    keeps_graph = getattr(autograd, "_get_current_graph_task_keep_graph", None)
+    return True if keeps_graph is None else keeps_graph()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of logits: their statistics, and their softmax gradient in their own place.
+"""Statistics of rows of logits, and their softmax gradient in place.
 
-Torch operators on any device and dtype; on CUDA `triton_rows` does the same where Triton is
-installed, and `csrc` the gradient wherever it was built. A tile is worked on in blocks of rows
-small enough to stay in a cache, so that nothing of a tile's size is ever allocated here.
+The torch implementation serves every device and dtype. On CUDA `triton_rows` replaces it if Triton
+is installed, and `csrc` computes the gradient if it was built. A tile is processed in blocks of
+rows that fit into a cache, so that no tensor of a tile's size is allocated here.
 
 Shape letters: n rows, v vocabulary rows of this rank.
 """
@@ -23,7 +23,12 @@ BLOCK_BYTES = {"cpu": 1 << 20, "cuda": 1 << 25}
 
 
 class Columns(NamedTuple):
-    """The vocabulary rows of this rank: the number of the first, and how many are no padding."""
+    """Vocabulary rows of this rank.
+
+    Attributes:
+        first: Number of the first row.
+        real: Number of rows without padding.
+    """
 
     first: int
     real: int
@@ -39,14 +44,20 @@ def row_stats(
     consume: bool = False,
     entropy: bool = False,
 ) -> Stats:
-    """Statistics in `dtype` of z [n, v], which holds h.w.
+    """Return the statistics of rows of logits.
 
-    z is left as it is, or, where `consume` allows it and something is gained, it becomes
-    exp(x - peak), x the logits and peak [n] in the result: `softmax_gradient_` goes on from there.
-
-    labels [n]: vocabulary rows counted over all ranks; labels outside this rank's are ignored.
-    entropy: also of the softmax over this rank's columns, 0 where it has none; not with `consume`
-    or label smoothing.
+    Args:
+        z: Products h.w [n, v]. With `consume` they may become exp(x - peak), where x are the logits
+            and peak [n] is in the result; `softmax_gradient_` continues from there.
+        labels: Vocabulary row of each label [n], counted over all ranks. Labels outside this rank's
+            rows are ignored.
+        columns: Vocabulary rows of this rank.
+        formula: Constants of the loss.
+        dtype: Dtype of the statistics.
+        argmax: Also return the largest logit and its vocabulary row.
+        consume: Allow to overwrite z if that saves time.
+        entropy: Also return the entropy of the softmax over this rank's columns, 0 without columns.
+            Not with `consume` or label smoothing.
     """
     assert not entropy or not (consume or formula.smoothing)
     index = labels - columns.first
@@ -54,11 +65,11 @@ def row_stats(
     if _has_triton(z):
         from . import triton_rows
 
-        given = formula.scale, formula.softcap, dtype
-        found = triton_rows.row_stats(z, index, *columns, *given, entropy)
+        logit = formula.scale, formula.softcap, dtype
+        stats = triton_rows.row_stats(z, index, *columns, *logit, entropy)
     else:
-        found = _row_stats(z, index, columns, formula, dtype, argmax, consume, entropy)
-    lse, target, third, best, winner = found
+        stats = _row_stats(z, index, columns, formula, dtype, argmax, consume, entropy)
+    lse, target, third, best, winner = stats
     return Stats(
         lse,
         target,
@@ -79,52 +90,63 @@ def softmax_gradient_(
     formula: Formula,
     peak: torch.Tensor | None = None,
 ) -> None:
-    """Replace z [n, v] by weights [n] times the loss's derivative by h.w.
+    """Replace z [n, v] by weights [n] times the derivative of the loss by h.w.
 
-    z holds h.w, or, with peak [n], what `row_stats` has left. lse [n] is that of whole rows, in
-    the accumulation dtype, like `weights`. Rows of weight 0 become 0 even if they hold NaN.
+    Rows of weight 0 become 0 even if they contain NaN.
+
+    Args:
+        z: Products h.w, or with `peak` the exponentials that `row_stats` left.
+        labels: Vocabulary row of each label [n], counted over all ranks.
+        lse: Log-sum-exp [n] of complete rows, in the accumulation dtype.
+        weights: Weights [n], in the accumulation dtype.
+        columns: Vocabulary rows of this rank.
+        formula: Constants of the loss.
+        peak: Offset [n] of the exponentials, or None.
     """
     index = labels - columns.first
     unused = weights == 0
     weights = weights * formula.scale
-    of_softmax = weights * formula.weight_of_softmax(lse)
+    of_softmax = weights * formula.softmax_factor(lse)
     of_label = -(1 - formula.smoothing) * weights
     of_all = weights * (formula.smoothing / formula.vocab_size)
     if peak is not None:
         of_softmax = of_softmax * (peak - lse).exp_()
     of_softmax = of_softmax.masked_fill(unused, 0)  # lse may be NaN there
     logits_lse = None if peak is not None else lse
-    given = native.LogitGradient(index, logits_lse, of_softmax, of_label, of_all)
-    if native.softmax_gradient_(z, given, columns.real, formula.scale, formula.softcap):
+    gradient = native.LogitGradient(index, logits_lse, of_softmax, of_label, of_all)
+    if native.softmax_gradient_(z, gradient, columns.real, formula.scale, formula.softcap):
         return
     if _has_triton(z):
         from . import triton_rows
 
-        triton_rows.softmax_gradient_(z, given, columns.real, formula.scale, formula.softcap)
+        triton_rows.softmax_gradient_(z, gradient, columns.real, formula.scale, formula.softcap)
     else:
-        _softmax_gradient_(z, given, columns.real, formula)
+        _softmax_gradient_(z, gradient, columns.real, formula)
 
 
 def largest(
     z: torch.Tensor, count: int, columns: Columns, formula: Formula, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[n, count]: the largest logits of this rank's columns and their vocabulary rows, as floats
-    (exact up to 2^24); -inf where there are fewer.
+    """Return the largest logits [n, count] of this rank's columns, and their vocabulary rows.
+
+    Vocabulary rows are floats, exact up to 2^24. Missing logits are -inf.
     """
     values = z.new_full((len(z), count), -torch.inf, dtype=dtype)
-    winners, some = torch.zeros_like(values), min(count, columns.real)
+    winners, available = torch.zeros_like(values), min(count, columns.real)
     for block in _blocks(z):
         x = _logits(z[block, : columns.real], formula, dtype)
-        values[block, :some], index = x.topk(some, 1)
-        winners[block, :some] = (index + columns.first).to(dtype)
+        values[block, :available], index = x.topk(available, 1)
+        winners[block, :available] = (index + columns.first).to(dtype)
     return values, winners
 
 
 class LabelLogits(NamedTuple):
-    """Logits of some places of a tile, and what leads their gradients back to h.w; each [m].
+    """Logits of m labels in a tile, and their derivatives; all tensors are [m].
 
-    place: the columns; logits: 0 in columns of other ranks; slope: derivative of a logit by h.w, 0
-    there too.
+    Attributes:
+        place: Column of each label; any column for labels of other ranks.
+        logits: Logit of each label; 0 for labels of other ranks.
+        slope: Derivative of the logit by h.w; 0 for labels of other ranks.
     """
 
     place: torch.Tensor
@@ -140,10 +162,19 @@ def label_logits(
     formula: Formula,
     dtype: torch.dtype,
 ) -> LabelLogits:
-    """The logits of labels [m] in rows [m] of z [n, v], which holds h.w."""
+    """Return the logits of some labels of a tile.
+
+    Args:
+        z: Products h.w [n, v].
+        rows: Row of each label [m].
+        labels: Vocabulary row of each label [m], counted over all ranks.
+        columns: Vocabulary rows of this rank.
+        formula: Constants of the loss.
+        dtype: Dtype of the logits.
+    """
     if not columns.real:
-        none = torch.zeros_like(labels, dtype=dtype)
-        return LabelLogits(torch.zeros_like(labels), none, none)
+        zeros = torch.zeros_like(labels, dtype=dtype)
+        return LabelLogits(torch.zeros_like(labels), zeros, zeros)
     place, inside = _locate(labels - columns.first, columns.real)
     x = z[rows, place].to(dtype) * formula.scale
     slope = inside.to(dtype) * formula.scale
@@ -163,16 +194,17 @@ def entropy_gradient_(
     columns: Columns,
     formula: Formula,
 ) -> None:
-    """Replace z [n, v], which holds h.w, by of_entropy [n] times the derivative of the row's
-    entropy by h.w, less of_softmax [n] times that of its log-sum-exp.
+    """Replace the products z [n, v] by a gradient of entropy and log-sum-exp by h.w.
 
-    Rows become 0 if both factors are 0, even if they hold NaN.
+    The gradient is of_entropy [n] times the derivative of the row's entropy, minus of_softmax [n]
+    times the derivative of its log-sum-exp. Rows with both factors 0 become 0 even if they contain
+    NaN.
     """
     if _has_triton(z):
         from . import triton_rows
 
-        given = lse, entropy, of_softmax, of_entropy
-        triton_rows.entropy_gradient_(z, *given, columns.real, formula.scale, formula.softcap)
+        factors = lse, entropy, of_softmax, of_entropy
+        triton_rows.entropy_gradient_(z, *factors, columns.real, formula.scale, formula.softcap)
         return
     z[:, columns.real :] = 0
     # -scale p (of_softmax + of_entropy (log p + H)) = p (a + b log p)
@@ -189,40 +221,52 @@ def entropy_gradient_(
         place.copy_(gradient.masked_fill_(unused[block], 0))
 
 
-class RowsOfLogits(NamedTuple):
-    """z [n, v], which holds h.w, and what makes logits of it."""
+class LogitRows(NamedTuple):
+    """Rows of logits as products, with the constants that convert them into logits.
+
+    Attributes:
+        z: Products h.w [n, v].
+        columns: Vocabulary rows of this rank.
+        formula: Constants of the loss.
+    """
 
     z: torch.Tensor
     columns: Columns
     formula: Formula
 
     def block(self, rows: slice, dtype: torch.dtype) -> torch.Tensor:
-        """The logits of some rows, as another tensor."""
+        """Return the logits of some rows as a new tensor."""
         return _logits(self.z[rows, : self.columns.real], self.formula, dtype)
 
 
 def divergence(
-    student: RowsOfLogits,
-    teacher: RowsOfLogits,
+    student: LogitRows,
+    teacher: LogitRows,
     lse: torch.Tensor,
     teacher_lse: torch.Tensor,
     reverse: bool,
 ) -> torch.Tensor:
-    """[n]: this rank's part of KL(teacher || student), or of the reverse; lse [n] are those of
-    whole rows.
+    """Return this rank's part [n] of KL(teacher || student), or of KL(student || teacher).
+
+    Args:
+        student: Rows of the student.
+        teacher: Rows of the teacher.
+        lse: Log-sum-exp [n] of complete rows of the student.
+        teacher_lse: Log-sum-exp [n] of complete rows of the teacher.
+        reverse: True for KL(student || teacher).
     """
-    found = torch.zeros_like(lse)
+    parts = torch.zeros_like(lse)
     for block in _blocks(student.z):
         log_p = student.block(block, lse.dtype).sub_(lse[block, None])
         log_q = teacher.block(block, lse.dtype).sub_(teacher_lse[block, None])
         first, second = (log_p, log_q) if reverse else (log_q, log_p)
-        found[block] = (first - second).mul_(first.exp()).sum(1)
-    return found
+        parts[block] = (first - second).mul_(first.exp()).sum(1)
+    return parts
 
 
 def divergence_gradient_(
-    student: RowsOfLogits,
-    teacher: RowsOfLogits,
+    student: LogitRows,
+    teacher: LogitRows,
     lse: torch.Tensor,
     teacher_lse: torch.Tensor,
     kl: torch.Tensor,
@@ -231,7 +275,7 @@ def divergence_gradient_(
 ) -> None:
     """Replace the student's z by weights [n] times the derivative of its divergence kl [n].
 
-    Rows of weight 0 become 0 even if they hold NaN.
+    Rows of weight 0 become 0 even if they contain NaN.
     """
     z, columns, formula = student
     z[:, columns.real :] = 0
@@ -251,7 +295,7 @@ def divergence_gradient_(
 
 
 def _logits(z: torch.Tensor, formula: Formula, dtype: torch.dtype) -> torch.Tensor:
-    """The logits of z, which holds h.w, as another tensor."""
+    """Return the logits of the products z as a new tensor."""
     x = z.to(dtype) * formula.scale
     return x if formula.softcap is None else (x / formula.softcap).tanh_().mul_(formula.softcap)
 
@@ -266,22 +310,23 @@ def _row_stats(
     consume: bool = False,
     entropy: bool = False,
 ) -> torch.Tensor:
-    """[5, n]: lse, target, total or entropy, best, winner; the last three only where they are
-    wanted.
+    """Return [5, n]: lse, target, total or entropy, best, winner.
+
+    The last three are only computed if they are requested.
     """
     lse, target, third, best, winner = out = z.new_zeros((5, len(z)), dtype=dtype)
     if not columns.real:  # all padding
         lse.fill_(-torch.inf)
         best.fill_(-torch.inf)
         return out
-    where, inside = _locate(index, columns.real)
+    place, inside = _locate(index, columns.real)
     for block in _blocks(z):
         x = z[block, : columns.real].to(dtype)
         if formula.scale != 1.0:
             x = x.mul_(formula.scale) if consume else x * formula.scale
         if formula.softcap is not None:
             x = (x / formula.softcap).tanh_().mul_(formula.softcap)
-        target[block] = x.gather(1, where[block, None])[:, 0] * inside[block]
+        target[block] = x.gather(1, place[block, None])[:, 0] * inside[block]
         if formula.smoothing:
             torch.sum(x, 1, out=third[block])
         if argmax or consume:
@@ -307,20 +352,20 @@ def _row_stats(
 
 
 def _softmax_gradient_(
-    z: torch.Tensor, given: native.LogitGradient, real: int, formula: Formula
+    z: torch.Tensor, gradient: native.LogitGradient, real: int, formula: Formula
 ) -> None:
-    index, lse, of_softmax, of_label, of_all = given
+    index, lse, of_softmax, of_label, of_all = gradient
     z[:, real:] = 0
     if not real:
         return
-    where, inside = _locate(index, real)
+    place, inside = _locate(index, real)
     unused = ((of_softmax == 0) & (of_label == 0) & (of_all == 0))[:, None]
     of_label = of_label * inside
     for block in _blocks(z):
-        place = z[block, :real]
-        x = place.to(of_softmax.dtype)  # z itself, unless its dtype is a low one
+        target = z[block, :real]
+        x = target.to(of_softmax.dtype)  # z itself unless its precision is lower
         slope = None
-        if lse is not None:  # else the exponentials are there
+        if lse is not None:  # otherwise z holds the exponentials
             if formula.scale != 1.0:
                 x.mul_(formula.scale)
             if formula.softcap is not None:
@@ -331,21 +376,27 @@ def _softmax_gradient_(
         x.mul_(of_softmax[block, None])
         if formula.smoothing:
             x.sub_(of_all[block, None])
-        x.scatter_add_(1, where[block, None], of_label[block, None])
+        x.scatter_add_(1, place[block, None], of_label[block, None])
         if slope is not None:
             x.mul_(slope)
         x.masked_fill_(unused[block], 0)
-        if x.dtype != place.dtype:
-            place.copy_(x)
+        if x.dtype != target.dtype:
+            target.copy_(x)
 
 
 def _locate(index: torch.Tensor, real: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The column of each label, some valid column where it has none, and whether it has one."""
+    """Return the column of each label, and a mask of the labels that have one.
+
+    A label without a column gets some valid column.
+    """
     return index.clamp(0, real - 1), (index >= 0) & (index < real)
 
 
 def _first_equal(x: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-    """[n], the lowest column that equals best [n]; the first column of rows that hold a NaN."""
+    """Return the lowest column [n] that equals best [n].
+
+    Rows with a NaN get the first column.
+    """
     return (x == best[:, None]).to(torch.uint8).argmax(1)
 
 

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pass over the tokens, tile by tile: logits, loss, and gradients where they are needed.
+"""Loop over tiles of tokens: logits, loss, and the gradients if needed.
 
-Decides the order of the work: the next tile's rows travel while this one is computed, and a tile's
-input gradient is summed over the ranks while its weight gradient and the next logits are computed.
-A tile has as many tokens as a budget for logits allows.
+This module owns the order of the work. The rows of the next tile are gathered while the current
+tile is computed. The input gradient of a tile is reduced over the ranks while its weight gradient
+and the next logits are computed. The byte budget for logits limits the tokens of a tile.
 
-Also decides the dtype of logits: on CUDA that of the operands, as tensor cores want it, with sums
-in fp32. On CPU low-precision operands are widened, the weight by panels, and multiplied in fp32:
-without AMX a bf16 product of torch runs at a fifth (or a hundredth) of the speed of an fp32 one.
-The gradient of the weight always adds up in the accumulation dtype; on CUDA by one product that
-adds to it, or, where torch is too old for that, by panels of a product that comes out in fp32.
+It also owns the dtype of logits. On CUDA logits have the dtype of the operands, for tensor cores,
+and sums are in fp32. On CPU low-precision operands are widened, the weight in panels, and
+multiplied in fp32. Without AMX a bf16 product of torch has a fifth to a hundredth of the speed of
+an fp32 product.
+
+The gradient of the weight always accumulates in the accumulation dtype. On CUDA one product adds to
+it. If torch is too old for that, panels of a product with an fp32 output are added.
 
 Shape letters: n tokens of this rank's slice, p slices (1, or all ranks with sequence parallelism),
 d width, v vocabulary rows of this rank.
@@ -31,39 +33,39 @@ from .formula import Formula
 from .rows import Columns, row_stats, softmax_gradient_
 from .split import InFlight, Split
 
-PANEL_BYTES = 1 << 23  # of widened weight
-SUMMAND_BYTES = 1 << 28  # of a product that is added afterwards: enough rows to fill a GPU
+PANEL_BYTES = 1 << 23  # size of a panel of widened weight
+SUMMAND_BYTES = 1 << 28  # size of a product that is added afterwards; its rows fill a GPU
 
 
 def logits_dtype(operand: torch.Tensor) -> torch.dtype:
-    """The dtype of a tile of logits, and of its gradient."""
+    """Return the dtype of a tile of logits and of its gradient."""
     return operand.dtype if operand.is_cuda else accumulation_dtype(operand.dtype)
 
 
 def logits_(z: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
-    """Z [n, v] = hidden [n, d] weight [v, d]^T; hidden in the dtype of z."""
+    """Compute z [n, v] = hidden [n, d] weight [v, d]^T; hidden has the dtype of z."""
     for rows, panel in _panels(weight, z.dtype):
         torch.mm(hidden, panel.t(), out=z[:, rows])
 
 
 def input_gradient_(dh: torch.Tensor, z: torch.Tensor, weight: torch.Tensor) -> None:
-    """Dh [n, d] = z [n, v] weight [v, d]; dh in the dtype of z."""
+    """Compute dh [n, d] = z [n, v] weight [v, d]; dh has the dtype of z."""
     for rows, panel in _panels(weight, z.dtype):
         dh.addmm_(z[:, rows], panel, beta=0 if rows.start == 0 else 1)
 
 
 def weight_gradient_(dw: torch.Tensor, z: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Dw [v, d] += z [n, v]^T hidden [n, d]; dw in the accumulation dtype."""
+    """Add z [n, v]^T hidden [n, d] to dw [v, d], which has the accumulation dtype."""
     if dw.dtype == z.dtype:
         dw.addmm_(z.t(), hidden)
-    elif adds_wide(dw.device):  # CUDA: the product comes out of the multiplier in fp32
+    elif adds_wide(dw.device):  # CUDA: the product has an fp32 output
         torch.addmm(dw, z.t(), hidden, out_dtype=dw.dtype, out=dw)  # pyright: ignore[reportCallIssue]
     else:
         _add_by_panels(dw, z, hidden)
 
 
 def _add_by_panels(dw: torch.Tensor, z: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Add the product to dw in a second step, panel by panel."""
+    """Add the product to dw in a second step, one panel at a time."""
     count = min(len(dw), max(1, SUMMAND_BYTES // (dw.shape[1] * dw.itemsize)))
     buffer = torch.empty_like(dw[:count])
     for start in range(0, len(dw), count):
@@ -74,7 +76,7 @@ def _add_by_panels(dw: torch.Tensor, z: torch.Tensor, hidden: torch.Tensor) -> N
 
 
 def _panels(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
-    """The weight in `dtype`: whole if it is, else by panels of rows in one buffer."""
+    """Yield the weight in `dtype`: as a whole if it has that dtype, otherwise in panels of rows."""
     if weight.dtype == dtype:
         yield slice(0, len(weight)), weight
         return
@@ -88,7 +90,13 @@ def _panels(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, t
 
 
 class Tiling(NamedTuple):
-    """rows: of this rank's slice in a tile; tiles; row_bytes: a tile's logits per such row."""
+    """Division of tokens into tiles.
+
+    Attributes:
+        rows: Rows of this rank's slice per tile.
+        tiles: Number of tiles.
+        row_bytes: Bytes of logits of a tile per row of this rank's slice.
+    """
 
     rows: int
     tiles: int
@@ -96,7 +104,14 @@ class Tiling(NamedTuple):
 
 
 def tiling(hidden: torch.Tensor, weight: torch.Tensor, split: Split, tile: int | None) -> Tiling:
-    """Tiles of hidden [..., d] that are as even as they get within `tile` bytes of logits."""
+    """Return tiles of equal size, as far as possible, with at most `tile` bytes of logits.
+
+    Args:
+        hidden: Hidden states [..., d].
+        weight: Weight [v, d].
+        split: Distribution of vocabulary and tokens.
+        tile: Bytes of logits per tile; None for the device's default.
+    """
     count = hidden.shape[:-1].numel()
     budget = tile if tile is not None else LOGITS_TILE.get(hidden.device.type, LOGITS_TILE["cuda"])
     row_bytes = split.parts * len(weight) * logits_dtype(hidden).itemsize
@@ -113,38 +128,57 @@ def describe(
     tile: int | None = None,
     mode: str = "single_pass",
 ) -> str:
-    """What `linear_cross_entropy` will do with these arguments, on one line."""
+    """Return a one-line description of a call of `linear_cross_entropy` with these arguments.
+
+    Args:
+        hidden: Hidden states [..., d].
+        weight: Weight [v, d].
+        tp_group: As for `linear_cross_entropy`.
+        sequence_parallel: As for `linear_cross_entropy`.
+        tile: As for `linear_cross_entropy`.
+        mode: As for `linear_cross_entropy`.
+    """
     split = Split(tp_group, sequence_parallel and tp_group is not None)
     rows, tiles, row_bytes = tiling(hidden, weight, split, tile)
     count = hidden.shape[:-1].numel()
     gradients = hidden.nbytes + weight.numel() * accumulation_dtype(weight.dtype).itemsize
-    kept = byte_size(gradients) if mode == "single_pass" else "a number per token"
+    saved = byte_size(gradients) if mode == "single_pass" else "a number per token"
     return " | ".join(
         [
             f"LM head loss: {mode}",
             f"{count * split.parts} tokens in {tiles} tiles of {rows * split.parts}",
             f"{byte_size(rows * row_bytes)} of logits at a time instead of "
             f"{byte_size(count * row_bytes)}",
-            f"kept for backward {kept}",
+            f"kept for backward {saved}",
         ]
     )
 
 
 @dataclass(frozen=True)
 class Head:
-    """The options of a call, and its sizes on this rank."""
+    """Options of a call and its sizes on this rank.
+
+    Attributes:
+        formula: Constants of the loss.
+        split: Distribution of vocabulary and tokens.
+        columns: Vocabulary rows of this rank.
+        ignore_index: Label of tokens without a loss.
+        tile_rows: Rows of this rank's slice per tile; a tile has p times as many tokens.
+        dtype: Accumulation dtype of the loss and of the weight gradient.
+        argmax: True if the most likely vocabulary row is returned.
+    """
 
     formula: Formula
     split: Split
     columns: Columns
     ignore_index: int
-    tile_rows: int  # of this rank's slice; a tile has p times as many
-    dtype: torch.dtype  # in which loss and weight gradient accumulate
+    tile_rows: int
+    dtype: torch.dtype
     argmax: bool = False
 
 
 class Tokens(NamedTuple):
-    """hidden [n, d], weight [v, d], labels [p, n]."""
+    """Operands of the loss: hidden [n, d], weight [v, d] and labels [p, n]."""
 
     hidden: torch.Tensor
     weight: torch.Tensor
@@ -152,7 +186,7 @@ class Tokens(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """loss, lse [p, n]; argmax int64 [p, n] where it was asked for."""
+    """Results of the loss: loss and lse [p, n], and argmax int64 [p, n] or None."""
 
     loss: torch.Tensor
     lse: torch.Tensor
@@ -166,9 +200,14 @@ def losses(
     dh: torch.Tensor | None = None,
     dw: torch.Tensor | None = None,
 ) -> Losses:
-    """The losses; of sum(weights * loss) the gradients too, weights [p, n], in the same pass.
+    """Return the losses, and compute the gradients of sum(weights * loss) in the same pass.
 
-    dh [n, d] is overwritten, dw [v, d] is added to; None is a gradient that is not needed.
+    Args:
+        head: Options and sizes.
+        tokens: Operands.
+        weights: Weight of each token [p, n].
+        dh: Gradient of hidden [n, d], which is overwritten; None if it is not needed.
+        dw: Gradient of the weight [v, d], to which the result is added; None if it is not needed.
     """
     loss, lse = (weights.new_empty(weights.shape, dtype=head.dtype) for _ in range(2))
     argmax = torch.empty_like(tokens.labels) if head.argmax else None
@@ -176,14 +215,14 @@ def losses(
     for tile, h, z in tiles(head, tokens):
         labels = tokens.labels[:, tile].reshape(-1)
         own = row_stats(
-            z, labels, head.columns, head.formula, head.dtype, head.argmax, gradients.wanted
+            z, labels, head.columns, head.formula, head.dtype, head.argmax, gradients.needed
         )
         stats = head.split.merge(own)
-        kept = labels != head.ignore_index
+        labelled = labels != head.ignore_index
         parts = (len(tokens.labels), -1)
         value, rows_weights = head.formula.loss(stats), weights[:, tile].reshape(-1)
         # Users multiply the loss by the weights, and 0 * NaN is NaN.
-        counted = kept & ((rows_weights != 0) | value.isfinite())
+        counted = labelled & ((rows_weights != 0) | value.isfinite())
         loss[:, tile] = torch.where(counted, value, 0).view(parts)
         lse[:, tile] = stats.lse.view(parts)
         if argmax is not None and stats.winner is not None:
@@ -201,18 +240,24 @@ def gradients(
     dh: torch.Tensor | None,
     dw: torch.Tensor | None,
 ) -> None:
-    """The gradients of sum(weights * loss) from what `losses` returned as lse."""
-    found = GradientSum(head, tokens, dh, dw)
+    """Compute the gradients of sum(weights * loss) from the lse that `losses` returned.
+
+    The arguments are the same as in `losses`.
+    """
+    sums = GradientSum(head, tokens, dh, dw)
     for tile, h, z in tiles(head, tokens):
         labels, rows_lse, rows_weights = (
             x[:, tile].reshape(-1) for x in (tokens.labels, lse, weights)
         )
-        found.add(tile, h, z, labels, rows_lse, rows_weights)
-    found.finish()
+        sums.add(tile, h, z, labels, rows_lse, rows_weights)
+    sums.finish()
 
 
 def tiles(head: Head, tokens: Tokens) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """(rows of the slice, hidden of the tile, its logits); the latter two in the logits' dtype."""
+    """Yield for each tile its rows of the slice, its hidden states and its logits.
+
+    Hidden states and logits have the dtype of logits. All tiles share one buffer of logits.
+    """
     hidden, weight, _ = tokens
     dtype = logits_dtype(hidden)
     starts = range(0, len(hidden), head.tile_rows)
@@ -232,16 +277,19 @@ def tiles(head: Head, tokens: Tokens) -> Iterator[tuple[slice, torch.Tensor, tor
 
 
 class GradientSum:
-    """Adds up what the tiles contribute; one input gradient may be on its way at a time."""
+    """Sum of the gradients of the tiles.
+
+    At most one reduction of an input gradient is in flight.
+    """
 
     def __init__(
         self, head: Head, tokens: Tokens, dh: torch.Tensor | None, dw: torch.Tensor | None
     ) -> None:
         self.head, self.weight, self.dh, self.dw = head, tokens.weight, dh, dw
-        self.wanted = dh is not None or dw is not None
-        # Are the hidden rows of a tile a copy, which nobody else reads?
+        self.needed = dh is not None or dw is not None
+        # True if the hidden rows of a tile are a copy that may be overwritten.
         self._copied = head.split.parts > 1 or logits_dtype(tokens.hidden) != tokens.hidden.dtype
-        self._travelling: tuple[slice, InFlight] | None = None
+        self._reducing: tuple[slice, InFlight] | None = None
 
     def add(
         self,
@@ -253,7 +301,8 @@ class GradientSum:
         weights: torch.Tensor,
         peak: torch.Tensor | None = None,
     ) -> None:
-        if not self.wanted:
+        """Turn the logits z of a tile into their gradient, and add the gradients of the tile."""
+        if not self.needed:
             return
         softmax_gradient_(z, labels, lse, weights, self.head.columns, self.head.formula, peak)
         self.put(tile, h, z, weights == 0)
@@ -262,26 +311,26 @@ class GradientSum:
         """Add the gradients of a tile.
 
         Args:
-            tile: the rows of this rank's slice.
-            h: hidden rows of the tile [n, d]; overwritten if they are a copy.
-            z: gradient of the logits [n, v].
-            unused: bool [n], rows without a gradient: z is 0 there, and h may hold NaN.
+            tile: Rows of this rank's slice.
+            h: Hidden rows of the tile [n, d]; overwritten if they are a copy.
+            z: Gradient of the logits [n, v].
+            unused: Mask [n] of rows without a gradient; z is 0 there, and h may contain NaN.
         """
         if self.dh is not None:
             self.finish()
-            whole = self.head.split.size == 1 and self.dh.dtype == z.dtype
-            part = self.dh[tile] if whole else torch.empty_like(h)
+            direct = self.head.split.size == 1 and self.dh.dtype == z.dtype
+            part = self.dh[tile] if direct else torch.empty_like(h)
             input_gradient_(part, z, self.weight)
-            if not whole:
-                self._travelling = tile, self.head.split.reduce(part.to(self.dh.dtype))
+            if not direct:
+                self._reducing = tile, self.head.split.reduce(part.to(self.dh.dtype))
         if self.dw is not None:
             # The product of a 0 in z with a NaN in h would be a NaN in every row of dw.
             fill = h.masked_fill_ if self._copied else h.masked_fill
             weight_gradient_(self.dw, z, fill(unused[:, None], 0))
 
     def finish(self) -> None:
-        """Wait for the input gradient that is on its way, and put it where it belongs."""
-        if self._travelling is not None and self.dh is not None:
-            tile, arriving = self._travelling
+        """Wait for the reduction that is in flight, and store its input gradient."""
+        if self._reducing is not None and self.dh is not None:
+            tile, arriving = self._reducing
             self.dh[tile] = arriving.wait()
-        self._travelling = None
+        self._reducing = None

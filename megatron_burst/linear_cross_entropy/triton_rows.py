@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The work of `rows` as Triton kernels: one pass for the statistics, one for the gradient.
+"""Triton kernels of `rows`: one pass for the statistics, one for the gradient.
 
-Imported only where tensors are on a GPU and Triton is installed. One pass each means that a tile
-is read twice and written once between its products, and that nothing is allocated.
+The module is only imported if tensors are on a GPU and Triton is installed. With one pass each, a
+tile is read twice and written once between its products, and nothing is allocated.
 """
 
 from __future__ import annotations
 
-# Triton is not everywhere, and what its decorator makes is no function to a type checker.
+# Triton may be missing, and type checkers do not see its kernels as functions.
 # pyright: reportMissingImports=false, reportIndexIssue=false
 import torch
 import triton
@@ -16,7 +16,7 @@ import triton.language as tl
 from ..kernels.native import LogitGradient
 
 BLOCK = 4096  # columns
-# 16 columns a thread: two blocks of threads have room on a multiprocessor, and nothing spills
+# 16 columns per thread: a multiprocessor has room for two thread blocks, and nothing spills
 # (`python -m benchmarks.triton_compile_rows`).
 WARPS = 8
 
@@ -25,7 +25,7 @@ WARPS = 8
 def _logits(raw, scale: tl.constexpr, cap: tl.constexpr):
     x = raw * scale
     if cap is not None:
-        # tanh by exp alone: the interpreter has no other
+        # tanh from exp, because Triton's interpreter has no tanh
         decay = tl.exp(-2 * tl.abs(x / cap))
         tanh = (1 - decay) / (1 + decay)
         x = tl.where(x < 0, -cap * tanh, cap * tanh)
@@ -38,9 +38,10 @@ def _stats(
     scale: tl.constexpr, cap: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """One row: out [5, n] gets lse, target, total, best, winner; with ENTROPY that of the row in
-    place of the total and 0 for the winner, as no more fits into the registers. Each lane keeps its
-    own sums.
+    """Compute the statistics of one row into out [5, n]: lse, target, total, best, winner.
+
+    With ENTROPY the entropy replaces the total, and the winner is 0, because registers hold no
+    more. Each lane keeps its own sums.
     """
     row = tl.program_id(0).to(tl.int64)
     z += row * stride
@@ -48,7 +49,7 @@ def _stats(
     top = tl.full((BLOCK,), float("-inf"), ACC)
     winner = tl.full((BLOCK,), 0, tl.int32)
     sums = tl.full((BLOCK,), 0.0, ACC)
-    total = tl.full((BLOCK,), 0.0, ACC)  # of x; with ENTROPY of exp(x - top) (x - top)
+    total = tl.full((BLOCK,), 0.0, ACC)  # sum of x; with ENTROPY of exp(x - top) (x - top)
     for start in range(0, real, BLOCK):
         columns = start + lanes
         inside = columns < real
@@ -95,14 +96,14 @@ def _gradient(
     z, index, lse, of_softmax, of_label, of_all, stride, width, real,
     scale: tl.constexpr, cap: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of one row, in its own place."""
+    """Replace a block of one row by its gradient."""
     row = tl.program_id(0).to(tl.int64)
     z += row * stride
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     raw = tl.load(z + columns, mask=columns < real, other=0.0).to(ACC)
     x = _logits(raw, scale, cap)
     softmax, hit, all = tl.load(of_softmax + row), tl.load(of_label + row), tl.load(of_all + row)
-    used = (softmax != 0) | (hit != 0) | (all != 0)  # else x may be NaN
+    used = (softmax != 0) | (hit != 0) | (all != 0)  # otherwise x may be NaN
     g = tl.exp(x - tl.load(lse + row)) * softmax - all
     g += tl.where(columns == tl.load(index + row), hit, 0.0)
     if cap is not None:
@@ -116,7 +117,7 @@ def _entropy_gradient(
     z, lse, entropy, of_softmax, of_entropy, stride, width, real,
     scale: tl.constexpr, cap: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of one row, in its own place."""
+    """Replace a block of one row by its entropy gradient."""
     row = tl.program_id(0).to(tl.int64)
     z += row * stride
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -124,7 +125,7 @@ def _entropy_gradient(
     x = _logits(raw, scale, cap)
     log_p = x - tl.load(lse + row)
     softmax, spread = tl.load(of_softmax + row), tl.load(of_entropy + row)
-    used = (softmax != 0) | (spread != 0)  # else x may be NaN
+    used = (softmax != 0) | (spread != 0)  # otherwise x may be NaN
     g = softmax + (log_p + tl.load(entropy + row)) * spread
     g *= -scale * tl.exp(log_p)
     if cap is not None:
@@ -143,10 +144,17 @@ def row_stats(
     dtype: torch.dtype,
     entropy: bool = False,
 ) -> torch.Tensor:
-    """[5, n] in `dtype`: lse, target, total, best, winner of z [n, v]'s first `real` columns; with
-    `entropy` that of the row instead of the total, and no winner.
+    """Return [5, n]: lse, target, total, best and winner of the first `real` columns.
 
-    index [n]: the column of each label, anything outside where it has none.
+    Args:
+        z: Products h.w [n, v].
+        index: Column of each label [n]; any number outside the columns if it has none.
+        first: Number of the first vocabulary row.
+        real: Number of columns without padding.
+        scale: Factor of the logits.
+        softcap: Cap of the logits, or None.
+        dtype: Dtype of the statistics.
+        entropy: Return the entropy in place of the total, and no winner.
     """
     out = torch.empty((5, len(z)), dtype=dtype, device=z.device)
     if len(z):
@@ -158,14 +166,14 @@ def row_stats(
 
 
 def softmax_gradient_(
-    z: torch.Tensor, given: LogitGradient, real: int, scale: float, softcap: float | None
+    z: torch.Tensor, gradient: LogitGradient, real: int, scale: float, softcap: float | None
 ) -> None:
-    """Make z [n, v], which holds logits, what is given. The columns from `real` on become 0."""
+    """Replace z [n, v] by the described gradient. Columns from `real` on become 0."""
     if z.numel():
         block = _block(z)
         _gradient[(len(z), triton.cdiv(z.shape[1], block))](
-            z, *given, z.stride(0), z.shape[1], real,
-            scale, softcap, _kind(given.of_softmax.dtype), block, num_warps=WARPS,
+            z, *gradient, z.stride(0), z.shape[1], real,
+            scale, softcap, _kind(gradient.of_softmax.dtype), block, num_warps=WARPS,
         )  # fmt: skip
 
 
@@ -179,7 +187,10 @@ def entropy_gradient_(
     scale: float,
     softcap: float | None,
 ) -> None:
-    """As `rows.entropy_gradient_`; all [n] contiguous. The columns from `real` on become 0."""
+    """Compute `rows.entropy_gradient_`; all [n] tensors are contiguous.
+
+    Columns from `real` on become 0.
+    """
     if z.numel():
         block = _block(z)
         _entropy_gradient[(len(z), triton.cdiv(z.shape[1], block))](

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public function `linear_cross_entropy`: checks its arguments on all ranks, then computes."""
+"""Public function `linear_cross_entropy`: checks its arguments on all ranks, then computes."""
 
 from __future__ import annotations
 
@@ -38,42 +38,56 @@ def linear_cross_entropy(
     return_argmax: bool = False,
     sink: Sink | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Cross entropy of the logits hidden @ weight.T without materializing full logits.
+    """Return the cross entropy of the logits hidden @ weight.T without materializing all logits.
 
-    hidden [..., d] and weight [v, d] in one of float64, float32, bfloat16; labels [...] of any
-    signed integer type or uint8, uint16, uint32 (they are compared and used as int64).
-    Returns the loss of each token, shaped like labels, float32 (float64 for float64): 0 where
-    the label is `ignore_index`, and *not* multiplied by `loss_mask`. A token whose label is ignored
-    or whose weight is 0 adds nothing to the gradients, even if its hidden row holds NaN; if such a
-    loss is not finite, 0 is returned in its place.
+    The loss of each token is not multiplied by `loss_mask`. A token whose label is ignored or whose
+    weight is 0 adds nothing to the gradients, even if its hidden row contains NaN. If the loss of
+    such a token is not finite, 0 is returned for it. The result cannot be differentiated twice.
 
-    loss_mask: shaped like labels, any weights: with mode "single_pass" the gradients are made in
-        forward, for the sum of loss_mask * loss. Backward accepts any gradient, but one that is
-        no multiple of loss_mask costs a second computation of the logits, and a warning. None:
-        ones.
-    tp_group: its ranks hold equal slices of the vocabulary, in rank order, and equal labels and
-        loss_mask (a checksum tells); the call is a collective. sequence_parallel: hidden is this
-        rank's slice of dimension 0, labels are those of all tokens; the gradient of hidden is this
-        rank's slice too.
-    logit_scale: logits are multiplied by it; a number, as all options are. For a learnable one
-        scale hidden: hidden * logit_scale. logit_softcap: then cap * tanh(logit / cap).
-    z_loss: adds z_loss * lse ** 2. label_smoothing: as in torch's cross_entropy, over vocab_size.
-    vocab_size: rows of the whole weight from there on are padding: no part of the softmax, no
-        gradient. None: all rows count, as in Megatron.
-    tile: bytes of logits alive at once; default 128 MiB, 1 GiB on CUDA.
-    mode: "single_pass" keeps both gradients from forward on (that of the weight in float32);
-        "recompute" keeps a number per token and computes the logits again in backward.
-    return_argmax: also return each token's most likely vocabulary row, int64, shaped like labels
-        (of equal ones the lowest).
-    sink: where the gradient of weight goes instead of weight.grad, see `function.Sink`.
+    Args:
+        hidden: Hidden states [..., d] in float64, float32 or bfloat16.
+        weight: Weight [v, d] in the dtype of hidden.
+        labels: Labels [...] of any signed integer type, uint8, uint16 or uint32. They are used as
+            int64. A label must be in the vocabulary unless it is ignored or its weight is 0.
+        loss_mask: Weights of the tokens, shaped like labels; None for ones. With mode "single_pass"
+            forward computes the gradients of the sum of loss_mask * loss. Backward accepts any
+            gradient. A gradient that is no multiple of loss_mask costs a second computation of the
+            logits and a warning.
+        ignore_index: Label of tokens without a loss.
+        tp_group: Tensor-parallel group. Its ranks hold equal slices of the vocabulary, in rank
+            order, and equal labels and loss_mask, which a checksum verifies. The call is a
+            collective.
+        sequence_parallel: True if hidden is this rank's slice of dimension 0. Labels are those of
+            all tokens. The gradient of hidden is this rank's slice too.
+        logit_scale: Factor of the logits, a number. For a learnable factor pass hidden *
+            logit_scale.
+        logit_softcap: Cap of the logits: cap * tanh(logit / cap), after the scale.
+        z_loss: Coefficient of lse ** 2, which is added to the loss.
+        label_smoothing: Label smoothing over vocab_size, as in torch's cross_entropy.
+        vocab_size: Number of rows of the complete weight that take part in the softmax. Later rows
+            are padding and get no gradient. None uses all rows, as Megatron does.
+        tile: Limit of the bytes of logits in memory; default 128 MiB, and 1 GiB on CUDA.
+        mode: "single_pass" keeps both gradients from forward on, the gradient of the weight in
+            float32. "recompute" keeps one number per token and computes the logits again in
+            backward.
+        return_argmax: Also return the most likely vocabulary row of each token.
+        sink: Destination of the gradient of weight that replaces weight.grad, see `function.Sink`.
 
-    Labels must be in the vocabulary where their weight is not 0: a ValueError on CPU, a failed
-    device-side assertion on CUDA. Raises ValueError, with all reasons, on all ranks alike; inside
-    torch.func too. Cannot be differentiated twice: a backward with create_graph=True raises
-    RuntimeError. After BurstEngine (arXiv 2509.19836), Algorithm 3.
+    Returns:
+        The loss of each token, shaped like labels, in float32 (float64 for float64): 0 if the label
+        is `ignore_index`. With `return_argmax` a pair of the loss and the most likely vocabulary
+        rows, int64, shaped like labels; among equal logits the lowest row.
+
+    Raises:
+        ValueError: Arguments are invalid or differ between ranks, or the call is inside torch.func.
+            The message lists all reasons, and all ranks raise it. A label outside the vocabulary
+            raises it on CPU and fails a device-side assertion on CUDA.
+        RuntimeError: Backward with create_graph=True.
+
+    Source: BurstEngine (arXiv 2509.19836), Algorithm 3.
     """
     refuse_transforms("linear_cross_entropy")
-    split = checks.group(tp_group, sequence_parallel)
+    split = checks.split_of(tp_group, sequence_parallel)
     options = LossOptions(
         ignore_index, logit_scale, logit_softcap, z_loss, label_smoothing, vocab_size, tile, mode,
         return_argmax, torch.is_grad_enabled(),
@@ -96,7 +110,7 @@ def linear_cross_entropy(
     weights = _weights(tokens.labels, loss_mask, head)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         single_pass = mode == "single_pass"
-        # A view: by its node backward can tell whether the weight's gradient was asked for.
+        # Backward uses the node of this view to detect if the weight's gradient is needed.
         tokens = tokens._replace(weight=tokens.weight.view_as(tokens.weight))
         loss, argmax = LinearCrossEntropy.apply(*tokens, weights, head, single_pass, sink)
     else:
@@ -108,6 +122,14 @@ def linear_cross_entropy(
 def head_of(
     hidden: torch.Tensor, weight: torch.Tensor, split: Split, options: LossOptions
 ) -> tiled_loop.Head:
+    """Return the options of a call and its sizes on this rank.
+
+    Args:
+        hidden: Hidden states [..., d].
+        weight: Slice of the weight [v, d] on this rank.
+        split: Distribution of vocabulary and tokens.
+        options: Checked options.
+    """
     count = options.vocab_size or len(weight) * split.size
     first = split.rank * len(weight)
     return tiled_loop.Head(
@@ -130,6 +152,6 @@ def head_of(
 def _weights(
     labels: torch.Tensor, loss_mask: torch.Tensor | None, head: tiled_loop.Head
 ) -> torch.Tensor:
-    """[p, n] in the accumulation dtype, 0 where the label is ignored."""
-    kept = (labels != head.ignore_index).to(head.dtype)
-    return kept if loss_mask is None else kept * loss_mask.reshape(labels.shape)
+    """Return the weights [p, n] in the accumulation dtype, 0 for ignored labels."""
+    labelled = (labels != head.ignore_index).to(head.dtype)
+    return labelled if loss_mask is None else labelled * loss_mask.reshape(labels.shape)

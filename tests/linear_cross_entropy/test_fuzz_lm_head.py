@@ -33,7 +33,7 @@ def test_calls_over_ranks(ranks, world, block, count):
 
 
 def test_a_planted_fault_is_found_and_can_be_replayed():
-    with mock.patch.object(Formula, "weight_of_softmax", return_value=1.0):
+    with mock.patch.object(Formula, "softmax_factor", return_value=1.0):
         tally = lm_head.search(range(BLOCK), alone)
         (number, *_) = (n for n in range(BLOCK) if lm_head.check(n))
         assert draw(number).options.z_loss

@@ -60,8 +60,8 @@ def log(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(rows, "_has_triton", lambda z: False)
     monkeypatch.setattr(tiled_loop, "adds_wide", lambda device: True)
-    monkeypatch.setattr(function, "_weight_is_asked_for", lambda ctx: True)
-    monkeypatch.setattr(function, "_needed_again", lambda: False)
+    monkeypatch.setattr(function, "_needs_weight_gradient", lambda ctx: True)
+    monkeypatch.setattr(function, "_keeps_graph", lambda: False)
     return found
 
 

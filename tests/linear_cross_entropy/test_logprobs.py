@@ -197,14 +197,14 @@ WRONG = {
     "a temperature without end": ({"temperature": 10**400}, "temperature must be from 1e-06 to "),
     "rows of no hidden state": (
         {"hidden": torch.zeros(0, WIDTH, dtype=torch.float64), "rows": [0] * ROWS},
-        r"rows must lie in \[0, 0\)",
+        r"rows must be in \[0, 0\)",
     ),
     "ragged rows": ({"rows": [[0], [1, 2]]}, r"rows must be integers \[E\] or None, got list"),
     "entropy": ({"entropy": 1}, "entropy must be True or False, got int 1"),
     "top_k": ({"top_k": 17}, "top_k must be at most the vocabulary's 16 rows, got 17"),
     "top_k of a float": ({"top_k": 2.0}, "top_k must be a positive integer or None"),
     "rows as floats": ({"rows": [0.5] * ROWS}, r"rows must be integers \[E\] or None, got float64"),
-    "rows out of range": ({"rows": [ROWS] * ROWS}, r"rows must lie in \[0, 9\).* got 9 to 9"),
+    "rows out of range": ({"rows": [ROWS] * ROWS}, r"rows must be in \[0, 9\).* got 9 to 9"),
     "fewer rows": ({"rows": [0, 1]}, r"labels must be \[2\] for hidden"),
     "all": ({"rows": [-1] * ROWS, "temperature": -1, "tile": 0}, "tile must.*rows must.*temperat"),
 }  # fmt: skip

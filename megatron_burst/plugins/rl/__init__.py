@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reinforcement learning and distillation.
 
-`trees` merges trajectories that share prefixes. `logprobs` and `divergence` compute log-
-probabilities, entropies and KL divergence from hidden states. `batch` and `step` run a model of
-Megatron on trees (`mb.rl`, in `api`); `verl` connects them to verl.
+`trees` merges trajectories that share prefixes. `logprobs` and `divergence` compute
+log-probabilities, entropies and KL divergence from hidden states. `batch` and `step` run a Megatron
+model on trees (`mb.rl`, in `api`). `verl` connects them to verl.
 """

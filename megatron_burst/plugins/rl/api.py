@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reinforcement learning on trajectories that share prefixes: `mb.rl`.
+"""Public names of `mb.rl`: reinforcement learning on trajectories that share prefixes.
 
-`logprobs` computes everything, from trajectories to one tensor for each. `TrajectoryBatch` is one
-micro-batch, for the loops of other frameworks.
+`logprobs` performs the complete computation, from trajectories to one tensor per trajectory.
+`TrajectoryBatch` is one micro-batch, for the loops of other frameworks.
 """
 
 from .batch import TrajectoryBatch

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One micro-batch of trajectories: packed, cut over context-parallel ranks, run through a model.
 
-The model is Megatron's, unchanged. Its output layer, while it runs here, hands over hidden states
-and weight in place of logits, and log-probabilities are computed of the rows that predict something
-(`mb.linear_logprobs`).
+The model is an unchanged Megatron model. While it runs here, its output layer passes on hidden
+states and weight instead of logits. `mb.linear_logprobs` then computes the log-probabilities of the
+rows that predict a token.
 """
 
 from __future__ import annotations
@@ -30,15 +30,21 @@ from .tree_pack import TreePack
 class TrajectoryBatch:
     """Trajectories as one packed sequence, and the part of it that this rank holds.
 
-    trajectories: token ids of each, on the host, the same on all ranks of a model. config: the
-    `TransformerConfig` of the model, after `mb.megatron.configure`. device: of the model. merged:
-    whether common prefixes are one; otherwise each trajectory is a document. rows: pad to so many
-    rows, 0 for as few as the ranks need.
+    Args:
+        trajectories: Token ids of each trajectory, on the host, the same on all ranks of a model.
+        config: `TransformerConfig` of the model, after `mb.megatron.configure`.
+        device: Device of the model.
+        merged: True to merge common prefixes; otherwise each trajectory is a document.
+        rows: Number of rows after padding; 0 for as few as the ranks require.
 
-    tree: `mb.trees.PrefixTree`. tokens, positions: int64 [1, n], of this rank's rows, which a model
-    takes as input_ids and position_ids together with packed_seq_params, from which rotary
-    embeddings learn the same positions. edges: int64 [e], which predictions of `tree.edges` this
-    rank makes, from its rows `local`.
+    Attributes:
+        tree: `mb.trees.PrefixTree` of the trajectories.
+        tokens: Token ids of this rank's rows, int64 [1, n], for the model's `input_ids`.
+        positions: Positions of this rank's rows, int64 [1, n], for the model's `position_ids`.
+            Rotary embeddings get the same positions from `packed_seq_params`.
+        packed_seq_params: `PackedSeqParams` of the batch, for the model.
+        edges: Indices into `tree.edges` of the predictions of this rank, int64 [e].
+        local: Local row of each of these predictions, int64 [e].
     """
 
     def __init__(
@@ -52,7 +58,7 @@ class TrajectoryBatch:
     ) -> None:
         group: Any = parallel_state.get_context_parallel_group()
         multiple = rows or rows_multiple(config, group.size(), merged)
-        # A pack has at least one row, also where there is nothing to compute.
+        # A pack has at least one row, even if there is nothing to compute.
         filled = [*trajectories, *([] if any(map(len, trajectories)) else [[0]])]
         if merged:
             self.tree = trees.pack(filled, multiple=multiple)
@@ -63,21 +69,29 @@ class TrajectoryBatch:
             pack, self.packed_seq_params = _documents(self.tree, filled, device)
         self._count, self._group = len(trajectories), group
         layout = pack.layout(cut_of_run(config.burst.layout), group.size())
-        mine = layout.positions(group.rank(), len(self.tree.tokens))
+        own_rows = layout.positions(group.rank(), len(self.tree.tokens))
         self.tokens, self.positions = (
-            torch.from_numpy(x[mine]).to(device)[None]
+            torch.from_numpy(x[own_rows]).to(device)[None]
             for x in (self.tree.tokens, self.tree.positions)
         )
-        self.edges, self.local = self.tree.edges.on(mine)
+        self.edges, self.local = self.tree.edges.on(own_rows)
 
     def run(
         self, model: Any, temperature: float, entropy: bool, vocab_size: int | None = None
     ) -> torch.Tensor:
-        """Forward of one pipeline stage, `model`, a chunk as Megatron's schedule hands it over.
+        """Run the forward of one pipeline stage.
 
-        Returns the activations of the stage or, from the last one, [1, e] or with `entropy` [2, e]:
-        log-probabilities of this rank's `edges`, and entropies below them, differentiable.
-        temperature, vocab_size: as of `logprobs`. A collective of the ranks that hold the batch.
+        All ranks that hold the batch must call it.
+
+        Args:
+            model: Model chunk of the stage, as Megatron's schedule passes it.
+            temperature: As for `logprobs`.
+            entropy: Also return entropies.
+            vocab_size: As for `logprobs`.
+
+        Returns:
+            The activations of the stage. The last stage returns [1, e], or [2, e] with `entropy`:
+            the differentiable log-probabilities and entropies of this rank's `edges`.
         """
         inputs = {
             "input_ids": self.tokens,
@@ -89,22 +103,22 @@ class TrajectoryBatch:
             return model(**inputs)
         layer = get_attr_wrapped_model(model, "output_layer")
         check_output(layer, "mb.rl")
-        handed: list[Any] = []
+        captured: list[Any] = []
 
-        def hand_over(hidden: torch.Tensor, weight: Any = None, *_: Any, **__: Any) -> Any:
-            handed[:] = [hidden, layer.weight if weight is None else weight]
-            return hidden[:0], None  # what the model makes of its logits is not looked at
+        def capture(hidden: torch.Tensor, weight: Any = None, *_: Any, **__: Any) -> Any:
+            captured[:] = [hidden, layer.weight if weight is None else weight]
+            return hidden[:0], None  # the output of the model is not used
 
-        with patching.instead(layer, "forward", hand_over):
+        with patching.instead(layer, "forward", capture):
             model(**inputs)
-        hidden, weight = handed
+        hidden, weight = captured
         config = get_model_config(model)
         if layer.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=layer.tp_group
             )
         labels = torch.from_numpy(self.tree.edges.label[self.edges]).to(hidden.device)
-        found = linear_logprobs(
+        results = linear_logprobs(
             hidden.flatten(0, 1),
             weight,
             labels,
@@ -115,14 +129,17 @@ class TrajectoryBatch:
             logit_scale=config.mup_output_mult if getattr(config, "use_mup", False) else 1.0,
             vocab_size=vocab_size,
         )
-        return torch.stack([x for x in (found.logprobs, found.entropy) if x is not None])
+        return torch.stack([x for x in (results.logprobs, results.entropy) if x is not None])
 
     def of_trajectories(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """One tensor [n - 1] per trajectory of n tokens, of values [e] per edge of this rank.
+        """Return one tensor [n - 1] per trajectory of n tokens; entry i belongs to token i + 1.
 
-        Entry i is of the prediction of token i + 1. Every context-parallel rank gets all of them; a
-        collective of these. Differentiable: each rank must compute the same of what it gets, and
-        its gradient then reaches the values that are its own.
+        Every context-parallel rank gets all trajectories, and all of them must call this. The
+        result is differentiable. Each rank must compute the same from it; the gradient then reaches
+        the rank's own values.
+
+        Args:
+            values: Values [e] of this rank's `edges`.
         """
         edges = torch.from_numpy(self.edges).to(values.device)
         count = len(self.tree.edges.row)
@@ -130,18 +147,18 @@ class TrajectoryBatch:
 
 
 class _Gathered(torch.autograd.Function):
-    """Values [e] of this rank's edges -> those of all edges [count], on every rank."""
+    """Sum of the ranks' values: values [e] of this rank's edges to values [count] of all edges."""
 
     @staticmethod
     def forward(
         ctx: Any, values: torch.Tensor, edges: torch.Tensor, count: int, group: Any
     ) -> torch.Tensor:
         ctx.save_for_backward(edges)
-        found = values.new_zeros(count)
-        found[edges] = values
+        gathered = values.new_zeros(count)
+        gathered[edges] = values
         if group.size() > 1:
-            dist.all_reduce(found, group=group)
-        return found
+            dist.all_reduce(gathered, group=group)
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -149,8 +166,15 @@ class _Gathered(torch.autograd.Function):
 
 
 def rows_multiple(config: Any, cp_size: int, merged: bool) -> int:
-    """What divides the rows of a pack: ranks take equally many, and those that share a tensor take
-    equal parts of these. Documents are cut by the layout of the run, which may want two shares.
+    """Return the number that divides the rows of a pack.
+
+    Ranks get equal numbers of rows, and ranks that share a tensor get equal parts of these. The
+    layout of the run cuts documents, and some layouts require two parts per rank.
+
+    Args:
+        config: `TransformerConfig` of the model.
+        cp_size: Number of context-parallel ranks.
+        merged: True if the pack is a prefix tree.
     """
     split = getattr(config, "sequence_parallel", False)
     shares = cp_size if merged or cp_size == 1 else 2 * cp_size
@@ -160,8 +184,8 @@ def rows_multiple(config: Any, cp_size: int, merged: bool) -> int:
 def _documents(
     tree: trees.PrefixTree, trajectories: Sequence[Any], device: torch.device
 ) -> tuple[Pack, Any]:
-    """Trajectories behind each other, as every loop of Megatron packs documents."""
-    lengths = [len(each) for each in trajectories if len(each)]
+    """Pack trajectories one after the other, as Megatron packs documents."""
+    lengths = [len(trajectory) for trajectory in trajectories if len(trajectory)]
     ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     sent = ends.to(device)
     packs().note_values(sent, ends)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KL divergence of a student from a teacher, both given by hidden states and a weight, without
-holding all logits of either: for distillation over the whole vocabulary.
+"""KL divergence of a student from a teacher, from hidden states and weights, without all logits.
 
-With x and t the logits of a row of student and teacher, p and q their softmax,
+It serves distillation over the whole vocabulary. With the logits x and t of a row of student and
+teacher, and their softmax p and q,
 
     forward  KL(q || p) = sum q (log q - log p),    d / d x_j = p_j - q_j
     reverse  KL(p || q) = sum p (log p - log q),    d / d x_j = p_j (log p_j - log q_j - KL)
 
-Tiles of both lie side by side. Forward keeps three numbers per row; backward makes the logits
-again.
+Each step computes one tile of the student and the same tile of the teacher. Forward saves three
+numbers per row, and backward computes the logits again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...comm.operation import prepared
 from ...kernels.autograd import first_order_only, outside_graphs, refuse_transforms
 from ...linear_cross_entropy import checks
 from ...linear_cross_entropy.checks import HeadOperation, LossOptions
-from ...linear_cross_entropy.rows import RowsOfLogits, divergence, divergence_gradient_, row_stats
+from ...linear_cross_entropy.rows import LogitRows, divergence, divergence_gradient_, row_stats
 from ...linear_cross_entropy.split import Split
 from ...linear_cross_entropy.tiled_loop import GradientSum, Head, Tokens, tiles
 from ...linear_cross_entropy.validate import head_of
@@ -48,22 +48,34 @@ def linear_kl(
     vocab_size: int | None = None,
     tile: int | None = None,
 ) -> torch.Tensor:
-    """KL divergence of each row in nats, [...] in float32 (float64 for float64).
+    """Return the KL divergence of each row in nats, [...] in float32 (float64 for float64).
 
-    hidden [..., d] and weight [v, d] of the student, teacher_hidden [..., e] and teacher_weight
-    [v, e] of the teacher, in one of float64, float32, bfloat16; the two may have different dtypes
-    and widths. Gradients reach hidden and weight; the teacher gets none.
+    Gradients reach hidden and weight; the teacher gets none. The result cannot be differentiated
+    twice. Student and teacher may have different dtypes and widths, each one of float64, float32
+    and bfloat16.
 
-    reverse: False: KL(teacher || student), which covers what the teacher does; True: KL(student ||
-        teacher), for data that the student sampled.
-    temperature, logit_scale, logit_softcap: of the logits of both; multiply a hidden state to scale
-        one only. tile: bytes of logits of both alive at once. tp_group, sequence_parallel,
-        vocab_size: as of `linear_cross_entropy`, for both.
+    Args:
+        hidden: Hidden states of the student [..., d].
+        weight: Weight of the student [v, d].
+        teacher_hidden: Hidden states of the teacher [..., e].
+        teacher_weight: Weight of the teacher [v, e].
+        reverse: False for KL(teacher || student), which covers the distribution of the teacher.
+            True for KL(student || teacher), for data that the student sampled.
+        temperature: Divisor of the logits of both. To scale one model only, multiply its hidden
+            states.
+        tp_group: As for `linear_cross_entropy`, for both.
+        sequence_parallel: As for `linear_cross_entropy`, for both.
+        logit_scale: As for `linear_cross_entropy`, for both.
+        logit_softcap: As for `linear_cross_entropy`, for both.
+        vocab_size: As for `linear_cross_entropy`, for both.
+        tile: Limit of the bytes of logits of both models in memory.
 
-    Raises ValueError, with all reasons, on all ranks alike. Cannot be differentiated twice.
+    Raises:
+        ValueError: Arguments are invalid or differ between ranks. The message lists all reasons,
+            and all ranks raise it.
     """
     refuse_transforms("linear_kl")
-    split = checks.group(tp_group, sequence_parallel)
+    split = checks.split_of(tp_group, sequence_parallel)
     options = LossOptions(
         logit_scale=logit_scale, logit_softcap=logit_softcap, vocab_size=vocab_size, tile=tile
     )
@@ -81,17 +93,17 @@ def linear_kl(
     if options.tile is not None:
         options = replace(options, tile=-(-options.tile // 2))
     heads = [at_temperature(head_of(*m, split, options), temperature) for m in models.values()]
-    rows = min(head.tile_rows for head in heads)  # of both side by side
+    rows = min(head.tile_rows for head in heads)  # both models use the same tiles
     student, teacher = (replace(head, tile_rows=rows) for head in heads)
     shape = [split.parts * hidden.shape[0], *hidden.shape[1:-1]]
     flat = [x.reshape(-1, x.shape[-1]).contiguous() for x in (hidden, teacher_hidden.detach())]
     weights = weight.contiguous(), teacher_weight.detach().contiguous()
-    both = _Both(student, teacher, flat[1], weights[1], reverse)
-    return _LinearKL.apply(flat[0], weights[0], both).view(shape)
+    pair = _DistillationHeads(student, teacher, flat[1], weights[1], reverse)
+    return _LinearKL.apply(flat[0], weights[0], pair).view(shape)
 
 
 class DivergenceRequest(NamedTuple):
-    """A checked call of `linear_kl`: options as Python numbers, and facts of all ranks."""
+    """Checked call of `linear_kl`: options as Python numbers, and the facts of all ranks."""
 
     options: LossOptions
     facts: Facts
@@ -99,9 +111,10 @@ class DivergenceRequest(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DivergenceOperation(HeadOperation[DivergenceRequest]):
-    """A call of `linear_kl` on one rank; its arguments.
+    """Call of `linear_kl` on one rank, with its arguments.
 
-    models: prefix of the names -> hidden and weight, of student and teacher.
+    Attributes:
+        models: Hidden states and weight of student and teacher, by the prefix of their names.
     """
 
     split: Split
@@ -116,7 +129,7 @@ class DivergenceOperation(HeadOperation[DivergenceRequest]):
         reasons = [*temperature_reasons(self.temperature), *checks.flag("reverse", self.reverse)]
         plain, facts = options, {}
         for prefix, (hidden, weight) in self.models.items():
-            labels = torch.zeros(0, dtype=torch.int64)  # there are none; these fit any rows
+            labels = torch.zeros(0, dtype=torch.int64)  # placeholder that fits any number of rows
             if isinstance(hidden, torch.Tensor) and hidden.dim() >= 2:
                 shape = [split.parts * hidden.shape[0], *hidden.shape[1:-1]]
                 labels = torch.zeros(shape, dtype=torch.int64, device=hidden.device)
@@ -141,8 +154,8 @@ class DivergenceOperation(HeadOperation[DivergenceRequest]):
         return DivergenceRequest(plain, facts)
 
 
-class _Both(NamedTuple):
-    """The heads of student and teacher, which have equal tiles, and the teacher's tensors."""
+class _DistillationHeads(NamedTuple):
+    """Heads of student and teacher with equal tiles, and the tensors of the teacher."""
 
     student: Head
     teacher: Head
@@ -153,58 +166,65 @@ class _Both(NamedTuple):
     def pairs(
         self, hidden: torch.Tensor, weight: torch.Tensor
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """(rows, hidden of the tile, its logits of the student, and of the teacher)."""
-        none = torch.empty(0, dtype=torch.int64)
-        of_student = tiles(self.student, Tokens(hidden, weight, none))
-        of_teacher = tiles(self.teacher, Tokens(self.teacher_hidden, self.teacher_weight, none))
+        """Yield for each tile its rows, hidden states, logits, and the teacher's logits."""
+        empty_labels = torch.empty(0, dtype=torch.int64)
+        of_student = tiles(self.student, Tokens(hidden, weight, empty_labels))
+        of_teacher = tiles(
+            self.teacher, Tokens(self.teacher_hidden, self.teacher_weight, empty_labels)
+        )
         for (tile, h, z), (_, _, t) in zip(of_student, of_teacher, strict=True):
             yield tile, h, z, t
 
-    def logits_of(self, z: torch.Tensor, t: torch.Tensor) -> tuple[RowsOfLogits, RowsOfLogits]:
-        """Both as what `rows` works on, in the student's accumulation dtype."""
+    def logits_of(self, z: torch.Tensor, t: torch.Tensor) -> tuple[LogitRows, LogitRows]:
+        """Return the rows of logits of both, in the student's accumulation dtype."""
         return (
-            RowsOfLogits(z, self.student.columns, self.student.formula),
-            RowsOfLogits(t, self.teacher.columns, self.teacher.formula),
+            LogitRows(z, self.student.columns, self.student.formula),
+            LogitRows(t, self.teacher.columns, self.teacher.formula),
         )
 
 
 class _LinearKL(torch.autograd.Function):
-    """hidden [n, d], weight [v, d] of the student -> KL [p n]."""
+    """KL divergence of the rows of this rank's group.
+
+    Inputs are hidden [n, d] and weight [v, d] of the student. The output is KL [p n].
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, both: _Both) -> torch.Tensor:
-        split, dtype = both.student.split, both.student.dtype
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, pair: _DistillationHeads
+    ) -> torch.Tensor:
+        split, dtype = pair.student.split, pair.student.dtype
         shape = split.parts, len(hidden)
         kl, lse, teacher_lse = hidden.new_zeros((3, *shape), dtype=dtype)
-        for tile, _, z, t in both.pairs(hidden, weight):
-            found = []
-            for x, head in ((z, both.student), (t, both.teacher)):
+        for tile, _, z, t in pair.pairs(hidden, weight):
+            row_lses = []
+            for x, head in ((z, pair.student), (t, pair.teacher)):
                 own = row_stats(x, no_labels(x), head.columns, head.formula, dtype)
-                found.append(split.merge(own).lse)
-            student, teacher = both.logits_of(z, t)
-            own = divergence(student, teacher, found[0], found[1], both.reverse)
-            for into, value in zip((kl, lse, teacher_lse), (own, *found), strict=True):
-                into[:, tile] = value.view(split.parts, -1)
+                row_lses.append(split.merge(own).lse)
+            student, teacher = pair.logits_of(z, t)
+            own = divergence(student, teacher, row_lses[0], row_lses[1], pair.reverse)
+            for target, value in zip((kl, lse, teacher_lse), (own, *row_lses), strict=True):
+                target[:, tile] = value.view(split.parts, -1)
         kl = split.total(kl)
-        ctx.both = both
+        ctx.pair = pair
         ctx.save_for_backward(hidden, weight, kl, lse, teacher_lse)
         return kl.view(-1)
 
     @staticmethod
     @first_order_only("linear_kl")
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        both, (hidden, weight, kl, lse, teacher_lse) = ctx.both, ctx.saved_tensors
+        pair, (hidden, weight, kl, lse, teacher_lse) = ctx.pair, ctx.saved_tensors
         dh = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.needs_input_grad[1]:
-            dw = torch.zeros_like(weight, dtype=both.student.dtype)
-        found = GradientSum(both.student, Tokens(hidden, weight, kl), dh, dw)
+            dw = torch.zeros_like(weight, dtype=pair.student.dtype)
+        sums = GradientSum(pair.student, Tokens(hidden, weight, kl), dh, dw)
         upstream = upstream.view_as(kl)
-        for tile, h, z, t in both.pairs(hidden, weight):
-            student, teacher = both.logits_of(z, t)
+        for tile, h, z, t in pair.pairs(hidden, weight):
+            student, teacher = pair.logits_of(z, t)
             lses = [x[:, tile].reshape(-1) for x in (lse, teacher_lse)]
             own, weights = (x[:, tile].reshape(-1) for x in (kl, upstream))
-            divergence_gradient_(student, teacher, lses[0], lses[1], own, weights, both.reverse)
-            found.put(tile, h, z, weights == 0)
-        found.finish()
+            divergence_gradient_(student, teacher, lses[0], lses[1], own, weights, pair.reverse)
+            sums.put(tile, h, z, weights == 0)
+        sums.finish()
         return dh, None if dw is None else dw.to(weight.dtype), None

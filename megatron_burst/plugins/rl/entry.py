@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry of the plugin `rl`. verl imports `plugins.rl.verl`, which its configuration names."""
+"""Entry of the plugin `rl`.
+
+verl imports `plugins.rl.verl`, which its configuration names.
+"""
 
 from ...registry import Plugin
 

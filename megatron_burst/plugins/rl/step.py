@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mb.rl.logprobs`: trajectories over micro-batches, data-parallel ranks and pipeline stages.
+"""Public function `mb.rl.logprobs`: trajectories over micro-batches, ranks and pipeline stages.
 
-Megatron's own schedule runs forward and backward, whatever the parallel sizes. The loss is the
-caller's function of whole trajectories, and gradients are those of its sum over all micro-batches
-and data-parallel ranks, however trajectories were distributed.
+Megatron's own schedule runs forward and backward for all parallel sizes. The loss is the caller's
+function of complete trajectories. The gradients belong to its sum over all micro-batches and
+data-parallel ranks, and do not depend on the distribution of trajectories.
 """
 
 from __future__ import annotations
@@ -35,19 +35,24 @@ from .batch import TrajectoryBatch, rows_multiple
 from .logprobs import temperature_reasons
 from .trajectories import cut_trajectories
 
-_TOLD = "mb.rl was logged"
+_LOGGED = "mb.rl was logged"
 
 
 @dataclass(frozen=True)
 class TrajectoryLogProbs:
-    """What is known of the trajectories that this rank's model computed.
+    """Results for the trajectories that this rank's model computed.
 
-    index: which of the trajectories that were given, ascending; () on pipeline stages before the
-    last. logprobs: float32 (float64 of a float64 model) [n - 1] for each, of n tokens: entry i is
-    the log-probability of token i + 1. entropies: likewise, in nats, of the distribution that
-    token i + 1 was taken from; None if not asked for. tokens, rows: of the micro-batches of this
-    rank, as they were given and as they were computed, without padding. loss: the sum of what
-    `loss` returned on this rank, None without it and on pipeline stages before the last.
+    Attributes:
+        index: Indices of these trajectories in the argument, ascending; () on pipeline stages
+            before the last.
+        logprobs: Log-probabilities of each trajectory of n tokens, [n - 1] in float32 (float64 for
+            a float64 model). Entry i belongs to token i + 1.
+        entropies: Entropies in nats of the distribution of token i + 1, shaped like `logprobs`;
+            None if not requested.
+        tokens: Tokens of this rank's micro-batches before merging, without padding.
+        rows: Rows of this rank's micro-batches after merging, without padding.
+        loss: Sum of the results of `loss` on this rank; None without `loss` and on pipeline stages
+            before the last.
     """
 
     index: tuple[int, ...]
@@ -69,46 +74,57 @@ def logprobs(
     max_tokens: int | None = None,
     vocab_size: int | None = None,
 ) -> TrajectoryLogProbs:
-    """Log-probabilities and entropies of trajectories; with `loss` also the gradients of a model.
+    """Compute log-probabilities and entropies of trajectories, and with `loss` a model's gradients.
 
-    model: a GPTModel or HybridModel of Megatron, or the list of its chunks, configured with
-    `mb.megatron.configure`; on one context-parallel rank with `BurstConfig(pack="trees")`.
-    trajectories: token ids of each (lists, arrays, host tensors), the same on every rank of the
-    job: they are distributed here, neighbours with shared prefixes together, so that the busiest
-    micro-batch has the least work.
+    All ranks must call it. With `loss`, Megatron's schedule differentiates the sum of the loss over
+    all micro-batches and data-parallel ranks. Gradients are stored where Megatron's optimizer reads
+    them, so zero them before (`zero_grad_buffer`, `optimizer.zero_grad`). The auxiliary loss of a
+    router has the same weight as in Megatron's own steps. Megatron divides it by micro-batches, or
+    by rows with `calculate_per_token_loss`. It counts a shared token once, and it counts rows of
+    padding.
 
-    loss: called on the last pipeline stage once per micro-batch, with its trajectories; returns a
-    scalar. It must depend on nothing that differs between tensor- and context-parallel ranks. Its
-    sum over all micro-batches and data-parallel ranks is differentiated, by Megatron's schedule:
-    gradients are where Megatron's optimizer expects them, so zero them before (`zero_grad_buffer`,
-    `optimizer.zero_grad`). The model must then be wrapped in Megatron's `DistributedDataParallel`.
-    A router's auxiliary loss weighs as in Megatron's own steps, which divide it by micro-batches,
-    or by rows with `calculate_per_token_loss`; it counts a shared token once, and rows of padding.
-    Without `loss` nothing is differentiated.
-    temperature: logits are divided by it. entropy: False saves a pass over the logits.
-    tree: False computes every trajectory by itself, as packed documents.
-    max_tokens: of a micro-batch, over all context-parallel ranks, shared ones counted once; by
-    default there is one micro-batch per data-parallel rank. vocab_size: rows of the LM head that
-    are no padding, which then takes no part in the softmax; default: all.
+    Args:
+        model: GPTModel or HybridModel of Megatron, or the list of its chunks, after
+            `mb.megatron.configure`. On one context-parallel rank it must have
+            `BurstConfig(pack="trees")`. With `loss` it must be wrapped in Megatron's
+            `DistributedDataParallel`.
+        trajectories: Token ids of each trajectory (lists, arrays, host tensors), the same on every
+            rank of the training job. This function distributes them. It keeps trajectories with
+            shared prefixes together and minimizes the work of the busiest micro-batch.
+        loss: Function that returns a scalar for the trajectories of a micro-batch. The last
+            pipeline stage calls it once per micro-batch. Its result must not differ between tensor-
+            and context-parallel ranks. None for no gradients.
+        temperature: Divisor of the logits.
+        entropy: Compute entropies; False saves a pass over the logits.
+        tree: Merge shared prefixes; False computes every trajectory separately, as packed
+            documents.
+        max_tokens: Limit of the distinct tokens of a micro-batch over all context-parallel ranks.
+            None for one micro-batch per data-parallel rank.
+        vocab_size: Rows of the LM head without padding; padding takes no part in the softmax. None
+            for all rows.
 
-    A collective of all ranks. Returns what the last pipeline stage of this rank's model computed,
-    in no order of ranks; every tensor- and context-parallel rank has the same. Raises ValueError on
-    every rank for what cannot be honoured.
+    Returns:
+        The results of the last pipeline stage of this rank's model. Every tensor- and
+        context-parallel rank has the same results. Each data-parallel rank has the results of its
+        own trajectories.
+
+    Raises:
+        ValueError: The model or an argument is not supported; every rank raises it.
     """
     trajectories = list(trajectories) if isinstance(trajectories, Iterable) else trajectories
     chunks = list(model) if isinstance(model, (list, torch.nn.ModuleList)) else [model]
-    asked = _Asked(loss, temperature, entropy, tree, max_tokens, vocab_size)
-    planned = attempt(lambda: _planned(chunks, trajectories, asked))
-    agree(planned if isinstance(planned, ValueError) else planned.facts, gather_from_all)
-    assert not isinstance(planned, ValueError)
-    if patching.notes().setdefault(_TOLD, planned) is planned:
-        log(planned.line)
+    arguments = _LogProbsArguments(loss, temperature, entropy, tree, max_tokens, vocab_size)
+    plan = attempt(lambda: _plan_step(chunks, trajectories, arguments))
+    agree(plan if isinstance(plan, ValueError) else plan.facts, gather_from_all)
+    assert not isinstance(plan, ValueError)
+    if patching.notes().setdefault(_LOGGED, plan) is plan:
+        log(plan.line)
     config = get_model_config(chunks[0])
     device = next(chunks[0].parameters()).device
-    batches = list(_batches(planned, config, device, tree))
+    batches = list(_batches(plan, config, device, tree))
 
-    # Megatron divides gradients by what micro-batches count, over all ranks. Routers expect tokens
-    # there where it divides by tokens, else it divides by micro-batches.
+    # Megatron divides gradients by the sum of the micro-batches' counts over all ranks. With
+    # calculate_per_token_loss routers expect tokens; otherwise Megatron divides by micro-batches.
     def count(batch: TrajectoryBatch) -> int:
         return batch.tokens.shape[1] if config.calculate_per_token_loss else 1
 
@@ -128,23 +144,23 @@ def logprobs(
         output = batch.run(stage, temperature, entropy, vocab_size)
 
         def reported(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            found = _found(index, batch, values)
-            value = values[:, :0].sum()  # 0, and every rank takes part in backward
+            results = _results_of(index, batch, values)
+            value = values[:, :0].sum()  # 0; it lets every rank take part in backward
             if loss is not None and index:
-                value = value + _scalar(loss(found))
-            seen = replace(
-                found,
-                logprobs=[x.detach() for x in found.logprobs],
-                entropies=found.entropies and [x.detach() for x in found.entropies],
+                value = value + _scalar(loss(results))
+            report = replace(
+                results,
+                logprobs=[x.detach() for x in results.logprobs],
+                entropies=results.entropies and [x.detach() for x in results.entropies],
                 loss=None if loss is None else value.detach().clone(),
             )
             counted = torch.tensor(count(batch), dtype=torch.int, device=value.device)
-            return undivided(value), counted, seen
+            return undivided(value), counted, report
 
         return output, reported
 
-    finalizing = patching.instead(config, "finalize_model_grads_func", _finalizing(config))
-    with finalizing, torch.set_grad_enabled(loss is not None):
+    finalize = patching.instead(config, "finalize_model_grads_func", _finalize_function(config))
+    with finalize, torch.set_grad_enabled(loss is not None):
         reports = schedules.get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=cast(Any, [ReadyBatches(batches) for _ in chunks]),
@@ -154,11 +170,11 @@ def logprobs(
             micro_batch_size=1,
             forward_only=loss is None,
         )
-    return _joined(reports, entropy)
+    return _merged(reports, entropy)
 
 
 def _scalar(value: Any) -> Any:
-    """What `loss` returned, if it is one number."""
+    """Return the result of `loss` if it is one number."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.reshape(())
     if isinstance(value, (int, float)):
@@ -169,7 +185,9 @@ def _scalar(value: Any) -> Any:
     )
 
 
-class _Asked(NamedTuple):
+class _LogProbsArguments(NamedTuple):
+    """Keyword arguments of `logprobs`."""
+
     loss: Any
     temperature: Any
     entropy: Any
@@ -178,9 +196,14 @@ class _Asked(NamedTuple):
     vocab_size: Any
 
 
-class _Planned(NamedTuple):
-    """The micro-batches of this data-parallel rank: parts, (indices, tokens) of their trajectories,
-    and the rows that these take. facts: what all ranks agree on. line: for the log.
+class _StepPlan(NamedTuple):
+    """Micro-batches of this data-parallel rank.
+
+    Attributes:
+        parts: Indices and tokens of the trajectories of each micro-batch.
+        rows: Rows of each micro-batch.
+        facts: Facts on which all ranks must agree.
+        line: Line for the log.
     """
 
     parts: list[tuple[tuple[int, ...], list[np.ndarray]]]
@@ -189,72 +212,77 @@ class _Planned(NamedTuple):
     line: str
 
 
-def _planned(chunks: list[Any], trajectories: Sequence[Any], asked: _Asked) -> _Planned:
-    reasons, found = [*_reasons(chunks, asked)], attempt(lambda: trees.neighbours(trajectories))
-    if reasons or isinstance(found, ValueError):
-        reasons += [str(found)] if isinstance(found, ValueError) else []
+def _plan_step(
+    chunks: list[Any], trajectories: Sequence[Any], arguments: _LogProbsArguments
+) -> _StepPlan:
+    reasons, ordering = (
+        [*_reasons(chunks, arguments)],
+        attempt(lambda: trees.neighbours(trajectories)),
+    )
+    if reasons or isinstance(ordering, ValueError):
+        reasons += [str(ordering)] if isinstance(ordering, ValueError) else []
         raise ValueError("mb.rl.logprobs: " + "; ".join(reasons))
-    order, shared = found
-    tokens = [np.asarray(each, dtype=np.int64) for each in trajectories]
-    # Only the ranks that hold a wrong token would notice it, and the others wait for them.
-    vocabulary = asked.vocab_size or get_attr_wrapped_model(chunks[0], "vocab_size")
-    places = None
+    order, shared = ordering
+    tokens = [np.asarray(trajectory, dtype=np.int64) for trajectory in trajectories]
+    # Check here: only the ranks that hold a wrong token would fail, and the others would wait.
+    vocabulary = arguments.vocab_size or get_attr_wrapped_model(chunks[0], "vocab_size")
+    positions = None
     if get_attr_wrapped_model(chunks[0], "position_embedding_type") == "learned_absolute":
-        places = get_attr_wrapped_model(chunks[0], "max_sequence_length")
-    for i, each in enumerate(tokens):
-        if len(each) and each.max() >= vocabulary:
+        positions = get_attr_wrapped_model(chunks[0], "max_sequence_length")
+    for i, trajectory in enumerate(tokens):
+        if len(trajectory) and trajectory.max() >= vocabulary:
             raise ValueError(
-                f"mb.rl.logprobs: trajectories[{i}] has token {each.max()}, and the vocabulary "
-                f"{vocabulary} tokens"
+                f"mb.rl.logprobs: trajectories[{i}] has token {trajectory.max()}, but the "
+                f"vocabulary has {vocabulary} tokens"
             )
-        if places is not None and len(each) > places:
+        if positions is not None and len(trajectory) > positions:
             raise ValueError(
-                f"mb.rl.logprobs: trajectories[{i}] has {len(each):,} tokens, and the model "
-                f"learned {places:,} positions"
+                f"mb.rl.logprobs: trajectories[{i}] has {len(trajectory):,} tokens, but the "
+                f"model learned {positions:,} positions"
             )
     config, size = get_model_config(chunks[0]), parallel_state.get_data_parallel_world_size()
-    shared = shared if asked.tree else [0] * len(order)
+    shared = shared if arguments.tree else [0] * len(order)
     runs = cut_trajectories(
         [len(tokens[i]) for i in order],
         shared,
         work_of(config),
         ranks=size,
-        capacity=asked.max_tokens,
+        capacity=arguments.max_tokens,
         multiple=config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1,
     )
     rows = [
-        [sum(len(tokens[order[i]]) for i in run) - sum(shared[i] for i in run[1:]) for run in each]
-        for each in runs
+        [sum(len(tokens[order[i]]) for i in run) - sum(shared[i] for i in run[1:]) for run in part]
+        for part in runs
     ]
-    rank, given = parallel_state.get_data_parallel_rank(), sum(map(len, tokens))
+    rank, total = parallel_state.get_data_parallel_rank(), sum(map(len, tokens))
     parts = [tuple(sorted(order[i] for i in run)) for run in runs[rank]]
     line = (
-        f"mb.rl: {len(tokens)} trajectories of {given:,} tokens as {sum(map(sum, rows)):,} rows in "
+        f"mb.rl: {len(tokens)} trajectories of {total:,} tokens as {sum(map(sum, rows)):,} rows in "
         f"{len(parts)} micro-batches on each of {size} data-parallel ranks"
     )
     digest = hashlib.blake2b(digest_size=8)
-    for each in tokens:
-        digest.update(len(each).to_bytes(8, "little") + each.tobytes())
+    for trajectory in tokens:
+        digest.update(len(trajectory).to_bytes(8, "little") + trajectory.tobytes())
     facts: dict[str, object] = {
-        "trajectories": f"{len(tokens)} of {given} tokens, {digest.hexdigest()}",
-        "loss": asked.loss is not None,
-        **{name: getattr(asked, name) for name in _Asked._fields[1:]},
+        "trajectories": f"{len(tokens)} of {total} tokens, {digest.hexdigest()}",
+        "loss": arguments.loss is not None,
+        **{name: getattr(arguments, name) for name in _LogProbsArguments._fields[1:]},
     }
-    return _Planned([(part, [tokens[i] for i in part]) for part in parts], rows[rank], facts, line)
+    return _StepPlan([(part, [tokens[i] for i in part]) for part in parts], rows[rank], facts, line)
 
 
-def _reasons(chunks: list[Any], asked: _Asked) -> Iterator[str]:
-    """All that is wrong with a model and what is asked of it."""
-    yield from temperature_reasons(asked.temperature)
-    if asked.loss is not None and not callable(asked.loss):
-        yield f"loss must be a function or None, got {type(asked.loss).__name__}"
-    if asked.loss is not None and not torch.is_grad_enabled():
-        yield "loss= differentiates, and gradients are off (torch.no_grad, inference_mode)"
+def _reasons(chunks: list[Any], arguments: _LogProbsArguments) -> Iterator[str]:
+    """Yield the problems of the model and of the arguments."""
+    yield from temperature_reasons(arguments.temperature)
+    if arguments.loss is not None and not callable(arguments.loss):
+        yield f"loss must be a function or None, got {type(arguments.loss).__name__}"
+    if arguments.loss is not None and not torch.is_grad_enabled():
+        yield "loss= needs gradients, but gradients are off (torch.no_grad, inference_mode)"
     for name in ("entropy", "tree"):
-        if type(getattr(asked, name)) is not bool:
-            yield f"{name} must be True or False, got {getattr(asked, name)!r:.60}"
+        if type(getattr(arguments, name)) is not bool:
+            yield f"{name} must be True or False, got {getattr(arguments, name)!r:.60}"
     for name in ("max_tokens", "vocab_size"):
-        value = getattr(asked, name)
+        value = getattr(arguments, name)
         if value is not None and (type(value) is not int or value < 1):
             yield f"{name} must be an integer from 1 on or None, got {value!r:.60}"
     try:
@@ -275,13 +303,13 @@ def _reasons(chunks: list[Any], asked: _Asked) -> Iterator[str]:
         return
     if config.context_parallel_size == 1 and burst.pack != "trees":
         yield (
-            "model: on one context-parallel rank Megatron's own attention was built, which knows "
+            "model: on one context-parallel rank Megatron's own attention was built, which has "
             'no trees: configure it with BurstConfig(pack="trees")'
         )
-    if asked.loss is not None and not hasattr(chunks[0], "ddp_config"):
+    if arguments.loss is not None and not hasattr(chunks[0], "ddp_config"):
         yield (
-            "model: loss= leaves gradients where Megatron's optimizer takes them: wrap every chunk "
-            "in megatron.core.distributed.DistributedDataParallel"
+            "model: loss= needs gradient buffers for Megatron's optimizer: wrap every chunk in "
+            "megatron.core.distributed.DistributedDataParallel"
         )
     if getattr(config, "mtp_num_layers", None):
         yield "model: --mtp-num-layers: further heads predict tokens that branches do not share"
@@ -297,12 +325,12 @@ def _reasons(chunks: list[Any], asked: _Asked) -> Iterator[str]:
                 check_output(get_attr_wrapped_model(chunk, "output_layer"), "mb.rl")
             except ValueError as error:
                 yield f"model: {error}"
-    if asked.tree is True:
+    if arguments.tree is True:
         yield from tree_reasons(config)
 
 
 def tree_reasons(config: Any) -> Iterator[str]:
-    """What of a model takes no prefix tree, by its configuration after `configure`."""
+    """Yield the properties of a configured model that do not support prefix trees."""
     layers, linear = ModelShape.of(config).linear_setting, config.burst.linear
     if layers is not None and (config.context_parallel_size == 1 or linear not in OVER_TREES):
         yield (
@@ -319,43 +347,46 @@ def tree_reasons(config: Any) -> Iterator[str]:
 
 
 def _batches(
-    planned: _Planned, config: Any, device: torch.device, merged: bool
+    plan: _StepPlan, config: Any, device: torch.device, merged: bool
 ) -> Iterator[tuple[tuple[int, ...], TrajectoryBatch]]:
-    """Micro-batches; of one length where stages of a pipeline expect equally many rows."""
+    """Yield the micro-batches.
+
+    They have one length if the stages of a pipeline expect equal numbers of rows.
+    """
     rows = 0
     if config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths:
         need = rows_multiple(config, config.context_parallel_size, merged)
-        rows = -(-max(1, *planned.rows) // need) * need
-    for index, part in planned.parts:
+        rows = -(-max(1, *plan.rows) // need) * need
+    for index, part in plan.parts:
         yield index, TrajectoryBatch(part, config, device, merged=merged, rows=rows)
 
 
-def _found(
+def _results_of(
     index: tuple[int, ...], batch: TrajectoryBatch, values: torch.Tensor
 ) -> TrajectoryLogProbs:
-    first, *others = (batch.of_trajectories(each) for each in values)
+    logprobs, *entropies = (batch.of_trajectories(row) for row in values)
     tree = batch.tree
     tokens, rows = (tree.trajectory_tokens, tree.rows) if index else (0, 0)
-    return TrajectoryLogProbs(index, first, others[0] if others else None, tokens, rows)
+    return TrajectoryLogProbs(index, logprobs, entropies[0] if entropies else None, tokens, rows)
 
 
-def _joined(reports: list[TrajectoryLogProbs], entropy: bool) -> TrajectoryLogProbs:
-    """The reports of all micro-batches as one; none on a stage before the last."""
-    at = [(i, each, place) for each in reports for place, i in enumerate(each.index)]
-    at.sort(key=lambda found: found[0])
+def _merged(reports: list[TrajectoryLogProbs], entropy: bool) -> TrajectoryLogProbs:
+    """Merge the reports of all micro-batches; there are none on stages before the last."""
+    at = [(i, report, place) for report in reports for place, i in enumerate(report.index)]
+    at.sort(key=lambda entry: entry[0])
     entropies = [e.entropies[place] for _, e, place in at if e.entropies is not None]
-    losses = [each.loss for each in reports if each.loss is not None]
+    losses = [report.loss for report in reports if report.loss is not None]
     return TrajectoryLogProbs(
         tuple(i for i, *_ in at),
-        [each.logprobs[place] for _, each, place in at],
+        [report.logprobs[place] for _, report, place in at],
         entropies if entropy else None,
-        sum(each.tokens for each in reports),
-        sum(each.rows for each in reports),
+        sum(report.tokens for report in reports),
+        sum(report.rows for report in reports),
         torch.stack(losses).sum() if losses else None,
     )
 
 
-def _finalizing(config: Any) -> Any:
-    """What sums gradients over data-parallel ranks: the script's own, or Megatron's."""
+def _finalize_function(config: Any) -> Any:
+    """Return the function that sums gradients over data-parallel ranks."""
     own = config.finalize_model_grads_func
     return finalize_model_grads if own is None else own

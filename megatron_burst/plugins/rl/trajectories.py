@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which trajectory goes to which micro-batch, so that shared prefixes stay together.
+"""Assignment of trajectories to micro-batches that keeps shared prefixes together.
 
-Trajectories lie in an order in which those that share a prefix are neighbours
-(`mb.trees.neighbours`), and a micro-batch is a run of neighbours: a prefix is computed again only
-where a run ends inside it. Of all ways to cut that order into so many runs, the one whose busiest
-micro-batch has the least work is found by trying bounds. All in integers: ranks that pack the same
-trajectories find the same.
+Trajectories are ordered so that those with a shared prefix are neighbours (`mb.trees.neighbours`).
+A micro-batch is a run of neighbours. A prefix is computed twice only if a run ends inside it. Among
+all cuts of that order into a given number of runs, a bisection over bounds finds the cut whose
+busiest micro-batch has the least work. All values are integers, so that ranks that pack the same
+trajectories compute the same cut.
 """
 
 from __future__ import annotations
@@ -26,12 +26,21 @@ def cut_trajectories(
     capacity: int | None = None,
     multiple: int = 1,
 ) -> list[list[range]]:
-    """Runs of trajectories, `found[rank][micro_batch]`, on every rank the same number of them.
+    """Return runs of trajectories, `runs[rank][micro_batch]`.
 
-    lengths: tokens of each trajectory. shared: how many of them each has in common with the one
-    before. work: of the model. capacity: the most distinct tokens of a micro-batch; there are as
-    few micro-batches as it allows, one per rank without it. multiple: what divides their number on
-    a rank. Runs may be empty. Raises ValueError for a trajectory that does not fit.
+    Every rank has the same number of runs. Runs may be empty.
+
+    Args:
+        lengths: Tokens of each trajectory.
+        shared: Tokens that each trajectory has in common with the previous one.
+        work: Cost of the model.
+        ranks: Number of data-parallel ranks.
+        capacity: Limit of the distinct tokens of a micro-batch. The number of micro-batches is the
+            smallest that it allows. Without a capacity each rank has one micro-batch.
+        multiple: Divisor of the number of micro-batches per rank.
+
+    Raises:
+        ValueError: A trajectory is longer than `capacity`.
     """
     size = np.asarray(lengths, dtype=np.int64)
     common = np.asarray(shared, dtype=np.int64)
@@ -41,29 +50,35 @@ def cut_trajectories(
             f"max_tokens: a micro-batch of {capacity:,} tokens has no room for the longest "
             f"trajectory, of {size[i]:,}"
         )
-    whole = (work.token * size + work.attention(size)).tolist()
-    more = [a - b for a, b in zip(whole, work.token * common + work.attention(common), strict=True)]
+    full_work = (work.token * size + work.attention(size)).tolist()
+    added_work = [
+        a - b for a, b in zip(full_work, work.token * common + work.attention(common), strict=True)
+    ]
     rows, fresh = size.tolist(), (size - common).tolist()
 
-    def runs(most: float) -> list[range]:
-        """As few as possible with at most so much work each."""
-        found, start, load, held = [], 0, 0, 0
+    def runs(bound: float) -> list[range]:
+        """Return the smallest number of runs with at most `bound` work each."""
+        closed, start, load, used = [], 0, 0, 0
         for i in range(len(rows)):
-            full = load + more[i] > most or (capacity is not None and held + fresh[i] > capacity)
+            full = load + added_work[i] > bound or (
+                capacity is not None and used + fresh[i] > capacity
+            )
             if i > start and full:
-                found.append(range(start, i))
-                start, load, held = i, 0, 0
-            load, held = (load + more[i], held + fresh[i]) if i > start else (whole[i], rows[i])
-        return [*found, range(start, len(rows))]
+                closed.append(range(start, i))
+                start, load, used = i, 0, 0
+            load, used = (
+                (load + added_work[i], used + fresh[i]) if i > start else (full_work[i], rows[i])
+            )
+        return [*closed, range(start, len(rows))]
 
-    each = -(-len(runs(np.inf)) // (ranks * multiple)) * multiple
-    low, high = max(whole, default=0), sum(whole)
+    per_rank = -(-len(runs(np.inf)) // (ranks * multiple)) * multiple
+    low, high = max(full_work, default=0), sum(full_work)
     while low < high:
         middle = (low + high) // 2
-        if len(runs(middle)) <= ranks * each:
+        if len(runs(middle)) <= ranks * per_rank:
             high = middle
         else:
             low = middle + 1
-    found = runs(low)
-    found += [range(len(rows), len(rows))] * (ranks * each - len(found))
-    return [found[rank::ranks] for rank in range(ranks)]
+    cut = runs(low)
+    cut += [range(len(rows), len(rows))] * (ranks * per_rank - len(cut))
+    return [cut[rank::ranks] for rank in range(ranks)]

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefix tree as a packed batch: its `PackedSeqParams`, and its rows on ranks.
+"""Prefix tree as a packed batch: its `PackedSeqParams` and the distribution of its rows.
 
 Data path, rotary embedding and attention get the pack of a `PackedSeqParams` from `packed`. The
-pack of a tree has the tree's mask, its positions along paths, and a balanced layout of its own,
+pack of a tree has the mask of the tree, positions along its paths, and its own balanced layout,
 independent of the layout of the run.
 
-Cumulative lengths cannot describe a tree, so the `cu_seqlens` of a tree only identify its pack: the
+Cumulative lengths cannot describe a tree, so the `cu_seqlens` of a tree only identify its pack. The
 registry `packed.packs()` finds the pack by the identity of this tensor. A field or a subclass of
 `PackedSeqParams` cannot carry the pack, because Megatron passes only `cu_seqlens` to the function
-that applies rotary embeddings. Views have the same base but are other tensors, so they are not
-recognized, nor are copies: their values [0, -tokens] are no lengths, and all our functions refuse
-them by name.
+that applies rotary embeddings. Views and copies are other tensors and are not recognized. Their
+values [0, -tokens] are no valid lengths, so all our functions refuse them with a message.
 """
 
 from __future__ import annotations
@@ -34,10 +33,13 @@ from .trees import PrefixTree
 
 @dataclass(frozen=True)
 class TreePack(Pack):
-    """A prefix tree as one packed sequence, whose rows are a multiple of what divides them.
+    """Prefix tree as one packed sequence.
 
-    digest: of the tree's form; trees with equal digests have one mask and one layout. own: the cut
-    of the run as if its layout were balanced.
+    Attributes:
+        digest: Digest of the tree's structure. Trees with equal digests have the same mask and
+            layout.
+        own: Cut of the run with a balanced layout.
+        tree: The prefix tree.
     """
 
     digest: bytes = field(kw_only=True)
@@ -46,7 +48,12 @@ class TreePack(Pack):
 
     @classmethod
     def of(cls, tree: PrefixTree, config: Any) -> TreePack:
-        """config: the `TransformerConfig` of the model, after `configure`."""
+        """Return the pack of a tree.
+
+        Args:
+            tree: Prefix tree whose number of rows the ranks divide.
+            config: `TransformerConfig` of the model, after `configure`.
+        """
         total = len(tree.tokens)
         form = np.stack([tree.out, tree.positions]).tobytes()
         digest = hashlib.blake2b(form, digest_size=16).digest()
@@ -57,17 +64,17 @@ class TreePack(Pack):
 
     @property
     def mask(self) -> Mask:
-        """A token sees itself and what is before it on its path."""
+        """Mask of the tree: a token sees itself and the earlier tokens of its path."""
         return self.tree.mask
 
     @property
     def chained(self) -> dict[str, Any]:
-        """The tree."""
+        """Arguments of linear attention: the tree."""
         return {"tree": self.tree}
 
     @property
     def cut_key(self) -> tuple:
-        """All that the layout of the pack depends on; no run's cut does."""
+        """Everything that determines the layout of the pack; the run's cut does not."""
         return self.total, self.digest, self.own
 
     def _layout(self, cut: BatchCut, cp_size: int) -> Layout:
@@ -82,21 +89,26 @@ class TreePack(Pack):
         )
 
     def places(self, cut: BatchCut, cp_size: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """int64 [total / cp_size] each: rows of the tree, and their places on their paths."""
+        """Return the rows of the tree on a rank, and their positions on their paths.
+
+        Both are int64 [total / cp_size].
+        """
         rows = self.layout(cut, cp_size).positions(rank, self.total)
         return rows, self.tree.positions[rows]
 
     def successors(self, *unused: Any, **named: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Raises ValueError: a token may have several next ones."""
-        raise ValueError("prefix trees: multi-token prediction wants one next token for each")
+        """Raise ValueError, because a token of a tree may have several successors."""
+        raise ValueError(
+            "prefix trees: multi-token prediction needs one next token per token; disable it"
+        )
 
     def params(self, device: torch.device) -> Any:
         """Return the `PackedSeqParams` of the tree.
 
-        Pass the same object to all layers, also when they run again in backward. Megatron's loops
-        do so.
+        Pass the same object to all layers, and again when backward recomputes them. Megatron's
+        loops do so.
         """
-        known_by = torch.tensor([0, -self.total], dtype=torch.int32, device=device)
-        packs().note(known_by, self)
+        identity = torch.tensor([0, -self.total], dtype=torch.int32, device=device)
+        packs().note(identity, self)
         packs().note_cut(self)
-        return params_of(known_by, int(self.tree.positions.max()) + 1)
+        return params_of(identity, int(self.tree.positions.max()) + 1)

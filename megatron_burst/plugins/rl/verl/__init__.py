@@ -5,9 +5,9 @@ verl imports the module that a configuration names, in every worker, before it b
 
     actor_rollout_ref.model.external_lib: megatron_burst.plugins.rl.verl
 
-From then on its Megatron engines take `override_transformer_config.burst`, fields of
-`mb.BurstConfig`. It is the only module of the package that does something when it is imported.
-`uninstall()` undoes it.
+Then verl's Megatron engines accept `override_transformer_config.burst`, the fields of
+`mb.BurstConfig`. No other module of the package has an effect on import. `uninstall()` restores
+verl.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's Megatron engine with BurstAttention: what is replaced in it, and what it is asked for.
+"""Patches of verl's Megatron engine that configure BurstAttention.
 
-The engine builds the configuration of a model in one method. Here its entry `burst` is taken out
-of `override_transformer_config`, which Megatron does not know, and given to `configure`.
+One method of the engine builds the configuration of a model. The patch removes the entry `burst`
+from `override_transformer_config`, which Megatron does not accept, and passes it to `configure`.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from ....megatron.install import configure
 from ....megatron.install import install as install_burst
 from ....megatron.install import uninstall as uninstall_burst
 
-VERSIONS = ("0.9.1",)  # of verl, that the tests run with
+VERSIONS = ("0.9.1",)  # tested versions of verl
 _NAME = "verl"
 _ENTRY = "burst"
 _ENGINE = "verl.workers.engine.megatron.transformer_impl"
 
 
 def install() -> None:
-    """Let verl's Megatron engines use BurstAttention. Idempotent.
+    """Let verl's Megatron engines use BurstAttention. Calls after the first have no effect.
 
-    Raises `ValueError` for a version of verl that was not tested, and `RuntimeError` if a function
-    of it lacks a parameter that its patch needs.
+    Raises:
+        ValueError: The version of verl is not tested.
+        RuntimeError: A patched function of verl lacks a parameter that the patch needs.
     """
     if patching.installed(_NAME) is not None:
         return
-    found = importlib.import_module("verl").__version__
-    if found not in VERSIONS:
+    version = importlib.import_module("verl").__version__
+    if version not in VERSIONS:
         raise ValueError(
             f"megatron_burst.plugins.rl.verl was tested with verl {', '.join(VERSIONS)}, and "
-            f"this is verl {found}: install one of those, or leave it out of external_lib"
+            f"this is verl {version}: install one of those, or leave it out of external_lib"
         )
     engine = importlib.import_module(_ENGINE)
     util, forward, fused = (
@@ -56,18 +57,18 @@ def install() -> None:
 
 
 def uninstall() -> bool:
-    """Restore verl and Megatron; False if nothing was installed."""
+    """Restore verl and Megatron. Return False if nothing was installed."""
     uninstall_burst()
     return patching.remove(_NAME)
 
 
 def _configured(original: Callable[[Any], None], engine: Any) -> None:
-    """`MegatronEngine._build_tf_config`, whose model gets the attention that its entry asks for."""
+    """Run `MegatronEngine._build_tf_config`, and configure the attention of the `burst` entry."""
     settings = engine.engine_config
     overrides = settings.override_transformer_config
     entry = overrides.get(_ENTRY)
-    rest = {name: value for name, value in overrides.items() if name != _ENTRY}
-    object.__setattr__(settings, "override_transformer_config", rest)  # the class is frozen
+    remaining = {name: value for name, value in overrides.items() if name != _ENTRY}
+    object.__setattr__(settings, "override_transformer_config", remaining)  # the class is frozen
     try:
         original(engine)
     finally:
@@ -87,21 +88,24 @@ def _configured(original: Callable[[Any], None], engine: Any) -> None:
 
 
 def choices(entry: Any) -> BurstConfig:
-    """The choices of an entry `burst`, a dict of fields of `BurstConfig` or None."""
-    given = dict(entry or {})
-    unknown = sorted(set(given) - {flag.field for flag in flags.FLAGS})
+    """Return the configuration of a `burst` entry, a dict of fields of `BurstConfig` or None."""
+    fields = dict(entry or {})
+    unknown = sorted(set(fields) - {flag.field for flag in flags.FLAGS})
     if unknown:
-        known = ", ".join(flag.field for flag in flags.FLAGS)
+        valid = ", ".join(flag.field for flag in flags.FLAGS)
         raise ValueError(
-            f"override_transformer_config.{_ENTRY}.{unknown[0]}: there are the fields {known}"
+            f"override_transformer_config.{_ENTRY}.{unknown[0]}: there are the fields {valid}"
         )
-    return BurstConfig(**given)  # in zigzag order, where nothing else is named: so verl cuts
+    return BurstConfig(**fields)  # zigzag by default, as verl cuts sequences
 
 
 def engine_problems(settings: Any, model: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """What of an engine was never run with these choices.
+    """Yield the settings of an engine that do not support these choices.
 
-    settings, model: its `McoreEngineConfig` and `HFModelConfig`.
+    Args:
+        settings: `McoreEngineConfig` of the engine.
+        model: `HFModelConfig` of the engine.
+        burst: Choices of the user.
     """
     trees = burst.pack == "trees"
     if burst.algorithm == flags.OFF or not (trees or settings.context_parallel_size > 1):
@@ -122,12 +126,12 @@ def engine_problems(settings: Any, model: Any, burst: BurstConfig) -> Iterator[P
         "mtp.enable": model.mtp.enable,
         "a model with vision": hasattr(model.hf_config, "vision_config"),
     }
-    for name in (name for name, there in unfit.items() if trees and there):
+    for name in (name for name, present in unfit.items() if trees and present):
         yield Problem(f"--burst-pack trees does not go with {name}: leave one of them out")
 
 
 def _tree_reasons(model: Any, burst: BurstConfig) -> Iterator[str]:
-    """What of a configured model takes no prefix trees, if it is asked to."""
+    """Yield the properties of a configured model that do not support prefix trees."""
     from ..step import tree_reasons  # imports Megatron-Core
 
     if burst.pack == "trees" and burst.algorithm != flags.OFF:
@@ -142,7 +146,7 @@ _FIELDS = {flag.name: f"override_transformer_config.{_ENTRY}.{flag.field}" for f
 
 
 def translated(text: str) -> str:
-    """A message that names flags, with the settings of verl that stand for them."""
+    """Return a message with flags replaced by the equivalent settings of verl."""
 
     def setting(match: re.Match) -> str:
         flag = match.group()

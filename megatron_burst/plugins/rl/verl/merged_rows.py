@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's micro-batches as prefix trees: what trajectories share is computed once.
+"""Micro-batches of verl as prefix trees, which compute shared prefixes once.
 
-verl packs a micro-batch with one function and takes the model's output apart with another; both are
-called for all that has a value per token (token ids, labels, temperatures, log-probabilities). Here
-they go by the rows of a tree, so that the rest of verl stays as it is.
+verl packs a micro-batch with one function and unpacks the model's output with another. It calls
+both for every value per token (token ids, labels, temperatures, log-probabilities). The
+replacements use the rows of a tree, so that the other code of verl stays unchanged.
 
-verl wants one label per row, while the last row of a shared prefix has a label per branch. So the
-tree is made of pairs, a token with the one that follows: two rows are one where all tokens up to
-and including the next one are equal, and each branch has the last row of the prefix by itself. That
-costs a row per branch and end.
+verl expects one label per row, but the last row of a shared prefix has one label per branch. The
+tree therefore merges pairs of a token and its successor. Two rows are merged if all tokens up to
+and including the next one are equal. Each branch has its own copy of the last row of the prefix,
+which costs one row per branch and per end.
 """
 
 from __future__ import annotations
@@ -35,11 +35,17 @@ _NOTE = "micro-batch"
 
 
 class MergedRows:
-    """The rows of one micro-batch of trajectories, and which of them this rank holds.
+    """Rows of one micro-batch of trajectories, and the part of them that this rank holds.
 
-    input_ids: jagged [trajectories, tokens]. config: the `TransformerConfig` of the model, after
-    `configure`. bucket: pad to a multiple of so many rows. params: the `PackedSeqParams` of the
-    batch. positions: int64 [1, n], places on their paths of the n rows that this rank holds.
+    Args:
+        input_ids: Token ids, jagged [trajectories, tokens].
+        config: `TransformerConfig` of the model, after `configure`.
+        bucket: Divisor of the number of rows after padding, or None.
+
+    Attributes:
+        params: `PackedSeqParams` of the batch.
+        positions: Positions on their paths of the n rows of this rank, int64 [1, n].
+        tree: Prefix tree of the batch.
     """
 
     def __init__(self, input_ids: Any, config: Any, bucket: int | None) -> None:
@@ -48,7 +54,9 @@ class MergedRows:
         bounds = input_ids.offsets().cpu().numpy()
         count = np.arange(len(tokens))
         following = count + 1
-        following[bounds[1:] - 1] = bounds[:-1]  # verl gives the last token the label of the first
+        following[bounds[1:] - 1] = bounds[
+            :-1
+        ]  # verl uses the first token as the label of the last one
         pairs = np.stack([tokens, tokens[following]], axis=1)
         pairs[bounds[1:] - 1, 1] = -1
         _, ids = np.unique(pairs, axis=0, return_inverse=True)
@@ -58,27 +66,37 @@ class MergedRows:
         )
         pack = TreePack.of(tree, config)
         layout = pack.layout(cut_of_run(config.burst.layout), group.size())
-        held = [layout.positions(rank, len(tree.tokens)) for rank in range(group.size())]
-        home = np.empty(len(tree.tokens), dtype=np.int64)  # where rows lie, rank after rank
-        home[np.concatenate(held)] = np.arange(len(home))
-        row = np.concatenate(tree.paths)  # of each token
-        first = np.full(len(tree.tokens), len(tokens))  # token of a row; of padding none
+        shards = [layout.positions(rank, len(tree.tokens)) for rank in range(group.size())]
+        home = np.empty(
+            len(tree.tokens), dtype=np.int64
+        )  # index of each row in the ranks' concatenated rows
+        home[np.concatenate(shards)] = np.arange(len(home))
+        row = np.concatenate(tree.paths)  # row of each token
+        first = np.full(
+            len(tree.tokens), len(tokens)
+        )  # first token of each row; out of range for padding
         first[row[::-1]] = count[::-1]
-        mine = held[group.rank()]
+        own_rows = shards[group.rank()]
 
-        def sent(index: np.ndarray) -> torch.Tensor:
+        def on_device(index: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(index).to(device)
 
         self.params = pack.params(device)
-        self.positions = sent(tree.positions[mine])[None]
+        self.positions = on_device(tree.positions[own_rows])[None]
         self.tree = tree
         self._group, self._offsets = group, input_ids.offsets()
-        self._following, self._same = sent(following), sent(first[row])
-        self._taken, self._home = sent(first[mine]), sent(home[row])
+        self._following, self._same = on_device(following), on_device(first[row])
+        self._taken, self._home = on_device(first[own_rows]), on_device(home[row])
 
     def packed(self, values: torch.Tensor, following: bool) -> torch.Tensor:
-        """[1, n, ...]: the values of this rank's rows, out of jagged [trajectories, tokens, ...];
-        following: those of the next token. Raises ValueError where tokens that are merged differ.
+        """Return the values [1, n, ...] of this rank's rows.
+
+        Args:
+            values: Values per token, jagged [trajectories, tokens, ...].
+            following: True to use the value of the next token.
+
+        Raises:
+            ValueError: Tokens that are merged have different values.
         """
         flat = values.values()
         if following:
@@ -92,44 +110,48 @@ class MergedRows:
         return torch.cat([flat, flat.new_zeros(1, *flat.shape[1:])])[self._taken][None]
 
     def unpacked(self, output: torch.Tensor) -> torch.Tensor:
-        """Jagged [trajectories, tokens, ...], out of [1, n, ...] of each rank. A collective; its
-        gradient reaches the rows of this rank, as verl has it.
+        """Return jagged values [trajectories, tokens, ...] from the rows [1, n, ...] of each rank.
+
+        All ranks must call it. As in verl, the gradient reaches only the rows of this rank.
         """
         parts, size = [output], self._group.size()
         if size > 1:
             parts = [torch.empty_like(output) for _ in range(size)]
             dist.all_gather(parts, output.detach().contiguous(), group=self._group)
             parts[self._group.rank()] = output
-        found = torch.cat(parts, dim=1)[0].index_select(0, self._home)
-        return torch.nested.nested_tensor_from_jagged(found, offsets=self._offsets)
+        tokens = torch.cat(parts, dim=1)[0].index_select(0, self._home)
+        return torch.nested.nested_tensor_from_jagged(tokens, offsets=self._offsets)
 
 
 def patch(patches: PatchSet, util: Any, forward: Any, fused: Any) -> None:
-    """Add to a set of patches what lets engines whose `burst.pack` is "trees" merge prefixes.
+    """Add patches that let engines with `burst.pack` "trees" merge prefixes.
 
-    util, forward, fused: modules `util`, `model_forward` and `model_forward_fused` of
-    `verl.models.mcore`.
+    Args:
+        patches: Set of patches.
+        util: Module `verl.models.mcore.util`.
+        forward: Module `verl.models.mcore.model_forward`.
+        fused: Module `verl.models.mcore.model_forward_fused`.
     """
 
     def packing(original: Callable, *args: Any, **named: Any) -> Any:
         rows: MergedRows | None = patches.notes.get(_NOTE)
         if rows is None:
             return original(*args, **named)
-        given = given_to(original, args, named)
-        if not given.get("pre_process", True):
-            return given["input_ids"], rows.params, None
-        found = rows.packed(given["input_ids"], given.get("need_roll", False))
-        return found, rows.params, rows.positions
+        arguments = given_to(original, args, named)
+        if not arguments.get("pre_process", True):
+            return arguments["input_ids"], rows.params, None
+        values = rows.packed(arguments["input_ids"], arguments.get("need_roll", False))
+        return values, rows.params, rows.positions
 
     def unpacking(original: Callable, *args: Any, **named: Any) -> Any:
         rows: MergedRows | None = patches.notes.get(_NOTE)
-        given = given_to(original, args, named)
-        if rows is None or not given.get("post_process", True):
+        arguments = given_to(original, args, named)
+        if rows is None or not arguments.get("post_process", True):
             return original(*args, **named)
-        return rows.unpacked(given["output"])
+        return rows.unpacked(arguments["output"])
 
     def merging(original: Callable, *args: Any, **named: Any) -> Any:
-        with _in_hand(patches, given_to(original, args, named)):
+        with _merged_batch(patches, given_to(original, args, named)):
             return original(*args, **named)
 
     def making(original: Callable, *args: Any, **named: Any) -> Callable:
@@ -145,17 +167,17 @@ def patch(patches: PatchSet, util: Any, forward: Any, fused: Any) -> None:
 
 
 @contextmanager
-def _in_hand(patches: PatchSet, given: dict[str, Any]) -> Iterator[None]:
-    """Inside, verl packs the micro-batch `given["input_ids"]` as a tree if its model takes one."""
-    config = given["model"].config
+def _merged_batch(patches: PatchSet, arguments: dict[str, Any]) -> Iterator[None]:
+    """Let verl pack `arguments["input_ids"]` as a tree in this context, if supported."""
+    config = arguments["model"].config
     burst = getattr(config, "burst", None)
     if burst is None or burst.pack != "trees" or burst.algorithm == "megatron":
         yield
         return
-    rows = MergedRows(given["input_ids"], config, given.get("pad_to_length_bucket"))
-    said = "prefix trees were logged"
-    if said not in patches.notes:
-        patches.notes[said] = True
+    rows = MergedRows(arguments["input_ids"], config, arguments.get("pad_to_length_bucket"))
+    note = "prefix trees were logged"
+    if note not in patches.notes:
+        patches.notes[note] = True
         patching.log(f"first micro-batch: {rows.tree.describe()}")
     patches.notes[_NOTE] = rows
     try:
