@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear attention and state-space scans beside the ring."""
+"""Linear attention and state-space scans over context-parallel ranks."""

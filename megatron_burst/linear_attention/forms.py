@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forms of linear attention in one table, and which form the arguments of a call ask for.
+"""Table of the forms of linear attention, and the selection of a form by the arguments of a call.
 
-A state S [d, w] per batch and value head takes token t as
+A state S [d, w] per batch entry and value head changes with each token t:
 
     S_t = D_t S_{t-1} + k_t v_t^T                                            additive forms
     S_t = D_t S_{t-1} + beta_t k_t (v_t - (D_t S_{t-1})^T k_t)^T             delta rules
 
-with D_t = exp(decay_t), and answers o_t = scale * S_t^T q_t.
+with D_t = exp(decay_t). The output is o_t = scale * S_t^T q_t.
 """
 
 from __future__ import annotations
@@ -20,11 +20,16 @@ Decay = Literal["none", "scalar", "vector"]
 
 
 class Form(NamedTuple):
-    """name: its entry in `forms.FORMS`. decay: what a token keeps of the state before it: all
-    ("none"), a share of it ("scalar") or a share of each of its d rows ("vector"). delta: does a
-    token write what the state does not yet answer for its key (True), or its value (False)? fla:
-    the function of flash-linear-attention that computes it, with its module; mamba: does mamba_ssm
-    compute it?
+    """Form of linear attention.
+
+    Attributes:
+        name: Key in `forms.FORMS`.
+        decay: Decay of the state per token: "none", one factor ("scalar") or one factor per row of
+            the state ("vector").
+        delta: True for delta rules, which write the difference between the value and the state's
+            output for the key. False for forms that add the value.
+        fla: Module and function of flash-linear-attention that computes the form.
+        mamba: True if mamba_ssm computes the form.
     """
 
     name: str
@@ -35,13 +40,13 @@ class Form(NamedTuple):
 
 
 _TABLE = (
-    # Keeps everything (arXiv 2006.16236).
+    # Linear attention without decay (arXiv 2006.16236).
     Form("linear", decay="none", delta=False, fla="fla.ops.simple_gla.chunk_simple_gla"),
     # Retention, lightning, Mamba-2 (SSD, arXiv 2405.21060).
     Form("scalar_decay", "scalar", False, "fla.ops.simple_gla.chunk_simple_gla", mamba=True),
     # Gated linear attention (arXiv 2312.06635).
     Form("vector_decay", "vector", False, "fla.ops.gla.chunk_gla"),
-    # A token replaces what its key finds in the state (arXiv 2406.06484).
+    # Delta rule: a token replaces the state's output for its key (arXiv 2406.06484).
     Form("delta_rule", "none", True, "fla.ops.delta_rule.chunk_delta_rule"),
     # Gated delta net (arXiv 2412.06464).
     Form("gated_delta_rule", "scalar", True, "fla.ops.gated_delta_rule.chunk_gated_delta_rule"),
@@ -49,18 +54,23 @@ _TABLE = (
     Form("kda", "vector", True, "fla.ops.kda.chunk_kda"),
 )
 FORMS: dict[str, Form] = {form.name: form for form in _TABLE}
-WANTED = {
+DECAY_SHAPES = {
     "none": "decay=None",
-    "scalar": "decay [s, b, h], or [h] where it is constant",
+    "scalar": "decay [s, b, h], or [h] if it is constant",
     "vector": "decay [s, b, h, d]",
 }
 
 
-def of(decay: torch.Tensor | None, beta: torch.Tensor | None, name: str = "auto") -> Form:
-    """The form called `name`; "auto": the one that these arguments fit.
+def select_form(decay: torch.Tensor | None, beta: torch.Tensor | None, name: str = "auto") -> Form:
+    """Return the form called `name`, or with "auto" the form that fits the arguments.
 
-    decay: logarithms [s, b, h] or [h] (scalar), [s, b, h, d] (vector), or None; beta: [s, b, h], or
-    None where values are added. Raises ValueError naming form, decay or beta, and what would work.
+    Args:
+        decay: Logarithms of the decay, [s, b, h] or [h] (scalar), [s, b, h, d] (vector), or None.
+        beta: Write strengths [s, b, h] of delta rules, or None for additive forms.
+        name: Key in `FORMS`, or "auto".
+
+    Raises:
+        ValueError: The form is unknown, or decay or beta do not fit it.
     """
     if not isinstance(name, str) or (name != "auto" and name not in FORMS):
         raise ValueError(f"form must be one of auto, {', '.join(FORMS)}, got {name!r}")
@@ -77,10 +87,10 @@ def of(decay: torch.Tensor | None, beta: torch.Tensor | None, name: str = "auto"
         return fitting
     form, reasons = FORMS[name], []
     if form.decay != kind:
-        reasons.append(f"takes {WANTED[form.decay]}, got decay {_described(decay)}")
+        reasons.append(f"takes {DECAY_SHAPES[form.decay]}, got decay {_described(decay)}")
     if form.delta != (beta is not None):
-        wanted = "needs beta [s, b, h]" if form.delta else "takes beta=None"
-        reasons.append(f"{wanted}, got beta {_described(beta)}")
+        requirement = "needs beta [s, b, h]" if form.delta else "takes beta=None"
+        reasons.append(f"{requirement}, got beta {_described(beta)}")
     if reasons:
         raise ValueError(
             f"form {name} {' and '.join(reasons)}; with these arguments form='auto' takes "
@@ -95,19 +105,19 @@ def _kind(decay: torch.Tensor | None) -> str:
     kinds = {1: "scalar", 3: "scalar", 4: "vector"}
     if not _is_tensor(decay) or decay.dim() not in kinds:
         raise ValueError(
-            "decay must be a tensor of logarithms, [s, b, h], [h] where it is constant, or "
+            "decay must be a tensor of logarithms, [s, b, h], [h] if it is constant, or "
             f"[s, b, h, d], or None, got decay {_described(decay)}"
         )
     return kinds[decay.dim()]
 
 
-def _is_tensor(given: Any) -> TypeGuard[torch.Tensor]:
-    import torch  # those who ask for the table do not need it
+def _is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
+    import torch  # imported late: users of the table alone need no torch
 
-    return isinstance(given, torch.Tensor)
+    return isinstance(value, torch.Tensor)
 
 
-def _described(given: object) -> str:
-    if _is_tensor(given):
-        return f"of shape {list(given.shape)}"
-    return f"{given!r:.100}"
+def _described(value: object) -> str:
+    if _is_tensor(value):
+        return f"of shape {list(value.shape)}"
+    return f"{value!r:.100}"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Affine maps of states, S -> A S + B: applied, one after the other, turned around, cut.
+"""Affine maps of states, S -> A S + B, with application, composition, transposition and slicing.
 
-A state, and B, is [b, h, d, w]; A is None (it keeps S), a factor of all S [b, h], of its rows
-[b, h, d], or a matrix [b, h, d, d]. Where a rank's pieces lie one behind the other all of these
-have a dimension p in front. None for a state is zero.
+A state and B are [b, h, d, w]. A is None (the identity), a factor of all of S [b, h], a factor per
+row [b, h, d], or a matrix [b, h, d, d]. Stacked maps of a rank's pieces have a leading dimension p.
+A state of None is zero.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import torch
 
-FORMS = ("none", "scalar", "vector", "matrix")  # of A, by its dimensions beyond batch and heads
+FORMS = ("none", "scalar", "vector", "matrix")  # kinds of A, by its dimensions after b and h
 LETTERS = {"scalar": "p, b, h", "vector": "p, b, h, d", "matrix": "p, b, h, d, d"}
 
 
 class Map(NamedTuple):
-    """S -> transition S + increment."""
+    """Affine map S -> transition S + increment."""
 
     transition: torch.Tensor | None
     increment: torch.Tensor
@@ -27,28 +27,30 @@ class Map(NamedTuple):
         return self.increment if moved is None else moved + self.increment
 
     def after(self, first: Map) -> Map:
-        """The map of `first` and then this one."""
+        """Return the map that applies `first` and then this map."""
         if self.transition is None or first.transition is None:
-            both = None
+            transition = None
         elif self.transition.dim() == first.transition.dim() == first.increment.dim():
-            both = self.transition @ first.transition
+            transition = self.transition @ first.transition
         else:
-            both = self.transition * first.transition
-        return Map(both, self(first.increment))
+            transition = self.transition * first.transition
+        return Map(transition, self(first.increment))
 
     def part(self, slices: tuple[slice, slice, slice]) -> Map:
-        """The map of these heads, rows and columns of the states."""
+        """Return the map of some heads, rows and columns of the states."""
         heads, rows, columns = slices
         transition = self.transition
         if transition is not None:
-            some = (heads, rows) if transition.dim() == 3 else (heads,)
-            transition = transition[(slice(None), *some)]
+            index = (heads, rows) if transition.dim() == 3 else (heads,)
+            transition = transition[(slice(None), *index)]
         return Map(transition, self.increment[:, heads, rows, columns])
 
 
 def carry(transition: torch.Tensor | None, state: torch.Tensor | None) -> torch.Tensor | None:
-    """A S, with or without p. What is zero in S stays so, also where A has grown beyond all
-    numbers: token by token it would never have met them.
+    """Return A S, with or without the dimension p.
+
+    Zeros of S stay zero even if A has overflowed to inf, because a computation token by token never
+    multiplies them by inf.
     """
     if transition is None or state is None:
         return state
@@ -58,8 +60,13 @@ def carry(transition: torch.Tensor | None, state: torch.Tensor | None) -> torch.
     return (factor * state).masked_fill((state == 0) & factor.isinf(), 0)
 
 
-def turned(transition: torch.Tensor | None, states: int) -> torch.Tensor | None:
-    """A^T; states: dimensions of a state beside it."""
+def transposed(transition: torch.Tensor | None, states: int) -> torch.Tensor | None:
+    """Return A^T.
+
+    Args:
+        transition: A, or None for the identity.
+        states: Number of dimensions of the states.
+    """
     if transition is None or transition.dim() < states:
         return transition
     return transition.mT
@@ -68,7 +75,13 @@ def turned(transition: torch.Tensor | None, states: int) -> torch.Tensor | None:
 def gradient(
     transition: torch.Tensor, leaving: torch.Tensor, entering: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of A, from the gradient of the states that leave and the states that entered."""
+    """Return the gradient of A.
+
+    Args:
+        transition: A.
+        leaving: Gradient of the states after the map.
+        entering: States before the map.
+    """
     if transition.dim() == entering.dim():
         return leaving @ entering.mT
     product = leaving * entering
@@ -76,8 +89,12 @@ def gradient(
 
 
 def shape_of(form: str, batch: int, sizes: tuple[int, int, int]) -> tuple[int, ...] | None:
-    """The shape of A for states [batch, *sizes], sizes (h, d, w), without p; None if there is no
-    A.
+    """Return the shape of A without p, or None if the form has no A.
+
+    Args:
+        form: One of `FORMS`.
+        batch: Batch size b.
+        sizes: Sizes (h, d, w) of a state.
     """
     heads, rows, _ = sizes
     beyond = {"scalar": (), "vector": (rows,), "matrix": (rows, rows)}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public operation: linear attention over a sequence that is split over ranks.
+"""Public operation `linear_attention` over a sequence that is split over ranks.
 
-Finds or makes the plan of a call; a kernel sums up each piece, the scan carries states from piece
-to piece, and the kernel makes outputs of the states that enter. What is refused is `request`'s.
+A kernel reduces each piece to a map of states, the scan carries states from piece to piece, and the
+kernel computes the outputs from the entering states. `request` checks the arguments.
 
 Shape letters: s local rows, b batch, g query/key heads, h value heads, d width of keys, w width of
 values.
@@ -19,7 +19,7 @@ from .kernels import registry
 from .kernels.base import LinearInputs, Maps
 from .plan import LinearAttentionOperation, LinearPlan
 from .request import Options, check_final, default, spread
-from .scan import following
+from .scan import scan_before
 from .state_scan import check_alone, scanned
 
 
@@ -45,40 +45,58 @@ def linear_attention(
     plan: LinearPlan | None = None,
     label: object = None,
 ) -> Any:
-    """Causal linear attention over a sequence that is split over ranks.
+    """Compute causal linear attention over a sequence that is split over ranks.
 
-    A state S [d, w] per batch and value head takes every token t of a document, in order:
-    S_t = D_t S_{t-1} + k_t v_t^T or, with beta, S_t = D_t S_{t-1} + beta_t k_t (v_t -
-    (D_t S_{t-1})^T k_t)^T (the delta rule), with D_t = exp(decay_t); out_t = scale * S_t^T q_t.
+    A state S [d, w] per batch entry and value head changes with every token t of a document, in
+    order: S_t = D_t S_{t-1} + k_t v_t^T, or with beta S_t = D_t S_{t-1} + beta_t k_t (v_t - (D_t
+    S_{t-1})^T k_t)^T (the delta rule). Here D_t = exp(decay_t). The output is out_t = scale * S_t^T
+    q_t.
 
-    q, k [s, b, g, d]; v [s, b, h, w]: this rank's shard, s rows of the positions that `layout`
-    gives it; g divides h. decay: logarithms, [s, b, h] (retention, Mamba-2), [s, b, h, d]
-    (gated linear attention, KDA), [h] for a constant (lightning attention), or None; positive
-    ones, which make states grow, are warned of on the CPU. beta [s, b, h] or None. Returns out
-    [s, b, h, w] in the dtype of v; with return_final_state also the states after all documents,
-    [documents, b, h, d, w], the same on all ranks. initial_state: those before them, as many,
-    the same on all ranks; zero if None.
+    States and their gradients are sent and summed in float32 (float64 for float64). The loss is the
+    sum of the ranks' losses. The rank with the first row of a document has the complete gradient of
+    its initial_state, and the other ranks have zero. The result cannot be differentiated twice.
+    Either all ranks run its backward or none.
 
-    form: "auto" (the default: what decay and beta say), "linear", "scalar_decay", "vector_decay",
-    "delta_rule", "gated_delta_rule" or "kda". scale: default d ** -0.5. cu_seqlens: cumulative
-    lengths of documents. layout: a name (default "zigzag") or one that `mb.layout.make` made, but
-    striped. tree: in place of cu_seqlens, a prefix tree (what `mb.trees.pack` returns, or a
-    `masks.Tree`): a row continues the row before it on its path, without initial and final states;
-    rows of padding are documents of their own. algorithm, rates: which carries states between
-    ranks, as of `mb.state_scan`. kernel: "auto", "torch" (chunks, in torch's operators),
-    "reference" (the recurrence), or that of an installed package. plan: made by
-    `mb.prepare_linear`, in place of these and groups; without one the call is a collective of the
-    host too. With one, initial_state and return_final_state must be the same on all ranks. label:
-    as of `mb.attention`.
+    Args:
+        q: Queries of this rank's shard [s, b, g, d].
+        k: Keys of this rank's shard [s, b, g, d].
+        v: Values of this rank's shard [s, b, h, w]; g divides h.
+        decay: Logarithms of the decay: [s, b, h] (retention, Mamba-2), [s, b, h, d] (gated linear
+            attention, KDA), [h] for a constant (lightning attention), or None. Positive logarithms
+            make states grow; on the CPU they cause a warning.
+        beta: Write strengths [s, b, h] of delta rules, or None.
+        form: "linear", "scalar_decay", "vector_decay", "delta_rule", "gated_delta_rule", "kda", or
+            "auto" (default), which selects the form by decay and beta.
+        cu_seqlens: Cumulative lengths of the documents, or None for one document.
+        initial_state: States before the documents [documents, b, h, d, w], the same on all ranks;
+            None for zero.
+        return_final_state: Also return the states after all documents.
+        scale: Factor of the outputs, default d ** -0.5.
+        algorithm: Algorithm that carries states between ranks, as for `mb.state_scan`.
+        kernel: "auto", "torch" (chunks, with torch operators), "reference" (the recurrence), or the
+            name of an installed package's kernel.
+        groups: Groups of the ranks, if no plan is given.
+        layout: Positions of each rank: a name (default "zigzag") or a layout of `mb.layout.make`,
+            but not striped.
+        tree: Prefix tree instead of cu_seqlens: a result of `mb.trees.pack` or a `masks.Tree`. A
+            row continues the previous row on its path. Initial and final states are not supported.
+            Rows of padding are separate documents.
+        rates: Rates for algorithm "auto", as for `mb.state_scan`.
+        plan: Plan of `mb.prepare_linear`, which replaces the other keywords and groups. Without a
+            plan the call is also a collective of the hosts. With a plan, initial_state and
+            return_final_state must be the same on all ranks.
+        label: As for `mb.attention`.
 
-    States and their gradients travel and add up in float32 (float64 for float64). The loss is the
-    sum of the ranks' losses: the gradient of initial_state is whole on the rank with a document's
-    first row, and zero on others. Cannot be differentiated twice, and either all ranks run its
-    backward or none. Raises ValueError for unsupported arguments, RuntimeError naming the exchange
-    if a peer died or is out of step.
+    Returns:
+        The output [s, b, h, w] in the dtype of v. With `return_final_state` a pair of the output
+        and the states after all documents [documents, b, h, d, w], the same on all ranks.
+
+    Raises:
+        ValueError: An argument is not supported.
+        RuntimeError: A rank died or is out of step. The message names the exchange.
     """
     refuse_transforms("mb.linear_attention")
-    given = {"groups": groups, "layout": layout, "form": form, "cu_seqlens": cu_seqlens,
+    keywords = {"groups": groups, "layout": layout, "form": form, "cu_seqlens": cu_seqlens,
              "tree": tree, "scale": scale, "algorithm": algorithm, "kernel": kernel,
              "rates": rates}  # fmt: skip
     tensors = {"q": q, "k": k, "v": v, "decay": decay, "beta": beta}
@@ -93,7 +111,7 @@ def linear_attention(
         )  # fmt: skip
         plan = prepared(operation)
     else:
-        check_alone(plan, given)
+        check_alone(plan, keywords)
         check_final(return_final_state)
         if plan.local is None:
             raise ValueError("plan: made for mb.state_scan or mb.short_convolution alone")
@@ -114,8 +132,8 @@ def _run(
     )  # fmt: skip
     run = registry.run(local.form, local.kernel, inputs, plan.cut(final))
     maps: Maps = run.maps
-    # In backward every rank takes part in the scan, and before its inputs get their gradients: also
-    # one whose pieces all end documents, so that none of its maps is anything but a constant.
-    increment = following(maps.increment, *(t for t in tensors.values() if t is not None))
+    # In backward every rank must take part in the scan before its inputs get their gradients. This
+    # includes a rank whose pieces all end documents, whose maps are constants.
+    increment = scan_before(maps.increment, *(t for t in tensors.values() if t is not None))
     entering, finals = scanned(plan, maps.transition, increment, initial, final, label)
     return run.outputs(entering), finals

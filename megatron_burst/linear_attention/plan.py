@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of operations on chains: made of a request, agreed on by all ranks with one gather.
+"""Plans of operations on chains: made from a request, with one all-gather of facts over the ranks.
 
-Resolves algorithm "auto". What is refused is `request`'s.
+This module resolves algorithm "auto". `request` checks the arguments.
 """
 
 from __future__ import annotations
@@ -54,19 +54,27 @@ from .request import (
     sequence_of_rows,
     spread,
 )
-from .scan import DirectedScan, Finals, ScanCall, ScanJob
+from .scan import DirectedScan, FinalStates, ScanCall, ScanJob
 
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """Everything that calls of `linear_attention`, `state_scan` and `short_convolution` on one rank
-    need besides their tensors, made by `prepare_linear`.
+    """Precomputed data for `linear_attention`, `state_scan` and `short_convolution` on one rank.
 
-    groups: the rank's. sequence: layout, length and documents. device, signature: of the tensors it
-    was made for, by name. states: what travels, None if only rows of a convolution do. local: form,
-    kernel and scale of linear attention, None for a plan of another operation. algorithm: which
-    runs, and why, if it was left open. job: what this rank executes. facts: what all ranks agreed
-    on, the same on each; identity: digest of it.
+    `prepare_linear` makes it.
+
+    Attributes:
+        groups: Groups of the rank.
+        sequence: Layout, length and documents.
+        device: Device of the tensors.
+        signature: Shape and dtype of each tensor, by name.
+        states: States that are sent; None if only rows of a convolution are sent.
+        local: Form, kernel and scale of linear attention; None means a plan of another operation.
+        algorithm: Algorithm that runs.
+        why: Reason for the algorithm if it was "auto", otherwise empty.
+        job: Work of this rank in the scan, or None.
+        facts: Facts on which all ranks agreed.
+        identity: Digest of the facts.
     """
 
     groups: Groups
@@ -83,22 +91,24 @@ class LinearPlan:
 
     @property
     def layout(self) -> Layout:
-        """Which positions each rank holds."""
+        """Layout of the positions over the ranks."""
         return self.sequence.layout
 
     @property
     def chains(self) -> Chains:
-        """The pieces of all documents."""
+        """Pieces of all documents."""
         return chains_of(self.groups, self.sequence)
 
     @property
     def blocks(self) -> int:
-        """Into how many parts a state is cut on its way."""
+        """Number of blocks into which a state is split for sending."""
         return 1 if self.job is None else self.job.forward.program.blocks.number
 
     def traffic(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Bytes of states that this rank sends per call, forward and backward, each (within its
-        node, to others); final states and rows of a convolution come on top.
+        """Return the bytes of states that this rank sends per call, forward and backward.
+
+        Each is a pair (within its node, to other nodes). Final states and rows of a convolution are
+        not included.
         """
         if self.states is not None and self.sequence.tree is not None:
             near, far = (n * self.states.bytes.map for n in self.walk().sent)
@@ -106,27 +116,28 @@ class LinearPlan:
         if self.job is None or self.states is None:
             return (0, 0), (0, 0)
         blocks = self.job.forward.program.blocks
-        both = directions(self.groups, self.sequence, self.algorithm, blocks).hops
+        hops_of = directions(self.groups, self.sequence, self.algorithm, blocks).hops
         sizes, topology = self.states.bytes, self.groups.topology
-        sent = [sizes.sent(hops, blocks.number, topology)[self.groups.rank] for hops in both]
-        (a, b), (c, d) = (each.tolist() for each in sent)
+        sent = [sizes.sent(hops, blocks.number, topology)[self.groups.rank] for hops in hops_of]
+        (a, b), (c, d) = (pair.tolist() for pair in sent)
         return (a, b), (c, d)
 
     @property
     def longest_message(self) -> int:
-        """Bytes of the longest message of states that any rank sends, with envelope and alignment;
+        """Bytes of the longest message of states of any rank, with envelope and alignment.
+
         0 if the plan has no scan.
         """
         if self.job is None or self.states is None:
             return 0
         blocks, finals = self.job.forward.program.blocks, self.job.finals
-        both = directions(self.groups, self.sequence, self.algorithm, blocks)
-        messages = [longest_message(hops, blocks, self.states) for hops in both.hops]
+        tables = directions(self.groups, self.sequence, self.algorithm, blocks)
+        messages = [longest_message(hops, blocks, self.states) for hops in tables.hops]
         messages.append((finals.message, len(finals.holders)))
         return max(size + count * packing.ALIGNMENT for size, count in messages) + packing.ENVELOPE
 
     def describe(self) -> str:
-        """What runs, on one line: choices, and the bytes of states per layer and rank."""
+        """Return one line with the choices, and the bytes of states per layer and rank."""
         topology = self.groups.topology
         sent = [f"{byte_size(a)} intra + {byte_size(b)} inter" for a, b in self.traffic()]
         why = f" ({self.why})" if self.why else ""
@@ -147,45 +158,59 @@ class LinearPlan:
     def check(self, tensors: dict[str, Any]) -> None:
         """Raise ValueError unless the plan was made for tensors of these shapes and dtypes.
 
-        tensors: name -> tensor or None, as the operation takes them.
+        Args:
+            tensors: Tensors or None by name, as the operation takes them.
         """
-        for name, wanted in self.signature:
+        for name, expected in self.signature:
             tensor = tensors[name]
             dense = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
             if tensor is not None and not dense:
                 raise ValueError(f"{name} must be a tensor, and not sparse, got {tensor!r:.100}")
-            if described(tensor) != wanted or (tensor is not None and tensor.device != self.device):
+            if described(tensor) != expected or (
+                tensor is not None and tensor.device != self.device
+            ):
                 raise ValueError(
-                    f"plan: made for {name} {wanted} on {self.device}, got {described(tensor)}"
+                    f"plan: made for {name} {expected} on {self.device}, got {described(tensor)}"
                     + (f" on {tensor.device}" if tensor is not None else "")
                     + "; call mb.prepare_linear for these tensors"
                 )
 
     def cut(self, final: bool) -> RankPieces:
-        """The pieces of this rank. final: are final states wanted?"""
+        """Return the pieces of this rank.
+
+        Args:
+            final: True if final states are needed.
+        """
         chains = self.chains
         own = chains.of(self.groups.rank)
         mapped = (True if final else not ends for ends in chains.ends[own].tolist())
         return RankPieces(tuple(chains.table[own, 2].tolist()), tuple(mapped))
 
     def window(self, width: int) -> ConvolutionWindow:
-        """How rows come to a convolution of this width."""
+        """Return the exchange of rows for a convolution of this width."""
         return window(self.groups, self.sequence, width, self.device)
 
     def walk(self) -> TreeWalk:
-        """How states come along a tree."""
+        """Return the exchange of states along a tree."""
         return walk(self.groups, self.sequence, self.device)
 
     def begin(self, label: object, initial: bool, final: bool) -> ScanCall:
-        """A scan begins: what it needs beside tensors. label: of the call; initial, final: are
-        there initial states, are final ones wanted?
+        """Start a scan and return its description.
+
+        Args:
+            label: Label of the call.
+            initial: True if there are initial states.
+            final: True if final states are needed.
         """
         assert self.job is not None
         return ScanCall(self.job, self.call(label, initial, final), final)
 
     def call(self, label: object, *choices: bool) -> CallTag:
-        """A call begins: the tag of its messages. label: of the call; choices: what the plan leaves
-        open, and ranks have to share.
+        """Start a call and return the tag of its messages.
+
+        Args:
+            label: Label of the call.
+            *choices: Choices that the plan does not fix and on which the ranks must agree.
         """
         check_label(label)
         calls = self.groups.calls
@@ -209,18 +234,35 @@ def prepare_linear(
     tree: Any = None,
     rates: Any = None,
 ) -> LinearPlan:
-    """Check the arguments of `linear_attention`, on all ranks alike, and resolve every "auto".
+    """Check the arguments of `linear_attention` on all ranks, and resolve every "auto".
 
-    The plan serves `mb.linear_attention` on tensors like these, and on the same rows, documents and
-    layout `mb.short_convolution` and, with states of the same shapes, `mb.state_scan`. Collective:
-    every rank of `groups` must call it (one all-gather of 1.3 KB per rank on the host; the first
-    makes a process group of all ranks). Make one per micro-batch and use it in every layer of the
-    same shapes.
+    The plan serves `mb.linear_attention` on tensors of the same shapes. On the same rows, documents
+    and layout it also serves `mb.short_convolution` and, with states of the same shapes,
+    `mb.state_scan`. Make one plan per micro-batch and use it in every layer of the same shapes.
 
-    q, k, v, decay, beta: as `linear_attention` takes them; only shapes, dtypes, device and
-    `requires_grad` are read. form, cu_seqlens, scale, algorithm, kernel, layout, tree, rates: as
-    there.
-    Raises the same ValueError on every rank.
+    The call is a collective: every rank of `groups` must call it. It performs one all-gather of 1.3
+    KB per rank on the host. The first call creates a process group of all ranks.
+
+    Args:
+        q: As for `linear_attention`; of all tensors only shape, dtype, device and `requires_grad`
+            are read.
+        k: As for `linear_attention`.
+        v: As for `linear_attention`.
+        decay: As for `linear_attention`.
+        beta: As for `linear_attention`.
+        form: As for `linear_attention`.
+        cu_seqlens: As for `linear_attention`.
+        scale: As for `linear_attention`.
+        algorithm: As for `linear_attention`.
+        kernel: As for `linear_attention`.
+        groups: Groups of the ranks.
+        layout: As for `linear_attention`.
+        tree: As for `linear_attention`.
+        rates: As for `linear_attention`.
+
+    Raises:
+        ValueError: An argument is invalid or differs between ranks; every rank raises the same
+            error.
     """
     check_groups(groups)
     assert groups is not None
@@ -235,7 +277,13 @@ def prepare_linear(
 
 @dataclass(frozen=True, kw_only=True)
 class ChainOperation(Operation[ChainRequest, LinearPlan]):
-    """A call on chains on one rank. label: of the call that the plan is made for."""
+    """Call on chains on one rank.
+
+    Attributes:
+        groups: Groups of the rank.
+        options: Keywords of the call.
+        label: Label of the call for which the plan is made.
+    """
 
     groups: Groups
     options: Options
@@ -254,7 +302,7 @@ class ChainOperation(Operation[ChainRequest, LinearPlan]):
         self.groups.agree(facts)
 
     def build(self, request: ChainRequest) -> LinearPlan:
-        chosen, facts = _resolved(request, self.groups), request.facts
+        chosen, facts = _choose_algorithm(request, self.groups), request.facts
         algorithm, why, job = request.options.algorithm, "", None
         if chosen is not None:
             algorithm, why = chosen.algorithm, chosen.why
@@ -264,7 +312,7 @@ class ChainOperation(Operation[ChainRequest, LinearPlan]):
                 "digest of tables": chosen.tables.digest,
             }
         elif request.sequence.tree is not None and algorithm == "auto":
-            algorithm, why = "all_gather", "auto: the one that serves trees"
+            algorithm, why = "all_gather", "auto: the only one that supports trees"
         return LinearPlan(
             groups=self.groups, sequence=request.sequence, device=request.device,
             signature=request.signature, states=request.states, local=request.local,
@@ -278,7 +326,7 @@ class ChainOperation(Operation[ChainRequest, LinearPlan]):
 
 @dataclass(frozen=True, kw_only=True)
 class LinearAttentionOperation(ChainOperation):
-    """A call of `linear_attention` on one rank; its arguments. tensors: by name."""
+    """Call of `linear_attention` on one rank, with its arguments; `tensors` are by name."""
 
     tensors: dict[str, Any]
     form: str
@@ -292,18 +340,20 @@ class LinearAttentionOperation(ChainOperation):
         q, k, v, decay, beta = (tensors[name] for name in ("q", "k", "v", "decay", "beta"))
         check_tensor("q", q, {"s, b, g, d": (None,) * 4})
         check_tensor("k", k, {"s, b, g, d": tuple(q.shape)})
-        rows, batch, few, width = q.shape
+        rows, batch, key_heads, width = q.shape
         check_tensor("v", v, {"s, b, h, w": (rows, batch, None, None)})
         heads, columns = v.shape[2:]
-        if heads % few:
-            raise ValueError(f"v: the {few} heads of q and k must divide its heads, got {heads}")
-        taken_form = forms.of(decay, beta, self.form)
-        each = (rows, batch, heads)
+        if heads % key_heads:
+            raise ValueError(
+                f"v: the {key_heads} heads of q and k must divide its heads, got {heads}"
+            )
+        chosen_form = forms.select_form(decay, beta, self.form)
+        per_head = (rows, batch, heads)
         if decay is not None:
-            shapes = {"s, b, h": each, "s, b, h, d": (*each, width), "h": (heads,)}
+            shapes = {"s, b, h": per_head, "s, b, h, d": (*per_head, width), "h": (heads,)}
             check_tensor("decay", decay, shapes)
         if beta is not None:
-            check_tensor("beta", beta, {"s, b, h": each})
+            check_tensor("beta", beta, {"s, b, h": per_head})
         check_together({"q": q, "k": k, "v": v}, dtype=True)
         present = {name: t for name, t in tensors.items() if t is not None}
         check_together(present, dtype=False)
@@ -314,20 +364,20 @@ class LinearAttentionOperation(ChainOperation):
         factor = width**-0.5 if scale is None else float(scale)
         sequence = sequence_of_rows(self.groups, q, self.options)
         inputs = LinearInputs(q, k, v, spread(decay, v), beta, factor)
-        kernel, why = registry.choose(self.kernel, taken_form, inputs)
-        kind = "matrix" if taken_form.delta else taken_form.decay
+        kernel, why = registry.choose(self.kernel, chosen_form, inputs)
+        kind = "matrix" if chosen_form.delta else chosen_form.decay
         states = States(batch, (heads, width, columns), kind, accumulation_dtype(v.dtype))
-        local = LocalWork(taken_form, kernel, why, factor)
-        more: Facts = {"form": taken_form.name, "kernel": kernel, "scale": factor}
+        local = LocalWork(chosen_form, kernel, why, factor)
+        extra: Facts = {"form": chosen_form.name, "kernel": kernel, "scale": factor}
         tensors["initial_state"] = initial
         return request_of(
-            self.groups, sequence, tensors, states, local, self.options, more,
+            self.groups, sequence, tensors, states, local, self.options, extra,
             self.return_final_state,
         )  # fmt: skip
 
 
-class _Resolved(NamedTuple):
-    """algorithm, why it was chosen (empty if it was given), and its tables."""
+class _AlgorithmChoice(NamedTuple):
+    """Algorithm, the reason if it was "auto" (otherwise empty), blocks of states, and tables."""
 
     algorithm: str
     why: str
@@ -335,8 +385,8 @@ class _Resolved(NamedTuple):
     tables: Directions
 
 
-def _resolved(request: ChainRequest, groups: Groups) -> _Resolved | None:
-    """What runs for a request; None where no states travel, or along a tree."""
+def _choose_algorithm(request: ChainRequest, groups: Groups) -> _AlgorithmChoice | None:
+    """Return the algorithm of a request; None along a tree, or if no states are sent."""
     states, name, rates = request.states, request.options.algorithm, request.options.rates
     if states is None or request.sequence.tree is not None:
         return None
@@ -347,18 +397,18 @@ def _resolved(request: ChainRequest, groups: Groups) -> _Resolved | None:
         name, number = choice.algorithm, choice.blocks
         why = f"auto: {choice.describe()}; at {'nominal' if rates is None else 'given'} rates"
     blocks = cut(number, *states.sizes, states.form == "matrix")
-    return _Resolved(name, why, blocks, directions(groups, request.sequence, name, blocks))
+    return _AlgorithmChoice(name, why, blocks, directions(groups, request.sequence, name, blocks))
 
 
-def _job(request: ChainRequest, groups: Groups, both: Directions) -> ScanJob:
+def _job(request: ChainRequest, groups: Groups, tables: Directions) -> ScanJob:
     states, device = request.states, request.device
     assert states is not None
     forward, backward = (
-        DirectedScan(groups, one, states, device, name)
-        for one, name in zip(both.programs, ("forward", "backward"), strict=True)
+        DirectedScan(groups, program, states, device, name)
+        for program, name in zip(tables.programs, ("forward", "backward"), strict=True)
     )
     chains = chains_of(groups, request.sequence)
     last = np.flatnonzero(chains.ends)
     holder = dict(zip(chains.document[last].tolist(), chains.rank[last].tolist(), strict=True))
     holders = tuple(holder.get(document) for document in range(chains.documents))
-    return ScanJob(groups, forward, backward, Finals(groups, holders, states, device))
+    return ScanJob(groups, forward, backward, FinalStates(groups, holders, states, device))

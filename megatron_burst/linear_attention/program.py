@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chains, tables and windows of a sequence, made once per grid, and one rank's part of the tables.
 
-All hops of a round between two ranks are one message, in the order of the table. What is made lies
-in the cache that `Groups` carries and has its lifetime; this module decides how much of it is kept.
+All hops of a round between two ranks are one message, in the order of the table. Results are kept
+in the cache of `Groups` and share its lifetime. This module owns the number of cached results.
 """
 
 from __future__ import annotations
@@ -26,12 +26,17 @@ from ..schedule.scans.hops import ALL_BLOCKS, MAP, Hops, Task
 from ..schedule.scans.sizes import Form, ScanSizes
 from .maps import shape_of
 
-KEPT = 32  # of all kinds together: layers of a few kinds, documents of a few micro-batches
+CACHE_SIZE = 32  # results: a few kinds of layers, documents of a few micro-batches
 
 
 class PackedSequence(NamedTuple):
-    """What chains are made of; bounds: of the documents, None for one; tree: a `masks.Tree`, in
-    place of these.
+    """Sequence from which chains are made.
+
+    Attributes:
+        layout: Layout of the positions over the ranks.
+        seq_len: Number of positions.
+        bounds: Bounds of the documents; None means one document.
+        tree: `masks.Tree` instead of documents, or None.
     """
 
     layout: Layout
@@ -41,14 +46,19 @@ class PackedSequence(NamedTuple):
 
 
 class Directions(NamedTuple):
-    """The tables of an algorithm, and this rank's part of them, forward and backward."""
+    """Tables of an algorithm for both directions, and the part of this rank.
+
+    Attributes:
+        hops: Tables of forward and backward.
+        programs: Part of this rank in forward and backward.
+    """
 
     hops: tuple[Hops, Hops]
     programs: tuple[Program, Program]
 
     @property
     def digest(self) -> int:
-        """A digest of the tables: ranks with different ones would exchange the wrong states."""
+        """Digest of the tables; ranks with different tables would exchange wrong states."""
         digest = 0
         for hops in self.hops:
             for column in hops:
@@ -57,10 +67,14 @@ class Directions(NamedTuple):
 
 
 class ConvolutionWindow(NamedTuple):
-    """How the rows before each piece come to it: paths, for x [s, ...]; order: of the rows of x
-    and of what came, one behind the other, so that each piece follows the rows before it; ends:
-    those of the windows that end at a row of x, in the order of its rows, counted by their first
-    row. longest: rows of the longest message between any two ranks.
+    """Exchange of the rows before each piece, and the windows of a convolution.
+
+    Attributes:
+        paths: Routes of the rows for x [s, ...].
+        order: Index that places the rows of x and the received rows so that each piece follows the
+            rows before it.
+        ends: Windows that end at a row of x, in the order of its rows, counted by their first row.
+        longest: Rows of the longest message between any two ranks.
     """
 
     paths: Paths
@@ -70,8 +84,12 @@ class ConvolutionWindow(NamedTuple):
 
 
 class TreeLevel(NamedTuple):
-    """All pieces of one depth. pieces: int64 [n]; above: those that they continue, each once; nth:
-    int64 [n], of each the index of its own in `above`.
+    """All pieces of one depth.
+
+    Attributes:
+        pieces: Pieces, int64 [n].
+        above: Pieces that they continue, without duplicates.
+        nth: Index in `above` of the piece that each piece continues, int64 [n].
     """
 
     pieces: torch.Tensor
@@ -80,10 +98,14 @@ class TreeLevel(NamedTuple):
 
 
 class TreeWalk(NamedTuple):
-    """How one rank follows a tree to its own pieces. paths: bring the maps of these, and of all
-    before them, in order; levels: of them, from the roots on; own: which are this rank's, in the
-    order of its rows. longest: pieces in the longest message between any two ranks; sent: how many
-    this rank sends within its node, and to others.
+    """Exchange of maps along a tree, up to the pieces of one rank.
+
+    Attributes:
+        paths: Routes of the maps of the rank's pieces and of all pieces above them, in order.
+        levels: Levels of these pieces below the roots, from top to bottom.
+        own: Which of these pieces belong to this rank, in the order of its rows.
+        longest: Pieces in the longest message between any two ranks.
+        sent: Number of pieces that this rank sends within its node, and to other nodes.
     """
 
     paths: Paths
@@ -94,25 +116,28 @@ class TreeWalk(NamedTuple):
 
 
 def chains_of(groups: Groups, sequence: PackedSequence) -> Chains:
-    """The chains of a sequence; ValueError as of `layout.chains`."""
-    cache, key = groups.recent("linear", KEPT), ("chains", sequence)
-    found = cache.find(key)
-    return cache.keep(key, chains(*sequence)) if found is None else found
+    """Return the chains of a sequence. Raise ValueError like `layout.chains`."""
+    cache, key = groups.recent("linear", CACHE_SIZE), ("chains", sequence)
+    cached = cache.find(key)
+    return cache.keep(key, chains(*sequence)) if cached is None else cached
 
 
 def directions(
     groups: Groups, sequence: PackedSequence, algorithm: str, blocks: StateBlocks
 ) -> Directions:
-    """The tables of an algorithm for a sequence, with states in these blocks."""
-    cache, key = groups.recent("linear", KEPT), ("directions", sequence, algorithm, blocks)
-    found = cache.find(key)
-    if found is not None:
-        return found
+    """Return the tables of an algorithm for a sequence whose states are split into blocks."""
+    cache, key = groups.recent("linear", CACHE_SIZE), ("directions", sequence, algorithm, blocks)
+    cached = cache.find(key)
+    if cached is not None:
+        return cached
     forward = chains_of(groups, sequence)
-    both = forward, forward.backward()
-    tables = [SCANS[algorithm](Task(one, groups.topology, blocks.number)) for one in both]
+    chain_pair = forward, forward.backward()
+    tables = [
+        SCANS[algorithm](Task(one_way, groups.topology, blocks.number)) for one_way in chain_pair
+    ]
     programs = [
-        program(hops, one, groups.rank, blocks) for hops, one in zip(tables, both, strict=True)
+        program(hops, one_way, groups.rank, blocks)
+        for hops, one_way in zip(tables, chain_pair, strict=True)
     ]
     return cache.keep(key, Directions((tables[0], tables[1]), (programs[0], programs[1])))
 
@@ -120,26 +145,27 @@ def directions(
 def choice_of(
     groups: Groups, sequence: PackedSequence, sizes: ScanSizes, algorithm: str, rates: Any
 ) -> ScanChoice | int:
-    """For algorithm "auto" the one predicted to be fastest at these rates, nominal ones if None;
-    for another the number of its blocks.
+    """Choose the algorithm "auto", or the number of blocks of another algorithm.
+
+    "auto" is the algorithm with the fastest forecast at these rates, or at nominal rates for None.
     """
-    cache, key = groups.recent("linear", KEPT), ("choice", sequence, sizes, algorithm, rates)
-    found = cache.find(key)
-    if found is None:
-        given = chains_of(groups, sequence), groups.topology, sizes, links_of(rates)
-        found = choose(*given) if algorithm == "auto" else blocks_for(algorithm, *given)
-        cache.keep(key, found)
-    return found
+    cache, key = groups.recent("linear", CACHE_SIZE), ("choice", sequence, sizes, algorithm, rates)
+    choice = cache.find(key)
+    if choice is None:
+        problem = chains_of(groups, sequence), groups.topology, sizes, links_of(rates)
+        choice = choose(*problem) if algorithm == "auto" else blocks_for(algorithm, *problem)
+        cache.keep(key, choice)
+    return choice
 
 
 def window(
     groups: Groups, sequence: PackedSequence, width: int, device: torch.device
 ) -> ConvolutionWindow:
-    """The window of `width` rows that ends at each row."""
-    cache, key = groups.recent("linear", KEPT), ("window", sequence, width, device)
-    found = cache.find(key)
-    if found is not None:
-        return found
+    """Return the windows of `width` rows that end at each row."""
+    cache, key = groups.recent("linear", CACHE_SIZE), ("window", sequence, width, device)
+    cached = cache.find(key)
+    if cached is not None:
+        return cached
     all_chains, me = chains_of(groups, sequence), groups.rank
     order, ends = _around(all_chains.table[all_chains.of(me)], width - 1)
     indices = to_device(order, device), to_device(ends, device)
@@ -148,28 +174,28 @@ def window(
 
 
 def walk(groups: Groups, sequence: PackedSequence, device: torch.device) -> TreeWalk:
-    """How the rank follows the tree of a sequence."""
-    cache, key = groups.recent("linear", KEPT), ("walk", sequence, device)
-    kept = cache.find(key)
-    if kept is not None:
-        return kept
-    found = lineage(chains_of(groups, sequence), groups.rank)
-    depth = np.zeros_like(found.parents)
-    for piece, above in enumerate(found.parents.tolist()):
+    """Return the exchange of maps along the tree of a sequence."""
+    cache, key = groups.recent("linear", CACHE_SIZE), ("walk", sequence, device)
+    cached = cache.find(key)
+    if cached is not None:
+        return cached
+    path = lineage(chains_of(groups, sequence), groups.rank)
+    depth = np.zeros_like(path.parents)
+    for piece, above in enumerate(path.parents.tolist()):
         depth[piece] = depth[above] + 1 if above >= 0 else 0
     levels = []
-    for each in range(1, int(depth.max()) + 1):
-        pieces = np.flatnonzero(depth == each)
-        parts = pieces, *np.unique(found.parents[pieces], return_inverse=True)
+    for level in range(1, int(depth.max()) + 1):
+        pieces = np.flatnonzero(depth == level)
+        parts = pieces, *np.unique(path.parents[pieces], return_inverse=True)
         levels.append(TreeLevel(*(to_device(part, device) for part in parts)))
-    sent = found.route.leaving(groups.rank, groups.topology.per_node)
-    own = to_device(found.own, device)
-    tree_walk = TreeWalk(paths(found.route, device), tuple(levels), own, found.longest, sent)
+    sent = path.route.leaving(groups.rank, groups.topology.per_node)
+    own = to_device(path.own, device)
+    tree_walk = TreeWalk(paths(path.route, device), tuple(levels), own, path.longest, sent)
     return cache.keep(key, tree_walk)
 
 
 def _around(pieces: np.ndarray, reach: int) -> tuple[np.ndarray, np.ndarray]:
-    """`order` and `ends` of a `ConvolutionWindow`, for pieces in the order of rows."""
+    """Return `order` and `ends` of a `ConvolutionWindow` for pieces in the order of rows."""
     first, length = pieces[:, 1], pieces[:, 2]
     rows, nth = int(length.sum()), np.arange(len(pieces))
     before = rows + nth[:, None] * reach + np.arange(reach)
@@ -183,7 +209,7 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
 
 
 class StateHop(NamedTuple):
-    """A row of `Hops`: the state that enters piece `first`, or the map of `first` to `last`."""
+    """Row of `Hops`: the state that enters piece `first`, or the map of `first` to `last`."""
 
     kind: int
     first: int
@@ -191,24 +217,29 @@ class StateHop(NamedTuple):
     block: int
 
 
-class Parcel(NamedTuple):
-    """What goes to, or comes from, one rank in a round: one message."""
+class RankMessage(NamedTuple):
+    """Hops to or from one rank in a round, sent as one message."""
 
     peer: int
     hops: tuple[StateHop, ...]
 
 
 class Round(NamedTuple):
-    """What one rank sends and receives at once, in round `number` of the table."""
+    """Messages that one rank exchanges concurrently, in round `number` of the table."""
 
     number: int
-    sends: tuple[Parcel, ...]
-    receives: tuple[Parcel, ...]
+    sends: tuple[RankMessage, ...]
+    receives: tuple[RankMessage, ...]
 
 
 class States(NamedTuple):
-    """What travels: states [batch, *sizes], sizes (h, d, w), in `dtype`, and maps of them whose
-    transitions have this form, see `maps.FORMS`.
+    """States [batch, *sizes] that are sent.
+
+    Attributes:
+        batch: Batch size.
+        sizes: Sizes (h, d, w).
+        form: Kind of the maps' transitions, see `maps.FORMS`.
+        dtype: Dtype of the states.
     """
 
     batch: int
@@ -218,13 +249,20 @@ class States(NamedTuple):
 
     @property
     def bytes(self) -> ScanSizes:
-        """What they cost."""
+        """Sizes of messages in bytes."""
         return ScanSizes(self.batch, *self.sizes, self.form, self.dtype.itemsize)
 
 
 class Program(NamedTuple):
-    """What one rank runs of a table. own: its pieces, in the order of its rows; begins, ends: of
-    all pieces; document: of its own.
+    """Part of one rank in a table.
+
+    Attributes:
+        rounds: Rounds in which the rank sends or receives.
+        own: Pieces of the rank, in the order of its rows.
+        begins: True for each piece of all ranks that begins a document.
+        ends: True for each piece of all ranks that ends a document.
+        document: Document of each piece of the rank.
+        blocks: StateBlocks into which states are split.
     """
 
     rounds: tuple[Round, ...]
@@ -235,8 +273,9 @@ class Program(NamedTuple):
     blocks: StateBlocks
 
     def shapes(self, hop: StateHop, states: States) -> list[torch.Size]:
-        """Shapes of what a hop carries, in order: the transition, if maps have one, and the
-        state.
+        """Return the shapes of the tensors of a hop, in order.
+
+        A map has a transition, if maps have one, before its state.
         """
         heads, rows, columns = self.blocks.sizes if hop.block == ALL_BLOCKS else self.blocks.shape
         shapes = [torch.Size((states.batch, heads, rows, columns))]
@@ -247,7 +286,7 @@ class Program(NamedTuple):
 
 
 def program(hops: Hops, chains: Chains, rank: int, blocks: StateBlocks) -> Program:
-    """The part of `rank`."""
+    """Return the part of `rank` in a table."""
     own_rows = np.flatnonzero((hops.source == rank) | (hops.destination == rank))
     by_round: dict[int, tuple[dict[int, list[StateHop]], dict[int, list[StateHop]]]] = {}
     for row in zip(*(column[own_rows].tolist() for column in hops), strict=True):
@@ -256,7 +295,7 @@ def program(hops: Hops, chains: Chains, rank: int, blocks: StateBlocks) -> Progr
         way, peer = (sends, destination) if source == rank else (receives, source)
         way.setdefault(peer, []).append(StateHop(*hop))
     rounds = tuple(
-        Round(number, *(_parcels(way) for way in ways)) for number, ways in by_round.items()
+        Round(number, *(_messages(way) for way in ways)) for number, ways in by_round.items()
     )
     own = chains.of(rank)
     return Program(
@@ -265,12 +304,12 @@ def program(hops: Hops, chains: Chains, rank: int, blocks: StateBlocks) -> Progr
     )  # fmt: skip
 
 
-def _parcels(way: dict[int, list[StateHop]]) -> tuple[Parcel, ...]:
-    return tuple(Parcel(peer, tuple(some)) for peer, some in way.items())
+def _messages(way: dict[int, list[StateHop]]) -> tuple[RankMessage, ...]:
+    return tuple(RankMessage(peer, tuple(hops)) for peer, hops in way.items())
 
 
 def longest_message(hops: Hops, blocks: StateBlocks, states: States) -> tuple[int, int]:
-    """The bytes of the longest message of a table, and how many tensors one has at most."""
+    """Return the bytes of the longest message of a table, and the most tensors in one."""
     if not len(hops):
         return 0, 0
     key = np.stack([hops.round, hops.source, hops.destination])

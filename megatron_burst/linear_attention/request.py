@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's checked arguments, before the ranks have compared them: of each operation on chains.
+"""Checked arguments of one rank, for all operations on chains, before the ranks compare them.
 
-Decides what is refused, and what all ranks must agree on. Reads shapes, dtypes and devices alone;
-must not communicate, so that every rank reaches the comparison of arguments.
+This module owns the checks, and the facts on which all ranks must agree. It reads only shapes,
+dtypes and devices. It must not communicate, so that every rank reaches the comparison of arguments.
 
 Shape letters: s local rows, b batch, g query/key heads, h value heads, d width of keys, w width of
 values, p pieces of this rank, c channels.
@@ -27,12 +27,16 @@ from .program import PackedSequence, States, chains_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ALGORITHMS = ("auto", *SCANS)
-OVER_TREES = ("auto", "all_gather")  # others pass a state to the one piece that comes next
+OVER_TREES = ("auto", "all_gather")  # other algorithms support only one successor per piece
 
 
 def check_tensor(name: str, tensor: Any, shapes: dict[str, tuple[int | None, ...]]) -> None:
-    """Raise ValueError unless `tensor` is floating, dense, not empty and has one of `shapes`:
-    letters -> sizes, None for any.
+    """Raise ValueError unless a tensor is floating-point, dense, not empty and has one of `shapes`.
+
+    Args:
+        name: Name of the tensor, for messages.
+        tensor: Tensor to check.
+        shapes: Sizes by their letters; None allows any size.
     """
     words = " or ".join(f"[{letters}]" for letters in shapes)
     if isinstance(tensor, (list, tuple)):
@@ -47,13 +51,13 @@ def check_tensor(name: str, tensor: Any, shapes: dict[str, tuple[int | None, ...
     shape = tuple(tensor.shape)
     if any(_fits(shape, sizes) for sizes in shapes.values()):
         return
-    wanted = " or ".join(
+    expected = " or ".join(
         str([("any" if size is None else size) for size in sizes]) for sizes in shapes.values()
     )
     swapped = (shape[1], shape[0], *shape[2:]) if len(shape) > 1 else shape
     fits = shape != swapped and any(_fits(swapped, sizes) for sizes in shapes.values())
     raise ValueError(
-        f"{name} must be {words}, here {wanted}, got {list(shape)}" + ROWS_FIRST * fits
+        f"{name} must be {words}, here {expected}, got {list(shape)}" + ROWS_FIRST * fits
     )
 
 
@@ -61,15 +65,18 @@ ROWS_FIRST = "; rows come first, then the batch: transpose(0, 1) where the batch
 
 
 def _fits(shape: tuple[int, ...], sizes: tuple[int | None, ...]) -> bool:
-    """Has a tensor of this shape these sizes, None for any but 0?"""
+    """Return True if a shape has these sizes; None allows any size except 0."""
     return len(sizes) == len(shape) and all(
-        size > 0 if wanted is None else size == wanted
-        for size, wanted in zip(shape, sizes, strict=True)
+        size > 0 if expected is None else size == expected
+        for size, expected in zip(shape, sizes, strict=True)
     )
 
 
 def sequence_of_rows(groups: Groups, x: torch.Tensor, options: Options) -> PackedSequence:
-    """`sequence_of` the rows of x [s, b, ...]; an error says where the batch may be first."""
+    """Return `sequence_of` the rows of x [s, b, ...].
+
+    If the batch fits as the rows, the error mentions that the batch may come first.
+    """
     try:
         return sequence_of(groups, options, x.shape[0] * groups.size)
     except ValueError as error:
@@ -81,30 +88,35 @@ def sequence_of_rows(groups: Groups, x: torch.Tensor, options: Options) -> Packe
 
 
 def check_together(tensors: dict[str, torch.Tensor], dtype: bool) -> None:
-    """Raise ValueError unless all are on the device of the first, and of its dtype if `dtype`."""
-    (name, first), *others = tensors.items()
-    for other, tensor in others:
+    """Raise ValueError unless all tensors are on the device of the first.
+
+    Args:
+        tensors: Tensors by name.
+        dtype: Also require the dtype of the first.
+    """
+    (name, first), *later = tensors.items()
+    for other_name, tensor in later:
         if tensor.device != first.device or (dtype and tensor.dtype != first.dtype):
             raise ValueError(
-                f"{other}: must be on the device{' and of the dtype' if dtype else ''} of {name}, "
-                f"{first.dtype} on {first.device}, got {tensor.dtype} on {tensor.device}"
+                f"{other_name}: must be on the device{' and of the dtype' if dtype else ''} of "
+                f"{name}, {first.dtype} on {first.device}, got {tensor.dtype} on {tensor.device}"
             )
 
 
 def check_name(name: str, value: object, names: tuple[str, ...]) -> None:
-    """Raise ValueError unless `value` is one of them."""
+    """Raise ValueError unless `value` is one of `names`."""
     if not isinstance(value, str) or value not in names:
         raise ValueError(f"{name} must be one of {', '.join(names)}, got {value!r}")
 
 
 def check_final(value: object) -> None:
-    """Raise ValueError unless `return_final_state` is a truth value."""
+    """Raise ValueError unless `return_final_state` is a bool."""
     if not isinstance(value, bool):
         raise ValueError(f"return_final_state must be True or False, got {value!r:.100}")
 
 
 def check_device(groups: Groups, name: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError unless the groups move tensors of this kind of device."""
+    """Raise ValueError unless the groups exchange tensors of this kind of device."""
     moved, kind = groups.devices, tensor.device.type
     if groups.size > 1 and moved and kind not in moved:
         needed = {"cpu": "gloo", "cuda": "nccl"}.get(kind)
@@ -116,7 +128,7 @@ def check_device(groups: Groups, name: str, tensor: torch.Tensor) -> None:
 
 
 def check_rates(rates: Any) -> None:
-    """Raise ValueError unless it is None or states the rates of links, as `mb.Rates` does."""
+    """Raise ValueError unless `rates` is None or has the rates of links, like `mb.Rates`."""
     if rates is None:
         return
     for name, least in (("intra", "positive"), ("inter", "positive"), ("latency", "0 or more"),
@@ -130,21 +142,24 @@ def check_rates(rates: Any) -> None:
 
 
 def sequence_of(groups: Groups, options: Options, seq_len: int) -> PackedSequence:
-    """The layout, the length and the documents or the tree; ValueError where they do not fit one
-    another.
+    """Return the layout, the length, and the documents or the tree of a call.
+
+    Raises:
+        ValueError: They do not fit one another.
     """
     layout, cu_seqlens, tree = options.layout, options.cu_seqlens, options.tree
     if tree is not None:
         if cu_seqlens is not None:
-            raise ValueError("tree: goes without cu_seqlens, which it says itself")
+            raise ValueError("tree: mutually exclusive with cu_seqlens; give one of them")
         tree = tree_mask(tree)
         if tree.window is not None:
             raise ValueError(
-                f"tree: it has a window of {tree.window}, and a state forgets by its decay alone"
+                f"tree: it has a window of {tree.window}, but linear attention has no windows; "
+                "use a tree without one"
             )
         if tree.bounds[-1] != seq_len:
             raise ValueError(
-                f"tree: it has {tree.bounds[-1]} rows, and the {groups.size} ranks hold {seq_len} "
+                f"tree: it has {tree.bounds[-1]} rows, but the {groups.size} ranks hold {seq_len} "
                 "positions"
             )
     bounds = None if cu_seqlens is None else document_bounds(cu_seqlens)
@@ -162,10 +177,10 @@ def sequence_of(groups: Groups, options: Options, seq_len: int) -> PackedSequenc
                 f"layout must be one of {', '.join(sorted(names))}, or made by mb.layout.make, "
                 f"got {layout!r}"
             )
-        more: dict[str, Any] = {}
+        extra: dict[str, Any] = {}
         if layout == "balanced":
-            more = {"cu_seqlens": cu_seqlens, "per_node": groups.topology.per_node, "tree": tree}
-        layout = make(layout, cp_size=groups.size, **more)
+            extra = {"cu_seqlens": cu_seqlens, "per_node": groups.topology.per_node, "tree": tree}
+        layout = make(layout, cp_size=groups.size, **extra)
     if layout.cp_size != groups.size:
         raise ValueError(f"layout is for {layout.cp_size} ranks, groups have {groups.size}")
     layout.check(seq_len)
@@ -175,7 +190,7 @@ def sequence_of(groups: Groups, options: Options, seq_len: int) -> PackedSequenc
 def check_initial(
     initial: Any, documents: int, shape: tuple[int, ...], device: torch.device
 ) -> None:
-    """Raise ValueError unless it is None or a state [b, h, d, w] for each document."""
+    """Raise ValueError unless it is None or a state [b, h, d, w] per document."""
     if initial is None:
         return
     check_tensor("initial_state", initial, {"documents, b, h, d, w": (documents, *shape)})
@@ -184,19 +199,20 @@ def check_initial(
 
 
 def check_tree(sequence: PackedSequence, algorithm: str, initial: Any, final: bool) -> None:
-    """Raise ValueError for what does not go with a tree, if there is one."""
+    """Raise ValueError for options that trees do not support, if there is a tree."""
     if sequence.tree is None:
         return
     if algorithm not in OVER_TREES:
         raise ValueError(
-            f"algorithm: {algorithm} passes states along chains, and a tree branches; give "
+            f"algorithm: {algorithm} passes states along chains, but a tree branches; use "
             "'all_gather' or 'auto' with tree="
         )
-    for name, given in (("initial_state", initial is not None), ("return_final_state", final)):
-        if given:
+    states = (("initial_state", initial is not None), ("return_final_state", final))
+    for name, present in states:
+        if present:
             raise ValueError(
-                f"{name}: is per document, and a tree has none; its roots begin at zero, and "
-                "states after its segments stay inside: call without, or without tree="
+                f"{name}: not supported with a tree, whose roots begin at zero; call without "
+                f"{name} or without tree="
             )
 
 
@@ -204,8 +220,13 @@ Tensors = dict[str, Any]  # name -> tensor or None
 
 
 class LocalWork(NamedTuple):
-    """What a rank computes of its rows: form, kernel (and why not a faster one) and scale of linear
-    attention.
+    """Computation of a rank on its own rows.
+
+    Attributes:
+        form: Form of linear attention.
+        kernel: Name of the kernel.
+        why: Reason why no faster kernel is used, or empty.
+        scale: Factor of the outputs.
     """
 
     form: Form
@@ -232,14 +253,22 @@ class Options(NamedTuple):
         rates: Any = None,
         tree: Any = None,
     ) -> Options:
-        """Where layout or algorithm is None, the default."""
+        """Return the options, with defaults for None."""
         return cls(default(layout, "zigzag"), cu_seqlens, default(algorithm, "auto"), rates, tree)
 
 
 @dataclass(frozen=True)
 class ChainRequest:
-    """signature: shapes and dtypes that a plan is made for, by name; states: what travels, None for
-    the rows of a convolution alone; options: as given, with facts of what all ranks agree on.
+    """Checked call on chains.
+
+    Attributes:
+        sequence: Layout, length and documents or tree.
+        device: Device of the tensors.
+        signature: Shape and dtype of each tensor for which the plan is made, by name.
+        states: States that are sent; None means the rows of a convolution.
+        local: Local computation of linear attention, or None.
+        options: Options of the call.
+        facts: Facts on which all ranks must agree.
     """
 
     sequence: PackedSequence
@@ -252,19 +281,19 @@ class ChainRequest:
 
 
 def spread(decay: torch.Tensor | None, v: torch.Tensor) -> torch.Tensor | None:
-    """The decay of every row; [h] is that of all rows."""
+    """Return the decay of every row; a decay [h] is the same for all rows."""
     if decay is None or decay.dim() > 1:
         return decay
     return decay.expand(*v.shape[:2], -1)
 
 
 def default(value: Any, otherwise: Any) -> Any:
-    """`otherwise` in place of None."""
+    """Return `value`, or `otherwise` if it is None."""
     return otherwise if value is None else value
 
 
 def described(tensor: Any) -> Any:
-    """What of a tensor a plan depends on."""
+    """Return the properties of a tensor on which a plan depends."""
     return None if tensor is None else (tuple(tensor.shape), tensor.dtype)
 
 
@@ -275,47 +304,63 @@ def request_of(
     states: States | None,
     local: LocalWork | None,
     options: Options,
-    more: Facts,
+    extra: Facts,
     final: bool,
 ) -> ChainRequest:
-    """Return the request of one rank; ValueError for options that do not fit. tensors: by name,
-    perhaps with an initial_state. more: further facts. final: are final states wanted?
+    """Return the request of one rank.
+
+    Args:
+        groups: Groups of the rank.
+        sequence: Layout, length and documents or tree.
+        tensors: Tensors by name, optionally with an initial_state.
+        states: States that are sent, or None.
+        local: Local computation, or None.
+        options: Options of the call.
+        extra: Further facts.
+        final: True if final states are needed.
+
+    Raises:
+        ValueError: The options are invalid.
     """
     check_name("algorithm", options.algorithm, ALGORITHMS)
     check_final(final)
     if options.rates is not None and options.algorithm != "auto":
-        raise ValueError(f"rates are for algorithm='auto', got {options.algorithm!r} beside them")
+        raise ValueError(
+            f"rates are for algorithm='auto' only, got algorithm {options.algorithm!r}"
+        )
     check_rates(options.rates)
     check_tree(sequence, options.algorithm, tensors.get("initial_state"), final)
-    given = tensors.pop("initial_state", None)
+    initial = tensors.pop("initial_state", None)
     first = next(t for t in (tensors.get(n) for n in ("q", "increment", "x")) if t is not None)
-    chains = chains_of(groups, sequence)  # refuses layouts that have none
+    chains = chains_of(groups, sequence)  # raises for layouts without chains
     if states is not None:
-        check_initial(given, chains.documents, (states.batch, *states.sizes), first.device)
+        check_initial(initial, chains.documents, (states.batch, *states.sizes), first.device)
     shapes = {name: described(t) for name, t in tensors.items()}
     if "increment" in shapes:  # ranks hold different numbers of pieces
         shapes = {n: s and (s[0][1:], s[1]) for n, s in shapes.items()}
     facts: Facts = {
         "groups": groups.topology,
         **shapes,
-        "initial_state": described(given),
+        "initial_state": described(initial),
         "return_final_state": final,
         "device": first.device.type,
-        "needs_grad": tuple(t is not None and t.requires_grad for t in (*tensors.values(), given)),
+        "needs_grad": tuple(
+            t is not None and t.requires_grad for t in (*tensors.values(), initial)
+        ),
         "layout": sequence.layout,
         "seq_len": sequence.seq_len,
         "cu_seqlens": sequence.bounds,
         "tree": sequence.tree,
         "algorithm": options.algorithm,
         "rates": options.rates,
-        **more,
+        **extra,
     }
     signature = tuple((name, described(t)) for name, t in tensors.items())
     return ChainRequest(sequence, first.device, signature, states, local, options, facts)
 
 
 def is_finite(value: object) -> bool:
-    """Is it a number that a float holds?"""
+    """Return True if `value` is a finite number that a float can represent."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False
     try:

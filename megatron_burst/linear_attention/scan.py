@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state scan: a table of hops run on one rank, forward and backward, as an autograd function.
+"""State scan: a table of hops run on one rank, forward and backward, as an autograd function.
 
-A hop carries a state that was received, or that of an earlier piece carried on by known maps, of
-one piece or of a run of pieces; so algorithms are tables. A round is one exchange, so that what
-NCCL runs is one batch on every rank. An initial state is known only to the rank of the piece it
-enters, within the map of that piece. Final states go from the rank of a document's last piece to
-all ranks in one exchange, and their gradients come back by another and are added in the order of
-the ranks; a document without positions hands its initial state on, on every rank by itself.
+A hop carries a received state, or the state of an earlier piece after known maps, or the map of a
+piece or of a run of pieces. Algorithms are therefore tables. A round is one exchange, so that NCCL
+runs one batch per round on every rank.
 
-Backward is the same algorithm on the reversed chains, with transposed transitions and the gradients
-of the states that entered as increments.
+Only the rank of the first piece of a document knows its initial state, as part of the map of that
+piece. One exchange sends final states from the rank of a document's last piece to all ranks.
+Another exchange returns their gradients, which are added in the order of the ranks. Every rank
+passes on the initial state of a document without positions by itself.
+
+Backward runs the same algorithm on the reversed chains, with transposed transitions. The gradients
+of the entering states are its increments.
 
 Shape letters: p pieces of this rank, b batch, h heads, d rows (keys), w columns (values); D
 documents.
@@ -30,31 +32,36 @@ from ..comm.transport import Tensors
 from ..kernels.autograd import first_order_only
 from ..schedule.scans.blocks import StateBlocks
 from ..schedule.scans.hops import ALL_BLOCKS, MAP
-from .maps import Map, gradient, turned
+from .maps import Map, gradient, transposed
 from .program import Program, Round, StateHop, States
 
 
-class KnownStates:
+class StateTable:
     """States and maps of one rank, block by block.
 
-    begins: of every piece, is it the first of its document? The state that enters it is zero here:
-    the rank that holds it has an initial state in its map. own: piece -> its map.
+    Args:
+        begins: True for each piece that begins a document. The entering state of such a piece is
+            zero here. An initial state is part of the piece's map.
+        blocks: StateBlocks into which states are split.
+        own: Map of each piece of this rank.
     """
 
     def __init__(self, begins: list[bool], blocks: StateBlocks, own: Mapping[int, Map]):
         self._begins, self._blocks = begins, blocks
-        self._states: dict[tuple[int, int], torch.Tensor] = {}  # (piece it enters, block)
-        # (block, piece after its last) -> first piece -> map of the run
+        self._states: dict[
+            tuple[int, int], torch.Tensor
+        ] = {}  # key: (piece that the state enters, block)
+        # (block, piece after the run) -> first piece of the run -> map of the run
         self._runs: dict[tuple[int, int], dict[int, Map]] = {}
         for piece, own_map in own.items():
             for block in range(blocks.number):
                 part = own_map.part(blocks.slices(block)) if blocks.number > 1 else own_map
                 self._runs[block, piece + 1] = {piece: part}
 
-    def receive(self, hop: StateHop, arrived: list[torch.Tensor]) -> None:
-        """Take in what a hop brought."""
-        for block in self._each(hop.block):
-            parts = Map(arrived[0] if len(arrived) > 1 else None, arrived[-1])
+    def receive(self, hop: StateHop, received: list[torch.Tensor]) -> None:
+        """Store the tensors that a hop delivered."""
+        for block in self._blocks_of(hop.block):
+            parts = Map(received[0] if len(received) > 1 else None, received[-1])
             if hop.block == ALL_BLOCKS and self._blocks.number > 1:
                 parts = parts.part(self._blocks.slices(block))
             if hop.kind == MAP:
@@ -63,53 +70,55 @@ class KnownStates:
                 self._states[hop.first, block] = parts.increment
 
     def content(self, hop: StateHop) -> list[torch.Tensor]:
-        """What a hop carries: a state, or the transition, if there is one, and increment of a
-        map.
+        """Return the tensors that a hop sends.
+
+        They are a state, or the transition (if maps have one) and the increment of a map.
         """
         if hop.kind == MAP:
-            maps = [self.map(hop.first, hop.last, block) for block in self._each(hop.block)]
-            increments = [each.increment for each in maps]
+            maps = [self.map(hop.first, hop.last, block) for block in self._blocks_of(hop.block)]
+            increments = [part.increment for part in maps]
             if maps[0].transition is not None:
-                transitions = [each.transition for each in maps if each.transition is not None]
-                return [self._whole_transition(transitions), self.whole(increments)]
-            return [self.whole(increments)]
-        states = [self.state(hop.first, block) for block in self._each(hop.block)]
+                transitions = [part.transition for part in maps if part.transition is not None]
+                return [self._join_transitions(transitions), self.join_blocks(increments)]
+            return [self.join_blocks(increments)]
+        states = [self.state(hop.first, block) for block in self._blocks_of(hop.block)]
         assert all(state is not None for state in states), "a hop carries a state that is zero"
-        return [self.whole(states)]
+        return [self.join_blocks(states)]
 
     def state(self, piece: int, block: int) -> torch.Tensor | None:
-        """The state that enters a piece; None for zero."""
-        known = self._states.get((piece, block))
-        if known is not None or self._begins[piece]:
-            return known
-        way = self._way(piece, block, lambda at: (at, block) in self._states or self._begins[at])
-        state = self._states.get((way[0][0], block))
-        for _, run in way:
+        """Return the state that enters a piece, or None for zero."""
+        stored = self._states.get((piece, block))
+        if stored is not None or self._begins[piece]:
+            return stored
+        path = self._path(piece, block, lambda at: (at, block) in self._states or self._begins[at])
+        state = self._states.get((path[0][0], block))
+        for _, run in path:
             state = run(state)
         assert state is not None
         self._states[piece, block] = state
         return state
 
     def map(self, first: int, last: int, block: int) -> Map:
-        """The map of a run of pieces."""
+        """Return the map of a run of pieces."""
         runs = self._runs.setdefault((block, last + 1), {})
         if first not in runs:
-            way = self._way(last + 1, block, lambda at: at == first, first)
-            whole = way[0][1]
-            for _, run in way[1:]:
-                whole = run.after(whole)
-            runs[first] = whole
+            path = self._path(last + 1, block, lambda at: at == first, first)
+            composed = path[0][1]
+            for _, run in path[1:]:
+                composed = run.after(composed)
+            runs[first] = composed
         return runs[first]
 
-    def _way(self, end, block, arrived, least=0) -> list[tuple[int, Map]]:
-        """Known runs, each with its first piece, that lead to before piece `end` from a piece that
-        `arrived` says is one to begin at. Long runs are tried first.
+    def _path(self, end, block, is_start, least=0) -> list[tuple[int, Map]]:
+        """Return known runs, each with its first piece, that lead from a start to piece `end`.
+
+        `is_start` is true for pieces at which the path may start. Long runs are tried first.
         """
-        after: dict[int, int] = {end: end}  # piece -> that at which the run from it ends
+        after: dict[int, int] = {end: end}  # piece -> piece at which its run ends
         open_ = [end]
         while open_:
             at = open_.pop()
-            if at != end and arrived(at):
+            if at != end and is_start(at):
                 break
             if at != end and self._begins[at]:
                 continue
@@ -120,47 +129,50 @@ class KnownStates:
                     open_.append(first)
         else:
             raise AssertionError(f"no known maps lead to piece {end}")
-        way = []
+        path = []
         while at != end:
-            way.append((at, self._runs[block, after[at]][at]))
+            path.append((at, self._runs[block, after[at]][at]))
             at = after[at]
-        return way
+        return path
 
-    def _each(self, block: int) -> range:
-        """The blocks that a hop's block is."""
+    def _blocks_of(self, block: int) -> range:
+        """Return the blocks that a hop carries."""
         return range(self._blocks.number) if block == ALL_BLOCKS else range(block, block + 1)
 
-    def whole(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """All blocks of a state [b, h, d, w], put together; of a single one itself."""
+    def join_blocks(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Return a state [b, h, d, w] from all its blocks; a single block is returned itself."""
         if len(parts) == 1:
             assert parts[0] is not None
             return parts[0]
-        some = next(part for part in parts if part is not None)
-        state = some.new_zeros((some.shape[0], *self._blocks.sizes))
+        present = next(part for part in parts if part is not None)
+        state = present.new_zeros((present.shape[0], *self._blocks.sizes))
         for block, part in enumerate(parts):
             if part is not None:
                 heads, rows, columns = self._blocks.slices(block)
                 state[:, heads, rows, columns] = part
         return state
 
-    def _whole_transition(self, parts: list[torch.Tensor]) -> torch.Tensor:
+    def _join_transitions(self, parts: list[torch.Tensor]) -> torch.Tensor:
         if len(parts) == 1:
             return parts[0]
-        (heads, rows, _), some = self._blocks.sizes, parts[0]
-        shape = {2: (heads,), 3: (heads, rows), 4: (heads, rows, rows)}[some.dim()]
-        whole = some.new_empty((some.shape[0], *shape))
+        (heads, rows, _), block_part = self._blocks.sizes, parts[0]
+        shape = {2: (heads,), 3: (heads, rows), 4: (heads, rows, rows)}[block_part.dim()]
+        joined = block_part.new_empty((block_part.shape[0], *shape))
         for block, part in enumerate(parts):
             h, d, _ = self._blocks.slices(block)
-            whole[(slice(None), h, d) if some.dim() == 3 else (slice(None), h)] = part
-        return whole
+            joined[(slice(None), h, d) if block_part.dim() == 3 else (slice(None), h)] = part
+        return joined
 
 
-Initial = Mapping[int, torch.Tensor]  # document -> [b, h, d, w]; zero for others
+Initial = Mapping[int, torch.Tensor]  # document -> [b, h, d, w]; missing states are zero
 
 
-class Scanned(NamedTuple):
-    """entering [p, b, h, d, w]; leaving: document -> the state after its last piece, where that
-    is this rank's.
+class ScanResult(NamedTuple):
+    """Result of a scan on one rank.
+
+    Attributes:
+        entering: States that enter the pieces [p, b, h, d, w].
+        leaving: State after the last piece of each document that ends on this rank.
     """
 
     entering: torch.Tensor
@@ -169,7 +181,15 @@ class Scanned(NamedTuple):
 
 @dataclass(frozen=True)
 class DirectedScan:
-    """One direction of a scan, on one rank. name: of the direction, for messages of errors."""
+    """One direction of a scan on one rank.
+
+    Attributes:
+        groups: Groups of the rank.
+        program: Part of the rank in the table.
+        states: Shape and dtype of states.
+        device: Device of the tensors.
+        name: Name of the direction for error messages.
+    """
 
     groups: Groups
     program: Program
@@ -177,14 +197,19 @@ class DirectedScan:
     device: torch.device
     name: str
 
-    def run(self, call: CallTag, maps: Map, initial: Initial, leaving: bool) -> Scanned:
-        """Carry the states along. maps: of this rank's pieces, with p; leaving: are the states
-        after the last pieces wanted?
+    def run(self, call: CallTag, maps: Map, initial: Initial, leaving: bool) -> ScanResult:
+        """Carry the states from piece to piece.
+
+        Args:
+            call: Tag of the messages.
+            maps: Maps of this rank's pieces, with the dimension p.
+            initial: Initial states by document.
+            leaving: True if the states after the last pieces are needed.
         """
         program = self.program
-        known = KnownStates(program.begins, program.blocks, self._own(maps, initial))
-        for each in program.rounds:
-            self._round(known, call, each)
+        table = StateTable(program.begins, program.blocks, self._own(maps, initial))
+        for one_round in program.rounds:
+            self._round(table, call, one_round)
         entering, left = maps.increment.new_zeros(maps.increment.shape), {}
         for index, piece in enumerate(program.own):
             document, ends = program.document[index], leaving and program.ends[piece]
@@ -193,19 +218,22 @@ class DirectedScan:
                 if document in initial:
                     entering[index] = initial[document]
             else:
-                every = range(program.blocks.number)
-                state = known.whole([known.state(piece, block) for block in every])
+                all_blocks = range(program.blocks.number)
+                state = table.join_blocks([table.state(piece, block) for block in all_blocks])
                 entering[index] = state
             if ends:
                 left[document] = self._own_map(maps, initial, index)(state)
-        return Scanned(entering, left)
+        return ScanResult(entering, left)
 
     def _own(self, maps: Map, initial: Initial) -> dict[int, Map]:
         own = enumerate(self.program.own)
         return {piece: self._own_map(maps, initial, index) for index, piece in own}
 
     def _own_map(self, maps: Map, initial: Initial, index: int) -> Map:
-        """The map of a piece; where its document begins, from zero."""
+        """Return the map of a piece.
+
+        The map of a piece that begins a document starts at zero, and includes the initial state.
+        """
         program, transition = self.program, maps.transition
         own_map = Map(None if transition is None else transition[index], maps.increment[index])
         document = program.document[index]
@@ -213,27 +241,36 @@ class DirectedScan:
             own_map = own_map._replace(increment=own_map(initial[document]))
         return own_map
 
-    def _round(self, known: KnownStates, call: CallTag, each: Round) -> None:
-        """Exchange what one round of the table says."""
-        sent = {peer: [t for hop in hops for t in known.content(hop)] for peer, hops in each.sends}
+    def _round(self, table: StateTable, call: CallTag, one_round: Round) -> None:
+        """Exchange the messages of one round of the table."""
+        sent = {
+            peer: [t for hop in hops for t in table.content(hop)] for peer, hops in one_round.sends
+        }
         shapes = {
             peer: [(s, self.states.dtype) for hop in hops for s in self._shapes(hop)]
-            for peer, hops in each.receives
+            for peer, hops in one_round.receives
         }
-        label = f"round {each.number} of {self.name}"
-        arrived = over_grid(self.groups, sent, shapes, self.device, call, label)
-        for peer, hops in each.receives:
-            rest = iter(arrived[peer])
+        label = f"round {one_round.number} of {self.name}"
+        received = over_grid(self.groups, sent, shapes, self.device, call, label)
+        for peer, hops in one_round.receives:
+            tensors = iter(received[peer])
             for hop in hops:
-                known.receive(hop, [next(rest) for _ in self._shapes(hop)])
+                table.receive(hop, [next(tensors) for _ in self._shapes(hop)])
 
     def _shapes(self, hop: StateHop) -> list[torch.Size]:
         return self.program.shapes(hop, self.states)
 
 
 @dataclass(frozen=True)
-class Finals:
-    """holders: document -> the rank of its last piece; None for one that is empty."""
+class FinalStates:
+    """Exchange of final states.
+
+    Attributes:
+        groups: Groups of the rank.
+        holders: Rank of the last piece of each document; None means an empty document.
+        states: Shape and dtype of states.
+        device: Device of the tensors.
+    """
 
     groups: Groups
     holders: tuple[int | None, ...]
@@ -241,39 +278,46 @@ class Finals:
     device: torch.device
 
     def held_by(self, rank: int) -> list[int]:
-        """The documents that end on a rank."""
+        """Return the documents that end on a rank."""
         return [document for document, holder in enumerate(self.holders) if holder == rank]
 
     @property
     def message(self) -> int:
-        """The bytes of the longest message."""
-        most = max(map(len, map(self.held_by, range(self.groups.size))))
-        return most * self.shape.numel() * self.states.dtype.itemsize
+        """Bytes of the longest message."""
+        count = max(map(len, map(self.held_by, range(self.groups.size))))
+        return count * self.shape.numel() * self.states.dtype.itemsize
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of a state."""
+        """Shape of a state."""
         return torch.Size((self.states.batch, *self.states.sizes))
 
     def spread(
         self, call: CallTag, left: Mapping[int, torch.Tensor], initial: torch.Tensor | None
     ) -> torch.Tensor:
-        """[documents, b, h, d, w] on every rank. left: document -> the state after its last piece,
-        of this rank's; initial [documents, b, h, d, w] or None for zeros.
+        """Send final states to all ranks.
+
+        Args:
+            call: Tag of the messages.
+            left: State after the last piece of each document that ends on this rank.
+            initial: Initial states [documents, b, h, d, w], or None for zeros.
+
+        Returns:
+            The final states [documents, b, h, d, w], the same on every rank.
         """
         me, size = self.groups.rank, self.groups.size
         final = torch.zeros(
             (len(self.holders), *self.shape), dtype=self.states.dtype, device=self.device
         )
-        held = self.held_by(me)
-        others = [rank for rank in range(size) if rank != me]
-        own = tuple(left[document] for document in held)
-        sent = dict.fromkeys(others if held else [], own)
-        counts = {rank: len(self.held_by(rank)) for rank in others if self.held_by(rank)}
-        came = self._exchange(call, "final states", sent, counts)
-        for document in held:
+        own_documents = self.held_by(me)
+        other_ranks = [rank for rank in range(size) if rank != me]
+        own = tuple(left[document] for document in own_documents)
+        sent = dict.fromkeys(other_ranks if own_documents else [], own)
+        counts = {rank: len(self.held_by(rank)) for rank in other_ranks if self.held_by(rank)}
+        received = self._exchange(call, "final states", sent, counts)
+        for document in own_documents:
             final[document] = left[document]
-        for rank, states in came.items():
+        for rank, states in received.items():
             for document, state in zip(self.held_by(rank), states, strict=True):
                 final[document] = state
         if initial is not None:
@@ -287,42 +331,57 @@ class Finals:
         return [document for document, holder in enumerate(self.holders) if holder is None]
 
     def collect(self, call: CallTag, gradient: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Document -> the sum over all ranks of the gradient of its final state, of those that end
-        here. gradient [documents, b, h, d, w]: this rank's.
+        """Sum the gradients of final states over all ranks.
+
+        Args:
+            call: Tag of the messages.
+            gradient: Gradients [documents, b, h, d, w] of this rank.
+
+        Returns:
+            The sum for each document that ends on this rank.
         """
         me, size = self.groups.rank, self.groups.size
         gradient = gradient.to(self.states.dtype)
-        held = self.held_by(me)
-        others = [rank for rank in range(size) if rank != me]
-        ends = {rank: self.held_by(rank) for rank in others if self.held_by(rank)}
-        sent = {rank: [gradient[document] for document in some] for rank, some in ends.items()}
-        counts = dict.fromkeys(others if held else [], len(held))
-        came = self._exchange(call, "gradients of final states", sent, counts)
-        given = {**came, me: [gradient[document] for document in held]}
-        each = [given[rank] for rank in sorted(given)]
-        return {d: torch.stack([some[i] for some in each]).sum(0) for i, d in enumerate(held)}
+        own_documents = self.held_by(me)
+        other_ranks = [rank for rank in range(size) if rank != me]
+        ends = {rank: self.held_by(rank) for rank in other_ranks if self.held_by(rank)}
+        sent = {
+            rank: [gradient[document] for document in documents] for rank, documents in ends.items()
+        }
+        counts = dict.fromkeys(other_ranks if own_documents else [], len(own_documents))
+        received = self._exchange(call, "gradients of final states", sent, counts)
+        of_rank = {**received, me: [gradient[document] for document in own_documents]}
+        of_ranks = [of_rank[rank] for rank in sorted(of_rank)]
+        return {
+            d: torch.stack([states[i] for states in of_ranks]).sum(0)
+            for i, d in enumerate(own_documents)
+        }
 
     def _exchange(
         self, call: CallTag, name: str, sent: Mapping[int, Tensors], counts: Mapping[int, int]
     ) -> dict[int, Tensors]:
-        """So many states from each of the ranks in `counts`."""
-        wanted = {rank: [(self.shape, self.states.dtype)] * n for rank, n in counts.items()}
-        return over_grid(self.groups, sent, wanted, self.device, call, name)
+        """Exchange states; `counts` has the number of states to receive from each rank."""
+        expected = {rank: [(self.shape, self.states.dtype)] * n for rank, n in counts.items()}
+        return over_grid(self.groups, sent, expected, self.device, call, name)
 
 
 @dataclass(frozen=True)
 class ScanJob:
-    """What one rank executes of a scan, in both directions."""
+    """Work of one rank in a scan, in both directions."""
 
     groups: Groups
     forward: DirectedScan
     backward: DirectedScan
-    finals: Finals
+    finals: FinalStates
 
 
 class ScanTensors(NamedTuple):
-    """One rank's tensors: decay None or [p, b, h], [p, b, h, d] or [p, b, h, d, d]; increment
-    [p, b, h, d, w]; initial [D, b, h, d, w] or None.
+    """Tensors of one rank.
+
+    Attributes:
+        decay: None, or [p, b, h], [p, b, h, d] or [p, b, h, d, d].
+        increment: [p, b, h, d, w].
+        initial: [D, b, h, d, w], or None.
     """
 
     decay: torch.Tensor | None
@@ -331,7 +390,13 @@ class ScanTensors(NamedTuple):
 
 
 class ScanCall(NamedTuple):
-    """What every call of one rank needs beside tensors; leaving: are final states wanted?"""
+    """Data of one call in addition to its tensors.
+
+    Attributes:
+        job: Work of the rank.
+        call: Tag of the messages.
+        leaving: True if final states are needed.
+    """
 
     job: ScanJob
     call: CallTag
@@ -339,19 +404,21 @@ class ScanCall(NamedTuple):
 
 
 class StateScan(torch.autograd.Function):
-    """tensors: decay, increment and initial state; returns the entering states, with
-    `call.leaving` (entering states, final states).
+    """State scan of one rank.
+
+    Inputs are decay, increment and initial state. The output are the entering states, with
+    `call.leaving` a pair of entering states and final states.
     """
 
     @staticmethod
     def forward(ctx: Any, call: ScanCall, *tensors: torch.Tensor | None) -> Any:
-        given = ScanTensors(*tensors)  # pyright: ignore
-        # Autocast does not decide the precision.
+        scan_tensors = ScanTensors(*tensors)  # pyright: ignore
+        # `running` disables autocast, which must not change the precision.
         with call.job.groups.running(call.job.forward.device.type):
-            entering, final = _forward(call, given)
+            entering, final = _forward(call, scan_tensors)
         ctx.call = call
         ctx.kinds = [None if t is None else (t.dtype, t.shape) for t in tensors]
-        ctx.save_for_backward(given.decay, entering)
+        ctx.save_for_backward(scan_tensors.decay, entering)
         return (entering, final) if call.leaving else entering
 
     @staticmethod
@@ -367,11 +434,11 @@ class StateScan(torch.autograd.Function):
             return None, *_backward(call, saved, entered, final, needs, ctx.kinds)
 
 
-def _forward(scan: ScanCall, given: ScanTensors) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Entering states and final states, or None."""
+def _forward(scan: ScanCall, scan_tensors: ScanTensors) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return entering states, and final states or None."""
     job, call, leaving = scan
     dtype = job.forward.states.dtype
-    decay, increment, start = (None if t is None else t.to(dtype) for t in given)
+    decay, increment, start = (None if t is None else t.to(dtype) for t in scan_tensors)
     assert increment is not None
     initial = {} if start is None else dict(enumerate(start))
     scanned = job.forward.run(call, Map(decay, increment), initial, leaving)
@@ -387,13 +454,16 @@ def _backward(
     needs: Sequence[bool],
     kinds: Sequence[tuple[torch.dtype, torch.Size] | None],
 ) -> list[torch.Tensor | None]:
-    """Gradients of decay, increment and initial state. entered, final: the gradients that came."""
+    """Return the gradients of decay, increment and initial state.
+
+    `entered` and `final` are the gradients of the entering states and of the final states.
+    """
     job, call, _ = scan
     decay, entering = saved
     dtype = job.backward.states.dtype
     decay = None if decay is None else decay.to(dtype)
     last = {} if final is None else job.finals.collect(call, final)
-    maps = Map(turned(decay, entering.dim()), entered.to(dtype))
+    maps = Map(transposed(decay, entering.dim()), entered.to(dtype))
     scanned = job.backward.run(call, maps, last, kinds[2] is not None)
     of_decay = of_initial = None
     if decay is not None and needs[0]:
@@ -412,19 +482,21 @@ def _backward(
     ]
 
 
-def following(first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    """The first tensor; the backward of what is made of it runs wherever one of them needs a
-    gradient, and before that of what made the others.
+def scan_before(first: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+    """Return `first`, ordered in backward before the gradients of `inputs`.
+
+    The backward of operations on the result runs if any of the tensors needs a gradient, and runs
+    before the backward of the operations that made `inputs`.
     """
-    return _Following.apply(first, *others)  # pyright: ignore[reportReturnType]
+    return _ScanBefore.apply(first, *inputs)  # pyright: ignore[reportReturnType]
 
 
-class _Following(torch.autograd.Function):
+class _ScanBefore(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        ctx.others = len(others)
+    def forward(ctx: Any, first: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.input_count = len(inputs)
         return first.view_as(first)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return gradient, *(None,) * ctx.others
+        return gradient, *(None,) * ctx.input_count

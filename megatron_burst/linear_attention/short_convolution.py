@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public operation: a short causal convolution over a sequence that is split over ranks.
+"""Public operation `short_convolution`: a causal convolution over a sequence split over ranks.
 
-Decides that each piece gets the rows before it from the ranks that hold them, in one exchange, and
-is then convolved as if the rank had them.
+One exchange sends each piece the rows before it from the ranks that hold them. The piece is then
+convolved as if the rank held these rows.
 
 Shape letters: s local rows, b batch, c channels.
 """
@@ -49,21 +49,35 @@ def short_convolution(
     plan: LinearPlan | None = None,
     label: object = None,
 ) -> Any:
-    """Causal depthwise convolution over a sequence that is split over ranks.
+    """Compute a causal depthwise convolution over a sequence that is split over ranks.
 
-    x [s, b, c]: this rank's rows; weight [c, width], of which the last column is that of the row
-    itself; bias [c] or None; before a document there are zeros. Rows come from as many ranks as
-    hold some of the width - 1 before a piece. activation: None or "silu". Returns [s, b, c] in the
-    dtype of x; it is computed in that of weight where this is wider. Gradients of weight and bias
-    are those of this rank's rows: the sum over ranks is that of the sequence.
+    The rows before a document are zeros. The rows before a piece come from all ranks that hold some
+    of its width - 1 predecessors. The gradients of weight and bias belong to this rank's rows;
+    their sum over ranks is the gradient of the sequence.
 
-    groups, layout, cu_seqlens: which positions of which documents the ranks hold; layout a name
-    (default "zigzag") or one that `mb.layout.make` made, but striped. tree: in place of cu_seqlens,
-    a prefix tree, whose rows take those before them on their paths. plan: made by
-    `mb.prepare_linear` for the same rows, in place of these; without one the call is a collective
-    of the host too, which compares x, width, activation and whether there is a bias. With one,
-    ranks in which these differ are out of step. label: as of `mb.attention`. Raises ValueError for
-    unsupported arguments, RuntimeError naming the exchange if a peer died or is out of step.
+    Args:
+        x: Rows of this rank [s, b, c].
+        weight: Weight [c, width]. The last column applies to the row itself.
+        bias: Bias [c], or None.
+        activation: None or "silu".
+        groups: Groups of the ranks, if no plan is given.
+        layout: Positions of each rank: a name (default "zigzag") or a layout of `mb.layout.make`,
+            but not striped.
+        cu_seqlens: Cumulative lengths of the documents, or None for one document.
+        tree: Prefix tree instead of cu_seqlens. A row follows the previous rows on its path.
+        plan: Plan of `mb.prepare_linear` for the same rows, which replaces the keywords above.
+            Without a plan the call is also a collective of the hosts, which compares x, width,
+            activation and the presence of a bias. With a plan, ranks in which these differ are out
+            of step.
+        label: As for `mb.attention`.
+
+    Returns:
+        The result [s, b, c] in the dtype of x. It is computed in the dtype of weight if that is
+        wider.
+
+    Raises:
+        ValueError: An argument is not supported.
+        RuntimeError: A rank died or is out of step. The message names the exchange.
     """
     refuse_transforms("mb.short_convolution")
     if plan is None:
@@ -92,7 +106,7 @@ def short_convolution(
 
 @dataclass(frozen=True, kw_only=True)
 class ConvolutionOperation(ChainOperation):
-    """A call of `short_convolution` on one rank; its arguments."""
+    """Call of `short_convolution` on one rank, with its arguments."""
 
     x: Any
     weight: Any
@@ -105,8 +119,10 @@ class ConvolutionOperation(ChainOperation):
         check_tensor("x", x, {"s, b, c": (None,) * 3})
         check_device(self.groups, "x", x)
         sequence = sequence_of_rows(self.groups, x, self.options)
-        more = {"width": weight.shape[1], "bias": bias is not None, "activation": self.activation}
-        request = request_of(self.groups, sequence, {"x": x}, None, None, self.options, more, False)
+        extra = {"width": weight.shape[1], "bias": bias is not None, "activation": self.activation}
+        request = request_of(
+            self.groups, sequence, {"x": x}, None, None, self.options, extra, False
+        )
         _check_weights(x, weight, bias, self.activation)
         return request
 
@@ -119,13 +135,13 @@ def _convolved(
     bias: torch.Tensor | None,
     activation: str | None,
 ) -> torch.Tensor:
-    """One rank's rows, convolved."""
+    """Convolve the rows of one rank."""
     rows = x if before is None else torch.cat([x, before]).index_select(0, window.order)
     wide = torch.promote_types(x.dtype, weight.dtype)
     kernel = weight.to(wide).unsqueeze(1)
     shift = None if bias is None else bias.to(wide)
     rows = rows.to(wide)
-    # Windows that reach from one piece into the rows before the next one are left out.
+    # Skip windows that extend from one piece into the rows before the next piece.
     rows_out = torch.nn.functional.conv1d(rows.permute(1, 2, 0), kernel, shift, groups=x.shape[2])
     rows_out = rows_out.permute(2, 0, 1).index_select(0, window.ends)
     if activation == "silu":
@@ -134,7 +150,7 @@ def _convolved(
 
 
 def _check_weights(x: Any, weight: Any, bias: Any, activation: object) -> None:
-    """Raise ValueError unless they fit x."""
+    """Raise ValueError unless weight, bias and activation fit x."""
     channels = x.shape[2]
     check_tensor("weight", weight, {"c, width": (channels, None)})
     check_together({"x": x, "weight": weight}, dtype=False)
@@ -146,7 +162,7 @@ def _check_weights(x: Any, weight: Any, bias: Any, activation: object) -> None:
 
 
 def _check_rows(plan: LinearPlan, x: Any) -> None:
-    """Raise ValueError unless x has the rows that the plan was made for."""
+    """Raise ValueError unless x has the rows for which the plan was made."""
     rows = plan.sequence.seq_len // plan.groups.size
     check_tensor("x", x, {"s, b, c": (rows, None, None)})
     if x.device != plan.device:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public operation on states: what enters the pieces of every rank.
+"""Public operation `state_scan`: the states that enter the pieces of every rank.
 
-Finds or makes the plan of a call, and hands it to autograd.
+It finds or makes the plan of a call, and passes the plan to autograd.
 
 Shape letters: p pieces of this rank, b batch, h heads, d rows (keys), w columns (values).
 """
@@ -54,30 +54,46 @@ def state_scan(
     plan: LinearPlan | None = None,
     label: object = None,
 ) -> Any:
-    """The state that enters each piece of this rank, if each piece maps S to decay S + increment.
+    """Return the state that enters each piece of this rank.
 
-    A piece is rows of one rank with consecutive positions of one document (see
-    `mb.layout.chains`). decay: of this rank's pieces in the order of its rows, factors of the
-    state [p, b, h], of its rows [p, b, h, d], matrices [p, b, h, d, d], or None where pieces keep
-    the state; increment [p, b, h, d, w]. Returns entering [p, b, h, d, w], in float32 (float64 for
-    float64), zero where a document begins, or what initial_state [documents, b, h, d, w] has, the
-    same on all ranks; with return_final_state also the states after all documents, as many, on all
-    ranks.
+    Each piece maps a state S to decay S + increment. A piece is the rows of one rank with
+    consecutive positions of one document (see `mb.layout.chains`).
 
-    groups, layout, seq_len, cu_seqlens: which positions of which documents the ranks hold; layout a
-    name (default "zigzag") or one that `mb.layout.make` made, but striped. tree: in place of
-    cu_seqlens, a prefix tree: a segment begins with the state after the one it continues, served by
-    "all_gather" alone, without initial and final states. algorithm: "all_gather" (LASP-2, arXiv
-    2502.07563), "scan" (the All-Scan of ZeCO, arXiv 2507.01004), "two_level", "ring" (LASP, arXiv
-    2404.02882) or, the default, "auto", the one that is predicted to be fastest at `rates` (an
-    `mb.Rates`; nominal ones if None). plan: made by `mb.prepare_linear`, in place of these; without
-    one the call is a collective of the host too. With one, initial_state and return_final_state
-    must be the same on all ranks. label: as of `mb.attention`.
+    The loss is the sum of the ranks' losses. The rank with the first piece of a document has the
+    complete gradient of its initial_state, and the other ranks have zero. The result cannot be
+    differentiated twice. Either all ranks run its backward or none.
 
-    The loss is the sum of the ranks' losses: the gradient of initial_state is whole on the rank
-    that holds the first piece, and zero on others. Cannot be differentiated twice, and either all
-    ranks run its backward or none. Raises ValueError for unsupported arguments, RuntimeError
-    naming the exchange if a peer died or is out of step.
+    Args:
+        decay: Decays of this rank's pieces in the order of its rows: factors of the state [p, b,
+            h], factors of its rows [p, b, h, d], matrices [p, b, h, d, d], or None for no decay.
+        increment: Increments of this rank's pieces [p, b, h, d, w].
+        groups: Groups of the ranks, if no plan is given.
+        layout: Positions of each rank: a name (default "zigzag") or a layout of `mb.layout.make`,
+            but not striped.
+        seq_len: Number of positions over all ranks.
+        cu_seqlens: Cumulative lengths of the documents, or None for one document.
+        tree: Prefix tree instead of cu_seqlens. A segment begins with the state after the segment
+            that it continues. Only "all_gather" supports trees, without initial and final states.
+        initial_state: States before the documents [documents, b, h, d, w], the same on all ranks;
+            None for zero.
+        return_final_state: Also return the states after all documents.
+        algorithm: "all_gather" (LASP-2, arXiv 2502.07563), "scan" (All-Scan of ZeCO, arXiv
+            2507.01004), "two_level", "ring" (LASP, arXiv 2404.02882), or "auto" (default), the
+            algorithm with the fastest forecast at `rates`.
+        rates: `mb.Rates` for "auto"; None means nominal rates.
+        plan: Plan of `mb.prepare_linear`, which replaces the keywords above. Without a plan the
+            call is also a collective of the hosts. With a plan, initial_state and
+            return_final_state must be the same on all ranks.
+        label: As for `mb.attention`.
+
+    Returns:
+        The entering states [p, b, h, d, w] in float32 (float64 for float64). A piece that begins a
+        document gets its initial state or zero. With `return_final_state` a pair of the entering
+        states and the states after all documents [documents, b, h, d, w], the same on all ranks.
+
+    Raises:
+        ValueError: An argument is not supported.
+        RuntimeError: A rank died or is out of step. The message names the exchange.
     """
     refuse_transforms("mb.state_scan")
     keywords = {"groups": groups, "layout": layout, "seq_len": seq_len, "cu_seqlens": cu_seqlens,
@@ -101,7 +117,7 @@ def state_scan(
 
 @dataclass(frozen=True, kw_only=True)
 class StateScanOperation(ChainOperation):
-    """A call of `state_scan` on one rank; its arguments."""
+    """Call of `state_scan` on one rank, with its arguments."""
 
     decay: Any
     increment: Any
@@ -137,9 +153,15 @@ def scanned(
     leaving: bool,
     label: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the states that enter, and the final states or None.
+    """Return the entering states, and the final states or None.
 
-    leaving: whether final states are needed.
+    Args:
+        plan: Plan of the call.
+        decay: Decays of this rank's pieces.
+        increment: Increments of this rank's pieces.
+        initial: Initial states, or None.
+        leaving: True if final states are needed.
+        label: Label of the call.
     """
     plan.groups.check()
     check_tree(plan.sequence, plan.algorithm, initial, leaving)
@@ -153,16 +175,16 @@ def scanned(
 
 
 def check_alone(plan: object, keywords: dict[str, object]) -> None:
-    """Raise ValueError if a plan is none, or comes with keywords that would make one."""
+    """Raise ValueError if `plan` is no plan, or if keywords of a plan are given too."""
     if not isinstance(plan, LinearPlan):
         raise ValueError(f"plan must be made by mb.prepare_linear, got {plan!r:.100}")
-    given = sorted(name for name, value in keywords.items() if value is not None)
-    if given:
-        raise ValueError(f"plan: give a plan or its keywords, not both; got {given}")
+    present = sorted(name for name, value in keywords.items() if value is not None)
+    if present:
+        raise ValueError(f"plan: give a plan or its keywords, not both; got {present}")
 
 
 def _check_states(plan: LinearPlan, decay: Any, increment: Any) -> None:
-    """Raise ValueError unless the plan is for maps of these shapes and this precision."""
+    """Raise ValueError unless the plan was made for maps of these shapes and this precision."""
     states, pieces = plan.states, len(plan.chains.of(plan.groups.rank))
     if states is None:
         raise ValueError("plan: made for a convolution; make one with mb.prepare_linear")

@@ -110,7 +110,7 @@ def tiling(hidden: torch.Tensor, weight: torch.Tensor, split: Split, tile: int |
         hidden: Hidden states [..., d].
         weight: Weight [v, d].
         split: Distribution of vocabulary and tokens.
-        tile: Bytes of logits per tile; None for the device's default.
+        tile: Bytes of logits per tile; None means the device's default.
     """
     count = hidden.shape[:-1].numel()
     budget = tile if tile is not None else LOGITS_TILE.get(hidden.device.type, LOGITS_TILE["cuda"])

@@ -49,7 +49,7 @@ def linear_cross_entropy(
         weight: Weight [v, d] in the dtype of hidden.
         labels: Labels [...] of any signed integer type, uint8, uint16 or uint32. They are used as
             int64. A label must be in the vocabulary unless it is ignored or its weight is 0.
-        loss_mask: Weights of the tokens, shaped like labels; None for ones. With mode "single_pass"
+        loss_mask: Weights of the tokens, shaped like labels; None means ones. With "single_pass"
             forward computes the gradients of the sum of loss_mask * loss. Backward accepts any
             gradient. A gradient that is no multiple of loss_mask costs a second computation of the
             logits and a warning.

@@ -26,7 +26,7 @@ class Work:
     Attributes:
         token: Work per token that is not attention, in pairs. Padding has this work too.
         windows: One (left, right, layers) per kind of layer. left and right limit how many earlier
-            and later tokens of its document a token sees; None for no limit.
+            and later tokens of its document a token sees; None means no limit.
         pair_flops: FLOPs of a pair in forward: 2 x (d + d_v) x heads.
 
     Raises:

@@ -38,7 +38,10 @@ WRONG = {
     "kernel": ({"kernel": "best"}, "kernel must be one of auto"),
     "algorithm": ({"algorithm": "burst"}, "algorithm must be one of auto, all_gather, scan"),
     "rates": ({"rates": 3, "algorithm": "auto"}, "rates: give mb.Rates, whose intra is a number"),
-    "rates beside": ({"rates": mb.Rates(1.0, 1.0), "algorithm": "ring"}, "for algorithm='auto'"),
+    "rates beside": (
+        {"rates": mb.Rates(1.0, 1.0), "algorithm": "ring"},
+        "for algorithm='auto' only",
+    ),
     "batch first": (
         {n: two(1, 8, *end) for n, end in {"q": (1, D), "k": (1, D), "v": (H, W)}.items()},
         r"multiple of 4, got 2; .*; rows come first, then the batch: transpose\(0, 1\)",

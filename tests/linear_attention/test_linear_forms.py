@@ -230,10 +230,10 @@ def test_second_derivatives_are_refused():
 @pytest.mark.parametrize("form", FORMS)
 def test_the_form_is_read_off_its_arguments(form):
     given = recurrences.case(form, 2)
-    assert forms.of(given.decay, given.beta).name == form
-    assert forms.of(given.decay, given.beta, form).name == form
+    assert forms.select_form(given.decay, given.beta).name == form
+    assert forms.select_form(given.decay, given.beta, form).name == form
     if SHAPES[form][0] == "":
-        assert forms.of(given.decay[0, 0], given.beta).name == form
+        assert forms.select_form(given.decay[0, 0], given.beta).name == form
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_the_form_is_read_off_its_arguments(form):
 def test_forms_that_do_not_fit_are_refused(form, name, words):
     given = recurrences.case(form, 2)
     with pytest.raises(ValueError, match=words):
-        forms.of(given.decay, given.beta, name)
+        forms.select_form(given.decay, given.beta, name)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_forms_that_do_not_fit_are_refused(form, name, words):
 )
 def test_arguments_of_no_form_are_refused(decay, beta, words):
     with pytest.raises(ValueError, match=words):
-        forms.of(decay, beta)
+        forms.select_form(decay, beta)
 
 
 def test_kernels_are_chosen_by_name():

@@ -207,7 +207,7 @@ def test_what_travels_of_a_tree():
     layout, groups = mb.layout.make("contiguous", cp_size=4), in_process.groups(inter=2, intra=2)
     q, v = ([torch.randn(24, 1, 1, 4) for _ in range(4)] for _ in range(2))
     plan = in_process.prepare_linear(q, q, v, groups=groups, layout=layout, tree=tree)
-    assert "algorithm all_gather (auto: the one that serves trees)" in plan.describe()
+    assert "algorithm all_gather (auto: the only one that supports trees)" in plan.describe()
     with torch.no_grad():
         in_process.linear_attention(q, q, v, plan=plan)
     sent = [(rank.counters.intra, rank.counters.inter) for rank in groups.ranks]
@@ -222,10 +222,10 @@ WRONG = {
     "ring": ({"algorithm": "ring"}, "algorithm: ring passes states along chains.*'all_gather'"),
     "scan": ({"algorithm": "scan"}, "algorithm: scan passes states along chains"),
     "two_level": ({"algorithm": "two_level"}, "algorithm: two_level passes"),
-    "initial": ({"initial_state": torch.zeros(1, B, H, D, W)}, "initial_state: is per document"),
-    "final": ({"return_final_state": True}, "return_final_state: is per document, and a tree has"),
-    "documents": ({"cu_seqlens": [0, 8]}, "tree: goes without cu_seqlens"),
-    "rows": ({"tree": mb.masks.Tree([4] * 4)}, "tree: it has 4 rows, and the 2 ranks hold 8 posi"),
+    "initial": ({"initial_state": torch.zeros(1, B, H, D, W)}, "initial_state: not supported with"),
+    "final": ({"return_final_state": True}, "return_final_state: not supported with a tree"),
+    "documents": ({"cu_seqlens": [0, 8]}, "tree: mutually exclusive with cu_seqlens"),
+    "rows": ({"tree": mb.masks.Tree([4] * 4)}, "tree: it has 4 rows, but the 2 ranks hold 8 posi"),
     "no tree": ({"tree": [8] * 8}, "tree must be what mb.trees.pack returns, or a masks.Tree"),
     "window": (
         {"tree": mb.masks.Tree([8] * 8) & mb.masks.Window(2, 0)}, "tree: it has a window of 2"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel of linear attention computes, and of what: one rank's rows, cut into pieces.
+"""Interface of kernels of linear attention, which compute the rows of one rank piece by piece.
 
 Shape letters: s local rows, b batch, g query/key heads, h value heads, d width of keys, w width of
 values, p pieces of this rank.
@@ -15,9 +15,15 @@ from ..forms import Form
 
 
 class LinearInputs(NamedTuple):
-    """q, k [s, b, g, d] (g divides h), v [s, b, h, w]; decay: the logarithm of what a token keeps
-    of the state before it, [s, b, h] or [s, b, h, d], or None; beta [s, b, h], how much of its
-    value a token writes, for delta rules, or None. scale: of the queries.
+    """Inputs of a kernel.
+
+    Attributes:
+        q: Queries [s, b, g, d]; g divides h.
+        k: Keys [s, b, g, d].
+        v: Values [s, b, h, w].
+        decay: Logarithms of the decay [s, b, h] or [s, b, h, d], or None.
+        beta: Write strengths [s, b, h] of delta rules, or None.
+        scale: Factor of the queries.
     """
 
     q: torch.Tensor
@@ -29,8 +35,12 @@ class LinearInputs(NamedTuple):
 
 
 class RankPieces(NamedTuple):
-    """The pieces of this rank in the order of its rows, which they fill: `lengths` of each, and
-    which of them need a map: those whose state another piece, or the caller, waits for.
+    """Pieces of this rank, in the order of its rows; together they contain all rows.
+
+    Attributes:
+        lengths: Rows of each piece.
+        mapped: True for each piece that needs a map, because another piece or the caller uses its
+            state.
     """
 
     lengths: tuple[int, ...]
@@ -38,45 +48,61 @@ class RankPieces(NamedTuple):
 
 
 class Maps(NamedTuple):
-    """What each piece does to a state [d, w]: S -> transition S + increment.
+    """Map of each piece, S -> transition S + increment for a state S [d, w].
 
-    transition: None (it keeps S), [p, b, h] or [p, b, h, d] (factors, of all S or of its rows) or
-    [p, b, h, d, d]; increment [p, b, h, d, w]. In the accumulation dtype; differentiable.
+    Both are differentiable, in the accumulation dtype.
+
+    Attributes:
+        transition: None for the identity, factors of S [p, b, h] or of its rows [p, b, h, d], or
+            matrices [p, b, h, d, d].
+        increment: Increments [p, b, h, d, w].
     """
 
     transition: torch.Tensor | None
     increment: torch.Tensor
 
 
-class Run(Protocol):
-    """One rank's rows, summed up piece by piece before the states that enter are known."""
+class PieceRun(Protocol):
+    """Computation of one rank: maps before the entering states are known, then outputs."""
 
     @property
     def maps(self) -> Maps: ...
 
     def outputs(self, entering: torch.Tensor) -> torch.Tensor:
-        """[s, b, h, w] in the dtype of v; entering [p, b, h, d, w]: the state before each piece."""
+        """Return the outputs [s, b, h, w] in the dtype of v.
+
+        Args:
+            entering: State before each piece [p, b, h, d, w].
+        """
         ...
 
 
 class LinearKernel(Protocol):
-    """name: its entry in `registry.KERNELS`."""
+    """Kernel of linear attention.
+
+    Attributes:
+        name: Key in `registry.KERNELS`.
+    """
 
     name: str
 
     def refusal(self, form: Form, inputs: LinearInputs) -> str | None:
-        """Why these tensors cannot be served here, naming the kernel, or None. Only shape, dtype
-        and device are read. ValueError where a package is installed and does not fit.
+        """Return the reason why the kernel cannot compute these tensors, with its name, or None.
+
+        Only shapes, dtypes and devices are read.
+
+        Raises:
+            ValueError: The kernel's package is installed but not compatible.
         """
         ...
 
-    def run(self, form: Form, inputs: LinearInputs, cut: RankPieces) -> Run:
-        """The maps of the pieces, and what makes outputs of the states that enter them."""
+    def run(self, form: Form, inputs: LinearInputs, cut: RankPieces) -> PieceRun:
+        """Return the computation of the pieces."""
         ...
 
 
 def no_maps(form: Form, inputs: LinearInputs, pieces: int, dtype: torch.dtype) -> Maps:
-    """Maps of `pieces` pieces that nobody asks for: zeros."""
+    """Return zero maps of `pieces` pieces, for pieces that need none."""
     _, b, h, w = inputs.v.shape
     d = inputs.k.shape[-1]
     zeros = inputs.v.new_zeros((pieces, b, h, d, w), dtype=dtype)

@@ -1,33 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel "torch": the chunkwise form in torch operators, for any dtype and device.
+"""Kernel "torch": the chunkwise form in torch operators, for any dtype and device.
 
-Between forward and backward it holds q, k, v, decay, beta and the states that enter the pieces, and
-nothing per token besides: backward computes the chunks again. Both go through a shard segment by
-segment, backward from the last to the first from states that a pass over the chunks has found
-before, so that no more than the gradients and what one segment needs is there at a time. It
-computes in the accumulation dtype, float32, or float64 for float64 inputs.
+Memory: between forward and backward the kernel keeps q, k, v, decay, beta and the entering states
+of the pieces, and no other tensor per token. Backward computes the chunks again. Forward and
+backward process a shard segment by segment. Backward first runs over the chunks to find the states
+between segments, then processes the segments from the last to the first. At any time only the
+gradients and the tensors of one segment are in memory. The accumulation dtype is float32, and
+float64 for float64 inputs.
 
-What the rows of a chunk write into the state is U [c, w]: the values themselves where they are
-added, and for delta rules the solution of
+Chunks: the rows of a chunk write U [c, w] into the state. For additive forms U is the values. For
+delta rules it is the solution of
 
     (I + L) U = beta (V - K~ S),   L[t, j] = beta_t k_t^T exp(G_t - G_j) k_j  for j < t,
 
-with S the state before the chunk and K~ the keys with the decay since then. The state behind the
-chunk is exp(G_end) S + K^^T U, K^ being what is left of the keys at its end, and the answers are
-scale (Q~ S + (Q D K^T) U). The map of a piece is what the same recurrence makes of S = [I | 0] and
-V = [0 | V]. The inverse of I + L, the same for maps and outputs, is made once in forward and once
-in backward.
+where S is the state before the chunk and K~ the keys with the decay since then. The state after the
+chunk is exp(G_end) S + K^^T U, where K^ is the keys with their decay until its end. The outputs are
+scale (Q~ S + (Q D K^T) U). The map of a piece is the result of the same recurrence for S = [I | 0]
+and V = [0 | V]. Maps and outputs share the inverse of I + L, which is computed once in forward and
+once in backward.
 
-With G_t the sum of the decays (logarithms) of rows 0..t of a chunk, the state that a row j wrote is
-worth exp(G_t - G_j) to a later row t, that of before the chunk exp(G_t), and what row j wrote is
-worth exp(G_end - G_j) after the chunk. exp(-G_j) alone may overflow, and is never taken; exp(G_t)
-overflows where decays grow beyond all numbers within a chunk, which the recurrence shows only for a
-state that is not zero. A decay that leaves nothing, as -inf does, counts as one of `FLOORS`:
-differences of sums are numbers. Sums are in float64, because small differences of large sums are
-what is left over.
+Decays: G_t is the sum of the decays (logarithms) of rows 0..t of a chunk. The state that row j
+wrote has the factor exp(G_t - G_j) at a later row t, and exp(G_end - G_j) after the chunk. The
+state before the chunk has the factor exp(G_t). exp(-G_j) alone may overflow and is never computed.
+exp(G_t) overflows if decays grow to inf within a chunk, which the recurrence shows only for a
+nonzero state. A decay with no remainder, such as -inf, is replaced by one of `FLOORS`, so that
+differences of sums are finite. Sums are in float64, because small differences of large sums matter.
 
-Shape letters: n chunks and p pieces (leading), b batch, g query/key heads, r value heads of each,
-c rows of a chunk, d width of keys, w width of values, x any width.
+Shape letters: n chunks and p pieces (leading), b batch, g query/key heads, r value heads of each, c
+rows of a chunk, d width of keys, w width of values, x any width.
 """
 
 from __future__ import annotations
@@ -43,66 +43,83 @@ from ...kernels.online_softmax import accumulation_dtype
 from ..forms import Form
 from .base import LinearInputs, Maps, RankPieces, no_maps
 
-# By dtype: exp of the floor is 0, also after growth that exp can barely tell; and sums of a chunk
-# of them, in float64, still have the digits of what exp can tell.
+# By dtype: exp of the floor is 0, even after the largest growth that exp can represent. Sums of a
+# chunk of floors in float64 still have the digits that exp resolves.
 FLOORS = {torch.float32: -1e4, torch.float64: -1500.0}
 
 
-class Keys(NamedTuple):
-    """Keys as the state meets them: read [n, p, b, g, r | 1, c, d], with what was there before the
-    chunk; written, what is left of them after it. Where a decay is one number per head the keys
-    stay as they are, shared by the heads, and the factors [n, p, b, g, r, c, 1] go to the side of
-    the values. kept [n, p, b, g, r, 1 | d, 1]: of the state, over the chunk.
+class DecayedKeys(NamedTuple):
+    """Keys with their decay relative to the beginning and the end of a chunk.
+
+    With one decay per head the keys stay unchanged and shared by the heads. The factors [n, p, b,
+    g, r, c, 1] are then applied to the values.
+
+    Attributes:
+        read: Keys with the decay since the beginning [n, p, b, g, r | 1, c, d].
+        written: Keys with the decay until the end, of the same shape.
+        read_factor: Decay since the beginning for unchanged keys, or None.
+        written_factor: Decay until the end for unchanged keys, or None.
+        kept: Factor of the state over the chunk [n, p, b, g, r, 1 | d, 1].
     """
 
     read: torch.Tensor
     written: torch.Tensor
     read_factor: torch.Tensor | None
     written_factor: torch.Tensor | None
-    kept: torch.Tensor
+    state_factor: torch.Tensor
 
 
-class Scalar:
-    """decay [n, p, b, g, r, c]."""
+class ScalarDecay:
+    """Scalar decays [n, p, b, g, r, c] within a chunk."""
 
     def __init__(self, decay: torch.Tensor, dtype: torch.dtype):
         self.total = decay.clamp(min=FLOORS[dtype]).double().cumsum(-1)
         self.dtype = dtype
 
     def pairs(self, a: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """a_t^T D k_j [..., n, p, b, g, r, c, c] where j <= t, else 0; k [n, p, b, g, 1, c, d], a
-        like k or several of these.
+        """Return a_t^T D k_j [..., n, p, b, g, r, c, c] for j <= t, and 0 for j > t.
+
+        Args:
+            a: Tensor shaped like k, or several of them stacked.
+            k: Keys [n, p, b, g, 1, c, d].
         """
         away = self.total.unsqueeze(-1) - self.total.unsqueeze(-2)
         return (a @ k.transpose(-1, -2)) * away.to(self.dtype).masked_fill(
             _later(away.shape[-1], away.device), float("-inf")
         ).exp()
 
-    def keys(self, k: torch.Tensor) -> Keys:
-        """What the state meets of keys k [n, p, b, g, 1, c, d]."""
+    def keys(self, k: torch.Tensor) -> DecayedKeys:
+        """Return keys k [n, p, b, g, 1, c, d] with their decays."""
         end = self.total[..., -1:]
         left = (end - self.total).to(self.dtype).exp().unsqueeze(-1)
-        kept = end.to(self.dtype).exp().unsqueeze(-1)
-        return Keys(k, k, self._entering(), left, kept)
+        state_factor = end.to(self.dtype).exp().unsqueeze(-1)
+        return DecayedKeys(k, k, self._entering(), left, state_factor)
 
     def read(self, q: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """What q [n, p, b, g, 1, c, d] finds of states [n, p, b, g, r, d, x] before the chunk."""
+        """Return the outputs of queries for the states before the chunk.
+
+        Args:
+            q: Queries [n, p, b, g, 1, c, d].
+            states: States [n, p, b, g, r, d, x].
+        """
         return (q @ states) * self._entering()
 
     def _entering(self) -> torch.Tensor:
         return self.total.to(self.dtype).exp().unsqueeze(-1)
 
 
-class Vector:
-    """decay [n, p, b, g, r, c, d], c a power of two."""
+class VectorDecay:
+    """Vector decays [n, p, b, g, r, c, d] within a chunk; c is a power of two."""
 
     def __init__(self, decay: torch.Tensor, dtype: torch.dtype):
         self.total = decay.clamp(min=FLOORS[dtype]).double().cumsum(-2)
         self.dtype = dtype
 
     def pairs(self, a: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """As `Scalar.pairs`. Single rows are joined to blocks, two by two: rows of two blocks meet
-        in the state behind the earlier block, which lies between them.
+        """Return the same as `ScalarDecay.pairs`.
+
+        Blocks of rows are joined in pairs, starting with single rows. Rows of two blocks are
+        multiplied relative to the end of the earlier block, which lies between them.
         """
         total, dtype = self.total, self.dtype
         a, k = a.expand(torch.broadcast_shapes(a.shape, total.shape)), k.expand_as(total)
@@ -120,15 +137,15 @@ class Vector:
             scores = torch.cat([above, torch.cat([across, second], -1)], -2)
         return scores.squeeze(-3)
 
-    def keys(self, k: torch.Tensor) -> Keys:
-        """As `Scalar.keys`."""
+    def keys(self, k: torch.Tensor) -> DecayedKeys:
+        """Return the same as `ScalarDecay.keys`."""
         end = self.total[..., -1:, :]
         written = k * (end - self.total).to(self.dtype).exp()
-        kept = end.to(self.dtype).exp().transpose(-1, -2)
-        return Keys(k * self._entering(), written, None, None, kept)
+        state_factor = end.to(self.dtype).exp().transpose(-1, -2)
+        return DecayedKeys(k * self._entering(), written, None, None, state_factor)
 
     def read(self, q: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """As `Scalar.read`."""
+        """Return the same as `ScalarDecay.read`."""
         return (q * self._entering()) @ states
 
     def _entering(self) -> torch.Tensor:
@@ -136,19 +153,22 @@ class Vector:
 
 
 def _later(size: int, device: torch.device) -> torch.Tensor:
-    """[size, size]: is column j behind row t?"""
+    """Return a [size, size] mask of the columns j after row t."""
     return torch.ones(size, size, dtype=torch.bool, device=device).triu(1)
 
 
 SIZE = 64  # rows of a chunk
-# Of a segment's keys in the accumulation dtype: it holds up to 50 times as much besides, and
-# launches as much besides its chunks however many there are.
+# Size of a segment's keys in the accumulation dtype. A segment needs up to 50 times this memory.
+# The number of its launches is constant except for its chunks.
 SEGMENT_BYTES = 16 << 20
 
 
 class Segment(NamedTuple):
-    """Some consecutive chunks of one or several pieces: `chunks` of each, at the rows (start, stop)
-    of each, which are fewer where a piece ends within its last chunk.
+    """Consecutive chunks of one or several pieces.
+
+    Attributes:
+        chunks: Number of chunks of each piece.
+        spans: Rows (start, stop) of each piece; fewer rows if a piece ends within its last chunk.
     """
 
     chunks: int
@@ -156,9 +176,14 @@ class Segment(NamedTuple):
 
 
 class PieceGroup(NamedTuple):
-    """Pieces that go through their chunks side by side, longest first, segment by segment; those
-    that are over are the last ones, and are left out of later segments. mapped: do they all need a
-    map, or none of them?
+    """Pieces that are processed side by side, segment by segment, longest first.
+
+    Pieces that have ended are the last ones, and later segments omit them.
+
+    Attributes:
+        pieces: Pieces of the group.
+        mapped: True if all of them need a map, False if none does.
+        segments: Segments of the group.
     """
 
     pieces: tuple[int, ...]
@@ -166,39 +191,49 @@ class PieceGroup(NamedTuple):
     segments: tuple[Segment, ...]
 
 
-def groups_of(cut: RankPieces, most: int) -> list[PieceGroup]:
-    """The pieces of a rank in groups alike in length and in needing a map, so that a segment has
-    about `most` chunks.
-    """
+def groups_of(cut: RankPieces, limit: int) -> list[PieceGroup]:
+    """Return groups of pieces of similar length and equal `mapped`, with about `limit` chunks."""
     starts = [0, *accumulate(cut.lengths)]
-    found = []
+    groups = []
     for mapped in (True, False):
-        chosen = [i for i, one in enumerate(cut.mapped) if one == mapped]
+        chosen = [i for i, needs_map in enumerate(cut.mapped) if needs_map == mapped]
         chosen.sort(key=lambda i: -cut.lengths[i])
-        for first in range(0, len(chosen), most):
-            pieces = tuple(chosen[first : first + most])
+        for first in range(0, len(chosen), limit):
+            pieces = tuple(chosen[first : first + limit])
             spans = [(starts[i], starts[i + 1]) for i in pieces]
-            found.append(PieceGroup(pieces, mapped, tuple(_segments(spans, most))))
-    return found
+            groups.append(PieceGroup(pieces, mapped, tuple(_segments(spans, limit))))
+    return groups
 
 
-def _segments(spans: Sequence[tuple[int, int]], most: int) -> Iterator[Segment]:
-    """The segments of pieces at these rows, longest first: at most `most` chunks each, as many of
-    each piece that is not over.
+def _segments(spans: Sequence[tuple[int, int]], limit: int) -> Iterator[Segment]:
+    """Yield the segments of pieces at these rows, longest first.
+
+    A segment has at most `limit` chunks, the same number of each piece that has not ended.
     """
     chunks = [-(-(stop - start) // SIZE) for start, stop in spans]
     done = 0
     while done < max(chunks):
-        going = [left for left in chunks if left > done]
-        count = min(going[-1] - done, max(1, most // len(going)))
+        active = [left for left in chunks if left > done]
+        count = min(active[-1] - done, max(1, limit // len(active)))
         first, last = done * SIZE, (done + count) * SIZE
-        of_each = ((start + first, min(start + last, stop)) for start, stop in spans[: len(going)])
-        yield Segment(count, tuple(of_each))
+        piece_spans = (
+            (start + first, min(start + last, stop)) for start, stop in spans[: len(active)]
+        )
+        yield Segment(count, tuple(piece_spans))
         done += count
 
 
 def gather(x: torch.Tensor, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
-    """[s, b, h, ...] -> the segment's chunks [n, p, b, h, c, ...], zero where there is no row."""
+    """Return the chunks of a segment of x, padded with zeros.
+
+    Args:
+        x: Rows [s, b, h, ...].
+        segment: Segment to gather.
+        dtype: Dtype of the chunks.
+
+    Returns:
+        The chunks [n, p, b, h, c, ...].
+    """
     rows, parts = segment.chunks * SIZE, []
     for start, stop in segment.spans:
         part = x[start:stop]
@@ -216,8 +251,9 @@ def scatter(target: torch.Tensor, chunks: torch.Tensor, segment: Segment) -> Non
 
 
 class SegmentRows(NamedTuple):
-    """The tensors of `base.LinearInputs` of a rank, or of the chunks of a segment as `gather` has
-    them; None for what the form, or who asks, does without.
+    """Tensors of `base.LinearInputs` of a rank, or chunks of them from `gather`.
+
+    A tensor is None if the form has none or the caller does not need it.
     """
 
     q: torch.Tensor | None
@@ -227,14 +263,18 @@ class SegmentRows(NamedTuple):
     beta: torch.Tensor | None
 
     def gathered(self, segment: Segment, dtype: torch.dtype) -> SegmentRows:
-        """Those of a segment, for nobody to differentiate."""
+        """Return the chunks of a segment, detached."""
         chunks = (None if x is None else gather(x, segment, dtype).detach() for x in self)
         return SegmentRows(*chunks)  # pyright: ignore[reportArgumentType]
 
 
-class Passed(NamedTuple):
-    """What a segment makes: outputs [n, p, b, h, c, w], None without queries; the states behind it
-    [p, b, h, d, x]; and (I + L)^-1 [n, p, b, g, r, c, c], None where values are added.
+class SegmentResult(NamedTuple):
+    """Result of a segment.
+
+    Attributes:
+        outputs: Outputs [n, p, b, h, c, w]; None without queries.
+        states: States after the segment [p, b, h, d, x].
+        inverse: (I + L)^-1 [n, p, b, g, r, c, c]; None means additive forms.
     """
 
     outputs: torch.Tensor | None
@@ -242,11 +282,16 @@ class Passed(NamedTuple):
     inverse: torch.Tensor | None
 
 
-def pass_through(
+def run_segment(
     rows: SegmentRows, states: torch.Tensor, scale: float, inverse: torch.Tensor | None
-) -> Passed:
-    """Go through the chunks of a segment. states [p, b, h, d, x]: those that enter it; x > w: the
-    values stand in the last columns. inverse: where it is known already.
+) -> SegmentResult:
+    """Compute the chunks of a segment.
+
+    Args:
+        rows: Chunks of the tensors.
+        states: Entering states [p, b, h, d, x]. If x > w, the values are in the last columns.
+        scale: Factor of the outputs.
+        inverse: (I + L)^-1 if it is known, or None.
     """
     heads, count = rows.k.shape[3], len(rows.k)
     q, k = (None if x is None else x.unsqueeze(4) for x in (rows.q, rows.k))
@@ -255,47 +300,58 @@ def pass_through(
     v = torch.nn.functional.pad(v, (states.shape[-1] - v.shape[-1], 0))
     within = _within(rows)
     keys, factor = within.keys(k), None
-    answered = None
+    scores = None
     if rows.beta is not None:
         beta = rows.beta.unflatten(3, (heads, -1)).unsqueeze(-1)
         if inverse is None or torch.is_grad_enabled():
             if q is None:
-                met = within.pairs(k, k)
+                key_products = within.pairs(k, k)
             else:
-                met, answered = within.pairs(torch.stack([k, q]), k)
-            inverse = _Inverse.apply(beta * met, inverse)  # pyright: ignore[reportAssignmentType]
+                key_products, scores = within.pairs(torch.stack([k, q]), k)
+            inverse = _Inverse.apply(beta * key_products, inverse)  # pyright: ignore[reportAssignmentType]
         factor = beta if keys.read_factor is None else beta * keys.read_factor
         v = beta * v
-    each = (v, inverse, keys.read, factor, keys.written, keys.written_factor, keys.kept)
+    tensors = (v, inverse, keys.read, factor, keys.written, keys.written_factor, keys.state_factor)
     state, before, written = states.unflatten(2, (heads, -1)), [], []
-    for values, solved, read, known, write, left, kept in _by_chunk(each, count):
+    for (
+        values,
+        solved,
+        read_keys,
+        read_factor,
+        written_keys,
+        write_factor,
+        state_factor,
+    ) in _by_chunk(tensors, count):
         if solved is not None:
-            values = solved @ (values - (read @ state) * known)
+            values = solved @ (values - (read_keys @ state) * read_factor)
         before.append(state)
         written.append(values)
-        state = kept * state + write.transpose(-1, -2) @ _times(values, left)
+        state = state_factor * state + written_keys.transpose(-1, -2) @ _times(values, write_factor)
     outputs = None
     if q is not None:
-        answered = within.pairs(q, k) if answered is None else answered
-        outputs = within.read(q, torch.stack(before)) + answered @ torch.stack(written)
+        scores = within.pairs(q, k) if scores is None else scores
+        outputs = within.read(q, torch.stack(before)) + scores @ torch.stack(written)
         outputs = (outputs * scale).flatten(3, 4)
-    return Passed(outputs, state.flatten(2, 3), inverse)
+    return SegmentResult(outputs, state.flatten(2, 3), inverse)
 
 
-def _within(rows: SegmentRows) -> Scalar | Vector:
-    """The decay within each chunk."""
+def _within(rows: SegmentRows) -> ScalarDecay | VectorDecay:
+    """Return the decay within each chunk."""
     heads, dtype = rows.k.shape[3], rows.v.dtype
-    if rows.decay is None:  # one zero for all
-        return Scalar(rows.k.new_zeros((1,) * 5 + (SIZE,)), dtype)
+    if rows.decay is None:  # one zero, broadcast to all rows
+        return ScalarDecay(rows.k.new_zeros((1,) * 5 + (SIZE,)), dtype)
     decay = rows.decay.unflatten(3, (heads, -1))
-    return Scalar(decay, dtype) if decay.dim() == 6 else Vector(decay, dtype)
+    return ScalarDecay(decay, dtype) if decay.dim() == 6 else VectorDecay(decay, dtype)
 
 
 def _by_chunk(tensors: Sequence[torch.Tensor | None], count: int) -> Iterator[tuple[Any, ...]]:
-    """What each of `count` chunks has of these; what is the same for all has one in front."""
-    none = [None] * count
-    each = (none if x is None else x.expand(count, *x.shape[1:]).unbind() for x in tensors)
-    return zip(*each, strict=True)
+    """Yield the tensors of each of `count` chunks.
+
+    A tensor with a leading dimension of 1 is shared by all chunks.
+    """
+    missing = [None] * count
+    columns = (missing if x is None else x.expand(count, *x.shape[1:]).unbind() for x in tensors)
+    return zip(*columns, strict=True)
 
 
 def _times(x: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
@@ -303,27 +359,28 @@ def _times(x: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
 
 
 class _Inverse(torch.autograd.Function):
-    """(I + L)^-1 of a matrix of which L is the part below the diagonal; taken over where it is
-    known.
+    """Inverse (I + L)^-1, where L is the part of a matrix below its diagonal.
+
+    A known inverse is returned as it is.
     """
 
     @staticmethod
-    def forward(ctx: Any, lower: torch.Tensor, known: torch.Tensor | None) -> torch.Tensor:
-        if known is None:
+    def forward(ctx: Any, lower: torch.Tensor, inverse: torch.Tensor | None) -> torch.Tensor:
+        if inverse is None:
             unit = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
             unit = unit.expand(lower.shape)
-            known = torch.linalg.solve_triangular(lower, unit, upper=False, unitriangular=True)
-        ctx.save_for_backward(known)
-        return known.detach()  # pyright: ignore[reportOptionalMemberAccess]
+            inverse = torch.linalg.solve_triangular(lower, unit, upper=False, unitriangular=True)
+        ctx.save_for_backward(inverse)
+        return inverse.detach()  # pyright: ignore[reportOptionalMemberAccess]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        turned = ctx.saved_tensors[0].transpose(-1, -2)
-        return -(turned @ gradient @ turned).tril(-1), None
+        transposed = ctx.saved_tensors[0].transpose(-1, -2)
+        return -(transposed @ gradient @ transposed).tril(-1), None
 
 
 class ChunkwiseKernel:
-    """The kernel "torch"."""
+    """Kernel "torch"."""
 
     name = "torch"
 
@@ -335,29 +392,33 @@ class ChunkwiseKernel:
 
 
 class ChunkwiseRun:
-    """An `base.Run`. The increments and transitions of pieces that need no map are zero."""
+    """`base.PieceRun` of the chunkwise form; pieces that need no map have zero maps."""
 
     def __init__(self, form: Form, inputs: LinearInputs, cut: RankPieces):
-        self.work = _Work(form, inputs, cut)
+        self.work = _ChunkedShard(form, inputs, cut)
         self.maps = no_maps(form, inputs, len(cut.lengths), self.work.dtype)
-        given = inputs[1:5]
+        tensors = inputs[1:5]
         if any(cut.mapped):
-            found: Any = _MapsOfPieces.apply(self.work, *given)
-            self.maps = Maps(found[0], found[1])
-            # Outputs take k, v, decay and beta from there: what they make of the gradients arrives
-            # where the maps' are added to it.
-            given = [
-                x if other is None else other for x, other in zip(given, found[2:], strict=True)
+            mapped: Any = _MapsOfPieces.apply(self.work, *tensors)
+            self.maps = Maps(mapped[0], mapped[1])
+            # Outputs use the k, v, decay and beta that the maps returned. Their gradients then
+            # reach the backward of the maps, which adds its own in place.
+            tensors = [
+                x if replacement is None else replacement
+                for x, replacement in zip(tensors, mapped[2:], strict=True)
             ]
-        self.rows = SegmentRows(inputs.q, *given)  # pyright: ignore[reportArgumentType]
+        self.rows = SegmentRows(inputs.q, *tensors)  # pyright: ignore[reportArgumentType]
 
     def outputs(self, entering: torch.Tensor) -> torch.Tensor:
         return _OutputsOfPieces.apply(self.work, *self.rows, entering)  # pyright: ignore[reportReturnType]
 
 
-class _Work:
-    """What is computed, of tensors that autograd holds. `inverses`: of the segments of mapped
-    pieces, which maps leave to outputs in forward and outputs to maps in backward.
+class _ChunkedShard:
+    """Computation over the segments of a shard, for tensors that autograd holds.
+
+    Attributes:
+        inverses: Inverses of the segments of mapped pieces. In forward maps leave them to outputs,
+            and in backward outputs leave them to maps.
     """
 
     def __init__(self, form: Form, inputs: LinearInputs, cut: RankPieces):
@@ -370,22 +431,27 @@ class _Work:
 
     @property
     def mapped(self) -> list[PieceGroup]:
-        """The groups of pieces that need a map."""
+        """Groups of the pieces that need a map."""
         return [group for group in self.groups if group.mapped]
 
     def states(
         self, rows: SegmentRows, group: PieceGroup, states: torch.Tensor, out: torch.Tensor | None
     ) -> torch.Tensor:
-        """The states behind the pieces of a group, from those that enter them [p, b, h, d, x];
-        writes their outputs where there is `out`.
+        """Return the states after the pieces of a group, and write their outputs to `out` if given.
+
+        Args:
+            rows: Tensors of the rank.
+            group: Group of pieces.
+            states: Entering states [p, b, h, d, x].
+            out: Outputs [s, b, h, w], or None.
         """
         for segment in group.segments:
-            going = len(segment.spans)
-            some = rows.gathered(segment, self.dtype)
-            outputs, behind, _ = self._pass(some, segment, states[:going], keep=out is None)
+            active = len(segment.spans)
+            chunks = rows.gathered(segment, self.dtype)
+            outputs, behind, _ = self._pass(chunks, segment, states[:active], keep=out is None)
             if outputs is not None and out is not None:
                 scatter(out, outputs, segment)
-            states = torch.cat([behind, states[going:]])
+            states = torch.cat([behind, states[active:]])
         return states
 
     def gradients(
@@ -397,69 +463,77 @@ class _Work:
         of_behind: torch.Tensor | None,
         grads: Sequence[torch.Tensor | None],
     ) -> torch.Tensor:
-        """The gradient of the states that enter the pieces of a group; adds those of its rows to
-        `grads`, one for each of `rows` or None. of_out: the gradient of all outputs, of_behind
-        that of the states behind; None for zero.
+        """Return the gradient of the entering states of a group, and add the gradients of its rows.
+
+        Args:
+            rows: Tensors of the rank.
+            group: Group of pieces.
+            states: Entering states [p, b, h, d, x].
+            of_out: Gradient of all outputs; None means zero.
+            of_behind: Gradient of the states after the pieces; None means zero.
+            grads: Gradient of each tensor of `rows`, to which the result is added, or None.
         """
         entered = []
         for segment in group.segments:
-            going = len(segment.spans)
-            entered.append(states[:going])
+            active = len(segment.spans)
+            entered.append(states[:active])
             if segment is not group.segments[-1]:
-                some = rows._replace(q=None).gathered(segment, self.dtype)
-                behind = self._pass(some, segment, states[:going], keep=True).states
-                states = torch.cat([behind, states[going:]])
+                chunks = rows._replace(q=None).gathered(segment, self.dtype)
+                behind = self._pass(chunks, segment, states[:active], keep=True).states
+                states = torch.cat([behind, states[active:]])
         of_states = torch.zeros_like(states) if of_behind is None else of_behind
         for segment, state in zip(reversed(group.segments), reversed(entered), strict=True):
-            going = len(segment.spans)
-            some = rows.gathered(segment, self.dtype)
-            leaves = [(x.requires_grad_(), grad) for x, grad in zip(some, grads, strict=True)
+            active = len(segment.spans)
+            chunks = rows.gathered(segment, self.dtype)
+            leaves = [(x.requires_grad_(), grad) for x, grad in zip(chunks, grads, strict=True)
                       if x is not None and grad is not None]  # fmt: skip
             state = state.detach().requires_grad_()
             with torch.enable_grad():
                 keep = of_out is not None and group.mapped
-                passed = self._pass(some, segment, state, keep)
-            made, arrived = [], []
-            if of_out is not None and passed.outputs is not None:
-                made, arrived = [passed.outputs], [gather(of_out, segment, self.dtype)]
+                result = self._pass(chunks, segment, state, keep)
+            outputs, upstream = [], []
+            if of_out is not None and result.outputs is not None:
+                outputs, upstream = [result.outputs], [gather(of_out, segment, self.dtype)]
             if of_behind is not None or segment is not group.segments[-1]:
-                made, arrived = [*made, passed.states], [*arrived, of_states[:going]]
-            *found, of_state = torch.autograd.grad(
-                made, [*(x for x, _ in leaves), state], arrived, allow_unused=True
+                outputs, upstream = [*outputs, result.states], [*upstream, of_states[:active]]
+            *leaf_grads, of_state = torch.autograd.grad(
+                outputs, [*(x for x, _ in leaves), state], upstream, allow_unused=True
             )
-            for (_, grad), part in zip(leaves, found, strict=True):
+            for (_, grad), part in zip(leaves, leaf_grads, strict=True):
                 if part is not None:
                     scatter(grad, part, segment)
-            of_states = torch.cat([of_state, of_states[going:]])
+            of_states = torch.cat([of_state, of_states[active:]])
         return of_states
 
     def _pass(
         self, rows: SegmentRows, segment: Segment, states: torch.Tensor, keep: bool
-    ) -> Passed:
-        """Through a segment. keep: will its inverse be asked for again?"""
-        passed = pass_through(rows, states, self.scale, self.inverses.pop(segment, None))
-        if keep and passed.inverse is not None:
-            self.inverses[segment] = passed.inverse.detach()
-        return passed
+    ) -> SegmentResult:
+        """Compute a segment. If `keep`, store its inverse for later use."""
+        result = run_segment(rows, states, self.scale, self.inverses.pop(segment, None))
+        if keep and result.inverse is not None:
+            self.inverses[segment] = result.inverse.detach()
+        return result
 
 
 class _MapsOfPieces(torch.autograd.Function):
-    """k, v, decay, beta -> the transition of each piece, None if all keep their state; the
-    increment; and those of k, v, decay and beta again that want a gradient, else None.
+    """Maps of the pieces.
+
+    Inputs are k, v, decay and beta. Outputs are the transition of each piece (None for the
+    identity), the increment, and each input that needs a gradient (None for the others).
     """
 
     @staticmethod
-    def forward(ctx: Any, work: _Work, *given: torch.Tensor | None) -> tuple[Any, ...]:
-        rows = SegmentRows(None, *given)  # pyright: ignore[reportArgumentType]
+    def forward(ctx: Any, work: _ChunkedShard, *tensors: torch.Tensor | None) -> tuple[Any, ...]:
+        rows = SegmentRows(None, *tensors)  # pyright: ignore[reportArgumentType]
         ctx.work = work
-        ctx.save_for_backward(*given)
+        ctx.save_for_backward(*tensors)
         _, b, h, w = rows.v.shape
         d, pieces = rows.k.shape[-1], len(work.cut.lengths)
         transition, increment = None, rows.v.new_zeros((pieces, b, h, d, w), dtype=work.dtype)
         if work.form.delta:
             transition = increment.new_zeros((pieces, b, h, d, d))
         elif rows.decay is not None:
-            transition = _kept(work, rows.decay)
+            transition = _state_factors(work, rows.decay)
         with _full_precision(rows.k):
             for group in work.mapped:
                 behind = work.states(rows, group, _unit(work, rows, group), None)
@@ -467,41 +541,44 @@ class _MapsOfPieces(torch.autograd.Function):
                     increment[piece] = state[..., -w:]
                     if work.form.delta and transition is not None:
                         transition[piece] = state[..., :d]
-        pairs = zip(given, ctx.needs_input_grad[1:], strict=True)
+        pairs = zip(tensors, ctx.needs_input_grad[1:], strict=True)
         return transition, increment, *(x.view_as(x) if need else None for x, need in pairs)  # pyright: ignore
 
     @staticmethod
     @first_order_only("linear attention")
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, of_transition: torch.Tensor | None, of_increment: torch.Tensor, *of_given: Any
+        ctx: Any, of_transition: torch.Tensor | None, of_increment: torch.Tensor, *of_tensors: Any
     ) -> tuple[torch.Tensor | None, ...]:
         work, rows = ctx.work, SegmentRows(None, *ctx.saved_tensors)
-        # Nobody else has these: `_OutputsOfPieces` made them, or else torch did.
-        grads = SegmentRows(None, *of_given)
+        # These gradients may be changed in place: only `_OutputsOfPieces` or torch made them.
+        grads = SegmentRows(None, *of_tensors)
         with _full_precision(rows.k):
             for group in work.mapped:
                 of_behind = torch.stack([of_increment[i] for i in group.pieces])
                 if work.form.delta and of_transition is not None:
                     of_starts = torch.stack([of_transition[i] for i in group.pieces])
                     of_behind = torch.cat([of_starts, of_behind], -1)
-                # A column that nobody asks for is left out: what grew to inf in it would be NaN.
+                # Skip columns without a gradient: an inf in such a column would become NaN.
                 start = _unit(work, rows, group) * (of_behind != 0).any(-2, keepdim=True)
                 work.gradients(rows, group, start, None, of_behind, grads)
         if of_transition is not None and not work.form.delta and rows.decay is not None:
-            _add_kept_gradient(work, grads.decay, rows.decay, of_transition)
+            _add_factor_gradient(work, grads.decay, rows.decay, of_transition)
         return None, *grads[1:]
 
 
 class _OutputsOfPieces(torch.autograd.Function):
-    """q, k, v, decay, beta, entering states [p, b, h, d, w] -> outputs [s, b, h, w]."""
+    """Outputs of the pieces.
+
+    Inputs are q, k, v, decay, beta and entering states [p, b, h, d, w]. The output is [s, b, h, w].
+    """
 
     @staticmethod
-    def forward(ctx: Any, work: _Work, *given: torch.Tensor | None) -> torch.Tensor:
-        *tensors, entering = given
+    def forward(ctx: Any, work: _ChunkedShard, *inputs: torch.Tensor | None) -> torch.Tensor:
+        *tensors, entering = inputs
         assert entering is not None
         rows = SegmentRows(*tensors)  # pyright: ignore[reportArgumentType]
         ctx.work = work
-        ctx.save_for_backward(*given)
+        ctx.save_for_backward(*inputs)
         out = torch.zeros_like(rows.v)
         with _full_precision(rows.k):
             for group in work.groups:
@@ -519,14 +596,14 @@ class _OutputsOfPieces(torch.autograd.Function):
         with _full_precision(rows.k):
             for group in work.groups:
                 states = _of_group(work, entering, group)
-                found = work.gradients(rows, group, states, of_out, None, grads)
-                for piece, of_state in zip(group.pieces, found.unbind(), strict=True):
+                of_states = work.gradients(rows, group, states, of_out, None, grads)
+                for piece, of_state in zip(group.pieces, of_states.unbind(), strict=True):
                     of_entering[piece] = of_state
         return None, *grads, of_entering
 
 
-def _unit(work: _Work, rows: SegmentRows, group: PieceGroup) -> torch.Tensor:
-    """The states that the maps of a group are made of: [I | 0] for delta rules, else zero."""
+def _unit(work: _ChunkedShard, rows: SegmentRows, group: PieceGroup) -> torch.Tensor:
+    """Return the starting states for the maps of a group: [I | 0] for delta rules, else zero."""
     _, b, h, w = rows.v.shape
     size = (len(group.pieces), b, h, rows.k.shape[-1])
     if not work.form.delta:
@@ -535,37 +612,41 @@ def _unit(work: _Work, rows: SegmentRows, group: PieceGroup) -> torch.Tensor:
     return torch.nn.functional.pad(unit.expand(*size, size[-1]), (0, w))
 
 
-def _of_group(work: _Work, states: torch.Tensor, group: PieceGroup) -> torch.Tensor:
-    """The states of a group, of those of all pieces."""
+def _of_group(work: _ChunkedShard, states: torch.Tensor, group: PieceGroup) -> torch.Tensor:
+    """Return the states of the pieces of a group."""
     return torch.stack([states[piece] for piece in group.pieces]).to(work.dtype)
 
 
-def _kept(work: _Work, decay: torch.Tensor) -> torch.Tensor:
-    """What is left of a state behind each mapped piece [p, b, h] or [p, b, h, d]."""
-    kept = decay.new_zeros((len(work.cut.lengths), *decay.shape[1:]), dtype=work.dtype)
+def _state_factors(work: _ChunkedShard, decay: torch.Tensor) -> torch.Tensor:
+    """Return the factor of a state over each mapped piece, [p, b, h] or [p, b, h, d]."""
+    factors = decay.new_zeros((len(work.cut.lengths), *decay.shape[1:]), dtype=work.dtype)
     for piece, part in enumerate(decay.split(work.cut.lengths)):
         if work.cut.mapped[piece]:
             total = part.clamp(min=FLOORS[work.dtype]).sum(0, dtype=torch.float64)
-            kept[piece] = total.to(work.dtype).exp()
-    return kept
+            factors[piece] = total.to(work.dtype).exp()
+    return factors
 
 
-def _add_kept_gradient(
-    work: _Work, grad: torch.Tensor | None, decay: torch.Tensor, of_kept: torch.Tensor
+def _add_factor_gradient(
+    work: _ChunkedShard, grad: torch.Tensor | None, decay: torch.Tensor, of_factors: torch.Tensor
 ) -> None:
-    """Add to `grad`, if it is wanted, what `_kept` makes of the gradient of its result. Where that
-    is zero, so is this, also of a factor that has grown beyond all numbers.
+    """Add the gradient of the decays through `_state_factors` to `grad`, if it is needed.
+
+    A zero gradient stays zero even for a factor that has grown to inf.
     """
     if grad is None:
         return
-    of_total = torch.where(of_kept == 0, 0, of_kept * _kept(work, decay)).to(grad.dtype)
+    of_total = torch.where(of_factors == 0, 0, of_factors * _state_factors(work, decay)).to(
+        grad.dtype
+    )
     parts = zip(grad.split(work.cut.lengths), decay.split(work.cut.lengths), of_total, strict=True)
     for part, logs, of_piece in parts:
         part += torch.where(logs < FLOORS[work.dtype], 0, of_piece)
 
 
 def _full_precision(x: torch.Tensor) -> torch.autocast:
-    """Without autocast, which would round states to bf16, and gradients where backward is called
-    under it.
+    """Return a context without autocast.
+
+    Autocast would round states to bf16, and gradients if backward runs under it.
     """
     return torch.autocast(x.device.type, enabled=False)

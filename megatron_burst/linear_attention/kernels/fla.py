@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel "fla": the chunk functions of flash-linear-attention, where it is installed.
+"""Kernel "fla": the chunk functions of flash-linear-attention, if it is installed.
 
-Decides how our tensors become their arguments. None of these functions was run for this project:
-there was no GPU. That the arguments fit is tested against the signatures of their releases
-(`tests/linear_attention/linear_signatures.json`); what becomes of them was read in the sources, and
-is played by stand-ins in the tests: tensors are [b, s, h, .], decays natural logarithms in float32,
-states [sequences, h, d, w] in float32; where sequences differ in length, b is 1 and cu_seqlens
-their bounds. Keys and queries are repeated where value heads share them: not all functions do that.
+This module maps our tensors to their arguments. None of these functions was run for this project,
+because there was no GPU. Tests compare the arguments with the signatures of the releases
+(`tests/linear_attention/linear_signatures.json`). The meaning of the arguments follows from the
+sources, and stand-ins implement it in the tests.
+
+Tensors are [b, s, h, .], decays are natural logarithms in float32, and states are [sequences, h, d,
+w] in float32. If sequences differ in length, b is 1 and cu_seqlens contains their bounds. Keys and
+queries are repeated if value heads share them, because not all functions support sharing.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from .base import LinearInputs, RankPieces
 from .sequences import FittedFunction, SequencesRun, load, missing
 
 ALWAYS = ("q", "k", "v", "scale", "initial_state", "output_final_state", "cu_seqlens")
-ON_THE_HOST = "cu_seqlens_cpu"  # which a release may take, and then waits for no GPU
-WIDEST = 256  # keys
+ON_THE_HOST = "cu_seqlens_cpu"  # optional in some releases; it avoids a synchronization
+WIDEST = 256  # largest width of keys
 
 
 class FlaKernel:
-    """The kernel "fla"."""
+    """Kernel "fla"."""
 
     name = "fla"
 
@@ -45,18 +47,18 @@ class FlaKernel:
 
 
 def function(form: Form) -> FittedFunction:
-    """The function that computes this form. Raises ValueError as `load`."""
+    """Return the function that computes this form. Raise ValueError like `load`."""
     return load("fla", form.fla, names(form), (ON_THE_HOST,))
 
 
 def names(form: Form) -> tuple[str, ...]:
-    """What the function of this form is given."""
+    """Return the names of the arguments for the function of this form."""
     own = [] if form.decay == "none" else ["g"]
     return (*ALWAYS, *own, *(["beta"] if form.delta else []))
 
 
 def unfit(inputs: LinearInputs) -> str | None:
-    """Why tensors like these cannot be served, or None. From the checks in their sources."""
+    """Return the reason against these tensors, or None, from checks in the sources."""
     dtypes = {x.dtype for x in (inputs.q, inputs.k, inputs.v)}
     if len(dtypes) > 1 or inputs.v.dtype not in (torch.bfloat16, torch.float16):
         return (
@@ -68,14 +70,14 @@ def unfit(inputs: LinearInputs) -> str | None:
 
 
 def run(loaded: FittedFunction, form: Form, inputs: LinearInputs, cut: RankPieces) -> SequencesRun:
-    """The run of this function; pieces without rows are not known to it."""
+    """Return the run of this function, which does not get pieces without rows."""
     shared = shares_heads(form, loaded)
 
     def sweep(
         inputs: LinearInputs, lengths: Sequence[int], states: torch.Tensor | None, behind: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        given = arguments(inputs, lengths, states, behind, shared)
-        out, end = loaded(given)
+        call_arguments = arguments(inputs, lengths, states, behind, shared)
+        out, end = loaded(call_arguments)
         b = inputs.v.shape[1]
         out = out.reshape(b, -1, *out.shape[2:]).transpose(0, 1)
         return out, None if end is None else end.unflatten(0, (b, -1)).transpose(0, 1)
@@ -84,8 +86,10 @@ def run(loaded: FittedFunction, form: Form, inputs: LinearInputs, cut: RankPiece
 
 
 def shares_heads(form: Form, loaded: FittedFunction) -> bool:
-    """Do value heads share keys and queries in this function as they are? Those of the gated delta
-    rule and KDA can since 0.5.0; the first release whose signature tells is 0.5.1.
+    """Return True if value heads can share keys and queries in this function.
+
+    The functions of the gated delta rule and of KDA support it since 0.5.0. The first release whose
+    signature shows it is 0.5.1.
     """
     gated = form.delta and form.decay != "none"
     return gated and "state_v_first" in Signature(form.fla, loaded.function).named
@@ -98,14 +102,23 @@ def arguments(
     behind: bool,
     shared: bool = False,
 ) -> dict[str, Any]:
-    """What the function of a form is given: sequences are the pieces of the first batch, those of
-    the second, and so on. shared: see `shares_heads`; else queries and keys are repeated.
+    """Return the arguments for the function of a form.
+
+    Sequences are the pieces of the first batch entry, then those of the second, and so on.
+
+    Args:
+        inputs: Tensors of the call.
+        lengths: Rows of each piece.
+        states: Entering states, or None for zeros.
+        behind: True if leaving states are needed.
+        shared: True if the function supports shared heads, see `shares_heads`. Otherwise queries
+            and keys are repeated.
     """
     b, h = inputs.v.shape[1:3]
     wide = accumulation_dtype(inputs.v.dtype)
     several = len(lengths) > 1
 
-    def laid(x: torch.Tensor | None) -> torch.Tensor | None:
+    def arranged(x: torch.Tensor | None) -> torch.Tensor | None:
         if x is None:
             return None
         x = x.transpose(0, 1)
@@ -116,11 +129,11 @@ def arguments(
         q, k = (x.repeat_interleave(h // x.shape[2], 2) for x in (q, k))
     bounds = np.array([0, *accumulate(list(lengths) * b)]) if several else None
     return {
-        "q": laid(q),
-        "k": laid(k),
-        "v": laid(inputs.v),
-        "g": laid(None if inputs.decay is None else inputs.decay.to(wide)),
-        "beta": laid(inputs.beta),
+        "q": arranged(q),
+        "k": arranged(k),
+        "v": arranged(inputs.v),
+        "g": arranged(None if inputs.decay is None else inputs.decay.to(wide)),
+        "beta": arranged(inputs.beta),
         "scale": inputs.scale,
         "initial_state": None if states is None else states.transpose(0, 1).flatten(0, 1),
         "output_final_state": behind,

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel "mamba_ssm": mamba_chunk_scan_combined of Mamba, where it is installed.
+"""Kernel "mamba_ssm": mamba_chunk_scan_combined of Mamba, if it is installed.
 
-Decides how our tensors become its arguments. It was not run for this project: there was no GPU.
-That the arguments fit is tested against the signatures of its releases
-(`tests/linear_attention/linear_signatures.json`); what becomes of them was read in the sources, and
-is played by a stand-in in the tests.
+This module maps our tensors to its arguments. The function was not run for this project, because
+there was no GPU. Tests compare the arguments with the signatures of its releases
+(`tests/linear_attention/linear_signatures.json`). The meaning of the arguments follows from the
+sources, and a stand-in implements it in the tests.
 
-It computes S_t = exp(dt_t A) S_{t-1} + dt_t B_t x_t^T with one A per head, so that what a token
-keeps and what it writes are bound together by dt. We give A = -1, dt = -decay and x = v / dt. A
-decay nearer to 0 than `SMALLEST` is taken as -`SMALLEST`: it cannot be told otherwise. Gradients
-of decays that are small lose digits, because x is large then: "auto" does not take this kernel.
-States are [b, h, w, d] there; pieces are called one by one.
+The function computes S_t = exp(dt_t A) S_{t-1} + dt_t B_t x_t^T with one A per head, so dt
+determines both the decay and the write strength. We pass A = -1, dt = -decay and x = v / dt. A
+decay closer to 0 than `SMALLEST` is replaced by -`SMALLEST`.
+Small decays lose digits in their gradients, because x is then large. "auto" therefore does not
+select this kernel. States are [b, h, w, d] there, and pieces are called one by one.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .sequences import FittedFunction, SequencesRun, load, missing
 
 FUNCTION = "mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined"
 NAMES = ("x", "dt", "A", "B", "C", "chunk_size", "initial_states", "return_final_states")
-CHUNK = 256  # rows, as Mamba's own layers take
+CHUNK = 256  # rows of a chunk, as in Mamba's own layers
 SMALLEST = 1e-6
 
 
 class MambaKernel:
-    """The kernel "mamba_ssm"."""
+    """Kernel "mamba_ssm"."""
 
     name = "mamba_ssm"
 
@@ -48,12 +48,12 @@ class MambaKernel:
 
 
 def function() -> FittedFunction:
-    """The function. Raises ValueError as `load`."""
+    """Return the function. Raise ValueError like `load`."""
     return load("mamba_ssm", FUNCTION, NAMES)
 
 
 def run(loaded: FittedFunction, form: Form, inputs: LinearInputs, cut: RankPieces) -> SequencesRun:
-    """The run of this function."""
+    """Return the run of this function."""
 
     def sweep(
         inputs: LinearInputs, lengths: Sequence[int], states: torch.Tensor | None, behind: bool
@@ -70,7 +70,7 @@ def run(loaded: FittedFunction, form: Form, inputs: LinearInputs, cut: RankPiece
 
 
 def arguments(piece: LinearInputs, state: torch.Tensor | None) -> dict[str, Any]:
-    """What the function is given of one piece; state [b, h, d, w]. Queries bring the scale."""
+    """Return the arguments for one piece; the state is [b, h, d, w]. Queries include the scale."""
     assert piece.decay is not None
     wide = accumulation_dtype(piece.v.dtype)
     dt = (-piece.decay.to(wide)).clamp(min=SMALLEST)

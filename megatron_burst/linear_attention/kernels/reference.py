@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel "reference": the recurrence, token by token, as the forms are defined.
+"""Kernel "reference": the recurrence, token by token, as the forms are defined.
 
-It computes in the accumulation dtype and is slow: it serves as the specification of the others.
+It computes in the accumulation dtype and is slow. It is the specification of the other kernels.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .base import LinearInputs, Maps, RankPieces, no_maps
 
 
 class RecurrenceKernel:
-    """The kernel "reference"."""
+    """Kernel "reference"."""
 
     name = "reference"
 
@@ -26,7 +26,7 @@ class RecurrenceKernel:
 
 
 class RecurrenceRun:
-    """An `base.Run` that maps all pieces."""
+    """`base.PieceRun` that maps all pieces."""
 
     def __init__(self, form: Form, inputs: LinearInputs, cut: RankPieces):
         self.form, self.cut, self.dtype = form, cut, inputs.v.dtype
@@ -38,13 +38,15 @@ class RecurrenceRun:
         self.inputs = LinearInputs(q, k, v, decay, beta, inputs.scale)
         ends, transitions = [], []
         for piece in self._pieces():
-            nothing = v.new_zeros((*v.shape[1:3], k.shape[-1], v.shape[-1]))
-            ends.append(_run(self.form, piece, nothing)[1])
+            zero_state = v.new_zeros((*v.shape[1:3], k.shape[-1], v.shape[-1]))
+            ends.append(_run(self.form, piece, zero_state)[1])
             transitions.append(_transition(self.form, piece))
         self.maps = no_maps(form, self.inputs, len(ends), wide)
         if ends:
-            kept = self.maps.transition is not None
-            self.maps = Maps(torch.stack(transitions) if kept else None, torch.stack(ends))
+            has_transition = self.maps.transition is not None
+            self.maps = Maps(
+                torch.stack(transitions) if has_transition else None, torch.stack(ends)
+            )
 
     def outputs(self, entering: torch.Tensor) -> torch.Tensor:
         states = entering.to(self.inputs.v.dtype).unbind()
@@ -65,7 +67,7 @@ class RecurrenceRun:
 
 
 def _run(form: Form, piece: LinearInputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(outputs [s, b, h, w], the state behind), from the state [b, h, d, x] before."""
+    """Return outputs [s, b, h, w] and the leaving state, from the entering state [b, h, d, x]."""
     outs = [piece.v[:0]]
     for t in range(piece.v.shape[0]):
         key, value = piece.k[t], piece.v[t]
@@ -74,8 +76,8 @@ def _run(form: Form, piece: LinearInputs, state: torch.Tensor) -> tuple[torch.Te
             state = state * (decay.unsqueeze(-1) if decay.dim() == 3 else decay[..., None, None])
         if form.delta:
             assert piece.beta is not None
-            known = torch.einsum("bhdx,bhd->bhx", state, key)
-            value = piece.beta[t].unsqueeze(-1) * (value - known)
+            current_output = torch.einsum("bhdx,bhd->bhx", state, key)
+            value = piece.beta[t].unsqueeze(-1) * (value - current_output)
         state = state + torch.einsum("bhd,bhx->bhdx", key, value)
         outs.append(piece.scale * torch.einsum("bhdx,bhd->bhx", state, piece.q[t])[None])
     return torch.cat(outs), state

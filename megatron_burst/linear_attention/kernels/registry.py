@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of kernels of linear attention: `choose` turns a name into one that can serve a call.
+"""Table of the kernels of linear attention, and the selection of a kernel for a call.
 
-`KERNELS` has one line per kernel. This module decides which kernel "auto" takes.
+`KERNELS` has one line per kernel. This module owns the selection of "auto".
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from ..forms import Form
-from .base import LinearInputs, LinearKernel, RankPieces, Run
+from .base import LinearInputs, LinearKernel, PieceRun, RankPieces
 from .chunkwise import ChunkwiseKernel
 from .fla import FlaKernel
 from .mamba import MambaKernel
@@ -27,43 +27,58 @@ KERNELS: dict[str, Callable[[], LinearKernel]] = {
 
 
 def choose(name: str, form: Form, inputs: LinearInputs) -> tuple[str, str]:
-    """The kernel called `name` for this form and tensors like `inputs`, and why a faster one does
-    not run. "auto": on CUDA that of flash-linear-attention, if it is installed and can; else torch,
-    with a warning on CUDA.
+    """Return the name of a kernel for these tensors, and the reason against a faster one.
 
-    Raises ValueError if there is no such kernel, or it cannot serve these tensors.
+    "auto" selects flash-linear-attention on CUDA if it is installed and supports the tensors.
+    Otherwise it selects torch, with a warning on CUDA.
+
+    Args:
+        name: Key in `KERNELS`, or "auto".
+        form: Form of linear attention.
+        inputs: Tensors of the call.
+
+    Raises:
+        ValueError: The kernel does not exist, or does not support these tensors.
     """
     if not isinstance(name, str) or (name != "auto" and name not in KERNELS):
         raise ValueError(f"kernel must be one of auto, {', '.join(KERNELS)}, got {name!r}")
     if name == "auto" and not inputs.v.is_cuda:
         return "torch", ""
-    wanted = "fla" if name == "auto" else name
-    reason = KERNELS[wanted]().refusal(form, inputs)
+    candidate = "fla" if name == "auto" else name
+    reason = KERNELS[candidate]().refusal(form, inputs)
     if reason is None:
-        return wanted, ""
+        return candidate, ""
     if name != "auto":
         raise ValueError(f"{reason}; kernel='torch' takes anything")
     warnings.warn(
         f"linear attention on CUDA: kernel 'torch' in place of 'fla', which needs fewer launches "
-        f"and less memory: {reason}. kernel='torch' says that this is meant",
+        f"and less memory: {reason}. kernel='torch' disables this warning",
         stacklevel=2,
     )
     return "torch", reason
 
 
-def run(form: Form, kernel: str, inputs: LinearInputs, cut: RankPieces) -> Run:
-    """One rank's rows under the kernel called `kernel`, one of `KERNELS`.
+def run(form: Form, kernel: str, inputs: LinearInputs, cut: RankPieces) -> PieceRun:
+    """Run the kernel called `kernel` on the rows of one rank.
 
-    The result's maps and outputs are differentiable (once), with respect to every tensor of
-    `inputs` and to the states that enter. Warns (once, as Python shows a warning once) if a decay
-    on the CPU makes states grow.
+    The maps and outputs of the result are differentiable once, with respect to every tensor of
+    `inputs` and to the entering states. A decay on the CPU that makes states grow causes a warning.
+
+    Args:
+        form: Form of linear attention.
+        kernel: Key in `KERNELS`.
+        inputs: Tensors of the call.
+        cut: Pieces of this rank.
     """
     _warn_if_growing(inputs.decay)
     return KERNELS[kernel]().run(form, inputs, cut)
 
 
 def _warn_if_growing(decay: torch.Tensor | None) -> None:
-    """Not on a GPU: reading the values there would make the host wait."""
+    """Warn if a decay on the CPU has positive logarithms.
+
+    On a GPU reading the values would synchronize the host.
+    """
     if decay is None or decay.is_cuda or decay.numel() == 0:
         return
     if bool(decay.detach().amax() > 0):

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels of installed packages have in common: their table, and a `Run` of their functions.
+"""Common parts of the kernels of installed packages: their table and a `PieceRun`.
 
-Functions of packages sweep over whole pieces, from states that enter to states that leave, and make
-outputs of every row on the way. Of pieces that need a map one sweep finds both: outputs and states
-are affine in the state that enters, so that it is made from zero and, for delta rules, from the
-state [I | 0] and the values [0 | V], whose outputs are what a query becomes on its way back to the
-piece's begin. What the state adds to the outputs is a product, once it is known. Other pieces are
-swept over once their states are known. Transitions of additive forms are sums of decays. The
-autograd of the package makes the gradients.
+A function of a package sweeps over whole pieces, from entering states to leaving states, and
+computes the outputs of every row. For pieces that need a map, one sweep computes map and outputs.
+Outputs and states are affine in the entering state, so the sweep starts from zero. For delta rules
+it starts from the state [I | 0] with the values [0 | V]. The outputs of I are then the queries,
+transformed back to the beginning of the piece. The state's contribution to the outputs is a product
+with these queries, once the state is known.
+
+Other pieces are swept over when their entering states are known. Transitions of additive forms are
+sums of decays. The autograd of the package computes the gradients.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ from ...layout.sharding import to_device
 from ..forms import Form
 from .base import LinearInputs, Maps, RankPieces, no_maps
 
-# (inputs, lengths of pieces, states [p, b, h, d, x] that enter or None for zeros, wants the states
-# behind) -> outputs [s, b, h, x], states [p, b, h, d, x] behind or None
+# (inputs, lengths of pieces, entering states [p, b, h, d, x] or None for zeros, True if leaving
+# states are needed) -> outputs [s, b, h, x], leaving states [p, b, h, d, x] or None
 Sweep = Callable[
     [LinearInputs, Sequence[int], "torch.Tensor | None", bool],
     "tuple[torch.Tensor, torch.Tensor | None]",
@@ -42,14 +44,19 @@ Sweep = Callable[
 
 
 class LinearPackage(NamedTuple):
-    """package: what it is; constants: passed to every function that has such a parameter."""
+    """Package with kernels of linear attention.
+
+    Attributes:
+        package: Name and distribution of the package.
+        constants: Arguments for every function that has these parameters.
+    """
 
     package: Package
     constants: Mapping[str, Any]
 
 
 PACKAGES = {
-    # Heads behind rows, which early releases take only where they are told to.
+    # Early releases need head_first=False for heads after rows.
     "fla": LinearPackage(
         Package(
             "flash-linear-attention",
@@ -63,8 +70,9 @@ PACKAGES = {
 
 
 def missing(load: Callable[[], object]) -> str | None:
-    """Why a function cannot be loaded because its package is not installed, or None. One that is
-    there and does not fit stays an error.
+    """Return the reason if the package of a function is not installed, or None.
+
+    An incompatible package raises its error.
     """
     try:
         load()
@@ -76,10 +84,17 @@ def missing(load: Callable[[], object]) -> str | None:
 def load(
     name: str, path: str, names: Sequence[str], optional: Sequence[str] = ()
 ) -> FittedFunction:
-    """The function of a package at the dotted `path`, to be called with arguments of these names.
+    """Load the function of a package at a dotted path.
 
-    Raises ValueError naming the package and what would work: `NotInstalled` if it is not there,
-    else because it cannot be imported or its function has other parameters.
+    Args:
+        name: Key in `PACKAGES`.
+        path: Dotted path of the function.
+        names: Names of the arguments that the function must accept.
+        optional: Names of arguments that are passed if the function accepts them.
+
+    Raises:
+        ValueError: The package is not installed (`NotInstalled`), cannot be imported, or its
+            function has other parameters. The message names the package and a remedy.
     """
     package, constants = PACKAGES[name]
     module, _, function = path.rpartition(".")
@@ -95,21 +110,27 @@ def fit(
     optional: Sequence[str] = (),
     constants: Mapping[str, Any] | None = None,
 ) -> FittedFunction:
-    """How a function is called with arguments of these names, which it must have, and of `optional`
-    ones and constants, which it may.
+    """Return a function with a mapping of our arguments to its parameters.
 
-    Raises ValueError, naming `place`, if it has no parameter for one of them, or wants one that we
-    do not know.
+    Args:
+        place: Path of the function, for messages.
+        function: The function or its signature.
+        names: Names of the arguments that the function must accept.
+        optional: Names of arguments that are passed if the function accepts them.
+        constants: Constant arguments that are passed if the function accepts them.
+
+    Raises:
+        ValueError: The function lacks a parameter, or requires one that is unknown.
     """
     shown = Signature(place, function)
     taken = (*names, *(name for name in optional if name in shown.named))
-    known = {name: value for name, value in (constants or {}).items() if name in shown.named}
-    shown.check([*taken, *known])
-    return FittedFunction(function, {name: name for name in taken}, known)  # pyright: ignore
+    accepted = {name: value for name, value in (constants or {}).items() if name in shown.named}
+    shown.check([*taken, *accepted])
+    return FittedFunction(function, {name: name for name in taken}, accepted)  # pyright: ignore
 
 
 class SequencesRun:
-    """An `base.Run`."""
+    """`base.PieceRun` of the function of a package."""
 
     def __init__(self, form: Form, inputs: LinearInputs, cut: RankPieces, sweep: Sweep):
         self.cut, self.sweep = cut, sweep
@@ -118,10 +139,10 @@ class SequencesRun:
         self.maps = no_maps(form, inputs, len(cut.lengths), self.dtype)
         self.mapped = [i for i, mapped in enumerate(cut.mapped) if mapped]
         if self.mapped:
-            self._first(form)
+            self._sweep_mapped(form)
 
-    def _first(self, form: Form) -> None:
-        """Maps, and outputs as far as no state that enters is needed, of the pieces with a map."""
+    def _sweep_mapped(self, form: Form) -> None:
+        """Compute the maps of the mapped pieces, and their outputs for entering states of zero."""
         rows, lengths = self._rows(self.mapped)
         d = rows.k.shape[-1]
         if form.delta:
@@ -149,9 +170,9 @@ class SequencesRun:
                 return rows
             return zeros.index_copy(0, at, rows)
 
-        kept = self.maps.transition
+        zeros = self.maps.transition
         self.maps = Maps(
-            None if kept is None or transition is None else spread(kept, transition),
+            None if zeros is None or transition is None else spread(zeros, transition),
             spread(self.maps.increment, increment),
         )
 
@@ -160,23 +181,23 @@ class SequencesRun:
         outs: list[torch.Tensor] = [self.inputs.v[:0]] * len(states)
         for at, i in enumerate(self.mapped):
             if self.queries:
-                found = answers(self.queries[at], states[i])
+                contribution = state_outputs(self.queries[at], states[i])
             else:
                 part = [x if x is None else x.split(self.cut.lengths)[i] for x in self.inputs[:4]]
-                scaled = partial(answers_of_decayed, scale=self.inputs.scale)
-                # What it makes of the queries is not kept for backward.
-                found = checkpoint(scaled, part[0], part[3], states[i], use_reentrant=False)
-            outs[i] = self.from_zero[at] + found
-        others = [i for i, mapped in enumerate(self.cut.mapped) if not mapped]
-        if others:
-            rows, lengths = self._rows(others)
-            out, _ = self.sweep(rows, lengths, torch.stack([states[i] for i in others]), False)
-            for i, part in zip(others, out.split(lengths), strict=True):
+                scaled = partial(decayed_state_outputs, scale=self.inputs.scale)
+                # Recompute the decayed queries in backward to save memory.
+                contribution = checkpoint(scaled, part[0], part[3], states[i], use_reentrant=False)
+            outs[i] = self.from_zero[at] + contribution
+        unmapped = [i for i, mapped in enumerate(self.cut.mapped) if not mapped]
+        if unmapped:
+            rows, lengths = self._rows(unmapped)
+            out, _ = self.sweep(rows, lengths, torch.stack([states[i] for i in unmapped]), False)
+            for i, part in zip(unmapped, out.split(lengths), strict=True):
                 outs[i] = part
         return torch.cat([self.inputs.v[:0], *(out.to(self.inputs.v.dtype) for out in outs)])
 
     def _rows(self, pieces: Sequence[int]) -> tuple[LinearInputs, list[int]]:
-        """The rows of these pieces, and their lengths."""
+        """Return the rows of these pieces, and their lengths."""
 
         def chosen(x: torch.Tensor | None) -> Any:
             if x is None or len(pieces) == len(self.cut.lengths):
@@ -189,17 +210,17 @@ class SequencesRun:
         return rows, [self.cut.lengths[i] for i in pieces]
 
 
-def answers(queries: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """[s, b, h, w] in the dtype of queries [s, b, h, d], of a state [b, h, d, w]."""
+def state_outputs(queries: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """Return the outputs [s, b, h, w] of queries [s, b, h, d] for a state [b, h, d, w]."""
     return torch.einsum("sbhd,bhdw->sbhw", queries, state.to(queries.dtype))
 
 
-def answers_of_decayed(
+def decayed_state_outputs(
     q: torch.Tensor, decay: torch.Tensor | None, state: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """What queries [s, b, g, d] find of a state [b, h, d, w] that decays from row to row."""
+    """Return the outputs of queries [s, b, g, d] for a state [b, h, d, w] that decays per row."""
     queries = q.repeat_interleave(state.shape[1] // q.shape[2], 2).to(state.dtype) * scale
     if decay is not None:
-        kept = decay.to(state.dtype).cumsum(0).exp()
-        queries = queries * (kept if kept.dim() == 4 else kept.unsqueeze(-1))
-    return answers(queries.to(q.dtype), state)
+        factors = decay.to(state.dtype).cumsum(0).exp()
+        queries = queries * (factors if factors.dim() == 4 else factors.unsqueeze(-1))
+    return state_outputs(queries.to(q.dtype), state)
