@@ -1,12 +1,12 @@
-"""What is gained over Megatron's own context parallelism: six workloads, simulated.
+"""Gain over Megatron's own context parallelism for six workloads, simulated.
 
-    make gain                        # the table and the chart of docs/gain.md, a minute
-    make gain ARGS="--emulated runs/cluster/compared.json"    # what the emulated cluster measured
+    make gain                        # docs/gain.md, its chart and docs/data/gain.json, a minute
+    make gain ARGS="--emulated runs/cluster/compared.json"    # records of the emulated cluster
 
 Every kind of `--cp-comm-type` runs with the parallel sizes with which it is fastest and fits
-(`plugins.tools.advise.rivals`), ours with those of `megatron-burst advise`. Attention is compared
-at equal sizes besides: those of Megatron's fastest kind. Rows in which ours loses are listed with
-the reason; a loss whose reason nobody wrote down is an error.
+(`plugins.tools.advise.rivals`), ours with those of `megatron-burst advise`. Attention is also
+compared at equal sizes, those of Megatron's fastest kind. Rows in which ours loses are listed with
+the reason; a loss without a reason in `REASONS` is an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import megatron_burst as mb
 from benchmarks.cluster import table as tables
-from benchmarks.report import DOCS, markdown, spread, write_section
+from benchmarks.report import DOCS, json_record, markdown, spread, write_section
 from megatron_burst.plugins.tools.advise import rivals
 from megatron_burst.plugins.tools.advise.advice import Advice
 from megatron_burst.plugins.tools.advise.forecast.attention_time import attention_time
@@ -37,7 +37,12 @@ LOST = 0.005  # of a time: less is a tie
 
 
 class Workload(NamedTuple):
-    """seq: tokens of a sequence or a pack; packed: a name of `packed.NAMED`."""
+    """One model, its GPUs and sequences.
+
+    Attributes:
+        seq: Tokens of a sequence or a pack.
+        packed: A name of `packed.NAMED`, None for whole sequences.
+    """
 
     name: str
     model: str
@@ -47,7 +52,7 @@ class Workload(NamedTuple):
 
     @property
     def command(self) -> str:
-        """What shows ours, and the fastest of Megatron's, to a reader."""
+        """Return the command that prints ours and Megatron's fastest kind."""
         said = f"megatron-burst advise --model {self.model} --gpus {self.gpus} --gpu {GPU}"
         return f"{said} --seq {self.seq}" + (f" --packed {self.packed}" if self.packed else "")
 
@@ -60,26 +65,32 @@ WORKLOADS = (
     Workload("windows and sinks, 128K on 64", "gpt-oss-20b", 64, "128K"),
     Workload("hybrid (gated delta), 256K on 64", "qwen3-next-80b-a3b", 64, "256K"),
 )
+FP32 = "Gradients are sent in fp32; in bf16, as Megatron sends them, ours does not lose."
 OURS, EQUAL = "ours", "ours, sizes of Megatron's fastest"
 # Why ours loses, by workload and kind, where gradients in fp32 are not the reason; a loss that is
 # not here is an error.
 REASONS: dict[tuple[str, str], str] = {
-    ("dense, 128K on 8", "a2a"): "`auto` takes 1.5 % for a tie, and of a tie the simplest: a ring. "
-    "`--burst-ulysses-size 4` exchanges heads as Megatron does.",
-    ("dense, 128K on 8", "all_gather"): "Most of it are gradients, which travel in fp32; the rest "
-    "is that a gather waits once, a ring at each hop. With compute, which hides hops and no "
-    "gather, ours is faster.",
-    ("dense, 1M on 64", "a2a+p2p"): "`auto` takes 1.5 % for a tie, and of a tie what sends least "
-    "between nodes: 2 ranks that share heads. `--burst-ulysses-size 4` with bf16 gradients is as "
-    "fast.",
+    ("dense, 128K on 8", "a2a"): "`auto` treats differences below 1.5 % as ties and picks the "
+    "simplest algorithm, a ring. `--burst-ulysses-size 4` exchanges heads as Megatron does.",
+    ("dense, 128K on 8", "all_gather"): "Mostly gradients in fp32. A gather also waits once, a "
+    "ring at each hop; compute hides hops but no gather, and with compute ours is faster.",
+    ("dense, 1M on 64", "a2a+p2p"): "`auto` treats differences below 1.5 % as ties and picks the "
+    "fewest bytes between nodes, 2 ranks that share heads. `--burst-ulysses-size 4` with bf16 "
+    "gradients is as fast.",
 }
 
 
 class Row(NamedTuple):
-    """One kind of a workload. step: seconds at the sizes of `run`, where it is fastest; attention,
-    alone: of one call of a layer at equal sizes, with compute and with compute that takes no time;
-    refused: why it does not run at the equal sizes; narrow: attention and alone of ours where
-    gradients travel in bf16, as Megatron's do."""
+    """One kind of context parallelism for one workload.
+
+    Attributes:
+        run: The parallel sizes at which it is fastest.
+        step: Seconds of a step at `run`.
+        attention: Seconds of one call of a layer at equal sizes.
+        alone: The same if compute takes no time.
+        refused: Why it does not run at the equal sizes.
+        narrow: `attention` and `alone` of ours if gradients are sent in bf16, as Megatron does.
+    """
 
     workload: Workload
     name: str
@@ -94,7 +105,7 @@ class Row(NamedTuple):
 
 
 def rows(workload: Workload) -> list[Row]:
-    """Megatron's kinds, ours at the sizes of the fastest of them, and ours at its own."""
+    """Return Megatron's kinds, ours at the sizes of the fastest of them, and ours at its own."""
     found = mb.advise(workload.model, GPU, gpus=workload.gpus, seq=workload.seq,
                       packed=workload.packed, top=1)  # fmt: skip
     model, cluster, lengths = found.model, found.cluster, found.lengths
@@ -139,7 +150,7 @@ def rows(workload: Workload) -> list[Row]:
 
 
 def attention_of(found: Advice, run: Settings, free: mb.Cluster) -> tuple[float, float]:
-    """Seconds of one attention call of ours, with compute and without."""
+    """Return seconds of one attention call of ours, with compute and without."""
     if not found.lengths:
         model, cluster = found.model, found.cluster
         both = (attention_time(model, where, run) for where in (cluster, free))
@@ -152,7 +163,7 @@ def attention_of(found: Advice, run: Settings, free: mb.Cluster) -> tuple[float,
 
 
 def said(run: Settings) -> str:
-    """What ours recomputes and stores."""
+    """Return what ours recomputes and stores, as text."""
     if run.recompute == "none":
         return "none"
     moved = ", inputs on the host" if run.offload else ""
@@ -165,55 +176,85 @@ COLUMNS = ("workload", "context parallelism", "TP x PP x CP x DP", "recompute", 
            "over ours", "GPU memory", "attention", "without compute")  # fmt: skip
 
 
-def table(found: Sequence[Row]) -> str:
-    """All rows."""
+def details(rows: Sequence[Row]) -> list[list[str]]:
+    """Return one line of text per row, for the data file."""
     lines = []
-    for row in found:
-        ours = next(r for r in found if (r.workload, r.name) == (row.workload, OURS))
-        run, first = row.run, row.name == rivals.KINDS[0]
-        sizes = f"{run.tp} x {run.pp} x {run.cp} x {run.dp}" if run else "-"
-        sizes += " (no CP)" * (run is not None and run.cp == 1)
+    for row in rows:
+        ours, run = of_workload(rows, row.workload)[OURS], row.run
         lines.append([
-            row.workload.name if first else "",
-            f"`{row.name}`" if row.name in rivals.KINDS else row.name,
-            sizes, row.recompute or "-",
+            row.workload.name, row.name, sizes_of(run), row.recompute or "-",
             duration(row.step) if run else "not possible",
             f"{row.step / ours.step:.2f}" if run else "-",
             byte_size(row.bytes) if run else "-",
-            *(duration(each) if each == each else "-" for each in (row.attention, row.alone)),
+            *(duration(time) if time == time else "-" for time in (row.attention, row.alone)),
         ])  # fmt: skip
-    return markdown(COLUMNS, lines)
+    return lines
 
 
-def losses(found: Sequence[Row]) -> Iterator[str]:
-    """Every row in which ours is slower than one of Megatron's kinds. ValueError where a reason is
-    missing."""
-    for row in found:
-        mine = {r.name: r for r in found if r.workload == row.workload}
+def sizes_of(run: Settings | None) -> str:
+    """Return the parallel sizes of a run as text."""
+    if run is None:
+        return "-"
+    return f"{run.tp} x {run.pp} x {run.cp} x {run.dp}" + " (no CP)" * (run.cp == 1)
+
+
+def of_workload(rows: Sequence[Row], workload: Workload) -> dict[str, Row]:
+    """Return the rows of one workload by name."""
+    return {row.name: row for row in rows if row.workload == workload}
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return step times over ours, one line per workload."""
+    lines = []
+    for workload in dict.fromkeys(row.workload for row in rows):
+        named = of_workload(rows, workload)
+        ours = named[OURS].step
+        cells = [_ratio(named[name], ours) for name in (*rivals.KINDS, EQUAL)]
+        lines.append([f"{workload.name}: {duration(ours)}", *cells])
+    kinds = [f"`{kind}`" for kind in rivals.KINDS]
+    return markdown(["workload: step of ours", *kinds, EQUAL], lines)
+
+
+def _ratio(row: Row, ours: float) -> str:
+    if row.run is None:
+        return "not possible"
+    return f"{row.step / ours:.2f}" + " (no CP)" * (row.run.cp == 1)
+
+
+def losses(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield each kind of Megatron that is faster than ours, with the reason.
+
+    Raises:
+        ValueError: A reason is missing in `REASONS`.
+    """
+    for row in rows:
         if row.name not in rivals.KINDS:
             continue
-        equal = mine[EQUAL]
-        pairs = (("step", row.step, mine[OURS].step, mine[OURS].step),
+        named = of_workload(rows, row.workload)
+        equal, ours = named[EQUAL], named[OURS]
+        pairs = (("step", row.step, ours.step, ours.step),
                  ("step at its sizes", row.step if alike(row, equal) else math.nan, equal.step,
                   equal.step),
                  ("attention", row.attention, equal.attention, equal.narrow[0]),
                  ("attention without compute", row.alone, equal.alone,
                   equal.narrow[1]))  # fmt: skip
-        lost = [each for each in pairs if slower(each[2], each[1])]
+        lost = [pair for pair in pairs if slower(pair[2], pair[1])]
         if not lost:
             continue
-        what = ", ".join(f"{name} {own / theirs - 1:.1%}" for name, theirs, own, _ in lost)
+        what = ", ".join(
+            f"{name} {100 * (own / theirs - 1):.1f} %" for name, theirs, own, _ in lost
+        )
         reason = REASONS.get((row.workload.name, row.name), "")
         if not any(slower(narrow, theirs) for _, theirs, _, narrow in lost):
-            reason = "Gradients travel in fp32; in bf16, as Megatron's do, ours does not lose."
+            reason = FP32
         if not reason:
             raise ValueError(f"{row.workload.name}, {row.name}: ours loses {what}, even with bf16 "
                              f"gradients {equal.narrow}: REASONS must say why")  # fmt: skip
-        yield f"- {row.workload.name}, `{row.name}`: ours takes longer by {what}. {reason}"
+        yield f"- {row.workload.name}, slower than `{row.name}`: {what}. {reason}"
 
 
 def alike(row: Row, other: Row) -> bool:
-    """Whether both run with the same parallel sizes."""
+    """Return true if both run with the same parallel sizes."""
     return row.run is not None and all(
         getattr(row.run, name) == getattr(other.run, name)
         for name in ("tp", "pp", "cp", "dp", "ep")
@@ -221,33 +262,33 @@ def alike(row: Row, other: Row) -> bool:
 
 
 def slower(ours: float, theirs: float) -> bool:
-    """By more than a tie; False where one of them did not run."""
+    """Return true if ours is slower by more than a tie; false if one of them did not run."""
     return ours > theirs * (1 + LOST)
 
 
-def refusals(found: Sequence[Row]) -> Iterator[str]:
-    """Why kinds do not run."""
-    for row in found:
+def refusals(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield why kinds of Megatron do not run."""
+    for row in rows:
         if row.refused:
-            other = " (with the sizes in the table it runs)" if row.run and row.run.cp > 1 else ""
-            yield f"- {row.workload.name}, `{row.name}`: {row.refused}{other}."
+            other = " (with its own sizes it runs)" if row.run and row.run.cp > 1 else ""
+            yield f"{row.workload.name}, {row.name}: {row.refused}{other}"
 
 
-def section(found: Sequence[Row]) -> str:
-    """The generated part of the page."""
-    commands = [
-        f"- {each.name}: `{each.command}`" for each in dict.fromkeys(r.workload for r in found)
-    ]
-    return "\n".join([
-        table(found), "", "**Where ours loses.**", "", *(list(losses(found)) or ["- nowhere"]), "",
-        "**What does not run.**", "", *refusals(found), "",
-        "**Commands.** All: `make gain`. One workload, ours and the fastest of Megatron's:", "",
-        *commands,
-    ])  # fmt: skip
+def write(rows: Sequence[Row], folder: Path) -> None:
+    """Write the page's table, the chart and the data file."""
+    text = "\n\n".join([table(rows), "Where ours is slower:", "\n".join(losses(rows))])
+    write_section(folder / "gain.md", "simulated", text)
+    draw(rows, folder / "gain.png")
+    record = {
+        "source": "make gain", "columns": COLUMNS, "rows": details(rows),
+        "refused": list(refusals(rows)),
+        "commands": [workload.command for workload in dict.fromkeys(row.workload for row in rows)],
+    }  # fmt: skip
+    (folder / "data" / "gain.json").write_text(json_record(record) + "\n")
 
 
 def draw(found: Sequence[Row], path: Path) -> None:
-    """Step times over ours, a group of bars for each workload."""
+    """Draw step times over ours, a group of bars per workload."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -297,15 +338,15 @@ STANDS_FOR = {  # grid and mask of a cell, without its seed
     ("2x4", "documents 500"): "packed, median 500, 2 nodes of 4",
     ("2x4", "documents 1K"): "packed, long tail, 2 nodes of 4",
 }
-MEASURED = ("on the emulated cluster", "", "without compute", "over ours", "with compute",
-            "over ours", "MiB between nodes", "within")  # fmt: skip
+MEASURED = ("setting", "algorithm", "without compute", "over ours", "with compute", "over ours",
+            "MiB between nodes", "MiB within")  # fmt: skip
 
 
-def measured(records: Sequence[dict[str, Any]]) -> str:
-    """Records of the suites `megatron` and `megatron_documents` as a table.
+def measured(records: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return the records of the suites `megatron` and `megatron_documents` as lines of text.
 
-    Seconds of a forward and a backward, and the bytes that a rank sends in a run without compute.
-    Of several batches of documents, medians over them.
+    Times are seconds of a forward and a backward, medians over batches of documents. Bytes are
+    those that a rank sends in a run without compute.
     """
     cells: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
     for record in records:
@@ -317,30 +358,48 @@ def measured(records: Sequence[dict[str, Any]]) -> str:
         for name in [rival["name"] for rival in regimes["communication"][0]["rivals"]]:
             columns = [text for regime in ("communication", "compute")
                        for text in _seconds(regimes[regime], name)]  # fmt: skip
-            sent = [row for each in regimes["communication"] for row in tables.rows(each, name)
+            sent = [row for record in regimes["communication"] for row in tables.rows(record, name)
                     if row.name == name]  # fmt: skip
-            bytes_ = [f"{median(getattr(row, link)[0] for row in sent):.1f}"
-                      for link in ("between", "within")]  # fmt: skip
-            first = STANDS_FOR[key] if not lines or lines[-1][-1] != key else ""
-            lines.append([first, _named(name), *columns, *bytes_, key])
-    return markdown(MEASURED, [line[:-1] for line in lines])
+            bytes_sent = [f"{median(getattr(row, link)[0] for row in sent):.1f}"
+                          for link in ("between", "within")]  # fmt: skip
+            lines.append([STANDS_FOR[key], _named(name), *columns, *bytes_sent])
+    return lines
+
+
+def measured_table(lines: Sequence[Sequence[str]]) -> str:
+    """Return times over ours without / with compute, one line per setting."""
+    by_setting: dict[str, dict[str, str]] = {}
+    for setting, name, _, alone, _, computing, *_ in lines:
+        ratios = f"{alone.split(' ')[0]} / {computing.split(' ')[0]}"
+        by_setting.setdefault(setting, {})[name.split(",")[0]] = ratios
+    kinds = ("p2p", "a2a", "a2a+p2p")
+    heads = ["without / with compute", *(f"`{kind}`" for kind in kinds)]
+    rows = [[setting, *(named[kind] for kind in kinds)] for setting, named in by_setting.items()]
+    return markdown(heads, rows)
 
 
 def _named(name: str) -> str:
-    return f"`{name.removeprefix('Megatron ')}`" if "Megatron" in name else f"ours: {name}"
+    return name.removeprefix("Megatron ") if "Megatron" in name else f"ours: {name}"
 
 
 def _seconds(records: Sequence[dict[str, Any]], name: str) -> tuple[str, str]:
-    """Seconds, and over those of `auto`, run by run: medians, and the quartiles of the latter."""
+    """Return median seconds, and their ratio to those of `auto`, run by run, with quartiles."""
     times = [tables.totals(record) for record in records]
-    ours = next(each for each in times[0] if "auto" in each)
-    ratios = [a / b for each in times for a, b in zip(each[name], each[ours], strict=True)]
-    middle = median(median(each[name]) for each in times)
+    ours = next(algorithm for algorithm in times[0] if "auto" in algorithm)
+    ratios = [a / b for runs in times for a, b in zip(runs[name], runs[ours], strict=True)]
+    middle = median(median(runs[name]) for runs in times)
     return f"{middle:.2f} s", "1.00" if name == ours else spread(ratios)
 
 
+def write_measured(lines: Sequence[Sequence[str]], source: str, folder: Path) -> None:
+    """Write the page's table of measurements and the data file."""
+    write_section(folder / "gain.md", "emulated", f"{measured_table(lines)}\n\n{source}")
+    record = {"source": source, "columns": MEASURED, "rows": lines}
+    (folder / "data" / "gain-emulated.json").write_text(json_record(record) + "\n")
+
+
 def provenance(records: Sequence[dict[str, Any]]) -> str:
-    """How, when and on what, with the load while it ran."""
+    """Return commands, machine, date and load of the records."""
     load = [each for record in records for each in record["load"]]
     commands = dict.fromkeys(
         "python -m benchmarks.cluster " + re.sub(r" --out \S+", "", record["command"])
@@ -354,23 +413,20 @@ def provenance(records: Sequence[dict[str, Any]]) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The command; 0."""
+    """Run the command and return 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gain", description=__doc__)
     parser.add_argument("--out", type=Path, default=DOCS, help="folder of gain.md and gain.png")
     parser.add_argument("--emulated", type=Path, nargs="+", metavar="X.json",
                         help="write only what `benchmarks.cluster compare` recorded")  # fmt: skip
     args = parser.parse_args(words)
+    (args.out / "data").mkdir(parents=True, exist_ok=True)
     if args.emulated:
-        records = [one for path in args.emulated for one in json.loads(path.read_text())["cells"]]
-        print(measured(records))
-        text = f"{measured(records)}\n\n{provenance(records)}"
-        write_section(args.out / "gain.md", "emulated", text)
+        records = [cell for path in args.emulated for cell in json.loads(path.read_text())["cells"]]
+        write_measured(measured(records), provenance(records), args.out)
         return 0
-    found = [row for each in WORKLOADS for row in rows(each)]
-    print(table(found))
+    found = [row for workload in WORKLOADS for row in rows(workload)]
     (args.out / "gain.md").touch()
-    write_section(args.out / "gain.md", "simulated", section(found))
-    draw(found, args.out / "gain.png")
+    write(found, args.out)
     return 0
 
 

@@ -6,12 +6,13 @@ Every figure is written with its command, date, machine and spread.
 from __future__ import annotations
 
 import io
+import json
 import os
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
@@ -137,6 +138,18 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     with console.capture() as text:
         console.print(table)
     return text.get().strip()
+
+
+def json_record(record: Mapping[str, object]) -> str:
+    """Return a record as JSON, each entry of a list on a line of its own."""
+    entries = []
+    for name, value in record.items():
+        text = json.dumps(value, ensure_ascii=False)
+        if isinstance(value, (list, tuple)) and value:
+            lines = (json.dumps(entry, ensure_ascii=False) for entry in value)
+            text = "[\n  " + ",\n  ".join(lines) + "\n ]"
+        entries.append(f" {json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(entries) + "\n}"
 
 
 def write_section(path: Path, name: str, text: str, opening: str = "") -> None:

@@ -1,7 +1,7 @@
-"""Makes docs/gallery.md and its pictures: `make gallery`.
+"""Write docs/gallery.md and its pictures: `make gallery`.
 
-Every picture is one call of `megatron-burst show`, which the page prints above it. `--check` writes
-nothing, and reports whether gallery.md is up to date.
+Every picture is one call of `megatron-burst show`, which the page prints above it. `--check`
+reports whether gallery.md is up to date and writes nothing.
 """
 
 from __future__ import annotations
@@ -18,41 +18,35 @@ from megatron_burst.plugins.tools.show import words
 
 DOCS = Path(__file__).parent
 INTRO = """\
-# Gallery
+# What do masks, layouts and schedules look like?
 
-Which rank computes what at which step, and what is sent, for masks, layouts and algorithms. The
-command above each picture draws it from the masks, layouts and schedules that run;
+Each command below draws the picture under it, from the masks, layouts and schedules that run.
 `megatron-burst show mask --help` lists all options.
 
-How to read a **mask**: left the score matrix in the order of the sequence, right with the
-positions of each rank together. A pair that attends has the colour of the rank that computes it,
-and small numbers are the steps of a ring. Imbalance is the work of the busiest rank over the
-mean, step by step: at 1.00 no rank waits. A picture of **layouts** counts all steps together.
-
-How to read a **schedule**: time runs to the right. A box is a step of a rank with a line for each
-pair of chunks, such as q3 k1: the queries of rank 3 with the keys of rank 1. The bar in it is the
-number of visible pairs; a full bar is the busiest step of the picture, and the rest of a box is
-waiting. An arrow is a chunk from the time it is sent to the time it arrives, in the colour of its
-owner: filled for a copy (k0, q0), pale for a gradient (dk0, dq0), striped for a partial output
-(o0). It stands for all rows of its owner and is filled where rows are sent: `3/8` means three of
-the owner's eight. Dashed boxes are idle, and dashed arrows are transfers that are skipped because
-no rank needs the chunk.
-
-How to read a **scan of states** ([linear attention](linear-attention.md)): on top are the pieces
-of the sequence in the order of positions, in the colour of the rank that holds them. Below, a
-column is a round: ranks send from its left side to its right side. s3 is the state that enters
-piece 3, s3.1 part 1 of it, m3 what piece 3 does to any state; red arrows go to another node.
-
-How to read a **tree** ([prefix trees](trees.md)): a bar is a run of tokens without a branch, at its
-place on the path from the root, so that a trajectory is read from left to right. Its parts have the
-colours of the ranks that hold them. The mask has the rows depth first: below each shared run is a
-column, the queries of all its branches. Keys and values are counted once for every rank, and once
-for every node, that needs them.
+- **Mask**: left in the order of the sequence, right with the positions of each rank together. A
+  visible pair has the colour of the rank that computes it; small numbers are the steps of a ring.
+  Imbalance is the work of the busiest rank over the mean, step by step: at 1.00 no rank waits.
+- **Schedule**: time runs to the right. A box is a step of a rank, with a line per pair of chunks:
+  q3 k1 are the queries of rank 3 with the keys of rank 1. The bar in it is the number of visible
+  pairs; the rest of a box is waiting. An arrow is a chunk in the colour of its owner: filled for a
+  copy, pale for a gradient, striped for a partial output; `3/8` means three of eight rows. Dashed
+  boxes are idle, dashed arrows are skipped.
+- **Scan of states** ([linear attention](linear-attention.md)): on top are the pieces of the
+  sequence in the colour of their rank. A column is a round: s3 is the state that enters piece 3,
+  m3 the effect of piece 3 on a state. Red arrows go to another node.
+- **Tree** ([prefix trees](trees.md)): a bar is a run of tokens without a branch, read from left
+  to right. The mask has the rows depth first.
 """
 
 
 class Picture(NamedTuple):
-    """One picture: the name of its file, the arguments of `show`, and its description."""
+    """One picture.
+
+    Attributes:
+        name: Name of its file.
+        arguments: Arguments of `show`.
+        text: Its description.
+    """
 
     name: str
     arguments: str
@@ -66,8 +60,8 @@ class Section(NamedTuple):
 
 
 OWN_MASKS = f"""\
-`--mask MODULE:NAME` draws a mask of your own: NAME is a mask, or a function without arguments that
-returns one. The commands below take `docs/gallery_masks.py`; first run `export PYTHONPATH=docs`:
+`--mask MODULE:NAME` draws your own mask: NAME is a mask or a function without arguments that
+returns one. The commands below use `docs/gallery_masks.py` (`export PYTHONPATH=docs`):
 
 ```python
 {(DOCS / "gallery_masks.py").read_text(encoding="utf-8").split(chr(10), 2)[2]}```
@@ -77,149 +71,120 @@ PACKED = "--lengths 3,6,12,3,16,5,6,13"
 SECTIONS = (
     Section("Causal", (
         Picture("layouts-causal", "layout --mask causal --ranks 8",
-                "The three layouts under a causal mask: contiguous leaves the first ranks idle, "
-                "zigzag balances exactly, striped nearly."),
-        Picture("causal-contiguous", "mask --mask causal --layout contiguous --ranks 8",
-                "Contiguous: the last rank sees every key, and the first only its own. At each "
-                "step one more rank has nothing to compute and waits."),
+                "Contiguous leaves the first ranks idle, zigzag balances exactly, striped nearly."),
         Picture("causal-zigzag", "mask --mask causal --layout zigzag --ranks 8",
-                "Zigzag: every rank holds an early and a late piece, which together see the same "
-                "number of keys on all ranks."),
-        Picture("causal-striped", "mask --mask causal --layout striped --ranks 8",
-                "Striped: every pair of shards is a triangle, so all steps have nearly equal work, "
-                "on any prefix of the sequence."),
+                "Zigzag: every rank holds an early and a late piece. Together they see equally "
+                "many keys on every rank."),
     )),
     Section("Windows", (
         Picture("window-contiguous",
                 "schedule --ranks 8 --mask window --left 11 --layout contiguous",
-                "Contiguous: a window of one and a half shards needs the whole chunk one hop away "
-                "and three of its eight rows two hops away. So the message shrinks on its way, and "
-                "then stops; all other steps are idle."),
+                "Contiguous: a window of one and a half shards needs all rows of the chunk one hop "
+                "away and three of its eight rows two hops away. All other steps are idle."),
         Picture("window-zigzag", "schedule --ranks 8 --mask window --left 7 --layout zigzag",
-                "Zigzag: the neighbours on both sides hold the pieces that a window needs, so the "
-                "owners send their rows directly instead of round the ring."),
-        Picture("window-striped", "mask --mask window --left 15 --layout striped --ranks 8",
-                "Striped: every rank needs the keys of every other, so nothing is skipped, and all "
-                "ranks have nearly the same work."),
+                "Zigzag: the neighbours on both sides hold the needed pieces, so owners send their "
+                "rows directly."),
     )),
     Section("Documents, prefixes, blocks, dilation", (
         Picture("documents-zigzag",
                 "mask --lengths 19,8,37 --layout zigzag --ranks 4 --seq 64",
-                "Packed documents under zigzag over the whole sequence: no document is padded, and "
-                "the balance depends on where the documents end."),
+                "Zigzag over the whole pack: no padding; the balance depends on where documents "
+                "end."),
         Picture("documents-within",
                 "mask --lengths 16,8,40 --layout zigzag --per-document --ranks 4 --seq 64",
-                "Zigzag within each document, as Megatron packs them: balanced, but every document "
-                "must be a multiple of 2 x ranks."),
-        Picture("prefix-zigzag", "mask --mask gallery_masks:prefix_lm --layout zigzag --ranks 8",
-                "A prefix language model: all queries see the first 20 keys, the rest is causal."),
+                "Zigzag within each document, as Megatron packs them: balanced, but documents must "
+                "be multiples of 2 x ranks."),
         Picture("blocks-zigzag",
                 "mask --mask gallery_masks:random_blocks --layout zigzag --ranks 8 --seq 128",
-                "A random block table under zigzag: some pairs of shards are empty, and at every "
-                "step some rank waits."),
+                "A random block table under zigzag: at every step some rank waits."),
         Picture("blocks-striped",
                 "mask --mask gallery_masks:random_blocks --layout block_striped --block 16 "
                 "--ranks 8 --seq 128",
-                "The same table with every block striped over all ranks: all pairs of shards look "
+                "The same table with each block striped over all ranks: all pairs of shards are "
                 "alike, for any table."),
-        Picture("dilated-striped",
-                "mask --mask gallery_masks:dilated_and_window --layout striped --ranks 8",
-                "A dilated pattern and a short window: striped over eight ranks, some pairs of "
-                "shards are empty and are skipped."),
     ), OWN_MASKS),
     Section("Algorithms", (
         Picture("ring-forward", "schedule --algorithm ring --nodes 2 --per-node 4",
-                "One ring over two nodes: at every step two chunks cross between nodes, and the "
-                "other ranks wait for them. Chunks shrink as they go: under zigzag the later half "
-                "of a chunk is seen by fewer ranks."),
+                "One ring over two nodes: at every step two chunks cross between nodes, and all "
+                "other ranks wait. Fewer ranks need the later half of a chunk, so messages "
+                "shrink."),
         Picture("burst-forward", "schedule --algorithm burst --nodes 2 --per-node 4",
-                "Burst: a chunk crosses between nodes once, during the four steps in which the "
-                "node computes with its own chunks."),
+                "Burst: a chunk crosses between nodes once, while the node computes with its own "
+                "chunks."),
         Picture("burst-backward-query",
                 "schedule --nodes 2 --per-node 2 --backward --side query --layout striped",
-                "Backward with travelling queries: each gradient follows one step behind its "
-                "chunk, and crosses between nodes once, after its node has added all its parts."),
+                "Backward, side query: a gradient follows one step behind its chunk and crosses "
+                "between nodes once, after the node has added all parts."),
         Picture("double-ring-backward",
                 "schedule --algorithm double_ring --nodes 2 --per-node 2 --backward "
                 "--side query --layout contiguous",
-                "LoongTrain's double ring blocks while its gradients travel (red). The layout is "
-                "contiguous, so that the picture has idle steps and left-out hops."),
+                "LoongTrain's double ring waits while its gradients are sent (red)."),
         Picture("all-gather-forward",
                 "schedule --algorithm all_gather --nodes 2 --per-node 2 --lengths 10,7,15 "
                 "--layout contiguous",
-                "All-gather starts all sends at once, but only to ranks that need the keys, and "
-                "only of the rows that they see."),
+                "All-gather starts all sends at once, only to ranks that need the rows."),
     )),
     Section("Packed documents on several nodes", (
         Picture("documents-burst",
                 f"schedule --algorithm burst --nodes 4 --per-node 2 --route ring {PACKED}",
-                "Burst: what a node further along needs is carried through the nodes before it, so "
-                "rows cross between nodes more than once."),
+                "Burst: rows for a distant node pass through the nodes before it, so they cross "
+                "more than once."),
         Picture("documents-multicast",
                 f"schedule --algorithm multicast --nodes 4 --per-node 2 {PACKED}",
-                "Multicast, the same batch: the rows that a node needs cross to it once, from "
-                "their owner, and are passed on within the node. The bytes between nodes are the "
-                "least that this layout allows."),
+                "Multicast, same batch: the owner sends each row once to a node, which passes it "
+                "on inside. The bytes between nodes are the minimum of this layout."),
     )),
     Section("Packed documents of mixed lengths", (
         Picture("documents-balanced",
                 f"layout --mask causal --lengths {MIXED} --nodes 2 --per-node 4",
-                "One pack in four layouts: zigzag of the pack gives some ranks much more work than "
-                "others. Balanced gives every rank equally many tokens and nearly equally many "
-                "pairs, with most documents whole on one rank."),
+                "One pack in four layouts. Balanced gives every rank equally many tokens and "
+                "nearly equally many pairs, with most documents whole on one rank."),
     )),
     Section("Tiles", (
         Picture("tile-forward", "schedule --algorithm tile --nodes 2 --per-node 4",
-                "Two query chunks meet four key chunks on every rank. Where both come from others, "
-                "the box has the colours of both, and the output goes back to the rank of the "
-                "queries (striped), which merges it with its own."),
-        Picture("tile-backward",
-                "schedule --algorithm tile --nodes 2 --per-node 2 --backward --mask full",
-                "Backward may take another tile than forward: both sides travel, and so do the "
-                "gradients of both."),
+                "Every rank combines two query chunks with four key chunks. Outputs of other "
+                "ranks' queries go back to them (striped)."),
     )),
     Section("Two ways round", (
         Picture("two-way-forward", "schedule --algorithm two_way --ranks 4 --mask full",
-                "Each chunk in two halves, which go round the ring in opposite directions: a rank "
-                "computes with two halves per step."),
+                "Each chunk in two halves, which go round the ring in opposite directions."),
         Picture("token-ring-forward", "schedule --algorithm token_ring --ranks 4 --mask full",
                 "TokenRing: queries go round, and each partial output goes straight back to the "
-                "rank of its queries, in the opposite direction."),
+                "rank of its queries."),
     )),
     Section("States of linear attention", (
         Picture("scan-two-level", "scan --algorithm two_level --nodes 2 --per-node 4",
-                "Zigzag's chain goes up the ranks and back; the last rank's two pieces meet at the "
-                "turn. Each part of a state has its rank in each node: it takes in the maps of "
-                "the node's pieces, passes its part of the state on to the next node, and tells "
-                "each piece of its node what enters there."),
+                "Zigzag's chain goes up the ranks and back. One rank per node owns each part of a "
+                "state: it gathers the maps of the node's pieces, sends its part to the next node, "
+                "and sends each piece of its node the state that enters there."),
     )),
     Section("Prefix trees", (
         Picture("tree-balanced",
                 "tree --trajectories docs/gallery/tree.jsonl --nodes 2 --per-node 4",
-                "Eight samples of one prompt, some of which share turns. Every rank holds as many "
-                "rows and computes nearly as many pairs; the prompt lies on one node, and its keys "
-                "and values cross to the other once."),
+                "Eight samples of one prompt, some with shared turns. Every rank holds equally "
+                "many rows and computes nearly equally many pairs. The prompt's keys and values "
+                "cross to the other node once."),
     )),
 )  # fmt: skip
 
 
 def command(picture: Picture, file: str) -> list[str]:
-    """The arguments of `megatron-burst` that draw a picture into a file."""
+    """Return the arguments of `megatron-burst` that draw a picture into a file."""
     words = shlex.split(picture.arguments)
     words = [str(DOCS.parent / word) if word.startswith("docs/") else word for word in words]
     return ["show", *words, "--out", file]
 
 
 def numbers(picture: Picture) -> str:
-    """The caption of the picture, as its alternative text."""
+    """Return the first facts of the picture's caption, as its alternative text."""
     parser = argparse.ArgumentParser()
     show.add_arguments(parser)
     scene = show.scene_of(parser.parse_args(command(picture, f"{picture.name}.png")[1:]))
-    return "; ".join(words.caption(scene))
+    return "; ".join(words.caption(scene)[:2])
 
 
 def page() -> str:
-    """The text of gallery.md."""
+    """Return the text of gallery.md."""
     parts = [INTRO]
     for section in SECTIONS:
         parts.append(f"## {section.title}\n")

@@ -226,7 +226,6 @@ def run(fit: bool = False) -> Section:
             "double ring does not: fitted with inner rings that are nodes, the median is 1.9 % and "
             "the p90 30 %, with inner rings of four 2.4 % and 30 %.",
         ),
-        shown=24,
     )
 
 

@@ -20,7 +20,6 @@ from benchmarks.cluster import results
 from benchmarks.cluster.cells import RIVALS, WIRES, Cell, Rival
 from benchmarks.cluster.network import Rates as Links
 from benchmarks.cluster.predict import RINGS
-from benchmarks.report import markdown
 from megatron_burst.autotune.exchanges import Wires
 from megatron_burst.autotune.pair_counts import pairs_seen
 from megatron_burst.autotune.prepared import PreparedSchedule
@@ -231,7 +230,7 @@ def run(fit: bool) -> Section:
 
 
 def section(host: Host, rows: list[Measured]) -> Section:
-    """Errors by cell, the worst rows and the wrong rankings."""
+    """Return errors by cell and the number of wrong rankings."""
     points, rest = [r.point for r in rows], [r for r in rows if r.rival != AMID]
     found, without = ranking(rows), ranking(rest)
     off, other = spread(points), spread([r.point for r in rest])
@@ -243,7 +242,6 @@ def section(host: Host, rows: list[Measured]) -> Section:
                f"{right} of {found.pairs} right", "all", right == found.pairs),
         Figure(f"Without {AMID}, {len(rest)} times", f"{other}; {there} of {without.pairs} right"),
     ]  # fmt: skip
-    worst = sorted(points, key=lambda p: -abs(p.error))[:5]
     return Section(
         "emulated",
         "The emulated cluster",
@@ -252,14 +250,7 @@ def section(host: Host, rows: list[Measured]) -> Section:
         list(_by_cell(rows)),
         figures,
         constants=[f"`{name}` {value:.3g} {UNITS[name]}" for name, value in asdict(host).items()],
-        notes=[
-            "Double rings and Burst, by what the cells are bound by: median and extremes of the "
-            "error of times:",
-            _by_regime(rows),
-            "The five worst: " + "; ".join(f"{p.label} {p.error:+.0%}" for p in worst) + ".",
-            "Ranked wrong: " + "; ".join(_words(*each) for each in found.wrong) + ".",
-            NOTES,
-        ],
+        notes=NOTES,
     )
 
 
@@ -281,28 +272,14 @@ def by_regime(rows: list[Measured]) -> dict[tuple[str, str], list[float]]:
     return found
 
 
-def _by_regime(rows: list[Measured]) -> str:
-    return markdown(
-        ("rival", "regime", "cells", "median", "too short at most", "too long at most"),
-        [[*key, str(len(off)), f"{np.median(off):+.1%}", f"{min(0.0, *off):+.1%}",
-          f"{max(0.0, *off):+.1%}"] for key, off in by_regime(rows).items()],
-    )  # fmt: skip
-
-
-def _words(cell: Cell, one: str, other: str, there: float, here: float) -> str:
-    where = f"{cell.grid} {cell.rates} {cell.heads} {cell.regime}"
-    return f"{where}, {one} over {other} {there:.2f} (predicted {here:.2f})"
-
-
 assert [field.name for field in fields(Host)] == list(UNITS)
 INTRO = [
     "The cells of [](cluster.md): 35 settings of four and eight ranks behind shaped links, with "
     "2 cores for all of them. Links are those that were shaped; ten constants, one set for all "
     "cells, say what the host adds: it copies what it sends, and all ranks do so at once.",
 ]
-NOTES = (
-    f"When these cells were measured, whole chunks travelled, whatever the mask hid: so they do in "
-    f"these schedules. `{AMID}` then awaited every gradient a step later than it does now; it is "
-    "counted, and the figures without it stand beside. Most of the wrong rankings are between ways "
-    "that differ in small messages on busy cores, of which the model knows a constant cost each."
-)
+NOTES = [
+    f"The cells were measured when whole chunks were sent. `{AMID}` then waited for each gradient "
+    "one step later than the current schedule. Most wrong rankings are between rivals that differ "
+    "in small messages on busy cores, for which the model has a constant cost."
+]

@@ -14,7 +14,6 @@ from benchmarks.advise.band_cells import RING, BandCell, nemo_h100
 from benchmarks.advise.fitting import errors
 from benchmarks.advise.published_tables import table
 from benchmarks.advise.section import Figure, Section
-from benchmarks.report import markdown
 from megatron_burst.autotune.clusters import GPUS, Cluster
 from megatron_burst.autotune.gpus import KERNELS, Gpu, with_kernel
 from megatron_burst.plugins.tools.advise.forecast.attention_time import attention_time
@@ -70,7 +69,7 @@ def by_kernel() -> dict[str, list[BandCell]]:
 
 def run(fit: bool = False) -> Section:
     """The section of the page; nothing is fitted."""
-    calls, runs = list(ring_calls()), by_kernel()
+    calls = list(ring_calls())
     balanced = [call for call in calls if APART not in call.label]
     off = errors([1 / call.predicted for call in balanced], [1 / c.published for c in balanced])
     fast = [call.fastest / call.published for call in balanced if call.gpu == "h800"]
@@ -94,23 +93,9 @@ def run(fit: bool = False) -> Section:
                    f"predicted {min(fast):.2f} to {max(fast):.2f} times as fast as published"),
         ),
         notes=(
-            "NVIDIA's runs on H100 with context parallelism, forecast at the rate of each kernel; "
-            "times published over forecast:",
-            _runs(runs),
-            "Rows and heads of a rank do not explain what is left: the five longer runs have the "
-            "same 32K rows of a rank, and three of them the same 8 heads, and differ by their "
-            "length. Calls at 8K rows of a rank by FlashAttention 3 (MagiAttention's charts) take "
-            "0.9 to 1.2 times their forecast, on 8 to 64 GPUs. So a kernel's rate is taken as "
-            "published whatever the rows, with `half_rows` for short ones, and is not lowered for "
-            "H100. Which kernel NVIDIA's runs took is not said; Transformer Engine prefers cuDNN's "
-            "there. Why striped rings take longer than forecast, on both GPUs, is not known.",
+            "NVIDIA's runs on H100 take longer than forecast the longer they are, at the same rows "
+            "and heads of a rank. So a kernel's rate is taken as published for all rows, with "
+            "`half_rows` for short ones. NVIDIA does not name the kernel of its runs. Why striped "
+            "rings take longer than forecast is unknown.",
         ),
     )  # fmt: skip
-
-
-def _runs(runs: dict[str, list[BandCell]]) -> str:
-    rows = [
-        [cells[0].label, *(f"{cell.ratio:.2f}" for cell in cells)]
-        for cells in zip(*runs.values(), strict=True)
-    ]
-    return markdown(("run", *(f"`{kernel}`" for kernel in runs)), rows)

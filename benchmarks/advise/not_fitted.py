@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.advise.band_cells import (
-    TABLE_4,
     BandCell,
     at_fitted_rates,
     at_published_rates,
@@ -14,11 +13,7 @@ from benchmarks.advise.band_cells import (
 )
 from benchmarks.advise.fitting import Errors, errors
 from benchmarks.advise.section import Figure, Section
-from benchmarks.report import markdown
 from megatron_burst.autotune.bands import ForecastBand, band_of
-
-SEEN = ("LoongTrain, table 2", "BurstEngine, tables 2 and 5", "BurstEngine's attention (calls)",
-        TABLE_4)  # fmt: skip
 
 
 def off(cells: Sequence[BandCell]) -> Errors:
@@ -47,23 +42,16 @@ def run(fit: bool = False) -> Section:
     share, fitted = within(counted) / len(counted), at_fitted_rates()
     kept = within(fitted, band_of("a100", measured=True)) / len(fitted)
     recomputed = [cell.ratio - 1 for cell in nemo_h100("full") if cell.counts]
-    unseen = [cell for cell in cells if cell.table not in SEEN]
     return Section(
         name="not-fitted",
         title="Tables that no constant was fitted to",
         intro=(
-            "Steps at published rates, as `advise` takes them where nothing was measured. The "
-            "first table has all published times; of the last line four constants were fitted to "
-            "the table itself. The second has the rows of the tables that were added after all "
-            "constants were stated. A positive error is a forecast that is too long.",
-            _summary(cells),
+            "Times at published rates, which `advise` uses if nothing was measured. Four constants "
+            "were fitted to LoongTrain's table 4, none to the other tables.",
         ),
-        columns=("table", "row", "published over forecast", "error", "in the band"),
-        rows=[
-            [c.table, c.label, f"{c.ratio:.2f}", f"{c.error:+.1%}",
-             ("yes" if within([c]) else "no") if c.counts else "not counted"]
-            for c in unseen
-        ],
+        columns=("table", "times", "fitted to it", "median error", "90 % of rows", "worst",
+                 "forecast too short", "band", "in the band"),
+        rows=_by_table(cells),
         figures=(
             Figure("Times within the band of their GPU",
                    f"{within(counted)} of {len(counted)}", "90 %", share >= 0.9),
@@ -84,16 +72,15 @@ def run(fit: bool = False) -> Section:
     )  # fmt: skip
 
 
-def _summary(cells: Sequence[BandCell]) -> str:
+def _by_table(cells: Sequence[BandCell]) -> list[list[str]]:
     rows = []
-    for name, some in by_table(cells).items():
-        counted, found = [cell for cell in some if cell.counts], off(some)
-        fast = sum(cell.ratio > 1 for cell in some)
+    for name, of_table in by_table(cells).items():
+        counted, errors_of_table = [cell for cell in of_table if cell.counts], off(of_table)
+        too_short = sum(cell.ratio > 1 for cell in of_table)
         rows.append([
-            name, str(len(some)), "yes" if some[0].fitted else "no", f"{found.median:.1%}",
-            f"{found.p90:.1%}", f"{found.worst:.1%}", f"{fast} of {len(some)}",
-            f"{band_of(some[0].gpu, measured=False)}", f"{within(counted)} of {len(counted)}",
+            name, str(len(of_table)), "yes" if of_table[0].fitted else "no",
+            f"{errors_of_table.median:.1%}", f"{errors_of_table.p90:.1%}",
+            f"{errors_of_table.worst:.1%}", f"{too_short} of {len(of_table)}",
+            f"{band_of(of_table[0].gpu, measured=False)}", f"{within(counted)} of {len(counted)}",
         ])  # fmt: skip
-    head = ("table", "times", "fitted to it", "median error", "90 % of rows", "worst",
-            "forecast too short", "band", "in the band")  # fmt: skip
-    return markdown(head, rows)
+    return rows

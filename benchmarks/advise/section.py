@@ -1,8 +1,8 @@
-"""What a module of this benchmark hands in: one table of predictions beside what others found.
+"""Result of one module of this benchmark: predictions beside one published or measured table.
 
-Every module that owns a table has `run(fit: bool) -> Section`: with `fit` it fits its constants
-anew, otherwise it takes those that it states. Decides how errors are summed up and how a section
-is written as Markdown; what is in it, its module decides.
+Every module that owns a table has `run(fit: bool) -> Section`. With `fit` it fits its constants
+again, otherwise it takes the stored ones. This module decides how errors are summed up and how a
+section is printed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.report import markdown
 
 
 class Point(NamedTuple):
-    """One cell of a table: what was published or measured, and what is predicted, in one unit."""
+    """One cell of a table: the published or measured number and the predicted one, in one unit."""
 
     label: str
     published: float
@@ -24,14 +24,18 @@ class Point(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Predicted over published, less one."""
+        """Predicted over published, minus one."""
         return self.predicted / self.published - 1
 
 
 class Figure(NamedTuple):
-    """One number that sums up a section: what it is, its value, and the target it has if any.
+    """One number that sums up a section.
 
-    met: whether the target is met; None where there is none.
+    Attributes:
+        what: Name of the number.
+        value: The number as text.
+        target: Its target as text, empty if it has none.
+        met: True if the target is met, None if there is none.
     """
 
     what: str
@@ -47,12 +51,17 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True)
 class Section:
-    """One table with its words and figures.
+    """Predictions beside one published or measured table.
 
-    name: its marker on the page; intro: paragraphs before the table; columns, rows: the table as
-    text; constants: lines of fitted or stated constants, with units; notes: paragraphs after the
-    table; shown: the rows that the page prints (all are printed by the command), None for all of
-    them.
+    Attributes:
+        name: Key in the data file.
+        title: Name of the table.
+        intro: Units, shapes and assumptions, as sentences.
+        columns: Column names of `rows`.
+        rows: One row of text per prediction.
+        figures: Numbers that sum up the section.
+        constants: Fitted or stated constants with units.
+        notes: Causes of large errors, as sentences.
     """
 
     name: str
@@ -63,28 +72,26 @@ class Section:
     figures: Sequence[Figure] = ()
     constants: Sequence[str] = ()
     notes: Sequence[str] = ()
-    shown: int | None = None
 
-    def markdown(self, everything: bool = False) -> str:
-        """The section as it stands on the page, without its heading; everything: with all rows."""
+    def markdown(self) -> str:
+        """Return the whole section as Markdown, without its heading."""
         blocks = [*self.intro]
         if self.figures:
             blocks.append("\n".join(f"- {figure}" for figure in self.figures))
         if self.constants:
             blocks.append("Constants:\n\n" + "\n".join(f"- {line}" for line in self.constants))
         if self.rows:
-            rows = self.rows if everything else self.rows[: self.shown]
-            blocks.append(markdown(self.columns, rows))
+            blocks.append(markdown(self.columns, self.rows))
         return "\n\n".join([*blocks, *self.notes])
 
 
 def spread(points: Sequence[Point]) -> Errors:
-    """How far the predictions are off."""
+    """Return the errors of the predictions."""
     return errors([point.predicted for point in points], [point.published for point in points])
 
 
 def rows_of(points: Sequence[Point], digits: str = ".4g") -> list[list[str]]:
-    """Rows of label, published, predicted and error."""
+    """Return rows of label, published, predicted and error."""
     return [
         [p.label, f"{p.published:{digits}}", f"{p.predicted:{digits}}", f"{p.error:+.1%}"]
         for p in points

@@ -1,8 +1,7 @@
-"""`python -m benchmarks.packed.charts`: simulate, and write the record, the tables and the pictures
-of docs/packed-published.md.
+"""Simulate packed documents beside published speeds, and write docs/packed-published.md.
 
-The record keeps what was simulated; `--parts` says what to simulate anew; without any
-name only the page is written.
+`python -m benchmarks.packed.charts` writes record.json, the tables and the chart of the page.
+`--parts` names what to simulate again; `--parts` without a name only writes the page.
 """
 
 from __future__ import annotations
@@ -60,21 +59,9 @@ def dynamic_rows(known: dict[str, Any]) -> None:
     ]  # fmt: skip
 
 
-def tree_rows(known: dict[str, Any]) -> None:
-    """Trees of trajectories beside documents."""
-    from . import trajectories
-
-    constants = Constants(**known["constants"])
-    known["trees"] = [
-        trajectories.simulated(ranks, turns, constants)
-        for turns in (False, True)
-        for ranks in fit.RANKS
-    ]
-
-
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.packed.charts", description=__doc__)
-    names = ("fit", "ours", "dynamic", "trees")
+    names = ("fit", "ours", "dynamic")
     parser.add_argument("--parts", nargs="*", choices=names, default=list(names))
     parser.add_argument("--packs", type=int, default=20, help="of each size, of the published 20")
     args = parser.parse_args(words)
@@ -83,7 +70,6 @@ def main(words: Sequence[str] | None = None) -> int:
         "fit": lambda: fitted_rows(known),
         "ours": lambda: ours_rows(known, args.packs),
         "dynamic": lambda: dynamic_rows(known),
-        "trees": lambda: tree_rows(known),
     }
     for name in names:
         if name in args.parts:
