@@ -57,14 +57,14 @@ BAD = {
     "patch --check pyproject.toml": "no megatron/core/package_info.py in there",
     # advise
     "advise --gpus 8 --seq 128K": "--model is needed",
-    "advise --model llama3-8b --gpus 8 --gpu h99 --seq 128K": "--gpu h99: unknown; one of a100-40g",
+    "advise --model llama3-8b --gpus 8 --gpu h99 --seq 128K": "--gpu h99: unknown; use one of a100-40g",
     "advise --model llama3-8b --gpus 8 --seq 128K --sbatch --json": "give one of them",
     "advise --model llama3-8b --seq 128K": "--gpus is needed",
     "advise --model gpt9 --gpus 8 --seq 64K": "--model gpt9",
     "advise --model llama3-8b --cluster nowhere.toml --seq 64K": "nowhere.toml",
     # calibrate
     "calibrate --minutes 0": "--minutes must be above 0, got 0.0",
-    "calibrate --gpu h99": "--gpu h99: unknown; one of a100-40g",
+    "calibrate --gpu h99": "--gpu h99: unknown; use one of a100-40g",
     "calibrate --model gpt9": "--model gpt9",
     "calibrate --out no/such/folder/x.toml": "its folder does not exist",
     "calibrate --per-node 3": "--per-node 3 does not divide the 1 ranks",
