@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts: which positions of the sequence each rank holds, and in which order.
+"""Layouts: the positions of the sequence that each rank holds, and their order.
 
 `layouts`, `balanced` (with its solver), `pieces`, `routes` and `registry` are arithmetic on
-positions and need no torch; `sharding` cuts and joins tensors.
+positions and need no torch. `sharding` cuts and joins tensors.
 """
 
 from importlib import import_module
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .pieces import Chains, Piece, chains
     from .routes import Route, preceding, relayout, successors
 
-# Of modules that a plain call does not need; imported when they are first asked for.
+# A plain call does not need these names, so their modules are imported at the first use.
 _LATE = {
     "Balanced": "balanced",
     "Chains": "pieces",
@@ -74,5 +74,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found = getattr(import_module(f".{_LATE[name]}", __name__), name)
-    return found
+    globals()[name] = member = getattr(import_module(f".{_LATE[name]}", __name__), name)
+    return member

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which positions of the global sequence each rank holds, and in which order.
+"""The positions of the global sequence that each rank holds, and their order.
 
-Decides the arithmetic of positions: everything else asks a layout for spans. A shard is a sequence
-of spans, affine runs of positions, in shard order. All layouts cut a sequence of S positions into
-G shards of S / G positions (BurstEngine section 3.3).
+This module owns the arithmetic of positions: all other code gets spans from a layout. A shard is a
+sequence of spans (regular runs of positions) in shard order. All layouts cut a sequence of S
+positions into G shards of S / G positions (BurstEngine, section 3.3).
 """
 
 from __future__ import annotations
@@ -20,7 +20,17 @@ NAMES: tuple[LayoutName, ...] = get_args(LayoutName)
 
 
 class Span(NamedTuple):
-    """The positions start, start + stride, ..., `length` of them; stride >= 1, length >= 1."""
+    """The positions start, start + stride, ... of a regular run.
+
+    Attributes:
+        start: First position.
+        stride: Distance between positions, at least 1.
+        length: Number of positions, at least 1.
+
+    Example:
+        >>> mb.layout.Span(start=1, stride=4, length=3).positions()
+        array([1, 5, 9])
+    """
 
     start: int
     stride: int
@@ -32,7 +42,7 @@ class Span(NamedTuple):
         return self.start + self.stride * (self.length - 1)
 
     def positions(self) -> np.ndarray:
-        """int64 [length]."""
+        """Return the positions, int64 [length]."""
         return self.start + self.stride * np.arange(self.length, dtype=np.int64)
 
 
@@ -40,8 +50,12 @@ Shards = Sequence[Sequence[Span]]
 
 
 class Spans(NamedTuple):
-    """Many spans at once: start, stride and length as of `Span`, as integer arrays that broadcast
-    together.
+    """Many spans at once, as integer arrays that broadcast together.
+
+    Attributes:
+        start: First positions.
+        stride: Distances between positions.
+        length: Numbers of positions.
     """
 
     start: np.ndarray
@@ -50,17 +64,21 @@ class Spans(NamedTuple):
 
     @property
     def last(self) -> np.ndarray:
-        """The largest position of each."""
+        """The largest position of each span."""
         return self.start + (self.length - 1) * self.stride
 
     def at(self, index: np.ndarray) -> Spans:
-        """The spans at `index`; the fields must have one shape."""
+        """Return the spans at `index`; the fields must have one shape."""
         return Spans(self.start[index], self.stride[index], self.length[index])
 
 
 class Pieces(NamedTuple):
-    """Columns: spans, or pieces of spans, of shards; `first` is the row of its owner's shard at
-    which one begins.
+    """Columns of spans of shards, or of pieces of spans.
+
+    Attributes:
+        owner: Rank of the shard.
+        first: Row of the shard at which the span begins.
+        span: The spans.
     """
 
     owner: np.ndarray
@@ -68,12 +86,12 @@ class Pieces(NamedTuple):
     span: Spans
 
     def at(self, index: np.ndarray) -> Pieces:
-        """Those at `index`."""
+        """Return the pieces at `index`."""
         return Pieces(self.owner[index], self.first[index], self.span.at(index))
 
 
 def pieces_of(shards: Shards) -> Pieces:
-    """All spans of all shards; a shard is the spans of a rank, possibly none."""
+    """Return all spans of all shards; a shard has the spans of a rank, possibly none."""
     count = np.array([len(shard) for shard in shards], dtype=np.int64)
     numbers = chain.from_iterable(chain.from_iterable(shards))
     span = Spans(*np.fromiter(numbers, dtype=np.int64).reshape(-1, 3).T.copy())
@@ -84,15 +102,20 @@ def pieces_of(shards: Shards) -> Pieces:
 
 
 def counted(first: np.ndarray | int, count: np.ndarray) -> np.ndarray:
-    """first, first + 1, ..., `count` numbers of each, one after another."""
+    """Return `count` consecutive numbers from each `first` on, concatenated."""
     skipped = np.repeat(first - (np.cumsum(count) - count), count)
     return np.arange(len(skipped)) + skipped
 
 
 def integer(name: str, value: object) -> int:
-    """`value` as an int; it may be a Python or numpy integer or a tensor with one.
+    """Return `value` as an int; it may be a Python or numpy integer or a tensor with one element.
 
-    Raises ValueError, naming the argument `name`, for everything else, True and False included.
+    Args:
+        name: Name of the argument, for the message.
+        value: The value.
+
+    Raises:
+        ValueError: `value` is not an integer. True and False are refused too.
     """
     if type(value) is int:
         return value
@@ -104,24 +127,36 @@ def integer(name: str, value: object) -> int:
         raise ValueError(f"{name} must be an integer, got {value!r}") from None
 
 
-def check_fraction(name: str, value: object, other: str = "") -> None:
-    """Raise ValueError, which calls it `name`, unless `value` is a number from 0 to 1; `other`:
-    what else it might have been, for the message.
+def check_fraction(name: str, value: object, alternative: str = "") -> None:
+    """Raise ValueError unless `value` is a number from 0 to 1.
+
+    Args:
+        name: Name of the argument, for the message.
+        value: The value.
+        alternative: Other valid values, for the message.
+
+    Raises:
+        ValueError: `value` is not a number from 0 to 1.
     """
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not 0.0 <= value <= 1.0:  # pyright: ignore[reportOperatorIssue]
-        raise ValueError(f"{name} must be a fraction from 0 to 1{other}, got {value!r}")
+        raise ValueError(f"{name} must be a fraction from 0 to 1{alternative}, got {value!r}")
 
 
 def document_bounds(cu_seqlens: Sequence[int] | np.ndarray) -> np.ndarray:
-    """A copy of `cu_seqlens` as int64 [documents + 1]; ValueError unless it holds cumulative
-    lengths: integers on the host that start at 0 and never decrease.
+    """Return a copy of `cu_seqlens` as int64 [documents + 1].
+
+    Args:
+        cu_seqlens: Cumulative lengths of the documents: integers on the host.
+
+    Raises:
+        ValueError: `cu_seqlens` does not start at 0, decreases, or does not hold integers.
     """
     try:
-        given = np.asarray(cu_seqlens)
-    except (TypeError, ValueError, RuntimeError) as error:  # ragged, elsewhere, or with a gradient
+        lengths = np.asarray(cu_seqlens)
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged, on a device, or with gradient
         raise ValueError(f"cu_seqlens must be integers on the host, got {cu_seqlens}") from error
-    bounds = given.astype(np.int64) if given.dtype.kind in "iu" else np.array([1])
+    bounds = lengths.astype(np.int64) if lengths.dtype.kind in "iu" else np.array([1])
     if bounds.ndim != 1 or len(bounds) < 2 or bounds[0] != 0 or (np.diff(bounds) < 0).any():
         raise ValueError(
             "cu_seqlens must be integers that start at 0 and never decrease (cumulative lengths "
@@ -131,21 +166,35 @@ def document_bounds(cu_seqlens: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 def padding_documents(padding: Iterable[int], documents: int) -> tuple[int, ...]:
-    """The sorted indices of those of `documents` documents that are padding; ValueError for
-    others.
+    """Return the sorted indices of padding documents.
+
+    Args:
+        padding: Indices of documents that are padding.
+        documents: Number of documents.
+
+    Raises:
+        ValueError: An index is not an integer, or there is no such document.
     """
     if not isinstance(padding, Iterable):
         raise ValueError(f"padding must hold indices of documents, got {padding!r}")
-    found = tuple(sorted({integer("padding", index) for index in padding}))
-    if found and not 0 <= found[0] <= found[-1] < documents:
-        raise ValueError(f"padding must hold indices of the {documents} documents, got {[*found]}")
-    return found
+    indices = tuple(sorted({integer("padding", index) for index in padding}))
+    if indices and not 0 <= indices[0] <= indices[-1] < documents:
+        raise ValueError(
+            f"padding must hold indices of the {documents} documents, got {[*indices]}"
+        )
+    return indices
 
 
 class Layout:
-    """Which positions each of `cp_size` ranks holds; ValueError for an invalid number of ranks.
+    """Base of all layouts: the positions that each of `cp_size` ranks holds.
 
-    Subclasses give `name`, `pieces_per_rank` and `_spans`.
+    Subclasses define `name`, `pieces_per_rank` and `_spans`.
+
+    Args:
+        cp_size: Number of ranks.
+
+    Raises:
+        ValueError: `cp_size` is not an integer from 1.
     """
 
     name: str
@@ -166,23 +215,28 @@ class Layout:
         return f"{type(self).__name__}(cp_size={self.cp_size})"
 
     def describe(self) -> str:
-        """Its name, and its parameters."""
+        """Return the name of the layout and its parameters."""
         return self.name
 
     def check(self, seq_len: int) -> None:
         """Raise ValueError unless a sequence of `seq_len` positions can be laid out."""
         multiple = self.pieces_per_rank * self.cp_size
         if seq_len < multiple or seq_len % multiple:
-            wanted = max(1, -(-seq_len // multiple)) * multiple
+            padded = max(1, -(-seq_len // multiple)) * multiple
             raise ValueError(
                 f"seq_len: layout {self.name} over {self.cp_size} ranks needs a positive multiple "
-                f"of {multiple}, got {seq_len}; pad to {wanted}, {wanted // self.cp_size} on each"
+                f"of {multiple}, got {seq_len}; pad to {padded}, {padded // self.cp_size} on each"
             )
 
     def spans(self, rank: int, seq_len: int) -> tuple[Span, ...]:
-        """The spans that `rank` holds of a sequence of `seq_len` positions, in shard order.
+        """Return the spans that a rank holds, in shard order.
 
-        Raises ValueError for an invalid rank, or a length that this layout cannot split.
+        Args:
+            rank: The rank.
+            seq_len: Number of positions of the sequence.
+
+        Raises:
+            ValueError: `rank` is invalid, or the layout cannot split `seq_len` positions.
         """
         rank, seq_len = integer("rank", rank), integer("seq_len", seq_len)
         self.check(seq_len)
@@ -191,7 +245,7 @@ class Layout:
         return self._spans(rank, seq_len)
 
     def positions(self, rank: int, seq_len: int) -> np.ndarray:
-        """int64 [seq_len / cp_size]: the position of every row of the shard of `rank`."""
+        """Return the position of every row of the shard of `rank`, int64 [seq_len / cp_size]."""
         return np.concatenate([span.positions() for span in self.spans(rank, seq_len)])
 
     def _spans(self, rank: int, seq_len: int) -> tuple[Span, ...]:
@@ -199,7 +253,17 @@ class Layout:
 
 
 class Contiguous(Layout):
-    """Rank r of `cp_size` holds the r-th of as many equal runs. Unbalanced for causal masks."""
+    """Layout of equal runs: rank r holds the r-th of `cp_size` runs.
+
+    It is not balanced for causal masks.
+
+    Args:
+        cp_size: Number of ranks.
+
+    Example:
+        >>> mb.layout.make("contiguous", cp_size=2).positions(1, 8)
+        array([4, 5, 6, 7])
+    """
 
     name = "contiguous"
 
@@ -209,8 +273,16 @@ class Contiguous(Layout):
 
 
 class Zigzag(Layout):
-    """Rank r of G = `cp_size` holds pieces r and 2G - 1 - r of 2G equal ones: Megatron's own
-    layout, balanced for causal masks.
+    """Layout of mirrored pieces: rank r of G holds pieces r and 2G - 1 - r of 2G equal pieces.
+
+    It is Megatron's layout, and it is balanced for causal masks.
+
+    Args:
+        cp_size: Number of ranks, G.
+
+    Example:
+        >>> mb.layout.make("zigzag", cp_size=2).positions(0, 8)
+        array([0, 1, 6, 7])
     """
 
     name = "zigzag"
@@ -223,8 +295,16 @@ class Zigzag(Layout):
 
 
 class Striped(Layout):
-    """Rank r of G = `cp_size` holds positions r, r + G, r + 2G, ...: balanced for causal masks on
-    any prefix.
+    """Layout of stripes: rank r of G holds positions r, r + G, r + 2G, ...
+
+    It is balanced for causal masks on any prefix.
+
+    Args:
+        cp_size: Number of ranks, G.
+
+    Example:
+        >>> mb.layout.make("striped", cp_size=2).positions(1, 8)
+        array([1, 3, 5, 7])
     """
 
     name = "striped"
@@ -234,11 +314,21 @@ class Striped(Layout):
 
 
 class BlockStriped(Striped):
-    """Every block of `block` positions is striped over all `cp_size` ranks, so that any block table
-    is balanced. ValueError if the ranks do not divide a block.
+    """Striped layout for block-sparse masks, which balances any block table.
 
-    Where the ranks divide the block these are the positions of `Striped`; this layout says, and
-    checks, that the blocks of a block-sparse mask were meant (BurstEngine section 3.4).
+    Every block is striped over all ranks. The positions are the same as in `Striped`. This layout
+    checks in addition that the ranks divide the blocks of the mask (BurstEngine, section 3.4).
+
+    Args:
+        cp_size: Number of ranks.
+        block: Number of positions of a block.
+
+    Raises:
+        ValueError: The ranks do not divide a block.
+
+    Example:
+        >>> mb.layout.make("block_striped", cp_size=2, block=4).positions(0, 8)
+        array([0, 2, 4, 6])
     """
 
     name = "block_striped"
@@ -265,10 +355,19 @@ class BlockStriped(Striped):
 
 
 class DocumentZigzag(Layout):
-    """Zigzag within every document of a packed sequence, as Megatron lays packed sequences out.
+    """Zigzag within every document of a packed sequence, which is Megatron's layout of packs.
 
-    cu_seqlens: cumulative lengths; every document must be a multiple of 2 x `cp_size` positions
-    long, or the constructor raises ValueError.
+    Args:
+        cp_size: Number of ranks.
+        cu_seqlens: Cumulative lengths of the documents. Each document must have a multiple of 2 x
+            `cp_size` positions.
+
+    Raises:
+        ValueError: There is no position, or a document has an invalid length.
+
+    Example:
+        >>> mb.layout.make("zigzag", cp_size=2, cu_seqlens=[0, 4, 8]).positions(0, 8)
+        array([0, 3, 4, 7])
     """
 
     name = "zigzag"
@@ -306,8 +405,8 @@ class DocumentZigzag(Layout):
 
 
 def tree_mask(tree: Any) -> Any:
-    """The `masks.Tree` of what `mb.trees.pack` returns, or the mask itself."""
+    """Return the `masks.Tree` of the result of `mb.trees.pack`, or the mask itself."""
     mask = getattr(tree, "mask", tree)
-    if not hasattr(mask, "bases"):  # its class is in a room above
+    if not hasattr(mask, "bases"):  # the class is in `masks`, which imports this module
         raise ValueError(f"tree must be what mb.trees.pack returns, or a masks.Tree, got {tree!r}")
     return mask

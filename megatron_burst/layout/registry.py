@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts by name: `make`. Owns which arguments go with which name."""
+"""Layouts by name: `make`, and the arguments of each name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .balanced import Balanced, Window
 from .layouts import NAMES, BlockStriped, Contiguous, DocumentZigzag, Layout, Striped, Zigzag
 
 LAYOUTS: dict[str, type[Layout]] = {cls.name: cls for cls in (Contiguous, Zigzag, Striped)}
-# Of each argument besides cp_size the layouts that take it.
+# The layouts that take each argument; all take cp_size.
 _TAKEN = {"block": ("block_striped",), "cu_seqlens": ("zigzag", "balanced")} | dict.fromkeys(
     ("per_node", "windows", "padding", "tree", "row_cost"), ("balanced",)
 )
@@ -30,31 +30,48 @@ def make(
     tree: Any = None,
     row_cost: Sequence[float] | None = None,
 ) -> Layout:
-    """The layout called `name` over `cp_size` ranks; ValueError if there is none.
+    """Return a layout by name.
 
-    block: only for "block_striped". cu_seqlens: cumulative lengths of documents, for "zigzag", then
-    within each document, and for "balanced", which needs them or a tree. per_node, windows,
-    padding, row_cost: only for "balanced", see `Balanced`. tree: only for "balanced", in place of
-    cu_seqlens and padding: what `mb.trees.pack` returns, or a `masks.Tree`.
+    Args:
+        name: "contiguous", "zigzag", "striped", "block_striped" or "balanced".
+        cp_size: Number of ranks.
+        block: Positions per block; for "block_striped", which requires it.
+        cu_seqlens: Cumulative lengths of documents. With "zigzag" the layout is zigzag within each
+            document. "balanced" requires them or a tree.
+        per_node: For "balanced"; see `Balanced`.
+        windows: For "balanced"; see `Balanced`.
+        padding: For "balanced"; see `Balanced`.
+        tree: For "balanced", in place of `cu_seqlens` and `padding`: the result of `mb.trees.pack`,
+            or a `masks.Tree`.
+        row_cost: For "balanced"; see `Balanced`.
+
+    Raises:
+        ValueError: There is no layout of that name, or an argument is invalid, missing, or not for
+            this layout.
+
+    Example:
+        >>> layout = mb.layout.make("zigzag", cp_size=4)
+        >>> layout.spans(rank=0, seq_len=16)
+        (Span(start=0, stride=1, length=2), Span(start=14, stride=1, length=2))
     """
     if name not in NAMES:
         raise ValueError(f"layout must be one of {', '.join(NAMES)}, got {name!r}")
-    given = {"block": block, "cu_seqlens": cu_seqlens, "per_node": per_node, "windows": windows,
+    arguments = {"block": block, "cu_seqlens": cu_seqlens, "per_node": per_node, "windows": windows,
              "padding": padding, "tree": tree, "row_cost": row_cost}  # fmt: skip
-    given = {key: value for key, value in given.items() if value is not None}
-    for key in given:
+    arguments = {key: value for key, value in arguments.items() if value is not None}
+    for key in arguments:
         if name not in _TAKEN[key]:
             raise ValueError(
-                f"{key} goes with layout {' or '.join(_TAKEN[key])}, got {name} with {key}="
-                f"{given[key]}"
+                f"{key} requires layout {' or '.join(_TAKEN[key])}, got {name} with {key}="
+                f"{arguments[key]}"
             )
     if name == "block_striped" and block is None:
-        raise ValueError("block: layout block_striped needs one, the block of the mask, got None")
+        raise ValueError("block: layout block_striped needs the block of the mask, got None")
     if name == "balanced" and cu_seqlens is None and tree is None:
         raise ValueError(
             "cu_seqlens: layout balanced needs the cumulative lengths of the documents, got None"
         )
-    return _maker(name, cu_seqlens is not None)(cp_size, **given)
+    return _maker(name, cu_seqlens is not None)(cp_size, **arguments)
 
 
 def _maker(name: str, packed: bool) -> Callable[..., Any]:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes: which rows of every shard go to which rank, and where they land.
+"""Routes: the rows of every shard that are sent to each rank, and their places there.
 
-Two things need rows of others: a piece that looks back a few positions (`preceding`), and work that
-wants another layout than the rows have (`relayout`). Decides the order in which rows travel between
-two ranks, so that sender and receiver agree without a word. Works on runs, not on positions.
+Rows of other ranks are needed for pieces that look back a few positions (`preceding`), and for work
+that needs another layout than the rows have (`relayout`). This module decides the order of rows
+between two ranks, so that sender and receiver agree without communication. It works on runs, not on
+positions.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ from .pieces import Chains
 class Route(NamedTuple):
     """One rank's part of an exchange of rows.
 
-    sends: per rank, int64: the rows of this rank's shard that go there, its own rank included, and
-    a row as often as it is wanted. receives: per rank, int64: which rows of the result come from
-    it, in the order in which it sends them. rows: of the result; those that nobody sends are zero.
+    Attributes:
+        sends: For each rank, int64 rows of this rank's shard that are sent there. The own rank is
+            included, and a row is repeated if it is needed several times.
+        receives: For each rank, int64 rows of the result that come from it, in the order of
+            sending.
+        rows: Number of rows of the result. Rows that no rank sends are zero.
     """
 
     sends: tuple[np.ndarray, ...]
@@ -39,8 +43,11 @@ class Route(NamedTuple):
     rows: int
 
     def leaving(self, rank: int, per_node: int) -> tuple[int, int]:
-        """How many rows `rank`, whose route this is, sends to others of its node, and to other
-        nodes, with `per_node` consecutive ranks on each.
+        """Return the rows that `rank` sends to others of its node, and to other nodes.
+
+        Args:
+            rank: Rank of this route.
+            per_node: Number of consecutive ranks on each node.
         """
         counts = np.array([len(rows) for rows in self.sends])
         counts[rank] = 0
@@ -49,17 +56,29 @@ class Route(NamedTuple):
 
 
 def preceding(chains: Chains, width: int, rank: int) -> Route:
-    """The `width` - 1 rows before each piece of `rank`, from the ranks that hold them.
+    """Return the route of the `width` - 1 rows before each piece of a rank.
 
-    The result has width - 1 rows for each piece in the order of the rank's rows, the nearest ones
-    last; rows before the document's first are zero. chains: as of `chains`. width: of the window
-    that ends at a row, 1 or more. Raises ValueError for an invalid width or rank.
+    The result has width - 1 rows for each piece, in the order of the rank's rows, with the nearest
+    row last. Rows before the document's first row are zero.
+
+    Args:
+        chains: Chains of the sequence.
+        width: Width of the window that ends at a row, at least 1.
+        rank: The rank.
+
+    Raises:
+        ValueError: `width` or `rank` is invalid.
+
+    Example:
+        >>> chains = mb.layout.chains(mb.layout.make("zigzag", cp_size=2), 8)
+        >>> mb.layout.preceding(chains, width=2, rank=0).rows
+        2
     """
     return preceding_and_most(chains, width, rank)[0]
 
 
 def preceding_and_most(chains: Chains, width: int, rank: int) -> tuple[Route, int]:
-    """`preceding`, and the rows of the longest message between any two ranks."""
+    """Return `preceding`, and the rows of the longest message between any two ranks."""
     moves = _preceding(chains, width)
     _check_rank(rank, chains.ranks)
     pairs = (moves.source * chains.ranks + moves.destination)[moves.source != moves.destination]
@@ -69,33 +88,36 @@ def preceding_and_most(chains: Chains, width: int, rank: int) -> tuple[Route, in
 
 
 def _preceding(chains: Chains, width: int) -> _RowMoves:
-    """The moves of all ranks."""
+    """Return the moves of all ranks."""
     count = integer("width", width) - 1
     if count < 0:
         raise ValueError(f"width must be at least 1, got {width}")
     owner, first, length = chains.table[:, :3].T
     before, piece = chains.before, np.arange(len(chains))
-    found, offset = piece, np.zeros_like(piece)  # the row that was reached from each piece
+    source, offset = piece, np.zeros_like(piece)  # current row before each piece
     moves = []
     for column in reversed(range(count)):
         begun = offset > 0
-        found = np.where(begun, found, before[found])
-        piece, begun, offset, found = (x[found >= 0] for x in (piece, begun, offset, found))
-        offset = np.where(begun, offset, length[found]) - 1
+        source = np.where(begun, source, before[source])
+        piece, begun, offset, source = (
+            array[source >= 0] for array in (piece, begun, offset, source)
+        )
+        offset = np.where(begun, offset, length[source]) - 1
         landing = chains.order[piece] * count + column
-        moves.append((owner[found], first[found] + offset, owner[piece], landing))
+        moves.append((owner[source], first[source] + offset, owner[piece], landing))
     empty = np.zeros((4, 0), dtype=np.int64)
-    return _RowMoves(*np.concatenate([empty, *(np.stack(each) for each in moves)], axis=1))
+    return _RowMoves(*np.concatenate([empty, *(np.stack(move) for move in moves)], axis=1))
 
 
 class Lineage(NamedTuple):
-    """What one rank needs to follow a tree of pieces to its own.
+    """The data that one rank needs to follow a tree of pieces to its own pieces.
 
-    pieces: int64, those of the rank and all that they continue, in order. route: brings what
-    belongs to each piece, one row for each of `pieces`; rows are sent in the order of a rank's
-    pieces. parents: int64, of each of `pieces` the index in it of the one that it continues, -1 for
-    none; own: those of the rank, in the order of its rows. longest: rows of the longest message
-    between any two ranks.
+    Attributes:
+        pieces: int64, the rank's pieces and all that they continue, in order.
+        route: Route of one row for each of `pieces`. Rows are sent in the order of a rank's pieces.
+        parents: int64, index in `pieces` of the piece that each continues, -1 for none.
+        own: int64, indices in `pieces` of the rank's pieces, in the order of its rows.
+        longest: Rows of the longest message between any two ranks.
     """
 
     pieces: np.ndarray
@@ -106,25 +128,32 @@ class Lineage(NamedTuple):
 
 
 def lineage(chains: Chains, rank: int) -> Lineage:
-    """The pieces that `rank` needs to know: its own, and those before them on their paths.
+    """Return the pieces that `rank` needs: its own, and those before them on their paths.
 
-    chains: as of `chains`. Raises ValueError for an invalid rank.
+    Args:
+        chains: Chains of the sequence.
+        rank: The rank.
+
+    Raises:
+        ValueError: `rank` is invalid.
     """
     _check_rank(rank, chains.ranks)
-    before, every = chains.before, np.arange(len(chains))
+    before, all_pieces = chains.before, np.arange(len(chains))
     needs = chains.rank[:, None] == np.arange(chains.ranks)
-    for piece in reversed(every.tolist()):  # a piece comes after those that it continues
+    for piece in reversed(all_pieces.tolist()):  # a piece is after the pieces that it continues
         if before[piece] >= 0:
             needs[before[piece]] |= needs[piece]
-    piece, to = np.nonzero(needs)
-    landing = (np.cumsum(needs, axis=0) - 1)[piece, to]
+    piece, destination = np.nonzero(needs)
+    landing = (np.cumsum(needs, axis=0) - 1)[piece, destination]
     source = chains.rank[piece]
-    pairs = np.bincount((source * chains.ranks + to)[source != to], minlength=1)
-    mine = needs[:, rank]
-    pieces, place = every[mine], np.cumsum(mine) - 1
+    pairs = np.bincount((source * chains.ranks + destination)[source != destination], minlength=1)
+    needed = needs[:, rank]
+    pieces, place = all_pieces[needed], np.cumsum(needed) - 1
     return Lineage(
         pieces,
-        _RowMoves(source, chains.order[piece], to, landing).route(rank, chains.ranks, len(pieces)),
+        _RowMoves(source, chains.order[piece], destination, landing).route(
+            rank, chains.ranks, len(pieces)
+        ),
         np.where(before[pieces] < 0, -1, place[before[pieces]]),
         place[chains.of(rank)],
         int(pairs.max()),
@@ -132,18 +161,30 @@ def lineage(chains: Chains, rank: int) -> Lineage:
 
 
 def relayout(source: Layout, target: Layout, seq_len: int, rank: int) -> Route:
-    """How `rank` gets its shard under `target` when all ranks hold theirs under `source`.
+    """Return a rank's route from its shard under one layout to its shard under another.
 
-    seq_len: positions of the sequence. Raises ValueError for what is no layout, for layouts over
-    different numbers of ranks, a length that one of them cannot split, and an invalid rank.
+    Args:
+        source: Present layout of the shards.
+        target: Layout of the result.
+        seq_len: Number of positions of the sequence.
+        rank: The rank.
+
+    Raises:
+        ValueError: An argument is no layout, the layouts have different numbers of ranks, one of
+            them cannot split `seq_len`, or `rank` is invalid.
+
+    Example:
+        >>> source, target = (mb.layout.make(name, cp_size=2) for name in ("contiguous", "zigzag"))
+        >>> [rows.tolist() for rows in mb.layout.relayout(source, target, 8, rank=0).sends]
+        [[0, 1], [2, 3]]
     """
     for name, layout in (("source", source), ("target", target)):
         if not isinstance(layout, Layout):
             raise ValueError(f"{name}: give a layout that mb.layout.make made, got {layout!r}")
     if source.cp_size != target.cp_size:
         raise ValueError(
-            f"target: has {target.cp_size} ranks, and source {source.cp_size}; give two layouts "
-            "over the same ranks"
+            f"target: has {target.cp_size} ranks, but source has {source.cp_size}; give two "
+            "layouts with the same number of ranks"
         )
     _check_rank(rank, source.cp_size)
     before, after = _runs(source, seq_len), _runs(target, seq_len)
@@ -151,10 +192,10 @@ def relayout(source: Layout, target: Layout, seq_len: int, rank: int) -> Route:
     if _strided(before) and _strided(after) and strides:
         before = _one_by_one(before)
     own = _of(after, rank)
-    sends, receives = _meet(_of(before, rank), after), _meet(before, own)
+    sends, receives = _overlaps(_of(before, rank), after), _overlaps(before, own)
     return Route(
-        _grouped(sends.other_rank, sends.mine, source.cp_size),
-        _grouped(receives.rank, receives.others, source.cp_size),
+        _grouped(sends.target_rank, sends.source_rows, source.cp_size),
+        _grouped(receives.source_rank, receives.target_rows, source.cp_size),
         int(own.span.length.sum()),
     )
 
@@ -165,7 +206,7 @@ def _check_rank(rank: int, ranks: int) -> None:
 
 
 class _RowMoves(NamedTuple):
-    """Row `row` of `source` lands in row `landing` of `destination`: int64 [moves] each."""
+    """Moves of rows, int64 [moves]: `row` of `source` becomes row `landing` of `destination`."""
 
     source: np.ndarray
     row: np.ndarray
@@ -173,7 +214,7 @@ class _RowMoves(NamedTuple):
     landing: np.ndarray
 
     def route(self, rank: int, ranks: int, rows: int) -> Route:
-        """The moves of one rank; between two ranks they go in the order of landing."""
+        """Return the moves of one rank; rows between two ranks are in the order of landing."""
         out, into = self.source == rank, self.destination == rank
         sends = _split(self.destination[out], self.landing[out], self.row[out], ranks)
         return Route(
@@ -184,14 +225,14 @@ class _RowMoves(NamedTuple):
 def _split(
     group: np.ndarray, key: np.ndarray, rows: np.ndarray, groups: int
 ) -> tuple[np.ndarray, ...]:
-    """`rows` of each group, sorted by `key`."""
+    """Return `rows` of each group, sorted by `key`."""
     order = np.lexsort((key, group))
     cuts = np.searchsorted(group[order], np.arange(1, groups))
     return tuple(np.split(rows[order], cuts))
 
 
 def _runs(layout: Layout, seq_len: int) -> Pieces:
-    """The runs of a layout, sorted by their first position."""
+    """Return the runs of a layout, sorted by their first position."""
     runs = pieces_of([layout.spans(rank, seq_len) for rank in range(layout.cp_size)])
     start, stride, length = runs.span
     runs = runs._replace(span=Spans(start, np.where(length > 1, stride, 1), length))
@@ -207,58 +248,63 @@ def _of(runs: Pieces, rank: int) -> Pieces:
 
 
 def _one_by_one(runs: Pieces) -> Pieces:
-    """The same rows, each a run."""
-    of = np.repeat(np.arange(len(runs.owner)), runs.span.length)
-    owner, first, (start, stride, _) = runs.at(of)
-    nth, one = counted(0, runs.span.length), np.ones_like(of)
-    return Pieces(owner, first + nth, Spans(start + nth * stride, one, one))
+    """Return the same rows as runs of one row."""
+    index = np.repeat(np.arange(len(runs.owner)), runs.span.length)
+    owner, first, (start, stride, _) = runs.at(index)
+    nth, ones = counted(0, runs.span.length), np.ones_like(index)
+    return Pieces(owner, first + nth, Spans(start + nth * stride, ones, ones))
 
 
 class _RunOverlaps(NamedTuple):
-    """Where runs of two layouts meet: `mine` rows on one side and `others` on the other, as (first,
-    step, count), int64 [meetings, 3]; by runs of the one side, then of the other.
+    """The common positions of runs of two layouts, sorted by source run, then by target run.
+
+    Attributes:
+        source_rank: Rank of the source run.
+        target_rank: Rank of the target run.
+        source_rows: int64 [overlaps, 3], rows of the source shard as (first, step, count).
+        target_rows: int64 [overlaps, 3], rows of the target shard as (first, step, count).
     """
 
-    rank: np.ndarray
-    other_rank: np.ndarray
-    mine: np.ndarray
-    others: np.ndarray
+    source_rank: np.ndarray
+    target_rank: np.ndarray
+    source_rows: np.ndarray
+    target_rows: np.ndarray
 
 
-def _meet(mine: Pieces, others: Pieces) -> _RunOverlaps:
-    """The positions that runs of both sides have. Strides above 1 must be the same on both."""
-    i, j = _pairs(mine, others)
-    a, b = mine.span.at(i), others.span.at(j)
+def _overlaps(sources: Pieces, targets: Pieces) -> _RunOverlaps:
+    """Return the overlaps of runs. Strides above 1 must be the same on both sides."""
+    i, j = _pairs(sources, targets)
+    a, b = sources.span.at(i), targets.span.at(j)
     stride = np.maximum(a.stride, b.stride)
     anchor = np.where(a.stride >= b.stride, a.start, b.start)
     low, high = np.maximum(a.start, b.start), np.minimum(a.last, b.last)
-    low = low + (anchor - low) % stride  # the first position on the steps of the strided one
+    low = low + (anchor - low) % stride  # the first common position of the strided run
     count = (high - low) // stride + 1
-    apart = (a.stride == b.stride) & ((a.start - b.start) % stride != 0)
-    some = np.flatnonzero((count > 0) & ~apart)
-    low, stride, count = low[some], stride[some], count[some]
-    sides = mine.at(i[some]), others.at(j[some])
+    disjoint = (a.stride == b.stride) & ((a.start - b.start) % stride != 0)
+    common = np.flatnonzero((count > 0) & ~disjoint)
+    low, stride, count = low[common], stride[common], count[common]
+    sides = sources.at(i[common]), targets.at(j[common])
     rows = (
         np.stack([x.first + (low - x.span.start) // x.span.stride, stride // x.span.stride, count])
         for x in sides
     )
-    return _RunOverlaps(*(x.owner for x in sides), *(each.T for each in rows))
+    return _RunOverlaps(*(x.owner for x in sides), *(columns.T for columns in rows))
 
 
-def _pairs(mine: Pieces, others: Pieces) -> tuple[np.ndarray, np.ndarray]:
-    """Which runs may meet: where neither side is strided those that do, else all."""
-    if _strided(mine) or _strided(others):
-        i, j = np.indices((len(mine.owner), len(others.owner))).reshape(2, -1)
+def _pairs(sources: Pieces, targets: Pieces) -> tuple[np.ndarray, np.ndarray]:
+    """Return the pairs of runs that may overlap: all pairs if one side is strided."""
+    if _strided(sources) or _strided(targets):
+        i, j = np.indices((len(sources.owner), len(targets.owner))).reshape(2, -1)
         return i, j
-    # Sorted by position, and no two of one layout overlap.
-    low = np.searchsorted(others.span.last, mine.span.start)
-    count = np.searchsorted(others.span.start, mine.span.last, side="right") - low
+    # Runs are sorted by position, and runs of one layout do not overlap.
+    low = np.searchsorted(targets.span.last, sources.span.start)
+    count = np.searchsorted(targets.span.start, sources.span.last, side="right") - low
     count = np.maximum(count, 0)
     return np.repeat(np.arange(len(count)), count), counted(low, count)
 
 
 def _grouped(rank: np.ndarray, rows: np.ndarray, ranks: int) -> tuple[np.ndarray, ...]:
-    """Per rank the rows of its meetings, in their order."""
+    """Return, for each rank, the rows of its overlaps in their order."""
     order = np.argsort(rank, kind="stable")
     first, step, count = rows[order].T
     flat = np.repeat(first, count) + np.repeat(step, count) * counted(0, count)
@@ -269,29 +315,39 @@ def _grouped(rank: np.ndarray, rows: np.ndarray, ranks: int) -> tuple[np.ndarray
 def successors(
     layout: Layout, cu_seqlens: Sequence[int] | np.ndarray, rank: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Where the rows of a shard find the token after theirs: (sent, taken), int64 [n] and [s].
+    """Return where each row of a shard finds the next token: (sent, taken), int64 [n] and [s].
 
-    Every rank sends its rows `sent`, n on each rank (the last is repeated to fill up). `taken`
-    counts through the s rows that `rank` holds under `layout`, then the cp_size * n rows sent, rank
-    by rank, then one row of zeros, which the last token of a document takes. cu_seqlens: cumulative
-    lengths of the documents; [0, length] for one sequence. Raises ValueError for lengths that are
-    none or that the layout cannot split, and for an invalid rank.
+    Every rank sends its rows `sent`, n rows on each rank; the last row is repeated to fill up.
+    `taken` indexes the concatenation of the s rows of `rank`, the cp_size * n sent rows in the
+    order of ranks, and one row of zeros. The last token of a document takes the row of zeros.
+
+    Args:
+        layout: The layout.
+        cu_seqlens: Cumulative lengths of the documents; [0, length] for one sequence.
+        rank: The rank.
+
+    Raises:
+        ValueError: The lengths are invalid, the layout cannot split them, or `rank` is invalid.
+
+    Example:
+        >>> zigzag = mb.layout.make("zigzag", cp_size=2)
+        >>> sent, taken = mb.layout.successors(zigzag, [0, 8], rank=0)
     """
     if not isinstance(layout, Layout):
         raise ValueError(f"layout: give one that mb.layout.make made, got {layout!r}")
     ends = document_bounds(cu_seqlens)[1:]
     total = int(ends[-1])
     positions = layout.positions(rank, total)
-    firsts = [_firsts(layout.spans(r, total)) for r in range(layout.cp_size)]
+    firsts = [_firsts(layout.spans(source, total)) for source in range(layout.cp_size)]
     most = max(len(rows) for rows, _ in firsts)
     rows, _ = firsts[rank]
     sent = np.pad(rows, (0, most - len(rows)), mode="edge")
 
     taken = np.arange(1, len(positions) + 1)
-    elsewhere = np.append(rows[1:], len(positions)) - 1  # the row after these holds another token
-    number = np.empty(total + 1, dtype=np.int64)  # of each token that is sent
-    for r, (row, position) in enumerate(firsts):
-        number[position] = r * most + np.arange(len(row))
+    elsewhere = np.append(rows[1:], len(positions)) - 1  # the next row has another token
+    number = np.empty(total + 1, dtype=np.int64)  # index of each sent token
+    for source, (row, position) in enumerate(firsts):
+        number[position] = source * most + np.arange(len(row))
     number[total] = 0
     taken[elsewhere] = len(positions) + number[positions[elsewhere] + 1]
     taken[np.isin(positions + 1, ends)] = len(positions) + layout.cp_size * most
@@ -299,9 +355,9 @@ def successors(
 
 
 def _firsts(spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
-    """(row, position) of each token of a shard that does not follow the token in the row before.
+    """Return row and position of each token that does not follow the token in the row before.
 
-    Tokens of a span with a stride are such each.
+    All tokens of a span with a stride are such tokens.
     """
     start, stride, length = np.array(spans, dtype=np.int64).T
     count = np.where(stride == 1, 1, length)

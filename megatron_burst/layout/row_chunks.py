@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row chunks: parts of every shard whose queries attend one behind the other.
+"""Row chunks: parts of every shard whose queries attend one after another.
 
-Decides which rows are in a chunk: the same ones on every rank, so that exchanges among ranks that
-share heads stay even, and, where a layout mirrors early and late positions, as many of both, so
-that chunks are as balanced as the whole shard.
+This module decides the rows of each chunk. They are the same on every rank, so that exchanges among
+ranks that share heads stay even. If a layout mirrors early and late positions, a chunk has equally
+many of both, so that chunks are as balanced as the whole shard.
 """
 
 from __future__ import annotations
@@ -21,29 +21,40 @@ Run = tuple[int, int]  # first row, stop
 
 
 def row_chunks(layout: Layout, rows: int, count: int, blocks: int = 1) -> tuple[np.ndarray, ...]:
-    """`count` int64 arrays: the rows of a shard in each chunk, ascending; a partition of `rows`.
+    """Return the rows of a shard in each chunk: ascending int64 arrays that partition `rows`.
 
-    The shard is `blocks` equal runs of rows, one per rank of sequence parallelism; a chunk has
-    equally many rows of each. Chunks differ by at most one row per block; of more chunks than rows
-    some are empty. With a zigzag layout a chunk takes the c-th piece of the early half and the
-    c-th piece from the end of the late half.
+    The shard has `blocks` equal runs of rows, one per rank of sequence parallelism. A chunk has
+    equally many rows of each run. Chunks differ by at most one row per block. If there are more
+    chunks than rows, some are empty. With a zigzag layout a chunk takes the c-th piece of the early
+    half and the c-th piece from the end of the late half.
+
+    Args:
+        layout: The layout.
+        rows: Rows of a shard.
+        count: Number of chunks.
+        blocks: Number of blocks of rows.
     """
     return tuple(rows_of(chunk) for chunk in chunk_runs(layout, rows, count, blocks))
 
 
 def rows_of(runs: Sequence[Run]) -> np.ndarray:
-    """int64: the rows of these runs."""
+    """Return the rows of some runs, int64."""
     return np.concatenate([np.arange(0), *(np.arange(*run) for run in runs)])
 
 
 def chunk_runs(layout: Layout, rows: int, count: int, blocks: int = 1) -> list[list[Run]]:
-    """The chunks of `row_chunks` as ascending runs of rows. Takes no longer for longer runs."""
+    """Return the chunks of `row_chunks` as ascending runs of rows.
+
+    The time is independent of the length of the runs.
+    """
     parts = [0, *accumulate(_mirrored(layout, rows))]
-    each = rows // blocks
+    block_rows = rows // blocks
     chunks: list[list[Run]] = [[] for _ in range(count)]
     for block in range(blocks):
-        first, end = block * each, (block + 1) * each
-        cuts = [_cut(parts, first, end, each * c // count) for c in range(count + 1)]
+        first, end = block * block_rows, (block + 1) * block_rows
+        cuts = [
+            _progress(parts, first, end, block_rows * index // count) for index in range(count + 1)
+        ]
         for chunk, (before, after) in zip(chunks, pairwise(cuts), strict=True):
             for begin, stop in _between(before, after):
                 if chunk and chunk[-1][1] == begin:
@@ -53,8 +64,10 @@ def chunk_runs(layout: Layout, rows: int, count: int, blocks: int = 1) -> list[l
 
 
 def _mirrored(layout: Layout, rows: int) -> list[int]:
-    """Rows of each part of a shard whose first row is as early as its last row is late, and so on
-    inwards: of each document, or of the sequence; none where the layout has no such parts.
+    """Return the rows of each part of a shard that mirrors early and late positions.
+
+    In such a part the first row is as early as the last row is late, and so on inwards. The parts
+    are documents or the sequence; the list is empty if the layout has no such parts.
     """
     if isinstance(layout, DocumentZigzag):
         return [2 * n for n in (np.diff(layout.bounds) // (2 * layout.cp_size)).tolist() if n]
@@ -62,8 +75,13 @@ def _mirrored(layout: Layout, rows: int) -> list[int]:
 
 
 class _BlockProgress(NamedTuple):
-    """Rows of a block that have had their turn: those before `early`, and of the part with this
-    number those from `late` to its `end`.
+    """The rows of a block that earlier chunks have taken.
+
+    Attributes:
+        part: Index of the current part.
+        early: Rows before this one are taken.
+        late: Rows of the part from this one to `end` are taken.
+        end: End of the part's rows in this block.
     """
 
     part: int
@@ -72,11 +90,17 @@ class _BlockProgress(NamedTuple):
     end: int
 
 
-def _cut(parts: Sequence[int], first: int, end: int, turns: int) -> _BlockProgress:
-    """After so many turns in the block of rows from `first` to `end`; parts: where each begins.
+def _progress(parts: Sequence[int], first: int, end: int, turns: int) -> _BlockProgress:
+    """Return the progress in the block of rows `first` to `end` after `turns` rows.
 
-    A part's rows have their turns from both ends inwards, an early one before the late one of its
-    pair; a part begins when the one before has ended.
+    The rows of a part are taken from both ends inwards, an early row before the late row of its
+    pair. A part begins when the part before it is finished.
+
+    Args:
+        parts: First row of each part, and the number of rows.
+        first: First row of the block.
+        end: End of the block.
+        turns: Number of rows that are taken.
     """
     row = first + turns
     if len(parts) == 1:
@@ -86,7 +110,7 @@ def _cut(parts: Sequence[int], first: int, end: int, turns: int) -> _BlockProgre
     middle = (begin + stop) // 2
     left, right = max(first, begin), min(end, stop)  # its rows in this block
     early, late = max(0, min(end, middle) - left), max(0, right - max(first, middle))
-    # Where the block has both, by how many pairs the late ones begin farther inwards.
+    # If the block has both halves: number of pairs by which the late rows begin farther inwards.
     inwards = (stop - right) - (left - begin)
     taken = row - left
     of_early = min(max((taken + inwards + 1) // 2, taken - late, 0), early, taken)
@@ -94,9 +118,9 @@ def _cut(parts: Sequence[int], first: int, end: int, turns: int) -> _BlockProgre
 
 
 def _between(before: _BlockProgress, after: _BlockProgress) -> Iterator[Run]:
-    """The rows that have their turn after one cut and before another, as ascending runs."""
+    """Yield the rows that are taken between two states, as ascending runs."""
     if before.part == after.part:
-        found = [(before.early, after.early), (after.late, before.late)]
+        runs = [(before.early, after.early), (after.late, before.late)]
     else:
-        found = [(before.early, before.late), (before.end, after.early), (after.late, after.end)]
-    yield from ((begin, stop) for begin, stop in found if begin < stop)
+        runs = [(before.early, before.late), (before.end, after.early), (after.late, after.end)]
+    yield from ((begin, stop) for begin, stop in runs if begin < stop)

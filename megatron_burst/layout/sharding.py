@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts a tensor into the shards of a layout, and joins shards again.
+"""Functions that cut a tensor into the shards of a layout, and join shards.
 
-For inputs and results: attention works on shards and never calls this. Decides how numbers of rows
-reach a device: not at all where a few slices say the same, else without the host waiting.
+They are for inputs and results: attention works on shards and never calls them. This module decides
+how row numbers reach a device. It sends none if a few slices are equivalent, and otherwise sends
+them without a wait of the host.
 """
 
 from __future__ import annotations
@@ -14,14 +15,28 @@ import torch
 
 from .layouts import Layout
 
-SLICES = 8  # of so many spans at most, slices are joined: no numbers of rows are made and sent
+SLICES = 8  # up to this many spans, slices are joined and no row numbers are sent to the device
 
 
 def shard(x: torch.Tensor, layout: Layout, rank: int, *, dim: int = 0) -> torch.Tensor:
-    """The rows of `x` that `rank` holds, in shard order.
+    """Return the rows of a tensor that a rank holds, in shard order.
 
-    x: the whole sequence, S rows along `dim`; any dtype and device. Returns a copy with S / cp_size
-    rows along `dim`. Raises ValueError where S does not fit the layout.
+    Args:
+        x: The whole sequence, S rows along `dim`; any dtype and device.
+        layout: The layout.
+        rank: The rank.
+        dim: Dimension of the sequence.
+
+    Returns:
+        A copy with S / cp_size rows along `dim`.
+
+    Raises:
+        ValueError: An argument is invalid, or the layout cannot split S rows.
+
+    Example:
+        >>> layout = mb.layout.make("zigzag", cp_size=2)
+        >>> mb.shard(torch.arange(8), layout, rank=0)
+        tensor([0, 1, 6, 7])
     """
     _check(layout)
     _check_tensor("x", x, dim)
@@ -29,14 +44,29 @@ def shard(x: torch.Tensor, layout: Layout, rank: int, *, dim: int = 0) -> torch.
     if len(spans) > SLICES:
         return x.index_select(dim, to_device(layout.positions(rank, x.shape[dim]), x.device))
     before = (slice(None),) * (dim % x.dim())
-    parts = [x[(*before, slice(start, start + stride * n, stride))] for start, stride, n in spans]
-    return torch.cat(parts, dim).contiguous()  # cat may keep an order of strides of its inputs
+    parts = [
+        x[(*before, slice(start, start + stride * length, stride))]
+        for start, stride, length in spans
+    ]
+    return torch.cat(parts, dim).contiguous()  # cat may keep the stride order of its inputs
 
 
 def unshard(parts: Sequence[torch.Tensor], layout: Layout, *, dim: int = 0) -> torch.Tensor:
-    """The whole sequence from the shards of ranks 0, 1, ..., joined along `dim`: undoes `shard`.
+    """Return the whole sequence from the shards of all ranks: the inverse of `shard`.
 
-    Raises ValueError where there are not as many parts, or rows in them, as the layout says.
+    Args:
+        parts: Shards of ranks 0, 1, ...
+        layout: The layout.
+        dim: Dimension of the sequence.
+
+    Raises:
+        ValueError: The number of parts, or of their rows, does not match the layout.
+
+    Example:
+        >>> layout = mb.layout.make("zigzag", cp_size=2)
+        >>> x = torch.arange(8)
+        >>> mb.unshard([mb.shard(x, layout, rank) for rank in range(2)], layout)
+        tensor([0, 1, 2, 3, 4, 5, 6, 7])
     """
     _check(layout)
     if len(parts) != layout.cp_size:
@@ -45,17 +75,17 @@ def unshard(parts: Sequence[torch.Tensor], layout: Layout, *, dim: int = 0) -> t
         _check_tensor("parts", part, dim)
     seq_len = sum(part.shape[dim] for part in parts)
     order: list[np.ndarray] = [layout.positions(rank, seq_len) for rank in range(layout.cp_size)]
-    wanted, rows = [len(p) for p in order], [part.shape[dim] for part in parts]
-    if rows != wanted:
-        raise ValueError(f"parts: layout {layout.name} gives the ranks rows {wanted}, got {rows}")
+    expected, rows = [len(positions) for positions in order], [part.shape[dim] for part in parts]
+    if rows != expected:
+        raise ValueError(f"parts: layout {layout.name} gives the ranks rows {expected}, got {rows}")
     index = to_device(np.argsort(np.concatenate(order)), parts[0].device)
     return torch.cat(list(parts), dim=dim).index_select(dim, index)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """`array` as a tensor on `device`; on the CPU the two share memory.
+    """Return `array` as a tensor on `device`; on the CPU the two share memory.
 
-    The host waits for no GPU: it copies into pinned memory, which the GPU reads in its own time.
+    The host does not wait for a GPU: it copies into pinned memory, which the GPU reads later.
     """
     host = torch.from_numpy(array)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

@@ -57,7 +57,7 @@ BAD = {
     "patch --check pyproject.toml": "no megatron/core/package_info.py in there",
     # advise
     "advise --gpus 8 --seq 128K": "--model is needed",
-    "advise --model llama3-8b --gpus 8 --gpu h99 --seq 128K": "--gpu h99: unknown; use one of a100-40g",
+    "advise --model llama3-8b --gpus 8 --gpu h99 --seq 128K": "--gpu h99: unknown; use one of",
     "advise --model llama3-8b --gpus 8 --seq 128K --sbatch --json": "give one of them",
     "advise --model llama3-8b --seq 128K": "--gpus is needed",
     "advise --model gpt9 --gpus 8 --seq 64K": "--model gpt9",

@@ -393,8 +393,8 @@ REFUSED = [
     ({"per_node": -2}, "per_node must divide the 4 ranks, got -2"),
     ({"per_node": 2.0}, "per_node must be an integer, got 2.0"),
     ({"per_node": True}, "per_node must be an integer, got True"),
-    ({"windows": ()}, r"windows: name at least one kind of layer, got \(\)"),
-    ({"windows": 5}, "windows: name at least one kind of layer, got 5"),
+    ({"windows": ()}, r"windows: needs at least one kind of layer, got \(\)"),
+    ({"windows": 5}, "windows: needs at least one kind of layer, got 5"),
     ({"windows": [(-1, 0)]}, r"windows must hold \(left, right\) .*, got \(-1, 0\)"),
     ({"windows": [(1.0, 0)]}, r"windows must hold .*, got \(1.0, 0\)"),
     ({"windows": [(True, 0)]}, r"windows must hold .*, got \(True, 0\)"),
@@ -414,7 +414,7 @@ REFUSED = [
     ({"row_cost": ("1", True)}, "row_cost must hold two numbers"),
     ({"cp_size": 0}, "cp_size must be at least 1, got 0"),
     ({"cp_size": "4"}, "cp_size must be an integer, got '4'"),
-    ({"block": 4}, "block goes with layout block_striped, got balanced with block=4"),
+    ({"block": 4}, "block requires layout block_striped, got balanced with block=4"),
 ]
 
 
@@ -429,7 +429,7 @@ def test_what_is_no_batch_is_refused(given_, words):
 @pytest.mark.parametrize("key", ["per_node", "windows", "padding", "row_cost"])
 def test_other_layouts_take_none_of_it(name, key):
     value = {"per_node": 2, "windows": (CAUSAL,), "padding": (0,), "row_cost": (1, 2)}[key]
-    with pytest.raises(ValueError, match=f"{key} goes with layout balanced, got {name} with {key}"):
+    with pytest.raises(ValueError, match=f"{key} requires layout balanced, got {name} with {key}"):
         mb.layout.make(name, cp_size=2, **{key: value})
 
 

@@ -88,7 +88,7 @@ def test_zigzag_goes_up_and_back():
 @pytest.mark.parametrize(
     ("layout", "bounds", "message"),
     [
-        (mb.layout.make("zigzag", cp_size=2), [0, 4], "documents end at 4, and the sequence has 8"),
+        (mb.layout.make("zigzag", cp_size=2), [0, 4], "documents end at 4, but the sequence has 8"),
         (mb.layout.make("striped", cp_size=2), None, "layout striped: every row's predecessor"),
         (mb.layout.make("block_striped", cp_size=2, block=2), None, "layout block_striped"),
         ("zigzag", None, "layout: give one that mb.layout.make made, got 'zigzag'"),
@@ -139,7 +139,7 @@ def test_pieces_of_a_tree_continue_the_end_of_the_segment_above():
     with pytest.raises(ValueError, match="backward: pieces of a tree"):
         found.backward()
     layout = mb.layout.make("contiguous", cp_size=2)
-    with pytest.raises(ValueError, match="tree: goes without cu_seqlens"):
+    with pytest.raises(ValueError, match="tree: mutually exclusive with cu_seqlens"):
         chains(layout, 8, [0, 8], tree=tree)
-    with pytest.raises(ValueError, match="tree: it has 8 rows, and the sequence 10 positions"):
+    with pytest.raises(ValueError, match="tree: it has 8 rows, but the sequence has 10 positions"):
         chains(layout, 10, tree=tree)

@@ -161,7 +161,7 @@ WRONG = {
     "a tree that is none": (lambda: mb.layout.make("balanced", cp_size=2, tree=3), "tree must be"),
     "tree and documents": (
         lambda: mb.layout.make("balanced", cp_size=1, tree=mb.trees.pack([[1]]), cu_seqlens=[0, 1]),
-        "tree: goes without",
+        "tree: mutually exclusive",
     ),
     "rows": (
         lambda: mb.layout.make("balanced", cp_size=2, tree=mb.trees.pack([[1]])),
@@ -198,7 +198,7 @@ WRONG = {
         lambda: mb.layout.make(
             "balanced", cp_size=1, tree=mb.trees.pack([[1]]), windows=[(None, None)]
         ),
-        "no row of a tree sees rows after it",
+        "a row of a tree does not see later rows",
     ),
     "bounds out of range": (
         lambda: mb.masks.Tree([2, 4, 3]),
