@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.report import machine
 
-from .cells import HEADS, REGIMES, RIVALS, Cell
+from .cells import HEADS, REGIMES, Cell
 from .enclosure import Unavailable, enclosed
 from .network import WIRINGS
 from .problems import DOCUMENTS
@@ -72,10 +72,7 @@ def parser() -> argparse.ArgumentParser:
     compare.add_argument("--seeds", default="0-11", help="of packed documents (default: 0-11)")
     compare.add_argument("--forecast", action="store_true", help="also say what is predicted")
     compare.add_argument("--append", action="store_true", help="add to the records that there are")
-    trace = commands.add_parser("trace", help="events of one run, for `megatron-burst trace`")
-    trace.set_defaults(run=_trace)
-    trace.add_argument("--rival", default="burst query", help="default: burst query")
-    for command, file in ((bench, "results"), (compare, "compared"), (trace, "trace")):
+    for command, file in ((bench, "results"), (compare, "compared")):
         _add_settings(command)
         command.add_argument("--out", type=Path, default=RESULTS / f"{file}.json", metavar="X.json",
                              help="to write; of bench X.csv and X.png, too")  # fmt: skip
@@ -250,26 +247,6 @@ def _chart(arguments: Arguments) -> int:
     heatmap.draw([one for path in arguments.csv for one in load(path)], arguments.png)
     print(f"wrote {arguments.png}")
     return 0
-
-
-def _trace(arguments: Arguments) -> int:
-    named = [rival for rival in RIVALS if rival.name == arguments.rival]
-    if not named:
-        raise ValueError(f"--rival {arguments.rival}: there are {[r.name for r in RIVALS]}")
-    _, (cell, *more) = settings(EVERY._replace(regimes="balanced"), arguments)
-    if more:
-        raise ValueError("a trace is of one cell: give one grid, rate, kind of heads and regime")
-
-    def inside() -> int:
-        from megatron_burst.plugins.tools.trace import record
-
-        from . import bench
-
-        record.save(bench.trace_cell(cell, named[0], say), arguments.out)
-        print(f"megatron-burst trace --events {arguments.out} --out FILE")
-        return 0
-
-    return enclosed(inside)
 
 
 def _faults(arguments: Arguments) -> int:

@@ -17,11 +17,10 @@ from statistics import median
 from typing import Any
 
 from megatron_burst.autotune.rates import Rates
-from megatron_burst.plugins.tools.trace.record import Trace
 
 from . import groups, measure, predict, record
 from .cells import CHOSEN, REGIMES, Cell, Rival
-from .mail import LINKS, PASSES
+from .mail import LINKS
 from .network import Network
 from .ranks import RankError, Ranks
 from .record import Record, Run, Work
@@ -101,26 +100,6 @@ def run_cells(
                     found = _one_cell(ranks, cell, suite, works, repeats, forecast, say)
                     found["refused"] = refused + found["refused"]
                     yield found
-
-
-def trace_cell(cell: Cell, rival: Rival, say: Say) -> Trace:
-    """The events of one run of a rival, the second after the warm-up."""
-    with cluster(cell.network) as ranks:
-        works, refused = _prepared(ranks, cell, [rival], say)
-        if refused:
-            raise ValueError("{name} {reason}".format(**refused[0]))
-        speed = _speed(cell, rival, works[rival])
-        ranks.run(measure.timed, rival.name, speed)
-        say(f"{rival.name}: traced")
-        answers = ranks.run(measure.trace, rival.name, speed)
-    runs = [run for _, run in answers]
-    record.check(rival.name, works[rival], runs)
-    marks = [
-        (p, min(run.clock[p][0] for run in runs), max(run.clock[p][1] for run in runs))
-        for p in PASSES
-    ]
-    title = f"{rival.name}, {cell.grid}, {cell.heads}, {cell.rates} bit/s, {cell.regime}"
-    return Trace(title, tuple(event for events, _ in answers for event in events), tuple(marks))
 
 
 def _prepared(

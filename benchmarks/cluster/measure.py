@@ -9,9 +9,7 @@ handed back.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,8 +22,6 @@ import megatron_burst as mb
 from megatron_burst.comm.process_groups import new_group, process_group, timeout_of
 from megatron_burst.comm.transport import Channel
 from megatron_burst.execution.job import Pass
-from megatron_burst.plugins.tools.trace.local import profiled
-from megatron_burst.plugins.tools.trace.record import TraceEvent, events_of
 
 from . import emulated, mail, rounding, whole
 from .cells import WIRES, Problem, Rival
@@ -246,16 +242,6 @@ def timed(state: State, name: str, speed: float | None) -> Run:
     error = torch.tensor([0.0, *errors]).max().item()  # of no number, too
     counted = {link: sum(getattr(x, link) for x in all_counters) for link in LINKS}
     return Run({"forward": forward, "backward": backward}, sent, counted, error, most=1.0)
-
-
-def trace(state: State, name: str, speed: float | None) -> tuple[list[TraceEvent], Run]:
-    """What this rank did in one timed run, and the run."""
-    with tempfile.TemporaryDirectory(prefix="profile-") as folder:
-        path = Path(folder) / "profile.json"
-        with profiled(path):
-            run = timed(state, name, speed)
-        events = events_of(json.loads(path.read_text()))
-    return [event._replace(rank=state["rank"]) for event in events], run
 
 
 def worst_error(

@@ -13,7 +13,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {
     "accuracy": ["| one device", "| fp32 wire, side query | 4 ", "| emulated 16-bit ring"],
     "host": ["| 8     | dense ", "| 100 documents, padded ", "| 2 head chunks ", "| ulysses "],
-    "masks": ["| causal ", "| zigzag in documents |", "| backward "],
     "lm_head": ["| single_pass ", "| torch_chunked ", "bytes per byte of tile", "bytes per token",
                 "| linear_logprobs ", "| logprobs_checkpointed "],
     "prepare": ["| one all-gather of headers", "| 100 documents, causal"],
