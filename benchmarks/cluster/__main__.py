@@ -35,14 +35,14 @@ def main() -> int:
 
 
 def quiet() -> None:
-    """For all processes that start from here on."""
+    """Silence warnings of all processes that start after this call."""
     # torch warns about every address that has no host name, and here none has
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def where_there_is_a_cluster(run: Callable[[], int]) -> int:
-    """Its exit status; 2 with a line that says why where it cannot run."""
+    """Return the exit status of `run`; 2, with the reason, if there can be no cluster here."""
     try:
         return run()
     except Unavailable as error:
@@ -53,7 +53,7 @@ def where_there_is_a_cluster(run: Callable[[], int]) -> int:
 
 
 def say(text: str) -> None:
-    """What runs now, on stderr: tables go to stdout."""
+    """Print progress to stderr; tables go to stdout."""
     print(f"  {time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
@@ -101,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_settings(command: argparse.ArgumentParser) -> None:
-    """What a suite says itself if nobody else does."""
+    """Add options that override the settings of a suite."""
     add = command.add_argument
     add("--grids", help="nodes x ranks, comma-separated")
     add("--rates", help="inter/intra bit/s, comma-separated")
@@ -111,7 +111,7 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
 
 
 def settings(suite: Suite, arguments: Arguments) -> tuple[Suite, list[Cell]]:
-    """A suite as the arguments change and narrow it, and its cells."""
+    """Return a suite as the arguments change it, and its cells."""
     given = {name: value for name in SETTINGS if (value := getattr(arguments, name)) is not None}
     for name in NARROWED:
         words, every = getattr(arguments, name, None), getattr(suite, name)
@@ -186,8 +186,11 @@ def _compare(arguments: Arguments) -> int:
 
 
 def _verdict(records: list[dict[str, Any]]) -> int:
-    """Print which rivals were refused. Returns the exit status: 1 if results or bytes of one were
-    wrong; a rival that cannot run in a setting is no failure."""
+    """Print the refused rivals and return the exit status.
+
+    The status is 1 if results or bytes of a rival were wrong. A rival that cannot run in a setting
+    is no failure.
+    """
     from . import table
 
     if lines := table.refusals(records):
@@ -201,7 +204,7 @@ def _verdict(records: list[dict[str, Any]]) -> int:
 def _measured(
     jobs: dict[str, tuple[Suite, list[Cell]]], arguments: Arguments
 ) -> list[dict[str, Any]] | None:
-    """The records, old and new; None if ranks failed. They reach the disk after every cell."""
+    """Return old and new records, None if ranks failed; each cell is written to disk at once."""
     from . import table, whole
     from .bench import run_cells
     from .ranks import RankError

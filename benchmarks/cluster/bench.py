@@ -1,7 +1,8 @@
-"""Runs the cells: every rival in turn, again and again, and between them the plain links.
+"""Runs of all cells: every rival in turn, several times, and plain transfers between them.
 
-Decides the order (rivals interleaved, so that whatever else the machine does hits all alike) and
-what goes on after the first round. What is written down is `record`'s, what a time means `table`'s.
+This module decides the order (rivals are interleaved, so that other load affects all of them) and
+which rivals continue after the first round. `record` decides what is stored, `table` what a time
+means.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Runs = dict[str, list[list[Run]]]  # rival -> its runs, each on all ranks
 
 @contextmanager
 def cluster(network: Network, preload: Sequence[str] = ()) -> Iterator[Ranks]:
-    """The ranks of a network, which is built and destroyed around them."""
+    """Yield the ranks of a network, which is built before and destroyed after."""
     with built(network), Ranks(network, TIMEOUT, preload) as ranks:
         yield ranks
 
@@ -53,10 +54,11 @@ def in_turn(
     ranks: Ranks, names: Iterable[str], repeats: int, call: Sequence[Any], say: Say,
     slow: Callable[[Runs], Iterable[str]] = lambda _: (),
 ) -> tuple[Runs, Record]:  # fmt: skip
-    """The runs of every rival, and what was found between rounds: "plain" rates and "load".
+    """Return the runs of every rival, and "plain" rates and "load" of each round.
 
-    call: a function of a rank, and what it is given behind the rival's name. slow: those with which
-    a first round is enough.
+    Args:
+        call: Function of a rank and its arguments after the rival's name.
+        slow: Rivals for which one round is enough.
     """
     runs: Runs = {name: [] for name in names}
     found: Record = {"plain": {link: [] for link in LINKS}, "load": []}
@@ -74,8 +76,10 @@ def in_turn(
 
 
 def plain_rates(ranks: Ranks) -> dict[str, float]:
-    """Payload bits per second that each link class carries, from first start to last end; the
-    best of three, because what else the machine does can only slow it."""
+    """Return payload bits per second of each link class, from first start to last end.
+
+    The best of three counts, because other load can only slow transfers.
+    """
     best: dict[str, float] = {}
     sizes = {link: int(TRANSFER * ranks.network.rates.of(link) / 8) for link in LINKS}
     for _ in range(3):
@@ -89,8 +93,12 @@ def plain_rates(ranks: Ranks) -> dict[str, float]:
 def run_cells(
     cells: Iterable[Cell], suite: Suite, repeats: int, forecast: bool, say: Say
 ) -> Iterator[Record]:
-    """One record per cell; `say` is told before each run what it will be. forecast: measure rates
-    as `auto` does, and add what it predicts."""
+    """Yield one record per cell.
+
+    Args:
+        forecast: Measure rates as `auto` does, and add the prediction.
+        say: Called before each run with its name.
+    """
     for network, some in groupby(cells, lambda c: c.network):
         with cluster(network) as ranks:
             for _, group in groupby(some, lambda c: c.problem()):
@@ -105,9 +113,9 @@ def run_cells(
 def _prepared(
     ranks: Ranks, cell: Cell, rivals: Sequence[Rival], say: Say
 ) -> tuple[dict[Rival, list[Work]], list[Record]]:
-    """Warm up and check every rival that no cell has to choose for.
+    """Warm up and check every rival whose settings do not depend on the cell.
 
-    Returns the rivals that can run, and name, reason and `wrong` of each of the others.
+    Return the rivals that can run, and name, reason and `wrong` of each refused one.
     """
     problem = cell.problem()
     works: dict[Rival, list[Work]] = {}
@@ -130,9 +138,9 @@ REFUSALS = {"ValueError": False, "Inaccurate": True}  # raised on ranks -> are r
 
 @contextmanager
 def refusal(name: str, refused: list[Record]) -> Iterator[None]:
-    """Add to `refused` a rival that cannot run or whose results are wrong, with the reason.
+    """Add a rival that cannot run or has wrong results to `refused`, with the reason.
 
-    Other errors end the benchmark: after them the ranks cannot go on.
+    Other errors end the benchmark, because the ranks cannot continue after them.
     """
     try:
         yield
@@ -192,12 +200,12 @@ def _one_cell(
 
 
 def _chosen(rival: Rival) -> bool:
-    """Is how it runs decided in each cell?"""
+    """Return true if the rival's settings are chosen in each cell."""
     return rival.algorithm == "auto" or rival.layout in (CHOSEN, *groups.PLANNERS)
 
 
 def _late(ranks: Ranks, cell: Cell, rival: Rival, rates: Rates | None) -> list[Work]:
-    """A rival that goes by the rates of its cell, warmed up and checked."""
+    """Warm up and check a rival whose settings depend on the rates of its cell."""
     assert rates is not None
     if rival.layout in groups.PLANNERS:
         plan = groups.planned(rival.layout, cell, rates)
@@ -214,8 +222,10 @@ def _late(ranks: Ranks, cell: Cell, rival: Rival, rates: Rates | None) -> list[W
 
 
 def slower(runs: Mapping[Rival, list[list[Run]]]) -> dict[str, tuple[float, str]]:
-    """Rivals that take clearly longer than another one of the same algorithm and layout: how many
-    times as long, and as which."""
+    """Return rivals that are clearly slower than another one of the same algorithm and layout.
+
+    Each maps to its time over the other's and the other's name.
+    """
     times = {r: median(sum(x.values()) for x in record.seconds(done)) for r, done in runs.items()}
     found = {}
     for rival, seconds in times.items():
@@ -227,14 +237,16 @@ def slower(runs: Mapping[Rival, list[list[Run]]]) -> dict[str, tuple[float, str]
 
 
 def _predicted(cell: Cell, rival: Rival, rates: Rates) -> float | None:
-    """Predicted seconds; None of "auto", whose words say it."""
+    """Return predicted seconds; None for "auto", whose description contains them."""
     found = None if _chosen(rival) else predict.predict(cell, rival, rates)
     return found and found.seconds
 
 
 def _speed(cell: Cell, rival: Rival, works: Sequence[Work]) -> float | None:
-    """FLOP/s at which burst's compute takes REGIMES[regime] times as long as its links are busy, in
-    the layout of this rival; 0.0 for compute that takes no time, None for real compute."""
+    """Return FLOP/s at which burst computes REGIMES[regime] times as long as its links are busy.
+
+    The layout is the rival's. 0.0 means compute that takes no time, None real compute.
+    """
     if cell.regime == "real":
         return None
     share = REGIMES[cell.regime]

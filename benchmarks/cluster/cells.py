@@ -1,4 +1,4 @@
-"""What is measured: problems, rivals, and the cells of the table they meet in. Plain data."""
+"""Problems, rivals, and the cells in which they meet, as plain data."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ WIRES = {"fp32": 4, "bf16": 2}  # dtype of tensors, or of partial results that t
 
 
 class Problem(NamedTuple):
-    """One attention, batch 1: `tokens` per rank.
+    """One attention, batch 1.
 
-    mask: its name (`problems`). wire, dtype: keys of `WIRES`, of what travels and of the tensors.
+    Attributes:
+        tokens: Tokens per rank.
+        mask: Name of the mask (`problems`).
+        wire: Key of `WIRES`, the dtype on the wire.
+        dtype: Key of `WIRES`, the dtype of the tensors.
     """
 
     tokens: int
@@ -33,7 +37,7 @@ class Problem(NamedTuple):
 
     @property
     def flops_per_pair(self) -> int:
-        """Of one (query, key) pair in forward, multiply and add counted apart, QK and PV."""
+        """Return FLOPs of one (query, key) pair in forward, multiply and add counted separately."""
         return 4 * self.heads * self.width
 
 
@@ -41,9 +45,11 @@ CHOSEN = "chosen"
 
 
 class Rival(NamedTuple):
-    """One way of running `mb.attention`. algorithm "auto": chosen in each cell, from its rates.
+    """One way to run `mb.attention`.
 
-    layout: a key of `cuts.LAYOUTS` or of `groups.PLANNERS`, or CHOSEN: in each cell, by forecast.
+    Attributes:
+        algorithm: Name of the algorithm; "auto" is chosen in each cell from its rates.
+        layout: Key of `cuts.LAYOUTS` or `groups.PLANNERS`, or CHOSEN: by forecast in each cell.
     """
 
     name: str
@@ -80,9 +86,11 @@ RIVALS = (
 
 
 class Cell(NamedTuple):
-    """One block of the table: all rivals in one setting.
+    """One setting, in which all rivals run.
 
-    wiring: a key of `network.WIRINGS`. mask, wire, width, dtype: as of `Problem`.
+    Attributes:
+        wiring: Key of `network.WIRINGS`.
+        mask, wire, width, dtype: Same as in `Problem`.
     """
 
     nodes: int

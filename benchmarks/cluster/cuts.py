@@ -1,8 +1,8 @@
-"""How the ranks share the tokens of a problem, by the layout that a rival asks for.
+"""Distribution of a problem's tokens over ranks, by the layout of a rival.
 
 All rivals compute the same attention of the same tokens; a rank holds other tokens in each layout.
 "documents" is Megatron's layout of packed documents. It needs lengths that are multiples of
-2 x ranks, so every document gets padding behind its last token, and the ranks hold a few rows more.
+2 x ranks, so every document gets padding behind its last token.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ UNKNOWN = float("nan")  # in a truth: nothing is known of this entry
 
 
 class Cut(NamedTuple):
-    """A layout, the mask over the rows that it lays out, and of each of these rows its token, -1
-    where it is padding. Padding lies behind the tokens of its document, which never see it."""
+    """A layout, the mask over its rows, and the token of each row, -1 for padding.
+
+    Padding follows the tokens of its document, which never see it.
+    """
 
     layout: Layout
     mask: Mask
     tokens: np.ndarray
 
     def shard(self, x: torch.Tensor, rank: int, padding: torch.Tensor | float) -> torch.Tensor:
-        """The rows of `rank`, of `x`: tokens along dim 0. padding: what its rows hold."""
+        """Return the rows of `rank` from `x` (tokens in dim 0), with `padding` in padding rows."""
         rows = x[torch.from_numpy(np.maximum(self.tokens, 0))]
         empty = torch.from_numpy(self.tokens < 0)
         if isinstance(padding, torch.Tensor):
@@ -47,10 +49,12 @@ class Cut(NamedTuple):
 
 
 def cut(name: str, mask: str, length: int, nodes: int, per_node: int) -> Cut:
-    """`length` tokens under the mask of this name (`problems`), cut by the layout of that name.
+    """Cut `length` tokens under the named mask by the named layout.
 
-    "balanced" may be followed by two numbers, its `row_cost`. Raises ValueError for a layout that
-    there is not, or that the mask has no documents for.
+    "balanced" may be followed by two numbers, its `row_cost`.
+
+    Raises:
+        ValueError: The layout is unknown, or the mask has no documents for it.
     """
     size, bounds = nodes * per_node, bounds_of(mask, length)
     name, *numbers = name.split()
@@ -72,8 +76,11 @@ def cut(name: str, mask: str, length: int, nodes: int, per_node: int) -> Cut:
 
 
 def each_document(bounds: Sequence[int], some: Sequence[int], size: int) -> Cut:
-    """The documents of these numbers, zigzag of each over `size` ranks. bounds: cumulative lengths
-    of all documents."""
+    """Return the numbered documents, each in zigzag over `size` ranks.
+
+    Args:
+        bounds: Cumulative lengths of all documents.
+    """
     lengths, multiple = np.diff(bounds)[[*some]], 2 * size
     padded = np.concatenate([[0], np.cumsum(-(-lengths // multiple) * multiple)])
     tokens, first = np.full(padded[-1], -1), np.repeat(padded[:-1], lengths)

@@ -1,10 +1,9 @@
-"""Compute that takes as long as on a device of a given speed, with results that are right.
+"""Compute that takes as long as on a device of a stated speed, with correct results.
 
-Eight ranks on two cores cannot show what overlaps with what. Here a kernel computes every pair of
-chunks once, for real, and remembers the result; from then on it answers from memory and sleeps
-for FLOPs / speed. What it remembers it finds by the content of the tensors it is given (samples of
-every head), so a chunk that did not arrive, or another's, is an error and not a timing.
-Times so made are labelled "emulated". Everything but the local attention runs as it always does.
+Eight ranks on two cores cannot overlap compute. A kernel computes every pair of chunks once and
+keeps the result. Later calls return the kept result and sleep for FLOPs / speed. A result is found
+by the content of its tensors (samples of every head), so a chunk that did not arrive is an error
+and not a timing. Such times are labelled "emulated". Only the local attention is replaced.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Key = tuple[Any, ...]
 
 @dataclass
 class Memory:
-    """Results of pairs by what went in; `open` while results may be computed and added."""
+    """Results of pairs by their inputs; results may be added while `open` is true."""
 
     open: bool = True
     found: dict[Key, Any] = field(default_factory=dict)
@@ -45,10 +44,13 @@ class Memory:
 
 @dataclass
 class EmulatedKernel:
-    """A kernel around a real one. speed: FLOP/s, None for no time at all.
+    """A kernel around a real one.
 
-    flops_per_head: of one visible (query, key) pair in forward. slack: by how much sums of lse and
-    delta may differ from those of the run that computed: outputs that travelled are rounded.
+    Attributes:
+        speed: FLOP/s, None for compute that takes no time.
+        flops_per_head: FLOPs of one visible (query, key) pair in forward.
+        slack: Allowed difference of the sums of lse and delta from those of the first run, because
+            outputs that were sent are rounded.
     """
 
     real: Kernel
@@ -99,7 +101,7 @@ class EmulatedKernel:
         self._take(begin, rows.q.shape[2], work, BACKWARD)
 
     def _take(self, begin: float, heads: int, work: Any, factor: float) -> None:
-        """Sleep until as much time has passed as the device would have needed."""
+        """Sleep until the device's time has passed."""
         if self.speed is None or not self.memory.found:
             return
         flops = factor * self.flops_per_head * heads * visible(work)
@@ -108,8 +110,10 @@ class EmulatedKernel:
 
 @contextmanager
 def urgent(emulated: bool) -> Iterator[None]:
-    """Run all threads of this process before those of other programs, where that is allowed and
-    compute is emulated: what then needs a core is as little as on a host beside a GPU."""
+    """Run all threads of this process before other programs, if allowed and compute is emulated.
+
+    Work on the host then needs as little time as on a host with a GPU.
+    """
     threads = [int(name) for name in os.listdir("/proc/self/task")] if emulated else []
     _schedule(threads, os.SCHED_FIFO, 1)
     try:
@@ -125,8 +129,7 @@ def _schedule(threads: Sequence[int], policy: int, priority: int) -> None:
 
 
 def oversleep() -> float:
-    """Seconds by which this process, on this machine as busy as it is, sleeps longer than asked:
-    what every emulated call takes besides its FLOPs."""
+    """Return seconds by which this process sleeps too long; every emulated call takes them too."""
     extra = []
     for _ in range(20):
         begin = time.perf_counter()
@@ -136,11 +139,11 @@ def oversleep() -> float:
 
 
 def visible(work: Sequence[Any]) -> int:
-    """Visible (query, key) pairs in the work of one pair of shards (kernel aten)."""
+    """Return the visible (query, key) pairs of one pair of shards (kernel aten)."""
     return sum(call.tile.visible for call in work)
 
 
 def _samples(x: torch.Tensor) -> tuple[torch.Size, bytes]:
-    """Shape and ROWS x COLUMNS entries of every head; odd steps, and no copy of the whole."""
+    """Return shape and ROWS x COLUMNS entries of every head, without a copy of the whole."""
     rows, columns = x.shape[0] // ROWS | 1, x.shape[-1] // COLUMNS | 1
     return x.shape, x[::rows, ..., ::columns].contiguous().view(torch.uint8).numpy().tobytes()

@@ -1,9 +1,8 @@
-"""Kernel namespaces that hold a whole emulated cluster, and take all of it along when they end.
+"""Kernel namespaces that hold a whole emulated cluster and remove it when they end.
 
-`enclosed(main)` runs `main` as process 1 of a PID namespace with its own network and mounts. So
-there is nothing to clean up: when that process ends, however it ends, the kernel kills every rank
-and removes every link. It ends when the process outside does, killed ones included. Rootless
-where the kernel lets users make user namespaces.
+`enclosed(main)` runs `main` as process 1 of a PID namespace with its own network and mounts. When
+that process ends, the kernel kills every rank and removes every link. It ends with the process
+outside, even if that one is killed. It needs no root where users may create user namespaces.
 """
 
 from __future__ import annotations
@@ -35,13 +34,16 @@ link set dev trial0 gso_max_size 16384
 
 
 class Unavailable(RuntimeError):
-    """This machine cannot emulate a cluster; the message says why and what would help."""
+    """This machine cannot emulate a cluster; the message has the reason and a remedy."""
 
 
 def enclosed(main: Callable[[], int]) -> int:
-    """Run `main` in namespaces of its own; its exit code, or 128 + signal.
+    """Run `main` in its own namespaces and return its exit code, or 128 + signal.
 
-    Call it before anything starts a thread. Raises Unavailable where namespaces are refused.
+    Call it before anything starts a thread.
+
+    Raises:
+        Unavailable: Namespaces are refused.
     """
     require_tools()
     in_namespaces, tell = os.pipe()
@@ -71,7 +73,7 @@ def require_tools() -> None:
 
 
 def run(*words: str, given: str | None = None) -> str:
-    """Run a program of the enclosure; its output. Raises Unavailable with what it said."""
+    """Run a program and return its output; raise Unavailable with its error."""
     done = subprocess.run(words, input=given, capture_output=True, text=True, check=False)
     if done.returncode:
         raise Unavailable(f"{' '.join(words)}: {done.stderr.strip() or done.stdout.strip()}")
@@ -97,7 +99,7 @@ def _become_outer(tell: int, main: Callable[[], int]) -> None:
 
 
 def _be_first(tell: int, main: Callable[[], int]) -> None:
-    """Process 1 of the PID namespace: try what will be needed, then run `main`."""
+    """Run as process 1 of the PID namespace: try what will be needed, then call `main`."""
     code = 1
     try:
         _die_with_parent()
@@ -128,7 +130,7 @@ def _be_first(tell: int, main: Callable[[], int]) -> None:
 
 
 def _enter() -> None:
-    """New mounts, network and PIDs; as a user without rights, in a user namespace of one."""
+    """Create mounts, network and PIDs; without rights, in a user namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     wanted = NEW_MOUNTS | NEW_NETWORK | NEW_PIDS
     if os.geteuid() == 0 and libc.unshare(wanted) == 0:
@@ -143,7 +145,7 @@ def _enter() -> None:
 
 
 def _prepare() -> None:
-    """Mounts of our own, and one link to see that the kernel has all that is needed."""
+    """Mount our own folders, and create one link to check the kernel's features."""
     run("mount", "--make-rprivate", "/")
     run("mount", "-t", "tmpfs", "none", "/run")  # where `ip netns` keeps its names
     run("ip", "link", "set", "lo", "up")
@@ -161,7 +163,7 @@ def _prepare() -> None:
 
 
 def _refusal(error: Exception) -> str:
-    """Why there can be no cluster here, and what would help."""
+    """Return the reason and a remedy."""
     said = error.strerror if isinstance(error, OSError) else str(error)
     if isinstance(error, OSError) and error.errno in (errno.EPERM, errno.ENOSPC, errno.EACCES):
         help_ = (
@@ -177,9 +179,10 @@ def _refusal(error: Exception) -> str:
 
 
 def _go_first() -> None:
-    """A session of its own with a higher priority, where that is allowed: what else the machine
-    does should not show in the timings. (Where the kernel groups processes by session, `nice` of
-    single ones does nothing.)"""
+    """Start a session with a higher priority, if allowed, so that other load affects timings less.
+
+    If the kernel groups processes by session, `nice` of single processes has no effect.
+    """
     os.setsid()
     with contextlib.suppress(OSError):
         Path("/proc/self/autogroup").write_text("-5")
@@ -204,7 +207,7 @@ def _kill(process: int, number: int) -> None:
 
 
 def _wait(process: int) -> int:
-    """The exit code of a child; a signal that arrives meanwhile is handled and waited on."""
+    """Return the exit code of a child; handle signals that arrive meanwhile."""
     _, status = os.waitpid(process, 0)
     code = os.waitstatus_to_exitcode(status)
     return 128 - code if code < 0 else code

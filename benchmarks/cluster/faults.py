@@ -1,8 +1,8 @@
-"""What survivors say when a peer or a link fails in the middle of a ring.
+"""Behaviour of survivors when a peer or a link fails in the middle of a ring.
 
-Each fault hits a new cluster while `mb.attention` runs again and again. Judged: every survivor
-ends within the timeout (a slow link may instead end with right results), nobody hangs, nobody
-returns a wrong result, the error names the exchange and the peer, and a new cluster works after.
+Each fault hits a new cluster while `mb.attention` runs repeatedly. Every survivor must end within
+the timeout (after a slow link, correct results are allowed too), no rank may return a wrong
+result, the error must name the exchange and the peer, and a new cluster must work afterwards.
 """
 
 from __future__ import annotations
@@ -43,7 +43,13 @@ NAMED = r"exchange failed: attention (forward|backward).*(receiving from|sending
 
 @dataclass(frozen=True)
 class Fault:
-    """strike: what is done to the cluster; survives: may calls end well? kills: the victim?"""
+    """One fault.
+
+    Attributes:
+        strike: Function that causes it.
+        survives: True if calls may end well.
+        kills: True if the victim dies.
+    """
 
     name: str
     strike: Callable[[Ranks], None]
@@ -64,7 +70,7 @@ FAULTS = (
 
 
 def main(only: str = "", say: Callable[[str], None] = print) -> int:
-    """Strike every rival with every fault; 1 if any survivor behaved badly."""
+    """Cause every fault for every rival; return 1 if a survivor behaved badly."""
     bad = 0
     for rival in RIVALS:
         for fault in FAULTS:
@@ -78,7 +84,7 @@ def main(only: str = "", say: Callable[[str], None] = print) -> int:
 
 
 def strike(rival: Rival, fault: Fault) -> tuple[list[str], list[str]]:
-    """What each survivor said, and what was wrong with it."""
+    """Return the messages of the survivors, and their mistakes."""
     network = Network(2, 2, Rates.parse("20M/80M"))
     with tempfile.TemporaryDirectory() as folder:
         measure.write_problem(PROBLEM, network, Path(folder))
@@ -108,7 +114,7 @@ def _hit(ranks: Ranks, fault: Fault) -> None:
 
 
 def _judge(rank: int, answer: Answer, fault: Fault) -> Iterator[str]:
-    """What is wrong with the end of one survivor."""
+    """Yield the mistakes of one survivor."""
     if answer.kind == "done":
         if not fault.survives:
             yield f"rank {rank} noticed nothing"
@@ -127,15 +133,17 @@ def _judge(rank: int, answer: Answer, fault: Fault) -> Iterator[str]:
 
 
 def _first(answer: Answer) -> str:
-    """The exception's own words, of a failed rank."""
+    """Return the first line of a failed rank's exception."""
     if answer.kind == "failed":
         return answer.value.splitlines()[0]
     return str(answer.value)
 
 
 def attend(state: State, rival: Rival, seconds: float) -> dict[str, Any]:
-    """Call attention until `seconds` have passed; the largest error of a result in multiples of its
-    bound, and how many calls."""
+    """Call attention until `seconds` have passed.
+
+    Return the largest error in multiples of its bound, and the number of calls.
+    """
     ((plan, share),) = state["plans"][rival.name]
     q, k, v, dout = share.inputs
     begin, worst, calls = time.monotonic(), 0.0, 0

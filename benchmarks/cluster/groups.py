@@ -1,8 +1,8 @@
-"""Rivals that give whole documents to groups of neighbouring ranks, in micro-batches: by Megatron's
-rule and of FlexSP's kind. `benchmarks.packed` plans who gets what; here documents get ranks.
+"""Rivals that give whole documents to groups of neighbouring ranks, in micro-batches.
 
-A rank holds at most as many tokens as with ours. So a plan that does not fit has a second
-micro-batch, whose ranks wait for nothing but the transfers of their own group.
+Groups follow Megatron's rule or FlexSP's search. `benchmarks.packed` plans them; this module
+assigns ranks. A rank holds at most as many tokens as with ours, so a plan that does not fit has a
+second micro-batch, whose ranks only wait for transfers of their own group.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOVES = 1000  # of each annealing
 
 
 class Part(NamedTuple):
-    """What one group does in one micro-batch: its first rank, its size, numbers of documents."""
+    """One group in one micro-batch: first rank, size, numbers of its documents."""
 
     first: int
     size: int
@@ -36,9 +36,14 @@ Planned = list[list[Part]]  # micro-batches
 
 
 def planned(name: str, cell: Cell, rates: Rates) -> Planned:
-    """Micro-batches of the documents of a cell. name: a key of `PLANNERS`; rates: with `compute`.
+    """Return the micro-batches of the documents of a cell.
 
-    Raises ValueError where ranks, or those of a node, are no power of two.
+    Args:
+        name: Key of `PLANNERS`.
+        rates: Rates with `compute`.
+
+    Raises:
+        ValueError: The number of ranks, or of ranks per node, is no power of two.
     """
     size = cell.nodes * cell.per_node
     for what, number in (("ranks", size), ("ranks of a node", cell.per_node)):
@@ -52,8 +57,10 @@ def planned(name: str, cell: Cell, rates: Rates) -> Planned:
 
 
 def placed(plan: Sequence[MicroBatch], lengths: Sequence[int]) -> Planned:
-    """The groups of a plan on ranks, large ones first, so that none lies across a node that could
-    hold it; documents of one length are taken in their order."""
+    """Assign ranks to the groups of a plan, large groups first.
+
+    So no group crosses a node that could hold it. Documents of one length keep their order.
+    """
     left: dict[int, list[int]] = {}
     for number in reversed(range(len(lengths))):
         left.setdefault(lengths[number], []).append(number)
@@ -70,7 +77,7 @@ def placed(plan: Sequence[MicroBatch], lengths: Sequence[int]) -> Planned:
 
 
 def words(plan: Planned) -> str:
-    """ "groups of 4, 2, 1, 1 ranks, then 8": micro-batch after micro-batch."""
+    """Return for example "groups of 4, 2, 1, 1 ranks, then 8", one part per micro-batch."""
     each = [", ".join(str(part.size) for part in parts) for parts in plan]
     return f"groups of {', then '.join(each)} ranks"
 

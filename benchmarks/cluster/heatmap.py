@@ -1,7 +1,7 @@
-"""The figure: one row per cell, one column per rival, the colour says what choosing it costs.
+"""Figure of docs/cluster.md: one row per cell, one column per rival, colour by relative time.
 
 Every label is a number of the tables: a rival's time over that of the fastest fixed rival of its
-row, and on the right the fastest of burst and `auto` over its own limit.
+row. The right column is the fastest of burst and `auto` over its own limit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SLOWEST, DARK = 6.0, 2.8  # ratios: of the darkest colour, and from which on lab
 
 
 class Line(NamedTuple):
-    """One row of the figure: what it is, and a label per column (none where nothing was run)."""
+    """One row of the figure: its name, and a label per column (none if nothing ran)."""
 
     regime: str
     words: tuple[str, ...]  # grid, rates, heads, tokens
@@ -40,7 +40,7 @@ class Line(NamedTuple):
 
 
 def lines(settings: Iterable[Setting]) -> list[Line]:
-    """The settings, by regime, grid, rates (fastest first), heads and tokens."""
+    """Return the settings, by regime, grid, rates (fastest first), heads and tokens."""
     order = (*REGIMES, "real")
 
     def key(found: Setting) -> tuple[Any, ...]:
@@ -63,18 +63,18 @@ def _line(found: Setting) -> Line:
 
 
 def fastest(found: Setting) -> Kept | None:
-    """Of burst and `auto`; None if neither was run."""
+    """Return the faster of burst and `auto`; None if neither ran."""
     ours = [kept for kept in found.rivals if kept.rival.startswith(OURS)]
     return min(ours, key=lambda kept: kept.seconds, default=None)
 
 
 def digest(settings: Iterable[Setting]) -> str:
-    """Of all that the figure shows; `draw` writes it into the file, where a test finds it."""
+    """Return a hash of all that the figure shows; `draw` stores it in the file for a test."""
     return hashlib.sha256(json.dumps([lines(settings), COLUMNS, BANDS]).encode()).hexdigest()
 
 
 def draw(settings: Sequence[Setting], path: Path) -> None:
-    """The figure, as a PNG: a block of rows per regime."""
+    """Draw the figure as a PNG, with a block of rows per regime."""
     from matplotlib.figure import Figure
 
     every = [(regime, list(some)) for regime, some in groupby(lines(settings), lambda x: x.regime)]

@@ -1,4 +1,4 @@
-"""Who sends how much to whom: the messages of a plan, from the tables that it runs."""
+"""Bytes that ranks send each other: messages of a plan, from its tables."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ LINKS = ("intra", "inter")
 
 
 def of(plan: mb.Plan) -> dict[str, dict]:
-    """By pass: "sent", payload bytes of this rank to every global rank; "messages", how many of its
-    own by link; "least", bytes that all ranks together must send between nodes, of the first."""
+    """Return bytes and messages by pass.
+
+    "sent" are payload bytes of this rank to every global rank, "messages" its messages by link, and
+    "least" the bytes that all ranks together must send between nodes, for the first rank.
+    """
     topology, me = plan.groups.topology, plan.groups.rank
     ring, sharing = topology.ring(me), topology.ulysses_group(me)
     heads = plan.sizes.scattered_bytes(topology.ulysses)
@@ -34,8 +37,10 @@ def of(plan: mb.Plan) -> dict[str, dict]:
 
 
 def least_between(schedule: Schedule, sizes: cost.Sizes) -> int:
-    """Bytes that have to cross between nodes if one side travels: every row once to each other node
-    that wants it, and its gradient once from there."""
+    """Return the minimum of bytes between nodes if one side is sent.
+
+    Every row crosses once to each other node that needs it, and its gradient once back.
+    """
     bundles, grid = schedule.travelling, schedule.grid
     of_node = bundles.users.reshape(len(bundles.owner), grid.inter, grid.intra).any(axis=2)
     of_node[np.arange(len(bundles.owner)), bundles.owner // grid.intra] = False

@@ -1,9 +1,8 @@
-"""What one rank does in the benchmark: makes plans, runs them timed, checks every result.
+"""Work of one rank in the benchmark: make plans, run them timed, check every result.
 
-`prepare`, `timed` and `transfer` are called on all ranks alike (see `ranks`). A run is a forward
-and a backward of the unchanged `mb.attention`, each after a barrier; its result is compared with
-that of one rank for the whole sequence, within the bounds of `rounding`, before its times are
-handed back.
+`prepare`, `timed` and `transfer` are called on all ranks (see `ranks`). A run is a forward and a
+backward of the unchanged `mb.attention`, each after a barrier. Its result is compared with one
+rank's result for the whole sequence, within the bounds of `rounding`, before its times count.
 """
 
 from __future__ import annotations
@@ -40,14 +39,20 @@ State = dict[str, Any]
 
 
 class Inaccurate(ArithmeticError):
-    """A rival's results are outside the bounds of its roundings."""
+    """Error of a rival whose results are outside the bounds of its roundings."""
 
 
 class Share(NamedTuple):
-    """What a rank holds of a problem, or of some documents of it, in one layout: q, k, v and dout,
-    and the truth of out, dq, dk and dv. The mask is that of all rows of this layout. ranks: the
-    first of those that hold it, and how many they are. sums: of absolute terms, None without bf16.
-    bounds: of the error of each entry of the truth, once a rival is known (`rounding`)."""
+    """Tensors of a rank for a problem, or for some of its documents, in one layout.
+
+    They are q, k, v and dout, and the true out, dq, dk and dv. The mask covers all rows of the
+    layout.
+
+    Attributes:
+        ranks: First of the ranks that hold the rows, and their number.
+        sums: Sums of absolute terms, None without bf16.
+        bounds: Bounds of the error of each entry, once a rival is known (`rounding`).
+    """
 
     inputs: tuple[torch.Tensor, ...]
     truth: tuple[torch.Tensor, ...]
@@ -58,11 +63,11 @@ class Share(NamedTuple):
 
 
 def write_problem(problem: Problem, network: Network, folder: Path) -> None:
-    """Random inputs of the whole sequence, the truth and, with bf16, sums of absolute terms
-    (`rounding`), in one file, from which every rank takes its shares.
+    """Write inputs, truth and, with bf16, sums of absolute terms (`rounding`) to one file.
 
-    The truth is torch's own attention over the whole sequence, in one process and fp32. Padding
-    holds other random inputs and no gradient of its outputs, of which nothing is known.
+    Every rank reads its shares from the file. The truth is torch's own attention over the whole
+    sequence, in one process and fp32. Padding holds other random inputs and no gradient; its
+    outputs are unknown.
     """
     generator, dtype = torch.Generator().manual_seed(11), DTYPES[problem.dtype]
     length, d = problem.tokens * network.size, problem.width
@@ -87,15 +92,17 @@ def write_problem(problem: Problem, network: Network, folder: Path) -> None:
 
 
 def load(state: State, problem: Problem, folder: Path) -> None:
-    """Open a problem, whose memory all ranks share; forget the one before."""
+    """Open a problem, whose memory all ranks share, and drop the previous one."""
     state["whole"] = torch.load(folder / FILE, mmap=True)
     state["problem"], state["plans"], state["memory"] = problem, {}, Memory()
     state["shares"], state["roundings"] = {}, Roundings()
 
 
 def shares(state: State, layout: str, plan: Planned | None = None) -> list[Share]:
-    """What this rank holds in a layout: one share; with the plan of groups, one of each micro-batch
-    in which its group has documents."""
+    """Return this rank's shares in a layout.
+
+    There is one share, or with groups one per micro-batch in which the rank's group has documents.
+    """
     network, me, problem = state["network"], state["rank"], state["problem"]
     length = problem.tokens * network.size
 
@@ -120,8 +127,12 @@ def shares(state: State, layout: str, plan: Planned | None = None) -> list[Share
 
 
 def rates(state: State, speed: float | None) -> mb.Rates:
-    """What `mb.measure_rates` finds; compute is emulated at `speed` FLOP/s (0.0: no time), or
-    measured where that is None. An emulated call also takes what this rank oversleeps."""
+    """Return the rates that `mb.measure_rates` finds.
+
+    Args:
+        speed: FLOP/s of emulated compute (0.0: no time), None to measure real compute. An emulated
+            call also takes this rank's oversleep.
+    """
     like = shares(state, "zigzag")[0].inputs[:3] if speed is None else None
     found = mb.measure_rates(_groups(state, 1, "head_first"), like=like)
     if speed is None:
@@ -133,10 +144,14 @@ def rates(state: State, speed: float | None) -> mb.Rates:
 def prepare(
     state: State, rival: Rival, rates: mb.Rates | None = None, groups: Planned | None = None
 ) -> Work:
-    """Make the plans of a rival, run it once to warm up, and say what it costs. Collective.
+    """Make the plans of a rival, run it once to warm up, and return its costs. Collective.
 
-    rates: what algorithm "auto" chooses by. groups: that have documents of their own. Raises
-    `Inaccurate` for wrong results, on the ranks that have them.
+    Args:
+        rates: Rates by which algorithm "auto" chooses.
+        groups: Groups that have their own documents.
+
+    Raises:
+        Inaccurate: Results are wrong, on the ranks that have them.
     """
     parts = [(_plan(state, rival, share, rates), share)
              for share in shares(state, rival.layout, groups)]  # fmt: skip
@@ -160,8 +175,10 @@ def prepare(
 
 
 def _roundings(state: State, plans: Sequence[mb.Plan]) -> Roundings:
-    """The largest counts of all ranks, and of the rivals before: kernel calls that one of those
-    computed are remembered. Collective."""
+    """Return the largest counts of all ranks and of all rivals so far. Collective.
+
+    Kernel calls of earlier rivals are kept, so their roundings count.
+    """
     found = state["roundings"]
     for plan in plans:
         found = found.most(rounding.roundings(plan))
@@ -184,8 +201,7 @@ def _work(problem: Problem, plan: mb.Plan, chosen: bool) -> Work:
 
 
 def total_work(size: int, works: Sequence[tuple[Work, tuple[int, int]]]) -> Work:
-    """Of one rank of `size`, of the groups that it is part of: each with its first rank and its
-    size."""
+    """Add up the work of one rank of `size`, over the groups that it is part of."""
     sent = {p: [0] * size for p in PASSES}
     for work, (first, many) in works:
         for p in PASSES:
@@ -204,10 +220,13 @@ def total_work(size: int, works: Sequence[tuple[Work, tuple[int, int]]]) -> Work
 
 
 def timed(state: State, name: str, speed: float | None) -> Run:
-    """One forward and backward of a prepared rival; emulated at `speed` FLOP/s, None for real.
+    """Run one forward and backward of a prepared rival.
 
-    speed 0.0: emulated compute that takes no time. Where groups have documents of their own, the
-    forwards of all micro-batches come before the first backward.
+    If groups have their own documents, the forwards of all micro-batches precede the first
+    backward.
+
+    Args:
+        speed: FLOP/s of emulated compute, 0.0 for no time, None for real compute.
     """
     parts = state["plans"][name]
     plans = [plan for plan, _ in parts]
@@ -247,8 +266,7 @@ def timed(state: State, name: str, speed: float | None) -> Run:
 def worst_error(
     got: Sequence[torch.Tensor], truth: Sequence[torch.Tensor], bounds: Sequence[torch.Tensor]
 ) -> float:
-    """The largest error of an entry, divided by its bound. An entry whose truth is `UNKNOWN` may be
-    anything."""
+    """Return the largest error over its bound; entries with truth `UNKNOWN` are free."""
     worst = []
     for x, y, bound in zip(got, truth, bounds, strict=True):
         known = ~y.isnan()
@@ -257,8 +275,10 @@ def worst_error(
 
 
 def transfer(state: State, sizes: dict[str, int]) -> dict[str, tuple[float, float]]:
-    """Every rank sends to its neighbour over one link class, then over the other, so many bytes:
-    link class -> clock readings. What the links carry when nothing else is asked of them."""
+    """Send `sizes` bytes to a neighbour over one link class, then over the other.
+
+    Return clock readings by link class: the rates of links without other traffic.
+    """
     network, me = state["network"], state["rank"]
     width, ranks = network.per_node, network.size
     node, index = divmod(me, width)
@@ -281,7 +301,7 @@ def transfer(state: State, sizes: dict[str, int]) -> dict[str, tuple[float, floa
 
 
 def pairs(run: Pass) -> int:
-    """Visible pairs that this rank computes in a pass."""
+    """Return the visible pairs that this rank computes in a pass."""
     return sum(visible(call.work) for step in run.steps for call in step.calls)
 
 
@@ -323,7 +343,7 @@ def _plan(state: State, rival: Rival, share: Share, rates: mb.Rates | None) -> m
 
 
 def _words(plan: mb.Plan) -> str:
-    """ "burst, side query, 4 head chunks (predicted: ...)"."""
+    """Return for example "burst, side query, 4 head chunks (predicted: ...)"."""
     assert plan.choice is not None
     taken = plan.choice.taken
     groups = f", {taken.head_chunks} head chunks" * (taken.head_chunks > 1)
@@ -334,8 +354,7 @@ def _words(plan: mb.Plan) -> str:
 def _groups(
     state: State, ulysses: int, placement: str, first: int = 0, size: int | None = None
 ) -> mb.Groups:
-    """A grid of all ranks, or of `size` from `first` on, made once per rank's life and in the same
-    order everywhere."""
+    """Return a grid of all ranks, or of `size` from `first`, created once in one order."""
     network, made = state["network"], state.setdefault("groups", {})
     size = size or network.size
     key = ulysses, placement, first, size

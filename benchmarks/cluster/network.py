@@ -1,11 +1,10 @@
-"""The links of the emulated cluster: a NIC per rank on the fabric, and one inside its node.
+"""Links of the emulated cluster: a NIC per rank on the fabric, and one inside its node.
 
 Every rank is a network namespace "r<rank>" with two interfaces: `ib` goes to the spine that joins
-all ranks, `nv` to the switch of its node. Both ends of each are shaped to the rate of their class,
-so a NIC is full duplex and its receiving side is as narrow as its sending side. Host routes send
-what is for a peer of the same node over `nv`, everything else over `ib`, so one ordinary gloo
-group over `ib` addresses gets the topology. Other wirings give pairs of ranks links of their own,
-which carry what the two send each other. To be used inside an `enclosure`.
+all ranks, `nv` to the switch of its node. Both ends are shaped to the rate of their class, so a NIC
+is full duplex and receives at the rate at which it sends. Host routes send traffic for a peer of
+the same node over `nv` and all else over `ib`, so one gloo group over `ib` addresses gets the
+topology. Other wirings give pairs of ranks their own links. Used inside an `enclosure`.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 @dataclass(frozen=True)
 class Rates:
-    """Bits per second of a link, one way; both ways at once are possible."""
+    """Bits per second of a link in each direction."""
 
     inter: int
     intra: int
 
     @classmethod
     def parse(cls, text: str) -> Rates:
-        """ "200M/800M": inter, then intra."""
+        """Parse "200M/800M": inter, then intra."""
         parts = re.fullmatch(r"(\d+)([KMG]?)/(\d+)([KMG]?)", text)
         if parts is None:
             raise ValueError(f"rates must look like 200M/800M (inter/intra, bit/s), got {text!r}")
@@ -57,9 +56,10 @@ class Rates:
 
 @dataclass(frozen=True)
 class Network:
-    """`nodes` nodes of `per_node` ranks with links of `rates`; `build` makes it.
+    """`nodes` nodes of `per_node` ranks with links of `rates`; `build` creates it.
 
-    wiring: one of `WIRINGS`.
+    Attributes:
+        wiring: One of `WIRINGS`.
     """
 
     nodes: int
@@ -72,30 +72,32 @@ class Network:
         return self.nodes * self.per_node
 
     def address(self, rank: int) -> str:
-        """Of the rank's `ib` interface: the one address peers know."""
+        """Return the address of the rank's `ib` interface, the only one that peers know."""
         return f"10.0.0.{rank + 1}"
 
     def link(self, one: int, other: int) -> str:
-        """The link class between two ranks."""
+        """Return the link class between two ranks."""
         return "intra" if one // self.per_node == other // self.per_node else "inter"
 
     def direct(self, one: int, other: int) -> bool:
-        """Have these two ranks a link of their own?"""
+        """Return true if these two ranks have their own link."""
         of_node = self.wiring == "node" and self.link(one, other) == "intra"
         return one != other and (self.wiring == "mesh" or of_node)
 
     def peers(self, rank: int) -> Iterator[int]:
-        """The ranks with which it has a link of its own."""
+        """Return the ranks with which the rank has its own link."""
         return (other for other in range(self.size) if self.direct(rank, other))
 
     def interfaces(self, rank: int) -> dict[str, str]:
-        """Interface of the rank -> link class that it is part of."""
+        """Map each interface of the rank to its link class."""
         pairs = {f"p{other}": self.link(rank, other) for other in self.peers(rank)}
         return {name: link for link, name in INTERFACES.items()} | pairs
 
     def loads(self, sent: np.ndarray, link: str) -> np.ndarray:
-        """Bytes that every interface of a class has to carry, one way, if ranks send each other
-        `sent` [src, dst] bytes: a NIC sends and receives all of its rank's, a pair's its own."""
+        """Return bytes that every interface of a class carries one way for `sent` [src, dst] bytes.
+
+        A NIC carries all traffic of its rank, a direct link that of its pair.
+        """
         ranks = range(self.size)
         of_class = np.array([[i != j and self.link(i, j) == link for j in ranks] for i in ranks])
         pairs = np.array([[self.direct(i, j) for j in ranks] for i in ranks])
@@ -125,7 +127,7 @@ class Network:
             self.shape(link, range(self.size), self.rates.of(link))
 
     def destroy(self) -> None:
-        """Remove all of it; for another network in the same enclosure."""
+        """Remove the network, so that another one can be built in the same enclosure."""
         # Links first: those of a deleted namespace live on until the kernel comes round to it.
         for rank in range(self.size):
             pairs = [f"link del p{other}" for other in self.peers(rank) if other > rank]
@@ -137,8 +139,10 @@ class Network:
         run("ip", "-force", "-batch", "-", given="\n".join(lines) + "\n")
 
     def shape(self, link: str, ranks: range | list[int], rate: int) -> None:
-        """Give the links of one class of these ranks another rate: of a NIC at both ends, of a
-        direct link what these ranks send."""
+        """Change the rate of one link class of these ranks.
+
+        A NIC is shaped at both ends, a direct link for what these ranks send.
+        """
         shaper = f"root tbf rate {rate}bit burst {2 * PACKET} limit 4mb"
         outside = [f"qdisc replace dev {INTERFACES[link]}{rank} {shaper}" for rank in ranks]
         run("tc", "-batch", "-", given="\n".join(outside) + "\n")
@@ -151,23 +155,23 @@ class Network:
             run("tc", "-n", f"r{rank}", "-batch", "-", given="\n".join(inside) + "\n")
 
     def cut(self, link: str, rank: int) -> None:
-        """Take the switch's end of a link down, as a pulled cable would."""
+        """Take the switch's end of a link down, like a pulled cable."""
         run("ip", "link", "set", f"{INTERFACES[link]}{rank}", "down")
 
     def mend(self, link: str, rank: int) -> None:
         run("ip", "link", "set", f"{INTERFACES[link]}{rank}", "up")
 
     def counted(self, rank: int) -> dict[str, int]:
-        """Bytes that left each interface of a rank: the kernel's own counters."""
+        """Return bytes that left each interface of a rank, by the kernel's counters."""
         links = json.loads(run("ip", "-n", f"r{rank}", "-s", "-j", "link", "show"))
         return {entry["ifname"]: entry["stats64"]["tx"]["bytes"] for entry in links}
 
     def sent_bytes(self, rank: int) -> dict[str, int]:
-        """The same by link class."""
+        """Return bytes that left a rank, by link class."""
         return self._by_class(rank, self.counted(rank))
 
     def sent_from_here(self, rank: int) -> dict[str, int]:
-        """`sent_bytes`, read inside the namespace of `rank` itself."""
+        """Return `sent_bytes`, read inside the namespace of `rank`."""
         lines = Path("/proc/self/net/dev").read_text().splitlines()
         sent = {
             line.split(":")[0].strip(): int(line.split(":")[1].split()[8]) for line in lines[2:]
@@ -181,7 +185,7 @@ class Network:
         return total
 
     def _furnish(self, rank: int) -> None:
-        """Addresses, routes and TCP settings of one rank's namespace."""
+        """Set addresses, routes and TCP settings of one rank's namespace."""
         mine = self.address(rank)
         lines = [
             "link set lo up",

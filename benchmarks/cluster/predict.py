@@ -1,5 +1,4 @@
-"""What the forecast of `megatron_burst` says of a cell: to be set beside what was measured, and to
-know beforehand how long a benchmark takes."""
+"""Forecasts of a cell by `megatron_burst`, for comparison and for the duration of a benchmark."""
 
 from __future__ import annotations
 
@@ -23,8 +22,10 @@ PER_RIVAL, PER_RUN = 4.0, 0.35
 
 
 def predict(cell: Cell, rival: Rival, rates: Rates) -> Candidate | None:
-    """What a rival is predicted to take at these rates; None if its ranks cannot share heads, or
-    groups of ranks have documents of their own."""
+    """Return the forecast of a rival at these rates.
+
+    None if its ranks cannot share heads, or if groups of ranks have their own documents.
+    """
     if rival.layout.split()[0] not in LAYOUTS:
         return None
     workload = _workload(cell, rival.layout)
@@ -43,8 +44,10 @@ def predict(cell: Cell, rival: Rival, rates: Rates) -> Candidate | None:
 
 
 def best_layout(cell: Cell, rates: Rates) -> str:
-    """Of packed documents: that in which what `auto` takes is predicted to end first, beside those
-    of the suites `balanced` with what a row costs at these rates."""
+    """Return the layout of packed documents in which `auto` is predicted to be fastest.
+
+    Candidates are those of the suites, and `balanced` with the cost of a row at these rates.
+    """
     topology = Topology(cell.nodes * cell.per_node, cell.per_node)
     cost = row_cost(_workload(cell, "balanced").sizes, rates)
     assert cost is not None
@@ -64,7 +67,7 @@ def _workload(cell: Cell, layout: str) -> Workload:
 
 
 def estimate(cells: Sequence[Cell], rivals: Sequence[Rival], repeats: int) -> float:
-    """Seconds that a benchmark will take, roughly."""
+    """Return an estimate of a benchmark's seconds."""
     problems = {cell._replace(regime="") for cell in cells}
     total = PER_RIVAL * len(problems) * len(rivals)
     for cell in cells:
@@ -75,8 +78,10 @@ def estimate(cells: Sequence[Cell], rivals: Sequence[Rival], repeats: int) -> fl
 
 
 def busy(cell: Cell, layout: str = "zigzag") -> float:
-    """Seconds for which the busier links of burst's busiest rank are in use at their nominal rates,
-    in both passes, of the side that sends less."""
+    """Return seconds for which burst's busiest links are in use at nominal rates, in both passes.
+
+    The side is the one that sends less.
+    """
     links = Rates(*(cell.rates.of(link) / 8 for link in ("intra", "inter")), compute=math.inf)
     sides = [predict(cell, Rival("burst", "burst", side, layout=layout), links)
              for side in ("kv", "query")]  # fmt: skip
@@ -88,7 +93,7 @@ def busy(cell: Cell, layout: str = "zigzag") -> float:
 
 
 def _seconds(cell: Cell, rivals: Sequence[Rival]) -> Iterator[float]:
-    """Of one run of each rival, at nominal rates."""
+    """Yield seconds of one run of each rival, at nominal rates."""
     links = Rates(*(REACHED * cell.rates.of(link) / 8 for link in ("intra", "inter")),
                   compute=math.inf)  # fmt: skip
     # overlapped or not, compute makes no run longer than both one after the other

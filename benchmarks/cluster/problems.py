@@ -1,8 +1,7 @@
-"""Masks of the benchmark by name, the documents of a packed batch, and what attention gives in one
-process. The names are what tables print and what the command line takes.
+"""Masks of the benchmark by name, documents of packed batches, and attention in one process.
 
-A batch of documents is drawn from a log-normal distribution of lengths, capped, until the sequence
-is full; the last document is cut. The same seed gives the same documents on every machine.
+Tables and the command line use these names. Document lengths are log-normal with a cap, drawn until
+the sequence is full; the last document is cut. A seed gives the same documents on every machine.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from megatron_burst.plugins.rl.trees import PrefixTree, pack
 
 
 class Lengths(NamedTuple):
-    """Document lengths in tokens: log-normal, at most `cap`."""
+    """Log-normal document lengths in tokens, at most `cap`."""
 
     median: int
     sigma: float
@@ -39,8 +38,14 @@ SHOWN = 0.2  # of the pairs of blocks of a block-sparse mask, besides the diagon
 
 
 class Rollouts(NamedTuple):
-    """Trajectories of one prompt. lengths: of each; prompt: tokens that all share; turns: each but
-    the first shares a random number of its turns, of so many, with one before it; 0: none."""
+    """Trajectories of one prompt.
+
+    Attributes:
+        lengths: Length of each trajectory.
+        prompt: Tokens that all share.
+        turns: Turns of a trajectory. Each but the first shares a random number of them with an
+            earlier one; 0 for none.
+    """
 
     lengths: tuple[int, ...]
     prompt: int
@@ -48,7 +53,7 @@ class Rollouts(NamedTuple):
     seed: int = 0
 
     def drawn(self) -> list[np.ndarray]:
-        """Their tokens."""
+        """Return the tokens of the trajectories."""
         random, made = np.random.default_rng(self.seed), []
         start = random.integers(0, 1 << 30, self.prompt)
         for i, length in enumerate(self.lengths):
@@ -68,12 +73,12 @@ TREES = {"samples": Rollouts((1600,) * 8, 1200), "agents": Rollouts((1600,) * 8,
 
 
 def padded_tree(name: str, length: int | None = None) -> PrefixTree:
-    """The rollouts of `TREES` as a tree, with padding up to `length` rows."""
+    """Return the rollouts of `TREES` as a tree with padding up to `length` rows."""
     return pack(TREES[name].drawn(), multiple=length or 1)
 
 
 def bounds(name: str, seed: int, length: int) -> list[int]:
-    """Cumulative lengths of the documents of one batch of `length` tokens."""
+    """Return cumulative lengths of the documents of one batch of `length` tokens."""
     median, sigma, cap = DOCUMENTS[name]
     generator = np.random.default_rng(seed)
     found = [0]
@@ -84,7 +89,7 @@ def bounds(name: str, seed: int, length: int) -> list[int]:
 
 
 def bounds_of(text: str, length: int) -> list[int] | None:
-    """Cumulative lengths of the documents of the mask of this name; None if it has none."""
+    """Return cumulative lengths of the documents of a named mask; None if it has none."""
     if text.startswith("trajectories "):
         return np.cumsum([0, *TREES[text.split()[1]].lengths]).tolist()
     found = re.fullmatch(rf"documents ({'|'.join(DOCUMENTS)}) seed (\d+)", text)
@@ -92,7 +97,7 @@ def bounds_of(text: str, length: int) -> list[int] | None:
 
 
 def mask_of(text: str, length: int) -> Mask:
-    """The mask of this name over a sequence of `length` tokens; ValueError if there is none."""
+    """Return the named mask over `length` tokens; raise ValueError if there is none."""
     if text in ("causal", "full"):
         return Causal() if text == "causal" else Full()
     if window := re.fullmatch(r"window (\d+)", text):
@@ -109,7 +114,7 @@ def mask_of(text: str, length: int) -> Mask:
 
 
 class _Piece(NamedTuple):
-    """Some consecutive queries and all keys that they see; first and stop of both."""
+    """Consecutive queries and all keys that they see: first and stop of both."""
 
     rows: tuple[int, int]
     keys: tuple[int, int]
@@ -139,9 +144,14 @@ def pieces(text: str, length: int) -> Iterator[_Piece]:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, text: str) -> torch.Tensor:
-    """Attention of a whole sequence under the mask of this name, by torch's own operator.
+    """Compute attention of a whole sequence under a named mask with torch's own operator.
 
-    q [s, 1, h, d]; k, v [s, 1, k, d]; returns [s, 1, h, d].
+    Args:
+        q: [s, 1, h, d].
+        k, v: [s, 1, k, d].
+
+    Returns:
+        The output, [s, 1, h, d].
     """
     group = q.shape[2] // k.shape[2]
     first = [x.permute(1, 2, 0, 3) for x in (q, *(y.repeat_interleave(group, 2) for y in (k, v)))]

@@ -1,8 +1,8 @@
-"""The ranks of an emulated cluster: one process in each namespace, joined by gloo over `ib`.
+"""Ranks of an emulated cluster: one process per namespace, joined by gloo over `ib`.
 
-`Ranks(network)` starts them; `run(function, *args)` calls `function(state, *args)` on all of them
-and gives their results in rank order, `answers` also tells who failed, died or did not answer.
-`state` is a dict that lives as long as the rank. It never waits longer than it was told to.
+`Ranks(network)` starts them. `run(function, *args)` calls `function(state, *args)` on all of them
+and returns their results in rank order; `answers` also reports ranks that failed, died or hung.
+`state` is a dict that lives as long as the rank. No call waits longer than its limit.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ State = dict[str, Any]
 
 
 class Answer(NamedTuple):
-    """How a call ended on one rank: "done" (value: the result), "failed" (value: the exception's
-    type and words), "died" or "hung" (value: its traceback)."""
+    """End of a call on one rank.
+
+    The kind is "done" (value: the result), "failed" (type and text of the exception), "died", or
+    "hung" (traceback).
+    """
 
     kind: str
     value: Any
@@ -42,9 +45,11 @@ class Answer(NamedTuple):
 
 
 class RankError(RuntimeError):
-    """A rank failed, died or did not answer.
+    """Error of ranks that failed, died or did not answer.
 
-    kinds, words: type and message of each exception, in rank order. ended: did a rank die or hang?
+    Attributes:
+        kinds, words: Type and message of each exception, in rank order.
+        ended: True if a rank died or hung.
     """
 
     def __init__(self, message: str, failures: Sequence[Answer] = ()):
@@ -56,9 +61,11 @@ class RankError(RuntimeError):
 
 
 class Ranks:
-    """Processes of all ranks of a network; `timeout` (s) is that of their process groups.
+    """Processes of all ranks of a network.
 
-    preload: modules that every rank will want, imported once for all where they are there.
+    Args:
+        timeout: Timeout of their process groups in seconds.
+        preload: Modules that are imported once for all ranks, if installed.
     """
 
     def __init__(self, network: Network, timeout: float = 60.0, preload: Sequence[str] = ()):
@@ -84,7 +91,7 @@ class Ranks:
         self.close()
 
     def run(self, function: Callable[..., Any], *args: Any, within: float = 300.0) -> list[Any]:
-        """The results of all ranks; RankError with every traceback unless all are done."""
+        """Return the results of all ranks; raise RankError with all tracebacks if one failed."""
         answers = self.answers(function, *args, within=within)
         bad = {rank: a for rank, a in enumerate(answers) if a.kind != "done"}
         if bad:
@@ -102,7 +109,7 @@ class Ranks:
         within: float,
         meanwhile: Callable[[], None] | None = None,
     ) -> list[Answer]:
-        """What became of the call on each rank; `meanwhile` is called once all have started."""
+        """Return the end of the call on each rank; `meanwhile` is called once all have started."""
         begin = time.monotonic()
         for pipe in self.pipes:
             pipe.send((function, args, within))
@@ -153,7 +160,7 @@ def _ready(_: State) -> None:
 
 
 def _serve(rank: int, network: Network, timeout: float, pipe: Connection, trace: Path) -> None:
-    """The life of one rank: enter its namespace, join the group, answer calls."""
+    """Run one rank: enter its namespace, join the group, answer calls."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it ends when the enclosure does
     _enter_namespace(rank)

@@ -1,6 +1,6 @@
-"""What a rival costs and what its runs gave: held against each other, then written down.
+"""Costs and runs of a rival, compared with each other and then stored.
 
-No run counts unless its results and bytes are right. Used by every benchmark on these links.
+A run only counts if its results and bytes are right. Every benchmark on these links uses it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,19 @@ ByLink = dict[str, dict[str, int]]  # pass -> link class -> number
 
 
 class WrongRun(RankError):
-    """Results or bytes of a run are wrong."""
+    """Error of a run whose results or bytes are wrong."""
 
 
 class Work(NamedTuple):
-    """What a rival costs one rank, by pass.
+    """Costs of a rival for one rank, by pass.
 
-    bytes: payload by link; sent: payload to every rank; messages: by link; flops. least: what all
-    ranks together must send between nodes. says: what it is made of, or what "auto" chose and why.
+    Attributes:
+        bytes: Payload by link.
+        sent: Payload to every rank.
+        says: Its settings, or the choice of "auto" with the reason.
+        flops: FLOPs.
+        messages: Messages by link.
+        least: Minimum that all ranks together send between nodes.
     """
 
     bytes: ByLink
@@ -42,9 +47,16 @@ class Work(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One timed run on one rank: clock readings by pass; bytes by link, as the kernel and, of our
-    own transport, as that counted them; the worst relative error, and how large that may be;
-    seconds for which the rank's own thread was busy."""
+    """One timed run on one rank.
+
+    Attributes:
+        clock: Clock readings by pass.
+        sent: Bytes by link, by the kernel's counters.
+        counted: Bytes by link, by our transport's counters.
+        error: Worst relative error.
+        most: Bound of the error.
+        busy: Seconds for which the rank's own thread was busy.
+    """
 
     clock: dict[str, tuple[float, float]]
     sent: dict[str, int]
@@ -55,8 +67,7 @@ class Run(NamedTuple):
 
 
 def of(network: Network, name: str, works: list[Work], done: list[list[Run]]) -> Record:
-    """Times of every run; by pass and link what the busiest interface must carry and what ranks
-    send; what they must compute."""
+    """Return times of every run, and bytes and FLOPs of the busiest interface and rank."""
     for runs in done:
         check(name, works, runs)
     mail = {p: np.array([work.sent[p] for work in works]) for p in PASSES}
@@ -88,17 +99,17 @@ def of(network: Network, name: str, works: list[Work], done: list[list[Run]]) ->
 
 
 def seconds(done: Sequence[Sequence[Run]]) -> list[dict[str, float]]:
-    """Of every run, by pass: from the first rank's start to the last one's end."""
+    """Return seconds of every run by pass, from the first rank's start to the last one's end."""
     return [{p: span([run.clock[p] for run in runs]) for p in PASSES} for runs in done]
 
 
 def span(clocks: Sequence[tuple[float, float]]) -> float:
-    """Seconds from the first start to the last end; all ranks share one clock."""
+    """Return seconds from the first start to the last end; all ranks share one clock."""
     return max(end for _, end in clocks) - min(begin for begin, _ in clocks)
 
 
 def formula(works: Sequence[Work]) -> dict[str, int]:
-    """Payload bytes of all ranks in both passes, by link class."""
+    """Return payload bytes of all ranks in both passes, by link class."""
     return {link: sum(work.bytes[p][link] for work in works for p in PASSES) for link in LINKS}
 
 
@@ -114,8 +125,10 @@ def _messages(works: Sequence[Work], link: str) -> int:
 
 
 def check(name: str, works: Sequence[Work], runs: Sequence[Run]) -> None:
-    """Results are right, and bytes are those of the formula: counted by the transport exactly, by
-    the kernel within 3 % where messages are large."""
+    """Raise WrongRun if results are wrong or bytes differ from the formula.
+
+    The transport's counters must agree exactly, the kernel's within 3 % if messages are large.
+    """
     for rank, (run, work) in enumerate(zip(runs, works, strict=True)):
         if not run.error <= run.most:
             raise WrongRun(f"{name}: rank {rank} is off by {run.error:.3g}, allowed {run.most:.3g}")

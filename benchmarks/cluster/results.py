@@ -1,8 +1,7 @@
-"""What is kept of a benchmark: a line of CSV per rival and setting, `measured.csv` for one.
+"""Stored results: a line of CSV per rival and setting, such as `measured.csv`.
 
 The figure is drawn from it, and `benchmarks.advise.emulated` predicts it. `measured.csv` holds the
-35 settings of docs/cluster.md, measured on 2026-11-21 by calls of `python -m benchmarks.cluster
-bench` like those that the page names.
+35 settings of docs/cluster.md, measured on 2026-11-21 by `python -m benchmarks.cluster bench`.
 """
 
 from __future__ import annotations
@@ -23,8 +22,10 @@ CELL = ("nodes", "per_node", "rates", "heads", "regime", "tokens")
 
 
 class Kept(NamedTuple):
-    """One rival in one setting: medians in seconds of whole runs and of both passes, and the time
-    over its own limit and over that of the fastest rival that is not "auto"."""
+    """One rival in one setting: median seconds of runs and passes, and two ratios.
+
+    The ratios are its time over its own limit, and over the fastest rival that is not "auto".
+    """
 
     rival: str
     seconds: float
@@ -35,7 +36,7 @@ class Kept(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """All rivals in one cell. gflops: emulated compute per rank, None where it is real."""
+    """All rivals in one cell; gflops is emulated compute per rank, None for real compute."""
 
     cell: Cell
     gflops: float | None
@@ -43,7 +44,7 @@ class Setting(NamedTuple):
 
 
 def kept(record: Record) -> Setting:
-    """What is kept of one cell's record: seconds to milliseconds, ratios to hundredths."""
+    """Return the stored form of a cell's record: seconds in milliseconds, ratios in hundredths."""
     speed, cell = record["speed"], record["cell"]
     rows = tuple(
         Kept(row.name, *(round(x, 3) for x in (row.middle, row.forward, row.backward)),
@@ -55,7 +56,7 @@ def kept(record: Record) -> Setting:
 
 
 def load(path: Path) -> list[Setting]:
-    """The settings of a file, in its order."""
+    """Return the settings of a file, in its order."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     found = []
@@ -72,7 +73,7 @@ def load(path: Path) -> list[Setting]:
 
 
 def save(settings: Sequence[Setting], path: Path) -> None:
-    """The file that `load` reads."""
+    """Write the file that `load` reads."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(("setting", *CELL, "gflops", *Kept._fields))

@@ -48,8 +48,11 @@ FP32 = 2e-5  # of the largest entry: the order of fp32 sums differs
 
 
 class Roundings(NamedTuple):
-    """How often a rival rounds: at most so many blocks of queries and of keys in a kernel call, and
-    so many hops of a partial output, of a partial dQ and of a partial dK and dV."""
+    """Number of roundings of a rival.
+
+    Upper bounds: blocks of queries and of keys in a kernel call, and hops of a partial output, of a
+    partial dQ, and of a partial dK and dV.
+    """
 
     query_blocks: int = 1
     key_blocks: int = 1
@@ -58,15 +61,17 @@ class Roundings(NamedTuple):
     key_hops: int = 0
 
     def most(self, other: Sequence[int]) -> Roundings:
-        """The larger of both counts, field by field."""
+        """Return the larger of both counts, field by field."""
         return Roundings(*map(max, self, other))
 
 
 class Sums(NamedTuple):
     """Sums of absolute terms, in fp32 with the shapes of the results.
 
-    out: P |V|. dq, dk, dv: scale |dS| |K|, scale |dS|^T |Q| and P^T |dO|. dq_of_delta, dk_of_delta:
-    what an error of rowsum(|dO| * P |V|) in D adds to dQ and dK.
+    Attributes:
+        out: P |V|.
+        dq, dk, dv: scale |dS| |K|, scale |dS|^T |Q| and P^T |dO|.
+        dq_of_delta, dk_of_delta: Effect of an error of rowsum(|dO| * P |V|) in D on dQ and dK.
     """
 
     out: torch.Tensor
@@ -90,7 +95,7 @@ def roundings(plan: mb.Plan) -> Roundings:
 
 
 def query_blocks(rows: int) -> int:
-    """Blocks in which torch's CPU backward takes the queries of a call (FlashAttentionKernel.cpp).
+    """Return the number of blocks of queries in torch's CPU backward (FlashAttentionKernel.cpp).
 
     Keys come in blocks of 512.
     """
@@ -109,8 +114,9 @@ def bounds(
 ) -> list[torch.Tensor]:
     """Bound the error of each entry of out, dq, dk and dv.
 
-    truth: out, dq, dk, dv of this rank, NaN where unknown. sums: of the same rows; None if nothing
-    is bf16.
+    Args:
+        truth: out, dq, dk, dv of this rank, NaN where unknown.
+        sums: Sums of the same rows; None if nothing is bf16.
     """
     exact = [FP32 * x.nan_to_num().abs().max() for x in truth]
     if sums is None:
@@ -131,9 +137,10 @@ def bounds(
 
 
 def _error(count: int) -> float:
-    """The largest relative error of so many roundings to bf16.
+    """Return the largest relative error of `count` roundings to bf16.
 
-    Raises ValueError if the count is so large that any result would be within the bound.
+    Raises:
+        ValueError: The count is so large that any result would be within the bound.
     """
     if count * UNIT >= 0.5:
         raise ValueError(
@@ -193,7 +200,7 @@ def _add_block(
 
 
 def _blocks(text: str, length: int) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """At most `ROWS` queries, the keys that they may see, and which pairs are hidden."""
+    """Yield at most `ROWS` queries, the keys that they may see, and a mask of hidden pairs."""
     mask = mask_of(text, length)
     for piece in pieces(text, length):
         for first in range(*piece.rows, ROWS):

@@ -1,10 +1,9 @@
 """Whole training steps over shaped links: packed documents, a small Llama of Megatron-Core.
 
-Every way trains the same model on the same documents: forward, backward, reduction of gradients and
-optimizer, all computed for real on the cores that the ranks share. So it shows what links cost, and
-not what an imbalance of compute does. Megatron's own attention over several ranks needs Transformer
-Engine and a GPU: its schedules run on our code. So does dynamic context parallelism, by the rule
-of its scheduler: documents in micro-batches of groups of ranks.
+Every method trains the same model on the same documents: forward, backward, reduction of gradients
+and optimizer, all computed on the cores that the ranks share. So it shows the cost of links, not
+of imbalance. Megatron's own attention over several ranks needs Transformer Engine and a GPU, so
+its schedules run on our code. Dynamic context parallelism follows its scheduler's rule.
 """
 
 from __future__ import annotations
@@ -40,9 +39,13 @@ SAME = 1e-4  # relative difference of the losses of two ways
 
 
 class Way(NamedTuple):
-    """How context parallelism splits a pack. padded: each document to a multiple of 2 x ranks, as
-    Megatron needs it, in zigzag order of each. dynamic: documents in micro-batches, each of groups
-    of ranks, by Megatron's rule; otherwise each pack is a micro-batch of all ranks."""
+    """Method by which context parallelism splits a pack.
+
+    Attributes:
+        padded: Pad each document to a multiple of 2 x ranks, in zigzag order, as Megatron needs it.
+        dynamic: Put documents into micro-batches of groups of ranks by Megatron's rule. Otherwise
+            each pack is a micro-batch of all ranks.
+    """
 
     name: str
     algorithm: str
@@ -62,8 +65,11 @@ WAYS = (
 
 
 class Pack(NamedTuple):
-    """Documents one after another, perhaps with padding behind each: [total] each. ends, padded:
-    cumulative lengths without and with the padding."""
+    """Documents one after another, with or without padding behind each.
+
+    Attributes:
+        ends, padded: Cumulative lengths without and with padding.
+    """
 
     tokens: np.ndarray
     labels: np.ndarray
@@ -73,7 +79,7 @@ class Pack(NamedTuple):
     padded: list[int]
 
     def of(self, documents: Sequence[int]) -> Pack:
-        """The pack of the documents of these numbers, in this order."""
+        """Return the pack of the numbered documents, in this order."""
         some, rooms = [*documents], list(pairwise(self.padded))
         rows = np.concatenate([np.arange(*rooms[number]) for number in some])
         ends, padded = (
@@ -83,14 +89,14 @@ class Pack(NamedTuple):
 
     @classmethod
     def joined(cls, packs: Sequence[Pack]) -> Pack:
-        """Their documents in one."""
+        """Return the documents of several packs in one."""
         columns = [np.concatenate(each) for each in zip(*(p[:4] for p in packs), strict=True)]
         lengths = [np.concatenate([np.diff(p[i]) for p in packs]) for i in (4, 5)]
         return cls(*columns, *([0, *np.cumsum(each).tolist()] for each in lengths))
 
 
 class Share(NamedTuple):
-    """What a group of ranks does in a micro-batch. ranks: its size."""
+    """Work of a group of `ranks` ranks in a micro-batch."""
 
     ranks: int
     pack: Pack
@@ -104,8 +110,10 @@ class Step(NamedTuple):
 
 
 def pack(documents: str, seed: int, length: int, multiple: int) -> Pack:
-    """The documents of `bounds`, each padded to a multiple; alike on all ranks. Their tokens do not
-    depend on the padding."""
+    """Return the documents of `bounds`, each padded to a multiple, equal on all ranks.
+
+    Their tokens do not depend on the padding.
+    """
     ends = bounds(documents, seed, length)
     lengths = np.diff(ends)
     drawn = np.random.default_rng((seed, 1)).integers(0, VOCABULARY, length)
@@ -121,9 +129,13 @@ def pack(documents: str, seed: int, length: int, multiple: int) -> Pack:
 
 
 def dynamic(whole: Pack, tokens: int, size: int, rank: int) -> list[Share]:
-    """What the group of `rank` does in each micro-batch, by the rule of Megatron's scheduler, which
-    sees documents with their padding. tokens: that one of the `size` ranks holds at most, or more
-    where the longest document needs it."""
+    """Return the work of `rank`'s group in each micro-batch, by the rule of Megatron's scheduler.
+
+    The rule sees documents with padding.
+
+    Args:
+        tokens: Maximum per rank, unless the longest document needs more.
+    """
     lengths = np.diff(whole.padded).tolist()
     most = max(tokens, -(-max(lengths) // size))
     return [
@@ -135,7 +147,7 @@ def dynamic(whole: Pack, tokens: int, size: int, rank: int) -> list[Share]:
 
 
 def start(state: State) -> None:
-    """Once per rank: Megatron on the CPU, and the groups of ranks smaller than all."""
+    """Start Megatron on the CPU and create the smaller groups, once per rank."""
     from megatron_burst.plugins.testing import cpu
 
     os.environ["WORLD_SIZE"] = str(dist.get_world_size())  # as a launcher says it
@@ -152,8 +164,7 @@ def start(state: State) -> None:
 def train(
     state: State, way: Way, documents: str, tokens: int, steps: Sequence[Sequence[int]]
 ) -> list[tuple[float, float, float]]:
-    """Steps of the packs of these seeds: when each began and ended on this rank, and its loss.
-    Collective."""
+    """Train on the packs of these seeds; return begin, end and loss of each step. Collective."""
     import arguments
     import model as example
     import pretrain_gpt
@@ -204,7 +215,11 @@ def train(
 
 
 def batches(shares: Sequence[Share], groups: dict[int, Any]) -> Iterator[dict[str, Any]]:
-    """What this rank holds of each micro-batch. groups: of ranks, by size; of one and all: none."""
+    """Return this rank's part of each micro-batch.
+
+    Args:
+        groups: Groups of ranks by size, without those of one and of all ranks.
+    """
     import megatron_burst.megatron as burst
     from megatron_burst.megatron.data.packed import params_of
 
@@ -222,7 +237,7 @@ def batches(shares: Sequence[Share], groups: dict[int, Any]) -> Iterator[dict[st
 
 
 def pretrain_step(data: Iterator[dict[str, Any]], model: torch.nn.Module) -> Any:
-    """One micro-batch, as Megatron's schedules want it."""
+    """Run one micro-batch, as Megatron's schedules call it."""
     from functools import partial
 
     import pretrain_gpt
@@ -238,8 +253,11 @@ def pretrain_step(data: Iterator[dict[str, Any]], model: torch.nn.Module) -> Any
 def measured(
     rates: str, documents: Sequence[str], tokens: int, packs: int, rounds: int, steps: int, say: Any
 ) -> str:
-    """All ways in turn, `rounds` times; in each round a step to warm up, and `steps` timed ones.
-    packs: of each step."""
+    """Run all methods in turn, `rounds` times, each with one warm-up step and `steps` timed ones.
+
+    Args:
+        packs: Packs per step.
+    """
     from .bench import built
 
     network, lines = Network(NODES, PER_NODE, Rates.parse(rates)), []
@@ -263,7 +281,7 @@ def measured(
 
 
 def stepped(runs: Sequence[Sequence[tuple[float, float, float]]]) -> list[Step]:
-    """The steps of all ranks as one; all share one clock, and the loss is the same on all."""
+    """Join the steps of all ranks; all share one clock and one loss."""
     return [
         Step(max(end for _, end, _ in each) - min(begin for begin, _, _ in each), each[0][2])
         for each in zip(*runs, strict=True)
@@ -271,7 +289,7 @@ def stepped(runs: Sequence[Sequence[tuple[float, float, float]]]) -> list[Step]:
 
 
 def agree(found: dict[str, list[Step]]) -> None:
-    """RankError unless all ways have the same losses."""
+    """Raise RankError unless all methods have the same losses."""
     names = list(found)
     for name in names[1:]:
         for one, other in zip(found[names[0]], found[name], strict=True):
@@ -280,7 +298,7 @@ def agree(found: dict[str, list[Step]]) -> None:
 
 
 def table(kind: str, found: dict[str, list[Step]], tokens: int) -> list[list[str]]:
-    """A row per way; tokens: real ones of a step."""
+    """Return a table with a row per method; `tokens` are the real tokens of a step."""
     times = {name: [step.seconds for step in each] for name, each in found.items()}
     return [
         [kind, name, f"{median(each):.3f} ({min(each):.3f} to {max(each):.3f})",

@@ -1,7 +1,7 @@
-"""Suites, each of one question: which settings, which ways to run them, and against what.
+"""Suites: settings, rivals and the base of one question each.
 
-Every setting runs all of a suite's rivals in turn, again and again, in the order of the suite; the
-ratios are of runs that followed one another. `bench` runs `EVERY`, `compare` the others.
+Every setting runs all rivals of a suite in turn, several times, in the order of the suite; ratios
+are of consecutive runs. `bench` runs `EVERY`, `compare` the others.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ Targets = Mapping[tuple[str, str], tuple[float, float]]
 
 
 class Suite(NamedTuple):
-    """base: names of the rivals, the fastest of which the others are compared with; none: of all.
+    """Settings and rivals of one question.
 
-    best: are rivals of one algorithm (its head chunks) dropped after a first round but for the
-    fastest? masks: a name without its seed where there is a batch per seed. Where a field is a
-    text, it is a list with commas, as on the command line. ours: the rival that the summary divides
-    by each other one, instead of each by the base; targets: of its time over that of the base, and
-    over its limit, by kind of documents and regime.
+    A field that is a text is a list with commas, as on the command line.
+
+    Attributes:
+        base: Names of rivals, the fastest of which the others are compared with; empty for all.
+        best: After a first round, keep only the fastest rival of each algorithm (its head chunks).
+        masks: Names without seed for batches, one batch per seed.
+        ours: Rival that the summary divides by each other one, instead of each by the base.
+        targets: Targets of its time over the base and over its limit, by documents and regime.
     """
 
     what: str
@@ -67,7 +70,7 @@ FULL = EVERY._replace(
 
 
 def _megatron(layout: str) -> tuple[Rival, ...]:
-    """Megatron's kinds but all_gather."""
+    """Return Megatron's kinds except all_gather."""
     return (
         Rival("Megatron p2p", whole.RING, layout=layout),
         Rival("Megatron a2a", "ulysses", ulysses="all", layout=layout),
@@ -146,8 +149,11 @@ SUITES = {
 
 
 def cells(suite: Suite, seeds: Sequence[int] = ()) -> list[Cell]:
-    """The settings of a suite, those on one network, and then of one problem, in a row; every batch
-    of documents is one. ValueError for a name that there is not."""
+    """Return the settings of a suite, grouped by network and then by problem, one batch each.
+
+    Raises:
+        ValueError: A name is unknown.
+    """
     for flag, names, known in (
         ("--heads", _words(suite.heads), HEADS), ("--wirings", suite.wirings, WIRINGS),
         ("--wires", suite.wires, WIRES), ("--regimes", _words(suite.regimes), (*REGIMES, "real")),

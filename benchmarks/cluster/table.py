@@ -1,9 +1,9 @@
-"""From the records of a run to what is read: times, ratios run by run, limits, bytes.
+"""Tables from the records of runs: times, ratios run by run, limits, bytes.
 
 The limit of a pass is max(compute, intra bytes / rate, inter bytes / rate) of the busiest rank and
-interface, with the highest rates that anything reached in the same cell, a plain transfer or a
-rival; that of a call is the sum of both passes. *Gain* is the time of a base over that of a rival,
-run by run; *permitted* the base's limit over the rival's. Nothing here runs anything.
+interface, with the highest rates that a plain transfer or a rival reached in the same cell. The
+limit of a call is the sum of both passes. *Gain* is the time of a base over the rival's, run by
+run; *permitted* is the base's limit over the rival's. This module runs nothing.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from .suites import Targets
 class Row(NamedTuple):
     """One rival in one cell; times in seconds.
 
-    gain: the base's time over its own. between, within: MiB that a rank sends in both passes, mean
-    and busiest; least: the mean between nodes if every row crossed once to each node that wants it.
-    extra: kernel bytes over the formula's, less one, in per cent. imbalance: FLOPs of the busiest
-    rank over their mean.
+    Attributes:
+        gain: The base's time over its own.
+        between, within: MiB that a rank sends in both passes, mean and busiest.
+        least: Mean between nodes if every row crossed once to each node that needs it.
+        extra: Kernel bytes over the formula's, minus one, in per cent.
+        imbalance: FLOPs of the busiest rank over their mean.
     """
 
     name: str
@@ -50,12 +52,12 @@ class Row(NamedTuple):
 
     @property
     def over_limit(self) -> float:
-        """Infinite where nothing had to travel or to be computed."""
+        """Return time over limit, infinite if nothing is sent or computed."""
         return self.middle / self.limit if self.limit else math.inf
 
 
 def rows(record: Record, base: str) -> list[Row]:
-    """The rivals of one cell, in the order they ran, beside the one called `base`."""
+    """Return the rivals of one cell, in the order of their runs, compared with `base`."""
     times = totals(record)
     limits = {r["name"]: limit(record, r) for r in record["rivals"]}
     size = record["cell"]["nodes"] * record["cell"]["per_node"]
@@ -75,13 +77,15 @@ def rows(record: Record, base: str) -> list[Row]:
 
 
 def totals(record: Record) -> dict[str, list[float]]:
-    """Rival -> seconds of both passes of every run."""
+    """Map each rival to the seconds of both passes of every run."""
     return {r["name"]: [sum(run.values()) for run in r["seconds"]] for r in record["rivals"]}
 
 
 def fastest(record: Record, names: Iterable[str] = ()) -> str:
-    """By the median, of the rivals with these names; of all that are not "auto" if none of these
-    ran; "" if all rivals were refused."""
+    """Return the fastest of the named rivals by the median.
+
+    If none of them ran, return the fastest that is not "auto"; "" if all were refused.
+    """
     times = {name: median(each) for name, each in totals(record).items()}
     given = [name for name in names if name in times]
     return min(
@@ -92,7 +96,7 @@ def fastest(record: Record, names: Iterable[str] = ()) -> str:
 
 
 def _sent(rival: Record, link: str) -> tuple[float, float]:
-    """MiB of both passes that a rank sends over a link class: mean, and the busiest of each."""
+    """Return MiB of both passes that a rank sends over a link class: mean, and busiest."""
     mean, most = (sum(rival[x][p][link] for p in PASSES) / MIB for x in ("mean", "sender"))
     return mean, most
 
@@ -102,7 +106,7 @@ def extra_bytes(sent: Record) -> dict[str, float]:
 
 
 def limit(record: Record, rival: Record) -> float:
-    """Seconds below which no schedule of these bytes and FLOPs can come."""
+    """Return the minimum of seconds for these bytes and FLOPs."""
     rates, speed, total = reached(record), record["speed"], 0.0
     for p in PASSES:
         bounds = [8 * n / rates[link] for link, n in rival["busiest"][p].items() if n]
@@ -113,8 +117,11 @@ def limit(record: Record, rival: Record) -> float:
 
 
 def reached(record: Record) -> dict[str, float]:
-    """Payload bits per second of each link class: the median of the plain transfers, or what the
-    busiest interface of a rival sustained through a whole pass, where that is more."""
+    """Return payload bits per second of each link class.
+
+    It is the median of the plain transfers, or the rate that the busiest interface of a rival
+    sustained through a whole pass, if that is higher.
+    """
     rates = {link: median(values) for link, values in record["plain"].items() if values}
     for rival in record["rivals"]:
         for p in PASSES:
@@ -129,7 +136,7 @@ def reached(record: Record) -> dict[str, float]:
 
 
 def headline(record: Record) -> str:
-    """What a cell is."""
+    """Return the title of a cell."""
     cell = record["cell"]
     wiring = "" if cell["wiring"] == "nic" else f", links per pair of ranks ({cell['wiring']})"
     width = "" if cell["width"] == 64 else f" of width {cell['width']}"
@@ -142,7 +149,7 @@ def headline(record: Record) -> str:
 
 
 def shown(record: Record, base: str) -> str:
-    """One cell: its table, and what was said of it."""
+    """Return the table and the notes of one cell."""
     speed = record["speed"]
     compute = "real compute"
     if speed is not None:
@@ -171,12 +178,12 @@ def shown(record: Record, base: str) -> str:
 
 
 def refused(record: Record) -> list[Record]:
-    """Name, reason and `wrong` of each rival without times; none in records of older versions."""
+    """Return name, reason and `wrong` of each rival without times; none in older records."""
     return record.get("refused", [])
 
 
 def refusals(records: Sequence[Record]) -> str:
-    """A line per refused rival and cell; "" if every rival ran."""
+    """Return a line per refused rival and cell; "" if every rival ran."""
     return "\n".join(
         f"refused: {one['name']}, {headline(record)}: {one['reason']}"
         for record in records
@@ -185,8 +192,11 @@ def refusals(records: Sequence[Record]) -> str:
 
 
 def summary(records: Sequence[Record], base: Sequence[str]) -> str:
-    """A row per setting, a column for each way beside the base, of head chunks the fastest; batches
-    of documents that differ by their seed alone are one row of medians over them."""
+    """Return a table with a row per setting and a column per rival.
+
+    Of several head chunks the fastest counts. Batches that differ only by their seed are one row of
+    medians.
+    """
     ran = [record for record in records if record["rivals"]]
     found = [(_setting(r), first, rows(r, first)) for r in ran for first in [fastest(r, base)]]
     bases = {family(first) for _, first, _ in found}
@@ -205,12 +215,11 @@ def summary(records: Sequence[Record], base: Sequence[str]) -> str:
 
 
 def beside(records: Sequence[Record], ours: str, base: Sequence[str], targets: Targets) -> str:
-    """A row per setting, batches of documents in one: the time of `ours` over that of each other
-    rival and over its limit, with the targets; what it was made of.
+    """Return a table of `ours` over each other rival and over its limit, with targets and settings.
 
-    Ratios are of runs that followed one another: the median of all of them, the smallest and the
-    largest; those of the limit are of batches. The base of a batch is the fastest of `base`.
-    Batches in which `ours` was refused are omitted.
+    Ratios are of consecutive runs: median, smallest and largest; ratios to the limit are of
+        batches.
+    The base of a batch is the fastest of `base`. Batches in which `ours` was refused are omitted.
     """
     ran = [record for record in records if ours in totals(record)]
     others = dict.fromkeys(r["name"] for x in ran for r in x["rivals"] if r["name"] != ours)
@@ -238,7 +247,7 @@ def beside(records: Sequence[Record], ours: str, base: Sequence[str], targets: T
 
 
 def _over(batch: Sequence[Record], ours: str, others: Sequence[str]) -> str:
-    """The time of ours over that of another rival in each batch, run by run; "" where none ran."""
+    """Return the time of ours over another rival in each batch, run by run; "" if none ran."""
     mine, theirs = [], []
     for record, other in zip(batch, others, strict=True):
         times = totals(record)
@@ -249,18 +258,18 @@ def _over(batch: Sequence[Record], ours: str, others: Sequence[str]) -> str:
 
 
 def _setting(record: Record) -> str:
-    """Without the seed of its documents, and then without what the suite leaves open."""
+    """Return the setting without the seed, and then without what the suite leaves open."""
     where, seed, rest = headline(record).partition(" seed ")
     return f"{where}, {rest.rpartition(', ')[2]}" if seed else where
 
 
 def family(name: str) -> str:
-    """A rival without its number of head chunks."""
+    """Return a rival's name without its number of head chunks."""
     return re.sub(r", \d+ head chunks", "", name)
 
 
 def _column(batch: Sequence[tuple[str, Sequence[Row]]], way: str) -> str:
-    """ "2.00 (1.50 to 2.50), permitted 2.20, over the limit 1.10": of the fastest of this way."""
+    """Return "2.00 (1.50 to 2.50), permitted 2.20, over the limit 1.10" of the fastest variant."""
     fast: list[Any] = [
         min(mine, key=lambda row: row.middle)
         for first, some in batch

@@ -1,7 +1,7 @@
-"""The smallest cluster there is, to see whether this machine can emulate one: 2 nodes of 2 ranks.
+"""Smallest cluster, to check if this machine can emulate one: 2 nodes of 2 ranks.
 
-Prints what its links carry, beside what they were shaped to; run by `check` and by the tests. With
-a wiring of direct links it does the same for these.
+It prints the rates of its links beside the shaped rates, also of direct links if the wiring has
+them. `check` and the tests run it.
 """
 
 from __future__ import annotations

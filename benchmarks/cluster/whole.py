@@ -1,9 +1,8 @@
-"""Rivals that send whole chunks, whatever the mask hides: burst, one ring over all ranks, and an
-all-gather.
+"""Rivals that send whole chunks for any mask: burst, one ring over all ranks, an all-gather.
 
-Burst is how chunks travelled before schedules carried rows: a rank that sees anything of a chunk
-gets all of it, by the ring or from its owner, whichever sends fewer bytes between nodes. The ring
-is Megatron's `p2p`. The all-gather sends every chunk from its owner straight to every rank.
+`burst_whole` sends all of a chunk to a rank that sees any of its rows, by the ring or from its
+owner, whichever sends fewer bytes between nodes. The ring is Megatron's `p2p`. The all-gather
+sends every chunk from its owner straight to every rank.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ NAME, RING, GATHER = "burst_whole", "ring_whole", "all_gather_whole"
 
 
 def register() -> None:
-    """Enter them among the algorithms of this process; `auto` does not take them."""
+    """Register the rivals as algorithms of this process; `auto` does not choose them."""
     ALGORITHMS.setdefault(NAME, Algorithm(tables, automatic=False))
     ALGORITHMS.setdefault(RING, Algorithm(ring, automatic=False))
     ALGORITHMS.setdefault(
@@ -28,17 +27,17 @@ def register() -> None:
 
 
 def ring(demand: Demand) -> Tables:
-    """One ring over all ranks, of whole chunks."""
+    """Return one ring of whole chunks over all ranks."""
     return burst.ring(replace(demand, visibility=demand.visibility.whole()))
 
 
 def gather(demand: Demand) -> Tables:
-    """Every chunk at once from its owner to all who see anything of it."""
+    """Return transfers of every chunk from its owner to all ranks that see any of its rows."""
     return direct.all_gather(replace(demand, visibility=demand.visibility.whole()))
 
 
 def tables(demand: Demand) -> Tables:
-    """Burst's ring, or chunks sent directly, of whole chunks."""
+    """Return burst's ring or direct transfers, of whole chunks."""
     whole = replace(demand, visibility=demand.visibility.whole())
 
     def bytes_sent(found: Tables) -> tuple[int, int]:
