@@ -1,1 +1,1 @@
-"""Published tables and our own measurements beside what the advisor predicts."""
+"""Published tables and our measurements beside the predictions of `advise`."""

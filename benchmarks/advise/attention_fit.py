@@ -1,10 +1,10 @@
 """LoongTrain's table 4: one attention call on 64 GPUs, fitted with ten constants.
 
-Published: "LoongTrain", arXiv 2406.18485, table 4: 96 rows, of which the eight with 64 ranks in one
-ring stand twice. 64 A100, 8 per node, NVLink, 4 HDR NICs of 25 GB/s per node: two GPUs share one.
-Flat rings fit: on one ring of 64 ranks 190 hops of 33.5 MB in 296 ms are 21.5 GB/s of the one GPU
-that sends to the next node, where the paper's double ring keeps all NICs busy and takes 120 ms.
-Gradients travel in bf16, whole chunks go round; keys and values travel.
+Published: "LoongTrain", arXiv 2406.18485, table 4: 96 rows; the eight with 64 ranks in one ring
+appear twice. 64 A100, 8 per node, NVLink, 4 HDR NICs of 25 GB/s per node, one per two GPUs. Flat
+rings fit: on one ring of 64 ranks 190 hops of 33.5 MB in 296 ms are 21.5 GB/s of the one GPU that
+sends to the next node. The paper's double ring would use all NICs and take 120 ms. Gradients are
+sent in bf16; whole chunks of keys and values are sent.
 """
 
 from __future__ import annotations
@@ -40,14 +40,19 @@ MODELS = {"mha": named("llama2-7b"), "gqa8": replace(named("llama2-7b"), kv_head
 
 @dataclass(frozen=True)
 class Constants:
-    """What was fitted to the table.
+    """Constants that were fitted to the table.
 
-    compute: FLOP/s of a long forward. half_rows: rows with which a call reaches half of it.
-    launch: seconds of each call besides. start: seconds before each pass. inter: bytes per second
-    to another node of a GPU that sends alone by its NIC. nic: of a NIC by which two GPUs send.
-    latency: seconds of each message. slowdown: fraction by which computing is slower while links
-    carry something. exchange_start: seconds of each all-to-all besides its messages. copying: bytes
-    per second at which an all-to-all's tensors are cut up and joined.
+    Attributes:
+        compute: FLOP/s of a long forward.
+        half_rows: Rows with which a call reaches half of it.
+        launch: Additional seconds of each call.
+        start: Seconds before each pass.
+        inter: Bytes per second to another node of a GPU that has its NIC alone.
+        nic: Bytes per second of a NIC that two GPUs share.
+        latency: Seconds of each message.
+        slowdown: Fraction by which computing is slower during transfers.
+        exchange_start: Seconds of each all-to-all in addition to its messages.
+        copying: Bytes per second at which tensors of an all-to-all are split and joined.
     """
 
     compute: float = 229.0e12
@@ -63,7 +68,7 @@ class Constants:
 
     @property
     def rates(self) -> Rates:
-        """For a cluster."""
+        """Return the rates for a cluster."""
         return Rates(intra=NVLINK, backward=BACKWARD, **vars(self))
 
 
@@ -93,7 +98,7 @@ class Cell(NamedTuple):
 
 
 def cells() -> list[Cell]:
-    """The 88 different ones."""
+    """Return the 88 different cells."""
     found = []
     for row in table("loongtrain_table4_attention_ms"):
         if row["hp"] == "1" and row["placement"] == "context_first":
@@ -109,15 +114,19 @@ def cells() -> list[Cell]:
 def predicted(
     cell: Cell, constants: Constants, rings: RingsOf = made, nic_of: str = Cluster.nic_of
 ) -> AttentionTime:
-    """By the released code: what `mb.simulate(..., part="attention")` does. rings: that remember
-    schedules; nic_of: who shares a NIC."""
+    """Return the forecast of the released code, `mb.simulate(..., part="attention")`.
+
+    Args:
+        rings: Cache of schedules.
+        nic_of: Rule by which GPUs share a NIC.
+    """
     cluster = Cluster(gpu("a100"), GPUS, nics=4, nic_rate=25 * GB, rates=constants.rates,
                       nic_of=nic_of)  # fmt: skip
     return attention_time(cell.model, cluster, cell.run, rings=rings)
 
 
 def fitted(some: Sequence[Cell], start: Constants = Constants(), rounds: int = 12) -> Constants:
-    """The constants that fit these cells."""
+    """Return the constants that fit these cells."""
     published = np.array([cell.seconds for cell in some])
     shared = np.array([cell.exchange for cell in some])
     has, rings = shared > 0, remembered()
@@ -132,15 +141,18 @@ def fitted(some: Sequence[Cell], start: Constants = Constants(), rounds: int = 1
 
 
 class Choice(NamedTuple):
-    """For some heads and a length: the cell with the shortest predicted time, and how much longer
-    than the published best its published time is, as a fraction."""
+    """Cell with the shortest predicted time for some heads and a length.
+
+    Attributes:
+        loss: Its published time over the published best, minus one.
+    """
 
     cell: Cell
     loss: float
 
 
 def choices(some: Sequence[Cell], times: Sequence[float]) -> list[Choice]:
-    """What the prediction would have taken, for each of heads and lengths."""
+    """Return the cell that the prediction chooses, for each kind of heads and length."""
     found = []
     for key in sorted({(cell.heads, cell.run.seq) for cell in some}):
         group = [(time, cell) for time, cell in zip(times, some, strict=True)
@@ -167,7 +179,7 @@ LEAVE_OUT = {
 
 
 def leave_out(train: Callable[[Cell], bool], some: Sequence[Cell]) -> Errors:
-    """Fit on some cells, and the errors on the others."""
+    """Fit on some cells and return the errors on the others."""
     constants = fitted([cell for cell in some if train(cell)])
     others = [cell for cell in some if not train(cell)]
     found = [predicted(cell, constants).seconds for cell in others]
@@ -175,7 +187,7 @@ def leave_out(train: Callable[[Cell], bool], some: Sequence[Cell]) -> Errors:
 
 
 def run(fit: bool = False) -> Section:
-    """The table beside its predictions, and what the same constants say of a table not fitted."""
+    """Return the table beside its predictions."""
     some, rings = cells(), remembered()
     constants = fitted(some) if fit else Constants()
     found = [predicted(cell, constants, rings) for cell in some]
@@ -244,7 +256,7 @@ UNITS = {
 
 
 def described(constants: Constants) -> list[str]:
-    """One line for each, with its unit; then what was stated."""
+    """Return a line per constant with its unit, then the stated constants."""
     lines = [f"{name} {getattr(constants, name) / unit:.4g} {words}"
              for name, (unit, words) in UNITS.items()]  # fmt: skip
     stated = f"stated: backward {BACKWARD:g} times a forward, NVLink {NVLINK / GB:g} GB/s"

@@ -1,14 +1,13 @@
 """Every published time beside its forecast, at published rates and at rates fitted to its cluster.
 
-What `autotune.bands` is derived from, and the tables to which no constant was fitted: NVIDIA's
-NeMo on H100 and B200, torchtitan on H100, the systems that LoongTrain compares itself with. Taken
-for them: NeMo's TFLOP/s count all of attention, not its causal half, as `flops_formulas.py` of the
-same repository does, its runs recompute nothing but what a kernel does itself, and a ring carries
-keys and values within context-parallel groups; torchtitan's recompute everything, and gather keys
-and values. Torchtitan's context parallelism allows FlashAttention 2 and a slower kernel alone (the
-SDPBackend list of its `get_train_context`), so it is forecast at that kernel's published rate.
-Llama 3.1 405B is counted with 128 layers for 126, which do not divide into eight stages, and its
-time is scaled by 126 / 128. MagiAttention's charts are of attention calls, and no band has them: 20
+`autotune.bands` is derived from these times. No constant was fitted to NVIDIA's NeMo on H100 and
+B200, torchtitan on H100, and the other systems of LoongTrain's table. Assumptions: NeMo's TFLOP/s
+count all of attention, not its causal half, as `flops_formulas.py` of the same repository does; its
+runs recompute nothing outside kernels, and a ring sends keys and values. Torchtitan recomputes
+everything and gathers keys and values. Its context parallelism allows FlashAttention 2 and a slower
+kernel (the SDPBackend list of its `get_train_context`), so it is forecast at FlashAttention 2's
+rate. Llama 3.1 405B is counted with 128 layers for 126, which eight stages do not divide, and its
+time is scaled by 126 / 128. MagiAttention's charts are attention calls and not part of any band: 20
 calls of one benchmark would outweigh the steps.
 """
 
@@ -43,9 +42,15 @@ TABLE_4 = "LoongTrain, table 4 (calls)"
 
 
 class BandCell(NamedTuple):
-    """One published time. table, label: where it stands; gpu: on which; ratio: it over its
-    forecast, above 1 where the forecast is too short; fitted: whether a constant of the forecast
-    was fitted to its table; counts: whether a band is derived from it."""
+    """One published time.
+
+    Attributes:
+        table, label: Its table and row.
+        gpu: Name of the GPU.
+        ratio: Published time over its forecast, above 1 if the forecast is too short.
+        fitted: True if a constant of the forecast was fitted to its table.
+        counts: True if a band is derived from it.
+    """
 
     table: str
     label: str
@@ -56,13 +61,16 @@ class BandCell(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Forecast time over published time, less one."""
+        """Return forecast time over published time, minus one."""
         return 1 / self.ratio - 1
 
 
 def _nemo(name: str, model: Model, gpu: Gpu, recompute: Any = "none") -> Iterator[BandCell]:
-    """TFLOP/s per GPU of NVIDIA's runs. Without context parallelism they are short, and FP8, which
-    is not counted, decides: no band has them."""
+    """Yield NVIDIA's runs, from TFLOP/s per GPU.
+
+    Runs without context parallelism are short. FP8, which is not modelled, dominates them, so no
+    band counts them.
+    """
     for row in table(name):
         size = {key: int(row[key]) for key in ("tp", "pp", "dp", "cp")}
         run = Settings(
@@ -81,12 +89,12 @@ RING: dict[str, Any] = {"algorithm": "ring", "side": "kv", "wire": "bf16", "rout
 
 
 def nemo_h100(recompute: Any = "none", gpu: Gpu = GPUS["h100"]) -> Iterator[BandCell]:
-    """Llama-2-7B, 4K to 1M tokens. Batches are not stated: four micro-batches are taken."""
+    """Yield Llama-2-7B, 4K to 1M tokens; four micro-batches are assumed, none are published."""
     return _nemo("nemo_llama2_7b_h100", named("llama2-7b"), gpu, recompute)
 
 
 def nemo_b200() -> Iterator[BandCell]:
-    """Llama-3-8B, 8K to 1M tokens."""
+    """Yield Llama-3-8B, 8K to 1M tokens."""
     return _nemo("nemo_llama3_8b_b200", named("llama3-8b"), GPUS["b200"])
 
 
@@ -94,7 +102,11 @@ FLASH_2 = with_kernel(GPUS["h100"], "aten")
 
 
 def torchtitan(gpu: Gpu = FLASH_2) -> Iterator[BandCell]:
-    """Llama 3.1 8B and 405B with FSDP, 32K to 256K tokens. gpu: with context parallelism."""
+    """Yield Llama 3.1 8B and 405B with FSDP, 32K to 256K tokens.
+
+    Args:
+        gpu: The GPU of runs with context parallelism.
+    """
     models = {"8b": (named("llama3.1-8b"), 1.0),
               "405b": (replace(named("llama3.1-405b"), layers=128), 126 / 128)}  # fmt: skip
     for row in table("torchtitan_llama3_h100"):
@@ -111,7 +123,7 @@ def torchtitan(gpu: Gpu = FLASH_2) -> Iterator[BandCell]:
 
 
 def trl() -> Iterator[BandCell]:
-    """Qwen3-8B, 1M tokens on one node. Its figure was known before it was predicted."""
+    """Yield Qwen3-8B, 1M tokens on one node; its time was known before it was predicted."""
     for row in table("trl_qwen3_8b_h100"):
         run = Settings(int(row["seq"]), cp=int(row["cp"]), fsdp=True, offload=1.0,
                        lm_head_loss="recompute", **RING)  # fmt: skip
@@ -121,7 +133,7 @@ def trl() -> Iterator[BandCell]:
 
 
 def easycontext() -> Iterator[BandCell]:
-    """Llama-2-7B on 8 A100, 64K to 700K tokens, with the optimizer on the host."""
+    """Yield Llama-2-7B on 8 A100, 64K to 700K tokens, with the optimizer on the host."""
     for row in table("easycontext_llama2_7b_a100"):
         dp = int(row["dp"])
         run = Settings(
@@ -144,7 +156,7 @@ MAGI_MODEL = Model("MagiAttention's charts", 1, 8192, 64, 8, 8192, 32000)
 
 
 def magi_calls(rings: RingsOf = made) -> Iterator[BandCell]:
-    """One forward and backward, causal, 8K tokens and GPU."""
+    """Yield one forward and backward, causal, 8K tokens per GPU."""
     charts = {(row["mask"], row["algo"], row["pass"]): row for row in table("magi_h100")}
     for system, how in MAGI_SYSTEMS.items():
         for ranks in (8, 16, 32, 64):
@@ -163,8 +175,10 @@ def magi_calls(rings: RingsOf = made) -> Iterator[BandCell]:
 
 
 def others_of_loongtrain(rings: RingsOf = made) -> Iterator[BandCell]:
-    """Megatron's ring and DeepSpeed-Ulysses in LoongTrain's table 2; without the four GQA rows of
-    the latter that repeat those of MHA digit by digit."""
+    """Yield Megatron's ring and DeepSpeed-Ulysses of LoongTrain's table 2.
+
+    The four GQA rows of DeepSpeed-Ulysses repeat its MHA rows digit by digit and are left out.
+    """
     for row in table("loongtrain_table2_end_to_end"):
         system, heads = row["system"], row["heads"]
         if system.startswith("hp") or row["tgs"] == "OOM" or (system, heads) == COPIED:
@@ -189,8 +203,12 @@ def _step(model: Model, cluster: Cluster, run: Settings, rings: RingsOf) -> Step
 
 
 def at_published_rates(rings: RingsOf | None = None, every: int = 1) -> list[BandCell]:
-    """All of them. rings: that remember schedules; every: of LoongTrain's long tables every second
-    row, third row and so on alone, to save time."""
+    """Return all published times at published rates.
+
+    Args:
+        rings: Cache of schedules.
+        every: Take only every n-th row of LoongTrain's long tables, to save time.
+    """
     rings = rings or remembered()
     found = [*nemo_h100(), *nemo_b200(), *torchtitan(), *trl(), *easycontext(),
              *magi_calls(rings), *others_of_loongtrain(rings)]  # fmt: skip
@@ -215,7 +233,7 @@ def at_published_rates(rings: RingsOf | None = None, every: int = 1) -> list[Ban
 
 
 def at_fitted_rates(rings: RingsOf | None = None, every: int = 1) -> list[BandCell]:
-    """Those of the clusters to which rates were fitted."""
+    """Return the times of the clusters to which rates were fitted."""
     rings = rings or remembered()
     found = [
         BandCell("LoongTrain, table 2", row.label, "a100",

@@ -1,9 +1,8 @@
-"""BurstEngine's attention benchmark on 32 GPUs, with the constants of LoongTrain's table 4: not one
-of them is fitted here.
+"""BurstEngine's attention benchmark on 32 GPUs, with the constants of LoongTrain's table 4.
 
-TFLOP/s per GPU of one forward and backward, causal, 40 heads of 128, as in the authors' benchmark
-data (BurstEngine, arXiv 2509.19836, section on attention performance). What the node is, is stated
-with the A800 nodes of the paper and with NICs as in LoongTrain's cluster: an assumption.
+No constant is fitted here. TFLOP/s per GPU of one forward and backward, causal, 40 heads of 128,
+from the authors' benchmark data (BurstEngine, arXiv 2509.19836, section on attention performance).
+Assumed: the paper's A800 nodes, with NICs as in LoongTrain's cluster.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ COLUMNS = ("megatron_cp", "double_ring", "usp", "burst")  # of the table, as SYS
 
 
 def published() -> dict[tuple[str, int], float]:
-    """TFLOP/s by system and length; cells that ran out of memory are left out."""
+    """Return TFLOP/s by system and length, without cells that ran out of memory."""
     return {
         (system, int(row["seq"])): float(row[column])
         for row in table("burstengine_attention_tflops")
@@ -47,7 +46,7 @@ def published() -> dict[tuple[str, int], float]:
 
 
 def fitted_cluster() -> Cluster:
-    """With the rates of table 4's fit."""
+    """Return the cluster with the rates of table 4's fit."""
     rates = replace(Constants().rates, intra=NVLINK)
     return Cluster(gpu("a800"), RANKS, nics=4, nic_rate=25 * GB, rates=rates)
 
@@ -55,8 +54,12 @@ def fitted_cluster() -> Cluster:
 def predicted(
     system: str, seq: int, cluster: Cluster | None = None, rings: RingsOf = made
 ) -> float:
-    """TFLOP/s per GPU of causal attention: 3.5 times those of a forward. cluster: None: with the
-    rates of table 4's fit; rings: where schedules are remembered."""
+    """Return TFLOP/s per GPU of causal attention, 3.5 times the FLOPs of a forward.
+
+    Args:
+        cluster: None for the rates of table 4's fit.
+        rings: Cache of schedules.
+    """
     cluster = cluster or fitted_cluster()
     run = Settings(seq, cp=RANKS, wire="bf16", route="ring", **SYSTEMS[system])
     done = 3.5 * 2 * float(seq) ** 2 * HEADS * WIDTH / RANKS
@@ -64,7 +67,7 @@ def predicted(
 
 
 def run(fit: bool = False) -> Section:
-    """The table beside its predictions; there is nothing to fit."""
+    """Return the table beside its predictions; nothing is fitted."""
     points = [
         Point(f"{system}, {seq >> 10}K", value, predicted(system, seq))
         for (system, seq), value in published().items()

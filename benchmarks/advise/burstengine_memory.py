@@ -1,8 +1,8 @@
 """BurstEngine's memory, in its tables 2 (ablation) and 5 (8 GPUs). No constant is fitted.
 
-Published: "BurstEngine", arXiv 2509.19836. The account is of unfused modules (norms in fp32, rope,
-SwiGLU and weight gradients as operators of their own), as their code has them; parameters,
-gradients in fp32 and optimizer states are sharded over all GPUs, two layers of parameters whole.
+Published: "BurstEngine", arXiv 2509.19836. The account has unfused modules (norms in fp32, rope,
+SwiGLU and weight gradients as separate operators), as in their code. Parameters, gradients in fp32
+and optimizer states are sharded over all GPUs; two layers of parameters are whole.
 
     python -m benchmarks.advise.burstengine_memory
 """
@@ -39,7 +39,7 @@ PER_GPU = 32768  # tokens, in both tables
 
 
 class Row(NamedTuple):
-    """A published row: its bytes, and those of the account."""
+    """A published row: its bytes, and the bytes of the account."""
 
     label: str
     published: float
@@ -50,10 +50,10 @@ class Row(NamedTuple):
 
 
 def runs() -> dict[str, tuple[Settings, float]]:
-    """Label -> the run and the published bytes of the ten rows. A GB is 10^9 bytes.
+    """Map each label to the run and the published bytes of its row. A GB is 10^9 bytes.
 
-    Table 5 does not say what its runs keep of attention's results: all (selective checkpoint++). At
-    CP 8 its memory is that of table 2's last row within 1 %, as are the states of both.
+    Table 5 does not state how many attention outputs its runs keep. All are assumed (selective
+    checkpoint++): at CP 8 memory and states equal table 2's last row within 1 %.
     """
     found, run = {}, Settings(seq=32 * PER_GPU, cp=32, **COMMON)
     for row in table("burstengine_table2_ablation"):
@@ -68,19 +68,19 @@ def runs() -> dict[str, tuple[Settings, float]]:
 
 
 def rows() -> list[Row]:
-    """The ten rows with the bytes of the account."""
+    """Return the ten rows with the bytes of the account."""
     return [Row(label, published, account(MODEL, run, every=False).peak.bytes)
             for label, (run, published) in runs().items()]  # fmt: skip
 
 
 def fitted(found: Sequence[Row]) -> float:
-    """The reserve whose largest error over `found` is smallest."""
+    """Return the reserve with the smallest largest error."""
     tried = np.arange(0, 10 * GB, 0.05 * GB)
     return float(min(tried, key=lambda each: max(abs(row.error(each)) for row in found)))
 
 
 def left_out(found: Sequence[Row]) -> list[Point]:
-    """Each row as predicted with the reserve that fits the nine others."""
+    """Return each row, predicted with the reserve that fits the nine others."""
     return [_point(row, fitted([other for other in found if other is not row])) for row in found]
 
 
@@ -89,7 +89,7 @@ def _point(row: Row, reserve: float) -> Point:
 
 
 def run(fit: bool = False) -> Section:
-    """The ten rows; fit: with the reserve that fits them best, else the one stated."""
+    """Return the ten rows, with the fitted reserve if `fit`, else with the stated one."""
     found = rows()
     best = fitted(found)
     reserve = best if fit else RESERVE

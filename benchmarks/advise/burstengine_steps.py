@@ -77,7 +77,7 @@ class Row(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of a step, from the MFU."""
+        """Return seconds of a step, from the MFU."""
         done = model_operations(MODEL, self.run.seq) * self.run.seq * self.run.dp
         return done / (self.mfu * self.gpus * GPUS["a800"].peak)
 
@@ -137,7 +137,7 @@ def fitted(
 
 
 def leave_one_out(rows: Sequence[Row]) -> list[Point]:
-    """Each row by the constants that fit the others."""
+    """Return each row, predicted by the constants that fit the others."""
     found, rings = [], remembered()
     for index, row in enumerate(rows):
         constants = fitted([*rows[:index], *rows[index + 1 :]], rings=rings)
@@ -152,10 +152,10 @@ MASKS = ("attention_masking", "causal_zigzag", "sliding_window_32k_blockwise_bal
 
 
 def pairs_of(mask: str, seq: int) -> float:
-    """Pairs that an implementation computes over those that a causal mask shows.
+    """Return the pairs that an implementation computes over the pairs of a causal mask.
 
-    Masked: all of them. Block-wise with blocks as long as the window: those of a block's own
-    (causal) and of the one before it.
+    "attention_masking" computes all pairs. The block-wise window, with blocks as long as the
+    window, computes the pairs of a block with itself (causal) and with the previous block.
     """
     if mask == "causal_zigzag":
         return 1.0
@@ -165,7 +165,7 @@ def pairs_of(mask: str, seq: int) -> float:
 
 
 def masked(mask: str, constants: Constants = Constants()) -> float:
-    """Seconds of a step of 256K tokens on 8 GPUs, of table 5's last row with another mask."""
+    """Return seconds of a step of 256K tokens on 8 GPUs, table 5's last row with another mask."""
     row = published()[-1]
     share = pairs_of(mask, row.run.seq)
 
@@ -177,7 +177,7 @@ def masked(mask: str, constants: Constants = Constants()) -> float:
 
 
 def speedups(constants: Constants = Constants()) -> list[Point]:
-    """Table 3: over a plain masked full computation."""
+    """Return table 3: speedups over a masked full computation."""
     plain = masked(MASKS[0], constants)
     rows = {row["implementation"]: float(row["speedup"]) for row in
             table("burstengine_table3_sparse")}  # fmt: skip
@@ -185,7 +185,7 @@ def speedups(constants: Constants = Constants()) -> list[Point]:
 
 
 def run(fit: bool = False) -> Section:
-    """The tables beside their predictions."""
+    """Return the tables beside their predictions."""
     rows = published()
     constants = fitted(rows) if fit else Constants()
     points = [Point(r.label, r.seconds, predicted(r, constants).seconds) for r in rows]

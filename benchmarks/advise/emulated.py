@@ -1,8 +1,8 @@
-"""The emulated cluster: every cell of docs/cluster.md predicted by the simulator of today.
+"""Emulated cluster: every cell of docs/cluster.md predicted by the current simulator.
 
-The host of that cluster is two cores, on which all ranks copy and wait at once. What it costs is
-ten constants, one set for all cells; links are those that were shaped. The cells were measured
-when whole chunks travelled, so the schedules here bring every chunk to every rank.
+The host of that cluster has two cores, on which all ranks copy and wait. Ten constants, one set for
+all cells, describe its costs; links are as shaped. The cells were measured when whole chunks were
+sent, so the schedules here send every chunk to every rank.
 """
 
 from __future__ import annotations
@@ -45,15 +45,18 @@ WIRED = Wires(together=True)  # each message is a stream of TCP
 
 @dataclass(frozen=True)
 class Host:
-    """What the machine takes; where ranks share its cores, a rank's own time counts ranks / cores
-    times.
+    """Costs of the machine. If ranks share its cores, a rank's own time counts ranks / cores times.
 
-    intra, inter: fraction of a shaped link's rate that payload gets. latency: seconds of a link per
-    message. posting: seconds of a rank per exchange that it starts. handling, exchanging: seconds
-    of a rank per byte that it sends round a ring, and that it packs, sends and unpacks in an
-    all-to-all. call, merging: seconds of a rank per call of the attention kernel besides its
-    compute, and per byte of its output, which is merged or added. oversleep: by how many seconds a
-    call whose time is emulated sleeps too long. real: FLOP/s of the attention where it is computed.
+    Attributes:
+        intra, inter: Fraction of a shaped link's rate that payload reaches.
+        latency: Seconds of a link per message.
+        posting: Seconds of a rank per exchange that it starts.
+        handling: Seconds of a rank per byte that it sends round a ring.
+        exchanging: Seconds of a rank per byte that it packs, sends and unpacks in an all-to-all.
+        call: Seconds of a rank per kernel call in addition to its compute.
+        merging: Seconds of a rank per byte of a call's output, which is merged or added.
+        oversleep: Seconds by which a call with emulated time sleeps too long.
+        real: FLOP/s of real attention.
     """
 
     intra: float = 0.956
@@ -85,8 +88,14 @@ UNITS = {
 
 
 class Measured(NamedTuple):
-    """One rival in one cell, of which `place` is the number; seconds as measured and as predicted,
-    passes: of forward and of backward."""
+    """One rival in one cell.
+
+    Attributes:
+        place: Number of the cell.
+        seconds: Measured seconds.
+        passes: Measured seconds of forward and backward.
+        predicted: Predicted seconds of forward and backward.
+    """
 
     place: int
     cell: Cell
@@ -98,15 +107,19 @@ class Measured(NamedTuple):
 
     @property
     def point(self) -> Point:
-        """Of both passes, in seconds."""
+        """Return both passes in seconds, measured and predicted."""
         c = self.cell
         where = f"{c.grid} {c.rates} {c.heads} {c.tokens} {c.regime}"
         return Point(f"{where}: {self.rival}", self.seconds, sum(self.predicted))
 
 
 class _Ring(NamedTuple):
-    """One rival's passes on one grid. output: bytes of a
-    rank's rows; share: bytes to each rank that shares heads, in both passes."""
+    """Passes of one rival on one grid.
+
+    Attributes:
+        output: Bytes of a rank's rows.
+        share: Bytes to each rank that shares heads, by pass.
+    """
 
     passes: tuple[PreparedSchedule, PreparedSchedule]
     sizes: Sizes
@@ -139,8 +152,11 @@ def _ring(cell: Cell, rival: Rival) -> _Ring:
 
 
 def predict(host: Host, cell: Cell, rival: Rival, gflops: float | None) -> tuple[float, float]:
-    """Seconds of forward and of backward. gflops: of emulated compute, 0 where it takes no time;
-    None where attention is computed."""
+    """Return seconds of forward and of backward.
+
+    Args:
+        gflops: Speed of emulated compute, 0 if it takes no time, None for real attention.
+    """
     still = cell._replace(rates=Links(1, 1), regime="")  # neither changes what runs
     ring, crowd = _ring(still, rival), cell.nodes * cell.per_node / CORES
     links = {link: getattr(host, link) * cell.rates.of(link) / 8 for link in ("intra", "inter")}
@@ -162,7 +178,7 @@ def predict(host: Host, cell: Cell, rival: Rival, gflops: float | None) -> tuple
 def _exchange(
     peers: tuple[str, ...], share: int, links: Mapping[str, float], host: Host, crowd: float
 ) -> float:
-    """Seconds of the all-to-alls of a pass: on both link classes at once, beside nothing else."""
+    """Return seconds of the all-to-alls of a pass, on both link classes at once."""
     if not peers:
         return 0.0
     busy = max(peers.count(link) * share / links[link] for link in links)
@@ -170,7 +186,7 @@ def _exchange(
 
 
 def measured() -> list[Measured]:
-    """Every cell and rival whose settings were fixed, in the order of the file."""
+    """Return every cell and every rival with fixed settings, in the order of the file."""
     found = []
     for index, (cell, gflops, rivals) in enumerate(results.load(results.MEASURED)):
         for kept in rivals:
@@ -181,14 +197,14 @@ def measured() -> list[Measured]:
 
 
 def predicted(host: Host, rows: list[Measured]) -> list[Measured]:
-    """The same rows with their predictions."""
+    """Return the same rows with their predictions."""
     return [
         row._replace(predicted=predict(host, row.cell, WAYS[row.rival], row.gflops)) for row in rows
     ]
 
 
 def fitted(start: Host, rows: list[Measured]) -> Host:
-    """The constants that fit both passes of all rows but those of `AMID`."""
+    """Return the constants that fit both passes of all rows except `AMID`."""
     rows = [row for row in rows if row.rival != AMID]
     there = np.array([row.passes for row in rows])
 
@@ -201,15 +217,18 @@ def fitted(start: Host, rows: list[Measured]) -> Host:
 
 
 class Ranking(NamedTuple):
-    """Pairs of rivals of one cell whose measured times clearly differ, and those ranked wrong:
-    (cell, rival, other, measured ratio, predicted ratio)."""
+    """Pairs of rivals of one cell with clearly different times, and the wrongly ranked ones.
+
+    Attributes:
+        wrong: (cell, rival, other, measured ratio, predicted ratio).
+    """
 
     pairs: int
     wrong: list[tuple[Cell, str, str, float, float]]
 
 
 def ranking(rows: list[Measured]) -> Ranking:
-    """Does the prediction rank rivals as they were measured?"""
+    """Compare the predicted order of rivals with the measured one."""
     count, wrong = 0, []
     for _, group in groupby(rows, key=lambda row: row.place):
         for one, other in combinations(list(group), 2):
@@ -223,7 +242,7 @@ def ranking(rows: list[Measured]) -> Ranking:
 
 
 def run(fit: bool) -> Section:
-    """The section of the page."""
+    """Return the section, with fitted constants if `fit`."""
     rows = measured()
     host = fitted(Host(), rows) if fit else Host()
     return section(host, predicted(host, rows))
@@ -264,7 +283,7 @@ def _by_cell(rows: list[Measured]) -> Iterator[list[str]]:
 
 
 def by_regime(rows: list[Measured]) -> dict[tuple[str, str], list[float]]:
-    """Errors of two-level rings, by rival and regime."""
+    """Return errors of two-level rings, by rival and regime."""
     found: dict[tuple[str, str], list[float]] = {}
     for row in sorted(rows, key=lambda row: (row.rival, row.cell.regime)):
         if row.rival.startswith(("double_ring", "burst")):

@@ -1,4 +1,4 @@
-"""The output of the command that the page shows."""
+"""Output of the command on docs/advise.md."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ FLAGS = "megatron_burst pretrain"  # flags follow it
 
 
 def printed(words: str) -> list[str]:
-    """The lines of `megatron-burst advise` with these words."""
+    """Return the lines that `megatron-burst advise` prints."""
     command = [sys.executable, "-m", "megatron_burst", "advise", *shlex.split(words)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return [line.rstrip() for line in done.stdout.splitlines()]
 
 
 def output() -> str:
-    """The output as a block, without memory by item and without Megatron's own flags."""
+    """Return the output as a block, without memory by item and without Megatron's own flags."""
     lines = printed(SHOWN)
     start = next(i for i, line in enumerate(lines) if line.startswith(MEMORY))
     rivals = next(i for i, line in enumerate(lines) if line.startswith(RIVALS))

@@ -1,4 +1,4 @@
-"""Least squares for a few positive constants, and how far off a fit is. numpy only."""
+"""Least squares for a few positive constants, and the errors of a fit. numpy only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Residuals = Callable[[np.ndarray], np.ndarray]
 
 
 class Errors(NamedTuple):
-    """Sizes of relative errors: fractions, of all rows."""
+    """Absolute relative errors of all rows, as fractions."""
 
     median: float
     p90: float
@@ -22,7 +22,7 @@ class Errors(NamedTuple):
 
 
 def errors(predicted: Sequence[float], published: Sequence[float]) -> Errors:
-    """Of predictions, relative to what was published."""
+    """Return the errors of predictions, relative to the published values."""
     off = np.abs(np.asarray(predicted) / np.asarray(published) - 1)
     return Errors(float(np.median(off)), float(np.quantile(off, 0.9)), float(off.max()))
 
@@ -31,10 +31,10 @@ def fit(
     residuals: Residuals, start: Sequence[float], low: Sequence[float], high: Sequence[float],
     rounds: int = 30, tight: float = 0.02,
 ) -> np.ndarray:  # fmt: skip
-    """The constants between `low` and `high`, all above 0, that make residuals small.
+    """Return the constants between `low` and `high`, all above 0, that minimize the residuals.
 
-    Levenberg and Marquardt on logarithms; each residual's weight falls beyond `tight` (soft L1), so
-    that a row which contradicts others does not draw the fit to itself.
+    Levenberg and Marquardt on logarithms. A residual's weight falls beyond `tight` (soft L1), so
+    that one contradicting row does not dominate the fit.
     """
     below, above = np.log(low), np.log(high)
     at = np.clip(np.log(start), below, above)

@@ -1,9 +1,9 @@
 """FPDT's longest contexts (its table 1) beside the account's. No constant is fitted.
 
-Published: "Fully Pipelined Distributed Transformer", arXiv 2408.16978, table 1. Everywhere the
-same: heads shared by all ranks (Ulysses) as far as they divide, ZeRO-3 over all ranks, chunks of
-64K tokens of which two are on the device and the others on the host, MLPs in chunks half as long,
-layer inputs on the host.
+Published: "Fully Pipelined Distributed Transformer", arXiv 2408.16978, table 1. In all cells heads
+are shared by as many ranks as divide them (Ulysses), ZeRO-3 covers all ranks, chunks have 64K
+tokens (two on the device, the others on the host), MLP chunks half as many, and layer inputs are
+on the host.
 
     python -m benchmarks.advise.fpdt
 """
@@ -50,8 +50,13 @@ MODELS = {
 
 
 class Cell(NamedTuple):
-    """One cell: what was published ("-", "512K", "8M+") and the longest of `TRIED` that fits (0:
-    none does); what the next one lacks."""
+    """One cell of the table.
+
+    Attributes:
+        published: "-", "512K", "8M+".
+        found: The longest of `TRIED` that fits, 0 if none does.
+        lacks: The memory that the next length lacks.
+    """
 
     model: str
     gpus: str
@@ -61,7 +66,7 @@ class Cell(NamedTuple):
 
     @property
     def right(self) -> bool:
-        """Within one doubling; "8M+" is met by 4M or more, "-" by less than 64K."""
+        """Return true within one doubling; "8M+" needs 4M or more, "-" less than 64K."""
         if self.published == "-":
             return self.found < LEAST
         if self.published.endswith("+"):
@@ -70,20 +75,20 @@ class Cell(NamedTuple):
 
 
 def tokens(text: str) -> int:
-    """Of "512K" or "8M+"."""
+    """Parse "512K" or "8M+"."""
     number, unit = text.rstrip("+")[:-1], text.rstrip("+")[-1]
     return int(number) * {"K": K, "M": K * K}[unit]
 
 
 def words(count: int) -> str:
-    """The inverse, "-" for 0."""
+    """Format a length, "-" for 0."""
     if not count:
         return "-"
     return f"{count // K}K" if count < K * K else f"{count // K // K}M"
 
 
 def run_of(model: Model, gpus: int, seq: int) -> Settings:
-    """FPDT's run of a sequence on all GPUs."""
+    """Return FPDT's run of a sequence on all GPUs."""
     shared = max(n for n in (1, 2, 4, 8, 16, 32)
                  if gpus % n == 0 and shareable(model.heads, model.kv_heads, n))  # fmt: skip
     chunks = max(1, seq // CHUNK)
@@ -95,7 +100,11 @@ def run_of(model: Model, gpus: int, seq: int) -> Settings:
 
 
 def cell(model: Model, column: str, published: str, reserve: int = RESERVE) -> Cell:
-    """The longest sequence of one cell. column: as in the table, "a100_40g_x8"."""
+    """Return the longest sequence of one cell.
+
+    Args:
+        column: Name in the table, such as "a100_40g_x8".
+    """
     _, memory, count = column.split("_")
     gpus = int(count[1:])
     gpu = GPUS["a100-40g" if memory == "40g" else "a100"]
@@ -111,7 +120,7 @@ def cell(model: Model, column: str, published: str, reserve: int = RESERVE) -> C
 
 
 def cells(reserve: int = RESERVE) -> list[Cell]:
-    """All 40 cells."""
+    """Return all 40 cells."""
     return [
         cell(MODELS[row["model"]], column, text, reserve)
         for row in table("fpdt_table1_max_context")
@@ -121,7 +130,7 @@ def cells(reserve: int = RESERVE) -> list[Cell]:
 
 
 def counts(found: list[Cell]) -> dict[str, tuple[int, int]]:
-    """(right, of how many) of the filled cells and of those marked "-"."""
+    """Return (right, total) of the filled cells and of the cells marked "-"."""
     filled = [one for one in found if one.published != "-"]
     none = [one for one in found if one.published == "-"]
     return {"filled": (sum(c.right for c in filled), len(filled)),
@@ -161,7 +170,7 @@ def _notes(found: list[Cell]) -> list[str]:
 
 
 def run(fit: bool = False) -> Section:
-    """The table, predicted beside published; nothing is fitted, so `fit` changes nothing."""
+    """Return the table, published / predicted; nothing is fitted, so `fit` has no effect."""
     found = cells()
     right = counts(found)
     return Section(

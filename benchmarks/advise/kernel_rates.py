@@ -1,8 +1,8 @@
-"""What the attention kernel decides on Hopper: calls and runs at the published rate of each kernel.
+"""Attention calls and runs on Hopper at the published rate of each kernel.
 
-`ring-flash-attention` calls FlashAttention 2. Its README was read after its settings had been, and
-after the forecasts at the rate of `--gpu h800` had been made (32.6 calls per second of the zigzag
-ring beside 17.4); the rates by kernel are of other publications.
+`ring-flash-attention` calls FlashAttention 2. Its results were read after its settings, and after
+forecasts at the rate of `--gpu h800` (32.6 calls per second of the zigzag ring, published 17.4).
+The rates by kernel are from other publications.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ APART = "striped"  # shown, and not among the figures
 
 
 class RingCall(NamedTuple):
-    """Calls per second of a ring. fastest: as forecast at the rate of the fastest kernel."""
+    """Calls per second of a ring.
+
+    Attributes:
+        fastest: Forecast at the rate of the fastest kernel.
+    """
 
     gpu: str
     label: str
@@ -37,12 +41,12 @@ class RingCall(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Time predicted over the published one, less one."""
+        """Return predicted over published time, minus one."""
         return self.published / self.predicted - 1
 
 
 def ring_calls() -> Iterator[RingCall]:
-    """All of the README's batch rows."""
+    """Yield all batch rows of the README."""
     for row in table("ring_flash_attention"):
         fastest = GPUS[row["gpu"]]
         own = with_kernel(fastest, "aten") if fastest.name in KERNELS else fastest
@@ -59,7 +63,7 @@ def _per_second(gpu: Gpu, way: str, forward: bool) -> float:
 
 
 def by_kernel() -> dict[str, list[BandCell]]:
-    """NVIDIA's counted runs on H100, forecast at the rate of each kernel."""
+    """Return NVIDIA's counted runs on H100, forecast at the rate of each kernel."""
     h100 = GPUS["h100"]
     return {
         kernel: [cell for cell in nemo_h100(gpu=with_kernel(h100, kernel)) if cell.counts]
@@ -68,7 +72,7 @@ def by_kernel() -> dict[str, list[BandCell]]:
 
 
 def run(fit: bool = False) -> Section:
-    """The section of the page; nothing is fitted."""
+    """Return the section; nothing is fitted."""
     calls = list(ring_calls())
     balanced = [call for call in calls if APART not in call.label]
     off = errors([1 / call.predicted for call in balanced], [1 / c.published for c in balanced])

@@ -1,12 +1,12 @@
 """LoongTrain's table 2: whole steps on 32 GPUs, with table 4's constants and four more.
 
 Published: "LoongTrain", arXiv 2406.18485, table 2: LLaMA2-7B, ZeRO-1, everything recomputed, the 48
-rows that share heads over `hp` ranks and run a ring over `cp`. Taken: one sequence per step, flat
-rings and travelling gradients as in table 4 (`attention_fit`), an LM head whose loss is not fused.
+rows that share heads over `hp` ranks and run a ring over `cp`. Assumed: one sequence per step, flat
+rings and gradients as in table 4 (`attention_fit`), an LM head without fused loss.
 
-Their MFU counts 48.0e9 operations per token besides the causal half of attention: what a model of
-8.0e9 parameters needs. LLaMA2-7B has 6.6e9 without the embedding, so `linear` would be 1.2 times
-as large if theirs did have so many.
+Their MFU counts 48.0e9 operations per token in addition to the causal half of attention, as for
+8.0e9 parameters. LLaMA2-7B has 6.6e9 without the embedding; with 8.0e9, `linear` would be 1.2 times
+as large.
 """
 
 from __future__ import annotations
@@ -41,9 +41,14 @@ APART = 0.03  # cells that differ by less are in no order
 
 @dataclass(frozen=True)
 class Constants:
-    """What was fitted to the table besides table 4's. linear: fraction of the peak that large
-    products reach. network: what NICs reach here over what they reach in table 4. half_rows: as
-    table 4's, of these kernels. exchange: fraction of a link's rate that an all-to-all reaches."""
+    """Constants that were fitted to the table, in addition to table 4's.
+
+    Attributes:
+        linear: Fraction of the peak that large products reach.
+        network: Rate of NICs over their rate in table 4.
+        half_rows: Same as in table 4, of these kernels.
+        exchange: Fraction of a link's rate that an all-to-all reaches.
+    """
 
     linear: float = 0.5674
     network: float = 0.9367
@@ -72,7 +77,7 @@ class Row(NamedTuple):
 
 
 def published() -> list[Row]:
-    """The rows of hp x cp."""
+    """Return the rows of hp x cp."""
     found = []
     for row in table("loongtrain_table2_end_to_end"):
         if not row["system"].startswith("hp"):
@@ -85,7 +90,7 @@ def published() -> list[Row]:
 
 
 def cluster(constants: Constants) -> Cluster:
-    """Four nodes of eight A100 with four HDR NICs each."""
+    """Return four nodes of eight A100 with four HDR NICs each."""
     rates = attention_fit.Constants().rates
     rates = replace(
         rates,
@@ -99,7 +104,11 @@ def cluster(constants: Constants) -> Cluster:
 
 
 def predicted(row: Row, constants: Constants = Constants(), rings: RingsOf = made) -> StepTime:
-    """By the released code. rings: where schedules are remembered."""
+    """Return the forecast of the released code.
+
+    Args:
+        rings: Cache of schedules.
+    """
     attention = partial(attention_time, rings=rings)
     return step_time(row.model, cluster(constants), row.run, attention=attention)
 
@@ -107,7 +116,7 @@ def predicted(row: Row, constants: Constants = Constants(), rings: RingsOf = mad
 def fitted(
     rows: Sequence[Row], start: Constants = Constants(), rings: RingsOf | None = None
 ) -> Constants:
-    """The constants that fit these rows."""
+    """Return the constants that fit these rows."""
     there, rings = np.array([row.published for row in rows]), rings or remembered()
 
     def residuals(values: np.ndarray) -> np.ndarray:
@@ -120,14 +129,14 @@ def fitted(
 
 
 class Ranking(NamedTuple):
-    """Pairs of runs of the same heads and length that differ by `APART`, and those in order."""
+    """Pairs of runs with equal heads and length that differ by `APART`, and the wrong ones."""
 
     pairs: int
     wrong: list[tuple[Row, Row]]
 
 
 def ranking(rows: Sequence[Row], found: Sequence[float]) -> Ranking:
-    """Which runs the prediction puts in the order that was published."""
+    """Compare the predicted order of runs with the published one."""
     pairs, wrong = 0, []
     for (a, x), (b, y) in combinations(zip(rows, found, strict=True), 2):
         same = a.heads == b.heads and a.run.seq == b.run.seq
@@ -139,8 +148,7 @@ def ranking(rows: Sequence[Row], found: Sequence[float]) -> Ranking:
 
 
 def kept(rows: Sequence[Row], constants: Constants, rings: RingsOf = made) -> list[float]:
-    """How much faster each step is if it keeps the results of all attention for the recompute, as
-    selective checkpoint++ does."""
+    """Return the speedup of each step with all attention outputs kept (selective checkpoint++)."""
     return [
         predicted(row, constants, rings).seconds
         / predicted(row._replace(run=replace(row.run, store=1.0)), constants, rings).seconds
@@ -149,7 +157,7 @@ def kept(rows: Sequence[Row], constants: Constants, rings: RingsOf = made) -> li
 
 
 def run(fit: bool = False) -> Section:
-    """The table beside its predictions."""
+    """Return the table beside its predictions."""
     rows = published()
     constants = fitted(rows) if fit else Constants()
     points = [Point(r.label, r.published, predicted(r, constants).tokens_per_gpu(RANKS))

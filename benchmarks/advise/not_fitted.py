@@ -1,5 +1,4 @@
-"""The tables that no constant was fitted to, row by row, and all tables at published rates beside
-the bands that advice states (`autotune.bands`)."""
+"""All tables at published rates beside the ranges that `advise` prints (`autotune.bands`)."""
 
 from __future__ import annotations
 
@@ -17,18 +16,18 @@ from megatron_burst.autotune.bands import ForecastBand, band_of
 
 
 def off(cells: Sequence[BandCell]) -> Errors:
-    """How far forecasts are off the published times."""
+    """Return the errors of the forecasts."""
     return errors([1 / cell.ratio for cell in cells], [1.0] * len(cells))
 
 
 def within(cells: Sequence[BandCell], band: ForecastBand | None = None) -> int:
-    """How many are in the band of their GPU, or in this one."""
+    """Return the number of cells within the band of their GPU, or within `band`."""
     bands = [band or band_of(cell.gpu, measured=False) for cell in cells]
     return sum(each.low <= cell.ratio <= each.high for each, cell in zip(bands, cells, strict=True))
 
 
 def by_table(cells: Sequence[BandCell]) -> dict[str, list[BandCell]]:
-    """In the order of the tables."""
+    """Group the cells by table, in the order of the tables."""
     found: dict[str, list[BandCell]] = {}
     for cell in cells:
         found.setdefault(cell.table, []).append(cell)
@@ -36,7 +35,7 @@ def by_table(cells: Sequence[BandCell]) -> dict[str, list[BandCell]]:
 
 
 def run(fit: bool = False) -> Section:
-    """The section of the page; nothing is fitted."""
+    """Return the section; nothing is fitted."""
     cells = at_published_rates()
     counted = [cell for cell in cells if cell.counts]
     share, fitted = within(counted) / len(counted), at_fitted_rates()

@@ -1,4 +1,4 @@
-"""The published tables as rows of text, as they stand in their files."""
+"""Published tables as rows of text."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.csv")))
 
 
 def table(name: str) -> list[dict[str, str]]:
-    """The rows of one table, by column; comments are left out."""
+    """Return the rows of one table by column, without comments."""
     lines = (FOLDER / f"{name}.csv").read_text(encoding="utf-8").splitlines()
     return list(csv.DictReader(line for line in lines if not line.startswith("#")))

@@ -1,4 +1,4 @@
-"""How long advice takes: the whole search, on one core, for 64 and for 1,024 GPUs."""
+"""Duration of advice: the whole search, on one core, for 64 and for 1,024 GPUs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ CASES = {64: (("llama3-8b", "1M"), ("llama3-70b", "128K")), 1024: (("llama3-8b",
 
 
 def run(fit: bool = False) -> Section:
-    """The section of the page; nothing is fitted. Seconds are of this process, on a core that other
-    programs may share."""
+    """Return the section; nothing is fitted. Seconds are processor time of this process."""
     rows, figures = [], []
     for gpus, limit in LIMITS.items():
         most = 0.0

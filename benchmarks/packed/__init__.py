@@ -1,3 +1,5 @@
-"""Forecast: tokens per second of packed documents, ours against rivals, on grids that are too large
-to rent. `python -m benchmarks.packed` prints the tables of docs/performance.md; `charts` writes
-docs/packed-published.md."""
+"""Forecast of tokens per second of packed documents, ours and rivals, on large grids.
+
+`python -m benchmarks.packed` simulates the table of docs/performance.md; `charts` writes
+docs/packed-published.md.
+"""

@@ -1,8 +1,7 @@
-"""`python -m benchmarks.packed`: simulate, print the tables and draw the picture of
-docs/performance.md into runs/packed.
+"""Simulate packed documents, print tables and draw the chart into runs/packed.
 
-What was simulated before is kept there, so a run that was interrupted goes on; `--fresh` begins
-anew.
+`python -m benchmarks.packed` keeps its results there, so an interrupted run continues; `--fresh`
+starts again.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def steps(forecast: Forecast, seeds: int, methods: Sequence[str], known: dict, store: Path) -> None:
-    """Simulate what is not known yet; all methods of a batch before the next batch."""
+    """Simulate missing results; all methods of a batch before the next batch."""
     there = {(x["ranks"], x["lengths"], x["seed"], x["method"]) for x in known["steps"]}
     for seed in range(seeds):
         for kind in LENGTHS:

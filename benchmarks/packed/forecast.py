@@ -1,4 +1,4 @@
-"""What every method needs for a step of one batch: ours and its rivals on the same documents."""
+"""Time of a step of one batch by every method, ours and rivals, on the same documents."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LARGEST = 256  # ranks of a group of FlexSP's kind
 
 @dataclass(frozen=True)
 class Step:
-    """One method on one batch. layer: seconds of a layer; note: what its plan was."""
+    """One method on one batch: `layer` seconds of a layer, `note` on its plan."""
 
     method: str
     layer: float
@@ -37,7 +37,7 @@ class Step:
 
 
 class Forecast:
-    """All methods on so many ranks; what does not depend on the batch is simulated once."""
+    """All methods on one number of ranks; results that do not depend on the batch are kept."""
 
     def __init__(self, setting: Setting, ranks: int, *, moves: int = 3000):
         self.setting, self.ranks, self.moves = setting, ranks, moves
@@ -49,16 +49,16 @@ class Forecast:
         return {name: Ring(self.setting, self.ranks, way) for name, way in ways.items()}
 
     def draw(self, kind: Lengths, seed: int) -> np.ndarray:
-        """The documents of a batch."""
+        """Draw the documents of a batch."""
         return kind.draw(seed, self.ranks * self.setting.tokens)
 
     def ideal(self, lengths: np.ndarray) -> float:
-        """Seconds of a layer were all ranks equally busy and links free."""
+        """Return seconds of a layer with equally busy ranks and free links."""
         pairs = float((lengths * (lengths + 1) / 2).sum()) / self.ranks
         return self.setting.per_token * self.setting.tokens + pairs * sum(self.setting.per_pair)
 
     def step(self, method: str, kind: Lengths, lengths: np.ndarray) -> Step | None:
-        """None where the method cannot run these documents."""
+        """Return the step of a method; None if it cannot run these documents."""
         setting, documents = self.setting, lengths.tolist()
         if method in self._all:
             squares = float((lengths.astype(float) ** 2).sum())
@@ -81,8 +81,10 @@ class Forecast:
         return self._layout(method, lengths)
 
     def _largest(self, lengths: np.ndarray) -> int:
-        """Ranks of the largest group of FlexSP's kind that can be worth it: on them attention to
-        the longest document takes a quarter of the ideal time of all."""
+        """Return the size of the largest useful group of FlexSP's kind.
+
+        On it, attention to the longest document takes a quarter of the ideal time of all documents.
+        """
         most = int(lengths.max())
         size, pairs = megatron.needed(most, self.setting.tokens), most * most / 2
         while pairs / size * sum(self.setting.per_pair) > self.ideal(lengths) / 4:
@@ -98,5 +100,5 @@ class Forecast:
         return Step(method, found.seconds + self.setting.per_token * self.setting.tokens, note)
 
     def tokens_per_second(self, layer: float) -> float:
-        """Of one GPU, over a whole step."""
+        """Return tokens per second of one GPU, over a whole step."""
         return self.setting.tokens / (self.setting.layers * (layer + self.setting.sync))

@@ -1,7 +1,7 @@
-"""Whose groups Megatron would take: its scheduler of dynamic context parallelism, and fixed ones.
+"""Groups that Megatron forms: its scheduler of dynamic context parallelism, and fixed groups.
 
-Written from what they do: Megatron-LM's dev branch, `--sequence-packing-scheduler
-default_dynamic_cp` and `dp_balanced` (megatron/core/datasets/data_schedule_utils.py, 2026-08-21).
+Written after Megatron-LM's dev branch, `--sequence-packing-scheduler default_dynamic_cp` and
+`dp_balanced` (megatron/core/datasets/data_schedule_utils.py, 2026-08-21).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ SLACK = 1.05  # of the bound on a rank's work
 
 
 def needed(length: int, most: int) -> int:
-    """Ranks that a document needs where each holds at most so many tokens: a power of two."""
+    """Return the ranks that a document needs, a power of two, at `most` tokens each."""
     return 1 << max(0, math.ceil(math.log2(length / most)))
 
 
 @dataclass
 class _Open:
-    """A group that documents are added to; work: lengths squared over its ranks."""
+    """A group that documents are added to; its work is lengths squared over its ranks."""
 
     size: int
     lengths: list[int] = field(default_factory=list)
@@ -36,7 +36,7 @@ class _Open:
 
 
 def dynamic(lengths: Sequence[int], ranks: int, most: int) -> list[MicroBatch]:
-    """Micro-batches of groups by the default scheduler; most: tokens that a rank holds."""
+    """Return micro-batches of groups by the default scheduler; `most` tokens per rank."""
     left, plan = sorted(map(int, lengths), reverse=True), []
     while left:
         groups, left = _micro_batch(left, ranks, most)
@@ -45,9 +45,12 @@ def dynamic(lengths: Sequence[int], ranks: int, most: int) -> list[MicroBatch]:
 
 
 def _micro_batch(lengths: list[int], ranks: int, most: int) -> tuple[list[Group], list[int]]:
-    """The groups of one micro-batch, and what is left. A document goes where the busiest rank's
-    work then is least: of equals to the fewest ranks, there to the oldest group, and to free ranks
-    last. No rank's work may exceed that of the longest document on as few ranks as can hold it."""
+    """Return the groups of one micro-batch, and the remaining documents.
+
+    A document is added where the busiest rank's work stays smallest: on ties to the fewest ranks,
+    then to the oldest group, and to free ranks last. No rank's work may exceed the work of the
+    longest document on the fewest ranks that hold it.
+    """
     bound = SLACK * lengths[0] * most
     groups: list[_Open] = []
     by_size: dict[int, list[_Open]] = {}
@@ -83,7 +86,7 @@ def _micro_batch(lengths: list[int], ranks: int, most: int) -> tuple[list[Group]
 
 
 def _fill(groups: list[_Open], free: int, ranks: int) -> None:
-    """No rank stays idle: the oldest of the smallest groups gets twice the ranks, and so on."""
+    """Double the oldest of the smallest groups repeatedly, so that no rank stays idle."""
     while free:
         smallest = min(groups, key=lambda group: group.size)
         free -= min(smallest.size, ranks - smallest.size)
@@ -91,8 +94,10 @@ def _fill(groups: list[_Open], free: int, ranks: int) -> None:
 
 
 def fixed(lengths: Sequence[int], ranks: int, size: int, most: int) -> list[MicroBatch]:
-    """All groups of `size` ranks: packs in the order of the documents, dealt out in turn; where
-    some groups would get none in the last turn, the last packs give documents away."""
+    """Return groups of `size` ranks: packs in document order, distributed in turn.
+
+    If some groups would be empty in the last turn, the last packs give up documents.
+    """
     packs: list[list[int]] = [[]]
     for length in map(int, lengths):
         if packs[-1] and sum(packs[-1]) + length > size * most:

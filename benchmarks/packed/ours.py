@@ -1,4 +1,4 @@
-"""A pack over all ranks in one layout, by the package's simulator: what `auto` would take."""
+"""A pack over all ranks in one layout, by the package's simulator: the choice of `auto`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ HEAD_CHUNKS = (1, 2, 4)
 
 
 class Passes(NamedTuple):
-    """The fastest forward and backward, by which algorithm (x chunks of heads) each, and the
-    busiest rank's visible pairs over the mean."""
+    """The fastest forward and backward, their algorithms, and the imbalance of pairs."""
 
     forward: PassTime
     backward: PassTime
@@ -31,7 +30,7 @@ class Passes(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of both."""
+        """Return seconds of both passes."""
         return self.forward.seconds + self.backward.seconds
 
 
@@ -42,7 +41,7 @@ def passes(
     tried: Sequence[str] = TRIED,
     head_chunks: Sequence[int] = HEAD_CHUNKS,
 ) -> Passes:
-    """Attention over these documents, one after another, in this layout."""
+    """Return attention over these documents in this layout."""
     size, sizes = layout.cp_size, setting.sizes
     grid, total = setting.grid(size), int(lengths.sum())
     mask = Documents(np.concatenate([[0], np.cumsum(lengths)])) & Causal()

@@ -1,6 +1,6 @@
-"""Plans of a step: micro-batches, each of groups of ranks that run whole documents of their own.
+"""Plans of a step: micro-batches of groups of ranks that run whole documents.
 
-Rivals differ in who makes the plan; here is what it costs, alike for all.
+Rivals differ in the plan; this module computes its cost, in the same way for all.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from .setting import Setting
 
 
 class Group(NamedTuple):
-    """So many neighbouring ranks, and the lengths of the documents that they run."""
+    """Neighbouring ranks, and the lengths of their documents."""
 
     size: int
     lengths: tuple[int, ...]
 
     @property
     def tokens(self) -> float:
-        """On each rank."""
+        """Return the tokens of each rank."""
         return sum(self.lengths) / self.size
 
     @property
     def squares(self) -> float:
-        """The sum of the squares of the lengths."""
+        """Return the sum of the squared lengths."""
         return float(sum(length * length for length in self.lengths))
 
 
@@ -35,30 +35,32 @@ MicroBatch = Sequence[Group]
 
 
 class Rings:
-    """Groups of all sizes that exchange in one way; what they cost is simulated once each."""
+    """Groups of all sizes with one kind of exchange; their costs are simulated once each."""
 
     def __init__(self, setting: Setting, way: Way):
         self.setting, self.way = setting, way
         self._rings: dict[int, Ring] = {}
 
     def of(self, size: int) -> Ring:
-        """The groups of this size."""
+        """Return the groups of this size."""
         if size not in self._rings:
             self._rings[size] = Ring(self.setting, size, self.way)
         return self._rings[size]
 
     def layer(self, group: Group) -> float:
-        """Seconds of a layer, forward and backward, for the documents of a group."""
+        """Return seconds of a layer, forward and backward, for the documents of a group."""
         return self.of(group.size).layer(group.tokens, group.squares)
 
     def estimate(self, size: int, tokens: float, squares: float) -> float:
-        """The same between simulated points."""
+        """Return `layer`, interpolated between simulated points."""
         return self.of(size).estimate(tokens, squares)
 
 
 def together(plan: Sequence[MicroBatch], rings: Rings) -> float:
-    """Seconds of a layer where all ranks end every micro-batch together, as they must where groups
-    change: the slowest group of each."""
+    """Return seconds of a layer if all ranks end every micro-batch together.
+
+    They must if groups change: the slowest group of each micro-batch counts.
+    """
     total = 0.0
     for groups in plan:
         guess = [rings.estimate(group.size, group.tokens, group.squares) for group in groups]
@@ -68,7 +70,7 @@ def together(plan: Sequence[MicroBatch], rings: Rings) -> float:
 
 
 def apart(plan: Sequence[MicroBatch], rings: Rings) -> float:
-    """Seconds of a layer where groups stay the same and meet only at the end of a step."""
+    """Return seconds of a layer if groups stay the same and meet only at the end of a step."""
     ends = np.zeros(len(plan[0]))
     for groups in plan:
         ends += [rings.layer(group) for group in groups]

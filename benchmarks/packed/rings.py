@@ -1,8 +1,7 @@
 """Zigzag within every document on a group of neighbouring ranks, by the package's simulator.
 
-All ranks of such a group do the same, so its time depends on its tokens and on the sum of the
-squares of its documents' lengths only: documents are taken as liquid, which spares them the padding
-to 2 x ranks positions that they need in truth.
+All ranks of such a group do the same work. Time depends only on the tokens and on the sum of
+squared lengths: documents are treated as divisible, without their padding to 2 x ranks positions.
 """
 
 from __future__ import annotations
@@ -28,8 +27,11 @@ SQUARES = (0.0, 4.0**-5, 4.0**-4, 1 / 64, 1 / 16, 1 / 4, 1.0)
 
 
 class Way(NamedTuple):
-    """How a group exchanges: the fastest of `algorithms`. whole: whole chunks wherever anything of
-    them is seen, else only rows that are seen."""
+    """Exchange of a group: the fastest of `algorithms`.
+
+    Attributes:
+        whole: Send whole chunks if any of their rows is seen, else only rows that are seen.
+    """
 
     algorithms: tuple[str, ...]
     whole: bool = False
@@ -42,14 +44,16 @@ MULTICAST = Way(("multicast",))
 
 
 class Ring:
-    """Groups of `size` ranks that exchange in one way."""
+    """Groups of `size` ranks with one kind of exchange."""
 
     def __init__(self, setting: Setting, size: int, way: Way):
         self.setting, self.size, self.way = setting, size, way
         self._passes: dict[tuple[float, float], tuple[float, float]] = {}
 
     def passes(self, tokens: float, squares: float) -> tuple[float, float]:
-        """Seconds of attention, forward and backward; tokens: on each rank; squares: of lengths."""
+        """Return seconds of attention, forward and backward, by tokens per rank and squared
+        lengths.
+        """
         key = (tokens, squares)
         if key not in self._passes:
             self._passes[key] = self._simulated(*key) if tokens else (0.0, 0.0)
@@ -72,7 +76,7 @@ class Ring:
         return forward, backward
 
     def layer(self, tokens: float, squares: float) -> float:
-        """Seconds of a layer, forward and backward, with the products of its tokens."""
+        """Return seconds of a layer, forward and backward, with its matrix products."""
         return sum(self.passes(tokens, squares)) + self.setting.per_token * tokens
 
     @cached_property
@@ -100,7 +104,7 @@ class Ring:
         ]
 
     def estimate(self, tokens: float, squares: float) -> float:
-        """`layer` between simulated points, for searches."""
+        """Return `layer`, interpolated between simulated points, for searches."""
         most = float(self.setting.tokens)
         i, x = _place(tokens / most, TOKENS)
         j, y = _place(squares / (most * self.size) ** 2, SQUARES)
@@ -109,6 +113,6 @@ class Ring:
 
 
 def _place(value: float, points: Sequence[float]) -> tuple[int, float]:
-    """The interval of points that a value lies in, and how far along."""
+    """Return the interval of points that contains a value, and its position in it."""
     index = min(bisect_right(points, value) - 1, len(points) - 2)
     return index, (value - points[index]) / (points[index + 1] - points[index])

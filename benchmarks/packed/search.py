@@ -1,10 +1,10 @@
-"""The best groups of FlexSP's kind: powers of two of neighbouring ranks, chosen for every batch.
+"""Best groups of FlexSP's kind: powers of two of neighbouring ranks, chosen for every batch.
 
 FlexSP (arXiv 2412.01523) gives every micro-batch groups of many sizes and every group whole
-documents, so that the slowest group is as fast as can be, by integer programming with a cost model.
-Here the cost model is the simulator, and the search is greedy (longest document first) for several
-numbers of micro-batches and group sizes, then annealed. Of few documents it finds the optimum,
-which a test compares with all plans there are.
+documents, so that the slowest group is as fast as possible, by integer programming with a cost
+model. Here the cost model is the simulator. The search is greedy (longest document first) for
+several numbers of micro-batches and group sizes, then annealed. For few documents it finds the
+optimum; a test compares it with all plans.
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ class _Open:
 def best(
     lengths: Sequence[int], ranks: int, rings: Rings, *, moves: int, seed: int = 0, largest: int
 ) -> list[MicroBatch]:
-    """The fastest plan that was found; a rank holds at most the tokens of the setting.
+    """Return the fastest plan that was found; a rank holds at most the setting's tokens.
 
-    moves: of each annealing; largest: ranks of a group.
+    Args:
+        moves: Moves of each annealing.
+        largest: Ranks of the largest group.
     """
     documents = sorted(map(int, lengths), reverse=True)
     room = rings.setting.tokens
@@ -63,7 +65,7 @@ def best(
 
 
 def _least(documents: Sequence[int], rings: Rings, largest: int) -> float:
-    """Seconds of all ranks together, were every document alone and on the best number of ranks."""
+    """Return seconds of all ranks if every document were alone on its best number of ranks."""
     room = rings.setting.tokens
     return sum(
         min(
@@ -82,8 +84,11 @@ def _sizes(largest: int) -> list[int]:
 def _greedy(
     documents: Sequence[int], ranks: int, count: int, rings: Rings, target: float, largest: int
 ) -> list[list[_Open]] | None:
-    """Longest first, each to the group that ends first with it; a new group has the fewest ranks
-    on which the document takes no longer than `target`. None where one finds no room."""
+    """Add documents, longest first, to the group that ends first with it.
+
+    A new group has the fewest ranks on which the document takes at most `target`. None if a
+    document does not fit.
+    """
     room, free = rings.setting.tokens, [ranks] * count
     batches: list[list[_Open]] = [[] for _ in range(count)]
     groups: dict[int, list[_Open]] = {}
@@ -129,7 +134,7 @@ def _annealed(
     random: np.random.Generator,
     largest: int,
 ) -> list[list[_Open]]:
-    """Documents moved and exchanged, groups joined, cut and resized, beginning at the slowest."""
+    """Move and exchange documents, and join, split and resize groups, starting at the slowest."""
     now = least = _seconds(batches)
     kept = [list(batch) for batch in batches]
     for move in range(moves):
@@ -161,8 +166,7 @@ def _neighbour(
     random: np.random.Generator,
     largest: int,
 ) -> dict[int, list[_Open]] | None:
-    """Two micro-batches, or one, with something changed in the slowest group of b; None where what
-    was drawn cannot be."""
+    """Return micro-batches with a change in the slowest group of b, None if impossible."""
     if not batches[b]:
         return None
     room, kind = rings.setting.tokens, random.random()

@@ -1,6 +1,6 @@
-"""What the forecast assumes: rates of an H100 cluster, a model, lengths of documents.
+"""Assumptions of the forecast: rates of an H100 cluster, a model, lengths of documents.
 
-Every number that is not simulated stands here; docs/performance.md says where they come from.
+docs/performance.md names their sources.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ H100 = Rates(intra=360e9, inter=45e9, latency=10e-6, compute=595e12, launch=30e-
 
 @dataclass(frozen=True)
 class Setting:
-    """A cluster and a model; one rank is one GPU. The defaults are what the page shows.
+    """A cluster and a model; one rank is one GPU. The defaults are those of the page.
 
-    rates: of attention in forward, `compute`, and of the links. backward, linear: FLOP/s of
-    attention in backward and of all matrix products with parameters. parameters: of one layer that
-    multiply each token. tokens: that a rank holds at most.
+    Attributes:
+        rates: Rates of attention in forward (`compute`) and of the links.
+        backward, linear: FLOP/s of attention in backward and of matrix products with parameters.
+        parameters: Parameters of one layer that multiply each token.
+        tokens: Maximum of tokens per rank.
     """
 
     rates: Rates = H100
@@ -38,7 +40,7 @@ class Setting:
 
     @property
     def sizes(self) -> Sizes:
-        """Of a rank with all its tokens: bf16, travelling gradients in fp32."""
+        """Return sizes of a rank with all its tokens: bf16, gradients on the wire in fp32."""
         return Sizes(
             self.tokens, 1, self.heads, self.kv_heads, self.width, self.width, itemsize=2,
             stat_itemsize=4, wire_itemsize=4, needs_grad=(True, True, True),
@@ -46,35 +48,37 @@ class Setting:
 
     @property
     def flops(self) -> float:
-        """FLOPs of a visible pair in forward."""
+        """Return FLOPs of a visible pair in forward."""
         return 2.0 * self.heads * 2 * self.width
 
     @property
     def per_pair(self) -> tuple[float, float]:
-        """Seconds of a visible pair in forward and in backward."""
+        """Return seconds of a visible pair in forward and in backward."""
         assert self.rates.compute is not None
         return self.flops / self.rates.compute, BACKWARD * self.flops / self.backward
 
     @property
     def per_token(self) -> float:
-        """Seconds of a token in the products of a layer, forward and backward."""
+        """Return seconds of a token in the products of a layer, forward and backward."""
         return 6.0 * self.parameters / self.linear
 
     @property
     def sync(self) -> float:
-        """Seconds per step and layer: gradients reduced and parameters gathered in bf16, each
-        node's share of them on each of its NICs, hidden behind nothing. The same for all."""
+        """Return seconds per step and layer to reduce gradients and gather parameters in bf16.
+
+        Each NIC of a node carries its share; nothing hides them. Equal for all methods.
+        """
         return 4.0 * self.parameters / self.per_node / self.rates.inter
 
     def grid(self, ranks: int) -> Grid:
-        """So many neighbouring ranks, a power of two."""
+        """Return a grid of neighbouring ranks, a power of two."""
         width = min(ranks, self.per_node)
         return Grid(ranks // width, width)
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Log-normal lengths of documents up to `cap`."""
+    """Log-normal document lengths up to `cap`."""
 
     name: str
     median: int

@@ -1,4 +1,4 @@
-"""What was simulated, in tables and one picture. Nothing here runs anything."""
+"""Tables and one chart of simulated results. This module runs nothing."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _ideal(steps: Steps, kind: str) -> str:
 
 
 def draw(steps: Steps, path: Path) -> None:
-    """Bars: of every method its share of the ideal speed."""
+    """Draw bars of every method's share of the ideal speed."""
     from matplotlib.figure import Figure
 
     sizes = sorted({step["ranks"] for step in steps})

@@ -162,7 +162,6 @@ def test_a_small_benchmark_writes_records_tables_and_a_plot(cluster, tmp_path):
         ("bench --regimes fast", "--regimes: there is communication, .*, real, got 'fast'"),
         ("bench --rivals none", "--rivals none: there is ring, ring, 4 head chunks"),
         ("compare tile", "there is megatron, megatron_documents, documents, packed"),
-        ("trace --grids 2x2,2x4", "a trace is of one cell"),
     ],
 )
 def test_what_cannot_be_is_refused(words, told):

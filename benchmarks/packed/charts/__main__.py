@@ -22,7 +22,7 @@ GPUS = (4, 8, 16, 32, 64)
 
 
 def fitted_rows(known: dict[str, Any]) -> None:
-    """The constants, and every rival's cell beside its prediction."""
+    """Store the constants, and every rival's cell beside its prediction."""
     found = fit.fitted_constants()
     known["constants"] = asdict(found)
     known["kernel"] = [asdict(each) for each in kernels("FA3")]
@@ -34,7 +34,7 @@ def fitted_rows(known: dict[str, Any]) -> None:
 
 
 def ours_rows(known: dict[str, Any], packs: int) -> None:
-    """Speeds of ours, and the parts of their time."""
+    """Store our speeds, and the parts of their time."""
     from . import speeds
 
     known["ours"], known["parts"] = [], []
@@ -47,7 +47,7 @@ def ours_rows(known: dict[str, Any], packs: int) -> None:
 
 
 def dynamic_rows(known: dict[str, Any]) -> None:
-    """Micro-batches and calls of Megatron's example."""
+    """Store micro-batches and calls of Megatron's example."""
     found = dynamic.counts(GPUS)
     constants = dynamic.constants(found)
     published = dynamic.published()

@@ -1,4 +1,4 @@
-"""The documents of MagiAttention's benchmark, drawn from its published distribution by its rule."""
+"""Documents of MagiAttention's benchmark, drawn from its published distribution by its rule."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ PACKS = 20
 
 @cache
 def magi_packs(pack: int, count: int = PACKS, seed: int = 42) -> tuple[np.ndarray, ...]:
-    """Lengths, int64, of the documents of the first `count` packs of `pack` tokens each: those that
-    its benchmark runs.
+    """Return int64 document lengths of the first `count` packs of `pack` tokens of its benchmark.
 
-    As its sampler does: a document has the middle length of its bin; what is longer than a quarter
-    of the pack is cut into parts of a quarter and a rest; all parts of the data set are shuffled
-    and put into packs one after another, where the part that does not fit goes on in the next pack;
-    packs are shuffled.
+    Its sampler gives a document the middle length of its bin. Documents longer than a quarter of
+    the pack are cut into quarters and a rest. All parts are shuffled and put into packs one after
+    another; a part that does not fit continues in the next pack. Packs are shuffled.
     """
     rows = table("magi_document_lengths")
     middle = np.array([(int(row["first"]) + int(row["last"])) // 2 for row in rows])
@@ -44,6 +42,6 @@ def magi_packs(pack: int, count: int = PACKS, seed: int = 42) -> tuple[np.ndarra
 
 
 def area(lengths: Sequence[int] | np.ndarray, causal: bool) -> float:
-    """Visible pairs of these documents."""
+    """Return the visible pairs of these documents."""
     sizes = np.asarray(lengths, dtype=float)
     return float((sizes * (sizes + 1) / 2 if causal else sizes * sizes).sum())

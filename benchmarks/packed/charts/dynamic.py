@@ -1,9 +1,9 @@
 """Megatron-LM's example of dynamic context parallelism: micro-batches and calls, counted.
 
-Its model is so small that a step takes ten times what its GPUs compute: time goes with the number
-of micro-batches and of calls, not with bytes. So a step is a + m * b + c * s: m micro-batches, c
-calls of attention one after another in a layer, summed over micro-batches. The three constants are
-fitted to four of the ten published times.
+Its model is so small that a step takes ten times its compute. Time depends on the number of
+micro-batches and calls, not on bytes. So a step is a + m * b + c * s for m micro-batches and c
+consecutive attention calls per layer, summed over micro-batches. The three constants are fitted to
+four of the ten published times.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ WAYS = ("dp_balanced", "dynamic_cp", "fours", "all")
 
 
 class Count(NamedTuple):
-    """Of a step: micro-batches, and calls of attention in a layer one after another."""
+    """Micro-batches of a step, and consecutive attention calls of a layer."""
 
     micro_batches: float
     calls: float
 
 
 def lengths(gpus: int, seed: int) -> np.ndarray:
-    """Documents of a step, int64."""
+    """Return int64 document lengths of a step."""
     random = np.random.default_rng(seed)
     middle = np.log(MEAN) - SIGMA**2 / 2  # of a log-normal of that mean
     drawn = random.lognormal(middle, SIGMA, DOCUMENTS * gpus // CP)
@@ -43,7 +43,7 @@ def lengths(gpus: int, seed: int) -> np.ndarray:
 
 
 def counted(way: str, gpus: int, documents: np.ndarray) -> Count:
-    """One step."""
+    """Count the micro-batches and calls of one step."""
     if way == "dp_balanced":  # all micro-batches on rings of four
         plan = megatron.fixed(documents.tolist(), gpus, CP, TOKENS)
         return Count(len(plan), len(plan) * CP)
@@ -59,8 +59,10 @@ def counted(way: str, gpus: int, documents: np.ndarray) -> Count:
 
 
 def _packs(documents: np.ndarray, count: int, room: int) -> list[list[int]] | None:
-    """The documents in so many packs, longest first into the emptiest; packs of like work follow
-    one another. None where one finds no room."""
+    """Distribute documents over `count` packs, longest first into the emptiest.
+
+    Packs of similar work follow one another. None if a document does not fit.
+    """
     packs: list[list[int]] = [[] for _ in range(count)]
     for length in np.sort(documents)[::-1].tolist():
         emptiest = min(packs, key=sum)
@@ -71,7 +73,7 @@ def _packs(documents: np.ndarray, count: int, room: int) -> list[list[int]] | No
 
 
 def _calls(ranks: int, documents: Sequence[int]) -> int:
-    """Of the rank with the most, in layout balanced: with how many ranks' keys it computes."""
+    """Return the largest number of ranks whose keys one rank computes with, in layout balanced."""
     if not documents:
         return 0
     padding = -sum(documents) % ranks
@@ -82,7 +84,7 @@ def _calls(ranks: int, documents: Sequence[int]) -> int:
 
 
 def counts(gpus: Sequence[int], batches: int = BATCHES) -> dict[tuple[str, int], Count]:
-    """Means over batches, by way and number of GPUs."""
+    """Return means over batches, by method and number of GPUs."""
     return {
         (way, size): Count(*np.mean(
             [counted(way, size, lengths(size, seed)) for seed in range(batches)], axis=0
@@ -93,7 +95,7 @@ def counts(gpus: Sequence[int], batches: int = BATCHES) -> dict[tuple[str, int],
 
 
 def published() -> dict[tuple[str, int], float]:
-    """Milliseconds of a step."""
+    """Return published milliseconds of a step."""
     return {
         (way, int(row["gpus"])): float(row[f"{way}_ms"])
         for row in table("megatron_dynamic_cp")
@@ -102,8 +104,10 @@ def published() -> dict[tuple[str, int], float]:
 
 
 def constants(found: dict[tuple[str, int], Count]) -> np.ndarray:
-    """Milliseconds [3]: of a step besides, of a micro-batch, of a call in all layers. Least squares
-    of the published times at `FITTED_GPUS`, none below 0."""
+    """Return milliseconds [3] of a step, of a micro-batch, and of a call in all layers.
+
+    Non-negative least squares of the published times at `FITTED_GPUS`.
+    """
     known = {key: ms for key, ms in published().items() if key[1] in FITTED_GPUS}
     rows = np.array([[1.0, *found[key]] for key in known])
     times = np.array(list(known.values()))

@@ -24,7 +24,7 @@ FITTED_RANKS = (8, 64)
 
 
 class Cell(NamedTuple):
-    """A number of a chart. speed: TFLOP/s of a GPU."""
+    """One number of a chart: `speed` in TFLOP/s per GPU."""
 
     mask: str
     way: str
@@ -34,19 +34,22 @@ class Cell(NamedTuple):
 
     @property
     def fitted(self) -> bool:
-        """Is it one of those that the constants were fitted to?"""
+        """Return true if the constants were fitted to this cell."""
         return (self.rival in FITTED_RIVALS and self.mask in FITTED_MASKS
                 and self.ranks in FITTED_RANKS and not self.odd)  # fmt: skip
 
     @property
     def odd(self) -> bool:
-        """Backward of all-gather: it makes gradients of all keys of the pack on every GPU, which
-        takes time that grows with the pack and that nothing here describes."""
+        """Return true for backward of all-gather.
+
+        It makes gradients of all keys of the pack on every GPU. This time grows with the pack and
+        is not modelled.
+        """
         return self.rival == "allgather" and self.way == "bwd"
 
 
 def cells() -> list[Cell]:
-    """All of the charts, Magi's own too."""
+    """Return all cells of the charts, MagiAttention's own included."""
     return [
         Cell(row["mask"], row["pass"], row["algo"], ranks, float(row[str(ranks)]))
         for row in table("magi_h100")
@@ -55,7 +58,7 @@ def cells() -> list[Cell]:
 
 
 def packs_of(mask: str, ranks: int, count: int | None = None) -> Sequence[np.ndarray]:
-    """The packs of a cell, each as lengths of documents."""
+    """Return the packs of a cell as document lengths."""
     pack = ranks * TOKENS
     if not mask.startswith("varlen"):
         return [np.array([pack], dtype=np.int64)]
@@ -63,7 +66,7 @@ def packs_of(mask: str, ranks: int, count: int | None = None) -> Sequence[np.nda
 
 
 def predicted(cell: Cell, fitted: Constants, count: int | None = None) -> float:
-    """The mean speed over the packs, as the charts have it."""
+    """Return the mean speed over the packs, as in the charts."""
     causal, back = "causal" in cell.mask, cell.way == "bwd"
     return float(np.mean([
         speed(cell.rival, cell.ranks, each, causal, back, fitted)
@@ -72,7 +75,7 @@ def predicted(cell: Cell, fitted: Constants, count: int | None = None) -> float:
 
 
 def fitted_constants(rounds: int = 12) -> Constants:
-    """The constants that fit the cells of `Cell.fitted`, by least squares of logarithms."""
+    """Return the constants that fit the cells of `Cell.fitted`, by least squares of logarithms."""
     some = [cell for cell in cells() if cell.fitted and cell.rival in RIVALS]
     published = np.array([cell.speed for cell in some])
 

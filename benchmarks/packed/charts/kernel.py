@@ -1,7 +1,7 @@
-"""What a call of the local attention takes, by its rectangles of queries and keys.
+"""Time of a local attention call, by its rectangles of queries and keys.
 
-Two constants for each pass, from published speeds of one GPU alone: the rate of a long causal
-sequence, and what each row takes besides, in keys. Rectangles are rounded up to tiles.
+Two constants per pass come from published speeds of one GPU alone: the rate of a long causal
+sequence, and the cost of a row in keys. Rectangles are rounded up to tiles.
 """
 
 from __future__ import annotations
@@ -27,14 +27,20 @@ PACK = 1 << 15
 
 
 def tiled(rows: np.ndarray) -> np.ndarray:
-    """Rows rounded up to whole tiles."""
+    """Round rows up to whole tiles."""
     return np.ceil(rows / TILE) * TILE
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One pass of a kernel. rate: FLOP/s of pairs in its tiles; edge: what a row takes besides, in
-    keys; flops: of a pair; backward: whether rows of keys count like rows of queries."""
+    """One pass of a kernel.
+
+    Attributes:
+        rate: FLOP/s of pairs in its tiles.
+        edge: Additional cost of a row, in keys.
+        flops: FLOPs of a pair.
+        backward: True if rows of keys count like rows of queries.
+    """
 
     rate: float
     edge: float
@@ -43,36 +49,36 @@ class Kernel:
 
     @property
     def per_pair(self) -> float:
-        """Seconds of a pair in a tile."""
+        """Return seconds of a pair in a tile."""
         return self.flops / self.rate
 
     def tiles(self, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Seconds of the tiles in which so many rows see so many keys, all of them."""
+        """Return seconds of tiles in which all rows see all keys."""
         return tiled(rows) * tiled(keys) * self.per_pair
 
     def triangle(self, rows: np.ndarray) -> np.ndarray:
-        """The same where each row sees those before it and itself."""
+        """Return seconds of tiles in which each row sees the rows before it and itself."""
         whole = tiled(rows)
         return whole * (whole + TILE) / 2 * self.per_pair
 
     def besides(self, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Seconds of the rows of a call besides its tiles; keys: the rows that they see."""
+        """Return additional seconds of the rows of a call; `keys` are the rows that they see."""
         each = (tiled(rows) + tiled(keys)) / 2 if self.backward else tiled(rows)
         return self.edge * each * self.per_pair
 
     def own(self, rows: np.ndarray, causal: bool) -> np.ndarray:
-        """Seconds of documents of so many rows on themselves."""
+        """Return seconds of documents on themselves, by their rows."""
         pairs = self.triangle(rows) if causal else self.tiles(rows, rows)
         return pairs + self.besides(rows, rows)
 
     def rectangle(self, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Seconds of rows of a document that see so many of its keys, all of them."""
+        """Return seconds of rows of a document that all see the same number of its keys."""
         return self.tiles(rows, keys) + self.besides(rows, keys)
 
 
 @cache
 def kernels(name: str) -> tuple[Kernel, Kernel]:
-    """Forward and backward of a kernel that runs alone as fast as `ALONE` says."""
+    """Return forward and backward of a kernel with the speeds of `ALONE`."""
     packs = magi_packs(PACK)
     one = np.array([float(PACK)])
     found = []
@@ -90,6 +96,6 @@ def kernels(name: str) -> tuple[Kernel, Kernel]:
 
 
 def _speed(kernel: Kernel, lengths: np.ndarray) -> float:
-    """FLOP/s of visible pairs of causal documents."""
+    """Return FLOP/s of visible pairs of causal documents."""
     pairs = kernel.flops * area(lengths, True)
     return pairs / float(kernel.own(lengths.astype(float), True).sum())

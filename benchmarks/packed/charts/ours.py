@@ -38,7 +38,7 @@ COPY, GRADIENT = 4 * 2, 6 * 4
 
 
 class Pieces(NamedTuple):
-    """Runs of one document: which rank holds each, and its rows."""
+    """Runs of one document: the rank and the rows of each."""
 
     rank: np.ndarray
     rows: np.ndarray
@@ -47,8 +47,13 @@ class Pieces(NamedTuple):
 
 @dataclass(frozen=True)
 class Pack:
-    """One sequence in a layout. mask: who sees whom; bounds: where documents or segments begin and
-    end; area: visible pairs."""
+    """One sequence in a layout.
+
+    Attributes:
+        mask: Visible pairs.
+        bounds: Begins and ends of documents or segments.
+        area: Number of visible pairs.
+    """
 
     layout: Layout
     mask: Mask
@@ -58,16 +63,16 @@ class Pack:
 
     @property
     def ranks(self) -> int:
-        """Of the layout."""
+        """Return the ranks of the layout."""
         return self.layout.cp_size
 
     @property
     def shards(self) -> list[Sequence[Span]]:
-        """The spans of every rank."""
+        """Return the spans of every rank."""
         return [self.layout.spans(rank, int(self.bounds[-1])) for rank in range(self.ranks)]
 
     def pieces(self) -> Pieces:
-        """Spans cut where documents begin."""
+        """Return spans cut at document boundaries."""
         found, owner = [], []
         for rank, shard in enumerate(self.shards):
             for span in shard:
@@ -82,7 +87,7 @@ class Pack:
 
 
 def documents(lengths: np.ndarray, ranks: int, causal: bool, per_node: int | None = None) -> Pack:
-    """Documents in layout balanced over so many ranks."""
+    """Return documents in layout balanced over `ranks` ranks."""
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     windows: Any = [(None, 0 if causal else None)]
     layout = make("balanced", cp_size=ranks, cu_seqlens=bounds, windows=windows,
@@ -94,14 +99,14 @@ def documents(lengths: np.ndarray, ranks: int, causal: bool, per_node: int | Non
 
 
 class Work(NamedTuple):
-    """[G, G] each: visible pairs, and seconds of forward and backward, of queries i and keys j."""
+    """Visible pairs, and seconds of forward and backward, of queries i and keys j, [G, G] each."""
 
     pairs: np.ndarray
     seconds: tuple[np.ndarray, np.ndarray]
 
 
 class _Rows(NamedTuple):
-    """[G, G] each: rows of rank i that have to do with rank j, and those of their tiles."""
+    """Rows of rank i that see keys of rank j, and rows of their tiles, [G, G] each."""
 
     rows: np.ndarray
     tiles: np.ndarray
@@ -110,8 +115,11 @@ class _Rows(NamedTuple):
     def of(
         cls, pieces: Pieces, ranks: int, piece: np.ndarray, other: np.ndarray, together: bool
     ) -> _Rows:
-        """Of the pieces that have to do with these ranks. together: all others count as one, whose
-        rows are spread over the pairs."""
+        """Count the rows of these pieces.
+
+        Args:
+            together: All other ranks count as one; their rows are spread over the pairs.
+        """
         once = np.unique(piece * ranks + other)
         piece, other = once // ranks, once % ranks
         own = pieces.rank[piece]
@@ -133,9 +141,13 @@ ROW = HEADS * WIDTH * ELEMENT / MEMORY  # seconds of adding a row to what is the
 
 
 def work(pack: Pack, row: float = ROW, together: bool = False) -> Work:
-    """What every pair of ranks computes. row: seconds for each row of a partial result that is
-    added to others. together: a rank computes in two calls, its own pair and all others, whose keys
-    it copies into one buffer."""
+    """Return the work of every pair of ranks.
+
+    Args:
+        row: Seconds for each row of a partial result that is added.
+        together: A rank computes in two calls, its own pair and all others, whose keys it copies
+            into one buffer.
+    """
     pieces, ranks = pack.pieces(), pack.ranks
     seen = pairs_seen(pack.mask, [(span,) for span in pieces.spans])
     i, j = np.nonzero(seen)
@@ -166,9 +178,11 @@ def work(pack: Pack, row: float = ROW, together: bool = False) -> Work:
 
 
 class Run(NamedTuple):
-    """A way to run a pack: what `auto` expects of it, with its handicap, and what it takes.
+    """One algorithm for a pack: its expected time, with the handicap of `auto`, and its real time.
 
-    algorithm, head_chunks: of the ring; share: GPUs that share heads, 1 for none.
+    Attributes:
+        algorithm, head_chunks: Settings of the ring.
+        share: GPUs that share heads, 1 for none.
     """
 
     algorithm: str
@@ -179,7 +193,7 @@ class Run(NamedTuple):
     backward: PassTime
 
     def speeds(self, pack: Pack) -> tuple[float, float]:
-        """TFLOP/s of a GPU in visible pairs, forward and backward."""
+        """Return TFLOP/s per GPU in visible pairs, forward and backward."""
         forward, backward = (
             flops * pack.area / (pack.ranks * self.share) / each.seconds / 1e12
             for flops, each in zip(FLOPS, (self.forward, self.backward), strict=True)
@@ -195,9 +209,10 @@ def runs(
     share: int = 1,
     head_chunks: Sequence[int] = HEAD_CHUNKS,
 ) -> list[Run]:
-    """All of `tried`, with the links that were fitted.
+    """Return all runs of `tried`, with the fitted links.
 
-    share: so many GPUs share the heads of the rows of one rank of the layout.
+    Args:
+        share: GPUs that share the heads of one rank of the layout.
     """
     topology = Topology(pack.ranks * share, min(NODE, pack.ranks * share), share)
     grid = Grid(topology.inter_size, topology.intra_size)
@@ -230,5 +245,5 @@ def runs(
 
 
 def taken(every: Sequence[Run]) -> Run:
-    """What `auto` picks: the shortest that it expects."""
+    """Return the run with the shortest expected time, which `auto` picks."""
     return min(every, key=lambda run: run.expected)

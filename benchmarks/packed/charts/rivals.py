@@ -1,7 +1,7 @@
-"""What the rivals of MagiAttention's benchmark take, by the package's simulator and its exchanges.
+"""Times of the rivals of MagiAttention's benchmark, by the package's simulator and exchanges.
 
-They cut every document into 2 x ranks pieces, mirrored, so that all ranks do the same: a pass is
-one rank's pairs, its ring's hops or its all-to-alls. Their kernel is FlashAttention-3.
+They cut every document into 2 x ranks mirrored pieces, so all ranks do the same work. A pass is
+one rank's pairs, its ring's hops or its all-to-alls. Their kernel is FlashAttention 3.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ RIVALS = ("ring_p2p", "ulysses", "allgather", "usp", "loongtrain")
 
 @dataclass(frozen=True)
 class Constants:
-    """What is fitted to the charts.
+    """Constants that are fitted to the charts.
 
-    intra, inter: bytes per second of a rank within a node and between nodes. start: seconds of an
-    all-to-all or a gather besides its bytes. forward, backward: seconds of every step of a ring
-    besides its kernel: corrections, launches.
+    Attributes:
+        intra, inter: Bytes per second of a rank within a node and between nodes.
+        start: Seconds of an all-to-all or a gather in addition to its bytes.
+        forward, backward: Seconds of every ring step in addition to its kernel call.
     """
 
     intra: float = 250e9
@@ -45,7 +46,7 @@ class Constants:
     backward: float = 1.3e-3
 
     def rates(self, backward: bool) -> Rates:
-        """For a ring's pass."""
+        """Return rates for a ring's pass."""
         step = self.backward if backward else self.forward
         return Rates(self.intra, self.inter, latency=1e-5, launch=step,
                      exchange_start=self.start)  # fmt: skip
@@ -56,14 +57,14 @@ HIGH = Constants(450e9, 50e9, 2e-3, 4e-3, 6e-3)
 
 
 def sizes(wire: int = 2, tokens: int = TOKENS) -> Sizes:
-    """Of a rank. wire: bytes of an element of gradients that travel."""
+    """Return the sizes of a rank; `wire` is the bytes of a gradient element that is sent."""
     return Sizes(tokens, 1, HEADS, KV_HEADS, WIDTH, WIDTH, itemsize=2, stat_itemsize=4,
                  wire_itemsize=wire, needs_grad=(True, True, True))  # fmt: skip
 
 
 @cache
 def _ring(nodes: int, width: int, backward: bool, tokens: int) -> PreparedSchedule:
-    """A flat ring of whole chunks over such a grid."""
+    """Return a flat ring of whole chunks over a grid."""
     grid, size = Grid(nodes, width), nodes * width
     own = sizes()
     want = all_visible(size, tokens)
@@ -77,7 +78,7 @@ def _ring(nodes: int, width: int, backward: bool, tokens: int) -> PreparedSchedu
 def _ring_seconds(
     kernel: Kernel, lengths: np.ndarray, causal: bool, size: int, share: int
 ) -> np.ndarray:
-    """[size, size]: seconds of the pairs of each two ranks; of `share` ranks one's heads."""
+    """Return seconds [size, size] of the pairs of each two ranks; `share` ranks split the heads."""
     if size == 1:
         return np.array([[kernel.own(lengths, causal).sum() / share]])
     piece = lengths / size
@@ -90,7 +91,7 @@ def _ring_seconds(
 def seconds(
     rival: str, ranks: int, lengths: np.ndarray, causal: bool, backward: bool, fitted: Constants
 ) -> float:
-    """Of one pass over these documents, on nodes of 8."""
+    """Return seconds of one pass over these documents, on nodes of 8."""
     kernel, rates = kernels("FA3")[backward], fitted.rates(backward)
     tokens, lengths = int(lengths.sum()) // ranks, lengths.astype(float)
     if rival == "allgather":
@@ -111,7 +112,7 @@ def _gathered(
     kernel: Kernel, ranks: int, lengths: np.ndarray, causal: bool, backward: bool,
     fitted: Constants,
 ) -> float:  # fmt: skip
-    """All keys first (forward), gradients of all summed last (backward); nothing beside them."""
+    """Return seconds if all keys are gathered first and gradients are summed last."""
     family = sizes().backward.dkv if backward else sizes().forward.kv
     shard = float(lengths.sum()) / ranks * family
     nodes = max(1, ranks // NODE)
@@ -127,6 +128,6 @@ def _gathered(
 def speed(
     rival: str, ranks: int, lengths: np.ndarray, causal: bool, backward: bool, fitted: Constants
 ) -> float:
-    """TFLOP/s of a GPU in visible pairs."""
+    """Return TFLOP/s per GPU in visible pairs."""
     took = seconds(rival, ranks, lengths, causal, backward, fitted)
     return FLOPS[backward] * area(lengths, causal) / ranks / took / 1e12

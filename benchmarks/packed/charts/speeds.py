@@ -1,4 +1,4 @@
-"""Ours at 8 to 64 GPUs on the packs of MagiAttention's benchmark, and where the time goes."""
+"""Our speeds at 8 to 64 GPUs on the packs of MagiAttention's benchmark, and their parts."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ CHOSEN, CHOSEN_SHARED = "auto", "auto, GPUs may share heads"
 def simulated(
     ranks: int, causal: bool, fitted: Constants, packs: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
-    """Speeds by way, and the parts of each pack's passes.
+    """Return speeds by method, and the mean parts of the passes.
 
-    Speeds: name, forward and backward in TFLOP/s of a GPU: mean, least and most over packs. Of an
-    algorithm the better number of head chunks of each pack; of shared heads `prefetch`.
+    Speeds are TFLOP/s per GPU: mean, smallest and largest over packs. Of an algorithm the better
+    number of head chunks of each pack counts; shared heads use `prefetch`.
     """
     speeds: dict[str, list[tuple[float, float]]] = {}
     parts = []
@@ -49,7 +49,7 @@ def simulated(
 def _of_pack(
     lengths: np.ndarray, ranks: int, causal: bool, fitted: Constants
 ) -> Iterator[tuple[str, tuple[ours.Pack, ours.Run]]]:
-    """Every way by its name."""
+    """Yield every method by its name."""
     pack = ours.documents(lengths, ranks, causal)
     alone = ours.runs(pack, fitted)
     for name in ours.TRIED:
@@ -69,8 +69,11 @@ def _seconds(run: ours.Run) -> float:
 
 
 def _parts(lengths: np.ndarray, pack: ours.Pack, run: ours.Run) -> dict[str, float]:
-    """Milliseconds of what `auto` picked: of the kernel on whole documents, of smaller pieces, of
-    adding partial results, of the busiest rank over the mean, and of what is left."""
+    """Return milliseconds of the parts of `auto`'s run.
+
+    Parts are the kernel on whole documents, smaller pieces, adding partial results, the busiest
+    rank over the mean, and the rest.
+    """
     together = ALGORITHMS[run.algorithm].joins
     bare, done = ours.work(pack, 0.0, together), ours.work(pack, together=together)
     found = {}
