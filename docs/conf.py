@@ -1,8 +1,8 @@
 """Sphinx's configuration: `make docs` writes the site into docs/_build/html.
 
-Pages are MyST Markdown; the reference is read from docstrings, which write `names` as the pages
-do. Neither the build nor the site needs a network: `check_assets` refuses a page that would load
-something from elsewhere.
+Pages are MyST Markdown. The reference is made of Google-style docstrings (napoleon), types and
+defaults of the signatures. Neither the build nor the site needs a network: `check_assets` refuses a
+page that would load a file from another site.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from megatron_burst.options import AttentionOptions
 project = "megatron_burst"
 release = version = megatron_burst.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
-napoleon_use_ivar = True  # fields that autodoc lists have one entry
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # a field that autodoc also lists keeps one entry
 smartquotes = False  # two hyphens of a flag are not a dash
 highlight_language = "sh"  # of indented blocks; Python is fenced
 exclude_patterns = ["_build", "cluster-here*"]  # what `make bench-cluster` measures stays out
@@ -43,41 +44,44 @@ nitpick_ignore_regex = [("py:.*", r"(torch|numpy|np|dist|collections|pathlib|typ
 default_role = "code"
 add_module_names = False
 autodoc_member_order = "bysource"
+autodoc_typehints = "both"  # in the signature, and at each parameter that the docstring describes
+autodoc_typehints_description_target = "documented_params"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 
-# "name: what it is", "one, other: what they are" at the beginning of a line of a docstring.
-ITEM = re.compile(r"(\w+(?:, \w+)*): ")
+# A parameter in the field list that napoleon makes of a section `Args:`.
+PARAMETER = re.compile(r":param (\w+): ")
 UNPACKED = re.compile(r"\*\*options: [\w.~]*Unpack\[[^\]]*\]")
 # What a browser fetches by itself; links for readers (<a href=...>) may lead anywhere.
 LOADED = re.compile(r"""(?:<link[^>]+href=|\bsrc=|@import |url\()["']?(?:https?:)?//[^"'\s>)]+""")
 
 
-def list_parameters(
+def show_defaults(
     app: Any, what: str, name: str, documented: Any, options: Any, lines: list[str]
 ) -> None:
-    """Make a list of the parameters that a docstring describes, each at the beginning of a line."""
+    """Append the default of each described parameter to its entry, unless the text has it."""
     if not callable(documented):
         return
     try:
-        parameters = set(inspect.signature(documented).parameters)
-    except ValueError:  # some classes of the standard library's enum have none
+        parameters = inspect.signature(documented).parameters
+    except ValueError:  # some classes of the standard library's enum have no signature
         return
-    made: list[str] = []
-    inside = False
-    for line in lines:
-        item = ITEM.match(line)
-        if item and set(item[1].split(", ")) <= parameters:
-            if not inside:
-                made.append("")
-            made.append(f"* **{item[1]}**: {line[item.end() :]}")
-            inside = True
-        elif inside and line.strip():
-            made.append(f"  {line.strip()}")
-        else:
-            inside = False
-            made.append(line)
-    lines[:] = made
+    for number, line in enumerate(lines):
+        parameter = PARAMETER.match(line)
+        if not parameter or parameter[1] not in parameters:
+            continue
+        default = parameters[parameter[1]].default
+        last = number
+        while last + 1 < len(lines) and lines[last + 1].startswith("  "):
+            last += 1
+        text = " ".join(lines[number : last + 1])
+        if default not in (inspect.Parameter.empty, None) and "efault" not in text:
+            lines[last] += f" Default: ``{_shown(default)}``."
+
+
+def _shown(default: Any) -> str:
+    """A default as a reader would write it."""
+    return getattr(default, "__name__", None) or repr(default)
 
 
 def choices_in_signature(
@@ -89,7 +93,7 @@ def choices_in_signature(
     shown: str | None,
     back: str | None,
 ) -> tuple[str | None, str | None] | None:
-    """Show choices as keywords with their defaults; docstrings list the names they may have."""
+    """Show options as keywords with their types and defaults."""
     if documented is BurstConfig:
         return f"({_defaults(BurstConfig)})", back
     if shown and "AttentionKeywords" in shown:
@@ -98,13 +102,22 @@ def choices_in_signature(
 
 
 def _defaults(choices: Any) -> str:
-    return ", ".join(f"{field.name}={field.default!r}" for field in dataclasses.fields(choices))
+    return ", ".join(
+        f"{field.name}: {_short(field.type)} = {field.default!r}"
+        for field in dataclasses.fields(choices)
+    )
+
+
+def _short(annotation: Any) -> str:
+    """A type without the notes of `Annotated`."""
+    text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "Any")
+    return text.removeprefix("Annotated[").split(",")[0] if "Annotated[" in text else text
 
 
 def link_type(app: Any, env: Any, node: Any, shown: Any) -> Any:
-    """Link a type in a signature by its public name; those of inner modules stay text.
+    """Link a type in a signature by its public name; types without a public name stay text.
 
-    A name without a module is one that its module imports for type checkers only.
+    A type without a module is one that its module imports for type checkers only.
     """
     target = node.get("reftarget", "")
     ours = target.startswith("megatron_burst.") or "." not in target
@@ -129,14 +142,14 @@ def check_assets(app: Any, failed: Exception | None) -> None:
 
 
 def table_of_flags(app: Any, page: str, source: list[str]) -> None:
-    """Write the flags of today where a page has the mark `<!-- flags -->`."""
+    """Replace the mark `<!-- flags -->` on a page by the table of flags."""
     source[0] = source[0].replace("<!-- flags -->", flags.table())
 
 
 def setup(app: Any) -> None:
-    """Sphinx calls it."""
+    """Connect the functions of this file to Sphinx's events."""
     app.connect("source-read", table_of_flags)
-    app.connect("autodoc-process-docstring", list_parameters)
+    app.connect("autodoc-process-docstring", show_defaults, priority=900)  # after napoleon
     app.connect("autodoc-process-signature", choices_in_signature)
     app.connect("missing-reference", link_type)
     app.connect("build-finished", check_assets)

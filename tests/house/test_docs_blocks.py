@@ -43,6 +43,22 @@ class Reader(NamedTuple):
 # page from top to bottom.
 READERS = {
     "README.md-1": Reader("out.shape == q.shape and groups.size == dist.get_world_size()", True),
+    "docs/reference/advise.md-0": Reader("advice.flags()"),
+    "docs/reference/attention.md-0": Reader("(groups.size, groups.rank) == (1, 0)"),
+    "docs/reference/attention.md-1": Reader("out.shape == q.shape"),
+    "docs/reference/attention.md-2": Reader(
+        "states.shape == values.shape and mixed.shape == channels.shape and not entering.any()"
+    ),
+    "docs/reference/attention.md-3": Reader("whole.tolist() == list(range(8))"),
+    "docs/reference/attention.md-4": Reader("x.grad.any() and host.peak > 0"),
+    "docs/reference/attention.md-5": Reader("loss.ndim == 0"),
+    "docs/reference/attention.md-6": Reader("choice.why and measured is not None"),
+    "docs/reference/layouts.md-0": Reader("len(layout.positions(0, 32)) == 16"),
+    "docs/reference/layouts.md-1": Reader("len(pieces) == 2 and route is not None"),
+    "docs/reference/megatron.md-0": Reader("whole.tolist() == [list(range(32))]"),
+    "docs/reference/sparse.md-0": Reader("out.shape == q.shape and chosen.counts.max() == 4"),
+    "docs/reference/trees.md-0": Reader("tree.tokens.tolist() == same.tokens.tolist()"),
+    "docs/reference/trees.md-1": Reader("scores.logprobs.shape == (4,)"),
     "docs/reference/masks.md-0": Reader("ChunkedLocal(4).visible(5, 4) and Cover.PARTIAL"),
     "docs/reference/masks.md-1": Reader("mb.masks.check(ChunkedLocal(5), 16) is None"),
     "docs/advise.md-0": Reader("call.seconds < step.seconds and step.mfu > 0"),
