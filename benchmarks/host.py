@@ -37,7 +37,7 @@ from torch.distributed import _meta_registrations
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import megatron_burst as mb
-from megatron_burst.comm.groups import Calls
+from megatron_burst.comm.groups import CallCounter
 from megatron_burst.comm.transport import Channel, Counters, ProcessEndpoint
 from megatron_burst.execution import function
 from megatron_burst.kernels import aten, registry
@@ -82,7 +82,7 @@ class OneRank(mb.Groups):
             Topology(size, min(size, 8), ulysses, "head_first"),
             dist.get_rank(),
         )
-        self.backend, self.devices, self.cache, self.calls = "fake", ("meta",), {}, Calls()
+        self.backend, self.devices, self.cache, self.calls = "fake", ("meta",), {}, CallCounter()
         self._communicators = SimpleNamespace(used={ref(group)})  # pyright: ignore
         counters, rings = Counters(), ("flat", "intra", "inter", "ulysses", "grid")
         channels: Any = {

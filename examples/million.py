@@ -88,10 +88,10 @@ def speed(width: int) -> tuple[float, float]:
     """
     import torch
 
-    from megatron_burst.kernels.operators import CpuFlash, Shown
+    from megatron_burst.kernels.operators import CpuFlash, TileVisibility
 
     torch.set_num_threads(1)
-    operator, shown = CpuFlash(), Shown()
+    operator, shown = CpuFlash(), TileVisibility()
     q, k, v, dout = torch.randn(4, 1, 1, 2048, width).unbind()
     out, lse = operator.forward(q, k, v, shown, 1.0)
     calls = (

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megatron_burst: BurstAttention context parallelism for an unmodified Megatron.
+"""BurstAttention context parallelism for an unmodified Megatron.
 
-Public names are imported when they are first used: what needs no torch (masks, layouts,
-schedules, forecasts) works without it. Importing the package changes nothing. `__init__.pyi` has
-the same names for editors and type checkers.
+Public names are imported at first use, so masks, layouts, schedules and forecasts work without
+torch. Importing the package has no side effect. `__init__.pyi` has the same names for editors and
+type checkers.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# Public name -> its module; a name that is a module itself is imported as such. Those of plugins
-# are in the registry.
+# Public name -> its module; empty if the name is a module. The registry has the names of plugins.
 _HOMES = {
     "BurstConfig": "config",
     "Choice": "autotune.select",
@@ -34,7 +33,7 @@ _HOMES = {
     "linear_cross_entropy": "linear_cross_entropy",
     "masks": "",
     "measure_rates": "autotune.measure",
-    "megatron": "",  # above this package: imported when asked for, by nothing in it
+    "megatron": "",  # imports Megatron; no other room imports it
     "prepare": "planning.prepare",
     "prepare_linear": "linear_attention.plan",
     "shard": "layout.sharding",
@@ -47,8 +46,10 @@ __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 class _Package(ModuleType):
-    """`mb.attention` and others are functions whose modules have the same names: what the import
-    system binds for a submodule must not hide the function.
+    """Module type of `megatron_burst` that keeps functions visible.
+
+    `mb.attention` and others are functions whose modules have the same names. The import system
+    must not replace a function by its module.
     """
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -60,23 +61,24 @@ sys.modules[__name__].__class__ = _Package
 
 
 def _registry() -> Any:
-    """The module `registry`, which a run without plugins does not import."""
-    return importlib.import_module(f"{__name__}.registry")  # `from .` would call `__getattr__`
+    """Import the module `registry`, which a run without plugins does not need."""
+    # `from . import registry` would call `__getattr__`.
+    return importlib.import_module(f"{__name__}.registry")
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         home = _HOMES[name]
         module = importlib.import_module(f"{__name__}.{home or name}")
-        found = getattr(module, name) if home else module
+        public = getattr(module, name) if home else module
     else:
         registry = _registry()
         of_plugins = registry.public_names()
         if name not in of_plugins:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = registry.load(*of_plugins[name])
-    globals()[name] = found
-    return found
+        public = registry.load(*of_plugins[name])
+    globals()[name] = public
+    return public
 
 
 def __dir__() -> list[str]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public operation: exact attention over a sequence that is split over ranks.
+"""`mb.attention`: exact attention over a sequence that is split over ranks.
 
-Finds or makes the plan of a call, and hands it to autograd. What is refused is
-`planning.validate`'s; how a rank runs its part is in `execution`.
+The function takes a plan from `mb.prepare` or makes one, and passes it to the autograd function.
+`planning.validate` decides which arguments are supported. `execution` contains what a rank runs.
 
 Shape letters: s local rows, b batch, h query heads, k key/value heads, d width, w value width.
 """
@@ -15,7 +15,7 @@ import torch
 from typing_extensions import Unpack
 
 from .comm.groups import Groups
-from .execution.function import Attention, AttentionRun
+from .execution.function import Attention, RankCall
 from .kernels.autograd import outside_graphs, refuse_transforms
 from .options import AttentionKeywords
 from .planning.plan import Plan
@@ -42,25 +42,54 @@ def attention(
     rates: Rates | None = None,
     **options: Unpack[AttentionKeywords],
 ) -> torch.Tensor:
-    """Exact attention over a sequence that is split over ranks.
+    """Compute exact attention over a sequence that is split over ranks.
 
-    q [s, b, h, d]; k [s, b, k, d]; v [s, b, k, w]: this rank's shard, s rows of the positions
-    that `layout` gives it; k divides h. Returns out [s, b, h, w] in the dtype of q.
+    Every rank of `groups` calls the function with its own shard. Forward and backward both
+    communicate. The result cannot be differentiated twice. torch.compile breaks its graph at this
+    call.
 
-    sink: [h], a learnable logit per head in every softmax (zeros: "off by one" softmax); its
-    gradient is that of this rank's rows. max_logits: [h], raised in place to the largest score of
-    each head in what this rank computes (take the maximum over ranks), in the accumulation dtype
-    (float32, for float64 tensors float64), from -inf or earlier results; without gradient, without
-    the sink. label: a string, an integer or a tuple of them, such as the number of the layer, by
-    which ranks out of step are noticed.
+    The plan is either `plan` or made from `groups`, `needs_grad`, `rates` and `options`. Making a
+    plan is a collective call, see `mb.prepare`.
 
-    Either `plan`, made by `mb.prepare`, or the keywords from which `prepare` makes one, which is a
-    collective: groups, needs_grad, rates (what they do not state is measured, once per groups, for
-    algorithm "auto"), and options, the fields of `AttentionOptions`, which says what they mean.
+    Args:
+        q: Queries of this rank, [s, b, h, d], in float64, float32, bfloat16 or float16. `layout`
+            defines which positions the s rows are.
+        k: Keys of this rank, [s, b, k, d], with the dtype and device of q. k divides h.
+        v: Values of this rank, [s, b, k, w], with the dtype and device of q.
+        plan: Plan that `mb.prepare` made for tensors of these shapes. Excludes `groups`,
+            `needs_grad`, `rates` and `options`.
+        sink: [h], a learnable logit of each query head in every softmax; zeros give "off by one"
+            softmax. Its gradient covers the rows of this rank only. Default: no sink.
+        max_logits: [h], contiguous, without gradient, in the accumulation dtype (float32; float64
+            for float64 tensors). Raised in place to the largest score of each head that this rank
+            computes, without the sink. Fill it with -inf or with earlier results, and take the
+            maximum over ranks afterwards.
+        label: A string, an integer or a tuple of them that identifies the call, such as the number
+            of the layer. Ranks compare labels to detect that they are out of step. Default: the
+            line of code that calls.
+        groups: Ranks over which the sequence is split. Required without `plan`.
+        needs_grad: Three booleans, whether q, k and v need a gradient. Default: their
+            `requires_grad`.
+        rates: Link and compute rates for algorithm "auto". Default: measured once per `groups`.
+        **options: Fields of `mb.options.AttentionOptions`.
 
-    Cannot be differentiated twice, nor run inside torch.func; torch.compile breaks its graph here,
-    once. Raises ValueError for unsupported arguments, RuntimeError naming the exchange if a peer
-    died or is out of step.
+    Returns:
+        Attention output of this rank, [s, b, h, w], in the dtype of q.
+
+    Raises:
+        ValueError: An argument is not supported, does not fit the plan, or differs between ranks;
+            or the call is inside torch.func.
+        RuntimeError: A rank died or is out of step. The message names the exchange.
+
+    Source: BurstEngine (arXiv 2509.19836), Algorithms 1 and 2.
+
+    Example:
+        >>> import torch
+        >>> import megatron_burst as mb
+        >>> q, k, v = (torch.randn(128, 1, heads, 64) for heads in (8, 2, 2))
+        >>> out = mb.attention(q, k, v, groups=mb.Groups.single(), layout="contiguous")
+        >>> out.shape
+        torch.Size([128, 1, 8, 64])
     """
     refuse_transforms("mb.attention")
     store = current_store()
@@ -73,20 +102,20 @@ def attention(
         )  # fmt: skip
     else:
         keywords = {"groups": groups, "needs_grad": needs_grad, "rates": rates, **options}
-        given = sorted(name for name, value in keywords.items() if value is not None)
-        if given:
-            raise ValueError(f"plan: give a plan or its keywords, not both; got {given}")
+        conflicting = sorted(name for name, value in keywords.items() if value is not None)
+        if conflicting:
+            raise ValueError(f"plan: give a plan or its keywords, not both; got {conflicting}")
     if not isinstance(plan, Plan):
         raise ValueError(f"plan must be made by mb.prepare, got {plan!r:.100}")
     plan.groups.check()
     plan.check(q, k, v, sink, max_logits)
-    kept = plan.keeps(store, label)  # before the call counts: it may be refused
-    call = AttentionRun(
+    store_entry = plan.store_entry(store, label)  # may raise, so before the call is counted
+    call = RankCall(
         operation="mb.attention",
         groups=plan.groups,
-        job=plan.job,
+        rank_plan=plan.rank_plan,
         tag=plan.groups.calls.forward(plan.identity, label, sink is not None),
-        kept=kept,
+        store_entry=store_entry,
         max_logits=max_logits,
     )
     return Attention.apply(call, sink, q, k, v)  # pyright: ignore[reportReturnType]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`BurstConfig`: the options of a run of Megatron, of the spine and of all installed plugins."""
+"""`BurstConfig`: the options of a training run, from the spine and all installed plugins."""
 
 from __future__ import annotations
 
@@ -13,29 +13,37 @@ from .spine_options import OFF, SpineOptions
 
 __all__ = ["FIELDS", "OFF", "Auto", "BurstConfig", "flag_of"]
 
-_MEANING = """The options of a run, for `mb.megatron.configure`; each has a flag.
-
-    Raises:
-        ValueError: for a value that an option cannot have; the message has its name and flag.
+_SUMMARY = "Options of a training run, for `mb.megatron.configure`; each has a command-line flag."
+_RAISES = """    Raises:
+        ValueError: An option has an unsupported value. The message names the option and flag.
 """
 
 if TYPE_CHECKING:
-    # The spine reads its own options. A plugin annotates its own class, which has both.
+    # The spine reads only its own options. A plugin annotates its own class, which adds its fields.
     BurstConfig = SpineOptions
 else:
-    # The fields of the spine come first, then those of plugins in alphabetical order.
+    # Fields of the spine precede the fields of plugins, which are in alphabetical order.
     _BASES = (*reversed(registry.option_classes()), SpineOptions)
     BurstConfig = dataclass(frozen=True)(type("BurstConfig", _BASES, {"__module__": __name__}))
 
 FIELDS: Mapping[str, OptionField] = BurstConfig.FIELDS
 BurstConfig.__doc__ = "\n\n".join(
     [
-        _MEANING,
-        *(f"{field.name} (`{field.flag}`): {field.option.meaning}." for field in FIELDS.values()),
+        _SUMMARY,
+        "\n".join(
+            [
+                "    Args:",
+                *(
+                    f"        {field.name}: {field.option.meaning}. Flag: `{field.flag}`."
+                    for field in FIELDS.values()
+                ),
+            ]
+        ),
+        _RAISES,
     ]
 )
 
 
 def flag_of(name: str) -> str:
-    """The flag of an option."""
+    """Return the command-line flag of the option `name`."""
     return FIELDS[name].flag

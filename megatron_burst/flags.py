@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags of a run: those of `BurstConfig`, added to a parser and read from its arguments.
+"""Command-line flags of a training run: the options of `BurstConfig`.
 
-Owns how parsed arguments become a `BurstConfig`, and which defaults follow from other flags. Values
-are checked by `BurstConfig`, so a wrong one is the same ValueError wherever it comes from.
+This module decides how parsed arguments become a `BurstConfig`, and which defaults depend on other
+flags. `BurstConfig` checks values, so a wrong value gives the same ValueError from every source.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ GROUP = "megatron-burst"
 
 
 class Flag(NamedTuple):
-    """One flag: the field of `BurstConfig` it sets, its name, type, values shown, and help."""
+    """One command-line flag.
+
+    Attributes:
+        field: Field of `BurstConfig` that the flag sets.
+        name: Name with dashes.
+        type: Converts a word of the command line.
+        values: Possible values, as the help text shows them.
+        help: Help text.
+    """
 
     field: str
     name: str
@@ -28,7 +36,7 @@ class Flag(NamedTuple):
 
     @property
     def dest(self) -> str:
-        """Its attribute among parsed arguments."""
+        """Return the name of the attribute in parsed arguments."""
         return self.name.removeprefix("--").replace("-", "_")
 
 
@@ -43,12 +51,12 @@ def _flag(field: OptionField) -> Flag:
 
 
 def _reader(kind: type, names: Sequence[str]) -> Callable[[str], Any]:
-    """What turns a word of the command line into a value: one of `names`, or of `kind`."""
+    """Return a function that converts a word to `kind`, unless the word is in `names`."""
 
     def read(word: str) -> Any:
         return word if word in names else kind(word)
 
-    read.__name__ = " or ".join([kind.__name__, *names])  # argparse's errors say it
+    read.__name__ = " or ".join([kind.__name__, *names])  # shown in argparse's errors
     return read
 
 
@@ -58,9 +66,14 @@ ALONE = tuple(field.flag for field in FIELDS.values() if field.option.alone)
 
 
 def add_flags(parser: argparse.ArgumentParser, *, algorithm: str) -> None:
-    """Add all flags to `parser`, in a group of their own; `algorithm` if none is asked for.
+    """Add all flags to `parser`, in an argument group of their own.
 
-    Raises `ValueError` when the parser has one of them already.
+    Args:
+        parser: Parser of the program.
+        algorithm: Default of --context-parallel-algo.
+
+    Raises:
+        ValueError: The parser already has one of the flags.
     """
     group = parser.add_argument_group(GROUP)
     for flag in FLAGS:
@@ -74,21 +87,26 @@ def add_flags(parser: argparse.ArgumentParser, *, algorithm: str) -> None:
             )
         except argparse.ArgumentError as error:
             raise ValueError(
-                f"{flag.name} is a flag of this program already; megatron_burst cannot add its own"
+                f"{flag.name} is a flag of this program already, so megatron_burst cannot add its "
+                "flag; rename the flag of the program"
             ) from error
 
 
 def default(field: str) -> Any:
-    """What a field is when its flag is not given; None for the layout, which `settle` decides."""
+    """Return the default of a field, or None for the layout, which `settle` chooses."""
     if field == "layout":
         return None
     return FIELDS[field].default
 
 
 def settle(args: Any) -> None:
-    """Give `args` each flag that it lacks and the layout that follows from the others.
+    """Add missing flags to `args` and choose the layout if the user gave none.
 
-    Arguments that never saw `add_flags` (those of a checkpoint) leave the attention alone.
+    If `args` never passed `add_flags`, as the arguments in a checkpoint, the algorithm is set to
+    "megatron".
+
+    Args:
+        args: Parsed arguments; changed in place.
     """
     for flag in FLAGS:
         if not hasattr(args, flag.dest):
@@ -100,9 +118,18 @@ def settle(args: Any) -> None:
 
 
 def layout_for(algorithm: Any, store: Any, pack: Any = "off") -> str:
-    """The layout that follows from other choices: balanced for documents that are packed anew,
-    whose lengths zigzag within documents cannot cut; striped where it alone balances the
-    recompute.
+    """Return the default layout that follows from other options.
+
+    Packed documents need balanced: zigzag within documents cannot split their lengths. A store
+    between 0 and 1 needs striped, the only layout that balances the recomputation.
+
+    Args:
+        algorithm: Value of --context-parallel-algo.
+        store: Value of --burst-attention-store, or None.
+        pack: Value of --burst-pack.
+
+    Returns:
+        "balanced", "striped" or "zigzag".
     """
     if pack == "documents" and algorithm != OFF:
         return "balanced"
@@ -111,37 +138,51 @@ def layout_for(algorithm: Any, store: Any, pack: Any = "off") -> str:
 
 
 def burst_config(args: Any) -> BurstConfig:
-    """The choices that settled arguments state. Raises `ValueError` naming the flag."""
+    """Return the options in arguments that `settle` completed.
+
+    Raises:
+        ValueError: A flag has an unsupported value. The message names the flag.
+    """
     return BurstConfig(**{flag.field: getattr(args, flag.dest) for flag in FLAGS})
 
 
 def choices(args: Any) -> tuple[BurstConfig, list[str]]:
-    """The choices that settled arguments state, and all that is wrong with them; a wrong one gives
-    way to its default.
+    """Return the options in arguments that `settle` completed, and the errors in them.
+
+    Args:
+        args: Arguments that `settle` completed.
+
+    Returns:
+        The options, with the default for each wrong value, and the messages of all wrong values.
     """
-    fields, wrong = {flag.field: getattr(args, flag.dest) for flag in FLAGS}, []
+    fields, messages = {flag.field: getattr(args, flag.dest) for flag in FLAGS}, []
     while True:
         try:
-            return BurstConfig(**fields), wrong
+            return BurstConfig(**fields), messages
         except ValueError as error:
-            wrong.append(words := str(error))
-            named = [flag for flag in FLAGS if flag.name in words and flag.field in fields]
-            del fields[min(named, key=lambda flag: words.index(flag.name)).field]
+            messages.append(message := str(error))
+            mentioned = [flag for flag in FLAGS if flag.name in message and flag.field in fields]
+            del fields[min(mentioned, key=lambda flag: message.index(flag.name)).field]
 
 
 def stated(args: Any) -> dict[str, Any]:
-    """Flag -> value, of settled arguments."""
+    """Return flag -> value of arguments that `settle` completed."""
     return {flag.name: getattr(args, flag.dest) for flag in FLAGS}
 
 
-def given(argv: Sequence[str], *names: str) -> Iterator[str]:
-    """Which of `names` (all flags of this module, if none are named) a command line has."""
+def present(argv: Sequence[str], *names: str) -> Iterator[str]:
+    """Yield the flags that a command line contains.
+
+    Args:
+        argv: Words of the command line.
+        *names: Flags to look for. Default: all flags of this module.
+    """
     words = {word.split("=", 1)[0] for word in argv}
     return (name for name in names or [flag.name for flag in FLAGS] if name in words)
 
 
 def table() -> str:
-    """All flags as a table in Markdown, for the site."""
+    """Return all flags as a Markdown table, for the documentation."""
     rows = [
         f"| `{flag.name}` | {_shown(flag)} | {flag.help.replace('|', ' or ')} |" for flag in FLAGS
     ]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an option of a run is declared: a field of a class of options, with its meaning and its flag.
+"""Declaration of the options of a training run: dataclass fields with a meaning and a flag.
 
-`OptionSet` is the base of all classes of options: those of the spine (`spine_options.SpineOptions`)
-and one per plugin that has some. `config.BurstConfig` has the fields of all of them. The command
-line, the arguments of recipes and the table in the documentation are made from these fields.
+`OptionSet` is the base of all option classes: `spine_options.SpineOptions` and one class per plugin
+that has options. `config.BurstConfig` has the fields of all of them. Flags, recipe arguments and
+the table in the documentation are generated from these fields.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ Auto = Literal["auto"]
 
 
 class Option(NamedTuple):
-    """The metadata of one option; `Annotated` in the type of its field.
+    """Metadata of one option, in the `Annotated` type of its field.
 
     Attributes:
-        meaning: what the option does, for help texts and the documentation.
-        flag: its flag, if that is not `--burst-<name>`.
-        names: the values that it may have, if its type does not list them.
-        text: what a value is that is a free text: a size such as 1.5TB, the path of a file, or the
-            name of a function.
-        alone: whether the option has an effect without `--context-parallel-algo`.
-        excludes: other options with which it was not tested, by their fields.
+        meaning: Help text and documentation of the option.
+        flag: Its flag, if that is not `--burst-<name>`.
+        names: Values that it may have, if its type does not list them.
+        text: Kind of a free text: a size such as 1.5TB, the path of a file, or the name of a
+            function.
+        alone: True if the option has an effect without `--context-parallel-algo`.
+        excludes: Fields of options that were not tested together with this option.
     """
 
     meaning: str
@@ -50,16 +50,16 @@ class Option(NamedTuple):
 
 
 class OptionField(NamedTuple):
-    """One field of a class of options, as its type and its `Option` declare it.
+    """One field of an option class, as its type and its `Option` declare it.
 
     Attributes:
-        name: of the field.
-        flag: on the command line.
-        option: its metadata.
-        kind: int or float if the value may be a number, else str.
-        names: the texts that it may be; empty if any.
-        optional: whether it may be None.
-        default: its default value.
+        name: Name of the field.
+        flag: Flag on the command line.
+        option: Metadata of the option.
+        kind: int or float if the value may be a number, otherwise str.
+        names: Strings that the value may be; empty if any string is valid.
+        optional: True if the value may be None.
+        default: Default value.
     """
 
     name: str
@@ -72,23 +72,27 @@ class OptionField(NamedTuple):
 
     @property
     def dest(self) -> str:
-        """Its attribute in parsed arguments."""
+        """Return the name of the attribute in parsed arguments."""
         return self.flag.removeprefix("--").replace("-", "_")
 
     def check(self, value: Any) -> None:
-        """Raise ValueError, with the field and its flag, unless `value` may be its value."""
+        """Check that `value` is valid.
+
+        Raises:
+            ValueError: The value is not valid. The message names the field and its flag.
+        """
         title = f"{self.name} ({self.flag})"
         if (value is None and self.optional) or (self.names and value in self.names):
             return
         if self.names and self.kind is str:
             shown = ", ".join(("None", *self.names) if self.optional else self.names)
             raise ValueError(f"{title} must be one of {shown}, got {value!r}")
-        other = f" or {' or '.join(self.names)}" if self.names else ""
+        alternatives = f" or {' or '.join(self.names)}" if self.names else ""
         if self.kind is float:
-            check_fraction(title, value, other)
+            check_fraction(title, value, alternatives)
         elif self.kind is int:
             if type(value) is not int or value < 1:
-                raise ValueError(f"{title} must be an integer from 1 on{other}, got {value!r}")
+                raise ValueError(f"{title} must be an integer >= 1{alternatives}, got {value!r}")
         elif self.option.text == "SIZE":
             size_of(value, title)
         elif not (isinstance(value, str) and value):
@@ -99,16 +103,16 @@ class OptionField(NamedTuple):
 
 @dataclass(frozen=True)
 class OptionSet:
-    """The base of all classes of options.
+    """Base of all option classes.
 
-    Each field has a type `Annotated[TYPE, Option(...)]` and a default. Values are checked and never
+    Each field has a type `Annotated[TYPE, Option(...)]` and a default. Values are checked but never
     changed: "auto" is resolved when a plan is made.
 
     Raises:
-        ValueError: for a value that a field cannot have; the message has the field and its flag.
+        ValueError: A field has an unsupported value. The message names the field and its flag.
     """
 
-    FIELDS: ClassVar[Mapping[str, OptionField]] = {}  # by name, in their order
+    FIELDS: ClassVar[Mapping[str, OptionField]] = {}  # by name, in the order of declaration
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -138,7 +142,7 @@ def _option_field(name: str, default: Any, hint: Any, option: Option) -> OptionF
 
 
 def _literals(hint: Any) -> list[str]:
-    """The strings of a Literal, also of one within a union."""
+    """Return the strings of a Literal, also of a Literal in a union."""
     if get_origin(hint) is Literal:
         return list(get_args(hint))
     return [name for part in get_args(hint) for name in _literals(part)]

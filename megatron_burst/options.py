@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choices of an attention call: one typed object, from the keywords of a call to its plan.
+"""Options of an attention call: one typed object, used from the keywords of a call to its plan.
 
-Owns what may be chosen, what each choice means, and the names of kernels; layouts, algorithms and
-sides are named by their rooms. Values are checked by `planning.validate`, on all ranks alike.
+This module owns which options exist, what each option means, and the names of kernels. The rooms
+`layout` and `schedule` own the names of layouts, algorithms and sides. `planning.validate` checks
+values on all ranks.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ if TYPE_CHECKING:
 KernelName = Literal["auto", "aten", "aten_cudnn", "flash3", "flash4", "triton", "reference"]
 SideName = Literal["auto", Side]
 WireDtype = Literal["fp32", "bf16", "auto"]
-# All-to-alls of heads around a ring of this algorithm.
+# Algorithm that shares heads by all-to-all -> algorithm of the ring around it.
 WITH_SHARED_HEADS = {"ulysses": "ring", "hybrid": "burst"}
 
 
 def algorithms() -> tuple[str, ...]:
-    """The names that `algorithm` may have: those of the registry of schedules, and others."""
+    """Return all values of the option `algorithm`."""
     return (*RING_ALGORITHMS, *WITH_SHARED_HEADS, "auto")
 
 
 def ring_algorithm(algorithm: str) -> str:
-    """The algorithm of the ring that this one runs."""
+    """Return the algorithm of the ring that runs for `algorithm`."""
     return WITH_SHARED_HEADS.get(algorithm, algorithm)
 
 
@@ -41,51 +42,54 @@ SIDES: tuple[str, ...] = get_args(SideName)
 WIRE_DTYPES: tuple[str, ...] = get_args(WireDtype)
 
 
-# What each option means, told once: the documentation of calls, of flags and of recipes takes it.
+# Meaning of each option. Docstrings, help texts of flags and recipes use the same text.
 MEANING: Mapping[str, str] = {
-    "layout": "which positions each rank holds: a name (see `mb.layout`) or a `Layout`",
-    "mask": "from `mb.masks`; None: `Causal()`",
+    "layout": "positions that each rank holds: a name (see `mb.layout`) or a `Layout`",
+    "mask": "a mask from `mb.masks`; None: `Causal()`",
     "algorithm": (
         'one of `options.algorithms()`; "hybrid" and "ulysses" need groups that share heads; '
-        '"auto" takes the one that is predicted to be fastest, with its side and head chunks'
+        '"auto" picks the algorithm, side and head chunks that are predicted to be fastest'
     ),
-    "side": "which tensors travel in backward; auto takes the side with fewer bytes",
+    "side": "tensors that are sent in backward; auto picks the side with fewer bytes",
     "kernel": (
-        "the attention of one device; auto takes the first that supports the call, flash3 and "
-        "flash4 are the installed FlashAttention packages"
+        "local attention kernel; auto picks the first that supports the call; flash3 and flash4 "
+        "are the installed FlashAttention packages"
     ),
-    "softmax_scale": "factor of the scores; None: d ** -0.5",
+    "softmax_scale": "scale of the scores; None: d ** -0.5",
     "softcap": "scores become cap * tanh(score / cap)",
     "grad_wire_dtype": (
         "dtype in which gradients, and partial outputs of some algorithms, are sent; default: "
-        "fp32, for fp64 tensors fp64; auto, with algorithm auto: bf16 for bf16 tensors where that "
-        "is predicted to be faster"
+        "fp32 (fp64 for fp64 tensors); auto requires algorithm auto and sends bf16 for bf16 "
+        "tensors if that is predicted to be faster"
     ),
     "store": (
-        "fraction of attention outputs that a checkpoint around the call keeps; default: that of "
-        "the checkpoint"
+        "fraction of attention outputs that a checkpoint around the call keeps; default: the "
+        "fraction of the checkpoint"
     ),
     "head_chunks": (
-        "number of chunks of key/value heads (with their query heads) whose rings run staggered: "
-        "the last hops of one overlap with the compute of another, with that many times the "
-        'messages; default: 1, or the choice of algorithm "auto"'
+        "number of chunks of key/value heads, with their query heads, whose rings start one after "
+        "the other: the last hops of one overlap with the compute of another, and the number of "
+        'messages is multiplied; default: 1, or the choice of algorithm "auto"'
     ),
     "sequence_chunks": (
-        "number of row chunks of every shard, computed one after the other, so that only one row "
-        "chunk's queries, outputs and gradients are in memory at a time; on side "
-        '"kv" the keys go round once per row chunk. `Plan.chunked` is for code that makes the '
+        "number of row chunks of every shard; they are computed one after the other, so memory "
+        "holds the queries, outputs and gradients of one row chunk at a time; with side "
+        '"kv", keys are sent once per row chunk; `Plan.chunked` is for code that produces '
         "queries one row chunk at a time; with host memory its forward receives keys once"
     ),
     "row_blocks": (
-        "number of equal blocks of a shard's rows (the ranks of sequence parallelism), of each of "
-        "which a row chunk has equally many rows"
+        "number of equal blocks of a shard's rows (the ranks of sequence parallelism); a row chunk "
+        "has equally many rows of each block"
     ),
 }
 
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """How attention is computed; every field is a keyword of `mb.attention` and `mb.prepare`."""
+    """Choices for the computation of attention, all with defaults.
+
+    Each field is a keyword of `mb.attention` and `mb.prepare`.
+    """
 
     layout: LayoutName | Layout = "zigzag"
     mask: Mask | None = None
@@ -102,12 +106,15 @@ class AttentionOptions:
 
 
 AttentionOptions.__doc__ = "\n\n".join(
-    [str(AttentionOptions.__doc__), *(f"{name}: {text}." for name, text in MEANING.items())]
+    [
+        str(AttentionOptions.__doc__).rstrip(),
+        "\n".join(["    Args:", *(f"        {name}: {text}." for name, text in MEANING.items())]),
+    ]
 )
 
 
 class AttentionKeywords(TypedDict, total=False):
-    """The fields of `AttentionOptions` as keywords, for editors and type checkers."""
+    """Fields of `AttentionOptions` as keywords, for editors and type checkers."""
 
     layout: LayoutName | Layout
     mask: Mask | None

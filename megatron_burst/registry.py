@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registry of plugins: what each of them adds, and how the rest of the package finds it.
+"""Registry of plugins: what each plugin adds, and how the rest of the package finds it.
 
 A plugin is a folder of `plugins/` whose module `entry` defines `PLUGIN`, a `Plugin`. The registry
-reads the folders, so a plugin whose folder is deleted is gone. The rest of the package never
-imports a plugin. It looks up what it needs here, by the name that a user typed or by the kind of
-model. An entry imports nothing but this module; it names functions as `MODULE:NAME` below its own
-folder, and `load` imports them when they are needed.
+reads the folders, so deleting a folder removes its plugin. The rest of the package never imports a
+plugin. It uses this registry, by the name that a user typed or by the kind of model. An entry
+imports only this module. It names functions as `MODULE:NAME` below its own folder, and `load`
+imports them when they are needed.
 
-Owns the list of what a plugin may add.
+This module owns the list of what a plugin may add.
 """
 
 from __future__ import annotations
@@ -22,27 +22,33 @@ _FOLDER = f"{__package__}.plugins"
 
 
 class Command(NamedTuple):
-    """A sub-command of `megatron-burst`."""
+    """A sub-command of `megatron-burst`.
 
-    module: str  # has `add_arguments(parser)` and `run(arguments)`
-    help: str  # one line
+    Attributes:
+        module: Module with `add_arguments(parser)` and `run(arguments)`.
+        help: Help text in one line.
+    """
+
+    module: str
+    help: str
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """What one plugin adds. Each value names a module or a `MODULE:NAME` below the plugin's folder.
+    """What one plugin adds to the package.
+
+    Each value is a module or a `MODULE:NAME` below the folder of the plugin.
 
     Args:
-        options: the plugin's options, a class derived from `spine_options.SpineOptions`, whose
-            fields become fields of `BurstConfig` and flags.
-        public: names in `megatron_burst`, each with its `MODULE:NAME`, or `MODULE` if the name is
-            a module.
-        commands: sub-commands of `megatron-burst`.
-        hooks: what the rest of the package calls if the plugin is there, each with its
-            `MODULE:NAME` or `MODULE`; `HOOKS` has their names.
+        options: Option class of the plugin, derived from `spine_options.SpineOptions`. Its fields
+            become fields of `BurstConfig` and flags.
+        public: Public name in `megatron_burst` -> its `MODULE:NAME`, or `MODULE` if the name is a
+            module.
+        commands: Sub-commands of `megatron-burst`.
+        hooks: Name in `HOOKS` -> `MODULE:NAME` or `MODULE` that the rest of the package calls.
 
     Raises:
-        ValueError: for a hook that nothing calls.
+        ValueError: A hook is not in `HOOKS`.
     """
 
     options: str = ""
@@ -53,13 +59,19 @@ class Plugin:
     def __post_init__(self) -> None:
         unknown = sorted(set(self.hooks) - set(HOOKS))
         if unknown:
-            raise ValueError(f"hooks {', '.join(unknown)}: known are {', '.join(HOOKS)}")
+            raise ValueError(f"hooks {', '.join(unknown)} do not exist; use {', '.join(HOOKS)}")
 
 
 class Hook(NamedTuple):
-    """What the rest of the package calls of a plugin."""
+    """A function or module of plugins that the rest of the package calls.
 
-    plugin: str  # the one that has it, for messages where it is absent; empty: several may
+    Attributes:
+        plugin: Plugin that provides it, for messages if that is not installed; empty if several
+            may.
+        meaning: Signature of the hook, and the caller.
+    """
+
+    plugin: str
     meaning: str
 
 
@@ -70,76 +82,94 @@ HOOKS: Mapping[str, Hook] = {
         "`configure` calls it last",
     ),
     "cpu": Hook(
-        "testing", "a module whose `enable()` maps CUDA to the CPU in this process: `--cpu`"
+        "testing", "a module whose `enable()` maps CUDA to the CPU in this process; for `--cpu`"
     ),
     "recipe_cpu": Hook(
         "testing", "a module with `enable()`, and with `adapt(recipe)` for a recipe's settings"
     ),
-    "gpu_report": Hook("tools", "a module with `run(path, device, quick)`: `doctor --gpu-report`"),
+    "gpu_report": Hook(
+        "tools", "a module with `run(path, device, quick)`; for `doctor --gpu-report`"
+    ),
     "host_memory": Hook(
-        "longseq", "a module with `HostMemory` and `copy_rate`: `calibrate` measures copies"
+        "longseq", "a module with `HostMemory` and `copy_rate`; `calibrate` measures copies"
     ),
     "offload_tier": Hook(
         "longseq",
-        "a function of the installed `PatchSet` that returns what moves activations of this run to "
-        "host memory, or None: recomputed layers",
+        "a function of the installed `PatchSet` that returns the object which moves activations to "
+        "host memory, or None; recomputed layers call it",
     ),
     "option_problems": Hook(
         "",
         "a function of a `TransformerConfig` (or parsed arguments with the same names), a "
-        "`BurstConfig` and the global sequence length in tokens (or None), which yields each "
-        "`Problem` of the plugin's options: `configure`, Megatron-LM's command line, `doctor`",
+        "`BurstConfig` and the global sequence length in tokens (or None) that yields each "
+        "`Problem` of the plugin's options; `configure`, Megatron-LM's command line and `doctor` "
+        "call it",
     ),
     "patch_megatron": Hook(
-        "", "a function of a `megatron.patching.PatchSet`, to which it adds: `install`"
+        "", "a function that adds patches to a `megatron.patching.PatchSet`; `install` calls it"
     ),
     "row_chunks": Hook(
         "longseq",
-        "a function of a `BurstConfig` that returns into how many chunks of rows layers cut their "
-        'attention half, or "auto"',
+        "a function of a `BurstConfig` that returns the number of row chunks in the attention part "
+        'of a layer, or "auto"',
     ),
     "sparse_problems": Hook(
         "sparse",
-        "a function of a `TransformerConfig`, a `BurstConfig` and the setting that asks for sparse "
-        "layers, which yields each `Problem` of these layers",
+        "a function of a `TransformerConfig`, a `BurstConfig` and the setting that enables sparse "
+        "layers that yields each `Problem` of these layers",
     ),
     "trees": Hook("rl", "the module `mb.trees`, which `--burst-pack trees` needs"),
-    "vision_recipes": Hook("vision", "a module that is a `recipes.vision_models.VisionRecipes`"),
+    "vision_recipes": Hook(
+        "vision", "a module that implements `recipes.vision_models.VisionRecipes`"
+    ),
 }
 
 
 def plugins() -> dict[str, Plugin]:
-    """All plugins that are there, by name, in alphabetical order."""
+    """Return all installed plugins by name, in alphabetical order."""
     folder = importlib.import_module(_FOLDER)
-    names = sorted(found.name for found in pkgutil.iter_modules(folder.__path__) if found.ispkg)
+    names = sorted(module.name for module in pkgutil.iter_modules(folder.__path__) if module.ispkg)
     return {name: importlib.import_module(f"{_FOLDER}.{name}.entry").PLUGIN for name in names}
 
 
 def load(plugin: str, place: str) -> Any:
-    """Import what a plugin names: `MODULE`, or the object `NAME` of `MODULE:NAME`."""
+    """Import what a plugin names.
+
+    Args:
+        plugin: Name of the plugin.
+        place: `MODULE` or `MODULE:NAME` below the folder of the plugin.
+
+    Returns:
+        The module, or the object `NAME` of the module.
+    """
     module, _, name = place.partition(":")
     loaded = importlib.import_module(f"{_FOLDER}.{plugin}.{module}")
     return getattr(loaded, name) if name else loaded
 
 
 def option_classes() -> list[type]:
-    """The classes of options of all plugins that have some, in alphabetical order of plugins.
+    """Return the option classes of all plugins that have options, in alphabetical order of plugins.
 
     Raises:
-        ValueError: for an option that two classes define, such as a plugin's and the spine's.
+        ValueError: Two classes define the same option, such as one of a plugin and one of the
+            spine.
     """
     classes = [load(name, entry.options) for name, entry in plugins().items() if entry.options]
     defined: dict[str, type] = {}
-    for cls in dict.fromkeys(base for one in classes for base in reversed(one.__mro__)):
+    for cls in dict.fromkeys(
+        base for option_class in classes for base in reversed(option_class.__mro__)
+    ):
         for name in vars(cls).get("__annotations__", {}):
             if name in defined:
-                raise ValueError(f"option {name}: defined by {defined[name]} and {cls}")
+                raise ValueError(
+                    f"option {name} is defined by both {defined[name]} and {cls}; rename one"
+                )
             defined[name] = cls
     return classes
 
 
 def public_names() -> dict[str, tuple[str, str]]:
-    """Public name -> plugin and place, of all plugins."""
+    """Return public name -> (plugin, place) of all plugins."""
     return {
         name: (plugin, place)
         for plugin, entry in plugins().items()
@@ -148,7 +178,7 @@ def public_names() -> dict[str, tuple[str, str]]:
 
 
 def commands() -> dict[str, Command]:
-    """The sub-commands of all plugins, with the full names of their modules."""
+    """Return the sub-commands of all plugins, with the full names of their modules."""
     return {
         name: command._replace(module=f"{_FOLDER}.{plugin}.{command.module}")
         for plugin, entry in plugins().items()
@@ -157,11 +187,13 @@ def commands() -> dict[str, Command]:
 
 
 def missing(hook: str, user: str) -> str | None:
-    """The message for a hook that no plugin has; None if one has it. Imports nothing but entries.
+    """Return an error message if no installed plugin has the hook; otherwise None.
+
+    Imports only the entries of plugins.
 
     Args:
-        hook: a name in `HOOKS`.
-        user: what cannot work without it, for the message, such as a flag.
+        hook: A name in `HOOKS`.
+        user: What needs the hook, for the message, such as a flag.
     """
     if any(hook in entry.hooks for entry in plugins().values()):
         return None
@@ -170,25 +202,41 @@ def missing(hook: str, user: str) -> str | None:
 
 
 def require(hook: str, user: str) -> None:
-    """Raise ValueError, with the message of `missing`, unless a plugin has the hook."""
+    """Check that an installed plugin has the hook.
+
+    Args:
+        hook: A name in `HOOKS`.
+        user: What needs the hook, for the message, such as a flag.
+
+    Raises:
+        ValueError: No installed plugin has it.
+    """
     message = missing(hook, user)
     if message is not None:
         raise ValueError(message)
 
 
 def required(hook: str, user: str) -> Any:
-    """What a plugin has for a hook, imported. Arguments and errors are those of `require`."""
+    """Import and return the hook of a plugin.
+
+    Args:
+        hook: A name in `HOOKS`.
+        user: What needs the hook, for the message, such as a flag.
+
+    Raises:
+        ValueError: No installed plugin has it.
+    """
     require(hook, user)
     return optional(hook)
 
 
 def optional(hook: str) -> Any:
-    """What a plugin has for a hook, imported; None without the plugin."""
-    return next((found for _, found in hooked(hook)), None)
+    """Import and return the hook of a plugin; None if no installed plugin has it."""
+    return next((hook_object for _, hook_object in hooked(hook)), None)
 
 
 def hooked(hook: str) -> Iterator[tuple[str, Any]]:
-    """Plugin and what it has for a hook, imported, in alphabetical order of plugins."""
+    """Yield (plugin, imported hook) of all plugins that have the hook, in alphabetical order."""
     for name, entry in plugins().items():
         if hook in entry.hooks:
             yield name, load(name, entry.hooks[hook])

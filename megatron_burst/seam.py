@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seams: decorators in a patched Megatron, so that none of its functions is replaced at run time.
+"""Seams: decorators in a patched Megatron, so that no function is replaced at run time.
 
-A patched tree (`patches/`) marks each function that this plugin changes with `@seam`. A seam
-calls its function until `megatron_burst.megatron.install` puts a replacement into it, and again
-after `uninstall`. This module imports nothing of the package or of Megatron, because Megatron
-imports it while it is itself being imported.
+A patched tree (`patches/`) marks each function that this package changes with `@seam`. A seam calls
+its function until `megatron_burst.megatron.install` sets a replacement, and again after
+`uninstall`. This module imports nothing of the package or of Megatron, because Megatron imports it
+during its own import.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ DECORATORS = ("seam", "entrance")
 
 
 class SeamPlace(NamedTuple):
-    """A function of Megatron with a seam: its purpose (a patch of the series), module and name."""
+    """A function of Megatron with a seam.
+
+    Attributes:
+        purpose: Name of the patch that adds the seam.
+        module: Module of the function.
+        name: Qualified name of the function in the module.
+        decorator: "seam" or "entrance".
+    """
 
     purpose: str
     module: str
@@ -30,7 +37,7 @@ class SeamPlace(NamedTuple):
 
     @property
     def file(self) -> str:
-        """Path in a Megatron tree."""
+        """Return the path of the module in a Megatron tree."""
         return self.module.replace(".", "/") + ".py"
 
 
@@ -69,7 +76,12 @@ PLACES = (
 
 
 class Seam:
-    """The state of a seam: the function it marks, and the replacement that runs instead."""
+    """State of a seam: the marked function and its replacement.
+
+    Attributes:
+        bare: The marked function.
+        inner: The replacement that runs, or None.
+    """
 
     def __init__(self, bare: Callable[..., Any]) -> None:
         self.bare = bare
@@ -77,45 +89,66 @@ class Seam:
 
 
 def seam(function: F) -> F:
-    """`function`, until `install` puts a replacement into the seam."""
-    return _made(function)
+    """Decorate `function` so that `install` can set a replacement."""
+    return _with_seam(function)
 
 
 def entrance(function: F, install: Callable[[], object]) -> F:
-    """A seam that calls `install` on its first call: the place where flags are declared."""
-    return _made(function, install)
+    """Decorate `function` with a seam that calls `install` before the first call.
+
+    The function is the one that declares Megatron's flags.
+
+    Args:
+        function: A function of Megatron.
+        install: Sets the replacements of all seams.
+    """
+    return _with_seam(function, install)
 
 
-def _made(function: F, install: Callable[[], object] | None = None) -> F:
-    inside = Seam(function)
+def _with_seam(function: F, install: Callable[[], object] | None = None) -> F:
+    state = Seam(function)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if install is not None and inside.inner is None:
+        if install is not None and state.inner is None:
             install()
-        return (inside.inner or inside.bare)(*args, **kwargs)
+        return (state.inner or state.bare)(*args, **kwargs)
 
-    setattr(call, MARKER, inside)
+    setattr(call, MARKER, state)
     return call  # pyright: ignore[reportReturnType]
 
 
 def inside(function: object) -> Seam | None:
-    """The state of the seam on a function; None without a seam."""
+    """Return the state of the seam of a function; None if the function has no seam."""
     return getattr(function, MARKER, None)
 
 
 def definition(tree: ast.Module, name: str) -> ast.FunctionDef | None:
-    """The (last) definition of a function, or of Class.function, in a module's source."""
+    """Return the last definition of a function in the source of a module; None if there is none.
+
+    Args:
+        tree: Parsed source.
+        name: "function" or "Class.function".
+    """
     body: list[ast.stmt] = tree.body
     *classes, function = name.split(".")
-    for one in classes:
-        body = next((n.body for n in body if isinstance(n, ast.ClassDef) and n.name == one), [])
-    found = [n for n in body if isinstance(n, ast.FunctionDef) and n.name == function]
-    return found[-1] if found else None
+    for class_name in classes:
+        body = next(
+            (
+                node.body
+                for node in body
+                if isinstance(node, ast.ClassDef) and node.name == class_name
+            ),
+            [],
+        )
+    definitions = [
+        node for node in body if isinstance(node, ast.FunctionDef) and node.name == function
+    ]
+    return definitions[-1] if definitions else None
 
 
 def marked(source: str, place: SeamPlace) -> bool:
-    """Whether this source of the module has the seam at that place."""
-    found = definition(ast.parse(source), place.name)
-    names = [ast.unparse(d) for d in found.decorator_list] if found else []
-    return names[:1] == [place.decorator]  # outermost, or it would not be what Megatron calls
+    """Return True if the source of a module has the seam of `place`."""
+    function = definition(ast.parse(source), place.name)
+    names = [ast.unparse(decorator) for decorator in function.decorator_list] if function else []
+    return names[:1] == [place.decorator]  # must be outermost, so that Megatron calls it

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import megatron_burst as mb
 from megatron_burst.comm.process_groups import new_group, process_group, timeout_of
 from megatron_burst.comm.transport import Channel
-from megatron_burst.execution.job import Pass
+from megatron_burst.execution.rank_plan import RankPass
 
 from . import emulated, mail, rounding, whole
 from .cells import WIRES, Problem, Rival
@@ -190,7 +190,7 @@ def _roundings(state: State, plans: Sequence[mb.Plan]) -> Roundings:
 
 def _work(problem: Problem, plan: mb.Plan, chosen: bool) -> Work:
     flops = problem.flops_per_pair / plan.groups.topology.ulysses  # of a share of the heads
-    runs = (plan.job.forward, flops), (plan.job.backward, flops * BACKWARD)
+    runs = (plan.rank_plan.forward, flops), (plan.rank_plan.backward, flops * BACKWARD)
     return Work(
         {p: {link: getattr(sent, link) for link in LINKS}
          for p, sent in zip(PASSES, plan.traffic(), strict=True)},
@@ -300,7 +300,7 @@ def transfer(state: State, sizes: dict[str, int]) -> dict[str, tuple[float, floa
     return clock
 
 
-def pairs(run: Pass) -> int:
+def pairs(run: RankPass) -> int:
     """Return the visible pairs that this rank computes in a pass."""
     return sum(visible(call.work) for step in run.steps for call in step.calls)
 

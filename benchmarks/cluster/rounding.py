@@ -84,7 +84,7 @@ class Sums(NamedTuple):
 
 def roundings(plan: mb.Plan) -> Roundings:
     """Count the roundings of this rank's kernel calls, and the hops of all ranks."""
-    tiles = [item.tile.shape for run in (plan.job.forward, plan.job.backward)
+    tiles = [item.tile.shape for run in (plan.rank_plan.forward, plan.rank_plan.backward)
              for step in run.steps for call in step.calls for item in call.work]  # fmt: skip
     forward, backward = (schedule.tables.transfers for schedule in plan.schedules)
     return Roundings(

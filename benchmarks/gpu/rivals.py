@@ -19,7 +19,7 @@ import torch
 
 from megatron_burst.kernels.flash import Flash
 from megatron_burst.kernels.flash_packages import PACKAGES, load
-from megatron_burst.kernels.operators import CpuFlash, Lengths, Operator, Shown
+from megatron_burst.kernels.operators import CpuFlash, Lengths, Operator, TileVisibility
 from megatron_burst.kernels.operators_cuda import CudaCudnn, CudaFlash
 from megatron_burst.kernels.packages import NotInstalled
 
@@ -83,12 +83,12 @@ def stock(operator: Operator, inputs: Inputs, case: Case) -> Calls:
     how = case.one_call
     if how is None or (how.window and not operator.windows) or (how.bounds and not operator.joins):
         raise Cannot("no single call of this operator computes it")
-    shown = Shown(how.triangle)
+    shown = TileVisibility(how.triangle)
     if how.window is not None:
-        shown = Shown(window=(how.window - 1, 0))
+        shown = TileVisibility(window=(how.window - 1, 0))
     if how.bounds is not None:
         sizes = np.diff(how.bounds)
-        shown = Shown(causal=True, lengths=Lengths(np.stack([sizes, sizes], axis=1)))
+        shown = TileVisibility(causal=True, lengths=Lengths(np.stack([sizes, sizes], axis=1)))
     parts = (how.rows, how.columns, how.columns, how.rows)
     q, k, v, dout = (x[part].permute(1, 2, 0, 3) for x, part in zip(inputs[:4], parts, strict=True))
 

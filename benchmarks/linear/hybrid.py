@@ -77,7 +77,7 @@ def prepare(state: State, attention: Attention, measured: mb.Rates) -> Work:
     state["attentions"][attention.name] = plan, (q, k, v)
     run = timed(state, attention.name, 0.0)
     flops = 4.0 * stack.width * stack.heads
-    passes = (plan.job.forward, flops), (plan.job.backward, flops * BACKWARD)
+    passes = (plan.rank_plan.forward, flops), (plan.rank_plan.backward, flops * BACKWARD)
     says = f"{plan.algorithm}, side {plan.schedules[1].side}, {plan.head_chunks} head chunks"
     work = Work(
         {p: {link: getattr(sent, link) for link in LINKS}

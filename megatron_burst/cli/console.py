@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The terminal, as the commands write to it with rich."""
+"""Terminal output of the commands, with rich."""
 
 from __future__ import annotations
 
@@ -10,46 +10,52 @@ from threading import Timer
 
 from rich.console import Console
 
-PATIENCE = 3.0  # seconds of silence where there is no terminal
+PATIENCE = 3.0  # seconds before a log gets a line
 WIDE = 10_000  # characters; wider than any table
 
 
 def unwrapped(stderr: bool = False) -> Console:
-    """A console that keeps every row of a table on one line, for logs and other programs."""
+    """Return a console that keeps every row of a table on one line, for logs and other programs."""
     return Console(stderr=stderr, width=WIDE, highlight=False)
 
 
 def wrapped(stderr: bool = False) -> Console:
-    """A console that wraps at the width of the terminal, and in a log keeps lines whole."""
+    """Return a console that wraps at the width of a terminal, and never wraps in a log."""
     console = Console(stderr=stderr, highlight=False)
     return console if console.is_terminal else unwrapped(stderr)
 
 
 @contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Long work, on standard error: on a terminal a bar, gone when the work ends; otherwise one
-    line, if it takes longer than `PATIENCE` seconds.
+def progress(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Show the progress of long work on standard error.
 
-    Yields a function to be called with (done, total), or never: then the bar has no end.
+    A terminal shows a bar that disappears at the end. A log gets one line if the work takes longer
+    than `PATIENCE` seconds.
+
+    Args:
+        title: Description of the work.
+
+    Yields:
+        A function of (done, total). If it is never called, the bar has no end.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
-        said = Timer(PATIENCE, lambda: print(f"{what} ...", file=sys.stderr, flush=True))
-        said.daemon = True
-        said.start()
+        timer = Timer(PATIENCE, lambda: print(f"{title} ...", file=sys.stderr, flush=True))
+        timer.daemon = True
+        timer.start()
         try:
             yield lambda done, total: None
         finally:
-            said.cancel()
+            timer.cancel()
         return
     from rich import progress as bars
 
     columns = (
-        bars.TextColumn(what),
+        bars.TextColumn(title),
         bars.BarColumn(),
         bars.TaskProgressColumn(),
         bars.TimeElapsedColumn(),
     )
     with bars.Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(what, total=None)
+        task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which errors of a program that a command runs are its user's to mend.
+"""Separation of user errors from errors of a program that a command runs.
 
-An error that this package raised is about flags or settings: it becomes the `ValueError` that the
-command line prints as one line. Any other error keeps its traceback, and the exit status is 1.
+An error that this package raised is about flags or settings. It becomes a `ValueError`, which the
+command line prints as one line. Any other error keeps its traceback, with exit status 1.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1]
 
 
-def ours(error: BaseException) -> bool:
-    """Whether this package raised it: not a library, nor the program."""
+def raised_here(error: BaseException) -> bool:
+    """Return True if this package raised the error, not a library or the program."""
     last = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
     return PACKAGE in Path(last.f_code.co_filename).parents
 
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """A context in which to run a program that is not this package's.
+    """Return a context that runs a program which is not part of this package.
 
-    Raises ValueError for an error that this package raised, and SystemExit(1) after printing the
-    traceback of any other ValueError or RuntimeError.
+    Raises:
+        ValueError: This package raised an error.
+        SystemExit: Any other ValueError or RuntimeError, after its traceback was printed; status 1.
     """
     try:
         yield
     except (ValueError, RuntimeError) as error:
-        if ours(error):
+        if raised_here(error):
             raise ValueError(str(error)) from error
         traceback.print_exc()
         raise SystemExit(1) from error

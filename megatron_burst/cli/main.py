@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line `megatron-burst`: its sub-commands, with those of plugins, and how their errors
-are reported.
+"""The command line `megatron-burst`: its sub-commands, plugins' sub-commands, and error reports.
 
 Each sub-command is a module with `add_arguments(parser)` and `run(arguments)`. Only the module of
-the command that was typed is imported. `run` raises ValueError for bad input, which is printed as
-one line with exit status 2, and returns an exit status, or None for 0.
+the typed command is imported. `run` raises ValueError for bad input, which is printed as one line
+with exit status 2. It returns an exit status, or None for 0.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any, NoReturn
 
 from .. import __version__, registry
 from ..registry import Command
-from .errors import ours
+from .errors import raised_here
 from .parsers import HELP, suggestion, unrecognized
 from .ranks import report
 
@@ -37,21 +36,21 @@ COMMANDS = {
 
 
 def commands() -> dict[str, Command]:
-    """All sub-commands, with those of plugins."""
+    """Return all sub-commands, including plugins'."""
     return COMMANDS | registry.commands()
 
 
-# What the package imports, torch first: its name on a package index is the same.
+# Imported packages, torch first; their names on a package index are the same.
 REQUIRED = ("torch", "numpy", "rich", "typing_extensions", "tomli")
 
 
 class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, *args: Any, **named: Any) -> Any:
-        """As argparse has it, but refuse what is left: the message names the sub-command."""
-        found, rest = super().parse_known_args(*args, **named)
-        if rest:
-            self.error(unrecognized(self, rest))
-        return found, rest
+        """Refuse unknown arguments here, so that the message names the sub-command."""
+        arguments, unknown = super().parse_known_args(*args, **named)
+        if unknown:
+            self.error(unrecognized(self, unknown))
+        return arguments, unknown
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
@@ -63,18 +62,25 @@ class _Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}{near}") from error
 
     def error(self, message: str) -> NoReturn:
-        """Print the message without the usage, which would hide it."""
+        """Print the message without the usage, which is long."""
         print(f"{self.prog}: error: {message} {HELP}", file=sys.stderr)
         raise SystemExit(2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns its exit status, 0 where it gives none, or 2 for bad input."""
+    """Run one command.
+
+    Args:
+        argv: Arguments without the program name. Default: those of the process.
+
+    Returns:
+        Exit status of the command; 0 if it returns None; 2 for bad input.
+    """
     try:
         return _main(sys.argv[1:] if argv is None else list(argv))
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
-        if name not in REQUIRED or not ours(error):
+        if name not in REQUIRED or not raised_here(error):
             raise
         print(f"megatron-burst needs {name}: pip install {name}", file=sys.stderr)
         return 2
@@ -96,7 +102,7 @@ def _main(argv: list[str]) -> int:
         parser.print_help()
         return 0
     arguments = parser.parse_args(argv)
-    assert run is not None  # the parser has ended the program for any other word
+    assert run is not None  # the parser exits for unknown commands
     try:
         status = run(arguments)
         sys.stdout.flush()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags of a Megatron command as far as anything here reads them: one table, one parser.
+"""The flags of a Megatron command that this package reads: one table, one parser.
 
-`doctor` looks for hazards among them, `advise` and `memory` read the model and the run. Names,
-types and defaults are Megatron's; all other flags pass. Our own flags stay texts, so that a reader
-reports all bad ones at once or raises for the first.
+`doctor` looks for hazards in them; `advise` and `memory` read the model and the run. Names, types
+and defaults are Megatron's. All other flags are accepted. Our own flags stay strings, so that a
+caller can report all wrong ones or raise for the first.
 """
 
 from __future__ import annotations
@@ -70,17 +70,20 @@ SWITCHES = (
     "--use-kitchen-attention", "--use-megatron-fsdp", "--use-rotary-position-embeddings",
     "--use-torch-fsdp2",
 )  # fmt: skip
-# Flags whose names differ from those of their attributes, in Megatron's parser as here.
+# Flags with another attribute name, in Megatron's parser and here.
 ATTRIBUTES = {"--fp8-format": "fp8", "--fp4-format": "fp4"}
 
 
 class MegatronCommand(argparse.Namespace):
-    """The flags of a Megatron command under Megatron's names, with Megatron's defaults.
+    """Flags of a Megatron command, with Megatron's names and defaults.
 
-    Our own flags are the texts that were given, or None.
+    Our own flags are strings, or None.
+
+    Attributes:
+        unknown: Flags that are neither ours nor in the tables above.
     """
 
-    unknown: list[str]  # flags that are neither ours nor of the tables above
+    unknown: list[str]
 
     @property
     def cp_given(self) -> bool:
@@ -100,23 +103,21 @@ class MegatronCommand(argparse.Namespace):
 
     @property
     def fitting_sizes(self) -> list[int] | None:
-        """The hierarchical sizes, if their product is the context-parallel size."""
+        """Return the hierarchical sizes if their product is the context-parallel size, or None."""
         return self.sizes if self.sizes and math.prod(self.sizes) == self.cp else None
 
     @property
     def ours(self) -> bool:
-        """Whether this run uses BurstAttention, with more than one context-parallel rank."""
+        """Return True if the run uses BurstAttention with more than one context-parallel rank."""
         return self.cp > 1 and self.context_parallel_algo not in (None, flags.OFF)
 
     def given(self, *names: str) -> list[str]:
-        """Which of these switches, or flags without a default, the command has."""
+        """Return those of `names` that the command sets: switches, or flags without a default."""
         return [name for name in names if getattr(self, _attribute(name)) not in (None, False)]
 
     def burst_arguments(self) -> tuple[SimpleNamespace, list[str]]:
-        """The values of our own flags, for `flags.settle`, and a line for each that has none of
-        its type.
-        """
-        # Which layout follows from other choices depends on whether there are several ranks.
+        """Return the values of our flags, for `flags.settle`, and messages about wrong types."""
+        # The default layout depends on the number of ranks.
         values, wrong = SimpleNamespace(context_parallel_size=self.cp), []
         for name in self.given(*FLAGS):
             flag = FLAGS[name]
@@ -129,8 +130,12 @@ class MegatronCommand(argparse.Namespace):
 
 
 def parse(words: Sequence[str]) -> MegatronCommand:
-    """Parse a command line. Raises ValueError for a flag without its value, or of another type."""
-    # Megatron's own parser takes no abbreviations either.
+    """Parse a command line.
+
+    Raises:
+        ValueError: A flag has no value, or a value of another type.
+    """
+    # Megatron's own parser has no abbreviations either.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name, default in INTEGERS.items():
         parser.add_argument(name, type=int, default=default)
@@ -147,15 +152,15 @@ def parse(words: Sequence[str]) -> MegatronCommand:
     parser.add_argument("--dsa-indexer-loss-coeff", type=float)
     parser.add_argument("--optimizer-offload-fraction", type=float, default=1.0)
     parser.add_argument("--window-size", type=_pair)
-    for name in FLAGS:  # one without its value is empty, which is refused with the others
+    for name in FLAGS:  # a missing value is an empty string, which is reported later
         parser.add_argument(name, nargs="?", const="")
-    # After a "--" of a launcher argparse would read no flag.
+    # argparse would stop at a "--" of a launcher.
     command = MegatronCommand()
     try:
-        _, rest = parser.parse_known_args([word for word in words if word != "--"], command)
+        _, unknown = parser.parse_known_args([word for word in words if word != "--"], command)
     except argparse.ArgumentError as error:
         raise ValueError(str(error)) from None
-    command.unknown = [word.partition("=")[0] for word in rest if word.startswith("--")]
+    command.unknown = [word.partition("=")[0] for word in unknown if word.startswith("--")]
     return command
 
 
@@ -164,8 +169,9 @@ def _attribute(flag: str) -> str:
 
 
 def _frequency(text: str) -> Any:
-    """A number, or a list with an entry for each layer: "([0]*3+[1]*58)", lists, their sums and
-    multiples, as Megatron evaluates them.
+    """Parse a number, or a list with an entry per layer, as Megatron evaluates it.
+
+    Lists such as "([0]*3+[1]*58)" may be added and multiplied.
     """
 
     def value(node: ast.expr) -> Any:
@@ -189,9 +195,9 @@ def _frequency(text: str) -> Any:
 
 
 def _pair(text: str) -> list[int]:
-    """Megatron accepts "4,0" and "(4,0)"."""
+    """Parse "4,0" or "(4,0)"."""
     try:
-        left, right = (int(each) for each in text.strip("()").split(","))
+        left, right = (int(side) for side in text.strip("()").split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected two integers as 4,0, got {text!r}") from None
     return [left, right]

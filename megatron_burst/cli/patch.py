@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`megatron-burst patch MEGATRON`: report whether a Megatron tree is patched or can be.
 
-Each patch series of `megatron_burst/patches` is tried on a copy of the files it changes: git
-applies it, and every place it patches must then hold its call to `megatron_burst.seam`. The tree
-itself is never changed and need not be a git repository.
+Each patch series of `megatron_burst/patches` is tried on a copy of the files that it changes: git
+applies it, and every patched place must then call `megatron_burst.seam`. The tree itself is never
+changed and need not be a git repository.
 """
 
 from __future__ import annotations
@@ -23,15 +23,22 @@ SERIES = Path(__file__).parents[1] / "patches"
 PATCHED, PATCHABLE, NEITHER = 0, 1, 2
 
 
-class Tried(NamedTuple):
-    """The result of one patch on one tree."""
+class PatchAttempt(NamedTuple):
+    """Result of one patch on one tree.
+
+    Attributes:
+        patch: File of the patch.
+        applied: True if the tree already has it.
+        refusal: Why it does not apply; None if it does.
+    """
 
     patch: Path
-    applied: bool  # the tree has it already
-    refusal: str | None  # why it does not apply; None if it does
+    applied: bool
+    refusal: str | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the tree."""
     add = parser.add_argument
     text = "a Megatron-LM tree, or any folder that contains megatron/core"
     add("tree", metavar="MEGATRON", type=Path, nargs="?", help=text)
@@ -40,20 +47,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    given = [tree for tree in (arguments.tree, arguments.check) if tree is not None]
-    if len(given) != 1:
-        raise ValueError("give one MEGATRON, the folder that contains megatron/core")
-    status, lines = check(given[0])
+    """Print whether the tree is patched or can be, and return the exit status.
+
+    Raises:
+        ValueError: There is not exactly one tree, or it is not Megatron.
+    """
+    trees = [tree for tree in (arguments.tree, arguments.check) if tree is not None]
+    if len(trees) != 1:
+        raise ValueError("pass one MEGATRON, the folder that contains megatron/core")
+    status, lines = check(trees[0])
     print("\n".join(lines))
     return status
 
 
 def check(tree: Path) -> tuple[int, list[str]]:
-    """The exit status and the lines to print. Raises ValueError if `tree` is not Megatron."""
+    """Try all patch series on a tree.
+
+    Args:
+        tree: Folder that contains megatron/core.
+
+    Returns:
+        Exit status and lines to print.
+
+    Raises:
+        ValueError: `tree` is not Megatron.
+    """
     if not (tree / "megatron" / "core" / "package_info.py").is_file():
         raise ValueError(
-            f"{tree}: no megatron/core/package_info.py in there; give the folder that "
-            "contains the folder megatron"
+            f"{tree} has no megatron/core/package_info.py; pass the folder that contains the "
+            "folder megatron"
         )
     attempts = [
         [_try(tree, patch) for patch in sorted(series.glob("*.patch"))]
@@ -61,24 +83,26 @@ def check(tree: Path) -> tuple[int, list[str]]:
     ]
     version = version_of(tree)
 
-    def refusals(tried: list[Tried]) -> tuple[int, bool]:
-        """Fewest refused patches first, then the series of this version."""
-        made_for = tried[0].patch.parent.name.split("-")[0]
-        return sum(one.refusal is not None for one in tried), not version.startswith(made_for)
+    def refusals(series_attempts: list[PatchAttempt]) -> tuple[int, bool]:
+        """Sort by fewest refused patches, then prefer the series of this version."""
+        made_for = series_attempts[0].patch.parent.name.split("-")[0]
+        return sum(
+            attempt.refusal is not None for attempt in series_attempts
+        ), not version.startswith(made_for)
 
     best = min(attempts, key=refusals)
     name = best[0].patch.parent.name
-    if all(one.applied for one in best):
+    if all(attempt.applied for attempt in best):
         return PATCHED, [f"patched: Megatron-Core {version} at {tree}"]
-    refused = [one for one in best if one.refusal]
+    refused = [attempt for attempt in best if attempt.refusal]
     if refused:
         lines = [f"not patchable: Megatron-Core {version} at {tree}; series {name} does not apply:"]
-        lines += [f"  {one.patch.name}: {one.refusal}" for one in refused]
+        lines += [f"  {attempt.patch.name}: {attempt.refusal}" for attempt in refused]
         return NEITHER, [
             *lines,
             "the run-time hooks (megatron_burst.megatron.install) need no patch",
         ]
-    missing = [shlex.quote(str(one.patch.resolve())) for one in best if not one.applied]
+    missing = [shlex.quote(str(attempt.patch.resolve())) for attempt in best if not attempt.applied]
     if len(missing) == len(best):
         missing = [shlex.quote(str(best[0].patch.parent.resolve())) + "/*.patch"]
     shown = " ".join(missing)
@@ -86,11 +110,11 @@ def check(tree: Path) -> tuple[int, list[str]]:
     return PATCHABLE, [*lines, f"  cd {shlex.quote(str(tree))} && git apply " + shown]
 
 
-def _try(tree: Path, patch: Path) -> Tried:
+def _try(tree: Path, patch: Path) -> PatchAttempt:
     purpose = patch.stem.split("-", 1)[1]
     places = [place for place in PLACES if place.purpose == purpose]
     if not _without_seam(tree, places):
-        return Tried(patch, True, None)
+        return PatchAttempt(patch, True, None)
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         for file in {place.file for place in places}:
@@ -101,11 +125,11 @@ def _try(tree: Path, patch: Path) -> Tried:
         left = _without_seam(copy, places)
     if refusal is None and left:  # git matched the hunk's context in another function
         refusal = f"{left[0].file}: the hunk for {left[0].name} fits another function"
-    return Tried(patch, False, refusal)
+    return PatchAttempt(patch, False, refusal)
 
 
 def _apply(patch: Path, folder: Path) -> str | None:
-    """Apply a patch in a folder. Returns git's error message, or None if it applied."""
+    """Apply a patch in a folder; return git's error message, or None."""
     try:
         # git apply skips all files silently in a subfolder of some other repository.
         subprocess.run(["git", "init", "--quiet", folder], check=True, capture_output=True)
@@ -113,7 +137,7 @@ def _apply(patch: Path, folder: Path) -> str | None:
             ["git", "apply", str(patch.resolve())], cwd=folder, capture_output=True, text=True
         )
     except FileNotFoundError as error:
-        raise ValueError("patches are applied to a copy with git: install git") from error
+        raise ValueError("git is missing, which applies patches to a copy; install git") from error
     errors = re.findall(r"^error: (.*)$", done.stderr, re.MULTILINE)
     return None if done.returncode == 0 else "; ".join(errors) or done.stderr.strip()
 
@@ -130,7 +154,7 @@ def _has_seam(file: Path, place: SeamPlace) -> bool:
 
 
 def version_of(tree: Path) -> str:
-    """The version in a tree's package_info.py."""
+    """Return the version in a tree's package_info.py."""
     text = (tree / "megatron" / "core" / "package_info.py").read_text(encoding="utf-8")
     parts = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = ['\"]?([^'\"\n]*)", text, re.M))
     return ".".join(parts.get(key, "?") for key in ("MAJOR", "MINOR", "PATCH")) + parts.get(

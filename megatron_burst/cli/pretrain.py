@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`megatron-burst pretrain SCRIPT ...`: run an unmodified Megatron-LM script with BurstAttention.
 
-The script runs as under `python SCRIPT ...`, after `megatron_burst.megatron.install`. All arguments
+The script runs as in `python SCRIPT ...`, after `megatron_burst.megatron.install`. All arguments
 after SCRIPT belong to the script. Megatron is imported only after the script's folder is first on
 the path, so that a checkout's own `megatron` is used.
 """
@@ -21,7 +21,7 @@ from .ranks import groups_ended
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """SCRIPT with its arguments, and the one option that is not the script's."""
+    """Add SCRIPT with its arguments, and the options of this command."""
     parser.epilog = (
         "On 8 GPUs: torchrun --nproc-per-node 8 -m megatron_burst pretrain SCRIPT ... "
         "The added flags: megatron-burst pretrain SCRIPT --help, in the group megatron-burst."
@@ -34,7 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Install, then run the script. Raises ValueError for bad flags or settings."""
+    """Install the hooks, then run the script.
+
+    Raises:
+        ValueError: A flag or setting is wrong.
+    """
     script = Path(arguments.script)
     if not script.is_file():
         raise ValueError(f"SCRIPT {script}: there is no such file")
@@ -52,8 +56,8 @@ def run(arguments: argparse.Namespace) -> None:
 def _check_device() -> None:
     if not importlib.import_module("torch.cuda").is_available():
         raise ValueError(
-            "torch sees no CUDA device, and Megatron needs one: check nvidia-smi and "
-            "CUDA_VISIBLE_DEVICES; for tests and debugging without one: "
+            "torch sees no CUDA device, and Megatron needs one; check nvidia-smi and "
+            "CUDA_VISIBLE_DEVICES; for tests and debugging without a GPU use "
             "megatron-burst pretrain --cpu SCRIPT ... --distributed-backend gloo "
             "--use-cpu-initialization --transformer-impl local"
         )
@@ -67,14 +71,14 @@ def _install(cpu: bool) -> None:
     except ImportError as error:
         try:
             info = importlib.import_module("megatron.core.package_info")
-            found = f"Megatron-Core {info.__version__}"
+            megatron_text = f"Megatron-Core {info.__version__}"
         except ImportError:
-            found = "Megatron-Core (which is not installed, nor beside SCRIPT)"
-        raise ValueError(f"{found} cannot be used: {error}") from error
+            megatron_text = "Megatron-Core (not installed, and not in the folder of SCRIPT)"
+        raise ValueError(f"{megatron_text} cannot be used: {error}") from error
     if not megatron.training_available():
         raise ValueError(
-            "there is no megatron.training to import: SCRIPT must lie in a checkout of Megatron-LM,"
-            " or PYTHONPATH must name one"
+            "megatron.training cannot be imported; use a SCRIPT in a checkout of Megatron-LM, or "
+            "add a checkout to PYTHONPATH"
         )
     try:
         if cpu:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A command on several ranks: one report of an error that all of them raise, and a clean end.
+"""A command on several ranks: one report of an error that all ranks raise, and a clean end.
 
-Ranks are those of the launcher (torchrun, srun), which sets RANK, WORLD_SIZE and where they meet.
+The ranks are those of the launcher (torchrun, srun), which sets RANK, WORLD_SIZE and the address of
+a store.
 """
 
 from __future__ import annotations
@@ -14,59 +15,64 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-PATIENCE = timedelta(seconds=5)  # for ranks that raised no error yet
+PATIENCE = timedelta(seconds=5)  # for ranks that have not raised an error yet
 MOMENT = timedelta(seconds=1)
 
 
 def report(prefix: str, error: BaseException) -> None:
-    """Print an error, once and as one of all ranks if all of them report the same within 5 s."""
+    """Print an error; only once for all ranks if all of them report the same one within 5 s."""
     rank, world = (
         int(os.environ.get(name, count)) for name, count in (("RANK", "0"), ("WORLD_SIZE", "1"))
     )
-    said = f"{prefix}: error: {error}"
-    if world == 1 or not _shared(rank, world, said):
-        print(said, file=sys.stderr, flush=True)
+    message = f"{prefix}: error: {error}"
+    if world == 1 or not _shared(rank, world, message):
+        print(message, file=sys.stderr, flush=True)
 
 
-def _shared(rank: int, world: int, said: str) -> bool:
-    """Whether rank 0 has printed this error for all ranks; False where they differ or do not meet.
+def _shared(rank: int, world: int, message: str) -> bool:
+    """Return True if rank 0 printed this error for all ranks.
 
-    Nobody ends before all know: a launcher ends the other ranks when it sees the first one fail.
+    Return False if errors differ or ranks do not find each other. No rank ends before all have the
+    verdict, because a launcher ends the other ranks when the first one fails.
     """
     run = f"burst-error/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    texts, verdict = [f"{run}/{each}" for each in range(world)], f"{run}/verdict"
+    texts, verdict = [f"{run}/{other_rank}" for other_rank in range(world)], f"{run}/verdict"
     printed = False
     try:
         store = _store(rank)
-        store.set(texts[rank], said)
+        store.set(texts[rank], message)
         if rank > 0:
             store.wait([verdict], 2 * PATIENCE)
             printed = store.get(verdict) == b"same"
             store.set(f"{texts[rank]}/read", "")
             return printed
-        if _all_say(store, texts, said):
+        if _all_report(store, texts, message):
             print(
-                said.replace(": error: ", ": error (all ranks): ", 1), file=sys.stderr, flush=True
+                message.replace(": error: ", ": error (all ranks): ", 1),
+                file=sys.stderr,
+                flush=True,
             )
             printed = True
         store.set(verdict, "same" if printed else "differ")
         store.wait([f"{text}/read" for text in texts[1:]], PATIENCE if printed else MOMENT)
-    except (RuntimeError, ValueError, KeyError, OSError):  # of torch.distributed, or no launcher
+    except (RuntimeError, ValueError, KeyError, OSError):  # store error, or no launcher
         pass
     return printed
 
 
-def _all_say(store: Any, texts: list[str], said: str) -> bool:
+def _all_report(store: Any, texts: list[str], message: str) -> bool:
     try:
         store.wait(texts, PATIENCE)
     except RuntimeError:
         return False
-    return all(store.get(text) == said.encode() for text in texts)
+    return all(store.get(text) == message.encode() for text in texts)
 
 
 def _store(rank: int) -> Any:
-    """Where the ranks meet: that of their process group, or of the launcher; else rank 0 opens one
-    where its process group would be.
+    """Return a store that all ranks share.
+
+    It is the store of the default process group or of the launcher; otherwise rank 0 opens one at
+    the address of the process group.
     """
     import torch.distributed as dist  # takes seconds
 
@@ -79,8 +85,10 @@ def _store(rank: int) -> Any:
 
 @contextmanager
 def groups_ended() -> Iterator[None]:
-    """Around a program: at its normal end its process groups are destroyed, or threads of theirs
-    may abort the process while Python ends, and the exit code would be that of a crash.
+    """Return a context for a program that destroys its process groups at a normal end.
+
+    Otherwise their threads may abort the process while Python ends, with the exit status of a
+    crash.
     """
     try:
         yield
@@ -96,7 +104,7 @@ def _destroy_groups() -> None:
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return
     # A group's threads end only with its last reference. Models have reference cycles, and Megatron
-    # has module variables, of which destroy_model_parallel resets most.
+    # has module variables; destroy_model_parallel resets most of them.
     megatron = sys.modules.get("megatron.core.parallel_state")
     if megatron is not None:
         megatron.destroy_model_parallel()
@@ -108,6 +116,6 @@ def _destroy_groups() -> None:
 
 
 def _items(value: Any) -> Sequence[Any]:
-    if isinstance(value, dict):  # groups of hybrid context parallelism, by their sizes
+    if isinstance(value, dict):  # groups of hybrid context parallelism, by size
         return list(value.values())
     return value if isinstance(value, (list, tuple)) else [value]

@@ -2,7 +2,7 @@
 """`megatron-burst recipe NAME [OVERRIDE ...]`: train a recipe of Megatron-Bridge.
 
 The order is: the recipe, `apply_burst`, the overrides, the checks, then Bridge's own `pretrain`
-(`finetune` for a recipe that fine-tunes). An override is Bridge's, in Hydra's syntax
+(`finetune` for a recipe that fine-tunes). An override is one of Bridge's, in Hydra's syntax
 (`train.train_iters=100`), or `burst.X=VALUE` for an argument of `apply_burst`.
 """
 
@@ -22,11 +22,11 @@ from .console import unwrapped
 from .errors import user_errors
 from .ranks import groups_ended
 
-_OURS = "burst."
+_PREFIX = "burst."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """NAME, its overrides, and the options that replace or change training."""
+    """Add NAME, its overrides, and the options that replace or change training."""
     parser.epilog = (
         "On 8 GPUs: torchrun --nproc-per-node 8 -m megatron_burst recipe NAME ... "
         "Overrides: train.train_iters=100 model.context_parallel_size=8 burst.store=0.3"
@@ -47,8 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Train. Raises ValueError for an unknown name or setting, or a value that does not fit."""
-    words = arguments.overrides  # with options that follow NAME, where argparse looks for none
+    """Train a recipe.
+
+    Raises:
+        ValueError: A name, setting or value is wrong.
+    """
+    words = arguments.overrides  # includes options after NAME, which argparse does not parse
     for option in ("list", "print", "cpu"):
         if f"--{option}" in words:
             setattr(arguments, option, True)
@@ -60,9 +64,7 @@ def run(arguments: argparse.Namespace) -> None:
         unwrapped().print(table)
         return
     if arguments.name is None:
-        raise ValueError(
-            "NAME is missing: give a recipe; megatron-burst recipe --list shows the ready ones"
-        )
+        raise ValueError("NAME is missing; pass a recipe, see megatron-burst recipe --list")
     recipe = _recipe(arguments)
     if arguments.print:
         recipe.print_yaml()
@@ -75,21 +77,21 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _forward_step(recipe: Any) -> Any:
-    """Bridge's, which for a vision-language model hands over the images too."""
+    """Return Bridge's forward step; the one for vision-language models also passes the images."""
     name = "vlm_step" if _module("recipes.vision_models").is_vision(recipe.model) else "gpt_step"
     return _module(f"training.{name}", "megatron.bridge").forward_step
 
 
 def _recipe(arguments: argparse.Namespace) -> Any:
-    """The recipe with all overrides applied and checked."""
-    ours = [text for text in arguments.overrides if text.startswith(_OURS)]
-    theirs = [text for text in arguments.overrides if not text.startswith(_OURS)]
-    for text in ours:
+    """Return the recipe with all overrides applied and checked."""
+    burst_overrides = [text for text in arguments.overrides if text.startswith(_PREFIX)]
+    bridge_overrides = [text for text in arguments.overrides if not text.startswith(_PREFIX)]
+    for text in burst_overrides:
         if "=" not in text:
             raise ValueError(f"override {text}: write {text}=value")
-    for text in theirs:
+    for text in bridge_overrides:
         if text.startswith("-"):
-            raise ValueError(f"{text} is no option; megatron-burst recipe --help lists them")
+            raise ValueError(f"{text} is no option; see megatron-burst recipe --help")
         if "=" not in text or text[0] in "+~":
             raise ValueError(
                 f"override {text}: write setting=value with a setting of the recipe; settings "
@@ -108,11 +110,11 @@ def _recipe(arguments: argparse.Namespace) -> Any:
         raise ValueError(str(error)) from error
     if cpu is not None:
         cpu.adapt(recipe)
-    choices = layers.choices_of(recipe.model.transformer_layer_spec) | _parsed(ours)
+    choices = layers.choices_of(recipe.model.transformer_layer_spec) | _parsed(burst_overrides)
     apply.apply_burst(recipe, **choices)
     omegaconf = _module("training.utils.omegaconf_utils", "megatron.bridge")
     try:
-        recipe = omegaconf.process_config_with_overrides(recipe, cli_overrides=theirs)
+        recipe = omegaconf.process_config_with_overrides(recipe, cli_overrides=bridge_overrides)
     except omegaconf.OverridesError as error:
         raise ValueError(f"override: {str(error).splitlines()[0]}") from error
     _module("recipes.validate").check(recipe)
@@ -120,7 +122,11 @@ def _recipe(arguments: argparse.Namespace) -> Any:
 
 
 def _module(name: str, package: str = "megatron_burst") -> ModuleType:
-    """Import a module. Raises ValueError if something that recipes need is not installed."""
+    """Import a module.
+
+    Raises:
+        ValueError: A package that recipes need is not installed.
+    """
     try:
         return importlib.import_module(f"{package}.{name}")
     except ImportError as error:
@@ -128,10 +134,10 @@ def _module(name: str, package: str = "megatron_burst") -> ModuleType:
 
 
 def _parsed(overrides: list[str]) -> dict[str, Any]:
-    """`burst.store=0.5` -> {"store": 0.5}."""
+    """Parse overrides: `burst.store=0.5` gives {"store": 0.5}."""
     choices = {}
     for text in overrides:
-        name, _, value = text.removeprefix(_OURS).partition("=")
+        name, _, value = text.removeprefix(_PREFIX).partition("=")
         try:
             choices[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process groups that a grid's rings travel on: which are given, which are made, and when.
+"""The process groups of a grid's rings: which are reused, which are made, and when.
 
-Decides that a communicator is made when a plan first names its channel, on all ranks in the same
-order; that activations travel on a given group that has just the ranks of their ring; and that
-gradients, which must overlap with activations, never share a communicator with them.
+A communicator is made when a plan first needs its channel, on all ranks in the same order.
+Activations use a reused group if it has exactly the ranks of their ring. Gradients must overlap
+with activations, so they never share a communicator with them.
 
-Process groups are referenced weakly. `torch.distributed` owns them until
-`destroy_process_group()`, which joins a group's threads only if nothing else references the group.
-gloo's threads need the interpreter's lock to free the tensors of their last collective. If they
-do this while the interpreter ends, they abort the process (pytorch issue 190489). Plans and
-autograd graphs, which reference `Groups`, often live until then.
+Process groups are referenced weakly. `torch.distributed` owns them until `destroy_process_group()`,
+which joins a group's threads only if nothing else references the group. gloo's threads need the
+interpreter's lock to free the tensors of their last collective. If they do this while the
+interpreter ends, they abort the process (pytorch issue 190489). Plans and autograd graphs, which
+reference `Groups`, often live until then.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import torch.distributed as dist
 from ..schedule.topology import Topology
 from ..units import byte_size
 from .process_groups import (
-    agreed,
+    agreed_ranks,
     backends,
-    introduce,
+    gather_arguments,
     join,
     new_group,
     process_group,
@@ -36,14 +36,20 @@ from .transport import Channel
 
 
 class GridPlace(NamedTuple):
-    """A rank in its grid. ranks: the global rank of each, node by node."""
+    """A rank in its grid.
+
+    Attributes:
+        topology: Topology of the grid.
+        rank: Index of this rank.
+        ranks: Index -> global rank, node by node.
+    """
 
     topology: Topology
     rank: int
     ranks: Sequence[int]
 
     def members(self, channel: Channel) -> tuple[int, ...]:
-        """The global ranks of the ring, ulysses group or grid that this rank's channel joins."""
+        """Return the global ranks of the ring, ulysses group or grid of a channel."""
         topology = self.topology
         ring, width = topology.ring(self.rank), topology.intra_size
         node, index = divmod(ring.index(self.rank), width)
@@ -58,15 +64,20 @@ class GridPlace(NamedTuple):
 
 
 class Communicators:
-    """Those of one rank. `groups`: (channel, device type) -> the process group that carries it.
+    """The process groups of one rank. Making the object is a collective call of the grid.
 
-    parent: a process group with the backends and the timeout of those that are made. name: of the
-    control group, a new one. given: process groups that activations may travel on. max_ctas: of
-    NCCL's kernels on those that are made; None for NCCL's own choice. Making it is collective over
-    the grid.
+    Args:
+        place: This rank in its grid.
+        parent: Process group whose backends and timeout new groups have.
+        name: Name of the new control group.
+        reuse: Process groups that may carry activations.
+        max_ctas: Maximum thread blocks of NCCL's kernels on new groups; None for NCCL's choice.
 
-    Attributes: `backend`, of the parent in torch's words; `moves`, device type -> backend; `used`,
-    weak references to the process groups that are in use.
+    Attributes:
+        groups: (channel, device type) -> process group.
+        backend: Backend of the parent, in torch's notation.
+        moves: Device type -> backend.
+        used: Weak references to the process groups that are in use.
     """
 
     def __init__(
@@ -74,21 +85,21 @@ class Communicators:
         place: GridPlace,
         parent: dist.ProcessGroup,
         name: str,
-        given: Sequence[dist.ProcessGroup] = (),
+        reuse: Sequence[dist.ProcessGroup] = (),
         max_ctas: int | None = None,
     ):
         self.place, self.moves, self._timeout = place, backends(parent), timeout_of(parent)
         self.backend = dist.get_backend(parent)
-        if self.backend == "undefined":  # torch's word for a group that was made without one
+        if self.backend == "undefined":  # torch's value for a group made without a backend
             self.backend = dist.get_backend_config(parent)
         self._max_ctas = self._checked(max_ctas)
         self.groups: MutableMapping[tuple[Channel, str], dist.ProcessGroup] = WeakValueDictionary()
-        if not isinstance(given, (list, tuple)):
-            raise ValueError(f"reuse: give a list of process groups, got {type(given).__name__}")
-        self._given = WeakValueDictionary(
+        if not isinstance(reuse, (list, tuple)):
+            raise ValueError(f"reuse must be a list of process groups, got {type(reuse).__name__}")
+        self._reusable = WeakValueDictionary(
             {
                 _key(dist.get_process_group_ranks(process_group(group, "reuse"))): group
-                for group in reversed(given)  # of two the first
+                for group in reversed(reuse)  # the first of equal groups remains
             }
         )
         self._made: MutableMapping[tuple[tuple[int, ...], bool, str], dist.ProcessGroup] = (
@@ -100,7 +111,7 @@ class Communicators:
 
     @property
     def control(self) -> dist.ProcessGroup:
-        """A process group of all ranks of the grid on the host."""
+        """Return a gloo process group of all ranks of the grid, for the host."""
         control = self._control()
         assert control is not None, "the process groups were destroyed"
         return control
@@ -109,24 +120,28 @@ class Communicators:
         if max_ctas is None:
             return None
         if type(max_ctas) is not int or max_ctas < 1:
-            raise ValueError(
-                f"nccl_max_ctas must be an integer from 1 on, or None, got {max_ctas!r}"
-            )
+            raise ValueError(f"nccl_max_ctas must be an integer >= 1 or None, got {max_ctas!r}")
         if "nccl" not in self.moves.values():
             raise ValueError(
-                f"nccl_max_ctas={max_ctas} limits kernels of NCCL, and these groups are on "
+                f"nccl_max_ctas={max_ctas} requires NCCL, but the backend of these groups is "
                 f"{self.backend}; leave it out"
             )
         return max_ctas
 
     def connect(self, channels: Iterable[Channel], device: torch.device) -> None:
-        """Give each channel that lacks it a group for tensors of this kind of device. Collective,
-        if any does; ValueError, on all ranks, if they do not mean the same.
+        """Make the missing process groups of channels. A collective call if one is missing.
+
+        Args:
+            channels: Channels that a plan needs.
+            device: Device of the tensors.
+
+        Raises:
+            ValueError: Ranks need different channels or reuse different groups. All ranks raise it.
         """
-        wanted = dict.fromkeys(channels)
+        needed = dict.fromkeys(channels)
         missing = [
             channel
-            for channel in wanted
+            for channel in needed
             if (channel, device.type) not in self.groups and len(self.place.members(channel)) > 1
         ]
         if not missing:
@@ -144,49 +159,48 @@ class Communicators:
             self._taken = (self._taken or 0) + after - before
 
     def _agree(self, missing: list[Channel], device: torch.device) -> str:
-        """A name for what will be made; ValueError, on all ranks, unless all lack the same and were
-        given the same.
-        """
+        """Return a name for new groups; ValueError on all ranks if they differ."""
         reused = {channel: self._reused(channel, device) for channel in missing}
-        given = {self.place.members(c): g.group_name for c, g in reused.items() if g is not None}
-        words = f"{_words(missing)}, given groups for {_words(c for c in missing if reused[c])}"
-        said = introduce(self.control, words, tuple(given.items()))
-        agreed(said)
+        groups = {self.place.members(c): g.group_name for c, g in reused.items() if g is not None}
+        text = f"{_names(missing)}, given groups for {_names(c for c in missing if reused[c])}"
+        rank_arguments = gather_arguments(self.control, text, tuple(groups.items()))
+        agreed_ranks(rank_arguments)
         names: dict[tuple[int, ...], tuple[str, int]] = {}
-        for one in said:
-            for members, name in one.given:
-                other, rank = names.setdefault(members, (name, one.rank))
-                if other != name:
+        for arguments in rank_arguments:
+            for members, name in arguments.reused:
+                first_name, rank = names.setdefault(members, (name, arguments.rank))
+                if first_name != name:
                     raise ValueError(
-                        f"reuse: over the ranks {list(members)}, rank {one.rank} was given another "
-                        f"process group than rank {rank}; give every rank the same"
+                        f"reuse: over the ranks {list(members)}, rank {arguments.rank} has another "
+                        f"process group than rank {rank}; pass the same group on every rank"
                     )
-        return said[0].name
+        return rank_arguments[0].name
 
     def describe(self) -> str:
-        """What the rings travel on, and the memory it took where a device has its own."""
+        """Return the groups of the rings as text, with their memory if the device is a GPU."""
         own = set(self._made.values())
-        made, given = (
-            list(dict.fromkeys(c for (c, _), g in self.groups.items() if (g in own) == mine))
-            for mine in (True, False)
+        made, reused = (
+            list(dict.fromkeys(c for (c, _), g in self.groups.items() if (g in own) == is_own))
+            for is_own in (True, False)
         )
-        parts = [f"{len(own)} made ({_words(made)})"] if made else []
-        parts += [f"given groups for {_words(given)}"] if given else []
+        parts = [f"{len(own)} made ({_names(made)})"] if made else []
+        parts += [f"given groups for {_names(reused)}"] if reused else []
         line = "communicators: " + (", ".join(parts) or "none")
         if self._taken is None:
             return line
         return f"{line}, {byte_size(max(0, self._taken))} of device memory before any message"
 
     def _reused(self, channel: Channel, device: torch.device) -> dist.ProcessGroup | None:
-        """The given group with just the ranks of the channel, if it moves tensors of the device."""
+        """Return the reusable group with exactly the ranks of the channel, if it fits `device`."""
         if channel.gradient:
             return None
-        group = self._given.get(_key(self.place.members(channel)))
+        group = self._reusable.get(_key(self.place.members(channel)))
         return group if group is not None and device.type in backends(group) else None
 
     def _own(self, channel: Channel, device: torch.device, name: str) -> dist.ProcessGroup:
-        """The group made for rings over these ranks; two rings over the same ranks share it. Rings
-        of the other ranks of the grid have the same name, and other first members.
+        """Return the group made for these ranks; two rings over the same ranks share it.
+
+        Rings of other ranks of the grid have the same name but other first members.
         """
         members, backend = self.place.members(channel), self.moves[device.type]
         key = _key(members), channel.gradient, backend
@@ -198,10 +212,10 @@ class Communicators:
 
 
 def nccl_options(timeout: Any, max_ctas: int | None) -> Any:
-    """Options of a communicator whose kernels run beside attention's.
+    """Return the options of a communicator whose kernels run beside attention kernels.
 
-    Its stream has high priority: where launches wait in one queue per priority, NCCL's kernels
-    would start only when a grid of attention that fills the device has drained.
+    Its stream has high priority: if launches wait in one queue per priority, NCCL's kernels would
+    start only when an attention grid that fills the device has drained.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if timeout is not None:
@@ -212,8 +226,9 @@ def nccl_options(timeout: Any, max_ctas: int | None) -> Any:
 
 
 def memory_taken(device: torch.device) -> int | None:
-    """The bytes of a GPU in use outside torch's allocator, where NCCL's buffers are; None for the
-    CPU.
+    """Return the bytes of a GPU in use outside torch's allocator; None for the CPU.
+
+    NCCL's buffers are there.
     """
     if device.type != "cuda":
         return None
@@ -222,9 +237,9 @@ def memory_taken(device: torch.device) -> int | None:
 
 
 def _key(members: Iterable[int]) -> tuple[int, ...]:
-    """Which ranks; in what order a process group holds them does not matter between two of them."""
+    """Return the members as a key; the order of ranks does not matter for two of them."""
     return tuple(sorted(members))
 
 
-def _words(channels: Iterable[Channel]) -> str:
+def _names(channels: Iterable[Channel]) -> str:
     return ", ".join(f"{c.ring} gradients" if c.gradient else c.ring for c in channels) or "none"

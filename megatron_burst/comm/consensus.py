@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all ranks of a grid must agree on before an exchange may start.
+"""Comparison of what all ranks of a grid must agree on before an exchange starts.
 
-Ranks that were called with different shapes or settings would hang, or, worse, receive a
-short message into a long buffer in silence. So a plan begins with one all-gather of a
-fixed-size header on the host (`HEADER_BYTES` per rank). A rank that found its own arguments
-bad takes part too and tells the others why, so every rank raises the same ValueError.
+Ranks with different shapes or settings would hang or, worse, silently receive a short message into
+a long buffer. So a plan begins with one all-gather of a fixed-size header on the host
+(`HEADER_BYTES` per rank). A rank whose own arguments are wrong takes part too and sends its error,
+so every rank raises the same ValueError.
 
-The caller states what must agree, by name.
+The caller names the facts that must agree.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 FIELDS = 32
 TEXT = 1024
-LONGEST = 160  # characters of a value that are quoted
+LONGEST = 160  # maximum characters of a quoted value
 HEADER_BYTES = 8 * FIELDS + TEXT
 
 Facts = dict[str, object]
@@ -36,42 +36,49 @@ def attempt(
     except ValueError as error:
         return error
     except Exception as error:
-        told = ValueError(f"{type(error).__name__} in the arguments: {error}")
-        told.__cause__ = error
-        return told
+        value_error = ValueError(f"{type(error).__name__} in the arguments: {error}")
+        value_error.__cause__ = error
+        return value_error
 
 
 def agree(facts: Facts | ValueError, gather: Callable[[torch.Tensor], list[torch.Tensor]]) -> None:
-    """Raise the same ValueError on every rank unless all ranks state the same facts.
+    """Raise the same ValueError on every rank unless all ranks have the same facts.
 
-    facts: of this rank, name -> value by insertion order (the same names everywhere, at most 31),
-    or the ValueError its arguments caused. gather: this rank's header -> those of all ranks.
+    Args:
+        facts: Name -> value of this rank, with the same names in the same order on all ranks, at
+            most 31; or the ValueError of its arguments.
+        gather: Returns the headers of all ranks for the header of this rank.
+
+    Raises:
+        ValueError: A rank has an error, or facts differ.
     """
     headers = gather(_pack(facts))
-    one = headers[0]
-    if not one[0] and all(other is one or one.equal(other) for other in headers):
-        return  # as nearly always; of a thousand ranks, reading all takes tens of milliseconds
+    first_header = headers[0]
+    if not first_header[0] and all(
+        header is first_header or first_header.equal(header) for header in headers
+    ):
+        return  # fast path: reading the headers of 1,000 ranks takes tens of milliseconds
     unpacked = [_unpack(header) for header in headers]
     for rank, header in enumerate(unpacked):
         if header.bad:
-            told = f"rank {rank}: {header.texts[0]}" if len(headers) > 1 else header.texts[0]
-            # of this rank's error, if it was no ValueError to begin with
-            raise ValueError(told) from getattr(facts, "__cause__", None)
+            message = f"rank {rank}: {header.texts[0]}" if len(headers) > 1 else header.texts[0]
+            # Keep the cause of this rank's error if it was not a ValueError.
+            raise ValueError(message) from getattr(facts, "__cause__", None)
     first = unpacked[0]
-    for rank, other in enumerate(unpacked):
-        if other.digests == first.digests:
+    for rank, header in enumerate(unpacked):
+        if header.digests == first.digests:
             continue
-        differing = [i for i, pair in enumerate(zip(first.digests, other.digests, strict=True))
+        differing = [i for i, pair in enumerate(zip(first.digests, header.digests, strict=True))
                      if len(set(pair)) > 1]  # fmt: skip
         raise ValueError(
             f"ranks disagree: rank 0 has {first.quote(differing)}, rank {rank} has "
-            f"{other.quote(differing)}; every rank must pass the same shapes and settings, and "
+            f"{header.quote(differing)}; every rank must pass the same shapes and settings, and "
             "make the same calls in the same order"
         )
 
 
 def identity(facts: Facts) -> int:
-    """A digest of these facts that fits an int64; equal on ranks that agreed on them."""
+    """Return an int64 digest of the facts, equal on ranks that agreed on them."""
     digest = hashlib.blake2b(repr(list(facts.items())).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
@@ -79,14 +86,14 @@ def identity(facts: Facts) -> int:
 class _Header(NamedTuple):
     bad: bool
     digests: list[bytes]
-    texts: list[str]  # "name value" of each fact as far as they fitted, or the error
+    texts: list[str]  # "name value" of each fact that fits, or the error
 
     def quote(self, fields: Sequence[int]) -> str:
         return ", ".join(self.texts[i] if i < len(self.texts) else "another" for i in fields)
 
 
 def _pack(fact: Facts | ValueError) -> torch.Tensor:
-    """uint8 [HEADER_BYTES]: a flag, digests of the values, then readable text, cut to fit."""
+    """Return a uint8 [HEADER_BYTES]: a flag, digests of the values, then text, cut to fit."""
     bad = isinstance(fact, ValueError)
     texts = [str(fact)] if bad else [f"{name} {value!r}" for name, value in fact.items()]
     digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
@@ -98,7 +105,7 @@ def _pack(fact: Facts | ValueError) -> torch.Tensor:
 
 
 def _short(text: str) -> str:
-    """On one line, and of long values both ends, so that one leaves room for the others."""
+    """Return the text on one line; of a long value both ends."""
     text = " ".join(text.split())
     return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]}...{text[-LONGEST // 2 :]}"
 

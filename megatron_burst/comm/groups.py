@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grid of ranks, as a user makes it from process groups.
+"""The grid of ranks, which a user makes from process groups.
 
-Decides which ranks form a grid, and that they agree on it before anything else; the process groups
-of its rings are `communicators`', and come when plans need them. Counts the calls made on a grid:
-ranks that leave a call out, or make theirs in another order or with another plan, exchange the
-wrong tensors. On the CPU every message bears the call's number and says so at once; everywhere the
-ranks compare their counts when they make a plan, which needs no device.
+This module decides which ranks form a grid, and ranks agree on it before anything else.
+`communicators` owns the process groups of rings and makes them when plans need them. This module
+also counts the calls on a grid: ranks that skip a call, or call in another order or with another
+plan, would exchange wrong tensors. On the CPU every message contains the number of its call, so an
+error follows at once. On every device, ranks compare their counts when they make a plan.
 """
 
 from __future__ import annotations
@@ -27,35 +27,48 @@ from .communicators import Communicators, GridPlace
 from .consensus import Facts, agree, attempt
 from .packing import CallTag
 from .process_groups import (
-    agreed,
-    asked,
-    introduce,
-    introduce_nodes,
+    agreed_ranks,
+    arguments_text,
+    gather_arguments,
+    gather_nodes,
     process_group,
     unbind_default_arguments,
 )
-from .recent import Recent
+from .recent import RecentCache
 from .transport import Channel, Counters, Endpoint, ProcessEndpoint
 
-INNER = __name__.partition(".")[0] + ".", "torch."  # modules that stand between a call and us
-CALLS = "calls so far"  # the name of the fact that ranks compare
+INNER = __name__.partition(".")[0] + ".", "torch."  # modules between a user's line and this one
+CALLS = "calls so far"  # name of the fact that ranks compare
 
 
 @dataclass
-class Calls:
-    """How far a rank has come. order: digest of all its calls, with plan, label and direction."""
+class CallCounter:
+    """Counters of the calls of one rank on a grid.
+
+    Attributes:
+        forwards: Number of forward calls.
+        backwards: Number of backward calls.
+        order: Digest of all calls, with plan, label and direction.
+        warns: True if calls that ranks cannot distinguish cause a warning.
+    """
 
     forwards: int = 0
     backwards: int = 0
     order: int = 0
-    warns: bool = False  # of calls that ranks cannot tell apart
+    warns: bool = False
     _unlabelled: set[tuple[int, str]] = field(default_factory=set)  # since the last backward
 
     def forward(self, plan: int, label: object, sink: bool, host: bool = False) -> CallTag:
-        """The next call begins; what its messages and those of its backward bear. Without a label
-        that is the line of the caller's which makes the call. sink, host: whether the call has a
-        sink, and host memory for keys, which a plan does not contain. Raises ValueError for a label
-        (`check_label`).
+        """Count a forward call and return the tag of its messages and of its backward.
+
+        Args:
+            plan: Digest of the plan.
+            label: Label of the call. None: the caller's line of code.
+            sink: True if the call has a sink, which is no part of a plan.
+            host: True if the call has host memory for keys, which is no part of a plan.
+
+        Raises:
+            ValueError: The label is invalid, see `check_label`.
         """
         if label is None:
             label = self._calling_line(plan)
@@ -67,22 +80,23 @@ class Calls:
         return tag
 
     def backward(self, tag: CallTag) -> None:
-        """The backward of a call begins."""
+        """Count the backward of a call."""
         self.backwards += 1
         self._unlabelled.clear()
         self.order = crc32(f"backward {tag}".encode(), self.order)
 
     def _calling_line(self, plan: int) -> str:
-        """Where the code outside of this package and torch is, the same on every rank; warns, once,
-        of a line that calls a plan a second time before any backward, as a loop over layers does:
-        ranks that leave out different turns of it would exchange the wrong tensors. An evaluation
-        has no backward, and may call from one line again and again.
+        """Return the line of code outside this package and torch, the same on every rank.
+
+        Warns once if a line calls a plan a second time before any backward, as a loop over layers
+        does: ranks that skip different iterations would exchange wrong tensors. An evaluation has
+        no backward, so its repeated calls do not warn.
         """
         frame = sys._getframe(2)
         while frame.f_back and frame.f_globals.get("__name__", "").startswith(INNER):
             frame = frame.f_back
         file, number = frame.f_code.co_filename, frame.f_lineno
-        if file.startswith("<"):  # code made by a program, which each rank may number its own way
+        if file.startswith("<"):  # generated code may have other names on each rank
             file = "<made>"
         line = f"{file.replace(os.sep, '/').rpartition('/')[2]}:{number}"
         if not (self.warns and torch.is_grad_enabled()):
@@ -90,9 +104,8 @@ class Calls:
         if (plan, line) in self._unlabelled:
             self.warns = False
             words = (
-                "this line calls one plan several times without label=, and ranks that skip "
-                "different ones of these calls would not notice; pass a label, such as the number "
-                "of the layer"
+                "this line calls one plan several times without label=, so ranks cannot detect if "
+                "one of them skips a call; pass a label, such as the number of the layer"
             )
             warnings.warn_explicit(words, UserWarning, file, number)
         self._unlabelled.add((plan, line))
@@ -103,55 +116,75 @@ class Calls:
 
 
 def check_label(label: object) -> None:
-    """Raise ValueError unless `label` is one that reads alike on all ranks."""
+    """Check that a label has the same representation on all ranks.
+
+    Raises:
+        ValueError: It is no string, integer or tuple of them.
+    """
     if not _plain(label):
         raise ValueError(
-            "label must be a string, an integer or a tuple of them, which are the same on all "
-            f"ranks, or None; got {label!r:.100}, of type {type(label).__name__}"
+            "label must be a string, an integer, a tuple of them or None, the same on all ranks; "
+            f"got {label!r:.100}, of type {type(label).__name__}"
         )
 
 
 def _plain(label: object) -> bool:
-    """Is its repr the same in every process?"""
+    """Return True if the representation is the same in every process."""
     if isinstance(label, tuple):
         return all(map(_plain, label))
     return label is None or isinstance(label, (str, int))
 
 
 def check_groups(groups: object) -> None:
-    """Raise ValueError unless these were made by `mb.Groups`."""
+    """Check that `groups` is a `mb.Groups`.
+
+    Raises:
+        ValueError: It is not.
+    """
     if not isinstance(groups, Groups):
-        raise ValueError(f"groups: make them with mb.Groups, got {groups!r:.100}")
+        raise ValueError(f"groups must be made with mb.Groups, got {groups!r:.100}")
 
 
 class Groups:
-    """The context-parallel ranks as nodes x ranks per node, with the process groups of their rings.
+    """The context-parallel ranks as a grid of nodes and ranks per node, with their process groups.
 
-    Make it once, on every rank and before the first attention, usually by `by_host`,
-    `from_topology` or `flat`. Ranks are numbered 0 to size - 1, node by node; `rank` is this one's
-    number. It cannot be copied or pickled. The process groups of its rings are made, collectively,
-    when a plan first needs them, and freed by `torch.distributed.destroy_process_group()`.
+    Make it once, on every rank and before the first attention, usually with `by_host`,
+    `from_topology` or `flat`. Ranks are numbered 0 to size - 1, node by node; `rank` is the number
+    of this rank. The object cannot be copied or pickled. Process groups of rings are made by a
+    collective call when a plan first needs them, and freed by
+    `torch.distributed.destroy_process_group()`.
 
-    `mb.Groups(intra=pg, inter=pg)` takes the process groups of this rank's node and of the ranks
-    with its index on all nodes (index 0 and 1 of Megatron's hierarchical groups). ulysses: so many
-    ranks share heads by all-to-all, with rings over the others; placement: whether ranks that share
-    heads are neighbours ("head_first") or the ranks of a ring are ("context_first"). reuse: process
-    groups, the same on every rank, that may carry the activations of a ring with exactly their
-    ranks; all ranks must use them in the same order. nccl_max_ctas: the largest number of thread
-    blocks of a kernel on the NCCL communicators that are made; each takes a multiprocessor from
-    attention. Raises ValueError if the ranks form no grid or were given different arguments.
+    Args:
+        intra: Process group of this rank's node; index 0 of Megatron's hierarchical groups.
+        inter: Process group of the ranks with this rank's index on all nodes; index 1 of Megatron's
+            hierarchical groups.
+        ulysses: Number of ranks that share heads by all-to-all, with rings over the others.
+        placement: "head_first" if neighbouring ranks share heads, "context_first" if they form a
+            ring.
+        reuse: Process groups, the same on every rank, that may carry the activations of a ring with
+            exactly their ranks. All ranks must use them in the same order.
+        nccl_max_ctas: Maximum thread blocks of a kernel on new NCCL communicators; each takes a
+            multiprocessor from attention. Default: NCCL's choice.
+
+    Raises:
+        ValueError: The ranks form no grid, or they have different arguments.
+
+    Example:
+        >>> import megatron_burst as mb
+        >>> mb.Groups.single().size
+        1
     """
 
     topology: Topology
     rank: int
     backend: str
-    devices: tuple[str, ...]  # whose tensors `backend` moves; empty without process groups
-    ring: Endpoint  # its rank is the index in the ring
-    ulysses: Endpoint  # its rank is the index among those that share heads
-    grid: Endpoint  # its rank is this rank
-    ulysses_links: tuple[str, ...]  # link class to each of these
-    cache: dict[str, Any]  # filled by planning; nothing here reads it
-    calls: Calls
+    devices: tuple[str, ...]  # types that `backend` sends; empty without process groups
+    ring: Endpoint  # rank: index in the ring
+    ulysses: Endpoint  # rank: index among the ranks that share heads
+    grid: Endpoint  # rank: this rank
+    ulysses_links: tuple[str, ...]  # link class to each rank that shares heads
+    cache: dict[str, Any]  # used by planning only
+    calls: CallCounter
     _failure: str | None = None
 
     def __deepcopy__(self, memo: object) -> Any:
@@ -172,15 +205,23 @@ class Groups:
     ):
         for name, group in (("intra", intra), ("inter", inter)):
             process_group(group, name)
-        given = asked(ulysses, placement, reuse, nccl_max_ctas)
-        said = introduce_nodes(intra, inter, given)
-        ranks = agreed(said)
+        arguments = arguments_text(ulysses, placement, reuse, nccl_max_ctas)
+        rank_arguments = gather_nodes(intra, inter, arguments)
+        ranks = agreed_ranks(rank_arguments)
         topology = Topology(len(ranks), intra.size(), ulysses, placement)
-        self._begin(ranks, said[0].name, topology, intra, reuse, nccl_max_ctas)
+        self._begin(ranks, rank_arguments[0].name, topology, intra, reuse, nccl_max_ctas)
 
     @classmethod
     def flat(cls, group: dist.ProcessGroup, *, ulysses: int = 1) -> Groups:
-        """All ranks of `group` as one node; `ulysses` as in `Groups`."""
+        """Make a grid with all ranks of `group` as one node. A collective call.
+
+        Args:
+            group: Process group of the context-parallel ranks.
+            ulysses: As in `Groups`.
+
+        Raises:
+            ValueError: `group` is no process group of this rank, or arguments differ between ranks.
+        """
         return cls.from_topology(group, intra=process_group(group).size(), ulysses=ulysses)
 
     @classmethod
@@ -194,32 +235,48 @@ class Groups:
         reuse: Sequence[dist.ProcessGroup] = (),
         nccl_max_ctas: int | None = None,
     ) -> Groups:
-        """`intra` consecutive ranks of `group` form a node; `ulysses`, `placement`, `reuse`,
-        `nccl_max_ctas`: as in `Groups`.
+        """Make a grid with `intra` consecutive ranks of `group` per node. A collective call.
+
+        Args:
+            group: Process group of the context-parallel ranks.
+            intra: Ranks per node.
+            ulysses: As in `Groups`.
+            placement: As in `Groups`.
+            reuse: As in `Groups`.
+            nccl_max_ctas: As in `Groups`.
+
+        Raises:
+            ValueError: The ranks form no grid, or arguments differ between ranks.
         """
-        given = f"{intra=}, {asked(ulysses, placement, reuse, nccl_max_ctas)}"
-        ranks = agreed(said := introduce(process_group(group), given))
+        arguments = f"{intra=}, {arguments_text(ulysses, placement, reuse, nccl_max_ctas)}"
+        ranks = agreed_ranks(rank_arguments := gather_arguments(process_group(group), arguments))
         self = cls.__new__(cls)
         topology = Topology(len(ranks), intra, ulysses, placement)
-        self._begin(ranks, said[0].name, topology, group, reuse, nccl_max_ctas)
+        self._begin(ranks, rank_arguments[0].name, topology, group, reuse, nccl_max_ctas)
         return self
 
     @classmethod
     def by_host(cls, group: dist.ProcessGroup, **options: Any) -> Groups:
-        """Ranks of `group` on one host form a node (a collective over `group`).
+        """Make a grid with the ranks of `group` on one host as a node. A collective call.
 
         A host is a host name and a boot id: machines whose containers have the same host name are
-        different nodes. Warns if the launcher's LOCAL_WORLD_SIZE describes other nodes. options: as
-        of `from_topology`, without `intra`. Raises ValueError if hosts hold different numbers of
-        ranks, or the ranks of a host do not follow one another.
+        different nodes. Warns if the launcher's LOCAL_WORLD_SIZE contradicts the hosts.
+
+        Args:
+            group: Process group of the context-parallel ranks.
+            **options: Options of `from_topology` without `intra`.
+
+        Raises:
+            ValueError: Hosts have different numbers of ranks, or the ranks of a host are not
+                consecutive.
         """
-        from .hosts import ranks_per_host  # which other ways to make groups do not need
+        from .hosts import ranks_per_host  # needed here only
 
         return cls.from_topology(group, intra=ranks_per_host(process_group(group)), **options)
 
     @classmethod
     def single(cls) -> Groups:
-        """A grid of one rank, this process, without torch.distributed.
+        """Make a grid of one rank, this process, without torch.distributed.
 
         Attention, the LM head and linear attention then run on one device; nothing is sent.
         """
@@ -227,17 +284,22 @@ class Groups:
 
     @property
     def size(self) -> int:
-        """How many ranks the grid has."""
+        """Return the number of ranks of the grid."""
         return self.topology.size
 
     @property
     def counters(self) -> Counters:
-        """Bytes sent by this rank."""
+        """Return the counters of bytes that this rank sent."""
         return self.ring.counters
 
     def gather(self, header: torch.Tensor) -> list[torch.Tensor]:
-        """The headers (CPU tensors, same shape and dtype everywhere) of all ranks, in order; this
-        rank's is `header`. A collective on the host; RuntimeError if a rank does not take part.
+        """Return the headers of all ranks, in order. A collective call on the host.
+
+        Args:
+            header: CPU tensor of this rank, with the same shape and dtype on all ranks.
+
+        Raises:
+            RuntimeError: A rank does not take part.
         """
         if self.size == 1:
             return [header]
@@ -251,54 +313,76 @@ class Groups:
     def compare_calls(self) -> None:
         """Raise the same ValueError on every rank unless all made the same calls in the same order.
 
-        A small collective on the host, part of `prepare`. For one plan that serves many steps on
-        CUDA, where messages are not checked one by one: call it every few steps.
+        A small collective call on the host, which `prepare` includes. Messages are not checked on
+        CUDA, so call it every few steps if one plan serves many steps.
+
+        Raises:
+            ValueError: Ranks made different calls.
         """
         self.compare({})
 
     def compare(self, facts: Facts) -> None:
-        """As `compare_calls`, and all ranks must state the same `facts`, name -> value."""
+        """Compare facts and calls of all ranks. A collective call on the host.
+
+        Args:
+            facts: Name -> value, which must be the same on all ranks.
+
+        Raises:
+            ValueError: Facts or calls differ.
+        """
         self.agree(attempt(self.check) or facts)
 
     def agree(self, facts: Facts | ValueError) -> None:
-        """Raise the same ValueError on every rank unless all ranks state the same facts and made
-        the same calls. facts: of this rank, or an error, which then all ranks raise.
-        """
-        here = facts if isinstance(facts, ValueError) else facts | {CALLS: self.calls}
-        agree(here, self.gather)
+        """Compare facts and calls of all ranks. A collective call on the host.
 
-    def recent(self, name: str, most: int) -> Recent:
-        """Return the cache of this name on this rank, which keeps at most so many values."""
-        return self.cache.setdefault(name, Recent(most))
+        Args:
+            facts: Facts of this rank, or an error, which all ranks then raise.
+
+        Raises:
+            ValueError: Facts or calls differ, or a rank has an error.
+        """
+        facts_and_calls = facts if isinstance(facts, ValueError) else facts | {CALLS: self.calls}
+        agree(facts_and_calls, self.gather)
+
+    def recent(self, name: str, most: int) -> RecentCache:
+        """Return the cache of this name, which keeps at most `most` values."""
+        return self.cache.setdefault(name, RecentCache(most))
 
     def connect(self, channels: Iterable[Channel], device: torch.device) -> None:
-        """Make the process groups that these channels lack for tensors of such a device; collective
-        if any does. Raises ValueError, on all ranks alike, if they cannot be made or differ.
+        """Make the missing process groups of channels. A collective call if one is missing.
+
+        Args:
+            channels: Channels that a plan needs.
+            device: Device of the tensors.
+
+        Raises:
+            ValueError: Groups cannot be made, or ranks differ. All ranks raise it.
         """
         self._communicators.connect(channels, device)
 
     @property
     def communicators(self) -> str:
-        """The communicators of the rings so far, in words; empty without any."""
+        """Return the communicators of the rings as text; empty without any."""
         return self._communicators.describe() if self.devices and self.size > 1 else ""
 
     @property
     def carriers(self) -> Mapping[tuple[Channel, str], dist.ProcessGroup]:
-        """What the rings travel on so far: (channel, type of device) -> process group."""
+        """Return (channel, device type) -> process group of the rings."""
         return self._communicators.groups if self.devices and self.size > 1 else {}
 
     def expect(self, message: int) -> None:
-        """From now on a `message` of so many bytes may come."""
+        """Reserve receive buffers for messages of `message` bytes."""
         for end in (self.ring, self.ulysses, self.grid):
             end.room = max(end.room, message)
 
     @contextmanager
     def running(self, device: str = "cpu") -> Iterator[None]:
-        """Around a call on these groups: if an error ends it half-way, `check` refuses the next
-        one, because no rank knows how far the others are. In it autocast is off for tensors of this
-        type of device: precision is the plan's business.
+        """Return a context for a call on these groups.
+
+        If an error ends the call, `check` refuses later calls, because ranks may be out of step.
+        Autocast is off for this device type, because the plan defines the precision.
         """
-        on = torch.is_autocast_enabled(device)  # where it is off already nothing is done
+        on = torch.is_autocast_enabled(device)
         try:
             with torch.autocast(device, enabled=False) if on else nullcontext():
                 yield
@@ -308,7 +392,11 @@ class Groups:
             raise
 
     def check(self) -> None:
-        """Raise ValueError if a call on these groups has failed half-way, or they are no more."""
+        """Check that calls are still possible.
+
+        Raises:
+            ValueError: An earlier call failed, or the process groups were destroyed.
+        """
         existing = dist.distributed_c10d._world.pg_map
         if not all(used() in existing for used in self._communicators.used):
             raise ValueError(
@@ -317,8 +405,8 @@ class Groups:
             )
         if self._failure is not None:
             raise ValueError(
-                f"groups: an earlier call on them failed half-way ({self._failure:.200}), so the "
-                "ranks may be out of step; make new mb.Groups on every rank, or start again"
+                f"groups: an earlier call failed ({self._failure:.200}), so the ranks may be out "
+                "of step; make new mb.Groups on every rank, or restart"
             )
 
     def _begin(
@@ -330,26 +418,32 @@ class Groups:
         reuse: Sequence[dist.ProcessGroup],
         max_ctas: int | None,
     ) -> None:
-        """Take this rank's place in the grid of the global `ranks`, node by node; `name`: of it."""
+        """Initialize the grid. `ranks` are global ranks, node by node; `name` names the grid."""
         unbind_default_arguments()
         self.topology, self.rank = topology, ranks.index(dist.get_rank())
-        self.cache, self.calls, counters = {}, Calls(warns=len(ranks) > 1), Counters()
-        made = Communicators(GridPlace(topology, self.rank, ranks), parent, name, reuse, max_ctas)
-        self.backend, self.devices, self._communicators = made.backend, tuple(made.moves), made
+        self.cache, self.calls, counters = {}, CallCounter(warns=len(ranks) > 1), Counters()
+        communicators = Communicators(
+            GridPlace(topology, self.rank, ranks), parent, name, reuse, max_ctas
+        )
+        self.backend, self.devices, self._communicators = (
+            communicators.backend,
+            tuple(communicators.moves),
+            communicators,
+        )
 
         def end(members: list[int]) -> Endpoint:
             peers = [ranks[member] for member in members]
-            return ProcessEndpoint(members.index(self.rank), peers, made.groups, counters)
+            return ProcessEndpoint(members.index(self.rank), peers, communicators.groups, counters)
 
         self._place(end)
 
     def _place(self, end: Callable[[list[int]], Endpoint]) -> None:
-        """Make this rank's endpoints; end: the members of one -> this rank's end of it."""
+        """Make this rank's endpoints. `end` returns this rank's endpoint for the given members."""
         topology, me = self.topology, self.rank
         sharing = topology.ulysses_group(me)
         self.ring, self.ulysses = end(topology.ring(me)), end(sharing)
         self.grid = end(list(range(self.size)))
-        self.ulysses_links = tuple(topology.link(me, other) for other in sharing)
+        self.ulysses_links = tuple(topology.link(me, peer) for peer in sharing)
 
 
 class _SingleRank(Groups):
@@ -357,7 +451,7 @@ class _SingleRank(Groups):
 
     def __init__(self) -> None:
         self.topology, self.rank = Topology.of_nodes(1, 1, 1, "head_first"), 0
-        self.backend, self.devices, self.cache, self.calls = "none", (), {}, Calls()
+        self.backend, self.devices, self.cache, self.calls = "none", (), {}, CallCounter()
         counters = Counters()
         self._place(lambda members: ProcessEndpoint(0, members, {}, counters))
 

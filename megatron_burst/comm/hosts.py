@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host that a rank runs on, and how many ranks share a host.
+"""The host of a rank, and the number of ranks per host.
 
 A host is a host name and the boot id of the kernel. Machines whose containers have the same host
 name are different hosts, and so are containers with different host names on one machine. NCCL uses
@@ -22,24 +22,29 @@ from .process_groups import gather_objects
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Host(NamedTuple):
-    """The identity of a host. boot_id: empty if the operating system has none."""
+class HostIdentity(NamedTuple):
+    """Identity of a host.
+
+    Attributes:
+        name: Host name.
+        boot_id: Boot id, empty if the operating system has none.
+    """
 
     name: str
     boot_id: str
 
 
-def this_host() -> Host:
-    """The host of this process."""
+def this_host() -> HostIdentity:
+    """Return the host of this process."""
     try:
         boot_id = BOOT_ID.read_text().strip()
     except OSError:
         boot_id = ""
-    return Host(socket.gethostname(), boot_id)
+    return HostIdentity(socket.gethostname(), boot_id)
 
 
-def host_labels(hosts: Sequence[Host]) -> list[str]:
-    """A text for each host: its name, with the boot id if hosts share the name."""
+def host_labels(hosts: Sequence[HostIdentity]) -> list[str]:
+    """Return a text for each host: its name, with the boot id if several hosts have this name."""
     boots: dict[str, set[str]] = {}
     for host in hosts:
         boots.setdefault(host.name, set()).add(host.boot_id)
@@ -50,12 +55,12 @@ def host_labels(hosts: Sequence[Host]) -> list[str]:
 
 
 def ranks_per_host(group: dist.ProcessGroup) -> int:
-    """Return how many ranks of `group` share a host; a collective.
+    """Return the number of ranks of `group` per host. A collective call.
 
-    Warns on the first rank if the launcher's LOCAL_WORLD_SIZE describes other nodes.
+    Warns on the first rank if the launcher's LOCAL_WORLD_SIZE contradicts the hosts.
 
     Raises:
-        ValueError: hosts have different numbers of ranks, or the ranks of a host are not
+        ValueError: Hosts have different numbers of ranks, or the ranks of a host are not
             consecutive.
     """
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
@@ -65,19 +70,19 @@ def ranks_per_host(group: dist.ProcessGroup) -> int:
     in_order = [host for host in hosts[::per_host] for _ in range(per_host)]
     if len(hosts) % per_host or hosts != in_order:
         raise ValueError(
-            f"ranks are not placed evenly and in order on hosts: {host_labels(hosts)}; "
-            "give the ranks per node yourself (intra size)"
+            "hosts must have the same number of consecutive ranks, got "
+            f"{host_labels(hosts)}; set the number of ranks per node (intra size) explicitly"
         )
     if group.rank() == 0:
         ranks = dist.get_process_group_ranks(group)
-        line = launcher_warning(ranks, hosts, [size for _, size in gathered])
-        if line is not None:
-            warnings.warn(line, stacklevel=3)  # the caller of `Groups.by_host`
+        warning = launcher_warning(ranks, hosts, [size for _, size in gathered])
+        if warning is not None:
+            warnings.warn(warning, stacklevel=3)  # the caller of `Groups.by_host`
     return per_host
 
 
 def launcher_warning(
-    ranks: Sequence[int], hosts: Sequence[Host], local_world_sizes: Sequence[str]
+    ranks: Sequence[int], hosts: Sequence[HostIdentity], local_world_sizes: Sequence[str]
 ) -> str | None:
     """Return a warning if hosts contradict LOCAL_WORLD_SIZE, otherwise None.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a call becomes a plan: check, agree, build, cache.
+"""The steps between a call and its plan: check, agree, build, cache.
 
 Attention, linear attention, sparse attention and the loss describe the call of one rank as an
 `Operation`. `prepared` makes its plan together with all ranks. `derived` caches the plan of an
@@ -12,19 +12,23 @@ from abc import ABC, abstractmethod
 from typing import Any, Generic, TypeVar
 
 from .consensus import Facts, attempt, identity
-from .recent import Recent
+from .recent import RecentCache
 
-# Both have `facts`, a dict, which must be equal on all ranks.
+# Both have a dict `facts`, which must be equal on all ranks.
 Request = TypeVar("Request", bound=Any)
 Plan = TypeVar("Plan", bound=Any)
 
 
 class Operation(ABC, Generic[Request, Plan]):
-    """A call of one rank, and how it becomes a plan."""
+    """A call of one rank, and the steps to its plan."""
 
     @abstractmethod
     def check(self) -> Request:
-        """Return the checked request; ValueError for unsupported arguments. No communication."""
+        """Return the checked request, without communication.
+
+        Raises:
+            ValueError: An argument is not supported.
+        """
 
     @abstractmethod
     def agree(self, facts: Facts | ValueError) -> None:
@@ -32,28 +36,31 @@ class Operation(ABC, Generic[Request, Plan]):
 
     @property
     def measures(self) -> bool:
-        """Whether `choose` must measure something before the plan is built."""
+        """Return True if `choose` must measure before the plan is built."""
         return False
 
     def choose(self, request: Request) -> Request | ValueError:
-        """Return the request with every "auto" resolved, or the error of this rank. Collective."""
+        """Return the request with every "auto" resolved, or this rank's error. Collective."""
         return request
 
     @abstractmethod
     def build(self, request: Request) -> Plan:
-        """Return the plan of this rank for a checked request. No communication."""
+        """Return the plan of this rank for a checked request, without communication."""
 
     def connect(self, plan: Plan) -> None:
-        """Make the process groups and buffers that the plan needs. Collective."""
+        """Make the process groups and buffers that the plan needs. A collective call."""
 
 
 def prepared(operation: Operation[Request, Plan]) -> Plan:
-    """Return the plan of an operation, on which all ranks agree.
+    """Return the plan of an operation, on which all ranks agree. A collective call.
 
-    Collective: a rank with an error sends it in `agree`, so that all ranks raise it and none waits.
+    A rank with an error sends it in `agree`, so that all ranks raise it and none waits.
+
+    Raises:
+        ValueError: A rank has an error, or facts differ.
     """
     request = attempt(operation.check)
-    if operation.measures:  # measuring waits for all ranks, so they agree before
+    if operation.measures:  # measuring waits for all ranks, so they must agree first
         operation.agree(request if isinstance(request, ValueError) else request.facts)
         assert not isinstance(request, ValueError)
         request = operation.choose(request)
@@ -64,11 +71,16 @@ def prepared(operation: Operation[Request, Plan]) -> Plan:
     return plan
 
 
-def derived(operation: Operation[Request, Plan], plans: Recent) -> Plan:
+def derived(operation: Operation[Request, Plan], plans: RecentCache) -> Plan:
     """Return the plan of an operation that follows from a plan on which all ranks agreed.
 
-    No exchange, so that layers do not wait for the host. The facts contain the identity of the
-    agreed plan, and messages carry the identity of the derived one: ranks out of step get an error.
+    No communication, so layers do not wait for the host. The facts contain the identity of the
+    agreed plan, and messages contain the identity of the derived plan, so ranks that are out of
+    step get an error.
+
+    Args:
+        operation: The operation.
+        plans: Cache of plans.
     """
     request = operation.check()
     key = identity(request.facts)

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages: several tensors in one buffer, with an envelope at its end.
 
-One message instead of one per tensor, and an envelope, because gloo takes a short message for a
-long one in silence, and a message of the same size for any other. The envelope (MPI's word) says
-how long the message is, whose plan and which call it belongs to, and what it holds; a rank that is
-out of step gets an error instead of a number. A receive buffer has room for the longest message of
-the grid: gloo ends the process when more arrives than fits. On devices other than the CPU there is
-no envelope: reading it would stop the device at every hop (`calls` compares there). There a rank
-sends its own tensors one by one, in one batch, from where they lie, so that nothing is copied; what
-it passes on, and sums, are one message there too, which costs the host half as much.
+gloo accepts a short message where a long one is expected, without an error, and any message of the
+same size for any other. So on the CPU, tensors are sent as one message with an envelope (MPI's
+term). The envelope has the length of the message, its plan and call, and its content. A rank that
+is out of step gets an error instead of wrong numbers. A receive buffer has room for the longest
+message of the grid, because gloo ends the process if a message is longer than the buffer.
+
+On other devices there is no envelope, because reading it would block the device at every hop;
+`calls` compares ranks there. A rank sends its own tensors in one batch, one by one and without a
+copy. Tensors that it forwards, and sums, are one message, which halves the time on the host.
 """
 
 from __future__ import annotations
@@ -19,13 +20,17 @@ from typing import NamedTuple
 import torch
 
 Shapes = Sequence[tuple[torch.Size, torch.dtype]]
-ALIGNMENT = 16  # bytes: what vectorised kernels want of the start of a tensor
+ALIGNMENT = 16  # bytes: vectorised kernels require it for the start of a tensor
 ENVELOPE = 5 * 8  # bytes: the length of the message and the fields of `Envelope`, int64 each
 
 
 class CallTag(NamedTuple):
-    """Which call a message belongs to: digest of the plan, number of the call on its groups, and
-    digest of the label that the caller gave it and of whether there is a sink.
+    """Identifies the call to which a message belongs.
+
+    Attributes:
+        plan: Digest of the plan.
+        call: Number of the call on its groups.
+        label: Digest of the label, and of whether there is a sink and host memory.
     """
 
     plan: int = 0
@@ -33,20 +38,28 @@ class CallTag(NamedTuple):
     label: int = 0
 
 
-NO_CALL = CallTag()  # what belongs to no call, as in a measurement
+NO_CALL = CallTag()  # for messages outside calls, such as measurements
 
 
 class Envelope(NamedTuple):
-    """What both ends of an exchange must call a message; all int64."""
+    """Identity of a message, equal at sender and receiver; all int64.
+
+    Attributes:
+        call: Call of the message.
+        content: Digest of the pass and the chunk.
+    """
 
     call: CallTag
-    content: int  # digest of the pass and the chunk
+    content: int
 
 
 class Message(NamedTuple):
-    """`tensors` are views of `flat` (uint8), the message; flat is None where they never travel.
+    """Tensors in one buffer.
 
-    room: the buffer of which flat is the beginning.
+    Attributes:
+        flat: The message, uint8; None if it is never sent.
+        tensors: Views of `flat`.
+        room: Buffer that starts with `flat`.
     """
 
     flat: torch.Tensor | None
@@ -54,17 +67,20 @@ class Message(NamedTuple):
     room: torch.Tensor | None = None
 
 
-class Cut(NamedTuple):
-    """Where tensors of some shapes lie in a message: its bytes without the envelope, and of each
-    dtype, shape, strides and the number of elements before it.
+class MessageLayout(NamedTuple):
+    """Positions of tensors in a message.
+
+    Attributes:
+        length: Bytes without the envelope.
+        parts: dtype, shape, strides and number of preceding elements of each tensor.
     """
 
     length: int
     parts: tuple[tuple[torch.dtype, torch.Size, tuple[int, ...], int], ...]
 
 
-def cut(shapes: Shapes) -> Cut:
-    """Tensors of these shapes and dtypes, one behind the other, each aligned."""
+def layout_of(shapes: Shapes) -> MessageLayout:
+    """Return the layout of a message with tensors of these shapes and dtypes, each aligned."""
     start, parts = 0, []
     for shape, dtype in shapes:
         size, strides = 1, []
@@ -73,33 +89,41 @@ def cut(shapes: Shapes) -> Cut:
             size *= n
         parts.append((dtype, shape, tuple(strides), start // dtype.itemsize))
         start += -(-size * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-    return Cut(start, tuple(parts))
+    return MessageLayout(start, tuple(parts))
 
 
 def empty(shapes: Shapes, device: torch.device, least: int = 0) -> Message:
-    """An empty message for tensors of these shapes and dtypes; `least` as of `room_size`."""
-    of = cut(shapes)
-    return carve(torch.empty(room_size(of, device, least), dtype=torch.uint8, device=device), of)
+    """Return an uninitialized message for tensors of these shapes and dtypes.
+
+    Args:
+        shapes: Shape and dtype of each tensor.
+        device: Device of the message.
+        least: Minimum bytes of the buffer on the CPU.
+    """
+    layout = layout_of(shapes)
+    return carve(
+        torch.empty(room_size(layout, device, least), dtype=torch.uint8, device=device), layout
+    )
 
 
-def room_size(cut: Cut, device: torch.device, least: int = 0) -> int:
-    """Bytes of a buffer for a message cut so, or for shorter ones; on the CPU at least `least`."""
-    return max(cut.length + ENVELOPE, least) if device.type == "cpu" else cut.length
+def room_size(layout: MessageLayout, device: torch.device, least: int = 0) -> int:
+    """Return the bytes of a buffer for a message; on the CPU at least `least`."""
+    return max(layout.length + ENVELOPE, least) if device.type == "cpu" else layout.length
 
 
-def carve(buffer: torch.Tensor, cut: Cut) -> Message:
-    """A message cut so, at the beginning of a buffer."""
-    length = cut.length + ENVELOPE if buffer.is_cpu else cut.length
+def carve(buffer: torch.Tensor, layout: MessageLayout) -> Message:
+    """Return a message at the beginning of a buffer."""
+    length = layout.length + ENVELOPE if buffer.is_cpu else layout.length
     flat = buffer if length == buffer.numel() else buffer[:length]
     tensors = [
         flat.view(dtype).as_strided(shape, strides, before)
-        for dtype, shape, strides, before in cut.parts
+        for dtype, shape, strides, before in layout.parts
     ]
     return Message(flat, tuple(tensors), buffer)
 
 
 def pack(tensors: Sequence[torch.Tensor], envelope: Envelope) -> Message:
-    """A message with copies of these tensors."""
+    """Return a message with copies of the tensors."""
     message = empty([(t.shape, t.dtype) for t in tensors], tensors[0].device)
     for target, source in zip(message.tensors, tensors, strict=True):
         target.copy_(source)
@@ -114,25 +138,29 @@ def write_envelope_(message: Message, envelope: Envelope) -> None:
 
 
 def mismatch(flat: torch.Tensor, envelope: Envelope) -> str | None:
-    """What is wrong with the envelope of a message that arrived, or None."""
+    """Compare the envelope of a received message with the expected one.
+
+    Returns:
+        None if they are equal, otherwise a description of the difference.
+    """
     if flat.device.type != "cpu" or torch.equal(flat[-ENVELOPE:], _bytes(flat, envelope)):
         return None
     length, plan, call, label, _ = flat[-ENVELOPE:].clone().view(torch.int64).tolist()
     expected = envelope.call
     if length != flat.numel():
-        found = f"what arrived is not the message of {flat.numel()} bytes that was expected"
+        difference = f"the received message does not have the expected {flat.numel()} bytes"
     elif call != expected.call:
-        found = f"call {expected.call} of this rank got a message of call {call}"
+        difference = f"call {expected.call} of this rank received a message of call {call}"
     elif plan != expected.plan:
-        found = f"call {call} has another plan on the rank that sent the message"
+        difference = f"call {call} has another plan on the sending rank"
     elif label != expected.label:
-        found = (
-            f"call {call} has another label or sink (or host memory on one rank only) on the rank "
-            "that sent the message, or no label and was made by another line of the program"
+        difference = (
+            f"call {call} has another label or sink (or host memory) on the sending rank, or has "
+            "no label and was made by another line of the program"
         )
     else:
-        found = f"call {call} got a message of another pass or chunk"
-    return f"{found}; the ranks do not run the same plans in the same order"
+        difference = f"call {call} received a message of another pass or chunk"
+    return f"{difference}; the ranks do not run the same plans in the same order"
 
 
 def _bytes(flat: torch.Tensor, envelope: Envelope) -> torch.Tensor:

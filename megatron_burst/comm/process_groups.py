@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of a grid tell each other before process groups are made, and how one is made.
+"""Comparison of arguments before process groups are made, and creation of a process group.
 
-Making groups is collective: ranks that mean different grids would wait for each other until the
-timeout. So they first compare, over a group that they have, what they were asked for; a rank that
-differs is named on every rank. Decides that only its members make a group, whatever the other
-ranks of the job do, and under a name on which they agree: ranks may be in different numbers of
-groups, as where every micro-batch has context-parallel groups of its own.
+Making groups is collective. Ranks with different grids would wait for each other until the timeout.
+So ranks first compare their arguments over an existing group, and an error on every rank names the
+rank that differs. Only the members of a group take part in making it, under a name on which they
+agree, because other ranks of the training job may be in another number of groups (for example if
+every micro-batch has its own context-parallel groups).
 """
 
 from __future__ import annotations
@@ -22,88 +22,129 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
-class Said(NamedTuple):
-    """What a rank tells the others of its grid before groups are made."""
+class GridArguments(NamedTuple):
+    """The arguments of a grid on one rank, which ranks compare before groups are made.
 
-    rank: int  # global
-    name: str  # for the groups, if it is the first rank: no other groups have it
-    asked: str  # its arguments
-    given: tuple[tuple[tuple[int, ...], str], ...]  # the ranks and the name of groups it was given
+    Attributes:
+        rank: Global rank.
+        name: Name for the groups, used if this is the first rank of the grid; no other groups have
+            it.
+        arguments: Arguments as text.
+        reused: Ranks and name of each process group that the rank may reuse.
+    """
+
+    rank: int
+    name: str
+    arguments: str
+    reused: tuple[tuple[tuple[int, ...], str], ...]
 
 
 def process_group(group: dist.ProcessGroup, name: str = "group") -> dist.ProcessGroup:
-    """`group`, the argument `name`, if it is one that this rank can make a grid of."""
+    """Return `group` if this rank can make a grid from it.
+
+    Args:
+        group: Value of an argument.
+        name: Name of the argument, for the message.
+
+    Raises:
+        ValueError: `group` is no process group of this rank.
+    """
     if not isinstance(group, dist.ProcessGroup):
         before = (
-            "" if dist.is_initialized() else "; call torch.distributed.init_process_group before"
+            "" if dist.is_initialized() else "; call torch.distributed.init_process_group first"
         )
         raise ValueError(
-            f"{name} must be a process group that this rank is in{before}, got {group!r}"
+            f"{name} must be a process group that contains this rank{before}, got {group!r}"
         )
     return group
 
 
-def asked(ulysses: int, placement: str, reuse: object, nccl_max_ctas: int | None) -> str:
-    """The arguments of a grid, in words that are the same on every rank that means the same."""
-    given = f"no list but {type(reuse).__name__}"
+def arguments_text(ulysses: int, placement: str, reuse: object, nccl_max_ctas: int | None) -> str:
+    """Return the arguments of a grid as text, the same on all ranks with the same arguments."""
+    reuse_text = f"no list but {type(reuse).__name__}"
     if isinstance(reuse, (list, tuple)):
         sizes = [
-            f"{each.size()} ranks" if isinstance(each, dist.ProcessGroup) else "which it is no part"
-            for each in reuse
+            f"{group.size()} ranks" if isinstance(group, dist.ProcessGroup) else "other ranks"
+            for group in reuse
         ]
-        given = f"groups of {', '.join(sizes)}" if sizes else "no groups"
-    return f"{ulysses=}, {placement=}, reuse={given}, {nccl_max_ctas=}"
+        reuse_text = f"groups of {', '.join(sizes)}" if sizes else "no groups"
+    return f"{ulysses=}, {placement=}, reuse={reuse_text}, {nccl_max_ctas=}"
 
 
-def introduce(group: dist.ProcessGroup, asked: str, given: tuple = ()) -> list[Said]:
-    """What each rank of `group` says; a collective. asked, given: as in `Said`."""
-    return gather_objects(Said(dist.get_rank(), f"burst-{uuid.uuid4().hex}", asked, given), group)
+def gather_arguments(
+    group: dist.ProcessGroup, arguments: str, reused: tuple = ()
+) -> list[GridArguments]:
+    """Return the arguments of each rank of `group`. A collective call."""
+    return gather_objects(
+        GridArguments(dist.get_rank(), f"burst-{uuid.uuid4().hex}", arguments, reused), group
+    )
 
 
 def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
-    """Return the `value` of every rank of `group`; a collective."""
+    """Return the `value` of every rank of `group`. A collective call.
+
+    Raises:
+        RuntimeError: A rank did not take part.
+    """
     gathered = [value] * group.size()
     try:
         dist.all_gather_object(gathered, value, group=group)
     except RuntimeError as error:
         ranks = dist.get_process_group_ranks(group)
         raise RuntimeError(
-            f"groups: of the ranks {ranks} some did not take part in making them: one raised an "
-            f"error, died, or was given another process group; {error}"
+            f"groups: not all of the ranks {ranks} made them: a rank raised an error, died, or "
+            f"passed another process group; {error}"
         ) from error
     return gathered
 
 
-def introduce_nodes(intra: dist.ProcessGroup, inter: dist.ProcessGroup, asked: str) -> list[Said]:
-    """What each rank of a grid says, node by node; a collective. intra: the ranks of this rank's
-    node, inter: those with its index on all nodes. ValueError where nodes differ in size.
+def gather_nodes(
+    intra: dist.ProcessGroup, inter: dist.ProcessGroup, arguments: str
+) -> list[GridArguments]:
+    """Return the arguments of each rank of a grid, node by node. A collective call.
+
+    Args:
+        intra: Ranks of this rank's node.
+        inter: Ranks with this rank's index on all nodes.
+        arguments: Arguments as text.
+
+    Raises:
+        ValueError: Nodes have different numbers of ranks.
     """
-    nodes = gather_objects(introduce(intra, asked), inter)
-    rows = [[one.rank for one in node] for node in nodes]
-    for each in gather_objects(rows, intra):  # an index that a small node lacks sees no such node
-        if len({len(node) for node in each}) != 1:
-            raise ValueError(f"intra: nodes must hold equally many ranks, got {each}")
-    return [one for node in nodes for one in node]
-
-
-def agreed(said: list[Said]) -> list[int]:
-    """The global ranks of a grid; ValueError, on all of them, if they do not mean the same one."""
-    for rank, one in enumerate(said):
-        if one.asked != said[0].asked:
+    nodes = gather_objects(gather_arguments(intra, arguments), inter)
+    rows = [[rank_arguments.rank for rank_arguments in node] for node in nodes]
+    # With nodes of different sizes, some `inter` groups lack a node, so compare over `intra`.
+    for ranks_by_node in gather_objects(rows, intra):
+        if len({len(node) for node in ranks_by_node}) != 1:
             raise ValueError(
-                f"groups: ranks disagree: rank 0 asked for {said[0].asked}, rank {rank} for "
-                f"{one.asked}; every rank must make the same grid"
+                f"intra: nodes must have the same number of ranks, got {ranks_by_node}"
             )
-    return [one.rank for one in said]
+    return [rank_arguments for node in nodes for rank_arguments in node]
+
+
+def agreed_ranks(arguments_of_ranks: list[GridArguments]) -> list[int]:
+    """Return the global ranks of a grid.
+
+    Raises:
+        ValueError: Ranks have different arguments. All ranks raise it.
+    """
+    for rank, rank_arguments in enumerate(arguments_of_ranks):
+        if rank_arguments.arguments != arguments_of_ranks[0].arguments:
+            raise ValueError(
+                f"groups: ranks disagree: rank 0 has {arguments_of_ranks[0].arguments}, "
+                f"rank {rank} has {rank_arguments.arguments}; every rank must make the same grid"
+            )
+    return [rank_arguments.rank for rank_arguments in arguments_of_ranks]
 
 
 def unbind_default_arguments() -> None:
     """Replace the default process group by None in the default arguments of torch.distributed.nn.
 
-    None has the same meaning there. When this module is imported after `init_process_group`, its
-    functions keep the default process group beyond `destroy_process_group`, and gloo's threads with
-    it, which can abort the process at its end (pytorch issue 190489). torch imports the module when
-    an optimizer is made, and it is imported here, so that a later import cannot bind the group.
+    None has the same meaning there. If `torch.distributed.nn` is imported after
+    `init_process_group`, its functions reference the default process group even after
+    `destroy_process_group`. They also keep gloo's threads alive, which can abort the process at its
+    end (pytorch issue 190489). torch imports `torch.distributed.nn` when an optimizer is made. This
+    function imports it first, so that a later import cannot bind the group.
     """
     from torch.distributed.nn import functional
 
@@ -115,27 +156,27 @@ def unbind_default_arguments() -> None:
 
 
 def join(group: dist.ProcessGroup, device: torch.device) -> None:
-    """A collective on a group, for tensors of this kind of device.
+    """Run a collective on a group, for tensors of this device type.
 
-    NCCL makes a communicator at a group's first call, in which all of its members have to take
-    part; but not all ranks have something to send in every boundary of every schedule. So a
-    communicator exists, with NCCL's buffers for it, before the first message.
+    NCCL makes a communicator in the first call of a group, in which all members must take part. Not
+    all ranks have something to send at every boundary of every schedule, so the communicator and
+    NCCL's buffers must exist before the first message.
     """
     dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Device type -> the backend of `group` that moves its tensors between two ranks.
+    """Return device type -> backend of `group` that sends tensors of this type between two ranks.
 
-    A group made without a backend, or with "cpu:gloo,cuda:nccl", has one for each; gloo, which
-    torch registers for CUDA too, sends those of the CPU only.
+    A group made without a backend, or with "cpu:gloo,cuda:nccl", has one for each type. torch also
+    registers gloo for CUDA, but gloo sends CPU tensors only.
     """
     pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
     return {device: name for device, name in pairs if name != "gloo" or device == "cpu"}
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """The timeout of `group`, so that its rings fail as soon as it would."""
+    """Return the timeout of `group`, so that rings have the same one."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     return getattr(options, "_timeout", None)
 
@@ -147,12 +188,19 @@ def new_group(
     name: str,
     options: Any = None,
 ) -> dist.ProcessGroup:
-    """A new process group of these global ranks, which are all that take part in making it.
+    """Make a process group of these global ranks. Only its members take part.
 
-    The grids of other model-parallel groups, and pipeline stages without attention, stay free.
-    Where `init_process_group(device_id=...)` binds a device, torch would split the communicator off
-    that of the world, which waits for every rank of the job: so the world has none meanwhile.
-    name: one that no other group of these ranks ever has, the same on all of them.
+    Ranks of other model-parallel groups and pipeline stages without attention need not call it. If
+    `init_process_group(device_id=...)` binds a device, torch would split the communicator off the
+    world's communicator, which waits for every rank of the job. So the world has no bound device
+    meanwhile.
+
+    Args:
+        ranks: Global ranks.
+        backend: Backend.
+        timeout: Timeout, or None for torch's default.
+        name: Name that no other group of these ranks ever has, the same on all of them.
+        options: Options of the backend.
     """
     world = dist.distributed_c10d._get_default_group()
     device = world.bound_device_id
@@ -175,12 +223,12 @@ def new_group(
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Call the group that is made meanwhile so.
+    """Name the process group that is made meanwhile.
 
-    torch names a locally made group after a count of the groups a rank has made or is in (which of
-    these, depends on its version). Members whose counts differ would wait for each other until the
-    timeout, and ranks that are no members would count one group less than the others when all of
-    them make the next one.
+    torch names a locally made group after a count of groups that a rank has made or is in,
+    depending on torch's version. Members with different counts would wait for each other until the
+    timeout. Ranks that are no members would count one group less than the others when all of them
+    make the next one.
     """
     home = dist.distributed_c10d
     stock = home._process_group_name

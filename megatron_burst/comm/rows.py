@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of any rank to any rank, and their gradients home again.
+"""Exchange of rows between any ranks, and of their gradients in the other direction.
 
-What moves where is a `Route`. Decides that what goes to one rank is one message, that a row whose
-copies went to several places gets the sum of their gradients in float32 (float64 for float64), and
-that gradients travel in the dtype of their rows.
+A `Route` says which rows move where. This module decides that all rows for one rank are one
+message. A row that was copied to several ranks gets the sum of their gradients in float32 (float64
+for float64). Gradients are sent in the dtype of their rows.
 
 Shape letters: s local rows; r rows of the result.
 """
@@ -27,138 +27,169 @@ from .transport import Channel, Send, Tensors, exchanged
 GRID = Channel("grid", False)
 
 
-class Paths(NamedTuple):
-    """A `Route` whose numbers of rows lie on a device, int64."""
+class DeviceRoute(NamedTuple):
+    """A `Route` with its row numbers on a device, int64.
+
+    Attributes:
+        sends: Row numbers that this rank sends, for each rank.
+        receives: Row numbers of the result that this rank receives, for each rank.
+        rows: Number of rows of the result.
+    """
 
     sends: tuple[torch.Tensor, ...]
     receives: tuple[torch.Tensor, ...]
     rows: int
 
 
-def paths(route: Route | Paths, device: torch.device) -> Paths:
-    """The route with its numbers on the device."""
+def route_on_device(route: Route | DeviceRoute, device: torch.device) -> DeviceRoute:
+    """Return the route with its row numbers on the device."""
 
-    def there(rows: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    def move(all_numbers: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         return tuple(
-            each.to(device) if isinstance(each, torch.Tensor) else to_device(each, device)
-            for each in rows
+            numbers.to(device) if isinstance(numbers, torch.Tensor) else to_device(numbers, device)
+            for numbers in all_numbers
         )
 
-    return Paths(there(route.sends), there(route.receives), route.rows)
+    return DeviceRoute(move(route.sends), move(route.receives), route.rows)
 
 
 def exchange_rows(
     tensors: Sequence[torch.Tensor],
-    route: Route | Paths,
+    route: Route | DeviceRoute,
     groups: Groups,
     identity: int = 0,
     label: object = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Several tensors whose rows, along dimension 0, go where `route` says: one message per rank.
+    """Exchange rows (dimension 0) of several tensors by a route, with one message per rank.
 
-    tensors: this rank's, [s, ...] each, of any dtypes; route: this rank's (`paths` on the device of
-    the tensors save a copy per call). Returns as many, [r, ...] each, zero where nobody sends.
-    identity: a digest of what the ranks agreed on; label: as of `mb.attention`. Collective over the
-    grid, as its backward is. The caller has made the channel, `groups.connect([GRID], device)`, and
-    said how long a message may be, `groups.expect`.
+    A collective call of all ranks of the grid, as is its backward. It can be differentiated any
+    number of times. The caller must have called `groups.connect([GRID], device)` and
+    `groups.expect` with the longest message.
 
-    Differentiable, any number of times. RuntimeError if a rank died or is out of step.
+    Args:
+        tensors: Tensors of this rank, [s, ...] each, of any dtypes.
+        route: Route of this rank. `route_on_device` saves a copy per call.
+        groups: Groups of the ranks.
+        identity: Digest of what the ranks agreed on.
+        label: As in `mb.attention`.
+
+    Returns:
+        For each tensor, [r, ...]; rows that no rank sends are zero.
+
+    Raises:
+        RuntimeError: A rank died or is out of step.
     """
     groups.check()
-    moves = paths(route, tensors[0].device)
-    job = _Job(groups, moves, groups.calls.forward(identity, label, False))
-    return _Rows.apply(job, *tensors)  # pyright: ignore[reportReturnType]
+    device_route = route_on_device(route, tensors[0].device)
+    exchange = _RowExchange(groups, device_route, groups.calls.forward(identity, label, False))
+    return _ExchangeRows.apply(exchange, *tensors)  # pyright: ignore[reportReturnType]
 
 
 def over_grid(
     groups: Groups,
     sent: Mapping[int, Tensors],
-    wanted: Mapping[int, Shapes],
+    expected: Mapping[int, Shapes],
     device: torch.device,
     call: CallTag,
     label: str,
 ) -> dict[int, Tensors]:
-    """What came from each rank of the grid, of the shapes `wanted` of it, while `sent` went there;
-    label: what this exchange of the call is, the same on every rank.
+    """Send tensors to ranks of the grid, and return what was received from each rank.
+
+    Args:
+        groups: Groups of the ranks.
+        sent: Rank -> tensors to send.
+        expected: Rank -> shapes and dtypes to receive.
+        device: Device of the tensors.
+        call: Tag of the call, for envelopes.
+        label: Name of this exchange in the call, the same on every rank.
     """
     link, me = groups.topology.link, groups.rank
     sends = [Send(peer, link(me, peer), tensors) for peer, tensors in sent.items()]
     envelope = Envelope(call, crc32(label.encode()))
-    return exchanged(groups.grid, GRID, sends, wanted, device, envelope, label)
+    return exchanged(groups.grid, GRID, sends, expected, device, envelope, label)
 
 
 def longest(rows: int, tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes of a message with so many rows of each of these tensors."""
+    """Return the bytes of a message with this number of rows of each tensor."""
     sizes = [t[:1].numel() * t.element_size() if len(t) else 0 for t in tensors]
     return sum(rows * size + packing.ALIGNMENT for size in sizes) + packing.ENVELOPE
 
 
 @dataclass(frozen=True)
-class _Job:
-    """One rank's part of an exchange; home: rows of the shard that gradients go back to, or None
-    for the way there.
+class _RowExchange:
+    """One rank's part of an exchange.
+
+    Attributes:
+        groups: Groups of the ranks.
+        route: Rows that this rank sends and receives.
+        call: Tag of the call.
+        home: In the backward exchange, number of rows of the exchange whose gradients it computes;
+            None in the forward exchange.
     """
 
     groups: Groups
-    paths: Paths
+    route: DeviceRoute
     call: CallTag
     home: int | None = None
 
-    def turned(self, rows: int) -> _Job:
-        """The exchange that carries the gradients of this one."""
-        there, home = self.paths, rows if self.home is None else None
-        return replace(self, paths=Paths(there.receives, there.sends, rows), home=home)
+    def reversed(self, rows: int) -> _RowExchange:
+        """Return the exchange in the other direction, which sends the gradients of this one."""
+        forward_route, home = self.route, rows if self.home is None else None
+        return replace(
+            self, route=DeviceRoute(forward_route.receives, forward_route.sends, rows), home=home
+        )
 
 
-class _Rows(torch.autograd.Function):
-    """The exchange of a job; its backward is the exchange of the turned job."""
+class _ExchangeRows(torch.autograd.Function):
+    """Autograd function of an exchange; its backward is the exchange in the other direction."""
 
     @staticmethod
-    def forward(ctx: Any, job: _Job, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.job = job.turned(len(tensors[0]))
-        with job.groups.running():
-            return tuple(_move(job, tensors))
+    def forward(
+        ctx: Any, exchange: _RowExchange, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.exchange = exchange.reversed(len(tensors[0]))
+        with exchange.groups.running():
+            return tuple(_move(exchange, tensors))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.job.groups.check()
-        ctx.job.groups.calls.backward(ctx.job.call)
-        return None, *_Rows.apply(ctx.job, *gradients)  # pyright: ignore
+        ctx.exchange.groups.check()
+        ctx.exchange.groups.calls.backward(ctx.exchange.call)
+        return None, *_ExchangeRows.apply(ctx.exchange, *gradients)  # pyright: ignore
 
 
-def _move(job: _Job, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """One rank's exchange."""
-    sends, receives, rows = job.paths
+def _move(exchange: _RowExchange, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    sends, receives, rows = exchange.route
     parts = [
         [t.index_select(0, numbers) if len(numbers) else t[:0] for t in tensors]
         for numbers in sends
     ]
-    arrived = _exchange(job, parts, [len(numbers) for numbers in receives])
-    sums = [_sums_in(t.dtype) if job.home is not None else t.dtype for t in tensors]
+    by_rank = _exchange(exchange, parts, [len(numbers) for numbers in receives])
+    sums = [_sums_in(t.dtype) if exchange.home is not None else t.dtype for t in tensors]
     results = [
         t.new_zeros((rows, *t.shape[1:]), dtype=s) for t, s in zip(tensors, sums, strict=True)
     ]
-    for numbers, some in zip(receives, arrived, strict=True):
+    for numbers, received in zip(receives, by_rank, strict=True):
         if len(numbers):
-            for result, came in zip(results, some, strict=True):
-                result.index_add_(0, numbers, came.to(result.dtype))
+            for result, source in zip(results, received, strict=True):
+                result.index_add_(0, numbers, source.to(result.dtype))
     return [result.to(t.dtype) for result, t in zip(results, tensors, strict=True)]
 
 
 def _exchange(
-    job: _Job, parts: list[list[torch.Tensor]], wanted: list[int]
+    exchange: _RowExchange, parts: list[list[torch.Tensor]], row_counts: list[int]
 ) -> list[Sequence[torch.Tensor]]:
-    """What came from each rank: `wanted` rows of each tensor, or nothing."""
-    me = job.groups.rank
-    own, others = parts[me], [peer for peer in range(len(parts)) if peer != me]
+    """Return what was received from each rank: rows of each tensor, or nothing."""
+    me = exchange.groups.rank
+    own, peers = parts[me], [peer for peer in range(len(parts)) if peer != me]
     shapes = {
-        peer: [(torch.Size((wanted[peer], *t.shape[1:])), t.dtype) for t in own]
-        for peer in others
-        if wanted[peer]
+        peer: [(torch.Size((row_counts[peer], *t.shape[1:])), t.dtype) for t in own]
+        for peer in peers
+        if row_counts[peer]
     }
-    sent = {peer: parts[peer] for peer in others if len(parts[peer][0])}
-    way = "rows there" if job.home is None else "gradients of rows home"
-    arrived = over_grid(job.groups, sent, shapes, own[0].device, job.call, way)
+    sent = {peer: parts[peer] for peer in peers if len(parts[peer][0])}
+    title = "rows there" if exchange.home is None else "gradients of rows home"
+    arrived = over_grid(exchange.groups, sent, shapes, own[0].device, exchange.call, title)
     nothing = [t[:0] for t in own]
     return [own if peer == me else arrived.get(peer, nothing) for peer in range(len(parts))]
 

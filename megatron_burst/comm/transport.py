@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moving tensors between the ranks of a grid, and counting what moved.
+"""Transport of tensors between the ranks of a grid, and counters of what was sent.
 
-`Endpoint` is one rank's end of a transport: here that of torch.distributed, on a process group for
-each ring, kind of traffic (activations and gradients on one communicator give wrong results,
-BurstEngine section 3.1) and type of device. The plugin `testing` has one for ranks in one process.
-Decides what an exchange is and what its failure says.
+`Endpoint` is one rank's end of a transport. This module has the endpoint for torch.distributed. It
+uses one process group for each ring, each kind of traffic and each device type. Activations and
+gradients need separate communicators, otherwise results are wrong (BurstEngine section 3.1). The
+plugin `testing` has an endpoint for ranks in one process.
+
+This module decides what an exchange is, and the text of its errors.
 """
 
 from __future__ import annotations
@@ -26,8 +28,11 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Channel(NamedTuple):
-    """A ring ("flat", "intra", "inter"), "ulysses" or "grid" (all ranks, in the order of their
-    numbers), and whether it carries gradients.
+    """A group of ranks and a kind of traffic, for which one process group exists.
+
+    Attributes:
+        ring: "flat", "intra", "inter", "ulysses", or "grid" (all ranks in rank order).
+        gradient: True for gradients.
     """
 
     ring: str
@@ -35,9 +40,13 @@ class Channel(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Contiguous tensors for member `peer` of the channel, over `link` ("intra" or "inter").
+    """Contiguous tensors to send.
 
-    flat: the buffer of a packed message that holds all of them.
+    Attributes:
+        peer: Member of the channel that receives them.
+        link: "intra" or "inter".
+        tensors: The tensors.
+        flat: Buffer of a packed message that contains all of them, or None.
     """
 
     peer: int
@@ -47,9 +56,13 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """Contiguous tensors to be filled from member `peer`.
+    """Contiguous tensors to receive.
 
-    message: what holds them, to be received as one; envelope: what it must bear.
+    Attributes:
+        peer: Member of the channel that sends them.
+        tensors: Tensors that are filled.
+        message: Message that contains them, if they are received as one message.
+        envelope: Envelope that the message must have.
     """
 
     peer: int
@@ -58,9 +71,16 @@ class Receive(NamedTuple):
     envelope: Envelope = Envelope(NO_CALL, 0)
 
 
-class Trade(NamedTuple):
-    """An all-to-all: `parts[i][peer]` of this rank goes into `into[i]` of the peer, at the rank of
-    this one. into: contiguous; links: to each peer; envelope: where there are messages.
+class AllToAll(NamedTuple):
+    """An all-to-all: `parts[i][peer]` of this rank becomes `into[i][rank]` of the peer.
+
+    Attributes:
+        channel: Channel.
+        parts: Tensors to send, [peers, ...] each.
+        into: Contiguous tensors to fill, [peers, ...] each.
+        links: Link class to each peer.
+        envelope: Envelope, if messages are used.
+        label: Text for errors.
     """
 
     channel: Channel
@@ -72,8 +92,10 @@ class Trade(NamedTuple):
 
 
 class Pending(Protocol):
-    """A started exchange: `wait` returns when all it sends may be reused and all arrived (with NCCL
-    for what the current stream does next; torch up to 2.7 frees such buffers later).
+    """A started exchange.
+
+    `wait` returns when everything was received and all sent tensors may be reused. With NCCL this
+    holds for later operations of the current stream; torch up to 2.7 frees such buffers later.
     """
 
     def wait(self) -> None: ...
@@ -81,7 +103,7 @@ class Pending(Protocol):
 
 @dataclass
 class Counters:
-    """Payload bytes sent by one rank, by link class."""
+    """Payload bytes that one rank sent, by link class."""
 
     intra: int = 0
     inter: int = 0
@@ -99,22 +121,23 @@ class Counters:
 
 
 class Endpoint(Protocol):
-    """One rank's end of a transport; `rank` and peers count from 0 in what it joins.
+    """One rank's end of a transport.
 
-    `exchange` starts transfers and does not block; the str of `label` is what errors say of it.
-    `all_to_all` returns when all arrived. `released` says that nobody here reads these tensors
-    again before they are written to.
+    `rank` and peers are indices in the ring, ulysses group or grid. `exchange` starts transfers and
+    does not block. Errors contain the string of `label`. `all_to_all` returns when everything was
+    received. `released` declares that this rank does not read the tensors again before they are
+    overwritten.
     """
 
     rank: int
     counters: Counters
-    room: int  # bytes that a receive buffer on the CPU has at least
+    room: int  # minimum bytes of a receive buffer on the CPU
 
     def exchange(
         self, channel: Channel, sends: Sequence[Send], receives: Sequence[Receive], label: object
     ) -> Pending: ...
 
-    def all_to_all(self, trade: Trade) -> None: ...
+    def all_to_all(self, trade: AllToAll) -> None: ...
 
     def released(self, tensors: Tensors) -> None: ...
 
@@ -123,13 +146,24 @@ def exchanged(
     endpoint: Endpoint,
     channel: Channel,
     sends: Iterable[Send],
-    wanted: Mapping[int, Shapes],
+    expected: Mapping[int, Shapes],
     device: torch.device,
     envelope: Envelope,
     label: object,
 ) -> dict[int, Tensors]:
-    """What came from each peer, tensors of the shapes that are `wanted` of it, while `sends` (whose
-    tensors need not be contiguous) went. On the CPU what goes to one peer is one message.
+    """Send and receive tensors, and wait. On the CPU, all tensors for one peer are one message.
+
+    Args:
+        endpoint: Endpoint of this rank.
+        channel: Channel.
+        sends: Tensors to send; they need not be contiguous.
+        expected: Peer -> shapes and dtypes to receive.
+        device: Device of the tensors.
+        envelope: Envelope of all messages.
+        label: Text for errors.
+
+    Returns:
+        Peer -> received tensors.
     """
     packed = device.type == "cpu"
     sent, received = [], []
@@ -139,7 +173,7 @@ def exchanged(
             sent.append(Send(peer, link, message.tensors, message.flat))
         else:
             sent.append(Send(peer, link, [t.contiguous() for t in tensors]))
-    for peer, shapes in wanted.items():
+    for peer, shapes in expected.items():
         if packed:
             room = packing.empty(shapes, device, endpoint.room)
             received.append(Receive(peer, room.tensors, room, envelope))
@@ -151,27 +185,30 @@ def exchanged(
     return {receive.peer: receive.tensors for receive in received}
 
 
-def all_to_all_by_messages(endpoint: Endpoint, trade: Trade) -> None:
-    """`Endpoint.all_to_all` as one exchange: one message to and one from every other rank."""
+def all_to_all_by_messages(endpoint: Endpoint, trade: AllToAll) -> None:
+    """Do an all-to-all as one exchange, with one message to and from every other rank."""
     channel, parts, into, links, envelope, label = trade
     me, device = endpoint.rank, into[0].device
     peers = [peer for peer in range(len(links)) if peer != me]
     sends = [Send(peer, links[peer], [part[peer] for part in parts]) for peer in peers]
     shapes = [(t.shape[1:], t.dtype) for t in into]
-    wanted = dict.fromkeys(peers, shapes)
-    arrived = exchanged(endpoint, channel, sends, wanted, device, envelope, label)
+    expected = dict.fromkeys(peers, shapes)
+    arrived = exchanged(endpoint, channel, sends, expected, device, envelope, label)
     for peer, tensors in (*arrived.items(), (me, [part[me] for part in parts])):
         for target, tensor in zip(into, tensors, strict=True):
             target[peer].copy_(tensor)
 
 
 @dataclass
-class _Works:
-    """Only `wait` tells: with gloo `is_completed` may stay False for good."""
+class _PendingWorks:
+    """Works of torch.distributed and their errors.
+
+    It never uses `is_completed`, which may stay False forever with gloo.
+    """
 
     works: list[dist.Work]
     ops: Sequence[dist.P2POp]
-    receives: Sequence[Receive]  # whose envelopes are to be read
+    receives: Sequence[Receive]  # their envelopes are checked
     label: object
 
     def wait(self) -> None:
@@ -181,22 +218,33 @@ class _Works:
             except RuntimeError as error:
                 # NCCL makes one work of all operations.
                 ops = self.ops if len(self.works) != len(self.ops) else [self.ops[number]]
-                raise _failed(self.label, f"{_words(ops)}: {error}") from error
+                raise _exchange_error(self.label, f"{_operations(ops)}: {error}") from error
         for receive in self.receives:
             if receive.message is None or receive.message.flat is None:
                 continue
             complaint = packing.mismatch(receive.message.flat, receive.envelope)
             if complaint:
-                raise _failed(self.label, f"from member {receive.peer} of the group: {complaint}")
+                raise _exchange_error(
+                    self.label, f"from member {receive.peer} of the group: {complaint}"
+                )
 
 
 @dataclass
 class ProcessEndpoint:
-    """An end of the torch.distributed transport. clock: measures its waits, if there is one."""
+    """An endpoint of torch.distributed.
+
+    Attributes:
+        rank: Index of this rank.
+        ranks: Index -> global rank.
+        channels: (channel, device type) -> process group.
+        counters: Counters of sent bytes.
+        room: Minimum bytes of a receive buffer on the CPU.
+        clock: Measures waits, or None.
+    """
 
     rank: int
-    ranks: Sequence[int]  # peer -> global rank
-    channels: Mapping[tuple[Channel, str], dist.ProcessGroup]  # by type of device too
+    ranks: Sequence[int]
+    channels: Mapping[tuple[Channel, str], dist.ProcessGroup]
     counters: Counters = field(default_factory=Counters)
     room: int = 0
     clock: WaitClock | None = None
@@ -204,14 +252,14 @@ class ProcessEndpoint:
     def exchange(
         self, channel: Channel, sends: Sequence[Send], receives: Sequence[Receive], label: object
     ) -> Pending:
-        some = (sends[0] if sends else receives[0]).tensors[0]
-        group, ops = self.channels[channel, some.device.type], []
+        example = (sends[0] if sends else receives[0]).tensors[0]
+        group, ops = self.channels[channel, example.device.type], []
         for receive in receives:
             buffers, message, peer = receive.tensors, receive.message, self.ranks[receive.peer]
             if message is not None and message.flat is not None:
                 buffers = [message.flat]
-                if some.is_cpu and message.room is not None:  # more may come than is expected
-                    message.flat[-packing.ENVELOPE :] = 0  # an old one must not pass for a new one
+                if example.is_cpu and message.room is not None:  # a wrong message may be longer
+                    message.flat[-packing.ENVELOPE :] = 0  # erase the envelope of an old message
                     buffers = [message.room]
             for buffer in buffers:
                 ops.append(dist.P2POp(dist.irecv, buffer, peer, group))
@@ -223,22 +271,22 @@ class ProcessEndpoint:
         try:
             works = dist.batch_isend_irecv(ops)
         except RuntimeError as error:
-            raise _failed(label, f"{_words(ops)}: {error}") from error
-        started = _Works(works, ops, receives if some.is_cpu else (), label)
-        return started if self.clock is None else self.clock.timed(started, some.is_cpu)
+            raise _exchange_error(label, f"{_operations(ops)}: {error}") from error
+        started = _PendingWorks(works, ops, receives if example.is_cpu else (), label)
+        return started if self.clock is None else self.clock.timed(started, example.is_cpu)
 
-    def all_to_all(self, trade: Trade) -> None:
-        """On the CPU by messages, whose envelopes tell a rank that is out of step."""
-        some = trade.into[0]
-        group = self.channels[trade.channel, some.device.type]
-        # A collective has the order of its group, which torch sorts.
-        if some.is_cpu or dist.get_process_group_ranks(group) != list(self.ranks):
+    def all_to_all(self, trade: AllToAll) -> None:
+        """Use messages on the CPU, because their envelopes detect ranks that are out of step."""
+        example = trade.into[0]
+        group = self.channels[trade.channel, example.device.type]
+        # A collective uses the rank order of its group, which torch sorts.
+        if example.is_cpu or dist.get_process_group_ranks(group) != list(self.ranks):
             all_to_all_by_messages(self, trade)
         else:
             self._collectives(group, trade)
 
-    def _collectives(self, group: dist.ProcessGroup, trade: Trade) -> None:
-        """One per tensor, from where it lies contiguous and to where it belongs."""
+    def _collectives(self, group: dist.ProcessGroup, trade: AllToAll) -> None:
+        """Run one collective per tensor."""
         works, label = [], trade.label
         self.counters.add(
             Send(peer, link, tuple(part[peer] for part in trade.parts))
@@ -250,16 +298,16 @@ class ProcessEndpoint:
                 source = part.contiguous()
                 works.append(dist.all_to_all_single(target, source, group=group, async_op=True))
         except RuntimeError as error:
-            raise _failed(label, f"{_words(())}: {error}") from error
-        started = _Works(works, (), (), label)
+            raise _exchange_error(label, f"{_operations(())}: {error}") from error
+        started = _PendingWorks(works, (), (), label)
         (started if self.clock is None else self.clock.timed(started, False)).wait()
 
     def released(self, tensors: Tensors) -> None:
         pass
 
 
-def _words(ops: Sequence[dist.P2POp]) -> str:
-    """What each operation does; without any it was a collective."""
+def _operations(ops: Sequence[dist.P2POp]) -> str:
+    """Describe the operations; none means a collective."""
     return (
         ", ".join(
             f"{'receiving from' if op.op is dist.irecv else 'sending to'} rank {op.peer}"
@@ -269,5 +317,5 @@ def _words(ops: Sequence[dist.P2POp]) -> str:
     )
 
 
-def _failed(label: object, reason: str) -> RuntimeError:
+def _exchange_error(label: object, reason: str) -> RuntimeError:
     return RuntimeError(f"exchange failed: {label}: {reason}")

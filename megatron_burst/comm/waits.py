@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a rank waited for transfers, where somebody asks.
+"""Time that a rank waits for transfers, for measurements.
 
 On the CPU this is the time that the host was blocked. On a GPU a wait blocks the stream, so it is
-the time between two CUDA events around it; events are read only once they have passed, and neither
-the host nor the stream waits for them.
+the time between two CUDA events around the wait. Events are read only after they have passed;
+neither the host nor the stream waits for them.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ import torch
 
 
 class Waitable(Protocol):
-    """What can be waited for: an exchange under way."""
+    """An exchange with a `wait` method."""
 
     def wait(self) -> None: ...
 
 
 @dataclass
 class WaitClock:
-    """The waits of one rank. Hand it to an endpoint, and `take` the seconds now and then."""
+    """The waits of one rank. Pass it to an endpoint, and call `take` regularly."""
 
     _seconds: float = 0.0
     _open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=deque)
     _spare: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     def timed(self, pending: Waitable, on_host: bool) -> Waitable:
-        """The same exchange, whose wait counts. on_host: does it block the host?"""
+        """Return the same exchange with a measured wait. `on_host`: the wait blocks the host."""
         return _TimedWait(self, pending, on_host)
 
     def take(self) -> float:
-        """Seconds of all waits that have ended since the last call."""
+        """Return the seconds of all waits that have ended since the last call."""
         self._read_passed()
         seconds, self._seconds = self._seconds, 0.0
         return seconds
@@ -46,10 +46,10 @@ class WaitClock:
         self._seconds += time.perf_counter() - begin
 
     def wait_on_stream(self, pending: Waitable) -> None:
-        if torch.cuda.is_current_stream_capturing():  # such events could not be read
+        if torch.cuda.is_current_stream_capturing():  # captured events cannot be read
             pending.wait()
             return
-        self._read_passed()  # so that few are open, however rarely somebody asks
+        self._read_passed()  # limits the number of open events
         begin, end = self._spare.pop() if self._spare else (_event(), _event())
         begin.record()
         pending.wait()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank holds during a pass: buffers of messages, and partial results.
+"""Memory of one rank during a pass: message buffers and partial results.
 
-A buffer of a kind has room for its longest message, or for a fourth, a sixteenth, ... of it, and is
-used for shorter ones as well, so that a pass holds few of them however messages shrink, and many
-short ones take little. Partial results are gradients, which add up, and outputs, which merge by
-online softmax: a rank's results for its own rows stay on it, those for rows of others are sent
-away, some rows at a time.
+A buffer has room for the longest message of its kind, or for 1/4, 1/16, ... of it. Shorter messages
+use it too. So a pass holds few buffers although messages shrink, and many short messages take
+little memory. Partial results are gradients, which are added, and outputs, which are merged by
+online softmax. Results for a rank's own rows stay on the rank. Results for rows of other ranks are
+sent, some rows at a time.
 """
 
 from __future__ import annotations
@@ -21,28 +21,30 @@ from ..comm.packing import Message
 from ..comm.transport import Endpoint
 from ..kernels.online_softmax import merge_
 from ..schedule.tables import ALL, Chunk
-from .job import RowPlace, Target, Tensors
+from .rank_plan import RowPlace, Target, Tensors
 
 
 class MessageKind:
-    """What the messages of a kind look like, found out once for each number of rows.
+    """Layout of the messages of one kind, computed once per number of rows.
 
-    rows: of each tensor, the shape of one row and the dtype. longest: rows of the longest message.
+    Args:
+        rows: Shape of one row and dtype, for each tensor.
+        longest: Number of rows of the longest message.
     """
 
     def __init__(self, rows: Sequence[tuple[torch.Size, torch.dtype]], longest: int):
         self.rows, self.longest = rows, longest
-        self._cuts: dict[int, packing.Cut] = {}
+        self._layouts: dict[int, packing.MessageLayout] = {}
 
-    def cut(self, rows: int) -> packing.Cut:
-        if rows not in self._cuts:
+    def layout(self, rows: int) -> packing.MessageLayout:
+        if rows not in self._layouts:
             shapes = [(torch.Size((rows, *shape)), dtype) for shape, dtype in self.rows]
-            self._cuts[rows] = packing.cut(shapes)
-        return self._cuts[rows]
+            self._layouts[rows] = packing.layout_of(shapes)
+        return self._layouts[rows]
 
 
 class Buffers:
-    """Messages by kind, reused once nothing holds them."""
+    """Free messages by kind. A message is reused after `give`."""
 
     def __init__(self, device: torch.device, endpoint: Endpoint, kinds: Mapping[str, MessageKind]):
         self.device, self.endpoint, self.kinds = device, endpoint, kinds
@@ -50,34 +52,37 @@ class Buffers:
         self._free: dict[str, dict[int, dict[int, list[Message]]]] = {kind: {} for kind in kinds}
 
     def take(self, kind: str, rows: int) -> Message:
-        """A message of so many rows; what is in it is undefined."""
-        of, free = self.kinds[kind], self._free[kind]
-        room = of.longest  # no half of it: a zigzag layout sends halves as often as whole chunks
+        """Return a message with this number of rows and undefined content."""
+        kind_of_message, free = self.kinds[kind], self._free[kind]
+        # Halves would not help: a zigzag layout sends halves as often as whole chunks.
+        room = kind_of_message.longest
         while 1 < rows <= room // 4:
             room //= 4
-        least = packing.room_size(of.cut(max(room, rows)), self.device, self.endpoint.room)
+        least = packing.room_size(
+            kind_of_message.layout(max(room, rows)), self.device, self.endpoint.room
+        )
         for size in sorted(size for size in free if size >= least):
             fitting = free[size]
-            if fitting.get(rows):  # most: as it was cut before
+            if fitting.get(rows):  # the usual case: same layout as before
                 return fitting[rows].pop()
-            other = next((messages for messages in fitting.values() if messages), None)
-            if other is not None:
-                buffer = other.pop().room
+            reusable = next((messages for messages in fitting.values() if messages), None)
+            if reusable is not None:
+                buffer = reusable.pop().room
                 assert buffer is not None
-                return packing.carve(buffer, of.cut(rows))
+                return packing.carve(buffer, kind_of_message.layout(rows))
         buffer = torch.empty(least, dtype=torch.uint8, device=self.device)
-        return packing.carve(buffer, of.cut(rows))
+        return packing.carve(buffer, kind_of_message.layout(rows))
 
-    def apart(self, kind: str, rows: int) -> Message:
-        """Tensors of their own, which never travel, of as many rows."""
-        parts, device = self.kinds[kind].cut(rows).parts, self.device
+    def separate(self, kind: str, rows: int) -> Message:
+        """Return a message with tensors of their own, which is never sent."""
+        parts, device = self.kinds[kind].layout(rows).parts, self.device
         tensors = [torch.empty(shape, dtype=dtype, device=device) for dtype, shape, *_ in parts]
         return Message(None, tuple(tensors))
 
     def give(self, kind: str, message: Message) -> None:
-        """Nobody reads this message again."""
+        """Take back a message that nobody reads again."""
         self.endpoint.released(message.tensors)
-        if message.room is not None:  # else it is no buffer of these
+        if message.room is not None:  # otherwise it is not from `take`
             rows = message.tensors[0].size(0) if message.tensors else 0
             free = self._free[kind].setdefault(message.room.numel(), {})
             free.setdefault(rows, []).append(message)
@@ -85,8 +90,12 @@ class Buffers:
 
 @dataclass
 class _Total:
-    """All rows of a partial result that this rank has; filled: those to which something was
-    contributed. write: writes sums that are not in the message yet.
+    """All rows of a partial result that this rank has.
+
+    Attributes:
+        message: The sums.
+        filled: Bit set of rows to which something was added.
+        write: Writes sums that are not in the message yet, or None.
     """
 
     message: Message
@@ -94,10 +103,12 @@ class _Total:
     write: Callable[[Message], None] | None = None
 
 
-class PartialResults:
-    """The partial results of a pass, made when first asked for.
+class ResultAccumulator:
+    """Partial results of a pass, allocated at first use.
 
-    wire: of each family, the kind of buffer in which it travels.
+    Args:
+        buffers: Message buffers of the pass.
+        wire: Family -> kind of the messages in which it is sent.
     """
 
     def __init__(self, buffers: Buffers, wire: Mapping[str, str]):
@@ -107,34 +118,44 @@ class PartialResults:
     def begin(
         self, target: Target, sums: Tensors, write: Callable[..., None] | None = None
     ) -> bool:
-        """All sums of a chunk go on from these, or what is written later; False: it has some."""
+        """Start the sums of a chunk with `sums`, or with what `write` writes later.
+
+        Returns:
+            False if the chunk already has sums; then nothing changes.
+        """
         if first := target.total not in self._totals:
             self._totals[target.total] = _Total(Message(None, sums), target.total.rows, write)
         return first
 
     def open(self, target: Target) -> Message:
-        """Where to contribute to the rows of a target; `merge` it where these lie apart."""
+        """Return tensors to which results for the rows of `target` are added.
+
+        If the rows are not consecutive, the tensors are a copy, and `merge` adds it.
+        """
         total, place = self._total(target), target.place
         total.filled |= target.rows
         if place.whole:
             return total.message
         if isinstance(place.at, slice):
-            return Message(None, taken(total.message.tensors, place))
+            return Message(None, rows_at(total.message.tensors, place))
         message = self._buffers.take(target.total.family, place.count)
         _clear(target.total.family, message)
         return message
 
     def merge(self, target: Target, part: Message) -> None:
-        """What was contributed to rows that lie apart goes to their places."""
-        _contribute(self._total(target).message, target, part)
+        """Add a copy from `open` to the rows of `target`."""
+        _add_or_merge(self._total(target).message, target, part)
         self._buffers.give(target.total.family, part)
 
-    def whole(self, target: Target) -> Tensors:
-        """All rows that this rank has of a chunk; nothing contributed yet: zeros."""
+    def total_rows(self, target: Target) -> Tensors:
+        """Return all rows of a chunk; rows without a result are zero."""
         return self._total(target).message.tensors
 
     def receive(self, target: Target, message: Message) -> None:
-        """What arrived becomes the sum if there is none and it has all rows; else it is added."""
+        """Add a received message.
+
+        The message becomes the total if it has all rows and there is no total yet.
+        """
         family = target.total.family
         kind = self._wire[family]
         if target.place.whole and target.total not in self._totals and kind == family:
@@ -142,18 +163,18 @@ class PartialResults:
             return
         total = self._total(target)
         total.filled |= target.rows
-        _contribute(total.message, target, message)
+        _add_or_merge(total.message, target, message)
         self._buffers.give(kind, message)
 
     def send(self, target: Target) -> Message:
-        """The rows of a target, which are cleared here: a message of the kind that travels."""
+        """Return the rows of `target` as a message to send, and clear them here."""
         total, family = self._total(target), target.total.family
         kind = self._wire[family]
         total.filled &= ~target.rows
         if target.place.whole and kind == family:
             return self._totals.pop(target.total).message
         message = self._buffers.take(kind, target.place.count)
-        rows = taken(total.message.tensors, target.place)
+        rows = rows_at(total.message.tensors, target.place)
         for tensor, source in zip(message.tensors, rows, strict=True):
             tensor.copy_(source)
         if total.filled:
@@ -165,19 +186,19 @@ class PartialResults:
     def _total(self, target: Target) -> _Total:
         total = self._totals.get(target.total)
         if total is None or total.write:
-            # The output is no view: autograd refuses to let such a one be changed in place.
+            # The output is no view: autograd forbids changing a view of an output in place.
             output = target.total[::2] == ("out", ALL)
-            make = self._buffers.apart if output else self._buffers.take
+            make = self._buffers.separate if output else self._buffers.take
             message = make(target.total.family, target.size)
             ((total and total.write) or partial(_clear, target.total.family))(message)
             total = self._totals[target.total] = _Total(message, total.filled if total else 0)
         return total
 
 
-def _contribute(total: Message, target: Target, part: Message) -> None:
-    """Add `part` to the rows of the target, or merge it into them."""
+def _add_or_merge(total: Message, target: Target, part: Message) -> None:
+    """Add `part` to the rows of the target, or merge it by online softmax."""
     place = target.place
-    rows = taken(total.tensors, place)
+    rows = rows_at(total.tensors, place)
     if target.total.family == "out":
         merge_(*rows, *part.tensors)
     else:
@@ -188,8 +209,8 @@ def _contribute(total: Message, target: Target, part: Message) -> None:
             tensor.index_copy_(0, place.at, row)
 
 
-def taken(tensors: Tensors, place: RowPlace) -> Tensors:
-    """The rows at a place of each tensor: views where they are a slice, else copies."""
+def rows_at(tensors: Tensors, place: RowPlace) -> Tensors:
+    """Return the rows at `place` of each tensor: views for a slice, otherwise copies."""
     if place.whole:
         return tensors
     if isinstance(place.at, slice):
@@ -198,9 +219,9 @@ def taken(tensors: Tensors, place: RowPlace) -> Tensors:
 
 
 def _clear(family: str, message: Message, at: slice | torch.Tensor | None = None) -> None:
-    """Rows (None: all) to which nothing was contributed: 0, and an lse of -inf."""
+    """Set rows (None: all) to the empty result: 0, and an lse of -inf."""
     if at is None and family != "out" and message.flat is not None:
-        message.flat.zero_()  # all of its tensors at once
+        message.flat.zero_()  # all tensors at once
         return
     for index, tensor in enumerate(message.tensors):
         empty = float("-inf") if family == "out" and index == 1 else 0.0

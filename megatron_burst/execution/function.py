@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of one rank as one autograd function.
 
-Decides what is saved for backward, and where results that a checkpoint keeps come from and go to.
-`forward` and `backward` are one rank's part as plain functions of tensors: exchange heads, run the
-ring, exchange them back.
+This module decides what is saved for backward, and how results that a checkpoint keeps are stored
+and loaded. `forward` and `backward` are plain functions of tensors for one rank: exchange heads,
+run the ring, exchange heads back.
 
 Shape letters: s local rows, b batch, h query heads, k key/value heads, d width, w value width.
 """
@@ -21,7 +21,7 @@ from ..kernels.autograd import first_order_only
 from ..kernels.base import Rows
 from ..kernels.online_softmax import row_delta, sink_gradient
 from . import ring, row_chunks
-from .job import Job, Tensors, rows_of
+from .rank_plan import RankPlan, Tensors, rows_of
 from .ulysses import heads_here, heads_to_rows, rows_to_heads
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -31,92 +31,125 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 
 def forward(
-    job: Job,
+    rank_plan: RankPlan,
     call: CallTag,
     shard: Tensors,
     sink: torch.Tensor | None,
     stored: Tensors | None,
     max_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Tensors]:
-    """(out [s, b, h, w], what backward needs: q, k, v, out and lse).
+    """Compute the attention output of one rank.
 
-    shard: contiguous q [s, b, h, d], k [s, b, k, d], v [s, b, k, w]. sink [h] or None. stored: out
-    and lse of the rows that were kept when this call ran first, if it runs again. max_logits [h]
-    or None: raised, for the heads whose ring this rank runs, to the largest score it computes.
+    Args:
+        rank_plan: Plan of this rank.
+        call: Tag of the call, for envelopes.
+        shard: Contiguous q [s, b, h, d], k [s, b, k, d], v [s, b, k, w].
+        sink: [h] or None.
+        stored: out and lse of the kept rows from the first run of this call, if the call is
+            repeated.
+        max_logits: [h] or None. Raised in place to the largest computed score, for the heads that
+            this rank's ring computes.
+
+    Returns:
+        out [s, b, h, w], and the tensors that backward needs: q, k, v, out and lse as the ring has
+        them.
     """
-    chunk, shared = job.chunks[0], len(job.ulysses_links) > 1
-    if len(job.chunks) > 1:
-        return row_chunks.forward(job, call, shard, sink, stored, max_logits)
-    run, partial = chunk.forward, chunk.recompute
+    chunk, shared = rank_plan.chunks[0], len(rank_plan.ulysses_links) > 1
+    if len(rank_plan.chunks) > 1:
+        return row_chunks.forward(rank_plan, call, shard, sink, stored, max_logits)
+    run, recompute = chunk.forward, chunk.recompute
     if shared:
-        shard = heads_to_rows(job, call, run.name, shard, job.order)
-        sink, max_logits = (None if x is None else x[heads_here(job)] for x in (sink, max_logits))
+        shard = heads_to_rows(rank_plan, call, run.name, shard, rank_plan.order)
+        sink, max_logits = (
+            None if x is None else x[heads_here(rank_plan)] for x in (sink, max_logits)
+        )
     q, k, v = shard
     if stored is None:
-        rings = ring.forward_rings(job, run, call, q, (k, v), max_logits)
+        rings = ring.forward_rings(rank_plan, run, call, q, (k, v), max_logits)
     else:
-        assert partial is not None
-        rest = rows_of(q, partial.rest)
-        rings = ring.forward_rings(job, partial.run, call, rest, (k, v), max_logits)
+        assert recompute is not None
+        missing_q = rows_of(q, recompute.missing)
+        rings = ring.forward_rings(rank_plan, recompute.run, call, missing_q, (k, v), max_logits)
     ring.run(rings)
     out, lse = ring.outputs(rings, q.dtype, sink)
     if stored is not None:
-        assert partial is not None
-        out, lse = partial.whole(stored[0], out), partial.whole(stored[1], lse)
-    whole = out
+        assert recompute is not None
+        out, lse = recompute.all_rows(stored[0], out), recompute.all_rows(stored[1], lse)
+    full_out = out
     if shared:
-        (whole,) = rows_to_heads(job, call, run.name, (out,), (job.heads,), out.dtype, job.order)
-        assert whole is not None
-    return whole, (q, k, v, out, lse)
+        (full_out,) = rows_to_heads(
+            rank_plan, call, run.name, (out,), (rank_plan.heads,), out.dtype, rank_plan.order
+        )
+        assert full_out is not None
+    return full_out, (q, k, v, out, lse)
 
 
 def backward(
-    job: Job, call: CallTag, dout: torch.Tensor, saved: Tensors, sink: torch.Tensor | None
+    rank_plan: RankPlan,
+    call: CallTag,
+    dout: torch.Tensor,
+    saved: Tensors,
+    sink: torch.Tensor | None,
 ) -> Gradients:
-    """dq, dk, dv in the accumulation dtype, or the wire's where ranks exchange heads and none is
-    shared; the gradient [h] of the sink. None where not needed.
+    """Compute the gradients of one rank.
 
-    dout [s, b, h, w]; saved: as `forward` returned it.
+    Args:
+        rank_plan: Plan of this rank.
+        call: Tag of the call, for envelopes.
+        dout: Gradient of the output, [s, b, h, w].
+        saved: Tensors that `forward` returned for backward.
+        sink: [h] or None.
+
+    Returns:
+        dq, dk, dv and dsink [h]; None for a gradient that is not needed. dtypes are the
+        accumulation dtype, or the wire dtype if ranks share heads and no head is copied.
     """
-    run, shared = job.chunks[0].backward, len(job.ulysses_links) > 1
-    if len(job.chunks) > 1:
-        return row_chunks.backward(job, call, dout, saved, sink)
+    run, shared = rank_plan.chunks[0].backward, len(rank_plan.ulysses_links) > 1
+    if len(rank_plan.chunks) > 1:
+        return row_chunks.backward(rank_plan, call, dout, saved, sink)
     q, k, v, out, lse = saved
     if shared:
-        (dout,) = heads_to_rows(job, call, run.name, (dout,), job.order)
+        (dout,) = heads_to_rows(rank_plan, call, run.name, (dout,), rank_plan.order)
     delta = row_delta(dout, out, lse.dtype)
     rows = Rows(q, dout.contiguous(), lse, delta, out)
-    rings = ring.backward_rings(job, run, call, rows, (k, v))
+    rings = ring.backward_rings(rank_plan, run, call, rows, (k, v))
     ring.run(rings)
-    grads = ring.gradients(rings, job.needs_grad)
+    grads = ring.gradients(rings, rank_plan.needs_grad)
     if shared:
-        narrow = [None if g is None else g.to(job.wire_dtype) for g in grads]
-        heads = job.heads, job.kv_heads, job.kv_heads
-        grads = rows_to_heads(job, call, run.name, narrow, heads, lse.dtype, job.order)
+        wire_grads = [None if g is None else g.to(rank_plan.wire_dtype) for g in grads]
+        heads = rank_plan.heads, rank_plan.kv_heads, rank_plan.kv_heads
+        grads = rows_to_heads(
+            rank_plan, call, run.name, wire_grads, heads, lse.dtype, rank_plan.order
+        )
     dsink = None
     if sink is not None:
-        here = slice(None)
+        own_heads = slice(None)
         if shared:
-            here = heads_here(job)
-        dsink = torch.zeros(job.heads, dtype=lse.dtype, device=lse.device)
-        dsink[here] = sink_gradient(sink[here], lse, delta)
+            own_heads = heads_here(rank_plan)
+        dsink = torch.zeros(rank_plan.heads, dtype=lse.dtype, device=lse.device)
+        dsink[own_heads] = sink_gradient(sink[own_heads], lse, delta)
     return *grads, dsink
 
 
-def rows_to_keep(job: Job, saved: Tensors) -> Tensors:
-    """Out and lse of the rows that the store keeps. saved: as `forward` returned it."""
-    if len(job.chunks) > 1:
-        return row_chunks.rows_to_keep(job, saved)
-    again = next(iter(job.chunks)).recompute
-    assert again is not None
-    return tuple(rows_of(t.detach(), again.kept) for t in saved[3:5])
+def rows_to_keep(rank_plan: RankPlan, saved: Tensors) -> Tensors:
+    """Return out and lse of the rows that the store keeps.
+
+    Args:
+        rank_plan: Plan of this rank.
+        saved: Tensors that `forward` returned for backward.
+    """
+    if len(rank_plan.chunks) > 1:
+        return row_chunks.rows_to_keep(rank_plan, saved)
+    recompute = next(iter(rank_plan.chunks)).recompute
+    assert recompute is not None
+    return tuple(rows_of(t.detach(), recompute.kept) for t in saved[3:5])
 
 
 # --- autograd -----------------------------------------------------------------------------------
 
 
-class Keeper(Protocol):
-    """Keeps out and lse of some rows between a forward and its recompute."""
+class ResultStore(Protocol):
+    """A store of out and lse of some rows between a forward and its recomputation."""
 
     @property
     def filled(self) -> bool: ...
@@ -127,59 +160,71 @@ class Keeper(Protocol):
 
 
 @dataclass(frozen=True)
-class KeptResults:
-    """Where this call finds or leaves results: a keeper, and what identifies the call there."""
+class StoredResults:
+    """Entry of one call in a result store.
 
-    keeper: Keeper
-    what: object
+    Attributes:
+        store: The store.
+        key: Identifies the call in the store.
+    """
 
-    def found(self) -> Tensors | None:
-        """Return the results of the first run of this call, None in the first run."""
-        return self.keeper.get(self.what) if self.keeper.filled else None
+    store: ResultStore
+    key: object
 
-    def leave(self, results: Tensors) -> None:
+    def load(self) -> Tensors | None:
+        """Return the results of the first run of this call; None in the first run."""
+        return self.store.get(self.key) if self.store.filled else None
+
+    def save(self, results: Tensors) -> None:
         """Keep the results of the first run of this call."""
-        self.keeper.put(self.what, results)
+        self.store.put(self.key, results)
 
 
 @dataclass(frozen=True)
-class AttentionRun:
+class RankCall:
     """A call of attention on this rank.
 
-    operation: public name, for errors. kept: where a checkpoint keeps results, or None.
-    recompute_job: runs if `kept` has results; None for `job`. A kernel that depends on the rows of
-    queries differs there. max_logits [h]: raised in place, or None. return_lse: return also lse,
-    without a gradient.
+    Attributes:
+        operation: Public name, for errors.
+        groups: Groups of the plan.
+        rank_plan: Plan of this rank.
+        tag: Tag of the call, for envelopes.
+        store_entry: Where a checkpoint keeps results, or None.
+        recompute_plan: Runs instead of `rank_plan` if `store_entry` has results. It has another
+            kernel if the kernel depends on the rows of queries.
+        max_logits: [h], raised in place, or None.
+        return_lse: Also return lse, without a gradient.
     """
 
     operation: str
     groups: Groups
-    job: Job
+    rank_plan: RankPlan
     tag: CallTag
-    kept: KeptResults | None
-    recompute_job: Job | None = None
+    store_entry: StoredResults | None
+    recompute_plan: RankPlan | None = None
     max_logits: torch.Tensor | None = None
     return_lse: bool = False
 
 
 class Attention(torch.autograd.Function):
-    """Attention of this rank: its backward waits for the other ranks.
+    """Autograd function for the attention of this rank. Its backward waits for other ranks.
 
-    sink [h] or None; shard: q, k, v. Returns out, with `return_lse` (out, lse).
+    Inputs are a `RankCall`, the sink [h] or None, and q, k, v. The output is out, or (out, lse)
+    with `return_lse`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, call: AttentionRun, sink: torch.Tensor | None, *shard: torch.Tensor
+        ctx: Any, call: RankCall, sink: torch.Tensor | None, *shard: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         qkv = tuple(t.contiguous() for t in shard)
-        stored = None if call.kept is None else call.kept.found()
-        job = call.job if stored is None else call.recompute_job or call.job
+        stored = None if call.store_entry is None else call.store_entry.load()
+        rank_plan = call.rank_plan if stored is None else call.recompute_plan or call.rank_plan
         with call.groups.running(qkv[0].device.type):
-            out, saved = forward(job, call.tag, qkv, sink, stored, call.max_logits)
-        if call.kept is not None and stored is None:
-            call.kept.leave(rows_to_keep(job, saved))
-        ctx.operation, ctx.job, ctx.groups = call.operation, call.job, call.groups
+            out, saved = forward(rank_plan, call.tag, qkv, sink, stored, call.max_logits)
+        if call.store_entry is not None and stored is None:
+            call.store_entry.save(rows_to_keep(rank_plan, saved))
+        ctx.operation, ctx.rank_plan, ctx.groups = call.operation, call.rank_plan, call.groups
         ctx.tag, ctx.dtype = call.tag, qkv[0].dtype
         ctx.save_for_backward(sink, *saved)
         if not call.return_lse:
@@ -194,7 +239,7 @@ class Attention(torch.autograd.Function):
         ctx.groups.check()
         ctx.groups.calls.backward(ctx.tag)
         with ctx.groups.running(dout.device.type):
-            *grads, dsink = backward(ctx.job, ctx.tag, dout, tuple(saved), sink)
+            *grads, dsink = backward(ctx.rank_plan, ctx.tag, dout, tuple(saved), sink)
         _, sink_needed, *needed = ctx.needs_input_grad
         if dsink is not None:
             dsink = dsink.to(sink.dtype) if sink_needed else None

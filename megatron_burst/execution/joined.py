@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs of one step as one call, over chunks of keys that are copied into one buffer.
+"""Joined calls: the pairs of one step as one kernel call, over chunks of keys in one buffer.
 
-For kernels that read and write all that belongs to their queries at every call, however few keys of
-a chunk these want: that of attention over a selection does, and so does every one where documents
-make small pieces. The copy moves far less than that. Keys are copied once, each chunk to its place
-in the order that the kernel reads, and a chunk that nothing else wants is let go of then. Gradients
-of keys stay in one buffer until each chunk's are asked for. Decides which pairs are one call, and
-in which order their keys lie; which pairs a step computes is the schedule's.
+This is for kernels that read and write everything of their queries in every call, even for few keys
+of a chunk. Kernels over a selection do that, and so does every kernel if documents make small
+pieces. Copying the keys moves far fewer bytes. Each chunk of keys is copied once, to its place in
+the order that the kernel reads. A chunk that nothing else needs is freed then. Gradients of keys
+stay in one buffer until the gradients of a chunk are needed.
+
+This module decides which pairs form one call, and the order of their keys. The schedule decides
+which pairs a step computes.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ from ..layout.sharding import to_device
 from ..schedule.head_shares import shared_order, shared_spans
 from ..schedule.rings import Schedule
 from ..schedule.tables import Chunk
-from .job import Call, Pass, Step, Target, Tensors
+from .rank_plan import KernelCall, RankPass, Step, Target, Tensors
 
 if TYPE_CHECKING:
     from .ring import Ring
 
 
-class Works(Protocol):
-    """What the kernel plans for pairs of spans; `planning.build.Works`."""
+class WorkSource(Protocol):
+    """Plans of the kernel for pairs of spans; implemented by `planning.build.KernelWorkCache`."""
 
     kernel: Any
 
@@ -43,11 +45,15 @@ class Works(Protocol):
     def spans(self, schedule: Schedule, chunk: Chunk) -> tuple[Span, ...]: ...
 
 
-class Part(NamedTuple):
+class KeyPart(NamedTuple):
     """A chunk of keys in a joined call.
 
-    rows: how many; at: where they lie among the keys of the call, a slice or int64 on the device.
-    target: of their gradients, None in forward. last: does nothing want the chunk after the call?
+    Attributes:
+        keys: The chunk.
+        rows: Number of rows.
+        at: Position among the keys of the call: a slice, or int64 on the device.
+        target: Target of their gradients; None in forward.
+        last: True if nothing needs the chunk after the call.
     """
 
     keys: Chunk
@@ -57,51 +63,58 @@ class Part(NamedTuple):
     last: bool
 
 
-class Parts(tuple[Part, ...]):
-    """The chunks of keys of a joined call."""
+class JoinedKeys(tuple[KeyPart, ...]):
+    """Chunks of keys of a joined call."""
 
-    def compute(self, call: Call, ring: Ring) -> None:
-        """Compute the call, as `compute` does."""
+    def compute(self, call: KernelCall, ring: Ring) -> None:
+        """Compute the call, see the function `compute`."""
         compute(call, ring)
 
 
-def joined(run: Pass, schedule: Schedule, works: Works, device: torch.device) -> Pass:
-    """The pass, with one call for the pairs of a step that have the same rows of queries.
+def joined(run: RankPass, schedule: Schedule, works: WorkSource, device: torch.device) -> RankPass:
+    """Return the pass with one call for the pairs of a step that have the same query rows.
 
-    Keys are brought in the order of their positions where that makes fewer spans, which take fewer
-    tiles, and a rank's own keys, which need no copy, are a call of their own; unless the kernel
-    `joins` pairs always and orders keys itself.
+    Keys are sorted by position if that makes fewer spans, because fewer spans take fewer tiles. A
+    rank's own keys need no copy and are a call of their own. Both do not apply to kernels that
+    always join pairs (`joins`) and sort keys themselves.
+
+    Args:
+        run: The pass with one call per pair.
+        schedule: Its schedule.
+        works: Plans of the kernel.
+        device: Device of row numbers.
     """
     in_order = not getattr(works.kernel, "joins", False)
-    made: dict[Any, list[Call]] = {}  # the same calls in steps and in deferred
+    joined_calls: dict[Any, list[KernelCall]] = {}  # shared by steps and deferred steps
 
-    def one(calls: Sequence[Call], last: frozenset[Chunk]) -> list[Call]:
+    def joined_call(calls: Sequence[KernelCall], last: frozenset[Chunk]) -> list[KernelCall]:
         key = tuple((call.pair, call.queries, call.keys, call.keys in last) for call in calls)
-        if key not in made:
+        if key not in joined_calls:
             first, shards = calls[0], [works.spans(schedule, call.keys) for call in calls]
             spans = shared_spans(shards) if in_order else tuple(chain(*shards))
             order = shared_order(shards) if in_order else None
-            call = replace(first, work=works.of(works.spans(schedule, first.queries), spans))
+            merged = replace(first, work=works.of(works.spans(schedule, first.queries), spans))
             if len(calls) > 1:
                 rows = [sum(span.length for span in shard) for shard in shards]
-                parts = Parts(
-                    Part(each.keys, n, at, (*each.targets[1:], None)[0], each.keys in last)
-                    for each, n, at in zip(calls, rows, _places(rows, order, device), strict=True)
+                parts = JoinedKeys(
+                    KeyPart(call.keys, n, at, (*call.targets[1:], None)[0], call.keys in last)
+                    for call, n, at in zip(calls, rows, _places(rows, order, device), strict=True)
                 )
-                call = replace(call, targets=first.targets[:1], parts=parts)
-            made[key] = [] if call.work is None else [call]
-        return made[key]
+                merged = replace(merged, targets=first.targets[:1], parts=parts)
+            joined_calls[key] = [] if merged.work is None else [merged]
+        return joined_calls[key]
 
     def joined_steps(steps: Sequence[Step]) -> tuple[Step, ...]:
-        arriving, leaving = -1, dict[Chunk, int]()  # until which boundary
-        for at, exchange in ((step.index, each) for step in steps for each in step.exchanges):
+        arriving, leaving = -1, dict[Chunk, int]()  # last boundary with such a transfer
+        posted = ((step.index, exchange) for step in steps for exchange in step.exchanges)
+        for index, exchange in posted:
             if any(payload.target is None for payload in exchange.arriving):
-                arriving = at
+                arriving = index
             for payload in exchange.leaving:
                 if payload.target is None:
                     chunk = payload.source[0] if payload.source else payload.hop.chunk
                     leaving[chunk] = max(leaving.get(chunk, 0), exchange.land)
-        found, freed = [], set[Chunk]()
+        new_steps, freed = [], set[Chunk]()
         for step, after in zip_longest(steps, steps[1:]):
             release = tuple(chunk for chunk in step.release if chunk not in freed)
             uses = Counter(call.keys for call in step.calls)
@@ -109,15 +122,17 @@ def joined(run: Pass, schedule: Schedule, works: Works, device: torch.device) ->
                 chunk
                 for chunk in (after.release if after and step.index >= arriving else ())
                 if uses[chunk] == 1 and leaving.get(chunk, 0) <= step.index
-            )  # before that, what is given back is used again
-            same: dict[Any, list[Call]] = {}
+            )  # earlier, a freed buffer would be reused
+            calls_by_queries: dict[Any, list[KernelCall]] = {}
             for call in step.calls:
                 own = in_order and call.keys.owner == call.queries.owner
-                same.setdefault((call.queries, call.pair.query_rows, own), []).append(call)
-            calls = tuple(chain(*(one(each, last) for each in same.values())))
+                calls_by_queries.setdefault((call.queries, call.pair.query_rows, own), []).append(
+                    call
+                )
+            calls = tuple(chain(*(joined_call(group, last) for group in calls_by_queries.values())))
             freed |= {part.keys for call in calls for part in call.parts if part.last}
-            found.append(replace(step, release=release, calls=calls))
-        return tuple(found)
+            new_steps.append(replace(step, release=release, calls=calls))
+        return tuple(new_steps)
 
     return replace(run, steps=joined_steps(run.steps), deferred=joined_steps(run.deferred))
 
@@ -125,30 +140,35 @@ def joined(run: Pass, schedule: Schedule, works: Works, device: torch.device) ->
 def _places(
     rows: Sequence[int], order: np.ndarray | None, device: torch.device
 ) -> list[slice | torch.Tensor]:
-    """Where the rows of each part lie in a call's keys. order: as of `shared_order`."""
+    """Return the position of the rows of each part among the keys of a call.
+
+    `order` is from `shared_order`.
+    """
     ends = list(accumulate(rows))
     if order is None:
         return [slice(end - count, end) for end, count in zip(ends, rows, strict=True)]
     places = np.empty_like(order)
     places[order] = np.arange(len(order))
     together = to_device(places, device)
-    found: list[slice | torch.Tensor] = []
+    positions: list[slice | torch.Tensor] = []
     for end, count in zip(ends, rows, strict=True):
         own = places[end - count : end]
         follow = own[-1] - own[0] == count - 1 and (np.diff(own) == 1).all()
-        found.append(slice(own[0], own[-1] + 1) if follow else together[end - count : end])
-    return found
+        positions.append(slice(own[0], own[-1] + 1) if follow else together[end - count : end])
+    return positions
 
 
-def compute(call: Call, ring: Ring) -> None:
-    """Compute a joined call of a ring: its target is that of the queries, out or dquery, and its
-    parts have those of gradients of keys besides.
+def compute(call: KernelCall, ring: Ring) -> None:
+    """Compute a joined call of a ring.
+
+    The target of the call belongs to the queries (out or dquery). The parts have the targets of the
+    gradients of keys.
     """
     partials, (own,), parts = ring.partials, call.targets, call.parts
-    keys, sums = _gathered(parts, ring), [partials.open(own)]
+    keys, sums = _gather_keys(parts, ring), [partials.open(own)]
     grads: Tensors = ()
     if parts[0].target is not None:
-        grads = ring.buffers.apart("dkv", len(keys[0])).tensors
+        grads = ring.buffers.separate("dkv", len(keys[0])).tensors
         for tensor in grads:
             tensor.zero_()
         sums.append(Message(None, grads))
@@ -159,30 +179,30 @@ def compute(call: Call, ring: Ring) -> None:
     for target, at in ((part.target, part.at) for part in parts if part.target is not None):
         if target.place.whole and partials.begin(target, (), partial(_write, grads, at)):
             continue
-        there = partials.open(target)
-        for tensor, rows in zip(there.tensors, grads, strict=True):
+        key_sums = partials.open(target)
+        for tensor, rows in zip(key_sums.tensors, grads, strict=True):
             tensor.add_(rows[at])
         if not isinstance(target.place.at, slice):
-            partials.merge(target, there)
+            partials.merge(target, key_sums)
 
 
-def _gathered(parts: Sequence[Part], ring: Ring) -> Tensors:
-    """The keys of all parts, each copied to its place, and let go of where it is wanted no more."""
+def _gather_keys(parts: Sequence[KeyPart], ring: Ring) -> Tensors:
+    """Copy the keys of all parts to their places, and free chunks that nothing needs afterwards."""
     rows = sum(part.rows for part in parts)
     first = ring.chunks[parts[0].keys].tensors
-    whole = tuple(t.new_empty((rows, *t.shape[1:])) for t in first)
+    keys = tuple(t.new_empty((rows, *t.shape[1:])) for t in first)
     for part in parts:
-        for tensor, rows_of in zip(whole, ring.chunks[part.keys].tensors, strict=True):
+        for tensor, rows_of in zip(keys, ring.chunks[part.keys].tensors, strict=True):
             if isinstance(part.at, slice):
                 tensor[part.at] = rows_of
             else:
                 tensor.index_copy_(0, part.at, rows_of)
         if part.last:
             ring.endpoint.released(ring.chunks.pop(part.keys).tensors)
-    return whole
+    return keys
 
 
 def _write(grads: Tensors, at: slice | torch.Tensor, message: Message) -> None:
-    """The gradients of a part into a message of its own."""
+    """Copy the gradients of a part into a message of its own."""
     for tensor, rows in zip(message.tensors, grads, strict=True):
         tensor.copy_(rows[at])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop of a ring: post, wait, compute, merge and release, forward and backward alike.
+"""The loop of a ring: post, wait, compute, merge and release, the same in forward and backward.
 
-`Ring` runs one rank's part of a pass over some heads. Which rows are where at what time was decided
-by the schedule, where they lie in which buffer by `planning/build.py`; here they move. `run` lets
-the rings of several head chunks run one behind the other, and `Forward` and `Backward` say what one
+`Ring` runs one rank's part of a pass over some heads. The schedule decided which rows are on which
+rank at which time, and `planning/build.py` decided their place in buffers. `run` runs the rings of
+several head chunks, each one step behind the previous one. `Forward` and `Backward` define what a
 pair computes.
 
 Shape letters: s local rows, b batch, h query heads, k key/value heads, d width, w value width.
@@ -27,15 +27,15 @@ from ..kernels.base import Kernel, Rows, Scoring
 from ..kernels.online_softmax import accumulation_dtype, add_sink_
 from ..schedule.head_shares import deferred_chunks
 from ..schedule.tables import Chunk
-from .buffers import Buffers, MessageKind, PartialResults, taken
-from .job import Call, Exchange, Job, Pass, Payload, Tensors
+from .buffers import Buffers, MessageKind, ResultAccumulator, rows_at
+from .rank_plan import Exchange, KernelCall, Payload, RankPass, RankPlan, Tensors
 
 UNNAMED = nullcontext()
 DONE = object()
 
 
-class ChunkStore(Protocol):
-    """The received chunks that a ring keeps: a dict, or a store in host memory.
+class ChunkTable(Protocol):
+    """The chunks that a ring holds: a dict, or a table with chunks in host memory.
 
     The ring calls `pop` for a chunk that it does not need any more, and reuses the message.
     """
@@ -48,9 +48,14 @@ class ChunkStore(Protocol):
 
 
 class HeadChunk(NamedTuple):
-    """Some heads of a rank, whose ring runs behind those of the heads before.
+    """Some heads of a rank, whose ring runs one step behind the ring of the previous heads.
 
-    heads, kv_heads: which. title: what it adds to the name of the pass.
+    Attributes:
+        number: Number of the head chunk.
+        heads: Its query heads.
+        kv_heads: Its key/value heads.
+        deferred: True if the pair of own chunks is computed last.
+        title: Suffix for the name of the pass.
     """
 
     number: int
@@ -60,8 +65,14 @@ class HeadChunk(NamedTuple):
     title: str
 
 
-class _Flight(NamedTuple):
-    """An exchange under way: what arrives, and what is done with once it left."""
+class _PendingExchange(NamedTuple):
+    """An exchange that was started.
+
+    Attributes:
+        pending: Waits for the exchange.
+        arriving: Received payloads with their messages.
+        leaving: Sent payloads with their messages, which are freed afterwards.
+    """
 
     pending: Pending
     arriving: list[tuple[Payload, Message]]
@@ -69,19 +80,26 @@ class _Flight(NamedTuple):
 
 
 class Ring:
-    """One rank's part of a pass over the heads of a chunk: chunks held, partial results, exchanges
-    in flight.
+    """One rank's part of a pass over one head chunk.
 
-    own: the tensors of each family of copies that this rank has from the start.
-    sums: of each family of partial results, what a row of each tensor has; the last
-    `exact` of these travel as they are summed, the others in the dtype of the wire. compute: what
-    is done with a pair (`Forward`, `Backward`; `sparse` has others).
+    The ring owns held chunks, partial results and started exchanges.
+
+    Args:
+        rank_plan: Plan of this rank.
+        run: The pass.
+        tag: Tag of the call, for envelopes.
+        heads: The head chunk.
+        compute: Computes a pair: `Forward`, `Backward`, or a class of the plugin `sparse`.
+        own: Family of copies -> tensors that this rank has from the start.
+        sums: Family of partial results -> shape of one row of each tensor.
+        exact: Number of last tensors of each family in `sums` that are sent in the dtype of the
+            sums; the others are sent in the wire dtype.
     """
 
     def __init__(
         self,
-        job: Job,
-        run: Pass,
+        rank_plan: RankPlan,
+        run: RankPass,
         tag: CallTag,
         heads: HeadChunk,
         compute: Any,
@@ -92,34 +110,38 @@ class Ring:
     ):
         self.run, self.heads, self.compute, self._tag = run, heads, compute, tag
         self.steps = run.deferred if heads.deferred else run.steps
-        assert self.steps, "a pass made without the order of head chunks that are deferred"
-        self.endpoint, self.me = job.ring, job.ring.rank
-        held = {Chunk(family, self.me): Message(None, tensors) for family, tensors in own.items()}
-        self.chunks: ChunkStore = held
+        assert self.steps, "the pass was planned without deferred steps"
+        self.endpoint, self.me = rank_plan.ring, rank_plan.ring.rank
+        own_chunks = {
+            Chunk(family, self.me): Message(None, tensors) for family, tensors in own.items()
+        }
+        self.chunks: ChunkTable = own_chunks
         device, dtype = own["query"][0].device, own["query"][0].dtype
         self._on_cpu = device.type == "cpu"
-        key = dtype, job.wire_dtype, heads.heads.stop - heads.heads.start
+        key = dtype, rank_plan.wire_dtype, heads.heads.stop - heads.heads.start
         if key not in run.kinds:
-            run.kinds[key] = kinds(run, own, sums, exact, accumulation_dtype(dtype), job.wire_dtype)
+            run.kinds[key] = kinds(
+                run, own, sums, exact, accumulation_dtype(dtype), rank_plan.wire_dtype
+            )
         of_kind, self._wire = run.kinds[key]
-        self.buffers = Buffers(device, job.ring, of_kind)
-        self.partials = PartialResults(self.buffers, self._wire)
-        self._flights: dict[int, list[_Flight]] = {}  # by where they land
+        self.buffers = Buffers(device, rank_plan.ring, of_kind)
+        self.partials = ResultAccumulator(self.buffers, self._wire)
+        self._pending: dict[int, list[_PendingExchange]] = {}  # by the boundary that waits
         self._packed: dict[Chunk, Message] = {}  # copies of rows that are being sent
-        self._sends = dict(run.sends)  # how often each is still to be sent
+        self._sends = dict(run.sends)  # remaining number of sends
 
     def __iter__(self) -> Iterator[None]:
-        """Run the pass. Pauses where only transfers are under way: there other rings compute."""
+        """Run the pass; pause when only transfers are pending, so that other rings can compute."""
         for step in self.steps:
-            self._land(step.index)
+            self._finish(step.index)
             for chunk in step.release:  # of other ranks
                 self.buffers.give(chunk.family, self.chunks.pop(chunk))
             # Posting comes before computing, which hides it (BurstEngine Algorithms 1 and 2).
             for exchange in step.exchanges:
                 self._post(exchange, step.index)
             yield
-            # What lands where it was posted blocks: only now, when every rank has posted it.
-            self._land(step.index)
+            # An exchange that ends at its own boundary blocks, so every rank must have posted it.
+            self._finish(step.index)
             for call in step.calls:
                 with self._range("queries of rank %d, keys of rank %d", *call.pair[:2]):
                     if call.parts:
@@ -131,10 +153,10 @@ class Ring:
                     for target, part in zip(call.targets, sums, strict=True):
                         if not isinstance(target.place.at, slice):
                             self.partials.merge(target, part)
-                    del queries, keys, sums  # or they would be here until the next pair
+                    del queries, keys, sums  # otherwise alive until the next pair
 
     def _post(self, exchange: Exchange, boundary: int) -> None:
-        """Start what shares a process group: take the rows that leave, and room for what comes."""
+        """Start the hops of an exchange."""
         sends, receives, arriving, leaving = [], [], [], []
         for payload in exchange.leaving:
             message, hop = self._outgoing(payload), payload.hop
@@ -147,22 +169,22 @@ class Ring:
                 envelope = self._envelope(payload)
                 receive = Receive(payload.hop.src, message.tensors, message, envelope)
             else:
-                whole = message if payload.packed else None
-                receive = Receive(payload.hop.src, message.tensors, whole)
+                packed_message = message if payload.packed else None
+                receive = Receive(payload.hop.src, message.tensors, packed_message)
             receives.append(receive)
             arriving.append((payload, message))
         label = _Label(self.run.name + self.heads.title, self.me, exchange, boundary)
         pending = self.endpoint.exchange(exchange.channel, sends, receives, label)
-        flight = _Flight(pending, arriving, leaving)
-        self._flights.setdefault(exchange.land, []).append(flight)
+        flight = _PendingExchange(pending, arriving, leaving)
+        self._pending.setdefault(exchange.land, []).append(flight)
 
-    def _land(self, boundary: int) -> None:
-        """Wait for what lands here: copies are held, partial results merged, what left is free."""
-        for flight in self._flights.pop(boundary, ()):
+    def _finish(self, boundary: int) -> None:
+        """Wait for the exchanges that end here, and free sent messages."""
+        for flight in self._pending.pop(boundary, ()):
             with self._range("wait, boundary %d", boundary):
                 flight.pending.wait()
             for payload, message in flight.leaving:
-                self._left(payload, message)
+                self._free_sent(payload, message)
             for payload, message in flight.arriving:
                 if payload.target is None:
                     self.chunks[payload.hop.chunk] = message
@@ -170,7 +192,7 @@ class Ring:
                     self.partials.receive(payload.target, message)
 
     def _outgoing(self, payload: Payload) -> Message:
-        """The message to be sent: what came, as it came, or a copy of some rows of it."""
+        """Return the message to send: a received message unchanged, or a copy of some rows."""
         chunk = payload.hop.chunk
         if payload.target is not None:
             message = self.partials.send(payload.target)
@@ -180,9 +202,9 @@ class Ring:
             return self._packed[chunk]
         else:
             source, place = payload.source
-            rows = taken(self.chunks[source].tensors, place)
+            rows = rows_at(self.chunks[source].tensors, place)
             if not (self._on_cpu or payload.packed) and all(t.is_contiguous() for t in rows):
-                return Message(None, rows)  # sent from where they lie
+                return Message(None, rows)  # sent without a copy
             message = self._packed[chunk] = self.buffers.take(chunk.family, payload.count)
             for target, row in zip(message.tensors, rows, strict=True):
                 target.copy_(row)
@@ -190,8 +212,8 @@ class Ring:
             packing.write_envelope_(message, self._envelope(payload))
         return message
 
-    def _left(self, payload: Payload, message: Message) -> None:
-        """Free what was sent where nothing else holds it."""
+    def _free_sent(self, payload: Payload, message: Message) -> None:
+        """Free a sent message if nothing else uses it."""
         chunk = payload.hop.chunk
         self._sends[chunk] -= 1
         if payload.target is not None:
@@ -200,44 +222,53 @@ class Ring:
             self.buffers.give(chunk.family, self._packed.pop(chunk))
 
     def _envelope(self, payload: Payload) -> Envelope:
-        """What the message bears, the same on every rank."""
+        """Return the envelope of the message, the same on every rank."""
         return Envelope(self._tag, payload.digest + (self.heads.number << 32))
 
     def _range(self, words: str, *numbers: int) -> AbstractContextManager[Any]:
-        """A range of torch's profiler, and of NVTX where that is emitted; no words without one."""
+        """Return a profiler range (and NVTX range, if enabled); without a profiler, do nothing."""
         if not profiler._is_profiler_enabled:
             return UNNAMED
         return record_function(f"{self.run.name}{self.heads.title}: {words % numbers}")
 
 
 def kinds(
-    run: Pass,
+    run: RankPass,
     own: Mapping[str, Tensors],
     sums: Mapping[str, Sequence[torch.Size]],
     exact: int,
     total: torch.dtype,
     wire: torch.dtype,
 ) -> tuple[dict[str, MessageKind], dict[str, str]]:
-    """The kinds of messages of a pass, and of each family in which kind it travels: apart where
-    sums travel in another dtype than they are summed in. own, sums, exact: as of `Ring`.
+    """Return the message kinds of a pass, and family -> kind in which it is sent.
+
+    Sums that are sent in another dtype have a separate kind. Arguments are the same as in `Ring`.
+
+    Args:
+        run: The pass.
+        own: As in `Ring`.
+        sums: As in `Ring`.
+        exact: As in `Ring`.
+        total: dtype of sums.
+        wire: dtype in which sums are sent.
     """
-    of = {
+    kind_of = {
         f: MessageKind([(t.shape[1:], t.dtype) for t in ts], run.longest.get(f, 0))
         for f, ts in own.items()
     }
-    travels = {family: family for family in own}
+    sent_as = {family: family for family in own}
     for family, shapes in sums.items():
-        here = [(shape, total) for shape in shapes]
-        narrow = len(shapes) - exact
-        there = [(shape, wire) for shape in shapes[:narrow]] + here[narrow:]
-        travels[family] = family if here == there else family + " wire"
-        of[family] = MessageKind(here, run.longest.get(family, 0))
-        of[travels[family]] = MessageKind(there, run.longest.get(family, 0))
-    return of, travels
+        sum_rows = [(shape, total) for shape in shapes]
+        rounded = len(shapes) - exact
+        wire_rows = [(shape, wire) for shape in shapes[:rounded]] + sum_rows[rounded:]
+        sent_as[family] = family if sum_rows == wire_rows else family + " wire"
+        kind_of[family] = MessageKind(sum_rows, run.longest.get(family, 0))
+        kind_of[sent_as[family]] = MessageKind(wire_rows, run.longest.get(family, 0))
+    return kind_of, sent_as
 
 
 class _Label(NamedTuple):
-    """What errors say of an exchange; made into words only then."""
+    """Text about an exchange for errors, formatted only when an error occurs."""
 
     title: str
     rank: int
@@ -254,10 +285,10 @@ class _Label(NamedTuple):
 
 
 def run(rings: Sequence[Ring]) -> None:
-    """Run the rings of all head chunks to their ends, each one boundary behind the one before.
+    """Run the rings of all head chunks, each one boundary behind the previous one.
 
-    While one computes, the hops of another are on the links; of the last hops, which no compute of
-    their own can hide, only those of the last head chunk are exposed.
+    While one ring computes, the hops of another are on the links. Its own computation cannot hide
+    the last hops of a ring, so only the last hops of the last head chunk are exposed.
     """
     waiting, running = [iter(ring) for ring in rings], []
     while waiting or running:
@@ -268,27 +299,35 @@ def run(rings: Sequence[Ring]) -> None:
                 running.remove(ring)
 
 
-def head_chunks(job: Job, heads: int, kv_heads: int) -> list[HeadChunk]:
-    """The head chunks of a job whose ring has so many heads on this rank.
+def head_chunks(rank_plan: RankPlan, heads: int, kv_heads: int) -> list[HeadChunk]:
+    """Return the head chunks of a rank.
 
-    The last ones defer the pair of their own chunks, which waits for no transfer, to overlap it
-    with their last gradient transfers; the first ones compute while they start.
+    The last head chunks defer the pair of their own chunks, which waits for no transfer, to overlap
+    it with their last gradient transfers. The first head chunks compute while the last ones start.
+
+    Args:
+        rank_plan: Plan of this rank.
+        heads: Query heads of this rank's ring.
+        kv_heads: Key/value heads of this rank's ring.
     """
-    count = job.head_chunks
+    count = rank_plan.head_chunks
     if count == 1:
         return [HeadChunk(0, slice(0, heads), slice(0, kv_heads), False, "")]
-    each, kv_each, first_deferred = (
+    chunk_heads, chunk_kv_heads, first_deferred = (
         heads // count,
         kv_heads // count,
         count - deferred_chunks(count),
     )
     return [
         HeadChunk(
-            i, slice(i * each, (i + 1) * each), slice(i * kv_each, (i + 1) * kv_each),
-            i >= first_deferred, f", heads {i * each} to {(i + 1) * each - 1}",
+            i,
+            slice(i * chunk_heads, (i + 1) * chunk_heads),
+            slice(i * chunk_kv_heads, (i + 1) * chunk_kv_heads),
+            i >= first_deferred,
+            f", heads {i * chunk_heads} to {(i + 1) * chunk_heads - 1}",
         )
         for i in range(count)
-    ]  # fmt: skip
+    ]
 
 
 # --- forward ------------------------------------------------------------------------------------
@@ -296,53 +335,72 @@ def head_chunks(job: Job, heads: int, kv_heads: int) -> list[HeadChunk]:
 
 @dataclass(frozen=True)
 class Forward:
-    """What a pair computes in forward: its part of out and lse, merged into what is there.
+    """Forward computation of a pair: a part of out and lse, merged with previous parts.
 
-    max_logits [h] or None: raised to the largest score of each head.
+    Attributes:
+        kernel: Local attention kernel.
+        scoring: Scale and softcap.
+        max_logits: [h], raised in place to the largest score of each head, or None.
     """
 
     kernel: Kernel
     scoring: Scoring
     max_logits: torch.Tensor | None
 
-    def pair(self, call: Call, queries: Tensors, keys: Tensors, sums: Sequence[Message]) -> None:
+    def pair(
+        self, call: KernelCall, queries: Tensors, keys: Tensors, sums: Sequence[Message]
+    ) -> None:
         (q,), (k, v), (out, lse) = queries, keys, sums[0].tensors
         self.kernel.forward(q, k, v, call.work, self.scoring, out, lse, self.max_logits)
 
 
 def forward_rings(
-    job: Job,
-    run: Pass,
+    rank_plan: RankPlan,
+    run: RankPass,
     tag: CallTag,
     q: torch.Tensor,
     keys: Tensors,
     max_logits: torch.Tensor | None = None,
 ) -> list[Ring]:
-    """One ring per head chunk: attention of the queries to the keys of all ranks (BurstEngine
-    Algorithm 1). q [s, b, h, d], keys (k [s, b, k, d], v [s, b, k, w]) of this rank.
+    """Return one ring per head chunk that computes attention to the keys of all ranks.
+
+    Source: BurstEngine Algorithm 1.
+
+    Args:
+        rank_plan: Plan of this rank.
+        run: The forward pass.
+        tag: Tag of the call, for envelopes.
+        q: [s, b, h, d].
+        keys: k [s, b, k, d] and v [s, b, k, w].
+        max_logits: [h] or None.
     """
     k, v = keys
     rings = []
-    for part in head_chunks(job, q.shape[2], k.shape[2]):
+    for part in head_chunks(rank_plan, q.shape[2], k.shape[2]):
         h, n = part.heads, part.kv_heads
         own = {"kv": (of_heads(k, n), of_heads(v, n)), "query": (of_heads(q, h),)}
         stat = own["query"][0].shape[1:3]
         rows = {"out": [torch.Size((*stat, v.shape[-1])), stat]}
-        compute = Forward(job.kernel, job.scoring, None if max_logits is None else max_logits[h])
-        rings.append(Ring(job, run, tag, part, compute, own, rows, exact=1))
+        compute = Forward(
+            rank_plan.kernel, rank_plan.scoring, None if max_logits is None else max_logits[h]
+        )
+        rings.append(Ring(rank_plan, run, tag, part, compute, own, rows, exact=1))
     return rings
 
 
 def outputs(
     rings: Sequence[Ring], dtype: torch.dtype, sink: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Out [s, b, h, w] in `dtype` and lse [s, b, h] in the accumulation dtype.
+    """Return out [s, b, h, w] in `dtype` and lse [s, b, h] in the accumulation dtype.
 
-    sink [h] or None: a logit that every row sees besides its keys, with no value.
+    Args:
+        rings: Rings of all head chunks, after they ran.
+        dtype: dtype of out.
+        sink: [h], an additional logit without a value for every row, or None.
     """
     outs, lses = [], []
     for ring in rings:
-        out, lse = ring.partials.whole(ring.run.totals["out", ring.me])
+        out, lse = ring.partials.total_rows(ring.run.totals["out", ring.me])
         if sink is not None:
             add_sink_(out, lse, sink[ring.heads.heads])
         outs.append(out.to(dtype))
@@ -355,10 +413,15 @@ def outputs(
 
 @dataclass(frozen=True)
 class Backward:
-    """What a pair computes in backward: its part of dq, dk and dv, added to what is there.
+    """Backward computation of a pair: parts of dq, dk and dv, added to the sums.
 
-    out: of the queries of rank `me`; it does not travel, a travelling query chunk brings delta
-    instead (BurstEngine 3.1).
+    Attributes:
+        kernel: Local attention kernel.
+        scoring: Scale and softcap.
+        out: Output of the queries of rank `me`. It is not sent: a sent query chunk has delta
+            instead (BurstEngine 3.1).
+        me: This rank in the ring.
+        needs_grad: Whether q, k and v need a gradient.
     """
 
     kernel: Kernel
@@ -367,7 +430,9 @@ class Backward:
     me: int
     needs_grad: tuple[bool, bool, bool]
 
-    def pair(self, call: Call, queries: Tensors, keys: Tensors, sums: Sequence[Message]) -> None:
+    def pair(
+        self, call: KernelCall, queries: Tensors, keys: Tensors, sums: Sequence[Message]
+    ) -> None:
         (q, dout, lse, delta), (k, v) = queries, keys
         out = self.out if call.queries.owner == self.me else None
         grads = by_tensor(sums[0].tensors + sums[1].tensors, self.needs_grad)
@@ -375,15 +440,25 @@ class Backward:
         self.kernel.backward(rows, k, v, call.work, self.scoring, *grads)
 
 
-def backward_rings(job: Job, run: Pass, tag: CallTag, rows: Rows, keys: Tensors) -> list[Ring]:
-    """One ring per head chunk: gradients of the local q, k, v (BurstEngine Algorithms 1 and 2).
+def backward_rings(
+    rank_plan: RankPlan, run: RankPass, tag: CallTag, rows: Rows, keys: Tensors
+) -> list[Ring]:
+    """Return one ring per head chunk that computes the gradients of the local q, k, v.
 
-    What travels is the program's business: own chunks are held from the start, those of others
-    arrive, and gradients are summed per chunk wherever it is. rows: the local query chunk; keys:
-    (k, v).
+    The program decides what is sent. A rank holds its own chunks from the start and receives chunks
+    of other ranks. Gradients are summed per chunk, on the rank that has the chunk.
+
+    Source: BurstEngine Algorithms 1 and 2.
+
+    Args:
+        rank_plan: Plan of this rank.
+        run: The backward pass.
+        tag: Tag of the call, for envelopes.
+        rows: The local query chunk.
+        keys: k [s, b, k, d] and v [s, b, k, w].
     """
-    (k, v), needs, rings = keys, job.needs_grad, []
-    for part in head_chunks(job, rows.q.shape[2], k.shape[2]):
+    (k, v), needs, rings = keys, rank_plan.needs_grad, []
+    for part in head_chunks(rank_plan, rows.q.shape[2], k.shape[2]):
         h, n = part.heads, part.kv_heads
         q, dout, lse, delta, out = [None if x is None else of_heads(x, h) for x in rows]
         own: dict[str, Any] = {
@@ -395,40 +470,44 @@ def backward_rings(job: Job, run: Pass, tag: CallTag, rows: Rows, keys: Tensors)
             "dquery": [own["query"][0].shape[1:]] if needs[0] else [],
             "dkv": [t.shape[1:] for t, needs_grad in needed if needs_grad],
         }
-        compute = Backward(job.kernel, job.scoring, out, job.ring.rank, needs)
-        rings.append(Ring(job, run, tag, part, compute, own, sums))
+        compute = Backward(rank_plan.kernel, rank_plan.scoring, out, rank_plan.ring.rank, needs)
+        rings.append(Ring(rank_plan, run, tag, part, compute, own, sums))
     return rings
 
 
 def gradients(
     rings: Sequence[Ring], needs_grad: tuple[bool, bool, bool]
 ) -> tuple[torch.Tensor | None, ...]:
-    """dq, dk, dv in the accumulation dtype; None where no gradient is needed."""
+    """Return dq, dk, dv in the accumulation dtype; None for a gradient that is not needed."""
     parts = []
     for ring in rings:
         dquery, dkv = (
-            ring.partials.whole(ring.run.totals[family, ring.me]) for family in ("dquery", "dkv")
+            ring.partials.total_rows(ring.run.totals[family, ring.me])
+            for family in ("dquery", "dkv")
         )
         parts.append(by_tensor(dquery + dkv, needs_grad))
-    each = zip(*parts, strict=True)
-    return tuple(join(x) if needed else None for x, needed in zip(each, needs_grad, strict=True))
+    chunk_gradients = zip(*parts, strict=True)
+    return tuple(
+        join(heads_of_chunks) if needed else None
+        for heads_of_chunks, needed in zip(chunk_gradients, needs_grad, strict=True)
+    )
 
 
 def by_tensor(
     sums: Tensors, needs_grad: tuple[bool, bool, bool]
 ) -> tuple[torch.Tensor | None, ...]:
-    """The sum of each of q, k, v, or None where it is not needed."""
+    """Return the sums of q, k and v, with None for a gradient that is not needed."""
     if len(sums) == len(needs_grad):
         return sums
-    rest = iter(sums)
-    return tuple(next(rest) if needed else None for needed in needs_grad)
+    remaining = iter(sums)
+    return tuple(next(remaining) if needed else None for needed in needs_grad)
 
 
 def of_heads(x: torch.Tensor, heads: slice) -> torch.Tensor:
-    """These heads (dimension 2): x itself where they are all of them."""
+    """Return these heads (dimension 2); x itself if `heads` has all of them."""
     return x if heads.stop - heads.start == x.shape[2] else x[:, :, heads]
 
 
 def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The heads (dimension 2) of all chunks side by side."""
+    """Concatenate the heads (dimension 2) of all head chunks."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=2)

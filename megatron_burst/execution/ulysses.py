@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Head parallelism: an all-to-all that trades sequence rows for heads, around any ring.
+"""Head parallelism: an all-to-all that exchanges sequence rows for heads, around any ring.
 
-The ranks of a ulysses group hold different rows of the sequence and all heads; after `scatter`
-each holds the rows of the whole group and its share of the heads, and after `gather` it is as
-before. `schedule.head_shares` decides in which order the ring sees these rows. With one ulysses
-group over all ranks that is DeepSpeed-Ulysses; around a ring it is 2D attention (LoongTrain section
-4.2). Where key/value heads are fewer than ranks each rank takes
-the one it needs, and the gradients of its copies are summed at home, in a dtype of the caller's
-choice: what travels may be narrower. Knows heads and rows only; how the parts travel is the
-transport's choice.
+The ranks of a ulysses group hold different rows and all heads. After `scatter`, each rank holds the
+rows of the whole group and its share of the heads. `gather` is the inverse. `schedule.head_shares`
+decides the order in which the ring sees these rows. One ulysses group over all ranks is
+DeepSpeed-Ulysses; around a ring it is 2D attention (LoongTrain section 4.2). If there are fewer
+key/value heads than ranks, each rank receives a copy of the head that it needs. The owner sums the
+gradients of the copies in a dtype that the caller chooses; gradients may be sent in a narrower
+dtype.
+
+This module handles heads and rows only. The transport decides how they are sent.
 
 Shape letters: s local rows, b batch, n heads, d width; p ranks of the ulysses group.
 """
@@ -21,40 +22,47 @@ from zlib import crc32
 import torch
 
 from ..comm.packing import CallTag, Envelope
-from ..comm.transport import Channel, Endpoint, Trade
+from ..comm.transport import AllToAll, Channel, Endpoint
 from ..schedule.head_shares import Share
-from .job import Job, Tensors
+from .rank_plan import RankPlan, Tensors
 
 CHANNEL = Channel("ulysses", False)
 
 
-def heads_here(job: Job) -> slice:
-    """The query heads that this rank's ring computes."""
-    return Share(job.heads, len(job.ulysses_links)).of(job.ulysses.rank)
+def heads_here(rank_plan: RankPlan) -> slice:
+    """Return the query heads that this rank's ring computes."""
+    return Share(rank_plan.heads, len(rank_plan.ulysses_links)).of(rank_plan.ulysses.rank)
 
 
 def heads_to_rows(
-    job: Job, call: CallTag, name: str, tensors: Tensors, order: torch.Tensor | None
+    rank_plan: RankPlan, call: CallTag, name: str, tensors: Tensors, order: torch.Tensor | None
 ) -> Tensors:
-    """What the ring sees: all rows of the ranks that share heads, and this rank's heads.
+    """Return all rows of the ranks that share heads, for this rank's heads.
 
-    name: of the pass, the same on every rank, for envelopes and errors. order: of the rows, as
-    `Job.order`.
+    Args:
+        rank_plan: Plan of this rank.
+        call: Tag of the call, for envelopes.
+        name: Name of the pass, the same on every rank, for envelopes and errors.
+        tensors: [s, b, n, d] of this rank.
+        order: Order of the rows, as in `RankPlan.order`.
+
+    Returns:
+        [p s, b, share of n, d] for each tensor.
     """
-    if len(job.ulysses_links) == 1:
+    if len(rank_plan.ulysses_links) == 1:
         return tensors
     envelope = Envelope(call, crc32(f"{name} heads to rows".encode()))
-    label = f"{name}, ulysses rank {job.ulysses.rank}"
-    whole = scatter(job.ulysses, job.ulysses_links, tensors, envelope, label)
+    label = f"{name}, ulysses rank {rank_plan.ulysses.rank}"
+    group_rows = scatter(rank_plan.ulysses, rank_plan.ulysses_links, tensors, envelope, label)
     if order is not None:
-        for index, tensor in enumerate(whole):  # one by one: the first are free before the last
-            whole[index] = tensor.index_select(0, order)
+        for index, tensor in enumerate(group_rows):  # one at a time, so that memory is freed early
+            group_rows[index] = tensor.index_select(0, order)
             del tensor
-    return tuple(whole)
+    return tuple(group_rows)
 
 
 def rows_to_heads(
-    job: Job,
+    rank_plan: RankPlan,
     call: CallTag,
     name: str,
     tensors: Sequence[torch.Tensor | None],
@@ -62,16 +70,28 @@ def rows_to_heads(
     sums: torch.dtype,
     order: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """The inverse of `heads_to_rows`. heads: of each tensor, on this rank; sums: as in `gather`."""
-    if len(job.ulysses_links) == 1:
+    """Return all heads of this rank's rows: the inverse of `heads_to_rows`.
+
+    Args:
+        rank_plan: Plan of this rank.
+        call: Tag of the call, for envelopes.
+        name: Name of the pass, the same on every rank.
+        tensors: [p s, b, share of n, d]; None stays None.
+        heads: n of each tensor.
+        sums: dtype of the sums of copied heads, as in `gather`.
+        order: Order of the rows, as in `RankPlan.order`.
+    """
+    if len(rank_plan.ulysses_links) == 1:
         return tuple(tensors)
     if order is not None:
         tensors = [
             t if t is None else torch.empty_like(t).index_copy_(0, order, t) for t in tensors
         ]
     envelope = Envelope(call, crc32(f"{name} rows to heads".encode()))
-    label = f"{name}, ulysses rank {job.ulysses.rank}"
-    return tuple(gather(job.ulysses, job.ulysses_links, tensors, heads, sums, envelope, label))
+    label = f"{name}, ulysses rank {rank_plan.ulysses.rank}"
+    return tuple(
+        gather(rank_plan.ulysses, rank_plan.ulysses_links, tensors, heads, sums, envelope, label)
+    )
 
 
 def scatter(
@@ -81,16 +101,17 @@ def scatter(
     envelope: Envelope,
     label: str,
 ) -> list[torch.Tensor]:
-    """[s, b, n, d] of this rank -> [p s, b, share of n, d], rows in the order of the group."""
+    """Exchange [s, b, n, d] of this rank for [p s, b, share of n, d], rows in group order."""
     parts = [_parts(t, len(links)) for t in tensors]
-    whole = [p.new_empty(p.shape) for p in parts]
-    endpoint.all_to_all(Trade(CHANNEL, parts, whole, links, envelope, label))
-    return [w.flatten(0, 1) for w in whole]
+    received = [p.new_empty(p.shape) for p in parts]
+    endpoint.all_to_all(AllToAll(CHANNEL, parts, received, links, envelope, label))
+    return [tensor.flatten(0, 1) for tensor in received]
 
 
 def _parts(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """[s, b, n, d] -> [size, s, b, share of n, d], as `Share.of`: a view, unless heads have
-    copies.
+    """Return [size, s, b, share of n, d] of [s, b, n, d]: a view, unless heads are copied.
+
+    The shares are the same as in `Share.of`.
     """
     heads = tensor.shape[2]
     if heads < size:
@@ -108,16 +129,23 @@ def gather(
     envelope: Envelope,
     label: str,
 ) -> list[torch.Tensor | None]:
-    """The inverse of `scatter`: [p s, b, share of n, d] -> [s, b, n, d], copies of a head summed.
+    """Exchange [p s, b, share of n, d] for [s, b, n, d]: the inverse of `scatter`.
 
-    heads: n of each tensor. sums: the dtype of these sums; a tensor whose heads have no copies
-    keeps its own. None stays None.
+    Args:
+        endpoint: Endpoint of the ulysses group.
+        links: Link class to each rank.
+        tensors: Tensors of this rank; None stays None.
+        heads: n of each tensor.
+        sums: dtype in which the gradients of copied heads are summed. A tensor without copied heads
+            keeps its dtype.
+        envelope: Envelope of the messages.
+        label: Text for errors.
     """
     size = len(links)
     parts = [t.unflatten(0, (size, -1)) for t in tensors if t is not None]
     received = [p.new_empty(p.shape) for p in parts]
     if parts:
-        endpoint.all_to_all(Trade(CHANNEL, parts, received, links, envelope, label))
+        endpoint.all_to_all(AllToAll(CHANNEL, parts, received, links, envelope, label))
     arrived = iter(received)
     return [
         None if t is None else _joined(next(arrived), n, sums)
@@ -126,12 +154,12 @@ def gather(
 
 
 def _joined(parts: torch.Tensor, heads: int, sums: torch.dtype) -> torch.Tensor:
-    """The inverse of `_parts`."""
+    """Invert `_parts`."""
     size = len(parts)
     if heads >= size:
-        return parts.movedim(0, 2).flatten(2, 3).contiguous()  # one head of each: a view so far
+        return parts.movedim(0, 2).flatten(2, 3).contiguous()
     _, rows, batch, _, width = parts.shape
     total = parts.new_zeros((rows, batch, heads, width), dtype=sums)
     for copy in parts.squeeze(3).unflatten(0, (heads, -1)).unbind(1):
-        total.add_(copy.movedim(0, 2))  # += would also write it back
+        total.add_(copy.movedim(0, 2))
     return total

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of a pair of shards by stock operators: one operator call for every tile, or for many
-that follow each other where the operator takes sequences of different lengths.
+"""Attention of a pair of shards by stock operators.
 
-This module decides how a tile becomes the arguments of such a call; `operators` and `flash` hold
-the operators.
+There is one operator call per tile, or one for many consecutive tiles if the operator supports
+sequences of different lengths. This module decides how a tile becomes the arguments of such a call.
+`operators` and `flash` have the operators.
 
-Stock backward operators want the attention output. On the query side it does not travel, so a
-stand-in is rebuilt from what does (see `stand_in`), and no operator needs a patch. An operator
-that takes delta gets it directly.
+Stock backward operators need the attention output. On side "query" it is not sent, so a stand-in is
+computed from what is sent (see `stand_in`), and no operator needs a patch. An operator with a delta
+argument gets delta directly.
 
-Shape letters as in `base`. The operators want [b, h, s, d], which are views of our tensors.
+Shape letters as in `base`. The operators use [b, h, s, d], which are views of our tensors.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from ..masks import Mask
 from ..masks.tiling import Cutter, Tile
 from . import native, rowwise
 from .base import Rows, Scoring
-from .joined import Joined, joined
+from .joined import JoinedTiles, joined
 from .online_softmax import merge_
-from .operators import Lengths, Operator, Shown, Widths, Window
+from .operators import Lengths, Operator, TileVisibility, Widths, Window
 
 
 class AtenKernel:
-    """The kernel around one operator; `name` is its entry in `registry.KERNELS`."""
+    """The kernel for one operator. `name` is its name in `registry.KERNELS`."""
 
     softcaps = False
-    maximum = False  # the operators return lse alone
+    maximum = False  # the operators return lse only
     passed_over: tuple[str, ...] = ()
 
     def __init__(self, name: str, operator: Operator):
@@ -49,14 +49,14 @@ class AtenKernel:
         if q.device.type != operator.device:
             return f"runs on {operator.device} tensors, got {q.device.type}"
         if q.dtype not in operator.dtypes:
-            return f"takes {', '.join(map(str, operator.dtypes))}, got {q.dtype}"
+            return f"supports {', '.join(map(str, operator.dtypes))}, got {q.dtype}"
         if q.shape[-1] % operator.multiple or v.shape[-1] % operator.multiple:
             widths = (q.shape[-1], v.shape[-1])
-            return f"needs widths that {operator.multiple} divides, got {widths}"
+            return f"requires widths that are multiples of {operator.multiple}, got {widths}"
         return operator.unfit(q.device, self._widths(q, v))
 
     def _widths(self, q: torch.Tensor, v: torch.Tensor) -> Widths:
-        """The widths of keys and of values that the operator gets: one if it takes no two."""
+        """Return the widths of keys and values after padding; equal if the operator needs that."""
         widths = q.shape[-1], v.shape[-1]
         if widths[0] == widths[1] or self.operator.unfit(q.device, widths) is None:
             return widths
@@ -70,11 +70,11 @@ class AtenKernel:
             return tuple(self._tile_work(tile) for tile in tiles) or None
         return tuple(self._joined_work(part) for part in joined(tiles)) or None
 
-    def _joined_work(self, part: Tile | Joined) -> _TileWork:
+    def _joined_work(self, part: Tile | JoinedTiles) -> _TileWork:
         if isinstance(part, Tile):
             return self._tile_work(part)
-        apart = tuple(self._tile_work(tile) for tile in part.tiles)
-        return _TileWork(part.whole, None, None, part.lengths, apart)
+        separate = tuple(self._tile_work(tile) for tile in part.tiles)
+        return _TileWork(part.span, None, None, part.lengths, separate)
 
     def _tile_work(self, tile: Tile) -> _TileWork:
         if tile.table is None:
@@ -84,7 +84,7 @@ class AtenKernel:
             hidden = torch.from_numpy(~tile.table)
             blind = hidden.all(dim=1)
             work = _TileWork(tile, hidden, blind if blind.any() else None)
-            self._tables[key] = work  # holds the array, so that no other can get its id
+            self._tables[key] = work  # keeps the array alive, so its id stays unique
         return self._tables[key]._replace(tile=tile)
 
     def forward(
@@ -100,14 +100,14 @@ class AtenKernel:
     ) -> None:
         assert max_logits is None
         value_width = v.shape[-1]
-        width, wide = self._widths(q, v)
-        q, k, v = _heads_first(q, width), _heads_first(k, width), _heads_first(v, wide)
-        for item in _items(work, len(q)):
+        width, value_pad = self._widths(q, v)
+        q, k, v = _heads_first(q, width), _heads_first(k, width), _heads_first(v, value_pad)
+        for item in _calls(work, len(q)):
             r, c = item.tile.rows, item.tile.columns
-            given = q[:, :, r], k[:, :, c], v[:, :, c]
-            part, stats = self.operator.forward(*given, item.shown(q), scoring.scale)
-            # `merge_` leaves rows alone where lse is -inf. Operators return 0 for a row that a bias
-            # hides entirely, which would weigh like a key, and anything for one without columns.
+            inputs = q[:, :, r], k[:, :, c], v[:, :, c]
+            part, stats = self.operator.forward(*inputs, item.visibility(q), scoring.scale)
+            # `merge_` skips rows with lse -inf. Operators return lse 0 for a row that a bias hides
+            # entirely, which would count like a key, and anything for a row without columns.
             blind = item.blind
             if item.lengths is not None and item.lengths.idle:
                 *_, blind = item.lengths.on(stats.device)
@@ -128,25 +128,25 @@ class AtenKernel:
         dk: torch.Tensor | None,
         dv: torch.Tensor | None,
     ) -> None:
-        width, wide = self._widths(k, v)
+        width, value_pad = self._widths(k, v)
         q, k = (_heads_first(x, width) for x in (rows.q, k))
-        dout, v = (_heads_first(x, wide) for x in (rows.dout, v))
+        dout, v = (_heads_first(x, value_pad) for x in (rows.dout, v))
         if self.operator.takes_delta:
             out = rows.delta.permute(1, 2, 0)
         else:
             out = stand_in(rows.dout, rows.delta) if rows.out is None else rows.out
-            out = _heads_first(out, wide)
+            out = _heads_first(out, value_pad)
         lse = rows.lse.permute(1, 2, 0)
         totals: tuple[torch.Tensor | None, ...] = (dq, dk, dv)
-        for item in _items(work, len(q)):
+        for item in _calls(work, len(q)):
             r, c = item.tile.rows, item.tile.columns
             stats = lse[:, :, r]
-            # lse is that of the whole sequence: -inf stands only in rows that see nothing at all,
-            # where exp(-inf - -inf) would be NaN. With 0, their probabilities are exp(-inf) = 0.
+            # lse covers the whole sequence: it is -inf only in rows that attend to no key, where
+            # exp(-inf - -inf) would be NaN. With 0, their probabilities are exp(-inf) = 0.
             if item.blind is not None:
                 stats = stats.masked_fill(stats == float("-inf"), 0.0)
-            given = dout[:, :, r], q[:, :, r], k[:, :, c], v[:, :, c], out[:, :, r], stats
-            grads = self.operator.backward(*given, item.shown(q), scoring.scale)
+            inputs = dout[:, :, r], q[:, :, r], k[:, :, c], v[:, :, c], out[:, :, r], stats
+            grads = self.operator.backward(*inputs, item.visibility(q), scoring.scale)
             # In place and in the accumulation dtype: the operator's gradients have the dtype of q.
             for total, grad, part in zip(totals, grads, (r, c, c), strict=True):
                 if total is not None:
@@ -155,23 +155,30 @@ class AtenKernel:
 
 
 class _TileWork(NamedTuple):
-    """What one operator call needs: a tile and, of a table, what is hidden and which rows see
-    nothing; of joined tiles what they lie in, their lengths, and what each would need.
+    """Input of one operator call besides tensors.
+
+    Attributes:
+        tile: The tile, or the rows and columns that enclose joined tiles.
+        hidden: bool [rows, columns]: pairs that the table hides; None without a table.
+        blind: bool [rows]: rows that see nothing; None if every row sees something.
+        lengths: Lengths of joined tiles, or None.
+        separate: The same for each joined tile, if they are computed one by one.
     """
 
     tile: Tile
-    hidden: torch.Tensor | None  # bool [rows, columns]
-    blind: torch.Tensor | None  # bool [rows], None if every row sees something
+    hidden: torch.Tensor | None
+    blind: torch.Tensor | None
     lengths: Lengths | None = None
-    apart: tuple[_TileWork, ...] = ()
+    separate: tuple[_TileWork, ...] = ()
 
-    def shown(self, q: torch.Tensor) -> Shown:
-        """As the operator is told; q: of the dtype and device that it computes in."""
-        return Shown(self.tile.triangle, self._bias(q), self._window(), self.lengths)
+    def visibility(self, q: torch.Tensor) -> TileVisibility:
+        """Return the arguments of the operator. `q` has the dtype and device of the computation."""
+        return TileVisibility(self.tile.triangle, self._bias(q), self._window(), self.lengths)
 
     def _window(self) -> Window | None:
-        """(left, right) of the tile's band. `Tile.band` is aligned to the first row and column,
-        windows of operators are aligned to the last row and column.
+        """Return (left, right) of the tile's band.
+
+        `Tile.band` is aligned to the first row and column, windows of operators to the last ones.
         """
         if self.tile.band is None:
             return None
@@ -182,57 +189,63 @@ class _TileWork(NamedTuple):
         return left + columns - rows, right + rows - columns
 
     def _bias(self, q: torch.Tensor) -> torch.Tensor | None:
-        """[rows, columns] in the dtype of q: -inf where hidden; None where there is no table."""
+        """Return [rows, columns] in the dtype of q, -inf for hidden pairs; None without a table."""
         if self.hidden is None:
             return None
-        # Made for every call: to keep the biases of all tiles in a plan would take two to eight
+        # Made in every call: keeping the biases of all tiles in a plan would take two to eight
         # times the memory of the tables.
         zeros = torch.zeros(self.hidden.shape, dtype=q.dtype)
         return zeros.masked_fill_(self.hidden, float("-inf"))
 
 
-def _items(work: Sequence[_TileWork], batch: int) -> Iterator[_TileWork]:
-    """One for every call. Sequences of different lengths leave no room for a second batch entry:
-    with more, every tile is computed alone.
+def _calls(work: Sequence[_TileWork], batch: int) -> Iterator[_TileWork]:
+    """Yield the work of each call.
+
+    Sequences of different lengths need batch size 1. With larger batches, every tile is computed
+    separately.
     """
-    for item in work:
-        if item.lengths is None or batch == 1:
-            yield item
+    for work_item in work:
+        if work_item.lengths is None or batch == 1:
+            yield work_item
         else:
-            yield from item.apart
+            yield from work_item.separate
 
 
 def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """An output O' with rowsum(dout * O') = delta, for operators whose backward wants an output.
+    """Return an output O' with rowsum(dout * O') = delta, for operators whose backward needs one.
 
-    They use the output for that sum alone (FlashAttention-2, arXiv 2307.08691, Algorithm 2).
-    dout [s, b, h, w], delta [s, b, h] -> [s, b, h, w] in the dtype of dout. With m the largest
-    |dout| of a row and n = dout / m: O' = n * (delta / m / |n|^2), and 0 where dout is 0.
-    Without the scaling by m rows of tiny gradients lose all accuracy. Where that is beyond
-    float16, O' = sign(dout) * (delta / |dout|_1): never larger than the output was, but all
-    elements are rounded alike, so that errors do not average out.
+    Operators use the output for this sum only (FlashAttention-2, arXiv 2307.08691, Algorithm 2).
+    With m the largest |dout| of a row and n = dout / m: O' = n * (delta / m / |n|^2), and 0 if dout
+    is 0. Without the scaling by m, rows of tiny gradients lose all accuracy. If that exceeds
+    float16, O' = sign(dout) * (delta / |dout|_1): it is never larger than the output, but all
+    elements are rounded in the same direction, so errors do not average out.
+
+    Args:
+        dout: [s, b, h, w].
+        delta: [s, b, h] in the accumulation dtype.
+
+    Returns:
+        [s, b, h, w] in the dtype of dout.
     """
-    found = native.stand_in(dout, delta)
-    if found is None:
-        found = rowwise.stand_in(dout, delta)
-    if found is not None:
-        return found
-    wide, delta = dout.to(delta.dtype), delta.unsqueeze(-1)
-    m = wide.abs().amax(dim=-1, keepdim=True)
-    m = torch.where(m == 0, torch.ones_like(m), m)  # a row of zeros stays one, without 0 / 0
-    n = wide / m
-    tiny = torch.finfo(wide.dtype).tiny
-    most = delta / m / n.square().sum(dim=-1, keepdim=True).clamp_min(tiny)  # n is at most 1
-    if dout.dtype != torch.float16:  # others reach as far as their sums
-        return (n * most).to(dout.dtype)
-    even = delta / n.abs().sum(dim=-1, keepdim=True).clamp_min(tiny) / m
-    fits = most.abs() <= torch.finfo(dout.dtype).max
-    return torch.where(fits, n * most, n.sign() * even).to(dout.dtype)
+    fused = native.stand_in(dout, delta)
+    if fused is None:
+        fused = rowwise.stand_in(dout, delta)
+    if fused is not None:
+        return fused
+    wide_dout, delta = dout.to(delta.dtype), delta.unsqueeze(-1)
+    largest = wide_dout.abs().amax(dim=-1, keepdim=True)
+    largest = torch.where(largest == 0, torch.ones_like(largest), largest)  # avoids 0 / 0
+    scaled = wide_dout / largest
+    tiny = torch.finfo(wide_dout.dtype).tiny
+    factor = delta / largest / scaled.square().sum(dim=-1, keepdim=True).clamp_min(tiny)
+    if dout.dtype != torch.float16:  # other dtypes have the range of the sums
+        return (scaled * factor).to(dout.dtype)
+    sign_factor = delta / scaled.abs().sum(dim=-1, keepdim=True).clamp_min(tiny) / largest
+    fits = factor.abs() <= torch.finfo(dout.dtype).max
+    return torch.where(fits, scaled * factor, scaled.sign() * sign_factor).to(dout.dtype)
 
 
 def _heads_first(x: torch.Tensor, width: int) -> torch.Tensor:
-    """[s, b, h, d] -> [b, h, s, width], a view where d is the width; else padded with zeros, which
-    change no score and no sum.
-    """
-    wide = x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
-    return wide.permute(1, 2, 0, 3)
+    """Return [s, b, h, d] as [b, h, s, width]: a view, or padded with zeros."""
+    padded = x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+    return padded.permute(1, 2, 0, 3)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guards for operations with a handwritten backward: no second derivatives, no torch.func
-transforms, and a graph break for torch.compile.
+"""Guards for operations with a handwritten backward.
 
-torch's `once_differentiable` objects only if the incoming gradient requires a gradient itself;
-otherwise it drops the second-order terms silently. Here a backward that is called with
-create_graph=True raises.
+They refuse second derivatives and torch.func transforms, and break torch.compile's graph. torch's
+`once_differentiable` raises only if the incoming gradient requires a gradient itself; otherwise it
+drops second-order terms silently. Here a backward that is called with create_graph=True raises.
 """
 
 from __future__ import annotations
@@ -16,19 +15,20 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-Given = ParamSpec("Given")
+Parameters = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
 def first_order_only(
     operation: str | None = None,
 ) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Decorates the static `backward` of an autograd function.
+    """Return a decorator for the static `backward` of an autograd function.
 
-    operation: its public name; None if the forward sets `ctx.operation`.
+    The decorated backward raises RuntimeError if torch builds a graph of the backward pass
+    (`create_graph=True`): only then does torch's engine enable gradients in it.
 
-    The decorated backward raises RuntimeError where torch builds a graph of the backward pass
-    (`create_graph=True`): torch's engine enables gradients in it then, and only then.
+    Args:
+        operation: Public name of the operation; None if the forward sets `ctx.operation`.
     """
 
     def decorate(backward: Callable[..., Result]) -> Callable[..., Result]:
@@ -37,8 +37,8 @@ def first_order_only(
             if torch.is_grad_enabled():
                 raise RuntimeError(
                     f"{operation or ctx.operation} cannot be differentiated twice, and this "
-                    "backward was called with create_graph=True: call it without, or write this "
-                    "part of the model in torch's own operators where second derivatives are needed"
+                    "backward was called with create_graph=True; omit create_graph, or use torch "
+                    "operators in parts of the model that need second derivatives"
                 )
             return backward(ctx, *gradients)
 
@@ -48,7 +48,11 @@ def first_order_only(
 
 
 def refuse_transforms(operation: str) -> None:
-    """ValueError inside torch.func (grad, vmap, jacrev, jvp, ...), which wraps tensors."""
+    """Check that no torch.func transform is active, because transforms wrap tensors.
+
+    Raises:
+        ValueError: grad, vmap, jacrev, jvp, ... of torch.func is active.
+    """
     active = getattr(torch._C, "_are_functorch_transforms_active", None)
     if active is not None and active():
         raise ValueError(
@@ -57,16 +61,16 @@ def refuse_transforms(operation: str) -> None:
         )
 
 
-def outside_graphs(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """`function`, at which torch.compile breaks its graph once and whose inside it leaves alone.
+def outside_graphs(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Decorate `function` so that torch.compile breaks its graph there and does not compile it.
 
-    torch's own decorator would import its compiler with this package; here the compiler is asked
-    only where it is loaded already.
+    torch's own decorator would import the compiler with this package. Here the compiler is used
+    only if it was imported before.
     """
     eager = torch._disable_dynamo(function)
 
     @functools.wraps(function)
-    def call(*args: Given.args, **named: Given.kwargs) -> Result:
+    def call(*args: Parameters.args, **named: Parameters.kwargs) -> Result:
         if "torch._dynamo" in sys.modules:
             return eager(*args, **named)
         return function(*args, **named)

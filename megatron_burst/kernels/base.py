@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol of kernels: the local attention of one pair of shards on one device.
+"""The protocol of kernels: local attention of one pair of shards on one device.
 
-A pair is given as spans of positions and a mask, so that one kernel serves every layout, schedule
-and side.
+A pair is given as spans of positions and a mask, so one kernel serves every layout, schedule and
+side.
 
-Shape letters: s query rows, t key rows, b batch, h query heads, k key/value heads (k divides h),
-d width of queries and keys, w width of values.
+Shape letters: s query rows, t key rows, b batch, h query heads, k key/value heads (k divides h), d
+width of queries and keys, w width of values.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ from ..masks import Mask
 
 
 class Rows(NamedTuple):
-    """A query chunk in backward. `out` is None where the queries travel: the output does not.
+    """A query chunk in backward.
 
-    q [s, b, h, d]; dout [s, b, h, w]; lse, delta [s, b, h] in the accumulation dtype: the
-    log-sum-exp over the whole sequence and delta = rowsum(dout * out); out [s, b, h, w] or None.
+    Attributes:
+        q: [s, b, h, d].
+        dout: [s, b, h, w].
+        lse: [s, b, h] in the accumulation dtype: log-sum-exp over the whole sequence.
+        delta: [s, b, h] in the accumulation dtype: rowsum(dout * out).
+        out: [s, b, h, w]; None for a received query chunk, because the output is not sent.
     """
 
     q: torch.Tensor
@@ -34,19 +38,23 @@ class Rows(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """How a query and a key make a score: t = scale * q.k, or cap * tanh(t / cap)."""
+    """The score of a query and a key: t = scale * q.k, or cap * tanh(t / cap) with a softcap."""
 
     scale: float
     softcap: float | None = None
 
 
 class Kernel(Protocol):
-    """The local attention on one device.
+    """Local attention on one device.
 
-    name: its entry in `registry.KERNELS`. softcaps: does it take a softcap? maximum: can its
-    forward tell the largest scores? deterministic: does it return the same bits every time where
-    torch.use_deterministic_algorithms asks for that? passed_over: what kernel "auto" would rather
-    have taken, and why not, one sentence each.
+    Attributes:
+        name: Name in `registry.KERNELS`.
+        passed_over: For each kernel that "auto" would have preferred, the reason why it was not
+            chosen.
+        softcaps: True if it supports a softcap.
+        maximum: True if its forward can return the largest scores.
+        deterministic: True if it returns the same bits every time when
+            torch.use_deterministic_algorithms is on.
     """
 
     name: str
@@ -56,12 +64,16 @@ class Kernel(Protocol):
     deterministic: bool
 
     def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
-        """Why these tensors cannot be served, or None. Only shape, dtype and device are read."""
+        """Return why these tensors are not supported, or None, by shape, dtype and device."""
         ...
 
     def work_for(self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -> Any:
-        """What `forward` and `backward` need of a pair of shards besides tensors, made once per
-        plan; None if nothing is visible. Raises ValueError for a mask the kernel cannot compute.
+        """Return what `forward` and `backward` need for a pair of shards besides tensors.
+
+        It is made once per plan; None if nothing is visible.
+
+        Raises:
+            ValueError: The kernel does not support the mask.
         """
         ...
 
@@ -76,11 +88,18 @@ class Kernel(Protocol):
         lse: torch.Tensor,
         max_logits: torch.Tensor | None = None,
     ) -> None:
-        """Merge this pair's result into out [s, b, h, w] and lse [s, b, h], both in the
-        accumulation dtype, by online softmax: a row that saw nothing yet has out 0, lse -inf.
+        """Merge the result of this pair into out and lse by online softmax.
 
-        max_logits [h], of the same dtype, or None, which kernels without `maximum` need: raised to
-        the largest score that a row of each head sees.
+        Args:
+            q: [s, b, h, d].
+            k: [t, b, k, d].
+            v: [t, b, k, w].
+            work: From `work_for`.
+            scoring: Scale and softcap.
+            out: [s, b, h, w] in the accumulation dtype, 0 in rows that attended to no key so far.
+            lse: [s, b, h] in the accumulation dtype, -inf in rows that attended to no key so far.
+            max_logits: [h] in the accumulation dtype, raised to the largest visible score of each
+                head. None if the kernel has no `maximum`.
         """
         ...
 
@@ -95,8 +114,16 @@ class Kernel(Protocol):
         dk: torch.Tensor | None,
         dv: torch.Tensor | None,
     ) -> None:
-        """Add this pair's gradients to dq [s, b, h, d], dk [t, b, k, d], dv [t, b, k, w].
+        """Add the gradients of this pair to dq, dk and dv.
 
-        None stands for a gradient that is not needed.
+        Args:
+            rows: The query chunk.
+            k: [t, b, k, d].
+            v: [t, b, k, w].
+            work: From `work_for`.
+            scoring: Scale and softcap.
+            dq: [s, b, h, d], or None if not needed.
+            dk: [t, b, k, d], or None if not needed.
+            dv: [t, b, k, w], or None if not needed.
         """
         ...

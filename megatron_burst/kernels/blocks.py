@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block sizes of the Triton kernels by device and width, in one table.
 
-No kernel is tuned while a model trains: what is not in the table takes the entry of the next
-older device and of the next greater width. Hopper's were chosen by time on an H100 (but for the
-backward of width 256), with Triton 3.6, by `benchmarks/gpu.sh --parts blocks`, which prints what
-belongs in the table; the others by what the compiler says of registers and spills (`python -m
+No kernel is tuned during training. A missing entry is replaced by the entry of the next older
+device and the next larger width. Hopper's entries were chosen by time on an H100 (except backward
+of width 256), with Triton 3.6, by `benchmarks/gpu.sh --parts blocks`, which prints the table. Other
+entries were chosen by registers and spills that the compiler reports (`python -m
 benchmarks.triton_compile`).
 """
 
@@ -14,8 +14,13 @@ from typing import NamedTuple
 
 
 class BlockSizes(NamedTuple):
-    """Tiles of `rows` x `columns` (powers of two; columns at least 32); warps; stages of loads
-    in flight.
+    """Tile size and launch options of a kernel.
+
+    Attributes:
+        rows: Rows of a tile, a power of two.
+        columns: Columns of a tile, a power of two of at least 32.
+        warps: Warps.
+        stages: Pipeline stages of loads.
     """
 
     rows: int
@@ -45,9 +50,9 @@ BLOCKS: dict[tuple[int, str, int], BlockSizes] = {
     (100, "backward", 128): BlockSizes(64, 64, 8, 2),
     (100, "backward", 256): BlockSizes(64, 32, 8, 1),
 }
-# sm_120 has no more shared memory than the smallest of the sm_80s.
+# sm_120 has as little shared memory as the smallest sm_80 device.
 BLOCKS |= {(120, way, width): size for (old, way, width), size in BLOCKS.items() if old == 80}
-# For float32, on any device: its products are not done by tensor cores, and need no large blocks.
+# For float32, on any device: tensor cores do not compute its products, so blocks can be small.
 FLOAT32_BLOCKS = {
     ("forward", 64): BlockSizes(32, 32, 4, 1),
     ("forward", 128): BlockSizes(32, 32, 4, 1),
@@ -60,13 +65,18 @@ WIDEST = 256
 
 
 def blocks(capability: int, direction: str, width: int, itemsize: int = 2) -> BlockSizes:
-    """The entry for a device (9.0 is 90), "forward" or "backward", and the greater width; for
-    inputs of `itemsize` bytes.
+    """Return the block sizes for a device.
+
+    Args:
+        capability: Compute capability, 90 for 9.0.
+        direction: "forward" or "backward".
+        width: The larger width of keys and values.
+        itemsize: Bytes of an input element.
     """
     if itemsize == 4:
         limits = (limit for _, limit in FLOAT32_BLOCKS)
         return FLOAT32_BLOCKS[direction, min(limit for limit in limits if limit >= width)]
     devices = sorted({device for device, _, _ in BLOCKS})
-    device = max([known for known in devices if known <= capability] or devices[:1])
-    width = min(limit for known, _, limit in BLOCKS if known == device and limit >= width)
+    device = max([older for older in devices if older <= capability] or devices[:1])
+    width = min(limit for entry, _, limit in BLOCKS if entry == device and limit >= width)
     return BLOCKS[device, direction, width]

@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlashAttention 3 and 4 as operators of `AtenKernel`: `flash3` and `flash4`.
 
-Decides how our tensors become arguments of these packages, which widths and devices they serve,
-and what they leave to the kernels of NCCL; `flash_packages` knows which parameters a release has.
+This module decides how our tensors become arguments of these packages, which widths and devices
+they support, and how many multiprocessors they leave to NCCL. `flash_packages` has the parameters
+of each release.
 
-No kernel of these packages was run for this project: there was no GPU. That the arguments fit is
-tested against the signatures of their releases (`tests/kernels/flash_signatures.json`); 4 also
-compiled for them (`tests/kernels/flash4_compiles.py`, 4.0.0b36, sm_90 and sm_100). What becomes of
-them was read in the sources: tensors are [b, s, h, d], of any strides but that of d; lse is
-[b, h, s], float32, natural logarithm; gradients are written into the dq, dk, dv that are given.
-3 takes the output in backward, or its stand-in. 4 subtracts dlse from rowsum(dout * out): with
-out = 0 and dlse = -delta what it uses is delta, and nothing has to stand in. Windows are aligned to
-the last row and column, as `operators` has them.
+No kernel of these packages was run for this project: there was no GPU. Tests compare the arguments
+with the signatures of their releases (`tests/kernels/flash_signatures.json`); version 4 was also
+compiled for them (`tests/kernels/flash4_compiles.py`, 4.0.0b36, sm_90 and sm_100). The following
+facts come from the sources. Tensors are [b, s, h, d], with any strides except that of d. lse is [b,
+h, s], float32, natural logarithm. Gradients are written into the given dq, dk, dv. Version 3 needs
+the output in backward, or its stand-in. Version 4 subtracts dlse from rowsum(dout * out): with out
+= 0 and dlse = -delta it uses delta, so no stand-in is needed. Windows are aligned to the last row
+and column, as in `operators`.
 
-3 and 4 take many sequences end to end, [s, h, d] with lse [h, s], by the bounds of each. For rows
-without columns 3 writes out 0 and lse -inf; 4 does on sm_100, and on sm_90 attends to keys of a
-neighbour, so what it returns there is not used. Both write 0 as the gradients of columns without
-rows and of rows without columns. FlashAttention 2 is the kernel that torch contains: use `aten`.
+Versions 3 and 4 take many sequences end to end, [s, h, d] with lse [h, s], by the bounds of each.
+For rows without columns, 3 writes out 0 and lse -inf. Version 4 does the same on sm_100; on sm_90
+it attends to keys of a neighbour, so its result for these rows is not used. Both write gradients 0
+for columns without rows and rows without columns. FlashAttention 2 is the kernel in torch: use
+`aten`.
 """
 
 from __future__ import annotations
@@ -27,18 +29,19 @@ import torch
 
 from .aten import AtenKernel
 from .flash_packages import LENGTHS, MARGIN, PACKAGES, WINDOW, FlashFunctions, FlashPackage, load
-from .operators import ONE_WIDTH, Shown, Widths
+from .operators import ONE_WIDTH, TileVisibility, Widths
 from .operators_cuda import heads_first, rows_first, stats_of
 
-# Forward of FlashAttention 3 launches one block of threads per multiprocessor, each with its fixed
-# share of a rectangle: those that find theirs occupied by NCCL's kernels start when others have
-# ended, and take as long again. To leave some free costs no more than these. Read, not measured.
+# The forward of FlashAttention 3 launches one thread block per multiprocessor, each with a fixed
+# share of a rectangle. A block whose multiprocessor runs an NCCL kernel starts after others have
+# ended, so the time doubles. Leaving multiprocessors free costs only their share. From the
+# sources, not measured.
 RING_MULTIPROCESSORS = 16
 MLA = (192, 128)  # widths of keys and values
 
 
 class Flash:
-    """A package as an `operators.Operator`."""
+    """A FlashAttention package as an `operators.Operator`."""
 
     device = "cuda"
     dtypes = (torch.bfloat16, torch.float16)
@@ -61,56 +64,62 @@ class Flash:
         deterministic = torch.are_deterministic_algorithms_enabled()
         return unfit(self.name, major, widths, deterministic, self.loaded.windows)
 
-    def forward(self, q, k, v, shown, scale):
-        self._zeros = None  # a backward pass keeps them for its pairs
-        result = self.loaded.forward(self._given(q, k, v, shown, scale), **self.margin)
+    def forward(self, q, k, v, visibility, scale):
+        self._zeros = None  # cached during a backward pass only
+        result = self.loaded.forward(self._arguments(q, k, v, visibility, scale), **self.margin)
         out, lse = result[:2]
         return heads_first(out), lse if lse.dim() == 3 else lse.unsqueeze(0)
 
-    def backward(self, dout, q, k, v, out, lse, shown, scale):
-        given = self._given(q, k, v, shown, scale)
+    def backward(self, dout, q, k, v, out, lse, visibility, scale):
+        arguments = self._arguments(q, k, v, visibility, scale)
         for name in ("q", "k", "v"):
-            x = given[name]
-            given[f"d{name}"] = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        dout, lengths = rows_first(dout, shown.lengths), shown.lengths
-        given |= {"dout": dout, "lse": stats_of(lse, lengths)}
-        given["deterministic"] = torch.are_deterministic_algorithms_enabled()
+            x = arguments[name]
+            arguments[f"d{name}"] = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        dout, lengths = rows_first(dout, visibility.lengths), visibility.lengths
+        arguments |= {"dout": dout, "lse": stats_of(lse, lengths)}
+        arguments["deterministic"] = torch.are_deterministic_algorithms_enabled()
         if self.takes_delta:  # `out` is delta
-            given |= {"out": self._zeros_like(dout), "dlse": -stats_of(out, lengths)}
+            arguments |= {"out": self._zeros_like(dout), "dlse": -stats_of(out, lengths)}
         else:
-            given["out"] = rows_first(out, lengths)
-        self.loaded.backward(given, **self.margin)
-        dq, dk, dv = (heads_first(given[name]) for name in ("dq", "dk", "dv"))
+            arguments["out"] = rows_first(out, lengths)
+        self.loaded.backward(arguments, **self.margin)
+        dq, dk, dv = (heads_first(arguments[name]) for name in ("dq", "dk", "dv"))
         return dq, dk, dv
 
-    def _given(self, q, k, v, shown: Shown, scale: float) -> dict[str, Any]:
-        """What both functions are given, under our names; tensors are views."""
-        q, k, v = (rows_first(x, shown.lengths) for x in (q, k, v))
-        given = {"q": q, "k": k, "v": v, "softmax_scale": scale, "causal": shown.causal}
+    def _arguments(self, q, k, v, visibility: TileVisibility, scale: float) -> dict[str, Any]:
+        """Return the arguments of both functions, under our names; tensors are views."""
+        q, k, v = (rows_first(x, visibility.lengths) for x in (q, k, v))
+        arguments = {"q": q, "k": k, "v": v, "softmax_scale": scale, "causal": visibility.causal}
         unlimited = self.package.unlimited
-        given |= dict(zip(WINDOW, shown.window or (unlimited, unlimited), strict=True))
-        if shown.lengths is None:
-            return given | dict.fromkeys(LENGTHS)
-        rows, columns, _ = shown.lengths.on(q.device)
-        return given | dict(zip(LENGTHS, (rows, columns, *shown.lengths.longest), strict=True))
+        arguments |= dict(zip(WINDOW, visibility.window or (unlimited, unlimited), strict=True))
+        if visibility.lengths is None:
+            return arguments | dict.fromkeys(LENGTHS)
+        rows, columns, _ = visibility.lengths.on(q.device)
+        return arguments | dict(
+            zip(LENGTHS, (rows, columns, *visibility.lengths.longest), strict=True)
+        )
 
     def _zeros_like(self, x: torch.Tensor) -> torch.Tensor:
-        """Zeros shaped as x, dense. Filled once for the pairs of a pass, which have equal shapes:
-        nobody writes into them.
-        """
-        found = self._zeros
-        if found is None or (found.shape, found.dtype, found.device) != (
+        """Return dense zeros with the shape of x, allocated once for the pairs of a pass."""
+        zeros = self._zeros
+        if zeros is None or (zeros.shape, zeros.dtype, zeros.device) != (
             x.shape,
             x.dtype,
             x.device,
         ):
-            self._zeros = found = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-        return found
+            self._zeros = zeros = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+        return zeros
 
 
 def kernel(name: str, beside_rings: bool = False) -> AtenKernel:
-    """The tiles of `AtenKernel`, computed by an installed package; `beside_rings`: while tensors
-    travel. Raises ValueError as `load`.
+    """Return an `AtenKernel` that uses an installed package.
+
+    Args:
+        name: "flash3" or "flash4".
+        beside_rings: True if tensors are sent while it runs.
+
+    Raises:
+        ValueError: The package is missing or does not fit, see `load`.
     """
     return AtenKernel(name, Flash(name, PACKAGES[name], load(name), beside_rings))
 
@@ -118,10 +127,17 @@ def kernel(name: str, beside_rings: bool = False) -> AtenKernel:
 def unfit(
     name: str, major: int, widths: Widths, deterministic: bool, newer: bool = True
 ) -> str | None:
-    """Why a package cannot serve these widths on devices of compute capability `major`, or None.
+    """Return why a package does not support these widths on a device, or None.
 
-    From the checks in their sources. newer: FlashAttention 3 since it takes windows by two names
-    (December 2025), which is since its backward takes values of another width than keys.
+    The rules are from the checks in the sources of the packages.
+
+    Args:
+        name: "flash3" or "flash4".
+        major: Major compute capability.
+        widths: Widths of keys and of values.
+        deterministic: Gradients must be deterministic.
+        newer: For FlashAttention 3, True since December 2025: windows have two parameters, and
+            backward supports values of another width than keys.
     """
     first, last = {"flash3": (8, 9), "flash4": (9, 12)}[name]
     if not first <= major <= last:
@@ -130,21 +146,21 @@ def unfit(
         return "has no deterministic gradients on compute capability 12"
     if widths[0] != widths[1] and not _two_widths(name, major, widths, newer):
         return ONE_WIDTH
-    widest, where = 256, ""
+    widest, condition = 256, ""
     if name == "flash4" and major in (10, 11):
         if widths == MLA:
             return None
-        widest, where = 128, f" on compute capability {major}"
+        widest, condition = 128, f" on compute capability {major}"
     elif name == "flash3" and deterministic:
-        widest, where = 192, " where gradients must be deterministic"
+        widest, condition = 192, " if gradients must be deterministic"
     width = max(widths)
-    return f"takes widths up to {widest}{where}, got {width}" if width > widest else None
+    return f"supports widths up to {widest}{condition}, got {width}" if width > widest else None
 
 
 def _two_widths(name: str, major: int, widths: Widths, newer: bool) -> bool:
-    """Does a package take these widths, which differ?"""
+    """Return True if a package supports these two different widths."""
     keys, values = widths
     if name == "flash3":
         return newer and major == 9 and 128 < keys <= 192 and 96 < values <= 128
-    # On sm_90 backward takes two only where no query heads share keys; of sm_120 nothing is known.
+    # On sm_90, backward supports two widths only without shared key heads. sm_120 is untested.
     return name == "flash4" and major in (10, 11)

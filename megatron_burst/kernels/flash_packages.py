@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The installed FlashAttention packages: which of their functions we call, and with what.
+"""The installed FlashAttention packages: the functions that are called, and their arguments.
 
-Decides what is passed besides the tensors of a call, and what releases call it. It needs no torch.
+This module decides which constants are passed besides the tensors of a call, and maps our names to
+the names in releases. It needs no torch.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from typing import Any, NamedTuple
 
 from .packages import FittedFunction, Package, Signature, function_of
 
-# Our names of what every call is given.
+# Our names of the arguments of every call.
 FORWARD = ("q", "k", "v", "softmax_scale", "causal")
 BACKWARD = ("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv", "softmax_scale", "causal",
             "deterministic")  # fmt: skip
-# What a release may lack: then it is not asked for windows, or for many sequences at once.
+# Optional in a release: without them it is not used for windows, or for many sequences at once.
 WINDOW = ("window_size_left", "window_size_right")
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-ALIASES = {"causal": "is_causal", "lse": "softmax_lse"}  # what some releases call it
+ALIASES = {"causal": "is_causal", "lse": "softmax_lse"}  # names in some releases
 
 MARGIN = "sm_margin"  # multiprocessors that a kernel leaves free
 CACHE = ("k_new", "v_new", "qv", "out", "out_", "cu_seqlens_k_new", "seqused_q", "seqused_k",
@@ -27,10 +28,13 @@ CACHE = ("k_new", "v_new", "qv", "out", "out_", "cu_seqlens_k_new", "seqused_q",
          "q_descale", "k_descale", "v_descale")  # fmt: skip
 
 
-class Function(NamedTuple):
-    """A function of a package: its name, and what it is given besides a call's own arguments.
+class FlashFunction(NamedTuple):
+    """A function of a package and its constant arguments.
 
-    constants: in every call. unused: None, where there is no default.
+    Attributes:
+        name: Name of the function.
+        constants: Arguments of every call.
+        unused: Arguments that are None if they have no default.
     """
 
     name: str
@@ -40,19 +44,25 @@ class Function(NamedTuple):
 
 @dataclass(frozen=True)
 class FlashPackage(Package):
-    """modules: where its functions may be, of which the first that is there counts; unlimited: what
-    a side of a window is that has no end; takes_delta: as of `operators.Operator`.
+    """A FlashAttention package.
+
+    Attributes:
+        modules: Modules that may have its functions; the first existing one is used.
+        forward: Forward function.
+        backward: Backward function.
+        unlimited: Value for a side of a window without limit.
+        takes_delta: As in `operators.Operator`.
     """
 
     modules: tuple[str, ...]
-    forward: Function
-    backward: Function
+    forward: FlashFunction
+    backward: FlashFunction
     unlimited: int | None = -1
     takes_delta: bool = False
 
     @property
     def backward_names(self) -> tuple[str, ...]:
-        """Our names of what backward is given."""
+        """Return our names of the arguments of backward."""
         return (*BACKWARD, "dlse") if self.takes_delta else BACKWARD
 
 
@@ -62,16 +72,16 @@ PACKAGES = {
         "flash-attn-3",
         "FlashAttention 3 of 2025 or newer",
         ("flash_attn_interface", "flash_attn_3.flash_attn_interface"),
-        Function("_flash_attn_forward", {"num_splits": 1, MARGIN: 0}, CACHE),
-        Function("_flash_attn_backward", {MARGIN: 0}, ("sequed_q", "sequed_k")),
+        FlashFunction("_flash_attn_forward", {"num_splits": 1, MARGIN: 0}, CACHE),
+        FlashFunction("_flash_attn_backward", {MARGIN: 0}, ("sequed_q", "sequed_k")),
     ),
     "flash4": FlashPackage(
         "FlashAttention 4",
         "flash-attn-4",
         "flash-attn-4 4.0.0b5 or newer",
         ("flash_attn.cute.interface",),
-        Function("_flash_attn_fwd", {"return_lse": True}),
-        Function("_flash_attn_bwd", {}),
+        FlashFunction("_flash_attn_fwd", {"return_lse": True}),
+        FlashFunction("_flash_attn_bwd", {}),
         unlimited=None,
         takes_delta=True,
     ),
@@ -79,8 +89,14 @@ PACKAGES = {
 
 
 class FlashFunctions(NamedTuple):
-    """Both functions of a package, whether both take windows and many sequences, and whether
-    gradients can be the same bits every time.
+    """Both functions of a package.
+
+    Attributes:
+        forward: Forward function.
+        backward: Backward function.
+        windows: True if both support windows.
+        joins: True if both support many sequences.
+        deterministic: True if gradients can be deterministic.
     """
 
     forward: FittedFunction
@@ -91,46 +107,71 @@ class FlashFunctions(NamedTuple):
 
 
 def load(name: str) -> FlashFunctions:
-    """The functions of the package of kernel `name`.
+    """Return the functions of the package of a kernel.
 
-    Raises ValueError naming the package and what would work: `NotInstalled` if it is not there,
-    else because it cannot be imported or its functions have other parameters.
+    Args:
+        name: "flash3" or "flash4".
+
+    Raises:
+        NotInstalled: The package is not installed.
+        ValueError: It cannot be imported, or its functions have other parameters. The message says
+            what to install.
     """
     package = PACKAGES[name]
     with package.blamed(name, "kernel='auto' (--burst-kernel auto)"):
         module = package.module(*package.modules)
-        both = (function_of(module, one.name) for one in (package.forward, package.backward))
-        return fitted(package, module.__name__, *both)
+        functions = (
+            function_of(module, flash_function.name)
+            for flash_function in (package.forward, package.backward)
+        )
+        return fitted(package, module.__name__, *functions)
 
 
 def fitted(
     package: FlashPackage, place: str, forward: Callable, backward: Callable
 ) -> FlashFunctions:
-    """The functions of a package with the way to call each. Raises ValueError as `fit` does."""
+    """Return the functions of a package with the arguments of each.
+
+    Raises:
+        ValueError: A parameter is missing or unknown, see `fit`.
+    """
     first = fit(place, forward, package.forward, FORWARD)
     second = fit(place, backward, package.backward, package.backward_names)
-    both = first.names, second.names
-    windows, joins = ([set(some) <= set(names) for names in both] for some in (WINDOW, LENGTHS))
+    all_names = first.names, second.names
+    windows, joins = (
+        [set(optional) <= set(names) for names in all_names] for optional in (WINDOW, LENGTHS)
+    )
     # FlashAttention 3 without them (before December 2025) may not clear the locks of dk and dv.
     return FlashFunctions(first, second, all(windows), all(joins), deterministic=windows[1])
 
 
-def fit(place: str, function: Callable, known: Function, names: Sequence[str]) -> FittedFunction:
-    """How a function of the module `place` is called with arguments of our names, and those of
-    WINDOW and LENGTHS if it takes them.
+def fit(
+    place: str, function: Callable, flash_function: FlashFunction, names: Sequence[str]
+) -> FittedFunction:
+    """Return how to call a function with arguments of our names.
 
-    Raises ValueError if it has no parameter for one of them or for a constant, or wants one that we
-    do not know.
+    WINDOW and LENGTHS are included if the function has them.
+
+    Args:
+        place: Name of its module.
+        function: The function.
+        flash_function: Its name and constants.
+        names: Our names of the arguments.
+
+    Raises:
+        ValueError: The function lacks a parameter, or requires an unknown one.
     """
-    shown = Signature(f"{place}.{known.name}", function)
-    if len(shown.named) < len(shown.whole.parameters):
-        raise ValueError(f"{shown.place} takes more than it names: {shown.whole}")
+    signature = Signature(f"{place}.{flash_function.name}", function)
+    if len(signature.named) < len(signature.whole.parameters):
+        raise ValueError(
+            f"{signature.place} has parameters that cannot be passed by name: {signature.whole}"
+        )
     aliases = {name: ALIASES.get(name, name) for name in names}
-    spelled = {name: alias if alias in shown.named else name for name, alias in aliases.items()}
-    for some in (WINDOW, LENGTHS):
-        if all(name in shown.named for name in some):
-            spelled |= {name: name for name in some}
-    nothing = {name: None for name in known.unused if name in shown.required}
-    constants: Mapping[str, Any] = {**known.constants, **nothing}
-    shown.check([*spelled.values(), *constants])
+    spelled = {name: alias if alias in signature.named else name for name, alias in aliases.items()}
+    for optional in (WINDOW, LENGTHS):
+        if all(name in signature.named for name in optional):
+            spelled |= {name: name for name in optional}
+    nothing = {name: None for name in flash_function.unused if name in signature.required}
+    constants: Mapping[str, Any] = {**flash_function.constants, **nothing}
+    signature.check([*spelled.values(), *constants])
     return FittedFunction(function, spelled, constants)

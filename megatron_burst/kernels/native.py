@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled operators of `csrc/`, where they were built.
+"""The compiled operators of `csrc/`, if they were built.
 
-Decides whether they serve given tensors. The torch code of the same work, in `online_softmax`,
-`aten` and `linear_cross_entropy.rows`, asks each function here first and computes itself where the
-answer is no. The library lies beside this file (`python setup.py build_csrc`) and is loaded at the
-first question; `megatron-burst doctor` says whether it is used.
+This module decides whether they support given tensors. `online_softmax`, `aten` and
+`linear_cross_entropy.rows` call these functions first and use torch if they return False or None.
+The library is in the same folder (`python setup.py build_csrc`) and is loaded at first use.
+`megatron-burst doctor` reports whether it is used.
 
 Shape letters: s query rows, b batch, h query heads, w value width; n rows, v vocabulary rows.
 """
@@ -19,14 +19,14 @@ from typing import NamedTuple
 import torch
 
 FILE = str(Path(__file__).with_name("libcsrc.so"))
-# Operator -> the names of its arguments, by which a library of another version is known.
+# Operator -> names of its arguments, to detect a library of another version.
 OPERATORS = {
     "merge_": "out lse part part_lse",
     "delta_out": "dout out delta",
     "stand_in_out": "dout delta out",
     "softmax_gradient_": "z index lse of_softmax of_label of_all real scale softcap exponentials",
 }
-# Element -> accumulator, as the operators are compiled.
+# Element dtype -> accumulation dtype of the compiled operators.
 ACCUMULATORS = {
     torch.float64: torch.float64,
     torch.float32: torch.float32,
@@ -35,19 +35,19 @@ ACCUMULATORS = {
 }
 
 
-@functools.cache  # torch keeps a library for good; asking again could not find another
+@functools.cache  # torch never unloads a library
 def load(file: str) -> frozenset[str]:
-    """The device types that the library serves: cpu, cuda; none where there is no library.
+    """Return the device types that the library supports: cpu, cuda; empty without a library.
 
-    One that is there and cannot be loaded is a warning: it was built to be used.
+    Warns if the library exists but cannot be loaded.
     """
     if not Path(file).exists():
         return frozenset()
-    trouble = None if _registered("CPU") else _open(file)
-    if trouble:
+    problem = None if _registered("CPU") else _open(file)
+    if problem:
         warnings.warn(
-            f"{file} is not used: {trouble}; build it again (python setup.py build_csrc) or remove "
-            "it; torch's operators do its work meanwhile",
+            f"{file} is not used: {problem}; rebuild it (python setup.py build_csrc) or remove it; "
+            "torch's operators are used instead",
             stacklevel=2,
         )
         return frozenset()
@@ -55,16 +55,16 @@ def load(file: str) -> frozenset[str]:
 
 
 def _open(file: str) -> str | None:
-    """Load it; why it cannot be used, or None. Only once: it would define its operators again."""
+    """Load the library once; return why it cannot be used, or None."""
     try:
         torch.ops.load_library(file)
     except OSError as error:
         return str(error.__cause__ or error).splitlines()[0]
-    return None if _registered("CPU") else "it lacks operators that this version asks for"
+    return None if _registered("CPU") else "it lacks operators that this version needs"
 
 
 def _registered(key: str) -> bool:
-    """Do all operators exist as they are called here, for this kind of device?"""
+    """Return True if all operators exist with these arguments, for this dispatch key."""
     defined = torch._C._dispatch_get_all_op_names()
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     for name, arguments in OPERATORS.items():
@@ -78,15 +78,22 @@ def _registered(key: str) -> bool:
 
 
 def serves(device: str) -> bool:
-    """Is the library here, with operators for this type of device?"""
+    """Return True if the library is loaded and has operators for this device type."""
     return device in load(FILE)
 
 
 def merge_(
     out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
 ) -> bool:
-    """`online_softmax.merge_`: was it done? out, part [s, b, h, w], lse, part_lse [s, b, h]."""
-    if not (_here(out, lse, part, part_lse) and in_rows(out, part) and out.dtype == lse.dtype):
+    """Do `online_softmax.merge_`; return False if the tensors are not supported.
+
+    Args:
+        out: [s, b, h, w].
+        lse: [s, b, h].
+        part: [s, b, h, w].
+        part_lse: [s, b, h].
+    """
+    if not (_supported(out, lse, part, part_lse) and in_rows(out, part) and out.dtype == lse.dtype):
         return False
     if ACCUMULATORS.get(part.dtype) != out.dtype:
         return False
@@ -96,31 +103,50 @@ def merge_(
 
 
 def delta(dout: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """`online_softmax.row_delta` [s, b, h] in `dtype`, or None; dout, out [s, b, h, w]."""
-    if not (_here(dout, out) and in_rows(dout, out) and dout.dtype == out.dtype):
+    """Return `online_softmax.row_delta`, or None if the tensors are not supported.
+
+    Args:
+        dout: [s, b, h, w].
+        out: [s, b, h, w].
+        dtype: Accumulation dtype of the result [s, b, h].
+    """
+    if not (_supported(dout, out) and in_rows(dout, out) and dout.dtype == out.dtype):
         return None
     if ACCUMULATORS.get(dout.dtype) != dtype:
         return None
-    found = torch.empty(dout.shape[:-1], dtype=dtype, device=dout.device)
-    torch.ops.megatron_burst.delta_out.default(dout, out, found)
-    return found
+    result = torch.empty(dout.shape[:-1], dtype=dtype, device=dout.device)
+    torch.ops.megatron_burst.delta_out.default(dout, out, result)
+    return result
 
 
 def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor | None:
-    """`kernels.aten.stand_in` [s, b, h, w], or None; dout [s, b, h, w], delta [s, b, h]."""
-    if not (_here(dout, delta) and in_rows(dout) and ACCUMULATORS.get(dout.dtype) == delta.dtype):
+    """Return `kernels.aten.stand_in`, or None if the tensors are not supported.
+
+    Args:
+        dout: [s, b, h, w].
+        delta: [s, b, h].
+    """
+    if not (
+        _supported(dout, delta) and in_rows(dout) and ACCUMULATORS.get(dout.dtype) == delta.dtype
+    ):
         return None
-    found = torch.empty(dout.shape, dtype=dout.dtype, device=dout.device)
-    torch.ops.megatron_burst.stand_in_out.default(dout, delta, found)
-    return found
+    result = torch.empty(dout.shape, dtype=dout.dtype, device=dout.device)
+    torch.ops.megatron_burst.stand_in_out.default(dout, delta, result)
+    return result
 
 
 class LogitGradient(NamedTuple):
-    """What a tile of logits z [n, v] becomes: (exp(x - lse) of_softmax - of_all, + of_label in
-    `column`) dx/dz / scale, with x the logits; all [n].
+    """The gradient that replaces a tile of logits z [n, v].
 
-    A row becomes 0 if its three factors are 0, even if it holds NaN. lse None: z holds
-    exp(x - something) by now, and of_softmax what is missing.
+    With logits x, it is (exp(x - lse) of_softmax - of_all, plus of_label in `column`) dx/dz /
+    scale. A row becomes 0 if its three factors are 0, even if it contains NaN.
+
+    Attributes:
+        column: int64 [n], column of the label.
+        lse: [n]; None if z already contains exp(x - constant), and `of_softmax` the missing factor.
+        of_softmax: [n].
+        of_label: [n].
+        of_all: [n].
     """
 
     column: torch.Tensor
@@ -131,12 +157,20 @@ class LogitGradient(NamedTuple):
 
 
 def softmax_gradient_(
-    z: torch.Tensor, given: LogitGradient, real: int, scale: float, softcap: float | None
+    z: torch.Tensor, gradient: LogitGradient, real: int, scale: float, softcap: float | None
 ) -> bool:
-    """Make z [n, v] what is given: was it done? The columns from `real` on become 0."""
-    index, lse, *of = given
+    """Replace logits z by their gradient; return False if the tensors are not supported.
+
+    Args:
+        z: [n, v].
+        gradient: The gradient.
+        real: Number of real columns; the columns after them become 0.
+        scale: Divisor of the gradient.
+        softcap: Softcap of the logits, or None.
+    """
+    index, lse, *of = gradient
     rows = index, of[0] if lse is None else lse, *of
-    if not (_here(z, *rows) and z.stride(1) == 1 and index.dtype == torch.int64):
+    if not (_supported(z, *rows) and z.stride(1) == 1 and index.dtype == torch.int64):
         return False
     if any(ACCUMULATORS.get(z.dtype) != row.dtype for row in rows[1:]):
         return False
@@ -147,16 +181,17 @@ def softmax_gradient_(
     return True
 
 
-def _here(*tensors: torch.Tensor) -> bool:
-    """Are these plain tensors that the library serves?"""
+def _supported(*tensors: torch.Tensor) -> bool:
+    """Return True if these are plain tensors that the library supports."""
     return plain(*tensors) and tensors[0].device.type in load(FILE)
 
 
 def plain(*tensors: torch.Tensor) -> bool:
-    """Are these tensors of one device with numbers in them, outside of autograd and of
-    torch.compile, which cannot see into an operator of ours?
+    """Return True if these are ordinary tensors on one device, outside autograd and torch.compile.
+
+    torch.compile cannot trace a custom operator.
     """
-    if torch.compiler.is_compiling():  # and it could not follow what is asked below
+    if torch.compiler.is_compiling():  # it cannot trace the tests below
         return False
     device, grad = tensors[0].device, torch.is_grad_enabled()
     return all(type(t) is torch.Tensor and t.device == device for t in tensors) and not (
@@ -165,16 +200,14 @@ def plain(*tensors: torch.Tensor) -> bool:
 
 
 def changed(*tensors: torch.Tensor) -> None:
-    """Count a write in place, as torch's own operators do, so that holders of a tensor can see
-    it.
-    """
+    """Count an in-place write, as torch's operators do, so that autograd detects it."""
     for tensor in tensors:
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
 
 
 def in_rows(*tensors: torch.Tensor) -> bool:
-    """[s, b, h, w] with neighbours in the last dimension, all of one shape."""
+    """Return True if all tensors have one shape [s, b, h, w] and a contiguous last dimension."""
     return all(
         t.dim() == 4 and (t.stride(3) == 1 or t.shape[3] == 1) and t.shape == tensors[0].shape
         for t in tensors

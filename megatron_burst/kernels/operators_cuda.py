@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's attention operators for CUDA: FlashAttention 2 and cuDNN, as torch contains them.
+"""torch's attention operators for CUDA: FlashAttention 2 and cuDNN.
 
-Decides which widths and devices each serves, and spells the arguments of a tile, or of many
-sequences, as it expects them. Imported where tensors are on a GPU.
+This module decides which widths and devices each supports, and converts a tile, or many sequences,
+to its arguments. It is imported only if tensors are on a GPU.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import functools
 
 import torch
 
-from .operators import ONE_WIDTH, Lengths, Shown, Widths
+from .operators import ONE_WIDTH, Lengths, TileVisibility, Widths
 
 aten = torch.ops.aten
 
-CUDNN_FIRST = (9, 0), (10, 0), (10, 3)  # compute capabilities where torch asks cuDNN first
+CUDNN_FIRST = (9, 0), (10, 0), (10, 3)  # compute capabilities on which torch prefers cuDNN
 
 
 class CudaFlash:
-    """FlashAttention 2, as torch contains it."""
+    """FlashAttention 2 in torch."""
 
     device = "cuda"
     dtypes = (torch.bfloat16, torch.float16)
@@ -32,41 +32,44 @@ class CudaFlash:
 
     def unfit(self, device: torch.device, widths: Widths) -> str | None:
         if max(widths) > 256:
-            return f"takes widths up to 256, got {max(widths)}"
+            return f"supports widths up to 256, got {max(widths)}"
         return None if widths[0] == widths[1] else ONE_WIDTH
 
-    def forward(self, q, k, v, shown, scale):
-        q, k, v = (rows_first(x, shown.lengths) for x in (q, k, v))
+    def forward(self, q, k, v, visibility, scale):
+        q, k, v = (rows_first(x, visibility.lengths) for x in (q, k, v))
         out, lse, *_ = aten._flash_attention_forward(
-            q, k, v, *_lengths(q, k, shown), 0.0, shown.causal, False, scale=scale, **_sides(shown)
-        )
+            q, k, v, *_lengths(q, k, visibility), 0.0, visibility.causal, False, scale=scale,
+            **_sides(visibility),
+        )  # fmt: skip
         return heads_first(out), lse if lse.dim() == 3 else lse.unsqueeze(0)
 
-    def backward(self, dout, q, k, v, out, lse, shown, scale):
-        dout, q, k, v, out = (rows_first(x, shown.lengths) for x in (dout, q, k, v, out))
+    def backward(self, dout, q, k, v, out, lse, visibility, scale):
+        dout, q, k, v, out = (rows_first(x, visibility.lengths) for x in (dout, q, k, v, out))
         grads = aten._flash_attention_backward(
-            dout, q, k, v, out, stats_of(lse, shown.lengths), *_lengths(q, k, shown), 0.0,
-            shown.causal, *_no_dropout(q.device), scale=scale, **_sides(shown),
+            dout, q, k, v, out, stats_of(lse, visibility.lengths), *_lengths(q, k, visibility), 0.0,
+            visibility.causal, *_no_dropout(q.device), scale=scale, **_sides(visibility),
         )  # fmt: skip
         dq, dk, dv = (heads_first(grad) for grad in grads)
         return dq, dk, dv
 
 
 class CudaCudnn:
-    """cuDNN's attention, as torch contains it."""
+    """cuDNN's attention in torch."""
 
     device = "cuda"
     dtypes = (torch.bfloat16, torch.float16)
     multiple = 8
     limits: tuple[int | None, int | None] = (None, None)
     windows = False
-    deterministic = False  # its backward adds to dq in any order
+    deterministic = False  # backward adds to dq in any order
     takes_delta = False
     joins = False
 
     def unfit(self, device: torch.device, widths: Widths) -> str | None:
-        """As releases of torch have it for their own use of cuDNN, where they agree about
-        backward: from 9.11 on (192, 128), MLA's; from 9.10 on 256 on Hopper.
+        """Return why these widths are not supported, or None.
+
+        The rules are those on which torch's releases agree for backward: (192, 128) of MLA with
+        cuDNN 9.11 or newer; 256 on Hopper with cuDNN 9.10 or newer.
         """
         if max(widths) <= 128:
             return None
@@ -77,39 +80,41 @@ class CudaCudnn:
         if widths == (256, 256) and version >= 91000 and device_is == (9, 0):
             return None
         return (
-            "takes widths up to 128, on Hopper and Blackwell with cuDNN 9.11 (192, 128), and on "
-            f"Hopper with cuDNN 9.10 (256, 256), got {widths}"
+            "supports widths up to 128, with cuDNN 9.11 on Hopper and Blackwell (192, 128), and "
+            f"with cuDNN 9.10 on Hopper (256, 256), got {widths}"
         )
 
     @functools.cached_property
     def stats_end(self) -> torch.Size:
-        """What follows [b, h, s] in the shape of cuDNN's statistics: 1 from torch 2.9 on."""
+        """Return the dimensions after [b, h, s] of cuDNN's statistics: 1 since torch 2.9."""
         x = torch.empty(1, 1, 8, 8, dtype=torch.bfloat16, device="meta")
         return aten._scaled_dot_product_cudnn_attention(x, x, x, None, True, 0.0, True)[1].shape[3:]
 
-    def forward(self, q, k, v, shown, scale):
+    def forward(self, q, k, v, visibility, scale):
         result = aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, shown.causal, scale=scale
+            q, k, v, None, True, 0.0, visibility.causal, scale=scale
         )
         return result[0], result[1].reshape(q.shape[:3])
 
-    def backward(self, dout, q, k, v, out, lse, shown, scale):
-        # Some releases of torch find a graph that they have built by q, k and v alone, and build it
-        # for the strides that out and dout have the first time: so these are always the same.
+    def backward(self, dout, q, k, v, out, lse, visibility, scale):
+        # Some releases of torch cache a graph by q, k and v only, for the strides that out and dout
+        # have in the first call. So these strides must always be the same.
         dout, out = (_dense(x) for x in (dout, out))
         seed = torch.empty((), dtype=torch.int64, device=q.device)  # no dropout: never read
         sizes = (None, None, q.shape[2], k.shape[2])
-        # Of one row any strides count as contiguous, and cuDNN wants a last one of 1.
+        # One row is contiguous with any strides, but cuDNN requires a last stride of 1.
         stats = lse.clone(memory_format=torch.contiguous_format)
         stats = stats.view(*lse.shape, *self.stats_end)
         return aten._scaled_dot_product_cudnn_attention_backward(
-            dout, q, k, v, out, stats, seed, seed, None, *sizes, 0.0, shown.causal, scale=scale
+            dout, q, k, v, out, stats, seed, seed, None, *sizes, 0.0, visibility.causal, scale=scale
         )
 
 
 def prefers_cudnn(device: torch.device) -> bool:
-    """Is cuDNN the faster of torch's operators here? torch's own rule for its own choice: Hopper
-    and Blackwell, and a cuDNN later than 9.15.0, which cured lengths that 128 does not divide.
+    """Return True if cuDNN is the faster operator of torch on this device.
+
+    This is torch's own rule: Hopper and Blackwell, with cuDNN newer than 9.15.0, which fixed
+    lengths that are no multiple of 128.
     """
     capability = torch.cuda.get_device_capability(device)
     version = torch.backends.cudnn.version() or 0
@@ -117,7 +122,7 @@ def prefers_cudnn(device: torch.device) -> bool:
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
-    """X [b, h, s, d], copied where it is not dense as [s, b, h, d]."""
+    """Return x [b, h, s, d], copied unless it is dense as [s, b, h, d]."""
     b, h, _, d = x.shape
     strides = (h * d, d, b * h * d, 1)
     if x.stride() == strides:
@@ -126,36 +131,36 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 
 
 def rows_first(x: torch.Tensor, lengths: Lengths | None) -> torch.Tensor:
-    """[b, h, s, d] -> [b, s, h, d], and [s, h, d] of many sequences end to end; a view."""
+    """Return a view [b, s, h, d] of [b, h, s, d], or [s, h, d] for many sequences end to end."""
     x = x.transpose(1, 2)
     return x if lengths is None else x.squeeze(0)
 
 
 def heads_first(x: torch.Tensor) -> torch.Tensor:
-    """`rows_first` undone."""
+    """Invert `rows_first`."""
     return (x if x.dim() == 4 else x.unsqueeze(0)).transpose(1, 2)
 
 
 def stats_of(x: torch.Tensor, lengths: Lengths | None) -> torch.Tensor:
-    """Lse or delta [b, h, s] as FlashAttention wants it: dense, and [h, s] of many sequences."""
+    """Return lse or delta [b, h, s] dense for FlashAttention; [h, s] for many sequences."""
     return (x if lengths is None else x.squeeze(0)).contiguous()
 
 
-def _lengths(q: torch.Tensor, k: torch.Tensor, shown: Shown) -> tuple:
-    """Where sequences begin and how long they are, as torch's flash attention takes it."""
-    if shown.lengths is None:
+def _lengths(q: torch.Tensor, k: torch.Tensor, visibility: TileVisibility) -> tuple:
+    """Return first rows and lengths of sequences, as torch's flash attention takes them."""
+    if visibility.lengths is None:
         return None, None, q.shape[1], k.shape[1]
-    rows, columns, _ = shown.lengths.on(q.device)
-    return rows, columns, *shown.lengths.longest
+    rows, columns, _ = visibility.lengths.on(q.device)
+    return rows, columns, *visibility.lengths.longest
 
 
 def _no_dropout(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Seed and offset, which are never read."""
+    """Return seed and offset, which are never read."""
     seed = torch.empty(2, dtype=torch.uint64, device=device)
     return seed, torch.empty((), dtype=torch.uint64, device=device)
 
 
-def _sides(shown: Shown) -> dict[str, int]:
-    if shown.window is None:
+def _sides(visibility: TileVisibility) -> dict[str, int]:
+    if visibility.window is None:
         return {}
-    return {"window_size_left": shown.window[0], "window_size_right": shown.window[1]}
+    return {"window_size_left": visibility.window[0], "window_size_right": visibility.window[1]}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention kernels of this machine: for the doctor and for forecasts."""
+"""Attention kernels that are available on this machine, for the doctor and for forecasts."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .packages import NotInstalled
 
 
 class Presence(NamedTuple):
-    """Presence of a kernel.
+    """Availability of a kernel.
 
     Attributes:
-        usable: Whether the kernel can be used; None if it is not installed.
-        what: The same in words.
+        usable: True if the kernel can be used; None if it is not installed.
+        text: The same as text.
     """
 
     usable: bool | None
-    what: str
+    text: str
 
 
 def package_presence(name: str) -> Presence:
@@ -46,8 +46,8 @@ def kernel_here(name: str) -> str | None:
     if not torch.cuda.is_available():
         return None
     if name in PACKAGES:
-        found = package_presence(name)
-        return f"installed here: {found.what}" if found.usable else f"{found.what} here"
+        presence = package_presence(name)
+        return f"installed here: {presence.text}" if presence.usable else f"{presence.text} here"
     if name == "aten_cudnn" and not prefers_cudnn(torch.device("cuda")):
-        return f"`auto` does not take it here (cuDNN {torch.backends.cudnn.version()})"
+        return f"`auto` does not choose it here (cuDNN {torch.backends.cudnn.version()})"
     return f"part of torch {torch.__version__} here"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of kernels: `make` turns a name into a kernel that can serve the given tensors.
+"""The table of kernels: `make` returns a kernel by name for given tensors.
 
-`KERNELS` has one line per kernel. This module decides which kernel "auto" takes.
+`KERNELS` has one line per kernel. This module decides which kernel "auto" chooses.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .aten import AtenKernel
 from .base import Kernel
 from .operators import CpuFlash
 
-# What a run may do without is imported by the calls that ask for it.
+# Optional modules are imported by the functions that need them.
 
 
 def _aten(device: torch.device, beside_rings: bool) -> Kernel:
@@ -54,7 +54,7 @@ def _reference(device: torch.device, beside_rings: bool) -> Kernel:
     return ReferenceKernel()
 
 
-# name -> the kernel for a device, and whether it runs while tensors travel
+# name -> function of the device, and of whether tensors are sent while the kernel runs
 KERNELS: dict[str, Callable[[torch.device, bool], Kernel]] = {
     "aten": _aten,
     "aten_cudnn": _cudnn,
@@ -65,18 +65,22 @@ KERNELS: dict[str, Callable[[torch.device, bool], Kernel]] = {
 }
 
 
-# compute capability -> the package whose kernel is the fastest there, by published figures
+# compute capability -> package with the fastest kernel, by published figures
 FASTEST = {(9, 0): "flash3", (10, 0): "flash4", (10, 3): "flash4"}
 
 
 def automatic(device: torch.device, mask: Mask) -> tuple[str, ...]:
-    """The kernels that "auto" tries, in this order.
+    """Return the kernels that "auto" tries, in this order.
 
-    Flash attention comes first where a few of its tiles describe the mask: on Hopper and Blackwell
-    that of the package made for them, where it is installed, then torch's own, which is always
-    there. Other masks go to the Triton kernel, which takes any mask in one launch, and
-    so do calls with a softcap. cuDNN compiles for every shape, so it is left out where a mask has
-    other shapes in every batch.
+    Flash attention comes first if few of its tiles describe the mask. On Hopper and Blackwell, that
+    is the package made for them, if it is installed, then torch's own operators, which always
+    exist. Other masks, and calls with a softcap, use the Triton kernel, which computes any mask in
+    one launch. cuDNN compiles for every shape, so it is omitted if a mask has other shapes in every
+    batch.
+
+    Args:
+        device: Device of the tensors.
+        mask: Mask of the call.
     """
     if device.type == "cpu":
         return "aten", "triton"
@@ -100,12 +104,21 @@ def make(
     beside_rings: bool = False,
     maximum: bool = False,
 ) -> Kernel:
-    """The kernel called `name` for tensors like q, k, v; "auto": the first of `automatic` that
-    can, for this mask (default: causal). `beside_rings`: it will run while tensors travel, and may
-    leave a part of the device to them. `maximum`: it has to tell the largest scores.
+    """Return a kernel for tensors like q, k, v.
 
-    Raises ValueError if there is no such kernel, it cannot serve these tensors, or torch is too
-    old.
+    Args:
+        name: A name in `KERNELS`, or "auto" for the first kernel of `automatic` that supports the
+            call.
+        q: Queries.
+        k: Keys.
+        v: Values.
+        softcap: Softcap of the call, or None.
+        mask: Mask of the call. Default: causal.
+        beside_rings: True if tensors are sent while it runs, so it may leave multiprocessors free.
+        maximum: True if it must return the largest scores.
+
+    Raises:
+        ValueError: There is no such kernel, it does not support the call, or torch is too old.
     """
     if not isinstance(name, str) or (name != "auto" and name not in KERNELS):
         raise ValueError(f"kernel must be one of auto, {', '.join(KERNELS)}, got {name!r}")
@@ -115,10 +128,10 @@ def make(
     auto = name == "auto"
     names = automatic(q.device, Causal() if mask is None else mask) if auto else (name,)
     reasons: list[str] = []
-    for each in names:
+    for candidate in names:
         try:
-            kernel = KERNELS[each](q.device, beside_rings)
-        except ValueError as error:  # a package that is not installed, or that cannot be used
+            kernel = KERNELS[candidate](q.device, beside_rings)
+        except ValueError as error:  # the package is not installed or does not fit
             if not auto:
                 raise
             reasons.append(str(error).split(";")[0])
@@ -127,8 +140,8 @@ def make(
         if reason is None:
             kernel.passed_over = tuple(reasons)
             return kernel
-        reasons.append(f"kernel {each} {reason}")
-    raise ValueError("; ".join([*reasons, "kernel='reference' takes anything"]))
+        reasons.append(f"kernel {candidate} {reason}")
+    raise ValueError("; ".join([*reasons, "kernel='reference' supports every call"]))
 
 
 def _refusal(
@@ -144,7 +157,7 @@ def _refusal(
     if softcap is not None and not kernel.softcaps:
         return f"has no softcap, got softcap={softcap}"
     if maximum and not kernel.maximum:
-        return "returns log-sum-exps alone, and max_logits asks for the largest scores"
+        return "does not return the largest scores, which max_logits needs"
     reason = kernel.refusal(q, k, v)
     if reason is None and kernel.name == "aten" and q.is_cpu and q.shape[2] != k.shape[2]:
         return torch_features.refusal(torch_features.SHARED_HEADS)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merge, delta and the stand-in output by one Triton launch each, where `csrc/` is not built.
+"""Merge, delta and stand-in output by one Triton launch each, without `csrc/`.
 
-Decides whether Triton serves given tensors. `online_softmax` and `aten` ask here where `native`
-has no answer, and else do the same by torch's operators, several launches each. What a launch does
-is in `rowwise_code`.
+This module decides whether Triton supports given tensors. `online_softmax` and `aten` call it if
+`native` returns nothing; otherwise they use several torch operators. `rowwise_code` has the
+kernels.
 
 Shape letters: s query rows, b batch, h query heads, w value width.
 """
@@ -18,12 +18,12 @@ import torch
 
 from . import native
 
-ELEMENTS = 2048  # of a program, where rows are no wider
+ELEMENTS = 2048  # per program, unless a row is wider
 
 
 def _code(device: str) -> Any:
-    """The module of the kernels where they run on this type of device, else None."""
-    # Elsewhere only Triton's interpreter runs them, for which somebody has imported Triton.
+    """Return the module of the kernels if they run on this device type, otherwise None."""
+    # On other devices only Triton's interpreter runs them, if Triton was imported before.
     if device != "cuda" and "triton" not in sys.modules:
         return None
     if importlib.util.find_spec("triton") is None:
@@ -39,7 +39,14 @@ def _code(device: str) -> Any:
 def merge_(
     out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
 ) -> bool:
-    """`online_softmax.merge_`: was it done? out, part [s, b, h, w], lse, part_lse [s, b, h]."""
+    """Do `online_softmax.merge_`; return False if the tensors are not supported.
+
+    Args:
+        out: [s, b, h, w].
+        lse: [s, b, h].
+        part: [s, b, h, w].
+        part_lse: [s, b, h].
+    """
     code = _serving(out, lse, part, part_lse)
     if code is None or not native.in_rows(out, part):
         return False
@@ -51,24 +58,35 @@ def merge_(
 
 
 def delta(dout: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """`online_softmax.row_delta` [s, b, h] in `dtype`, or None; dout, out [s, b, h, w]."""
+    """Return `online_softmax.row_delta`, or None if the tensors are not supported.
+
+    Args:
+        dout: [s, b, h, w].
+        out: [s, b, h, w].
+        dtype: Accumulation dtype of the result [s, b, h].
+    """
     code = _serving(dout, out)
     if code is None or not native.in_rows(dout, out):
         return None
-    found = torch.empty(dout.shape[:-1], dtype=dtype, device=dout.device)
-    _launch(code.delta, dout.shape, (dout, out), found)
-    return found
+    result = torch.empty(dout.shape[:-1], dtype=dtype, device=dout.device)
+    _launch(code.delta, dout.shape, (dout, out), result)
+    return result
 
 
 def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor | None:
-    """`aten.stand_in` [s, b, h, w], or None; dout [s, b, h, w], delta [s, b, h]."""
+    """Return `aten.stand_in`, or None if the tensors are not supported.
+
+    Args:
+        dout: [s, b, h, w].
+        delta: [s, b, h].
+    """
     code = _serving(dout, delta)
     if code is None or not native.in_rows(dout):
         return None
-    found = torch.empty(dout.shape, dtype=dout.dtype, device=dout.device)
+    result = torch.empty(dout.shape, dtype=dout.dtype, device=dout.device)
     largest = torch.finfo(dout.dtype).max if dout.dtype == torch.float16 else 0
-    _launch(code.stand_in, dout.shape, (dout, delta), found, LARGEST=largest)
-    return found
+    _launch(code.stand_in, dout.shape, (dout, delta), result, LARGEST=largest)
+    return result
 
 
 def _serving(*tensors: torch.Tensor) -> Any:
@@ -78,17 +96,20 @@ def _serving(*tensors: torch.Tensor) -> Any:
 def _launch(
     kernel: Any,
     shape: torch.Size,
-    given: tuple[torch.Tensor, ...],
-    *found: torch.Tensor,
+    inputs: tuple[torch.Tensor, ...],
+    *outputs: torch.Tensor,
     **constants: Any,
 ) -> None:
-    """`kernel` over all rows of `shape` [s, b, h, w]; given: of any strides, found: contiguous."""
+    """Launch `kernel` over all rows of `shape` [s, b, h, w].
+
+    `inputs` have any strides; `outputs` are contiguous.
+    """
     s, b, h, w = shape
     width = 1 << max(0, w - 1).bit_length()
     block = max(1, ELEMENTS // width)
-    strides = [stride for x in given for stride in x.stride()[:3]]
+    strides = [stride for x in inputs for stride in x.stride()[:3]]
     if s * b * h * w:
-        with torch.cuda.device_of(given[0]):
+        with torch.cuda.device_of(inputs[0]):
             kernel[(-(-s * b * h // block),)](
-                *given, *found, *strides, s * b * h, b, h, w, **constants, R=block, W=width
+                *inputs, *outputs, *strides, s * b * h, b, h, w, **constants, R=block, W=width
             )

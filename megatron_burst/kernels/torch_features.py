@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package needs of torch, asked of torch itself.
+"""Features that this package needs from torch, detected in the imported torch.
 
-Versions do not say it: the containers of NVIDIA carry development builds, and "2.9.0a0" may have
-been made before or after a change. So each need is a question to the torch that is imported, and
-the release that has it for certain is named only as a remedy. The doors ask `refusal`; `lacking` is
-for reports.
+Version numbers are not reliable: NVIDIA's containers have development builds, and "2.9.0a0" may be
+from before or after a change. So each feature is tested in the imported torch, and the first
+release that certainly has it is named only as a remedy. Public functions use `refusal`; reports use
+`lacking`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 class Feature(NamedTuple):
-    """part: of this package, or all of it; present: asks torch; since: the first release that has
-    it; without: what is so where it is absent; refused: whether the door refuses the part there.
+    """A feature of torch.
+
+    Attributes:
+        part: The part of this package that needs it, or all of it.
+        present: Tests the imported torch.
+        since: First release with the feature.
+        without: What happens without it.
+        refused: True if the part is refused without it.
     """
 
     part: str
@@ -32,7 +38,7 @@ class Feature(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """What would work."""
+        """Return what to install."""
         return f"torch {self.since} or newer"
 
 
@@ -47,8 +53,9 @@ def _wide_products() -> bool:
 
 @functools.cache
 def _shares_heads() -> bool:
-    """Does torch hand query heads that share keys to its flash attention for CPUs? The operator
-    itself cannot be tried: without support it writes outside its memory.
+    """Return True if torch's flash attention for CPUs supports shared key heads.
+
+    The operator itself cannot be tried: without support it writes outside its memory.
     """
     with (
         _disable_current_modes(),
@@ -59,14 +66,17 @@ def _shares_heads() -> bool:
         q, k = (torch.zeros(1, heads, 8, 16, device="cpu") for heads in (2, 1))
         try:
             taken = torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=True)
-        except RuntimeError:  # no backend that is allowed here takes them
+        except RuntimeError:  # no allowed backend supports them
             return False
     return taken == SDPBackend.FLASH_ATTENTION.value
 
 
 @functools.cache
 def adds_wide(device: torch.device) -> bool:
-    """Does this device add a product of bfloat16 matrices to a float32 one? Tried on small ones."""
+    """Return True if this device can add a product of bfloat16 matrices to a float32 matrix.
+
+    It is tried with small matrices.
+    """
     total = torch.zeros(16, 16, device=device)
     factor = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
     try:
@@ -85,8 +95,8 @@ FEATURES = (
         PACKAGE,
         _wide_products,
         "2.8",
-        "no product of bfloat16 matrices comes out in float32, and what was sent or received "
-        "under NCCL is freed late",
+        "no product of bfloat16 matrices is returned in float32, and buffers that NCCL sent or "
+        "received are freed late",
     ),
     Feature(
         SHARED_HEADS,
@@ -98,21 +108,21 @@ FEATURES = (
         WIDE_SUMS,
         _adds_wide_here,
         "2.10",
-        "no product of bfloat16 matrices is added to a float32 one: it takes a second step and "
-        "256 MiB",
+        "no product of bfloat16 matrices is added to a float32 matrix, so a second step with 256 "
+        "MiB is needed",
         refused=False,
     ),
 )
 
 
 def lacking() -> list[Feature]:
-    """What the torch that is imported cannot do, asked anew."""
+    """Return the features that the imported torch does not have."""
     return [feature for feature in FEATURES if not feature.present()]
 
 
 def refusal(part: str) -> str | None:
-    """Why the torch that is imported cannot serve this part, without the part's name; or None."""
+    """Return why the imported torch does not support a part, without the part's name; or None."""
     for feature in FEATURES:
         if feature.part == part and feature.refused and not feature.present():
-            return f"needs {feature.remedy}, found {torch.__version__}: before, {feature.without}"
+            return f"needs {feature.remedy}, got {torch.__version__}, in which {feature.without}"
     return None

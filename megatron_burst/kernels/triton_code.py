@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a grid of tiles as Triton kernels: forward, and backward by keys or by queries.
 
-Every kernel works through `tile_grid.Worklist`s: wholly visible tiles without any mask code, partly
-visible ones with a table of bits; one launch each, because one loop in two kinds spills registers.
-A launch carries on where the one before stopped: forward loads (out, lse), which is the running
-softmax in normal form, and stores it again; backward adds to the sums it is given. lse and delta
-are those of the whole sequence, so there is one kernel for either side of the ring.
+Every kernel processes a `tile_grid.Worklist`. Fully visible tiles have no mask code; partly visible
+tiles have a table of bits. Each kind has its own launch, because one loop for both spills
+registers. A launch continues where the previous one ended: forward loads (out, lse), the running
+softmax in normal form, and stores it again; backward adds to given sums. lse and delta cover the
+whole sequence, so one kernel serves both sides of the ring.
 
-Imported only when a Triton kernel is made. Masks and block sizes come as lists and constants.
-Tensors are [b, heads, rows, width], as descriptors of one block of rows
-of one head; what lies behind their ends is zero.
+The module is imported only when a Triton kernel is made. Masks and block sizes are lists and
+constants. Tensors are [b, heads, rows, width], as descriptors of one block of rows of one head;
+elements beyond their ends read as zero.
 """
 
 from __future__ import annotations
 
-# Triton is not everywhere, and what its decorator makes is no function to a type checker.
+# Triton is optional, and type checkers do not know functions with its decorator.
 # pyright: reportMissingImports=false, reportIndexIssue=false
 import triton
 import triton.language as tl
@@ -25,10 +25,10 @@ NOTHING = tl.constexpr(float("-inf"))
 
 @triton.jit
 def _logits(products, scale, CAP: tl.constexpr):
-    """Scores in base 2, so that exp2 serves; CAP 0: no softcap."""
+    """Return scores in base 2, for exp2. CAP 0: no softcap."""
     if CAP == 0:
         return products * (scale * LOG2E)
-    # tanh by exp2 alone, for the interpreter has no other; near 0, where that cancels, a series
+    # tanh by exp2, because the interpreter has no tanh; a series near 0, where exp2 cancels.
     x = products * (scale / CAP)
     x2 = x * x
     series = x * (1 + x2 * (-1 / 3 + x2 * (2 / 15 - x2 * (17 / 315))))
@@ -37,26 +37,27 @@ def _logits(products, scale, CAP: tl.constexpr):
 
 
 @triton.jit
-def _shown(bits, table, M: tl.constexpr, N: tl.constexpr, BY_COLUMNS: tl.constexpr):
-    """What a tile shows: bool [M, N], or [N, M] BY_COLUMNS. A word is loaded once for its 32
-    columns and spread over them in registers.
+def _visible(bits, table, M: tl.constexpr, N: tl.constexpr, BY_COLUMNS: tl.constexpr):
+    """Return the visible pairs of a tile: bool [M, N], or [N, M] BY_COLUMNS.
+
+    A word is loaded once for its 32 columns and spread over them in registers.
     """
     rows, words, columns = tl.arange(0, M), tl.arange(0, N // 32), tl.arange(0, N)
     at = bits + table.to(tl.int64) * (M * N // 32)
     if BY_COLUMNS:
-        found = tl.load(at + rows[None, :] * (N // 32) + words[:, None])
-        spread = tl.broadcast_to(found[:, None, :], (N // 32, 32, M)).reshape(N, M)
+        word_bits = tl.load(at + rows[None, :] * (N // 32) + words[:, None])
+        spread = tl.broadcast_to(word_bits[:, None, :], (N // 32, 32, M)).reshape(N, M)
         shift = (columns % 32)[:, None]
     else:
-        found = tl.load(at + rows[:, None] * (N // 32) + words[None, :])
-        spread = tl.broadcast_to(found[:, :, None], (M, N // 32, 32)).reshape(M, N)
+        word_bits = tl.load(at + rows[:, None] * (N // 32) + words[None, :])
+        spread = tl.broadcast_to(word_bits[:, :, None], (M, N // 32, 32)).reshape(M, N)
         shift = (columns % 32)[None, :]
     return ((spread >> shift) & 1) != 0
 
 
 @triton.jit
 def _program(programs, heads, SIZE: tl.constexpr):
-    """Batch entry, head, first row (or column) of this program's block, and where its tiles are."""
+    """Return batch entry, head, first row (or column) of the program's block, and tile range."""
     entry, head = programs + 3 * tl.program_id(0), tl.program_id(1)
     start = tl.load(entry) * SIZE
     return head // heads, head % heads, start, tl.load(entry + 1), tl.load(entry + 2)
@@ -64,21 +65,23 @@ def _program(programs, heads, SIZE: tl.constexpr):
 
 @triton.jit
 def _offset(batch, head, of_batch, of_head):
-    """Where one head of a batch entry begins, in 64 bits: the product of two 32-bit numbers may
-    need them, in tensors of more than 2^31 elements.
+    """Return the first element of one head of a batch entry, in 64 bits.
+
+    The product of two 32-bit numbers needs them in tensors with more than 2^31 elements.
     """
     return tl.cast(batch, tl.int64) * of_batch + tl.cast(head, tl.int64) * of_head
 
 
 @triton.jit
 def forward(
-    q, k, v, out, lse, programs, others, tables, bits,
+    q, k, v, out, lse, programs, other_blocks, tables, bits,
     n, heads, group, lse_row, lse_batch, lse_head, scale, max_logits,
     CAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """One block of rows of one head; (out, lse) in float32, in place. max_logits: float32 [heads],
-    raised to the largest score, or None.
+    """Compute one block of rows of one head; (out, lse) in float32, in place.
+
+    max_logits is float32 [heads], raised to the largest score, or None.
     """
     batch, head, start, first, stop = _program(programs, heads, M)
     lanes = tl.arange(0, M)
@@ -88,18 +91,18 @@ def forward(
     total = tl.where(best == NOTHING, 0.0, 1.0)
     acc = out.load([batch, head, start, 0]).reshape(M, W)
     query = q.load([batch, head, start, 0]).reshape(M, D)
-    largest = tl.full((M,), NOTHING, tl.float32)  # `best` begins with the lse of earlier pairs
+    row_max = tl.full((M,), NOTHING, tl.float32)  # `best` includes the lse of earlier pairs
     for i in range(first, stop):
-        column = tl.load(others + i) * N
+        column = tl.load(other_blocks + i) * N
         key = k.load([batch, head // group, column, 0]).reshape(N, D)
         x = _logits(tl.dot(query, tl.trans(key), input_precision=PRECISION), scale, CAP)
         if MASKED:
-            shown = _shown(bits, tl.load(tables + i), M, N, False)
-            x = tl.where(shown, x, NOTHING)
-        found = tl.max(x, 1)
+            visible = _visible(bits, tl.load(tables + i), M, N, False)
+            x = tl.where(visible, x, NOTHING)
+        tile_max = tl.max(x, 1)
         if max_logits is not None:
-            largest = tl.maximum(largest, found)
-        highest = tl.maximum(best, found)
+            row_max = tl.maximum(row_max, tile_max)
+        highest = tl.maximum(best, tile_max)
         base = tl.where(highest == NOTHING, 0.0, highest)
         p = tl.exp2(x - base[:, None])
         decay = tl.exp2(best - base)
@@ -112,17 +115,17 @@ def forward(
     result = tl.where(total == 0, NOTHING, (best + tl.log2(norm)) / LOG2E)
     tl.store(at, result, mask=rows < n)
     if max_logits is not None:
-        largest = tl.where(rows < n, largest, NOTHING)
-        tl.atomic_max(max_logits + head, tl.max(largest, 0) / LOG2E, sem="relaxed")
+        row_max = tl.where(rows < n, row_max, NOTHING)
+        tl.atomic_max(max_logits + head, tl.max(row_max, 0) / LOG2E, sem="relaxed")
 
 
 @triton.jit
-def _weights(products, stats, scale, shown, CAP: tl.constexpr, MASKED: tl.constexpr):
-    """(probabilities, d score / d (scale * product)); `stats` is lse in base 2."""
+def _weights(products, stats, scale, visible, CAP: tl.constexpr, MASKED: tl.constexpr):
+    """Return probabilities and d score / d (scale * product); `stats` is lse in base 2."""
     x = _logits(products, scale, CAP)
     p = tl.exp2(x - stats)
     if MASKED:
-        p = tl.where(shown, p, 0.0)
+        p = tl.where(visible, p, 0.0)
     slope = 1.0
     if CAP != 0:
         tanh = x / (CAP * LOG2E)
@@ -132,8 +135,10 @@ def _weights(products, stats, scale, shown, CAP: tl.constexpr, MASKED: tl.conste
 
 @triton.jit
 def _statistics(lse, delta, batch, head, start, M: tl.constexpr):
-    """Lse in base 2 and delta of a block of rows; rows that saw nothing get inf, and those behind
-    the end 0 in both: their queries and gradients are 0 too.
+    """Return lse in base 2 and delta of a block of rows.
+
+    Rows without visible keys get lse inf. Rows beyond the end get 0 in both, because their queries
+    and gradients are 0 too.
     """
     stats = lse.load([batch, head, start]).reshape(M) * LOG2E
     mean = delta.load([batch, head, start]).reshape(M)
@@ -142,14 +147,15 @@ def _statistics(lse, delta, batch, head, start, M: tl.constexpr):
 
 @triton.jit
 def backward_keys(
-    q, dout, k, v, dq, dk, dv, lse, delta, programs, others, tables, bits,
+    q, dout, k, v, dq, dk, dv, lse, delta, programs, other_blocks, tables, bits,
     n, heads, group, dq_row, dq_batch, dq_head, width, scale,
     CAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
     DQ: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys of one key head: dk and dv of all the queries that see it; dq, if asked,
-    added atomically where it is. `heads` counts key heads; lse, delta [b, h, rows].
+    """Compute one block of keys of one key head: dk and dv from all queries that see it.
+
+    If DQ, also add dq atomically, in place. `heads` counts key heads; lse, delta [b, h, rows].
     """
     batch, head, start, first, stop = _program(programs, heads, N)
     lanes, widths = tl.arange(0, M), tl.arange(0, D)
@@ -159,15 +165,15 @@ def backward_keys(
     dvalue = tl.zeros((N, W), tl.float32)
     for own in range(head * group, head * group + group):
         for i in range(first, stop):
-            row = tl.load(others + i) * M
+            row = tl.load(other_blocks + i) * M
             query = q.load([batch, own, row, 0]).reshape(M, D)
             gradient = dout.load([batch, own, row, 0]).reshape(M, W)
             stats, mean = _statistics(lse, delta, batch, own, row, M)
-            shown = True
+            visible = True
             if MASKED:
-                shown = _shown(bits, tl.load(tables + i), M, N, True)
+                visible = _visible(bits, tl.load(tables + i), M, N, True)
             products = tl.dot(key, tl.trans(query), input_precision=PRECISION)
-            p, slope = _weights(products, stats[None, :], scale, shown, CAP, MASKED)
+            p, slope = _weights(products, stats[None, :], scale, visible, CAP, MASKED)
             if DV:
                 dvalue = tl.dot(p.to(gradient.dtype), gradient, dvalue, input_precision=PRECISION)
             dp = tl.dot(value, tl.trans(gradient), input_precision=PRECISION)
@@ -191,26 +197,26 @@ def backward_keys(
 
 @triton.jit
 def backward_queries(
-    q, dout, k, v, dq, lse, delta, programs, others, tables, bits,
+    q, dout, k, v, dq, lse, delta, programs, other_blocks, tables, bits,
     n, heads, group, scale,
     CAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """One block of rows of one head: dq, in an order that is always the same."""
+    """Compute dq of one block of rows of one head, always in the same order."""
     batch, head, start, first, stop = _program(programs, heads, M)
     query = q.load([batch, head, start, 0]).reshape(M, D)
     gradient = dout.load([batch, head, start, 0]).reshape(M, W)
     stats, mean = _statistics(lse, delta, batch, head, start, M)
     acc = tl.zeros((M, D), tl.float32)
     for i in range(first, stop):
-        column = tl.load(others + i) * N
+        column = tl.load(other_blocks + i) * N
         key = k.load([batch, head // group, column, 0]).reshape(N, D)
         value = v.load([batch, head // group, column, 0]).reshape(N, W)
-        shown = True
+        visible = True
         if MASKED:
-            shown = _shown(bits, tl.load(tables + i), M, N, False)
+            visible = _visible(bits, tl.load(tables + i), M, N, False)
         products = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-        p, slope = _weights(products, stats[:, None], scale, shown, CAP, MASKED)
+        p, slope = _weights(products, stats[:, None], scale, visible, CAP, MASKED)
         dp = tl.dot(gradient, tl.trans(value), input_precision=PRECISION)
         ds = (p * (dp - mean[:, None]) * slope).to(key.dtype)
         acc = tl.dot(ds, key, acc, input_precision=PRECISION)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The project's own attention for GPUs: any mask, lse and delta from outside, sums in place.
+"""Our attention kernel for GPUs: any mask, lse and delta as inputs, sums in place.
 
-It carries (out, lse) from pair to pair in float32 and adds dq, dk and dv where they are, so
-between two pairs of a ring there is nothing to merge, to zero or to convert; side "query" and
-side "kv" run the same kernels. This module decides how a pair becomes launches; `triton_code` says
-what a launch does, `tile_grid` which tiles it visits, and `blocks` how large they are.
+It carries (out, lse) from pair to pair in float32 and adds dq, dk and dv in place, so nothing is
+merged, zeroed or converted between two pairs of a ring. Sides "query" and "kv" run the same
+kernels. This module decides how a pair becomes launches. `triton_code` has the kernels, `tile_grid`
+the visited tiles, and `blocks` their size.
 
-Shape letters as in `kernels`. dq is added atomically, in any order, unless
-torch.use_deterministic_algorithms asks for one: then a second kernel makes it, at a third more
-work (seven products for five).
+Shape letters as in `kernels.base`. dq is added atomically, in any order, unless
+torch.use_deterministic_algorithms is on. Then a second kernel computes it, with a third more work
+(seven products instead of five).
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ from .blocks import WIDEST, BlockSizes, blocks
 from .tile_grid import TileGrid, tile_grid, tile_grids
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-COARSE = 128  # tiles by which it is found out whether a pair sees anything
-HEADS = 65535  # the second dimension of a launch
-ALIGNED = 16  # bytes: what a descriptor wants of every stride
+COARSE = 128  # tile size for the test whether a pair sees anything
+HEADS = 65535  # maximum of the second dimension of a launch
+ALIGNED = 16  # bytes: a descriptor requires it for every stride
 
 
-Launch = tuple[torch.Tensor, ...]  # programs, others, tables, bits: what one launch is given
+Launch = tuple[torch.Tensor, ...]  # arguments of one launch: programs, others, tables, bits
 Inputs = tuple[tuple[Any, ...], Any, Any]  # descriptors of q, dout, k, v; of lse; of delta
 
 
 class MaskedPairs:
-    """Pairs of shards under one mask. Their grids are made when first asked for; their lists go to
-    a device together, so that a plan takes one copy for each pass and not several for each pair.
+    """Pairs of shards under one mask.
+
+    Grids are made at first use. Their lists are copied to a device together, so a plan needs one
+    copy per pass, not several per pair.
     """
 
     def __init__(self, mask: Mask):
@@ -48,33 +50,37 @@ class MaskedPairs:
         self.lists: dict[tuple, list[list[Launch]]] = {}
 
     def tiles(self, rows: int, columns: int) -> list[TileGrid]:
-        """The tiles of `rows` x `columns` of every pair."""
+        """Return the tiles of `rows` x `columns` of every pair."""
         grids = self.grids.setdefault((rows, columns), [])
         grids += tile_grids(self.mask, self.spans[len(grids) :], rows, columns)
         return grids
 
     def launches(self, pair: int, size: BlockSizes, by: str, device: torch.device) -> list[Launch]:
-        """The launches of a pair, by "rows" or "columns"."""
+        """Return the launches of a pair, by "rows" or "columns"."""
         launches = self.lists.setdefault((size.rows, size.columns, by, device), [])
         if pair >= len(launches):
             missing = self.tiles(size.rows, size.columns)[len(launches) :]
-            launches += _brought([_arrays(grid, by) for grid in missing], device)
+            launches += _on_device([_arrays(grid, by) for grid in missing], device)
         return launches[pair]
 
 
 class PairWork(NamedTuple):
-    """One of several pairs of shards."""
+    """One pair of several pairs of shards."""
 
     pairs: MaskedPairs
     number: int
 
     def launches(self, size: BlockSizes, by: str, device: torch.device) -> list[Launch]:
-        """The launches of this pair, by "rows" or "columns"."""
+        """Return the launches of this pair, by "rows" or "columns"."""
         return self.pairs.launches(self.number, size, by, device)
 
 
 class TritonKernel:
-    """size: blocks for both directions instead of the table's."""
+    """The kernel "triton".
+
+    Args:
+        size: Block sizes for both directions. Default: the table in `blocks`.
+    """
 
     name = "triton"
     softcaps = True
@@ -84,25 +90,25 @@ class TritonKernel:
 
     def __init__(self, size: BlockSizes | None = None):
         self.size = size
-        self._pairs: MaskedPairs | None = None  # those of the mask that was asked for last
+        self._pairs: MaskedPairs | None = None  # pairs of the latest mask
 
     def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
         missing = unavailable(q.device.type)
         if missing:
             return missing
         if q.dtype not in DTYPES:
-            return f"takes {', '.join(map(str, DTYPES))}, got {q.dtype}"
+            return f"supports {', '.join(map(str, DTYPES))}, got {q.dtype}"
         widths, multiple = (q.shape[-1], v.shape[-1]), ALIGNED // q.element_size()
         if max(widths) > WIDEST or any(width % multiple for width in widths):
-            return f"needs widths up to {WIDEST} that {multiple} divides, got {widths}"
+            return f"requires widths up to {WIDEST} that are multiples of {multiple}, got {widths}"
         if q.shape[1] * q.shape[2] > HEADS:
-            return f"takes {HEADS} heads of all batch entries, got {q.shape[1] * q.shape[2]}"
+            return f"supports {HEADS} heads in all batch entries, got {q.shape[1] * q.shape[2]}"
         return None
 
     def work_for(
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
     ) -> PairWork | None:
-        if not _some_seen(mask, q_spans, k_spans):
+        if not _any_visible(mask, q_spans, k_spans):
             return None
         if self._pairs is None or self._pairs.mask is not mask:
             self._pairs = MaskedPairs(mask)
@@ -146,20 +152,30 @@ class TritonKernel:
         dv: torch.Tensor | None,
     ) -> None:
         size = self._size("backward", k, v)
-        given = _inputs(rows, k, v, size)
+        inputs_of_pair = _inputs(rows, k, v, size)
         if dk is not None or dv is not None:
             atomic = None if torch.are_deterministic_algorithms_enabled() else dq
-            self._by_keys(given, size, rows.q, k, v, work, scoring, atomic, dk, dv)
+            self._by_keys(inputs_of_pair, size, rows.q, k, v, work, scoring, atomic, dk, dv)
             dq = dq if atomic is None else None
         if dq is not None:
-            self._by_queries(given, size, rows.q, k, v, work, scoring, dq)
+            self._by_queries(inputs_of_pair, size, rows.q, k, v, work, scoring, dq)
 
     def _by_keys(
-        self, given: Inputs, size: BlockSizes, q, k, v, work: PairWork, scoring: Scoring, dq, dk, dv
+        self,
+        inputs_of_pair: Inputs,
+        size: BlockSizes,
+        q,
+        k,
+        v,
+        work: PairWork,
+        scoring: Scoring,
+        dq,
+        dk,
+        dv,
     ) -> None:
         from . import triton_code
 
-        (inputs, lse, delta), (d, w) = given, _padded(k, v)
+        (inputs, lse, delta), (d, w) = inputs_of_pair, _padded(k, v)
         sums = (
             None if dk is None else _block(dk, size.columns, d, output=True),
             None if dv is None else _block(dv, size.columns, w, output=True),
@@ -176,11 +192,19 @@ class TritonKernel:
             )  # fmt: skip
 
     def _by_queries(
-        self, given: Inputs, size: BlockSizes, q, k, v, work: PairWork, scoring: Scoring, dq
+        self,
+        inputs_of_pair: Inputs,
+        size: BlockSizes,
+        q,
+        k,
+        v,
+        work: PairWork,
+        scoring: Scoring,
+        dq,
     ) -> None:
         from . import triton_code
 
-        (inputs, lse, delta), (d, w) = given, _padded(k, v)
+        (inputs, lse, delta), (d, w) = inputs_of_pair, _padded(k, v)
         heads = q.shape[2]
         for programs, *lists in work.launches(size, "rows", q.device):
             _launch(triton_code.backward_queries, q, len(programs), heads, size)(
@@ -195,7 +219,7 @@ class TritonKernel:
 
 
 def unavailable(device: str) -> str | None:
-    """Why there are no Triton kernels for a kind of device here, or None."""
+    """Return why Triton kernels do not run on this device type, or None."""
     try:
         from triton.runtime.interpreter import InterpretedFunction  # pyright: ignore
         from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: F401 # pyright: ignore
@@ -210,45 +234,45 @@ def unavailable(device: str) -> str | None:
 
 
 def capability(device: torch.device) -> int:
-    """The compute capability of a device, as `blocks` counts: 9.0 is 90."""
+    """Return the compute capability of a device, 90 for 9.0."""
     if device.type != "cuda":
-        return 0  # the interpreter: the smallest blocks
+        return 0  # interpreter: smallest blocks
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
 
-def _some_seen(mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -> bool:
-    """Does any query see any key?"""
+def _any_visible(mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -> bool:
+    """Return True if any query sees any key."""
     q, k = (np.array([(s.start, s.last) for s in spans]).ravel() for spans in (q_spans, k_spans))
-    if mask.visible(q[:, None], k[None, :]).any():  # most pairs: the ends of spans say so
+    if mask.visible(q[:, None], k[None, :]).any():  # the ends of spans suffice for most pairs
         return True
     return bool(tile_grid(mask, q_spans, k_spans, COARSE, COARSE))
 
 
 def _arrays(grid: TileGrid, by: str) -> list[tuple[np.ndarray, ...]]:
-    """What each launch of a pair is given."""
-    both = grid.by_rows if by == "rows" else grid.by_columns
-    return [(*work, grid.bits) for work in both if len(work.programs)]
+    """Return the arguments of each launch of a pair."""
+    worklists = grid.by_rows if by == "rows" else grid.by_columns
+    return [(*work, grid.bits) for work in worklists if len(work.programs)]
 
 
-def _brought(
+def _on_device(
     pairs: Sequence[Sequence[tuple[np.ndarray, ...]]], device: torch.device
 ) -> list[list[Launch]]:
-    """The arrays of all launches of some pairs, on `device`, by one copy; all of them int32."""
+    """Copy the arrays of all launches of some pairs to `device` at once; all are int32."""
     arrays = {id(x): x for launches in pairs for launch in launches for x in launch}
-    unit = ALIGNED // np.dtype(np.int32).itemsize  # each begins where a tensor of its own would
+    unit = ALIGNED // np.dtype(np.int32).itemsize  # aligned like separate tensors
     sizes = [x.size + -x.size % unit for x in arrays.values()]
-    whole, at = np.zeros(sum(sizes), dtype=np.int32), 0
+    packed, at = np.zeros(sum(sizes), dtype=np.int32), 0
     for size, x in zip(sizes, arrays.values(), strict=True):
-        whole[at : at + x.size] = x.ravel()
+        packed[at : at + x.size] = x.ravel()
         at += size
-    parts = zip(arrays.items(), to_device(whole, device).split(sizes), strict=True)
+    parts = zip(arrays.items(), to_device(packed, device).split(sizes), strict=True)
     on_device = {key: part[: x.size].view(x.shape) for (key, x), part in parts}
     return [[tuple(on_device[id(x)] for x in launch) for launch in launches] for launches in pairs]
 
 
 def _launch(code: Any, q: torch.Tensor, programs: int, heads: int, size: BlockSizes) -> Any:
-    """`code` for so many programs, heads of every batch entry, on the device of q."""
+    """Return a function that launches `code` for these programs and heads, on the device of q."""
 
     def call(*args: Any, **constants: Any) -> None:
         options = {"num_warps": size.warps, "num_stages": size.stages}
@@ -259,7 +283,7 @@ def _launch(code: Any, q: torch.Tensor, programs: int, heads: int, size: BlockSi
 
 
 def _inputs(rows: Rows, k: torch.Tensor, v: torch.Tensor, size: BlockSizes) -> Inputs:
-    """What either backward is given: descriptors of q, dout, k, v, lse and delta."""
+    """Return descriptors of q, dout, k, v, lse and delta for backward."""
     d, w = _padded(k, v)
     inputs = (
         _block(rows.q, size.rows, d),
@@ -271,8 +295,10 @@ def _inputs(rows: Rows, k: torch.Tensor, v: torch.Tensor, size: BlockSizes) -> I
 
 
 def _statistics(x: torch.Tensor, rows: int) -> Any:
-    """A descriptor of lse or delta [s, b, h] for `rows` rows of one head, which lie side by side in
-    a copy: without, every thread loads every row that it has a part of by itself.
+    """Return a descriptor of lse or delta [s, b, h] for `rows` rows of one head.
+
+    It describes a copy in which the rows of a head are contiguous; without it, every thread loads
+    all rows that it needs.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor  # pyright: ignore
 
@@ -302,22 +328,23 @@ def _constants(
 
 
 def _padded(q: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:
-    """Widths of blocks: powers of two, at least what a product needs; the rest reads as zero."""
+    """Return the widths of blocks: powers of two of at least 16; padding reads as zero."""
     return tuple(max(16, 1 << (x.shape[-1] - 1).bit_length()) for x in (q, v))  # pyright: ignore
 
 
 def _block(x: torch.Tensor, rows: int, width: int, output: bool = False) -> Any:
-    """A descriptor of x [n, b, h, d] for `rows` rows of one head, zeros beyond its end."""
+    """Return a descriptor of x [n, b, h, d] for `rows` rows of one head, zero beyond its end."""
     from triton.tools.tensor_descriptor import TensorDescriptor  # pyright: ignore
 
-    # a dimension of one may have any stride
+    # A dimension of size 1 may have any stride.
     strides = [s if n > 1 else x.shape[-1] for n, s in zip(x.shape[:-1], x.stride(), strict=False)]
     unfit = x.stride(-1) != 1 or x.data_ptr() % ALIGNED
     if unfit or any(s == 0 or s * x.element_size() % ALIGNED for s in strides):
         if output:
             raise ValueError(f"kernel triton: cannot write to a tensor with strides {x.stride()}")
         return _block(x.clone(memory_format=torch.contiguous_format), rows, width)
-    # Rows and width last: Triton makes one matrix of a block only where ones stand before them, and
-    # keeps others in registers, which the assembler (12.8 to 13.0) gives to other values in a loop.
+    # Rows and width are last: Triton loads a block as one matrix only if all other dimensions are 1
+    # and come first. Otherwise it keeps values in registers that the assembler (12.8 to 13.0)
+    # overwrites in a loop.
     (n, b, h, d), (of_row, of_batch, of_head) = x.shape, strides
     return TensorDescriptor(x, [b, h, n, d], [of_batch, of_head, of_row, 1], [1, 1, rows, width])

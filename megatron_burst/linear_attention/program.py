@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..comm.groups import Groups
-from ..comm.rows import Paths, paths
+from ..comm.rows import DeviceRoute, route_on_device
 from ..layout.layouts import Layout
 from ..layout.pieces import Chains, chains
 from ..layout.routes import lineage, preceding_and_most
@@ -77,7 +77,7 @@ class ConvolutionWindow(NamedTuple):
         longest: Rows of the longest message between any two ranks.
     """
 
-    paths: Paths
+    paths: DeviceRoute
     order: torch.Tensor
     ends: torch.Tensor
     longest: int
@@ -108,7 +108,7 @@ class TreeWalk(NamedTuple):
         sent: Number of pieces that this rank sends within its node, and to other nodes.
     """
 
-    paths: Paths
+    paths: DeviceRoute
     levels: tuple[TreeLevel, ...]
     own: torch.Tensor
     longest: int
@@ -170,7 +170,7 @@ def window(
     order, ends = _around(all_chains.table[all_chains.of(me)], width - 1)
     indices = to_device(order, device), to_device(ends, device)
     route, most = preceding_and_most(all_chains, width, me)
-    return cache.keep(key, ConvolutionWindow(paths(route, device), *indices, most))
+    return cache.keep(key, ConvolutionWindow(route_on_device(route, device), *indices, most))
 
 
 def walk(groups: Groups, sequence: PackedSequence, device: torch.device) -> TreeWalk:
@@ -190,7 +190,9 @@ def walk(groups: Groups, sequence: PackedSequence, device: torch.device) -> Tree
         levels.append(TreeLevel(*(to_device(part, device) for part in parts)))
     sent = path.route.leaving(groups.rank, groups.topology.per_node)
     own = to_device(path.own, device)
-    tree_walk = TreeWalk(paths(path.route, device), tuple(levels), own, path.longest, sent)
+    tree_walk = TreeWalk(
+        route_on_device(path.route, device), tuple(levels), own, path.longest, sent
+    )
     return cache.keep(key, tree_walk)
 
 

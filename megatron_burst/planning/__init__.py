@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From arguments to a plan that every rank agrees on: validate, prepare, plan."""
+"""Planning of a call: validate arguments, agree between ranks, make a plan."""

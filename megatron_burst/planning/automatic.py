@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Algorithm "auto": the rates of these groups, and the settings that are predicted to be fastest.
+"""Algorithm "auto": measure rates, and choose the settings that are predicted to be fastest.
 
-Imported where a call asks for it: what simulates schedules and measures links is part of no other
-run.
+This module is imported only by calls with "auto", because other calls need neither the simulator
+nor measurements.
 """
 
 from __future__ import annotations
@@ -20,14 +20,19 @@ from ..comm.groups import Groups
 from ..schedule.cost import Sizes
 from .validate import WIRE, Request
 
-CHOICES_KEPT = 64  # of each grid: kinds of layers times batches of different documents
+CHOICES_KEPT = 64  # per grid: kinds of layers times batches with different documents
 
 
 def resolve(request: Request, groups: Groups, rates: Rates | None) -> Request | ValueError:
-    """Choose algorithm, side and head chunks; return the request with them, in its facts too, or
-    the error of this rank.
+    """Choose algorithm, side and head chunks. A collective call.
 
-    A collective: measures what `rates` does not state.
+    Args:
+        request: Checked arguments of this rank.
+        groups: Groups of the call.
+        rates: Known rates; missing ones are measured.
+
+    Returns:
+        The request with the choice in its options and facts, or the error of this rank.
     """
     with groups.running():
         stated = rates_of(request, groups, rates)
@@ -43,7 +48,7 @@ def resolve(request: Request, groups: Groups, rates: Rates | None) -> Request | 
 
 
 def rates_of(request: Request, groups: Groups, rates: Rates | None) -> Rates:
-    """All rates: those given, else those known of these groups, else measured now. Collective."""
+    """Return all rates: `rates`, or cached or measured rates of the groups. A collective call."""
     rates = rates or groups.cache.get("rates")
     if rates is None:
         rates = measure.links(groups, request.tensors[0].device)
@@ -60,12 +65,12 @@ def _choice(request: Request, groups: Groups, rates: Rates) -> Choice:
     if options.grad_wire_dtype != "auto" or request.wire_dtype == torch.float64:
         return choice
     if request.tensors[0].dtype == torch.bfloat16:
-        # Rounding at every hop has to gain something: a tie goes to the sums as they are.
+        # Rounding at every hop must pay off, so a tie keeps unrounded sums.
         sizes = replace(request.sizes, wire_itemsize=torch.bfloat16.itemsize)
         narrow = _fastest(request, sizes, groups, rates)
         if narrow.seconds < choice.seconds * (1 - TIE):
             return replace(narrow, wire="bf16")
-    return replace(choice, wire="fp32")  # named, so that `call` can be given again
+    return replace(choice, wire="fp32")  # explicit, so that `call` can be passed again
 
 
 def _fastest(request: Request, sizes: Sizes, groups: Groups, rates: Rates) -> Choice:
@@ -79,7 +84,14 @@ def _fastest(request: Request, sizes: Sizes, groups: Groups, rates: Rates) -> Ch
 
 
 def fastest(workload: Workload, fixed: FixedSettings, groups: Groups, rates: Rates) -> Choice:
-    """Return the choice that is predicted to be fastest, and cache it. No exchange."""
+    """Return the choice that is predicted to be fastest, and cache it. No communication.
+
+    Args:
+        workload: Sizes, mask and layout.
+        fixed: Settings that the user chose.
+        groups: Groups of the call.
+        rates: Rates of links and compute.
+    """
     choices, key = groups.recent("choices", CHOICES_KEPT), (workload, fixed, rates)
     choice = choices.find(key)
     if choice is None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a schedule to what one rank executes: its steps, and where every row lies in every buffer.
+"""Steps of one rank, made from a schedule, with the place of every row in every buffer.
 
-Decides how the pair of two chunks is computed when these came in parts: part by part. Everything
-that a plan can know is found out here, so that the loop in `ring` only looks it up.
+If the chunks of a pair were received in parts, the pair is computed part by part. Everything that a
+plan can compute is computed here, so the loop in `ring` only reads it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from ..comm.transport import Channel
 from ..execution import joined
-from ..execution.job import Call, Exchange, Pass, Payload, RowPlace, Step, Target
+from ..execution.rank_plan import Exchange, KernelCall, Payload, RankPass, RowPlace, Step, Target
 from ..kernels.base import Kernel
 from ..layout.layouts import Shards, Span
 from ..layout.sharding import to_device
@@ -33,8 +33,16 @@ from ..schedule.tables import ALL, Boundary, Chunk, Hop, Pair, Tables
 OWN = "kv", "query"
 
 
-class Works:
-    """What a kernel plans for pairs of spans, once for each; shared by the passes of a plan."""
+class KernelWorkCache:
+    """Kernel plans for pairs of spans, each made once; shared by the passes of a plan.
+
+    Args:
+        kernel: Local attention kernel.
+        mask: Mask of the call.
+        queries: Query spans of each rank of the ring.
+        keys: Key spans of each rank of the ring.
+        sizes: Sizes of one rank of the ring.
+    """
 
     def __init__(self, kernel: Kernel, mask: Mask, queries: Shards, keys: Shards, sizes: Sizes):
         self.kernel, self.mask, self.sizes = kernel, mask, sizes
@@ -42,13 +50,13 @@ class Works:
         self._planned: dict[tuple[Any, ...], Any] = {}
 
     def of(self, *spans: tuple[Span, ...]) -> Any:
-        """What the kernel planned for queries and keys; None if nothing is visible."""
+        """Return the kernel's plan for query spans and key spans; None if nothing is visible."""
         if spans not in self._planned:
             self._planned[spans] = self.kernel.work_for(self.mask, *spans) if all(spans) else None
         return self._planned[spans]
 
     def spans(self, schedule: Schedule, chunk: Chunk) -> tuple[Span, ...]:
-        """The rows of a chunk."""
+        """Return the spans of a chunk."""
         shard = self.shards[chunk.family][chunk.owner]
         if chunk.rows == ALL:
             return tuple(shard)
@@ -60,33 +68,43 @@ def make_pass(
     name: str,
     schedule: Schedule,
     rank: int,
-    works: Works,
+    works: KernelWorkCache,
     device: torch.device,
     deferred: bool = True,
-) -> Pass:
-    """Return the pass that `rank` runs; with `deferred`, also the steps that compute own pairs
-    last.
+) -> RankPass:
+    """Return the pass of one rank.
+
+    Args:
+        name: Name in envelopes, errors and profiles.
+        schedule: Schedule of all ranks.
+        rank: Rank in the ring.
+        works: Kernel plans.
+        device: Device of row numbers.
+        deferred: Also make the steps that compute own pairs last.
     """
     program = schedule.program(rank)
     hops = [hop for boundary in program for hop in boundary.posts]
     received = [hop.chunk for hop in hops if hop.dst == rank and not hop.chunk.accumulated]
     copies = [*(Chunk(family, rank) for family in OWN), *received]
     pairs = {pair: _calls(schedule, works, copies, pair) for b in program for pair in b.pairs}
-    met = [(call.queries, call.keys) for calls in pairs.values() for call in calls]
-    totals = totals_of(schedule, rank, hops, met)
+    computed = [(call.queries, call.keys) for calls in pairs.values() for call in calls]
+    totals = totals_of(schedule, rank, hops, computed)
     rows = _PassRows(name, rank, copies, received, totals, RowMaps(schedule.tables))
 
-    calls = {pair: tuple(rows.with_targets(call) for call in each) for pair, each in pairs.items()}
+    calls = {
+        pair: tuple(rows.with_targets(call) for call in pair_calls)
+        for pair, pair_calls in pairs.items()
+    }
     payloads = {hop: rows.payload(hop) for hop in hops}
     longest = rows.longest(hops)
-    whole = {key: rows.target(total, total.rows) for key, total in totals.items()}
+    all_rows = {key: rows.target(total, total.rows) for key, total in totals.items()}
     rows.maps.finish(device)
 
     steps = tuple(_step(boundary, rank, payloads, calls) for boundary in program)
     own_last = schedule.program(rank, own_last=True) if deferred else ()
-    run = Pass(
+    run = RankPass(
         name, steps, tuple(_step(boundary, rank, payloads, calls) for boundary in own_last),
-        whole, longest, Counter(hop.chunk for hop in hops if hop.src == rank),
+        all_rows, longest, Counter(hop.chunk for hop in hops if hop.src == rank),
     )  # fmt: skip
     if schedule.joined:
         run = joined.joined(run, schedule, works, device)
@@ -95,10 +113,15 @@ def make_pass(
 
 @dataclass(frozen=True)
 class _PassRows:
-    """The buffers of one rank in one pass, and the places of rows in them.
+    """Buffers of one rank in one pass, and the places of rows in them.
 
-    copies: the chunks that this rank holds: its own, then the `received` ones. totals: the result
-    of `totals_of`.
+    Attributes:
+        name: Name of the pass.
+        rank: Rank in the ring.
+        copies: Chunks that this rank holds: its own, then the received ones.
+        received: Received chunks.
+        totals: Result of `totals_of`.
+        maps: Places of rows.
     """
 
     name: str
@@ -111,11 +134,10 @@ class _PassRows:
     def target(self, chunk: Chunk, rows: int) -> Target:
         """Return where partial results of these rows of a chunk are added."""
         total = self.totals[chunk[:2]]
-        whole = self.maps.place(total, total.rows)
-        return Target(total, whole.count, rows, self.maps.place(total, chunk.rows))
+        all_rows = self.maps.place(total, total.rows)
+        return Target(total, all_rows.count, rows, self.maps.place(total, chunk.rows))
 
-    def with_targets(self, call: Call) -> Call:
-        """Return the call with the targets of its results."""
+    def with_targets(self, call: KernelCall) -> KernelCall:
         results = (
             ("out", call.queries, call.pair.query_rows),
             ("dquery", call.queries, call.pair.query_rows),
@@ -126,10 +148,10 @@ class _PassRows:
             for family, part, rows in results
             if (family, part.owner) in self.totals
         )
-        return Call(call.pair, call.queries, call.keys, call.work, targets)
+        return KernelCall(call.pair, call.queries, call.keys, call.work, targets)
 
     def payload(self, hop: Hop) -> Payload:
-        """Return what a hop sends: rows of a partial result, or of a chunk that is held."""
+        """Return what a hop sends: rows of a partial result, or of a held chunk."""
         chunk = hop.chunk
         target = source = None
         if chunk.accumulated:
@@ -142,7 +164,7 @@ class _PassRows:
         return Payload(hop, self._count(chunk), digest, packed, target, source)
 
     def longest(self, hops: Sequence[Hop]) -> dict[str, int]:
-        """Return the most rows of a chunk of each family that travels."""
+        """Return family -> largest number of rows of a sent or received chunk."""
         longest: dict[str, int] = defaultdict(int)
         for hop in hops:
             family = hop.chunk.family
@@ -154,44 +176,48 @@ class _PassRows:
 
 
 def _calls(
-    schedule: Schedule, works: Works, copies: Sequence[Chunk], pair: Pair
-) -> tuple[Call, ...]:
-    """One call for every two parts of the chunks of a pair that see something."""
-    meeting = product(
+    schedule: Schedule, works: KernelWorkCache, copies: Sequence[Chunk], pair: Pair
+) -> tuple[KernelCall, ...]:
+    """Return one kernel call for every two parts of the chunks of a pair that attend."""
+    part_pairs = product(
         parts_of(copies, "query", pair.query, pair.query_rows),
         parts_of(copies, "kv", pair.key, pair.key_rows),
     )
-    if schedule.joined:  # what is planned is their joined call
-        return tuple(Call(pair, *both, None, ()) for both in meeting)
-    works_of = ((both, works.of(*(works.spans(schedule, c) for c in both))) for both in meeting)
-    return tuple(Call(pair, *both, work, ()) for both, work in works_of if work is not None)
+    if schedule.joined:  # the joined call is planned instead
+        return tuple(KernelCall(pair, *parts, None, ()) for parts in part_pairs)
+    works_of = (
+        (parts, works.of(*(works.spans(schedule, chunk) for chunk in parts)))
+        for parts in part_pairs
+    )
+    return tuple(KernelCall(pair, *parts, work, ()) for parts, work in works_of if work is not None)
 
 
 def _step(
     boundary: Boundary,
     rank: int,
     payloads: dict[Hop, Payload],
-    calls: dict[Pair, tuple[Call, ...]],
+    calls: dict[Pair, tuple[KernelCall, ...]],
 ) -> Step:
-    if not (boundary.posts or boundary.release or boundary.pairs):  # most, of many ranks
+    if not (boundary.posts or boundary.release or boundary.pairs):  # the usual case with many ranks
         return Step(boundary.index, (), (), ())
     starting: dict[tuple[Channel, int], list[Payload]] = defaultdict(list)
     for hop in boundary.posts:
         starting[Channel(hop.ring, hop.chunk.accumulated), hop.land].append(payloads[hop])
     exchanges = []
     for key in sorted(starting):
-        leaving = tuple(each for each in starting[key] if each.hop.src == rank)
-        arriving = tuple(each for each in starting[key] if each.hop.src != rank)
+        leaving = tuple(payload for payload in starting[key] if payload.hop.src == rank)
+        arriving = tuple(payload for payload in starting[key] if payload.hop.src != rank)
         exchanges.append(Exchange(*key, leaving, arriving))
     computed = [call for pair in boundary.pairs for call in calls[pair]]
     return Step(boundary.index, boundary.release, tuple(exchanges), tuple(computed))
 
 
 class RowMaps:
-    """Where some rows of a chunk, or all, lie in a buffer of it, and how many they are.
+    """Number of some rows of a chunk, and their position in a buffer of the chunk.
 
-    The order of rows in a buffer is that of `schedule.bundles`. Ask for all places, then `finish`:
-    what is no slice of a buffer is an index, and all indices go to the device in one copy.
+    Rows in a buffer have the order of `schedule.bundles`. Call `place` for all rows first, then
+    `finish`: positions that are no slice become indices, and all indices go to the device in one
+    copy.
     """
 
     def __init__(self, tables: Tables):
@@ -200,11 +226,11 @@ class RowMaps:
         self._sorted: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
 
     def place(self, chunk: Chunk, rows: int) -> RowPlace:
-        """Where these rows lie in a buffer of the chunk."""
+        """Return the position of these rows in a buffer of the chunk."""
         # Families of the same rows share their places.
         key = chunk.family in ("kv", "dkv"), chunk.owner, chunk.rows, rows
         if key not in self._places:
-            if rows == chunk.rows:  # most
+            if rows == chunk.rows:  # the usual case
                 count = self._tables.bundles(chunk.family).count(chunk.owner, rows)
                 at = slice(0, count)
             else:
@@ -213,31 +239,32 @@ class RowMaps:
         return self._places[key]
 
     def finish(self, device: torch.device) -> None:
-        """Bring the indices of all places to the device."""
-        apart = [place for place in self._places.values() if not isinstance(place.at, slice)]
-        if apart:
-            together = to_device(np.concatenate([place.at for place in apart]), device)
-            parts = together.split([place.count for place in apart])
-            for place, index in zip(apart, parts, strict=True):
+        """Copy the indices of all places to the device."""
+        index_places = [place for place in self._places.values() if not isinstance(place.at, slice)]
+        if index_places:
+            together = to_device(np.concatenate([place.at for place in index_places]), device)
+            parts = together.split([place.count for place in index_places])
+            for place, index in zip(index_places, parts, strict=True):
                 place.at = index
 
     def _among(self, chunk: Chunk, rows: int, key: Any) -> tuple[slice | np.ndarray, int]:
-        """Where some of the rows of a chunk lie in its buffer, and how many they are; key: under
-        which its own order is remembered.
+        """Return the position of some rows of a chunk in its buffer, and their number.
+
+        `key` identifies the sorted order of the chunk in the cache.
         """
-        at = want = self._row_numbers(chunk._replace(rows=rows))
+        at = wanted_rows = self._row_numbers(chunk._replace(rows=rows))
         if chunk.rows != ALL:
             if key not in self._sorted:
-                have = self._row_numbers(chunk)
-                order = np.argsort(have, kind="stable")
-                self._sorted[key] = have[order], order
-            have, order = self._sorted[key]
-            at = order[np.searchsorted(have, want)]
+                chunk_rows = self._row_numbers(chunk)
+                order = np.argsort(chunk_rows, kind="stable")
+                self._sorted[key] = chunk_rows[order], order
+            chunk_rows, order = self._sorted[key]
+            at = order[np.searchsorted(chunk_rows, wanted_rows)]
         first = int(at[0]) if len(at) else 0
         consecutive = np.array_equal(at, np.arange(first, first + len(at)))
         return (slice(first, first + len(at)) if consecutive else at), len(at)
 
     def _row_numbers(self, chunk: Chunk) -> np.ndarray:
-        """The rows of a chunk in its owner's shard, in the order of its buffer."""
+        """Return the rows of a chunk in its owner's shard, in buffer order."""
         ranges = self._tables.bundles(chunk.family).ranges(chunk.owner, chunk.rows)
         return np.concatenate([np.arange(0), *starmap(np.arange, ranges)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan in one line, for the start of a run: `Plan.describe`."""
+"""`Plan.describe`: a plan in one line, for the start of a training run."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from . import pipeline
 
 
 def described(plan: Any) -> str:
-    """Choices, bytes per layer and rank, and the bytes of the other side of a `Plan`."""
+    """Return the choices, bytes per layer and rank, and bytes of the other side."""
     topology, csrc = plan.groups.topology, native.serves(plan.device.type)
     forward, backward = plan.traffic()
-    other = "kv" if plan.side == "query" else "query"
+    other_side = "kv" if plan.side == "query" else "query"
     nodes = grid_of(topology.per_node, topology.size // topology.per_node)
     if topology.ulysses > 1:
         nodes += f", {topology.ulysses} sharing heads ({topology.placement})"
     words = [f"burst attention: algorithm {plan.algorithm}{_why(plan)}", nodes]
     for name, passes in zip(("forward", "backward"), zip(*plan.passes, strict=True), strict=True):
-        if all(each.route == "direct" for each in passes):
+        if all(schedule.route == "direct" for schedule in passes):
             words.append(f"{name} sent directly")
     words.append(f"side {plan.side}")
     if plan.head_chunks > 1:
@@ -32,7 +32,7 @@ def described(plan: Any) -> str:
         f"layout {plan.layout.describe()}",
         f"kernel {plan.kernel.name}{' with csrc' if csrc else ''}{_passed_over(plan)}",
         f"bytes per layer and rank: forward {_bytes(forward)}, backward {_bytes(backward)} "
-        f"(side {other} would send {_bytes(plan.traffic(other)[1])})",
+        f"(side {other_side} would send {_bytes(plan.traffic(other_side)[1])})",
         f"store {_store(plan)}",
         f"received chunks at most {byte_size(plan.held_bytes)} at a time",
         *filter(None, [plan.groups.communicators]),
@@ -41,7 +41,7 @@ def described(plan: Any) -> str:
 
 
 def _host(plan: Any) -> str:
-    """What host memory for keys changes, or why it cannot hold them."""
+    """Describe keys in host memory: bytes of the forward, or why it is not possible."""
     if plan.host_refusal is not None:
         return f"no keys in host memory: {plan.host_refusal}"
     if plan.groups.topology.ring_size == 1:
@@ -62,15 +62,15 @@ def _passed_over(plan: Any) -> str:
 
 
 def _store(plan: Any) -> str:
-    if not plan.again:
+    if not plan.recomputes:
         return "none"
     rank, traffic = plan.groups.ring.rank, cost.Traffic()
-    for again in plan.again:
-        traffic += again.traffic(rank, plan.sizes)
-    imbalance = pipeline.imbalance(plan.again)
+    for recompute in plan.recomputes:
+        traffic += recompute.traffic(rank, plan.sizes)
+    imbalance = pipeline.imbalance(plan.recomputes)
     unequal = f", its busiest rank {imbalance:.2f} x the mean" if imbalance > 1.05 else ""
     return (
-        f"{plan.again[0].keep:g} ({byte_size(plan.store_bytes)} per layer; recompute sends "
+        f"{plan.recomputes[0].keep:g} ({byte_size(plan.store_bytes)} per layer; recompute sends "
         f"{_bytes(traffic)}{unequal})"
     )
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank runs of a checked request: a pipeline of three stages, in the order of this file.
+"""The stages between a checked request and the passes of one rank, in the order of this file.
 
-`demands` says which queries attend when and which rows must be where for that, `schedules` which
-transfers and pairs of all ranks bring it about (as tables), and `programs` what one rank does of
-it. A call has one or several row chunks (queries in chunks of rows, one behind the other); each has
-a forward and a backward and, where a store keeps some of its results, a second forward of the other
-rows, in whose smaller ring only the keys travel that these rows see.
+`demands` computes which queries attend when, and which rows must be where for that. `schedules`
+computes the transfers and pairs of all ranks, as tables. `programs` computes what one rank does. A
+call has one or several row chunks, which run one after the other. Each has a forward and a
+backward. If a store keeps some results, it also has a second forward of the other rows, whose
+smaller ring sends only the keys that these rows see.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..comm.groups import Groups
-from ..execution.job import PartialPass, Pass, RowChunk
+from ..execution.rank_plan import RankPass, RecomputePass, RowChunk
 from ..layout.layouts import Shards, Span
 from ..layout.row_chunks import rows_of
 from ..layout.sharding import to_device
@@ -33,21 +33,25 @@ from ..schedule.demand import Visibility, row_chunk_spans, visibility_of
 from ..schedule.head_shares import deferred_chunks, shared_order
 from ..schedule.rings import Schedule
 from ..schedule.tables import Grid
-from .build import Works, make_pass
+from .build import KernelWorkCache, make_pass
 from .validate import Request
 
 
-class Passes(NamedTuple):
-    """What a plan has of the ring of one rank; the same in every micro-batch of equal options.
+class PlannedPasses(NamedTuple):
+    """The passes of one rank in a ring; equal in every micro-batch with equal options.
 
-    schedules: forward and backward of every row chunk. again: of every row chunk, if results are
-    kept. order: as of `Job`. digest: of the tables of all schedules. host_forward: the forward that
-    brings the keys for all row chunks into host memory, None if there is none.
+    Attributes:
+        schedules: Forward and backward of every row chunk.
+        chunks: Plans of row chunks.
+        recomputes: Recomputation of every row chunk, if a store keeps results.
+        order: As in `RankPlan.order`.
+        digest: Digest of the tables of all schedules.
+        host_forward: Forward that receives the keys for all row chunks into host memory, or None.
     """
 
     schedules: tuple[tuple[Schedule, Schedule], ...]
     chunks: tuple[RowChunk, ...]
-    again: tuple[Recompute, ...]
+    recomputes: tuple[RecomputePlan, ...]
     order: torch.Tensor | None
     digest: int
     host_forward: Schedule | None
@@ -55,9 +59,13 @@ class Passes(NamedTuple):
 
 @dataclass(frozen=True)
 class RingRequest:
-    """What every stage reads: the request, and the ring of this rank.
+    """Input of every stage: the request and the ring of this rank.
 
-    sizes: of one rank of the ring. keys: the spans of the keys of each of its ranks.
+    Attributes:
+        request: Checked arguments.
+        groups: Groups of the call.
+        sizes: Sizes of one rank of the ring.
+        keys: Key spans of each rank of the ring.
     """
 
     request: Request
@@ -67,22 +75,26 @@ class RingRequest:
 
     @property
     def grid(self) -> Grid:
-        """The nodes and ranks of the ring."""
+        """Return the nodes and ranks of the ring."""
         return Grid(self.groups.topology.inter_size, self.groups.topology.intra_size)
 
     @property
     def algorithm(self) -> str:
-        """The algorithm of the ring; sharing heads goes on around it."""
+        """Return the algorithm of the ring, inside the exchange of heads."""
         return ring_algorithm(self.request.options.algorithm)
 
     @property
     def seq_len(self) -> int:
-        """Positions of the whole sequence."""
+        """Return the number of positions of the sequence."""
         return self.request.tensors[0].shape[0] * self.groups.size
 
-    def wanted(self, queries: Shards, joined: bool | None = None) -> Visibility:
-        """Return which keys these queries see. joined: as of `Visibility`, for kernels that do not
-        choose it; those of sparse attention take the pairs of a step at once.
+    def visibility(self, queries: Shards, joined: bool | None = None) -> Visibility:
+        """Return which keys these queries see.
+
+        Args:
+            queries: Query spans of each rank of the ring.
+            joined: As in `Visibility`. Kernels that define `joins` ignore it: sparse attention joins
+                the pairs of a step.
         """
         request = self.request
         return visibility_of(
@@ -90,8 +102,15 @@ class RingRequest:
         )
 
 
-def passes(request: Request, groups: Groups, sizes: Sizes, keys: Shards) -> Passes:
-    """The whole pipeline for one rank; arguments as of `RingRequest`."""
+def passes(request: Request, groups: Groups, sizes: Sizes, keys: Shards) -> PlannedPasses:
+    """Run all stages for one rank.
+
+    Args:
+        request: As in `RingRequest`.
+        groups: As in `RingRequest`.
+        sizes: As in `RingRequest`.
+        keys: As in `RingRequest`.
+    """
     ring = RingRequest(request, groups, sizes, keys)
     return programs(ring, schedules(ring, demands(ring)))
 
@@ -99,39 +118,45 @@ def passes(request: Request, groups: Groups, sizes: Sizes, keys: Shards) -> Pass
 # --- demand: which rows attend when, and what must be where --------------------------------------
 
 
-class Again(NamedTuple):
-    """What a recompute computes again of a row chunk, because the store does not keep it.
+class RecomputeDemand(NamedTuple):
+    """The rows of a row chunk that the store does not keep.
 
-    queries: of every rank of the ring, the rows that are computed again. kept, own_kept: int64 row
-    numbers of what this rank keeps, among the rows of its ring shard, and of its own shard before
-    ranks share heads. wanted: what the queries want.
+    Attributes:
+        queries: Rows to recompute, for each rank of the ring.
+        kept: int64 numbers of the kept rows in this rank's ring shard.
+        own_kept: int64 numbers of the kept rows in this rank's own shard, before ranks share heads.
+        visibility: Keys that the queries see.
     """
 
     queries: tuple[ShardRows, ...]
     kept: np.ndarray
     own_kept: np.ndarray
-    wanted: Visibility
+    visibility: Visibility
 
 
 class RowDemand(NamedTuple):
-    """What one row chunk demands of its passes.
+    """The rows and keys that the passes of one row chunk need.
 
-    rows: of this rank's shard, None for all. queries: the spans of its queries on each rank of the
-    ring. members: those of the ranks that share heads with this one, before they do. seen: which
-    rows have to travel. host: the same for a forward that brings the keys for all row chunks into
-    host memory; None with one row chunk, and for algorithms that send more than keys in forward.
+    Attributes:
+        rows: Row numbers in this rank's shard; None for all rows.
+        queries: Query spans on each rank of the ring.
+        members: Query spans of each rank that shares heads with this rank, before they share them.
+        visible: Rows that must be sent.
+        host: The same for a forward that receives the keys for all row chunks into host memory.
+            None with one row chunk, and for algorithms that send more than keys in forward.
+        recompute: Rows that the store does not keep; None without a store.
     """
 
     rows: np.ndarray | None
     queries: Shards
     members: Shards
-    seen: Visibility
+    visible: Visibility
     host: Visibility | None
-    again: Again | None
+    recompute: RecomputeDemand | None
 
 
 def demands(ring: RingRequest) -> list[RowDemand]:
-    """What each row chunk demands."""
+    """Return the demand of each row chunk."""
     groups, mask, layout = ring.groups, ring.request.mask, ring.request.layout
     options, length = ring.request.options, ring.seq_len
     ranks = groups.topology.ulysses_group(groups.rank)
@@ -148,32 +173,38 @@ def demands(ring: RingRequest) -> list[RowDemand]:
     stored = None
     if options.store is not None:
         stored = selection.split_positions(mask, length, options.store, groups.size)
-    whole = None
+    all_rows = None
     if len(cuts) > 1 and ALGORITHMS[ring.algorithm].keeps:
-        # Keys in host memory are fetched chunk by chunk, so no call takes several chunks of keys.
-        whole = ring.wanted(ring.keys, joined=False)
-    found = []
+        # Keys in host memory are fetched chunk by chunk, so no kernel call reads several chunks.
+        all_rows = ring.visibility(ring.keys, joined=False)
+    row_demands = []
     for rows, queries, members in cuts:
-        seen = ring.wanted(queries)
-        host = None if whole is None else replace(whole, queries=seen.queries)
+        visible = ring.visibility(queries)
+        host = None if all_rows is None else replace(all_rows, queries=visible.queries)
         own = members[ranks.index(groups.rank)]
-        again = _again(ring, queries, own, *stored) if stored else None
-        found.append(RowDemand(rows, queries, members, seen, host, again))
-    return found
+        recompute = _recompute_demand(ring, queries, own, *stored) if stored else None
+        row_demands.append(RowDemand(rows, queries, members, visible, host, recompute))
+    return row_demands
 
 
-def _again(
+def _recompute_demand(
     ring: RingRequest,
     queries: Shards,
     own: Sequence[Span],
     kept: Sequence[Interval],
-    rest: Sequence[Interval],
-) -> Again:
-    """own: the spans of this rank's queries before ranks share heads; kept, rest: positions."""
-    again = tuple(rows_in(each, rest) for each in queries)
-    here, before = (rows_in(each, kept).rows for each in (queries[ring.groups.ring.rank], own))
-    seen = ring.wanted([each.spans for each in again])
-    return Again(again, here, before, seen)
+    dropped: Sequence[Interval],
+) -> RecomputeDemand:
+    """Return the rows to recompute.
+
+    `own` are the query spans of this rank before ranks share heads. `kept` and `dropped` are
+    positions.
+    """
+    missing = tuple(rows_in(spans, dropped) for spans in queries)
+    ring_kept, own_kept = (
+        rows_in(spans, kept).rows for spans in (queries[ring.groups.ring.rank], own)
+    )
+    visible = ring.visibility([spans.spans for spans in missing])
+    return RecomputeDemand(missing, ring_kept, own_kept, visible)
 
 
 # --- tables: the transfers and pairs of all ranks -------------------------------------------------
@@ -186,29 +217,30 @@ class RowSchedules(NamedTuple):
     forward: Schedule
     backward: Schedule
     host: Schedule | None
-    again: Schedule | None
+    recompute: Schedule | None
 
 
 def schedules(ring: RingRequest, demands: Sequence[RowDemand]) -> list[RowSchedules]:
-    """The schedules of each row chunk, with what is "auto" chosen by bytes.
+    """Return the schedules of each row chunk, with the side chosen by bytes if it is "auto".
 
-    All row chunks have the same side in backward: that with fewer bytes over all of them. On the
-    key side the keys go round once per row chunk; on the query side the row chunks together send
-    what one pass does.
+    All row chunks have the same side in backward: the side with fewer bytes over all of them. On
+    side "kv", keys are sent once per row chunk. On side "query", all row chunks together send as
+    much as one pass.
     """
     name, grid, sizes, options = ring.algorithm, ring.grid, ring.sizes, ring.request.options
     backward = cost.backward_schedules(
-        name, grid, [each.seen for each in demands], sizes, side=options.side
+        name, grid, [demand.visible for demand in demands], sizes, side=options.side
     )
     return [
         RowSchedules(
-            each,
-            cost.forward_schedule(name, grid, each.seen, sizes),
+            demand,
+            cost.forward_schedule(name, grid, demand.visible, sizes),
             gradients,
-            each.host and cost.forward_schedule(name, grid, each.host, sizes),
-            each.again and cost.forward_schedule(name, grid, each.again.wanted, sizes),
+            demand.host and cost.forward_schedule(name, grid, demand.host, sizes),
+            demand.recompute
+            and cost.forward_schedule(name, grid, demand.recompute.visibility, sizes),
         )
-        for each, gradients in zip(demands, backward, strict=True)
+        for demand, gradients in zip(demands, backward, strict=True)
     ]
 
 
@@ -216,116 +248,151 @@ def schedules(ring: RingRequest, demands: Sequence[RowDemand]) -> list[RowSchedu
 
 
 @dataclass(frozen=True)
-class Recompute:
-    """The recompute of a row chunk of which the results of some rows are kept.
+class RecomputePlan:
+    """The recomputation of a row chunk whose results are partly kept.
 
-    queries: of every rank of the ring, the rows that are computed again; run: of this rank.
+    Attributes:
+        keep: Fraction of outputs that are kept.
+        schedule: Schedule of all ranks.
+        run: Pass of this rank.
+        mask: Mask of the call.
+        queries: Rows to recompute, for each rank of the ring.
+        seq_len: Positions of the sequence.
     """
 
     keep: float
     schedule: Schedule
-    run: PartialPass
+    run: RecomputePass
     mask: Mask
     queries: tuple[ShardRows, ...]
     seq_len: int
 
     def work(self) -> list[int]:
-        """Visible pairs that each rank of the ring computes again."""
-        whole = (Span(0, 1, self.seq_len),)
+        """Return the number of visible pairs that each rank of the ring recomputes."""
+        all_keys = (Span(0, 1, self.seq_len),)
         return [
-            cost.visible_pairs(self.mask, q.spans, whole) if q.spans else 0 for q in self.queries
+            cost.visible_pairs(self.mask, q.spans, all_keys) if q.spans else 0 for q in self.queries
         ]
 
     def imbalance(self) -> float:
-        """Visible pairs of the busiest rank over the mean; 1.0 is perfect balance."""
+        """Return the visible pairs of the busiest rank divided by the mean; 1.0 is balanced."""
         return imbalance([self])
 
     def traffic(self, rank: int, sizes: Sizes) -> cost.Traffic:
-        """Bytes that a rank of the ring sends per recompute, without those of ulysses groups."""
+        """Return the bytes that a rank sends in the ring per recomputation."""
         return cost.traffic(without_tables(self.schedule), rank, sizes)
 
 
-def imbalance(several: Sequence[Recompute]) -> float:
-    """`Recompute.imbalance` of all of these together."""
-    work = [sum(each) for each in zip(*(one.work() for one in several), strict=True)]
+def imbalance(recomputes: Sequence[RecomputePlan]) -> float:
+    """Return `RecomputePlan.imbalance` of all row chunks together."""
+    work = [
+        sum(work_by_chunk)
+        for work_by_chunk in zip(*(recompute.work() for recompute in recomputes), strict=True)
+    ]
     return max(work) * len(work) / sum(work) if any(work) else 1.0
 
 
 def without_tables(schedule: Schedule) -> Schedule:
-    """A copy that makes its tables when asked: a plan does not keep those of all ranks."""
+    """Return a copy that makes its tables when needed, so that a plan does not keep them."""
     return replace(schedule, visibility=replace(schedule.visibility))
 
 
-def programs(ring: RingRequest, scheduled: Sequence[RowSchedules]) -> Passes:
-    """What this rank runs of the schedules."""
-    chunks, again, order = [], [], None
+def programs(ring: RingRequest, scheduled: Sequence[RowSchedules]) -> PlannedPasses:
+    """Return what this rank runs of the schedules."""
+    chunks, recomputes, order = [], [], None
     if ring.groups.topology.ulysses > 1:
         ranks = ring.groups.topology.ulysses_group(ring.groups.rank)
         order = _order(ring, [ring.request.layout.spans(rank, ring.seq_len) for rank in ranks])
-    for c, each in enumerate(scheduled):
-        chunk = _row_chunk(ring, each, f", rows {c}" if len(scheduled) > 1 else "")
+    for index, row_schedules in enumerate(scheduled):
+        chunk = _row_chunk(ring, row_schedules, f", rows {index}" if len(scheduled) > 1 else "")
         chunks.append(chunk)
         if chunk.recompute is not None:
-            assert each.again is not None
-            assert each.demand.again is not None
-            again.append(_recompute(ring, each.again, each.demand.again, chunk.recompute))
-    made = [schedule for each in scheduled for schedule in (each.forward, each.backward)]
-    made += [each.again for each in scheduled if each.again is not None]
-    made += [each.host for each in scheduled if each.host is not None]
+            assert row_schedules.recompute is not None
+            assert row_schedules.demand.recompute is not None
+            recomputes.append(
+                _recompute(
+                    ring,
+                    row_schedules.recompute,
+                    row_schedules.demand.recompute,
+                    chunk.recompute,
+                )
+            )
+    all_schedules = [
+        schedule
+        for row_schedules in scheduled
+        for schedule in (row_schedules.forward, row_schedules.backward)
+    ]
+    all_schedules += [
+        row_schedules.recompute
+        for row_schedules in scheduled
+        if row_schedules.recompute is not None
+    ]
+    all_schedules += [
+        row_schedules.host for row_schedules in scheduled if row_schedules.host is not None
+    ]
     host_forward = scheduled[0].host
-    return Passes(
-        tuple((without_tables(each.forward), without_tables(each.backward)) for each in scheduled),
+    return PlannedPasses(
+        tuple(
+            (without_tables(row_schedules.forward), without_tables(row_schedules.backward))
+            for row_schedules in scheduled
+        ),
         tuple(chunks),
-        tuple(again),
+        tuple(recomputes),
         order,
-        hash(tuple(schedule.tables.digest for schedule in made)),
+        hash(tuple(schedule.tables.digest for schedule in all_schedules)),
         None if host_forward is None else without_tables(host_forward),
     )
 
 
-def _row_chunk(ring: RingRequest, scheduled: RowSchedules, which: str) -> RowChunk:
-    """The passes of a row chunk; which: for messages, "" of a call that has only one."""
-    (rows, queries, members, *_, again), forward, backward, host, recompute = scheduled
+def _row_chunk(ring: RingRequest, scheduled: RowSchedules, title: str) -> RowChunk:
+    """Return the passes of a row chunk. `title` is its suffix in messages."""
+    (rows, queries, members, *_, demand), forward, backward, host, recompute = scheduled
     rank, kernel, mask = ring.groups.ring.rank, ring.request.kernel, ring.request.mask
-    works = Works(kernel, mask, queries, ring.keys, ring.sizes)
-    partial, device = None, ring.request.tensors[0].device
+    works = KernelWorkCache(kernel, mask, queries, ring.keys, ring.sizes)
+    recompute_pass, device = None, ring.request.tensors[0].device
     deferred = deferred_chunks(ring.request.options.head_chunks or 1) > 0
-    if again is not None and recompute is not None:
-        rest = Works(kernel, mask, [each.spans for each in again.queries], ring.keys, ring.sizes)
-        run = make_pass("attention recompute", recompute, rank, rest, device, deferred)
-        partial = _partial_pass(again, rank, run, device)
+    if demand is not None and recompute is not None:
+        missing_works = KernelWorkCache(
+            kernel, mask, [part.spans for part in demand.queries], ring.keys, ring.sizes
+        )
+        run = make_pass("attention recompute", recompute, rank, missing_works, device, deferred)
+        recompute_pass = _recompute_pass(demand, rank, run, device)
     host_forward = None
     if host is not None:
-        name = f"attention forward{which}, keys in host memory"
+        name = f"attention forward{title}, keys in host memory"
         host_forward = make_pass(name, host, rank, works, device, deferred)
-    name = f"attention backward, side {backward.side}{which}"
+    name = f"attention backward, side {backward.side}{title}"
     return RowChunk(
         rows=None if rows is None else to_device(rows, device),
         order=_order(ring, members) if ring.groups.topology.ulysses > 1 else None,
-        forward=make_pass(f"attention forward{which}", forward, rank, works, device, deferred),
+        forward=make_pass(f"attention forward{title}", forward, rank, works, device, deferred),
         backward=make_pass(name, backward, rank, works, device, deferred),
-        recompute=partial,
+        recompute=recompute_pass,
         host_forward=host_forward,
     )
 
 
 def _order(ring: RingRequest, members: Shards) -> torch.Tensor | None:
-    """In which order this rank has the rows of all ranks that share heads, which hold these; None:
-    where they need not be reordered.
-    """
+    """Return the row order of the ranks that share heads, as in `RankPlan.order`."""
     order = shared_order(members)
     return None if order is None else to_device(order, ring.request.tensors[0].device)
 
 
-def _partial_pass(again: Again, rank: int, run: Pass, device: torch.device) -> PartialPass:
-    """The recompute of this rank, with its row numbers on the device in one copy."""
-    rows = again.kept, again.queries[rank].rows, again.own_kept
-    numbers = to_device(np.concatenate(rows), device).split([len(each) for each in rows])
-    return PartialPass(*numbers, run=run)
+def _recompute_pass(
+    demand: RecomputeDemand, rank: int, run: RankPass, device: torch.device
+) -> RecomputePass:
+    """Return the recomputation of this rank, with its row numbers on the device in one copy."""
+    rows = demand.kept, demand.queries[rank].rows, demand.own_kept
+    numbers = to_device(np.concatenate(rows), device).split(
+        [len(numbers_of) for numbers_of in rows]
+    )
+    return RecomputePass(*numbers, run=run)
 
 
-def _recompute(ring: RingRequest, schedule: Schedule, again: Again, run: PartialPass) -> Recompute:
+def _recompute(
+    ring: RingRequest, schedule: Schedule, demand: RecomputeDemand, run: RecomputePass
+) -> RecomputePlan:
     request = ring.request
     assert request.options.store is not None
     schedule, keep = without_tables(schedule), request.options.store
-    return Recompute(keep, schedule, run, request.mask, again.queries, ring.seq_len)
+    return RecomputePlan(keep, schedule, run, request.mask, demand.queries, ring.seq_len)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs, decided and agreed on: a plan, which calls it was made for, and what it costs.
+"""`Plan`: what runs, for which calls it was made, and what it costs.
 
-Made by `prepare` and run by `attention`. Decides nothing.
+`prepare` makes plans and `attention` runs them. This module makes no decisions.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ..comm import packing
 from ..comm.consensus import Facts
 from ..comm.groups import Groups
 from ..comm.transport import Channel
-from ..execution.function import KeptResults
-from ..execution.job import Job
-from ..execution.row_chunks import ChunkedCall, check_keys
-from ..execution.visiting import Host
+from ..execution.function import StoredResults
+from ..execution.host_keys import KeyHostMemory
+from ..execution.rank_plan import RankPlan
+from ..execution.row_chunks import RowChunkedCall, check_keys
 from ..kernels.base import Kernel
 from ..layout import Layout
 from ..layout.row_chunks import row_chunks
@@ -33,7 +33,7 @@ from ..schedule.dry_run import held_bytes
 from ..schedule.rings import Schedule
 from ..schedule.tables import ROUTES
 from .described import described
-from .pipeline import Recompute, without_tables
+from .pipeline import RecomputePlan, without_tables
 from .validate import (
     NeedsGrad,
     Signature,
@@ -49,17 +49,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a call of `attention` on one rank needs besides its tensors, made by `prepare`.
+    """A plan for `mb.attention` on one rank, made by `mb.prepare`.
 
-    groups, layout, mask: what it was made for; options: with every "auto" and default resolved;
-    choice: why algorithm "auto" took what it took. signature: shapes, dtypes and device of q, k, v.
-
-    host_forward: the forward that brings keys for all row chunks into host memory, None if there is
-    none.
-
-    Internal: sizes: this rank's share in its ring. passes: schedules of forward and backward, of
-    every row chunk. facts: what all ranks agreed on; identity: its digest; digest: of the tables of
-    the schedules. job: what this rank executes. again: what every row chunk recomputes.
+    Attributes:
+        groups: Groups for which it was made.
+        options: `AttentionOptions` in which every "auto" and default is resolved.
+        layout: Layout for which it was made.
+        mask: Mask for which it was made.
+        signature: (shape, dtype, device) of q, k and v.
+        sizes: Sizes of this rank in its ring.
+        passes: Schedules of forward and backward, for every row chunk.
+        facts: Facts on which all ranks agreed.
+        identity: Digest of the facts.
+        digest: Digest of the tables of the schedules.
+        rank_plan: What this rank executes.
+        recomputes: What every row chunk recomputes; empty without a store.
+        choice: The decision of algorithm "auto" and its reason; None with another algorithm.
+        host_forward: Schedule of the forward that receives the keys for all row chunks into host
+            memory, or None.
     """
 
     groups: Groups
@@ -72,18 +79,24 @@ class Plan:
     facts: Facts
     identity: int
     digest: int
-    job: Job
-    again: tuple[Recompute, ...]
+    rank_plan: RankPlan
+    recomputes: tuple[RecomputePlan, ...]
     choice: Choice | None = None
     host_forward: Schedule | None = None
 
     def matches(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-        """Whether it was made for such shapes, dtypes, device and gradients of q, k, v."""
+        """Return True if the plan was made for the shapes, dtypes, device and gradients of q, k, v.
+
+        Args:
+            q: Queries of this rank.
+            k: Keys of this rank.
+            v: Values of this rank.
+        """
         graph = torch.is_grad_enabled()
         for t, made_for, planned in zip(
-            (q, k, v), self.signature, self.job.needs_grad, strict=True
+            (q, k, v), self.signature, self.rank_plan.needs_grad, strict=True
         ):
-            # As `signature` has it, without making one: this is asked before every call.
+            # Same test as comparing `signature`, but cheaper: it runs before every call.
             if (tuple(t.shape), t.dtype, str(t.device)) != made_for:
                 return False
             if graph and t.requires_grad and not planned:
@@ -93,9 +106,17 @@ class Plan:
     def check(
         self, q: Any, k: Any, v: Any, sink: torch.Tensor | None, max_logits: torch.Tensor | None
     ) -> None:
-        """Raise ValueError unless the plan was made for a call with these tensors.
+        """Check that the plan was made for a call with these tensors.
 
-        q, k, v, sink, max_logits: as `attention` takes them.
+        Args:
+            q: As in `mb.attention`.
+            k: As in `mb.attention`.
+            v: As in `mb.attention`.
+            sink: As in `mb.attention`.
+            max_logits: As in `mb.attention`.
+
+        Raises:
+            ValueError: The plan does not fit.
         """
         if not all(isinstance(t, torch.Tensor) for t in (q, k, v)):
             check_shapes(q, k, v)
@@ -104,9 +125,9 @@ class Plan:
                 f"plan: made for {self.signature} and gradients of (q, k, v) {self.needs_grad}; "
                 f"got {signature(q, k, v)}; call mb.prepare for these tensors"
             )
-        self._check_rest(q, k, v, sink, max_logits)
+        self._check_kernel(q, k, v, sink, max_logits)
 
-    def _check_rest(
+    def _check_kernel(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -114,7 +135,7 @@ class Plan:
         sink: torch.Tensor | None,
         max_logits: torch.Tensor | None,
     ) -> None:
-        if torch.are_deterministic_algorithms_enabled():  # perhaps not yet when it was planned
+        if torch.are_deterministic_algorithms_enabled():  # may have been enabled after planning
             kernel = self.kernel
             reason = kernel.refusal(q, k, v) if kernel.deterministic else "is not deterministic"
             if reason is not None:
@@ -129,15 +150,19 @@ class Plan:
         check_max_logits(max_logits, q)
         if not self.kernel.maximum:
             raise ValueError(
-                f"max_logits: kernel {self.kernel.name} of this plan cannot tell the largest "
+                f"max_logits: kernel {self.kernel.name} of this plan does not return the largest "
                 "scores; pass max_logits to mb.prepare too"
             )
 
-    def keeps(self, store: AttentionStore | None, label: object) -> KeptResults | None:
-        """Where the call with this label leaves or finds results: in `store`, that of the
-        checkpoint around it.
+    def store_entry(self, store: AttentionStore | None, label: object) -> StoredResults | None:
+        """Return the store entry of the call with this label; None if nothing is kept.
 
-        Raises ValueError if the checkpoint wants what was not planned.
+        Args:
+            store: Store of the checkpoint around the call, or None.
+            label: Identifies the call, as in `mb.attention`.
+
+        Raises:
+            ValueError: The checkpoint keeps another fraction than the plan.
         """
         if store is None:
             return None
@@ -146,14 +171,14 @@ class Plan:
             return None
         if store.fraction not in (None, planned):
             raise ValueError(
-                f"plan: made with store={planned}, and the checkpoint around this call keeps "
-                f"{store.fraction}; make it with mb.prepare(..., store={store.fraction})"
+                f"plan: store={planned} differs from the checkpoint around this call, which keeps "
+                f"{store.fraction}; use mb.prepare(..., store={store.fraction})"
             )
-        return KeptResults(store, (self.call, label))
+        return StoredResults(store, (self.call, label))
 
     def with_kernel(self, kernel: Kernel) -> Plan:
-        """The same plan on another kernel that takes the work of this one's; for measuring."""
-        return replace(self, job=replace(self.job, kernel=kernel))
+        """Return the same plan with another kernel that accepts the same work; for measurements."""
+        return replace(self, rank_plan=replace(self.rank_plan, kernel=kernel))
 
     def chunked(
         self,
@@ -162,91 +187,112 @@ class Plan:
         sink: torch.Tensor | None = None,
         label: object = None,
         max_logits: torch.Tensor | None = None,
-        host: Host | None = None,
-    ) -> ChunkedCall:
-        """A call whose queries come one row chunk at a time, see `ChunkedCall`; a collective.
+        host: KeyHostMemory | None = None,
+    ) -> RowChunkedCall:
+        """Start a call whose queries are passed one row chunk at a time. A collective call.
 
-        k, v of this rank's whole shard, as the plan was made for; sink, label, max_logits as
-        `mb.attention` takes them. host: `mb.HostMemory`, on all ranks or on none: the first forward
-        receives the keys for all row chunks, and later ones fetch them from there; None: every
-        forward receives the keys that its row chunk sees. Bytes are those of `traffic`; where ranks
-        share heads and the backward is that of another call, that call sends k and v again. Raises
-        ValueError for tensors of other shapes, and for a host if the plan has a `host_refusal`.
+        Args:
+            k: Keys of this rank, all rows, as in `mb.attention`.
+            v: Values of this rank, all rows, as in `mb.attention`.
+            sink: As in `mb.attention`.
+            label: As in `mb.attention`.
+            max_logits: As in `mb.attention`.
+            host: A `mb.HostMemory`, on all ranks or on none. The first forward then receives the
+                keys for all row chunks, and later forwards fetch them from host memory. None: every
+                forward receives the keys that its row chunk sees.
+
+        Returns:
+            The call. It sends the bytes that `traffic` returns. If ranks share heads and backward
+            belongs to another call object, that object sends k and v again.
+
+        Raises:
+            ValueError: A tensor has another shape, dtype or device, or the plan has a
+                `host_refusal`.
+
+        Example:
+            >>> import torch
+            >>> import megatron_burst as mb
+            >>> q, k, v = torch.randn(3, 128, 1, 8, 64).unbind()
+            >>> groups = mb.Groups.single()
+            >>> plan = mb.prepare(q, k, v, groups=groups, layout="contiguous", sequence_chunks=2)
+            >>> call = plan.chunked(k, v)
+            >>> results = [call.forward(c, q[rows]) for c, rows in enumerate(plan.row_chunks)]
         """
         self.groups.check()
         check_keys(k, v, *self.signature[1:])
-        q = k.new_empty(1).expand(self.signature[0][0])  # stands in for that of all chunks
-        self._check_rest(q, k, v, sink, max_logits)
+        q = k.new_empty(1).expand(self.signature[0][0])  # shape of the queries of all row chunks
+        self._check_kernel(q, k, v, sink, max_logits)
         if host is not None and self.host_refusal is not None:
             raise ValueError(f"host: {self.host_refusal}; or leave host out")
         keys = k.detach().contiguous(), v.detach().contiguous()
         sink = None if sink is None else sink.detach()
-        return ChunkedCall(
-            self.job, self.groups, self.identity, keys, sink, label, max_logits, host
+        return RowChunkedCall(
+            self.rank_plan, self.groups, self.identity, keys, sink, label, max_logits, host
         )
 
     @property
     def host_refusal(self) -> str | None:
-        """The reason why `chunked` takes no host memory, with what would work; None if it does."""
+        """Return why `chunked` cannot use host memory, and what works instead; None if it can."""
         if len(self.passes) == 1:
-            return "keys of one row chunk are received once; use sequence_chunks of 2 or more"
+            return "a single row chunk receives its keys once; use sequence_chunks of 2 or more"
         if self.host_forward is None:
-            able = ", ".join(name for name, each in ALGORITHMS.items() if each.keeps)
+            names = ", ".join(name for name, algorithm in ALGORITHMS.items() if algorithm.keeps)
             return (
-                f"algorithm {self.algorithm} sends more than keys in forward; use one of {able}, "
+                f"algorithm {self.algorithm} sends more than keys in forward; use one of {names}, "
                 "hybrid or ulysses"
             )
         return None
 
     @property
     def algorithm(self) -> str:
-        """The algorithm that runs."""
+        """Return the algorithm."""
         return self.options.algorithm
 
     @property
     def kernel(self) -> Kernel:
-        """The kernel that runs."""
-        return self.job.kernel
+        """Return the local attention kernel."""
+        return self.rank_plan.kernel
 
     @property
     def needs_grad(self) -> NeedsGrad:
-        """Which of q, k, v the backward makes gradients of."""
-        return self.job.needs_grad
+        """Return for q, k and v whether backward computes a gradient."""
+        return self.rank_plan.needs_grad
 
     @property
     def schedules(self) -> tuple[Schedule, Schedule]:
-        """The schedules of forward and backward; with several row chunks those of the first."""
+        """Return the schedules of forward and backward, of the first row chunk."""
         return self.passes[0]
 
     @property
-    def recompute(self) -> Recompute | None:
-        """If calls may run again, and keep something between; of several chunks the first's."""
-        return self.again[0] if self.again else None
+    def recompute(self) -> RecomputePlan | None:
+        """Return the recomputation of the first row chunk; None without a store."""
+        return self.recomputes[0] if self.recomputes else None
 
     @property
     def row_chunks(self) -> tuple[np.ndarray, ...]:
-        """The rows of every row chunk, int64, ascending: a partition of dimension 0 of q, the same
-        on every rank.
+        """Return the rows of every row chunk: int64, ascending, the same on every rank.
+
+        Together they are all rows of dimension 0 of q.
         """
         rows, options = self.signature[0][0][0], self.options
         return row_chunks(self.layout, rows, options.sequence_chunks, options.row_blocks)
 
     @property
     def head_chunks(self) -> int:
-        """Number of head chunks."""
-        return self.job.head_chunks
+        """Return the number of head chunks."""
+        return self.rank_plan.head_chunks
 
     def traffic(
         self, side: str | None = None, *, host: bool = False
     ) -> tuple[cost.Traffic, cost.Traffic]:
-        """Return the bytes that this rank sends per call, forward and backward.
+        """Return the bytes that this rank sends per call, in forward and in backward.
 
         Args:
-            side: Side of backward; None for that of the plan.
-            host: Whether the call is one of `chunked` with host memory.
+            side: Side of backward, "kv" or "query". Default: the side of the plan.
+            host: True for a call of `chunked` with host memory.
 
         Raises:
-            ValueError: `host` for a plan that takes no host memory (`host_refusal`).
+            ValueError: `host` is set and the plan has a `host_refusal`.
         """
         groups, sizes = self.groups, self.sizes
         forward_bytes, backward_bytes = cost.head_traffic(
@@ -269,69 +315,82 @@ class Plan:
 
     @property
     def channels(self) -> list[Channel]:
-        """What its messages may travel on, in the order in which their process groups are made."""
-        schedules = [*chain(*self.passes), *(each.schedule for each in self.again)]
+        """Return the channels of its messages, in the order in which process groups are made."""
+        schedules = [*chain(*self.passes), *(schedule.schedule for schedule in self.recomputes)]
         if self.host_forward is not None:
             schedules.append(self.host_forward)
         if not self.mask.cacheable:  # documents: the next batch may take the other route
-            schedules = [replace(each, route=route) for each in schedules for route in ROUTES]
-        found = (each.travels(self.groups.cache)[0] for each in schedules)
-        channels = [Channel(*each) for ways in found for each in ways]
+            schedules = [
+                replace(schedule, route=route) for schedule in schedules for route in ROUTES
+            ]
+        routes = (schedule.travels(self.groups.cache)[0] for schedule in schedules)
+        channels = [Channel(*channel) for route in routes for channel in route]
         if self.groups.topology.ulysses > 1:
             channels.append(Channel("ulysses", False))
         return list(dict.fromkeys(channels))
 
     @property
     def call(self) -> tuple[object, ...]:
-        """What tells one attention call from another: tensors, mask and layout."""
+        """Return what identifies an attention call in a checkpoint: tensors, mask and layout."""
         return self.signature, self.mask, self.layout
 
     @property
     def side(self) -> str:
-        """Which tensors travel in backward."""
+        """Return the tensors that are sent in backward: "kv" or "query"."""
         return self.schedules[1].side
 
     @property
     def held_bytes(self) -> int:
-        """Peak bytes of chunks of other ranks and their partial results."""
+        """Return the peak bytes of chunks of other ranks and of their partial results."""
         rank, sizes = self.groups.ring.rank, self.sizes
         summed = replace(sizes, wire_itemsize=sizes.stat_itemsize)
         return max(
-            held_bytes(without_tables(each), rank, summed.row_bytes(each))
-            for each in chain(*self.passes)
+            held_bytes(without_tables(schedule), rank, summed.row_bytes(schedule))
+            for schedule in chain(*self.passes)
         )
 
     @property
     def longest_message(self) -> int:
-        """Bytes, envelope and alignment included, of the longest message that any rank sends."""
+        """Return the bytes of the longest message of any rank, with envelope and alignment."""
         longest = rows = self.signature[0][0][0]
         if len(self.passes) > 1:
-            longest = max(map(len, self.row_chunks))  # of a chunk of queries
+            longest = max(map(len, self.row_chunks))
 
         def payload(family: str) -> int:
-            whole = self.sizes.chunk_bytes(family)
-            return whole if family in ("kv", "dkv") or not rows else whole * longest // rows
+            chunk_bytes = self.sizes.chunk_bytes(family)
+            return (
+                chunk_bytes
+                if family in ("kv", "dkv") or not rows
+                else chunk_bytes * longest // rows
+            )
 
-        families = set().union(*(x.travels(self.groups.cache)[1] for x in self.schedules))
+        families = set().union(
+            *(schedule.travels(self.groups.cache)[1] for schedule in self.schedules)
+        )
         sizes = [payload(family) for family in families]
         ulysses = self.groups.topology.ulysses
         if ulysses > 1:
             sizes += self.sizes.scattered_bytes(ulysses, resends_q=True)
-        tensors = 4  # of a message, at most
+        tensors = 4  # largest number per message
         return max(sizes, default=0) + tensors * packing.ALIGNMENT + packing.ENVELOPE
 
     def describe(self) -> str:
-        """One line: choices, bytes per layer and rank, and the bytes of the other side."""
+        """Return one line with choices, bytes per layer and rank, and bytes of the other side."""
         return described(self)
 
     @property
     def device(self) -> torch.device:
-        """The device of q, k, v."""
+        """Return the device of q, k, v."""
         return torch.device(self.signature[0][2])
 
     @property
     def store_bytes(self) -> int:
-        """Bytes of the attention store."""
+        """Return the bytes of the attention store of this call."""
         sizes = self.sizes
-        each = sizes.value_width * sizes.itemsize + sizes.stat_itemsize
-        return sum(len(one.run.kept) for one in self.again) * sizes.batch * sizes.heads * each
+        row_bytes = sizes.value_width * sizes.itemsize + sizes.stat_itemsize
+        return (
+            sum(len(recompute.run.kept) for recompute in self.recomputes)
+            * sizes.batch
+            * sizes.heads
+            * row_bytes
+        )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mb.prepare`: from the arguments of a call of attention to a plan on which all ranks agree.
+"""`mb.prepare`: make a plan for attention on which all ranks agree.
 
 `AttentionOperation` describes the call, and `comm/operation.py` runs the steps. `validate` checks
 arguments, `automatic` resolves "auto", `pipeline` makes what each rank runs.
@@ -17,12 +17,12 @@ from typing_extensions import Unpack
 from ..comm.consensus import Facts, identity
 from ..comm.groups import Groups, check_groups
 from ..comm.operation import Operation, prepared
-from ..execution.job import Job
+from ..execution.rank_plan import RankPlan
 from ..layout.layouts import Shards
 from ..options import AttentionKeywords, AttentionOptions
 from ..schedule.cost import Sizes, ring_spans
 from ..schedule.head_shares import deferred_chunks
-from .pipeline import Passes, passes
+from .pipeline import PlannedPasses, passes
 from .plan import Plan
 from .stand_ins import TensorShapes, of_shape
 from .validate import NeedsGrad, Request, check, signature
@@ -30,7 +30,7 @@ from .validate import NeedsGrad, Request, check, signature
 if TYPE_CHECKING:
     from ..autotune.rates import Rates
 
-WORKS_KEPT = 8  # of each grid, what plans of masks that stay have of the ring: kinds of layers
+WORKS_KEPT = 8  # per grid: kinds of layers with masks that stay the same in all micro-batches
 
 
 def prepare(
@@ -50,28 +50,52 @@ def prepare(
     rates: Rates | None = None,
     **options: Unpack[AttentionKeywords],
 ) -> Plan:
-    """Check the arguments of `attention`, on all ranks alike, and resolve every "auto".
+    """Make a plan for `mb.attention`: check the arguments on all ranks and resolve every "auto".
 
-    Collective: every rank of `groups` must call it (one all-gather of 1.3 KB per rank on the host;
-    two with algorithm "auto", which measures once what `rates` does not state; the first plan on a
-    ring makes its process groups). Make one plan per micro-batch and use it in every layer of the
-    same shapes.
+    A collective call: every rank of `groups` must call it. Ranks exchange 1.3 KB each on the host,
+    and twice that with algorithm "auto". The first plan for a ring makes its process groups. Make
+    one plan per micro-batch and use it for every layer with the same shapes.
 
-    q [s, b, h, d], k [s, b, k, d], v [s, b, k, w]: only shapes, dtypes, device and `requires_grad`
-    are read. In their place `shape`, that of q on this rank, with kv_heads (as many as query heads,
-    if not given), value_width (that of q), dtype and device (torch's defaults); q, k and v then
-    need gradients unless needs_grad says otherwise. options: the fields of `AttentionOptions`.
-    needs_grad: which of q, k, v need a gradient, where the tensors do not say so (a plan may
-    foresee gradients that a call does not need). sink, max_logits: checked with the rest, and not
-    kept: they are given to each call; with max_logits, kernel "auto" is one that can tell the
-    largest scores. rates: of links and device, for algorithm "auto". Raises the same ValueError on
-    every rank.
+    Pass either q, k and v, or `shape` with `kv_heads`, `value_width`, `dtype` and `device`.
+
+    Args:
+        q: Queries of this rank, [s, b, h, d]. Of q, k and v, only shapes, dtypes, device and
+            `requires_grad` are read.
+        k: Keys of this rank, [s, b, k, d]; k divides h.
+        v: Values of this rank, [s, b, k, w].
+        groups: Ranks over which the sequence is split.
+        shape: Shape of q on this rank, (s, b, h, d), if there are no tensors yet.
+        kv_heads: Key/value heads. Default: as many as query heads.
+        value_width: Width of v. Default: d.
+        dtype: dtype of the tensors. Default: torch's default dtype.
+        device: Device of the tensors. Default: torch's default device.
+        needs_grad: Three booleans, whether q, k and v need a gradient. A call may need fewer
+            gradients. Default: `requires_grad` of the tensors; with `shape`, all True.
+        sink: Sink that the calls will pass. It is checked, not kept: pass it to each call.
+        max_logits: Buffer that the calls will pass. It is checked, not kept: pass it to each call.
+            Kernel "auto" then picks a kernel that returns the largest scores.
+        rates: Link and compute rates for algorithm "auto". Default: measured once per `groups`.
+        **options: Fields of `mb.options.AttentionOptions`.
+
+    Returns:
+        The plan of this rank.
+
+    Raises:
+        ValueError: An argument is not supported, or ranks passed different arguments. Every rank
+            raises the same error.
+
+    Example:
+        >>> import torch
+        >>> import megatron_burst as mb
+        >>> plan = mb.prepare(shape=(128, 1, 8, 64), kv_heads=2, groups=mb.Groups.single())
+        >>> q, k, v = (torch.randn(128, 1, heads, 64) for heads in (8, 2, 2))
+        >>> out = mb.attention(q, k, v, plan=plan)
     """
     check_groups(groups)
     assert groups is not None
-    shapes, beside = None, (shape, kv_heads, value_width, dtype, device)
-    if q is k is v is None or any(x is not None for x in beside):
-        shapes = TensorShapes(*beside)
+    shapes, shape_arguments = None, (shape, kv_heads, value_width, dtype, device)
+    if q is k is v is None or any(x is not None for x in shape_arguments):
+        shapes = TensorShapes(*shape_arguments)
         needs_grad = (True, True, True) if needs_grad is None else needs_grad
     operation = AttentionOperation(
         groups=groups, tensors=(q, k, v), shapes=shapes, options=AttentionOptions(**options),
@@ -81,7 +105,7 @@ def prepare(
 
 
 class RingOperation(Operation[Request, Plan]):
-    """A call that runs in the ring of attention on one rank."""
+    """A call on one rank that runs in the ring of attention."""
 
     groups: Groups
 
@@ -92,20 +116,20 @@ class RingOperation(Operation[Request, Plan]):
         groups, options, (q, k, _) = self.groups, request.options, request.tensors
         sizes = request.sizes.shared(groups.topology.ulysses)
         spans = ring_spans(request.layout, groups.topology, q.shape[0] * groups.size)
-        made = _passes(request, groups, sizes, spans)
-        job = Job(
+        passes = _passes(request, groups, sizes, spans)
+        rank_plan = RankPlan(
             ring=groups.ring, ulysses=groups.ulysses, ulysses_links=groups.ulysses_links,
             kernel=request.kernel, scoring=request.scoring, wire_dtype=request.wire_dtype,
             needs_grad=request.needs_grad, heads=q.shape[2], kv_heads=k.shape[2],
-            head_chunks=options.head_chunks or 1, chunks=made.chunks, order=made.order,
+            head_chunks=options.head_chunks or 1, chunks=passes.chunks, order=passes.order,
         )  # fmt: skip
-        # Nothing else would tell ranks whose tables differ where messages bear no envelope.
-        facts = request.facts | {"schedule": made.digest}
+        # Messages on CUDA have no envelope, so only this fact detects ranks with other tables.
+        facts = request.facts | {"schedule": passes.digest}
         return Plan(
             groups=groups, options=options, layout=request.layout, mask=request.mask,
-            signature=signature(*request.tensors), sizes=sizes, passes=made.schedules, facts=facts,
-            identity=identity(facts), digest=made.digest, job=job, again=made.again,
-            choice=request.choice, host_forward=made.host_forward,
+            signature=signature(*request.tensors), sizes=sizes, passes=passes.schedules,
+            facts=facts, identity=identity(facts), digest=passes.digest, rank_plan=rank_plan,
+            recomputes=passes.recomputes, choice=request.choice, host_forward=passes.host_forward,
         )  # fmt: skip
 
     def connect(self, plan: Plan) -> None:
@@ -115,7 +139,18 @@ class RingOperation(Operation[Request, Plan]):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOperation(RingOperation):
-    """A call of attention on one rank, as of `prepare`; shapes: in place of q, k, v, or None."""
+    """A call of attention on one rank, with the arguments of `prepare`.
+
+    Attributes:
+        groups: As in `prepare`.
+        tensors: q, k and v, or None for each.
+        shapes: Shapes that replace q, k and v, or None.
+        options: As in `prepare`.
+        needs_grad: As in `prepare`.
+        sink: As in `prepare`.
+        max_logits: As in `prepare`.
+        rates: As in `prepare`.
+    """
 
     groups: Groups
     tensors: Sequence[Any]
@@ -146,18 +181,18 @@ class AttentionOperation(RingOperation):
         return resolve(request, self.groups, self.rates)
 
 
-def _passes(request: Request, groups: Groups, sizes: Sizes, spans: Shards) -> Passes:
+def _passes(request: Request, groups: Groups, sizes: Sizes, spans: Shards) -> PlannedPasses:
     """Return the passes of this rank, from the cache if the mask stays the same."""
     if not request.mask.cacheable:
         return passes(request, groups, sizes, spans)
-    options = request.options  # every micro-batch asks for the same
+    options = request.options
     key = (request.kernel.name, request.tensors[0].device, request.mask, request.layout,
            tuple(map(tuple, spans)), sizes,
            options.algorithm, options.side, options.store,
            options.sequence_chunks, options.row_blocks,
            deferred_chunks(options.head_chunks or 1) > 0)  # fmt: skip
-    works = groups.recent("works", WORKS_KEPT)
-    made = works.find(key)
-    if made is None:
-        made = works.keep(key, passes(request, groups, sizes, spans))
-    return made
+    cached_passes = groups.recent("works", WORKS_KEPT)
+    ring_passes = cached_passes.find(key)
+    if ring_passes is None:
+        ring_passes = cached_passes.keep(key, passes(request, groups, sizes, spans))
+    return ring_passes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins for tensors of which only the shape is known yet; they take no memory."""
+"""Tensors with a shape but without memory, for plans that are made before the tensors exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ import torch
 
 @dataclass(frozen=True)
 class TensorShapes:
-    """Shapes of q, k and v on one rank: arguments of `mb.prepare`, in place of tensors."""
+    """Shapes of q, k and v on one rank: arguments of `mb.prepare` that replace tensors.
+
+    Attributes:
+        shape: Shape of q, (s, b, h, d).
+        kv_heads: Key/value heads; None for h.
+        value_width: Width of v; None for d.
+        dtype: dtype; None for torch's default.
+        device: Device; None for torch's default.
+    """
 
     shape: Sequence[int] | None
     kv_heads: int | None
@@ -24,20 +32,26 @@ class TensorShapes:
 def of_shape(
     tensors: Sequence[Any], shapes: TensorShapes
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q, k, v of one rank, of these shapes.
+    """Return q, k, v of one rank with these shapes.
+
+    Args:
+        tensors: q, k and v of the caller; all must be None.
+        shapes: The shapes.
 
     Raises:
-        ValueError: There are also `tensors`, or no shape.
+        ValueError: A tensor is not None, or a shape is missing or wrong.
     """
     shape, kv_heads, value_width = shapes.shape, shapes.kv_heads, shapes.value_width
-    if any(each is not None for each in tensors):
-        raise ValueError("give either q, k, v or shape with kv_heads, value_width, dtype, device")
+    if any(tensor is not None for tensor in tensors):
+        raise ValueError(
+            "pass q, k, v or shape with kv_heads, value_width, dtype, device; not both"
+        )
     if shape is None:
-        raise ValueError("give q, k and v, or shape=(rows, batch, heads, width)")
+        raise ValueError("pass q, k and v, or shape=(rows, batch, heads, width)")
     sizes = tuple(shape) if isinstance(shape, (tuple, list)) else ()
     if len(sizes) != 4 or not all(type(size) is int and size > 0 for size in sizes):
         raise ValueError(
-            f"shape must be that of q on this rank, (rows, batch, heads, width), got {shape!r}"
+            f"shape of q on this rank must be (rows, batch, heads, width), got {shape!r}"
         )
     for name, value in (("kv_heads", kv_heads), ("value_width", value_width)):
         if value is not None and (type(value) is not int or value < 1):
@@ -45,11 +59,20 @@ def of_shape(
     rows, heads, width = sizes[:2], sizes[2], sizes[3]
     keys = heads if kv_heads is None else kv_heads
     values = width if value_width is None else value_width
-    one = torch.empty(1, dtype=shapes.dtype, device=shapes.device)
-    q, k, v = (one.expand(*rows, *e) for e in ((heads, width), (keys, width), (keys, values)))
+    element = torch.empty(1, dtype=shapes.dtype, device=shapes.device)
+    q, k, v = (
+        element.expand(*rows, *sizes_of)
+        for sizes_of in ((heads, width), (keys, width), (keys, values))
+    )
     return q, k, v
 
 
 def rows_like(x: torch.Tensor, *sizes: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """[s, b, *sizes] for the rows of x [s, b, ...]; dtype: that of x, unless another is given."""
+    """Return a tensor [s, b, *sizes] with the rows of x [s, b, ...], without memory of its own.
+
+    Args:
+        x: Tensor with the rows and the device.
+        *sizes: Sizes of the other dimensions.
+        dtype: Default: dtype of x.
+    """
     return x.new_empty((), dtype=dtype).expand(*x.shape[:2], *sizes)

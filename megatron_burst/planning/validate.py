@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks one rank's arguments and resolves its defaults, before any rank talks to another.
+"""Checks of one rank's arguments, and their defaults, before ranks communicate.
 
-Decides what is refused, and says what would work. Reads shapes, dtypes and devices; it must not
-communicate and must not run anything, so that every rank reaches the comparison of arguments.
+This module decides which arguments are not supported and what works instead. It reads shapes,
+dtypes and devices. It must not communicate or compute, so that every rank reaches the comparison of
+arguments.
 
 Shape letters: s local rows, b batch, h query heads, k key/value heads, d width, w value width.
 """
@@ -41,16 +42,26 @@ QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Signature = tuple[tuple[tuple[int, ...], torch.dtype, str], ...]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NeedsGrad = tuple[bool, bool, bool]
-MASKS_CHECKED = 1 << 10  # custom masks that are remembered as checked
-WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16}  # `options.WIRE_DTYPES` but "auto"
+MASKS_CHECKED = 1 << 10  # cache size: custom masks that were checked
+WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16}  # `options.WIRE_DTYPES` without "auto"
 
 
 @dataclass(frozen=True)
 class Request:
-    """One rank's checked arguments, before the ranks have compared them.
+    """Checked arguments of one rank, before ranks compare them.
 
-    options: with a `Layout`, a mask and numbers in place of names and defaults; what is "auto" is
-    still open. facts: what all ranks must agree on. choice: why algorithm "auto" took what it took.
+    Attributes:
+        tensors: q, k and v.
+        options: Options with a `Layout`, a mask and numbers instead of names and defaults. "auto"
+            is resolved later.
+        layout: Layout.
+        mask: Mask.
+        kernel: Local attention kernel.
+        scoring: Scale and softcap.
+        wire_dtype: dtype in which gradients are sent.
+        needs_grad: Whether q, k and v need a gradient.
+        facts: What all ranks must agree on.
+        choice: The decision of algorithm "auto" and its reason, or None.
     """
 
     tensors: QKV
@@ -66,7 +77,7 @@ class Request:
 
     @property
     def sizes(self) -> Sizes:
-        """This rank's share, before heads are shared."""
+        """Return the sizes of this rank before heads are shared."""
         q, k, v = self.tensors
         return Sizes(
             tokens=q.shape[0], batch=q.shape[1], heads=q.shape[2], kv_heads=k.shape[2],
@@ -85,7 +96,23 @@ def check(
     max_logits: torch.Tensor | None = None,
     rates: Rates | None = None,
 ) -> Request:
-    """One rank's request, or the ValueError that its arguments deserve; as `prepare`."""
+    """Check the arguments of one rank.
+
+    Args:
+        tensors: q, k and v.
+        groups: As in `mb.prepare`.
+        options: As in `mb.prepare`.
+        needs_grad: As in `mb.prepare`.
+        sink: As in `mb.prepare`.
+        max_logits: As in `mb.prepare`.
+        rates: As in `mb.prepare`.
+
+    Returns:
+        The request of this rank.
+
+    Raises:
+        ValueError: An argument is not supported.
+    """
     q, k, v = tensors
     check_shapes(q, k, v)
     _check_device(groups, q)
@@ -99,7 +126,7 @@ def check(
     layout = _layout(options.layout, groups, q.shape[0])
     mask = Causal() if options.mask is None else options.mask
     if not isinstance(mask, Mask):
-        raise ValueError(f"mask must be one of mb.masks, got {mask!r}")
+        raise ValueError(f"mask must be a mask from mb.masks, got {mask!r}")
     mask.check(q.shape[0] * groups.size)
     _check_custom(mask, q.shape[0] * groups.size, groups)
     _check_numbers(options)
@@ -141,31 +168,31 @@ def check(
 
 
 def _wire_dtype(options: AttentionOptions, q: torch.Tensor) -> torch.dtype:
-    """What was asked for; for "auto" the default, which `automatic` may replace."""
-    asked: object = options.grad_wire_dtype
-    if asked == "auto" and options.algorithm != "auto":
+    """Return the requested dtype; for "auto" the default, which `automatic` may replace."""
+    requested: object = options.grad_wire_dtype
+    if requested == "auto" and options.algorithm != "auto":
         raise ValueError(
-            "grad_wire_dtype='auto' goes by the forecast of algorithm='auto', got "
-            f"algorithm={options.algorithm!r}; name one of {', '.join(WIRE)}"
+            "grad_wire_dtype='auto' requires algorithm='auto', got "
+            f"algorithm={options.algorithm!r}; use one of {', '.join(WIRE)}"
         )
-    if asked is None or asked == "auto":
+    if requested is None or requested == "auto":
         return accumulation_dtype(q.dtype)
-    dtype = WIRE.get(asked, asked) if isinstance(asked, str) else asked
+    dtype = WIRE.get(requested, requested) if isinstance(requested, str) else requested
     if dtype not in DTYPES:
         names = ", ".join(map(str, (*WIRE, "auto", *DTYPES)))
-        raise ValueError(f"grad_wire_dtype must be None or one of {names}, got {asked!r}")
+        raise ValueError(f"grad_wire_dtype must be None or one of {names}, got {requested!r}")
     assert isinstance(dtype, torch.dtype)
     return dtype
 
 
-def _needs_grad(asked: object, tensors: QKV) -> NeedsGrad:
-    """Which of q, k, v need a gradient: what is asked for, else what the tensors say."""
-    if asked is None:
+def _needs_grad(needs_grad: object, tensors: QKV) -> NeedsGrad:
+    """Return whether q, k and v need a gradient; None means their `requires_grad`."""
+    if needs_grad is None:
         q, k, v = (t.requires_grad for t in tensors)
         return q, k, v
-    if not (isinstance(asked, (tuple, list)) and len(asked) == 3):
-        raise ValueError(f"needs_grad must be three booleans, for q, k and v, got {asked!r}")
-    q, k, v = map(bool, asked)
+    if not (isinstance(needs_grad, (tuple, list)) and len(needs_grad) == 3):
+        raise ValueError(f"needs_grad must be three booleans, for q, k and v, got {needs_grad!r}")
+    q, k, v = map(bool, needs_grad)
     return q, k, v
 
 
@@ -182,8 +209,8 @@ def _check_algorithm(algorithm: str, groups: Groups, q: torch.Tensor, k: torch.T
     ulysses, size = groups.topology.ulysses, groups.size
     if algorithm == "ulysses" and ulysses != size:
         raise ValueError(
-            f"algorithm ulysses shares the heads over all {size} ranks, groups over {ulysses}; "
-            f"make mb.Groups with ulysses={size}"
+            f"algorithm ulysses shares heads over all {size} ranks, but groups share them over "
+            f"{ulysses}; make mb.Groups with ulysses={size}"
         )
     if algorithm == "hybrid" and ulysses == 1 < size:
         raise ValueError(
@@ -193,11 +220,11 @@ def _check_algorithm(algorithm: str, groups: Groups, q: torch.Tensor, k: torch.T
 
 
 def _check_head_chunks(head_chunks: int, groups: Groups, k: torch.Tensor) -> None:
-    mine = Share(k.shape[2], groups.topology.ulysses).each
-    if type(head_chunks) is not int or head_chunks < 1 or mine % head_chunks:
+    ring_heads = Share(k.shape[2], groups.topology.ulysses).each
+    if type(head_chunks) is not int or head_chunks < 1 or ring_heads % head_chunks:
         raise ValueError(
-            f"head_chunks must divide the {mine} key/value heads of a rank's ring, "
-            f"got {head_chunks!r}; use {alternatives(divisors(mine))}"
+            f"head_chunks must divide the {ring_heads} key/value heads of a rank's ring, "
+            f"got {head_chunks!r}; use {alternatives(divisors(ring_heads))}"
         )
 
 
@@ -209,18 +236,18 @@ def _check_row_chunks(options: AttentionOptions, rows: int) -> None:
     if rows % options.row_blocks:
         raise ValueError(
             f"row_blocks must divide the {rows} rows of a shard, got {options.row_blocks}; pad "
-            f"them to {-(-rows // options.row_blocks) * options.row_blocks}"
+            f"to {-(-rows // options.row_blocks) * options.row_blocks} rows"
         )
 
 
 def _check_rates(rates: Rates, algorithm: str) -> None:
     check_rates(rates)
     if algorithm != "auto":
-        raise ValueError(f"rates are for algorithm='auto', got {algorithm!r} beside them")
+        raise ValueError(f"rates require algorithm='auto', got algorithm={algorithm!r}")
 
 
 def _check_custom(mask: Mask, seq_len: int, groups: Groups) -> None:
-    """Check the parts of a mask that are not from the package, once for each mask and length."""
+    """Check the parts of a mask that are not from the package, once per mask and length."""
     parts = custom_parts(mask)
     if not parts:
         return
@@ -234,7 +261,7 @@ def _check_custom(mask: Mask, seq_len: int, groups: Groups) -> None:
 
 def _check_numbers(options: AttentionOptions) -> None:
     numbers = {"softmax_scale": options.softmax_scale, "softcap": options.softcap}
-    for name, value in numbers.items():  # aten operators scale what they have hidden: -inf * 0
+    for name, value in numbers.items():  # 0 is invalid: aten operators would compute -inf * 0
         if value is not None and not (_is_number(value) and 0 < value < math.inf):
             raise ValueError(f"{name} must be a positive, finite number or None, got {value!r}")
     if options.store is not None:
@@ -250,29 +277,36 @@ def _check_device(groups: Groups, q: torch.Tensor) -> None:
     if groups.size > 1 and moved and q.device.type not in moved:
         needed = {"cpu": "gloo", "cuda": "nccl"}.get(q.device.type)
         raise ValueError(
-            f"groups: backend {groups.backend} moves {' and '.join(moved)} tensors, got "
-            f"{q.device.type}; "
-            + (f"make the process group with backend {needed}" if needed else "move them there")
+            f"groups: backend {groups.backend} sends {' and '.join(moved)} tensors, got "
+            f"{q.device.type} tensors; "
+            + (
+                f"make the process group with backend {needed}"
+                if needed
+                else f"move them to {moved[0]}"
+            )
         )
 
 
 def _layout(layout: str | Layout, groups: Groups, rows: int) -> Layout:
     if not isinstance(layout, (str, Layout)):
-        raise ValueError(f"layout must be a name or one of mb.layout, got {layout!r}")
+        raise ValueError(f"layout must be a name or a layout from mb.layout, got {layout!r}")
     if isinstance(layout, str):
         if layout == "balanced":
             raise ValueError(
-                "layout balanced is made for every batch: mb.layout.make('balanced', cp_size="
-                f"{groups.size}, cu_seqlens=...), got its name"
+                "layout 'balanced' depends on the batch; pass mb.layout.make('balanced', cp_size="
+                f"{groups.size}, cu_seqlens=...)"
             )
         if layout not in LAYOUTS:
             raise ValueError(
-                f"layout must be one of {', '.join(sorted(LAYOUTS))}, or made, as mb.layout.make("
-                f"'block_striped', cp_size={groups.size}, block=...), got {layout!r}"
+                f"layout must be one of {', '.join(sorted(LAYOUTS))}, or a layout such as "
+                f"mb.layout.make('block_striped', cp_size={groups.size}, block=...), got {layout!r}"
             )
         layout = make(layout, cp_size=groups.size)
     if layout.cp_size != groups.size:
-        raise ValueError(f"layout is for {layout.cp_size} ranks, groups have {groups.size}")
+        raise ValueError(
+            f"layout is for {layout.cp_size} ranks, but groups have {groups.size}; make it with "
+            f"cp_size={groups.size}"
+        )
     try:
         layout.check(rows * groups.size)
     except ValueError as error:
@@ -287,7 +321,7 @@ def _layout(layout: str | Layout, groups: Groups, rows: int) -> Layout:
 
 
 def signature(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Signature:
-    """What of the tensors a plan depends on: shape, dtype and device of each."""
+    """Return shape, dtype and device of q, k and v: what a plan depends on."""
     return tuple(map(_described, (q, k, v)))
 
 
@@ -296,29 +330,37 @@ def _described(t: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype, str]:
 
 
 def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raise ValueError unless these are tensors that belong together."""
+    """Check that q, k and v are tensors with matching shapes, dtypes and devices.
+
+    Raises:
+        ValueError: They do not match.
+    """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if isinstance(tensor, (list, tuple)):
             raise ValueError(
                 f"{name} must be one tensor, the shard of this rank, got a list of {len(tensor)}; "
-                "call the operation once on each rank"
+                "call the function once on each rank"
             )
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-            raise ValueError(f"{name} must be a tensor, and not sparse, got {tensor!r:.100}")
+            raise ValueError(
+                f"{name} must be a tensor with layout torch.strided, got {tensor!r:.100}"
+            )
         if tensor.dim() != 4 or 0 in tensor.shape:
             raise ValueError(f"{name} must be [s, b, heads, width], got {tuple(tensor.shape)}")
         if tensor.dtype not in DTYPES or tensor.dtype != q.dtype or tensor.device != q.device:
             raise ValueError(
-                f"{name}: q, k, v must share a floating dtype of {DTYPES} and a device, got "
-                f"{tensor.dtype} on {tensor.device} beside {q.dtype} on {q.device}"
+                f"{name}: q, k, v must have the same device and the same dtype, one of {DTYPES}; "
+                f"got {tensor.dtype} on {tensor.device}, and q is {q.dtype} on {q.device}"
             )
     if k.shape[:2] != q.shape[:2] or v.shape[:2] != q.shape[:2] or v.shape[2] != k.shape[2]:
         raise ValueError(
-            "q, k, v must share s and b, and k, v their heads, got "
+            "q, k, v must have the same s and b, and k, v the same number of heads, got "
             f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )
     if q.shape[3] != k.shape[3]:
-        raise ValueError(f"k: width must be that of q, {q.shape[3]}, got {k.shape[3]}")
+        raise ValueError(
+            f"k: width must be equal to the width of q, {q.shape[3]}, got {k.shape[3]}"
+        )
     if q.shape[2] % k.shape[2]:
         raise ValueError(
             f"k: the number of key/value heads must divide the {q.shape[2]} query heads, "
@@ -327,10 +369,14 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def check_sink(sink: torch.Tensor, q: torch.Tensor) -> None:
-    """Raise ValueError unless `sink` is a logit for each head of q."""
+    """Check that `sink` has a logit for each head of q.
+
+    Raises:
+        ValueError: It has not.
+    """
     tensor = isinstance(sink, torch.Tensor)
-    wanted = (q.shape[2],), q.device
-    if not tensor or not sink.is_floating_point() or (sink.shape, sink.device) != wanted:
+    expected = (q.shape[2],), q.device
+    if not tensor or not sink.is_floating_point() or (sink.shape, sink.device) != expected:
         got = f"{sink.dtype} {tuple(sink.shape)} on {sink.device}" if tensor else repr(sink)
         raise ValueError(
             f"sink must be a floating tensor [{q.shape[2]}], one logit per query head, on "
@@ -339,15 +385,19 @@ def check_sink(sink: torch.Tensor, q: torch.Tensor) -> None:
 
 
 def check_max_logits(max_logits: torch.Tensor, q: torch.Tensor) -> None:
-    """Raise ValueError unless `max_logits` has a place for each head of q."""
-    wanted, got = (accumulation_dtype(q.dtype), (q.shape[2],), q.device), f"{max_logits!r:.100}"
+    """Check that `max_logits` has an element for each head of q.
+
+    Raises:
+        ValueError: Its shape, dtype, device or strides are wrong, or it requires a gradient.
+    """
+    expected, got = (accumulation_dtype(q.dtype), (q.shape[2],), q.device), f"{max_logits!r:.100}"
     if isinstance(max_logits, torch.Tensor) and not max_logits.requires_grad:
-        found = max_logits.dtype, tuple(max_logits.shape), max_logits.device
-        if found == wanted and max_logits.is_contiguous():  # kernels write to head after head
+        actual = max_logits.dtype, tuple(max_logits.shape), max_logits.device
+        if actual == expected and max_logits.is_contiguous():  # kernels assume stride 1
             return
         strides = "" if max_logits.is_contiguous() else f" with strides {max_logits.stride()}"
-        got = "{} {} on {}".format(*found) + strides
+        got = "{} {} on {}".format(*actual) + strides
     raise ValueError(
-        f"max_logits must be a contiguous {wanted[0]} tensor [{q.shape[2]}], one place per query "
-        f"head, on {q.device} and without a gradient, got {got}"
+        f"max_logits must be a contiguous {expected[0]} tensor [{q.shape[2]}], one element per "
+        f"query head, on {q.device} and without requires_grad, got {got}"
     )

@@ -99,7 +99,7 @@ def test_a_choice_is_a_choice_of_before_there_were_groups():
 
 REFUSED = [
     ({"rates": "fast", "algorithm": "auto"}, "rates must be mb.Rates .* got 'fast'"),
-    ({"rates": SLOW}, "rates are for algorithm='auto', got 'burst' beside them"),
+    ({"rates": SLOW}, "rates require algorithm='auto', got algorithm='burst'"),
     ({"algorithm": "auto", "head_chunks": 3}, "head_chunks must divide the 8 key/value heads"),
     ({"algorithm": "auto", "side": "both"}, "side .*both"),
     ({"algorithm": "automatic"}, "algorithm must be one of .*, auto, got 'automatic'"),
@@ -260,7 +260,7 @@ def test_what_is_the_same_in_every_micro_batch_is_made_once():
     groups = in_process.groups(inter=2, intra=2)
 
     def made(**choices):
-        return in_process.prepare(*tensors(), groups=groups, **choices).job.forward.steps
+        return in_process.prepare(*tensors(), groups=groups, **choices).rank_plan.forward.steps
 
     first = made()
     assert made() is first
@@ -363,7 +363,7 @@ def test_only_gradients_of_bf16_tensors_are_rounded_to_it(dtype):
 
 
 def test_the_dtype_of_travelling_gradients_goes_by_a_forecast():
-    with pytest.raises(ValueError, match=r"grad_wire_dtype='auto' .*algorithm='burst'; name one"):
+    with pytest.raises(ValueError, match=r"grad_wire_dtype='auto' .*algorithm='burst'; use one"):
         in_process.prepare(*tensors(), groups=in_process.groups(intra=4), grad_wire_dtype="auto")
     with pytest.raises(ValueError, match=r"--burst-wire-dtype.* --context-parallel-algo auto, got"):
         mb.BurstConfig(wire_dtype="auto")

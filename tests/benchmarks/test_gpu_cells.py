@@ -71,7 +71,7 @@ def test_flops_count_two_products_forward_and_five_backward():
 
 @pytest.mark.parametrize("name", [n for n, case in TINY.items() if case.one_call is not None])
 def test_one_call_of_an_operator_is_shown_the_mask(name):
-    """By what `Shown` says of its fields, in rows and columns of the call."""
+    """By what `TileVisibility` says of its fields, in rows and columns of the call."""
     case, told = TINY[name], []
 
     class Operator:

@@ -33,7 +33,7 @@ BAD = {
     "doctor --distributed": "torchrun --nproc-per-node",
     "doctor --quick -- --context-parallel-size": "-parallel-size: expected one argument",
     "doctor --quick -- --context-parallel-algo burst --num-attention-heads": "expected one arg",
-    "doctor --device cpu": "--device belongs to --gpu-report FILE",
+    "doctor --device cpu": "--device requires --gpu-report FILE",
     # show, trace: more of them in tests/tools
     "show": "required: PICTURE",
     "show picture": "invalid choice: 'picture'",
@@ -50,11 +50,11 @@ BAD = {
     "trace --out x.png --head-chunks 0": "--head-chunks must be at least 1",
     "trace --chrome no/such/folder/x.json": "--chrome no/such/folder/x.json: its folder does not",
     # patch
-    "patch": "give one MEGATRON",
-    "patch one --check two": "give one MEGATRON",
+    "patch": "pass one MEGATRON",
+    "patch one --check two": "pass one MEGATRON",
     "patch --check": "--check: expected one argument",
-    "patch --check no/such/folder": "no megatron/core/package_info.py in there",
-    "patch --check pyproject.toml": "no megatron/core/package_info.py in there",
+    "patch --check no/such/folder": "has no megatron/core/package_info.py",
+    "patch --check pyproject.toml": "has no megatron/core/package_info.py",
     # advise
     "advise --gpus 8 --seq 128K": "--model is needed",
     "advise --model llama3-8b --gpus 8 --gpu h99 --seq 128K": "--gpu h99: unknown; use one of",

@@ -485,7 +485,7 @@ def test_kernels_are_run_not_asked():
     assert levels == {"problem", "absent"}  # what ran is wrong, what did not run is not there
     assert findings["kernel reference"].level == "problem"
     for finding in findings.values():
-        words = "computes wrongly on" if finding.level == "problem" else "not usable on"
+        words = "wrong results on" if finding.level == "problem" else "not usable on"
         assert words in finding.what
 
 

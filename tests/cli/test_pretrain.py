@@ -146,7 +146,7 @@ def test_no_such_script(capsys):
 def test_without_megatron_lm(megatron, tmp_path, capsys):
     megatron.fake.training_available = lambda: False
     assert cli.main(["pretrain", script(tmp_path, "")]) == 2
-    assert "there is no megatron.training to import" in capsys.readouterr().err
+    assert "megatron.training cannot be imported" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [RuntimeError("Megatron-Core 9: foo takes"), ImportError("six")])

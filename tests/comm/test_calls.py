@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_burst as mb
-from megatron_burst.comm.groups import Calls
+from megatron_burst.comm.groups import CallCounter
 from megatron_burst.plugins.testing import in_process
 
 
@@ -84,7 +84,7 @@ def refused_then_right(how):
     ("how", "words"),
     [
         ("changed in place", "RuntimeError: checkpoint: the result of attention was changed"),
-        ("another store", "ValueError: plan: made with store=None"),
+        ("another store", "ValueError: plan: store=None"),
         ("lists", "ValueError: q must be one tensor, the shard of this rank, got a list of 1"),
         ("another shape", "ValueError: plan: made for"),
     ],
@@ -106,13 +106,13 @@ def test_schedules_serve_calls_that_differ_in_their_scale():
     groups = in_process.groups(intra=2)
     qkv = shards(2)
     first, second = (in_process.prepare(*qkv, groups=groups, softmax_scale=s) for s in (0.1, 0.2))
-    assert first.job.forward.steps is second.job.forward.steps
-    assert first.job.scoring != second.job.scoring
+    assert first.rank_plan.forward.steps is second.rank_plan.forward.steps
+    assert first.rank_plan.scoring != second.rank_plan.scoring
 
 
 def labels_of_a_loop(turns, label=None, source="<string>"):
     """Labels in the tags of calls that one line makes, and what it was warned of."""
-    calls = Calls(warns=True)
+    calls = CallCounter(warns=True)
     scope = {"calls": calls, "turns": turns, "label": label}
     program = "found = [calls.forward(7, label, False).label for _ in range(turns)]"
     with warnings.catch_warnings(record=True) as said:

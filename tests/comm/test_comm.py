@@ -103,7 +103,7 @@ def test_a_message_with_another_envelope_is_caught():
     room = packing.empty([(torch.Size([3]), torch.float32)], torch.device("cpu"))
     a.exchange(FLAT, [Send(1, "intra", sent.tensors, sent.flat)], [], "keys")
     wanted = Receive(0, room.tensors, room, envelope(content=2))
-    with pytest.raises(RuntimeError, match=r"keys: .* got a message of another pass or chunk"):
+    with pytest.raises(RuntimeError, match=r"keys: .* received a message of another pass or chunk"):
         b.exchange(FLAT, [], [wanted], "keys").wait()
 
 
@@ -229,7 +229,7 @@ def nodes_of_three_and_one():
 
 
 def test_every_rank_is_told_of_nodes_of_unequal_size(ranks):
-    words = "intra: nodes must hold equally many ranks, got [[0, 1, 2], [3]]"
+    words = "intra: nodes must have the same number of ranks, got [[0, 1, 2], [3]]"
     assert ranks(4).run(nodes_of_three_and_one) == [words] * 4
 
 
@@ -246,8 +246,8 @@ def without_a_group():
 
 def test_ranks_whose_groups_another_does_not_make_are_told_so(ranks):
     first, second = ranks(2).run(without_a_group)
-    assert first.startswith("groups: of the ranks [0, 1] some did not take part in making them")
-    assert second.startswith("group must be a process group that this rank is in, got None")
+    assert first.startswith("groups: not all of the ranks [0, 1] made them")
+    assert second.startswith("group must be a process group that contains this rank, got None")
 
 
 def uneven_hosts(hosts):
@@ -262,8 +262,8 @@ def uneven_hosts(hosts):
 @pytest.mark.parametrize("hosts", ["aab", "aba", "abab", "aaba"])
 def test_hosts_that_form_no_grid_are_refused(ranks, hosts):
     for message in ranks(len(hosts)).run(uneven_hosts, hosts):
-        assert "not placed evenly and in order on hosts" in message
-        assert "give the ranks per node yourself" in message
+        assert "hosts must have the same number of consecutive ranks" in message
+        assert "set the number of ranks per node" in message
 
 
 def beside_uneven_groups():
@@ -360,9 +360,9 @@ def refused_grid(arguments):
 @pytest.mark.parametrize(
     ("odd", "words"),
     [
-        ({"intra": 4}, "ranks disagree: rank 0 asked for intra=2.* rank 1 for intra=4"),
-        ({"intra": 3}, "ranks disagree: rank 0 asked for intra=2.* rank 1 for intra=3"),
-        ({"intra": 2, "ulysses": 2}, "ranks disagree: .*ulysses=1.* rank 1 for .*ulysses=2"),
+        ({"intra": 4}, "ranks disagree: rank 0 has intra=2.* rank 1 has intra=4"),
+        ({"intra": 3}, "ranks disagree: rank 0 has intra=2.* rank 1 has intra=3"),
+        ({"intra": 2, "ulysses": 2}, "ranks disagree: .*ulysses=1.* rank 1 has .*ulysses=2"),
         ({"intra": 2, "placement": "context_first"}, "ranks disagree: .*'context_first'"),
         ({"intra": 2, "placement": "nowhere"}, "ranks disagree: .*'nowhere'"),
     ],
@@ -383,7 +383,7 @@ def test_a_group_that_is_none_is_refused():
         lambda: mb.Groups.by_host(None),
         lambda: mb.Groups(intra=None, inter=None),
     ):
-        with pytest.raises(ValueError, match=r"group .*init_process_group before, got None"):
+        with pytest.raises(ValueError, match=r"group .*init_process_group first, got None"):
             make()
 
 
@@ -440,12 +440,12 @@ def message_of(sent, received, envelopes, room):
 @pytest.mark.parametrize(
     ("sent", "received", "arrived", "words"),
     [
-        (1000, 2000, envelope(), "what arrived is not the message of 8040 bytes that was expected"),
-        (2000, 1000, envelope(), "what arrived is not the message of 4040 bytes that was expected"),
-        (8, 8, envelope(call=2), "call 1 of this rank got a message of call 2"),
-        (8, 8, envelope(plan=-7), "call 1 has another plan on the rank that sent the"),
+        (1000, 2000, envelope(), "the received message does not have the expected 8040 bytes"),
+        (2000, 1000, envelope(), "the received message does not have the expected 4040 bytes"),
+        (8, 8, envelope(call=2), "call 1 of this rank received a message of call 2"),
+        (8, 8, envelope(plan=-7), "call 1 has another plan on the sending rank"),
         (8, 8, envelope(label=2), "call 1 has another label or sink (or host"),
-        (8, 8, envelope(content=2), "call 1 got a message of another pass or chunk"),
+        (8, 8, envelope(content=2), "call 1 received a message of another pass or chunk"),
     ],
 )
 def test_a_message_that_gloo_takes_in_silence_is_caught(ranks, sent, received, arrived, words):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import megatron_burst as mb
 from megatron_burst.comm import hosts
-from megatron_burst.comm.hosts import Host, host_labels, launcher_warning, this_host
+from megatron_burst.comm.hosts import HostIdentity, host_labels, launcher_warning, this_host
 
 
 def by_host(names, boots, folder, local_world_size):
@@ -71,15 +71,20 @@ def test_nodes_that_contradict_the_launcher_are_warned_of_on_one_rank(ranks, tmp
     ],
 )
 def test_which_hosts_contradict_the_launcher(ranks_of_group, names, sizes, warned):
-    line = launcher_warning(ranks_of_group, [Host(name, "x") for name in names], list(sizes))
+    line = launcher_warning(
+        ranks_of_group, [HostIdentity(name, "x") for name in names], list(sizes)
+    )
     assert (line is not None) == warned
 
 
 def test_labels_have_the_boot_id_where_hosts_share_a_name():
-    assert host_labels([Host("a", "x"), Host("b", "y")]) == ["a", "b"]
-    assert host_labels([Host("a", "x"), Host("a", "y")]) == ["a (boot id x)", "a (boot id y)"]
+    assert host_labels([HostIdentity("a", "x"), HostIdentity("b", "y")]) == ["a", "b"]
+    assert host_labels([HostIdentity("a", "x"), HostIdentity("a", "y")]) == [
+        "a (boot id x)",
+        "a (boot id y)",
+    ]
 
 
 def test_a_system_without_boot_ids_has_host_names(tmp_path):
     with mock.patch.object(hosts, "BOOT_ID", tmp_path / "absent"):
-        assert this_host() == Host(socket.gethostname(), "")
+        assert this_host() == HostIdentity(socket.gethostname(), "")

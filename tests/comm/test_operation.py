@@ -7,7 +7,7 @@ import pytest
 
 from megatron_burst.comm.groups import Groups
 from megatron_burst.comm.operation import Operation, derived, prepared
-from megatron_burst.comm.recent import Recent
+from megatron_burst.comm.recent import RecentCache
 from megatron_burst.plugins.testing import in_process
 
 
@@ -100,7 +100,7 @@ def test_different_calls_are_refused():
 
 def test_a_derived_plan_is_built_once_and_not_compared():
     (rank,) = in_process.groups(intra=1).ranks
-    plans, calls = Recent(2), [Call(rank, size) for size in (8, 8, 9)]
+    plans, calls = RecentCache(2), [Call(rank, size) for size in (8, 8, 9)]
     first, again, other = (derived(call, plans) for call in calls)
     assert first is again
     assert other == Stated({"size": 9, "tables": 9})
@@ -110,7 +110,7 @@ def test_a_derived_plan_is_built_once_and_not_compared():
 
 
 def test_a_cache_removes_what_was_used_longest_ago():
-    cache = Recent(2)
+    cache = RecentCache(2)
     assert cache.keep("a", 1) == 1
     assert cache.keep("b", 2) == 2
     assert cache.find("a") == 1

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_burst as mb
-from megatron_burst.comm.groups import Calls
+from megatron_burst.comm.groups import CallCounter
 from megatron_burst.plugins.testing import in_process
 
 CAUSAL, FULL = mb.masks.Causal(), mb.masks.Full()
@@ -67,7 +67,7 @@ def test_labels_that_may_differ_between_processes_are_refused(label):
     """Their repr has addresses in it, or reads a device."""
     qkv = [[torch.zeros(4, 1, 1, 4)]] * 3
     groups = in_process.groups(intra=1)
-    with pytest.raises(ValueError, match="label must be a string, an integer or a tuple"):
+    with pytest.raises(ValueError, match="label must be a string, an integer, a tuple"):
         in_process.attention(*qkv, groups=groups, label=label)
     in_process.attention(*qkv, groups=groups, label=("layer", 1))
 
@@ -112,7 +112,7 @@ def test_a_loop_that_cannot_be_told_apart_is_warned_of_once(ranks):
 
 
 def test_one_call_of_each_step_needs_no_label():
-    calls = Calls(warns=True)
+    calls = CallCounter(warns=True)
     for _ in range(3):
         calls.backward(calls.forward(1, None, False))  # -W error
 

@@ -171,10 +171,10 @@ def unlike_the_others(what):
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("reuse", "rank 0 asked for intra=2, ulysses=1, placement='head_first', reuse=no groups"),
-        ("another", "over the ranks [0, 1, 2, 3], rank 1 was given another process group than"),
-        ("not a member", "reuse=groups of which it is no part"),
-        ("no list", "reuse: give a list of process groups, got ProcessGroup"),
+        ("reuse", "rank 0 has intra=2, ulysses=1, placement='head_first', reuse=no groups"),
+        ("another", "over the ranks [0, 1, 2, 3], rank 1 has another process group than"),
+        ("not a member", "reuse=groups of other ranks"),
+        ("no list", "reuse must be a list of process groups, got ProcessGroup"),
     ],
 )  # fmt: skip
 def test_ranks_that_would_wait_for_each_other_are_told_so(ranks, what, words):
@@ -262,9 +262,8 @@ def test_groups_of_a_world_made_without_a_single_backend(ranks, tmp_path, backen
     for found in pool.run(without_a_backend, backend, str(tmp_path)):
         word, ours, devices, finite, refused = found
         assert (word, ours, devices, bool(finite)) == (torchs_word, "cpu:gloo", ("cpu",), True)
-        assert (
-            refused
-            == "rank 0: groups: backend cpu:gloo moves cpu tensors, got meta; move them there"
+        assert refused == (
+            "rank 0: groups: backend cpu:gloo sends cpu tensors, got meta tensors; move them to cpu"
         )
     pool.close()
 
@@ -290,9 +289,9 @@ def refused_options():
 
 def test_a_limit_that_would_have_no_effect_is_refused(ranks):
     for zero, four in ranks(2).run(refused_options):
-        assert zero == "nccl_max_ctas must be an integer from 1 on, or None, got 0"
+        assert zero == "nccl_max_ctas must be an integer >= 1 or None, got 0"
         assert four.startswith(
-            "nccl_max_ctas=4 limits kernels of NCCL, and these groups are on gloo"
+            "nccl_max_ctas=4 requires NCCL, but the backend of these groups is gloo"
         )
 
 

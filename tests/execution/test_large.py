@@ -11,8 +11,8 @@ import torch
 
 import megatron_burst as mb
 from megatron_burst.comm import packing
-from megatron_burst.execution.buffers import taken
-from megatron_burst.execution.job import RowPlace
+from megatron_burst.execution.buffers import rows_at
+from megatron_burst.execution.rank_plan import RowPlace
 from megatron_burst.kernels import native
 from megatron_burst.kernels.online_softmax import merge_, row_delta
 
@@ -76,7 +76,7 @@ def test_messages_and_rows_of_chunks():
     check(message.tensors[0], torch.arange(ROWS))
     check(message.tensors[1], torch.arange(8))
     order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))
-    check(taken(message.tensors[:1], RowPlace(len(order), order, False))[0], order)
+    check(rows_at(message.tensors[:1], RowPlace(len(order), order, False))[0], order)
 
 
 @pytest.mark.parametrize("code", ["torch", "csrc"])

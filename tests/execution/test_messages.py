@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import megatron_burst as mb
 from megatron_burst.comm.packing import NO_CALL, Envelope
-from megatron_burst.comm.transport import Channel, ProcessEndpoint, Trade
+from megatron_burst.comm.transport import AllToAll, Channel, ProcessEndpoint
 from megatron_burst.execution import function
 from megatron_burst.plugins.testing import in_process
 from megatron_burst.plugins.testing.local import LocalEndpoint
@@ -30,7 +30,7 @@ def sent(monkeypatch, backward=False, rows=16, **options):
         *([x] * SIZE for x in shards[0]), groups=groups, needs_grad=(True, True, True),
         kernel="reference", algorithm="ring", side="kv", **options,
     )  # fmt: skip
-    jobs, calls = [one.job for one in plan.ranks], [NO_CALL] * SIZE
+    jobs, calls = [one.rank_plan for one in plan.ranks], [NO_CALL] * SIZE
     seen, exchange = Counter(), LocalEndpoint.exchange
 
     def watched(self, channel, sends, receives, label):
@@ -147,7 +147,7 @@ def test_a_device_takes_collectives_where_its_group_has_the_order(
     end: Any = ProcessEndpoint(0, [4, 7], {(channel, device): cast("Any", "group")})
     parts = [torch.empty(3, 1, 4, 8, device=device).unflatten(2, (2, 2)).movedim(2, 0)] * 2
     into = [torch.empty(part.shape, device=device) for part in parts]
-    end.all_to_all(Trade(channel, parts, into, ["intra", "inter"], Envelope(NO_CALL, 0), "test"))
+    end.all_to_all(AllToAll(channel, parts, into, ["intra", "inter"], Envelope(NO_CALL, 0), "test"))
     assert made == [((2, 3, 1, 2, 8),) * 2] * collectives
     assert len(exchanged) == (not collectives)
     assert end.counters.inter == (2 * 3 * 1 * 2 * 8 * 4 if collectives else 0)  # else `exchange`'s

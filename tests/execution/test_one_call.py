@@ -86,9 +86,11 @@ def test_keys_lie_in_the_order_of_their_positions():
     plan = in_process.prepare(q, q, q, groups=groups, layout=Pieces(thirds), algorithm="prefetch",
                       mask=mask & mb.masks.Causal(), kernel="aten")  # fmt: skip
     for rank, tiles in zip(plan.ranks, (None, 2, 2), strict=True):
-        calls = [call for step in rank.job.forward.steps for call in step.calls]
+        calls = [call for step in rank.rank_plan.forward.steps for call in step.calls]
         others = [
-            len(call.work) for call in calls if call.parts or call.pair.key != rank.job.ring.rank
+            len(call.work)
+            for call in calls
+            if call.parts or call.pair.key != rank.rank_plan.ring.rank
         ]
         assert others == ([] if tiles is None else [tiles])
 
@@ -97,7 +99,7 @@ def test_keys_that_rest_on_the_host_come_back_one_chunk_at_a_time():
     groups = in_process.groups(intra=4)
     q = [torch.zeros(16, 1, 2, 4) for _ in range(4)]
     plan = in_process.prepare(q, q, q, groups=groups, algorithm="prefetch", sequence_chunks=2)
-    passes = [chunk.host_forward for rank in plan.ranks for chunk in rank.job.chunks]
+    passes = [chunk.host_forward for rank in plan.ranks for chunk in rank.rank_plan.chunks]
     assert not any(call.parts for each in passes for step in each.steps for call in step.calls)
 
 
@@ -113,7 +115,9 @@ def test_the_simulator_charges_the_keys_that_a_call_copies():
                           layout=rng.choice(["zigzag", "contiguous", "striped"]),
                           mask=mask & mb.masks.Causal(), kernel="aten")  # fmt: skip
         for rank, of in enumerate(plan.ranks):
-            for run, schedule in zip((of.job.forward, of.job.backward), of.schedules, strict=True):
+            for run, schedule in zip(
+                (of.rank_plan.forward, of.rank_plan.backward), of.schedules, strict=True
+            ):
                 calls = [call for step in run.steps for call in step.calls]
                 parts = [part for call in calls for part in call.parts]
                 own += sum(part.keys.owner == rank for part in parts)
@@ -174,7 +178,7 @@ def test_a_joined_call_holds_its_keys_once_and_its_gradients_once(monkeypatch, w
         monkeypatch.setattr(of, "pair", pair)
     sum(out.float().sum() for out in in_process.attention(q, k, v, plan=plan)).backward()
     assert there[Forward] == arrived
-    own = plan.ranks[-1].job.backward.totals["dquery", 3].size * heads * width * 4
+    own = plan.ranks[-1].rank_plan.backward.totals["dquery", 3].size * heads * width * 4
     # in fp32; the queries' lie in a message with an envelope
     assert arrived + 2 * arrived + own <= there[Backward] <= 3 * arrived + own + 4096
     assert held_bytes(plan.ranks[-1].schedules[0], size - 1) == 2 * arrived

@@ -50,7 +50,9 @@ def test_a_checkpoint_keeps_rows_of_every_chunk(grid, algorithm, layout, keep):
     if grid[2] == 1 and keep == 1:  # nothing is computed again, and no key travels for it
         for one, rank, there in zip(plan.ranks, groups.ranks, first, strict=True):
             assert rank.counters.intra + rank.counters.inter - there == one.traffic()[1].total
-    kept = sum(len(chunk.recompute.own_kept) for one in plan.ranks for chunk in one.job.chunks)
+    kept = sum(
+        len(chunk.recompute.own_kept) for one in plan.ranks for chunk in one.rank_plan.chunks
+    )
     assert kept == round(keep * case.length / n) * n
     assert f"store {keep:g} (" in plan.describe()
 
@@ -156,7 +158,7 @@ def test_queries_and_what_becomes_of_them_are_never_whole():
         ({"sequence_chunks": 0}, "sequence_chunks must be a positive integer, got 0"),
         ({"sequence_chunks": True}, "sequence_chunks must be a positive integer, got True"),
         ({"sequence_chunks": 2.0}, r"sequence_chunks must be a positive integer, got 2\.0"),
-        ({"row_blocks": 5}, "row_blocks must divide the 12 rows of a shard, got 5; pad them to 15"),
+        ({"row_blocks": 5}, "row_blocks must divide the 12 rows of a shard, got 5; pad to 15"),
         ({"row_blocks": -1}, "row_blocks must be a positive integer, got -1"),
     ],
 )
@@ -190,30 +192,39 @@ def taken_twice(call, q, plan):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (lambda call, q, k, plan: call.forward(3, q[:4]), "c must be a chunk of the plan, 0 to 2"),
-        (lambda call, q, k, plan: call.forward(0, q), r"q_c: chunk 0 .*take q\[plan.row_chunks"),
-        (lambda call, q, k, plan: call.forward(0, q[:4].float()), "q_c: chunk 0 has queries"),
+        (
+            lambda call, q, k, plan: call.forward(3, q[:4]),
+            "c must be a row chunk of the plan, 0 to 2",
+        ),
+        (
+            lambda call, q, k, plan: call.forward(0, q),
+            r"q_c of row chunk 0 .*use q\[plan.row_chunks",
+        ),
+        (lambda call, q, k, plan: call.forward(0, q[:4].float()), "q_c of row chunk 0 must be"),
         (
             lambda call, q, k, plan: call.backward(*results(call, q, plan, lse=slice(1))),
-            r"lse_c: chunk 0 has \(4, .*got \(1, ",
+            r"lse_c of row chunk 0 must have shape \(4, .*got \(1, ",
         ),
         (
             lambda call, q, k, plan: call.backward(*results(call, q, plan, out=slice(2))),
-            r"out_c: chunk 0 has \(4, .*got \(2, ",
+            r"out_c of row chunk 0 must have shape \(4, .*got \(2, ",
         ),
         (
             lambda call, q, k, plan: twice(call.backward, *results(call, q, plan)),
-            "chunk 0 had its backward",
+            "backward was already called for row chunk 0",
         ),
         (
             lambda call, q, k, plan: (call.backward(*results(call, q, plan)), call.gradients()),
-            r"chunks \[1, 2\] had no backward",
+            r"backward was not called for row chunks \[1, 2\]",
         ),
-        (lambda call, q, k, plan: taken_twice(call, q, plan), "the gradients of this call were"),
+        (
+            lambda call, q, k, plan: taken_twice(call, q, plan),
+            r"gradients\(\) of this call was already called",
+        ),
         (lambda call, q, k, plan: plan.chunked(k[:4], k), "k: the plan was made for"),
         (
             lambda call, q, k, plan: call.kept(0, q, q),
-            "kept.. needs a plan that keeps some",
+            "kept.. requires a plan that keeps results",
         ),
         (lambda call, q, k, plan: plan.chunked(k, None), "v: the plan was made for"),
         (lambda call, q, k, plan: plan.chunked(k, call, torch.zeros(3)), "v: the plan was made"),

@@ -264,7 +264,9 @@ def test_what_cannot_be_is_refused():
         with pytest.raises(ValueError, match=f"host: {words}"):
             plan.ranks[0].traffic(host=True)
     plan = prepared(case._replace(chunks=1), given, groups)
-    with pytest.raises(ValueError, match="host: keys of one row chunk are received once; use seq"):
+    with pytest.raises(
+        ValueError, match="host: a single row chunk receives its keys once; use seq"
+    ):
         groups.run(call, plan.ranks, *given[:3])
 
 

@@ -326,7 +326,9 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="store must be a fraction"):
         in_process.prepare(q, k, v, groups=groups, store=2)
     plan = in_process.prepare(q, k, v, groups=groups, store=0.25)
-    with pytest.raises(ValueError, match=r"store=0\.25, and the checkpoint around this call keeps"):
+    with pytest.raises(
+        ValueError, match=r"store=0\.25 differs from the checkpoint around this call"
+    ):
         in_process.checkpoint(groups, attend, plan.ranks, q, k, v, keep=0.5)
 
 

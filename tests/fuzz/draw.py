@@ -231,10 +231,10 @@ def _spoilt(rng: random.Random, call: Call, grid: Grid) -> Call:
         options.append(("hybrid", {"algorithm": "hybrid", "rates": None}))
     tensors = {
         "three dimensions": "q must be [s, b, heads, width]",
-        "other dtype": "k: q, k, v must share a floating dtype",
-        "other rows": "q, k, v must share s and b",
-        "integers": "q: q, k, v must share a floating dtype",
-        "other width": "k: width must be that of q",
+        "other dtype": "k: q, k, v must have the same device",
+        "other rows": "q, k, v must have the same s and b",
+        "integers": "q: q, k, v must have the same device",
+        "other width": "k: width must be equal to the width of q",
         "no tensor": "v must be a tensor",
     }
     kind = rng.choice([None, *tensors]) if rng.random() < 0.5 else None

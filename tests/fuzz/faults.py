@@ -61,7 +61,7 @@ OUT_OF_STEP = [
     Fault("the plan of another dtype", "F0a", "F0f"),
     Fault("plans in another order", "F0a F1m", "F1m F0a", words="another plan"),
     Fault("backwards in another order", "F0a F1a B1 B0", "F0a F1a B0 B1",
-          words="got a message of call"),
+          words="received a message of call"),
     Fault("a backward is skipped", "F0a F1a B1 B0", "F0a F1a B0"),
     Fault("a call is skipped", "F0a F1a F2a B2 B1 B0", "F0a F2a B2 B0", late=True),
     Fault("a call with a label is skipped", "L0a L1a L2a B2 B1 B0", "L0a L2a B2 B0"),

@@ -82,7 +82,7 @@ KEYWORDS = [
     ("layout of 4 ranks", {"layout": layout(cp_size=4)}, ("layout", "4 ranks", "2")),
     ("layout of other blocks", {"layout": layout("block_striped", block=6)}, ("block=6", "8")),
     ("layout balanced by name", {"layout": "balanced"},
-     ("balanced is made for every batch", "make('balanced', cp_size=2, cu_seqlens=")),
+     ("depends on the batch", "make('balanced', cp_size=2, cu_seqlens=")),
     ("layout balanced of another batch", {"layout": layout("balanced", cu_seqlens=[0, 3, 10])},
      ("8 positions; seq_len: the documents end at 10, got 8",)),
     ("layout of other documents", {"layout": layout(cu_seqlens=[0, 4])}, ("documents", "4", "8")),

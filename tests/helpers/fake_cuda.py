@@ -16,7 +16,7 @@ import torch
 from no_sync import Launches, pinning
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_burst.execution.function import Attention, AttentionRun
+from megatron_burst.execution.function import Attention, RankCall
 from megatron_burst.kernels import native
 from megatron_burst.planning import build, pipeline
 from megatron_burst.plugins.testing import in_process
@@ -149,7 +149,7 @@ class Call:
     def _forward(self, plan, q, k, v, kept):
         context = Context((False, self.sink is not None, True, True, True))
         tag = plan.groups.calls.forward(plan.identity, None, self.sink is not None)
-        call = AttentionRun("mb.attention", plan.groups, plan.job, tag, kept)
+        call = RankCall("mb.attention", plan.groups, plan.rank_plan, tag, kept)
         return context, Attention.forward(context, call, self.sink, q, k, v)
 
     def backward(self, contexts):
@@ -162,7 +162,7 @@ class Call:
     @property
     def pairs(self):
         """(forward, backward) of all ranks, with something visible."""
-        jobs = [plan.job for plan in self.plan.ranks]
+        jobs = [plan.rank_plan for plan in self.plan.ranks]
         return [
             sum(len(step.calls) for run in runs for step in run.steps)
             for runs in ([j.forward for j in jobs], [j.backward for j in jobs])

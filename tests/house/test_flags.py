@@ -65,8 +65,8 @@ def test_all_flags_reach_the_configuration():
     [
         ({"offload": 1.5}, r"offload .--burst-offload. must be a fraction from 0 to 1 or auto"),
         ({"offload": "all"}, r"must be a fraction from 0 to 1 or auto, got 'all'"),
-        ({"sequence_chunks": 0}, r"must be an integer from 1 on or auto, got 0"),
-        ({"mlp_tiles": "few"}, r"must be an integer from 1 on or auto, got 'few'"),
+        ({"sequence_chunks": 0}, r"must be an integer >= 1 or auto, got 0"),
+        ({"mlp_tiles": "few"}, r"must be an integer >= 1 or auto, got 'few'"),
         ({"host_memory": "much"}, r'--burst-host-memory. must be a size such as "1.5TB"'),
         ({"host_memory": 5}, "must be a size"),
         ({"host_memory": "0GB"}, "must be a size"),
@@ -115,8 +115,8 @@ def test_a_program_that_has_such_a_flag_is_refused():
 
 def test_which_flags_a_command_line_has():
     argv = ["--burst-side=kv", "--lr", "1", "--context-parallel-algo", "burst", "--burst-sides"]
-    assert list(flags.given(argv)) == ["--context-parallel-algo", "--burst-side"]
-    assert list(flags.given(argv, "--lr", "--wd")) == ["--lr"]
+    assert list(flags.present(argv)) == ["--context-parallel-algo", "--burst-side"]
+    assert list(flags.present(argv, "--lr", "--wd")) == ["--lr"]
 
 
 def test_fractions_are_numbers_from_0_to_1():

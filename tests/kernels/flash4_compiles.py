@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_burst.kernels import flash
 from megatron_burst.kernels.base import Rows, Scoring
 from megatron_burst.kernels.online_softmax import empty_result
-from megatron_burst.kernels.operators import Shown
+from megatron_burst.kernels.operators import TileVisibility
 from megatron_burst.layout import Span
 from megatron_burst.masks import Causal, Documents, Full, Window
 
@@ -39,14 +39,17 @@ with FakeTensorMode():
         if name == "documents":  # a fake tensor cannot be copied from the host
             (lengths,) = (one.lengths for one in work)
             bounds = [torch.empty(4, dtype=torch.int32, device=q.device) for _ in range(2)]
-            lengths._there[q.device] = *bounds, torch.empty(256, dtype=torch.bool, device=q.device)
+            lengths._by_device[q.device] = (
+                *bounds,
+                torch.empty(256, dtype=torch.bool, device=q.device),
+            )
         out, lse = empty_result(q, value_width)
         kernel.forward(q, k, v, work, Scoring(0.1), out, lse)
         rows = Rows(q, dout, lse, torch.empty_like(lse))
         sums = [torch.zeros(x.shape, device="cuda:0") for x in (q, k, v)]
         kernel.backward(rows, k, v, work, Scoring(0.1), *sums)
     q, k, v, _ = (x.permute(1, 2, 0, 3) for x in whole)
-    part, stats = kernel.operator.forward(q, k, v, Shown(causal=True), 1.0)
+    part, stats = kernel.operator.forward(q, k, v, TileVisibility(causal=True), 1.0)
     assert part.shape == (2, 4, 256, value_width)
     assert (stats.shape, stats.dtype) == ((2, 4, 256), torch.float32)
 print("compiled")

@@ -140,10 +140,10 @@ def asked():
 
 def test_the_doctor_runs_it(built, monkeypatch):
     with Calls() as calls:
-        assert asked() == [("ok", "csrc on cpu", "its operators are used, and right")]
+        assert asked() == [("ok", "csrc on cpu", "its operators are used, and correct")]
     assert sorted(calls.names) == sorted(native.OPERATORS)
     monkeypatch.setattr(native, "FILE", NONE)
-    none = "not built, and not needed: torch's operators do its work"
+    none = "not built, and not needed: torch's operators are used"
     assert asked() == [("absent", "csrc", none)]
 
 
@@ -184,12 +184,12 @@ def test_a_library_that_cannot_be_used_is_a_warning(csrc_file, tmp_path, monkeyp
     broken = tmp_path / "libcsrc.so"
     broken.write_text("no library")
     monkeypatch.setattr(native, "_registered", lambda key: False)
-    with pytest.warns(UserWarning, match=r"is not used: .*file too short; build it again"):
+    with pytest.warns(UserWarning, match=r"is not used: .*file too short; rebuild it"):
         assert native.load(str(broken)) == frozenset()
     lacking = tmp_path / "lacking.so"
     shutil.copy(csrc_file, lacking)
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
-    with pytest.warns(UserWarning, match="lacks operators that this version asks for"):
+    with pytest.warns(UserWarning, match="lacks operators that this version needs"):
         assert native.load(str(lacking)) == frozenset()
 
 

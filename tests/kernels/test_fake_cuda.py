@@ -13,7 +13,7 @@ from no_sync import NoSync
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_burst as mb
-from megatron_burst.execution.function import KeptResults
+from megatron_burst.execution.function import StoredResults
 from megatron_burst.kernels import registry, rowwise
 from megatron_burst.kernels.packages import NotInstalled
 from megatron_burst.planning import pipeline
@@ -251,7 +251,7 @@ def test_a_checkpoint(keep):
         with mock.patch.object(pipeline, "to_device", to_device):
             call = Call(mode, in_process.groups(intra=2), problem, kernel="aten", store=keep)
         assert sync.uploads == call.size
-        kept = [KeptResults(Keeper(), "layer") for _ in range(call.size)]
+        kept = [StoredResults(Keeper(), "layer") for _ in range(call.size)]
         with fake_cuda.running(mode), sync:
             call.forward(kept)
             judge(*both(call, kept), problem)

@@ -12,8 +12,8 @@ from far import APART, AXES, check_logits, check_results, far
 
 import megatron_burst as mb
 from megatron_burst.comm import packing
-from megatron_burst.execution.buffers import taken
-from megatron_burst.execution.job import RowPlace
+from megatron_burst.execution.buffers import rows_at
+from megatron_burst.execution.rank_plan import RowPlace
 from megatron_burst.kernels import native
 
 
@@ -43,7 +43,7 @@ def test_rows_of_shards(layout):
     assert torch.equal(torch.cat(parts), torch.cat([mb.shard(x, cut, rank) for rank in range(4)]))
     assert torch.equal(mb.unshard([far(part, 0) for part in parts], cut), x)
     index = torch.tensor([0, 15, 7])
-    assert torch.equal(taken((far(x, 0),), RowPlace(len(index), index, False))[0], x[index])
+    assert torch.equal(rows_at((far(x, 0),), RowPlace(len(index), index, False))[0], x[index])
 
 
 def test_a_message_of_more_than_4_gib():
@@ -52,7 +52,7 @@ def test_a_message_of_more_than_4_gib():
     bytes_ = rows * (2 * width + 4 * 32)
     memory = far(torch.zeros(8, 1, dtype=torch.uint8), 0)  # 7 GiB, of which nothing is touched
     buffer = memory.as_strided((7 * APART,), (1,))
-    message = packing.carve(buffer, packing.cut(shapes))
+    message = packing.carve(buffer, packing.layout_of(shapes))
     assert message.flat.numel() == bytes_ + packing.ENVELOPE > 1 << 32
     large, small = message.tensors
     large[-1, -1], small[0, 0], small[-1, -1] = 1.0, 2.0, 3.0
@@ -63,7 +63,7 @@ def test_a_message_of_more_than_4_gib():
     assert packing.mismatch(message.flat, seal) is None
     assert small[-1, -1] == 3
     other = packing.Envelope(packing.CallTag(2**32 - 1, 2**40 + 1, 2**32 - 2), 2**33)
-    assert "call 1099511627777 of this rank got a message of call 1099511627776" in str(
+    assert "call 1099511627777 of this rank received a message of call 1099511627776" in str(
         packing.mismatch(message.flat, other)
     )
     assert "is not the message" in str(packing.mismatch(message.flat[1 << 32 :], seal))

@@ -26,7 +26,7 @@ from megatron_burst.cli.doctor import installed
 from megatron_burst.kernels import aten, flash, registry
 from megatron_burst.kernels import flash_packages as packages
 from megatron_burst.kernels.aten import AtenKernel
-from megatron_burst.kernels.operators import Lengths, Shown
+from megatron_burst.kernels.operators import Lengths, TileVisibility
 from megatron_burst.kernels.packages import NotInstalled, Signature
 from megatron_burst.layout import Span
 from megatron_burst.masks import Window
@@ -117,7 +117,9 @@ def test_our_arguments_fit_every_release_we_take(name, entry, many):
     operator, calls = recorded(name, entry)
     assert operator.joins
     lengths = Lengths([(1, 1), (3, 0), (0, 2), (2, 3)]) if many else None
-    shown = Shown(causal=True, window=(3, 0) if operator.windows else None, lengths=lengths)
+    shown = TileVisibility(
+        causal=True, window=(3, 0) if operator.windows else None, lengths=lengths
+    )
     q, lse, out = both_passes(operator, shown, batch=1 if many else 2)
     end_to_end = lambda x: x.transpose(1, 2)[0] if many else x.transpose(1, 2)  # noqa: E731
     for call in calls:
@@ -162,10 +164,10 @@ def test_package_4_gets_zeros_that_are_filled_once_per_pass(monkeypatch):
     q, k, v, dout = (x.permute(1, 2, 0, 3) for x in tensors(6, 2, (4, 2), (8, 8)))
     lse = torch.rand(2, 4, 6)
     for _ in range(2):
-        operator.forward(q, k, v, Shown(), 1.0)
+        operator.forward(q, k, v, TileVisibility(), 1.0)
         for rows in (6, 6, 6, 3, 3):  # five pairs of a pass
             part = (x[:, :, :rows] for x in (dout, q, k, v, lse, lse))
-            operator.backward(*part, Shown(), 1.0)
+            operator.backward(*part, TileVisibility(), 1.0)
             assert calls[-1]["out"].shape == calls[-1]["dout"].shape
             assert calls[-1]["out"].is_contiguous()
             assert not calls[-1]["out"].any()
@@ -179,7 +181,7 @@ def test_package_3_leaves_multiprocessors_to_nccl_beside_rings(beside_rings, fre
         made, calls = recorded(name, entry)
         monkeypatch.setattr(flash, "load", lambda asked, loaded=made.loaded: loaded)
         operator = registry.KERNELS[name](torch.device("cuda"), beside_rings).operator
-        both_passes(operator, Shown(causal=True))
+        both_passes(operator, TileVisibility(causal=True))
         given = [call.get("sm_margin", "not given") for call in calls]
         assert given == [free if name == "flash3" else "not given"] * 2
 
@@ -238,8 +240,8 @@ def test_releases_before_are_refused_by_name(name):
     [
         (function("q, k, v, scale"), r"^there.f has no parameter softmax_scale, causal"),
         (function("q, k, v, softmax_scale, causal, sink, tree"),
-         "wants sink, tree, which is not known"),
-        (lambda *args, **kwargs: None, r"there\.f takes more than it names"),
+         "requires sink, tree, which this version does not pass"),
+        (lambda *args, **kwargs: None, r"there\.f has parameters that cannot be passed by name"),
     ],
     ids=["lacks", "wants", "hides"],
 )  # fmt: skip
@@ -346,18 +348,18 @@ def test_the_doctor_says_what_it_found(planted):
     [
         ("flash3", 7, 64, False, "capability 8 to 9, got 7"),
         ("flash3", 8, 264, False, "widths up to 256, got 264"),
-        ("flash3", 8, (192, 128), False, "keys and values of one width"),
+        ("flash3", 8, (192, 128), False, "equal widths of keys and values"),
         ("flash3", 10, 64, False, "capability 8 to 9, got 10"),
         ("flash3", 9, 256, False, None),
-        ("flash3", 9, 256, True, "up to 192 where gradients must be deterministic, got 256"),
+        ("flash3", 9, 256, True, "up to 192 if gradients must be deterministic, got 256"),
         ("flash3", 9, 192, True, None),
         ("flash3", 9, (192, 128), True, None),
         ("flash3", 9, (160, 104), False, None),
-        ("flash3", 9, (128, 64), False, "one width"),
-        ("flash3", 8, (192, 128), False, "one width"),
+        ("flash3", 9, (128, 64), False, "equal widths"),
+        ("flash3", 8, (192, 128), False, "equal widths"),
         ("flash4", 8, 64, False, "capability 9 to 12, got 8"),
         ("flash4", 9, 256, True, None),
-        ("flash4", 9, (192, 128), True, "one width"),
+        ("flash4", 9, (192, 128), True, "equal widths"),
         ("flash4", 10, 128, True, None),
         ("flash4", 10, 192, False, "up to 128 on compute capability 10, got 192"),
         ("flash4", 10, (192, 128), False, None),
@@ -365,7 +367,7 @@ def test_the_doctor_says_what_it_found(planted):
         ("flash4", 10, (128, 192), False, "up to 128 on compute capability 10, got 192"),
         ("flash4", 12, 64, True, "no deterministic gradients on compute capability 12"),
         ("flash4", 12, 64, False, None),
-        ("flash4", 12, (128, 64), False, "one width"),
+        ("flash4", 12, (128, 64), False, "equal widths"),
     ],
 )
 def test_devices_and_widths_that_a_package_does_not_serve(
@@ -378,7 +380,7 @@ def test_devices_and_widths_that_a_package_does_not_serve(
 
 def test_older_releases_of_package_3_take_one_width():
     """Before December 2025 nothing in a signature tells whether backward takes two."""
-    assert "one width" in flash.unfit("flash3", 9, flash.MLA, False, newer=False)
+    assert "equal widths" in flash.unfit("flash3", 9, flash.MLA, False, newer=False)
 
 
 @pytest.mark.slow

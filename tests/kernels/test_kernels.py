@@ -24,7 +24,7 @@ from megatron_burst.kernels import flash, registry
 from megatron_burst.kernels.aten import AtenKernel, stand_in
 from megatron_burst.kernels.base import Rows, Scoring
 from megatron_burst.kernels.online_softmax import empty_result
-from megatron_burst.kernels.operators import CpuFlash, Shown
+from megatron_burst.kernels.operators import CpuFlash, TileVisibility
 from megatron_burst.kernels.operators_cuda import CudaCudnn, CudaFlash
 from megatron_burst.kernels.packages import NotInstalled
 from megatron_burst.kernels.tile_grid import tile_grid
@@ -429,9 +429,15 @@ def test_a_zigzag_rank_attends_to_itself_in_two_launches_of_triton():
     ("name", "device", "dtype", "width", "words"),
     [
         ("aten_cudnn", "cpu", torch.bfloat16, 8, "aten_cudnn runs on cuda tensors, got cpu"),
-        ("aten", "cuda:0", torch.float32, 8, "takes torch.bfloat16, torch.float16, got .*float32"),
-        ("aten", "cuda:0", torch.bfloat16, 12, r"widths that 8 divides, got \(12, 12\)"),
-        ("aten", "cuda:0", torch.bfloat16, 264, "takes widths up to 256, got 264"),
+        (
+            "aten",
+            "cuda:0",
+            torch.float32,
+            8,
+            "supports torch.bfloat16, .*, got .*float32",
+        ),
+        ("aten", "cuda:0", torch.bfloat16, 12, r"widths that are multiples of 8, got \(12, 12\)"),
+        ("aten", "cuda:0", torch.bfloat16, 264, "supports widths up to 256, got 264"),
         ("flash", "cpu", torch.float32, 8, "kernel must be one of auto, aten, .*got 'flash'"),
     ],
 )
@@ -476,7 +482,7 @@ def test_cuda_operators_take_the_arguments_we_pass(operator, causal, window):
             )
             for h in (4, 2)
         )
-        shown = Shown(causal, window=window)
+        shown = TileVisibility(causal, window=window)
         out, lse = operator.forward(q, k, k, shown, 0.5)
         grads = operator.backward(out, q, k, k, out, lse, shown, 0.5)
     assert (out.shape, out.dtype) == (q.shape, torch.bfloat16)

@@ -91,7 +91,7 @@ def test_prepare_offers_only_names_that_it_takes():
     """Not block_striped by name: it needs a block, which `prepare` has no argument for."""
     groups, tensors = in_process.groups(intra=2), [[torch.zeros(4, 1, 2, 8)] * 2] * 3
     for name in ("zig", "block_striped"):
-        words = f"layout must be one of contiguous, striped, zigzag, or made, .*make.*got '{name}'"
+        words = f"layout must be one of contiguous, striped, zigzag, or a layout.*got '{name}'"
         with pytest.raises(ValueError, match=words):
             in_process.prepare(*tensors, groups=groups, layout=name)
     made = mb.layout.make("block_striped", cp_size=2, block=4)

@@ -60,7 +60,7 @@ WRONG = {
     "documents": ({"cu_seqlens": [0, 5]}, "the documents end at 5, and the 2 ranks hold 8"),
     "decreasing": ({"cu_seqlens": [0, 9, 8]}, "cu_seqlens must be integers that start at 0"),
     "initial": ({"initial_state": torch.zeros(2, B, H, D, W)}, "initial_state must be"),
-    "groups": ({"groups": None}, "groups: make them with mb.Groups, got None"),
+    "groups": ({"groups": None}, "groups must be made with mb.Groups, got None"),
     "label": ({"label": 1.5}, "label must be a string, .* got 1.5, of type float"),
     "huge scale": ({"scale": 10**400}, "scale must be a finite number or None, got 1000"),
     "list of decays": ({"decay": [[0.0] * 99] * 2}, r"got decay \[0.0, 0.0, .{,100}$"),

@@ -292,4 +292,4 @@ def test_a_rank_that_dies_is_named(ranks):
     first, _ = ranks(2).run(killed, may_die=(1,))
     assert "RuntimeError: exchange failed: round" in first[0]
     assert "rank 1" in first[0]
-    assert "ValueError: groups: an earlier call on them failed half-way" in first[1]
+    assert "ValueError: groups: an earlier call failed" in first[1]

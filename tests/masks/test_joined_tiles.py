@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import megatron_burst as mb
 from megatron_burst.kernels import registry
 from megatron_burst.kernels.aten import AtenKernel
-from megatron_burst.kernels.joined import Joined, joined
-from megatron_burst.kernels.operators import CpuFlash, Lengths, Shown
+from megatron_burst.kernels.joined import JoinedTiles, joined
+from megatron_burst.kernels.operators import CpuFlash, Lengths, TileVisibility
 from megatron_burst.kernels.operators_cuda import CudaFlash
 from megatron_burst.layout import Span
 from megatron_burst.masks import Causal, Documents, Window
@@ -79,7 +79,7 @@ class OneByOne(CpuFlash):
         ahead -= k.shape[2] - q.shape[2]
         hidden = (ahead < -left) | (ahead > right)
         bias = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill(hidden, float("-inf"))
-        return Shown(bias=bias)
+        return TileVisibility(bias=bias)
 
     def _sequences(self, lengths):
         bounds = [x.tolist() for x in lengths.on(torch.device("cpu"))[:2]]
@@ -227,24 +227,22 @@ def test_joined_tiles_are_the_tiles(lengths, cut, left):
         tiles = cutter.tiles(mask, spans, spans)
         found = []
         for part in joined(tiles):
-            found += part.tiles if isinstance(part, Joined) else [part]
-            if isinstance(part, Joined):
+            found += part.tiles if isinstance(part, JoinedTiles) else [part]
+            if isinstance(part, JoinedTiles):
                 joined_is_right(part)
         assert sorted(map(repr, found)) == sorted(map(repr, tiles))
 
 
-def joined_is_right(part: Joined):
+def joined_is_right(part: JoinedTiles):
     rows, columns, idle = part.lengths.on(torch.device("cpu"))
     size = (rows[-1].item(), columns[-1].item())
-    assert size == part.whole.shape
+    assert size == part.span.shape
     assert rows.dtype == columns.dtype == torch.int32
     computes = torch.zeros(size[0], dtype=torch.bool)
     for tile in part.tiles:
-        computes[
-            tile.rows.start - part.whole.rows.start : tile.rows.stop - part.whole.rows.start
-        ] = 1
+        computes[tile.rows.start - part.span.rows.start : tile.rows.stop - part.span.rows.start] = 1
     assert torch.equal(idle, ~computes)
-    top, left = part.whole.rows.start, part.whole.columns.start
+    top, left = part.span.rows.start, part.span.columns.start
     bounds = (rows + top).tolist(), (columns + left).tolist()
     sequences = zip(*map(pairwise, bounds), strict=True)
     computed = [each for each in sequences if all(a < b for a, b in each)]
@@ -254,7 +252,7 @@ def joined_is_right(part: Joined):
     ]
     for tile in part.tiles:
         # What the call computes of this sequence is what the tile shows.
-        inner = Tile(tile.rows, tile.columns, part.whole.triangle, band=part.whole.band)
+        inner = Tile(tile.rows, tile.columns, part.span.triangle, band=part.span.band)
         shape = tile.rows.stop, tile.columns.stop
         assert np.array_equal(painted([inner], *shape), painted([tile], *shape))
 
@@ -266,10 +264,10 @@ def test_cudas_operator_takes_the_arguments_we_pass(causal, window):
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         device = torch.device("cuda:0")
         ends = [torch.empty(4, dtype=torch.int32, device=device) for _ in range(2)]
-        lengths._there[device] = *ends, torch.empty(16, dtype=torch.bool, device=device)
+        lengths._by_device[device] = *ends, torch.empty(16, dtype=torch.bool, device=device)
         shard = torch.empty(16, 1, 4, 8, dtype=torch.bfloat16, device=device).permute(1, 2, 0, 3)
         keys = torch.empty(16, 1, 2, 8, dtype=torch.bfloat16, device=device).permute(1, 2, 0, 3)
-        operator, shown = CudaFlash(), Shown(causal, None, window, lengths)
+        operator, shown = CudaFlash(), TileVisibility(causal, None, window, lengths)
         out, lse = operator.forward(shard, keys, keys, shown, 0.5)
         grads = operator.backward(out, shard, keys, keys, out, lse, shown, 0.5)
         assert mode is not None

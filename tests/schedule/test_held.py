@@ -126,7 +126,7 @@ def test_buffers_are_reused_as_the_executor_does():
     row = torch.Size((4,)), torch.float32
     real = Buffers(torch.device("cpu"), Unlimited(), {"kv": MessageKind([row], 64)})
     counted = _ReplayBuffers(64, short=True)
-    empty = packing.cut([(torch.Size((0, 4)), torch.float32)])
+    empty = packing.layout_of([(torch.Size((0, 4)), torch.float32)])
     used, buffers = [], {}
     for _ in range(300):
         if used and random.random() < 0.45:

@@ -76,7 +76,7 @@ def test_many_pairs_have_the_grids_that_each_has_alone(name, pairs):
 
 def test_more_pieces_than_are_compared_at_once(monkeypatch):
     """Blocks of two positions: they are looked at in larger ones, and pairs one after another."""
-    monkeypatch.setattr("megatron_burst.kernels.tile_grid.FEW", 0)
+    monkeypatch.setattr("megatron_burst.kernels.tile_grid.LEAST", 0)
     monkeypatch.setattr("megatron_burst.kernels.tile_grid.PER_TILE", 1)
     mask = mb.masks.BlockSparse(np.random.default_rng(0).random((90, 90)) < 0.3, 2)
     pairs = [([Span(first, 2, 60)], [Span(first, 1, 60)]) for first in (0, 1)]

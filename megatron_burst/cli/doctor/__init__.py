@@ -6,9 +6,9 @@
     torchrun --nproc-per-node 8 -m megatron_burst doctor --distributed
     megatron-burst doctor --gpu-report report.md
 
-The quick checks only read, and are shown at once. The other checks try what is installed: kernels,
-compiled operators, and the hooks, which import Megatron-Core. Nothing is changed.
-Exit status: 0 no problem, 1 problems, 2 bad input.
+Quick checks only read, and are shown at once. The other checks run what is installed: kernels,
+compiled operators, and the hooks, which import Megatron-Core. Nothing is changed. Exit status: 0 no
+problem, 1 problems, 2 bad input.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ..megatron_arguments import MegatronCommand, parse
 from .report import Finding, Report, note, ok, status
 from .sizes import hierarchical_sizes
 
-NODE = 8  # GPUs per node, if neither a flag nor this machine says how many
+NODE = 8  # GPUs per node, if there is neither a flag nor a GPU
 EPILOG = """\
 The doctor also checks a Megatron command, given after -- or after the name of its script:
   megatron-burst doctor -- pretrain_gpt.py --context-parallel-size 16 --seq-length 131072 ...
 Under torchrun, on GPUs or on CPUs, --distributed checks the process groups themselves:
   torchrun --nproc-per-node 8 -m megatron_burst doctor --distributed
-With a GPU, --gpu-report writes a file to send back: kernels against float64, times, versions, and
-under torchrun how much communication hides behind attention:
+With a GPU, --gpu-report writes a file for a bug report: kernels against float64, times, versions,
+and under torchrun how much communication overlaps with attention:
   torchrun --nproc-per-node 8 -m megatron_burst doctor --gpu-report report.md
 
 exit status: 0 no problem, 1 problems, 2 bad input
@@ -44,12 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     add = parser.add_argument
     add("--tensor-model-parallel-size", "--tp", type=int, metavar="N",
-        help="default: that of COMMAND, or 1")  # fmt: skip
+        help="default: the value in COMMAND, or 1")  # fmt: skip
     add("--context-parallel-size", "--cp", type=int, metavar="N",
-        help="default: that of COMMAND, or 1; with --distributed all processes that are left",
+        help="default: the value in COMMAND, or 1; with --distributed all other processes",
     )  # fmt: skip
     add(
-        "--gpus-per-node", "--per-node", type=int, metavar="N", help="default: that of this machine"
+        "--gpus-per-node", "--per-node", type=int, metavar="N", help="default: GPUs of this machine"
     )
     add("--distributed", action="store_true",
         help="under torchrun: check and time the process groups")  # fmt: skip
@@ -57,15 +57,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="skip the trials of kernels, compiled operators and Megatron's hooks")  # fmt: skip
     add("--json", action="store_true", help="print JSON, for scripts")
     add("--gpu-report", type=Path, metavar="FILE",
-        help="examine this GPU and write what to send back")  # fmt: skip
+        help="test this GPU and write a report for the maintainers")  # fmt: skip
     add("--device", choices=["cuda", "cpu"],
-        help="of --gpu-report; cpu is a dry run (default: cuda)")  # fmt: skip
+        help="device of --gpu-report; cpu is a dry run (default: cuda)")  # fmt: skip
     add("megatron", nargs=argparse.REMAINDER, metavar="[--] COMMAND",
         help="your Megatron command, with all its flags")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run all checks and print the findings. Returns the exit status."""
+    """Run all checks, print the findings and return the exit status."""
     if arguments.megatron[:1] == ["--"]:
         del arguments.megatron[0]
     if arguments.gpu_report is not None or arguments.device is not None:
@@ -75,9 +75,9 @@ def run(arguments: argparse.Namespace) -> int:
         "--context-parallel-size": arguments.context_parallel_size,
     }
     words = [f"{flag}={size}" for flag, size in own.items() if size is not None]
-    command = parse([*words, *arguments.megatron])  # a flag of the command's own comes later, wins
+    command = parse([*words, *arguments.megatron])  # the last flag wins: the command's own
     per_node = arguments.gpus_per_node
-    # Refuses what no machine could have, before torch is imported, which takes seconds.
+    # Refuse impossible sizes before torch is imported, which takes seconds.
     hierarchical_sizes(command.tp, command.cp, command.tp if per_node is None else per_node)
     from . import machine, rings
 
@@ -97,17 +97,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _gpu(arguments: argparse.Namespace) -> int:
-    """`--gpu-report`, alone: the file says nothing of a command, which may name paths."""
+    """Run `--gpu-report` alone: its file must not contain a command with private paths."""
     if arguments.gpu_report is None:
-        raise ValueError("--device belongs to --gpu-report FILE; give that too, or leave it out")
-    others = {
+        raise ValueError("--device requires --gpu-report FILE; add it, or leave --device out")
+    excluded = {
         "--distributed": arguments.distributed,
         "--json": arguments.json,
         "COMMAND": arguments.megatron,
     }
-    if any(others.values()):
-        names = ", ".join(name for name, given in others.items() if given)
-        raise ValueError(f"--gpu-report goes without {names}; call the doctor twice")
+    if any(excluded.values()):
+        names = ", ".join(name for name, is_set in excluded.items() if is_set)
+        raise ValueError(f"--gpu-report excludes {names}; run the doctor twice")
     report = registry.required("gpu_report", "--gpu-report")
     return report.run(arguments.gpu_report, arguments.device or "cuda", arguments.quick)
 
@@ -128,8 +128,8 @@ def _read(
     sizes = hierarchical_sizes(command.tp, command.cp, per_node)
     if command.cp > 1:
         flags = sizes.flags or "no --hierarchical-context-parallel-sizes"
-        given = f"TP {command.tp}, CP {command.cp}, {per_node} GPUs per node"
-        yield ok("sizes", f"for {given}: {flags} ({sizes.reason})")
+        sizes_text = f"TP {command.tp}, CP {command.cp}, {per_node} GPUs per node"
+        yield ok("sizes", f"for {sizes_text}: {flags} ({sizes.reason})")
     if arguments.megatron:
         te = installed.version(*installed.PACKAGES["Transformer Engine"])
         yield from hazards(command, per_node, here, te)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with the user's Megatron command: hazards, and all that the plugin would refuse.
+"""Problems of the user's Megatron command: hazards, and all settings that the plugin would refuse.
 
-`config` and `megatron.checks` decide what is refused; this module hands them the command and turns
-their problems into findings. It does not import Megatron-Core, which would take most of the time.
+`config` and `megatron.checks` decide what is refused. This module passes them the command and
+converts their problems to findings. It does not import Megatron-Core, which would take most of the
+time.
 """
 
 from __future__ import annotations
@@ -31,17 +32,21 @@ from .sizes import hierarchical_sizes
 
 ALGORITHM = "--context-parallel-algo"
 TOPIC = "refused at start"
-# With these, Megatron's loss masks may leave out different numbers of tokens on different ranks.
+# With these flags, loss masks may exclude different numbers of tokens on different ranks.
 UNEVEN = ("--eod-mask-loss", "--sft", "--dataloader-inter-document-masking")
-LARGE_MASK = 2**30  # bytes of an attention mask from which on it is a problem
+LARGE_MASK = 2**30  # bytes; an attention mask of this size is a problem
 
 
 def hazards(
     command: MegatronCommand, gpus_per_node: int, machine: dict[str, Any], te: str | None
 ) -> Iterator[Finding]:
-    """The hazards of a command.
+    """Yield the hazards of a command.
 
-    machine: as `machine.describe` returns it. te: the version of Transformer Engine, or None.
+    Args:
+        command: The command.
+        gpus_per_node: GPUs per node.
+        machine: Result of `machine.describe`.
+        te: Version of Transformer Engine, or None.
     """
     yield from _choice(command)
     yield from _sizes(command, gpus_per_node)
@@ -81,11 +86,11 @@ def _choice(command: MegatronCommand) -> Iterator[Finding]:
 
 
 def _sizes(command: MegatronCommand, gpus_per_node: int) -> Iterator[Finding]:
-    tp, cp, given = command.tp, command.cp, command.sizes
-    if given is not None and math.prod(given) != cp:
+    tp, cp, sizes = command.tp, command.cp, command.sizes
+    if sizes is not None and math.prod(sizes) != cp:
         yield problem(
             SIZES,
-            f"{given} multiply to {math.prod(given)}, which is not --context-parallel-size {cp}",
+            f"{sizes} multiply to {math.prod(sizes)}, which is not --context-parallel-size {cp}",
             hierarchical_sizes(tp, cp, gpus_per_node).flags or f"remove {SIZES}",
         )
         return
@@ -94,14 +99,14 @@ def _sizes(command: MegatronCommand, gpus_per_node: int) -> Iterator[Finding]:
     except ValueError as error:
         yield problem("nodes", str(error), "or give the doctor the right --gpus-per-node")
         return
-    if cp > 1 and given not in (None, [best.intra, best.inter]):
+    if cp > 1 and sizes not in (None, [best.intra, best.inter]):
         yield note(
             SIZES,
-            f"{given[0]} consecutive ranks are not what nodes of {gpus_per_node} GPUs hold at "
+            f"{sizes[0]} consecutive ranks are not what nodes of {gpus_per_node} GPUs hold at "
             f"TP {tp}: {best.reason}",
             best.flags or f"remove {SIZES}",
         )
-    elif cp > 1 and given is None and not best.flat:
+    elif cp > 1 and sizes is None and not best.flat:
         yield note(SIZES, f"not given: ranks on one host form a node; {best.reason}", best.flags)
     elif cp > 1:
         yield ok(SIZES, best.reason)
@@ -112,32 +117,32 @@ def _loss(command: MegatronCommand) -> Iterator[Finding]:
     if command.calculate_per_token_loss:
         yield ok(topic, "over the tokens of all ranks")
         return
-    what = "each rank divides its loss by its own token count, so gradients depend on the layout"
+    effect = "each rank divides its loss by its own token count, so gradients depend on the layout"
     uneven = command.given(*UNEVEN)
     if uneven:
-        yield problem(topic, f"{what}; with {uneven[0]} the counts differ", fix)
+        yield problem(topic, f"{effect}; with {uneven[0]} the counts differ", fix)
     else:
-        yield note(topic, f"{what} where loss masks leave out tokens", fix)
+        yield note(topic, f"{effect} if loss masks exclude tokens", fix)
 
 
 def _mask(command: MegatronCommand) -> Iterator[Finding]:
     topic, fix = "attention mask", "--no-create-attention-mask-in-dataloader"
     reset = command.given(RESET)
     if command.ours and reset:
-        yield ok(topic, f"none is made: {RESET} ends documents after end-of-document tokens")
+        yield ok(topic, f"not created: {RESET} ends documents after end-of-document tokens")
         return
     if command.no_create_attention_mask_in_dataloader and reset:
-        lost = f"{RESET} has no effect: it changes the mask of the data loader, which makes none"
+        lost = f"{RESET} has no effect: it changes the data loader's mask, which is not created"
         yield problem(topic, lost, f"remove {fix} or {RESET}")
         return
     if command.no_create_attention_mask_in_dataloader:
-        yield ok(topic, "none is made in the data loader")
+        yield ok(topic, "not created in the data loader")
         return
-    each = (command.seq_length or 0) ** 2 * (command.micro_batch_size or 1)
-    size = f"one of {byte_size(each)} is made per micro-batch and data-loader worker"
+    mask_bytes = (command.seq_length or 0) ** 2 * (command.micro_batch_size or 1)
+    size = f"{byte_size(mask_bytes)} are created per micro-batch and data-loader worker"
     if command.ours:
-        yield ok(topic, "none is made: BurstAttention computes what it would show")
-    elif each >= LARGE_MASK:
+        yield ok(topic, "not created: BurstAttention computes masks in its kernels")
+    elif mask_bytes >= LARGE_MASK:
         yield problem(topic, size, fix)
     else:
         yield note(topic, size, fix)
@@ -148,23 +153,27 @@ def _connections(command: MegatronCommand, machine: dict[str, Any]) -> Iterator[
     value = machine["variables"].get(name)
     fsdp = command.use_megatron_fsdp or command.use_torch_fsdp2
     if fsdp and value == "1":
-        yield problem(name, "is 1, and FSDP wants more", f"unset {name}")
+        yield problem(name, "is 1, and FSDP needs more", f"unset {name}")
     elif not fsdp and (command.tp > 1 or command.cp > 1) and value != "1":
-        what = f"is {value or 'unset'}; before Blackwell Megatron wants 1 with TP or CP"
+        state = f"is {value or 'unset'}; before Blackwell, Megatron needs 1 with TP or CP"
         old = any("sm_" in gpu and int(gpu.split("sm_")[1]) < 100 for gpu in machine["gpus"])
-        yield (problem if old else note)(name, what, f"export {name}=1")
+        yield (problem if old else note)(name, state, f"export {name}=1")
     elif value is not None:
         yield ok(name, value)
 
 
 def refusals(command: MegatronCommand, te: str | None) -> Iterator[Finding]:
-    """A finding for each setting that ends a run at its start, or one that there is none.
+    """Yield a finding for each setting that the run would refuse at its start, or one ok finding.
 
-    No finding for a command without flags of ours. te: the version of Transformer Engine, or None.
+    A command without our flags has no findings.
+
+    Args:
+        command: The command.
+        te: Version of Transformer Engine, or None.
     """
     unknown = [name for name in command.unknown if name.startswith("--burst-")]
-    given = command.given(*FLAGS)
-    if not unknown and not given:
+    burst_flags = command.given(*FLAGS)
+    if not unknown and not burst_flags:
         return
     for name in unknown:
         near = nearest(name, FLAGS)
@@ -174,23 +183,27 @@ def refusals(command: MegatronCommand, te: str | None) -> Iterator[Finding]:
     named = getattr(args, "burst_layout", None)
     attention = getattr(args, "burst_attention_layout", None)
     flags.settle(args)
-    burst, wrong = flags.choices(args)
+    burst, messages = flags.choices(args)
     if named is None:
         burst, _ = unnamed_layouts(config, burst, attention_named=attention is not None)
-    refused = [Problem(line) for line in (*mistyped, *wrong)]
+    refused = [Problem(line) for line in (*mistyped, *messages)]
     refused += _problems(config, burst, command.seq_length, te)
-    for one in refused:
-        changes = (("add", one.add), ("remove", one.remove))
+    for refusal in refused:
+        changes = (("add", refusal.add), ("remove", refusal.remove))
         fix = "; ".join(f"{word} {' '.join(names)}" for word, names in changes if names)
-        named = dict.fromkeys(re.findall(r"--[a-z][a-z0-9-]*", one.reason))
-        yield problem(TOPIC, one.reason, fix or f"change {' or '.join(named) or 'the model'}")
-    idle = [name for name in given if name not in flags.ALONE]
+        named = dict.fromkeys(re.findall(r"--[a-z][a-z0-9-]*", refusal.reason))
+        yield problem(TOPIC, refusal.reason, fix or f"change {' or '.join(named) or 'the model'}")
+    idle = [name for name in burst_flags if name not in flags.ALONE]
     if burst.algorithm == flags.OFF and idle and not refused:
         yield problem(
             "flags", f"{', '.join(idle)}: no effect without {ALGORITHM}", f"{ALGORITHM} burst"
         )
     elif command.ours and not refused and not unknown:
-        if LINEAR in given and splits(config) and ModelShape.of(config).linear_setting is None:
+        if (
+            LINEAR in burst_flags
+            and splits(config)
+            and ModelShape.of(config).linear_setting is None
+        ):
             yield problem("flags", f"{LINEAR}: no layer carries a state", f"remove {LINEAR}")
         yield ok("BurstAttention", "takes these settings")
 
@@ -207,7 +220,7 @@ def _problems(
 
 
 def _config(command: MegatronCommand) -> SimpleNamespace:
-    """What the checks read of a TransformerConfig, from the flags."""
+    """Return the fields of a TransformerConfig that the checks read, from the flags."""
     config = command_line.settings_of(command)
     config.context_parallel_size = command.cp
     config.hierarchical_context_parallel_sizes = command.fitting_sizes

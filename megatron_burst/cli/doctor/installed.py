@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of what is installed: versions, and whether the hooks fit Megatron.
+"""Checks of the installation: versions, and whether the hooks fit Megatron.
 
-Versions are read without importing anything. The hooks are installed into this Megatron and removed
-again. `TESTED` lists the versions of Megatron-Core that the tests cover.
+Versions are read without an import. The hooks are installed into Megatron and removed again.
+`TESTED` has the versions of Megatron-Core that the tests cover.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ UNNEEDED = "not installed, and not needed"
 
 
 def version(*distributions: str) -> str | None:
-    """The version of the first of these distributions that is installed, or None."""
+    """Return the version of the first installed distribution, or None."""
     for name in distributions:
         try:
             return metadata.version(name)
@@ -44,9 +44,10 @@ def version(*distributions: str) -> str | None:
 
 
 def versions(megatron: bool) -> Iterator[Finding]:
-    """Python, torch, CUDA and NCCL, Megatron-Core, and the optional packages.
+    """Yield Python, torch, CUDA and NCCL, Megatron-Core, and the optional packages.
 
-    megatron: whether Megatron-Core is needed; a training script of one's own does without.
+    Args:
+        megatron: True if Megatron-Core is needed; your own training script does not need it.
     """
     yield ok("Python", platform.python_version())
     yield from torch_findings()
@@ -71,26 +72,26 @@ def versions(megatron: bool) -> Iterator[Finding]:
 
 
 def torch_findings() -> Iterator[Finding]:
-    """The torch that is imported, and what it cannot do: asked of it, whatever its version says."""
+    """Yield the version of torch and the features that it does not have."""
     version = str(torch.__version__)
-    built = ", a development build; what is needed was asked of it" if DEVELOPMENT(version) else ""
+    built = ", a development build; its features were tested" if DEVELOPMENT(version) else ""
     yield ok("torch", version + built)
     for feature in torch_features.lacking():
-        said = f"{feature.part}: before {feature.since}, {feature.without}"
-        whole = feature.part == torch_features.PACKAGE
-        yield problem("torch", said, feature.remedy) if whole else note("torch", said)
+        text = f"{feature.part}: before {feature.since}, {feature.without}"
+        is_required = feature.part == torch_features.PACKAGE
+        yield problem("torch", text, feature.remedy) if is_required else note("torch", text)
 
 
 def flash_attention() -> Iterator[Finding]:
-    """Whether each FlashAttention package is installed, and its functions have known signatures."""
+    """Yield whether each FlashAttention package is installed and has known signatures."""
     for name, package in FLASH.items():
-        found = package_presence(name)
-        if found.usable is None:
+        presence = package_presence(name)
+        if presence.usable is None:
             yield absent(package.title, UNNEEDED)
-        elif found.usable:
-            yield ok(package.title, found.what)
+        elif presence.usable:
+            yield ok(package.title, presence.text)
         else:
-            yield note(package.title, found.what, f"install {package.fits}")
+            yield note(package.title, presence.text, f"install {package.fits}")
 
 
 def _megatron(needed: bool) -> Finding:
@@ -106,9 +107,9 @@ def _megatron(needed: bool) -> Finding:
 
 
 def megatron_version() -> str | None:
-    """The version of the Megatron-Core that would be imported, or None.
+    """Return the version of the Megatron-Core that would be imported, or None.
 
-    It is read from the source: a checkout may come before an installed wheel on the path.
+    It is read from the source, because a checkout may precede an installed wheel on the path.
     """
     try:
         spec = util.find_spec("megatron.core")
@@ -123,7 +124,7 @@ def megatron_version() -> str | None:
 
 
 def hooks() -> Iterator[Finding]:
-    """Whether the hooks fit this Megatron: they are installed and removed again."""
+    """Install the hooks into this Megatron and remove them; yield whether they fit."""
     if megatron_version() is None:
         return  # a finding of `versions`
     try:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local-attention kernels, run on the pairs of two ranks and compared with a truth.
+"""Test of local attention kernels on the pairs of two ranks.
 
-The doctor compares each with the reference; its GPU report with the dense formula in float64.
+The doctor compares each kernel with the reference, its GPU report with the dense formula in
+float64.
 """
 
 from __future__ import annotations
@@ -20,19 +21,18 @@ from ...kernels.registry import KERNELS, make
 from ...layout.layouts import Span
 from .report import Finding, absent, note, ok, problem
 
-# The largest error of a kernel that rounding explains, relative to its largest result.
+# Largest error of a kernel by rounding, relative to its largest result.
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 LENGTH, HEADS, WIDTH = 400, (4, 2, 2, 4), 128  # of q, k, v and the gradient of the result
 MASKS = {"causal": masks.Causal(), "other": masks.Window(63, 0)}
 
 
 def kernels() -> Iterator[Finding]:
-    """Each local-attention kernel, run forward and backward on this machine's device, and the
-    kernels that "auto" selects. The reference, which the others are compared with, is only told
-    of where it fails.
+    """Yield a finding per local attention kernel, and one for the kernels that "auto" selects.
 
-    The case has grouped heads, a length that is no power of two, and travelling queries, none of
-    which torch's own operators are tested with.
+    Each kernel runs forward and backward on this machine's device. The reference, with which they
+    are compared, has a finding only if it fails. The case has grouped heads, a length that is no
+    power of two, and sent queries; torch's own operators are not tested with these.
     """
     cuda = torch.cuda.is_available()
     device, dtype = (
@@ -43,7 +43,10 @@ def kernels() -> Iterator[Finding]:
     inputs = [torch.randn(LENGTH, 1, h, WIDTH, generator=draw).to(device, dtype) for h in HEADS]
     for name in KERNELS:
         outcomes = [_outcome(name, mask, inputs) for mask in MASKS.values()]
-        right[name] = [isinstance(each, float) and each <= ERROR[dtype] for each in outcomes]
+        right[name] = [
+            isinstance(error_or_failure, float) and error_or_failure <= ERROR[dtype]
+            for error_or_failure in outcomes
+        ]
         if name != "reference" or not all(right[name]):
             yield _kernel(name, device, outcomes, ERROR[dtype])
     q, k, v, _ = inputs
@@ -56,45 +59,43 @@ def kernels() -> Iterator[Finding]:
     words = taken[0] if len(set(taken)) == 1 else ", ".join(parts)
     broken = {name for i, name in enumerate(taken) if not right[name][i]}
     if broken:
-        others = [name for name, each in right.items() if all(each)]
+        working = [name for name, passed in right.items() if all(passed)]
         yield problem(
             "kernel auto",
             f"takes {words}, but {', '.join(sorted(broken))} does not work here",
-            f"--burst-kernel {' or '.join(others) or 'reference'}",
+            f"--burst-kernel {' or '.join(working) or 'reference'}",
         )
     else:
         yield ok("kernel auto", f"takes {words}")
 
 
 def _outcome(name: str, mask: masks.Mask, inputs: Sequence[torch.Tensor]) -> float | Exception:
-    """The largest error of a kernel's results beside the reference, or the exception with which it
-    failed.
-    """
+    """Return the largest difference of a kernel's results from the reference, or its exception."""
     try:
-        both = [by_pairs(each, mask, "query", inputs) for each in (name, "reference")]
+        results = [by_pairs(kernel, mask, "query", inputs) for kernel in (name, "reference")]
     except Exception as failure:
         return failure
-    return max(error(result, right) for result, right in zip(*both, strict=True))
+    return max(error(result, right) for result, right in zip(*results, strict=True))
 
 
 def _kernel(
     name: str, device: torch.device, outcomes: Sequence[float | Exception], bound: float
 ) -> Finding:
-    """A kernel with wrong results is a problem, one that refuses this device or these widths or is
-    not installed is absent, and one that fails in another way is a note.
+    """Convert the outcomes of a kernel to a finding.
+
+    Wrong results are a problem. A kernel that does not support this device or these widths, or is
+    not installed, is absent. Any other failure is a note.
     """
     topic = f"kernel {name}"
     for off in outcomes:
         if isinstance(off, float) and off > bound:
-            what = f"its results are off by {off:.1g} of the largest"
-            return problem(
-                topic, f"computes wrongly on {device.type}: {what}", "take another kernel"
-            )
+            text = f"its results are off by {off:.1g} of the largest"
+            return problem(topic, f"wrong results on {device.type}: {text}", "use another kernel")
     causal, window = outcomes
     if isinstance(causal, Exception):
         reason = str(causal).split(";")[0].splitlines()[0]
-        said = absent if isinstance(causal, ValueError) else note
-        return said(topic, f"not usable on {device.type}: {reason}")
+        finding = absent if isinstance(causal, ValueError) else note
+        return finding(topic, f"not usable on {device.type}: {reason}")
     windows = "not usable" if isinstance(window, Exception) else f"within {window:.0e}"
     return ok(
         topic, f"runs on {device.type}, within {causal:.0e} of the reference; windows: {windows}"
@@ -102,8 +103,12 @@ def _kernel(
 
 
 def error(result: torch.Tensor, exact: torch.Tensor, whole: torch.Tensor | None = None) -> float:
-    """The largest difference relative to the largest value of what is exact, or of the `whole` that
-    it is a part of; inf where a result is not finite.
+    """Return the largest difference relative to the largest exact value; inf if not finite.
+
+    Args:
+        result: Computed values.
+        exact: Exact values.
+        whole: Tensor that contains `exact`, whose largest value is used. Default: `exact`.
     """
     largest = (exact if whole is None else whole).double().abs().max()
     off = ((result.double() - exact.double()).abs().max() / largest).item()
@@ -116,13 +121,13 @@ def by_pairs(
     """Return out, dq, dk, dv, computed pair by pair as two ranks with layout zigzag do.
 
     Args:
-        name: Kernel, as of `mb.prepare`.
+        name: Kernel, as in `mb.prepare`.
         mask: Mask of the whole sequence.
-        side: What two ranks send in backward; with "query", a pair of two ranks does not know out.
+        side: What two ranks send in backward; with "query", a pair of two ranks does not have out.
         inputs: q, k, v and the gradient of out, [s, 1, heads, d], s divisible by four.
 
     Raises:
-        ValueError: The kernel does not serve these tensors.
+        ValueError: The kernel does not support these tensors.
     """
     q, k, v, _ = inputs
     kernel = make(name, q, k, v, mask=mask, beside_rings=True)
@@ -131,7 +136,7 @@ def by_pairs(
         [Span(0, 1, rows), Span(3 * rows, 1, rows)],
         [Span(rows, 1, rows), Span(2 * rows, 1, rows)],
     ]
-    shards = [[_rows(x, held) for x in inputs] for held in spans]
+    shards = [[_rows(x, shard_spans) for x in inputs] for shard_spans in spans]
     results = [empty_result(shard[0], v.shape[-1]) for shard in shards]
     works = {
         (i, j): kernel.work_for(mask, spans[i], spans[j]) for i, j in product(range(2), repeat=2)
@@ -150,10 +155,10 @@ def by_pairs(
             dq, dk, dv = sums[i][0], sums[j][1], sums[j][2]
             kernel.backward(queries, key, value, work, scoring, dq, dk, dv)
     parts = [[results[i][0], *sums[i]] for i in range(2)]
-    whole = []
+    results_of_all = []
     for first, second in zip(*parts, strict=True):
-        whole.append(torch.cat([first[:rows], second, first[rows:]]).to(q.dtype))
-    return whole
+        results_of_all.append(torch.cat([first[:rows], second, first[rows:]]).to(q.dtype))
+    return results_of_all
 
 
 def _rows(x: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
@@ -163,11 +168,16 @@ def _rows(x: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
 def dense(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, seen: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Attention and its gradients as a dense matrix, by formula, in float64, a head at a time: out,
-    dq, dk, dv. It shares no code with what it judges.
+    """Return out, dq, dk, dv of dense attention by formula, in float64, one head at a time.
 
-    q, dout [s, 1, h, d]; k, v [t, 1, heads, d], where heads divides h; seen, bool [s, t]: which
-    pairs attend, in each row at least one. Scores are divided by sqrt(d).
+    It shares no code with the kernels. Scores are divided by sqrt(d).
+
+    Args:
+        q: [s, 1, h, d].
+        k: [t, 1, heads, d]; heads divides h.
+        v: [t, 1, heads, d].
+        dout: [s, 1, h, d].
+        seen: bool [s, t], visible pairs, at least one per row.
     """
     results = [torch.zeros(x.shape, dtype=torch.float64, device=q.device) for x in (q, q, k, v)]
     out, dq, dk, dv = results

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the compiled library of `csrc/` and of its operators on this machine's devices.
+"""Check of the compiled library of `csrc/` and of its operators on this machine's devices.
 
-Each operator runs on a small input and is compared with its formula in float64, which also
-shows whether the library was compiled for this GPU.
+Each operator runs on a small input and is compared with its formula in float64. This also shows
+whether the library was compiled for this GPU.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ TOLERANCE = 1e-5  # of float32
 
 
 def library() -> Iterator[Finding]:
-    """One finding if there is no library or it cannot be loaded, else one for each device."""
+    """Yield one finding if there is no usable library, otherwise one per device."""
     with warnings.catch_warnings(record=True) as complaints:
         warnings.simplefilter("always")
-        devices = native.load.__wrapped__(native.FILE)  # past the cache, which holds no reason
+        devices = native.load.__wrapped__(native.FILE)  # without the cache, to get the warning
     if complaints:
         yield problem("csrc", str(complaints[0].message), FIX)
     elif not devices:
-        yield absent("csrc", "not built, and not needed: torch's operators do its work")
+        yield absent("csrc", "not built, and not needed: torch's operators are used")
     for device in sorted(devices):
         if device == "cpu" or torch.cuda.is_available():
-            yield _tried(device)
+            yield _device_finding(device)
     if "cuda" not in devices and devices and torch.cuda.is_available():
-        yield note("csrc on cuda", "built without CUDA: torch's operators do its work there")
+        yield note("csrc on cuda", "built without CUDA: torch's operators are used")
 
 
-def _tried(device: str) -> Finding:
+def _device_finding(device: str) -> Finding:
     topic = f"csrc on {device}"
     try:
         wrong = [name for name, worst in _errors(torch.device(device)) if worst > TOLERANCE]
@@ -45,16 +45,16 @@ def _tried(device: str) -> Finding:
         return problem(topic, str(error).splitlines()[0], FIX)
     if wrong:
         return problem(topic, f"wrong results: {', '.join(wrong)}", FIX)
-    return ok(topic, "its operators are used, and right")
+    return ok(topic, "its operators are used, and correct")
 
 
 def _errors(device: torch.device) -> Iterator[tuple[str, float]]:
-    """The name and largest error of each operator; inf if it did not run."""
+    """Yield the name and largest error of each operator; inf if it did not run."""
     generator = torch.Generator().manual_seed(0)
     x, y, z = torch.randn(3, 16, 1, 2, 64, generator=generator).to(device)
-    lse, other = x[..., 0].clone(), y[..., 0].clone()
-    total = torch.logaddexp(lse.double(), other.double())
-    shares = (torch.stack([lse, other]).double() - total).exp()
+    lse, other_lse = x[..., 0].clone(), y[..., 0].clone()
+    total = torch.logaddexp(lse.double(), other_lse.double())
+    shares = (torch.stack([lse, other_lse]).double() - total).exp()
     merged = (shares[..., None] * torch.stack([x, y])).sum(0)
     delta = (x.double() * y.double()).sum(-1)
     rows, ones = z.reshape(32, 64).clone(), torch.ones(32, device=device)
@@ -64,10 +64,10 @@ def _errors(device: torch.device) -> Iterator[tuple[str, float]]:
     yield "delta", _worst(native.delta(x, y, torch.float32), delta)
     made = native.stand_in(y, delta.float())
     yield "stand_in", _worst(None if made is None else (made.double() * y).sum(-1), delta)
-    given = native.LogitGradient(labels, level, ones, -ones, 0 * ones)
-    done = native.softmax_gradient_(rows, given, 64, 1.0, None)
+    gradient = native.LogitGradient(labels, level, ones, -ones, 0 * ones)
+    done = native.softmax_gradient_(rows, gradient, 64, 1.0, None)
     yield "softmax_gradient_", _worst(rows if done else None, softmax)
-    done = native.merge_(x, lse, y, other)
+    done = native.merge_(x, lse, y, other_lse)
     yield "merge_", max(_worst(x if done else None, merged), _worst(lse, total))
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """This machine: its GPUs, network interfaces, and the environment variables of NCCL and CUDA.
 
-GPUs are those that torch lists, network interfaces those of /sys/class, in a container as the
-container sees them. The doctor reports the environment; no code of the package depends on it.
+GPUs are those that torch lists. Network interfaces are those in /sys/class, as a container sees
+them. The doctor reports the environment; no code of the package depends on it.
 """
 
 from __future__ import annotations
@@ -27,24 +27,27 @@ VARIABLES = (
 
 
 def describe(sys_class: Path = SYS) -> dict[str, Any]:
-    """host; gpus, their names; nics, name -> speed; variables that are set."""
+    """Return host, gpus, nics (name -> speed) and the set variables."""
     return {"host": socket.gethostname(), "gpus": gpus(), "nics": nics(sys_class)} | {
         "variables": variables()
     }
 
 
 def gpus() -> list[str]:
-    """Name, memory and compute capability of each GPU."""
+    """Return name, memory and compute capability of each GPU."""
     if not torch.cuda.is_available():
         return []
-    each = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return [f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}" for p in each]
+    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [
+        f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor}"
+        for gpu in properties
+    ]
 
 
 def nics(sys_class: Path = SYS) -> dict[str, str]:
-    """Network interfaces that are up, and InfiniBand or RoCE adapters: name -> speed.
+    """Return network interfaces that are up, and InfiniBand or RoCE adapters: name -> speed.
 
-    Interfaces without hardware (loopback, bridges, veth) are left out.
+    Interfaces without hardware (loopback, bridges, veth) are omitted.
     """
     speeds = {}
     for path in _children(sys_class / "infiniband"):
@@ -53,38 +56,38 @@ def nics(sys_class: Path = SYS) -> dict[str, str]:
     for path in _children(sys_class / "net"):
         if (path / "device").exists() and _text(path / "operstate") in ("up", "unknown"):
             speed = _text(path / "speed")
-            known = speed.isdigit() and int(speed) > 0
-            speeds[path.name] = f"{int(speed) / 1000:g} Gb/s" if known else "speed unknown"
+            has_speed = speed.isdigit() and int(speed) > 0
+            speeds[path.name] = f"{int(speed) / 1000:g} Gb/s" if has_speed else "speed unknown"
     return speeds
 
 
 def variables() -> dict[str, str]:
-    """The variables of `VARIABLES` that are set."""
+    """Return the set variables of `VARIABLES`."""
     return {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
 def launched() -> bool:
-    """Whether torchrun, or a launcher like it, started this process as one of several."""
+    """Return True if a launcher such as torchrun started this process as one of several."""
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
 
 
 def rank() -> int:
-    """This process's number among those that were launched; 0 if it is alone."""
+    """Return the rank of this process; 0 if it is alone."""
     return int(os.environ["RANK"]) if launched() else 0
 
 
 def world_size() -> int:
-    """How many processes were launched together."""
+    """Return the number of processes that were launched together."""
     return int(os.environ["WORLD_SIZE"]) if launched() else 1
 
 
 def local_rank() -> int:
-    """The index of this process's GPU on its node."""
+    """Return the index of this process's GPU on its node."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def own_device() -> torch.device:
-    """The GPU of this rank, made the current one; the CPU where there is none."""
+    """Return the GPU of this rank and make it current; the CPU without a GPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank())

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Findings of the doctor, their levels, the exit status that follows from them, and how they are
-printed: as rows, each as soon as it is known, or all of them as JSON. What is absent and not needed
-takes one row at the end; JSON has the reasons.
+"""Findings of the doctor, their levels, the exit status, and their output.
+
+Findings are printed as rows, each one as soon as it exists, or all of them as JSON. Packages that
+are absent and not needed share one row at the end; JSON has the reasons.
 """
 
 from __future__ import annotations
@@ -22,8 +23,13 @@ TOPIC = 22  # characters; a longer topic pushes its row to the right
 
 
 class Finding(NamedTuple):
-    """level: "ok", "note", "problem", or "absent": what nobody has to install; fix: what to do,
-    empty if there is nothing to do.
+    """A result of a check.
+
+    Attributes:
+        level: "ok", "note", "problem", or "absent" for an optional package that is not installed.
+        topic: Checked part.
+        what: Result.
+        fix: What to do, or empty.
     """
 
     level: str
@@ -33,62 +39,77 @@ class Finding(NamedTuple):
 
 
 def ok(topic: str, what: str) -> Finding:
+    """Return a finding without a problem."""
     return Finding("ok", topic, what)
 
 
 def note(topic: str, what: str, fix: str = "") -> Finding:
+    """Return a finding that may need attention."""
     return Finding("note", topic, what, fix)
 
 
 def problem(topic: str, what: str, fix: str) -> Finding:
+    """Return a finding that must be fixed."""
     return Finding("problem", topic, what, fix)
 
 
 def absent(topic: str, what: str) -> Finding:
+    """Return a finding for an optional package that is not installed."""
     return Finding("absent", topic, what)
 
 
 def status(findings: Iterable[Finding]) -> int:
-    """The exit status for scripts: 1 if there is a problem, else 0."""
-    return int(any(one.level == "problem" for one in findings))
+    """Return the exit status for scripts: 1 if there is a problem, otherwise 0."""
+    return int(any(finding.level == "problem" for finding in findings))
 
 
 class Report:
-    """Takes findings section by section and prints them; `findings` holds all so far."""
+    """Prints findings, section by section. `findings` has all findings so far."""
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
-        self.console = wrapped(stderr=as_json)  # stdout is the JSON's alone
+        self.console = wrapped(stderr=as_json)  # stdout is only for JSON
         self.findings: list[Finding] = []
 
     def add(self, section: Iterable[Finding], doing: str = "") -> None:
-        """Print findings; a terminal shows `doing` while the next one is computed, a log once."""
+        """Print findings as they are computed.
+
+        Args:
+            section: Findings.
+            doing: Text that a terminal shows while the next finding is computed; a log shows it
+                once.
+        """
         if doing and self.console.is_terminal:
             with self.console.status(doing) as status:
-                for one in section:
-                    self._take(one)
-                    status.update(f"{doing}: {one.topic} done")
+                for finding in section:
+                    self._take(finding)
+                    status.update(f"{doing}: {finding.topic} done")
             return
         with progress(doing) if doing else contextlib.nullcontext():
-            for one in section:
-                self._take(one)
+            for finding in section:
+                self._take(finding)
 
-    def _take(self, one: Finding) -> None:
-        self.findings.append(one)
-        if not self.as_json and one.level != "absent":
-            self.console.print(_row(one))
+    def _take(self, finding: Finding) -> None:
+        self.findings.append(finding)
+        if not self.as_json and finding.level != "absent":
+            self.console.print(_row(finding))
 
     def end(self, facts: dict[str, Any]) -> None:
-        """Print what is absent and the number of problems and notes; as JSON all findings and the
-        facts.
+        """Print absent packages and the number of problems and notes.
+
+        JSON output has all findings and the facts.
         """
-        counts = {level: sum(one.level == level for one in self.findings) for level in LEVELS}
+        counts = {
+            level: sum(finding.level == level for finding in self.findings) for level in LEVELS
+        }
         if self.as_json:
-            listed = [one._asdict() for one in self.findings]
+            listed = [finding._asdict() for finding in self.findings]
             print(json.dumps({"findings": listed, "counts": counts} | facts, indent=1))
             return
         if counts["absent"]:
-            topics = ", ".join(one.topic for one in self.findings if one.level == "absent")
+            topics = ", ".join(
+                finding.topic for finding in self.findings if finding.level == "absent"
+            )
             self.console.print(_row(absent("optional", f"not installed, not needed: {topics}")))
         problems, notes = counts["problem"], counts["note"]
         self.console.print(f"{_counted(problems, 'problem')}, {_counted(notes, 'note')}")
@@ -98,13 +119,15 @@ def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _row(one: Finding) -> Table:
-    """The level, the topic and the finding, and in a second line what to do about it."""
+def _row(finding: Finding) -> Table:
+    """Return level, topic and finding; a second line has the fix."""
     row = Table.grid(padding=(0, 2))
     row.add_column(min_width=len("problem"))
     row.add_column(min_width=TOPIC, no_wrap=True)
     row.add_column(overflow="fold")
-    row.add_row(Text(one.level, style=STYLES[one.level]), Text(one.topic), Text(one.what))
-    if one.fix:
-        row.add_row("", "", Text(f"-> {one.fix}", style="bold"))
+    row.add_row(
+        Text(finding.level, style=STYLES[finding.level]), Text(finding.topic), Text(finding.what)
+    )
+    if finding.fix:
+        row.add_row("", "", Text(f"-> {finding.fix}", style="bold"))
     return row

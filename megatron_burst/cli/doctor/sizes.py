@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hierarchical context-parallel sizes that fit a cluster.
 
-Megatron numbers ranks tensor-parallel first, context-parallel next: with T tensor-parallel ranks, a
-node of G GPUs holds G / T consecutive context-parallel ranks.
+Megatron numbers ranks tensor-parallel first, context-parallel next. With T tensor-parallel ranks, a
+node of G GPUs has G / T consecutive context-parallel ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ from typing import NamedTuple
 
 
 class HierarchicalSizes(NamedTuple):
-    """Context-parallel ranks per node, the number of nodes, and the reason for both."""
+    """Hierarchical context-parallel sizes.
+
+    Attributes:
+        intra: Context-parallel ranks per node.
+        inter: Number of nodes.
+        reason: Reason for both.
+    """
 
     intra: int
     inter: int
@@ -20,21 +26,27 @@ class HierarchicalSizes(NamedTuple):
 
     @property
     def flat(self) -> bool:
-        """Whether there is only one ring."""
+        """Return True if there is only one ring."""
         return 1 in (self.intra, self.inter)
 
     @property
     def flags(self) -> str:
-        """The flag with its values; empty for a flat ring."""
+        """Return the flag with its values; empty for a flat ring."""
         return (
             "" if self.flat else f"--hierarchical-context-parallel-sizes {self.intra} {self.inter}"
         )
 
 
 def hierarchical_sizes(tp: int, cp: int, gpus_per_node: int) -> HierarchicalSizes:
-    """The sizes for `--tensor-model-parallel-size` tp and `--context-parallel-size` cp.
+    """Return the sizes for a cluster.
 
-    Raises ValueError if neither `tp` nor `gpus_per_node` divides the other, or one is below 1.
+    Args:
+        tp: Tensor-parallel size.
+        cp: Context-parallel size.
+        gpus_per_node: GPUs per node.
+
+    Raises:
+        ValueError: Neither `tp` nor `gpus_per_node` divides the other, or a size is below 1.
     """
     for flag, value in (
         ("--tensor-model-parallel-size", tp),
@@ -46,13 +58,13 @@ def hierarchical_sizes(tp: int, cp: int, gpus_per_node: int) -> HierarchicalSize
     if gpus_per_node % tp and tp % gpus_per_node:
         raise ValueError(
             f"--tensor-model-parallel-size {tp} does not divide the {gpus_per_node} GPUs of a "
-            "node: tensor-parallel groups would span nodes; choose a size that divides it"
+            "node, so tensor-parallel groups would span nodes; use a divisor"
         )
     if cp == 1:
         return HierarchicalSizes(1, 1, "no context parallelism")
     per_node = max(1, gpus_per_node // tp)
-    # Context-parallel groups start at multiples of cp, and nodes at multiples of per_node, so runs
-    # of their greatest common divisor lie in one node, and longer runs do not.
+    # Context-parallel groups start at multiples of cp, and nodes at multiples of per_node. So
+    # their greatest common divisor is the number of consecutive ranks on one node.
     intra = math.gcd(cp, per_node)
     if per_node == 1:
         why = "tensor parallelism takes the whole node, so there is no ring within nodes: flat"

@@ -44,7 +44,7 @@ from ...autotune.rates import Rates
 from ...comm.consensus import agree
 from ...comm.groups import Groups
 from ...comm.process_groups import backends
-from ...comm.recent import Recent
+from ...comm.recent import RecentCache
 from ...config import BurstConfig
 from ...kernels.online_softmax import accumulation_dtype
 from ...masks import Causal, Full, Mask, Window
@@ -212,7 +212,7 @@ class PlanBook:
     chosen: dict[tuple, AttentionKeywords] = field(default_factory=dict)
     others: dict[tuple[int, ...], PlanBook] = field(default_factory=dict)
     _lowest: dict[Hashable, int] = field(default_factory=dict)
-    _plans: Recent = field(default_factory=lambda: Recent(PLANS_KEPT))
+    _plans: RecentCache = field(default_factory=lambda: RecentCache(PLANS_KEPT))
     _packs: Packs = field(default_factory=packs)
     _moves: Moves | None = None
     _rates: Rates | None = None  # of the run's cluster file, once it was read

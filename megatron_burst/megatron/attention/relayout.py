@@ -19,7 +19,7 @@ import torch
 
 from ...comm import rows
 from ...comm.groups import Groups
-from ...comm.recent import Recent
+from ...comm.recent import RecentCache
 from ...layout import Layout, routes
 from ...layout import make as make_layout
 from ...units import byte_size
@@ -33,8 +33,8 @@ class Around(NamedTuple):
     """The exchange before attention and the one after it, for this rank of `groups`."""
 
     groups: Groups
-    leaving: rows.Paths
-    coming_home: rows.Paths
+    leaving: rows.DeviceRoute
+    coming_home: rows.DeviceRoute
     identity: int
 
     def to_attention(self, tensors: tuple[torch.Tensor, ...], label: int) -> Any:
@@ -51,7 +51,7 @@ class Moves:
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
-        self._known = Recent(EXCHANGES_KEPT)
+        self._known = RecentCache(EXCHANGES_KEPT)
 
     def around(
         self,
@@ -71,7 +71,7 @@ class Moves:
         def make() -> Around:
             both = _routes(groups, stream, attention, pack, local)
             facts = repr((stream.name, attention.name, pack and pack.cut_key, local))
-            leaving, coming_home = (rows.paths(route, device) for route in both)
+            leaving, coming_home = (rows.route_on_device(route, device) for route in both)
             return Around(groups, leaving, coming_home, crc32(facts.encode()))
 
         return self._known.of((stream, attention, pack and pack.cut_key, local, device), make)

@@ -87,7 +87,7 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
             "cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph", "use_megatron_fsdp",
         ):  # fmt: skip
             setattr(settings, name, None)  # so that no other check tells of them again
-    if takes_over(args) or any(flags.given(argv)):
+    if takes_over(args) or any(flags.present(argv)):
         yield from yaml_problems(settings)
     burst, wrong = flags.choices(args)
     yield from map(Problem, wrong)
@@ -107,7 +107,7 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
     # What Megatron asks for where its own sparse attention runs, ordinary launch scripts have.
     fits = ModelShape.of(settings).sparse_setting is not None and gathers(settings)
     fits = fits or mixed(getattr(settings, "cp_comm_type", None))  # refused already
-    for name in () if fits else flags.given(argv, "--cp-comm-type"):
+    for name in () if fits else flags.present(argv, "--cp-comm-type"):
         yield Problem(
             f"{name} chooses how Megatron's own attention exchanges keys and values, and "
             f"--context-parallel-algo {burst.algorithm} replaces that attention",
@@ -237,7 +237,7 @@ def idle(args: Any, argv: list[str]) -> str | None:
     """A line about flags that have no effect, if these arguments have some."""
     ours = f"--context-parallel-algo {args.context_parallel_algo}"
     if args.context_parallel_algo == flags.OFF:
-        alone = [name for name in flags.given(argv) if name not in flags.ALONE]
+        alone = [name for name in flags.present(argv) if name not in flags.ALONE]
         if alone:
             return f"{', '.join(alone)} have no effect without --context-parallel-algo burst"
     elif not takes_over(args):
@@ -247,7 +247,7 @@ def idle(args: Any, argv: list[str]) -> str | None:
     ):
         return f"{LINEAR} {_asks(args, LINEAR)} has no effect: no layer carries a state"
     else:
-        theirs = [name for flag in _KERNELS for name in flags.given(argv, flag)]
+        theirs = [name for flag in _KERNELS for name in flags.present(argv, flag)]
         if theirs:
             return (
                 f"{', '.join(theirs)} choose a kernel of Megatron's own attention, which {ours} "

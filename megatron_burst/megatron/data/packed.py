@@ -26,7 +26,7 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
-from ...comm.recent import Recent
+from ...comm.recent import RecentCache
 from ...layout import Layout, successors
 from ...layout import make as make_layout
 from ...layout.sharding import to_device
@@ -168,7 +168,7 @@ class Packs:
     def __init__(self) -> None:
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._made: WeakValueDictionary[tuple, _Cuts] = WeakValueDictionary()
-        self._cut = Recent(CUTS_KEPT)
+        self._cut = RecentCache(CUTS_KEPT)
         self._values: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._noted: WeakIdKeyDictionary = WeakIdKeyDictionary()
 

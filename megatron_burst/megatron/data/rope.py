@@ -37,7 +37,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import (
 )
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
-from ...comm.recent import Recent
+from ...comm.recent import RecentCache
 from ...layout import DocumentZigzag
 from ...layout import make as make_layout
 from ...layout.sharding import to_device
@@ -215,7 +215,7 @@ class RotaryTables:
         self._rates: WeakKeyDictionary[Any, tuple[tuple, TurnRates]] = WeakKeyDictionary()
         self._blanks: dict[tuple, tuple[torch.Tensor, TurnRates]] = {}
         self._pairs: dict[tuple, torch.Tensor] = {}
-        self._made = Recent(TABLES_KEPT)
+        self._made = RecentCache(TABLES_KEPT)
         self._said = False
 
     def rates(self, rope: Any) -> TurnRates:

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...comm.consensus import agree
 from ...comm.groups import Groups
-from ...comm.recent import Recent
+from ...comm.recent import RecentCache
 from ...layout import make as make_layout
 from ...linear_attention.plan import prepare_linear
 from ...masks import Causal, Documents
@@ -46,7 +46,7 @@ class MicroBatches:
     options: Mapping[str, Any]
     linear: str
     _kinds: set[LiteKind] = field(default_factory=set)
-    _plans: Recent = field(default_factory=lambda: Recent(PLANS_KEPT))
+    _plans: RecentCache = field(default_factory=lambda: RecentCache(PLANS_KEPT))
     _bounds: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
     def leads(self, kind: LiteKind) -> bool:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ...comm.groups import Groups
-from ...execution.function import Attention, AttentionRun
-from ...execution.job import Job
+from ...execution.function import Attention, RankCall
+from ...execution.rank_plan import RankPlan
 from ...kernels.autograd import outside_graphs, refuse_transforms
 from ...planning.plan import Plan
 from ...planning.validate import QKV, Request, check_shapes
@@ -82,15 +82,15 @@ def sparse_attention(
     chosen = plan_of(operation)
     kept = at.kept(("sparse attention", chosen.call), label)
     tag = at.groups.calls.forward(chosen.identity, label, sink is not None)
-    job = replace(chosen.job, kernel=kernel_for(chosen, selection))
-    recomputes = kept is not None and kept.keeper.filled
-    call = AttentionRun(
+    rank_plan = replace(chosen.rank_plan, kernel=kernel_for(chosen, selection))
+    recomputes = kept is not None and kept.store.filled
+    call = RankCall(
         operation="mb.sparse_attention",
         groups=at.groups,
-        job=job,
+        rank_plan=rank_plan,
         tag=tag,
-        kept=kept,
-        recompute_job=_of_the_rest(job) if recomputes else None,
+        store_entry=kept,
+        recompute_plan=_of_the_rest(rank_plan) if recomputes else None,
         return_lse=return_lse,
     )
     if v is None:
@@ -98,12 +98,12 @@ def sparse_attention(
     return Attention.apply(call, sink, q, k, v)
 
 
-def _of_the_rest(job: Job) -> Job:
-    """Return the job with the kernel for the rows that a recompute computes again."""
-    assert isinstance(job.kernel, Selected)
-    again = job.chunks[0].recompute
+def _of_the_rest(rank_plan: RankPlan) -> RankPlan:
+    """Return the rank_plan with the kernel for the rows that a recompute computes again."""
+    assert isinstance(rank_plan.kernel, Selected)
+    again = rank_plan.chunks[0].recompute
     assert again is not None
-    return replace(job, kernel=job.kernel.of_rows(again.rest))
+    return replace(rank_plan, kernel=rank_plan.kernel.of_rows(again.missing))
 
 
 def selected_setting(

@@ -20,7 +20,7 @@ import torch
 from ...comm.groups import Groups
 from ...comm.packing import CallTag, Message
 from ...execution import ring
-from ...execution.job import Call, Job, Pass, Tensors
+from ...execution.rank_plan import KernelCall, RankPass, RankPlan, Tensors
 from ...kernels.autograd import outside_graphs, refuse_transforms
 from ...kernels.online_softmax import accumulation_dtype
 from ...layout import LayoutName
@@ -94,7 +94,7 @@ def select(
     made = plan_of(operation)
     known_rule = rule_of(rule)
     kept = at.kept(("selection", described(known_rule), top_k, made.call), label)
-    stored = None if kept is None else kept.found()
+    stored = None if kept is None else kept.load()
     if stored is None:
         walks = ["scores"]
         if getattr(known_rule, "softmax", False):
@@ -103,7 +103,7 @@ def select(
         with at.groups.running(index_q.device.type):
             stored = (_select(operation, made, tags),)
         if kept is not None:
-            kept.leave(stored)
+            kept.save(stored)
     layout, mask = made.layout, Causal() if at.options.mask is None else at.options.mask
     layout = layout.of if isinstance(layout, UnitLayout) else layout
     return selected(stored[0], layout, mask, known_rule.block)
@@ -204,16 +204,16 @@ def _select(operation: SelectUnits, plan: Plan, tags: Sequence[CallTag]) -> torc
     """Return the ids of the selection of one rank."""
     rule, top_k = rule_of(operation.rule), operation.top_k
     q, k, weights = operation.index_q, operation.index_k, operation.index_weights
-    job, dtype, rows = plan.job, accumulation_dtype(q.dtype), rows_of_units(k, rule)
+    rank_plan, dtype, rows = plan.rank_plan, accumulation_dtype(q.dtype), rows_of_units(k, rule)
     shape = (*q.shape[:2], rule.selections(q.shape[2], k.shape[2]), top_k)
     scores, units = no_units(shape, q.new_empty(0, dtype=dtype))
     if getattr(rule, "softmax", False):
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float64)
-        walk(job, job.chunks[0].forward, tags[0], _MeansSeen(rule, q, lse), rows)
+        walk(rank_plan, rank_plan.chunks[0].forward, tags[0], _MeansSeen(rule, q, lse), rows)
         compute = _SelectingBySoftmax(rule, q, None, scores, units, lse.to(dtype))
     else:
         compute = Selecting(rule, q, weights, scores, units)
-    walk(job, job.chunks[0].forward, tags[-1], compute, rows)
+    walk(rank_plan, rank_plan.chunks[0].forward, tags[-1], compute, rows)
     return in_order(units)
 
 
@@ -222,8 +222,8 @@ NOTHING: dict[str, Any] = {"out": [torch.Size((0,))]}
 
 
 def walk(
-    job: Job,
-    run: Pass,
+    rank_plan: RankPlan,
+    run: RankPass,
     tag: CallTag,
     compute: Any,
     rows: torch.Tensor,
@@ -232,9 +232,9 @@ def walk(
     """Let the rows of units of all ranks come by. Queries stay with `compute`, in their own dtype;
     a row of each unit stands for them in the ring.
     """
-    (part,) = ring.head_chunks(job, job.heads, job.kv_heads)
+    (part,) = ring.head_chunks(rank_plan, rank_plan.heads, rank_plan.kv_heads)
     own: dict[str, Tensors] = {"query": (rows[..., :1],), "kv": (rows,)}
-    one = ring.Ring(job, run, tag, part, compute, own, sums)
+    one = ring.Ring(rank_plan, run, tag, part, compute, own, sums)
     ring.run([one])
     return one
 
@@ -277,7 +277,9 @@ class Selecting:
     scores: torch.Tensor
     units: torch.Tensor
 
-    def pair(self, call: Call, queries: Tensors, keys: Tensors, sums: Sequence[Message]) -> None:
+    def pair(
+        self, call: KernelCall, queries: Tensors, keys: Tensors, sums: Sequence[Message]
+    ) -> None:
         q, k, work = self.q, keys_of_chunk(keys[0], call.work, self.rule), call.work
         for rows in tiles(len(q), max(EVEN, len(k)) * q.shape[1] * q.shape[2]):
             at = passing(work, rows, self.rule.block, q.device)
@@ -317,7 +319,9 @@ class _MeansSeen:
     q: torch.Tensor
     lse: torch.Tensor
 
-    def pair(self, call: Call, queries: Tensors, keys: Tensors, sums: Sequence[Message]) -> None:
+    def pair(
+        self, call: KernelCall, queries: Tensors, keys: Tensors, sums: Sequence[Message]
+    ) -> None:
         q, k, work = self.q, keys_of_chunk(keys[0], call.work, self.rule), call.work
         for rows in tiles(len(q), max(EVEN, len(k)) * q.shape[1] * q.shape[2]):
             at = passing(work, rows, self.rule.block, q.device)

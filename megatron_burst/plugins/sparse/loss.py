@@ -21,8 +21,8 @@ import torch.distributed as dist
 from ...comm.groups import Groups
 from ...comm.packing import CallTag, Message
 from ...execution import ring
-from ...execution.function import KeptResults
-from ...execution.job import Call, Tensors
+from ...execution.function import StoredResults
+from ...execution.rank_plan import KernelCall, Tensors
 from ...kernels.autograd import first_order_only, outside_graphs, refuse_transforms
 from ...kernels.online_softmax import accumulation_dtype
 from ...planning.plan import Plan
@@ -207,7 +207,9 @@ class _LogSumExp:
     scale: float
     lse: torch.Tensor
 
-    def pair(self, call: Call, queries: Tensors, keys: Tensors, sums: Sequence[Message]) -> None:
+    def pair(
+        self, call: KernelCall, queries: Tensors, keys: Tensors, sums: Sequence[Message]
+    ) -> None:
         (q,), (k,) = queries, keys
         self.kernel.add_lse_(q, k, call.work, self.scale, self.lse)
 
@@ -216,7 +218,9 @@ class _LogSumExp:
 class _Probabilities(_LogSumExp):
     total: torch.Tensor
 
-    def pair(self, call: Call, queries: Tensors, keys: Tensors, sums: Sequence[Message]) -> None:
+    def pair(
+        self, call: KernelCall, queries: Tensors, keys: Tensors, sums: Sequence[Message]
+    ) -> None:
         (q,), (k,) = queries, keys
         self.kernel.add_probabilities_(q, k, call.work, self.scale, self.lse, self.total)
 
@@ -230,7 +234,9 @@ class _IndexScores:
     weights: torch.Tensor | None
     scores: torch.Tensor
 
-    def pair(self, call: Call, queries: Tensors, keys: Tensors, sums: Sequence[Message]) -> None:
+    def pair(
+        self, call: KernelCall, queries: Tensors, keys: Tensors, sums: Sequence[Message]
+    ) -> None:
         q, rule, ids, work = self.q, self.part.rule, self.part.selection.ids, call.work
         _, units, _ = work.on(q.device)
         k = keys_of_chunk(keys[0], work, rule)
@@ -256,7 +262,9 @@ class _IndexGradients:
     dq: torch.Tensor
     dweights: torch.Tensor | None
 
-    def pair(self, call: Call, queries: Tensors, keys: Tensors, sums: Sequence[Message]) -> None:
+    def pair(
+        self, call: KernelCall, queries: Tensors, keys: Tensors, sums: Sequence[Message]
+    ) -> None:
         q, rule, ids, (dk, *_) = self.q, self.part.rule, self.part.selection.ids, sums[1].tensors
         _, units, order = call.work.on(q.device)
         k = keys_of_chunk(keys[0], call.work, rule)
@@ -289,10 +297,10 @@ def _where(ids: torch.Tensor, units: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 def _walk(plan: Plan, tag: CallTag, compute: Any, q: torch.Tensor, k: torch.Tensor) -> None:
     """Let the keys of attention of all ranks come by."""
-    (part,) = ring.head_chunks(plan.job, q.shape[2], k.shape[2])
+    (part,) = ring.head_chunks(plan.rank_plan, q.shape[2], k.shape[2])
     own: dict[str, Tensors] = {"query": (q,), "kv": (k,)}
-    run = plan.job.chunks[0].forward
-    ring.run([ring.Ring(plan.job, run, tag, part, compute, own, NOTHING)])
+    run = plan.rank_plan.chunks[0].forward
+    ring.run([ring.Ring(plan.rank_plan, run, tag, part, compute, own, NOTHING)])
 
 
 def _forward(part: _Part, shard: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -301,7 +309,7 @@ def _forward(part: _Part, shard: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     q, k = (t.detach().contiguous() for t in part.main[:2])
     lse = part.main[2]
     ids, plan = part.selection.ids, part.attention
-    kernel, scale = SelectedAten(part.selection, latent=False), plan.job.scoring.scale
+    kernel, scale = SelectedAten(part.selection, latent=False), plan.rank_plan.scoring.scale
     if lse is None:
         lse = wide(q).new_full(q.shape[:3], float("-inf"))
         _walk(plan, part.calls[0], _LogSumExp(kernel, scale, lse), q, k)
@@ -313,9 +321,9 @@ def _forward(part: _Part, shard: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     if part.tp_group is not None:
         dist.all_reduce(total, group=part.tp_group)
     scores = total.new_full(ids.shape, float("-inf"))
-    compute, job = _IndexScores(part, index_q, weights, scores), part.index.job
+    compute, rank_plan = _IndexScores(part, index_q, weights, scores), part.index.rank_plan
     rows = rows_of_units(index_k, part.rule)
-    walk(job, job.chunks[0].forward, part.calls[-1], compute, rows)
+    walk(rank_plan, rank_plan.chunks[0].forward, part.calls[-1], compute, rows)
     p = total / total.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(total.dtype).tiny)
     lse = scores.logsumexp(dim=-1, keepdim=True)
     # Places that are not taken; and padding attends to nothing, also where it has selected some.
@@ -332,11 +340,11 @@ def _backward(
     dweights = None if weights is None else torch.zeros_like(wide(weights))
     dq, slope = torch.zeros_like(wide(q)), slope * dloss.unsqueeze(-1)
     compute = _IndexGradients(part, q, weights, slope, dq, dweights)
-    rows, job = rows_of_units(k, part.rule), part.index.job
+    rows, rank_plan = rows_of_units(k, part.rule), part.index.rank_plan
     sums = {"dquery": [], "dkv": [rows.shape[1:]]}
-    run = job.chunks[0].backward
-    done = walk(job, run, part.calls[-1], compute, rows, sums)
-    (dk,) = done.partials.whole(run.totals["dkv", job.ring.rank])
+    run = rank_plan.chunks[0].backward
+    done = walk(rank_plan, run, part.calls[-1], compute, rows, sums)
+    (dk,) = done.partials.whole(run.totals["dkv", rank_plan.ring.rank])
     dk = gradient_of_keys(dk, part.rule)
     if dweights is not None:
         dweights = dweights.to(weights.dtype)
@@ -348,16 +356,16 @@ class _IndexerLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, part: _Part, kept: KeptResults | None, *shard: torch.Tensor | None
+        ctx: Any, part: _Part, kept: StoredResults | None, *shard: torch.Tensor | None
     ) -> torch.Tensor:
         own: Any = tuple(None if t is None else t.contiguous() for t in shard)
         groups = part.index.groups
-        stored = None if kept is None else kept.found()
+        stored = None if kept is None else kept.load()
         if stored is None:
             with groups.running(own[0].device.type):
                 loss, slope = _forward(part, own)
             if kept is not None:
-                kept.leave((loss.detach(), slope.detach()))
+                kept.save((loss.detach(), slope.detach()))
         else:
             loss, slope = (t.detach() for t in stored)
         # What only forward needs would live as long as the loss.

@@ -15,7 +15,7 @@ import torch
 
 from ...comm.groups import Groups, check_groups
 from ...comm.operation import derived, prepared
-from ...execution.function import KeptResults
+from ...execution.function import StoredResults
 from ...layout import LayoutName
 from ...layout.layouts import Layout
 from ...masks import Mask
@@ -56,17 +56,17 @@ class Setting:
         if asked is not None or not isinstance(q, torch.Tensor) or not q.dim():
             return asked
         if self.made is not None and self.made.signature[0][0][-1] == q.shape[-1]:
-            return self.made.job.scoring.scale
+            return self.made.rank_plan.scoring.scale
         return q.shape[-1] ** -0.5
 
-    def kept(self, what: object, label: object) -> KeptResults | None:
+    def kept(self, what: object, label: object) -> StoredResults | None:
         """Where the call with this label leaves or finds `what`. ValueError if the checkpoint wants
         what the plan does not.
         """
-        if self.made is not None and self.made.keeps(self.attention_store, label) is None:
+        if self.made is not None and self.made.store_entry(self.attention_store, label) is None:
             return None
         return (
-            KeptResults(self.attention_store, (what, label))
+            StoredResults(self.attention_store, (what, label))
             if self.attention_store and self.store
             else None
         )

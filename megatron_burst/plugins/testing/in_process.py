@@ -31,7 +31,7 @@ import megatron_burst as mb
 
 from ...autotune.rates import Rates
 from ...comm import rows
-from ...comm.groups import Calls, Groups
+from ...comm.groups import CallCounter, Groups
 from ...comm.transport import Channel, Counters
 from ...recompute.checkpoint import current_store
 from ...schedule.topology import Topology
@@ -89,7 +89,7 @@ class LocalRank(Groups):
 
     def __init__(self, topology: Topology, rank: int, switch: RankSwitch):
         self.topology, self.rank, self._switch = topology, rank, switch
-        self.backend, self.devices, self.calls = "in_process", (), Calls()
+        self.backend, self.devices, self.calls = "in_process", (), CallCounter()
         # Messages within a process take no time.
         self.cache: dict[str, Any] = {"rates": Rates(math.inf, math.inf)}
         counters = Counters()

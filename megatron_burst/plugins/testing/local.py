@@ -28,12 +28,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from ...comm import packing
 from ...comm.packing import Envelope
 from ...comm.transport import (
+    AllToAll,
     Channel,
     Counters,
     Receive,
     Send,
     Tensors,
-    Trade,
     all_to_all_by_messages,
 )
 
@@ -339,7 +339,7 @@ class LocalEndpoint:
         self.switch.pause()  # the others post theirs before this rank computes
         return _Delivery(leaving, landing, self.switch)
 
-    def all_to_all(self, trade: Trade) -> None:
+    def all_to_all(self, trade: AllToAll) -> None:
         all_to_all_by_messages(self, trade)
 
     def released(self, tensors: Tensors) -> None:

@@ -49,7 +49,7 @@ SELECTING = {
     "begin at multiples of 4": {
         "rule": rules.Qsa(), "mask": mb.masks.Documents([0, 6, S]) & mb.masks.Causal(),
     },
-    "groups: make them with mb.Groups": {"groups": None},
+    "groups must be made with mb.Groups": {"groups": None},
     "layout is for 4 ranks": {"layout": mb.layout.make("zigzag", cp_size=4)},
     "does not share heads between ranks": {"groups": in_process.groups(intra=2, ulysses=2)},
     "plan must be made by mb.prepare": {"plan": 3, "groups": None, "layout": None},

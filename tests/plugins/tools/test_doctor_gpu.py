@@ -204,8 +204,8 @@ def test_what_runs_at_once_is_hidden_and_what_waits_is_not(ranks):
     ("words", "told"),
     [
         ([], "--gpu-report needs a GPU that torch sees, and torch"),
-        (["--device", "cpu", "--distributed"], "--gpu-report goes without --distributed"),
-        (["--device", "cpu", "--json", "--", "x.py"], "goes without --json, COMMAND"),
+        (["--device", "cpu", "--distributed"], "--gpu-report excludes --distributed"),
+        (["--device", "cpu", "--json", "--", "x.py"], "excludes --json, COMMAND"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(words, told, tmp_path, capsys):

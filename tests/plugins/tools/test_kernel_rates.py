@@ -199,7 +199,7 @@ def test_what_the_doctor_finds_of_a_kernel(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for version, said in (
-        (91500, "`auto` does not take it here (cuDNN 91500)"),
+        (91500, "`auto` does not choose it here (cuDNN 91500)"),
         (91900, f"part of torch {torch.__version__} here"),
     ):
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)

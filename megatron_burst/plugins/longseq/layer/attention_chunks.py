@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from ....execution.function import KeptResults
-from ....execution.job import Tensors
-from ....execution.row_chunks import ChunkedCall
-from ....execution.visiting import Host
+from ....execution.function import StoredResults
+from ....execution.host_keys import KeyHostMemory
+from ....execution.rank_plan import Tensors
+from ....execution.row_chunks import RowChunkedCall
 from ....kernels.autograd import first_order_only
 from ....megatron.attention.core_attention import AttentionCall
 from ..tiles import ParameterSums
@@ -44,9 +44,9 @@ class ChunkedHalf:
 
     half: AttentionHalf
     call: AttentionCall
-    kept: KeptResults | None
+    kept: StoredResults | None
     parameters: Sequence[torch.Tensor]
-    host: Host | None = None
+    host: KeyHostMemory | None = None
 
     def apply(self, hidden: torch.Tensor) -> torch.Tensor:
         """[s / t, b, H] -> [s / t, b, H], differentiable."""
@@ -59,21 +59,21 @@ class ChunkedHalf:
         """The output, and of every chunk what holds its results until backward (`_held`)."""
         half, plan, kept = self.half, self.call.plan, self.kept
         rows, ring = half.rows(plan), None
-        again = kept is not None and kept.keeper.filled
+        again = kept is not None and kept.store.filled
         if not again or plan.recompute is None or plan.recompute.keep < 1:
             # What is left to recompute beside a store sees few keys, and each chunk other ones.
             host = None if again else self.host
             ring = self._ring(hidden, rows, self.call.max_logits, host)
         whole, held = None, []
         for index, each in enumerate(rows):
-            attend = _Attend(ring, index, None if kept is None else kept.found())
+            attend = _Attend(ring, index, None if kept is None else kept.load())
             part = half.run(hidden.index_select(0, each.mine), each, attend).detach()
             if whole is None:
                 whole = part.new_empty((len(hidden), *part.shape[1:]))
             whole.index_copy_(0, each.mine, part)
             # At once, so that a tier of host memory takes results chunk by chunk.
             if kept is not None and ring is not None and not again:
-                kept.leave(ring.kept(index, *attend.result))
+                kept.save(ring.kept(index, *attend.result))
             if saves:
                 held.append(_held(attend.result))
         assert whole is not None  # there is at least one chunk
@@ -130,8 +130,8 @@ class ChunkedHalf:
         hidden: torch.Tensor,
         rows: Sequence[ChunkRows],
         max_logits: torch.Tensor | None = None,
-        host: Host | None = None,
-    ) -> ChunkedCall:
+        host: KeyHostMemory | None = None,
+    ) -> RowChunkedCall:
         """A call of attention over keys and values of all rows, made chunk by chunk."""
         plan = self.call.plan
         k, v = (
@@ -177,7 +177,7 @@ class _Half(torch.autograd.Function):
 class _Attend:
     """Core attention of a chunk of queries in forward: what a checkpoint kept, or the ring's."""
 
-    def __init__(self, ring: ChunkedCall | None, index: int, stored: Tensors | None):
+    def __init__(self, ring: RowChunkedCall | None, index: int, stored: Tensors | None):
         self._ring, self._index, self._stored = ring, index, stored
         self.result: Result
 
@@ -198,7 +198,7 @@ class _Recall:
     all the same: keys may, and other ranks take part.
     """
 
-    def __init__(self, ring: ChunkedCall, index: int, result: Result):
+    def __init__(self, ring: RowChunkedCall, index: int, result: Result):
         self._ring, self._index, self._result = ring, index, result
         self.leaves: list[torch.Tensor] = []
 
@@ -213,7 +213,7 @@ class _Recall:
 class _Recalled(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, ring: ChunkedCall, index: int, q: torch.Tensor, out: torch.Tensor, lse: Any
+        ctx: Any, ring: RowChunkedCall, index: int, q: torch.Tensor, out: torch.Tensor, lse: Any
     ) -> torch.Tensor:
         ctx.ring, ctx.index = ring, index
         ctx.save_for_backward(q, out, lse)

@@ -87,7 +87,7 @@ class AttentionHalf:
         each = rows // self.blocks
         rank = self.layer.self_attention.pg_collection.tp.rank() if self.blocks > 1 else 0
         chunks = []
-        for chunk in plan.job.chunks:
+        for chunk in plan.rank_plan.chunks:
             whole = torch.arange(rows, device=device) if chunk.rows is None else chunk.rows
             # Ascending, and equally many of each block.
             mine = whole.chunk(self.blocks)[rank] if len(whole) else whole

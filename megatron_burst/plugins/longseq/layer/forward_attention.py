@@ -66,7 +66,7 @@ def _in_chunks(
     call = _call(half, hidden, masks, params, patches)
     if call is None:
         return original(self, *args, **kwargs)
-    kept, tier = call.plan.keeps(current_store(), call.label), tier_of(patches)
+    kept, tier = call.plan.store_entry(current_store(), call.label), tier_of(patches)
     host = None if tier is None or call.plan.host_refusal is not None else tier.keys()
     if tier is not None:
         _log_once(patches, keys_line(call.plan, self.config.burst.offload))

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and values of other ranks in host memory between the row chunks of a forward.
+
+The first forward receives the keys for all row chunks and copies them to host memory while it
+computes. Later forwards send nothing. They fetch the keys one chunk ahead, so two chunks of keys
+are on the device.
+
+Source: FPDT (arXiv 2408.16978), section 4.2: offload with double buffering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from ..comm.packing import Message
+from ..schedule.tables import Chunk
+from .ring import ChunkTable, Ring
+
+
+class MovedTensor(Protocol):
+    """A tensor in host memory, as `mb.HostMemory.move` returns it.
+
+    `moved` is False if host memory had no room. The object then holds the tensor itself.
+    """
+
+    @property
+    def moved(self) -> bool: ...
+
+    def fetch(self) -> None: ...
+
+    def release(self) -> None: ...
+
+    def get(self) -> torch.Tensor: ...
+
+
+class KeyHostMemory(Protocol):
+    """Host memory for keys; implemented by `mb.HostMemory`.
+
+    With framed=False, the tensor belongs to no frame of backward.
+    """
+
+    def move(self, tensor: torch.Tensor, *, framed: bool) -> Any: ...
+
+
+class _DeviceCopy:
+    """A copy on the device, for a tensor that did not fit into host memory."""
+
+    moved = False
+
+    def __init__(self, tensor: torch.Tensor):
+        self._tensor = tensor.clone()
+
+    def fetch(self) -> None:
+        """Do nothing: the tensor is on the device."""
+
+    def release(self) -> None:
+        """Do nothing: no copy is pending."""
+
+    def get(self) -> torch.Tensor:
+        """Return the tensor."""
+        return self._tensor
+
+
+def _move_or_copy(host: KeyHostMemory, tensor: torch.Tensor) -> MovedTensor:
+    """Move a tensor to host memory, or copy it on the device if host memory has no room.
+
+    The caller reuses the buffer of the tensor.
+    """
+    moved = host.move(tensor, framed=False)
+    return moved if moved.moved else _DeviceCopy(tensor)
+
+
+HostChunks = dict[Chunk, tuple[MovedTensor, ...]]
+
+
+class HostKeys:
+    """Received keys of one call, per ring; empty until the first forward."""
+
+    def __init__(self, host: KeyHostMemory):
+        self._host = host
+        self._stashes: list[HostChunks] = []
+
+    def provide(self, rings: Sequence[Ring]) -> None:
+        """Prepare the rings of a forward, one ring per head chunk.
+
+        Rings of the first forward copy what they receive to host memory. Rings of later forwards
+        fetch it from there and send nothing.
+        """
+        first = not self._stashes
+        if first:
+            self._stashes = [{} for _ in rings]
+        for ring, stash in zip(rings, self._stashes, strict=True):
+            if first:
+                ring.chunks = _OffloadingChunks(ring.chunks, ring.me, self._host, stash)
+            else:
+                ring.steps = tuple(replace(step, exchanges=(), release=()) for step in ring.steps)
+                needed = [call.keys for step in ring.steps for call in step.calls]
+                visitors = [chunk for chunk in needed if chunk.owner != ring.me]
+                ring.chunks = _PrefetchingChunks(ring.chunks, visitors, stash)
+
+    def finish(self) -> None:
+        """Wait for pending copies to host memory, after the rings ran."""
+        for stash in self._stashes:
+            for moved in stash.values():
+                _release(moved)
+
+
+class _OffloadingChunks:
+    """Chunks of a first forward: chunks of other ranks are copied to host memory."""
+
+    def __init__(self, own: ChunkTable, me: int, host: KeyHostMemory, stash: HostChunks):
+        self._own, self._me, self._host, self._stash = own, me, host, stash
+
+    def __setitem__(self, chunk: Chunk, message: Message, /) -> None:
+        self._own[chunk] = message
+        if chunk.family == "kv" and chunk.owner != self._me:
+            self._stash[chunk] = tuple(_move_or_copy(self._host, t) for t in message.tensors)
+
+    def __getitem__(self, chunk: Chunk, /) -> Message:
+        return self._own[chunk]
+
+    def pop(self, chunk: Chunk, /) -> Message:
+        """Remove a chunk, whose buffer is reused, after its copy to host memory has ended."""
+        _release(self._stash.get(chunk, ()))
+        return self._own.pop(chunk)
+
+
+class _PrefetchingChunks:
+    """Chunks of a later forward: chunks of other ranks are fetched from host memory.
+
+    They are fetched in the order of the pass, one chunk ahead.
+    """
+
+    def __init__(self, own: ChunkTable, visitors: list[Chunk], stash: HostChunks):
+        self._own, self._order, self._stash = own, visitors, stash
+        self._visitor: Chunk | None = None
+        self._message = Message(None, ())
+        self._fetch()
+
+    def __getitem__(self, chunk: Chunk, /) -> Message:
+        if chunk not in self._stash:
+            return self._own[chunk]
+        if chunk != self._visitor:
+            # Free the previous chunk first, so that at most two chunks are on the device.
+            self._message = Message(None, ())
+            self._message = Message(None, tuple(moved.get() for moved in self._stash[chunk]))
+            self._visitor = chunk
+            while self._order and self._order[0] != chunk:
+                del self._order[0]
+            while self._order and self._order[0] == chunk:
+                del self._order[0]
+            self._fetch()
+        return self._message
+
+    def __setitem__(self, chunk: Chunk, message: Message, /) -> None:
+        raise AssertionError(f"internal error: {chunk} was received in a forward without transfers")
+
+    def pop(self, chunk: Chunk, /) -> Message:
+        raise AssertionError(f"internal error: {chunk} was freed in a forward without transfers")
+
+    def _fetch(self) -> None:
+        for chunk in self._order[:1]:
+            for moved in self._stash[chunk]:
+                moved.fetch()
+
+
+def _release(moved: Iterable[MovedTensor]) -> None:
+    for tensor in moved:
+        tensor.release()

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one rank executes for an attention call: plain data, made by `planning/build.py`.
+
+The loop in `ring` runs a `RankPass`. A pass contains everything that a plan can compute in advance:
+which hops start together, where their rows are in which buffer, and the target of each pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from ..comm.transport import Channel, Endpoint
+from ..kernels.base import Kernel, Scoring
+from ..schedule.tables import Chunk, Hop, Pair
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass
+class RowPlace:
+    """Position of some rows in the buffer of a chunk.
+
+    Attributes:
+        count: Number of rows.
+        at: A slice if the rows are consecutive, otherwise an int64 index on the device.
+        whole: True if these are all rows of the buffer.
+    """
+
+    count: int
+    at: Any
+    whole: bool
+
+
+class Target(NamedTuple):
+    """Rows of a partial result: a kernel call adds to them, or a hop sends or receives them.
+
+    Attributes:
+        total: Chunk with all rows of which this rank ever holds partial results.
+        size: Number of rows of `total`.
+        rows: Bit set of the rows of this target.
+        place: Position of the rows in the buffer of `total`.
+    """
+
+    total: Chunk
+    size: int
+    rows: int
+    place: RowPlace
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One call of the kernel for a pair of chunks.
+
+    Attributes:
+        pair: Pair of the schedule.
+        queries: Query chunk as this rank holds it.
+        keys: Key chunk as this rank holds it.
+        work: What the kernel planned for the two chunks.
+        targets: Where results are added: the output, or the gradients of queries and of keys.
+        parts: `joined.JoinedKeys` if the call reads several chunks of keys.
+    """
+
+    pair: Pair
+    queries: Chunk
+    keys: Chunk
+    work: Any
+    targets: tuple[Target, ...]
+    parts: Any = ()
+
+
+@dataclass(frozen=True)
+class Payload:
+    """The rows that one hop carries from or to this rank.
+
+    Attributes:
+        hop: Hop of the schedule.
+        count: Number of rows.
+        digest: Digest of pass and chunk, for the envelope.
+        packed: True if the hop is one message on every device. It is False for the tensors of a
+            chunk's owner, which are sent without a copy on devices other than the CPU.
+        target: Rows of a partial result; None for a copy of queries or keys.
+        source: For a copy that this rank sends: the chunk it is taken from, and the position there.
+            None if this rank forwards a received chunk unchanged.
+    """
+
+    hop: Hop
+    count: int
+    digest: int
+    packed: bool
+    target: Target | None = None
+    source: tuple[Chunk, RowPlace] | None = None
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Hops that share a process group, start together and end together.
+
+    Attributes:
+        channel: Channel of the process group.
+        land: Index of the boundary that waits for the hops.
+        leaving: Payloads that this rank sends.
+        arriving: Payloads that this rank receives.
+    """
+
+    channel: Channel
+    land: int
+    leaving: tuple[Payload, ...]
+    arriving: tuple[Payload, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A boundary of the schedule and the kernel calls after it.
+
+    Attributes:
+        index: Index of the boundary.
+        release: Received chunks that this rank does not need any more.
+        exchanges: Transfers that start at the boundary.
+        calls: Kernel calls after the boundary.
+    """
+
+    index: int
+    release: tuple[Chunk, ...]
+    exchanges: tuple[Exchange, ...]
+    calls: tuple[KernelCall, ...]
+
+
+@dataclass(frozen=True)
+class RankPass:
+    """A forward or backward pass of one rank.
+
+    Attributes:
+        name: Name in envelopes, errors and profiles.
+        steps: Steps of the pass.
+        deferred: Steps of head chunks that compute the pair of their own chunks last; empty if
+            there are none.
+        totals: (family, owner) -> all rows of which this rank holds partial results.
+        longest: Family -> largest number of rows of a received chunk.
+        sends: Chunk -> number of times that this rank sends it.
+        kinds: Cache of `ring` for its message kinds, by dtypes and number of heads.
+    """
+
+    name: str
+    steps: tuple[Step, ...]
+    deferred: tuple[Step, ...]
+    totals: Mapping[tuple[str, int], Target]
+    longest: Mapping[str, int]
+    sends: Mapping[Chunk, int]
+    kinds: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class RecomputePass:
+    """A forward pass that is repeated for some rows only.
+
+    Row numbers are int64 and refer to this rank's shard in the ring, or to the row chunk.
+
+    Attributes:
+        kept: Rows whose results the store has.
+        missing: Rows that are computed again: the queries of `run`.
+        own_kept: Rows of this rank's own shard, before ranks share heads, whose results the store
+            has.
+        run: The forward pass of `missing`.
+    """
+
+    kept: torch.Tensor
+    missing: torch.Tensor
+    own_kept: torch.Tensor
+    run: RankPass
+
+    def all_rows(self, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Return stored and recomputed rows in their original order."""
+        if not len(self.missing):
+            return stored.detach()  # autograd sets the history of a returned tensor
+        all_rows = new.new_empty((len(self.kept) + len(self.missing), *new.shape[1:]))
+        all_rows.index_copy_(0, self.kept, stored.detach())
+        all_rows.index_copy_(0, self.missing, new)
+        return all_rows
+
+
+@dataclass(frozen=True)
+class RowChunk:
+    """Plan of one row chunk: the passes of some query rows over all keys.
+
+    Attributes:
+        rows: int64 row numbers in this rank's shard; None for all rows.
+        order: Order of these rows, as in `RankPlan.order`.
+        forward: Forward pass.
+        backward: Backward pass.
+        recompute: Forward pass of the rows that the store does not keep; None without a store.
+        host_forward: Forward pass that receives the keys for all row chunks, for a call with keys
+            in host memory. Any row chunk may run it first. None if the call has no such pass, see
+            `pipeline.RowDemand`.
+    """
+
+    rows: torch.Tensor | None
+    order: torch.Tensor | None
+    forward: RankPass
+    backward: RankPass
+    recompute: RecomputePass | None = None
+    host_forward: RankPass | None = None
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """Endpoints, kernel and passes of one rank.
+
+    Attributes:
+        ring: Endpoint of the ring.
+        ulysses: Endpoint of the ranks that share heads.
+        ulysses_links: Link class to each rank that shares heads with this rank.
+        kernel: Local attention kernel.
+        scoring: Scale and softcap of the scores.
+        wire_dtype: dtype in which gradients are sent.
+        needs_grad: Whether q, k and v need a gradient.
+        heads: Query heads of the call's tensors, before ranks share them.
+        kv_heads: Key/value heads of the call's tensors, before ranks share them.
+        head_chunks: Number of head chunks.
+        chunks: One row chunk with all rows, or several that run one after the other.
+        order: int64 [rows of the ring shard]: for each row of the ring, its number in the
+            concatenated shards of the ranks that share heads. None if the order is the same.
+    """
+
+    ring: Endpoint
+    ulysses: Endpoint
+    ulysses_links: tuple[str, ...]
+    kernel: Kernel
+    scoring: Scoring
+    wire_dtype: torch.dtype
+    needs_grad: tuple[bool, bool, bool]
+    heads: int
+    kv_heads: int
+    head_chunks: int
+    chunks: tuple[RowChunk, ...]
+    order: torch.Tensor | None
+
+    @property
+    def forward(self) -> RankPass:
+        """Return the forward pass of all rows, or of the first row chunk."""
+        return self.chunks[0].forward
+
+    @property
+    def backward(self) -> RankPass:
+        """Return the backward pass of all rows, or of the first row chunk."""
+        return self.chunks[0].backward
+
+
+def rows_of(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return these rows of x; x itself if `rows` has all of them."""
+    return x if len(rows) == len(x) else x.index_select(0, rows)
