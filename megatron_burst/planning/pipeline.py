@@ -93,8 +93,8 @@ class RingRequest:
 
         Args:
             queries: Query spans of each rank of the ring.
-            joined: As in `Visibility`. Kernels that define `joins` ignore it: sparse attention joins
-                the pairs of a step.
+            joined: As in `Visibility`. Kernels that define `joins` ignore it: sparse attention
+                joins the pairs of a step.
         """
         request = self.request
         return visibility_of(
