@@ -53,7 +53,7 @@ def test_a_length_without_meaning_is_one_line(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(monkeypatch, tmp_path, "--tokens", "half")
     said = capsys.readouterr().err.splitlines()[-1]
-    assert "length half: a whole number of tokens such as 131072, 128K or 5M" in said
+    assert "length must be a whole number of tokens such as 131072, 128K or 5M, got half" in said
 
 
 def test_pairs_by_hand():

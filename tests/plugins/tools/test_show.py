@@ -403,7 +403,7 @@ def test_gradients_and_node_links_of_backward():
         ("mask --mask dilated --stride 2 --first 1", "--first applies to --mask prefix"),
         ("mask --mask dilated --stride 0", "--mask dilated: stride must be at least 1"),
         ("mask --mask causal&full", "--mask causal&full: unknown"),
-        ("mask --lengths 3,0", "--lengths 0: a whole number of tokens"),
+        ("mask --lengths 3,0", "--lengths must be a whole number of tokens"),
         ("mask --seq 32 --lengths 30,30", "--lengths: 60 tokens do not fit into 32; give --seq"),
         ("mask --layout balanced", "--layout balanced requires the documents of --lengths"),
         ("mask --layout block_striped", "--layout block_striped requires --block N"),
