@@ -247,7 +247,7 @@ def test_releases_before_are_refused_by_name(name):
 )  # fmt: skip
 def test_functions_that_do_not_fit_are_refused(code, words):
     with pytest.raises(ValueError, match=words):
-        packages.fit("there", code, packages.Function("f", {}), packages.FORWARD)
+        packages.fit("there", code, packages.FlashFunction("f", {}), packages.FORWARD)
 
 
 def test_an_operator_of_torch_shows_the_parameters_of_its_function():
