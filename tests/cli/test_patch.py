@@ -176,7 +176,7 @@ def test_the_series_is_what_make_writes(copy, tmp_path):
 @pytest.mark.parametrize("path", ["nowhere", "."])
 def test_a_folder_without_megatron(path, tmp_path, capsys):
     assert main(["patch", "--check", str(tmp_path / path)]) == 2
-    assert "give the folder that contains the folder megatron" in capsys.readouterr().err
+    assert "pass the folder that contains the folder megatron" in capsys.readouterr().err
 
 
 def small_tree(tmp_path, change):
