@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention masks: which (query position, key position) pairs attend.
+"""Attention masks: the (query position, key position) pairs that attend.
 
-A mask describes positions of the global sequence, so one mask serves every layout and every number
-of ranks. Masks combine with `&` and `|`. `base` defines the interface, `positions`, `tables` and
-`tree` hold the masks, `verify` checks them, `tiling` cuts a pair of shards into tiles that kernels
-can compute, `seen` says which rows have to travel.
+A mask describes positions of the global sequence, so one mask is valid for every layout and every
+number of ranks. Masks combine with `&` and `|`. `base` defines the interface, `positions`, `tables`
+and `tree` hold the masks, and `verify` checks them. `tiling` cuts a pair of shards into tiles that
+kernels can compute, and `seen` computes the rows that must be sent.
 """
 
 from importlib import import_module
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-# Masks that a plain call does not need; imported when they are first asked for.
+# A plain call does not need these names, so their modules are imported at the first use.
 _LATE = dict.fromkeys(["BlockSparse", "Dense", "Documents", "SameSpan", "shards_visible"], "tables")
 _LATE |= {"Tree": "tree", "check": "verify"}
 
@@ -45,5 +45,5 @@ _LATE |= {"Tree": "tree", "check": "verify"}
 def __getattr__(name: str) -> Any:
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found = getattr(import_module(f".{_LATE[name]}", __name__), name)
-    return found
+    globals()[name] = member = getattr(import_module(f".{_LATE[name]}", __name__), name)
+    return member

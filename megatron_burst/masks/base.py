@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of masks, and how masks combine.
+"""The interface of masks, and the combination of masks.
 
 `visible` is exact, for arrays of positions. `cover` is conservative, for two spans: PARTIAL is
-always allowed, EMPTY and FULL are promises. A custom mask needs `visible`; `cover` saves
-computation and messages, and `check` compares it with `visible`. `bands` and
-`breaks` say more exactly which rows have to travel and cut a partly visible rectangle into fewer
-tiles; `modulus` serves masks of residue classes; `viewers` only makes plans faster, and is derived
-from `covers` where a mask does not define it (`seen.viewers_of`).
+always allowed, EMPTY and FULL are promises. A custom mask needs `visible`. `cover` saves
+computation and messages, and `check` compares it with `visible`. `bands` and `breaks` describe more
+exactly which rows must be sent, and cut a partly visible rectangle into fewer tiles. `modulus` is
+for masks of residue classes. `viewers` only makes plans faster; if a mask does not define it, it is
+derived from `covers` (`seen.viewers_of`).
 """
 
 from __future__ import annotations
@@ -21,30 +21,48 @@ import numpy as np
 
 from ..layout import Span, Spans
 
-FAR = 1 << 60  # farther than any two positions are apart
+FAR = 1 << 60  # larger than any distance of two positions
 
 
 class Cover(IntEnum):
-    """How much of a rectangle of pairs a mask lets through."""
+    """The visible part of a rectangle of pairs: none (EMPTY), some (PARTIAL) or all (FULL).
+
+    Example:
+        >>> span = mb.layout.Span(0, 1, 4)
+        >>> mb.masks.Full().cover(span, span)
+        <Cover.FULL: 2>
+    """
 
     EMPTY = 0
     PARTIAL = 1
     FULL = 2
 
 
-# As plain numbers, which arrays compare and take in a fraction of the time.
+# Plain numbers are much faster in array operations than members of the enumeration.
 EMPTY, PARTIAL, FULL = (int(cover) for cover in Cover)
 
 
 class Band(NamedTuple):
-    """Local row m sees local column n exactly when m - left <= n <= m + right."""
+    """A band: local row m sees local column n exactly if m - left <= n <= m + right.
+
+    Attributes:
+        left: Number of visible columns before the diagonal.
+        right: Number of visible columns after the diagonal.
+    """
 
     left: int
     right: int
 
 
 class SpanBands(NamedTuple):
-    """Bands of many pairs of spans: arrays; `left` and `right` count only where `known`."""
+    """Bands of many pairs of spans, as arrays.
+
+    Attributes:
+        left: As in `Band`.
+        right: As in `Band`.
+        known: bool, true if the visible part is this band; otherwise `left` and `right` are
+            undefined.
+    """
 
     left: np.ndarray
     right: np.ndarray
@@ -52,10 +70,15 @@ class SpanBands(NamedTuple):
 
 
 class Viewers(NamedTuple):
-    """Which positions see keys of spans: arrays.
+    """The positions that see keys of spans, as arrays.
 
-    Queries outside first..last see none of a span's keys. A query at p inside sees none but those
-    from p - left to p + right, and all of these where `exact`.
+    Attributes:
+        first: First query that may see keys of the span.
+        last: Last query that may see keys of the span.
+        left: A query at p sees no keys of the span before p - left.
+        right: A query at p sees no keys of the span after p + right.
+        exact: bool, true if every query from `first` to `last` sees all keys of the span from p -
+            left to p + right.
     """
 
     first: np.ndarray
@@ -64,13 +87,16 @@ class Viewers(NamedTuple):
     right: np.ndarray
     exact: np.ndarray
 
-    def holds(self, other: Viewers) -> np.ndarray:
-        """Where do these see whatever the others may see?"""
-        wider = (self.first <= other.first) & (self.last >= other.last)
-        return wider & (self.left >= other.left) & (self.right >= other.right) & self.exact
+    def holds(self, others: Viewers) -> np.ndarray:
+        """Return a bool array that is true if these see all that the others may see."""
+        wider = (self.first <= others.first) & (self.last >= others.last)
+        return wider & (self.left >= others.left) & (self.right >= others.right) & self.exact
 
     def reached(self, keys: Spans) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(first, last) of the queries that may see some of `keys`; and, where `exact`, all."""
+        """Return the (first, last) queries that may see some of `keys`, and that may see all.
+
+        If `exact`, the queries of the second range see all keys.
+        """
         return [
             (np.maximum(self.first, x - self.right), np.minimum(self.last, y + self.left))
             for x, y in ((keys.start, keys.last), (keys.last, keys.start))
@@ -78,102 +104,140 @@ class Viewers(NamedTuple):
 
 
 class Mask:
-    """Base of all masks. A custom mask defines `visible`, and usually `cover`."""
+    """Base of all masks. A custom mask defines `visible`, and usually `cover`.
 
-    #: the mask depends on distances modulo this only, so residue classes are cut apart; mostly 1
+    Attributes:
+        modulus: The mask depends on distances modulo this number only, so residue classes are cut
+            apart; 1 for most masks.
+        flash_compatible: Whether a few rectangles and lower triangles describe the mask, as flash
+            attention kernels require.
+
+    Example:
+        >>> class Even(mb.masks.Mask):
+        ...     def visible(self, q, k):
+        ...         return (k % 2 == 0) & (k <= q)
+        >>> Even().visible(np.array([2]), np.array([0, 1, 2]))
+        array([ True, False,  True])
+    """
+
     modulus: int = 1
-    #: do a few rectangles and lower triangles describe it, as flash attention kernels take them?
     flash_compatible: bool = False
 
     @property
     def cacheable(self) -> bool:
-        """May plans keep what they made for this mask, and reuse it for masks with an equal repr?
+        """True if plans may keep what they made for this mask, for masks with an equal repr.
 
-        Requires that the mask is the same in every batch and that its repr says all there is. Only
-        masks of this package are known to do so.
+        This requires that the mask is the same in every batch and that its repr describes it
+        completely. By default only masks of this package are cacheable.
         """
         return type(self).__module__.startswith(f"{__package__}.")
 
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
-        """Whether the query attends to the key. q, k: integer arrays of positions, broadcast
-        against each other; returns bool of their common shape.
+        """Return a bool array that is true for pairs that attend.
+
+        Args:
+            q: Integer array of query positions.
+            k: Integer array of key positions; `q` and `k` are broadcast against each other.
         """
         raise NotImplementedError
 
     def cover(self, q_span: Span, k_span: Span) -> Cover:
-        """How much of `q_span` x `k_span` is visible.
+        """Return how much of `q_span` x `k_span` is visible.
 
-        EMPTY and FULL are promises, PARTIAL is always right. Default: what `covers` returns if a
-        mask defines it, else PARTIAL, with which every key is sent to every rank.
+        EMPTY and FULL are promises, PARTIAL is always correct. The default is the result of
+        `covers` if a mask defines it. Otherwise it is PARTIAL, with which every key is sent to
+        every rank.
+
+        Args:
+            q_span: Span of queries.
+            k_span: Span of keys.
         """
         if type(self).covers is Mask.covers:
             return Cover.PARTIAL
-        return Cover(int(self.covers(_one(q_span), _one(k_span))))
+        return Cover(int(self.covers(_as_arrays(q_span), _as_arrays(k_span))))
 
     def covers(self, q_spans: Spans, k_spans: Spans) -> np.ndarray:
-        """`cover` of many pairs of spans at once.
+        """Return `cover` of many pairs of spans, int64 values of `Cover`.
 
-        The fields of `q_spans` and `k_spans` are integer arrays, broadcast against each other;
-        returns an int64 array of `Cover` values of their common shape.
+        Args:
+            q_spans: Spans of queries, as integer arrays.
+            k_spans: Spans of keys, as integer arrays; `q_spans` and `k_spans` are broadcast against
+                each other.
         """
         fields = np.broadcast_arrays(*q_spans, *k_spans)
         if type(self).cover is Mask.cover:
             return np.full(fields[0].shape, PARTIAL)
-        found = [
+        covers = [
             self.cover(Span(*map(int, pair[:3])), Span(*map(int, pair[3:])))
             for pair in zip(*(field.ravel() for field in fields), strict=True)
         ]
-        return np.array(found, dtype=np.int64).reshape(fields[0].shape)
+        return np.array(covers, dtype=np.int64).reshape(fields[0].shape)
 
     def bands(self, q_spans: Spans, k_spans: Spans) -> SpanBands:
-        """The visible part of each pair of q_spans and k_spans as a band, where it is known to be
-        one.
+        """Return the visible part of each pair of spans as a band, if it is known to be one.
+
+        Args:
+            q_spans: Spans of queries.
+            k_spans: Spans of keys.
         """
         covers = self.covers(q_spans, k_spans)
         reach = np.where(covers == Cover.FULL, FAR, -FAR)
         return SpanBands(reach, reach, covers != Cover.PARTIAL)
 
     def band(self, q_span: Span, k_span: Span) -> Band | None:
-        """`bands` of q_span and k_span; None where these are not known to be a band."""
-        left, right, known = self.bands(_one(q_span), _one(k_span))
+        """Return `bands` of one pair of spans; None if it is not known to be a band.
+
+        Args:
+            q_span: Span of queries.
+            k_span: Span of keys.
+        """
+        left, right, known = self.bands(_as_arrays(q_span), _as_arrays(k_span))
         return Band(int(left), int(right)) if known else None
 
     @property
-    def tells_viewers(self) -> bool:
-        """Does the mask define `viewers`, or say nothing by them?"""
+    def has_viewers(self) -> bool:
+        """True if the mask defines `viewers`."""
         return type(self).viewers is not Mask.viewers
 
     def viewers(self, k_spans: Spans) -> Viewers:
-        """Which positions see keys of `k_spans`, whose fields are int64 arrays of one shape.
+        """Return the positions that see keys of spans.
 
-        Optional: this one allows any, and is narrowed down by what `covers` says.
+        This method is optional. The default allows all positions, which `covers` then restricts.
+
+        Args:
+            k_spans: Spans of keys, as int64 arrays of one shape.
         """
         far = np.full(np.shape(k_spans.start), FAR)
         return Viewers(-far, far, far, far, np.zeros_like(far, dtype=bool))
 
     @property
     def breaks(self) -> np.ndarray:
-        """Sorted positions before which the mask's description changes."""
+        """Sorted positions before which the description of the mask changes."""
         return np.empty(0, dtype=np.int64)
 
     def cuts(self, span: Span) -> np.ndarray:
-        """Sorted local indices 0 < i < span.length at which `span` first reaches a break."""
+        """Return sorted local indices 0 < i < span.length at which `span` first reaches a break."""
         low, high = np.searchsorted(self.breaks, (span.start + 1, span.last + 1))
         return np.unique(-((span.start - self.breaks[low:high]) // span.stride))  # rounded up
 
     def check(self, seq_len: int) -> None:
-        """Raise ValueError unless the mask describes sequences of `seq_len` positions."""
+        """Raise ValueError unless the mask is valid for sequences of `seq_len` positions."""
 
     def narrowed(self, other: Mask) -> Mask | None:
-        """What both masks let through, where this mask means something else by the distances of
-        `other` than positions (`Tree`: windows count along its paths); mostly None.
+        """Return the pairs that both masks show, if `other` has another meaning under this mask.
+
+        That is so for `Tree`: windows count along its paths and not in positions. Most masks return
+        None.
+
+        Args:
+            other: The other mask.
         """
         return None
 
     def __and__(self, other: Mask) -> Mask:
-        for mask, more in ((self, other), (other, self)):
-            if isinstance(mask, Mask) and (found := mask.narrowed(more)) is not None:
-                return found
+        for mask, second in ((self, other), (other, self)):
+            if isinstance(mask, Mask) and (combined := mask.narrowed(second)) is not None:
+                return combined
         return _And(self, other)
 
     def __or__(self, other: Mask) -> Mask:
@@ -197,26 +261,30 @@ class VectorMask(Mask):
 
 
 def cover_where(empty: np.ndarray | bool, full: np.ndarray | bool) -> np.ndarray:
-    """EMPTY where `empty`, else FULL where `full`, else PARTIAL."""
+    """Return EMPTY where `empty`, else FULL where `full`, else PARTIAL."""
     return np.where(empty, EMPTY, np.where(full, FULL, PARTIAL))
 
 
-def _one(span: Span) -> Spans:
+def _as_arrays(span: Span) -> Spans:
     return Spans(*map(np.asarray, span))
 
 
 class Combined(VectorMask):
-    """Two masks and the operator between them."""
+    """Two masks and the operator between them.
+
+    Attributes:
+        symbol: The operator, "&" or "|".
+        inner: Function of the covers of both masks that returns the cover of the combination.
+    """
 
     symbol: str
-    #: of two covers, the one that the pair has
     inner: np.ufunc
 
     def __init__(self, a: Mask, b: Mask):
         if not isinstance(a, Mask) or not isinstance(b, Mask):
             raise TypeError(f"masks combine with masks, got {a!r} and {b!r}")
         self.a, self.b = a, b
-        self.modulus = min(math.lcm(a.modulus, b.modulus), FAR)  # has to fit into int64
+        self.modulus = min(math.lcm(a.modulus, b.modulus), FAR)  # must fit into int64
         self.flash_compatible = a.flash_compatible and b.flash_compatible
 
     @property
@@ -224,8 +292,8 @@ class Combined(VectorMask):
         return self.a.cacheable and self.b.cacheable
 
     @property
-    def tells_viewers(self) -> bool:
-        return self.a.tells_viewers and self.b.tells_viewers
+    def has_viewers(self) -> bool:
+        return self.a.has_viewers and self.b.has_viewers
 
     @cached_property
     def breaks(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -246,7 +314,7 @@ class Combined(VectorMask):
 
 
 def parts(mask: Mask) -> Iterator[Mask]:
-    """Yield the masks of which a combination consists."""
+    """Yield the masks that a combination consists of."""
     if isinstance(mask, Combined):
         yield from parts(mask.a)
         yield from parts(mask.b)
@@ -256,12 +324,12 @@ def parts(mask: Mask) -> Iterator[Mask]:
 
 def custom_parts(mask: Mask) -> list[Mask]:
     """Return the parts of a mask whose classes are not in this package."""
-    ours = f"{__name__.partition('.')[0]}."
-    return [part for part in parts(mask) if not type(part).__module__.startswith(ours)]
+    package = f"{__name__.partition('.')[0]}."
+    return [part for part in parts(mask) if not type(part).__module__.startswith(package)]
 
 
 class _And(Combined):
-    """What both masks let through."""
+    """The pairs that both masks show."""
 
     symbol, inner = "&", np.minimum
 
@@ -284,7 +352,7 @@ class _And(Combined):
 
 
 class _Or(Combined):
-    """What either mask lets through."""
+    """The pairs that at least one mask shows."""
 
     symbol, inner = "|", np.maximum
 
@@ -298,24 +366,24 @@ class _Or(Combined):
         a_empty, b_empty = a.left + a.right < 0, b.left + b.right < 0
         left = np.where(a_empty, b.left, np.where(b_empty, a.left, np.maximum(a.left, b.left)))
         right = np.where(a_empty, b.right, np.where(b_empty, a.right, np.maximum(a.right, b.right)))
-        # Two bands with a gap between them are no band; neighbouring diagonals leave no gap.
+        # Two bands with a gap between them are not a band. Adjacent diagonals leave no gap.
         touch = (a.left + b.right >= -1) & (b.left + a.right >= -1)
         return SpanBands(left, right, a.known & b.known & (touch | a_empty | b_empty))
 
     def viewers(self, k_spans: Spans) -> Viewers:
         a, b = self.a.viewers(k_spans), self.b.viewers(k_spans)
         first, (last, left, right) = np.minimum(a.first, b.first), map(np.maximum, a[1:4], b[1:4])
-        one = a.holds(b) | b.holds(a)
-        if one.all():
-            return Viewers(first, last, left, right, one)
-        # Where the queries that see all keys of a span by one mask or the other leave no gap, they
-        # are all that see any: Causal() | SameSpan(). Elsewhere, who may see some is narrowed down.
+        single = a.holds(b) | b.holds(a)
+        if single.all():
+            return Viewers(first, last, left, right, single)
+        # If the queries that see all keys of a span under either mask leave no gap, no other query
+        # sees any key, as in Causal() | SameSpan(). Otherwise only the range is restricted.
         (some_a, all_a), (some_b, all_b) = a.reached(k_spans), b.reached(k_spans)
         begin, end = np.minimum(some_a[0], some_b[0]), np.maximum(some_a[1], some_b[1])
-        both = np.zeros_like(one)
+        joint = np.zeros_like(single)
         for x, y in ((all_a, all_b), (all_b, all_a)):
-            both |= (x[0] <= begin) & (y[0] <= x[1] + 1) & (y[1] >= end)
-        both &= a.exact & b.exact & ~one
-        first, last = np.where(one, first, begin), np.where(one, last, end)
-        left, right = np.where(both, FAR, left), np.where(both, FAR, right)
-        return Viewers(first, last, left, right, one | both)
+            joint |= (x[0] <= begin) & (y[0] <= x[1] + 1) & (y[1] >= end)
+        joint &= a.exact & b.exact & ~single
+        first, last = np.where(single, first, begin), np.where(single, last, end)
+        left, right = np.where(joint, FAR, left), np.where(joint, FAR, right)
+        return Viewers(first, last, left, right, single | joint)

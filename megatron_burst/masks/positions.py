@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks that compare two positions: Full, Causal, Window, Dilated, Prefix.
 
-Each answers by arithmetic on arrays of spans, so that a large grid of ranks costs no Python loop.
+All of them compute with arrays of spans, so that a large grid of ranks needs no Python loop.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from .base import FAR, Band, Cover, Mask, SpanBands, VectorMask, Viewers, cover_
 def _position(mask: Mask, name: str) -> int:
     """Replace field `name` of a frozen mask by a plain int of at most FAR, and return it.
 
-    Beyond FAR, one number of positions means the same as another, and sums would leave int64.
-    Raises ValueError if the field is no integer.
+    Numbers beyond FAR have the same meaning as FAR, and sums of them would overflow int64.
+
+    Raises:
+        ValueError: The field is not an integer.
     """
     value = min(integer(name, getattr(mask, name)), FAR)
     object.__setattr__(mask, name, value)
@@ -28,7 +30,12 @@ def _position(mask: Mask, name: str) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Full(VectorMask):
-    """Every query attends to every key."""
+    """Full mask: every query attends to every key.
+
+    Example:
+        >>> mb.masks.Full().visible(np.array([0]), np.array([0, 1]))
+        array([ True,  True])
+    """
 
     flash_compatible = True
 
@@ -45,10 +52,20 @@ class Full(VectorMask):
 
 @dataclass(frozen=True, eq=False)
 class Window(VectorMask):
-    """A query at p attends to the keys from p - left to p + right; None: no limit.
+    """Window mask: a query at p attends to the keys from p - left to p + right.
 
-    A causal sliding window of W tokens, the own one included, is Window(W - 1, 0). ValueError for
-    an invalid limit.
+    A causal sliding window of W tokens, including the query's own, is `Window(W - 1, 0)`.
+
+    Args:
+        left: Number of keys before the query; None for no limit.
+        right: Number of keys after the query; None for no limit.
+
+    Raises:
+        ValueError: A limit is neither None nor an integer from 0.
+
+    Example:
+        >>> mb.masks.Window(1, 0).visible(np.array([2]), np.arange(4))
+        array([False,  True,  True, False])
     """
 
     left: int | None
@@ -80,7 +97,7 @@ class Window(VectorMask):
         return cover_where(empty, (nearest >= -left) & (farthest <= right))
 
     def bands(self, q_spans: Spans, k_spans: Spans) -> SpanBands:
-        # Local column n lies (n - m) strides ahead of row m, plus what the starts are apart.
+        # Local column n is (n - m) strides ahead of row m, plus the distance of the starts.
         ahead = np.subtract(q_spans.start, k_spans.start)
         left, right = self.reach
         stride = np.asarray(q_spans.stride)
@@ -88,8 +105,8 @@ class Window(VectorMask):
         bands = SpanBands((left - ahead) // stride, (right + ahead) // stride, known)
         if known.all():
             return bands
-        others = super().bands(q_spans, k_spans)
-        return SpanBands(*(np.where(known, *both) for both in zip(bands, others, strict=True)))
+        default = super().bands(q_spans, k_spans)
+        return SpanBands(*(np.where(known, *pair) for pair in zip(bands, default, strict=True)))
 
     def viewers(self, k_spans: Spans) -> Viewers:
         far, exact = np.full(np.shape(k_spans.start), FAR), np.ones(np.shape(k_spans.start), bool)
@@ -98,7 +115,12 @@ class Window(VectorMask):
 
 
 class Causal(Window):
-    """A query attends to the keys at its own position and before."""
+    """Causal mask: a query attends to the keys at its own position and before.
+
+    Example:
+        >>> mb.masks.Causal().visible(np.array([1]), np.arange(3))
+        array([ True,  True, False])
+    """
 
     def __init__(self):
         super().__init__(None, 0)
@@ -109,9 +131,17 @@ class Causal(Window):
 
 @dataclass(frozen=True, eq=False)
 class Dilated(VectorMask):
-    """A query attends to the keys whose distance is a multiple of `stride`, on both sides.
+    """Dilated mask: a query attends to keys at distances that are multiples of `stride`.
 
-    ValueError unless `stride` is an integer from 1 on.
+    Args:
+        stride: The stride, on both sides.
+
+    Raises:
+        ValueError: `stride` is not an integer from 1.
+
+    Example:
+        >>> mb.masks.Dilated(2).visible(np.array([2]), np.arange(5))
+        array([ True, False,  True, False,  True])
     """
 
     stride: int
@@ -128,8 +158,8 @@ class Dilated(VectorMask):
         return np.subtract(q, k) % self.stride == 0
 
     def covers(self, q_spans: Spans, k_spans: Spans) -> np.ndarray:
-        # A distance is that of the starts plus multiples of both strides, so modulo `stride` it
-        # differs from it by a multiple of their greatest common divisor.
+        # A distance is the distance of the starts plus multiples of both strides. Modulo `stride`
+        # it differs from the distance of the starts by a multiple of their common divisor.
         q_stride, k_stride = (np.multiply(x.stride, x.length > 1) for x in (q_spans, k_spans))
         common = np.gcd(np.gcd(q_stride, k_stride), self.stride)
         empty = np.subtract(q_spans.start, k_spans.start) % common != 0
@@ -138,9 +168,19 @@ class Dilated(VectorMask):
 
 @dataclass(frozen=True, eq=False)
 class Prefix(VectorMask):
-    """Every query attends to the first n keys. A prefix language model is Causal() | Prefix(n).
+    """Prefix mask: every query attends to the first n keys.
 
-    ValueError unless n is an integer from 0 on.
+    The mask of a prefix language model is `Causal() | Prefix(n)`.
+
+    Args:
+        n: Number of keys.
+
+    Raises:
+        ValueError: `n` is not an integer from 0.
+
+    Example:
+        >>> (mb.masks.Causal() | mb.masks.Prefix(2)).visible(np.array([0]), np.arange(4))
+        array([ True,  True, False, False])
     """
 
     n: int
@@ -154,9 +194,9 @@ class Prefix(VectorMask):
         return np.broadcast_to(np.less(k, self.n), np.broadcast_shapes(np.shape(q), np.shape(k)))
 
     def covers(self, q_spans: Spans, k_spans: Spans) -> np.ndarray:
-        found = cover_where(np.greater_equal(k_spans.start, self.n), np.less(k_spans.last, self.n))
+        covers = cover_where(np.greater_equal(k_spans.start, self.n), np.less(k_spans.last, self.n))
         shape = np.broadcast_shapes(np.shape(q_spans.start), np.shape(k_spans.start))
-        return np.broadcast_to(found, shape)
+        return np.broadcast_to(covers, shape)
 
     def viewers(self, k_spans: Spans) -> Viewers:
         all_see, none_sees = np.less(k_spans.last, self.n), np.greater_equal(k_spans.start, self.n)

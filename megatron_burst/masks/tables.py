@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks that look positions up in a table: Documents, SameSpan, BlockSparse, Dense; and a table of
-which shards see which.
+"""Masks that look positions up in a table: Documents, SameSpan, BlockSparse, Dense.
+
+The module also computes which shards see which.
 """
 
 from __future__ import annotations
@@ -17,12 +18,22 @@ from .base import FAR, Cover, Mask, VectorMask, Viewers, cover_where
 
 
 class Documents(VectorMask):
-    """Packed documents: positions attend to each other within a document.
+    """Mask of packed documents: positions attend to each other within a document.
 
-    cu_seqlens: cumulative lengths 0 = c_0 <= c_1 <= ... <= c_n = length of the sequence.
-    padding: indices of documents that are padding: their rows attend to nothing, nor anything to
-    them.
-    Causal packed documents are Documents(cu_seqlens) & Causal(). ValueError for other numbers.
+    Causal packed documents are `Documents(cu_seqlens) & Causal()`.
+
+    Args:
+        cu_seqlens: Cumulative lengths 0 = c_0 <= c_1 <= ... <= c_n = length of the sequence.
+        padding: Indices of documents that are padding. Their rows attend to nothing, and nothing
+            attends to them.
+
+    Raises:
+        ValueError: `cu_seqlens` or `padding` is invalid.
+
+    Example:
+        >>> mask = mb.masks.Documents([0, 2, 4]) & mb.masks.Causal()
+        >>> mask.visible(np.array([3]), np.arange(4))
+        array([False, False,  True,  True])
     """
 
     flash_compatible = True
@@ -32,8 +43,8 @@ class Documents(VectorMask):
         self._bounds.flags.writeable = False
         documents = len(self.bounds) - 1
         self._padding = padding_documents(padding, documents)
-        # By what `document` returns: 0 is before the first, so document i is i + 1. Documents
-        # without a position may pass for padding.
+        # Indexed by the result of `document`, which is i + 1 for document i and 0 before the first.
+        # Documents without a position may count as padding.
         self._hidden = np.zeros(documents + 2, dtype=bool)
         self._hidden[1:-1] = np.diff(self.bounds) == 0
         self._hidden[[index + 1 for index in self.padding]] = True
@@ -41,12 +52,15 @@ class Documents(VectorMask):
 
     @property
     def bounds(self) -> np.ndarray:
-        """int64 [documents + 1]: the cumulative lengths, read-only: plans are made from them."""
+        """Cumulative lengths, int64 [documents + 1].
+
+        The array is read-only, because plans are made from it.
+        """
         return self._bounds
 
     @property
     def padding(self) -> tuple[int, ...]:
-        """The indices of documents that are padding, ascending."""
+        """Indices of documents that are padding, ascending."""
         return self._padding
 
     @property
@@ -54,7 +68,11 @@ class Documents(VectorMask):
         return False  # every batch has other documents
 
     def document(self, positions: np.ndarray | int) -> np.ndarray:
-        """The index of the document each of `positions` belongs to."""
+        """Return the index of each position's document, plus one; 0 is before the first document.
+
+        Args:
+            positions: Integer array of positions.
+        """
         return np.searchsorted(self.bounds, positions, side="right")
 
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
@@ -70,17 +88,17 @@ class Documents(VectorMask):
 
     def viewers(self, k_spans: Spans) -> Viewers:
         after, end = self.document(k_spans.start), self.document(k_spans.last)
-        edges = np.concatenate([[-FAR], self.bounds, [FAR]])  # no document, the documents, none
+        edges = np.concatenate([[-FAR], self.bounds, [FAR]])  # before, the documents, after
         hidden = self._all_hidden(after, end)
         first, last = (
             np.where(hidden, FAR, edges[after]),
             np.where(hidden, -FAR, edges[end + 1] - 1),
         )
-        far = np.where(hidden, -FAR, FAR)  # of no query, so that any other mask holds it
+        far = np.where(hidden, -FAR, FAR)  # no query if hidden, so that any other mask holds it
         return Viewers(first, last, far, far, (after == end) | hidden)
 
     def _all_hidden(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Are all documents from `first` to `last` padding?"""
+        """Return whether all documents from `first` to `last` are padding."""
         before = self._hidden_before
         return before[last + 1] - before[first] == last + 1 - first
 
@@ -101,11 +119,22 @@ class Documents(VectorMask):
 
 
 class SameSpan(VectorMask):
-    """Positions of one span see each other, in both directions; all others see nothing by it.
+    """Span mask: the positions of one span see each other, in both directions.
 
-    spans: (start, stop) of each, integers in ascending order that do not overlap; of several that
-    touch, each sees only itself. Where the tokens of an image see each other and all others what is
-    before them, the mask is Causal() | SameSpan(images). ValueError for other spans.
+    All other positions see nothing under it. The mask of a causal sequence with images whose tokens
+    see each other is `Causal() | SameSpan(images)`.
+
+    Args:
+        spans: (start, stop) of each span: integers in ascending order without overlaps. Spans that
+            touch do not see each other.
+
+    Raises:
+        ValueError: `spans` is invalid.
+
+    Example:
+        >>> mask = mb.masks.Causal() | mb.masks.SameSpan([(1, 3)])
+        >>> mask.visible(np.array([1]), np.arange(4))
+        array([ True,  True,  True, False])
     """
 
     flash_compatible = True
@@ -113,7 +142,7 @@ class SameSpan(VectorMask):
     def __init__(self, spans: Sequence[tuple[int, int]] | np.ndarray):
         self.spans = _spans(spans)
         edges = [0, *(edge for span in self.spans for edge in span), FAR]
-        # Documents of which every second one is padding: what is between the spans, and after.
+        # Every second document is padding: the positions between the spans, and after them.
         self.documents = Documents(edges, padding=range(0, len(edges), 2))
 
     @property
@@ -145,22 +174,33 @@ class SameSpan(VectorMask):
 
 
 class _Table(Mask):
-    """A mask that its square table describes."""
+    """A mask with a square table."""
 
     table: np.ndarray
 
     @cached_property
     def digest(self) -> str:
-        """Shape and hash of the table, which stand for it in the mask's repr."""
+        """Shape and hash of the table, which represent it in the mask's repr."""
         digest = hashlib.blake2b(np.packbits(self.table).tobytes(), digest_size=8).hexdigest()
         return f"<{self.table.shape[0]} x {self.table.shape[1]}, {digest}>"
 
 
 class BlockSparse(_Table, VectorMask):
-    """Query block i attends to key block j where table[i, j] (BurstEngine section 3.4).
+    """Block-sparse mask: query block i attends to key block j if table[i, j].
 
-    table: bool or 0/1, [n, n]. block: positions per block; n * block is the sequence length.
-    Raises ValueError for other tables.
+    Source: BurstEngine, section 3.4.
+
+    Args:
+        table: bool or 0/1, [n, n].
+        block: Number of positions of a block; n * block is the length of the sequence.
+
+    Raises:
+        ValueError: `table` or `block` is invalid.
+
+    Example:
+        >>> mask = mb.masks.BlockSparse(np.array([[1, 0], [1, 1]]), block=2)
+        >>> mask.visible(np.array([1]), np.arange(4))
+        array([ True,  True, False, False])
     """
 
     def __init__(self, table: np.ndarray, block: int):
@@ -178,25 +218,25 @@ class BlockSparse(_Table, VectorMask):
             for x in (q_spans, k_spans)
         )
         sums = self._sums
-        seen = sums[bottom, stop] - sums[top, stop] - sums[bottom, first] + sums[top, first]
-        return cover_where(seen == 0, seen == (bottom - top) * (stop - first))
+        visible = sums[bottom, stop] - sums[top, stop] - sums[bottom, first] + sums[top, first]
+        return cover_where(visible == 0, visible == (bottom - top) * (stop - first))
 
     @cached_property
     def _sums(self) -> np.ndarray:
-        """[n + 1, n + 1]: how many of the blocks above and left of a corner are visible."""
+        """[n + 1, n + 1], number of visible blocks above and left of each corner."""
         return np.pad(self.table.cumsum(0).cumsum(1), ((1, 0), (1, 0)))
 
     def viewers(self, k_spans: Spans) -> Viewers:
         first, last = (np.floor_divide(x, self.block) for x in (k_spans.start, k_spans.last))
         top, bottom = self._rows
-        far, one = np.full(np.shape(first), FAR), first == last
-        low = np.where(one, top[first] * self.block, -far)
-        high = np.where(one, (bottom[first] + 1) * self.block - 1, far)
-        return Viewers(low, high, far, far, np.zeros_like(one))
+        far, single = np.full(np.shape(first), FAR), first == last
+        low = np.where(single, top[first] * self.block, -far)
+        high = np.where(single, (bottom[first] + 1) * self.block - 1, far)
+        return Viewers(low, high, far, far, np.zeros_like(single))
 
     @cached_property
     def _rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """int64 [n]: the first and the last row of blocks that sees a column; none: n and -1."""
+        """First and last row of blocks that sees each column, int64 [n]; n and -1 if none does."""
         any_, n = self.table.any(axis=0), len(self.table)
         last = n - 1 - self.table[::-1].argmax(axis=0)
         return np.where(any_, self.table.argmax(axis=0), n), np.where(any_, last, -1)
@@ -217,10 +257,20 @@ class BlockSparse(_Table, VectorMask):
 
 
 class Dense(_Table):
-    """Query q attends to key k where table[q, k]: for masks that no other class describes.
+    """Dense mask: query q attends to key k if table[q, k], for masks of no other class.
 
-    table: bool or 0/1, [S, S]; S squared bytes of host memory on every rank. Raises
-    ValueError for other tables.
+    The table needs S squared bytes of host memory on every rank.
+
+    Args:
+        table: bool or 0/1, [S, S].
+
+    Raises:
+        ValueError: `table` is invalid.
+
+    Example:
+        >>> mask = mb.masks.Dense(np.eye(2, dtype=bool))
+        >>> mask.visible(np.array([1]), np.arange(2))
+        array([False,  True])
     """
 
     def __init__(self, table: np.ndarray):
@@ -247,10 +297,14 @@ class Dense(_Table):
 
 
 def shards_visible(mask: Mask, q_shards: Shards, k_shards: Shards) -> np.ndarray:
-    """Bool [G, G]: may any query of q_shards[i] see any key of k_shards[j] under `mask`?
+    """Return which shards of queries may see which shards of keys: bool [G, G].
 
-    A shard is the spans of a rank, possibly none. False is a promise; True follows `Mask.cover`, so
-    it may stand where nothing is visible.
+    False is a promise. True follows `Mask.cover`, so it is possible without a visible pair.
+
+    Args:
+        mask: The mask.
+        q_shards: Query spans of each rank; a shard may have no spans.
+        k_shards: Key spans of each rank.
     """
     queries, keys = pieces_of(q_shards), pieces_of(k_shards)
     rows, columns = (x[:, None] for x in queries.span), (x[None] for x in keys.span)
@@ -261,13 +315,13 @@ def shards_visible(mask: Mask, q_shards: Shards, k_shards: Shards) -> np.ndarray
 
 
 def _spans(spans: Sequence[tuple[int, int]] | np.ndarray) -> tuple[tuple[int, int], ...]:
-    """The spans as plain numbers; ValueError for what does not ascend or overlaps."""
+    """Return the spans as plain numbers, or raise ValueError if they are invalid."""
     try:
-        given = np.asarray(spans)
-    except (TypeError, ValueError, RuntimeError) as error:  # ragged, elsewhere, or with a gradient
+        array = np.asarray(spans)
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged, on a device, or with gradient
         raise ValueError(f"spans must be pairs of integers on the host, got {spans}") from error
-    edges = given.reshape(-1).astype(np.int64) if given.dtype.kind in "iu" else np.empty(0, int)
-    pairs = given.size == 0 or (given.dtype.kind in "iu" and given.shape[1:] == (2,))
+    edges = array.reshape(-1).astype(np.int64) if array.dtype.kind in "iu" else np.empty(0, int)
+    pairs = array.size == 0 or (array.dtype.kind in "iu" and array.shape[1:] == (2,))
     ascending = (edges[:1] >= 0).all() and (np.diff(edges) >= 0).all()
     if spans is None or not pairs or not ascending or (edges[1::2] == edges[::2]).any():
         raise ValueError(
@@ -280,27 +334,29 @@ def _spans(spans: Sequence[tuple[int, int]] | np.ndarray) -> tuple[tuple[int, in
 
 
 def _square(table: np.ndarray) -> np.ndarray:
-    """A copy of `table` as bool [n, n], True where visible; ValueError unless it is square and
-    holds only 0 and 1. An additive mask, 0 where visible and -inf where hidden, means the opposite
-    of 0 and 1, so it is refused instead of being converted.
+    """Return a copy of `table` as bool [n, n].
+
+    An additive mask, with 0 if visible and -inf if hidden, has the opposite meaning of 0 and 1. So
+    it is refused and not converted. ValueError is raised unless the table is square and holds 0 and
+    1.
     """
     try:
-        given = np.asarray(table)  # np.array warns of tensors, which have no copy keyword
+        array = np.asarray(table)  # np.array warns for tensors, which have no copy keyword
     except (TypeError, ValueError, RuntimeError) as error:
         # a ragged list; or a tensor of bfloat16, on another device, or with a gradient
         raise ValueError(
             "table must be square, of booleans on the host (a tensor: table.bool().cpu()), "
             f"got {table}"
         ) from error
-    if given.ndim != 2 or given.shape[0] != given.shape[1] or not given.size:
-        raise ValueError(f"table must be square, got shape {given.shape}")
-    if given.dtype.kind not in "biuf":
-        raise ValueError(f"table must hold booleans, got {given.dtype}")
-    odd = given[(given != 0) & (given != 1)]
-    if odd.size:
+    if array.ndim != 2 or array.shape[0] != array.shape[1] or not array.size:
+        raise ValueError(f"table must be square, got shape {array.shape}")
+    if array.dtype.kind not in "biuf":
+        raise ValueError(f"table must hold booleans, got {array.dtype}")
+    invalid = array[(array != 0) & (array != 1)]
+    if invalid.size:
         raise ValueError(
-            f"table must hold 1 where a query sees a key and 0 where not, got {odd[0]}"
+            f"table must hold 1 for visible pairs and 0 for hidden pairs, got {invalid[0]}"
         )
-    table = given.astype(bool)
-    table.flags.writeable = False  # plans keep what they made for it
+    table = array.astype(bool)
+    table.flags.writeable = False  # plans depend on it
     return table

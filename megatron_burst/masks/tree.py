@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mask `Tree`: prefix trees of trajectories, in depth-first order.
 
-Rows of a subtree are one interval, so one bound per key says who sees it: query q sees key k when
-k <= q < out[k] (as in flash attention's column bounds). Runs of rows with one bound are segments
-of the tree; between two breaks the mask is a causal band or nothing.
+Rows of a subtree are one interval, so one bound per key decides visibility: query q sees key k when
+k <= q < out[k] (as in flash attention's column bounds). Runs of rows with one bound are segments of
+the tree. Between two breaks the mask is a causal band or empty.
 """
 
 from __future__ import annotations
@@ -20,16 +20,30 @@ from .positions import Window
 
 
 class Tree(VectorMask):
-    """A row sees itself and its ancestors: row q sees row k when k <= q < out[k].
+    """Mask of prefix trees: a row sees itself and its ancestors.
 
-    out: integers [S]; out[k] is the first row after the subtree of row k, with rows in depth-first
-    order (`mb.trees.pack` makes them). A row with out[k] <= k is padding: it sees nothing, and no
-    row sees it. Several trees may follow one another; with the end of its document for every row,
-    the mask is `Documents(cu_seqlens) & Causal()`. bounds: of its segments, runs of rows with one
-    out; parents: of each the segment that it continues, -1 for none and for padding. window: a row
-    sees itself and its nearest `window` ancestors only; distances count along the path from the
-    root, not in rows. `Tree(out) & Window(w, 0)` means the same. ValueError for bounds that are not
-    those of a tree.
+    Row q sees row k when k <= q < out[k]. Several trees may follow one another. If `out` has the
+    end of its document for every row, the mask is `Documents(cu_seqlens) & Causal()`. `Tree(out) &
+    Window(w, 0)` is `Tree(out, window=w)`.
+
+    Args:
+        out: Integers [S]. out[k] is the first row after the subtree of row k, with rows in
+            depth-first order (`mb.trees.pack` makes them). A row with out[k] <= k is padding: it
+            sees nothing, and no row sees it.
+        window: Number of nearest ancestors that a row sees, next to itself. Distances count along
+            the path from the root, not in rows. None for no limit.
+
+    Attributes:
+        bounds: Bounds of the segments, which are runs of rows with one `out`.
+        parents: Segment that each segment continues; -1 for roots and padding.
+
+    Raises:
+        ValueError: `out` is not from a tree, or `window` is invalid.
+
+    Example:
+        >>> mask = mb.masks.Tree([4, 3, 3, 4])
+        >>> mask.visible(np.array([3]), np.arange(4))
+        array([ True, False, False,  True])
     """
 
     def __init__(self, out: Sequence[int] | np.ndarray, window: int | None = None):
@@ -51,24 +65,24 @@ class Tree(VectorMask):
 
     @cached_property
     def depths(self) -> np.ndarray:
-        """int64 [S]: how many ancestors each row has, its position on the path from the root."""
+        """Number of ancestors of each row, its position on the path from the root, int64 [S]."""
         rows, size = np.flatnonzero(self.out), len(self.out) + 1
         begun = np.bincount(rows + 1, minlength=size)
         return np.cumsum(begun - np.bincount(self.out[rows], minlength=size))[:-1]
 
     @property
     def bases(self) -> np.ndarray:
-        """int64 [segments]: the depth of the first row of each segment."""
+        """Depth of the first row of each segment, int64 [segments]."""
         return self.depths[self.bounds[:-1]]
 
     @property
     def padding(self) -> np.ndarray:
-        """The indices of segments that are padding."""
+        """Indices of segments that are padding."""
         return np.flatnonzero(self._outs == 0)
 
     @property
     def pairs(self) -> int:
-        """How many pairs (query, key) are visible."""
+        """Number of visible pairs (query, key)."""
         ancestors = self.depths[self.out > 0]
         if self.window is not None:
             ancestors = np.minimum(ancestors, self.window)
@@ -76,9 +90,9 @@ class Tree(VectorMask):
 
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         seen = np.less_equal(k, q) & np.less(q, self.out[k]) & (self.out[q] > 0)
-        return seen if self.window is None else seen & (self._apart(q, k) <= self.window)
+        return seen if self.window is None else seen & (self._distance(q, k) <= self.window)
 
-    def _apart(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    def _distance(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         return self.depths[q] - self.depths[k]
 
     def covers(self, q_spans: Spans, k_spans: Spans) -> np.ndarray:
@@ -104,18 +118,18 @@ class Tree(VectorMask):
         known = known & np.less(q_spans.last, self._earliest.of(*keys))  # below all these keys
         known = known & (self._padding(q_spans.start, q_spans.last) == 0)
         left = np.full(covers.shape, FAR)
-        if self.window is not None:  # along the path rows are equally far apart within a segment
+        if self.window is not None:  # within a segment, path and row distances are equal
             queries = self._segments(q_spans)
             known = known & (queries[0] == queries[1]) & (keys[0] == keys[1])
-            apart = self._apart(q_spans.start, k_spans.start)
-            left = (self.window - apart) // np.asarray(q_spans.stride)
+            distance = self._distance(q_spans.start, k_spans.start)
+            left = (self.window - distance) // np.asarray(q_spans.stride)
         right = np.subtract(q_spans.start, k_spans.start) // np.asarray(q_spans.stride)
         known = known & (covers == PARTIAL)
-        others = super().bands(q_spans, k_spans)
+        default = super().bands(q_spans, k_spans)
         return SpanBands(
-            np.where(known, left, others.left),
-            np.where(known, right, others.right),
-            known | others.known,
+            np.where(known, left, default.left),
+            np.where(known, right, default.right),
+            known | default.known,
         )
 
     def viewers(self, k_spans: Spans) -> Viewers:
@@ -142,7 +156,7 @@ class Tree(VectorMask):
         if not isinstance(other, Window):
             return None
         if other.left is None:
-            return self  # no row sees what comes after it
+            return self  # no row sees later rows
         return Tree(self.out, other.left if self.window is None else min(self.window, other.left))
 
     def check(self, seq_len: int) -> None:
@@ -152,26 +166,26 @@ class Tree(VectorMask):
             )
 
     def _segments(self, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
-        """The indices of the segments of the first and the last position of spans."""
+        """Return the indices of the segments of the first and the last position of spans."""
         first, last = (
             np.searchsorted(self.bounds, row, side="right") - 1 for row in (spans.start, spans.last)
         )
         return first, last
 
     def _padding(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """How many of the rows from `first` to `last` are padding."""
+        """Return the number of padding rows from `first` to `last`."""
         before = self._padding_before
         return before[np.add(last, 1)] - before[first]
 
     def _depths_within(
         self, spans: Spans, first: np.ndarray, last: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The least and the greatest depth of spans that lie in segments `first` to `last`."""
+        """Return the least and the greatest depth of spans in segments `first` to `last`."""
         low, high = self.depths[spans.start], self.depths[spans.last]
-        more = first < last  # the segments after the first begin, those before the last end
-        after, before = np.where(more, first + 1, first), np.where(more, last - 1, last)
-        low = np.where(more, np.minimum(low, self._highest.of(after, last)), low)
-        return low, np.where(more, np.maximum(high, self._deepest.of(first, before)), high)
+        several = first < last  # segments after the first begin inside; before the last, they end
+        after, before = np.where(several, first + 1, first), np.where(several, last - 1, last)
+        low = np.where(several, np.minimum(low, self._highest.of(after, last)), low)
+        return low, np.where(several, np.maximum(high, self._deepest.of(first, before)), high)
 
     @cached_property
     def _earliest(self) -> _Extremes:
@@ -199,8 +213,9 @@ class Tree(VectorMask):
 
 
 class _Extremes:
-    """The least or the greatest of values[first..last] for many ranges at once: a sparse table, in
-    which row j holds the extremes of 2^j values.
+    """A sparse table of the minimum or maximum of values[first..last], for many ranges at once.
+
+    Row j of the table holds the extremes of 2^j values.
     """
 
     def __init__(self, values: np.ndarray, pick: np.ufunc):
@@ -216,31 +231,32 @@ class _Extremes:
 
 
 def _bounds(out: Sequence[int] | np.ndarray) -> np.ndarray:
-    """A copy of `out` as int64 [S], 0 for padding; ValueError for what holds no bounds of rows."""
+    """Return a copy of `out` as int64 [S], 0 for padding, or raise ValueError if it is invalid."""
     try:
-        given = np.asarray(out)
-    except (TypeError, ValueError, RuntimeError) as error:  # ragged, elsewhere, or with a gradient
+        array = np.asarray(out)
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged, on a device, or with gradient
         raise ValueError(f"out must hold integers on the host, got {out}") from error
-    if given.dtype.kind not in "iu" or given.ndim != 1 or not given.size:
+    if array.dtype.kind not in "iu" or array.ndim != 1 or not array.size:
         raise ValueError(
-            f"out must hold one integer per row, got {given.dtype} of shape {given.shape}"
+            f"out must hold one integer per row, got {array.dtype} of shape {array.shape}"
         )
-    if given.max() > len(given):
-        row = int(given.argmax())
+    if array.max() > len(array):
+        row = int(array.argmax())
         raise ValueError(
-            f"out: the subtree of row {row} ends at {given[row]}, the tree has {len(given)} rows"
+            f"out: the subtree of row {row} ends at {array[row]}, the tree has {len(array)} rows"
         )
-    bounds = given.astype(np.int64)
+    bounds = array.astype(np.int64)
     bounds[bounds <= np.arange(len(bounds))] = 0
     bounds.flags.writeable = False  # plans are made from them
     return bounds
 
 
 def _parents(first: list[int], outs: list[int]) -> np.ndarray:
-    """int64 [segments]: the segment that each continues, -1 for none. Raises ValueError unless each
-    subtree lies within that of its parent.
+    """Return the parent of each segment, int64 [segments], -1 for none.
+
+    Raises ValueError unless each subtree is within the subtree of its parent.
     """
-    found, path = [], []  # path: segments whose subtrees are open
+    parents, path = [], []  # path: segments whose subtrees are open
     for segment, (row, end) in enumerate(zip(first, outs, strict=True)):
         while path and outs[path[-1]] <= row:
             path.pop()
@@ -249,7 +265,7 @@ def _parents(first: list[int], outs: list[int]) -> np.ndarray:
                 f"out: the subtree of row {row} ends at {end}, after that of an ancestor, which "
                 f"ends at {outs[path[-1]]}; rows must be in depth-first order"
             )
-        found.append(path[-1] if path and end else -1)
+        parents.append(path[-1] if path and end else -1)
         if end:
             path.append(segment)
-    return np.array(found, dtype=np.int64)
+    return np.array(parents, dtype=np.int64)

@@ -2,8 +2,8 @@
 """Check that the methods of a mask agree with its `visible`.
 
 `cover`, `covers`, `bands` and `viewers` are promises about `visible`. A wrong promise gives wrong
-attention without an error, because ranks skip what a promise calls hidden and compute without a
-mask what it calls full. `check` compares all pairs of spans of a short sequence and a sample of a
+attention without an error: ranks skip pairs that a promise calls hidden, and compute pairs without
+a mask that it calls full. `check` compares all pairs of spans of a short sequence, or a sample of a
 long one. The sample is the same on every rank. It has shards of common layouts, small spans at the
 edges of the visible region, and random spans.
 """
@@ -18,11 +18,11 @@ import numpy as np
 from ..layout import Span, Spans, integer
 from .base import EMPTY, FULL, Cover, Mask, parts
 
-EXHAUSTIVE = 16  # positions up to which every pair of spans is compared
-PAIRS, POINTS = 1 << 12, 32  # pairs of spans, and pairs of positions in each, of a whole check
-FEW_PAIRS, FEW_POINTS = 1 << 9, 16  # of the check at the first plan of a custom mask: milliseconds
-CANDIDATES = 1 << 10  # keys of a query among which edges of the visible region are searched
-MOST_CHANGES = 32  # of them, for each query and each key
+EXHAUSTIVE = 16  # longest sequence whose pairs of spans are all compared
+PAIRS, POINTS = 1 << 12, 32  # pairs of spans, and pairs of positions in each, of a full check
+FEW_PAIRS, FEW_POINTS = 1 << 9, 16  # the same for the check at a custom mask's first plan
+CANDIDATES = 1 << 10  # keys of a query that are searched for edges of the visible region
+MOST_CHANGES = 32  # largest number of edges for each query and each key
 
 
 class _SpanPairs(NamedTuple):
@@ -35,17 +35,20 @@ class _SpanPairs(NamedTuple):
 def check(mask: Mask, seq_len: int) -> None:
     """Check that `cover`, `covers`, `bands`, `breaks` and `viewers` of a mask agree with `visible`.
 
-    Up to 16 positions `cover` is compared for all pairs of spans, beyond for a fixed sample of
-    4,096 pairs. No error is a proof only for short sequences, so check a short length too. A
-    custom mask is also checked by a sample of 512 pairs when a plan is first made for it.
+    Up to 16 positions, `cover` is compared for all pairs of spans, else for a fixed sample of 4,096
+    pairs. Only the check of a short sequence is a proof, so check a short length too. A custom mask
+    is also checked by a sample of 512 pairs when its first plan is made.
 
     Args:
-        mask: a mask of this package, a custom mask, or a combination of them.
-        seq_len: positions of the sequence, from 1 on.
+        mask: A mask of this package, a custom mask, or a combination of them.
+        seq_len: Number of positions of the sequence, at least 1.
 
     Raises:
-        ValueError: a method contradicts `visible`. The message names the method, the spans and a
+        ValueError: A method contradicts `visible`. The message names the method, the spans and a
             pair of positions.
+
+    Example:
+        >>> mb.masks.check(mb.masks.Causal() & mb.masks.Dilated(2), seq_len=16)
     """
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a mask of mb.masks, got {mask!r:.100}")
@@ -69,8 +72,8 @@ def _check(mask: Mask, seq_len: int, count: int, points: int) -> None:
     if seq_len <= EXHAUSTIVE and points == POINTS:
         pairs = _all_pairs(seq_len)
         _check_all(mask, seq_len, pairs)
-        some = rng.permutation(len(pairs.q.start))[:count]
-        pairs = _SpanPairs(pairs.q.at(some), pairs.k.at(some))
+        sample = rng.permutation(len(pairs.q.start))[:count]
+        pairs = _SpanPairs(pairs.q.at(sample), pairs.k.at(sample))
     else:
         pairs = _sample(mask, seq_len, count, rng)
         _check_covers(mask, pairs, points, rng)
@@ -95,18 +98,20 @@ def _all_pairs(seq_len: int) -> _SpanPairs:
 
 
 def _sample(mask: Mask, seq_len: int, count: int, rng: np.random.Generator) -> _SpanPairs:
-    """At most `count` pairs: a quarter shards, half at edges, the rest random spans."""
+    """Return at most `count` pairs: 25 % shards, 50 % at edges, the rest random spans."""
     shards = _shards(seq_len)
     i, j = rng.integers(0, len(shards), (2, count // 4))
     rows = [np.concatenate([shards[i], shards[j]], 1), _at_edges(mask, seq_len, count // 2, rng)]
-    rest = count - sum(map(len, rows))
-    length = 1 << rng.integers(0, max(1, seq_len.bit_length()), (rest, 2))
-    stride = np.where(rng.random((rest, 2)) < 0.7, 1, 1 << rng.integers(0, 7, (rest, 2)))
-    start = rng.integers(0, seq_len, (rest, 2))
-    start = np.where(rng.random((rest, 2)) < 0.5, start // length * length, start)
-    spans = np.stack([start, stride, length], 2).reshape(rest, 6)
-    found = np.concatenate([*rows, spans])
-    first, second = (_inside(x, seq_len) for x in (found[:, :3], found[:, 3:]))
+    remaining = count - sum(map(len, rows))
+    length = 1 << rng.integers(0, max(1, seq_len.bit_length()), (remaining, 2))
+    stride = np.where(rng.random((remaining, 2)) < 0.7, 1, 1 << rng.integers(0, 7, (remaining, 2)))
+    start = rng.integers(0, seq_len, (remaining, 2))
+    start = np.where(rng.random((remaining, 2)) < 0.5, start // length * length, start)
+    spans = np.stack([start, stride, length], 2).reshape(remaining, 6)
+    spans_of_pairs = np.concatenate([*rows, spans])
+    first, second = (
+        _inside(columns, seq_len) for columns in (spans_of_pairs[:, :3], spans_of_pairs[:, 3:])
+    )
     return _SpanPairs(Spans(*first.T), Spans(*second.T))
 
 
@@ -118,7 +123,7 @@ def _inside(spans: np.ndarray, seq_len: int) -> np.ndarray:
 
 
 def _shards(seq_len: int) -> np.ndarray:
-    """int64 [n, 3]: the spans of 1 to 16 ranks, in contiguous parts and striped."""
+    """Return the spans of 1 to 16 ranks, in contiguous parts and striped: int64 [n, 3]."""
     spans = [(0, 1, seq_len)]
     for ranks in (2, 4, 8, 16):
         size = -(-seq_len // ranks)
@@ -128,7 +133,7 @@ def _shards(seq_len: int) -> np.ndarray:
 
 
 def _at_edges(mask: Mask, seq_len: int, count: int, rng: np.random.Generator) -> np.ndarray:
-    """int64 [n <= count, 6]: pairs of spans that begin or end where visible changes."""
+    """Return pairs of spans that begin or end where `visible` changes: int64 [n <= count, 6]."""
     rows = np.unique([0, 1, seq_len // 2, seq_len - 1, *rng.integers(0, seq_len, 4)])
     rows = rows[rows < seq_len]
     edges = []
@@ -141,12 +146,12 @@ def _at_edges(mask: Mask, seq_len: int, count: int, rng: np.random.Generator) ->
     choices = np.array([(a, x, b, y) for (a, x), (b, y) in product(sizes, sizes)])
     at = np.array(edges)[rng.integers(0, len(edges), count)]
     back_q, size_q, back_k, size_k = choices[rng.integers(0, len(choices), count)].T
-    one = np.ones(count, dtype=np.int64)
-    return np.stack([at[:, 0] - back_q, one, size_q, at[:, 1] - back_k, one, size_k], 1)
+    ones = np.ones(count, dtype=np.int64)
+    return np.stack([at[:, 0] - back_q, ones, size_q, at[:, 1] - back_k, ones, size_k], 1)
 
 
 def _changes(mask: Mask, row: int, seq_len: int, of_key: bool) -> np.ndarray:
-    """Some positions before which visibility changes, for a query or for a key `row`."""
+    """Return some positions before which visibility changes, for a query or for a key `row`."""
     near = np.arange(max(0, row - CANDIDATES // 2), min(seq_len, row + CANDIDATES // 2))
     far = np.linspace(0, seq_len - 1, CANDIDATES // 2).astype(np.int64)
     ends = np.clip([1, 2, seq_len - 3, seq_len - 2], 0, seq_len - 1)
@@ -172,13 +177,13 @@ def _changes(mask: Mask, row: int, seq_len: int, of_key: bool) -> np.ndarray:
 
 
 def _check_shapes(mask: Mask, seq_len: int) -> None:
-    """Compare what `visible` returns for arrays of several shapes, and look at `breaks`."""
-    some = np.unique(np.linspace(0, seq_len - 1, 8).astype(np.int64))
-    table = _visible(mask, some[:, None], some[None])
-    for i, q in enumerate(some):
-        by_row = _visible(mask, np.full_like(some, q), some)
+    """Check the results of `visible` for arrays of several shapes, and `breaks`."""
+    positions = np.unique(np.linspace(0, seq_len - 1, 8).astype(np.int64))
+    table = _visible(mask, positions[:, None], positions[None])
+    for i, q in enumerate(positions):
+        by_row = _visible(mask, np.full_like(positions, q), positions)
         if (by_row != table[i]).any():
-            k = some[(by_row != table[i]).argmax()]
+            k = positions[(by_row != table[i]).argmax()]
             raise ValueError(
                 f"{_name(mask)}: visible is {not by_row.all()} or {bool(by_row.any())} for query "
                 f"{q} and key {k} by the shape of the arrays; compute it from q and k alone"
@@ -191,27 +196,27 @@ def _check_shapes(mask: Mask, seq_len: int) -> None:
 
 
 def _visible(mask: Mask, q: np.ndarray, k: np.ndarray) -> np.ndarray:
-    found, shape = np.asarray(mask.visible(q, k)), np.broadcast_shapes(q.shape, k.shape)
-    if found.dtype != np.bool_ or found.shape != shape:
+    visible, shape = np.asarray(mask.visible(q, k)), np.broadcast_shapes(q.shape, k.shape)
+    if visible.dtype != np.bool_ or visible.shape != shape:
         raise ValueError(
             f"{_name(mask)}: visible must return booleans of shape {shape} for q {q.shape} and k "
-            f"{k.shape}, got {found.dtype} of shape {found.shape}"
+            f"{k.shape}, got {visible.dtype} of shape {visible.shape}"
         )
-    return found
+    return visible
 
 
 def _covers(mask: Mask, pairs: _SpanPairs) -> np.ndarray:
-    found, shape = np.asarray(mask.covers(pairs.q, pairs.k)), pairs.q.start.shape
-    if found.shape != shape or not np.isin(found, list(map(int, Cover))).all():
+    covers, shape = np.asarray(mask.covers(pairs.q, pairs.k)), pairs.q.start.shape
+    if covers.shape != shape or not np.isin(covers, list(map(int, Cover))).all():
         raise ValueError(
             f"{_name(mask)}: covers must return Cover values of shape {shape}, got "
-            f"{found.dtype} {found!r:.100} of shape {found.shape}"
+            f"{covers.dtype} {covers!r:.100} of shape {covers.shape}"
         )
-    return found
+    return covers
 
 
 def _check_all(mask: Mask, seq_len: int, pairs: _SpanPairs) -> None:
-    """Compare `covers` with all of every rectangle."""
+    """Compare `covers` with all pairs of every rectangle."""
     at = np.arange(seq_len)
     seen = _visible(mask, at[:, None], at[None])
     n = round(len(pairs.k.start) ** 0.5)
@@ -221,9 +226,9 @@ def _check_all(mask: Mask, seq_len: int, pairs: _SpanPairs) -> None:
     inside &= at[None] <= keys.last[:, None]
     inside = inside.astype(np.int64)
     count = (inside @ seen @ inside.T).ravel()
-    whole = pairs.q.length * pairs.k.length
+    all_pairs = pairs.q.length * pairs.k.length
     covers = _covers(mask, pairs)
-    wrong = ((covers == EMPTY) & (count > 0)) | ((covers == FULL) & (count < whole))
+    wrong = ((covers == EMPTY) & (count > 0)) | ((covers == FULL) & (count < all_pairs))
     if wrong.any():
         i = int(wrong.argmax())
         q, k = (Span(*(int(column[i]) for column in x)).positions() for x in pairs)
@@ -234,7 +239,10 @@ def _check_all(mask: Mask, seq_len: int, pairs: _SpanPairs) -> None:
 def _points(
     pairs: _SpanPairs, points: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Local rows and columns [pairs, points]: all of a small rectangle, else corners and others."""
+    """Return local rows and columns [pairs, points]: corners and random points.
+
+    A small rectangle has all its points.
+    """
     rows, columns = (x.length[:, None] for x in pairs)
     index = np.arange(points)[None]
     corner = index < 4
@@ -263,7 +271,7 @@ def _positions(pairs: _SpanPairs, m: np.ndarray, n: np.ndarray) -> tuple[np.ndar
 
 
 def _check_bands(mask: Mask, pairs: _SpanPairs, points: int, rng: np.random.Generator) -> None:
-    """Compare `bands` with `visible`, where a mask defines them."""
+    """Compare `bands` with `visible`, if a mask defines them."""
     if type(mask).bands is Mask.bands:
         return
     left, right, known = (
@@ -281,11 +289,13 @@ def _check_bands(mask: Mask, pairs: _SpanPairs, points: int, rng: np.random.Gene
 def _check_viewers(
     mask: Mask, seq_len: int, keys: Spans, points: int, rng: np.random.Generator
 ) -> None:
-    """Compare `viewers` with `visible`, where a mask defines them."""
+    """Compare `viewers` with `visible`, if a mask defines them."""
     if type(mask).viewers is Mask.viewers:
         return
-    found = mask.viewers(keys)
-    first, last, left, right, exact = (np.broadcast_to(x, keys.start.shape)[:, None] for x in found)
+    viewers = mask.viewers(keys)
+    first, last, left, right, exact = (
+        np.broadcast_to(x, keys.start.shape)[:, None] for x in viewers
+    )
     zero = np.zeros_like(keys.start)
     pairs = _SpanPairs(Spans(zero, zero + 1, zero + seq_len), keys)
     m, n = _points(pairs, points, rng)
@@ -300,14 +310,14 @@ def _check_viewers(
     wrong = np.where(seen, ~inside, inside & exact)
     if wrong.any():
         i, j = np.argwhere(wrong)[0]
-        viewers = f"({first[i, 0]}, {last[i, 0]}, {left[i, 0]}, {right[i, 0]}, {exact[i, 0]})"
-        _raise(mask, "viewers", viewers, pairs, i, (q[i, j], k[i, j]))
+        values = f"({first[i, 0]}, {last[i, 0]}, {left[i, 0]}, {right[i, 0]}, {exact[i, 0]})"
+        _raise(mask, "viewers", values, pairs, i, (q[i, j], k[i, j]))
 
 
 def _raise(
     mask: Mask, method: str, value: str, pairs: _SpanPairs, i: Any, at: tuple[Any, Any]
 ) -> None:
-    """Raise the ValueError of pair i, whose promise is broken at a pair of positions."""
+    """Raise the ValueError of pair i for a pair of positions that breaks its promise."""
     q_span, k_span = (f"Span({x.start[i]}, {x.stride[i]}, {x.length[i]})" for x in pairs)
     q, k = map(int, at)
     seen = bool(mask.visible(np.array([q]), np.array([k]))[0])

@@ -239,10 +239,10 @@ def _bundles(seen: VisibleRows, size: int) -> Bundles:
     low, stop = (
         seen.owner * cells + column for column in (seen.first // grain, -(-seen.stop // grain))
     )
-    piece, rank, *limits = seen.parts
+    piece, rank, *limits = seen.partial
     owner = seen.owner[piece]
     begin, end = (owner * cells + column for column in (limits[0] // grain, -(-limits[1] // grain)))
-    covers_piece, covers = seen.whole.copy(), (begin == low[piece]) & (end == stop[piece])
+    covers_piece, covers = seen.full.copy(), (begin == low[piece]) & (end == stop[piece])
     covers_piece[piece[covers], rank[covers]] = True
     begin, end, rank = (column[~covers] for column in (begin, end, rank))
     # A run of rows is between two edges. No run begins at the end of a shard.

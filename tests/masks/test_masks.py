@@ -219,7 +219,7 @@ WRONG = [
     (lambda: Dense([["1", "0"], ["0", "1"]]), "table must hold booleans, got <U1"),
     (
         lambda: Dense(np.where(np.tri(4), 0.0, -np.inf)),
-        "table must hold 1 where a query sees a key and 0 where not, got -inf",
+        "table must hold 1 for visible pairs and 0 for hidden pairs, got -inf",
     ),
     (lambda: BlockSparse(np.ones((2, 3)), 4), r"table must be square, got shape \(2, 3\)"),
     (lambda: BlockSparse(np.ones((2, 2)), 0), "block must be at least 1, got 0"),

@@ -131,7 +131,7 @@ def test_rows_are_those_of_all_pairs(layout, name, monkeypatch):
         monkeypatch.setattr(seen, "ALL_PAIRS", pairs)
         found.append(seen.rows_seen(mask, shards(layout, 8), shards(layout, 8)))
     for one, other in zip(*found, strict=True):
-        for a, b in zip((*one[:4], *one.parts), (*other[:4], *other.parts), strict=True):
+        for a, b in zip((*one[:4], *one.partial), (*other[:4], *other.partial), strict=True):
             np.testing.assert_array_equal(a, b)
 
 
@@ -157,8 +157,8 @@ def test_the_last_query_of_a_group_counts(all_derived):
 
 def test_a_combined_mask_is_derived_where_one_part_is():
     own, ready = ChunkedLocal(6), mb.masks.Causal()
-    assert ready.tells_viewers
-    assert (ready & mb.masks.Prefix(3)).tells_viewers
-    assert not own.tells_viewers
-    assert not (own & ready).tells_viewers
-    assert not (ready | own).tells_viewers
+    assert ready.has_viewers
+    assert (ready & mb.masks.Prefix(3)).has_viewers
+    assert not own.has_viewers
+    assert not (own & ready).has_viewers
+    assert not (ready | own).has_viewers

@@ -126,13 +126,13 @@ def sees(mask, q_shards, k_shards):
 
 def told(found, rows):
     """The same as `rows_seen` tells it; the pieces must have every row once."""
-    tables = [np.zeros((n, found.whole.shape[1]), dtype=bool) for n in rows]
+    tables = [np.zeros((n, found.full.shape[1]), dtype=bool) for n in rows]
     pieces = [np.zeros(n, dtype=int) for n in rows]
     for o, first, stop, whole in zip(*found[:4], strict=True):
         tables[o][first:stop] |= whole
         pieces[o][first:stop] += 1
     assert all((each == 1).all() for each in pieces)
-    for piece, rank, first, stop in zip(*found.parts, strict=True):
+    for piece, rank, first, stop in zip(*found.partial, strict=True):
         assert found.first[piece] <= first < stop <= found.stop[piece]
         tables[found.owner[piece]][first:stop, rank] = True
     return tables

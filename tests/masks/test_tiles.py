@@ -224,5 +224,5 @@ def test_kernels_without_tables_refuse_what_needs_one():
         RULES.setdefault(mask, None)
         with pytest.raises(ValueError, match=r"mask: .*takes n.* tables?; use kernel='triton'"):
             WHOLE.tiles(mask, spans_of, spans_of)
-    with pytest.raises(ValueError, match=r"Causal\(\) is no band"):
+    with pytest.raises(ValueError, match=r"Causal\(\) is not a band"):
         WHOLE.tiles(Causal(), [Span(0, 1, 4)], [Span(0, 2, 4)])

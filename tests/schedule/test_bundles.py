@@ -167,8 +167,8 @@ def of_others(seen):
     """{(owner, another rank): the rows it has to do with}."""
     found = {}
     lines = [(piece, rank, seen.first[piece], seen.stop[piece])
-             for piece, rank in np.argwhere(seen.whole)]  # fmt: skip
-    lines += zip(*seen.parts, strict=True)
+             for piece, rank in np.argwhere(seen.full)]  # fmt: skip
+    lines += zip(*seen.partial, strict=True)
     for piece, rank, first, stop in lines:
         assert seen.first[piece] <= first < stop <= seen.stop[piece]
         rows = found.setdefault((int(seen.owner[piece]), int(rank)), set())
