@@ -1,11 +1,10 @@
-"""Error of distributed attention against float64, beside two things it should be judged by.
+"""Error of distributed attention against float64, beside torch's operator and a 16-bit ring.
 
-Causal attention of 16-bit inputs over 2 to 16 ranks (all in this process, layout zigzag): out,
-dq, dk and dv against dense float64 attention of the same inputs. Compared are our ring with
-gradients travelling in fp32 and in 16 bits, on both sides; torch's own operator on one device,
-which knows no ranks; and a ring that adds in 16 bits from hop to hop, as TransformerEngine's.
-
-The last is an emulation (`accuracy_emulated`), not a run of anybody's library.
+Causal attention of 16-bit inputs over 2 to 16 ranks (all in this process, layout zigzag): out, dq,
+dk and dv against dense float64 attention of the same inputs. Compared are our ring with gradients
+on the wire in fp32 and in 16 bits, on both sides; torch's own operator on one device; and a ring
+that adds in 16 bits from hop to hop, as Transformer Engine's. The last is an emulation
+(`accuracy_emulated`), no run of that library.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ def variants(dtype: torch.dtype, name: str) -> dict[str, Callable[..., Tensors]]
 
 
 def distance(got: Tensors, exact: Tensors) -> list[float]:
-    """Of each tensor |error| / |exact| in root mean square, then the largest over the largest."""
+    """Return |error| / |exact| of each tensor in root mean square, then largest over largest."""
     pairs = [(a.double() - b, b) for a, b in zip(got, exact, strict=True)]
     rms = [(e.norm() / b.norm()).item() for e, b in pairs]
     return rms + [(e.abs().max() / b.abs().max()).item() for e, b in pairs]
@@ -104,7 +103,7 @@ def distance(got: Tensors, exact: Tensors) -> list[float]:
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> Tensors:
-    """out, dq, dk, dv in float64 by the definition, one key head at a time."""
+    """Return out, dq, dk, dv in float64 by the definition, one key head at a time."""
     group = q.shape[2] // k.shape[2]
     hidden = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
     results: list[Tensors] = []
@@ -124,7 +123,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor)
 
 
 def stock(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> Tensors:
-    """torch's scaled_dot_product_attention on the whole sequence, in the dtype of the inputs."""
+    """Return torch's scaled_dot_product_attention on the whole sequence, in the inputs' dtype."""
     q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
     a, b, c = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     out = F.scaled_dot_product_attention(a, b, c, is_causal=True, enable_gqa=True)
@@ -141,7 +140,7 @@ def ring(
     v: torch.Tensor,
     dout: torch.Tensor,
 ) -> Tensors:
-    """Our attention over `ranks` ranks in this process, two nodes where there are enough."""
+    """Return our attention over `ranks` ranks in this process, on two nodes from four ranks on."""
     nodes = 2 if ranks > 2 else 1
     groups = in_process.groups(inter=nodes, intra=ranks // nodes)
     layout = mb.layout.make("zigzag", cp_size=ranks)

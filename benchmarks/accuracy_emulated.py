@@ -1,9 +1,9 @@
-"""A ring that adds in 16 bits, for `accuracy.py`: an emulation, not a run of anybody's library.
+"""Ring that adds in 16 bits, for `accuracy.py`: an emulation, no run of another library.
 
-It takes what our CPU kernel computes for each pair of shards, rounded once to 16 bits as a
-kernel call would return it, and adds those with 16-bit additions in the order in which
-TransformerEngine's p2p context parallelism does (class AttnFuncWithCPAndKVP2P, when not fp8):
-out and dq on their rank, dk and dv along the ring, ending at their owner.
+Our CPU kernel's result of each pair of shards is rounded once to 16 bits, as a kernel call would
+return it. These are added with 16-bit additions in the order of Transformer Engine's p2p context
+parallelism (class AttnFuncWithCPAndKVP2P, without fp8): out and dq on their rank, dk and dv along
+the ring, ending at their owner.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Tensors = tuple[torch.Tensor, ...]  # q, k, v, dout or out, dq, dk, dv: [s, b, h
 def emulated(
     ranks: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor
 ) -> Tensors:
-    """out, dq, dk, dv of causal attention by the ring that adds in the dtype of the inputs."""
+    """Return out, dq, dk, dv of causal attention by the ring that adds in the inputs' dtype."""
     layout = mb.layout.make("zigzag", cp_size=ranks)
     split = [[mb.shard(x, layout, rank) for rank in range(ranks)] for x in (q, k, v, dout)]
     shards = list(zip(*split, strict=True))
@@ -43,7 +43,7 @@ def emulated(
 
 
 class _Steps:
-    """What one kernel call returns for a pair of shards: 16-bit results, fp32 lse."""
+    """Results of one kernel call per pair of shards: 16-bit results, fp32 lse."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class _Steps:
         self.works = [[kernel.work_for(mb.masks.Causal(), a, b) for b in spans] for a in spans]
 
     def forward(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse): partial outputs rounded, then weighted and added with 16-bit additions."""
+        """Return (out, lse): rounded partial outputs, weighted and added with 16-bit additions."""
         q, size = self.shards[rank][0], len(self.shards)
         partials = [self._partial(rank, (rank - step) % size) for step in range(size)]
         lse = torch.logsumexp(torch.stack([part_lse for _, part_lse in partials]), dim=0)
@@ -76,7 +76,7 @@ class _Steps:
     def gradients(
         self, rank: int, owner: int, out: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """dq, dk, dv of one pair of shards."""
+        """Return dq, dk, dv of one pair of shards."""
         (q, _, _, dout), (_, k, v, _) = self.shards[rank], self.shards[owner]
         totals = [torch.zeros(x.shape) for x in (q, k, v)]
         delta = (dout.float() * out.float()).sum(-1)

@@ -1,13 +1,13 @@
-"""What the attention store costs and saves: peak memory and time of a step, by fraction kept.
+"""Peak memory and time of a step, by fraction of the attention store.
 
     python benchmarks/checkpoint.py          # 2 ranks, 4K to 16K tokens
 
-A stack of pre-norm attention and MLP layers, its sequence striped over gloo ranks. Every cell is
-measured in processes of its own: the highest resident set over the ranks, less what it was before
-the first step, and the median of a step's wall time and, because other programs may share the
-machine, of its processor time on the slowest rank, of which the ratios are. "none" saves every
-activation, "full" recomputes everything, a number is the fraction of attention results in the
-store. Decides what is compared; the layers are those of `store_layers`.
+A stack of pre-norm attention and MLP layers, its sequence striped over gloo ranks. Every cell runs
+in its own processes. Measured are the highest resident set over the ranks, minus the one before
+the first step, and the medians of a step's wall time and of its processor time on the slowest rank.
+Ratios are of processor time, because other programs may share the machine. "none" saves every
+activation, "full" recomputes everything, a number is the fraction of attention outputs in the
+store. The layers are those of `store_layers`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import megatron_burst as mb
 
 
 class Found(NamedTuple):
-    """What a cell measured: extra peak in MiB, seconds and processor seconds of a step, bytes."""
+    """Results of a cell: extra peak in MiB, seconds, processor seconds, store bytes."""
 
     extra: float
     wall: float
@@ -38,8 +38,7 @@ class Found(NamedTuple):
 
 
 def on_rank(cell: dict[str, Any]) -> tuple[float, ...]:
-    """Of one rank of a cell: extra peak in MiB, median seconds and processor seconds of a step,
-    bytes of the store."""
+    """Return the extra peak in MiB, median seconds and processor seconds, and store bytes."""
     torch.manual_seed(dist.get_rank())
     rows, width, heads = cell["tokens"] // cell["ranks"], cell["width"], cell["heads"]
     q = torch.zeros(rows, 1, heads, width // heads)
@@ -64,18 +63,18 @@ def on_rank(cell: dict[str, Any]) -> tuple[float, ...]:
 
 
 def _peak() -> float:
-    """MiB; the highest resident set so far."""
+    """Return the highest resident set so far, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def measure(cell: dict[str, Any]) -> Found:
-    """The highest of the ranks in each of what they measured."""
+    """Return the maximum over ranks of each result."""
     found = on_ranks(cell["ranks"], on_rank, cell)
     return Found(*(max(each) for each in zip(*found, strict=True)))
 
 
 def table(cells: dict[tuple[int, str], Found], args: argparse.Namespace) -> str:
-    """Ratios to "full", which is what a store is added to."""
+    """Return a table with ratios to "full", full recompute."""
     rows = []
     for tokens in args.tokens:
         full = cells[tokens, "full"]

@@ -1,7 +1,7 @@
-"""The operators of `csrc/` beside the torch code that does their work without them, on the CPU.
+"""Operators of `csrc/` beside the torch code that replaces them, on the CPU.
 
-In pairs, one after the other, so that a machine that is busy for a while slows both; medians of
-the times, and of the ratios within a pair. Needs the library: `python setup.py build_csrc`.
+Both run in turns, so that other load slows both. Printed are medians of the times, and of the
+ratios within a pair. The library is required: `python setup.py build_csrc`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WIDTH, HEADS = 128, 8
 
 
 class Case(NamedTuple):
-    """fresh() makes what run is given, outside the measured time."""
+    """One operator; `fresh()` makes its arguments, outside the measured time."""
 
     work: str
     what: str
@@ -92,7 +92,7 @@ def gradients(rows: int, vocabulary: int) -> Iterator[Case]:
 
 
 def pairs(case: Case, repeats: int) -> dict[str, list[float]]:
-    """Seconds with the library and without it, in turns, after a round that does not count."""
+    """Return seconds with and without the library, in turns, after a round that does not count."""
     file, times = native.FILE, {"torch": [], "csrc": []}
     for repeat in range(1 + repeats):
         for name, library in (("torch", "none"), ("csrc", file)):

@@ -1,16 +1,16 @@
-"""What attention costs the processor that launches it, beside a plain ring loop: `make bench-host`.
+"""Processor time of the thread that launches attention, beside a plain ring: `make bench-host`.
 
 A GPU that waits for its host computes nothing, and a pair of 4K rows takes an H100 a quarter of a
 millisecond. So everything but the launches is timed: one rank of a large grid, on torch's fake
-process group and meta tensors, with an operator that returns what was made before and a merge that
-does nothing. The plain loop (`plain_forward`, `plain_backward`) has the same operator, tensors and
-process group, and only what such a loop cannot do without: buffers for the next keys, one batch of
-sends and receives of k and v, one call, one merge, and in backward a second ring for dk and dv. It
-is a dense one in all rows of the table, so that a ratio also says what documents or windows add.
+process group and meta tensors, with an operator that returns earlier results and a merge that does
+nothing. The plain loop (`plain_forward`, `plain_backward`) has the same operator, tensors and
+process group, and only what such a loop needs: buffers for the next keys, one batch of sends and
+receives of k and v, one call, one merge, and in backward a second ring for dk and dv. The plain
+loop is dense in all rows, so a ratio also contains what documents or windows add.
 
-Processor time of this thread, rounds in turn (A B A B ...), medians with quartiles; other jobs on
-the machine disturb that little, but numbers of different machines do not compare. `--profile`
-prints where one case spends its time.
+Processor time of this thread, rounds in turn (A B A B ...), medians with quartiles. Other jobs
+disturb it little, but numbers of different machines are not comparable. `--profile` prints where
+one case spends its time.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ROWS = 4096  # of each rank, where documents do not say otherwise
 
 
 class NoOperator(CudaFlash):
-    """Torch's FlashAttention without the launch: results that were made before."""
+    """Torch's FlashAttention without the launch: it returns earlier results."""
 
     device = "meta"
 
@@ -75,7 +75,7 @@ class NoOperator(CudaFlash):
 
 
 class OneRank(mb.Groups):
-    """A rank in the middle of a grid whose other ranks do not exist: it hears its own words."""
+    """A rank in the middle of a grid without other ranks: it receives its own messages."""
 
     def __init__(self, group: dist.ProcessGroup, size: int, ulysses: int = 1):
         self.topology, self.rank = (
@@ -108,8 +108,7 @@ LAUNCHED = "__eq__", "__iadd__", "add_", "copy_", "fill_", "masked_fill", "zero_
 
 @contextmanager
 def without_launches() -> Iterator[None]:
-    """In here nothing is launched: operators that compute return what they were called on, and the
-    merge of two results does nothing."""
+    """Replace operators that compute by ones that return their arguments, and merges by nothing."""
 
     def returned(tensor: torch.Tensor, *_: object) -> torch.Tensor:
         return tensor
@@ -135,7 +134,7 @@ def without_launches() -> Iterator[None]:
 
 @dataclass
 class Plain:
-    """A rank of a causal ring on the zigzag layout, written as one would in a training script."""
+    """A rank of a causal ring on the zigzag layout, written as in a training script."""
 
     operator: NoOperator
     group: dist.ProcessGroup
@@ -143,7 +142,7 @@ class Plain:
     size: int
 
     def shift(self, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], list[dist.Work]]:
-        """Send these to the next rank; buffers for what the one before sends, and the works."""
+        """Send these to the next rank; return buffers for the previous rank's, and the works."""
         arriving, ops = [t.new_empty(t.shape) for t in tensors], []
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         for t, room in zip(tensors, arriving, strict=True):
@@ -152,8 +151,10 @@ class Plain:
         return arriving, dist.batch_isend_irecv(ops)
 
     def parts(self, step: int, rows: int) -> tuple[slice, slice, bool]:
-        """Queries, keys and triangle of a pair: the first half of the keys, or the second of the
-        queries, once the own pair is done."""
+        """Return queries, keys and triangle of a pair.
+
+        After the own pair it is the first half of the keys, or the second half of the queries.
+        """
         if step == 0:
             return slice(0, rows), slice(0, rows), True
         half = rows // 2
@@ -162,7 +163,7 @@ class Plain:
         return slice(half, rows), slice(0, rows), False
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
-        """out [s, b, h, d] and lse [s, b, h]."""
+        """Return out [s, b, h, d] and lse [s, b, h]."""
         rows, scale = len(q), q.shape[-1] ** -0.5
         out, lse = (
             torch.empty(shape, dtype=torch.float32, device=q.device).fill_(0.0)
@@ -184,7 +185,7 @@ class Plain:
         return out.to(q.dtype), lse
 
     def backward(self, dout, q, k, v, out, lse):
-        """dq, dk, dv: keys travel on, and behind them their gradients, one rank later."""
+        """Return dq, dk, dv; keys are sent on, and their gradients one rank later."""
         rows, scale = len(q), q.shape[-1] ** -0.5
         dq, dk, dv = (
             torch.empty(x.shape, dtype=torch.float32, device=x.device).zero_() for x in (q, k, v)
@@ -230,14 +231,14 @@ class PlainUlysses(Plain):
     """All heads for all rows and back, by one all-to-all per tensor (DeepSpeed-Ulysses)."""
 
     def scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """[s, b, n, d] -> [p s, b, n / p, d]"""
+        """Exchange [s, b, n, d] -> [p s, b, n / p, d]."""
         parts = x.unflatten(2, (self.size, -1)).permute(2, 0, 1, 3, 4).contiguous()
         whole = torch.empty_like(parts)
         dist.all_to_all_single(whole, parts, group=self.group)
         return whole.flatten(0, 1)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """The inverse."""
+        """Exchange [p s, b, n / p, d] -> [s, b, n, d]."""
         whole = torch.empty_like(x)
         dist.all_to_all_single(whole, x, group=self.group)
         return whole.unflatten(0, (self.size, -1)).permute(1, 2, 0, 3, 4).flatten(2, 3)
@@ -258,7 +259,7 @@ class PlainUlysses(Plain):
 
 @dataclass
 class Case:
-    """rows: of each rank. options: of `mb.prepare`."""
+    """One case: rows per rank, and options of `mb.prepare`."""
 
     name: str
     size: int
@@ -282,7 +283,7 @@ def cases(sizes: list[int]) -> Iterator[Case]:
 
 
 def documents(size: int, number: int, kind: str, layout: str = "zigzag") -> Case:
-    """kind: padded to 2 x CP, as Megatron's loader does, and dealt out one by one; or odd."""
+    """Return documents that are padded to 2 x CP, as by Megatron's loader, or odd."""
     rng, multiple = np.random.default_rng(0), 2 * size
     lengths = rng.lognormal(0, 1, number)
     lengths = np.maximum(lengths * ROWS * size / lengths.sum(), 1).astype(int)
@@ -299,7 +300,7 @@ def documents(size: int, number: int, kind: str, layout: str = "zigzag") -> Case
 
 
 class Timed:
-    """The runs of a case: ours and the plain loop's, forward and backward; and the plan."""
+    """Runs of a case: ours and the plain loop's, forward and backward, and the plan."""
 
     def __init__(self, case: Case):
         self.operator: Any = NoOperator()
@@ -341,7 +342,7 @@ class Timed:
         self.plan = {"plan": prepare}
 
     def counts(self, name: str) -> tuple[int, int]:
-        """Calls of the operator and exchanges in one run."""
+        """Return operator calls and exchanges in one run."""
         before, exchange = self.operator.calls, ProcessEndpoint.exchange
         with mock.patch.object(ProcessEndpoint, "exchange", autospec=True) as counted:
             counted.side_effect = exchange
@@ -354,7 +355,7 @@ BACKWARD = 2  # of a backward call over those of a forward one, as `HostTime` ha
 
 
 def row(case: Case, repeats: int, terms: Terms) -> list[str]:
-    """A row of the table; its passes are added to `terms`."""
+    """Return a row of the table and add its passes to `terms`."""
     timed = Timed(case)
     launched = [timed.counts(name) for name in ("ours", "ours backward")]
     counts = [str(calls) for calls, _ in launched]
@@ -376,7 +377,7 @@ def row(case: Case, repeats: int, terms: Terms) -> list[str]:
 
 
 def figures(terms: Terms) -> str:
-    """`HostTime`'s figures of a pass, fitted to all passes of the table by relative errors."""
+    """Return `HostTime`'s figures of a pass, fitted to all passes by relative errors."""
     *counts, took = np.array(terms).T
     fit = np.linalg.lstsq(np.array(counts).T / took[:, None], np.ones(len(took)), rcond=None)[0]
     off = np.abs(fit @ np.array(counts) / took - 1)

@@ -1,12 +1,12 @@
-"""The fused LM head beside what else computes it: time and memory of forward and backward, of the
-loss and, `--parts logprobs`, of log-probabilities and entropies with gradients.
+"""Fused LM head beside others: time and memory of forward and backward.
 
-Every figure comes from a process of its own (`lm_head_case`), rounds in alternating order. Time is
-wall time and, because other programs may share the machine, processor time; an implementation's
-ratio is taken to ours of the same round, its median and its lowest and highest are shown. Extra
-memory is what a call needs beyond its inputs, their gradients and a float32 gradient of the weight:
-against the tile, which it should follow byte for byte, and against the tokens, which it should not
-follow. What cannot run here is listed with its reason. `--device cuda` measures the same there.
+It measures the loss and, with `--parts logprobs`, log-probabilities and entropies with gradients.
+Every figure comes from its own process (`lm_head_case`), in rounds of alternating order. Times are
+wall time and processor time, because other programs may share the machine. Ratios are taken to ours
+of the same round: median, lowest and highest. Extra memory is what a call needs beyond its inputs,
+their gradients and a float32 gradient of the weight. It is compared with the tile, which it should
+follow byte for byte, and with the tokens, which it should not follow. What cannot run here is
+listed with its reason. `--device cuda` measures the same there.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def arguments() -> argparse.Namespace:
 
 
 def ask(args: argparse.Namespace, name: str, dtype: str, **changes: object) -> dict:
-    """One measurement in a process of its own: {"wall", "cpu", "extra", ...} or {"failed"}."""
+    """Run one measurement in its own process: {"wall", "cpu", "extra", ...} or {"failed"}."""
     case = {
         "name": name, "device": args.device, "tokens": args.tokens, "width": args.width,
         "vocabulary": args.vocabulary, "dtype": dtype, "threads": args.threads,
@@ -94,7 +94,7 @@ def ask(args: argparse.Namespace, name: str, dtype: str, **changes: object) -> d
 
 
 def times(args: argparse.Namespace, dtype: str, every: Sequence[str]) -> str:
-    """every: all that compute the same, ours first."""
+    """Return a table of times; `every` are all implementations, ours first."""
     ours, *others = every
     names = [ours, *(name for name in others if name in args.only)]
     found: dict[str, dict[int, dict]] = {name: {} for name in names}
@@ -132,7 +132,7 @@ def row(name: str, mine: dict[int, dict], ours: dict[int, dict]) -> list[str]:
 
 
 def memory(args: argparse.Namespace, dtype: str, part: str) -> str:
-    """Extra memory by tile, which it should follow, or the tokens, which it should not."""
+    """Return extra memory by tile, which it should follow, or by tokens, which it should not."""
     size = {"width": args.memory_width, "vocabulary": args.memory_vocabulary}
     if part == "tile":
         cells = [(tile * MIB, args.lengths[0]) for tile in args.tiles]

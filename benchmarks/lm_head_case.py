@@ -1,11 +1,10 @@
-"""One figure of `lm_head.py`, in a process of its own: what computes an LM head and loss, measured.
+"""One figure of `lm_head.py`, in its own process: an LM head and loss, measured.
 
     python benchmarks/lm_head_case.py '{"name": "single_pass", "device": "cpu", ...}'
 
-Makes the inputs, warms up with a small call, then measures one call of forward and backward: wall
-time, processor time, and the peak of memory over what was there before, less the gradients of
-hidden and weight and a float32 gradient of the weight (for float32 that is the same). Knows
-nothing of tables.
+It makes the inputs, warms up with a small call, then measures one call of forward and backward:
+wall time, processor time, and the additional peak of memory, minus the gradients of hidden and
+weight and a float32 gradient of the weight (equal for float32).
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def torch_chunked(hidden, weight, labels, case):
 
 
 def torch_chunked_1024(hidden, weight, labels, case):
-    """The same in pieces of as many rows as our tiles have, 1024 at the default size."""
+    """Return torch's loss in pieces of 1024 rows, as many as our tiles have by default."""
     return torch_chunked(hidden, weight, labels, case | {"chunk": 1024})
 
 
@@ -90,7 +89,7 @@ def recompute(hidden, weight, labels, case):
 
 
 def objective(logprobs, entropy):
-    """What stands for a policy loss: a weight for each token, and a bonus for entropy."""
+    """Return a replacement of a policy loss: a weight for each token, and a bonus for entropy."""
     import torch
 
     weights = torch.linspace(-1, 1, logprobs.numel(), device=logprobs.device)
@@ -105,7 +104,7 @@ def linear_logprobs(hidden, weight, labels, case):
 
 
 def of_logits(hidden, weight, labels):
-    """Log-probabilities and entropies of all logits, by torch's operators."""
+    """Return log-probabilities and entropies of all logits, by torch's operators."""
     log_p = (hidden @ weight.T).float().log_softmax(-1)
     return log_p.gather(-1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
@@ -115,7 +114,7 @@ def logprobs_eager(hidden, weight, labels, case):
 
 
 def logprobs_checkpointed(hidden, weight, labels, case):
-    """The same in checkpointed pieces of 1024 rows, as many as our tiles have by default."""
+    """Return `of_logits` in checkpointed pieces of 1024 rows, as our tiles have by default."""
     import torch
     from torch.utils.checkpoint import checkpoint
 
@@ -125,7 +124,7 @@ def logprobs_checkpointed(hidden, weight, labels, case):
 
 
 def verl_file(name):
-    """One file of verl: importing the package would need all that it trains with."""
+    """Return one file of verl; importing the package would need all that it trains with."""
     import importlib.util
     from pathlib import Path
 
@@ -142,13 +141,13 @@ def verl_file(name):
 
 
 def verl_torch(hidden, weight, labels, case):
-    """verl's `impl_backend: torch`: pieces of 512 rows."""
+    """Return verl's `impl_backend: torch`: pieces of 512 rows."""
     head = verl_file("experimental/torch_functional.py").FusedLinearForPPO()
     return objective(*head(hidden, weight, labels))
 
 
 def liger_scaled(hidden, weight, labels, case):
-    """Liger's head for verl's `impl_backend: liger`; a Hopper kernel where there is one."""
+    """Return Liger's head for verl's `impl_backend: liger`; a Hopper kernel if there is one."""
     from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
 
     nll, entropy = LigerFusedLinearScaledCrossEntropyFunction.apply(
@@ -158,7 +157,7 @@ def liger_scaled(hidden, weight, labels, case):
 
 
 def three_products(hidden, weight, labels, case):
-    """The matrix products alone, on tiles of ours: a bound for the time, not a loss."""
+    """Return the matrix products alone, on tiles of ours: a bound for the time."""
     import torch
 
     rows = max(1, len(hidden) * len(weight) * hidden.element_size() // 2**30)
@@ -174,7 +173,7 @@ def three_products(hidden, weight, labels, case):
 
 
 def four_products(hidden, weight, labels, case):
-    """The same where the logits are made once more in backward."""
+    """Return the products if backward recomputes the logits."""
     import torch
 
     rows = max(1, 2**27 // (len(weight) * hidden.element_size()))
@@ -236,7 +235,7 @@ def call(run, hidden, weight, labels, case):
 
 
 def peak_reset(device: str) -> int:
-    """Forget the peak so far; bytes in use now."""
+    """Reset the peak and return bytes in use."""
     if device == "cuda":
         import torch
 

@@ -1,11 +1,10 @@
-"""Does splitting the sequence change the training? The same run at CP 1, 2, 4 and 8.
+"""Losses of the same training run at CP 1, 2, 4 and 8.
 
     python benchmarks/loss.py            # 20 steps each, fp32 and bf16, plain and packed
 
-Trains `examples/pretrain_gpt.py` from one seed on the text of the quickstart, CP 1 being Megatron's
-own attention on one rank, and prints the largest relative difference in loss. In bf16 that of one
-rank in bf16 from one rank in fp32 stands beside it: what the number format itself costs. Decides
-what is compared; how runs are started is the examples' `launch`.
+It trains `examples/pretrain_gpt.py` from one seed on the quickstart's text. CP 1 is Megatron's own
+attention on one rank. It prints the largest relative difference in loss, and in bf16 also the
+difference of one rank in bf16 from one rank in fp32, the cost of the number format.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ MODEL = (
 
 
 def flags_of(size: int, mode: str) -> list[str]:
-    """The flags that make a run one of ``size`` context-parallel ranks in 2 nodes if it can be."""
+    """Return the flags of a run on ``size`` context-parallel ranks, in 2 nodes if possible."""
     split = f"--context-parallel-size {size}"
     if size > 2:
         split += f" --hierarchical-context-parallel-sizes {size // 2} 2"
@@ -44,12 +43,12 @@ def flags_of(size: int, mode: str) -> list[str]:
 
 
 def worst(losses: dict[int, float], reference: dict[int, float]) -> tuple[float, int]:
-    """The largest relative difference, and the step it is found at."""
+    """Return the largest relative difference and its step."""
     return max((abs(losses[step] - x) / x, step) for step, x in reference.items())
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[tuple[str, int], dict[int, float]]:
-    """Losses by step, of each mode and size."""
+    """Return losses by step, of each mode and size."""
     data = prepare_data.prepare(None, folder / "data", args.seq_length, report.TERMINAL)
     common = f"--data-path {data.prefix} --seq-length {args.seq_length} --train-iters {args.steps}"
     losses = {}
@@ -65,7 +64,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[tuple[str, int], dic
 
 
 def table(losses: dict[tuple[str, int], dict[int, float]], args: argparse.Namespace) -> str:
-    """One row per mode: every size against one rank, and bf16 against fp32 on one rank."""
+    """Return a row per mode: every size against one rank, and bf16 against fp32 on one rank."""
     rows = []
     for mode in args.modes:
         alone = losses[mode, args.sizes[0]]

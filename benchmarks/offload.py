@@ -1,17 +1,15 @@
-"""What moving a layer's leavings to the host costs a step: overlap, `auto`'s fraction, bytes.
+"""Cost of offloading layer outputs to the host: overlap, `auto`'s fraction, bytes.
 
     python benchmarks/offload.py            # 8 and 16 layers, links of 0.9 and 2.0 of a forward
 
-Compute and link are emulated, so the ratios are those of the order of copies and waits: the tail of
-a step included, where the last layer's copy out and back has nothing to hide behind. Time is
-counted and not measured: a layer adds its seconds, a copy begins when it was asked for, when its
-link is free and when what it follows is over, and who waits for it goes on no earlier than it ends;
-the figures are exact and the same on every machine.
+Compute and link are emulated, so the ratios follow from the order of copies and waits. They include
+the tail of a step, where the last layer's copies overlap nothing. Time is counted and not measured:
+a layer adds its seconds; a copy begins when it is requested, its link is free and its predecessors
+are over; a waiter continues when the copy ends. The figures are exact and equal on every machine.
 
-A layer's forward takes `--seconds`, its backward twice that, and what is not moved is computed
-again, which takes another forward for all of it. The link is stated by how long it takes for all
-that one layer leaves in one direction, in layer forwards. The step "without" keeps everything on
-the device, and moves and repeats nothing.
+A layer's forward takes `--seconds`, its backward twice that, and recomputing what is not offloaded
+another forward for all of it. The link's rate is the time for one layer's output in one direction,
+in layer forwards. The step "without" keeps everything on the device and recomputes nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ FIXED = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 class Counted:
-    """Time that passes when someone says so."""
+    """Clock that advances only by `sleep`."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -45,7 +43,7 @@ class Counted:
 
 
 class CountedEvent:
-    """The end of a copy in counted time."""
+    """End of a copy in counted time."""
 
     def __init__(self, clock: Counted, end: float):
         self.clock, self.end = clock, end
@@ -61,7 +59,7 @@ class CountedEvent:
 
 
 class CountedEngine:
-    """A link in one direction in counted time; takes the place of the package's engines."""
+    """Link in one direction in counted time, in place of the package's engines."""
 
     def __init__(self, clock: Counted, rate: float):
         self.clock, self.rate, self.free = clock, rate, 0.0
@@ -73,11 +71,11 @@ class CountedEngine:
         return CountedEvent(self.clock, self.free)
 
     def guard(self, tensor: torch.Tensor) -> None:
-        """Nothing: it has been copied."""
+        """Do nothing: the tensor has been copied."""
 
 
 def memory(limit: int, rate: float, clock: Counted) -> mb.HostMemory:
-    """Host memory behind an emulated link."""
+    """Return host memory behind an emulated link."""
     host = mb.HostMemory(limit, device="cpu")
     traffic: Any = host._traffic
     traffic.out, traffic.back = CountedEngine(clock, rate), CountedEngine(clock, rate)
@@ -93,7 +91,7 @@ class Stack:
         self.host = memory(2 * layers * ROWS * width + 2**20, rate, self.clock)
 
     def step(self, fraction: float | None) -> float:
-        """Seconds of a forward and a backward; fraction None: all stays, nothing is repeated."""
+        """Return seconds of a forward and a backward; fraction None keeps all on the device."""
         begun = self.clock.now()
         left = []
         for number in range(self.layers):
@@ -112,12 +110,12 @@ class Stack:
 
 
 def ratio(stack: Stack, one: float | None, other: float | None) -> float:
-    """The time of a step with fraction `one` over that with `other`."""
+    """Return the time of a step with fraction `one` over the time with `other`."""
     return stack.step(one) / stack.step(other)
 
 
 def measure(layers: int, link: float, args: argparse.Namespace) -> list[list[str]]:
-    """Rows of the table for one number of layers and one link."""
+    """Return rows of the table for one number of layers and one link."""
     nbytes = ROWS * args.width
     rate = nbytes / (link * args.seconds)
     stack = Stack(layers, args.seconds, rate, args.width)

@@ -1,10 +1,10 @@
-"""How even micro-batches are: `--burst-pack documents` against Megatron's default scheduler.
+"""Balance of micro-batches: `--burst-pack documents` against Megatron's default scheduler.
 
-`python -m benchmarks.packing` draws batches of documents and packs each in two ways: as
-`DpBalancedScheduler` of Megatron-Core does, in the order in which documents come until a
-micro-batch is full, with the last ones taken apart until the data-parallel ranks have equally many;
-and as `megatron_burst.packing`. Work is that of Llama 3 8B (32 layers), the LM head aside; that of
-padding counts, and only ours pads. Nothing is run: these are counts of work.
+`python -m benchmarks.packing` draws batches of documents and packs each in two ways: like
+`DpBalancedScheduler` of Megatron-Core, in document order until a micro-batch is full, with the last
+ones split until the data-parallel ranks have equally many; and by `megatron_burst.packing`. Work is
+that of Llama 3 8B (32 layers) without the LM head. Padding counts, and only ours pads. Nothing
+runs: these are counts of work.
 
 Imbalance: the busiest micro-batch over their mean. Step: the busiest rank's work over an equal
 share of the documents' own.
@@ -37,7 +37,7 @@ KINDS = {
 
 
 def lengths_of(kind: str, seed: int) -> np.ndarray:
-    """Lengths of the documents of one global batch."""
+    """Return document lengths of one global batch."""
     median, sigma, longest = KINDS[kind]
     draw, wanted = np.random.default_rng(seed), RANKS * MICRO_BATCHES * CAPACITY * FILL
     count = int(2 * wanted / median)
@@ -47,7 +47,7 @@ def lengths_of(kind: str, seed: int) -> np.ndarray:
 
 
 def in_order(lengths: Sequence[int] | np.ndarray) -> list[list[int]]:
-    """Micro-batches by the rule of Megatron's ``DpBalancedScheduler``."""
+    """Return micro-batches by the rule of Megatron's ``DpBalancedScheduler``."""
     bins: list[list[int]] = [[]]
     used = 0
     for index, length in enumerate(lengths):
@@ -66,12 +66,12 @@ def in_order(lengths: Sequence[int] | np.ndarray) -> list[list[int]]:
 
 
 def shares(loads: np.ndarray, ideal: float) -> tuple[float, float]:
-    """Imbalance and step of loads [ranks, micro-batches]."""
+    """Return imbalance and step of loads [ranks, micro-batches]."""
     return float(loads.max() / loads.mean()), float(loads.sum(axis=1).max() * RANKS / ideal)
 
 
 def both(kind: str, seed: int) -> Iterator[tuple[float, float]]:
-    """Imbalance and step of one batch: Megatron's, then ours."""
+    """Yield imbalance and step of one batch: Megatron's, then ours."""
     lengths = lengths_of(kind, seed)
     attention = LLAMA.attention(lengths)
     own = attention + LLAMA.token * lengths

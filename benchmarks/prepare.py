@@ -1,10 +1,9 @@
-"""How long `mb.prepare` takes: the exchange of headers, and the plan each rank makes for itself.
+"""Duration of `mb.prepare`: the exchange of headers, and the plan that each rank makes.
 
-It runs once per micro-batch, so it must be small beside a layer. *Exchange*: real gloo
-processes on this machine, wall time of the slowest rank, and of `consensus` alone. *Local*: one
-process that stands for rank 0 of a large grid and answers the exchange itself; nothing is sent,
-and the processor time of its one thread is taken, which other jobs disturb least.
-`--profile` also prints where the local part spends its time.
+It runs once per micro-batch, so it must be short beside a layer. *Exchange*: real gloo processes on
+this machine, wall time of the slowest rank, and of `consensus` alone. *Local*: one process that
+acts as rank 0 of a large grid and answers the exchange itself; the processor time of its thread is
+taken, which other jobs disturb least. `--profile` also prints where the local part spends its time.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def arguments() -> argparse.Namespace:
 
 
 def masks(seq_len: int) -> dict[str, Mask]:
-    """What is planned for: 100 documents of lengths that nothing divides, and simple masks."""
+    """Return 100 documents of lengths without a common divisor, and simple masks."""
     cuts = np.random.default_rng(0).choice(np.arange(1, seq_len), 99, replace=False)
     documents = mb.masks.Documents([0, *np.sort(cuts).tolist(), seq_len])
     return {
@@ -67,14 +66,14 @@ def masks(seq_len: int) -> dict[str, Mask]:
 
 
 def tensors(local_tokens: int) -> list[torch.Tensor]:
-    """q, k, v that hold no numbers' worth of memory: only their description is read."""
+    """Return q, k, v without memory; only their shapes are read."""
     return [torch.zeros(1, 1, 1, 1).expand(local_tokens, 1, heads, 128) for heads in (32, 8, 8)]
 
 
 def planned(
     mask: Mask, groups: mb.Groups, layout: str, local_tokens: int, again: bool = False
 ) -> Callable[[], object]:
-    """again: as in later micro-batches, where what was made for this mask is known."""
+    """Make a plan; `again` as in later micro-batches with the same mask."""
     q, k, v = tensors(local_tokens)
     needs = (True, True, True)
 
@@ -91,7 +90,7 @@ def planned(
 def seconds(
     run: Callable[[], object], repeats: int, clock: Callable[[], float] = time.perf_counter
 ) -> list[float]:
-    """Time of each repeat after two that do not count."""
+    """Return seconds of each repeat after two that do not count."""
     times = []
     for _ in range(repeats + 2):
         start = clock()
@@ -118,7 +117,7 @@ def exchange(args: argparse.Namespace) -> str:
 
 
 def exchanged(local_tokens: int, repeats: int) -> dict[str, list[float]]:
-    """On a rank: seconds of every call."""
+    """Return seconds of every call on a rank."""
     world = dist.group.WORLD
     assert world is not None
     groups = mb.Groups.flat(world)
@@ -140,7 +139,7 @@ def exchanged(local_tokens: int, repeats: int) -> dict[str, list[float]]:
 
 
 def alone(size: int, per_node: int) -> mb.Groups:
-    """Groups in which this process holds rank 0 only, and every rank answers as it does."""
+    """Return groups in which this process is rank 0 and every rank gives its answer."""
     groups = in_process.groups(inter=size // per_node, intra=per_node).ranks[0]
 
     def gather(header: torch.Tensor) -> list[torch.Tensor]:
@@ -151,7 +150,7 @@ def alone(size: int, per_node: int) -> mb.Groups:
 
 
 def local(args: argparse.Namespace) -> tuple[str, dict[str, Callable[[], object]]]:
-    """The table, and each case to be profiled."""
+    """Return the table, and the cases to profile."""
     rows, cases = [], {}
     sizes = [size for size in args.grids if size % args.per_node == 0]
     with progress("local part", 3 * len(sizes) * len(args.layouts)) as step:

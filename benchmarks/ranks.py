@@ -1,4 +1,4 @@
-"""Gloo ranks on this machine, in processes of their own, for as long as one measurement takes."""
+"""Gloo ranks on this machine, in their own processes, for one measurement."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch.multiprocessing as mp
 
 
 def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `function(*args)` returns on each of `size` ranks of the default group, in their order;
-    one thread each."""
+    """Return `function(*args)` of each of `size` ranks of the default group, one thread each."""
     results = mp.get_context("spawn").SimpleQueue()
     port = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
     mp.spawn(_rank, (size, port, results, function, args), nprocs=size)

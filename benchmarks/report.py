@@ -1,4 +1,4 @@
-"""What the benchmarks share: provenance, interleaved timing, tables, sections of documents.
+"""Shared helpers of benchmarks: provenance, interleaved timing, tables, sections of pages.
 
 Every figure is written with its command, date, machine and spread.
 """
@@ -32,7 +32,7 @@ Runs = dict[str, Callable[[], object]]
 
 
 def provenance() -> str:
-    """Command, date, versions and kind of machine, as one sentence for the head of a table."""
+    """Return command, date, versions and kind of machine as one sentence."""
     command = " ".join(["python", "benchmarks/" + Path(sys.argv[0]).name, *sys.argv[1:]])
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
     return (
@@ -43,7 +43,7 @@ def provenance() -> str:
 
 
 def machine() -> str:
-    """Cores, kernel and versions, with the date, without names; of Linux."""
+    """Return cores, kernel and versions of a Linux machine, with the date, without names."""
     with open("/proc/cpuinfo") as file:
         models = [x.split(": ", 1)[1].strip() for x in file if x.startswith("model name")]
     return (
@@ -54,7 +54,7 @@ def machine() -> str:
 
 
 class Ratio(NamedTuple):
-    """Of the times of two runs, round by round: the median, the smallest and the largest."""
+    """Median, smallest and largest ratio of two runs, round by round."""
 
     middle: float
     least: float
@@ -62,7 +62,7 @@ class Ratio(NamedTuple):
 
     @classmethod
     def of(cls, above: Sequence[float], below: Sequence[float]) -> Ratio:
-        """The ratio of times that were measured in the same rounds."""
+        """Return the ratio of times that were measured in the same rounds."""
         each = [a / b for a, b in zip(above, below, strict=True)]
         return cls(statistics.median(each), min(each), max(each))
 
@@ -73,11 +73,13 @@ class Ratio(NamedTuple):
 def interleaved(
     runs: Runs, repeats: int, patience: float = float("inf")
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Seconds of each run, wall time and processor time of this thread, after a warm-up round.
+    """Return seconds of each run, wall time and processor time, after a warm-up round.
 
-    In the order A B C A B C ...: a machine that is busy for a while then slows all of them alike,
-    so ratios are taken within a round (`ratio`). Processor time leaves out the turns of other
-    jobs; it is for work that stays in this thread. After `patience` seconds three rounds do.
+    Runs are ordered A B C A B C ..., so that other load slows all of them; ratios are taken within
+    a round (`ratio`). Processor time is this thread's, without turns of other jobs.
+
+    Args:
+        patience: Seconds after which three rounds are enough.
     """
     clocks = time.perf_counter, time.thread_time
     wall: dict[str, list[float]] = {name: [] for name in runs}
@@ -97,7 +99,7 @@ def interleaved(
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Lower quartile, median, upper quartile; of a single value three times that."""
+    """Return lower quartile, median, upper quartile; three times the value if there is one."""
     if len(values) < 2:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -105,30 +107,30 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def ratio(times: dict[str, list[float]], above: str, below: str) -> str:
-    """The ratio of two runs, round by round: median [lower quartile, upper quartile]."""
+    """Return the ratio of two runs, round by round: median [lower quartile, upper quartile]."""
     pairs = zip(times[above], times[below], strict=True)
     return spread([a / b for a, b in pairs], ".3f")
 
 
 def spread(values: Sequence[float], digits: str = ".2f") -> str:
-    """median [lower quartile, upper quartile]"""
+    """Format as "median [lower quartile, upper quartile]"."""
     low, middle, high = quartiles(values)
     return f"{middle:{digits}} [{low:{digits}}, {high:{digits}}]"
 
 
 def milliseconds(seconds: Sequence[float]) -> str:
-    """median [lower quartile, upper quartile], in milliseconds"""
+    """Format as "median [lower quartile, upper quartile]" in milliseconds."""
     values = [1e3 * each for each in seconds]
     return spread(values, ".3g" if max(values) < 1000 else ".0f")
 
 
 def human(count: int) -> str:
-    """A number of tokens: 4K for 4096."""
+    """Format a number of tokens: 4K for 4096."""
     return f"{count // 1024}K" if count >= 1024 and count % 1024 == 0 else str(count)
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A markdown table; the columns line up in the source too."""
+    """Return a Markdown table whose columns line up in the source."""
     table = Table(box=box.MARKDOWN)
     for column in columns:
         table.add_column(Text(column))
@@ -153,7 +155,7 @@ def json_record(record: Mapping[str, object]) -> str:
 
 
 def write_section(path: Path, name: str, text: str, opening: str = "") -> None:
-    """Replace what lies between the markers `name` of a document; make it, with `opening`."""
+    """Replace the text between the markers `name` of a page; create it, with `opening`."""
     begin, end = f"<!-- begin {name}: generated -->", f"<!-- end {name} -->"
     content = path.read_text() if path.exists() else opening.rstrip() + "\n"
     if begin not in content:
@@ -167,7 +169,7 @@ def write_section(path: Path, name: str, text: str, opening: str = "") -> None:
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on the terminal (nothing elsewhere); call the result with what begins now."""
+    """Yield a function that names the next step of a progress bar on the terminal."""
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
     )  # fmt: skip

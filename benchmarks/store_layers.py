@@ -1,5 +1,8 @@
-"""Layers of a model whose attention results are kept or computed again: what both benchmarks of the
-attention store run, on CPU ranks (`checkpoint.py`) and on one GPU (`gpu/store.py`)."""
+"""Layers of a model whose attention outputs are kept or recomputed.
+
+Both benchmarks of the attention store run them: on CPU ranks (`checkpoint.py`) and on one GPU
+(`gpu/store.py`).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,12 @@ class Layer(nn.Module):
     """Attention and an MLP four times as wide, each behind a norm and with a residual."""
 
     def __init__(self, heads: tuple[int, int], width: int, plan: mb.Plan, **kind: Any):
-        """heads: of queries and of keys, each `width` wide; kind: device, dtype of parameters."""
+        """Create the layer.
+
+        Args:
+            heads: Numbers of query and key heads, each `width` wide.
+            kind: Device and dtype of parameters.
+        """
         super().__init__()
         (h, k), full = heads, heads[0] * width
         self.plan, self.counts = plan, (h, k, k)
@@ -32,7 +40,7 @@ class Layer(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[s, 1, width] -> the same"""
+        """Map [s, 1, width] to [s, 1, width]."""
         heads = self.qkv(self.norms[0](x)).unflatten(2, (sum(self.counts), -1))
         q, k, v = heads.split(self.counts, dim=2)
         x = x + self.out(mb.attention(q, k, v, plan=self.plan).flatten(2))
@@ -40,12 +48,12 @@ class Layer(nn.Module):
 
 
 def kept(mode: str) -> float | None:
-    """The fraction of attention results that a mode keeps; None: no checkpoint."""
+    """Return the fraction of attention outputs that a mode keeps; None without checkpointing."""
     return {"none": None, "full": 0.0}[mode] if mode in ("none", "full") else float(mode)
 
 
 def step(layers: Sequence[Layer], x: torch.Tensor, mode: str) -> None:
-    """Forward and backward of all layers."""
+    """Run forward and backward of all layers."""
     keep = kept(mode)
     for layer in layers:
         x = layer(x) if keep is None else mb.checkpoint(layer, x, keep=keep)

@@ -1,14 +1,13 @@
-"""Prefix trees beside separate trajectories: tokens and pairs, time on the emulated cluster, and a
-step on 64 GPUs, simulated.
+"""Prefix trees beside separate trajectories: counts, the emulated cluster, 64 GPUs simulated.
 
     make bench-trees                              # all three tables, some minutes
     make bench-trees ARGS="--parts emulated --repeats 5"
     make bench-trees ARGS="--parts counts"        # seconds
 
-`counts` needs nothing. `emulated` measures attention of one layer on `benchmarks.cluster`, merged
-and separate at the same emulated speed. `simulated` times a step of training by the forecast of
-`megatron-burst advise`, ours on trees and Megatron's kinds on packs of separate trajectories, each
-with the parallel sizes with which it is fastest and fits.
+`counts` counts tokens and pairs. `emulated` measures attention of one layer on
+`benchmarks.cluster`, merged and separate at the same emulated speed. `simulated` times a training
+step by the forecast of `megatron-burst advise`, ours on trees and Megatron's kinds on packs of
+separate trajectories, each with the parallel sizes at which it is fastest and fits.
 """
 
 from __future__ import annotations
@@ -50,8 +49,11 @@ QUANTILES = ((0.0, 8 * K), (0.30, 32 * K), (0.50, 38 * K), (0.76, 49 * K), (0.92
 
 
 def lengths(count: int, seed: int) -> tuple[int, ...]:
-    """Lengths of agent trajectories: linear between `QUANTILES`, one from each of `count` equal
-    parts, so that few of them have the median and the tail of all."""
+    """Return lengths of agent trajectories, linear between `QUANTILES`.
+
+    One is drawn from each of `count` equal parts, so that few of them have the median and the tail
+    of all.
+    """
     random = np.random.default_rng(seed)
     places = (np.arange(count) + random.random(count)) / count
     random.shuffle(places)
@@ -69,7 +71,7 @@ COUNTED = {
 
 
 class Saved(NamedTuple):
-    """What merging saves: tokens and visible pairs, separate over merged."""
+    """Savings of merging: tokens and visible pairs, separate over merged."""
 
     tree: mb.trees.PrefixTree
     tokens: float
@@ -77,14 +79,14 @@ class Saved(NamedTuple):
 
 
 def saved(trajectories: Sequence[np.ndarray], multiple: int = 1) -> Saved:
-    """The tree of these trajectories, and what it saves."""
+    """Return the tree of these trajectories, and its savings."""
     tree = mb.trees.pack(trajectories, multiple=multiple)
     apart = sum(len(each) * (len(each) + 1) // 2 for each in trajectories)
     return Saved(tree, tree.trajectory_tokens / tree.rows, apart / tree.mask.pairs)
 
 
 def counts(ranks: Sequence[int] = (8, 64)) -> str:
-    """A table of all of `COUNTED`."""
+    """Return a table of all of `COUNTED`."""
     rows = []
     for name, rollouts in COUNTED.items():
         found = saved(rollouts.drawn(), math.lcm(*ranks))
@@ -112,7 +114,7 @@ RIVALS = (
 
 
 def cells_of(name: str) -> tuple[Cell, Cell]:
-    """Separate and merged, on 2 nodes of 4 ranks."""
+    """Return separate and merged cells on 2 nodes of 4 ranks."""
     rows = sum(TREES[name].lengths), saved(TREES[name].drawn(), 8).tree.tokens.size
     separate, merged = (
         Cell(2, 4, Rates.parse("100M/400M"), "MHA 8", "compute", each // 8, mask=f"{kind} {name}",
@@ -123,15 +125,18 @@ def cells_of(name: str) -> tuple[Cell, Cell]:
 
 
 def emulated(repeats: int, seconds: float) -> str:
-    """Time of attention, forward and backward, merged and separate in turn. seconds: that the
-    busiest rank computes for separate trajectories; the tree is computed at that speed."""
+    """Return the time of attention, forward and backward, merged and separate in turn.
+
+    Args:
+        seconds: Compute of the busiest rank for separate trajectories; the tree has the same speed.
+    """
     from benchmarks.cluster import measure, record
     from benchmarks.cluster.__main__ import say
     from benchmarks.cluster.bench import cluster
     from benchmarks.cluster.ranks import Ranks
 
     def run(ranks: Ranks, cell: Cell, speed: float | None) -> tuple[dict[str, list[float]], float]:
-        """Seconds of each rival, and the speed at which the first takes `seconds`."""
+        """Return seconds of each rival, and the speed at which the first takes `seconds`."""
         with tempfile.TemporaryDirectory(prefix="trees-") as folder:
             measure.write_problem(cell.problem(), ranks.network, Path(folder))
             ranks.run(measure.load, cell.problem(), Path(folder))
@@ -178,7 +183,7 @@ MODEL, GPUS = "qwen3-8b", 64  # H100
 
 
 class TreeForecast(PackedForecast):
-    """The attention of packs that are a prefix tree each."""
+    """Forecast of attention for packs that are a prefix tree each."""
 
     def __init__(self, model: Any, cluster: Any, pinned: Any, tree: mb.masks.Tree):
         super().__init__(model, cluster, pinned, (len(tree.out),))
@@ -215,7 +220,7 @@ class Step(NamedTuple):
 
 
 def groups(shared: bool, seed: int = 0) -> list[list[np.ndarray]]:
-    """Trajectories of every prompt. shared: samples share turns; else the system prompt only."""
+    """Return trajectories of every prompt; `shared` samples share turns, else the system prompt."""
     every = lengths(GROUPS * SAMPLES, seed)
     return [
         Rollouts(every[i::GROUPS], SYSTEM, TURNS * shared, seed * GROUPS + i).drawn()
@@ -224,16 +229,14 @@ def groups(shared: bool, seed: int = 0) -> list[list[np.ndarray]]:
 
 
 def median_group(shared: bool, seed: int = 0) -> list[np.ndarray]:
-    """The group whose tokens are nearest to the mean: all packs of a step are taken to be like
-    it."""
+    """Return the group whose tokens are nearest to the mean; all packs of a step are like it."""
     found = groups(shared, seed)
     sums = [sum(map(len, each)) for each in found]
     return found[int(np.argmin(np.abs(np.array(sums) - np.mean(sums))))]
 
 
 def simulated(shared: bool) -> list[Step]:
-    """A step of 8 packs: Megatron's kinds on separate trajectories, ours on trees and on the same
-    packs as Megatron."""
+    """Return a step of 8 packs: Megatron's kinds on separate trajectories, ours on both."""
     model, cluster = models.named(MODEL), mb.Cluster("h100", GPUS)
     trajectories = median_group(shared)
     # verl pads each sequence to 2 x CP x TP, which is 128 at most on 64 GPUs.
@@ -264,12 +267,12 @@ def simulated(shared: bool) -> list[Step]:
 
 
 def _whole(tokens: int) -> int:
-    """So many tokens and padding, that sizes of 64 GPUs divide it."""
+    """Round tokens up to a multiple that sizes of 64 GPUs divide."""
     return -(-tokens // 256) * 256
 
 
 def table(shared: bool) -> str:
-    """The steps of one case, and what is merged."""
+    """Return the steps of one case, and the savings of merging."""
     steps, found = simulated(shared), saved(median_group(shared))
     best = min(each.seconds for each in steps if each.name.startswith("verl"))
     rows = [

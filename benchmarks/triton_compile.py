@@ -1,12 +1,11 @@
 """Compile the Triton attention kernels for devices that are not here; print registers and spills.
 
-Needs Triton, whose package brings the assembler, and no GPU. For every entry of
-`megatron_burst.kernels.blocks.BLOCKS` (or one device, one width) it records what `TritonKernel`
-launches for a causal pair, with and without masks, and lets Triton's own JIT compile that, as for a
-GPU of this kind: with its hints about pointers and strides that 16 divides. ptxas says what became
-of it. A kernel that does not compile, that wants more shared memory than the device has, that
-loads more of a mask than its bits, or that keeps a factor of products in registers over a loop
-(`held`) ends the run with status 1.
+It needs Triton, whose package contains the assembler, and no GPU. For every entry of
+`megatron_burst.kernels.blocks.BLOCKS` (or one device, one width) it records the launches of
+`TritonKernel` for a causal pair, with and without masks. Triton's own JIT compiles them as for a
+GPU of this kind, with its hints about pointers and strides that 16 divides, and ptxas reports the
+result. The status is 1 if a kernel does not compile, needs more shared memory than the device has,
+loads more of a mask than its bits, or keeps a factor of products in registers over a loop (`held`).
 
     python -m benchmarks.triton_compile --devices 90 --widths 128
 """
@@ -56,9 +55,14 @@ class Launch(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What the assembler says of one launch: spills in bytes per thread; loads: bytes that a thread
-    loads or copies from addresses for every tile, those of tensors by descriptors left out; held:
-    what `held` counts."""
+    """Assembler's report of one launch.
+
+    Attributes:
+        spills: Bytes per thread.
+        loads: Bytes that a thread loads or copies from addresses for every tile, without tensor
+            descriptors.
+        held: Count of `held`.
+    """
 
     registers: int
     spills: int
@@ -92,8 +96,10 @@ def main() -> int:
 
 
 def most(size: BlockSizes) -> int:
-    """`MASK_LOADS` where loads run ahead of their use; else the compiler may place each word where
-    it is used, once for every pair."""
+    """Return `MASK_LOADS` if loads run ahead of their use.
+
+    Otherwise the compiler may place each word at its use, once for every pair.
+    """
     return MASK_LOADS if size.stages > 1 else 4 + size.rows * size.columns // (8 * size.warps)
 
 
@@ -119,8 +125,7 @@ def _launches(args: argparse.Namespace) -> Iterator[Launch]:
 
 
 def build(launch: Launch) -> dict[bool, Made]:
-    """Compile a kernel as it is launched for wholly visible tiles, and for masked ones: by whether
-    it has masks."""
+    """Compile a kernel as launched for wholly visible tiles, and for masked ones."""
     from triton.runtime import driver
 
     driver.set_active(Device(launch.device))  # nothing is launched from this process
@@ -132,7 +137,7 @@ def build(launch: Launch) -> dict[bool, Made]:
 
 
 class Device:
-    """What Triton's JIT asks of the driver before it launches: a device that is not here."""
+    """Replacement of the driver that Triton's JIT asks before a launch, for an absent device."""
 
     def __init__(self, capability: int):
         self.capability = capability
@@ -150,7 +155,7 @@ class Device:
 
 
 def _recorded(launch: Launch) -> list[tuple[Any, tuple, dict[str, Any]]]:
-    """(kernel, arguments, constants and options) of each launch of a pair that sees itself."""
+    """Return kernel, arguments, constants and options of each launch of a pair on itself."""
     size, found = launch.size, []
     rows = 2 * size.rows * size.columns  # several blocks of both sides, and 16 divides it
 
@@ -188,7 +193,7 @@ def compiled(source: Any, device: int, options: dict[str, Any]) -> Made:
 
 
 def assembled(kernel: Any, device: int) -> Made:
-    """What the assembler says of a compiled kernel."""
+    """Return the assembler's report of a compiled kernel."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     ptx = kernel.asm["ptx"]
@@ -211,10 +216,10 @@ def assembled(kernel: Any, device: int) -> Made:
 
 
 def held(ptx: str) -> int:
-    """Products of warp groups in a loop whose first factor is in registers from before the loop.
+    """Count products of warp groups in a loop whose first factor is in registers from before it.
 
-    ptxas 12.8 to 13.0 gives such registers to other values too, and from the second round of the
-    loop on results are wrong (seen on an H100, with Triton 3.6).
+    ptxas 12.8 to 13.0 gives such registers to other values too, and results are wrong from the
+    second round of the loop on (seen on an H100, with Triton 3.6).
     """
     found = 0
     for loop in loops(ptx):
@@ -228,7 +233,7 @@ def held(ptx: str) -> int:
 
 
 def loops(ptx: str) -> Iterator[list[str]]:
-    """The lines of each loop, the inner ones first."""
+    """Return the lines of each loop, inner loops first."""
     lines, labels = ptx.splitlines(), {}
     for number, line in enumerate(lines):
         if label := re.match(r"(\$\w+):", line):
@@ -239,8 +244,10 @@ def loops(ptx: str) -> Iterator[list[str]]:
 
 
 def loads(ptx: str) -> int:
-    """Bytes that a thread loads or copies from addresses in one round of the innermost loop; of
-    those that wait for a copy, and are a few lines long, none."""
+    """Return bytes that a thread loads or copies in one round of the innermost loop.
+
+    Loops of a few lines that wait for a copy do not count.
+    """
     total = 0
     for line in next((loop for loop in loops(ptx) if len(loop) > WAITING), []):
         if copied := re.search(r"cp\.async\.c\w\.shared\.global \[.*?\], \[.*?\], (\w+)", line):

@@ -1,8 +1,8 @@
 """Compile the Triton kernels of the LM head for devices that are not here; print registers, spills.
 
-As `triton_compile`, for `megatron_burst.linear_cross_entropy.triton_rows`: needs Triton and no GPU.
-Arguments are as in a launch over a vocabulary that 16 divides. A kernel that does not compile, or
-that spills, ends the run with status 1.
+Like `triton_compile`, for `megatron_burst.linear_cross_entropy.triton_rows`: it needs Triton and no
+GPU. Arguments are those of a launch over a vocabulary that 16 divides. The status is 1 if a kernel
+does not compile or spills.
 
     python -m benchmarks.triton_compile_rows --devices 90 --warps 4 8
 """

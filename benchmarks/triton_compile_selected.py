@@ -1,10 +1,9 @@
-"""Compile the Triton kernels of sparse attention for devices that are not here; print registers and
-spills.
+"""Compile the Triton kernels of sparse attention for absent devices; print registers and spills.
 
-As `triton_compile`, for the kernels of `plugins/sparse/selected_triton`: needs Triton and no GPU.
-For each kind of model, with the heads of one tensor-parallel rank, it records what `SelectedTriton`
-launches and lets Triton's JIT compile that. A kernel that does not compile, that spills, or that
-wants more shared memory than the device has ends the run with status 1.
+Like `triton_compile`, for `plugins/sparse/selected_triton`: it needs Triton and no GPU. For each
+kind of model, with the heads of one tensor-parallel rank, it records the launches of
+`SelectedTriton`, and Triton's JIT compiles them. The status is 1 if a kernel does not compile,
+spills, or needs more shared memory than the device has.
 
     python -m benchmarks.triton_compile_selected --devices 90 --models dsa
     python -m benchmarks.triton_compile_selected --blocks 32 32 8 1
@@ -106,7 +105,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def build(launch: Launch) -> tuple[str, Made]:
-    """Compile a kernel as it is launched: its blocks in words, and what the assembler says."""
+    """Compile a kernel as launched; return its blocks in words, and the assembler's report."""
     from triton.runtime import driver  # pyright: ignore[reportMissingImports]
 
     driver.set_active(Device(launch.device))  # nothing is launched from this process
@@ -119,7 +118,7 @@ def build(launch: Launch) -> tuple[str, Made]:
 
 
 class _Recording:
-    """Stands for a kernel, whose launch it keeps."""
+    """Replacement of a kernel that keeps its launch."""
 
     def __init__(self, code: Any):
         self.code, self.found = code, None
@@ -132,7 +131,7 @@ class _Recording:
 
 
 def _recorded(launch: Launch) -> tuple[Any, tuple, dict[str, Any]]:
-    """Kernel, arguments, constants and options of a launch over keys that begin the sequence."""
+    """Return kernel, arguments, constants and options of a launch over the first keys."""
     from megatron_burst.plugins.sparse import selected_code
 
     model, dtype = MODELS[launch.model], DTYPES[launch.dtype]

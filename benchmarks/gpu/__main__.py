@@ -1,7 +1,6 @@
 """Command line of the GPU benchmark: `benchmarks/gpu.sh --help`.
 
-Imports nothing but the standard library until it knows what is there, so that a missing module
-or a missing GPU is told in one line.
+It imports only the standard library at first, so a missing module or GPU is reported in one line.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """One pair of shards: every kernel and every rival on the same inputs, in turns.
 
-A kernel's forward merges into float32 sums, its backward adds to them: that is what a step of the
-ring costs, and it is measured with it. Backward is measured with the output at hand (side "kv")
-and without (side "query"). Each result is checked before its time counts.
-Decides what a record says; how it is shown is `tables`'.
+A kernel's forward merges into float32 sums and its backward adds to them, as in a step of the ring;
+both are measured. Backward is measured with the output (side "kv") and without it (side "query").
+Each result is checked before its time counts. This module decides the content of a record,
+`tables` its form.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Cell(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Of all rows of the pair, by a forward that was right."""
+    """Statistics of all rows of the pair, by a forward with correct samples."""
 
     out: torch.Tensor  # [s, b, h, w] in 16 bits
     lse: torch.Tensor  # [s, b, h]
@@ -51,7 +51,7 @@ class Statistics(NamedTuple):
 
 
 class Bench:
-    """A cell while it is measured: inputs, sums that all kernels share, what was found."""
+    """A cell during measurement: inputs, sums that all kernels share, results."""
 
     def __init__(self, cell: Cell, width: int, clock: Clock, dtype: torch.dtype = torch.bfloat16):
         self.cell, self.width, self.clock, self.case = cell, width, clock, cell.case
@@ -71,7 +71,7 @@ class Bench:
         self.statistics: Statistics | None = None
 
     def admit(self, who: str, prepare: Callable[[], None]) -> None:
-        """Let somebody compute the case once; note a refusal, or what went wrong."""
+        """Let a kernel or rival compute the case once; note a refusal or an error."""
         try:
             prepare()
         except (Cannot, ValueError) as reason:
@@ -86,7 +86,7 @@ class Bench:
             forget(self.clock.device)
 
     def add(self, who: str, name: str, run: Run, check: Callable[[], float]) -> None:
-        """Run it once, check what it made, and keep it to be timed."""
+        """Run it once, check its results, and keep it for timing."""
         memory = extra(run, self.clock)
         error = check()
         if not error <= TOLERANCE:
@@ -154,7 +154,7 @@ class Bench:
 
 
 def measure(cell: Cell, sizes: Sizes, clock: Clock) -> Record:
-    """The record of one cell: seconds of every round, FLOPs, memory, who was refused and why."""
+    """Return the record of one cell: seconds of every round, FLOPs, memory, refusals."""
     forget(clock.device)  # the cell before this one
     bench = Bench(cell, sizes.width, clock)
     for who in kernels(clock.device):
@@ -166,7 +166,7 @@ def measure(cell: Cell, sizes: Sizes, clock: Clock) -> Record:
 
 
 def timed_record(bench: Bench, sizes: Sizes) -> Record:
-    """Everybody who was admitted, in turns."""
+    """Time all admitted kernels and rivals in turns."""
     cell, clock = bench.cell, bench.clock
     product = matmul(sizes.matmul, clock.device)
     runs = {" | ".join(key): run for key, run in bench.runs.items()}
@@ -191,12 +191,12 @@ def timed_record(bench: Bench, sizes: Sizes) -> Record:
 
 
 def flops(cell: Cell, width: int, name: str) -> int:
-    """Of the pairs that attend: two products in forward, five in backward."""
+    """Return FLOPs of visible pairs: two products in forward, five in backward."""
     return (2 if name == FORWARD else 5) * 2 * cell.case.pairs * cell.heads[0] * width
 
 
 def matmul(side: int, device: torch.device) -> Run:
-    """A square product in bf16, of random numbers: products of zeros take less power."""
+    """Return a square product in bf16 of random numbers; products of zeros take less power."""
     a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
     return Run(lambda: torch.mm(a, b, out=out))

@@ -1,8 +1,8 @@
-"""The pairs of shards that are measured: a mask, positions, and how the rivals are told of them.
+"""Pairs of shards that are measured: mask, positions, and their form for the rivals.
 
-A ring of `RANKS` ranks stands behind the zigzag and striped pairs. `one_call` says how one call of
-a stock operator computes the pair, where one can; `seen` is the mask on local indices, in torch,
-for FlexAttention and for nobody else. Knows no kernels and takes no times.
+Zigzag and striped pairs belong to a ring of `RANKS` ranks. `one_call` describes how one call of a
+stock operator computes the pair, if possible; `seen` is the mask on local indices, in torch, for
+FlexAttention only.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ Seen = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (row, column) -> 
 
 
 class OneCall(NamedTuple):
-    """A single operator call on some rows and columns: all, a lower triangle (column <= row),
-    the last `window` columns up to the own one, or a triangle in each of the documents."""
+    """A single operator call on some rows and columns.
+
+    Its mask is everything, a lower triangle (column <= row), the last `window` columns up to the
+    own one, or a triangle in each document.
+    """
 
     rows: slice = slice(None)
     columns: slice = slice(None)
@@ -51,11 +54,11 @@ class Case:
 
     @cached_property
     def pairs(self) -> int:
-        """How many (query, key) pairs attend."""
+        """Return the number of visible (query, key) pairs."""
         return visible_pairs(self.mask, self.q_spans, self.k_spans)
 
     def visible(self, rows: np.ndarray, columns: np.ndarray) -> torch.Tensor:
-        """bool [rows, columns] of these local indices, by the mask itself."""
+        """Return a bool [rows, columns] of these local indices, by the mask itself."""
         q, k = (
             np.concatenate([s.positions() for s in spans]) for spans in (self.q_spans, self.k_spans)
         )
@@ -63,7 +66,7 @@ class Case:
 
 
 def cases(tokens: int, window: int, block: int) -> list[Case]:
-    """All masks over shards of `tokens` rows, the most important first."""
+    """Return all masks over shards of `tokens` rows, the most important first."""
     half, last = tokens // 2, RANKS - 1
     own = (Span(0, 1, tokens),)
     zigzag, striped = (
@@ -95,13 +98,13 @@ def cases(tokens: int, window: int, block: int) -> list[Case]:
 
 
 def documents(tokens: int) -> tuple[int, ...]:
-    """Twelve documents of unequal lengths, the same every time: cumulative lengths."""
+    """Return cumulative lengths of twelve documents of fixed, unequal lengths."""
     cuts = np.random.default_rng(0).choice(np.arange(1, tokens), size=11, replace=False)
     return (0, *sorted(cuts.tolist()), tokens)
 
 
 def quarter(blocks: int) -> np.ndarray:
-    """bool [blocks, blocks]: a random quarter, its own block in every row."""
+    """Return a bool [blocks, blocks] with a random quarter true, and each row's own block."""
     table = np.eye(blocks, dtype=bool)
     wanted = max(1, round(0.25 * blocks)) - 1
     random = np.random.default_rng(0)

@@ -1,7 +1,7 @@
-"""How a time is taken: on the device by events, on a CPU by the wall clock; in turns.
+"""Timing: on a device by events, on a CPU by the wall clock; runs in turns.
 
-Decides the order of runs (A B C A B C ...: whatever else the machine does, its clock included,
-then hits all alike, and ratios are taken within a round) and what counts as memory of a run.
+Runs are ordered A B C A B C ..., so that other load and the device's clock affect all of them, and
+ratios are taken within a round. This module also decides what counts as memory of a run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Clock:
 
 
 class Run(NamedTuple):
-    """`call` is timed; `before`, what it needs each time anew, is not."""
+    """One run: `call` is timed, its preparation `before` is not."""
 
     call: Callable[[], object]
     before: Callable[[], object] = lambda: None
@@ -49,10 +49,12 @@ def interleaved(
     patience: float = float("inf"),
     ahead: Callable[[], object] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of each run, round by round, after one round that does not count.
+    """Return seconds of each run, round by round, after one round that does not count.
 
-    After `patience` seconds three rounds do. `ahead`: work that is put before every call, untimed,
-    so that a device is busy while the host launches the call, as it is while a model trains.
+    Args:
+        patience: Seconds after which three rounds are enough.
+        ahead: Untimed work before every call, so that the device is busy while the host launches
+            the call, as in training.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     begun = time.perf_counter()
@@ -67,7 +69,7 @@ def interleaved(
 
 
 def timed(run: Run, clock: Clock, ahead: Callable[[], object] | None = None) -> float:
-    """Seconds of one call, alone on the device."""
+    """Return seconds of one call, alone on the device."""
     run.before()
     clock.finish()
     if ahead is not None:
@@ -80,8 +82,7 @@ def timed(run: Run, clock: Clock, ahead: Callable[[], object] | None = None) -> 
 
 
 def extra(run: Run, clock: Clock) -> int | None:
-    """Bytes of the device that one call needs at its peak beyond what was there before it; None
-    on a CPU, where nobody counts them."""
+    """Return bytes of the device that one call needs at its peak in addition; None on a CPU."""
     run.before()
     if not clock.cuda:
         run.call()
@@ -95,7 +96,7 @@ def extra(run: Run, clock: Clock) -> int | None:
 
 
 def forget(device: torch.device) -> None:
-    """Give a device's memory back that nobody holds any more."""
+    """Free unused memory of a device."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
-"""From arguments to results and tables: the whole run.
+"""Whole run, from arguments to results and tables.
 
-Decides what a run writes where, and when results of two runs may stand together.
+This module decides where a run writes its results, and when results of two runs may be combined.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NO_TEST_LEFT = (0, 1, 5)  # pytest: all passed, some failed, none chosen
 
 
 def main(args: argparse.Namespace, budget: Budget) -> int:
-    """Run what is asked for until `budget` is spent; the exit status."""
+    """Run the requested parts until `budget` is spent and return the exit status."""
     for flag, seconds in (("--seconds", args.seconds), ("--limit", args.limit)):
         if not seconds > 0:
             raise ValueError(f"{flag}: seconds above 0, got {seconds:g}")
@@ -54,7 +54,7 @@ def main(args: argparse.Namespace, budget: Budget) -> int:
 
 
 def watch(args: argparse.Namespace, every: list[Stage], journal: Journal, budget: Budget) -> None:
-    """One child after the other; the tables are on disk after each cell."""
+    """Run one child after the other; tables are on disk after each cell."""
 
     def told(name: str, record: Record) -> None:
         faults = [f"; {who} FAILED: {text}" for who, text in record["failed"].items()]
@@ -88,7 +88,7 @@ def _pytest(args: argparse.Namespace, stage: Stage, journal: Journal) -> list[st
 
 
 def chosen(args: argparse.Namespace) -> Sizes:
-    """The sizes of the device, with what the arguments change."""
+    """Return the sizes of the device, with the changes of the arguments."""
     sizes = GPU if args.device == "cuda" else CPU
     changes: Record = {}
     if args.tokens:
@@ -114,8 +114,7 @@ def _heads(text: str) -> tuple[int, int]:
 def begin(
     args: argparse.Namespace, device: torch.device, every: list[Stage], journal: Journal
 ) -> None:
-    """Write the head of the results, or check that those of an earlier call are of this machine
-    and this code."""
+    """Write the head of the results, or check that earlier ones are of this machine and code."""
     head = {
         "device": args.device,
         "machine": machine(device),
@@ -141,7 +140,7 @@ def begin(
 
 
 def command() -> str:
-    """As it was typed, without the files it names."""
+    """Return the command as typed, without the files that it names."""
     words, kept = iter(sys.argv[1:]), []
     for word in words:
         if word in FILES:
@@ -173,7 +172,7 @@ def versions(device: torch.device) -> str:
 
 
 def sources(folder: Path) -> str:
-    """Eight digits that change with the code: figures of other code are other figures."""
+    """Return eight digits that change with the code."""
     found = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         found.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())

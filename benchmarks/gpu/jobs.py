@@ -1,8 +1,7 @@
-"""What there is to do, the most important first: stages of tests and of cells.
+"""Stages of tests and cells, the most important first.
 
-First a few tests of every kernel, then the figures that the documentation leads with, then what
-compiles long or repeats at other sizes. Decides the order. Knows nothing of how a cell is measured
-or shown, and nothing of time.
+First some tests of every kernel, then the figures that the documentation leads with, then cells
+that compile long or repeat at other sizes. This module decides the order.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ Record = dict[str, Any]
 
 
 class Job(NamedTuple):
-    """One cell. run(results so far, budget) -> its record."""
+    """One cell. `run(results so far, budget)` returns its record."""
 
     name: str
     run: Callable[[Record, Budget], Record]
 
 
 class Stage(NamedTuple):
-    """What one child process does: tests that carry these marks, or else jobs."""
+    """Work of one child process: tests that carry these marks, or jobs."""
 
     name: str
     jobs: list[Job] = []  # noqa: RUF012  nobody adds to it
@@ -39,7 +38,7 @@ class Stage(NamedTuple):
 
 
 def stages(args: Any, sizes: Sizes, device: torch.device) -> list[Stage]:
-    """Those that the arguments ask for, in order of importance."""
+    """Return the requested stages in order of importance."""
     clock = Clock(device)
     which = "gpu" if args.device == "cuda" else "not gpu"
     grid = list(_attention(args, sizes, clock))
@@ -68,7 +67,7 @@ def stages(args: Any, sizes: Sizes, device: torch.device) -> list[Stage]:
 
 
 def _attention(args: Any, sizes: Sizes, clock: Clock, compiled: bool = False) -> Iterator[Job]:
-    """Masks change fastest: every mask at the first size, then at the next."""
+    """Yield every mask at the first size, then at the next."""
     cells = [
         Cell(case, heads, tokens, compiled)
         for tokens, heads in _by_importance(sizes)
@@ -81,7 +80,7 @@ def _attention(args: Any, sizes: Sizes, clock: Clock, compiled: bool = False) ->
 
 
 def _blocks(sizes: Sizes, clock: Clock) -> Iterator[Job]:
-    """Each width both ways, over a causal pair: tiles of both kinds."""
+    """Yield each width in both directions, over a causal pair with tiles of both kinds."""
     tokens = sizes.tokens[0]
     case = next(c for c in cases(tokens, sizes.window, sizes.block) if "own keys" in c.name)
     cell = Cell(case, sizes.heads[0], tokens)
@@ -105,7 +104,7 @@ def _masks(args: Any, sizes: Sizes, tokens: int) -> list[Case]:
 
 
 def _by_importance(sizes: Sizes) -> list[tuple[int, tuple[int, int]]]:
-    """(tokens, heads): the first of each first, then what is next by both orders together."""
+    """Order (tokens, heads): the first of each first, then by both orders together."""
     every = [
         (i + j, i, tokens, heads)
         for i, tokens in enumerate(sizes.tokens)

@@ -1,9 +1,8 @@
-"""The file of a run: JSON lines, each on disk as soon as it is known, so that no kill loses it.
+"""File of a run: JSON lines, each written to disk at once, so that a kill loses none.
 
-Lines: a head (machine, versions), the commands, the items of each stage, and of each item that it
-began, how it ended, or that its end is dropped. An item is a test or a cell of a table. Runs and
-children append to the same file, one at a time; results are what its lines say. Decides what
-survives: whole lines do, and a torn last one never was.
+Lines are a head (machine, versions), the commands, the items of each stage, and for each item its
+begin, its end, or that its end is dropped. An item is a test or a cell of a table. Runs and
+children append to the same file, one at a time. Whole lines count; a torn last line is ignored.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ Record = dict[str, Any]
 
 
 class Journal:
-    """Appends lines to a file, and reads them all again."""
+    """Writer and reader of a file of JSON lines."""
 
     def __init__(self, path: Path):
         self.path = path
 
     def write(self, **line: Any) -> None:
-        """Append one line; it is with the operating system when this returns."""
+        """Append one line; the operating system has it when this returns."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab", buffering=0) as file:
             file.write(json.dumps(line).encode() + b"\n")
@@ -32,15 +31,15 @@ class Journal:
         self.write(begin=name)
 
     def end(self, name: str, record: Record) -> None:
-        """record: "kind", "failed" ({who: what}), and what the kind has besides."""
+        """Record the end of an item: "kind", "failed" ({name: error}), and fields of the kind."""
         self.write(end=name, record=record)
 
     def drop(self, name: str) -> None:
-        """Forget how an item ended: it is tried again."""
+        """Forget how an item ended, so that it is tried again."""
         self.write(drop=name)
 
     def mend(self) -> None:
-        """Cut off a last line that a killed writer left unfinished; nobody may be writing."""
+        """Cut off an unfinished last line of a killed writer; no other process may write."""
         if self.path.exists():
             whole = self.path.read_bytes()
             if not whole.endswith(b"\n"):
@@ -48,24 +47,26 @@ class Journal:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Return the size of the file in bytes."""
         return self.path.stat().st_size if self.path.exists() else 0
 
     def lines(self) -> list[Record]:
-        """Every whole line."""
+        """Return every whole line."""
         if not self.path.exists():
             return []
         text = self.path.read_bytes()
         return [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
 
     def ended(self) -> set[str]:
-        """The names of the items that need not be done any more."""
+        """Return the names of the items that have ended."""
         return set(self.results()["jobs"])
 
     def results(self) -> Record:
-        """The head, "commands", the records of all items in "jobs" by name in the order in which
-        they ended, and in "left out" the others, of each stage: its items, or itself if nobody
-        has listed them yet."""
+        """Return the head, "commands", "jobs" and "left out".
+
+        "jobs" has the records of all ended items by name, in the order of their ends. "left out"
+        has the other items of each stage, or the stage itself if its items are not listed yet.
+        """
         results: Record = {"commands": [], "jobs": {}}
         stages: dict[str, list[str] | None] = {}
         for line in self.lines():

@@ -1,6 +1,6 @@
-"""The LM head and its loss, forward and backward, beside the three bare products it is made of.
+"""LM head and loss, forward and backward, beside its three bare matrix products.
 
-What runs is `benchmarks/lm_head_case.py`'s; here it runs in turns, in one process.
+`benchmarks/lm_head_case.py` defines what runs; here it runs in turns, in one process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RUNS: dict[str, Callable[..., Any]] = {
 
 
 def measure(sizes: Sizes, clock: Clock) -> Record:
-    """Seconds of every round and extra bytes of each; who did not fit is named."""
+    """Return seconds of every round and extra bytes; name implementations that do not fit."""
     head = sizes.lm_head
     hidden, weight, labels = inputs(*head, torch.bfloat16, clock.device)
     runs, memory, refused = {}, {}, {}

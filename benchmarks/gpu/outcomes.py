@@ -1,7 +1,7 @@
-"""A plugin of pytest: each test is an item of the journal, and what has ended is not run again.
+"""Plugin of pytest: each test is an item of the journal, and ended items are not run again.
 
-`python -m pytest -p benchmarks.gpu.outcomes --journal FILE --stage NAME ...`. Decides what is kept
-of a test: how it ended, and of a failure the first line.
+`python -m pytest -p benchmarks.gpu.outcomes --journal FILE --stage NAME ...`. It keeps how a test
+ended, and the first line of a failure.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Outcomes:
-    """What became of the tests of one stage."""
+    """Outcomes of the tests of one stage."""
 
     def __init__(self, journal: Journal, stage: str):
         self.journal, self.stage, self.parent = journal, stage, os.getppid()

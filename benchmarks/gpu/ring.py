@@ -1,10 +1,9 @@
-"""A whole ring on one device: what does it add to its kernel calls?
+"""A whole ring on one device, and its overhead beside its kernel calls.
 
-All ranks live in one process and take their steps in order. In one and the same run, marks around
-every kernel call, and within it around every operator call where a kernel has stock operators,
-tell their share of the time; the rest is what the ring adds: zeroing, converting, delta, waiting
-for Python, and copies on the device that stand for messages (which on a cluster travel while
-others compute). Decides how the share is taken.
+All ranks run in one process and take their steps in order. Marks around every kernel call, and
+around every operator call if a kernel has stock operators, measure their share of the time. The
+rest is the ring's overhead: zeroing, converting, delta, Python, and copies on the device that
+replace messages (on a cluster they overlap with compute).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Record = dict[str, Any]
 
 
 class Meter:
-    """Wraps an object so that calls of its `forward` and `backward` leave marks."""
+    """Wrapper of an object that marks calls of its `forward` and `backward`."""
 
     def __init__(self, inner: Any, clock: Clock):
         self.inner, self.clock = inner, clock
@@ -47,7 +46,7 @@ class Meter:
         return marked
 
     def take(self) -> float:
-        """Seconds of all calls since the last time, after `finish`."""
+        """Return seconds of all calls since the last time, after `finish`."""
         marks, self.marks = self.marks, []
         return sum(self.clock.seconds(*each) for each in marks)
 
@@ -74,8 +73,11 @@ class Ring:
                 x.requires_grad_()
 
     def measure(self, kernel: str, side: str, rounds: int) -> Record:
-        """Seconds of both passes, of their kernel calls and of the operators in them, by round;
-        and wall seconds of "prepare" and a first round, which makes what is made only once."""
+        """Return seconds of both passes, of kernel calls and of operators, by round.
+
+        Also return wall seconds of "prepare" and of a first round, which creates what is created
+        once.
+        """
         q, k, v, douts = self.shards
         begun = time.perf_counter()
         plan = in_process.prepare(q, k, v, groups=self.groups, side=side, kernel=kernel)
@@ -112,7 +114,7 @@ class Ring:
 def measure(
     grid: tuple[int, int], kernels: Sequence[str], tokens: int, sizes: Sizes, clock: Clock
 ) -> Record:
-    """Every kernel and side on one grid; as many tokens as `tokens` if there is memory for them."""
+    """Measure every kernel and side on one grid, with `tokens` tokens or as many as fit."""
     heads = sizes.heads[0]
     record: Record = {
         "kind": "ring", "nodes": grid[0], "per_node": grid[1], "heads": list(heads),
@@ -133,7 +135,7 @@ def measure(
 def _measure(
     grid: tuple[int, int], kernels: Sequence[str], tokens: int, sizes: Sizes, clock: Clock
 ) -> Record:
-    """OutOfMemoryError if anything does not fit."""
+    """Measure one size; raise OutOfMemoryError if it does not fit."""
     runs, refused, failed = [], {}, {}
     small, rest = max(sizes.ring_least, tokens // 8), (sizes.heads[0], sizes.width, clock)
     ring = Ring(grid, tokens, *rest)
@@ -160,22 +162,25 @@ def _one(ring: Ring, kernel: str, side: str, rounds: int) -> Record:
 
 
 def kernels(device: torch.device) -> list[str]:
-    """Those of this kind of device; on a GPU not the reference, which holds every score at once."""
+    """Return the kernels of this device; on a GPU without the reference, which holds all scores."""
     if device.type == "cpu":
         return list(KERNELS)
     return [name for name in KERNELS if name != "reference"]
 
 
 def seconds(run: Record) -> float:
-    """Of the fastest round, both passes."""
+    """Return seconds of the fastest round, both passes."""
     return sum(min(run[name]["seconds"]) for name in PASSES)
 
 
 def next_size(
     grid: tuple[int, int], earlier: Record | None, sizes: Sizes, available: float
 ) -> tuple[int, list[str] | None]:
-    """(tokens per rank, kernels) for a larger grid after a smaller one: its fastest kernel, and
-    the most tokens with which both sides are predicted to end in time (it grows by squares)."""
+    """Return (tokens per rank, kernels) for a larger grid after a smaller one.
+
+    The kernel is the smaller grid's fastest. The tokens are the most with which both sides are
+    predicted to end in time; time grows with their square.
+    """
     runs = earlier["runs"] if earlier else []
     if not earlier or not runs:
         return sizes.ring_tokens, None

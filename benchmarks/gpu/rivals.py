@@ -1,11 +1,10 @@
-"""What else computes the same pair: torch's flash, cuDNN, FlexAttention, and where they are
-installed FlashAttention 3 and 4, each at its best.
+"""Rivals that compute the same pair: torch's flash, cuDNN, FlexAttention, FlashAttention 3 and 4.
 
-A rival is asked for a case and answers with what it runs, or with the reason why it cannot
-(`Cannot`). Stock operators get one call per pair where one call can do it: no merging, no stand-in,
-results in 16 bits. Decides how a rival is called; times nothing.
+Each runs at its best, the FlashAttention packages if installed. For a case a rival returns its
+calls, or raises `Cannot` with the reason. Stock operators get one call per pair if one call can
+compute it: no merging, no stand-in, results in 16 bits.
 
-Tensors are [s, b, h, d] with b = 1; operators want other orders: views, but for FlexAttention.
+Tensors are [s, b, h, d] with b = 1; operators with other orders get views, FlexAttention copies.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Rival = Callable[["Inputs", Case], "Calls"]
 
 
 class Cannot(Exception):
-    """A rival has no way to compute a case."""
+    """Error of a rival that cannot compute a case."""
 
 
 class Inputs(NamedTuple):
@@ -44,9 +43,10 @@ class Inputs(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """What is timed, and what it computed for the rows and columns that it looked at.
+    """Timed calls of a rival, and its results for the rows and columns that it computed.
 
-    forward() -> state; backward(state) -> gradients; read(state) -> out [rows, b, h, w]."""
+    forward() -> state; backward(state) -> gradients; read(state) -> out [rows, b, h, w].
+    """
 
     forward: Callable[[], Any]
     backward: Callable[[Any], Grads]
@@ -56,7 +56,7 @@ class Calls(NamedTuple):
 
 
 def of(device: torch.device) -> dict[str, Rival]:
-    """The rivals that this kind of device has at once."""
+    """Return the rivals of this device that need no compilation per case."""
     if device.type == "cpu":
         return {"torch flash": partial(stock, CpuFlash())}
     theirs = {"torch FA2": partial(stock, CudaFlash()), "cuDNN": partial(stock, CudaCudnn())}
@@ -64,12 +64,12 @@ def of(device: torch.device) -> dict[str, Rival]:
 
 
 def compiled(device: torch.device) -> dict[str, Rival]:
-    """Those that compile for every case, and so have cells of their own, later."""
+    """Return the rivals that compile for every case and have their own cells, later."""
     return {} if device.type == "cpu" else {"FlexAttention": flex} | _installed("flash4")
 
 
 def _installed(name: str) -> dict[str, Rival]:
-    """A FlashAttention package, if it is there and has the functions that we know."""
+    """Return a FlashAttention package if it is installed with the expected functions."""
     package = PACKAGES[name]
     try:
         operator = Flash(name, package, load(name))
@@ -79,7 +79,7 @@ def _installed(name: str) -> dict[str, Rival]:
 
 
 def stock(operator: Operator, inputs: Inputs, case: Case) -> Calls:
-    """One call on a rectangle, a lower triangle, a window or documents."""
+    """Return one call on a rectangle, a lower triangle, a window or documents."""
     how = case.one_call
     if how is None or (how.window and not operator.windows) or (how.bounds and not operator.joins):
         raise Cannot("no single call of this operator computes it")
@@ -105,7 +105,7 @@ def stock(operator: Operator, inputs: Inputs, case: Case) -> Calls:
 
 
 def flex(inputs: Inputs, case: Case) -> Calls:
-    """FlexAttention, compiled for this case and this shape alone, on copies in its own order."""
+    """Return FlexAttention, compiled for this case and shape, on copies in its own order."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     q, k, v = (x.permute(1, 2, 0, 3).contiguous().requires_grad_() for x in inputs[:3])

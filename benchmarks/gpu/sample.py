@@ -1,9 +1,9 @@
-"""Is a result right? A few rows and columns of it, computed in float64 from the mask itself.
+"""Check of a result: some rows and columns, computed in float64 from the mask itself.
 
-No time counts unless its result passed here. Thorough checks are the tests'; this one sees that a
-kernel or a rival computed the case that stands in its row of the table: rows of out and dq from
-nothing but the inputs, columns of dk and dv from the statistics of all rows, which are those of
-a forward whose sampled rows were right (without such a one they go unchecked).
+A time only counts if its result passed. The tests check thoroughly; this check ensures that a
+kernel or rival computed the case of its row in the table. Rows of out and dq are computed from the
+inputs alone, columns of dk and dv from the statistics of all rows of a forward whose sampled rows
+were right (without such a forward they are not checked).
 
 Shape letters: r rows, c columns of the sample; s, t all of them; k heads of keys, g = h / k.
 """
@@ -21,7 +21,7 @@ TOLERANCE = 0.02  # of the largest value: several roundings of bf16, far from a 
 
 
 class Sample:
-    """Rows and columns of one case, the same for all who compute it."""
+    """Rows and columns of one case, equal for all kernels and rivals."""
 
     def __init__(self, inputs: Inputs, case: Case):
         random = np.random.default_rng(1)
@@ -33,7 +33,7 @@ class Sample:
         self.out, self.dq = self._of_rows()
 
     def forward_error(self, out: torch.Tensor, rows: slice) -> float:
-        """Of out [.., b, h, w], computed for `rows` alone: the others must see nothing."""
+        """Return the error of out [.., b, h, w] of `rows`; all other rows must see nothing."""
         mine, local, others = _inside(self.rows, rows, len(self.inputs.q))
         if self.out[others].any():
             return float("inf")
@@ -46,7 +46,9 @@ class Sample:
         rows: slice,
         columns: slice,
     ) -> float:
-        """Of dq, dk, dv, computed for `rows` and `columns` alone; known: lse, delta [s, b, h]."""
+        """Return the error of dq, dk, dv of `rows` and `columns`; `known` is lse and delta [s, b,
+        h].
+        """
         dq, *others = grads
         mine, local, _ = _inside(self.rows, rows, len(self.inputs.q))
         errors = [_error(dq[local], self.dq[mine])]
@@ -57,13 +59,13 @@ class Sample:
         return max(errors)
 
     def _scores(self, q: torch.Tensor, k: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        """[k, g, rows, columns] in float64, -inf where hidden."""
+        """Return scores [k, g, rows, columns] in float64, -inf where hidden."""
         q = q[:, 0].double().unflatten(1, (k.shape[2], -1))
         scores = torch.einsum("rkgd,ckd->kgrc", q, k[:, 0].double()) * self.inputs.scale
         return scores.masked_fill_(~seen.to(q.device), float("-inf"))
 
     def _of_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """out and dq of the sampled rows."""
+        """Return out and dq of the sampled rows."""
         q, k, v, dout, scale = self.inputs
         keys, values = k[:, 0].double(), v[:, 0].double()
         seen = self.case.visible(self.rows, np.arange(len(k)))
@@ -79,7 +81,7 @@ class Sample:
     def _of_columns(
         self, lse: torch.Tensor, delta: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """dk and dv of the sampled columns."""
+        """Return dk and dv of the sampled columns."""
         q, k, v, dout, scale = self.inputs
         grouped = (k.shape[2], -1)
         seen = self.case.visible(np.arange(len(q)), self.columns)
@@ -97,7 +99,7 @@ class Sample:
 
 
 def _inside(chosen: np.ndarray, part: slice, length: int) -> tuple[list[int], list[int], list[int]]:
-    """Which of the chosen are in a slice, where in it they are, and which are not."""
+    """Split the chosen indices into those inside a slice, their places in it, and the others."""
     places = {row: i for i, row in enumerate(range(length)[part])}
     mine = [i for i, row in enumerate(chosen.tolist()) if row in places]
     local = [places[row] for row in chosen[mine].tolist()]
@@ -105,7 +107,7 @@ def _inside(chosen: np.ndarray, part: slice, length: int) -> tuple[list[int], li
 
 
 def _error(got: torch.Tensor, exact: torch.Tensor) -> float:
-    """The largest difference over the largest value; infinite where one is not finite."""
+    """Return the largest difference over the largest value, infinite if one is not finite."""
     if not exact.numel():
         return 0.0
     difference = (got.double() - exact).abs()

@@ -1,4 +1,4 @@
-"""What is measured: on a GPU what the documentation wants, on a CPU something tiny.
+"""Sizes that are measured: on a GPU those of the documentation, on a CPU tiny ones.
 
 Every tuple is in order of importance: a budget cuts it from its end.
 """

@@ -1,7 +1,7 @@
-"""What the attention store costs and saves: time and peak memory of a step on one device.
+"""Time and peak memory of a step on one device, by fraction of the attention store.
 
-The layers of `benchmarks/store_layers.py` on one rank. "none" saves every activation, "full"
-recomputes everything, a number is the fraction of attention results in the store.
+The layers are those of `benchmarks/store_layers.py` on one rank. "none" saves every activation,
+"full" recomputes everything, a number is the fraction of attention outputs in the store.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Record = dict[str, Any]
 
 
 def measure(sizes: Sizes, clock: Clock) -> Record:
-    """Seconds and extra bytes of a step in every mode."""
+    """Return seconds and extra bytes of a step in every mode."""
     stack = sizes.stack
     runs, memory, stored, refused = {}, {}, {}, {}
     for mode in MODES:
@@ -45,7 +45,7 @@ def measure(sizes: Sizes, clock: Clock) -> Record:
 
 
 def _run(stack: Stack, mode: str, clock: Clock) -> tuple[Run, int]:
-    """A step of forward and backward, and bytes that the stores of all layers hold by formula."""
+    """Return a step of forward and backward, and the bytes of all stores by the formula."""
     torch.manual_seed(0)
     (h, k), d = stack.heads, stack.width
     q, keys = (

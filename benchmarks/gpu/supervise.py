@@ -1,8 +1,8 @@
-"""Children do the work; this process watches: no item lasts for ever, no fault takes the others.
+"""Supervision of child processes: no item runs for ever, no fault affects other items.
 
-A child does items in turn and says in the journal when each begins and ends. One that overruns its
-limit, crashes, or leaves a device that no longer answers costs that item; a new child does the
-rest. Decides when a child is ended. Knows nothing of what an item is.
+A child runs items in turn and writes to the journal when each begins and ends. An item that exceeds
+its limit, crashes, or leaves a device that does not answer is lost; a new child does the rest. This
+module decides when a child is ended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Record = dict[str, Any]
 
 
 class Budget:
-    """Seconds since the beginning, and how many are left."""
+    """Seconds since the beginning, and the seconds that are left."""
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic):
         self.total, self.now, self.begun = seconds, now, now()
@@ -40,12 +40,12 @@ class Budget:
         return self.total - self.spent
 
     def part(self, seconds: float) -> Budget:
-        """At most so many of the seconds that are left."""
+        """Return `seconds`, at most the seconds that are left."""
         return Budget(min(self.left, seconds), self.now)
 
 
 class Watch:
-    """What the lines of the journal say of a child: which item is open, and for how long."""
+    """State of a child by the lines of the journal: its open item and that item's duration."""
 
     def __init__(self, journal: Journal, budget: Budget, told: Callable[[str, Record], None]):
         self.journal, self.budget, self.told = journal, budget, told
@@ -55,7 +55,7 @@ class Watch:
         self.since, self.ended = budget.spent, 0
 
     def look(self) -> None:
-        """Read what is new."""
+        """Read new lines."""
         size = self.journal.size
         if size == self.size:
             return
@@ -70,14 +70,17 @@ class Watch:
 
     @property
     def lasted(self) -> float:
-        """Seconds of the open item; without one, since the last one or the child's beginning."""
+        """Return seconds of the open item, or since the last one or the child's begin."""
         return self.budget.spent - self.since
 
 
 @contextlib.contextmanager
 def signals_raise() -> Iterator[None]:
-    """Within, a signal that would end this process raises SystemExit: `follow` ends its child,
-    which would keep the device if it is stuck. A signal that is ignored stays so."""
+    """Turn a signal that would end this process into SystemExit.
+
+    `follow` then ends its child, which would keep the device if it is stuck. Ignored signals stay
+    ignored.
+    """
 
     def end(number: int, frame: object) -> None:
         sys.exit(128 + number)
@@ -102,10 +105,13 @@ def follow(
     told: Callable[[str, Record], None],
     fine: Sequence[int] = (0,),
 ) -> None:
-    """Run `command` again and again until one ends with a status in `fine`, or the time is spent.
+    """Run `command` repeatedly until one run ends with a status in `fine`, or the time is spent.
 
-    limit: seconds for one item, and for a child to begin its first. told(name, record): each item
-    as it ends. What is under way when the time is spent has no end, and is left out.
+    Items that run when the time is spent have no end and are left out.
+
+    Args:
+        limit: Seconds for one item, and for a child to begin its first.
+        told: Called with name and record of each ended item.
     """
     log = journal.path.with_name("log.txt")
     outside = f"{name}, outside its items"
@@ -138,7 +144,7 @@ def follow(
 
 
 def _status(child: subprocess.Popen[bytes], watch: Watch, limit: float) -> int | None:
-    """The exit status; None if the child overran a limit or the budget and is to be ended."""
+    """Return the exit status; None if the child exceeded a limit or the budget."""
     while True:
         status = child.poll()
         watch.look()
@@ -150,6 +156,6 @@ def _status(child: subprocess.Popen[bytes], watch: Watch, limit: float) -> int |
 
 
 def _said(log: Path, start: int, status: int) -> str:
-    """The exit status and the last line of what a child wrote."""
+    """Return the exit status and the last output line of a child, as text."""
     lines = log.read_bytes()[start:].decode(errors="replace").strip().splitlines() or ["no output"]
     return f"ended with status {status}: {lines[-1][:300]}"

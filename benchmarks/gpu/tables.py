@@ -1,6 +1,6 @@
-"""From records to Markdown: medians with quartiles, rates on visible pairs, what is missing.
+"""Records as Markdown: medians with quartiles, rates on visible pairs, missing items.
 
-Nothing here runs anything or knows what a good figure is.
+This module runs nothing and does not judge figures.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Record = dict[str, Any]
 
 
 def markdown(results: Record) -> str:
-    """Everything."""
+    """Return all tables."""
     records = list(results["jobs"].values())
     commands = "\n".join(f"    {command}" for command in results["commands"])
     parts = [
@@ -34,23 +34,23 @@ def markdown(results: Record) -> str:
 
 
 def rate(run: Record) -> list[float]:
-    """TFLOP/s of every round."""
+    """Return TFLOP/s of every round."""
     return [run["flops"] / seconds / 1e12 for seconds in run["seconds"]]
 
 
 def of_matmul(run: Record, record: Record) -> float:
-    """The median over rounds of this rate over that of the product in the same round."""
+    """Return the median over rounds of this rate over the product's rate in the same round."""
     pairs = zip(rate(run), rate(record["matmul"]), strict=True)
     return quartiles([mine / product for mine, product in pairs])[1]
 
 
 def rounded(value: float) -> str:
-    """Three digits, without an exponent."""
+    """Format with three digits, without an exponent."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def bracketed(values: Sequence[float]) -> str:
-    """median [lower quartile, upper quartile]"""
+    """Format as "median [lower quartile, upper quartile]"."""
     low, middle, high = (rounded(value) for value in quartiles(values))
     return f"{middle} [{low}, {high}]"
 
@@ -60,7 +60,7 @@ def _of(records: Iterable[Record], kind: str) -> list[Record]:
 
 
 def _tests(records: Sequence[Record]) -> Iterator[str]:
-    """How many of each outcome, and why some were skipped."""
+    """Return the number of each outcome, and the reasons of skipped tests."""
     if not records:
         return
     count = Counter(record["outcome"] for record in records)
@@ -106,7 +106,7 @@ def _compiled(records: Sequence[Record]) -> Iterator[str]:
 
 
 def _passes(records: Sequence[Record], name: str) -> str:
-    """One row per cell, one column for everybody who ran this pass."""
+    """Return a table with a row per cell and a column per kernel or rival of this pass."""
     chosen = [(r, {run["who"]: run for run in r["runs"] if run["pass"] == name}) for r in records]
     who = list(dict.fromkeys(each for _, runs in chosen for each in runs))
     rows = []
@@ -124,7 +124,7 @@ def _passes(records: Sequence[Record], name: str) -> str:
 
 
 def _memory(records: Sequence[Record]) -> str:
-    """The most that anybody needed in any cell of the largest shards."""
+    """Return the largest memory of each kernel or rival over the cells of the largest shards."""
     largest = max(record["tokens"] for record in records)
     most: dict[tuple[str, str], int] = {}
     for record in records:
@@ -178,8 +178,9 @@ def _rings(records: Sequence[Record]) -> Iterator[str]:
 
 
 def _outside(found: Record, inner: str) -> str:
-    """Share of a pass outside of its `inner` calls, from the medians; nothing where there are
-    none."""
+    """Return the share of a pass outside its `inner` calls, from the medians; "" without such
+    calls.
+    """
     if not found[inner]:
         return "-"
     shares = [1 - a / b for a, b in zip(found[inner], found["seconds"], strict=True)]
@@ -231,7 +232,7 @@ def _stores(records: Sequence[Record]) -> Iterator[str]:
 
 
 def _reasons(title: str, records: Sequence[Record], field: str) -> Iterator[str]:
-    """Who did not take part, by reason, and where."""
+    """Return refused kernels and rivals by reason, with their cells."""
     found: dict[tuple[str, str], list[str]] = {}
     for record in records:
         for who, reason in record[field].items():
@@ -271,7 +272,7 @@ def _blocks(records: Sequence[Record]) -> Iterator[str]:
 
 
 def failures(results: Record) -> list[str]:
-    """What went wrong, for the end of the output and the exit status."""
+    """Return errors, for the end of the output and the exit status."""
     return [
         f"{name}: {who}: {text}"
         for name, record in results["jobs"].items()

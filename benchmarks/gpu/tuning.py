@@ -1,10 +1,9 @@
-"""Which blocks of the Triton kernels are the fastest here: candidates in turns, the table's among
-them.
+"""Fastest blocks of the Triton kernels on this GPU: candidates and the stored blocks in turns.
 
-Not part of the standard run: every candidate is compiled, which takes longer than all the rest.
+It is not part of the standard run: every candidate is compiled, which takes longer than all else.
 `benchmarks/gpu.sh --parts blocks` times them and prints entries for
-`megatron_burst/kernels/blocks.py`. Decides what is tried; a candidate whose result is wrong, or
-that a device cannot hold, has no time.
+`megatron_burst/kernels/blocks.py`. A candidate with a wrong result, or one that the device cannot
+hold, has no time.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ Record = dict[str, Any]
 
 
 class Candidate(TritonKernel):
-    """The kernel with other blocks in one direction, the table's in the other."""
+    """The kernel with other blocks in one direction and the stored ones in the other."""
 
     def __init__(self, direction: str, size: BlockSizes):
         super().__init__()
@@ -53,7 +52,7 @@ def measure(
     direction: str, width: int, cell: Cell, sizes: Sizes, clock: Clock,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Record:  # fmt: skip
-    """As of `attention.measure`, with a candidate for each kernel; and the entry of the fastest."""
+    """Measure candidates like kernels in `attention.measure`, and add the fastest one's entry."""
     forget(clock.device)
     bench = Bench(cell, width, clock, dtype)
     device, name = capability(clock.device), FORWARD if direction == "forward" else KV

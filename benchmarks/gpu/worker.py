@@ -1,6 +1,6 @@
-"""A child that measures the cells of one stage, each an item of the journal.
+"""Child process that measures the cells of one stage, each an item of the journal.
 
-Decides when a new child has to go on: where a device no longer answers after a fault.
+It ends for a new child if the device does not answer after a fault.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .supervise import AGAIN, Budget
 
 
 def work(stage: Stage, journal: Journal, budget: Budget) -> int:
-    """Do what has not ended; the exit status."""
+    """Run all items that have not ended and return the exit status."""
     parent, ended = os.getppid(), journal.ended()
     for job in stage.jobs:
         if job.name in ended:
@@ -43,7 +43,10 @@ def _outcome(job: Job, results: Record, budget: Budget) -> Record:
 
 
 def _answers() -> bool:
-    """Some faults (an illegal access, say) end all use of a device by this process."""
+    """Return true if the device still answers.
+
+    Some faults (such as an illegal access) end all use of a device by this process.
+    """
     if torch.cuda.is_available():
         try:
             forget(torch.device("cuda"))

@@ -1,5 +1,6 @@
-"""`python -m benchmarks.linear`: measure, print the tables, and write records into runs/linear. Ten
-minutes on two idle cores; `--quick` takes two.
+"""Measure states of linear attention, print tables, and write records into runs/linear.
+
+`python -m benchmarks.linear` takes ten minutes on two idle cores, with `--quick` two.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def _repeats(arguments: argparse.Namespace) -> int:
 
 
 def _kept(found: Iterator[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
-    """The records, each on the disk as soon as it is there; says how they were measured."""
+    """Return the records; each is on disk as soon as it exists."""
     command, here = shlex.join(["python", "-m", "benchmarks.linear", *sys.argv[1:]]), machine()
     records = []
     for record in found:

@@ -1,7 +1,7 @@
-"""Runs the settings: every rival in turn, again and again, on one cluster.
+"""Runs of all settings: every rival in turn, several times, on one cluster.
 
-Rivals of a setting run one after the other in each round, so whatever else the machine does hits
-all alike, and ratios are taken within a round.
+Rivals of a setting run one after the other in each round, so that other load affects all of them,
+and ratios are taken within a round.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Record = dict[str, Any]
 
 
 def rivals(setting: Setting, size: int) -> list[str]:
-    """All that can run here."""
+    """Return all rivals that can run here."""
     names = (ALL_TO_ALL, GATHER, *ALGORITHMS, CONVOLUTION)
     return [name for name in names if refusal(setting, name, size) is None]
 
@@ -34,7 +34,7 @@ def rivals(setting: Setting, size: int) -> list[str]:
 def run_settings(
     todo: Sequence[Setting], grid: tuple[int, int], rates: str, repeats: int, say: Say
 ) -> Iterator[Record]:
-    """One record per setting; `repeats` runs of each rival, of small states more."""
+    """Yield one record per setting, with `repeats` runs of each rival, more for small states."""
     with cluster(Network(*grid, Rates.parse(rates)), PRELOAD) as ranks:
         for setting in todo:
             shared = refusal(setting, ALL_TO_ALL, ranks.network.size) is None

@@ -1,10 +1,10 @@
-"""The rival that shares heads: an all-to-all before the layer and one behind it.
+"""Rival that shares heads: an all-to-all before the layer and one behind it.
 
-Where it can be imported, that is Megatron-Core's own code, `tensor_a2a_cp2hp` and
-`tensor_a2a_hp2cp` of its gated delta net, in one piece as that layer calls them or in sections as
-its Mamba layer does; elsewhere torch's `all_to_all_single` with the same messages. With zigzag it
-puts the rows into their order and back. What is exchanged are numbers by position and channel, so
-that every rank knows what it has to get.
+It is Megatron-Core's own code if that can be imported: `tensor_a2a_cp2hp` and `tensor_a2a_hp2cp` of
+its gated delta net, in one piece as that layer calls them or in sections as its Mamba layer does.
+Otherwise it is torch's `all_to_all_single` with the same messages. With zigzag it reorders the rows
+and back. The exchanged numbers encode position and channel, so every rank knows what it must
+receive.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Exchange = Callable[[torch.Tensor], torch.Tensor]
 
 
 def megatron() -> Any | None:
-    """The module of Megatron-Core with these functions; None where there is none."""
+    """Return Megatron-Core's module with these functions; None if there is none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return homes.find("gated_delta_net.common")
 
 
 def exchanges(setting: Setting, module: Any | None) -> tuple[Exchange, Exchange]:
-    """To heads, [s, 1, channels] -> [s x ranks, 1, channels / ranks], and back."""
+    """Return exchanges [s, 1, channels] -> [s x ranks, 1, channels / ranks], and back."""
     layer, zigzag = LAYERS[setting.form], setting.layout == "zigzag"
     sections = None if layer.joined else list(layer.channels(setting.heads, setting.width))
     group = dist.group.WORLD
@@ -54,13 +54,13 @@ def exchanges(setting: Setting, module: Any | None) -> tuple[Exchange, Exchange]
 
 
 def numbers(positions: torch.Tensor, channels: torch.Tensor, salt: int) -> torch.Tensor:
-    """bfloat16 [positions, 1, channels]: whole numbers below 251, exact in bfloat16."""
+    """Return bfloat16 [positions, 1, channels]: whole numbers below 251, exact in bfloat16."""
     values = (positions[:, None] * 7 + channels[None] * 13 + salt) % 251
     return values[:, None].bfloat16()
 
 
 def owned(setting: Setting, size: int, rank: int, channels: Sequence[int]) -> torch.Tensor:
-    """The channels that a rank holds where heads are shared: its share of each section."""
+    """Return the channels that a rank holds if heads are shared: its share of each section."""
     starts = torch.tensor([0, *channels]).cumsum(0)
     parts = [
         torch.arange(int(start) + rank * n // size, int(start) + (rank + 1) * n // size)
@@ -70,7 +70,7 @@ def owned(setting: Setting, size: int, rank: int, channels: Sequence[int]) -> to
 
 
 def sections_of(setting: Setting) -> tuple[int, ...]:
-    """Channels that travel together, in the order of the input."""
+    """Return the channels that are sent together, in the order of the input."""
     layer = LAYERS[setting.form]
     channels = layer.channels(setting.heads, setting.width)
     return (sum(channels),) if layer.joined else channels
@@ -119,7 +119,7 @@ class _FromHeads(torch.autograd.Function):
 
 
 def _order(rows: int) -> torch.Tensor:
-    """Where the rows of the sequence are among those of all ranks under zigzag, one by one."""
+    """Return the places of the sequence's rows among all ranks' rows under zigzag."""
     size = dist.get_world_size()
     chunks = torch.arange(rows).chunk(2 * size)
     return torch.cat([*chunks[::2], *reversed(chunks[1::2])])

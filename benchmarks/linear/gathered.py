@@ -1,8 +1,7 @@
-"""The rival that gathers states: torch's all-gather of all maps, then each rank goes through them.
+"""Rival that gathers states: torch's all-gather of all maps, then each rank goes through them.
 
-As LASP-2 describes it, written as anyone would with torch: one all-gather of the increments and one
-of the transitions in forward, one of the gradients in backward. Ranks with fewer pieces than others
-fill up, because all send alike.
+It follows LASP-2: one all-gather of the increments and one of the transitions in forward, one of
+the gradients in backward. Ranks with fewer pieces send padding, because all must send equally.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from .maps import apply, reduced
 
 
 def scan(chain: Chains, transition: torch.Tensor, increment: torch.Tensor) -> torch.Tensor:
-    """The states that enter this rank's pieces [p, b, h, d, w]."""
+    """Return the states that enter this rank's pieces, [p, b, h, d, w]."""
     return _Scan.apply(chain, transition, increment)  # pyright: ignore
 
 
 def slots(chain: Chains) -> int:
-    """How many pieces each rank sends: as many as the one with most of them has."""
+    """Return the number of pieces that each rank sends, the maximum over ranks."""
     return max(len(chain.of(rank)) for rank in range(chain.ranks))
 
 
 def _gather(chain: Chains, mine: torch.Tensor) -> torch.Tensor:
-    """[pieces, ...] of all ranks, in the order of the chain."""
+    """Gather [pieces, ...] of all ranks, in the order of the chain."""
     count = slots(chain)
     filled = mine.new_zeros(count, *mine.shape[1:])
     filled[: len(mine)] = mine

@@ -1,9 +1,8 @@
-"""The attention of a hybrid stack: keys and values gathered (LASP-2H), or burst, in the same stack.
+"""Attention of a hybrid stack: gathered keys and values (LASP-2H), or burst, in the same stack.
 
 Three layers of gated delta rule and one of softmax attention, in Qwen3-Next's shapes. Linear layers
-run the scan of their states, always by "auto"; attention is `mb.attention` by one algorithm or
-another. Compute is a sleep of FLOPs / speed: nothing is computed, so results are not looked at
-here, only bytes, which have to be those of the plan.
+run the scan of their states by "auto"; attention is `mb.attention` by different algorithms.
+Compute is a sleep of FLOPs / speed, so only bytes are checked, against the plan.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ LINEAR_LAYERS, LINEAR_BACKWARD = 3, 2.0
 
 @dataclass
 class Sleeping:
-    """A kernel that only takes the time: FLOPs / speed; 0.0: none."""
+    """Kernel that only sleeps for FLOPs / speed; 0.0 for no time."""
 
     real: Any
     flops_per_pair: float
@@ -54,15 +53,17 @@ class Sleeping:
 
 
 def load(state: State, stack: Stack, measured: mb.Rates) -> None:
-    """The linear layers of a stack; forget the one before. Collective."""
+    """Create the linear layers of a stack and drop the previous ones. Collective."""
     grid = measure.groups(state)
     way = ours.way(stack.setting, "auto", grid, measured)
     state["stack"], state["linear"], state["attentions"] = stack, way, {}
 
 
 def prepare(state: State, attention: Attention, measured: mb.Rates) -> Work:
-    """Make the plan of the attention and run the stack once; "auto" chooses by these rates, with
-    those of the compute. Collective."""
+    """Make the plan of the attention and run the stack once. Collective.
+
+    "auto" chooses by these rates and the compute's speed.
+    """
     stack: Stack = state["stack"]
     heads = stack.heads, stack.kv_heads, stack.kv_heads
     q, k, v = (
@@ -92,7 +93,7 @@ def prepare(state: State, attention: Attention, measured: mb.Rates) -> Work:
 
 
 def timed(state: State, name: str, speed: float) -> Run:
-    """Forward and backward of the stack; compute at `speed` FLOP/s, 0.0: it takes no time."""
+    """Run forward and backward of the stack; compute at `speed` FLOP/s, 0.0 for no time."""
     stack: Stack = state["stack"]
     plan, tensors = state["attentions"][name]
     kernel = Sleeping(plan.kernel, 4.0 * stack.width, speed)

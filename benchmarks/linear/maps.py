@@ -1,7 +1,7 @@
-"""The maps of all pieces of a setting, and the states and gradients that are right.
+"""Maps of all pieces of a setting, and the correct states and gradients.
 
-Every rank makes all of them from one seed, so that it can check its own. The truth is the
-recurrence in float64, written out here: it shares nothing with what is measured but the chains.
+Every rank makes all maps from one seed, so that it can check its own results. The truth is the
+recurrence in float64, written out here; it shares only the chains with the measured code.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class Share(NamedTuple):
-    """Of one rank, its pieces in the order of its rows: transition, increment, the gradient of the
-    entering states; and the truth: entering states, gradients of transition and increment."""
+    """Pieces of one rank in the order of its rows, and the truth.
+
+    Pieces are transition, increment, and the gradient of the entering states; the truth is the
+    entering states and the gradients of transition and increment.
+    """
 
     transition: torch.Tensor
     increment: torch.Tensor
@@ -34,14 +37,14 @@ def chains_of(setting: Setting, size: int) -> Chains:
 
 
 def rows_of(setting: Setting, size: int, rank: int) -> torch.Tensor:
-    """The positions of the rows of `rank`, in their order."""
+    """Return the positions of the rows of `rank`, in their order."""
     chain = chains_of(setting, size)
     pieces = chain.table[chain.of(rank)]
     return torch.cat([torch.arange(int(p), int(p + n)) for _, _, n, _, p in pieces])
 
 
 def share(setting: Setting, size: int, rank: int) -> Share:
-    """What `rank` of `size` holds."""
+    """Return the share of `rank` of `size` ranks."""
     chain = chains_of(setting, size)
     h, d = setting.heads, setting.width
     shape = {"scalar": (), "vector": (d,), "matrix": (d, d)}[setting.form]
@@ -60,7 +63,7 @@ def share(setting: Setting, size: int, rank: int) -> Share:
 
 
 def apply(transition: torch.Tensor, state: torch.Tensor, *, back: bool = False) -> torch.Tensor:
-    """A S, or A^T S, of one piece."""
+    """Return A S, or A^T S, of one piece."""
     missing = state.dim() - transition.dim()
     if missing == 0:
         return (transition.mT if back else transition) @ state
@@ -68,7 +71,7 @@ def apply(transition: torch.Tensor, state: torch.Tensor, *, back: bool = False) 
 
 
 def reduced(transition: torch.Tensor, state: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """The gradient of A, where A S has the gradient `after`."""
+    """Return the gradient of A for a gradient `after` of A S."""
     missing = state.dim() - transition.dim()
     if missing == 0:
         return after @ state.mT

@@ -1,8 +1,8 @@
-"""What one rank does: gets a setting, makes a rival's way, runs it timed, checks its results.
+"""Work of one rank: load a setting, prepare a rival, run it timed, check its results.
 
-`load`, `rates`, `prepare` and `timed` are called on all ranks alike (`benchmarks.cluster.ranks`). A
-run is a forward and a backward, each after a barrier; nothing is computed but what belongs to the
-communication: the sums of states, the order of rows.
+`load`, `rates`, `prepare` and `timed` are called on all ranks (`benchmarks.cluster.ranks`). A run
+is a forward and a backward, each after a barrier. Only work of the communication is computed: sums
+of states, the order of rows.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ State = dict[str, Any]
 
 
 def load(state: State, setting: Setting) -> None:
-    """Forget the setting before."""
+    """Load a setting and drop the previous one."""
     state["setting"], state["ways"] = setting, {}
     if "module" not in state:
         state["module"] = exchange.megatron()
 
 
 def rates(state: State) -> mb.Rates:
-    """What `mb.measure_rates` finds: `auto` chooses by it."""
+    """Return the rates of `mb.measure_rates`, by which `auto` chooses."""
     with emulated.urgent(True):  # as all that is timed
         return mb.measure_rates(groups(state))
 
 
 def groups(state: State) -> mb.Groups:
-    """One grid for a rank's life."""
+    """Return one grid, created once per rank."""
     if "grid" not in state:
         intra = state["network"].per_node
         state["grid"] = mb.Groups.from_topology(dist.group.WORLD, intra=intra)
@@ -50,7 +50,7 @@ def groups(state: State) -> mb.Groups:
 
 
 def prepare(state: State, rival: str, measured: mb.Rates | None = None) -> Work:
-    """Make the way of a rival, run it once to warm up and check it. Collective."""
+    """Prepare a rival, run it once to warm up and check it. Collective."""
     setting, rank = state["setting"], state["rank"]
     way = ways.make(setting, rival, rank, state["module"])
     if way is None and rival == CONVOLUTION:
@@ -72,7 +72,7 @@ def prepare(state: State, rival: str, measured: mb.Rates | None = None) -> Work:
 
 
 def timed(state: State, rival: str, every: int = SOME) -> Run:
-    """One forward and backward; of long results one row in `every` is compared."""
+    """Run one forward and backward; of long results one row in `every` is compared."""
     way, network, me = state["ways"][rival], state["network"], state["rank"]
     counters = state["grid"].counters if "grid" in state else None
     if counters is not None:
@@ -99,8 +99,10 @@ def timed(state: State, rival: str, every: int = SOME) -> Run:
 
 
 def together() -> float:
-    """Return on all ranks at one time, and say which: they share a clock. A barrier lets some go
-    milliseconds before others, as long as a small state takes."""
+    """Return at one time on all ranks, which share a clock, and return that time.
+
+    A barrier releases some ranks milliseconds earlier, as long as a small state takes.
+    """
     dist.barrier()
     begin = torch.tensor(time.perf_counter() + LATER, dtype=torch.float64)
     dist.broadcast(begin, 0)
@@ -109,8 +111,10 @@ def together() -> float:
 
 
 def worst_error(got: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float:
-    """The largest difference, relative to the largest entry of its tensor, or to 1 where all of
-    them are 0: no state enters the first piece."""
+    """Return the largest difference relative to the largest entry of its tensor.
+
+    It is relative to 1 if all entries are 0: no state enters the first piece.
+    """
     worst = []
     for x, y in zip(got, truth, strict=True):
         largest = y.abs().max().item() or 1.0

@@ -1,4 +1,4 @@
-"""mb.state_scan as one of the ways, with any of its algorithms."""
+"""mb.state_scan with any of its algorithms."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONVOLVED, WIDTH = 16, 4  # tokens per rank, taps
 
 
 def way(setting: Setting, algorithm: str, groups: mb.Groups, rates: mb.Rates | None) -> Way:
-    """The scan of a setting's maps by this algorithm; "auto" chooses by `rates`. Collective."""
+    """Return the scan of a setting's maps; "auto" chooses by `rates`. Collective."""
     held = maps.share(setting, groups.size, groups.rank)
     plan = plan_of(setting, algorithm, groups, rates)
 
@@ -35,8 +35,10 @@ def way(setting: Setting, algorithm: str, groups: mb.Groups, rates: mb.Rates | N
 
 
 def convolution(setting: Setting, groups: mb.Groups) -> Way:
-    """The rows before each piece that the layer's short convolution needs: few enough tokens that
-    nothing else takes time. Collective."""
+    """Return the exchange of rows before each piece that the short convolution needs. Collective.
+
+    Tokens are so few that nothing else takes time.
+    """
     short = setting._replace(tokens=CONVOLVED)
     size, rank = groups.size, groups.rank
     channels = setting.convolved
@@ -67,7 +69,7 @@ def convolution(setting: Setting, groups: mb.Groups) -> Way:
 
 
 def plan_of(setting: Setting, algorithm: str, groups: mb.Groups, rates: mb.Rates | None) -> Any:
-    """The plan of a layer with these states; of its activations only the shapes are real."""
+    """Return the plan of a layer with these states; activations only have shapes."""
     row = setting.tokens, 1, setting.heads
 
     def like(*sizes: int) -> torch.Tensor:
@@ -83,13 +85,13 @@ def plan_of(setting: Setting, algorithm: str, groups: mb.Groups, rates: mb.Rates
 
 
 def says(plan: Any) -> str:
-    """ "scan in 8 blocks"; what "auto" chose, and why."""
+    """Return for example "scan in 8 blocks", and the choice of "auto" with its reason."""
     cut = f" in {plan.blocks} blocks" if plan.blocks > 1 else ""
     return plan.why.removeprefix("auto: ") or f"{plan.algorithm}{cut}"
 
 
 def sent_by(plan: Any) -> Sent:
-    """Bytes that this rank sends to each other one, by pass: of every message of the plan."""
+    """Return bytes that this rank sends to each other one, by pass, by the plan's messages."""
     found: Sent = {}
     for name, scan in zip(PASSES, (plan.job.forward, plan.job.backward), strict=True):
         program = scan.program

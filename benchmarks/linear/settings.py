@@ -1,8 +1,8 @@
-"""What is measured: layers, states, rivals. Plain data.
+"""Layers, states and rivals that are measured, as plain data.
 
-A layer here is what crosses between ranks in one forward and backward of it. Where heads are
-shared, that is all that its input projection made, and its output before the output projection;
-where states travel, the maps of its pieces and their gradients.
+A layer is what crosses between ranks in its forward and backward. If heads are shared, these are
+all outputs of its input projection, and its output before the output projection. If states are
+sent, these are the maps of its pieces and their gradients.
 """
 
 from __future__ import annotations
@@ -21,9 +21,15 @@ CHUNK = 64  # tokens that linear attention computes at once
 
 
 class Layer(NamedTuple):
-    """name: of the layer with this form of decay. sections: what its input projection makes, each a
-    name and its channels as multiples of (heads x width, groups x width, heads). convolved: those
-    that a short convolution goes over. joined: does one exchange carry all sections?"""
+    """One form of decay and its layer.
+
+    Attributes:
+        name: Name of the layer.
+        sections: Outputs of the input projection: a name, and channels as multiples of
+            (heads x width, groups x width, heads).
+        convolved: Sections under the short convolution.
+        joined: True if one exchange carries all sections.
+    """
 
     name: str
     sections: tuple[tuple[str, tuple[int, int, int]], ...]
@@ -31,7 +37,7 @@ class Layer(NamedTuple):
     joined: bool
 
     def channels(self, heads: int, width: int) -> tuple[int, ...]:
-        """Of each section, for `heads` heads of this width; there are no more groups than heads."""
+        """Return the channels of each section, for `heads` heads of this width; groups <= heads."""
         sizes = heads * width, min(GROUPS, heads) * width, heads
         return tuple(
             sum(n * size for n, size in zip(counts, sizes, strict=True))
@@ -74,14 +80,14 @@ class Setting(NamedTuple):
 
     @property
     def transition_bytes(self) -> int:
-        """Of the transition of one piece."""
+        """Return bytes of the transition of one piece."""
         return self.heads * {"scalar": 1, "vector": self.width, "matrix": self.width**2}[
             self.form
         ] * STATE  # fmt: skip
 
     @property
     def convolved(self) -> int:
-        """Channels of the short convolution."""
+        """Return channels of the short convolution."""
         layer = LAYERS[self.form]
         every = zip(layer.sections, layer.channels(self.heads, self.width), strict=True)
         return sum(n for (name, _), n in every if name in layer.convolved)
@@ -91,15 +97,17 @@ class Setting(NamedTuple):
         return f"{self.form}, {self.layout}, {self.heads} heads of {self.width}"
 
     def exchanged(self, size: int) -> tuple[int, int]:
-        """Bytes that each rank sends to each other one when heads are shared, before and after the
-        layer; the backward sends as many."""
+        """Return bytes that each rank sends to each other one before and after the layer.
+
+        Heads are shared; backward sends the same bytes.
+        """
         channels = sum(LAYERS[self.form].channels(self.heads, self.width))
         each = self.tokens * ACTIVATION // size
         return channels * each, self.heads * self.width * each
 
 
 def refusal(setting: Setting, rival: str, size: int) -> str | None:
-    """Why a rival cannot run here, or None."""
+    """Return why a rival cannot run here, or None."""
     if rival == ALL_TO_ALL and setting.heads % size:
         return f"{size} ranks cannot share {setting.heads} heads"
     if rival == CONVOLUTION and not setting.convolved:
@@ -108,7 +116,7 @@ def refusal(setting: Setting, rival: str, size: int) -> str | None:
 
 
 def settings(quick: bool) -> list[Setting]:
-    """All cells: large states, then small ones; quick: a few of them."""
+    """Return all cells, large states first; some of them if `quick`."""
     if quick:
         return [Setting("matrix", "contiguous"), Setting("scalar", "zigzag", 4, 64)]
     large = [Setting(form, layout) for form in FORMS for layout in LAYOUTS]
@@ -117,7 +125,7 @@ def settings(quick: bool) -> list[Setting]:
 
 
 class Stack(NamedTuple):
-    """Shapes of the layers; tokens per rank. model: whose they are."""
+    """Shapes of the layers of `model`, and tokens per rank."""
 
     tokens: int = 2048
     heads: int = 16
@@ -129,19 +137,21 @@ class Stack(NamedTuple):
 
     @property
     def setting(self) -> Setting:
-        """Of a linear layer."""
+        """Return the setting of a linear layer."""
         return Setting("matrix", "zigzag", self.state_heads, self.state_width, self.tokens)
 
     @property
     def linear_flops(self) -> float:
-        """Of one rank's chunks in forward of one linear layer: in a chunk of C tokens a head takes
-        2 C C (3 d + 2 w) within it and 6 C d w with the state."""
+        """Return FLOPs of one rank's chunks in forward of one linear layer.
+
+        In a chunk of C tokens a head takes 2 C C (3 d + 2 w) within it and 6 C d w with the state.
+        """
         d = self.state_width
         return self.tokens * self.state_heads * (2 * CHUNK * 5 * d + 6 * d * d)
 
 
 class Attention(NamedTuple):
-    """One way to run the attention of the stack."""
+    """One algorithm for the attention of the stack."""
 
     name: str
     algorithm: str

@@ -1,8 +1,7 @@
-"""Scans at 256 ranks and 8M tokens, the setting of ZeCO (arXiv 2507.01004), which no machine here
-has: the tables of hops, played by the simulator of `schedule.scans.timing`.
+"""Scans at 256 ranks and 8M tokens, the setting of ZeCO (arXiv 2507.01004), simulated.
 
-Decides what the simulated model and cluster are. Their published page names a GLA of 1B parameters
-and 32K tokens per GPU; the widths below are those of the GLA of 1.3B parameters (arXiv 2312.06635).
+`schedule.scans.timing` plays the tables of hops. ZeCO names a GLA of 1B parameters and 32K tokens
+per GPU; the widths here are those of the GLA of 1.3B parameters (arXiv 2312.06635).
 """
 
 from __future__ import annotations
@@ -28,28 +27,29 @@ NAMES = {"all_gather": "all_gather (LASP-2)", "scan": "scan (ZeCO)", "ring": "ri
 
 
 class HeadwiseRowBytes(NamedTuple):
-    """What the head-wise exchange moves of each row: bytes that come in before the recurrence
-    (queries, keys, values, gates) and that go back after it (outputs), of all heads."""
+    """Bytes of a row that the head-wise exchange sends, of all heads.
+
+    Before the recurrence queries, keys, values and gates, after it outputs.
+    """
 
     there: int
     back: int
 
 
 def exchange_seconds(topology: Topology, rows: int, each: HeadwiseRowBytes, links: Links) -> float:
-    """Seconds of the two all-to-alls of a pass that gives every rank all rows of a share of the
-    heads, `rows` on each rank before; the ranks send as many bytes each."""
+    """Return seconds of the two all-to-alls of a pass that share heads, `rows` per rank before."""
     return sum(_all_to_all(topology, rows * size, links) for size in each)
 
 
 def exchange_sent(topology: Topology, rows: int, each: HeadwiseRowBytes) -> tuple[int, int]:
-    """Bytes that each rank sends within its node and to other nodes in these all-to-alls."""
+    """Return bytes that each rank sends within its node and to other nodes in these all-to-alls."""
     near, ranks = topology.per_node, topology.size
     size = rows * (each.there + each.back)
     return size * (near - 1) // ranks, size * (ranks - near) // ranks
 
 
 def _all_to_all(topology: Topology, size: int, links: Links) -> float:
-    """Seconds of an all-to-all of `size` bytes on each rank, which keeps an equal share itself."""
+    """Return seconds of an all-to-all of `size` bytes per rank, which keeps its own share."""
     near, ranks = topology.per_node, topology.size
     share = size / ranks
     within = (near - 1) * (links.intra_latency + share / links.intra)
@@ -57,7 +57,7 @@ def _all_to_all(topology: Topology, size: int, links: Links) -> float:
 
 
 class Row(NamedTuple):
-    """One way in the table. sent: bytes of the busiest rank to its node and to others."""
+    """One row of the table; `sent` is bytes of the busiest rank to its node and to others."""
 
     name: str
     layout: str
@@ -67,29 +67,33 @@ class Row(NamedTuple):
 
 
 def states() -> ScanSizes:
-    """Of one layer."""
+    """Return the states of one layer."""
     return ScanSizes(1, HEADS, KEYS, VALUES, "vector")
 
 
 def widths() -> HeadwiseRowBytes:
-    """Bytes of a row: queries, keys and decays, values; the outputs."""
+    """Return bytes of a row: queries, keys and decays, values; the outputs."""
     return HeadwiseRowBytes(HEADS * (3 * KEYS + VALUES) * ITEMSIZE, HEADS * VALUES * ITEMSIZE)
 
 
 def within() -> float:
-    """Seconds of a rank's work in one layer that needs no state of others: the chunks among
-    themselves, which read and write each row once."""
+    """Return seconds of a rank's work in one layer that needs no state of others.
+
+    It is the work within chunks, which reads and writes each row once.
+    """
     return TOKENS // RANKS * (widths().there + widths().back) / MEMORY
 
 
 def layer() -> float:
-    """Seconds of one rank's forward through one layer without any exchange: its projections and its
-    feed-forward, 12 x hidden^2 parameters, and the recurrence."""
+    """Return seconds of one rank's forward through one layer without any exchange.
+
+    It includes projections and feed-forward, 12 x hidden^2 parameters, and the recurrence.
+    """
     return TOKENS // RANKS * 2 * 12 * HIDDEN**2 / COMPUTE + within()
 
 
 def scans() -> list[Row]:
-    """Every algorithm with both layouts."""
+    """Return every algorithm with both layouts."""
     topology, state, rows = Topology(RANKS, PER_NODE), states(), []
     for layout in LAYOUTS:
         found = chains(make(layout, cp_size=RANKS), TOKENS)
@@ -103,9 +107,11 @@ def scans() -> list[Row]:
 
 
 def collective() -> Row:
-    """An all-gather of maps as a library makes it: rings over all NICs, each with a share. Every
-    NIC passes on what all ranks but one send, shared by the NICs of its node; a ring's first
-    message arrives after as many steps as there are ranks."""
+    """Return an all-gather of maps as a library runs it: rings over all NICs, each with a share.
+
+    Every NIC passes on the bytes of all ranks but one, divided by the NICs of its node. A ring's
+    first message arrives after as many steps as there are ranks.
+    """
     one, steps, nodes = states().map, RANKS - 1, RANKS // PER_NODE
     passed = steps * one // PER_NODE
     links = NOMINAL
@@ -117,7 +123,7 @@ def collective() -> Row:
 
 
 def heads_exchanged() -> Row:
-    """Both all-to-alls, of as many heads as there are ranks: no such model."""
+    """Return both all-to-alls for as many heads as ranks, which no such model has."""
     topology, rows = Topology(RANKS, PER_NODE), TOKENS // RANKS
     seconds = exchange_seconds(topology, rows, widths(), NOMINAL)
     name = f"all-to-all of heads (if there were {RANKS})"
@@ -136,7 +142,7 @@ def _line(row: Row, best: float) -> list[str]:
 
 
 def table() -> str:
-    """Every way, and what `auto` takes."""
+    """Return every algorithm, and the choice of `auto`."""
     rows = [*scans(), collective(), heads_exchanged()]
     best = min(row.seconds for row in rows)
     head = [

@@ -1,7 +1,7 @@
-"""Runs the hybrid stack: every attention in turn, again and again, by how much there is to compute.
+"""Runs of the hybrid stack: every attention in turn, several times, by amount of compute.
 
-Compute is so fast that burst's attention alone takes `REGIMES[regime]` times as long as its links
-are busy; linear layers compute at the same speed.
+Burst's attention alone computes `REGIMES[regime]` times as long as its links are busy; linear
+layers compute at the same speed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def run_stack(
 
 
 def speed_of(works: list[Work], regime: str, network: Network) -> float:
-    """FLOP/s; 0.0: compute takes no time."""
+    """Return FLOP/s, 0.0 if compute takes no time."""
     share = REGIMES[regime]
     busy = sum(max(busiest(works, p)[link] * 8 / network.rates.of(link) for link in LINKS)
                for p in PASSES)  # fmt: skip
@@ -69,7 +69,7 @@ def speed_of(works: list[Work], regime: str, network: Network) -> float:
 
 
 def busiest(works: list[Work], name: str) -> dict[str, int]:
-    """Bytes of the rank that sends most, by link class."""
+    """Return bytes of the rank that sends most, by link class."""
     return {link: max(w.bytes[name][link] for w in works) for link in LINKS}
 
 

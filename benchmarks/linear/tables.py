@@ -1,4 +1,4 @@
-"""What the records say: tables. Nothing here runs anything."""
+"""Tables of the records. This module runs nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COLUMNS = (ALL_TO_ALL, GATHER, *ALGORITHMS)
 
 
 def cluster(records: Sequence[Record]) -> str:
-    """States on the emulated cluster: seconds, bytes and what `auto` takes."""
+    """Return states on the emulated cluster: seconds, bytes and the choice of `auto`."""
     over = [auto_over_best(record).middle for record in records]
     chosen = [
         f"- {setting_of(r).words}: "
@@ -39,14 +39,14 @@ def setting_of(record: Record) -> Setting:
 
 
 def ratio(times: dict[str, list[float]], above: str, below: str) -> Ratio | None:
-    """Of what took place in the same round; None where one of them did not run."""
+    """Return the ratio of runs of the same rounds; None if one of them did not run."""
     if above not in times or below not in times:
         return None
     return Ratio.of(times[above], times[below])
 
 
 def auto_over_best(record: Record) -> Ratio:
-    """The time of "auto" over that of the fastest of our algorithms, round by round."""
+    """Return the time of "auto" over the fastest of our algorithms, round by round."""
     times = totals(record)
     fixed = [name for name in ALGORITHMS if name != "auto" and name in times]
     return Ratio.of(times["auto"], times[min(fixed, key=lambda name: median(times[name]))])
@@ -82,7 +82,7 @@ def _bytes(records: Sequence[Record]) -> str:
 
 
 def hybrid(records: Sequence[Record]) -> str:
-    """The attention of a hybrid stack: seconds, what is exposed, bytes."""
+    """Return the attention of a hybrid stack: seconds, exposed seconds, bytes."""
     found = []
     for record in records:
         times = totals(record)

@@ -1,7 +1,7 @@
-"""Ways to run the communication of a layer: what is timed, what is right, and what it has to send.
+"""Communication of a layer by different rivals: timed calls, correct results, bytes to send.
 
-`sent` is what a rank sends to each other one, by pass, from the definition of the way; the kernel's
-counters are held against it.
+`sent` is what a rank sends to each other one, by pass, from the rival's definition; the kernel's
+counters are compared with it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,13 @@ Sent = dict[str, list[int]]
 
 
 class Way(NamedTuple):
-    """forward: leaves -> outputs; its backward is autograd's, at `upstream`. truth: of the outputs,
-    then of the gradients of the leaves. says: what it is made of, for the page."""
+    """One rival.
+
+    Attributes:
+        forward: Function from leaves to outputs; backward is autograd's, at `upstream`.
+        truth: Correct outputs, then correct gradients of the leaves.
+        says: Description for the page.
+    """
 
     leaves: Tensors
     forward: Callable[..., Sequence[torch.Tensor]]
@@ -34,7 +39,7 @@ class Way(NamedTuple):
 
 
 def shared_heads(setting: Setting, size: int, rank: int, module: Any | None) -> Way:
-    """The all-to-all before and behind the layer, which itself is left out."""
+    """Return the all-to-all before and behind the layer, without the layer."""
     there, back = exchange.exchanges(setting, module)
     before, after = exchange.sections_of(setting), (setting.heads * setting.width,)
     mine, everyone = maps.rows_of(setting, size, rank), torch.arange(setting.tokens * size)
@@ -56,7 +61,7 @@ def shared_heads(setting: Setting, size: int, rank: int, module: Any | None) -> 
 
 
 def all_gather(setting: Setting, size: int, rank: int) -> Way:
-    """gloo's all-gather goes round a ring: what a rank has got it hands on."""
+    """Return gloo's all-gather, a ring in which each rank passes on what it received."""
     chain, held = maps.chains_of(setting, size), maps.share(setting, size, rank)
     slots, rest = gathered.slots(chain), size - 1
     states, transitions = setting.state_bytes, setting.transition_bytes
@@ -79,7 +84,7 @@ def reach(way: Way) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
 
 
 def make(setting: Setting, rival: str, rank: int, module: Any | None) -> Way | None:
-    """The way of a rival that is not ours; None of others."""
+    """Return a rival that is not ours; None for other names."""
     size = dist.get_world_size()
     if rival == ALL_TO_ALL:
         return shared_heads(setting, size, rank, module)

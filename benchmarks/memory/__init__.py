@@ -1,1 +1,1 @@
-"""The memory account beside what a step really holds, on CPU ranks."""
+"""Memory account beside the memory of a step on CPU ranks."""

@@ -1,5 +1,6 @@
-"""`python -m benchmarks.memory`: the longest sequences by the account; with `--measure` the account
-beside live tensors of real Megatron-Core layers on four CPU ranks.
+"""Longest sequences by the memory account: `python -m benchmarks.memory`.
+
+With `--measure`, the account beside live tensors of real Megatron-Core layers on four CPU ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ CELLS: dict[str, dict[str, Any]] = {
 
 
 def account_of(cell: Any) -> Account:
-    """The account of what a cell runs."""
+    """Return the account of a cell."""
     model = Model(
         "cell", cell.layers, cell.hidden, cell.heads, cell.kv_heads, cell.ffn, cell.vocabulary
     )
@@ -42,7 +43,7 @@ def account_of(cell: Any) -> Account:
 
 
 def measured(name: str, tokens: int) -> dict[str, Any]:
-    """One cell: bytes without states of the counter and of the account, the most of all ranks."""
+    """Return bytes without states by the counter and by the account, the maximum over ranks."""
     from .ranks import Cell, measure
 
     cell = Cell(tokens=tokens, **CELLS[name])

@@ -1,7 +1,7 @@
-"""Counts the bytes of all live tensors, by storage, while a program runs: forward and backward.
+"""Counter of the bytes of all live tensors, by storage, in forward and backward.
 
-A dispatch mode sees every tensor that an operator reads or makes; a weak reference to its storage
-says when the last holder (a variable, autograd's saved tensors, a buffer) is gone. So it counts
+A dispatch mode sees every tensor that an operator reads or makes. A weak reference to its storage
+reports when its last holder (a variable, autograd's saved tensors, a buffer) is gone. So it counts
 what a device would hold, not the size of the process, which keeps freed pages.
 
     with LiveTensors(states=parameters, host=memory.owns) as live:
@@ -11,8 +11,8 @@ what a device would hold, not the size of the process, which keeps freed pages.
         loss.backward()
     print(live.report())
 
-Views share a storage and count once. A storage counts as long as it was allocated, from when an
-operator first reads or makes it: tensors made outside (`torch.frombuffer`, another thread) count
+Views share a storage and count once. A storage counts with its allocated size, from the first
+operator that reads or makes it: tensors made outside (`torch.frombuffer`, another thread) count
 from their first use. Not seen: scratch memory within an operator, and `untyped_storage().resize_`
 until the next operator on that storage.
 """
@@ -34,8 +34,11 @@ Kind = Literal["device", "host", "state"]
 
 
 class Block(NamedTuple):
-    """A live storage: its bytes, what it counts as, and who made it: the operator ("outside" where
-    it was first seen as an input), the first tensor's shape and dtype, and the phase."""
+    """A live storage: its bytes, kind and origin.
+
+    The origin is the operator that made it ("outside" if it was first seen as an input), the first
+    tensor's shape and dtype, and the phase.
+    """
 
     bytes: int
     kind: Kind
@@ -46,19 +49,24 @@ class Block(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The most bytes at a time, and the storages that were alive then."""
+    """The largest number of bytes, and the storages that were alive then."""
 
     bytes: int
     blocks: tuple[Block, ...]
 
 
 class LiveTensors(TorchDispatchMode):
-    """A context in which live tensors are counted; may be entered again, and then goes on.
+    """Context in which live tensors are counted; it can be entered again and then continues.
 
-    states: tensors whose storages count as "state": parameters, gradients, optimizer states.
-    host: of a tensor, whether its storage is host memory (`HostMemory.owns`); counted as "host".
-    Everything else is "device". `bytes` holds the present bytes of each kind; `peaks` the most
-    device bytes in each phase; `peak` the most of all.
+    Args:
+        states: Tensors that count as "state": parameters, gradients, optimizer states.
+        host: Function of a tensor, true if its storage is host memory (`HostMemory.owns`), which
+            counts as "host". All else counts as "device".
+
+    Attributes:
+        bytes: Present bytes of each kind.
+        peaks: Largest device bytes of each phase.
+        peak: Largest device bytes of all.
     """
 
     def __init__(
@@ -79,22 +87,22 @@ class LiveTensors(TorchDispatchMode):
 
     @property
     def peak(self) -> Peak:
-        """The most device bytes at a time, of all phases."""
+        """Return the peak of all phases."""
         return max(self.peaks.values(), key=lambda peak: peak.bytes, default=Peak(0, ()))
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """The storages alive now."""
+        """Return the storages that are alive."""
         return tuple(block for block, _ in self._live.values())
 
     def begin(self, phase: str) -> None:
-        """A phase begins, and lasts until the next one does; the same name may come again."""
+        """Begin a phase, which lasts until the next one begins; names may repeat."""
         self._phase = phase
         self._note()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A phase within another one, which goes on afterwards."""
+        """Run a phase within another one, which continues afterwards."""
         before = self._phase
         self.begin(name)
         try:
@@ -103,13 +111,13 @@ class LiveTensors(TorchDispatchMode):
             self.begin(before)
 
     def forget(self) -> None:
-        """Peaks so far do not count (a first step that makes gradients, say); what lives does."""
+        """Reset all peaks, for example after a first step; keep live storages."""
         self.peaks.clear()
         self.host_peak = self.bytes["host"]
         self._note()
 
     def report(self, rows: int = 12) -> str:
-        """The peak of every phase, and what the highest one consisted of, largest first."""
+        """Return the peak of every phase, and the parts of the highest one, largest first."""
         lines = [f"{peak.bytes:>14,}  {phase}" for phase, peak in self.peaks.items()]
         total: Counter[tuple[Any, ...]] = Counter()
         count: Counter[tuple[Any, ...]] = Counter()
@@ -135,7 +143,7 @@ class LiveTensors(TorchDispatchMode):
         return found
 
     def _meet(self, leaf: Any, operator: str, kind: Kind | None = None) -> None:
-        """Count the storage of a tensor, or again if its size has changed."""
+        """Count the storage of a tensor, again if its size has changed."""
         if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided:
             return
         storage = leaf.untyped_storage()
@@ -163,7 +171,7 @@ class LiveTensors(TorchDispatchMode):
             self._note()
 
     def _note(self) -> None:
-        """Remember the present if the phase has held no more before."""
+        """Store the present bytes if they are the phase's maximum."""
         now = self.bytes["device"]
         if self._phase not in self.peaks or now > self.peaks[self._phase].bytes:
             self.peaks[self._phase] = Peak(now, self.blocks)

@@ -1,4 +1,4 @@
-"""How long a sequence fits on three clusters, by the account, beside what others have published."""
+"""Longest sequences on three clusters by the account, beside published ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHUNKED = Settings(seq=1, sequence_chunks=32, mlp_tiles=64, offload=1.0)
 
 
 class Published(NamedTuple):
-    """Tokens that others reached with Llama 3 8B or a model of its size; "": none given."""
+    """Published tokens with Llama 3 8B or a model of its size; "" if none."""
 
     fpdt: str
     alst: str
@@ -48,7 +48,7 @@ WAYS = {
 
 
 def found() -> list[dict[str, Any]]:
-    """One row per cluster and way."""
+    """Return one row per cluster and combination of settings."""
     model, rows = models.named(MODEL), []
     for gpus, there in PUBLISHED.items():
         cluster = clusters.Cluster(clusters.GPUS["h100"], gpus, 8, host_memory=int(0.8 * HOST))
@@ -76,7 +76,7 @@ def _row(model: models.Model, cluster: clusters.Cluster, one: Longest, way: str)
 
 
 def _largest_store(model: models.Model, cluster: clusters.Cluster, run: Settings) -> float:
-    """How much of attention's results fits too at 90 % of that length: what recompute saves."""
+    """Return the largest attention store that fits at 90 % of that length."""
     for store in (1.0, 0.75, 0.5, 0.25):
         kept = replace(run, store=store)
         try:
@@ -88,7 +88,7 @@ def _largest_store(model: models.Model, cluster: clusters.Cluster, run: Settings
 
 
 def text(rows: list[dict[str, Any]]) -> str:
-    """The table."""
+    """Return the table."""
     cells = []
     for row in rows:
         last = row["way"] == list(WAYS)[-1]

@@ -1,6 +1,6 @@
-"""One training step of a real Megatron-Core GPT on CPU ranks, its live tensors counted.
+"""One training step of a real Megatron-Core GPT on CPU ranks, with its live tensors counted.
 
-Every rank counts its own; the first step is not counted: it makes plans, buffers and gradients.
+Every rank counts its own. The first step is not counted: it makes plans, buffers and gradients.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .live import Block, LiveTensors
 
 @dataclass(frozen=True)
 class Cell:
-    """What one measurement runs: shapes in Llama's ratios, and the choices of `BurstConfig`."""
+    """One measurement: shapes in Llama's ratios, and settings of `BurstConfig`."""
 
     tokens: int = 8192
     layers: int = 8
@@ -42,8 +42,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Found:
-    """Of one rank: device bytes of parameters, gradients and the like; the peak of each phase;
-    the storages of the highest one; bytes that stayed after the step; the most on the host."""
+    """Results of one rank.
+
+    They are device bytes of states, the peak of each phase, the storages of the highest peak, bytes
+    that stayed after the step, and the maximum on the host.
+    """
 
     states: int
     peaks: dict[str, int]
@@ -58,12 +61,12 @@ class Found:
 
 
 def measure(cell: Cell) -> list[Found]:
-    """What each rank found, in processes of their own."""
+    """Return the results of each rank, which runs in its own process."""
     return [Found(**each) for each in on_ranks(cell.ranks, _counted, cell)]
 
 
 def _counted(cell: Cell) -> dict[str, Any]:
-    """On a rank, with Megatron's stand-ins for a CPU."""
+    """Count on a rank, with Megatron's replacements for a CPU."""
     warnings.filterwarnings("ignore")
     from megatron_burst.plugins.testing import cpu
 
@@ -72,7 +75,7 @@ def _counted(cell: Cell) -> dict[str, Any]:
 
 
 def _step(cell: Cell) -> Found:
-    """Two steps on this rank, the second one counted."""
+    """Run two steps on this rank and count the second one."""
     model = build(cell)
     layers = model.module.decoder.layers
     batch = _batch(cell)
@@ -105,13 +108,13 @@ def _step(cell: Cell) -> Found:
 
 
 class Phases:
-    """Tells the counter what runs, in the account's words."""
+    """Reporter of the running phase to the counter, in the account's terms."""
 
     def __init__(self, live: LiveTensors):
         self.live, self.way = live, "forward"
 
     def follow(self, layer: nn.Module, index: int) -> None:
-        """Of this layer: forward, recompute, and each half backward, when gradients arrive."""
+        """Report forward, recompute, and each half's backward of this layer."""
         begin, half = self.live.begin, layer._forward_mlp
         named = {"forward": "forward of layer", "backward": "recompute of layer"}
         layer.register_forward_pre_hook(lambda *_: begin(f"{named[self.way]} {index}"))
@@ -133,7 +136,7 @@ def _run(
     live: LiveTensors | None = None,
     phases: Phases | None = None,
 ) -> None:
-    """Forward and backward of one micro-batch."""
+    """Run forward and backward of one micro-batch."""
     if live is not None:
         live.begin("batch and embedding")
     loss = model(**batch)
@@ -146,7 +149,7 @@ def _run(
 
 
 def build(cell: Cell) -> Any:
-    """The model of a cell on this rank, in bf16, wrapped in Megatron's data parallelism."""
+    """Return the model of a cell on this rank, in bf16, in Megatron's data parallelism."""
     import torch.nn.functional as F
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -207,7 +210,7 @@ def build(cell: Cell) -> Any:
 
 
 def _batch(cell: Cell) -> dict[str, torch.Tensor | None]:
-    """This rank's part of a batch of one sequence, as `GPTModel.forward` takes it."""
+    """Return this rank's part of a batch of one sequence, as `GPTModel.forward` takes it."""
     rows = cell.tokens // cell.cp
     tokens = torch.arange(rows).remainder_(cell.vocabulary)[None]
     return {

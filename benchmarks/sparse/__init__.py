@@ -1,6 +1,6 @@
-"""Sparse attention over ranks: what it holds, and how long it takes on links of known rates.
+"""Sparse attention over ranks: its memory, and its time on links of known rates.
 
 `python -m benchmarks.sparse --help`, or `make bench-sparse`. Reading order: `held` (bytes sent and
-held), `settings` and `gathered` (what is measured, and the rival), `measure` (what a rank of the
-emulated cluster does), `bench` (all runs), `simulated` (512 GPUs by the forecast).
+held), `settings` and `gathered` (settings and the rival), `measure` (work of a rank of the emulated
+cluster), `bench` (all runs), `simulated` (512 GPUs by the forecast).
 """

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.sparse`: all parts, or those that `--parts` names."""
+"""Benchmark of sparse attention: `python -m benchmarks.sparse`, all parts or `--parts`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs all rivals in turn on the emulated cluster, in each regime, and makes the table."""
+"""Runs of all rivals in turn on the emulated cluster, in each regime, and their table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Record = dict[str, Any]
 
 
 def run(layer: Layer, regimes: Sequence[str], repeats: int, say: Say) -> list[Record]:
-    """One record per regime."""
+    """Yield one record per regime."""
     found, network = [], Network(*GRID, Rates.parse(RATES))
     with cluster(network) as ranks:
         ranks.run(measure.load, layer)
@@ -59,7 +59,7 @@ def _seconds(done: Any) -> list[float]:
 
 
 def table(records: Sequence[Record]) -> str:
-    """Seconds of each rival, beside the rival that gathers, and what auto is above the best."""
+    """Return seconds of each rival, their ratio to the gathering rival, and auto over the best."""
     rows = []
     for found in records:
         seconds, size = found["seconds"], GRID[0] * GRID[1]

@@ -1,8 +1,9 @@
-"""The rival: every rank gathers the keys of all ranks, and computes when all are there.
+"""Rival: every rank gathers the keys of all ranks, and computes when all have arrived.
 
-As Megatron does it: gathered keys stay for backward, whose gradients are summed by a reduce-scatter
-behind it. Two ways of gathering: every rank sends its rows to every other one, or (as NCCL would at
-best) rows cross to a node once, to the rank with the sender's number there, which hands them on.
+As in Megatron, gathered keys stay for backward, whose gradients are summed by a reduce-scatter
+behind it. There are two ways of gathering: every rank sends its rows to every other one, or (the
+best case of NCCL) rows cross to a node once, to the rank with the sender's number there, which
+passes them on.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .settings import DIRECT
 
 
 class Gathering:
-    """Gathers and reduce-scatters over all ranks, in one of two ways; counts what it sends."""
+    """Gathers and reduce-scatters over all ranks, in one of two ways, with sent bytes counted."""
 
     def __init__(self, way: str, nodes: int, per_node: int):
         self.way, self.per_node, self.size = way, per_node, nodes * per_node
@@ -37,7 +38,7 @@ class Gathering:
         return works
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """x of all ranks, in order."""
+        """Return x of all ranks, in order."""
         found = [x if r == self.rank else torch.empty_like(x) for r in range(self.size)]
 
         def exchange(ranks: Sequence[int]) -> list[dist.Work]:
@@ -60,7 +61,7 @@ class Gathering:
         return found
 
     def scatter(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum over ranks of what each has for this rank's rows."""
+        """Return the sum over ranks of their parts for this rank's rows."""
         total = grads[self.rank].clone()
         if self.way == DIRECT:
             return self._sum(total, {r: grads[r] for r in range(self.size) if r != self.rank})

@@ -1,10 +1,10 @@
-"""What sparse attention sends and holds, by ring and by all-gather: bytes counted on CPU ranks.
+"""Bytes that sparse attention sends and holds, by ring and by all-gather, counted on CPU ranks.
 
     python -m benchmarks.sparse --parts held --tokens 8192
 
 One layer with the latent of DeepSeek-V3.2 (576 columns, values the first 512) and fewer heads:
-selection, attention forward and backward. Bytes are those that a rank sent; what it holds are the
-messages among the storages alive when most bytes are, in chunks (the keys of one rank).
+selection, attention forward and backward. Held bytes are the messages among the live storages at
+the peak, in chunks (the keys of one rank).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WIDTH, VALUES, HEADS, INDEX_HEADS, INDEX_WIDTH = 576, 512, 2, 2, 128
 
 
 def layer(groups: mb.Groups, rows: int, top_k: int, algorithm: str) -> dict[str, tuple[int, int]]:
-    """phase -> (bytes sent, bytes of messages at the peak) of this rank."""
+    """Map each phase to (bytes sent, bytes of messages at the peak) of this rank."""
     torch.manual_seed(groups.rank)
     sizes = (INDEX_HEADS, INDEX_WIDTH), (1, INDEX_WIDTH), (INDEX_HEADS,), (HEADS, WIDTH), (1, WIDTH)
     *index, q, k = (torch.randn(rows, 1, *size) for size in sizes)
@@ -65,7 +65,7 @@ def on_rank(tokens: int, top_k: int, algorithm: str) -> dict[str, tuple[int, int
 
 
 def table(tokens: int, ranks: int = 4, top_k: int = 64) -> str:
-    """A line for each algorithm and pass."""
+    """Return a row for each algorithm and pass."""
     rows, lines = tokens // ranks, []
     chunks = {"select": rows * INDEX_WIDTH * 4, "forward": rows * WIDTH * 4}
     chunks["backward"] = chunks["forward"]

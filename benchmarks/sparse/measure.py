@@ -1,9 +1,8 @@
-"""What one rank of the emulated cluster does: the unchanged operations, whose pairs take time and
-compute nothing.
+"""Work of one rank of the emulated cluster: unchanged operations whose pairs only sleep.
 
-A pair sleeps for its FLOPs over the device's speed: those of the keys that a query sees, for the
-indexer, and of min(top_k, those) for attention, evenly over all that it sees. Bytes are those of
-the plans; that results are right is for the tests, which compute.
+A pair sleeps for its FLOPs over the device's speed: for the indexer those of the visible keys of a
+query, for attention those of min(top_k, visible keys), spread evenly over the visible keys. Bytes
+are those of the plans. Tests check results.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ KERNEL = "sleeping"
 
 
 class Device:
-    """The emulated device of this rank. speed: FLOP/s, math.inf for none of its time."""
+    """Emulated device of this rank; speed in FLOP/s, math.inf for compute without time."""
 
     def __init__(self, layer: Layer):
         self.layer, self.speed = layer, math.inf
         self.counts: dict[int, tuple[SelectedPairs, float, float]] = {}
 
     def flops(self, work: SelectedPairs) -> tuple[float, float]:
-        """Of the indexer, and of attention in forward."""
+        """Return FLOPs of the indexer, and of attention in forward."""
         known = self.counts.get(id(work))
         if known is None or known[0] is not work:
             seen = np.searchsorted(work.keys, work.queries, side="right").astype(float)
@@ -55,7 +54,7 @@ class Device:
 
 
 def load(state: State, layer: Layer) -> None:
-    """Make this rank's tensors, and let pairs sleep from now on."""
+    """Create this rank's tensors, and let pairs sleep from now on."""
     device = Device(layer)
 
     class Sleeping(kernels.Selected):
@@ -87,14 +86,14 @@ def load(state: State, layer: Layer) -> None:
 
 
 def rates(state: State, speed: float) -> mb.Rates:
-    """What links carry, measured, beside the emulated speed and what this rank oversleeps."""
+    """Return measured rates of links with the emulated speed and this rank's oversleep."""
     found = mb.measure_rates(state["groups"])
     launch = emulated.oversleep() if speed != math.inf else 0.0
     return dataclasses.replace(found, compute=speed, launch=launch)
 
 
 def prepare(state: State, name: str, rates: mb.Rates | None = None) -> Work:
-    """Make what a rival needs, run it once, and say what it costs. Collective."""
+    """Prepare a rival, run it once, and return its costs. Collective."""
     plan: Any
     by_pass: Any
     layer, groups = state["device"].layer, state["groups"]
@@ -122,7 +121,7 @@ def prepare(state: State, name: str, rates: mb.Rates | None = None) -> Work:
 
 
 def predicted(state: State, name: str) -> dict[str, float]:
-    """Seconds of a selection and an attention by each algorithm, as "auto" compared them."""
+    """Return seconds of a selection and an attention by each algorithm, as "auto" compared them."""
     plan: Any = state["plans"][name]
     seconds: dict[str, float] = {}
     for each in state["groups"].cache["sparse"].values():
@@ -133,7 +132,7 @@ def predicted(state: State, name: str) -> dict[str, float]:
 
 
 def timed(state: State, name: str, speed: float) -> Run:
-    """A forward, selection and attention, and a backward, each after a barrier."""
+    """Run a forward, selection and attention, and a backward, each after a barrier."""
     device, plan, network = state["device"], state["plans"][name], state["network"]
     device.speed, me, groups = speed, state["rank"], state["groups"]
     call = _gathered if name in GATHERS else _ours

@@ -1,9 +1,8 @@
-"""What is measured: one layer with the proportions of DeepSeek-V3.2 at 128K tokens, and its rivals.
+"""Settings: one layer with the proportions of DeepSeek-V3.2 at 128K tokens, and its rivals.
 
-128K tokens and 2,048 selected of them, a sixteenth each, 128 heads and 64 index heads, a 64th
-each, keep the ratios of compute to compute and of bytes to bytes; the speed of the emulated device
-decides the ratio of one to the other. Links are so slow that what a busy CPU takes for itself is
-little.
+128K tokens and 2,048 selected ones are divided by 16, 128 heads and 64 index heads by 64. This
+keeps the ratios of compute to compute and of bytes to bytes; the emulated device's speed decides
+the ratio between both. Links are so slow that a busy CPU's own work hardly counts.
 """
 
 from __future__ import annotations
@@ -19,8 +18,12 @@ REGIMES = {"links": 0.0, "equal": 1.0, "compute": 4.0}
 
 
 class Layer(NamedTuple):
-    """fp32, batch 1, causal. rows: of a rank; latent, values: columns of keys, and the
-    first of them that are values."""
+    """One layer: fp32, batch 1, causal.
+
+    Attributes:
+        rows: Rows per rank.
+        latent, values: Columns of keys, and the first of them that are values.
+    """
 
     rows: int = 1024
     heads: int = 2
@@ -33,10 +36,10 @@ class Layer(NamedTuple):
 
     @property
     def index_flops(self) -> int:
-        """Of a query and a key that it sees."""
+        """Return FLOPs of a query and a visible key."""
         return 2 * self.index_heads * self.index_width
 
     @property
     def attention_flops(self) -> int:
-        """Of a query and a key that it selected, in forward."""
+        """Return FLOPs of a query and a selected key, in forward."""
         return 2 * self.heads * (self.latent + self.values)

@@ -1,6 +1,8 @@
-"""DeepSeek-V3.2 on 512 H100, by the forecast of `megatron-burst advise`: a layer with ours, and
-with keys gathered as Megatron does. Nothing here was measured on a GPU; kernels are taken to reach
-the rate of dense attention, or that of memory where queries and results take longer."""
+"""DeepSeek-V3.2 on 512 H100 by the forecast of `megatron-burst advise`: ours and gathered keys.
+
+Nothing was measured on a GPU. Kernels are assumed to reach the rate of dense attention, or the
+memory's rate if queries and results take longer.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ TAKEN = " (auto)"
 
 
 def table() -> str:
-    """A row for each way, of each length and number of ranks."""
+    """Return a row for each algorithm, length and number of ranks."""
     model, cluster = models.named(MODEL), mb.Cluster(gpu(GPU), GPUS)
     rows = []
     for seq, tp, cp in GRIDS:
