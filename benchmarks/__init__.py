@@ -1,1 +1,1 @@
-"""What is measured, and where it is written down; scripts, and the packages `cluster` and `gpu`."""
+"""Benchmarks: scripts, and packages such as `cluster` and `gpu`."""

@@ -7,7 +7,7 @@ in its own processes. Measured are the highest resident set over the ranks, minu
 the first step, and the medians of a step's wall time and of its processor time on the slowest rank.
 Ratios are of processor time, because other programs may share the machine. "none" saves every
 activation, "full" recomputes everything, a number is the fraction of attention outputs in the
-store. The layers are those of `store_layers`.
+store. It runs the layers of `store_layers`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Operators of `csrc/` beside the torch code that replaces them, on the CPU.
+"""Operators of `csrc/` and the torch code that replaces them, on the CPU.
 
 Both run in turns, so that other load slows both. Printed are medians of the times, and of the
 ratios within a pair. The library is required: `python setup.py build_csrc`.

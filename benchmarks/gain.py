@@ -4,8 +4,8 @@
     make gain ARGS="--emulated runs/cluster/compared.json"    # records of the emulated cluster
 
 Every kind of `--cp-comm-type` runs with the parallel sizes with which it is fastest and fits
-(`plugins.tools.advise.rivals`), ours with those of `megatron-burst advise`. Attention is also
-compared at equal sizes, those of Megatron's fastest kind. Rows in which ours loses are listed with
+(`plugins.tools.advise.rivals`), ours with the sizes of `megatron-burst advise`. Attention is also
+compared at the sizes of Megatron's fastest kind. Losses of ours are listed with
 the reason; a loss without a reason in `REASONS` is an error.
 """
 
@@ -383,7 +383,7 @@ def _named(name: str) -> str:
 
 
 def _seconds(records: Sequence[dict[str, Any]], name: str) -> tuple[str, str]:
-    """Return median seconds, and their ratio to those of `auto`, run by run, with quartiles."""
+    """Return median seconds, and their ratio to `auto`'s seconds, run by run, with quartiles."""
     times = [tables.totals(record) for record in records]
     ours = next(algorithm for algorithm in times[0] if "auto" in algorithm)
     ratios = [a / b for runs in times for a, b in zip(runs[name], runs[ours], strict=True)]

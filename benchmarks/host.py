@@ -351,7 +351,7 @@ class Timed:
 
 
 Terms = list[tuple[float, ...]]  # head chunks, calls, exchanges, seconds of a pass
-BACKWARD = 2  # of a backward call over those of a forward one, as `HostTime` has it
+BACKWARD = 2  # of a backward call over a forward one's, as `HostTime` has it
 
 
 def row(case: Case, repeats: int, terms: Terms) -> list[str]:

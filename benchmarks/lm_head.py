@@ -1,8 +1,8 @@
-"""Fused LM head beside others: time and memory of forward and backward.
+"""Fused LM head compared with others: time and memory of forward and backward.
 
 It measures the loss and, with `--parts logprobs`, log-probabilities and entropies with gradients.
-Every figure comes from its own process (`lm_head_case`), in rounds of alternating order. Times are
-wall time and processor time, because other programs may share the machine. Ratios are taken to ours
+Every figure is measured in its own process (`lm_head_case`), in alternating order. Times are wall
+time and processor time, because other programs may share the machine. Ratios are taken to ours
 of the same round: median, lowest and highest. Extra memory is what a call needs beyond its inputs,
 their gradients and a float32 gradient of the weight. It is compared with the tile, which it should
 follow byte for byte, and with the tokens, which it should not follow. What cannot run here is

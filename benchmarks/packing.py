@@ -3,7 +3,7 @@
 `python -m benchmarks.packing` draws batches of documents and packs each in two ways: like
 `DpBalancedScheduler` of Megatron-Core, in document order until a micro-batch is full, with the last
 ones split until the data-parallel ranks have equally many; and by `megatron_burst.packing`. Work is
-that of Llama 3 8B (32 layers) without the LM head. Padding counts, and only ours pads. Nothing
+counted for Llama 3 8B (32 layers) without the LM head. Padding counts, and only ours pads. Nothing
 runs: these are counts of work.
 
 Imbalance: the busiest micro-batch over their mean. Step: the busiest rank's work over an equal

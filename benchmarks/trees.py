@@ -1,4 +1,4 @@
-"""Prefix trees beside separate trajectories: counts, the emulated cluster, 64 GPUs simulated.
+"""Prefix trees and separate trajectories: counts, the emulated cluster, 64 GPUs simulated.
 
     make bench-trees                              # all three tables, some minutes
     make bench-trees ARGS="--parts emulated --repeats 5"

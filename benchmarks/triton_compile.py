@@ -164,7 +164,7 @@ def _recorded(launch: Launch) -> list[tuple[Any, tuple, dict[str, Any]]]:
         return lambda *given, **constants: found.append((code, given, constants | options))
 
     def tensor(heads: int, *width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(rows, 1, heads, *width, dtype=dtype)  # memory that nobody touches
+        return torch.empty(rows, 1, heads, *width, dtype=dtype)  # memory that no kernel touches
 
     (h, k), d, dtype = HEADS, launch.width, DTYPES[launch.dtype]
     q, dout, keys, values = (tensor(n, d, dtype=dtype) for n in (h, h, k, k))

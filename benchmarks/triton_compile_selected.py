@@ -142,7 +142,7 @@ def _recorded(launch: Launch) -> tuple[Any, tuple, dict[str, Any]]:
     work = SelectedPairs(Causal(), [Span(keys, 1, ROWS)], [Span(0, 1, keys)])
 
     def tensor(rows: int, *sizes: int, of: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(rows, 1, *sizes, dtype=of)  # memory that nobody touches
+        return torch.empty(rows, 1, *sizes, dtype=of)  # memory that no kernel touches
 
     h, n, d, w = model.heads, model.key_heads, model.width, model.value_width
     whole = d + w if model.latent else d

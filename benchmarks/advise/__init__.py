@@ -1,1 +1,1 @@
-"""Published tables and our measurements beside the predictions of `advise`."""
+"""Published tables, our measurements, and the predictions of `advise`."""

@@ -37,7 +37,7 @@ def runner(name: str) -> Runner:
 
 
 def run_sections(names: Sequence[str], fit: bool) -> list[Section]:
-    """Return all sections; progress goes to standard error."""
+    """Return all sections; progress is printed to standard error."""
     sections = []
     for index, name in enumerate(names, 1):
         print(f"[{index}/{len(names)}] {name} ...", end=" ", file=sys.stderr, flush=True)

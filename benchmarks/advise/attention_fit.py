@@ -50,7 +50,7 @@ class Constants:
         inter: Bytes per second to another node of a GPU that has its NIC alone.
         nic: Bytes per second of a NIC that two GPUs share.
         latency: Seconds of each message.
-        slowdown: Fraction by which computing is slower during transfers.
+        slowdown: Slowdown of computing during transfers, a fraction.
         exchange_start: Seconds of each all-to-all in addition to its messages.
         copying: Bytes per second at which tensors of an all-to-all are split and joined.
     """
@@ -72,7 +72,7 @@ class Constants:
         return Rates(intra=NVLINK, backward=BACKWARD, **vars(self))
 
 
-# What is plausible. FlashAttention-2 is published with 230 of 312 TFLOP/s on A100; a NIC of HDR has
+# Plausible bounds. FlashAttention-2 is published with 230 of 312 TFLOP/s on A100; a NIC of HDR has
 # 25 GB/s; starting a kernel or a message takes from microseconds to tenths of milliseconds.
 LOW = Constants(150e12, 50.0, 5e-6, 1e-4, 15 * GB, 18 * GB, 2e-6, 0.005, 2e-5, 40 * GB)
 HIGH = Constants(240e12, 2000.0, 3e-4, 6e-3, 25 * GB, 25 * GB, 5e-5, 0.3, 1e-3, 400 * GB)
@@ -118,7 +118,7 @@ def predicted(
 
     Args:
         rings: Cache of schedules.
-        nic_of: Rule by which GPUs share a NIC.
+        nic_of: Rule for GPUs that share a NIC.
     """
     cluster = Cluster(gpu("a100"), GPUS, nics=4, nic_rate=25 * GB, rates=constants.rates,
                       nic_of=nic_of)  # fmt: skip
@@ -187,7 +187,7 @@ def leave_out(train: Callable[[Cell], bool], some: Sequence[Cell]) -> Errors:
 
 
 def run(fit: bool = False) -> Section:
-    """Return the table beside its predictions."""
+    """Return the table and its predictions."""
     some, rings = cells(), remembered()
     constants = fitted(some) if fit else Constants()
     found = [predicted(cell, constants, rings) for cell in some]

@@ -1,4 +1,4 @@
-"""Every published time beside its forecast, at published rates and at rates fitted to its cluster.
+"""Every published time and its forecast, at published rates and at rates fitted to its cluster.
 
 `autotune.bands` is derived from these times. No constant was fitted to NVIDIA's NeMo on H100 and
 B200, torchtitan on H100, and the other systems of LoongTrain's table. Assumptions: NeMo's TFLOP/s
@@ -146,7 +146,7 @@ def easycontext() -> Iterator[BandCell]:
         yield BandCell("EasyContext, Llama-2-7B, A100", label, "a100", found)
 
 
-# What each system of MagiAttention's charts runs; up to so many ranks share heads.
+# Systems of MagiAttention's charts; `ulysses` is the most ranks that share heads.
 MAGI_SYSTEMS: dict[str, dict[str, Any]] = {
     "ulysses": {"algorithm": "ulysses", "ulysses": 64}, "ring_p2p": {"algorithm": "ring"},
     "allgather": {"algorithm": "all_gather"}, "usp": {"algorithm": "ring", "ulysses": 8},

@@ -25,7 +25,7 @@ from megatron_burst.plugins.tools.advise.shapes.model import Model
 RANKS, HEADS, WIDTH = 32, 40, 128
 MODEL = Model("BurstEngine 14B", 40, HEADS * WIDTH, HEADS, HEADS, 13824, 120_000)
 NVLINK = 160 * GB  # four fifths of A800's 200, as of A100's 300 in the fit
-# What each system runs: rings of whole chunks, gradients in bf16. Eight ranks of USP share heads.
+# Systems: rings of whole chunks, gradients in bf16. Eight ranks of USP share heads.
 SYSTEMS: dict[str, dict[str, Any]] = {
     "Megatron-CP": {"algorithm": "ring", "side": "kv"},
     "DoubleRing": {"algorithm": "double_ring", "side": "kv"},
@@ -67,7 +67,7 @@ def predicted(
 
 
 def run(fit: bool = False) -> Section:
-    """Return the table beside its predictions; nothing is fitted."""
+    """Return the table and its predictions; nothing is fitted."""
     points = [
         Point(f"{system}, {seq >> 10}K", value, predicted(system, seq))
         for (system, seq), value in published().items()

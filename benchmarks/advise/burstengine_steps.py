@@ -84,7 +84,7 @@ class Row(NamedTuple):
 
 BASE = Settings(seq=1 << 20, cp=32, fsdp=True, gradients="bf16", algorithm="ring", side="kv",
                 lm_head_loss="off")  # fmt: skip
-# What each row of the ablation changes in the one before it.
+# Changes of each row of the ablation.
 ABLATION: Mapping[str, dict[str, Any]] = {
     "baseline": {},
     "+backward_comm_opt": {"side": "query"},
@@ -118,7 +118,7 @@ def cluster(gpus: int, constants: Constants) -> Cluster:
 
 
 def predicted(row: Row, constants: Constants = Constants(), rings: RingsOf = made) -> StepTime:
-    """By the released code. rings: where schedules are remembered."""
+    """Return the forecast of the released code; `rings` is a cache of schedules."""
     attention = partial(attention_time, rings=rings)
     return step_time(MODEL, cluster(row.gpus, constants), row.run, attention=attention)
 
@@ -185,7 +185,7 @@ def speedups(constants: Constants = Constants()) -> list[Point]:
 
 
 def run(fit: bool = False) -> Section:
-    """Return the tables beside their predictions."""
+    """Return the tables and their predictions."""
     rows = published()
     constants = fitted(rows) if fit else Constants()
     points = [Point(r.label, r.seconds, predicted(r, constants).seconds) for r in rows]

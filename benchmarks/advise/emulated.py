@@ -55,7 +55,7 @@ class Host:
         exchanging: Seconds of a rank per byte that it packs, sends and unpacks in an all-to-all.
         call: Seconds of a rank per kernel call in addition to its compute.
         merging: Seconds of a rank per byte of a call's output, which is merged or added.
-        oversleep: Seconds by which a call with emulated time sleeps too long.
+        oversleep: Seconds that a call with emulated time oversleeps.
         real: FLOP/s of real attention.
     """
 
@@ -167,7 +167,7 @@ def predict(host: Host, cell: Cell, rival: Rival, gflops: float | None) -> tuple
     )  # fmt: skip
     found = []
     for plan, share, factor in zip(ring.passes, ring.share, (1.0, BACKWARD), strict=True):
-        # What a call takes beside compute is part of the time that it is emulated to take.
+        # Emulated time includes a call's work in addition to compute.
         own = crowd * (host.call * rival.head_chunks + host.merging * ring.output)
         seconds = np.maximum(factor * ring.flops / (speed or math.inf), own * (ring.flops > 0))
         taken = pass_time(plan, ring.sizes, seconds, rates, rival.head_chunks).seconds

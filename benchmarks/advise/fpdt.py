@@ -1,4 +1,4 @@
-"""FPDT's longest contexts (its table 1) beside the account's. No constant is fitted.
+"""FPDT's longest contexts (its table 1) and the account's. No constant is fitted.
 
 Published: "Fully Pipelined Distributed Transformer", arXiv 2408.16978, table 1. In all cells heads
 are shared by as many ranks as divide them (Ulysses), ZeRO-3 covers all ranks, chunks have 64K

@@ -157,7 +157,7 @@ def kept(rows: Sequence[Row], constants: Constants, rings: RingsOf = made) -> li
 
 
 def run(fit: bool = False) -> Section:
-    """Return the table beside its predictions."""
+    """Return the table and its predictions."""
     rows = published()
     constants = fitted(rows) if fit else Constants()
     points = [Point(r.label, r.published, predicted(r, constants).tokens_per_gpu(RANKS))

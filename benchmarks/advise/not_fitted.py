@@ -1,4 +1,4 @@
-"""All tables at published rates beside the ranges that `advise` prints (`autotune.bands`)."""
+"""All tables at published rates and the ranges that `advise` prints (`autotune.bands`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Result of one module of this benchmark: predictions beside one published or measured table.
+"""Result of one module of this benchmark: predictions for one published or measured table.
 
 Every module that owns a table has `run(fit: bool) -> Section`. With `fit` it fits its constants
 again, otherwise it takes the stored ones. This module decides how errors are summed up and how a
@@ -51,7 +51,7 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True)
 class Section:
-    """Predictions beside one published or measured table.
+    """Predictions for one published or measured table.
 
     Attributes:
         name: Key in the data file.

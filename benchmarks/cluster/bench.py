@@ -161,10 +161,10 @@ def _one_cell(
     where = f"{cell.grid} {cell.heads} {cell.mask} {cell.regime}"
     autos = [rival for rival in suite.rivals if _chosen(rival)]
     speed, rates, refused = None, None, []
-    if works:  # of a layout, all rivals compute alike
+    if works:  # all rivals of a layout compute the same
         speed = _speed(cell, *next(iter(works.items())))
     if forecast or autos:
-        found = ranks.run(measure.rates, speed)  # all but the oversleeping is alike on all ranks
+        found = ranks.run(measure.rates, speed)  # all but the oversleep is equal on all ranks
         rates = dataclasses.replace(found[0], launch=median(each.launch for each in found))
     for rival in autos:
         say(f"{where}: {rival.name}, choosing")

@@ -1,4 +1,4 @@
-"""Problems, rivals, and the cells in which they meet, as plain data."""
+"""Problems, rivals, and cells that combine them, as plain data."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ RIVALS = (
 
 
 class Cell(NamedTuple):
-    """One setting, in which all rivals run.
+    """One setting; all rivals run in it.
 
     Attributes:
         wiring: Key of `network.WIRINGS`.

@@ -22,7 +22,7 @@ import torch
 from megatron_burst.kernels.base import Kernel, Rows, Scoring
 from megatron_burst.kernels.online_softmax import empty_result, merge_
 
-BACKWARD = 2.5  # FLOPs of a flash backward over those of its forward: five products for two
+BACKWARD = 2.5  # FLOPs of a flash backward over its forward's: five products for two
 ROWS, COLUMNS = 16, 4  # what is sampled of each head of a tensor
 Key = tuple[Any, ...]
 
@@ -49,7 +49,7 @@ class EmulatedKernel:
     Attributes:
         speed: FLOP/s, None for compute that takes no time.
         flops_per_head: FLOPs of one visible (query, key) pair in forward.
-        slack: Allowed difference of the sums of lse and delta from those of the first run, because
+        slack: Allowed difference of the sums of lse and delta from the first run's sums, because
             outputs that were sent are rounded.
     """
 
@@ -129,7 +129,7 @@ def _schedule(threads: Sequence[int], policy: int, priority: int) -> None:
 
 
 def oversleep() -> float:
-    """Return seconds by which this process sleeps too long; every emulated call takes them too."""
+    """Return seconds that this process oversleeps; every emulated call takes them too."""
     extra = []
     for _ in range(20):
         begin = time.perf_counter()

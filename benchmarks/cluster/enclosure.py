@@ -81,7 +81,7 @@ def run(*words: str, given: str | None = None) -> str:
 
 
 def _become_outer(tell: int, main: Callable[[], int]) -> None:
-    """In the first child: enter the namespaces, then fork process 1 and wait for it."""
+    """Enter the namespaces in the first child, then fork process 1 and wait for it."""
     try:
         _die_with_parent()
         _go_first()

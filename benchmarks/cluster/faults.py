@@ -27,7 +27,7 @@ from .network import Network, Rates
 from .ranks import Answer, Ranks
 
 TIMEOUT = 5.0  # seconds, of the process groups
-SLACK = 5.0  # seconds that a survivor may take besides: a timeout ends what it waited for last
+SLACK = 5.0  # additional seconds of a survivor: a timeout ends what it waited for last
 RIVALS = (
     Rival("ring", "ring"),
     Rival("burst query", "burst", "query"),

@@ -1,7 +1,7 @@
 """Figure of docs/cluster.md: one row per cell, one column per rival, colour by relative time.
 
-Every label is a number of the tables: a rival's time over that of the fastest fixed rival of its
-row. The right column is the fastest of burst and `auto` over its own limit.
+Every label is a number of the tables: a rival's time over the time of its row's fastest
+fixed rival. The right column is the fastest of burst and `auto` over its own limit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Line(NamedTuple):
 
     regime: str
     words: tuple[str, ...]  # grid, rates, heads, tokens
-    ratios: dict[str, float]  # rival -> time over that of the fastest fixed rival
+    ratios: dict[str, float]  # rival -> time over the fastest fixed rival's time
     over_limit: float | None
 
 

@@ -147,7 +147,7 @@ def prepare(
     """Make the plans of a rival, run it once to warm up, and return its costs. Collective.
 
     Args:
-        rates: Rates by which algorithm "auto" chooses.
+        rates: Rates for the choice of algorithm "auto".
         groups: Groups that have their own documents.
 
     Raises:

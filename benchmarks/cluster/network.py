@@ -20,7 +20,7 @@ import numpy as np
 from .enclosure import run
 
 INTERFACES = {"inter": "ib", "intra": "nv"}  # link class -> interface of a rank
-# Which pairs of ranks have a link of their own, besides the NICs; a link is as fast as its class.
+# Which pairs of ranks have a link of their own, in addition to NICs; a link is as fast as its class.
 WIRINGS = {
     "nic": "one NIC per rank and link class",
     "node": "a direct link for every pair of ranks of a node, NICs between nodes",
@@ -96,7 +96,7 @@ class Network:
     def loads(self, sent: np.ndarray, link: str) -> np.ndarray:
         """Return bytes that every interface of a class carries one way for `sent` [src, dst] bytes.
 
-        A NIC carries all traffic of its rank, a direct link that of its pair.
+        A NIC carries all traffic of its rank, a direct link its pair's traffic.
         """
         ranks = range(self.size)
         of_class = np.array([[i != j and self.link(i, j) == link for j in ranks] for i in ranks])

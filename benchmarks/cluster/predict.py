@@ -16,8 +16,8 @@ from .cuts import LAYOUTS, cut
 
 RINGS = {"ulysses": "ring", "hybrid": "burst"}
 REACHED = 0.94  # of the rate a link is shaped to: the rest are headers
-# Seconds beside the runs themselves, on 2 cores: for each rival of a problem its plan and the one
-# time that it computes for real, and for each run its check and the ranks' waiting for each other.
+# Seconds in addition to the runs, on 2 cores: for each rival of a problem its plan and its one
+# real computation, and for each run its check and the ranks' waiting for each other.
 PER_RIVAL, PER_RUN = 4.0, 0.35
 
 
@@ -46,7 +46,7 @@ def predict(cell: Cell, rival: Rival, rates: Rates) -> Candidate | None:
 def best_layout(cell: Cell, rates: Rates) -> str:
     """Return the layout of packed documents in which `auto` is predicted to be fastest.
 
-    Candidates are those of the suites, and `balanced` with the cost of a row at these rates.
+    Candidates are the suites' layouts, and `balanced` with the cost of a row at these rates.
     """
     topology = Topology(cell.nodes * cell.per_node, cell.per_node)
     cost = row_cost(_workload(cell, "balanced").sizes, rates)

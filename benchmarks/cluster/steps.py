@@ -39,7 +39,7 @@ SAME = 1e-4  # relative difference of the losses of two ways
 
 
 class Way(NamedTuple):
-    """Method by which context parallelism splits a pack.
+    """Method of context parallelism to split a pack.
 
     Attributes:
         padded: Pad each document to a multiple of 2 x ranks, in zigzag order, as Megatron needs it.

@@ -219,7 +219,7 @@ def beside(records: Sequence[Record], ours: str, base: Sequence[str], targets: T
 
     Ratios are of consecutive runs: median, smallest and largest; ratios to the limit are of
         batches.
-    The base of a batch is the fastest of `base`. Batches in which `ours` was refused are omitted.
+    The base of a batch is the fastest of `base`. Batches that refused `ours` are omitted.
     """
     ran = [record for record in records if ours in totals(record)]
     others = dict.fromkeys(r["name"] for x in ran for r in x["rivals"] if r["name"] != ours)

@@ -1,6 +1,6 @@
 """Smallest cluster, to check if this machine can emulate one: 2 nodes of 2 ranks.
 
-It prints the rates of its links beside the shaped rates, also of direct links if the wiring has
+It prints measured and shaped rates of its links, also of direct links if the wiring has
 them. `check` and the tests run it.
 """
 

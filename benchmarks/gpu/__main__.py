@@ -14,7 +14,7 @@ from .supervise import Budget
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("tests", "attention", "ring", "lm_head", "store")
-MORE = ("blocks",)  # only when asked for
+MORE = ("blocks",)  # only on request
 NEEDED = ("torch", "numpy", "rich", "matplotlib", "pytest", "hypothesis")
 
 

@@ -32,7 +32,7 @@ class Stage(NamedTuple):
     """Work of one child process: tests that carry these marks, or jobs."""
 
     name: str
-    jobs: list[Job] = []  # noqa: RUF012  nobody adds to it
+    jobs: list[Job] = []  # noqa: RUF012  never modified
     marks: str = ""
     share: float = 1.0  # of all the time, at most
 

@@ -1,4 +1,4 @@
-"""LM head and loss, forward and backward, beside its three bare matrix products.
+"""LM head and loss, forward and backward, and its three bare matrix products.
 
 `benchmarks/lm_head_case.py` defines what runs; here it runs in turns, in one process.
 """

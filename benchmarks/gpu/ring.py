@@ -1,4 +1,4 @@
-"""A whole ring on one device, and its overhead beside its kernel calls.
+"""A whole ring on one device, and its overhead in addition to kernel calls.
 
 All ranks run in one process and take their steps in order. Marks around every kernel call, and
 around every operator call if a kernel has stock operators, measure their share of the time. The

@@ -1,4 +1,4 @@
-"""Sizes that are measured: on a GPU those of the documentation, on a CPU tiny ones.
+"""Measured sizes: on a GPU the documentation's sizes, on a CPU tiny ones.
 
 Every tuple is in order of importance: a budget cuts it from its end.
 """

@@ -1,6 +1,6 @@
 """Time and peak memory of a step on one device, by fraction of the attention store.
 
-The layers are those of `benchmarks/store_layers.py` on one rank. "none" saves every activation,
+It runs the layers of `benchmarks/store_layers.py` on one rank. "none" saves every activation,
 "full" recomputes everything, a number is the fraction of attention outputs in the store.
 """
 

@@ -36,7 +36,7 @@ def load(state: State, setting: Setting) -> None:
 
 
 def rates(state: State) -> mb.Rates:
-    """Return the rates of `mb.measure_rates`, by which `auto` chooses."""
+    """Return the rates of `mb.measure_rates` for the choice of `auto`."""
     with emulated.urgent(True):  # as all that is timed
         return mb.measure_rates(groups(state))
 

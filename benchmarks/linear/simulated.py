@@ -1,7 +1,7 @@
 """Scans at 256 ranks and 8M tokens, the setting of ZeCO (arXiv 2507.01004), simulated.
 
 `schedule.scans.timing` plays the tables of hops. ZeCO names a GLA of 1B parameters and 32K tokens
-per GPU; the widths here are those of the GLA of 1.3B parameters (arXiv 2312.06635).
+per GPU; the widths here are of the GLA of 1.3B parameters (arXiv 2312.06635).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Memory account beside the memory of a step on CPU ranks."""
+"""Memory account and measured memory of a step on CPU ranks."""

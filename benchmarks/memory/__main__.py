@@ -1,6 +1,6 @@
 """Longest sequences by the memory account: `python -m benchmarks.memory`.
 
-With `--measure`, the account beside live tensors of real Megatron-Core layers on four CPU ranks.
+With `--measure`, the account and live tensors of real Megatron-Core layers on four CPU ranks.
 """
 
 from __future__ import annotations

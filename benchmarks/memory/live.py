@@ -56,7 +56,7 @@ class Peak(NamedTuple):
 
 
 class LiveTensors(TorchDispatchMode):
-    """Context in which live tensors are counted; it can be entered again and then continues.
+    """Context that counts live tensors; it can be entered again and then continues.
 
     Args:
         states: Tensors that count as "state": parameters, gradients, optimizer states.

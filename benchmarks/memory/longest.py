@@ -1,4 +1,4 @@
-"""Longest sequences on three clusters by the account, beside published ones."""
+"""Longest sequences on three clusters by the account, and published ones."""
 
 from __future__ import annotations
 

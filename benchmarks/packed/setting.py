@@ -18,7 +18,7 @@ H100 = Rates(intra=360e9, inter=45e9, latency=10e-6, compute=595e12, launch=30e-
 
 @dataclass(frozen=True)
 class Setting:
-    """A cluster and a model; one rank is one GPU. The defaults are those of the page.
+    """A cluster and a model; one rank is one GPU. The page shows the defaults.
 
     Attributes:
         rates: Rates of attention in forward (`compute`) and of the links.

@@ -1,8 +1,8 @@
 """Work of one rank of the emulated cluster: unchanged operations whose pairs only sleep.
 
-A pair sleeps for its FLOPs over the device's speed: for the indexer those of the visible keys of a
-query, for attention those of min(top_k, visible keys), spread evenly over the visible keys. Bytes
-are those of the plans. Tests check results.
+A pair sleeps for its FLOPs over the device's speed: for the indexer on the visible keys of a
+query, for attention on min(top_k, visible keys), spread evenly over the visible keys. Bytes
+are the plans' bytes. Tests check results.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Packed documents beside published speeds, simulated: docs/packed-published.md."""
+"""Packed documents compared with published speeds, simulated: docs/packed-published.md."""

@@ -1,4 +1,4 @@
-"""Simulate packed documents beside published speeds, and write docs/packed-published.md.
+"""Compare packed documents with published speeds, simulated, and write docs/packed-published.md.
 
 `python -m benchmarks.packed.charts` writes record.json, the tables and the chart of the page.
 `--parts` names what to simulate again; `--parts` without a name only writes the page.
@@ -22,7 +22,7 @@ GPUS = (4, 8, 16, 32, 64)
 
 
 def fitted_rows(known: dict[str, Any]) -> None:
-    """Store the constants, and every rival's cell beside its prediction."""
+    """Store the constants, and every rival's cell with its prediction."""
     found = fit.fitted_constants()
     known["constants"] = asdict(found)
     known["kernel"] = [asdict(each) for each in kernels("FA3")]

@@ -49,7 +49,7 @@ def counted(way: str, gpus: int, documents: np.ndarray) -> Count:
         return Count(len(plan), len(plan) * CP)
     if way == "dynamic_cp":  # the largest group of each ends last
         plan = megatron.dynamic(documents.tolist(), gpus, TOKENS)
-        # A document goes to at most one group of context parallelism.
+        # A document is put into at most one group of context parallelism.
         return Count(len(plan), sum(min(CP, max(group.size for group in each)) for each in plan))
     groups, packs = (gpus // CP, 1) if way == "fours" else (1, 1)
     while (plan := _packs(documents, groups * packs, gpus // groups * TOKENS)) is None:

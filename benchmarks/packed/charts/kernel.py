@@ -1,6 +1,6 @@
 """Time of a local attention call, by its rectangles of queries and keys.
 
-Two constants per pass come from published speeds of one GPU alone: the rate of a long causal
+Two constants per pass follow from published speeds of one GPU alone: the rate of a long causal
 sequence, and the cost of a row in keys. Rectangles are rounded up to tiles.
 """
 
@@ -85,7 +85,7 @@ def kernels(name: str) -> tuple[Kernel, Kernel]:
     for backward, (causal, packed) in enumerate(ALONE[name]):
         flops = FLOPS[backward]
         low, high = 0.0, 8192.0
-        for _ in range(50):  # the more a row takes besides, the slower are short documents
+        for _ in range(50):  # the more a row costs in addition, the slower are short documents
             edge = (low + high) / 2
             kernel = Kernel(1.0, edge, flops, bool(backward))
             ratio = np.mean([_speed(kernel, each) for each in packs]) / _speed(kernel, one)

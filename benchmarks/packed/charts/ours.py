@@ -30,7 +30,7 @@ AUTO = TRIED[1:]  # what `auto` tries
 HEAD_CHUNKS = (1, 2)
 WIRE = 4  # bytes of an element of travelling gradients: fp32, the default
 MEMORY = 0.8 * 3.35e12  # bytes per second of an H100's memory that a pass over it reaches
-CALL, MESSAGE = 30e-6, 10e-6  # seconds of each call and of each message besides
+CALL, MESSAGE = 30e-6, 10e-6  # additional seconds of each call and of each message
 ELEMENT = 4 + 4 + 2  # bytes that adding a partial result in bf16 to one in fp32 moves
 # Bytes per element of keys, and of their gradients, that a call for several chunks moves besides:
 # copies in bf16, twice; in fp32 zeros, put in order and added.
