@@ -1,9 +1,10 @@
 """Duration of `mb.prepare`: the exchange of headers, and the plan that each rank makes.
 
 It runs once per micro-batch, so it must be short compared with a layer. *Exchange*: real gloo
-processes on this machine, wall time of the slowest rank, and of `consensus` alone. *Local*: one process that
-acts as rank 0 of a large grid and answers the exchange itself; the processor time of its thread is
-taken, which other jobs disturb least. `--profile` also prints where the local part spends its time.
+processes on this machine, wall time of the slowest rank, and of `consensus` alone. *Local*: one
+process that acts as rank 0 of a large grid and answers the exchange itself; the processor time of
+its thread is taken, which other jobs disturb least. `--profile` also prints where the local part
+spends its time.
 """
 
 from __future__ import annotations

@@ -72,9 +72,6 @@ SECTIONS = (
     Section("Causal", (
         Picture("layouts-causal", "layout --mask causal --ranks 8",
                 "Contiguous leaves the first ranks idle, zigzag balances exactly, striped nearly."),
-        Picture("causal-zigzag", "mask --mask causal --layout zigzag --ranks 8",
-                "Zigzag: every rank holds an early and a late piece. Together they see equally "
-                "many keys on every rank."),
     )),
     Section("Windows", (
         Picture("window-contiguous",
@@ -115,10 +112,6 @@ SECTIONS = (
                 "schedule --nodes 2 --per-node 2 --backward --side query --layout striped",
                 "Backward, side query: a gradient follows one step behind its chunk and crosses "
                 "between nodes once, after the node has added all parts."),
-        Picture("double-ring-backward",
-                "schedule --algorithm double_ring --nodes 2 --per-node 2 --backward "
-                "--side query --layout contiguous",
-                "LoongTrain's double ring waits while its gradients are sent (red)."),
         Picture("all-gather-forward",
                 "schedule --algorithm all_gather --nodes 2 --per-node 2 --lengths 10,7,15 "
                 "--layout contiguous",
@@ -145,11 +138,9 @@ SECTIONS = (
                 "Every rank combines two query chunks with four key chunks. Outputs of other "
                 "ranks' queries go back to them (striped)."),
     )),
-    Section("Two ways round", (
-        Picture("two-way-forward", "schedule --algorithm two_way --ranks 4 --mask full",
-                "Each chunk in two halves, which go round the ring in opposite directions."),
+    Section("TokenRing", (
         Picture("token-ring-forward", "schedule --algorithm token_ring --ranks 4 --mask full",
-                "TokenRing: queries go round, and each partial output goes straight back to the "
+                "Queries go round, and each partial output goes straight back to the "
                 "rank of its queries."),
     )),
     Section("States of linear attention", (

@@ -20,7 +20,7 @@ import numpy as np
 from .enclosure import run
 
 INTERFACES = {"inter": "ib", "intra": "nv"}  # link class -> interface of a rank
-# Which pairs of ranks have a link of their own, in addition to NICs; a link is as fast as its class.
+# Pairs of ranks with their own link in addition to NICs; a link is as fast as its class.
 WIRINGS = {
     "nic": "one NIC per rank and link class",
     "node": "a direct link for every pair of ranks of a node, NICs between nodes",
