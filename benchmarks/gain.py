@@ -27,7 +27,7 @@ from benchmarks.report import DOCS, json_record, markdown, spread, write_section
 from megatron_burst.plugins.tools.advise import rivals
 from megatron_burst.plugins.tools.advise.advice import Advice
 from megatron_burst.plugins.tools.advise.forecast.attention_time import attention_time
-from megatron_burst.plugins.tools.advise.search.attention_choice import CHOSEN
+from megatron_burst.plugins.tools.advise.search.attention_choice import CHOICE_OUTPUTS
 from megatron_burst.plugins.tools.advise.search.packed import PackedForecast
 from megatron_burst.plugins.tools.advise.settings import Settings
 from megatron_burst.units import byte_size, duration
@@ -155,7 +155,7 @@ def attention_of(found: Advice, run: Settings, free: mb.Cluster) -> tuple[float,
         model, cluster = found.model, found.cluster
         both = (attention_time(model, where, run) for where in (cluster, free))
     else:
-        chosen = {name: getattr(run, name) for name in CHOSEN}
+        chosen = {name: getattr(run, name) for name in CHOICE_OUTPUTS}
         both = (PackedForecast(found.model, where, chosen, found.lengths).timed(run)
                 for where in (found.cluster, free))  # fmt: skip
     first, second = both

@@ -24,8 +24,8 @@ from megatron_burst.plugins.tools.advise.forecast.attention_time import (
     AttentionTime,
     RingsOf,
     attention_time,
-    made,
-    remembered,
+    cached_ring_passes,
+    ring_passes,
 )
 from megatron_burst.plugins.tools.advise.settings import Settings
 from megatron_burst.plugins.tools.advise.shapes.models import Model, named
@@ -112,7 +112,7 @@ def cells() -> list[Cell]:
 
 
 def predicted(
-    cell: Cell, constants: Constants, rings: RingsOf = made, nic_of: str = Cluster.nic_of
+    cell: Cell, constants: Constants, rings: RingsOf = ring_passes, nic_of: str = Cluster.nic_of
 ) -> AttentionTime:
     """Return the forecast of the released code, `mb.simulate(..., part="attention")`.
 
@@ -129,7 +129,7 @@ def fitted(some: Sequence[Cell], start: Constants = Constants(), rounds: int = 1
     """Return the constants that fit these cells."""
     published = np.array([cell.seconds for cell in some])
     shared = np.array([cell.exchange for cell in some])
-    has, rings = shared > 0, remembered()
+    has, rings = shared > 0, cached_ring_passes()
 
     def residuals(values: np.ndarray) -> np.ndarray:
         found = [predicted(cell, Constants(*values.tolist()), rings) for cell in some]
@@ -188,7 +188,7 @@ def leave_out(train: Callable[[Cell], bool], some: Sequence[Cell]) -> Errors:
 
 def run(fit: bool = False) -> Section:
     """Return the table and its predictions."""
-    some, rings = cells(), remembered()
+    some, rings = cells(), cached_ring_passes()
     constants = fitted(some) if fit else Constants()
     found = [predicted(cell, constants, rings) for cell in some]
     points = [

@@ -26,8 +26,8 @@ from megatron_burst.autotune.gpus import with_kernel
 from megatron_burst.plugins.tools.advise.forecast.attention_time import (
     RingsOf,
     attention_time,
-    made,
-    remembered,
+    cached_ring_passes,
+    ring_passes,
 )
 from megatron_burst.plugins.tools.advise.forecast.step_time import (
     StepTime,
@@ -155,7 +155,7 @@ MAGI_SYSTEMS: dict[str, dict[str, Any]] = {
 MAGI_MODEL = Model("MagiAttention's charts", 1, 8192, 64, 8, 8192, 32000)
 
 
-def magi_calls(rings: RingsOf = made) -> Iterator[BandCell]:
+def magi_calls(rings: RingsOf = ring_passes) -> Iterator[BandCell]:
     """Yield one forward and backward, causal, 8K tokens per GPU."""
     charts = {(row["mask"], row["algo"], row["pass"]): row for row in table("magi_h100")}
     for system, how in MAGI_SYSTEMS.items():
@@ -174,7 +174,7 @@ def magi_calls(rings: RingsOf = made) -> Iterator[BandCell]:
                            published / time.seconds, counts=False)  # fmt: skip
 
 
-def others_of_loongtrain(rings: RingsOf = made) -> Iterator[BandCell]:
+def others_of_loongtrain(rings: RingsOf = ring_passes) -> Iterator[BandCell]:
     """Yield Megatron's ring and DeepSpeed-Ulysses of LoongTrain's table 2.
 
     The four GQA rows of DeepSpeed-Ulysses repeat its MHA rows digit by digit and are left out.
@@ -209,7 +209,7 @@ def at_published_rates(rings: RingsOf | None = None, every: int = 1) -> list[Ban
         rings: Cache of schedules.
         every: Take only every n-th row of LoongTrain's long tables, to save time.
     """
-    rings = rings or remembered()
+    rings = rings or cached_ring_passes()
     found = [*nemo_h100(), *nemo_b200(), *torchtitan(), *trl(), *easycontext(),
              *magi_calls(rings), *others_of_loongtrain(rings)]  # fmt: skip
     for row in loongtrain.published()[::every]:
@@ -234,7 +234,7 @@ def at_published_rates(rings: RingsOf | None = None, every: int = 1) -> list[Ban
 
 def at_fitted_rates(rings: RingsOf | None = None, every: int = 1) -> list[BandCell]:
     """Return the times of the clusters to which rates were fitted."""
-    rings = rings or remembered()
+    rings = rings or cached_ring_passes()
     found = [
         BandCell("LoongTrain, table 2", row.label, "a100",
                  loongtrain.predicted(row, rings=rings).tokens_per_gpu(loongtrain.RANKS)

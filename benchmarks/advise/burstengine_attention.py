@@ -17,7 +17,7 @@ from megatron_burst.autotune.clusters import GB, Cluster, gpu
 from megatron_burst.plugins.tools.advise.forecast.attention_time import (
     RingsOf,
     attention_time,
-    made,
+    ring_passes,
 )
 from megatron_burst.plugins.tools.advise.settings import Settings
 from megatron_burst.plugins.tools.advise.shapes.model import Model
@@ -52,7 +52,7 @@ def fitted_cluster() -> Cluster:
 
 
 def predicted(
-    system: str, seq: int, cluster: Cluster | None = None, rings: RingsOf = made
+    system: str, seq: int, cluster: Cluster | None = None, rings: RingsOf = ring_passes
 ) -> float:
     """Return TFLOP/s per GPU of causal attention, 3.5 times the FLOPs of a forward.
 

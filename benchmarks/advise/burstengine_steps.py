@@ -31,8 +31,8 @@ from megatron_burst.plugins.tools.advise.forecast.attention_time import (
     AttentionTime,
     RingsOf,
     attention_time,
-    made,
-    remembered,
+    cached_ring_passes,
+    ring_passes,
 )
 from megatron_burst.plugins.tools.advise.forecast.layer_time import visible
 from megatron_burst.plugins.tools.advise.forecast.step_time import (
@@ -117,7 +117,9 @@ def cluster(gpus: int, constants: Constants) -> Cluster:
     return Cluster(gpu, gpus, rates=rates)
 
 
-def predicted(row: Row, constants: Constants = Constants(), rings: RingsOf = made) -> StepTime:
+def predicted(
+    row: Row, constants: Constants = Constants(), rings: RingsOf = ring_passes
+) -> StepTime:
     """Return the forecast of the released code; `rings` is a cache of schedules."""
     attention = partial(attention_time, rings=rings)
     return step_time(MODEL, cluster(row.gpus, constants), row.run, attention=attention)
@@ -127,7 +129,7 @@ def fitted(
     rows: Sequence[Row], start: Constants = Constants(), rings: RingsOf | None = None
 ) -> Constants:
     """The constants that fit these rows."""
-    there, rings = np.array([row.seconds for row in rows]), rings or remembered()
+    there, rings = np.array([row.seconds for row in rows]), rings or cached_ring_passes()
 
     def residuals(values: np.ndarray) -> np.ndarray:
         constants = Constants(*values.tolist())
@@ -138,7 +140,7 @@ def fitted(
 
 def leave_one_out(rows: Sequence[Row]) -> list[Point]:
     """Return each row, predicted by the constants that fit the others."""
-    found, rings = [], remembered()
+    found, rings = [], cached_ring_passes()
     for index, row in enumerate(rows):
         constants = fitted([*rows[:index], *rows[index + 1 :]], rings=rings)
         found.append(Point(row.label, row.seconds, predicted(row, constants, rings).seconds))

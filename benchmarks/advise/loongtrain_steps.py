@@ -28,8 +28,8 @@ from megatron_burst.autotune.gpus import GPUS
 from megatron_burst.plugins.tools.advise.forecast.attention_time import (
     RingsOf,
     attention_time,
-    made,
-    remembered,
+    cached_ring_passes,
+    ring_passes,
 )
 from megatron_burst.plugins.tools.advise.forecast.step_time import StepTime, step_time
 from megatron_burst.plugins.tools.advise.settings import Settings
@@ -103,7 +103,9 @@ def cluster(constants: Constants) -> Cluster:
     return Cluster(gpu, RANKS, nics=4, nic_rate=25 * GB, rates=rates)
 
 
-def predicted(row: Row, constants: Constants = Constants(), rings: RingsOf = made) -> StepTime:
+def predicted(
+    row: Row, constants: Constants = Constants(), rings: RingsOf = ring_passes
+) -> StepTime:
     """Return the forecast of the released code.
 
     Args:
@@ -117,7 +119,7 @@ def fitted(
     rows: Sequence[Row], start: Constants = Constants(), rings: RingsOf | None = None
 ) -> Constants:
     """Return the constants that fit these rows."""
-    there, rings = np.array([row.published for row in rows]), rings or remembered()
+    there, rings = np.array([row.published for row in rows]), rings or cached_ring_passes()
 
     def residuals(values: np.ndarray) -> np.ndarray:
         constants = Constants(*values.tolist())
@@ -147,7 +149,7 @@ def ranking(rows: Sequence[Row], found: Sequence[float]) -> Ranking:
     return Ranking(pairs, wrong)
 
 
-def kept(rows: Sequence[Row], constants: Constants, rings: RingsOf = made) -> list[float]:
+def kept(rows: Sequence[Row], constants: Constants, rings: RingsOf = ring_passes) -> list[float]:
     """Return the speedup of each step with all attention outputs kept (selective checkpoint++)."""
     return [
         predicted(row, constants, rings).seconds

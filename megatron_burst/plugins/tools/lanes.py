@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one drawer of pictures: bars and arrows in lanes over time, on figures with a title.
+"""Pictures of bars and arrows in lanes over time, on figures with a title.
 
-`show`, `advise`, `memory` and `trace` say what is drawn; this module owns how it looks. Files are
-small, and have the same bytes for the same picture and the same matplotlib, so that a generated
+`show`, `advise`, `memory` and `trace` decide what to draw; this module decides the appearance.
+Files are small and depend only on the picture and the version of matplotlib, so a generated
 document changes only with its content.
 """
 
@@ -39,14 +39,14 @@ STYLE = {
     "svg.hashsalt": "megatron_burst",
 }
 DPI = 120
-# Units of an axis of time: how many a second has, name, shortest time in seconds.
+# Units of a time axis: units per second, name, shortest time in seconds.
 CLOCKS = (
     (1 / HOUR, "hours", 2 * HOUR), (1 / MINUTE, "minutes", 2 * MINUTE), (1.0, "seconds", 10),
     (1e3, "milliseconds", 0),
 )  # fmt: skip
-SHADES = 96  # colours of a file: flat areas and their smoothed edges
-ALL_SHADES = 256  # where a colour may fill a small area only
-TIP = 0.09  # of an arrow, in units of time
+SHADES = 96  # colours of a file with flat areas and their smoothed edges
+ALL_SHADES = 256  # colours of a file in which a colour may fill a small area only
+TIP = 0.09  # length of an arrow's tip, in units of time
 MEAN = {"color": INK, "linewidth": 0.9, "linestyle": (0, (4, 3))}  # the line of a mean
 DASHED = {"edgecolor": "#9ca3af", "linewidth": 0.6, "linestyle": (0, (2, 2))}
 
@@ -56,14 +56,20 @@ DASHED = {"edgecolor": "#9ca3af", "linewidth": 0.6, "linestyle": (0, (2, 2))}
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """The style of all pictures, while figures are made and saved."""
+    """Apply the style of all pictures while figures are made and saved."""
     with style.context(["default", STYLE], after_reset=True):
         yield
 
 
 def save(figure: Figure, path: Path, shades: int = SHADES) -> None:
-    """Write a PNG with a palette, or what the name ends in .svg, without metadata, which differs
-    between versions.
+    """Write a PNG with a palette, or an SVG if the name ends in .svg.
+
+    Files have no metadata, which differs between versions.
+
+    Args:
+        figure: The figure.
+        path: The file.
+        shades: Colours of the palette.
     """
     if path.suffix == ".svg":
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
@@ -80,7 +86,15 @@ def save(figure: Figure, path: Path, shades: int = SHADES) -> None:
 def headed(
     width: float, height: float, title: str, subtitle: str, lines: Sequence[str] = ()
 ) -> Figure:
-    """A figure of this size in inches with a title and, at the foot, a caption of these lines."""
+    """Return a figure with a title and, at the bottom, a caption.
+
+    Args:
+        width: Width in inches.
+        height: Height in inches.
+        title: The title.
+        subtitle: The subtitle.
+        lines: Lines of the caption.
+    """
     figure = Figure(figsize=(width, height))
     left = 0.3 / width
     figure.text(left, 1 - 0.36 / height, title, fontsize=13, fontweight="bold")
@@ -92,13 +106,13 @@ def headed(
 
 
 def box(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
-    """Axes of this place and size, in inches from the lower left corner."""
+    """Return axes at this place and of this size, in inches from the lower left corner."""
     w, h = figure.get_size_inches()
     return figure.add_axes((left / w, bottom / h, width / w, height / h))
 
 
 def inches(text: str, size: float) -> float:
-    """The width of a text of this size in points; titles are bold."""
+    """Return the width in inches of a text of this size in points; titles are bold."""
     font = FontProperties(family="DejaVu Sans", weight="bold" if size > 12 else "normal")
     return TextPath((0, 0), text, size=size, prop=font).get_extents().width / 72
 
@@ -107,9 +121,15 @@ def inches(text: str, size: float) -> float:
 
 
 def clock(axes: Axes, end: float, title: str = "") -> float:
-    """Make the axis below the lanes one of time, from 0 to `end` seconds.
+    """Make the axis below the lanes a time axis from 0 to `end` seconds.
 
-    Returns how many of its units, milliseconds to hours, a second has: bars are drawn in them.
+    Args:
+        axes: The axes.
+        end: End in seconds.
+        title: Title of the axes.
+
+    Returns:
+        The number of units (milliseconds to hours) per second. Bars are drawn in these units.
     """
     scale, unit = next((s, unit) for s, unit, least in CLOCKS if end >= least)
     axes.set_xlim(0, scale * end)
@@ -123,7 +143,7 @@ def clock(axes: Axes, end: float, title: str = "") -> float:
 
 
 def name_lanes(axes: Axes, places: Sequence[float], names: Sequence[str], depth: float) -> None:
-    """Name lanes on the left, and put the first one on top: `depth` is where the last one ends."""
+    """Name lanes on the left, the first one at the top; the last one ends at `depth`."""
     axes.set_ylim(depth, -0.1)
     axes.set_yticks(places, names)
 
@@ -134,9 +154,13 @@ def legend(
     alphas: Mapping[str, float] | None = None,
     above: float = -0.015,
 ) -> None:
-    """(colour, meaning) of bars, in one line above the right end of the axes.
+    """Draw the legend of bars in one line above the right end of the axes.
 
-    alphas: opacities by meaning; above: how far above, as a fraction of the axes' height.
+    Args:
+        axes: The axes.
+        entries: Pairs (colour, label).
+        alphas: Opacities by label.
+        above: Distance from the axes, as a fraction of their height.
     """
     patches = [
         Patch(color=colour, label=label, alpha=(alphas or {}).get(label), linewidth=0)
@@ -164,10 +188,20 @@ def bars(
     width: float = 0.6,
     alpha: float | None = None,
 ) -> None:
-    """The bars of one lane, from `top` and `high` deep, at spans (start, stop).
+    """Draw the bars of one lane.
 
-    colours: of each bar, or of all. texts: in the middle of each bar at least `least` long, in
-    points of `size`; "" for none. edge, width: of the lines around bars; alpha: their opacity.
+    Args:
+        axes: The axes.
+        top: Upper edge of the lane.
+        high: Height of the lane.
+        spans: Start and stop of each bar.
+        colours: Colour of each bar, or of all.
+        texts: Text in the middle of each bar; "" for none.
+        least: Length from which a bar has its text.
+        size: Size of the texts in points.
+        edge: Colour of the lines around bars.
+        width: Width of these lines in points.
+        alpha: Opacity of the bars.
     """
     extents = [(start, stop - start) for start, stop in spans]
     axes.broken_barh(
@@ -184,7 +218,16 @@ def bars(
 def work_bars(
     axes: Axes, places: Sequence[float], work: Sequence[int], colours: Any, high: float, most: int
 ) -> None:
-    """The work of each rank beside its lane, and the mean as a dashed line. most: of all bars."""
+    """Draw the work of each rank beside its lane, and the mean as a dashed line.
+
+    Args:
+        axes: The axes.
+        places: Positions of the lanes.
+        work: Work of each rank.
+        colours: Colours of the bars.
+        high: Height of a bar.
+        most: Maximum of the axis.
+    """
     axes.barh(places, work, height=high, color=colours)
     axes.axvline(sum(work) / len(work), **MEAN)
     axes.set_xlim(0, max(most, 1) * 1.02)
@@ -194,7 +237,14 @@ def work_bars(
 
 
 class ArrowLook(NamedTuple):
-    """An arrow's outline, which stands for all of what travels, and where that is filled."""
+    """The look of an arrow.
+
+    Attributes:
+        edge: Colour of the outline.
+        width: Width of the outline in points.
+        filled: Colour of the filled shares.
+        stripes: Colour of stripes on them, or None.
+    """
 
     edge: str
     width: float
@@ -205,8 +255,16 @@ class ArrowLook(NamedTuple):
 def arrow(
     axes: Axes, place: Bbox, look: ArrowLook, shares: Iterable[tuple[float, float]]
 ) -> list[Bbox]:
-    """Draw an arrow at a place in the coordinates of the axes, filled at these shares of its
-    length, (first, stop) from 0 to 1; returns where it is filled.
+    """Draw an arrow that is filled at some shares of its length.
+
+    Args:
+        axes: The axes.
+        place: Its place in the coordinates of the axes.
+        look: Its look.
+        shares: Pairs (first, stop) from 0 to 1.
+
+    Returns:
+        The filled places.
     """
     outline = axes.add_patch(_outline(place, facecolor="white", edgecolor="none"))
     filled = [Bbox.from_extents(place.x0 + place.width * first, place.y0,
@@ -223,12 +281,12 @@ def arrow(
 
 
 def dashed_arrow(axes: Axes, place: Bbox) -> None:
-    """Draw an arrow that stands for what does not travel."""
+    """Draw an arrow for a transfer that is not needed."""
     axes.add_patch(_outline(place, facecolor="none", **DASHED))
 
 
 def _outline(place: Bbox, **looks: Any) -> Polygon:
-    """A bar with a point at its right end."""
+    """Return a bar with a point at its right end."""
     (left, top), (end, low) = place.get_points()
     right = end - min(TIP, (end - left) / 2)
     corners = [(left, top), (right, top), (end, (top + low) / 2), (right, low), (left, low)]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that a command line describes, and the settings of the run as far as it gives them.
+"""The model that a command line describes, and the settings that it states.
 
-`--model` takes a name, a Hugging Face `config.json`, or the name of a Megatron-Bridge recipe as
-`megatron-burst recipe` takes it; a Megatron command follows `--`. Megatron-Bridge is imported only
-for a recipe.
+`--model` accepts a name, a Hugging Face `config.json`, or the name of a Megatron-Bridge recipe as
+in `megatron-burst recipe`. A Megatron command follows `--`. Megatron-Bridge is imported only for a
+recipe.
 """
 
 from __future__ import annotations
@@ -20,17 +20,23 @@ from .advise.shapes import models
 from .advise.shapes.megatron_model import model_from
 from .advise.shapes.models import Model, padded
 
-# What is counted for a choice that is left to the run.
+# Counted values of choices that the run makes.
 AUTO = {"offload": 1.0, "sequence_chunks": 32, "mlp_tiles": 64}
 HELP = "name of a model, config.json of Hugging Face, or name of a Megatron-Bridge recipe"
 
 
 def find(text: str | None, words: Sequence[str]) -> tuple[Model, dict[str, Any]]:
-    """The model, and the fields of `Settings` that its description gives, with "global_batch",
-    sequences of a step.
+    """Return the model, and the fields of `Settings` that its description contains.
 
-    text: of `--model`; words: of a Megatron command, empty without one. ValueError, with
-    what would do, where neither is given, or both describe a model.
+    Args:
+        text: Value of `--model`.
+        words: Words of a Megatron command, empty without one.
+
+    Returns:
+        The model and the fields, with "global_batch" for the sequences of a step.
+
+    Raises:
+        ValueError: There is no model, or both describe one.
     """
     words = [word for word in words if word != "--"]
     if text is not None and any(word.split("=")[0] == "--num-layers" for word in words):
@@ -40,26 +46,31 @@ def find(text: str | None, words: Sequence[str]) -> tuple[Model, dict[str, Any]]
         )
     if text is None and words and words[0] in models.NAMED:
         raise ValueError(f"{words[0]} is a model, not a Megatron command: give --model {words[0]}")
-    model, given = read_command(words) if words else (None, {})
+    model, described = read_command(words) if words else (None, {})
     if text is None:
         if model is None:
             raise ValueError(
                 f"--model is needed: one of {', '.join(models.NAMED)}, a config.json, or a recipe "
                 "of Megatron-Bridge; or a Megatron command after --"
             )
-        return model, given
+        return model, described
     if _is_recipe(text):
         model, own = read_recipe(recipe(text), text)
-        return model, own | given
-    return models.named(text), given
+        return model, own | described
+    return models.named(text), described
 
 
 def read_command(words: Sequence[str]) -> tuple[Model, dict[str, Any]]:
-    """The model and the fields of `Settings` that a Megatron command describes. ValueError naming
-    the flag that is missing or wrong.
+    """Return the model and the fields of `Settings` that a Megatron command describes.
+
+    Args:
+        words: The words of the command.
+
+    Raises:
+        ValueError: A flag is missing or wrong; the message names it.
     """
     command = parse(words)
-    ours, wrong = command.burst_arguments()
+    burst_flags, wrong = command.burst_arguments()
     if wrong:
         raise ValueError(wrong[0])
     if not command.group_query_attention:
@@ -74,23 +85,23 @@ def read_command(words: Sequence[str]) -> tuple[Model, dict[str, Any]]:
     if command.seq_length is None:
         raise ValueError("--seq-length is missing in the Megatron command; add it")
     if command.context_parallel_algo is None:
-        ours.context_parallel_algo = "burst"
-    choices = _settled(command, ours)
+        burst_flags.context_parallel_algo = "burst"
+    choices = _settled(command, burst_flags)
     run = _command_run(command)
     run |= choices_of(choices, command.seq_length, command.cp, lambda name: f"--burst-{name}")
     return padded(model, command.make_vocab_size_divisible_by * command.tp), run
 
 
-def _settled(command: MegatronCommand, ours: Any) -> BurstConfig:
-    """The choices that a command states, with the layout that its run would have."""
-    # These import torch, which takes seconds.
+def _settled(command: MegatronCommand, burst_flags: Any) -> BurstConfig:
+    """Return the choices that a command states, with the layout that its run would have."""
+    # Imported late, because they import torch, which takes seconds.
     from ...megatron.checks.command_line import settings_of
     from ...megatron.layout_choice import unnamed_layouts
 
-    named = getattr(ours, "burst_layout", None)
-    attention = getattr(ours, "burst_attention_layout", None)
-    flags.settle(ours)
-    choices, config = flags.burst_config(ours), settings_of(command)
+    named = getattr(burst_flags, "burst_layout", None)
+    attention = getattr(burst_flags, "burst_attention_layout", None)
+    flags.settle(burst_flags)
+    choices, config = flags.burst_config(burst_flags), settings_of(command)
     config.context_parallel_size = command.cp
     if named:
         return choices
@@ -98,13 +109,13 @@ def _settled(command: MegatronCommand, ours: Any) -> BurstConfig:
 
 
 def _command_run(command: MegatronCommand) -> dict[str, Any]:
-    """The fields of `Settings` that Megatron's own flags set."""
+    """Return the fields of `Settings` that Megatron's own flags set."""
     pp, vpp = command.pipeline_model_parallel_size, command.num_virtual_stages_per_pipeline_rank
     if command.num_layers_per_virtual_pipeline_stage:
         vpp = command.num_layers // pp // command.num_layers_per_virtual_pipeline_stage
     if (segments := (command.hybrid_layer_pattern or "").split("/")[0].count("|") + 1) > pp:
         vpp = segments // pp  # as Megatron derives it
-    # Experts are counted as split over expert-parallel and tensor-parallel ranks.
+    # Experts count as divided among expert-parallel and tensor-parallel ranks.
     split = command.expert_tensor_parallel_size or command.tp
     run: dict[str, Any] = {
         "seq": command.seq_length,
@@ -130,34 +141,42 @@ def _command_run(command: MegatronCommand) -> dict[str, Any]:
 
 
 def choices_of(
-    choices: BurstConfig, seq: int, cp: int, said: Callable[[str], str]
+    choices: BurstConfig, seq: int, cp: int, name_of: Callable[[str], str]
 ) -> dict[str, Any]:
-    """The fields of `Settings` that our own choices set. said: what a choice is called where the
-    user wrote it. ValueError for a choice that is of BurstAttention where Megatron's is taken.
+    """Return the fields of `Settings` that our own choices set.
+
+    Args:
+        choices: Our choices.
+        seq: Tokens of a sequence.
+        cp: Context-parallel ranks.
+        name_of: Returns a choice's name as the user wrote it.
+
+    Raises:
+        ValueError: A choice of BurstAttention is set although Megatron's attention is chosen.
     """
-    # These import torch, which takes seconds.
+    # Imported late, because they import torch, which takes seconds.
     from ...megatron.checks.config import ulysses_size
     from ...recompute import tile_counts
 
-    # Pieces have no fewer rows than the run would take.
+    # Pieces have at least the minimum of rows of a run.
     fewest = {
         "sequence_chunks": tile_counts.MIN_CHUNK_ROWS,
         "mlp_tiles": tile_counts.MIN_TILE_TOKENS,
     }
     rows = seq // max(1, cp)
-    ours = choices.algorithm != "megatron"
+    own_attention = choices.algorithm != "megatron"
     fields: dict[str, Any] = {
         "store": choices.store or 0.0,
         "lm_head_loss": choices.lm_head_loss,
-        "algorithm": choices.algorithm if ours else "burst",
+        "algorithm": choices.algorithm if own_attention else "burst",
         "kernel": None if choices.kernel == "auto" else choices.kernel,
         "layout": choices.layout if choices.layout != "auto" else "zigzag",
         "side": choices.side,
-        "linear": choices.linear if ours or cp == 1 else "megatron",
+        "linear": choices.linear if own_attention or cp == 1 else "megatron",
         "wire": "bf16" if choices.wire_dtype == "bf16" else "fp32",
         "placement": choices.placement,
         "head_chunks": choices.head_chunks or 1,
-        "ulysses": ulysses_size(choices, cp) if ours else 1,
+        "ulysses": ulysses_size(choices, cp) if own_attention else 1,
     }
     if choices.intra_size:
         fields["intra"] = choices.intra_size
@@ -168,22 +187,29 @@ def choices_of(
         if value == "auto" and name in fewest:
             counted = min(counted, max(1, rows // fewest[name]))
         fields[name] = counted if value == "auto" else value
-        if name == "sequence_chunks" and fields[name] > 1 and not ours:
+        if name == "sequence_chunks" and fields[name] > 1 and not own_attention:
             raise ValueError(
-                f"{said('sequence-chunks')} {value} is for BurstAttention: take "
+                f"{name_of('sequence-chunks')} {value} is for BurstAttention: take "
                 "--context-parallel-algo burst, or leave it out"
             )
     return fields
 
 
 def _is_recipe(text: str) -> bool:
-    """Recipes have names of functions, and no model that is known has one."""
-    known = text.lower() in models.NAMED or text.endswith(".json") or Path(text).exists()
-    return not known and text.isidentifier() and ("_pretrain" in text or text.endswith("_config"))
+    """Return whether a text is the name of a recipe: a function name that is no known model."""
+    exists = text.lower() in models.NAMED or text.endswith(".json") or Path(text).exists()
+    return not exists and text.isidentifier() and ("_pretrain" in text or text.endswith("_config"))
 
 
 def recipe(name: str) -> Any:
-    """A recipe by its name. ValueError where Megatron-Bridge is not installed or has none."""
+    """Return a recipe by its name.
+
+    Args:
+        name: The name.
+
+    Raises:
+        ValueError: Megatron-Bridge is not installed, or has no such recipe.
+    """
     try:
         ready = importlib.import_module("megatron_burst.recipes.ready_made")
         return ready.find(name)()
@@ -194,8 +220,13 @@ def recipe(name: str) -> Any:
 
 
 def read_recipe(config: Any, name: str = "the recipe") -> tuple[Model, dict[str, Any]]:
-    """The model and the fields of `Settings` of a ``ConfigContainer``, with what `apply_burst` has
-    put into it.
+    """Return the model and the fields of `Settings` of a `ConfigContainer`.
+
+    Choices that `apply_burst` put into it are included.
+
+    Args:
+        config: The `ConfigContainer`.
+        name: Name of the recipe, for messages.
     """
     provider = getattr(config.model, "transformer", None) or config.model
 
@@ -228,7 +259,7 @@ def read_recipe(config: Any, name: str = "the recipe") -> tuple[Model, dict[str,
     seq = get("seq_length") or _of(config, "dataset", "seq_length")
     if seq:
         run["seq"] = seq
-    # What `apply_burst` chose; its defaults where the layer spec is not ours.
+    # The choices of `apply_burst`, or defaults if the layer spec is not ours.
     chosen = getattr(get("transformer_layer_spec"), "keywords", {})
     choices = BurstConfig(**{n: x for n, x in chosen.items() if n not in ("base", "before")})
     run |= choices_of(choices, seq or 1, cp, lambda name: name.replace("-", "_"))

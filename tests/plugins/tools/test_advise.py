@@ -15,7 +15,7 @@ from megatron_burst.plugins.tools.advise.account.memory import account, fit, lea
 from megatron_burst.plugins.tools.advise.account.steps import layers_of
 from megatron_burst.plugins.tools.advise.advice import DoesNotFit, advise
 from megatron_burst.plugins.tools.advise.forecast.step_time import step_time
-from megatron_burst.plugins.tools.advise.report import stages_said
+from megatron_burst.plugins.tools.advise.report import stages_text
 from megatron_burst.plugins.tools.advise.search.attention_choice import AttentionForecast
 from megatron_burst.plugins.tools.advise.search.pasted import group_flags
 from megatron_burst.plugins.tools.advise.search.search import Search, plainest, simplest_first
@@ -274,7 +274,7 @@ def test_stages_of_unequal_layers_are_tried_where_layers_do_not_divide():
     whole = account(model, best.run, every=False).peak.bytes
     assert whole == best.account.peak.bytes
     assert "--decoder-first-pipeline-num-layers 1" in group_flags(model, best.run)
-    assert stages_said(model, best.run) == "8 of 1, 6 x 3, 1"
+    assert stages_text(model, best.run) == "8 of 1, 6 x 3, 1"
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,8 @@ def scan_of(model, run=None):
 def test_operations_of_an_additive_form():
     """A row and a head: 64 keys of 128, 64 values of 64, a state read and written."""
     each = 2 * 64 * 128 + 2 * 64 * 64 + 2 * 2 * 128 * 64
-    assert linear_work.answers(scan_of(SSD), 100) == 100 * 16 * each
-    assert linear_work.maps(scan_of(SSD), 100) == 100 * 16 * 2 * 128 * 64
+    assert linear_work.output_operations(scan_of(SSD), 100) == 100 * 16 * each
+    assert linear_work.state_operations(scan_of(SSD), 100) == 100 * 16 * 2 * 128 * 64
 
 
 def test_operations_of_a_delta_rule():
@@ -53,17 +53,17 @@ def test_operations_of_a_delta_rule():
     for maps the recurrence has 128 + 64 columns, of which none is read for queries."""
     solved = 64 * 64 / 3
     each = 3 * 2 * 64 * 128 + 2 * 2 * 64 * 64 + solved + 3 * 2 * 128 * 64
-    found = linear_work.answers(scan_of(DELTA), 3)
+    found = linear_work.output_operations(scan_of(DELTA), 3)
     assert found == pytest.approx(3 * 16 * each)
     each = 2 * 64 * 128 + solved + 2 * 64 * 192 + 2 * 2 * 128 * 192
-    assert linear_work.maps(scan_of(DELTA), 3) == pytest.approx(3 * 16 * each)
+    assert linear_work.state_operations(scan_of(DELTA), 3) == pytest.approx(3 * 16 * each)
 
 
 def test_bytes_of_a_delta_rule():
     """q, k (8 heads of 128), v and results in bf16; decay and beta in fp32; a state per 64 rows."""
     given = 2 * (2 * 8 * 128 + 2 * 16 * 64) + 4 * 2 * 16
     x = LayerSizes.of(DELTA, Settings(8 * K))
-    assert linear_work.moved(x, x.scan, 640) == 640 * given + 2 * 10 * STATE // 2
+    assert linear_work.memory_traffic(x, x.scan, 640) == 640 * given + 2 * 10 * STATE // 2
 
 
 def test_operations_that_the_model_needs():
@@ -78,7 +78,9 @@ def test_operations_that_the_model_needs():
 
 def test_tensor_parallel_ranks_share_it_out():
     half = scan_of(DELTA, Settings(8 * K, tp=2))
-    assert 2 * linear_work.answers(half, 64) == linear_work.answers(scan_of(DELTA), 64)
+    assert 2 * linear_work.output_operations(half, 64) == linear_work.output_operations(
+        scan_of(DELTA), 64
+    )
 
 
 # --- what travels ------------------------------------------------------------------------------

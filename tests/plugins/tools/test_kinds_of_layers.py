@@ -20,7 +20,7 @@ from megatron_burst.plugins.tools.advise.advice import advise
 from megatron_burst.plugins.tools.advise.forecast.attention_time import attention_time
 from megatron_burst.plugins.tools.advise.forecast.layer_time import layer_time
 from megatron_burst.plugins.tools.advise.forecast.step_time import step_time
-from megatron_burst.plugins.tools.advise.report import attention_said, one_of
+from megatron_burst.plugins.tools.advise.report import attention_text, configuration_facts
 from megatron_burst.plugins.tools.advise.search.attention_choice import AttentionForecast
 from megatron_burst.plugins.tools.advise.search.packed import PackedForecast
 from megatron_burst.plugins.tools.advise.settings import Settings, check
@@ -160,14 +160,14 @@ def test_windows_have_the_algorithm_that_is_fastest_for_them(gemma):
 
     def of(name):
         """Seconds of one layer with a window."""
-        alone = replace(run.alike(), algorithm=name)
+        alone = replace(run.uniform(), algorithm=name)
         return layer_time(model, cluster, alone, part=LayerPart("window", True, False)).seconds
 
     fastest = min(of(name) for name, each in ALGORITHMS.items() if each.automatic)
     assert of(algorithm) <= fastest * (1 + select.TIE)
     # 40 of 48 layers have a window.
     gained = 40 * run.micro_batches * (of("tile") - of(algorithm))
-    alike = step_time(model, cluster, run.alike()).seconds
+    alike = step_time(model, cluster, run.uniform()).seconds
     assert alike - gemma.best.seconds == pytest.approx(gained, rel=1e-6)
     assert gained > select.TIE * gemma.best.seconds
     share = f"{gained / alike:.1%}"
@@ -181,8 +181,8 @@ def test_it_fits_and_is_shown(gemma):
     assert gemma.best.fit.fits
     run = gemma.best.run
     own = f"{run.window_algorithm} in window layers"
-    assert f"tile, {run.side}, zigzag, {own}" in attention_said(run)
-    shown = one_of(gemma.best, gemma.cluster)["attention"]
+    assert f"tile, {run.side}, zigzag, {own}" in attention_text(run)
+    shown = configuration_facts(gemma.best, gemma.cluster)["attention"]
     assert (shown["window_algorithm"], shown["chunk_algorithm"]) == (run.window_algorithm, None)
     assert rivals.settings("p2p", gemma.model, gemma.cluster, run).by_kind == {}
 

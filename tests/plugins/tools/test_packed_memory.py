@@ -119,4 +119,4 @@ def test_what_makes_packs_fit_is_tried_with_packs(capsys):
     assert "does not fit" in told
     assert "--sequence-chunks" not in told
     forecast = PackedForecast(MODEL, CLUSTER, None, (100, 100, 56), "zigzag")
-    assert forecast.held(mb.Settings(256, cp=8)).run.seq == 112 + 112 + 64
+    assert forecast.account_of(mb.Settings(256, cp=8)).run.seq == 112 + 112 + 64

@@ -18,7 +18,7 @@ from megatron_burst.autotune import bands
 from megatron_burst.autotune.clusters import GPUS, Cluster
 from megatron_burst.autotune.rates import Rates
 from megatron_burst.plugins.tools.advise.account.memory import account
-from megatron_burst.plugins.tools.advise.forecast.attention_time import remembered
+from megatron_burst.plugins.tools.advise.forecast.attention_time import cached_ring_passes
 from megatron_burst.plugins.tools.advise.forecast.layer_time import visible
 from megatron_burst.plugins.tools.advise.forecast.step_time import model_operations
 
@@ -27,7 +27,7 @@ K = 1024
 
 @pytest.fixture(scope="module")
 def rings():
-    return remembered()
+    return cached_ring_passes()
 
 
 def loongtrain_errors(constants, rings):

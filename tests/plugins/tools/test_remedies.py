@@ -9,7 +9,7 @@ import pytest
 from megatron_burst.autotune import clusters
 from megatron_burst.plugins.tools import memory
 from megatron_burst.plugins.tools.advise.account.memory import account, fit
-from megatron_burst.plugins.tools.advise.search.remedies import changes, does_not_fit, flag_said
+from megatron_burst.plugins.tools.advise.search.remedies import changes, does_not_fit, flag_text
 from megatron_burst.plugins.tools.advise.settings import Settings, stage_layers
 from megatron_burst.plugins.tools.advise.shapes import models
 
@@ -50,13 +50,13 @@ def test_more_stages_have_ends_of_their_own():
     run = Settings(MEGA // 8, tp=8, pp=2, cp=4)
     (change,) = changes(models.named("llama3-405b"), on(64), run)
     assert stage_layers(models.named("llama3-405b"), change.run) == [7, *[8] * 14, 7]
-    assert change.said == "with 128 GPUs and --pp 16 --first-layers 7 --last-layers 7"
-    assert flag_said("first_layers", None) == "without --first-layers"
+    assert change.text == "with 128 GPUs and --pp 16 --first-layers 7 --last-layers 7"
+    assert flag_text("first_layers", None) == "without --first-layers"
 
 
 def test_words_are_flags_that_there_are():
     run = Settings(MEGA, tp=4, cp=2)
-    assert changes(LLAMA, on(8), run)[0].said == "--offload 1"
+    assert changes(LLAMA, on(8), run)[0].text == "--offload 1"
     said = does_not_fit(account(LLAMA, run), on(8))
     assert re.match(
         r"does not fit: a GPU needs [\d.]+ GiB at TP 4, 22.44 GiB of it for states, and has "
@@ -67,7 +67,7 @@ def test_words_are_flags_that_there_are():
 
 def test_flags_that_are_named_are_taken():
     run = Settings(MEGA // 8, cp=8, distributed_optimizer=False)
-    said = changes(LLAMA, on(8), run)[0].said
+    said = changes(LLAMA, on(8), run)[0].text
     parser = argparse.ArgumentParser()
     memory.add_arguments(parser)
     assert said == "--distributed-optimizer"

@@ -18,7 +18,7 @@ from megatron_burst.plugins.tools.advise.account.operators import (
 )
 from megatron_burst.plugins.tools.advise.account.rings import core_of, ring_held
 from megatron_burst.plugins.tools.advise.account.tape import Half, Tape
-from megatron_burst.plugins.tools.advise.forecast.attention_time import made, ring_of
+from megatron_burst.plugins.tools.advise.forecast.attention_time import ring_of, ring_passes
 from megatron_burst.plugins.tools.advise.settings import Settings
 from megatron_burst.plugins.tools.advise.shapes.model import Model
 from megatron_burst.schedule.dry_run import dry_run
@@ -124,7 +124,7 @@ def test_keys_in_host_memory_are_joined_by_no_call(host):
                    offload=float(host))  # fmt: skip
     asked = ring_of(model, cluster, run)
     assert asked.host is host
-    both = made(asked)
+    both = ring_passes(asked)
     assert [both.forward.schedule.joined, both.backward.schedule.joined] == [not host, True]
     counted = ring_held("prefetch", "zigzag", 4, 4, "kv", False, False, host=run.keys_on_host)
     assert ["kv joined" in each.most for each in counted] == [not host, True]

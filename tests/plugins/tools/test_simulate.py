@@ -17,7 +17,7 @@ from megatron_burst.autotune.rates import Rates
 from megatron_burst.autotune.simulator import PassTime, pass_time
 from megatron_burst.plugins.tools.advise.forecast.attention_time import (
     attention_time,
-    remembered,
+    cached_ring_passes,
     ring_of,
 )
 from megatron_burst.plugins.tools.advise.settings import Settings
@@ -175,7 +175,7 @@ def test_a_rank_alone_computes_and_nothing_else():
 
 
 def test_schedules_are_remembered_for_other_heads_and_not_for_other_nodes():
-    rings, run = remembered(), Settings(8192, cp=8)
+    rings, run = cached_ring_passes(), Settings(8192, cp=8)
     plain = attention_time(MODEL, CLUSTER, run)
     assert attention_time(MODEL, CLUSTER, run, rings=rings) == plain
     assert attention_time(MODEL, CLUSTER, run, rings=rings) == plain

@@ -149,11 +149,11 @@ def test_advice_takes_a_ring_of_keys():
 
 
 def test_both_commands_say_what_travels(capsys):
-    said = settings.selection_said(MODEL, RUN)
+    said = settings.selection_text(MODEL, RUN)
     assert said is not None
     assert "64 index heads select 2,048 keys" in said
     assert "index keys (256 KiB) and latents (1.125 MiB)" in said  # 1,024 rows of 256 and 1,152
-    assert settings.selection_said(models.named("llama3-8b"), RUN) is None
+    assert settings.selection_text(models.named("llama3-8b"), RUN) is None
     words = ["--model", "deepseek-v3.2", "--gpus", "64", "--seq", "64K", "--cp", "64"]
     main.main(["memory", *words, "--gpu", "h100"])
     assert " ".join(said.split()[:9]) in " ".join(capsys.readouterr().out.split())

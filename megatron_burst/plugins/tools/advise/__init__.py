@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run on a cluster needs and takes, from plain numbers: no torch, no Megatron.
+"""Time and memory of a run on a cluster, from plain numbers without torch and Megatron.
 
-shapes: models; clusters, settings: what they run on and how; account: memory; forecast: time;
-search: the settings to take.
+`shapes` has models, `settings` the settings of a run, `account` memory, `forecast` time, and
+`search` the search for settings.
 """

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megatron-burst advise`: which flags, how fast, how much memory, before a cluster is booked.
+"""`megatron-burst advise`: flags, time and memory of a run before a cluster is booked.
 
     megatron-burst advise --model llama3-8b --gpus 64 --gpu h100 --seq 1M
     megatron-burst advise --model qwen3-30b-a3b --cluster cluster.toml --seq 128K --top 3
     megatron-burst advise --gpus 64 --gpu h100 -- pretrain_gpt.py --num-layers 32 ...
 
-A forecast from the schedules that run, the sizes of tensors and rates of links and kernels;
-`tools.advise.search.search` says what is tried. Exit status: 0 advice, 1 nothing fits, 2 bad input.
+The forecast is computed from the schedules of a run, the sizes of tensors and the rates of links
+and kernels. `tools.advise.search.search` describes the search. Exit status: 0 advice, 1 nothing
+fits, 2 bad input.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ command after --, whose parallel sizes and other run settings are ignored:
 
 exit status: 0 advice, 1 nothing fits, 2 bad input
 """
-# Fields of `Settings` that a flag of the same name fixes.
+# Fields of `Settings` without a flag of `advise`.
 NOT_FIXED = "micro_batches", "optimizer_bytes", "fsdp", "path"
 FIXED = [name for name in flags.FIELDS if name not in NOT_FIXED]
 
@@ -71,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the advice. Returns the exit status."""
+    """Print the advice and return the exit status."""
     if arguments.sbatch and arguments.json:
         raise ValueError("--sbatch and --json print different things: give one of them")
     if arguments.train_iters is not None and not arguments.sbatch:
@@ -80,42 +81,42 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("--sbatch writes the flags of the model too: name it by --model")
     model, seq = _model(arguments)
     try:
-        with progress("searching parallel configurations") as tell:
-            found = advice.advise(
+        with progress("searching parallel configurations") as report_progress:
+            result = advice.advise(
                 model, _cluster(arguments), seq=seq, tokens_per_step=arguments.tokens_per_step,
-                packed=arguments.packed, top=arguments.top, progress=tell,
+                packed=arguments.packed, top=arguments.top, progress=report_progress,
                 **flags.given_fields(arguments, FIXED),
             )  # fmt: skip
     except advice.DoesNotFit as error:
         print(f"megatron-burst advise: {error}", file=sys.stderr)
         return 1
     if arguments.json:
-        print(json.dumps(report.facts(found, arguments.megatron), indent=1))
+        print(json.dumps(report.facts(result, arguments.megatron), indent=1))
     elif arguments.sbatch:
-        print(found.job(0, arguments.train_iters), end="")
+        print(result.job(0, arguments.train_iters), end="")
     else:
-        report.show(found, arguments.megatron)
+        report.show(result, arguments.megatron)
     return 0
 
 
 def _model(arguments: argparse.Namespace) -> tuple[Model, str | int]:
-    """The model, and the tokens of a sequence."""
-    model, given = model_arguments.find(arguments.model, arguments.megatron)
+    """Return the model, and the tokens of a sequence."""
+    model, described = model_arguments.find(arguments.model, arguments.megatron)
     if arguments.longest and arguments.seq is not None:
         raise ValueError("--longest and --seq both say how long sequences are: give one of them")
-    seq = advice.LONGEST if arguments.longest else arguments.seq or given.get("seq")
+    seq = advice.LONGEST if arguments.longest else arguments.seq or described.get("seq")
     if seq is None:
         raise ValueError("--seq is needed, such as --seq 1M, or --longest")
     return model, seq
 
 
 def _cluster(arguments: argparse.Namespace) -> clusters.Cluster:
-    """From a file, or from the name of a GPU; flags change what they name."""
+    """Return the cluster from a file, or from the name of a GPU, with the changes of the flags."""
     if arguments.cluster is None:
         if arguments.gpus is None:
             raise ValueError("--gpus is needed, such as --gpus 64, or --cluster FILE")
         return flags.cluster_of(arguments, kernel=arguments.kernel)
     if arguments.gpu is not None:
         raise ValueError("--gpu and --cluster both say which GPUs there are: give one of them")
-    found = advice.cluster_of(arguments.cluster, None, 0)
-    return flags.cluster_of(arguments, found, arguments.kernel)
+    cluster = advice.cluster_of(arguments.cluster, None, 0)
+    return flags.cluster_of(arguments, cluster, arguments.kernel)

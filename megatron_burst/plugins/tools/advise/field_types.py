@@ -20,7 +20,7 @@ def problem_of(kind: Any, value: Any, least: int = 0) -> str:
     if NoneType in choices:
         if value is None:
             return ""
-        (kind,) = (each for each in choices if each is not NoneType)
+        (kind,) = (choice for choice in choices if choice is not NoneType)
     elif choices:
         fits = isinstance(value, str) and value in choices
         return "" if fits else f"must be one of {', '.join(choices)}, got {value!r}"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flags that `advise` and `memory` share: fields of `Settings`, and the cluster.
 
-A flag has the name of its field; its type or its choices are those of the field.
+A flag has the name, and the type or the choices, of its field.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..call_flags import named
 from .search.packed import NAMED, TITLE
 from .settings import Settings, flag_of
 
-# Fields that have a flag, with its help.
+# Fields with a flag, and the help text of the flag.
 FIELDS = {
     name: hint.__metadata__[0]
     for name, hint in get_type_hints(Settings, include_extras=True).items()
@@ -30,10 +30,10 @@ _TYPES = get_type_hints(Settings)
 
 
 def add_fields(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
-    """Add the flags of these fields."""
+    """Add the flags of fields of `Settings`."""
     for name in names:
         kind, text = _TYPES[name], FIELDS[name]
-        kinds = [one for one in get_args(kind) if one is not NoneType]
+        kinds = [option for option in get_args(kind) if option is not NoneType]
         if kinds and isinstance(kinds[0], type):  # a number, or none
             (kind,) = kinds
         if words := get_args(kind):
@@ -47,13 +47,13 @@ def add_fields(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
 
 
 def given_fields(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Those of these fields that the user has given."""
+    """Return the fields that the user has set, with their values."""
     values = {name: getattr(arguments, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say which model on which GPUs."""
+    """Add the flags of the model and the GPUs."""
     add = parser.add_argument
     add("--model", metavar="NAME", help=model_arguments.HELP)
     add(*named("--seq"), metavar="N", help="sequence length in tokens: 131072, 128K, 1M")
@@ -77,10 +77,15 @@ def cluster_of(
     cluster: clusters.Cluster | None = None,
     kernel: str | None = None,
 ) -> clusters.Cluster:
-    """The cluster of the flags; they change what `cluster` says, if one is given. kernel: of
-    attention, at whose published rate runs compute; None: the fastest.
+    """Return the cluster of the flags.
 
-    Raises ValueError for flags that name no cluster.
+    Args:
+        arguments: The parsed flags.
+        cluster: A cluster whose fields the flags replace; None: a new one.
+        kernel: Attention kernel, at whose published rate runs compute; None: the fastest.
+
+    Raises:
+        ValueError: The flags do not name a cluster.
     """
     if cluster is not None:
         named = {"gpus": arguments.gpus, "per_node": arguments.per_node}

@@ -20,7 +20,7 @@ TITLES = {
     **{name: package.title for name, package in PACKAGES.items()},
 }
 NO_GPU = "not checked: no GPU here"
-# Device files of NVIDIA's driver, on Linux and in WSL: without one, torch is not imported.
+# Device files of NVIDIA's driver, on Linux and in WSL. Without one torch is not imported.
 DRIVER = Path("/dev/nvidiactl"), Path("/dev/dxg")
 
 
@@ -42,20 +42,22 @@ class AssumedKernel:
 
     @property
     def described(self) -> str:
-        """The kernel and the times of the others, on one line."""
+        """The kernel and the times with other kernels, on one line."""
         if self.measured:
             return "attention kernel: the one that calibrate measured, which `auto` takes there"
         if self.name is None:
             return "attention kernel: not known; its rate was stated"
         here = f"; {self.here}" if self.here else ""
-        said = f"attention kernel: {titled(self.name)} is assumed{here}"
+        text = f"attention kernel: {titled(self.name)} is assumed{here}"
         if self.seconds:
-            times = [f"{duration(took)} with {titled(name)}" for name, took in self.seconds.items()]
-            said += f". The same step takes {', '.join(times)}"
-        return said
+            times = [
+                f"{duration(seconds)} with {titled(name)}" for name, seconds in self.seconds.items()
+            ]
+            text += f". The same step takes {', '.join(times)}"
+        return text
 
     def facts(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """Return the same as plain data."""
         return {
             "assumed": self.name,
             "title": TITLES.get(self.name or ""),
@@ -66,7 +68,7 @@ class AssumedKernel:
 
 
 def titled(name: str) -> str:
-    """A kernel's name with what it is: "flash3 (FlashAttention 3)"."""
+    """Return a kernel's name with its title: "flash3 (FlashAttention 3)"."""
     return f"{name} ({TITLES[name]})" if name in TITLES else name
 
 
@@ -78,14 +80,14 @@ def of_forecast(
     Args:
         cluster: The cluster of the forecast.
         seconds_on: Returns the seconds of the run's step on another cluster.
-        documents: Whether attention is to packed documents.
+        documents: Attention is to packed documents.
     """
     if cluster.kernels_measured:
         return AssumedKernel(None, True, "", {})
     name = assumed_kernel(cluster.gpu, documents)
     seconds = {
-        each: seconds_on(replace(cluster, gpu=with_kernel(cluster.gpu, each)))
-        for each in other_kernels(cluster.gpu, documents)
+        kernel_name: seconds_on(replace(cluster, gpu=with_kernel(cluster.gpu, kernel_name)))
+        for kernel_name in other_kernels(cluster.gpu, documents)
     }
     return AssumedKernel(name, False, installed_here(name), seconds)
 

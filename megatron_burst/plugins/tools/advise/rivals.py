@@ -1,28 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Megatron's own context parallelism takes for a run: time and memory of its four kinds.
+"""Megatron's own context parallelism for a run: time and memory of its four kinds.
 
-Each kind of `--cp-comm-type` is timed by the simulator, rates and kernels that time ours, with what
-Transformer Engine's `context_parallel.py` does (2.20.0.dev0, commit d0067d0d, August 2026):
+Each kind of `--cp-comm-type` is timed by the simulator, with the same rates and kernels as our
+algorithms. The model follows Transformer Engine's `context_parallel.py` (2.20.0.dev0, commit
+d0067d0d, August 2026):
 
-- `p2p`: one ring over all ranks in the order of their numbers; whole chunks of keys and values
-  travel whatever the mask hides, gradients behind them, all in the dtype of the keys; buffers of
-  all ranks' chunks and the partial results of all steps stay until forward ends.
-- `a2a`: q, k and v to where their heads are, results back; ranks must divide both kinds of heads.
-- `a2a+p2p`: heads shared within a node, that ring over the rest.
-- `all_gather`: keys and values of the whole sequence on every rank, before anything is computed, in
-  forward and again in backward, whose gradients of the whole sequence are then reduce-scattered.
-  The only kind of sparse attention (Megatron-Core 0.19, `dsa.py`): index keys and latents are
-  gathered in forward, latents stay for backward, and computed are the pairs that ours computes.
+- `p2p`: one ring over all ranks in the order of their numbers. Whole chunks of keys and values are
+  sent whatever the mask hides, and gradients after them, all in the dtype of the keys. Buffers of
+  all ranks' chunks and the partial results of all steps remain until forward ends.
+- `a2a`: q, k and v are sent to the ranks of their heads, results back. Ranks must divide the query
+  heads and the key/value heads.
+- `a2a+p2p`: ranks of a node share heads; the other ranks form the ring.
+- `all_gather`: keys and values of the whole sequence are gathered on every rank before computing,
+  in forward and again in backward. Gradients of the whole sequence are reduce-scattered. It is the
+  only kind of sparse attention (Megatron-Core 0.19, `dsa.py`): index keys and latents are gathered
+  in forward, latents are saved for backward, and the same pairs are computed as in ours.
 
-All cut zigzag, and every document of a pack is padded to a multiple of 2 x CP. Sliding windows run
+All kinds cut zigzag and pad every document of a pack to a multiple of 2 x CP. Sliding windows run
 with `a2a` and `all_gather` only, sinks with `a2a` only. Layers that carry a state exchange heads.
-Transformer Engine 2.20.2 refuses the same, but no longer packs in FP8 (pull request 2994: B200, all
-four kinds, not MXFP8). Two of its options are not counted: FP8, and `NO_LOAD_BALANCE` (pull request
-3221, experimental), in which `all_gather` takes contiguous packs and the last rank has most pairs.
+Transformer Engine 2.20.2 refuses the same except packs in FP8 (pull request 2994: B200, all four
+kinds, not MXFP8). Two of its options are not counted: FP8, and `NO_LOAD_BALANCE` (pull request
+3221, experimental), in which `all_gather` accepts contiguous packs and the last rank has the most
+pairs.
 
-What is in doubt is counted for Megatron: copies that put gathered rows in order take no time, a
-kernel loses nothing on pieces of a few rows of a document, padding is never attended to, and all
-packs of a step are taken to be alike.
+Doubts count in Megatron's favour. Copies that reorder gathered rows take no time. A kernel loses
+nothing on pieces of a few rows of a document. Padding is never attended to. All packs of a step are
+equal.
 """
 
 from __future__ import annotations
@@ -67,20 +70,34 @@ from .shapes.model import Model
 
 Kind = Literal["p2p", "a2a", "a2a+p2p", "all_gather"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-# What Megatron can recompute of a layer: nothing, all but attention (`--recompute-modules mlp
-# layernorm`), or all. The second is timed like full recompute that keeps attention's results.
+# Megatron's recomputation of a layer: none, all but attention (`--recompute-modules mlp
+# layernorm`), or all. The second is timed like full recompute with stored attention results.
 RECOMPUTE = ("none", "selective", "full")
-# What of a user's choices holds for Megatron's own too.
-HELD = (*GROUPS, "optimizer_offload", "optimizer_bytes", "distributed_optimizer", "gradients")
-RINGS = 8  # that a search remembers: both passes of the kinds and settings of a few groups
+# Choices of the user that also apply to Megatron's own context parallelism.
+KEPT_CHOICES = (
+    *GROUPS,
+    "optimizer_offload",
+    "optimizer_bytes",
+    "distributed_optimizer",
+    "gradients",
+)
+RINGS = 8  # cached schedules: both passes of the kinds and settings of a few groups
 RingOf = Callable[[Topology, Nodes, int, bool], PreparedSchedule]
 
 
 @dataclass(frozen=True)
 class Rival:
-    """One kind for a run. refused: why it does not run, "" if it does; then there are its settings,
-    what it recomputes (a name of `RECOMPUTE`), time and bytes of the peak; attention: of one call
-    of a layer that sees all. fits: on the cluster.
+    """One kind of Megatron's context parallelism for a run.
+
+    Attributes:
+        kind: Value of `--cp-comm-type`.
+        refused: The reason why it does not run; "" if it does. The other fields are then set.
+        run: Its settings.
+        recompute: Its recomputation, a name of `RECOMPUTE`.
+        time: Time of a step.
+        attention: Time of one call of a layer with full attention.
+        bytes: Bytes of the peak.
+        fits: The peak fits the cluster.
     """
 
     kind: Kind
@@ -96,8 +113,15 @@ class Rival:
 def rivals(
     model: Model, cluster: Cluster, run: Settings, lengths: Sequence[int] = ()
 ) -> list[Rival]:
-    """Every kind with the parallel sizes of a run, of which one stands for all where there is no
-    context parallelism. lengths: of the documents of a pack.
+    """Return every kind with the parallel sizes of a run.
+
+    Without context parallelism all kinds are the same and one is returned.
+
+    Args:
+        model: The model.
+        cluster: The cluster.
+        run: The run.
+        lengths: Lengths of the documents of a pack.
     """
     kinds = KINDS if run.cp > 1 else KINDS[:1]
     return [rival(kind, model, cluster, run, lengths) for kind in kinds]
@@ -106,60 +130,72 @@ def rivals(
 def rival(
     kind: Kind, model: Model, cluster: Cluster, run: Settings, lengths: Sequence[int] = ()
 ) -> Rival:
-    """One kind: with the recompute that is fastest of those that fit, or else the one that takes
-    least memory.
+    """Return one kind with the fastest recomputation that fits.
+
+    If none fits, it has the recomputation that needs the least memory.
     """
-    if said := refused(kind, model, cluster, run):
-        return Rival(kind, said)
-    found = _timed(kind, model, cluster, run, lengths)
-    for each in found:
-        if (fitting := _fitted(each, model, cluster)).fits:
+    if reason := refused(kind, model, cluster, run):
+        return Rival(kind, reason)
+    timed = _timed(kind, model, cluster, run, lengths)
+    for candidate in timed:
+        if (fitting := _fitted(candidate, model, cluster)).fits:
             return fitting
-    return min((_fitted(each, model, cluster) for each in found), key=lambda each: each.bytes)
+    return min(
+        (_fitted(candidate, model, cluster) for candidate in timed),
+        key=lambda candidate: candidate.bytes,
+    )
 
 
 def _timed(
     kind: Kind, model: Model, cluster: Cluster, run: Settings, lengths: Sequence[int],
     ring: RingOf | None = None,
 ) -> list[Rival]:  # fmt: skip
-    """With each way to recompute, the fastest first; without bytes."""
+    """Return a kind with each recomputation, the fastest first, without bytes."""
     own = settings(kind, model, cluster, run, lengths)
     calls = cache(lambda window: attention(kind, model, cluster, own, window, lengths, ring))
-    found = []
-    for recompute in RECOMPUTE[:: 2 if model.indexer else 1]:  # sparse attention is not kept
-        each = replace(own, recompute="none" if recompute == "none" else "full",
+    timed = []
+    for recompute in RECOMPUTE[:: 2 if model.indexer else 1]:  # sparse attention has no store
+        candidate = replace(own, recompute="none" if recompute == "none" else "full",
                        store=float(recompute == "selective"))  # fmt: skip
-        time = step_time(model, cluster, each, lambda *_, window: calls(window))
-        found.append(Rival(kind, "", each, recompute, time, calls(0)))
-    return sorted(found, key=_seconds)
+        time = step_time(model, cluster, candidate, lambda *_, window: calls(window))
+        timed.append(Rival(kind, "", candidate, recompute, time, calls(0)))
+    return sorted(timed, key=_seconds)
 
 
-def _fitted(found: Rival, model: Model, cluster: Cluster) -> Rival:
-    """The same with its bytes."""
-    assert found.run is not None
-    size = peak_bytes(found.kind, model, found.run, found.recompute)
-    return replace(found, bytes=size, fits=size <= cluster.room)
+def _fitted(estimate: Rival, model: Model, cluster: Cluster) -> Rival:
+    """Return the rival with its bytes."""
+    assert estimate.run is not None
+    size = peak_bytes(estimate.kind, model, estimate.run, estimate.recompute)
+    return replace(estimate, bytes=size, fits=size <= cluster.room)
 
 
 def fastest(
-    model: Model, cluster: Cluster, want: TrainingGoal, kinds: Sequence[Kind] = KINDS,
+    model: Model, cluster: Cluster, goal: TrainingGoal, kinds: Sequence[Kind] = KINDS,
     lengths: Sequence[int] = (),
 ) -> Rival | None:  # fmt: skip
-    """The fastest of these kinds that fits, with any parallel sizes; None if nothing does. Of what
-    the user has fixed, sizes of groups and the optimizer's settings hold.
+    """Return the fastest of these kinds that fits, with any parallel sizes; None if none fits.
+
+    The user's fixed sizes of groups and settings of the optimizer are kept.
+
+    Args:
+        model: The model.
+        cluster: The cluster.
+        goal: The goal.
+        kinds: Kinds to try.
+        lengths: Lengths of the documents of a pack.
     """
-    pinned = {name: each for name, each in want.pinned.items() if name in HELD}
-    want = replace(
-        want, pinned=pinned | {"linear": "megatron"} | ({"micro_batch": 1} if lengths else {})
+    pinned = {name: groups for name, groups in goal.pinned.items() if name in KEPT_CHOICES}
+    goal = replace(
+        goal, pinned=pinned | {"linear": "megatron"} | ({"micro_batch": 1} if lengths else {})
     )
     forecast = AttentionForecast(model, cluster)
     if lengths:
         forecast = PackedForecast(model, cluster, None, lengths, "zigzag")
-    ways = [(forecast.step_at_least(plainest(each)).seconds, each)
-            for each in groups_of(model, cluster, want)]  # fmt: skip
+    ways = [(forecast.step_at_least(plainest(groups)).seconds, groups)
+            for groups in groups_of(model, cluster, goal)]  # fmt: skip
     ways.sort(key=lambda way: way[0])
     ring = lru_cache(maxsize=RINGS)(_ring)
-    for offload in want.values("optimizer_offload", (0.0, 1.0)):
+    for offload in goal.values("optimizer_offload", (0.0, 1.0)):
         best: Rival | None = None
         for bound, run in ways:
             if best is not None and bound >= _seconds(best):
@@ -168,10 +204,10 @@ def fastest(
             for kind in kinds if run.cp > 1 else kinds[:1]:
                 if refused(kind, model, cluster, run) or not _may_fit(model, cluster, run):
                     continue
-                for each in _timed(kind, model, cluster, run, lengths, ring):
-                    if best is not None and _seconds(each) >= _seconds(best):
+                for groups in _timed(kind, model, cluster, run, lengths, ring):
+                    if best is not None and _seconds(groups) >= _seconds(best):
                         break
-                    if (fitting := _fitted(each, model, cluster)).fits:
+                    if (fitting := _fitted(groups, model, cluster)).fits:
                         best = fitting
                         break
         if best is not None:
@@ -180,19 +216,19 @@ def fastest(
 
 
 def _may_fit(model: Model, cluster: Cluster, run: Settings) -> bool:
-    """Whether states, what recomputed layers leave and logits alone leave memory."""
+    """Return whether states, inputs of layers and logits may fit into memory."""
     logits = run.rows * model.vocabulary / run.tp * run.logits_bytes
     states = least_bytes(model, replace(run, recompute="full"))
     return states <= cluster.room and logits <= cluster.room
 
 
-def _seconds(found: Rival) -> float:
-    assert found.time is not None
-    return found.time.seconds
+def _seconds(timed: Rival) -> float:
+    assert timed.time is not None
+    return timed.time.seconds
 
 
 def refused(kind: Kind, model: Model, cluster: Cluster, run: Settings) -> str:
-    """Why a kind does not run with these parallel sizes; "" if it does."""
+    """Return the reason why a kind does not run with these parallel sizes; "" if it does."""
     if run.cp == 1:
         return ""
     if model.indexer is not None and kind != "all_gather":
@@ -216,7 +252,10 @@ def refused(kind: Kind, model: Model, cluster: Cluster, run: Settings) -> str:
 
 
 def shared(model: Model, cluster: Cluster, run: Settings) -> int:
-    """Ranks that share heads in `a2a+p2p`: as many of a node as divide its heads, not all CP."""
+    """Return the ranks that share heads in `a2a+p2p`.
+
+    It is the largest number of ranks of a node that divides the heads and is less than CP.
+    """
     heads, kv_heads = model.heads // run.tp, max(1, model.kv_heads // run.tp)
     here = cluster.cp_per_node(run.tp, run.cp)
     if run.cp == 1:
@@ -228,13 +267,15 @@ def shared(model: Model, cluster: Cluster, run: Settings) -> int:
 def settings(
     kind: Kind, model: Model, cluster: Cluster, run: Settings, lengths: Sequence[int] = ()
 ) -> Settings:
-    """What Megatron runs with the parallel sizes of a run: its own loss after the LM head, no rows
-    on the host; padded documents make a longer sequence of the same tokens.
+    """Return the settings of Megatron with the parallel sizes of a run.
+
+    Megatron computes its own loss after the LM head and offloads no rows. Padding of documents
+    makes the sequence longer.
     """
     seq = sum(padded(length, run.cp) for length in lengths) if lengths else run.seq
     ulysses = {"a2a": run.cp, "a2a+p2p": shared(model, cluster, run)}.get(kind, 1)
     return replace(
-        run.alike(), seq=seq, algorithm="ring", ulysses=ulysses, placement="head_first",
+        run.uniform(), seq=seq, algorithm="ring", ulysses=ulysses, placement="head_first",
         layout="zigzag", side="kv", wire="bf16", head_chunks=1, sequence_chunks=1, mlp_tiles=1,
         inner=None, offload=0.0, store=0.0, linear="megatron", lm_head_loss="off", rope_local=True,
     )  # fmt: skip
@@ -247,8 +288,16 @@ def attention(
     kind: Kind, model: Model, cluster: Cluster, run: Settings, window: int = 0,
     lengths: Sequence[int] = (), ring: RingOf | None = None,
 ) -> AttentionTime:  # fmt: skip
-    """The time of one attention call. run: as of `settings`; lengths: of documents, not padded;
-    ring: makes schedules, or remembers them.
+    """Return the time of one attention call.
+
+    Args:
+        kind: The kind.
+        model: The model.
+        cluster: The cluster.
+        run: The settings, from `settings`.
+        window: Tokens that a query attends to, 0: all before it.
+        lengths: Lengths of documents without padding.
+        ring: Returns schedules, for example from a cache.
     """
     rates, topology = cluster.rank_rates(documents=bool(lengths)), topology_of(cluster, run)
     if model.indexer is not None:
@@ -259,9 +308,9 @@ def attention(
     flops = 2.0 * sizes.heads * sizes.batch * (sizes.width + sizes.value_width)
     ranks = topology.ring_size
     seconds = pairs(lengths or (run.seq,), ranks, window) * (flops / rates.compute)
-    # Of two ranks' chunks half of the queries or half of the keys meet: a call has half the rows.
-    half = 1 + 2 * rates.half_rows / sizes.tokens, 1 + rates.half_rows / sizes.tokens
-    seconds[~np.eye(ranks, dtype=bool)] *= half[0] / half[1]
+    # A call on two ranks' chunks computes half of the queries or half of the keys.
+    loss_at_half = 1 + 2 * rates.half_rows / sizes.tokens, 1 + rates.half_rows / sizes.tokens
+    seconds[~np.eye(ranks, dtype=bool)] *= loss_at_half[0] / loss_at_half[1]
     passes = []
     for forward, scale in ((True, 1.0), (False, rates.backward)):
         if kind == "all_gather" and ranks > 1:
@@ -273,7 +322,7 @@ def attention(
 
 
 def _ring(topology: Topology, nodes: Nodes, tokens: int, forward: bool) -> PreparedSchedule:
-    """The schedule of a pass of a ring in which every rank sends its whole rows round."""
+    """Return the schedule of a pass of a ring in which every rank sends all its rows around."""
     grid = Grid(topology.inter_size, topology.intra_size)
     want = all_visible(topology.ring_size, tokens)
     schedule = (
@@ -285,25 +334,31 @@ def _ring(topology: Topology, nodes: Nodes, tokens: int, forward: bool) -> Prepa
 
 
 def pairs(lengths: Sequence[int], ranks: int, window: int = 0) -> np.ndarray:
-    """Float [G, G]: visible pairs of the queries of each rank and the keys of each, zigzag within
-    every document.
+    """Return the visible pairs of each rank's queries and each rank's keys, float [G, G].
 
-    Rank i has pieces i and 2 G - 1 - i of 2 G: with every other rank two squares of pieces are
-    visible, with itself a square and two triangles.
+    Zigzag cuts every document: rank i has pieces i and 2 G - 1 - i of 2 G. With every other rank
+    two squares of pieces are visible, with itself a square and two triangles.
+
+    Args:
+        lengths: Lengths of the documents.
+        ranks: Ranks of the ring.
+        window: Tokens that a query attends to, 0: all before it.
     """
     if window:
         seen = sum(length * visible(length, window) for length in lengths)
         return np.full((ranks, ranks), seen / ranks**2)
     pieces = np.asarray(lengths, dtype=float) / (2 * ranks)
-    each = 2 * float((pieces**2).sum())
-    return np.full((ranks, ranks), each) + np.eye(ranks) * float(pieces.sum())
+    off_diagonal = 2 * float((pieces**2).sum())
+    return np.full((ranks, ranks), off_diagonal) + np.eye(ranks) * float(pieces.sum())
 
 
 def _gathered(
     cluster: Cluster, run: Settings, model: Model, seconds: np.ndarray, forward: bool
 ) -> PassTime:
-    """A pass of `all_gather`: a gather of all keys and values, two calls of the kernel, and in
-    backward a reduce-scatter of all their gradients, one after another.
+    """Return the time of a pass of `all_gather`.
+
+    It gathers all keys and values and launches two kernels. Backward also reduce-scatters all
+    gradients. Nothing overlaps.
     """
     rates, x = cluster.rank_rates(), LayerSizes.of(model, run)
     moved = ring_seconds(cluster, run.cp, run.tp, whole_bytes(x, run)) * (1 if forward else 2)
@@ -317,8 +372,10 @@ def _gathered(
 
 
 def _sparse(cluster: Cluster, run: Settings, model: Model) -> AttentionTime:
-    """Sparse attention: index keys gathered, keys selected, latents gathered, attention; in
-    backward attention and a reduce-scatter. Nothing runs beside anything else.
+    """Return the time of sparse attention.
+
+    Forward gathers index keys, selects keys, gathers latents and computes attention. Backward
+    computes attention and a reduce-scatter. Nothing overlaps.
     """
     rates, sizes, index = cluster.rank_rates(), sizes_of(model, run), index_sizes(model, run)
     assert model.indexer is not None
@@ -326,26 +383,29 @@ def _sparse(cluster: Cluster, run: Settings, model: Model) -> AttentionTime:
     rows, calls = run.rows, 2 * rates.launch + rates.start
     seen = rows * min(model.indexer.top_k, visible(run.seq))
     attending = 2.0 * sizes.heads * (sizes.width + 2 * sizes.value_width) * seen / rates.compute
-    there, back = reading(sizes, rates.memory, latent=True)
-    there, back = max(there, attending), max(back, rates.backward * attending)
+    forward_seconds, backward_seconds = reading(sizes, rates.memory, latent=True)
+    forward_seconds, backward_seconds = (
+        max(forward_seconds, attending),
+        max(backward_seconds, rates.backward * attending),
+    )
     scoring = 2.0 * index.heads * index.width * rows * visible(run.seq) / rates.compute
     keys, latents = (
-        ring_seconds(cluster, run.cp, run.tp, B * run.seq * run.micro_batch * each)
-        for each in (index.width, sizes.width + sizes.value_width)
+        ring_seconds(cluster, run.cp, run.tp, B * run.seq * run.micro_batch * width)
+        for width in (index.width, sizes.width + sizes.value_width)
     )
-    forward = keys + latents + scoring + there + 2 * calls
-    backward = latents + back + calls
+    forward = keys + latents + scoring + forward_seconds + 2 * calls
+    backward = latents + backward_seconds + calls
     within = "intra" if run.cp == cluster.cp_per_node(run.tp, run.cp) else "inter"
-    busy = {"compute": scoring + there + back, "intra": 0.0, "inter": 0.0}
+    busy = {"compute": scoring + forward_seconds + backward_seconds, "intra": 0.0, "inter": 0.0}
     busy[within] = keys + 2 * latents
     host = (0.0, 0.0)
-    if rates.host:  # index keys and latents are gathered; selecting and attending are calls
+    if rates.host:  # two gathers (index keys, latents) and two calls (selection, attention)
         host = rates.host.of_pass(2, 2), rates.host.of_pass(1, 2, backward=True)
     return AttentionTime(forward, backward, (0.0, 0.0), busy, host=host)
 
 
 def whole_bytes(x: LayerSizes, run: Settings) -> int:
-    """Bytes of the keys and values of the whole sequence, heads of one rank."""
+    """Return the bytes of the keys and values of the whole sequence, heads of one rank."""
     return run.seq * run.micro_batch * x.kv * B
 
 
@@ -353,37 +413,41 @@ def whole_bytes(x: LayerSizes, run: Settings) -> int:
 
 
 def peak_bytes(kind: Kind, model: Model, run: Settings, recompute: str) -> int:
-    """Bytes of the peak of the rank that takes most. Selective recompute keeps, besides attention's
-    results, its queries, keys and values and the input of the MLP half.
+    """Return the bytes at the peak of the rank that needs the most memory.
+
+    Selective recompute saves attention's results, queries, keys and values and the input of the MLP
+    half.
     """
-    found = account(model, run, every=False, core_of=partial(core, kind))
+    peak_account = account(model, run, every=False, core_of=partial(core, kind))
     if recompute != "selective":
-        return found.peak.bytes
+        return peak_account.peak.bytes
     x = LayerSizes.of(model, run)
-    kept = 0.0
+    saved = 0.0
     for stage in fullest_stages(run):
-        layers = [model.parts[each].attention for each in layers_of(model, run, stage)]
+        layers = [model.parts[layer].attention for layer in layers_of(model, run, stage)]
         attending = sum(layer in SOFTMAX for layer in layers)
-        each = attending * run.rows * (x.query + x.kv) * B
-        each += len(layers) * run.rows / run.tp * model.hidden * B
-        kept = max(kept, each * min(run.pp - stage, run.micro_batches))
-    return found.peak.bytes + round(kept)
+        layer = attending * run.rows * (x.query + x.kv) * B
+        layer += len(layers) * run.rows / run.tp * model.hidden * B
+        saved = max(saved, layer * min(run.pp - stage, run.micro_batches))
+    return peak_account.peak.bytes + round(saved)
 
 
 def core(kind: Kind, x: LayerSizes, run: Settings) -> Core:
-    """What the core attention of one layer holds beside its tensors, counted in the source named
-    above, of the rank that holds most.
+    """Return the memory of one layer's core attention, of the rank that needs the most.
 
-    p2p: chunks of all ranks and a partial result of each step; in backward two buffers of keys,
-    values and their gradients. all_gather: of the whole sequence in forward keys and values, and
-    half of them again while they are put in order; in backward keys and values and the sums of
-    their gradients, beside those that the kernel makes.
+    It follows the source in the module docstring. p2p: chunks of all ranks and a partial result of
+    each step; backward has two buffers of keys, values and their gradients. all_gather: forward has
+    keys and values of the whole sequence, and half of them again while they are reordered; backward
+    has keys and values and the sums of their gradients, in addition to the gradients of the kernel.
     """
     if x.indexer is not None:
         y = x.absorbed
-        whole, keys = (run.seq * run.micro_batch * each * B for each in (y.kv, x.indexer.width))
-        return Core(forward=2 * whole + keys, backward=2 * whole, sums=run.rows * y.query * F,
-                    keys=run.seq * run.micro_batch, reordered=True, wire=B)  # fmt: skip
+        latent_bytes, keys = (
+            run.seq * run.micro_batch * width * B for width in (y.kv, x.indexer.width)
+        )
+        return Core(forward=2 * latent_bytes + keys, backward=2 * latent_bytes,
+                    sums=run.rows * y.query * F, keys=run.seq * run.micro_batch,
+                    reordered=True, wire=B)  # fmt: skip
     q, kv, out = run.rows * x.query * B, run.rows * x.kv * B, run.rows * x.out * B
     common = Core(
         sums=q, keys=run.rows, store=run.store, heads_shared=run.ulysses, reordered=True, wire=B
@@ -392,21 +456,21 @@ def core(kind: Kind, x: LayerSizes, run: Settings) -> Core:
     if run.cp == 1 or kind == "a2a":
         return replace(common, sums=q + kv)
     if kind == "all_gather":
-        whole = whole_bytes(x, run)
+        gathered = whole_bytes(x, run)
         keys = run.seq * run.micro_batch
-        return replace(common, forward=1.5 * whole, backward=2 * whole, keys=keys)
+        return replace(common, forward=1.5 * gathered, backward=2 * gathered, keys=keys)
     partial_results = ring * (out + run.rows * x.heads * F)
     return replace(common, forward=ring * kv + partial_results, backward=4 * kv)
 
 
-# --- telling -------------------------------------------------------------------------------------
+# --- output --------------------------------------------------------------------------------------
 
 
-def facts(found: Rival) -> dict[str, Any]:
-    """A kind as plain data: seconds, bytes."""
-    if found.run is None or found.time is None or found.attention is None:
-        return {"kind": found.kind, "refused": found.refused}
-    sizes = {name: getattr(found.run, name) for name in GROUPS}
-    return {"kind": found.kind, "groups": sizes, "recompute": found.recompute,
-            "seconds": found.time.seconds, "attention": found.attention.seconds,
-            "bytes": found.bytes, "fits": found.fits}  # fmt: skip
+def facts(estimate: Rival) -> dict[str, Any]:
+    """Return a kind as plain data: seconds, bytes."""
+    if estimate.run is None or estimate.time is None or estimate.attention is None:
+        return {"kind": estimate.kind, "refused": estimate.refused}
+    sizes = {name: getattr(estimate.run, name) for name in GROUPS}
+    return {"kind": estimate.kind, "groups": sizes, "recompute": estimate.recompute,
+            "seconds": estimate.time.seconds, "attention": estimate.attention.seconds,
+            "bytes": estimate.bytes, "fits": estimate.fits}  # fmt: skip

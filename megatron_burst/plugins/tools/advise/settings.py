@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's memory and time depend on: sizes of groups, and flags."""
+"""The settings that a run's memory and time depend on: sizes of groups, and flags."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from .field_types import problem_of
 from .shapes.layer_kinds import CHUNKED, WINDOW
 from .shapes.models import Model
 
-# Which modules compute: Megatron's local ones on a CPU (torch's norms in fp32, unfused rope and
+# The modules of a layer: Megatron's local ones on a CPU (torch's norms in fp32, unfused rope and
 # SwiGLU), or Transformer Engine's on a GPU.
 Path = Literal["gpu", "cpu"]
 Recompute = Literal["none", "full"]
 Loss = Literal["off", "single_pass", "recompute"]
 Dtype = Literal["fp32", "bf16"]
 Route = Literal["auto", "ring", "direct"]
-# How layers that carry a state run over context-parallel ranks: by a scan of states, or by
-# Megatron's exchange of heads.
+# The algorithm of layers that carry a state: a scan of states, or Megatron's exchange of heads.
 Linear = Literal["auto", "all_gather", "scan", "two_level", "ring", "megatron"]
 BYTES = {"fp32": 4, "bf16": 2}
 ENDS = ("first_layers", "last_layers")
@@ -36,17 +35,17 @@ class Settings:
 
     Attributes:
         seq: Tokens of a sequence, over all context-parallel ranks.
-        logits_bytes: Bytes of each logit if the loss is apart from the LM head (lm_head_loss
+        logits_bytes: Bytes of each logit if the loss is separate from the LM head (lm_head_loss
             "off"): in bf16, and two copies in fp32.
         window_algorithm: Algorithm of layers with a window, None: `algorithm`. A run chooses it
             with `--context-parallel-algo auto`.
-        chunk_algorithm: The same of chunked attention.
-        kernel: Kernel of attention if it was stated, None: the fastest that there is.
+        chunk_algorithm: The same for chunked attention.
+        kernel: Attention kernel if it was stated, None: the fastest one.
         rope_local: Rotary tables have the rows of this rank only, not of the whole sequence.
-        intra: Ranks of a node, None: as the cluster has.
-        inner: Ranks of an inner ring, None: those of a node.
-        route: "auto" is what runs here; "ring" hands chunks on even if few rows are wanted.
-        gathered: Number of layers whose parameters are whole at a time with `fsdp` (ZeRO-3).
+        intra: Ranks of a node, None: as in the cluster.
+        inner: Ranks of an inner ring, None: the ranks of a node.
+        route: "auto" is the route of a run; "ring" forwards chunks even if few rows are needed.
+        gathered: Number of layers whose parameters are gathered at a time with `fsdp` (ZeRO-3).
         chunks_on_host: Queries, keys, values and results of all row chunks but two are in host
             memory (FPDT; no flag of this package does that).
     """
@@ -119,40 +118,43 @@ class Settings:
 
     @property
     def by_kind(self) -> dict[str, str]:
-        """Algorithms of kinds of layers that have their own, by kind."""
+        """Algorithms of the kinds of layers that have their own, by kind."""
         own = {WINDOW: self.window_algorithm, CHUNKED: self.chunk_algorithm}
         return {kind: algorithm for kind, algorithm in own.items() if algorithm is not None}
 
     @property
     def keys_on_host(self) -> bool:
-        """Whether keys of other ranks are in host memory between the row chunks of a forward."""
+        """True if keys of other ranks are in host memory between the row chunks of a forward."""
         ring = ALGORITHMS.get(ring_algorithm(self.algorithm))
-        kept = self.offload > 0 and ring is not None and ring.keeps
-        return kept and self.sequence_chunks > 1 and self.cp > self.ulysses
+        offloaded = self.offload > 0 and ring is not None and ring.keeps
+        return offloaded and self.sequence_chunks > 1 and self.cp > self.ulysses
 
-    def alike(self) -> Settings:
+    def uniform(self) -> Settings:
         """Return the same settings with one algorithm in all layers."""
         return replace(self, window_algorithm=None, chunk_algorithm=None)
 
     @property
     def uneven(self) -> bool:
-        """Whether the first or the last stage has its own number of layers."""
+        """True if the first or the last stage has its own number of layers."""
         return self.first_layers is not None or self.last_layers is not None
 
     @property
     def chunked(self) -> bool:
-        """Whether the attention half runs chunk by chunk, or the MLP half tile by tile."""
+        """True if the attention half runs in row chunks or the MLP half in tiles."""
         return self.sequence_chunks > 1 or self.mlp_tiles > 1
 
 
-def selection_said(model: Model, run: Settings) -> str | None:
-    """What sparse attention selects, and what of a layer travels from each rank; None where there
-    is none.
+def selection_text(model: Model, run: Settings) -> str | None:
+    """Describe the selection of sparse attention and the bytes that each rank sends.
+
+    Returns:
+        One sentence, or None without sparse attention.
     """
     if (index := model.indexer) is None or (low := model.latent) is None:
         return None
     keys, latents = (
-        byte_size(run.rows * each * BYTES["bf16"]) for each in (index.width, low.kv_rank + low.rope)
+        byte_size(run.rows * width * BYTES["bf16"])
+        for width in (index.width, low.kv_rank + low.rope)
     )
     return (
         f"sparse attention: {index.heads} index heads select {index.top_k:,} keys of a query; "
@@ -162,7 +164,15 @@ def selection_said(model: Model, run: Settings) -> str | None:
 
 
 def check(model: Model, run: Settings) -> None:
-    """Raise ValueError, with what would do, for settings that no run could have."""
+    """Raise ValueError for settings that are impossible for a model.
+
+    Args:
+        model: The model.
+        run: The run.
+
+    Raises:
+        ValueError: A setting is impossible; the message names a value that works.
+    """
     check_fields(run)
     if model.heads % run.tp:
         good = [tp for tp in (1, 2, 4, 8, 16, 32) if model.heads % tp == 0]
@@ -204,30 +214,38 @@ def check(model: Model, run: Settings) -> None:
 
 
 def stage_layers(model: Model, run: Settings) -> list[int]:
-    """How many layers each pipeline stage has. ValueError where they do not come out even."""
+    """Return the number of layers of each pipeline stage.
+
+    Args:
+        model: The model.
+        run: The run.
+
+    Raises:
+        ValueError: The stages do not divide the layers.
+    """
     ends = [n for n in (run.first_layers, run.last_layers) if n is not None]
     if not ends and model.layers % (run.pp * run.vpp) == 0:
         return [model.layers // run.pp] * run.pp
     left, middle = model.layers - sum(ends), run.pp - len(ends)
     if ends and run.vpp == 1 < run.pp:
-        each, rest = divmod(left, middle) if middle else (0, left)
-        if rest == 0 and (each > 0 or not middle):
-            first, last = (n or each for n in (run.first_layers, run.last_layers))
-            return [first, *[each] * (run.pp - 2), last]
+        per_stage, remainder = divmod(left, middle) if middle else (0, left)
+        if remainder == 0 and (per_stage > 0 or not middle):
+            first, last = (n or per_stage for n in (run.first_layers, run.last_layers))
+            return [first, *[per_stage] * (run.pp - 2), last]
     named = [(name, getattr(run, name)) for name in ENDS]
-    said = "".join(f", {flag_of(name)} {n}" for name, n in named if n is not None)
+    stated_ends = "".join(f", {flag_of(name)} {n}" for name, n in named if n is not None)
     good = divisors(model.layers)
     fix = f"take stages that are together one of {', '.join(map(str, good))}"
     if run.vpp == 1 and (uneven := uneven_ends(model.layers, run.pp)) is not None:
         fix += f", or --first-layers {uneven[0]} --last-layers {uneven[1]}"
     raise ValueError(
-        f"--pp {run.pp} x --vpp {run.vpp}{said} do not divide the {model.layers} layers of "
+        f"--pp {run.pp} x --vpp {run.vpp}{stated_ends} do not divide the {model.layers} layers of "
         f"{model.name}: {fix}"
     )
 
 
 def uneven_rounds(run: Settings) -> str:
-    """Why the run's virtual stages do not take so many micro-batches; "" where they do."""
+    """Return the reason why virtual stages cannot run the micro-batches; "" if they can."""
     if run.vpp == 1 or run.micro_batches % run.pp == 0:
         return ""
     return (
@@ -237,16 +255,21 @@ def uneven_rounds(run: Settings) -> str:
 
 
 def uneven_ends(layers: int, stages: int) -> tuple[int, int] | None:
-    """Layers of the first and the last of so many stages, which have fewer than the others, as the
-    embedding and the loss are on them. None where there are too few layers.
+    """Return the layers of the first and the last stage if both have fewer than the others.
+
+    The embedding and the loss are on these stages. None if there are too few layers.
+
+    Args:
+        layers: Layers of the model.
+        stages: Pipeline stages.
     """
     most = -(-layers // stages)
-    both = layers - most * (stages - 2)
-    return (both - both // 2, both // 2) if stages > 1 and both > 1 else None
+    ends = layers - most * (stages - 2)
+    return (ends - ends // 2, ends // 2) if stages > 1 and ends > 1 else None
 
 
 def _one_of(numbers: Sequence[int]) -> str:
-    """What a flag may be: "4", or "one of 1, 2, 4"."""
+    """Return the possible values of a flag in words: "4", or "one of 1, 2, 4"."""
     return f"{'one of ' if len(numbers) > 1 else ''}{', '.join(map(str, numbers))}"
 
 
@@ -262,7 +285,7 @@ def check_experts(model: Model, ep: int) -> None:
 
 
 def check_carried(model: Model, layout: str) -> None:
-    """Raise ValueError for a layout over several ranks in which layers cannot carry a state."""
+    """Raise ValueError for a layout in which ranks cannot carry a state."""
     if model.mixers and "striped" in layout:
         raise ValueError(
             f"--layout {layout}: {model.name} has layers that carry a state from row to row, and "
@@ -271,7 +294,7 @@ def check_carried(model: Model, layout: str) -> None:
 
 
 def check_fields(run: Settings) -> None:
-    """Raise ValueError for all fields whose values do not fit their types."""
+    """Raise ValueError for fields whose values do not fit their types."""
     wrong = []
     for name, kind in _TYPES.items():
         problem = problem_of(kind, getattr(run, name), 0 if name.endswith("_bytes") else 1)
@@ -284,12 +307,12 @@ _TYPES = get_type_hints(Settings)
 
 
 def flag_of(name: str) -> str:
-    """The flag of a field, of `advise` and of `memory`."""
+    """Return the flag of a field in `advise` and `memory`."""
     return f"--{name.replace('_', '-')}"
 
 
 def _check_heads(model: Model, run: Settings) -> None:
-    """Ranks that share heads, and head chunks, must divide the heads of a tensor-parallel rank."""
+    """Raise ValueError unless shared heads and head chunks divide the heads of a rank."""
     heads, kv_heads = model.heads // run.tp, max(1, model.kv_heads // run.tp)
 
     def fits(ranks: int) -> bool:
@@ -335,33 +358,35 @@ def _check_heads(model: Model, run: Settings) -> None:
 def _check_kind(model: Model, run: Settings, kind: str, algorithm: str) -> None:
     """Raise ValueError unless layers of a kind can have their own algorithm."""
     name = {WINDOW: "window_algorithm", CHUNKED: "chunk_algorithm"}[kind]
-    said = f"{name} {algorithm}"
+    field_text = f"{name} {algorithm}"
     if algorithm not in ALGORITHMS:
-        raise ValueError(f"{said}: must be one of {', '.join(ALGORITHMS)}")
+        raise ValueError(f"{field_text}: must be one of {', '.join(ALGORITHMS)}")
     if kind not in model.kinds:
-        raise ValueError(f"{said}: {model.name} has no layers of kind {kind}; leave it out")
+        raise ValueError(f"{field_text}: {model.name} has no layers of kind {kind}; leave it out")
     if run.cp == 1 or run.ulysses == run.cp:
-        where = "--cp 1" if run.cp == 1 else f"--ulysses {run.ulysses}, which is --cp,"
+        sizes = "--cp 1" if run.cp == 1 else f"--ulysses {run.ulysses}, which is --cp,"
         fix = "--cp above 1" if run.cp == 1 else f"--ulysses below {run.cp}"
         raise ValueError(
-            f"{said}: with {where} there is no ring whose algorithm could be chosen; use {fix}, or "
-            "leave it out"
+            f"{field_text}: with {sizes} there is no ring whose algorithm could be chosen; use "
+            f"{fix}, or leave it out"
         )
 
 
 def _check_mixer(model: Model, run: Settings) -> None:
-    """Tensor-parallel ranks must divide a mixer's heads, and the ranks of Megatron's exchange too;
-    a scan of states takes any number of context-parallel ranks.
+    """Raise ValueError unless ranks divide a mixer's heads.
+
+    Context-parallel ranks must divide them only in Megatron's exchange; a scan of states works with
+    any number.
     """
     mixer, shared = model.mixer, run.linear == "megatron" and run.cp > 1
     if mixer is None or model.carried(run.tp, run.cp if shared else 1):
         return
     keys = f" and {mixer.key_heads} of keys" if mixer.key_heads else ""
-    said = f"the {mixer.heads} heads{keys} of {model.name}'s {mixer.name} layers"
+    heads_text = f"the {mixer.heads} heads{keys} of {model.name}'s {mixer.name} layers"
     if shared and mixer.shares(run.tp):
         raise ValueError(
-            f"--linear megatron: --tp {run.tp} x --cp {run.cp} ranks do not divide {said}: take "
-            "--linear auto, which passes states on and takes any --cp"
+            f"--linear megatron: --tp {run.tp} x --cp {run.cp} ranks do not divide {heads_text}: "
+            "take --linear auto, which passes states on and takes any --cp"
         )
     good = [n for n in range(1, mixer.heads + 1) if model.heads % n == 0 and mixer.shares(n)]
-    raise ValueError(f"--tp {run.tp} does not divide {said}: take {_one_of(good)}")
+    raise ValueError(f"--tp {run.tp} does not divide {heads_text}: take {_one_of(good)}")

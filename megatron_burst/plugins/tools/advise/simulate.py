@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mb.simulate`: how long one attention call, one layer or one step takes, from plain numbers.
+"""`mb.simulate`: the predicted time of one attention call, one layer or one step.
 
-The public door of the model of time; `advise` and the fits of the documentation use the same code.
+It is the public function of the time model. `advise` and the fits of the documentation use the same
+code.
 """
 
 from __future__ import annotations
@@ -32,12 +33,20 @@ def simulate(
 ) -> Any:
     """Predict the time of a part of a run.
 
-    model: a name, the path of a Hugging Face `config.json`, or `mb.Model`. cluster: the
-    name of a GPU (as many as the run takes, 8 a node), the path of a cluster file, or `mb.Cluster`.
-    part: "attention" (one call of one layer, forward and backward: `AttentionTime`), "layer" or
-    "step". Every result has `seconds`, `bottleneck` and `kernel`: the attention kernel whose
-    published rate is assumed, None if the rate was measured or stated. Raises ValueError for
-    settings that no run could have, and for a run that the cluster has too few GPUs for.
+    Args:
+        model: A name, the path of a Hugging Face `config.json`, or `mb.Model`.
+        cluster: The name of a GPU (as many GPUs as the run needs, 8 per node), the path of a
+            cluster file, or `mb.Cluster`.
+        run: The settings of the run.
+        part: "attention" (one call of one layer, forward and backward: `AttentionTime`), "layer" or
+            "step".
+
+    Returns:
+        The time. It has `seconds`, `bottleneck` and `kernel`: the attention kernel whose published
+            rate is assumed, None if the rate was measured or stated.
+
+    Raises:
+        ValueError: The settings are impossible, or the cluster has too few GPUs.
     """
     model = models.named(model) if isinstance(model, str) else model
     check(model, run)
@@ -62,8 +71,8 @@ def _simulated(
     if part == "layer":
         return layer_time(model, cluster, run)
     if part == "step":
-        if odd := uneven_rounds(run):
-            raise ValueError(odd)
+        if problem := uneven_rounds(run):
+            raise ValueError(problem)
         return step_time(model, cluster, run)
     raise ValueError(f"part must be attention, layer or step, got {part!r}")
 

@@ -30,7 +30,7 @@ from ..advise.account.memory import Account, MemoryLeft, account, fit
 from ..advise.forecast.step_time import StepTime, step_time
 from ..advise.kernel import AssumedKernel, of_forecast
 from ..advise.report import memory_table
-from ..advise.search.attention_choice import CHOSEN, AttentionForecast
+from ..advise.search.attention_choice import CHOICE_OUTPUTS, AttentionForecast
 from ..advise.search.longest import Longest, best, layouts_of, longest
 from ..advise.search.packed import PackedForecast, cut_of, lengths_of, packed_pins
 from ..advise.search.pasted import run_flags
@@ -141,7 +141,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         if packs is None:
             runs = [_settled(model, cluster, each) for each in runs]
-        held = partial(account, model) if packs is None else partial(packs.held, every=True)
+        held = partial(account, model) if packs is None else partial(packs.account_of, every=True)
         smallest = min(map(held, runs), key=lambda one: one.peak.bytes)
         found = Found(smallest, cluster, None, "" if given else "smallest peak", packs=packs)
     if arguments.out:
@@ -225,7 +225,7 @@ def _read(
     if arguments.packed is not None:
         packed_pins(given)
         lengths = lengths_of(arguments.packed, base.seq)
-        pinned = {name: getattr(base, name) for name in CHOSEN if name != "placement"}
+        pinned = {name: getattr(base, name) for name in CHOICE_OUTPUTS if name != "placement"}
         packs = PackedForecast(model, cluster, pinned, lengths, cut_of(given))
     elif arguments.layout == "balanced":
         raise ValueError("--layout balanced is for packed documents: give --packed, or zigzag")
@@ -283,7 +283,7 @@ def show(found: Found) -> None:
     if packs is not None:
         console.print(Text(_packs(packs, run)))
     console.print(memory_table(shown, cluster, "item"))
-    if said := settings.selection_said(shown.model, run):
+    if said := settings.selection_text(shown.model, run):
         console.print(Text(said))
     if binds is not None:
         console.print(Text(f"longest sequence: {run.seq:,} tokens; limited by {binds}"))
@@ -295,7 +295,7 @@ def show(found: Found) -> None:
     elif left.fits:
         console.print(Text(f"fits: {byte_size(left.device)} free on every GPU", style="green"))
     else:
-        held = None if packs is None else packs.held
+        held = None if packs is None else packs.account_of
         console.print(Text(does_not_fit(shown, cluster, held), style="bold red"))
     if left.fits:
         console.print(Text(_step(time := found.time(), cluster)))

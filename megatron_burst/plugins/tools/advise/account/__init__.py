@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of a rank over one step, tensor by tensor, and what would make it fit."""
+"""The memory of a rank over one step, tensor by tensor."""

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transformer layer as two halves of operators: what its modules make, save and need meanwhile.
+"""A transformer layer as two halves of operators, with the tensors of its modules.
 
-Two paths, each derived from what its modules hand to autograd: "gpu" has Transformer Engine's
-fused norm and linear modules, fused rope and SwiGLU, weight gradients added in place; "cpu" has
-Megatron's local modules (torch's RMSNorm in fp32, rope of several operators, SwiGLU as silu and
-product, weight gradients made apart). Activations are bf16, statistics fp32.
+There are two paths. Each follows from the tensors that the modules pass to autograd. "gpu" has
+Transformer Engine's fused norm and linear modules, fused rope and SwiGLU, and weight gradients that
+are added in place. "cpu" has Megatron's local modules: torch's RMSNorm in fp32, rope of several
+operators, SwiGLU as silu and product, and separate weight gradients. Activations are bf16,
+statistics fp32.
 
-Letters: R rows of a context-parallel rank (or of a row chunk), n of them with sequence parallelism
-on a tensor-parallel rank, h hidden, a heads times width, c keys and values together, f of the MLP.
+Letters: R rows of a context-parallel rank (or of a row chunk), n rows of a tensor-parallel rank
+with sequence parallelism, h hidden, a heads times width, c keys and values together, f of the MLP.
 """
 
 from __future__ import annotations
@@ -25,14 +26,27 @@ B, F = 2, 4  # bytes of an activation, of an fp32 number
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Elements in a row of each tensor of a layer on one tensor-parallel rank.
+    """Elements per row of each tensor of a layer on one tensor-parallel rank.
 
-    heads of queries, kv_heads of keys; width of a query or key head, value_width of a value head.
-    ffn: of the MLP, or of all experts that see a row; experts: how many these are. gate: the
-    attention's result is multiplied by one. latent: the narrow rows of multi-head latent attention,
-    on every rank; up: what keys and values are expanded to; kv_rank, rope: the two parts of a
-    latent. indexer: of sparse attention, whose core `absorbed` describes. mixer: this rank's part;
-    batch: sequences of a micro-batch.
+    Attributes:
+        hidden: Width of hidden states.
+        heads: Query heads.
+        kv_heads: Key/value heads.
+        width: Width of a query or key head.
+        value_width: Width of a value head.
+        ffn: Width of the MLP, or of all experts that process a row.
+        experts: Number of experts that process a row.
+        gated: The MLP has a gate.
+        tp: Tensor-parallel ranks.
+        cpu: The modules are Megatron's local ones.
+        gate: Attention's result is multiplied by a gate.
+        latent: Width of the latents of multi-head latent attention, on every rank.
+        up: Width of the keys and values that latents are expanded to.
+        mixer: This rank's part of the mixer.
+        batch: Sequences of a micro-batch.
+        indexer: The indexer of sparse attention, whose core has the sizes `absorbed`.
+        kv_rank: Width of the compressed keys and values of a latent.
+        rope: Width of the part of a latent with rotary positions.
     """
 
     hidden: int
@@ -56,23 +70,26 @@ class LayerSizes:
 
     @property
     def absorbed(self) -> LayerSizes:
-        """What the core of sparse attention has: latents, which all heads share, as keys, whose
-        first columns are the values.
+        """The sizes of sparse attention's core.
+
+        All heads share latents as keys, whose first columns are the values.
         """
         width = self.kv_rank + self.rope
         return replace(self, kv_heads=1, width=width, value_width=self.kv_rank)
 
     @property
     def scan(self) -> Mixer | None:
-        """The mixer where what it computes is counted, else None."""
+        """The mixer if its scan is counted, else None."""
         return self.mixer if self.mixer is not None and self.mixer.form else None
 
     @property
     def query(self) -> int:
+        """Elements of one token's queries."""
         return self.heads * self.width
 
     @property
     def keys(self) -> int:
+        """Elements of one token's keys."""
         return self.kv_heads * self.width
 
     @property
@@ -83,15 +100,23 @@ class LayerSizes:
 
     @property
     def kv(self) -> int:
+        """Elements of one token's keys and values."""
         return self.keys + self.values
 
     @property
     def out(self) -> int:
+        """Elements of one token's attention result."""
         return self.heads * self.value_width
 
     @classmethod
     def of(cls, model: Model, run: Settings, sparse: bool | None = None) -> LayerSizes:
-        """sparse: of a layer with experts; None: if the model has any."""
+        """Return the sizes of a layer of a model.
+
+        Args:
+            model: The model.
+            run: The run.
+            sparse: The layer has experts; None: it has experts if the model has any.
+        """
         heads = model.heads // run.tp
         sparse = bool(model.moe_layers) if sparse is None else sparse
         ffn = model.dense_ffn if model.experts and not sparse else model.ffn
@@ -99,7 +124,7 @@ class LayerSizes:
         return cls(
             hidden=model.hidden,
             heads=heads,
-            kv_heads=max(1, model.kv_heads // run.tp),  # with fewer heads than ranks: copies
+            kv_heads=max(1, model.kv_heads // run.tp),  # copies if there are fewer heads than ranks
             width=model.head_dim,
             value_width=model.value_dim,
             ffn=max(1, (model.top_k * ffn + model.shared if sparse else ffn) // run.tp),
@@ -124,12 +149,19 @@ ATTENTION, RING = "attention half", "ring buffers"
 
 @dataclass(frozen=True)
 class Core:
-    """What the core attention of a layer needs besides its tensors: bytes of ring buffers in
-    forward and backward, without the sums of its own gradients; `sums`, of which these are.
-    keys: rows of keys that a kernel sees at a time; store: fraction of out that is there already.
-    heads_shared: by how many ranks; reordered: are the rows of these put in order; parts: head
-    chunks, whose results are joined; wire: bytes of a number of gradients that travel; room: bytes
-    that a message has room for at least (on a CPU).
+    """Memory of a layer's core attention in addition to its tensors.
+
+    Attributes:
+        forward: Bytes of ring buffers in forward.
+        backward: Bytes of ring buffers in backward, without the sums of the rank's own gradients.
+        sums: Bytes of the sums of the rank's own gradients.
+        keys: Rows of keys that one kernel call reads.
+        store: Fraction of the attention results that is stored.
+        heads_shared: Number of ranks that share heads.
+        reordered: The rows of ranks that share heads are reordered.
+        parts: Head chunks, whose results are joined.
+        wire: Bytes of an element of a gradient that is sent.
+        room: Minimum size of a message buffer in bytes (on a CPU).
     """
 
     forward: float = 0
@@ -145,63 +177,74 @@ class Core:
 
 
 def core_ops(x: LayerSizes, rows: int, core: Core) -> list[Op]:
-    """Core attention over the ring. Forward sums out in fp32; backward dq, dk and dv.
+    """Return the operators of core attention over the ring.
 
-    A stock kernel sums dq in fp32 besides, and on a GPU dk and dv too where heads share keys; on a
-    CPU it sees a tile of half the rows.
+    Forward sums out in fp32; backward sums dq, dk and dv. A stock kernel also sums dq in fp32, and
+    on a GPU dk and dv if heads share keys. On a CPU it reads a tile of half the rows.
     """
     if core.heads_shared > 1:
         return _with_all_to_all(x, rows, core)
     q, kv, lse, out = rows * x.query, core.keys * x.kv, rows * x.heads * F, rows * x.out
     kernel = (q / 2 + kv) * B if x.cpu else q * (B + F) + kv * (B + F)
-    rest, joined = 1 - core.store, core.parts > 1
-    new = {"out": out * B if rest else 0, "lse": lse if rest else 0}  # else they are the store's
-    sums = {ATTENTION: out * F * rest + out * B * rest * joined, RING: core.forward * (rest > 0)}
+    recomputed, joined = 1 - core.store, core.parts > 1
+    new = {
+        "out": out * B if recomputed else 0,
+        "lse": lse if recomputed else 0,
+    }  # otherwise the store has them
+    sums = {
+        ATTENTION: out * F * recomputed + out * B * recomputed * joined,
+        RING: core.forward * (recomputed > 0),
+    }
     return [Op(
         "core", ("q2", "k2", "v2"), {"out": new["out"]}, ("q2", "k2", "v2", "out"),
         {"lse": new["lse"]},
         during=sums,
         back_before={ATTENTION: core.sums + kernel + lse, RING: core.backward},
         back={ATTENTION: core.sums * (1 + joined) + lse},
-        elsewhere={} if rest else {"out": out * B},
+        elsewhere={} if recomputed else {"out": out * B},
     )]  # fmt: skip
 
 
 def _with_all_to_all(x: LayerSizes, rows: int, core: Core) -> list[Op]:
-    """The same where ranks share heads (`execution.ulysses`): q, k and v go to where their heads
-    are computed, as copies, and out comes back; backward brings its gradient there, and those of q,
-    k and v back. What backward needs is what the ring saw: q, k, v, out and lse of this rank's
-    heads and all rows of the ranks that share them. Keys have copies where heads are fewer.
+    """Return the operators of core attention if ranks share heads (`execution.ulysses`).
 
-    An exchange holds what is sent and what arrives, and on a CPU both once more as messages; where
-    rows are reordered, what returns is a copy. What was on the ring stays until backward ends.
+    Ranks send copies of q, k and v to the ranks that compute their heads and receive out. Backward
+    sends the gradient of out and receives the gradients of q, k and v. Backward keeps the tensors
+    of the ring: q, k, v, out and lse of this rank's heads and all rows of the ranks that share
+    them. Keys are copied if there are fewer heads than ranks.
+
+    An exchange needs the sent and the received tensors, on a CPU also both as messages. If rows are
+    reordered, the returned tensor is a copy. Tensors of the ring exist until backward ends.
     """
     q, kv, out, lse = rows * x.query, rows * x.kv, rows * x.out, rows * x.heads * F
     copies = max(1, core.heads_shared / x.kv_heads)
-    ring_kv, seen = kv * copies, core.keys * x.kv * copies  # keys and values as on the ring
+    ring_kv, seen = kv * copies, core.keys * x.kv * copies  # keys and values on the ring
     kernel = (q / 2 + seen) * B if x.cpu else (q + seen) * (B + F)
-    rest = 1 - core.store
-    others = core.heads_shared - 1
+    recomputed = 1 - core.store
+    peers = core.heads_shared - 1
 
     def messages(size: float) -> float:
-        """To and from the others."""
-        each = size / core.heads_shared
-        return others * (each + max(each, core.room)) if x.cpu else 0.0
+        """Bytes sent to and received from the peers."""
+        per_peer = size / core.heads_shared
+        return peers * (per_peer + max(per_peer, core.room)) if x.cpu else 0.0
 
-    came = (q + ring_kv) * B
-    kept = {"q on the ring": q * B, "kv on the ring": ring_kv * B}
-    kept |= {"out on the ring": out * B if rest else 0, "lse": lse if rest else 0}
-    forward = core.forward if rest else 0
-    # Gradients on the ring, as they travel, and joined at home; those of copied keys in fp32.
+    arrived_bytes = (q + ring_kv) * B
+    ring_tensors = {"q on the ring": q * B, "kv on the ring": ring_kv * B}
+    ring_tensors |= {
+        "out on the ring": out * B if recomputed else 0,
+        "lse": lse if recomputed else 0,
+    }
+    forward = core.forward if recomputed else 0
+    # Gradients on the ring, as they are sent, and after joining; gradients of copied keys in fp32.
     grads = (q + ring_kv) * core.wire
     home = q * core.wire + kv * (F if copies > 1 else core.wire)
     cast = grads if core.wire < F else 0
     copy = 1 if core.reordered else 0
     travel = cast + grads * (1 + copy) + max(messages(grads), home)
-    arrived = messages(came) if x.cpu else came
+    arrived = messages(arrived_bytes) if x.cpu else arrived_bytes
     return [Op(
-        "core", ("q2", "k2", "v2"), {"out": out * B}, (), kept,
-        before={ATTENTION: came + max(arrived, out * F * rest), RING: forward},
+        "core", ("q2", "k2", "v2"), {"out": out * B}, (), ring_tensors,
+        before={ATTENTION: arrived_bytes + max(arrived, out * F * recomputed), RING: forward},
         during={ATTENTION: out * B * (1 + copy) + messages(out * B), RING: forward},
         back_before={ATTENTION: out * B + core.sums + max(kernel, travel) + lse,
                      RING: core.backward},
@@ -213,9 +256,16 @@ MLP = "MLP half"
 
 
 def attention_half(x: LayerSizes, rows: int, core: Core, prefix: str = "") -> Half:
-    """Norm, projections, rope, core attention and residual, of `rows` rows."""
+    """Return the attention half of a layer: norm, projections, rope, core attention and residual.
+
+    Args:
+        x: Sizes of the layer.
+        rows: Rows of the half.
+        core: Memory of its core attention.
+        prefix: Prefix of the names of its tensors.
+    """
     n = rows / x.tp
-    given = {"x": n * x.hidden * B}
+    inputs = {"x": n * x.hidden * B}
     if x.latent:
         ops = _latent(x, rows)
     else:
@@ -232,30 +282,34 @@ def attention_half(x: LayerSizes, rows: int, core: Core, prefix: str = "") -> Ha
         out = "gated"
     ops += [projection(x, rows, out, x.out, "projected", "proj")]
     ops += [Op("add", ("x", "projected"), {"y": n * x.hidden * B}, adds=True)]
-    # A view of the mixed projection is the value of Megatron's forward until it returns.
-    return Half(ATTENTION, ops, given, {"mixed": "proj", "x": "add"}, prefix)
+    # Megatron's forward holds a view of the mixed projection until it returns.
+    return Half(ATTENTION, ops, inputs, {"mixed": "proj", "x": "add"}, prefix)
 
 
 def _latent(x: LayerSizes, rows: int) -> list[Op]:
-    """Multi-head latent attention: down to a few numbers per row, whole on every tensor-parallel
-    rank's share of rows, a norm of these, and up to heads.
+    """Return the operators of multi-head latent attention.
+
+    Rows are projected down to latents, which every tensor-parallel rank computes for its share of
+    rows. The latents are normalized and projected up to heads.
     """
     n = rows / x.tp
     ops = norm_linear(x, rows, "x", "mixed", x.query + x.up, "qkv")
     norm, linear = ops
     down = Op("down", ("normed",), {"low": n * x.latent * B}, ("normed",))
-    both = {"low normed": n * x.latent * B}
-    if x.indexer is not None:  # keys and values stay as narrow as they are
+    normed = {"low normed": n * x.latent * B}
+    if x.indexer is not None:  # keys and values remain latents
         linear = replace(linear, makes={"mixed": rows * x.query * B})
-    again = Op("norm of low", ("low",), both, ("low",), {"rstd of low": 2 * n * F})
+    low_norm = Op("norm of low", ("low",), normed, ("low",), {"rstd of low": 2 * n * F})
     gathered = {ATTENTION: rows * x.latent * B if x.tp > 1 else 0.0}
     up = Op("up", ("low normed",), linear.makes, ("low normed",), during=gathered, back=gathered)
-    return [norm, down, again, up]
+    return [norm, down, low_norm, up]
 
 
 def _selected(x: LayerSizes, index: Indexer, rows: int, core: Core) -> list[Op]:
-    """The selection, which keeps int32 positions, and attention of absorbed queries to latents,
-    from whose results values are made. Messages of index keys are fewer than those of latents.
+    """Return the selection and attention of absorbed queries to latents.
+
+    The selection keeps int32 positions. Values are made from the results of attention. Messages of
+    index keys are smaller than messages of latents.
     """
     y, chosen = x.absorbed, rows * index.top_k * 4
     index_q = {"index q": rows * index.heads * index.width * B}
@@ -278,7 +332,10 @@ def _selected(x: LayerSizes, index: Indexer, rows: int, core: Core) -> list[Op]:
 
 
 def mlp_half(x: LayerSizes, rows: int, prefix: str = "") -> Half:
-    """Norm, MLP and residual, of `rows` rows, which are copied to experts and back."""
+    """Return the MLP half of a layer: norm, MLP and residual.
+
+    Rows are copied to experts and back.
+    """
     n, wide, experts = rows / x.tp, (2 if x.gated else 1) * x.ffn, x.experts
     ops = norm_linear(x, rows, "x", "wide", wide, "fc1")
     if experts:
@@ -295,9 +352,19 @@ def mlp_half(x: LayerSizes, rows: int, prefix: str = "") -> Half:
     return Half(MLP, ops, {"x": n * x.hidden * B}, {"x": "add"}, prefix)
 
 
-def norm_linear(x: LayerSizes, rows: int, given: str, made: str, wide: int, name: str) -> list[Op]:
-    """A norm and a column-parallel linear layer; with sequence parallelism rows are gathered for
-    the product, and again in backward for the weight's gradient.
+def norm_linear(x: LayerSizes, rows: int, source: str, made: str, wide: int, name: str) -> list[Op]:
+    """Return a norm and a column-parallel linear layer.
+
+    With sequence parallelism, rows are gathered for the product, and again in backward for the
+    weight's gradient.
+
+    Args:
+        x: Sizes of the layer.
+        rows: Rows.
+        source: Name of the input.
+        made: Name of the result.
+        wide: Width of the result.
+        name: Name of the linear layer.
     """
     n, h = rows / x.tp, x.hidden
     item = MLP if name == "fc1" else ATTENTION
@@ -305,12 +372,12 @@ def norm_linear(x: LayerSizes, rows: int, given: str, made: str, wide: int, name
     weight = h * wide * B if x.cpu else 0.0
     statistics = {f"rstd of {name}": n * F}
     if x.cpu:  # x and the normalised rows in fp32 are saved, and the product with the weight
-        keeps = statistics | {f"fp32 of {name}": n * h * F, f"normed32 of {name}": n * h * F}
+        extra = statistics | {f"fp32 of {name}": n * h * F, f"normed32 of {name}": n * h * F}
         during, back = {item: n * h * F}, {item: 3 * n * h * F}
     else:
-        keeps, during, back = statistics, {}, {}
+        extra, during, back = statistics, {}, {}
     return [
-        Op(f"norm of {name}", (given,), {"normed": n * h * B}, () if x.cpu else (given,), keeps,
+        Op(f"norm of {name}", (source,), {"normed": n * h * B}, () if x.cpu else (source,), extra,
            during=during, back=back),
         Op(name, ("normed",), {made: rows * wide * B}, ("normed",), during={item: gathered},
            back={item: 2 * gathered + weight}),
@@ -318,8 +385,8 @@ def norm_linear(x: LayerSizes, rows: int, given: str, made: str, wide: int, name
 
 
 def _rope(x: LayerSizes, rows: int) -> list[Op]:
-    """Q is copied out of the mixed projection, q and k are turned, v is made contiguous."""
-    q, k, v = (rows * each * B for each in (x.query, x.keys, x.values))
+    """Return the operators that copy q, rotate q and k and make v contiguous."""
+    q, k, v = (rows * width * B for width in (x.query, x.keys, x.values))
     cut = Op("cut", ("mixed",), {"q": q})
     if not x.cpu:
         return [cut, Op("rope", ("q",), {"q2": q, "k2": k, "v2": v})]
@@ -332,29 +399,39 @@ def _activation(x: LayerSizes, rows: int) -> list[Op]:
     act = rows * x.ffn * B
     if not x.cpu or not x.gated:
         return [Op("activation", ("wide",), {"act": act}, ("wide",))]
-    # silu saves its input; the product silu's result and the other half, to which 0 was added.
+    # silu saves its input; the product saves silu's result and the other half (after adding 0).
     return [Op("activation", ("wide",), {"act": act}, ("wide",), {"silu": act, "linear": act},
                back_before={MLP: 2 * act})]  # fmt: skip
 
 
-def projection(x: LayerSizes, rows: int, given: str, wide: int, made: str, name: str) -> Op:
-    """A row-parallel linear layer; with sequence parallelism its sum over ranks is scattered, and
-    the gradient gathered.
+def projection(x: LayerSizes, rows: int, source: str, wide: int, made: str, name: str) -> Op:
+    """Return a row-parallel linear layer.
+
+    With sequence parallelism, its sum over ranks is scattered and the gradient is gathered.
+
+    Args:
+        x: Sizes of the layer.
+        rows: Rows.
+        source: Name of the input.
+        wide: Width of the input.
+        made: Name of the result.
+        name: Name of the linear layer.
     """
     item = ATTENTION if name == "proj" else MLP
-    whole = rows * x.hidden * B if x.tp > 1 else 0.0
+    gathered = rows * x.hidden * B if x.tp > 1 else 0.0
     weight = x.hidden * wide * B if x.cpu else 0.0
-    return Op(name, (given,), {made: rows / x.tp * x.hidden * B}, (given,),
-              during={item: whole}, back={item: whole + weight})  # fmt: skip
+    return Op(name, (source,), {made: rows / x.tp * x.hidden * B}, (source,),
+              during={item: gathered}, back={item: gathered + weight})  # fmt: skip
 
 
-CHUNK = 64  # rows of a chunk, of our kernel and of flash-linear-attention's
-PIECES = 2  # of a rank, with zigzag
+CHUNK = 64  # rows of a chunk of our kernel and of flash-linear-attention
+PIECES = 2  # per rank, with zigzag
 
 
 def mixer_half(x: LayerSizes, rows: int, prefix: str = "") -> Half:
-    """Norm, projections, linear attention and residual of `rows` rows. A mixer whose form is not
-    known has its projections counted only.
+    """Return the mixer half of a layer: norm, projections, linear attention and residual.
+
+    Only the projections of a mixer without a known form are counted.
     """
     n, mixer = rows / x.tp, x.mixer
     assert mixer is not None
@@ -371,15 +448,15 @@ def mixer_half(x: LayerSizes, rows: int, prefix: str = "") -> Half:
 
 
 def _linear_attention(x: LayerSizes, scan: Mixer, rows: int) -> list[Op]:
-    """From the mixed projection to what the last product reads."""
+    """Return the operators between the mixed projection and the last product."""
     values, keys = rows * scan.values * B, rows * scan.keys * B
-    ops, given = [], "mixed"
+    ops, source = [], "mixed"
     if scan.taps:
         ops.append(Op("convolution", ("mixed",), {"convolved": keys + values}, ("mixed",)))
-        given = "convolved"
-    reads = [given]
+        source = "convolved"
+    reads = [source]
     if scan.delta:
-        ops.append(Op("norm of keys", (given,), {"normed keys": keys}, (given,)))
+        ops.append(Op("norm of keys", (source,), {"normed keys": keys}, (source,)))
         reads.append("normed keys")
     gates = {"decay": rows * scan.decays * F, "beta": rows * scan.heads * F * scan.delta}
     gates = {name: size for name, size in gates.items() if size}
@@ -396,19 +473,25 @@ def _linear_attention(x: LayerSizes, scan: Mixer, rows: int) -> list[Op]:
 
 
 def chunk_states(x: LayerSizes, scan: Mixer, rows: int) -> float:
-    """Bytes of the state before every chunk: of flash-linear-attention in the dtype of keys, of our
-    own kernel in fp32.
+    """Return the bytes of the states before all chunks.
+
+    flash-linear-attention stores them in the dtype of keys, our kernel in fp32.
     """
     return -(-rows // CHUNK) * scan.state * (F if x.cpu else B)
 
 
 def head_bytes(model: Model, run: Settings) -> dict[str, float]:
-    """Bytes of the LM head and its loss: while they run, and what then waits for backward."""
+    """Return the bytes of the LM head and its loss.
+
+    Returns:
+        "while": during forward; "kept": from forward to backward; "back": during backward, if it
+            allocates.
+    """
     rows, columns = run.rows, model.vocabulary / run.tp
     hidden = rows / run.tp * model.hidden * B
     if run.lm_head_loss == "off":
-        each = run.logits_bytes
-        return {"while": rows * columns * each, "kept": rows * columns * (each - F)}
+        bytes_each = run.logits_bytes
+        return {"while": rows * columns * bytes_each, "kept": rows * columns * (bytes_each - F)}
     tile = min(LOGITS_TILE["cpu" if run.path == "cpu" else "cuda"], rows * columns * B)
     gathered = tile / (columns * B) * model.hidden * B
     gradients = hidden + columns * model.hidden * F

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of ring buffers of a run's core attention, from the schedules that it would run.
+"""Bytes of the ring buffers of a run's core attention, from the schedules of the run.
 
-`schedule.dry_run` runs these schedules with short shards; here rows become bytes.
+`schedule.dry_run` runs these schedules with short shards. This module converts rows to bytes.
 """
 
 from __future__ import annotations
@@ -22,43 +22,51 @@ from .....schedule.topology import Topology
 from ..settings import BYTES, Settings
 from .operators import Core, F, LayerSizes
 
-ALIGNMENT, ENVELOPE = 16, 40  # bytes, of `comm.packing`: CPU messages only
+ALIGNMENT, ENVELOPE = 16, 40  # bytes, from `comm.packing`; only CPU messages have them
 
 
 ALL_GRADIENTS = (True, True, True)
-HeldOf = Callable[..., tuple[HeldBuffers, HeldBuffers]]  # called as `ring_held`
+RingBuffersOf = Callable[..., tuple[HeldBuffers, HeldBuffers]]  # called as `ring_held`
 CoreOf = Callable[..., Core]  # called as `core_of`
-SHORT = 64  # rows of a rank in the schedule whose buffers are counted, for each chunk of a layout
+SHORT = 64  # rows of a rank in the schedules whose buffers are counted
 
 
-def core_of(x: LayerSizes, run: Settings, held_of: HeldOf | None = None, window: int = 0) -> Core:
-    """What the core attention of one layer holds beside its tensors, for causal sequences.
+def core_of(
+    x: LayerSizes, run: Settings, buffers_of: RingBuffersOf | None = None, window: int = 0
+) -> Core:
+    """Return the memory of one layer's core attention, for causal sequences.
 
-    held_of: `ring_held`, or one that remembers. window: tokens that a query sees, 0: all before
-    it.
+    Args:
+        x: Sizes of the layer.
+        run: The run.
+        buffers_of: Replaces `ring_held`, for example by a cached function.
+        window: Tokens that a query attends to, 0: all before it.
+
+    Returns:
+        The memory in addition to the tensors of the layer.
     """
     shared, x = run.ulysses, on_ring(x if x.indexer is None else x.absorbed, run)
     rows, chunk = run.rows * shared, run.rows * shared // run.sequence_chunks
-    whole = run.sequence_chunks == 1  # else dk and dv are summed over chunks, outside
+    one_chunk = run.sequence_chunks == 1  # otherwise dk and dv are summed outside the ring
     of = _row_sizes(x, run)
     side = side_by_bytes(run, of) if x.indexer is None else "kv"
-    each = room_bytes(x, run, of, side)
-    own_query, own_keys = each("dquery", chunk), each("dkv", rows)
+    buffer_bytes = room_bytes(x, run, of, side)
+    own_query, own_keys = buffer_bytes("dquery", chunk), buffer_bytes("dkv", rows)
     if run.cp == 1:
         own_query, own_keys = chunk * x.query * 4, rows * x.kv * 4
-    rest = Core(
-        sums=own_query + own_keys * whole,
+    core = Core(
+        sums=own_query + own_keys * one_chunk,
         keys=run.rows,
         store=run.store,
         heads_shared=shared,
         reordered=run.layout != "contiguous",
         parts=run.head_chunks,
         wire=BYTES[run.wire],
-        room=each("kv", 0),
+        room=buffer_bytes("kv", 0),
     )
     if run.cp == shared:
-        return rest
-    forward, backward = (held_of or ring_held)(
+        return core
+    forward, backward = (buffers_of or ring_held)(
         run.algorithm, run.layout, run.cp // shared, intra_of(run), side, run.wire == "bf16",
         run.path == "cpu", joins(x.indexer is not None),
         -(-(window - 1) * SHORT * run.cp // (shared * run.seq)) if window else None,
@@ -67,44 +75,51 @@ def core_of(x: LayerSizes, run: Settings, held_of: HeldOf | None = None, window:
     rows_of = {"kv": rows, "dkv": rows, "query": chunk, "dquery": chunk, "out": chunk}
 
     def size(kind: str, short: float) -> float:
-        return each(kind, round(rows_of[kind.split()[0]] * short / SHORT))
+        return buffer_bytes(kind, round(rows_of[kind.split()[0]] * short / SHORT))
 
-    others = backward.bytes(size) - own_query - own_keys
-    return replace(rest, forward=forward.bytes(size), backward=others)
+    ring_backward = backward.bytes(size) - own_query - own_keys
+    return replace(core, forward=forward.bytes(size), backward=ring_backward)
 
 
-def remembering() -> CoreOf:
-    """`core_of` that remembers what it found of rings, which no length changes."""
-    return partial(core_of, held_of=cache(ring_held))
+def cached_core_of() -> CoreOf:
+    """Return `core_of` with a cache of ring buffers, which no sequence length changes."""
+    return partial(core_of, buffers_of=cache(ring_held))
 
 
 def on_ring(x: LayerSizes, run: Settings) -> LayerSizes:
-    """What a rank has of a row on its ring: its share of the heads, copies where these are few."""
+    """Return a rank's sizes of a row on the ring: its share of the heads.
+
+    If there are fewer key heads than ranks, they are copied.
+    """
     heads, kv_heads = x.heads // run.ulysses, max(1, x.kv_heads // run.ulysses)
     return replace(x, heads=heads, kv_heads=kv_heads)
 
 
 def joins(sparse: bool) -> bool | None:
-    """Whether all keys that a rank has at a step are one call, as of `Visibility`: those of sparse
-    attention are; None: the algorithm decides.
+    """Return whether all keys that a rank has at a step are one kernel call, as in `Visibility`.
+
+    Sparse attention joins them; None means that the algorithm decides.
     """
     return True if sparse else None
 
 
 def visiting_rows(run: Settings, window: int = 0) -> int:
-    """Return how many rows of other ranks of its ring a rank's queries see at most. window: tokens
-    that a query sees, 0: all before it.
+    """Return the maximum number of rows of other ranks of the ring that a rank's queries attend to.
+
+    Args:
+        run: The run.
+        window: Tokens that a query attends to, 0: all before it.
     """
     ring = run.cp // run.ulysses
-    others = run.rows * run.ulysses * (ring - 1)
+    ring_rows = run.rows * run.ulysses * (ring - 1)
     pieces = {"contiguous": 1, "zigzag": 2}.get(run.layout)
     if not window or pieces is None:
-        return others
-    return min(others, pieces * (window - 1) * run.micro_batch)
+        return ring_rows
+    return min(ring_rows, pieces * (window - 1) * run.micro_batch)
 
 
 def intra_of(run: Settings) -> int:
-    """Ranks of an inner ring: `run.inner`, or those of a ring that are on one node."""
+    """Return the ranks of an inner ring: `run.inner`, or the ranks of a ring on one node."""
     size = run.cp // run.ulysses
     if run.inner is not None:
         return run.inner if size % run.inner == 0 else size
@@ -113,8 +128,13 @@ def intra_of(run: Settings) -> int:
 
 
 def side_by_bytes(run: Settings, sizes: RowSizes) -> str:
-    """The side of a run; where it is "auto", that with fewer bytes: keys go round once per row
-    chunk of queries. sizes: of one rank on the ring.
+    """Return the side of a run; "auto" is the side with fewer bytes.
+
+    Each row chunk of queries sends the keys around the ring once.
+
+    Args:
+        run: The run.
+        sizes: Sizes of one rank on the ring.
     """
     if run.side != "auto":
         return run.side
@@ -126,8 +146,15 @@ def side_by_bytes(run: Settings, sizes: RowSizes) -> str:
 def room_bytes(
     x: LayerSizes, run: Settings, of: RowSizes, side: str
 ) -> Callable[[str, int], float]:
-    """(kind, rows on the ring) -> bytes of one buffer: on a CPU each has room for the longest
-    message. x, of: sizes on the ring; side: what travels in backward.
+    """Return a function (kind, rows on the ring) -> bytes of one buffer.
+
+    On a CPU each buffer has room for the longest message.
+
+    Args:
+        x: Sizes of a layer on the ring.
+        run: The run.
+        of: Sizes of rows on the ring.
+        side: The side that is sent in backward.
     """
     least = 0.0
     per_row = {"kv": of.forward.kv, "query": of.backward.query, "dkv": x.kv * F,
@@ -140,7 +167,7 @@ def room_bytes(
         chunks = run.sequence_chunks
         longest = (of.chunk_bytes(f) if "kv" in f else of.chunk_bytes(f) // chunks for f in travels)
         exchanged = max(of.scattered_bytes(run.ulysses, resends_q=True)) * (run.ulysses > 1)
-        travelled = max(longest) * (run.cp > run.ulysses)  # without a ring nothing goes round
+        travelled = max(longest) * (run.cp > run.ulysses)  # without a ring nothing is sent
         least = max(travelled, exchanged) + 4 * ALIGNMENT + ENVELOPE
 
     def size(kind: str, rows: int) -> float:
@@ -150,7 +177,7 @@ def room_bytes(
 
 
 def _row_sizes(x: LayerSizes, run: Settings) -> RowSizes:
-    width = x.width if x.indexer is None else x.rope  # the rest of a key are its values
+    width = x.width if x.indexer is None else x.rope  # the other columns of a key are its values
     return RowSizes(run.rows * run.ulysses, 1, x.heads, x.kv_heads, width, x.value_width, 2, 4,
                     BYTES[run.wire], ALL_GRADIENTS)  # fmt: skip
 
@@ -159,9 +186,20 @@ def ring_held(
     algorithm: str, layout: str, cp: int, intra: int, side: str, wire: bool, packed: bool,
     joined: bool | None = None, before: int | None = None, host: bool = False,
 ) -> tuple[HeldBuffers, HeldBuffers]:  # fmt: skip
-    """The most that any rank takes in forward and in backward, of shards of `SHORT` rows. joined:
-    as `joins` says; before: how many of these rows before its own a query sees, None: all. host:
-    keys of other ranks are in host memory, from which no call takes several chunks in forward.
+    """Return the maximum buffers of any rank in forward and in backward.
+
+    Args:
+        algorithm: The ring algorithm.
+        layout: The layout, with shards of `SHORT` rows.
+        cp: Ranks of the ring.
+        intra: Ranks of an inner ring.
+        side: The side that is sent in backward.
+        wire: Gradients are sent in bf16.
+        packed: Messages are packed (on a CPU).
+        joined: As returned by `joins`.
+        before: Rows before its own row that a query attends to, None: all.
+        host: Keys of other ranks are in host memory; no forward call reads several chunks from
+            there.
     """
     intra = intra if cp % intra == 0 else cp
     grid = Grid(cp // intra, intra)
@@ -177,14 +215,18 @@ def most_held(
     algorithm: str, grid: Grid, seen: Visibility, sizes: RowSizes, side: str, ranks: Sequence[int],
     *, wire: bool, packed: bool, host: bool = False,
 ) -> tuple[HeldBuffers, HeldBuffers]:  # fmt: skip
-    """The most that any of these ranks takes in forward and in backward."""
+    """Return the maximum buffers of any of these ranks in forward and in backward."""
     name = ring_algorithm(algorithm)
     one_by_one = replace(seen, joined=False) if host else seen
     forward = cost.forward_schedule(name, grid, one_by_one, sizes)
     backward = cost.backward_schedule(name, grid, seen, sizes, side=side)
     passes = (forward, backward)
-    held = ([dry_run(each, rank, wire=wire, packed=packed) for rank in ranks] for each in passes)
-    first, second = (max(each, key=lambda one: one.bytes(_rows)) for each in held)
+    ranks_bytes = (
+        [dry_run(schedule, rank, wire=wire, packed=packed) for rank in ranks] for schedule in passes
+    )
+    first, second = (
+        max(schedule, key=lambda buffers: buffers.bytes(_rows)) for schedule in ranks_bytes
+    )
     return first, second
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One training step of one rank on a tape: batch, layers forward, LM head, layers backward.
 
-`LayerWalk` goes through a layer, whose halves run whole, or in chunks and tiles of rows; what its
-modules save stays, or is made again from its input in backward. With a pipeline the step is the
-backward of the oldest micro-batch, beside what the others in flight have left.
+`LayerWalk` runs a layer, whose halves run whole or in chunks and tiles of rows. The tensors that
+its modules save remain, or backward recomputes them from the layer's input. With a pipeline, the
+step is the backward of the oldest micro-batch; the other micro-batches in flight keep their
+activations.
 """
 
 from __future__ import annotations
@@ -35,8 +36,12 @@ INPUTS, BETWEEN, SUMS = "layer inputs", "between layers", "weight gradients of a
 
 
 class LayerWalk:
-    """Sizes of a run's layers, and ways through them. hidden, store: bytes of a layer's input and
-    of its kept attention results; on_host: of a layer's chunks that wait on the host.
+    """The sizes of a run's layers, and their forward and backward on a tape.
+
+    Attributes:
+        hidden: Bytes of a layer's input.
+        store: Bytes of a layer's stored attention results.
+        on_host: Bytes of a layer's chunks in host memory.
     """
 
     def __init__(self, model: Model, run: Settings, tape: Tape, core_of: CoreOf = core_of):
@@ -44,17 +49,19 @@ class LayerWalk:
         self._halves: dict[tuple[Any, ...], Half] = {}
         self.sparse = LayerSizes.of(model, run)
         self.dense = LayerSizes.of(model, run, sparse=False)
-        self._core_of, again = core_of, core_of(self.dense, run)  # of a recompute
-        self.cores = {"first": replace(again, store=0.0), "again": again}
+        self._core_of, recompute_core = core_of, core_of(self.dense, run)
+        self.cores = {"first": replace(recompute_core, store=0.0), "again": recompute_core}
         rows, x = run.rows, self.dense
         self.hidden = rows / run.tp * model.hidden * B
         self.out = rows * (x.out * B + x.heads * F)
         self.store = run.store * self.out
-        self.keys = rows * run.ulysses * on_ring(x, run).kv  # elements, where chunks attend
-        held = 2 / run.sequence_chunks if run.chunks_on_host else 1.0
-        self.held = min(1.0, held)  # the fraction of chunks that is on the device
-        self.key_row = on_ring(x, run).kv * B  # bytes of keys and values of one row on a ring
-        self.on_host = rows * (x.query + x.kv + 2 * x.out) * B * (1 - self.held)
+        self.keys = (
+            rows * run.ulysses * on_ring(x, run).kv
+        )  # elements of the keys and values that chunks attend to
+        on_device = 2 / run.sequence_chunks if run.chunks_on_host else 1.0
+        self.on_device = min(1.0, on_device)  # the fraction of chunks that is on the device
+        self.key_row = on_ring(x, run).kv * B  # bytes of one row's keys and values on a ring
+        self.on_host = rows * (x.query + x.kv + 2 * x.out) * B * (1 - self.on_device)
 
     def forward(
         self,
@@ -67,10 +74,16 @@ class LayerWalk:
         prefix: str = "",
         left: Iterable[tuple[str, str, float]] = (),
     ) -> None:
-        """Forward of a layer, whose result is called `made` and counts as `item`.
+        """Run the forward of a layer.
 
-        time: "first", or "again" where it is recomputed; grad: what backward needs stays; left:
-        (name, item, bytes) of what its attention leaves besides.
+        Args:
+            part: The layer.
+            made: Name of its result.
+            item: Item of its result.
+            time: "first", or "again" for a recomputation.
+            grad: Tensors that backward needs remain.
+            prefix: Prefix of the names of its tensors.
+            left: Name, item and bytes of further tensors that its attention leaves.
         """
         kinds = halves_of(part)
         for kind in kinds:
@@ -82,14 +95,15 @@ class LayerWalk:
                 half.forward(self.tape, grad)
                 self.tape.move(half.named("y"), *result)
             if kind == ATTENTION:
-                for each in left:
-                    self.tape.make(*each)
+                for tensor in left:
+                    self.tape.make(*tensor)
         if not grad:
             self.tape.drop(f"{prefix}y1")
 
     def backward_saved(self, part: LayerPart, prefix: str) -> None:
-        """Backward from what `forward` saved: the gradient "dy" of its result becomes that of its
-        input.
+        """Run backward from the tensors that `forward` saved.
+
+        The gradient "dy" of the layer's result becomes the gradient of its input.
         """
         for kind in reversed(halves_of(part)):
             half = self._half(part, kind, "first", prefix)
@@ -100,18 +114,18 @@ class LayerWalk:
             self.tape.move(half.named("d x"), "dy", BETWEEN)
 
     def saved(self, part: LayerPart) -> float:
-        """Bytes that a layer leaves for backward if nothing is recomputed."""
+        """Return the bytes that a layer leaves for backward if nothing is recomputed."""
         tape = Tape()
         for kind in halves_of(part):
             self._half(part, kind, "first").forward(tape, grad=True)
         return tape.moments[-1].bytes
 
     def backward(self, part: LayerPart, name: str, left: tuple[str, str]) -> None:
-        """Recompute and backward; what it had left, its input and store, goes at the end."""
-        tape, run, again = self.tape, self.run, []
+        """Recompute a layer, run its backward and free the tensors `left` (its input and store)."""
+        tape, run, results = self.tape, self.run, []
         if self._in_pieces(part, ATTENTION):
-            again = [("results", ATTENTION, self.out * (run.store < 1) * self.held)]
-        self.forward(part, "y", BETWEEN, "again", grad=True, left=again)
+            results = [("results", ATTENTION, self.out * (run.store < 1) * self.on_device)]
+        self.forward(part, "y", BETWEEN, "again", grad=True, left=results)
         if self.dense.cpu and run.mlp_tiles == 1:
             tape.drop("y1")  # the norm has saved it in fp32
         kinds = halves_of(part)
@@ -130,7 +144,7 @@ class LayerWalk:
         tape.move("dx", "dy", BETWEEN)
 
     def visiting(self, part: LayerPart) -> float:
-        """Bytes of keys of other ranks that are in host memory while the layer's forward runs."""
+        """Return the bytes of keys of other ranks in host memory during the layer's forward."""
         own = replace(self.run, algorithm=part.algorithm) if part.algorithm else self.run
         if not own.keys_on_host or not self._in_pieces(part, ATTENTION):
             return 0.0
@@ -138,7 +152,7 @@ class LayerWalk:
         return visiting_rows(own, window) * self.key_row
 
     def _in_pieces(self, part: LayerPart, kind: str) -> bool:
-        """Whether this half of a layer runs in chunks of rows, or in tiles."""
+        """Return whether a half of a layer runs in row chunks or tiles."""
         if kind == MLP:
             return self.run.mlp_tiles > 1
         return self.run.sequence_chunks > 1 and part.attention not in (None, MIXER)
@@ -146,28 +160,30 @@ class LayerWalk:
     def _pieces(
         self, part: LayerPart, kind: str, time: str, made: str, item: str, *, grad: bool
     ) -> None:
-        """One of equal pieces of a half, forward and with `grad` backward too, beside what all of
-        them share. Keys and values of all rows come first; results of all chunks stay until the
-        last; backward has the sums of gradients, and in `made` those of the input.
+        """Run one of the equal pieces of a half, with `grad` also its backward.
+
+        All pieces share some tensors. Keys and values of all rows are made first. Results of all
+        chunks remain until the last chunk. Backward has the sums of gradients and, as `made`, the
+        gradient of the input.
         """
         tape, run, chunks = self.tape, self.run, kind == ATTENTION
-        beside = [("keys", ATTENTION, self.keys * B * self.held)] if chunks else []
+        beside = [("keys", ATTENTION, self.keys * B * self.on_device)] if chunks else []
         if not grad and chunks:
-            results = self.out * (self.cores[time].store < 1) * self.held
+            results = self.out * (self.cores[time].store < 1) * self.on_device
             beside.append(("chunk results", ATTENTION, results))
         elif grad:
-            beside += [("dkv", ATTENTION, self.keys * F * self.held)] if chunks else []
+            beside += [("dkv", ATTENTION, self.keys * F * self.on_device)] if chunks else []
             model = self.model
             weights = model.attention_parameters if chunks else model.mlp_parameters(part, run.ep)
-            # fp32 sums of weight gradients over the pieces, and one piece's; Transformer Engine
-            # adds to Megatron's own gradients in place.
+            # fp32 sums of weight gradients over the pieces, and the gradients of one piece.
+            # Transformer Engine adds to Megatron's own gradients in place.
             beside.append(("sums", SUMS, weights / run.tp * (F + B) if self.dense.cpu else 0.0))
         result = (made, item, self.hidden)
-        for each in (result, *beside) if grad else (*beside, result):
-            tape.make(*each)
+        for tensor in (result, *beside) if grad else (*beside, result):
+            tape.make(*tensor)
         if chunks:
             half = self._half(part, kind, time, "chunk ", run.rows // run.sequence_chunks)
-            # Its rows of the input and of the gradient are copies.
+            # The chunk's rows of the input and of the gradient are copies.
             copied = {ATTENTION: (1 + grad) * self.hidden / run.sequence_chunks}
         else:
             half = self._half(part, kind, time, "tile ", -(-run.rows // run.mlp_tiles))
@@ -182,7 +198,7 @@ class LayerWalk:
     def _half(
         self, part: LayerPart, kind: str, time: str, prefix: str = "", rows: int | None = None
     ) -> Half:
-        """The half of a layer. rows: of a piece; None: all."""
+        """Return the half of a layer for `rows` rows (None: all), from a cache."""
         key = part, kind, time, prefix, rows
         if key not in self._halves:
             self._halves[key] = self._made(part, kind, time, prefix, rows or self.run.rows)
@@ -196,8 +212,9 @@ class LayerWalk:
         return attention_half(self.dense, rows, self._core(part, time), prefix)
 
     def _core(self, part: LayerPart, time: str) -> Core:
-        """What its core attention holds. A layer that has the run's algorithm counts as one that
-        sees all, which takes most.
+        """Return the memory of a layer's core attention.
+
+        A layer with the run's algorithm counts as full attention, which needs the most memory.
         """
         core = self.cores[time]
         if part.algorithm is None:
@@ -208,7 +225,7 @@ class LayerWalk:
 
 
 def halves_of(part: LayerPart) -> list[str]:
-    """The halves that a layer has, in order."""
+    """Return the halves of a layer, in order."""
     return [ATTENTION] * (part.attention is not None) + [MLP] * part.mlp
 
 
@@ -218,11 +235,19 @@ GATHERED = "gathered weights"
 
 
 class TrainingStep:
-    """What a stage of a run does in one step; `host` counts bytes that wait there, `keys_on_host`
-    those of keys of other ranks, which are there for one layer at a time.
+    """One step of a stage of a run.
 
-    Unless `every`, layers between the first and the last two only leave what they leave, as they
-    are like these and the peak is never theirs alone; and of each phase only peaks are kept.
+    Args:
+        model: The model.
+        run: The run.
+        stage: The pipeline stage.
+        core_of: Returns the memory of core attention.
+        every: Run all layers and keep all moments. False skips layers that are equal to others,
+            which never set the peak alone, and keeps the peak of each phase.
+
+    Attributes:
+        host: Bytes of activations in host memory.
+        keys_on_host: Bytes of keys of other ranks in host memory, at most one layer at a time.
     """
 
     def __init__(
@@ -238,13 +263,13 @@ class TrainingStep:
         self._saved: dict[LayerPart, float] = {}
 
     def run_all(self) -> None:
-        """The step."""
+        """Run the step."""
         tape, run = self.tape, self.run
         shown = set(range(self.layers)) if self.every else self._different()
         tape.begin("batch and embedding")
         tape.make("batch", BATCH, run.rows * (3 * 8 + 4))
         tape.make("rope", ROPE, self._rope_bytes())
-        self._others()
+        self._in_flight()
         tape.make("whole", GATHERED, self._gathered())
         tape.make("input 0", INPUTS, self.hidden)
         for layer in range(self.layers):
@@ -268,15 +293,18 @@ class TrainingStep:
         tape.drop("dy", "rope", "batch", "whole")
 
     def _different(self) -> set[int]:
-        """The layers that a search must see: the first and last two, and the last of each kind
-        after each kind, whose store may come back from the host meanwhile.
+        """Return the layers that a search must run.
+
+        These are the first two and the last two, and the last layer of each kind after each kind:
+        its store may be fetched from the host at the same time.
         """
-        last = {both: layer for layer, both in enumerate(pairwise(self.parts), 1)}
+        last = {neighbours: layer for layer, neighbours in enumerate(pairwise(self.parts), 1)}
         return {0, 1, self.layers - 2, self.layers - 1, *last.values()}
 
     def _gathered(self) -> float:
-        """With `fsdp`, parameters of some layers and the gradients of one, before they are shared
-        out; of the largest layer.
+        """Return the bytes of gathered parameters of `fsdp`.
+
+        They are the parameters of some layers and the gradients of one, of the largest layer.
         """
         run, of = self.run, self.model.by_layer
         if not run.fsdp:
@@ -291,11 +319,11 @@ class TrainingStep:
         return rows * (low.rope if low else self.model.head_dim) * F
 
     def _stored(self, layer: int) -> float:
-        """Bytes of attention results that a layer keeps."""
+        """Return the bytes of attention results that a layer stores."""
         return self.walk.store * (self.parts[layer].attention in SOFTMAX)
 
-    def _others(self) -> None:
-        """Micro-batches in flight beside this one: 1F1B, interleaved if stages are several."""
+    def _in_flight(self) -> None:
+        """Add the other micro-batches in flight: 1F1B, interleaved with virtual stages."""
         run = self.run
         first = (run.vpp - 1) * run.pp + 2 * (run.pp - 1 - self.stage) + 1
         chunks = first if run.vpp > 1 else run.pp - self.stage
@@ -311,18 +339,18 @@ class TrainingStep:
         self.tape.make("others", IN_FLIGHT, layers * left)
 
     def _head(self, hidden: str) -> None:
-        """Final norm, LM head, loss; its backward. What comes out is the last layer's gradient."""
-        tape, found = self.tape, head_bytes(self.model, self.run)
+        """Run the final norm, LM head and loss, and their backward."""
+        tape, sizes = self.tape, head_bytes(self.model, self.run)
         tape.begin("LM head and loss")
         tape.drop("whole")
         table = self.model.vocabulary * self.model.hidden / self.run.tp
         tape.make("whole", GATHERED, table * B * self.run.fsdp)
         cpu = 2 * self.hidden / B * F * (self.run.path == "cpu" and self.run.mlp_tiles == 1)
         tape.make("normed", HEAD, self.hidden + cpu)
-        tape.pass_by({HEAD: found["while"]})
-        tape.make("kept", HEAD, found["kept"])
+        tape.pass_by({HEAD: sizes["while"]})
+        tape.make("kept", HEAD, sizes["kept"])
         tape.begin("backward of the LM head")
-        tape.pass_by({HEAD: found.get("back", 0)})
+        tape.pass_by({HEAD: sizes.get("back", 0)})
         tape.make("dy", BETWEEN, self.hidden)
         tape.drop("kept", "normed", hidden, "whole")
         tape.make("whole", GATHERED, self._gathered())
@@ -345,8 +373,8 @@ class TrainingStep:
         if shown:
             self.walk.forward(part, made, INPUTS, "first", grad=False, left=left)
         else:
-            for each in ((made, INPUTS, self.hidden), *left):
-                tape.make(*each)
+            for tensor in ((made, INPUTS, self.hidden), *left):
+                tape.make(*tensor)
         self._move_out(layer)
 
     def _backward(self, layer: int) -> None:
@@ -357,20 +385,20 @@ class TrainingStep:
             self.tape.drop(f"input {layer}")
             return
         self.tape.begin(f"recompute of layer {layer}")
-        for fetched in (layer, layer - 1):  # the next one is fetched meanwhile
+        for fetched in (layer, layer - 1):  # the next layer is fetched at the same time
             self._resize("input", fetched, 1)
             self._resize("store", fetched, 1)
         self.walk.backward(part, f"layer {layer}", (f"input {layer}", f"store {layer}"))
 
     def _move_out(self, layer: int) -> None:
-        """What a layer left goes to the host: its input when it ends, its store beside the next."""
+        """Offload a layer's input when it ends, and its store during the next layer."""
         if offload := self.run.offload:
             self.host += round(offload * (self.hidden + self._stored(layer)))
             self._resize("input", layer, 1 - offload)
             self._resize("store", layer - 1, 1 - offload)
 
     def _resize(self, name: str, layer: int, share: float) -> None:
-        """The share of a layer's "input" or "store" that is on the device from now on."""
+        """Set the share of a layer's "input" or "store" that is on the device."""
         sizes = {"input": (INPUTS, self.hidden), "store": (STORE, self._stored(layer))}
         item, size = sizes[name]
         if layer >= 0 and size:
@@ -379,19 +407,17 @@ class TrainingStep:
 
 
 def layers_of(model: Model, run: Settings, stage: int) -> list[int]:
-    """The layers of a stage: of each of its virtual stages, equally many in a row."""
+    """Return the layers of a stage: equally many consecutive layers of each virtual stage."""
     if run.uneven:
         sizes = stage_layers(model, run)
         return list(range(sum(sizes[:stage]), sum(sizes[: stage + 1])))
-    each = model.layers // (run.pp * run.vpp)
-    starts = [(chunk * run.pp + stage) * each for chunk in range(run.vpp)]
-    return [layer for start in starts for layer in range(start, start + each)]
+    per_chunk = model.layers // (run.pp * run.vpp)
+    starts = [(chunk * run.pp + stage) * per_chunk for chunk in range(run.vpp)]
+    return [layer for start in starts for layer in range(start, start + per_chunk)]
 
 
 def parts_of(model: Model, run: Settings, stage: int) -> list[LayerPart]:
-    """Return the parts of the layers of a stage, with the algorithm of kinds that have their
-    own.
-    """
+    """Return the layers of a stage, with the algorithm of kinds that have their own."""
     parts = [model.parts[layer] for layer in layers_of(model, run, stage)]
     own = run.by_kind
     return [part._replace(algorithm=own.get(part.attention or "")) for part in parts]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory over time: tensors come and go in the order in which the code makes and drops them.
+"""Memory over time: tensors are made and freed in the order of the code.
 
-`Tape` adds up what is there and remembers, for every phase, the most. `Half` is a small symbolic
-autograd: a list of operators that says what each makes, saves for backward and needs meanwhile;
-the lifetimes of its tensors in forward and backward follow. Bytes only, no numbers.
+`Tape` adds the bytes and keeps the largest moment of every phase. `Half` is a small symbolic
+autograd: a list of operators, each with the tensors that it makes, saves for backward and allocates
+temporarily. The lifetimes of its tensors in forward and backward follow. It computes bytes only.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ class Moment(NamedTuple):
 
     @property
     def bytes(self) -> int:
+        """Bytes of all items."""
         return sum(self.items.values())
 
 
 def peaks(moments: Iterable[Moment]) -> list[Moment]:
-    """The moment with most bytes of every phase, in order."""
+    """Return the moment with the most bytes of each phase, in order."""
     most: dict[str, Moment] = {}
     for moment in moments:
         if moment.phase not in most or moment.bytes > most[moment.phase].bytes:
@@ -35,8 +36,10 @@ def peaks(moments: Iterable[Moment]) -> list[Moment]:
 
 
 class Tape:
-    """What is in memory, by item, and every change of it; unless `every`, of each phase only those
-    at which there was more than before.
+    """The contents of the memory by item, and its moments.
+
+    Args:
+        every: Keep all moments. False keeps the moments of each phase that exceed all earlier ones.
     """
 
     def __init__(self, every: bool = True) -> None:
@@ -49,12 +52,12 @@ class Tape:
         self._phase = "start"
 
     def begin(self, phase: str) -> None:
-        """A phase begins."""
+        """Begin a phase."""
         self._phase, self._most = phase, -1
         self._note()
 
     def make(self, name: str, item: str, size: float) -> None:
-        """A tensor comes into being. A name is free once the tensor has gone."""
+        """Allocate a tensor. Its name must not be in use."""
         assert name not in self._tensors, name
         bytes_ = round(size)
         self._tensors[name] = item, bytes_
@@ -63,27 +66,27 @@ class Tape:
         self._note()
 
     def move(self, old: str, new: str, item: str) -> None:
-        """A tensor gets another name, and counts as another item."""
+        """Rename a tensor and count it as another item."""
         before, size = self._tensors.pop(old)
         self._items[before] -= size
         self._tensors[new] = item, size
         self._items[item] += size
 
     def drop(self, *names: str) -> None:
-        """Tensors go; those that never came are none."""
+        """Free tensors. Names without a tensor are ignored."""
         for name in names:
-            if (found := self._tensors.pop(name, None)) is not None:
-                item, size = found
+            if (entry := self._tensors.pop(name, None)) is not None:
+                item, size = entry
                 self._items[item] -= size
                 self._here -= size
         self._note()
 
     def holds(self, name: str) -> bool:
-        """Whether a tensor is there."""
+        """Return whether a tensor exists."""
         return name in self._tensors
 
     def enter(self, sizes: Mapping[str, float]) -> None:
-        """What `leave` takes away comes: item -> bytes."""
+        """Add bytes by item until `leave` removes them."""
         if sizes:
             for item, size in sizes.items():
                 self._items[item] += round(size)
@@ -91,13 +94,13 @@ class Tape:
             self._note()
 
     def leave(self, sizes: Mapping[str, float]) -> None:
-        """What came with `enter` goes, which is no moment of its own."""
+        """Remove the bytes that `enter` added. This records no moment."""
         for item, size in sizes.items():
             self._items[item] -= round(size)
             self._here -= round(size)
 
     def pass_by(self, sizes: Mapping[str, float]) -> None:
-        """What comes and goes at once: item -> bytes."""
+        """Add bytes by item and remove them at once."""
         self.enter(sizes)
         self.leave(sizes)
 
@@ -112,21 +115,27 @@ class Tape:
 
 @dataclass(frozen=True)
 class Op:
-    """An operator: what it reads, makes and keeps.
+    """An operator with the tensors that it reads, makes and saves.
 
-    reads: tensors it takes a gradient for; makes: name -> bytes. saves: names that backward needs,
-    of what it reads or makes; keeps: name -> bytes of what else it saves. before: item -> bytes of
-    what is there only until its results are made, during: while they are; back_before, back: the
-    same of its backward, whose results are the gradients of what it reads. adds: it is a sum, so
-    the gradient that arrives is that of what it reads, and none is made. elsewhere: results that
-    others hold, made with 0 bytes here, and the bytes of their gradients.
+    Attributes:
+        name: Its name.
+        reads: Tensors that receive a gradient from it.
+        makes: Bytes of its results by name.
+        saves: Names of read or made tensors that backward needs.
+        extra_saves: Bytes by name of other tensors that it saves.
+        before: Bytes by item that exist only until its results are made.
+        during: Bytes by item that exist while its results are made.
+        back_before: The same as `before` in backward, whose results are the gradients of `reads`.
+        back: The same as `during` in backward.
+        adds: It is a sum: the incoming gradient is also the gradient of its inputs.
+        elsewhere: Bytes of the gradients of results that exist elsewhere and have 0 bytes here.
     """
 
     name: str
     reads: Sequence[str]
     makes: Mapping[str, float]
     saves: Sequence[str] = ()
-    keeps: Mapping[str, float] = field(default_factory=dict)
+    extra_saves: Mapping[str, float] = field(default_factory=dict)
     before: Mapping[str, float] = field(default_factory=dict)
     during: Mapping[str, float] = field(default_factory=dict)
     back_before: Mapping[str, float] = field(default_factory=dict)
@@ -136,52 +145,59 @@ class Op:
 
 
 class Half:
-    """Operators one behind the other, from given tensors to a result.
+    """Operators in a sequence, from inputs to a result.
 
-    given: name -> bytes of what comes from outside, which others hold. held: name -> the operator
-    to whose end a Python variable holds it, beyond its last reader. item: what all of it counts as.
+    Args:
+        item: The item that its tensors count as.
+        ops: The operators.
+        inputs: Bytes of the inputs by name. The caller owns them.
+        held_until: For a tensor that a Python variable refers to beyond its last reader: the
+            operator after which it is freed.
+        prefix: Prefix of the names of its tensors.
     """
 
     def __init__(
         self,
         item: str,
         ops: Sequence[Op],
-        given: Mapping[str, float],
-        held: Mapping[str, str] | None = None,
+        inputs: Mapping[str, float],
+        held_until: Mapping[str, str] | None = None,
         prefix: str = "",
     ):
-        self.item, self.ops, self.given, self.held = item, ops, given, held or {}
+        self.item, self.ops, self.inputs, self.held_until = item, ops, inputs, held_until or {}
         self.prefix = prefix
-        self.sizes: dict[str, float] = dict(given)
+        self.sizes: dict[str, float] = dict(inputs)
         for op in ops:
-            self.sizes |= {**op.makes, **op.keeps}
+            self.sizes |= {**op.makes, **op.extra_saves}
         self._gradients = {name: size for op in ops for name, size in op.elsewhere.items()}
         self.result = next(iter(ops[-1].makes))
-        self._saved = Counter(name for op in ops for name in (*op.saves, *op.keeps))
+        self._saved = Counter(name for op in ops for name in (*op.saves, *op.extra_saves))
         last = {name: i for i, op in enumerate(ops) for name in (*op.makes, *op.reads)}
         places = {op.name: i for i, op in enumerate(ops)}
-        last |= {name: max(last[name], places[op]) for name, op in self.held.items()}
-        # Of each operator, what goes after it in forward.
+        last |= {name: max(last[name], places[op]) for name, op in self.held_until.items()}
+        # For each operator, the tensors that are freed after it in forward.
         self._gone: list[list[str]] = [[] for _ in ops]
         for name, at in last.items():
             if name != self.result:
                 self._gone[at].append(name)
 
     def forward(self, tape: Tape, grad: bool) -> None:
-        """Run it; what is saved stays if `grad`, and the result in either case."""
+        """Run forward; the result remains, and saved tensors remain if `grad`."""
         for op, gone in zip(self.ops, self._gone, strict=True):
             tape.pass_by(op.before)
             tape.enter(op.during)
             self._make(tape, op.makes)
-            self._make(tape, op.keeps)
+            self._make(tape, op.extra_saves)
             if not grad:
-                self._drop(tape, op.keeps)
+                self._drop(tape, op.extra_saves)
             tape.leave(op.during)
             self._drop(tape, (n for n in gone if not (grad and self._saved[n])))
 
     def backward(self, tape: Tape) -> None:
-        """Run it backwards: the gradient of the result, made elsewhere, is there; those of what was
-        given stay, as "d name", and what was saved goes.
+        """Run backward.
+
+        The gradient of the result, which the caller makes, must exist. Gradients of the inputs
+        remain as "d name", and saved tensors are freed.
         """
         left = Counter(self._saved)
         arrived: set[str] = set()
@@ -193,22 +209,22 @@ class Half:
                     self._gradient(tape, name, name in arrived)
             arrived |= set(op.reads)
             tape.leave(op.back)
-            for name in (*op.saves, *op.keeps):
+            for name in (*op.saves, *op.extra_saves):
                 left[name] -= 1
                 if not left[name]:
                     self._drop(tape, [name])
             self._drop(tape, (f"d {n}" for n in op.makes if n != self.result))
 
     def named(self, name: str) -> str:
-        """The name of a tensor on the tape."""
+        """Return the name of a tensor on the tape."""
         return f"{self.prefix}{self.item}: {name}"
 
-    def _gradient(self, tape: Tape, name: str, more: bool) -> None:
-        """A gradient is made; if `more`, it is then added to what has arrived before."""
+    def _gradient(self, tape: Tape, name: str, accumulate: bool) -> None:
+        """Make a gradient; if `accumulate`, then add it to an earlier one."""
         size = self._gradients.get(name, self.sizes[name])
         if not tape.holds(self.named(f"d {name}")):
             tape.make(self.named(f"d {name}"), self.item, size)
-        if more:
+        if accumulate:
             tape.pass_by({self.item: size})
 
     def _make(self, tape: Tape, sizes: Mapping[str, float]) -> None:
@@ -216,4 +232,4 @@ class Half:
             tape.make(self.named(name), self.item, size)
 
     def _drop(self, tape: Tape, names: Iterable[str]) -> None:
-        tape.drop(*(self.named(name) for name in names if name not in self.given))
+        tape.drop(*(self.named(name) for name in names if name not in self.inputs))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long attention, a layer and a step take, from schedules, sizes and rates."""
+"""The time of attention, a layer and a step, from schedules, sizes and rates."""

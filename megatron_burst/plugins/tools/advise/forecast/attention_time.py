@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the core attention of one layer takes, forward and backward, on a run's ranks.
+"""The time of the core attention of one layer, forward and backward, on a run's ranks.
 
-The schedules that the run would execute are timed by `autotune.simulator` with the links of the
-cluster: which ranks share a NIC follows from where they are. `RingKey` is what tells one ring from
-another, so that a search or a fit makes each schedule once. `Settings` say which algorithm, side
-and groups there are.
+`autotune.simulator` times the schedules that the run would execute, with the links of the cluster.
+The placement of ranks decides which of them share a NIC. A `RingKey` identifies a ring, so a search
+or a fit makes each schedule once. `Settings` contain the algorithm, side and groups.
 """
 
 from __future__ import annotations
@@ -38,17 +37,29 @@ from ..account.rings import joins, side_by_bytes, visiting_rows
 from ..settings import BYTES, Settings
 from ..shapes.models import Model
 
-KEPT = 128  # rings whose schedules are remembered
-LARGEST = 256  # ranks of a ring whose schedules are: of a larger one they take too much memory
+CACHED_RINGS = 128  # rings with cached schedules
+LARGEST = 256  # maximum ranks of a cached ring; schedules of larger ones need too much memory
 
 
 class RingKey(NamedTuple):
-    """What decides the schedules of a run's rings, and where their ranks are.
+    """The inputs of the schedules of a run's rings, and the places of their ranks.
 
-    inner: ranks of an inner ring; chunks: of rows; sizes: of a rank, with the fewest heads in the
-    same proportion, as other numbers of heads have the same schedules. window: tokens that a query
-    sees, 0: all before it; attended: keys that it attends to at most, 0: all that it sees. joined:
-    as of `account.rings.joins`. host: keys of other ranks are in host memory between row chunks.
+    Attributes:
+        algorithm: Algorithm of the ring.
+        side: The side that is sent in backward.
+        route: Route of `Settings`.
+        layout: Layout of the rows.
+        topology: Groups of the context-parallel ranks.
+        inner: Ranks of an inner ring.
+        seq: Tokens of a sequence.
+        nodes: Nodes and NICs.
+        chunks: Row chunks.
+        sizes: Sizes of a rank with the fewest heads in the same proportion. Other numbers of heads
+            have the same schedules.
+        window: Tokens that a query may attend to, 0: all before it.
+        attended: Upper limit of the keys that a query attends to, 0: no limit.
+        joined: As in `account.rings.joins`.
+        host: Keys of other ranks are in host memory between row chunks.
     """
 
     algorithm: str
@@ -68,10 +79,15 @@ class RingKey(NamedTuple):
 
 
 class RingPasses(NamedTuple):
-    """Visible pairs [G, G] of the queries of each rank and the keys of each, and the schedules.
+    """The pairs and the schedules of a ring.
 
-    Of row chunks, which all have equally many pairs, the schedules are those of the last one; with
-    keys in host memory its forward brings the keys for all of them.
+    All row chunks have equally many pairs, and the schedules are those of the last chunk. With keys
+    in host memory, the schedule of forward includes the keys of all chunks.
+
+    Attributes:
+        pairs: Visible pairs [G, G] of each rank's queries and each rank's keys.
+        forward: The schedule of forward.
+        backward: The schedule of backward.
     """
 
     pairs: np.ndarray
@@ -80,7 +96,7 @@ class RingPasses(NamedTuple):
 
 
 def sizes_of(model: Model, run: Settings) -> Sizes:
-    """What one rank brings to a call: of sparse attention the latents of its rows."""
+    """Return the sizes of one rank's tensors in a call; sparse attention has latents as keys."""
     if model.indexer is not None and (low := model.latent) is not None:
         return Sizes(run.seq // run.cp, run.micro_batch, model.heads // run.tp, 1, low.rope,
                      low.kv_rank, 2, 4, BYTES[run.wire], (True, True, True))  # fmt: skip
@@ -90,19 +106,40 @@ def sizes_of(model: Model, run: Settings) -> Sizes:
 
 
 def index_sizes(model: Model, run: Settings) -> Sizes:
-    """What one rank brings to a selection; every tensor-parallel rank makes it for all heads."""
+    """Return the sizes of one rank's tensors in a selection.
+
+    Every tensor-parallel rank selects for all heads.
+    """
     assert model.indexer is not None
     return Sizes(run.seq // run.cp, run.micro_batch, model.indexer.heads, 1, model.indexer.width, 0,
                  2, 4, BYTES[run.wire], (False, False, False))  # fmt: skip
 
 
 def topology_of(cluster: Cluster, run: Settings) -> Topology:
-    """Where context-parallel ranks are. ValueError where nodes or groups do not divide them."""
+    """Return the topology of the context-parallel ranks.
+
+    Args:
+        cluster: The cluster.
+        run: The run.
+
+    Raises:
+        ValueError: Nodes or groups do not divide the ranks.
+    """
     return Topology(run.cp, cluster.cp_per_node(run.tp, run.cp), run.ulysses, run.placement)
 
 
 def ring_of(model: Model, cluster: Cluster, run: Settings, window: int = 0) -> RingKey:
-    """The ring of a run. ValueError where inner rings do not divide it."""
+    """Return the ring of a run.
+
+    Args:
+        model: The model.
+        cluster: The cluster.
+        run: The run.
+        window: Tokens that a query attends to, 0: all before it.
+
+    Raises:
+        ValueError: Inner rings do not divide the ring.
+    """
     topology, sizes = topology_of(cluster, run), sizes_of(model, run).shared(run.ulysses)
     inner = min(run.inner or topology.intra_size, topology.ring_size)
     if inner < 1 or topology.ring_size % inner:
@@ -119,8 +156,8 @@ def ring_of(model: Model, cluster: Cluster, run: Settings, window: int = 0) -> R
                 joins(model.indexer is not None), run.keys_on_host)  # fmt: skip
 
 
-def made(ring: RingKey) -> RingPasses:
-    """The schedules of a ring."""
+def ring_passes(ring: RingKey) -> RingPasses:
+    """Return the schedules of a ring."""
     topology, layout = ring.topology, make(ring.layout, cp_size=ring.topology.size)
     mask = Window(ring.window - 1, 0) if ring.window else Causal()
     queries = spans = ring_spans(layout, topology, ring.seq)
@@ -145,26 +182,31 @@ def without_links(rates: Rates) -> Rates:
     return replace(rates, intra=math.inf, inter=math.inf, nic=None, latency=0.0)
 
 
-RingsOf = Callable[[RingKey], RingPasses]  # called as `made`
+RingsOf = Callable[[RingKey], RingPasses]  # called as `ring_passes`
 
 
-def remembered() -> RingsOf:
-    """`made` that remembers the schedules of the last rings; of large ones it does not."""
-    kept = lru_cache(KEPT)(made)
-    return lambda ring: made(ring) if ring.topology.ring_size > LARGEST else kept(ring)
+def cached_ring_passes() -> RingsOf:
+    """Return `ring_passes` with a cache of the last rings, except large ones."""
+    cached = lru_cache(CACHED_RINGS)(ring_passes)
+    return lambda ring: ring_passes(ring) if ring.topology.ring_size > LARGEST else cached(ring)
 
 
 @dataclass(frozen=True)
 class AttentionTime:
-    """Seconds of one attention call: all sequences of a micro-batch, one layer, one rank.
+    """The time of one attention call: all sequences of a micro-batch, one layer, one rank.
 
-    forward, backward: with the all-to-all of ranks that share heads; exchange: that part of each.
-    busy: for how long of both the busiest rank's device ("compute") and links ("intra", "inter")
-    are in use. host: seconds of forward and of backward that launching takes of the processor,
-    beside all this; planning: that it takes before the first layer of each micro-batch, where
-    every one has its own plan.
-    kernel: of attention, whose published rate is assumed; None if the rate was measured or stated,
-    and where `simulate` did not set it.
+    Attributes:
+        forward: Seconds of forward with the all-to-all of ranks that share heads.
+        backward: Seconds of backward with the all-to-all.
+        exchange: Seconds of the all-to-all in forward and in backward.
+        busy: Seconds of both passes in which the busiest rank's device ("compute") and links
+            ("intra", "inter") are in use.
+        host: Seconds of the processor for the launches of forward and of backward, concurrent with
+            the rest.
+        planning: Seconds of the processor before the first layer of each micro-batch if every
+            micro-batch has its own plan.
+        kernel: Attention kernel whose published rate is assumed. None if the rate was measured or
+            stated, and if `simulate` did not set it.
     """
 
     forward: float
@@ -183,22 +225,34 @@ class AttentionTime:
         exchange: tuple[simulator.PassTime, simulator.PassTime],
         planning: float = 0.0,
     ) -> AttentionTime:
-        """Return the time of both passes. exchange: the part of each that shares heads."""
-        both = forward + backward
-        busy = {"compute": both.compute, "intra": both.intra, "inter": both.inter}
+        """Return the time of both passes.
+
+        Args:
+            forward: The time of forward.
+            backward: The time of backward.
+            exchange: The part of each that shares heads.
+            planning: Seconds of planning.
+        """
+        sum_of_passes = forward + backward
+        busy = {
+            "compute": sum_of_passes.compute,
+            "intra": sum_of_passes.intra,
+            "inter": sum_of_passes.inter,
+        }
         moved = exchange[0].seconds, exchange[1].seconds
         host = forward.host, backward.host
         return cls(forward.seconds, backward.seconds, moved, busy, host, planning)
 
     @property
     def seconds(self) -> float:
-        """Seconds of one forward and one backward, each at least what its launches take."""
+        """Seconds of one forward and one backward, each at least as long as its launches."""
         return sum(map(max, (self.forward, self.backward), self.host))
 
     @property
     def bottleneck(self) -> str:
-        """What is busy for the longest time: "compute", "intra" or "inter"; "host" where a pass
-        waits for its launches.
+        """The resource that is busy for the longest time: "compute", "intra" or "inter".
+
+        It is "host" if a pass waits for its launches.
         """
         if self.host[0] > self.forward or self.host[1] > self.backward:
             return "host"
@@ -209,23 +263,29 @@ def attention_time(
     model: Model,
     cluster: Cluster,
     run: Settings,
-    rings: RingsOf = made,
+    rings: RingsOf = ring_passes,
     window: int = 0,
 ) -> AttentionTime:
-    """The time of one attention call of a run, with causal sequences; of sparse attention with the
-    selection before it, in forward, without the indexer's loss.
+    """Return the time of one attention call of a run with causal sequences.
 
-    rings: `made`, or one that remembers. window: tokens that a query of the layer sees, 0: all
-    before it.
+    Forward of sparse attention includes the selection, without the indexer's loss.
 
-    Raises ValueError for groups that the ranks of a node do not allow.
+    Args:
+        model: The model.
+        cluster: The cluster.
+        run: The run.
+        rings: `ring_passes`, or a cached function.
+        window: Tokens that a query of the layer attends to, 0: all before it.
+
+    Raises:
+        ValueError: The ranks of a node do not allow the groups.
     """
     rates, topology = cluster.rank_rates(), topology_of(cluster, run)
     sizes, chunks = sizes_of(model, run).shared(run.ulysses), run.sequence_chunks
     ring = ring_of(model, cluster, run, window)
     passes = rings(ring)
     latent = model.indexer is not None
-    if latent:  # the time of a call depends on its queries, not on the rows of the chunk
+    if latent:  # the time of a call depends on its queries only
         rates = replace(rates, half_rows=0.0)
     works = pass_works(
         topology, sizes, rates, passes.pairs, chunks, ring.nodes, sparse=latent, latent=latent

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long one transformer layer takes: forward, recompute and backward of one micro-batch.
+"""The time of one transformer layer: forward, recompute and backward of one micro-batch.
 
-A rank does one after another: matrix products and what is bound by memory, core attention
-(`attention_time`), linear attention and its exchange of states (`scan_time`), collectives of
-tensor- and expert-parallel ranks. Copies to the host run beside them and cost what is left over, as
-does launching all that: of each layer, as a GPU's queue of launches is not much longer than one.
+A rank runs one after another: matrix products and memory-bound operators, core attention
+(`attention_time`), linear attention and its exchange of states (`scan_time`), and collectives of
+tensor- and expert-parallel ranks. Copies to the host run concurrently and cost the time that
+exceeds the rest. The same holds for kernel launches, layer by layer, because a GPU's queue of
+launches is not much longer than one layer.
 
-Linear attention, of which no table was published, counts products of chunks of `CHUNK` rows at the
-rate of large matrix products, or memory where that takes longer. That is a lower bound, not fitted:
-products of 64 rows do not reach that rate. Sources: the chunkwise forms of Mamba-2's SSD
+No table of linear attention was published. It counts products of chunks of `CHUNK` rows at the rate
+of large matrix products, or memory traffic if that takes longer. This is a lower bound and not
+fitted: products of 64 rows do not reach that rate. Sources: the chunkwise forms of Mamba-2's SSD
 (arXiv 2405.21060, section 6) and of delta rules (2412.06464, section 3).
 
 Letters: R rows of a context-parallel rank, n = R / TP of them with sequence parallelism, h hidden.
@@ -34,14 +35,14 @@ from .scan_time import States, scan_seconds
 
 
 class SecondsByPart(dict[str, float]):
-    """Part -> seconds; what was never added takes none."""
+    """Seconds by part; missing parts take no time."""
 
     def __missing__(self, name: str) -> float:
         return 0.0
 
-    def add(self, others: Mapping[str, float], times: float = 1.0) -> None:
-        """Add others' parts, each so many times."""
-        for name, seconds in others.items():
+    def add(self, parts: Mapping[str, float], times: float = 1.0) -> None:
+        """Add `times` times the seconds of other parts."""
+        for name, seconds in parts.items():
             self[name] += times * seconds
 
     @property
@@ -51,35 +52,43 @@ class SecondsByPart(dict[str, float]):
 
     @property
     def largest(self) -> str:
-        """The part that takes most; "" where there is none. Waiting for launches, where it is more
-        than a little: nothing else shortens layers that wait.
+        """The longest part, "" if there is none.
+
+        It is `LAUNCHES` if waiting for launches exceeds the fraction `LITTLE`: nothing else
+        shortens layers that wait.
         """
         if self[LAUNCHES] > LITTLE * self.total:
             return LAUNCHES
         return max(self, key=self.__getitem__, default="")
 
     def taken(self) -> SecondsByPart:
-        """Without the parts that take no time."""
+        """Return the parts that take time."""
         return SecondsByPart({name: seconds for name, seconds in self.items() if seconds > 0})
 
 
 class Product(NamedTuple):
-    """A matrix product [rows, inner] x [inner, columns] of a layer, on one rank, `times` over.
-    again: how many times more chunks or tiles run it in forward, and in backward.
+    """A matrix product [rows, inner] x [inner, columns] of a layer on one rank.
+
+    Attributes:
+        rows: Rows of the result.
+        inner: Inner size.
+        columns: Columns of the result.
+        times: Number of products.
+        repeats: Further runs of it because of chunks or tiles, in forward and in backward.
     """
 
     rows: float
     inner: int
     columns: int
     times: float = 1.0
-    again: tuple[float, float] = (0.0, 0.0)
+    repeats: tuple[float, float] = (0.0, 0.0)
 
 
 def products(model: Model, run: Settings, part: LayerPart) -> Iterator[Product]:
-    """The products of a layer's forward on one rank; backward has two of each.
+    """Yield the products of a layer's forward on one rank; backward has two of each.
 
-    Chunks of rows compute queries, keys and values twice in forward and three times more in
-    backward, and what follows once more in backward, as tiles of rows do with the MLP.
+    Row chunks compute queries, keys and values twice in forward and three more times in backward.
+    They compute the later products once more in backward, as do tiles of the MLP.
     """
     x = LayerSizes.of(model, run, part.sparse)
     if part.attention == MIXER:
@@ -93,7 +102,7 @@ def products(model: Model, run: Settings, part: LayerPart) -> Iterator[Product]:
 
 
 def _projections(model: Model, x: LayerSizes, run: Settings) -> Iterator[Product]:
-    if (index := model.indexer) is not None:  # whole on every tensor-parallel rank, for all rows
+    if (index := model.indexer) is not None:  # every tensor-parallel rank computes it for all rows
         from_rank = model.latent.q_rank if model.latent else 0
         yield Product(run.rows, from_rank or x.hidden, index.heads * index.width)
         yield Product(run.rows, x.hidden, index.width + index.heads)
@@ -101,7 +110,7 @@ def _projections(model: Model, x: LayerSizes, run: Settings) -> Iterator[Product
     rows = run.rows / chunks
     cut = (1.0, 3.0) if chunks > 1 else (0.0, 0.0)
     if low := model.latent:
-        n = rows / run.tp  # the narrow part is whole on every rank, for its share of rows
+        n = rows / run.tp  # every rank computes the latents of its share of rows
         yield Product(n, x.hidden, x.latent, chunks, cut)
         if low.q_rank:
             yield Product(rows, low.q_rank, x.query, chunks, cut)
@@ -124,14 +133,16 @@ def _mlp(model: Model, x: LayerSizes, run: Settings, sparse: bool) -> Iterator[P
         if model.shared:
             widths.append((model.shared, rows, tiles))
     for ffn, seen, count in widths:
-        each = max(1, ffn // run.tp)
-        yield Product(seen, x.hidden, each * (2 if x.gated else 1), count, tiled)
-        yield Product(seen, each, x.hidden, count, tiled)
+        width = max(1, ffn // run.tp)
+        yield Product(seen, x.hidden, width * (2 if x.gated else 1), count, tiled)
+        yield Product(seen, width, x.hidden, count, tiled)
 
 
 def product_seconds(gpu: Gpu, product: Product) -> float:
-    """Seconds of one product: its operations at the rate of large ones, longer where a size is
-    small; at least as long as memory takes for its three matrices.
+    """Return the seconds of one product.
+
+    Operations run at the rate of large products, more slowly if a size is small. The product takes
+    at least the time of reading and writing its three matrices.
     """
     m, k, n = product.rows, product.inner, product.columns
     lost = gpu.small * (1 / m + 1 / k + 1 / n)
@@ -140,14 +151,14 @@ def product_seconds(gpu: Gpu, product: Product) -> float:
 
 
 def memory_bytes(model: Model, run: Settings, part: LayerPart) -> tuple[float, float]:
-    """Bytes that a forward and a backward of a layer read and write outside products and attention.
+    """Return the bytes of memory traffic outside products and attention, in forward and backward.
 
-    Norms read and write rows, and residuals read two and write one, in each half; rope reads and
-    writes queries and keys; the activation reads what it turns into half as much (gated) or as
-    much. Backward: the norm reads its input too; the activation reads its input and a gradient, and
-    writes one. Rows are copied to experts and back. Of linear attention what is around it: the
-    convolution and the norm of keys read and write rows, the gated norm reads results and a gate;
-    backward reads gradients too and writes those of all that was read.
+    Norms read and write rows in each half, and residuals read two rows and write one. Rope reads
+    and writes queries and keys. The activation reads its input and writes half as much (gated) or
+    as much. In backward the norm also reads its input, and the activation reads its input and a
+    gradient and writes one. Rows are copied to experts and back. Around linear attention, the
+    convolution and the norm of keys read and write rows, and the gated norm reads results and a
+    gate. Their backward also reads gradients and writes a gradient for each input.
     """
     x = LayerSizes.of(model, run, part.sparse)
     n = run.rows / run.tp
@@ -171,49 +182,53 @@ def memory_bytes(model: Model, run: Settings, part: LayerPart) -> tuple[float, f
     return B * forward, B * backward
 
 
-# Backward makes what is inside of chunks again, and has two products for each of forward's.
+# Backward recomputes the inside of chunks, and has two products for each product of forward.
 BACKWARD = 3
 
 
-def answers(scan: Mixer, rows: int) -> float:
-    """Operations of a forward that knows the states that enter, over all heads.
+def output_operations(scan: Mixer, rows: int) -> float:
+    """Return the operations of a forward with known entering states, over all heads.
 
-    Per row: its chunk's keys times its query, the chunk's values times that, the state read, and
-    written. Delta rules: the keys times its own key, the solution of the chunk's triangle (a third
-    of its square), what that makes of keys and of values, and the state read for the key as well.
+    Per row: the keys of its chunk times its query, the values of the chunk times these products,
+    the state read, and the state written. Delta rules add the keys times its own key, the solution
+    of the chunk's triangle (a third of its square), the products of the solution with keys and
+    values, and the state read for the key.
     """
     c, d, w = CHUNK, scan.width, scan.value_width
-    each = 2 * c * (d + w) + 4 * d * w
+    per_row = 2 * c * (d + w) + 4 * d * w
     if scan.delta:
-        each += 4 * c * d + 2 * c * w + c * c / 3 + 2 * d * w
-    return float(rows * scan.heads * each)
+        per_row += 4 * c * d + 2 * c * w + c * c / 3 + 2 * d * w
+    return float(rows * scan.heads * per_row)
 
 
-def maps(scan: Mixer, rows: int) -> float:
-    """Operations of what rows do to any state, which a scan needs first, over all heads: the state
-    written; with delta rules the same recurrence of d + w columns instead of w.
+def state_operations(scan: Mixer, rows: int) -> float:
+    """Return the operations that a scan needs before it starts, over all heads.
+
+    They compute the effect of rows on any state: the state is written. With delta rules this is the
+    same recurrence with d + w columns instead of w.
     """
     c, d, w = CHUNK, scan.width, scan.value_width
-    each = 2.0 * d * w
+    per_row = 2.0 * d * w
     if scan.delta:
-        each = 2 * c * d + c * c / 3 + 2 * c * (d + w) + 4 * d * (d + w)
-    return rows * scan.heads * each
+        per_row = 2 * c * d + c * c / 3 + 2 * c * (d + w) + 4 * d * (d + w)
+    return rows * scan.heads * per_row
 
 
-def moved(x: LayerSizes, scan: Mixer, rows: int) -> float:
-    """Bytes of memory that one of both reads and writes: arguments, results, states of chunks
-    written and read.
+def memory_traffic(x: LayerSizes, scan: Mixer, rows: int) -> float:
+    """Return the bytes that one of both passes reads and writes.
+
+    These are arguments, results, and states of chunks, which are written and read.
     """
-    given = scan.convolved * B + (scan.decays + scan.heads * scan.delta) * F
-    return rows * (given + scan.values * B) + 2 * chunk_states(x, scan, rows)
+    arguments = scan.convolved * B + (scan.decays + scan.heads * scan.delta) * F
+    return rows * (arguments + scan.values * B) + 2 * chunk_states(x, scan, rows)
 
 
 def linear_seconds(
     gpu: Gpu, x: LayerSizes, scan: Mixer, rows: int, scanned: bool
 ) -> tuple[float, float]:
-    """Seconds of a forward and of a backward. scanned: states come from other ranks."""
-    computed = answers(scan, rows) + scanned * maps(scan, rows)
-    read = (1 + scanned) * moved(x, scan, rows)
+    """Return the seconds of a forward and of a backward. `scanned` means that ranks send states."""
+    computed = output_operations(scan, rows) + scanned * state_operations(scan, rows)
+    read = (1 + scanned) * memory_traffic(x, scan, rows)
     forward = max(computed / (gpu.peak * gpu.linear), read / gpu.memory_rate)
     return forward, BACKWARD * forward
 
@@ -221,16 +236,21 @@ def linear_seconds(
 ATTENTION, PRODUCTS, MEMORY = "attention", "linear layers", "norms, rope and activations"
 LINEAR, STATES = "linear attention", "states between ranks"
 TENSOR, EXPERTS, HOST = "tensor parallel", "expert exchange", "host link"
-LAUNCHES, LITTLE = "waiting for launches", 0.05  # a fraction of the time
+LAUNCHES, LITTLE = "waiting for launches", 0.05  # fraction of the time
 TimesAttention = Callable[..., AttentionTime]  # called as `attention_time`
 
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds of one layer and micro-batch by part. recompute: the forward that backward runs
-    again; backward: without it. core: of the core attention, None if the layer has none. launching:
-    what the processor needs meanwhile, in forward and from recompute to the end of backward.
-    kernel: same as in `AttentionTime`.
+    """Seconds of one layer and micro-batch by part.
+
+    Attributes:
+        forward: Forward.
+        recompute: The forward that backward repeats.
+        backward: Backward without recompute.
+        core: The core attention, None if the layer has none.
+        launching: Seconds of the processor for launches in forward, and in recompute and backward.
+        kernel: Same as in `AttentionTime`.
     """
 
     forward: SecondsByPart
@@ -241,7 +261,7 @@ class LayerTime:
     kernel: str | None = None
 
     def waiting(self) -> LayerTime:
-        """The same at least as long as launching takes; it has not waited before."""
+        """Return the time with waiting for launches, which it must not include yet."""
         forward, backward = SecondsByPart(self.forward), SecondsByPart(self.backward)
         first, second = self.launching
         forward[LAUNCHES] = max(0.0, first - forward.total)
@@ -250,8 +270,9 @@ class LayerTime:
 
     @property
     def planning(self) -> float:
-        """Seconds that the first layer of a micro-batch takes longer, for which its processor has
-        to plan before it launches.
+        """Seconds by which the first layer of a micro-batch is longer.
+
+        Its processor plans before it launches kernels.
         """
         needed = self.launching[0] + (self.core.planning if self.core else 0.0)
         return max(0.0, needed - self.forward.total)
@@ -259,18 +280,19 @@ class LayerTime:
     @property
     def parts(self) -> SecondsByPart:
         """Seconds of forward, recompute and backward together."""
-        found = SecondsByPart()
-        for each in (self.forward, self.recompute, self.backward):
-            found.add(each)
-        return found
+        total = SecondsByPart()
+        for part_seconds in (self.forward, self.recompute, self.backward):
+            total.add(part_seconds)
+        return total
 
     @property
     def seconds(self) -> float:
+        """Seconds of all parts."""
         return self.parts.total
 
     @property
     def bottleneck(self) -> str:
-        """The part that takes most."""
+        """The longest part."""
         return self.parts.largest
 
 
@@ -282,17 +304,22 @@ def layer_time(
     attention: TimesAttention = attention_time,
     states: States = scan_seconds,
 ) -> LayerTime:
-    """The time of one layer.
+    """Return the time of one layer.
 
-    part: what it is made of, as `parts_of` lists them; None: the last layer's. attention: times
-    its core attention; states: times the exchange of states. A search gives ones that remember.
+    Args:
+        model: The model.
+        cluster: The cluster.
+        run: The run.
+        part: The layer, from `parts_of`; None: the last layer.
+        attention: Times its core attention; a search passes a cached function.
+        states: Times its exchange of states.
     """
     part = part or parts_of(model, run, run.pp - 1)[-1]
-    forward, backward, again = SecondsByPart(), SecondsByPart(), SecondsByPart()
+    forward, backward, recompute = SecondsByPart(), SecondsByPart(), SecondsByPart()
     for product in products(model, run, part):
         taken = product_seconds(cluster.gpu, product) * product.times
-        forward[PRODUCTS] += taken * (1 + product.again[0])
-        backward[PRODUCTS] += taken * (2 + product.again[1])
+        forward[PRODUCTS] += taken * (1 + product.repeats[0])
+        backward[PRODUCTS] += taken * (2 + product.repeats[1])
     in_forward, in_backward = memory_bytes(model, run, part)
     forward[MEMORY] = in_forward / cluster.gpu.memory_rate
     backward[MEMORY] = in_backward / cluster.gpu.memory_rate
@@ -301,12 +328,12 @@ def layer_time(
         x = LayerSizes.of(model, run)
         if x.scan is not None:
             passed = run.cp > 1 and run.linear != "megatron"
-            each = linear_seconds(cluster.gpu, x, x.scan, run.rows, passed)
-            forward[LINEAR], backward[LINEAR] = each
+            linear_passes = linear_seconds(cluster.gpu, x, x.scan, run.rows, passed)
+            forward[LINEAR], backward[LINEAR] = linear_passes
             forward[STATES] = backward[STATES] = states(cluster, run, x)
     full = run.recompute == "full"
     if full:
-        again.add(forward)
+        recompute.add(forward)
     core = None
     if part.attention in SOFTMAX:
         window = model.window_of(part.attention, run.seq)
@@ -314,29 +341,38 @@ def layer_time(
         core = attention(model, cluster, own, window=window)
         forward[ATTENTION], backward[ATTENTION] = core.forward, core.backward
         if full:
-            again[ATTENTION] = recomputed_attention(core, run)
+            recompute[ATTENTION] = recomputed_attention(core, run)
     copied = host_bytes(model, run, part) / cluster.link
     keys = key_bytes(model, run, part) / cluster.link
     forward[HOST] = max(0.0, copied + keys - forward.total)
-    backward[HOST] = max(0.0, copied - backward.total - again.total)
-    found = LayerTime(
-        forward.taken(), again.taken(), backward.taken(), core, launching(cluster, run, part, core)
+    backward[HOST] = max(0.0, copied - backward.total - recompute.total)
+    result = LayerTime(
+        forward.taken(),
+        recompute.taken(),
+        backward.taken(),
+        core,
+        launching(cluster, run, part, core),
     )
-    return found.waiting()
+    return result.waiting()
 
 
 def launching(
     cluster: Cluster, run: Settings, part: LayerPart, core: AttentionTime | None
 ) -> tuple[float, float]:
-    """Seconds that launching a layer takes of the processor, in forward and in backward with what
-    it recomputes. Half of what is no core attention is launched for each chunk or tile of rows.
+    """Return the seconds of the processor for launches of a layer, in forward and in backward.
+
+    Backward includes its recomputation. Each row chunk or tile launches the kernels of its half
+    outside core attention.
     """
     pieces = run.sequence_chunks * (part.attention is not None) + run.mlp_tiles * part.mlp
-    rest, (forward, backward) = cluster.host_time.layer / 2 * pieces, core.host if core else (0, 0)
-    again = 0.0
+    launches, (forward, backward) = (
+        cluster.host_time.layer / 2 * pieces,
+        core.host if core else (0, 0),
+    )
+    recompute = 0.0
     if run.recompute == "full":
-        again = rest + forward * (run.store < 1)
-    return rest + forward, rest + backward + again
+        recompute = launches + forward * (run.store < 1)
+    return launches + forward, launches + backward + recompute
 
 
 def collectives(
@@ -347,15 +383,15 @@ def collectives(
     forward: SecondsByPart,
     backward: SecondsByPart,
 ) -> None:
-    """Add those of tensor- and of expert-parallel ranks.
+    """Add the collectives of tensor- and expert-parallel ranks.
 
-    Rows are gathered before and scattered after each half; backward gathers them once more for the
-    gradients of weights. All-to-alls bring rows to their experts and back.
+    Rows are gathered before each half and scattered after it. Backward gathers them once more for
+    the gradients of weights. All-to-alls send rows to their experts and back.
     """
     rows = run.rows * model.hidden * B
     halves = (part.attention is not None) + part.mlp
-    each = halves * ring_seconds(cluster, run.tp, 1, rows)
-    forward[TENSOR], backward[TENSOR] = 2 * each, 3 * each
+    gather = halves * ring_seconds(cluster, run.tp, 1, rows)
+    forward[TENSOR], backward[TENSOR] = 2 * gather, 3 * gather
     if part.sparse:
         sent = rows / run.tp * model.top_k
         taken = 2 * all_to_all_seconds(cluster, run.ep, run.tp, sent)
@@ -363,7 +399,7 @@ def collectives(
 
 
 def host_bytes(model: Model, run: Settings, part: LayerPart) -> float:
-    """Bytes of a layer's input and store that one rank copies to the host, and later back."""
+    """Return the bytes of a layer's input and store that one rank copies to the host and back."""
     x = LayerSizes.of(model, run, part.sparse)
     out = 0.0 if part.attention in (None, MIXER) else run.rows * (x.out * B + x.heads * F)
     return run.offload * (run.rows / run.tp * model.hidden * B + run.store * out)
@@ -382,25 +418,30 @@ def key_bytes(model: Model, run: Settings, part: LayerPart) -> float:
 
 
 def visible(seq: int, window: int = 0) -> float:
-    """Keys that a query of a causal sequence sees on average; window: at most so many."""
+    """Return the average number of keys that a query of a causal sequence attends to.
+
+    Args:
+        seq: Tokens of the sequence.
+        window: Upper limit of the keys, 0: no limit.
+    """
     w = min(window or seq, seq)
     return w * (1 - (w - 1) / (2 * seq))
 
 
 def recomputed_attention(core: AttentionTime, run: Settings) -> float:
-    """Seconds of the attention that backward runs again: of the early rows that are not stored.
+    """Return the seconds of the attention that backward recomputes: the early rows without a store.
 
-    Computing falls as the busiest rank's visible pairs do, transfers as the keys that travel do.
+    Compute time falls like the busiest rank's visible pairs, transfers like the keys that are sent.
     """
     pairs = recomputed_pairs(run.layout, run.cp, run.store)
     return core.forward * (pairs if core.bottleneck == "compute" else 1 - run.store)
 
 
 def recomputed_pairs(layout: str, cp: int, store: float) -> float:
-    """Visible pairs of the early rows over those of all, of the busiest rank, causal.
+    """Return the fraction of visible pairs in the early rows of the busiest rank, causal.
 
-    (1 - store)^2 where every rank has early rows in equal measure. With zigzag rank i has pieces i
-    and 2 CP - 1 - i of 2 CP, and with contiguous piece i of CP: some have all their rows early
+    It is (1 - store)^2 if all ranks have equally many early rows. With zigzag rank i has pieces i
+    and 2 CP - 1 - i of 2 CP, and with contiguous piece i of CP: all rows of some ranks are early
     (BurstEngine, section on sequence-level selective checkpointing).
     """
     left = 1 - store

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rates at which a rank's collectives move bytes: within a node, between nodes, to the host.
+"""Rates of a rank's collectives: within a node, between nodes, to the host.
 
-Plain arithmetic on a cluster. The rings of attention are simulated message by message elsewhere.
+They are computed from the rates of a cluster. The rings of attention are simulated message by
+message elsewhere.
 """
 
 from __future__ import annotations
@@ -10,23 +11,30 @@ from .....autotune.clusters import Cluster
 
 
 def rates_of(cluster: Cluster) -> tuple[float, float]:
-    """Bytes per second that a rank sends, one way, while all ranks of its node do: within its node,
-    and to other nodes.
+    """Return the bytes per second that a rank sends one way, within its node and to other nodes.
+
+    All ranks of the node send at the same time.
     """
     rates = cluster.rank_rates()
     return rates.intra, float(rates.between(cluster.nodes().per_nic))
 
 
 def in_node(cluster: Cluster, size: int, stride: int) -> int:
-    """Ranks of a group on one node; the group has `size` ranks, `stride` apart."""
+    """Return the ranks of a group on one node; the group has `size` ranks, `stride` apart."""
     return max(1, min(size, cluster.ranks_per_node // stride))
 
 
 def ring_seconds(cluster: Cluster, size: int, stride: int, total: float) -> float:
-    """An all-gather or a reduce-scatter of `total` bytes over a group, all groups at once.
+    """Return the seconds of an all-gather or a reduce-scatter over a group, all groups at once.
 
-    Each node sends all of it on once, by the NICs of the group's ranks there; within a node each
-    rank does.
+    Each node sends the data once, over the NICs of the group's ranks there. Within a node each rank
+    sends it.
+
+    Args:
+        cluster: The cluster.
+        size: Ranks of the group.
+        stride: Distance of the group's ranks.
+        total: Bytes of the whole tensor.
     """
     if size < 2:
         return 0.0
@@ -36,9 +44,13 @@ def ring_seconds(cluster: Cluster, size: int, stride: int, total: float) -> floa
 
 
 def all_to_all_seconds(cluster: Cluster, size: int, stride: int, sent: float) -> float:
-    """An all-to-all in which each rank has `sent` bytes for all ranks of its group, itself too.
+    """Return the seconds of an all-to-all. Both link classes are used at the same time.
 
-    Both link classes carry their share at the same time.
+    Args:
+        cluster: The cluster.
+        size: Ranks of the group.
+        stride: Distance of the group's ranks.
+        sent: Bytes of each rank for all ranks of the group, itself included.
     """
     if size < 2:
         return 0.0
@@ -48,5 +60,5 @@ def all_to_all_seconds(cluster: Cluster, size: int, stride: int, sent: float) ->
 
 
 def send_seconds(cluster: Cluster, stride: int, size: float) -> float:
-    """One message to the rank `stride` ranks on, while all ranks send one."""
+    """Return the seconds of one message to the rank `stride` ranks away, while all ranks send."""
     return size / rates_of(cluster)[stride >= cluster.ranks_per_node]

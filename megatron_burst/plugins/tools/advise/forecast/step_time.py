@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a training step takes, and what it spends its time on.
+"""The time of a training step by parts.
 
-Layers and ends of the model run on pipeline stages, micro-batch by micro-batch; then gradients are
-summed and the optimizer updates. The parts are those of the busiest stage; what it waits for is the
+Layers and ends of the model run on pipeline stages, micro-batch by micro-batch. Then gradients are
+summed and the optimizer updates. `parts` describe the busiest stage; its waiting time is the
 pipeline's bubble.
 
-States cost time in one of three ways. The plain one sums all gradients on every rank and updates
+States cost time in one of three ways. The plain way sums all gradients on every rank and updates
 all parameters there. The distributed optimizer scatters the sum over data- and context-parallel
 ranks, updates a share and gathers parameters once a step (LoongTrain's hybrid ZeRO). FSDP gathers
 every layer's parameters before its forward and again before its backward, and scatters its
@@ -47,37 +47,51 @@ GRADIENTS, GATHERING, OPTIMIZER = "gradient reduction", "parameter gathering", "
 
 
 def over_ranks(cluster: Cluster, run: Settings, dense: float, experts: float) -> float:
-    """Seconds of one all-gather or reduce-scatter of these bytes over the ranks that share them."""
+    """Return the seconds of one all-gather or reduce-scatter over the ranks that share states.
+
+    Args:
+        cluster: The cluster.
+        run: The run.
+        dense: Bytes of dense parameters.
+        experts: Bytes of experts.
+    """
     size = run.dp * run.cp
-    each = ring_seconds(cluster, size, run.tp, dense)
-    return each + ring_seconds(cluster, max(1, size // run.ep), run.tp * run.ep, experts)
+    dense_seconds = ring_seconds(cluster, size, run.tp, dense)
+    return dense_seconds + ring_seconds(cluster, max(1, size // run.ep), run.tp * run.ep, experts)
 
 
 def states_seconds(
-    cluster: Cluster, run: Settings, held: tuple[float, float], hiding: tuple[float, float]
+    cluster: Cluster,
+    run: Settings,
+    rank_parameters: tuple[float, float],
+    hiding: tuple[float, float],
 ) -> Mapping[str, float]:
-    """Seconds by part that states cost a stage beyond computing, in one step.
+    """Return the seconds by part that states cost a stage in one step, without computing.
 
-    held: parameters of a rank, dense and of experts, as `memory.parameters` counts them. hiding:
-    seconds of a micro-batch's forward and backward on this stage, which transfers run beside: a
-    fraction `Cluster.overlap` of them at best.
+    Args:
+        cluster: The cluster.
+        run: The run.
+        rank_parameters: Parameters of a rank, dense ones and those of experts, from
+            `memory.parameters`.
+        hiding: Seconds of a micro-batch's forward and backward on this stage. They overlap with at
+            most the fraction `Cluster.overlap` of transfers.
     """
     in_forward, in_backward = hiding
     gradients, gathered = (
-        over_ranks(cluster, run, *(each * size for each in held))
+        over_ranks(cluster, run, *(count * size for count in rank_parameters))
         for size in (BYTES[run.gradients], B)
     )
 
     def exposed(seconds: float, hiding: float) -> float:
         return seconds - min(cluster.overlap * seconds, hiding)
 
-    optimizer = optimizer_seconds(cluster, run, held)
+    optimizer = optimizer_seconds(cluster, run, rank_parameters)
     if run.fsdp:
         twice = exposed(gathered, in_forward) + exposed(gathered, in_backward)
         left = max(0.0, in_backward - cluster.overlap * gathered)
         reduced = run.micro_batches * exposed(gradients, left)
         return {GRADIENTS: reduced, GATHERING: run.micro_batches * twice, OPTIMIZER: optimizer}
-    if not run.distributed_optimizer:  # an all-reduce is both
+    if not run.distributed_optimizer:  # an all-reduce is a reduce-scatter and an all-gather
         gradients, gathered = 2 * gradients, 0.0
     return {
         GRADIENTS: exposed(gradients, in_backward),
@@ -86,11 +100,15 @@ def states_seconds(
     }
 
 
-def optimizer_seconds(cluster: Cluster, run: Settings, held: tuple[float, float]) -> float:
-    """Seconds of the update: states read and written, gradients read, parameters written. The part
-    on the host: gradients go there and parameters come back besides, at the host's rates.
+def optimizer_seconds(
+    cluster: Cluster, run: Settings, rank_parameters: tuple[float, float]
+) -> float:
+    """Return the seconds of the update.
+
+    It reads and writes states, reads gradients and writes parameters. The part on the host also
+    copies gradients to the host and parameters back, at the host's rates.
     """
-    dense, experts = held
+    dense, experts = rank_parameters
     size = run.dp * run.cp
     if run.distributed_optimizer or run.fsdp:
         dense, experts = dense / size, experts / max(1, size / run.ep)
@@ -104,19 +122,25 @@ def optimizer_seconds(cluster: Cluster, run: Settings, held: tuple[float, float]
 
 HEAD, RECOMPUTE = "LM head and loss", "recompute"
 BUBBLE, SENDS = "pipeline bubble", "pipeline sends"
-# Bytes that the loss reads and writes per logit besides the products: fused, bf16 logits are read
-# and their gradient written in place, once or (recompute) with another pass before; apart, fp32
-# copies of them go through softmax, target and gradient one by one.
+# Bytes that the loss reads and writes per logit outside the products. Fused: bf16 logits are read
+# and their gradient is written in place, once or (recompute) after another pass. Separate: softmax,
+# target and gradient each process fp32 copies.
 LOSS_BYTES = {"single_pass": 6, "recompute": 8, "off": 24}
 LOSS_PRODUCTS = {"single_pass": 3, "recompute": 4, "off": 3}
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Predicted for one step. parts: seconds of the busiest rank by what it does, whose
-    sum is `seconds`; bottleneck: the part to improve first; tokens: of one step, all ranks.
-    mfu: operations of the model (`model_operations`) over those of the GPUs' peak in that time.
-    kernel: same as in `AttentionTime`.
+    """The predicted time of one step.
+
+    Attributes:
+        seconds: Seconds of the step.
+        parts: Seconds of the busiest rank by part, which add up to `seconds`.
+        bottleneck: The part to improve first.
+        tokens: Tokens of one step over all ranks.
+        mfu: Operations of the model (`model_operations`) divided by the peak operations of the GPUs
+            in that time.
+        kernel: Same as in `AttentionTime`.
     """
 
     seconds: float
@@ -127,7 +151,7 @@ class StepTime:
     kernel: str | None = None
 
     def tokens_per_gpu(self, gpus: int) -> float:
-        """Tokens per second and GPU."""
+        """Return tokens per second and GPU."""
         return self.tokens / self.seconds / gpus
 
 
@@ -139,6 +163,7 @@ class Stage(NamedTuple):
 
     @property
     def seconds(self) -> float:
+        """Seconds of forward and backward."""
         return self.forward.total + self.backward.total
 
 
@@ -150,11 +175,19 @@ def step_time(
     states: States = scan_seconds,
     bound: bool = False,
 ) -> StepTime:
-    """The time of one step of a run. attention: times the core attention of a
-    layer, states: its exchange of states; a search gives ones that remember. bound: no time with
-    longer layers is below it, where another stage may be the busiest, with fewer parameters.
+    """Return the time of one step of a run.
 
-    Raises ValueError for settings that no run could have.
+    Args:
+        model: The model.
+        cluster: The cluster.
+        run: The run.
+        attention: Times the core attention of a layer; a search passes a cached function.
+        states: Times the exchange of states of a layer.
+        bound: Return a lower bound for runs with slower layers, in which another stage with fewer
+            parameters may be the busiest.
+
+    Raises:
+        ValueError: The settings are impossible.
     """
     check(model, run)
     layer = partial(layer_time, model, cluster, run, attention=attention, states=states)
@@ -163,16 +196,23 @@ def step_time(
     busiest = max(range(run.pp), key=times.__getitem__)
     stage = stages[busiest]
     parts = SecondsByPart()
-    for each in stage:
-        parts.add(each, run.micro_batches)
+    for stage_pass in stage:
+        parts.add(stage_pass, run.micro_batches)
     parts[BUBBLE] = (sum(times) - times[busiest]) / run.vpp
     parts[SENDS] = send_time(model, cluster, run)
     hiding = stage.forward.total, stage.backward.total
     spent = states_seconds(cluster, run, parameters(model, run, busiest), hiding)
     if bound and run.pp > 1:
-        others = (parameters(model, run, each) for each in range(run.pp) if each != busiest)
-        hidden = (states_seconds(cluster, run, held, (math.inf, math.inf)) for held in others)
-        spent = min(spent, *hidden, key=lambda each: sum(each.values()))
+        others_parameters = (
+            parameters(model, run, stage_pass)
+            for stage_pass in range(run.pp)
+            if stage_pass != busiest
+        )
+        hidden = (
+            states_seconds(cluster, run, parameters_of_stage, (math.inf, math.inf))
+            for parameters_of_stage in others_parameters
+        )
+        spent = min(spent, *hidden, key=lambda stage_pass: sum(stage_pass.values()))
     parts.add(spent)
     parts = parts.taken()
     seconds = parts.total
@@ -182,11 +222,17 @@ def step_time(
 
 
 def model_operations(model: Model, seq: int) -> float:
-    """Operations per token that the model needs: six per parameter that multiplies a token (the LM
-    head, not the embedding) and three passes of attention's two products over the keys that it
-    sees: of a causal sequence half. Nothing that is recomputed counts. BurstEngine counts so. Of
-    linear attention the recurrence counts, whatever chunks it is computed in: a state written and
-    read once per token, with delta rules read twice.
+    """Return the operations per token that the model needs.
+
+    Each parameter that multiplies a token counts six operations (the LM head, not the embedding).
+    Attention counts three passes of its two products over the visible keys, half of a causal
+    sequence. Recomputation does not count. BurstEngine counts in the same way. Linear attention
+    counts the recurrence, whatever its chunks: a state is written and read once per token, and read
+    twice with delta rules.
+
+    Args:
+        model: The model.
+        seq: Tokens of a sequence.
     """
     widths = model.heads * (model.head_dim + model.value_dim)
     seen = sum(model.number_of(kind) * visible(seq, model.window_of(kind, seq)) for kind in SOFTMAX)
@@ -202,7 +248,7 @@ def model_operations(model: Model, seq: int) -> float:
 def stages_of(
     model: Model, cluster: Cluster, run: Settings, layer: Callable[[LayerPart], LayerTime]
 ) -> list[Stage]:
-    """One micro-batch on every stage. layer: the time of a layer that is made of this."""
+    """Return the time of one micro-batch on every stage. `layer` times a layer."""
     timed = cache(layer)
     return [_stage(model, cluster, run, index, timed) for index in range(run.pp)]
 
@@ -211,17 +257,22 @@ def _stage(
     model: Model, cluster: Cluster, run: Settings, index: int,
     layer: Callable[[LayerPart], LayerTime],
 ) -> Stage:  # fmt: skip
-    """One micro-batch on a stage: its layers, the embedding on the first, the head on the last."""
+    """Return the time of one micro-batch on a stage.
+
+    The first stage has the embedding, the last the head.
+    """
     forward = SecondsByPart()
     backward = SecondsByPart()
     kinds = Counter(parts_of(model, run, index))
-    planning: dict[tuple[str | None, str | None], float] = {}  # layers of one attention share plans
+    planning: dict[
+        tuple[str | None, str | None], float
+    ] = {}  # layers with equal attention share a plan
     for part, count in kinds.items():
-        one = layer(part)
-        forward.add(one.forward, count)
-        backward.add(one.backward, count)
-        backward[RECOMPUTE] += count * one.recompute.total
-        planning.setdefault((part.attention, part.algorithm), one.planning)
+        layer_seconds = layer(part)
+        forward.add(layer_seconds.forward, count)
+        backward.add(layer_seconds.backward, count)
+        backward[RECOMPUTE] += count * layer_seconds.recompute.total
+        planning.setdefault((part.attention, part.algorithm), layer_seconds.planning)
     forward[LAUNCHES] += sum(planning.values())
     if index == 0:
         moved = 3 * run.rows / run.tp * model.hidden * B / cluster.gpu.memory_rate
@@ -233,25 +284,29 @@ def _stage(
 
 
 def head_seconds(model: Model, cluster: Cluster, run: Settings) -> tuple[float, float]:
-    """Forward and backward of the LM head and its loss: three products, four if logits are made
-    again; with `single_pass` all of them are in forward.
+    """Return the seconds of forward and backward of the LM head and its loss.
+
+    They are three products, or four if logits are recomputed. With `single_pass` all of them are in
+    forward.
     """
     columns = max(1, model.vocabulary // run.tp)
-    each = product_seconds(cluster.gpu, Product(run.rows, model.hidden, columns))
+    per_product = product_seconds(cluster.gpu, Product(run.rows, model.hidden, columns))
     loss = LOSS_BYTES[run.lm_head_loss] * run.rows * columns / cluster.gpu.memory_rate
     gathers = 3 * ring_seconds(cluster, run.tp, 1, run.rows * model.hidden * B)
     count = LOSS_PRODUCTS[run.lm_head_loss]
     first = count if run.lm_head_loss == "single_pass" else 1
-    return first * each + loss, (count - first) * each + gathers
+    return first * per_product + loss, (count - first) * per_product + gathers
 
 
 def send_time(model: Model, cluster: Cluster, run: Settings) -> float:
-    """Seconds of activations and their gradients between stages: every micro-batch waits for its
-    own in 1F1B; interleaved, only those that fill and empty the pipeline do.
+    """Return the seconds of activations and their gradients between stages.
+
+    In 1F1B every micro-batch waits for its own transfer. Interleaved, only the micro-batches that
+    fill and empty the pipeline wait.
     """
     if run.pp == 1:
         return 0.0
     stride = run.tp * run.cp * run.dp
-    each = send_seconds(cluster, stride, run.rows / run.tp * model.hidden * B)
+    per_message = send_seconds(cluster, stride, run.rows / run.tp * model.hidden * B)
     times = run.micro_batches if run.vpp == 1 else 2 * (run.pp - 1)
-    return 2 * times * each
+    return 2 * times * per_message

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which attention settings a run takes, and how long it takes with them, remembered for a search.
+"""The attention settings of a run and their predicted time, cached for a search.
 
-Decides nothing of its own: `autotune.select` chooses, as it does for `--context-parallel-algo
-auto` in a run, so that a run and the advice agree.
+This module decides nothing itself: `autotune.select` chooses, as it does for
+`--context-parallel-algo auto` in a run. So a run and the advice agree.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .....schedule.head_shares import Share
 from .....schedule.sizes import Sizes
 from .....schedule.tables import SIDES
 from .....schedule.topology import Topology, alternatives
-from ..account.rings import CoreOf, remembering
+from ..account.rings import CoreOf, cached_core_of
 from ..forecast.attention_time import (
     AttentionTime,
     attention_time,
-    remembered,
+    cached_ring_passes,
     sizes_of,
     topology_of,
 )
@@ -38,74 +38,79 @@ from ..settings import Settings
 from ..shapes.layer_kinds import CHUNKED, SOFTMAX, WINDOW
 from ..shapes.models import Model
 
-# What the time of an attention call depends on.
-OWN = (
+# Fields that the time of an attention call depends on.
+TIME_INPUTS = (
     "seq", "tp", "cp", "micro_batch", "sequence_chunks", "algorithm", "layout", "side", "wire",
     "intra", "ulysses", "placement", "inner", "head_chunks",
 )  # fmt: skip
-CHOSEN = ("algorithm", "side", "head_chunks", "ulysses", "placement")
-# What the choice of these depends on, of whole rows.
-ASKED = tuple(name for name in OWN if name not in (*CHOSEN, "sequence_chunks"))
-REMEMBERED = 24  # grids whose schedules are: more than one number of ranks has
-LARGEST_RING = 128  # ranks; larger rings are tried only where heads cannot be shared
+CHOICE_OUTPUTS = ("algorithm", "side", "head_chunks", "ulysses", "placement")
+# Fields that the choice without row chunks depends on.
+CHOICE_INPUTS = tuple(
+    name for name in TIME_INPUTS if name not in (*CHOICE_OUTPUTS, "sequence_chunks")
+)
+CACHED_GRIDS = 24  # grids with cached schedules; one number of ranks has fewer grids
+LARGEST_RING = 128  # ranks; larger rings are tried only if ranks cannot share heads
 
 
 class AttentionForecast:
     """The attention of one model on one cluster.
 
-    pinned: fields of `Settings` that the user has fixed; algorithm "hybrid" or "ulysses" fixes that
-    ranks share heads.
+    Args:
+        model: The model.
+        cluster: The cluster.
+        pinned: Fields of `Settings` that the user has fixed. Algorithm "hybrid" or "ulysses"
+            requires that ranks share heads.
     """
 
     def __init__(self, model: Model, cluster: Cluster, pinned: Mapping[str, Any] | None = None):
         self.model, self.cluster, self.pinned = model, cluster, dict(pinned or {})
         self._times: dict[Any, AttentionTime] = {}
-        self.rings, self.states = remembered(), partial(scan_seconds, timed=cache(scan_time))
+        self.rings, self.states = (
+            cached_ring_passes(),
+            partial(scan_seconds, timed=cache(scan_time)),
+        )
         self._choices: dict[Any, dict[str, Any]] = {}
         self._kinds: dict[Any, str] = {}
         self._schedules: dict[Any, GridSchedules] = {}
 
     @cached_property
     def core_of(self) -> CoreOf:
-        """What core attention holds, remembered."""
-        return remembering()
+        """The memory of core attention, cached."""
+        return cached_core_of()
 
     def on(self, cluster: Cluster) -> AttentionForecast:
-        """The attention of the same model on another cluster."""
-        other = self._on(cluster)
-        other._schedules = self._schedules
-        return other
+        """Return the forecast for the same model on another cluster."""
+        forecast = self._on(cluster)
+        forecast._schedules = self._schedules
+        return forecast
 
     def _on(self, cluster: Cluster) -> AttentionForecast:
         return AttentionForecast(self.model, cluster, self.pinned)
 
     def step(self, run: Settings) -> StepTime:
-        """The time of a step of a run."""
+        """Return the time of a step of a run."""
         return step_time(self.model, self.cluster, run, self.time, self.states)
 
     def step_at_least(self, run: Settings) -> StepTime:
-        """A bound of `step` with any attention settings."""
+        """Return a lower bound of `step` over all attention settings."""
         return step_time(self.model, self.cluster, run, self.at_least, self.states, True)
 
     def settled(self, run: Settings) -> Settings:
-        """The run with the attention settings that are predicted to be fastest, the same in all
-        layers.
-        """
+        """Return the run with the fastest predicted attention settings, the same in all layers."""
         if run.cp == 1:
             return run
-        asked = tuple(getattr(run, name) for name in ASKED)
-        if asked not in self._choices:
+        key = tuple(getattr(run, name) for name in CHOICE_INPUTS)
+        if key not in self._choices:
             taken = self.candidate(run)
-            self._choices[asked] = {name: getattr(taken, name) for name in CHOSEN}
-        settled = replace(run.alike(), **self._choices[asked])
+            self._choices[key] = {name: getattr(taken, name) for name in CHOICE_OUTPUTS}
+        settled = replace(run.uniform(), **self._choices[key])
         return settled if run.sequence_chunks == 1 else self._in_chunks(settled)
 
     def by_kind(self, run: Settings) -> Settings:
-        """Return the run with the fastest predicted algorithm for each kind of layers, as
-        `--context-parallel-algo auto` chooses it.
+        """Return the run with the fastest predicted algorithm for each kind of layers.
 
-        All kinds share the run's side, head chunks and groups. A pinned algorithm is that of all
-        layers.
+        `--context-parallel-algo auto` makes the same choice. All kinds share the run's side, head
+        chunks and groups. A pinned algorithm applies to all layers.
         """
         kinds = [kind for kind in SOFTMAX if kind in self.model.kinds]
         pinned = self.pinned.get("algorithm", "auto") != "auto"
@@ -118,7 +123,7 @@ class AttentionForecast:
         return replace(run, **own) if any(own.values()) else run
 
     def _of_kind(self, run: Settings, kind: str) -> str | None:
-        """Return the fastest algorithm of layers of this kind, None if it is that of the run."""
+        """Return the fastest algorithm of a kind of layers, None if it is the run's algorithm."""
         window = self.model.window_of(kind, run.seq)
         if kind not in self.model.kinds or not window:
             return None
@@ -134,46 +139,50 @@ class AttentionForecast:
         return None if own == ring_algorithm(run.algorithm) else own
 
     def _in_chunks(self, run: Settings) -> Settings:
-        """The same with the side that suits chunks of rows: keys go round once for each."""
+        """Return the run with the side that suits row chunks: keys are sent once per row chunk."""
         key = self._key(run)
         if key not in self._choices:
             sides = [self.pinned["side"]] if "side" in self.pinned else SIDES
-            tried = [replace(run, side=side) for side in sides]
-            best = min(tried, key=lambda one: self.time(self.model, self.cluster, one).seconds)
+            candidates = [replace(run, side=side) for side in sides]
+            best = min(
+                candidates,
+                key=lambda candidate: self.time(self.model, self.cluster, candidate).seconds,
+            )
             self._choices[key] = {"side": best.side}
         return replace(run, **self._choices[key])
 
     def time(self, model: Model, cluster: Cluster, run: Settings, window: int = 0) -> AttentionTime:
-        """Return `attention_time` of a run, remembered."""
+        """Return `attention_time` of a run, from a cache."""
         key = self._key(run), window
         if key not in self._times:
             self._times[key] = self.timed(run, window)
         return self._times[key]
 
     def timed(self, run: Settings, window: int = 0) -> AttentionTime:
-        """The time of a run that is not remembered yet."""
+        """Return the time of a run without the cache."""
         return attention_time(self.model, self.cluster, run, rings=self.rings, window=window)
 
     def at_least(
         self, model: Model, cluster: Cluster, run: Settings, window: int = 0
     ) -> AttentionTime:
-        """A bound of `time`: nothing travels, and all ranks compute equally much; one call is
-        launched.
+        """Return a lower bound of `time`.
+
+        Nothing is sent, all ranks compute equally much, and one kernel is launched.
         """
         alone = replace(run, cp=1, ulysses=1, algorithm="burst", head_chunks=1, sequence_chunks=1,
                         intra=1, inner=None, side="kv", layout="contiguous")  # fmt: skip
-        whole = self.time(model, cluster, alone, window=window)
-        computing = {"compute": whole.busy["compute"] / run.cp, "intra": 0.0, "inter": 0.0}
+        one_rank = self.time(model, cluster, alone, window=window)
+        computing = {"compute": one_rank.busy["compute"] / run.cp, "intra": 0.0, "inter": 0.0}
         return replace(
-            whole, forward=whole.forward / run.cp, backward=whole.backward / run.cp,
+            one_rank, forward=one_rank.forward / run.cp, backward=one_rank.backward / run.cp,
             exchange=(0.0, 0.0), busy=computing,
         )  # fmt: skip
 
     def _key(self, run: Settings) -> tuple[Any, ...]:
-        return *(getattr(run, name) for name in OWN), run.keys_on_host
+        return *(getattr(run, name) for name in TIME_INPUTS), run.keys_on_host
 
     def candidate(self, run: Settings) -> Candidate:
-        """What `select.fastest` takes for this run's rows, heads and nodes."""
+        """Return the choice of `select.fastest` for this run's rows, heads and nodes."""
         work = Workload(sizes_of(self.model, run), self.mask(run), self.layout(run))
         if (index := self.model.indexer) is not None:
             work = replace(work, attended=index.top_k, latent=True)
@@ -184,27 +193,28 @@ class AttentionForecast:
     def _schedules_of(
         self, layout: str, workload: Workload, topology: Topology, nodes: Nodes | None
     ) -> GridSchedules:
-        """Those of a workload on a grid; the last ones made are remembered, as the next runs mostly
-        have others of the same rows.
+        """Return the schedules of a workload on a grid.
+
+        The last ones are cached, because the next runs often have others of the same rows.
         """
-        key, held = (layout, workload.seq_len, topology, nodes), self._schedules
-        made = held.pop(key, None) or GridSchedules(workload, topology, nodes)
+        key, cached = (layout, workload.seq_len, topology, nodes), self._schedules
+        schedules = cached.pop(key, None) or GridSchedules(workload, topology, nodes)
         if topology.ring_size <= LARGEST_RING:
-            held[key] = made
-        while len(held) > REMEMBERED:
-            del held[next(iter(held))]
-        return made
+            cached[key] = schedules
+        while len(cached) > CACHED_GRIDS:
+            del cached[next(iter(cached))]
+        return schedules
 
     def rates(self) -> Rates:
-        """Those of a rank, of this attention."""
+        """Return the rates of a rank for this attention."""
         return self.cluster.rank_rates()
 
     def mask(self, run: Settings) -> Mask:
-        """Who sees whom."""
+        """Return the mask."""
         return Causal()
 
     def layout(self, run: Settings) -> Layout:
-        """Which positions each rank holds."""
+        """Return the layout of a run."""
         return make(run.layout, cp_size=run.cp)
 
     def _fixed(self) -> FixedSettings:
@@ -217,29 +227,32 @@ class AttentionForecast:
         )
 
     def _grids(self, run: Settings, sizes: Sizes) -> list[Topology]:
-        """Grids with the groups that are fixed; rings of moderate size where there are some."""
-        found = grids(run.cp, self.cluster.cp_per_node(run.tp, run.cp), sizes)
+        """Return the grids that have the fixed groups.
+
+        Rings larger than `LARGEST_RING` are left out if there are others.
+        """
+        all_grids = grids(run.cp, self.cluster.cp_per_node(run.tp, run.cp), sizes)
         size = {"ulysses": run.cp}.get(self.pinned.get("algorithm", ""))
         size = self.pinned.get("ulysses", size if self.model.indexer is None else 1)
         placement, chunks = self.pinned.get("placement"), self.pinned.get("head_chunks") or 1
-        kept = [
+        chosen = [
             grid
-            for grid in found
+            for grid in all_grids
             if size in (None, grid.ulysses)
             and (size is not None or Share(sizes.kv_heads, grid.ulysses).each % chunks == 0)
             and (grid.ulysses == 1 or placement in (None, grid.placement))
         ]
         if self.pinned.get("algorithm", "auto") not in ("auto", "ulysses") and size is None:
-            kept = [grid for grid in kept if grid.ulysses < max(2, run.cp)]  # a ring is left
+            chosen = [grid for grid in chosen if grid.ulysses < max(2, run.cp)]  # a ring is left
         if self.pinned.get("algorithm") == "hybrid" and size is None:
-            kept = [grid for grid in kept if 1 < grid.ulysses < run.cp]
+            chosen = [grid for grid in chosen if 1 < grid.ulysses < run.cp]
         parts = self.pinned.get("head_chunks", 1)
-        whole = [grid for grid in kept if sizes.shared(grid.ulysses).kv_heads % parts == 0]
-        kept = whole or kept
-        if not kept:
+        whole_heads = [grid for grid in chosen if sizes.shared(grid.ulysses).kv_heads % parts == 0]
+        chosen = whole_heads or chosen
+        if not chosen:
             raise ValueError(
                 f"--ulysses {size}: no {size or 'some'} of --cp {run.cp} ranks can share "
                 f"{sizes.heads} query and {sizes.kv_heads} key/value heads of a rank; take "
-                f"{alternatives(sorted({grid.ulysses for grid in found}))}"
+                f"{alternatives(sorted({grid.ulysses for grid in all_grids}))}"
             )
-        return [grid for grid in kept if grid.ring_size <= LARGEST_RING] or kept
+        return [grid for grid in chosen if grid.ring_size <= LARGEST_RING] or chosen

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run as a script for Slurm's sbatch: `advise --sbatch`.
 
-The scripts of examples/slurm/ contain `LAUNCH` and `DIRECTIVES` too; a test compares them.
+The scripts of examples/slurm/ also contain `LAUNCH` and `DIRECTIVES`; a test compares them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ..shapes.model import Model
 from .model_flags import lacking, script_of
 from .pasted import DOCUMENTS, flags_of, left_to_the_user
 
-CPUS = 8  # of each GPU: two threads of Python, NCCL's, and workers of the data loader
-START = 30 * 60  # seconds in which a job starts, runs the doctor, builds the model and saves
-SAVE = 10 * 60  # seconds before the time limit in which Megatron-LM saves
+CPUS = 8  # per GPU: two threads of Python, NCCL's, and workers of the data loader
+START = 30 * 60  # seconds to start a job, run the doctor, build the model and save
+SAVE = 10 * 60  # seconds that Megatron-LM has to save before the time limit
 BETWEEN = 30 * 60  # seconds between checkpoints
 UNSET = "SET_ME"  # a time limit that sbatch refuses
 
@@ -50,7 +50,7 @@ on_all_nodes() {
 
 JOB = """\
 #!/usr/bin/env bash
-# {said}; a step is predicted to take {step}.
+# {summary}; a step is predicted to take {step}.
 #     MEGATRON_LM=/path/to/Megatron-LM sbatch FILE --data-path PREFIX ...
 {missing}# Submitted again or requeued, the job goes on from the latest checkpoint in CHECKPOINTS.
 #SBATCH --job-name={name}
@@ -89,17 +89,19 @@ ONE_RANK = "srun --kill-on-bad-exit=1 megatron-burst doctor --quick"  # without 
 
 
 def job_of(
-    model: Model, run: Settings, nodes: int, per_node: int, said: str, cut: str,
+    model: Model, run: Settings, nodes: int, per_node: int, summary: str, cut: str,
     step: tuple[float, float], train_iters: int | None = None,
 ) -> str:  # fmt: skip
-    """A script for sbatch that runs `flags_of`, with the flags that follow its name.
+    """Return a script for sbatch that runs `flags_of`.
+
+    Arguments of the script are passed on as further flags.
 
     Args:
         model: The model.
         run: The settings of the run.
         nodes: Nodes of the job.
         per_node: GPUs of each node.
-        said: What the job is, in one line.
+        summary: Description of the job in one line.
         cut: The layout of packs, "" without them.
         step: Seconds of a step: the forecast, and the upper end of its range.
         train_iters: Steps of the whole run; None leaves the time limit to the user.
@@ -111,7 +113,7 @@ def job_of(
     if train_iters is not None:
         flags.append(f"--train-iters {train_iters}")
     return JOB.format(
-        said=" ".join(said.split()),
+        summary=" ".join(summary.split()),
         step=duration(step[0]),
         missing="".join(f"# {sentence}\n" for sentence in missing),
         name=job_name(model.name),
@@ -143,7 +145,7 @@ def job_name(model: str) -> str:
 
 
 def _time(longest: float, train_iters: int | None) -> Iterator[str]:
-    """The time limit and the reason for it. longest: seconds that a step may take."""
+    """Yield the lines of the time limit. `longest` is the upper limit of the seconds of a step."""
     if train_iters is None:
         yield f"# SET_ME: the number of steps x {duration(longest)}, the upper end of the forecast,"
         yield f"# and {duration(START)} to start and save. sbatch refuses the file until it is set."
@@ -155,7 +157,7 @@ def _time(longest: float, train_iters: int | None) -> Iterator[str]:
 
 
 def time_limit(seconds: float) -> str:
-    """Seconds as Slurm writes them, rounded up to minutes: "1-02:30:00"."""
+    """Return seconds in Slurm's notation, rounded up to minutes: "1-02:30:00"."""
     hours, minutes = divmod(math.ceil(seconds / 60), 60)
     days, hours = divmod(hours, 24)
     return f"{days}-{hours:02}:{minutes:02}:00"

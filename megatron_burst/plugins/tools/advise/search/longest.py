@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The longest sequence that any run of a search can train: `mb.advise(seq="longest")`, `memory
---longest`.
+"""The longest sequence that any run of a search can train.
 
-Of every way to share the GPUs out the runs that take least memory are tried, whatever their time,
-with the attention that would be taken at such a length. The search then finds the fastest run of
-that length.
+`mb.advise(seq="longest")` and `memory --longest` use it. For every way to divide the GPUs into
+groups, the runs that need the least memory are tried, whatever their time, with the attention
+settings that `auto` would choose at such a length. The search then finds the fastest run of that
+length.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from .....autotune.clusters import Cluster
 from ..account.memory import Account, MemoryLeft, account, fit, least_bytes
-from ..account.rings import CoreOf, remembering
+from ..account.rings import CoreOf, cached_core_of
 from ..settings import ENDS, Settings, check, uneven_rounds
 from ..shapes.model import Model
 from .attention_choice import AttentionForecast
@@ -29,16 +29,21 @@ from .search_space import (
     options_of,
 )
 
-EVEN = 1 << 15  # rows of a rank, which all sizes of groups divide
-LEAST = 0.6  # of the longest with other attention: what falls short of it is not looked at
+EVEN = 1 << 15  # rows of a rank; all sizes of groups divide this number
+NEAR = 0.6  # minimum length relative to the longest run with other attention settings
 FULL = 64  # micro-batches that keep every stage of a pipeline busy
-GRANULE = 1 << 15  # tokens: sequences are multiples of it, and of 2 x cp
+GRANULE = 1 << 15  # tokens; sequences are multiples of this and of 2 x cp
 
 
 @dataclass(frozen=True)
 class Longest:
-    """The longest sequence of a run on a cluster: the run at that length, its memory, what is left,
-    and what the next longer one lacks.
+    """The longest sequence of a run on a cluster.
+
+    Attributes:
+        run: The run at that length.
+        account: Its memory.
+        left: The unused memory.
+        binds: The memory that the next longer sequence exceeds.
     """
 
     run: Settings
@@ -50,46 +55,58 @@ class Longest:
 def longest_of(
     model: Model, cluster: Cluster, run: Settings, core_of: CoreOf | None = None
 ) -> Longest:
-    """The longest sequence of `run`, whose own length does not count. core_of: what core attention
-    holds, from a caller that remembers it.
+    """Return the longest sequence of a run.
 
-    ValueError, with what would help, if not even a granule of tokens fits.
+    Args:
+        model: The model.
+        cluster: The cluster.
+        run: The run. Its own length is ignored.
+        core_of: Returns the memory of core attention, from a cache of the caller.
+
+    Raises:
+        ValueError: Not even the shortest length fits; the message names a remedy.
     """
-    unit, core_of = _unit(run), core_of or remembering()
+    unit, core_of = _unit(run), core_of or cached_core_of()
 
-    def tried(units: int) -> tuple[Account, MemoryLeft]:
-        found = account(model, replace(run, seq=units * unit), False, core_of)
-        return found, fit(found, cluster)
+    def at_units(units: int) -> tuple[Account, MemoryLeft]:
+        rank_account = account(model, replace(run, seq=units * unit), False, core_of)
+        return rank_account, fit(rank_account, cluster)
 
     low, high = 0, 1
-    while tried(high)[1].fits:
+    while at_units(high)[1].fits:
         low, high = high, 2 * high
     while high - low > max(1, low // 500):
         middle = (low + high) // 2
-        low, high = (middle, high) if tried(middle)[1].fits else (low, middle)
+        low, high = (middle, high) if at_units(middle)[1].fits else (low, middle)
     if not low:
-        raise ValueError(does_not_fit(tried(1)[0], cluster))
-    found, left = tried(low)
-    _, beyond = tried(high)
+        raise ValueError(does_not_fit(at_units(1)[0], cluster))
+    rank_account, left = at_units(low)
+    _, beyond = at_units(high)
     binds = beyond.binds if beyond.device < 0 else "host memory"
-    return Longest(found.run, found, left, binds)
+    return Longest(rank_account.run, rank_account, left, binds)
 
 
 def best(
     model: Model, cluster: Cluster, runs: Iterable[Settings], core_of: CoreOf | None = None
 ) -> Longest:
-    """The one of these runs with the longest sequence; runs that do not fit are passed over.
-    core_of: same as in `longest_of`.
+    """Return the run with the longest sequence; runs that do not fit are skipped.
 
-    ValueError, with what would help the last of them, where none fits.
+    Args:
+        model: The model.
+        cluster: The cluster.
+        runs: The runs.
+        core_of: Same as in `longest_of`.
+
+    Raises:
+        ValueError: No run fits; the message names a remedy for the last run.
     """
-    found: Longest | None = None
-    core_of = core_of or remembering()
+    longest_run: Longest | None = None
+    core_of = core_of or cached_core_of()
     refused: ValueError | None = None
     last: Settings | None = None
     for run in runs:
         unit = _unit(run)
-        units = 1 if found is None else found.run.seq // unit + 1
+        units = 1 if longest_run is None else longest_run.run.seq // unit + 1
         try:
             if least_bytes(model, replace(run, seq=units * unit)) > cluster.room:
                 last = last or run
@@ -97,25 +114,29 @@ def best(
             longer = account(model, replace(run, seq=units * unit), False, core_of)
             last = run
             if fit(longer, cluster).fits:
-                other = longest_of(model, cluster, run, core_of)
-                found = other if found is None or other.run.seq > found.run.seq else found
+                candidate = longest_of(model, cluster, run, core_of)
+                longest_run = (
+                    candidate
+                    if longest_run is None or candidate.run.seq > longest_run.run.seq
+                    else longest_run
+                )
         except ValueError as error:  # no such run
             refused = error
-    if found is None and last is not None:
+    if longest_run is None and last is not None:
         return longest_of(model, cluster, last, core_of)
-    if found is None:
+    if longest_run is None:
         raise refused or ValueError("no run to try")
-    return found
+    return longest_run
 
 
 def _unit(run: Settings) -> int:
-    """The lengths of a run that are tried are multiples of it."""
+    """Return the unit of the lengths of a run."""
     even = evenly(run)
     return even * -(-GRANULE // even)
 
 
 def evenly(run: Settings) -> int:
-    """A length whose multiples ranks, chunks and tiles of rows all divide."""
+    """Return the shortest length that ranks, chunks and tiles of rows divide evenly."""
     return 2 * run.cp * run.tp * math.lcm(run.sequence_chunks, run.mlp_tiles)
 
 
@@ -141,18 +162,18 @@ def layouts_of(
     seq = run.seq if run.seq > 1 else EVEN * cluster.gpus
     goal = TrainingGoal(seq, FULL * cluster.gpus * run.micro_batch, fixed, documents=documents)
     check_wanted(model, cluster, goal)
-    found, refused = {}, None
-    for each in groups_of(model, cluster, goal):  # the most expert-parallel ranks last
-        own = replace(run, tp=each.tp, cp=each.cp, dp=1, ep=each.ep, intra=each.intra)
+    by_tp, refused = {}, None
+    for groups in groups_of(model, cluster, goal):  # in the order of expert-parallel ranks
+        own = replace(run, tp=groups.tp, cp=groups.cp, dp=1, ep=groups.ep, intra=groups.intra)
         try:
-            check(model, replace(own, seq=each.seq))
+            check(model, replace(own, seq=groups.seq))
         except ValueError as error:
             refused = error
         else:
-            found[own.tp] = own
-    if refused is not None and not found:
+            by_tp[own.tp] = own
+    if refused is not None and not by_tp:
         raise refused
-    return list(found.values())
+    return list(by_tp.values())
 
 
 # --- over all ways to share the GPUs out --------------------------------------------------------
@@ -162,13 +183,20 @@ def longest(
     model: Model, cluster: Cluster, want: TrainingGoal, attention: AttentionForecast,
     micro_batches: int | None = None,
 ) -> Longest:  # fmt: skip
-    """The run with the longest sequence, at that length. want: whose length does not count;
-    micro_batches: of a step, None: as many as keep every stage of a pipeline busy.
+    """Return the run with the longest sequence, at that length.
 
-    ValueError where nothing that is fixed goes together, or not even a short sequence fits.
+    Args:
+        model: The model.
+        cluster: The cluster.
+        want: The goal. Its length is ignored.
+        attention: The attention forecast.
+        micro_batches: Micro-batches of a step; None: enough to keep every stage of a pipeline busy.
+
+    Raises:
+        ValueError: The fixed settings contradict each other, or not even a short sequence fits.
     """
     check_fixed(want)
-    # Data-parallel ranks share no sequence: one, unless other sizes need more.
+    # Data-parallel ranks share no sequence, so one rank is tried first.
     for dp in ({"dp": 1}, {}):
         goal = replace(
             want, seq=EVEN * cluster.gpus, sequences=FULL * cluster.gpus,
@@ -178,32 +206,39 @@ def longest(
             break
     check_wanted(model, cluster, goal)
     groups = [
-        replace(each, micro_batches=micro_batches or each.micro_batches)
-        for each in groups_of(model, cluster, goal)
-        if each.vpp == goal.pinned.get("vpp", 1)
+        replace(groups_run, micro_batches=micro_batches or groups_run.micro_batches)
+        for groups_run in groups_of(model, cluster, goal)
+        if groups_run.vpp == goal.pinned.get("vpp", 1)
     ]
-    if all(odd := [uneven_rounds(each) for each in groups]):
-        raise ValueError(odd[0])
-    runs = [run for each in groups if not uneven_rounds(each) for run in _smallest(each, goal)]
+    if all(problems := [uneven_rounds(groups_run) for groups_run in groups]):
+        raise ValueError(problems[0])
+    runs = [
+        run
+        for groups_run in groups
+        if not uneven_rounds(groups_run)
+        for run in _smallest(groups_run, goal)
+    ]
     if not runs:
         check(model, groups[0])
     core_of = attention.core_of
     first = best(model, cluster, runs, core_of)
-    # Which attention is fastest depends on the length, and how much that holds on which it is.
-    near = [_at(run, first.run.seq * LEAST) for run in runs]
+    # The fastest attention settings depend on the length, and their memory limits the length.
+    near = [_at(run, first.run.seq * NEAR) for run in runs]
     hopeful = (run for run in near if fit(account(model, run, False, core_of), cluster).fits)
     return best(model, cluster, map(attention.settled, hopeful), core_of)
 
 
 def _at(run: Settings, seq: float) -> Settings:
-    """The run at a length like this one that its ranks, chunks and tiles divide."""
+    """Return the run at about this length, which its ranks, chunks and tiles divide."""
     step = evenly(run)
     return replace(run, seq=max(1, int(seq) // step) * step)
 
 
 def _smallest(groups: Settings, goal: TrainingGoal) -> Iterator[Settings]:
-    """Runs that recompute all, if nothing else is fixed, in chunks of rows and with most on the
-    host first; without a store and with half of one, whose layout may hold less.
+    """Yield runs that recompute everything unless a setting is fixed.
+
+    Runs in row chunks with most on the host come first. Stores 0 and 0.5 are tried, because the
+    layout of a partial store may need less memory.
     """
     for chunked in (True, False):
         yield from options_of(groups, goal, chunked, STORES[:0:-1], (1.0, 0.5, 0.0))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model as flags of Megatron-LM, and what of it Megatron-LM has no flag for.
+"""A model as flags of Megatron-LM, and its properties without a flag.
 
-Decides which script builds a model and which flags say its shape. `tools.model_arguments` reads
-them back, and tests compare.
+This module decides which script builds a model and which flags describe its shape.
+`tools.model_arguments` reads these flags, and tests compare.
 """
 
 from __future__ import annotations
@@ -14,26 +14,31 @@ from itertools import groupby
 from ..shapes.layer_kinds import MIXER
 from ..shapes.model import Family, Model
 
-HYBRID = "M*-"  # letters of layers that have only one half: Megatron's HybridModel
-# Megatron's own stack, which the script of a checkout wants to be named.
+HYBRID = "M*-"  # letters of layers with one half, as in Megatron's HybridModel
+# Megatron's own stack, which the script of a checkout requires.
 STACK = "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"
-DELTA_NET, MAMBA = "gated delta net", "Mamba-2"  # names of mixers that Megatron has
-MAMBA_TAPS = 4  # of Megatron's short convolution, which no flag sets
+DELTA_NET, MAMBA = "gated delta net", "Mamba-2"  # mixers of Megatron
+MAMBA_TAPS = 4  # rows of Megatron's short convolution, which no flag sets
 
 
 def is_hybrid(model: Model) -> bool:
-    """Whether it is built as a HybridModel, from a pattern of layers."""
+    """Return whether Megatron builds the model as a HybridModel, from a pattern of layers."""
     return bool(set(model.letters) & set(HYBRID)) or _mamba_blocks(model)
 
 
 def script_of(model: Model) -> str:
-    """The script of Megatron-LM that builds it."""
+    """Return the script of Megatron-LM that builds the model."""
     return "pretrain_hybrid.py" if is_hybrid(model) else "pretrain_gpt.py"
 
 
 def model_flags(model: Model, stages: int = 1) -> Iterator[str]:
-    """The shape, one flag or a few that belong together per entry, quoted for a shell. stages: into
-    which a hybrid pattern is cut for pipeline-parallel ranks.
+    """Yield the flags of the model's shape, quoted for a shell.
+
+    Each entry is one flag, or a few flags that belong together.
+
+    Args:
+        model: The model.
+        stages: Parts of a hybrid pattern, one per pipeline stage.
     """
     family = model.family or Family()
     hybrid, experts = is_hybrid(model), bool(model.experts)
@@ -52,8 +57,12 @@ def model_flags(model: Model, stages: int = 1) -> Iterator[str]:
     if experts:
         yield from _experts(model, hybrid)
     numerics = family.numerics
-    other = "--position-embedding-type" in numerics
-    yield family.norms.replace(" --position-embedding-type rope", "") if other else family.norms
+    own_positions = "--position-embedding-type" in numerics
+    yield (
+        family.norms.replace(" --position-embedding-type rope", "")
+        if own_positions
+        else family.norms
+    )
     if family.flags:
         yield family.flags
     if numerics:
@@ -79,7 +88,7 @@ def _latent(model: Model) -> Iterator[str]:
         f"--qk-head-dim {model.head_dim - low.rope} --qk-pos-emb-head-dim {low.rope} "
         f"--v-head-dim {model.value_dim}"
     )
-    if model.hidden % model.heads:  # Megatron asks for a width that it does not use
+    if model.hidden % model.heads:  # Megatron requires a width that it does not use
         yield f"--kv-channels {model.value_dim}"
     if (index := model.indexer) is not None:
         yield (
@@ -89,7 +98,7 @@ def _latent(model: Model) -> Iterator[str]:
 
 
 def _layer_kinds(model: Model) -> Iterator[str]:
-    """Windows, or layers of linear attention, of a GPT."""
+    """Yield flags of windows, or of layers of linear attention, of a GPT."""
     if model.windows and not model.mixers:
         yield f"--window-size {model.window - 1},0"
         if model.windows < model.layers:
@@ -114,12 +123,16 @@ def _delta_net(model: Model) -> Iterator[str]:
 
 
 def hybrid_flags(model: Model, stages: int = 1) -> Iterator[str]:
-    """Which layers a HybridModel has, and the sizes of its mixers. stages: of the pipeline, which
-    the pattern marks, as Megatron takes no flag for them beside it.
+    """Yield flags of the layers of a HybridModel and of the sizes of its mixers.
+
+    Args:
+        model: The model.
+        stages: Pipeline stages. The pattern marks them, because Megatron accepts no flag for them
+            together with a pattern.
     """
-    each = model.layers // stages
+    per_stage = model.layers // stages
     signs = [_signs(model, index) for index in range(model.layers)]
-    parts = ["".join(signs[at : at + each]) for at in range(0, model.layers, each)]
+    parts = ["".join(signs[at : at + per_stage]) for at in range(0, model.layers, per_stage)]
     yield f"--hybrid-layer-pattern {shlex.quote('|'.join(parts))} {STACK}"
     if model.mixers and _name(model) == DELTA_NET:
         yield from _delta_net(model)
@@ -131,7 +144,7 @@ def hybrid_flags(model: Model, stages: int = 1) -> Iterator[str]:
 
 
 def _signs(model: Model, index: int) -> str:
-    """Megatron's letters of a layer: one for each half that it has."""
+    """Return Megatron's letters of a layer, one per half."""
     attention, mlp, sparse, _ = model.parts[index]
     first = ""
     if attention == MIXER:
@@ -152,8 +165,9 @@ def _experts(model: Model, hybrid: bool) -> Iterator[str]:
 
 
 def frequency(layers: Sequence[bool]) -> str:
-    """Which layers have a window, or linear attention, as Megatron takes it: N where each Nth has
-    not, else a list of ones and zeros, quoted.
+    """Return the layers with a window or linear attention in Megatron's notation.
+
+    It is N if all layers but each Nth have it, otherwise a quoted list of ones and zeros.
     """
     for every in range(2, len(layers) + 1):
         if all(has == bool((i + 1) % every) for i, has in enumerate(layers)):
@@ -168,48 +182,48 @@ def layer_list(layers: Sequence[bool]) -> str:
 
 
 def lacking(model: Model) -> list[str]:
-    """A sentence for each thing that Megatron-LM has no flag for."""
-    found, mixer = [], _name(model)
+    """Return a sentence for each property of the model without a flag of Megatron-LM."""
+    sentences, mixer = [], _name(model)
     for words in model.family.lacking if model.family is not None else ():
-        found.append(f"Megatron-LM has no flag for {words}.")
+        sentences.append(f"Megatron-LM has no flag for {words}.")
     if model.chunked:
-        found.append(
+        sentences.append(
             f"Megatron-LM has no flag for attention in chunks of {model.chunk:,} tokens: these "
             f"flags build full attention in its {model.chunked} layers. Chunks need a function of "
             "your own for --burst-mask (docs/megatron-lm.md)."
         )
     if model.mixers and not carries_state(model):
-        found.append(
+        sentences.append(
             f"Megatron-LM has no flag for {mixer}: these flags build softmax attention in its "
             f"{model.mixers} layers."
         )
     if model.mixers and mixer == MAMBA and model.mixer and model.mixer.taps != MAMBA_TAPS:
-        found.append(
+        sentences.append(
             f"Megatron-LM has no flag for Mamba-2's convolution over {model.mixer.taps} rows: its "
             f"own is over {MAMBA_TAPS}."
         )
     if model.windows and (is_hybrid(model) or model.mixers):
-        found.append(
+        sentences.append(
             f"Megatron-LM has no flag for windows in some attention layers beside {mixer} or in a "
             "hybrid pattern: these flags have none."
         )
     if model.latent is None and model.value_dim != model.head_dim:
-        found.append(
+        sentences.append(
             f"Megatron-LM has no flag for values of {model.value_dim} beside keys of "
             f"{model.head_dim} without latent attention."
         )
     if model.latent is not None and model.output_gate:
-        found.append("Megatron-LM has no gate on the output of latent attention.")
-    return found
+        sentences.append("Megatron-LM has no gate on the output of latent attention.")
+    return sentences
 
 
 def carries_state(model: Model) -> bool:
-    """Whether what these flags build has layers that carry a state from row to row."""
+    """Return whether the flags build layers that carry a state from row to row."""
     return bool(model.mixers) and _name(model) in (DELTA_NET, MAMBA)
 
 
 def _mamba_blocks(model: Model) -> bool:
-    """Whether layers of a Mamba-2 mixer and an MLP are among them, which a GPT does not have."""
+    """Return whether the model has Mamba-2 layers, which a GPT cannot have."""
     return bool(model.mixers) and _name(model) == MAMBA
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed documents for the advice: their lengths, and the time of attention to them.
 
-A pack holds as many tokens as a sequence. All packs of a step are taken to be like the one that is
-timed: `--burst-pack documents` makes them alike, as far as the documents allow.
+A pack holds as many tokens as a sequence. All packs of a step count as the one that is timed.
+`--burst-pack documents` makes packs equal, as far as the documents allow.
 """
 
 from __future__ import annotations
@@ -40,18 +40,24 @@ from .search_space import TrainingGoal, padded
 
 TITLE = "--packed"
 Cut = Literal["balanced", "zigzag"]
-SHORTEST = 16  # tokens of a document that is drawn
+SHORTEST = 16  # minimum tokens of a random document
 
 
 class LogNormalLengths(NamedTuple):
-    """Log-normal lengths of documents up to `most` tokens."""
+    """Log-normal lengths of documents.
+
+    Attributes:
+        median: Median in tokens.
+        sigma: Standard deviation of the logarithm.
+        most: Upper limit in tokens.
+    """
 
     median: int
     sigma: float
     most: int
 
 
-# Those of the project's forecast of packed documents (docs/concepts/packing.md).
+# Lengths of the forecast of packed documents (docs/concepts/packing.md).
 NAMED: Mapping[str, LogNormalLengths] = {
     "1k-to-32k": LogNormalLengths(1 << 10, 1.0, 1 << 15),
     "2k-to-512k": LogNormalLengths(1 << 11, 1.8, 1 << 19),
@@ -61,10 +67,15 @@ NAMED: Mapping[str, LogNormalLengths] = {
 
 
 def lengths_of(stated: str | Sequence[int], seq: int) -> tuple[int, ...]:
-    """Lengths of the documents of one pack of `seq` tokens, the last one cut off.
+    """Return the lengths of the documents of one pack; the last one is cut off.
 
-    stated: a name of `NAMED`; lengths such as "8K,32K,128K", or a file of them: one after another
-    until the pack is full, in that order again and again. ValueError with what would do.
+    Args:
+        stated: A name of `NAMED`, lengths such as "8K,32K,128K", or a file with lengths. Lengths
+            repeat in this order until the pack is full.
+        seq: Tokens of a pack.
+
+    Raises:
+        ValueError: There is no length, or one exceeds `seq`.
     """
     if isinstance(stated, str) and stated in NAMED:
         kind, random = NAMED[stated], np.random.default_rng(0)
@@ -86,17 +97,24 @@ def lengths_of(stated: str | Sequence[int], seq: int) -> tuple[int, ...]:
             f"{TITLE}: a document of {longest:,} tokens and packs of --seq {seq:,}: give lengths "
             "of at most --seq, or longer packs"
         )
-    found, have = [], 0
+    filled, have = [], 0
     while have < seq:
-        length = min(lengths[len(found) % len(lengths)], seq - have)
-        found.append(length)
+        length = min(lengths[len(filled) % len(lengths)], seq - have)
+        filled.append(length)
         have += length
-    return tuple(found)
+    return tuple(filled)
 
 
 def packed_pins(pinned: Mapping[str, Any]) -> dict[str, Any]:
-    """What is fixed for packs: one a micro-batch, attention in one piece. Their layout is not of a
-    run, but of the forecast. ValueError for what packs cannot have.
+    """Return the fixed settings of runs with packs: one pack per micro-batch, no row chunks.
+
+    The layout is left out; it belongs to the forecast.
+
+    Args:
+        pinned: The settings that the user has fixed.
+
+    Raises:
+        ValueError: A setting is impossible with packs.
     """
     cut_of(pinned)
     if pinned.get("sequence_chunks", 1) != 1:
@@ -114,7 +132,14 @@ def packed_pins(pinned: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cut_of(pinned: Mapping[str, Any]) -> Cut:
-    """The layout of packs. ValueError for one that is not timed."""
+    """Return the layout of packs.
+
+    Args:
+        pinned: The settings that the user has fixed.
+
+    Raises:
+        ValueError: Packs with this layout are not timed.
+    """
     layout = pinned.get("layout", "balanced")
     if layout not in get_args(Cut):
         raise ValueError(
@@ -136,8 +161,15 @@ def _words(stated: str) -> list[str]:
 
 
 class PackedForecast(AttentionForecast):
-    """The attention of packs of documents. cut: their layout over several ranks; zigzag cuts every
-    document, as Megatron does, and pads it to a multiple of 2 x CP.
+    """The attention of packs of documents on one cluster.
+
+    Args:
+        model: The model.
+        cluster: The cluster.
+        pinned: Fields of `Settings` that the user has fixed.
+        lengths: Lengths of the documents of a pack in tokens.
+        cut: Layout over several ranks. Zigzag cuts every document, as Megatron does, and pads it to
+            a multiple of 2 x CP.
     """
 
     def __init__(
@@ -152,12 +184,10 @@ class PackedForecast(AttentionForecast):
         self.lengths = tuple(lengths)
         self.cut: Cut = cut
         self._layouts: dict[tuple[int, int], Layout] = {}
-        self._held: dict[Any, tuple[HeldBuffers, HeldBuffers]] = {}
+        self._buffers: dict[Any, tuple[HeldBuffers, HeldBuffers]] = {}
 
     def step(self, run: Settings) -> StepTime:
-        """The time of a step of a run; its tokens and MFU are those of documents, without their
-        padding.
-        """
+        """Return the time of a step of a run. Its tokens and MFU exclude padding."""
         time, tokens = super().step(run), sum(self.lengths)
         share = model_operations(self.model, round(self.effective)) / model_operations(
             self.model, run.seq
@@ -166,9 +196,15 @@ class PackedForecast(AttentionForecast):
             time, mfu=time.mfu * share * tokens / run.seq, tokens=time.tokens // run.seq * tokens
         )
 
-    def held(self, run: Settings, every: bool = False) -> Account:
-        """The account of a run of these packs, with the padding of its ranks. ValueError where it
-        cannot have packs.
+    def account_of(self, run: Settings, every: bool = False) -> Account:
+        """Return the account of a run of these packs, with the padding of its ranks.
+
+        Args:
+            run: The run.
+            every: Same as in `account`.
+
+        Raises:
+            ValueError: The run cannot have packs.
         """
         packed_pins({"sequence_chunks": run.sequence_chunks, "micro_batch": run.micro_batch})
         documents = self.lengths if self.cut == "zigzag" else ()
@@ -177,7 +213,7 @@ class PackedForecast(AttentionForecast):
 
     @cached_property
     def core_of(self) -> CoreOf:
-        """The same of these packs: what a rank holds depends on whom its documents see."""
+        """The memory of core attention, which depends on the mask of these documents."""
         return self._core_of
 
     def _core_of(self, x: LayerSizes, run: Settings, window: int = 0) -> Core:
@@ -188,9 +224,9 @@ class PackedForecast(AttentionForecast):
         side: str, wire: bool, packed: bool, joined: bool | None, _before: int | None,
         _host: bool,
     ) -> tuple[HeldBuffers, HeldBuffers]:  # fmt: skip
-        """Same as `ring_held`, of the rank that takes most of all, as no two are alike."""
+        """Return `ring_held` of the rank that needs the most memory; all ranks differ."""
         key = (run.tp, run.cp, run.ulysses, run.placement, window, algorithm, side, wire, packed)
-        if key not in self._held:
+        if key not in self._buffers:
             topology, sizes = topology_of(self.cluster, run), sizes_of(self.model, run)
             mask = self.mask(run) & Window(window - 1, 0) if window else self.mask(run)
             spans = ring_spans(self.layout(run), topology, run.seq)
@@ -200,8 +236,8 @@ class PackedForecast(AttentionForecast):
                 sizes.shared(run.ulysses), side, range(size), wire=wire, packed=packed,
             )  # fmt: skip
             of_short = SHORT * size / run.seq
-            self._held[key] = forward.scaled(of_short), backward.scaled(of_short)
-        return self._held[key]
+            self._buffers[key] = forward.scaled(of_short), backward.scaled(of_short)
+        return self._buffers[key]
 
     def _on(self, cluster: Cluster) -> AttentionForecast:
         return PackedForecast(self.model, cluster, self.pinned, self.lengths, self.cut)
@@ -209,8 +245,9 @@ class PackedForecast(AttentionForecast):
     def at_least(
         self, model: Model, cluster: Cluster, run: Settings, window: int = 0
     ) -> AttentionTime:
-        """A bound of `time`, where only packs are padded; what is fixed for several ranks does not
-        bind the one rank of it.
+        """Return a lower bound of `time`, with padding of the pack only.
+
+        Settings that are fixed for several ranks do not apply to the one rank of the bound.
         """
         if not self.pinned:
             return super().at_least(model, cluster, run, window=window)
@@ -218,35 +255,38 @@ class PackedForecast(AttentionForecast):
 
     @cached_property
     def _free(self) -> PackedForecast:
-        """The same with nothing fixed."""
+        """The same forecast without fixed settings."""
         return PackedForecast(self.model, self.cluster, None, self.lengths, self.cut)
 
     @property
     def effective(self) -> float:
-        """Tokens of a sequence of which a token sees as many as of these documents, on average."""
+        """The length of a sequence with the same average number of keys per query, in tokens."""
         lengths = np.array(self.lengths, dtype=float)
         return float((lengths**2).sum() / lengths.sum())
 
     def rates(self) -> Rates:
-        """Those of a rank, of attention to documents."""
+        """Return the rates of a rank for attention to documents."""
         return self.cluster.rank_rates(documents=True)
 
     def bounds(self, run: Settings) -> np.ndarray:
-        """Where documents end, from 0 on, with their padding; that of the pack is one more."""
+        """Return the bounds of documents with their padding, starting with 0.
+
+        Padding of the pack counts as one more document.
+        """
         lengths = list(self.lengths)
         if self.cut == "zigzag":
             lengths = [padded(length, run.cp) for length in lengths]
-            if (rest := run.seq - sum(lengths)) > 0:
-                lengths.append(rest)
+            if (padding := run.seq - sum(lengths)) > 0:
+                lengths.append(padding)
         return np.concatenate([[0], np.cumsum(lengths)])
 
     def mask(self, run: Settings) -> Mask:
-        """Causal within documents."""
+        """Return the mask: causal within documents."""
         bounds = self.bounds(run)
         return Documents(bounds, range(len(self.lengths), len(bounds) - 1)) & Causal()
 
     def layout(self, run: Settings) -> Layout:
-        """Over the ranks and nodes of the run."""
+        """Return the layout over the ranks and nodes of the run."""
         if run.cp == 1:
             return make("contiguous", cp_size=1)
         if self.cut == "zigzag":
@@ -259,15 +299,11 @@ class PackedForecast(AttentionForecast):
         return self._layouts[key]
 
     def by_kind(self, run: Settings) -> Settings:
-        """The run: of layers with a window only an estimate is known, the same of all
-        algorithms.
-        """
+        """Return the run unchanged: all algorithms have the same estimate for window layers."""
         return run
 
     def timed(self, run: Settings, window: int = 0) -> AttentionTime:
-        """The time of the candidate that is taken for these packs; of a layer that sees a window,
-        an estimate from it.
-        """
+        """Return the time of the chosen candidate, or an estimate from it for a window."""
         if window:
             return windowed(self.time(self.model, self.cluster, run), window, round(self.effective))
         taken = self.candidate(run)
@@ -281,9 +317,15 @@ class PackedForecast(AttentionForecast):
 
 
 def windowed(core: AttentionTime, window: int, seq: int) -> AttentionTime:
-    """The time of a layer that sees a window, from that of one that sees all: by its visible
-    pairs. An estimate: the layout's imbalance and the keys that no longer travel are not
-    followed.
+    """Return the estimated time of a layer with a window.
+
+    The estimate scales the time of full attention by visible pairs. It ignores the imbalance of the
+    layout and the keys that are no longer sent.
+
+    Args:
+        core: The time of full attention.
+        window: Tokens that a query attends to.
+        seq: Tokens of the sequence.
     """
     share = visible(seq, window) / visible(seq)
     return replace(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run as flags to paste: those of Megatron-LM and ours.
+"""A run as flags to paste: Megatron-LM's flags and ours.
 
-Decides which flags say what `Settings` are; `model_flags` those of the model. They are read back
-by `tools.model_arguments`, and tests compare.
+This module decides which flags express `Settings`; `model_flags` decides it for the model.
+`tools.model_arguments` reads the flags, and tests compare.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ from .model_flags import (
 
 
 def flags_of(model: Model, run: Settings, cut: str = "") -> list[str]:
-    """Flags of `script_of(model)` under `megatron-burst pretrain`, one with its values per entry,
-    quoted for a shell. `model_flags.lacking` says what of the model they leave out.
+    """Return the flags of `script_of(model)` under `megatron-burst pretrain`, quoted for a shell.
+
+    Each entry is one flag with its values. `model_flags.lacking` names the properties of the model
+    that have no flag.
     """
     return [*model_flags(model, run.pp * run.vpp), *_beside(model, run, cut)]
 
 
 def run_flags(model: Model, run: Settings, cut: str = "") -> list[str]:
-    """The same without the model: lengths, groups, batches, memory, and our flags. The pattern of
-    a hybrid model is among them where it marks stages of the pipeline.
+    """Return the flags without the model: lengths, groups, batches, memory, and our flags.
+
+    The pattern of a hybrid model is included if it marks stages of the pipeline.
     """
     stages = run.pp * run.vpp
     marked = list(hybrid_flags(model, stages))[:1] if is_hybrid(model) and stages > 1 else []
@@ -40,15 +43,15 @@ def run_flags(model: Model, run: Settings, cut: str = "") -> list[str]:
 
 
 def _beside(model: Model, run: Settings, cut: str) -> list[str]:
-    alike = ["--calculate-per-token-loss"] * bool(cut)  # ranks hold unequal numbers of tokens
-    # Fused rope lays rows out by itself: those of latent attention, and of documents.
-    plain = ["--no-rope-fusion"] * (model.latent is not None or cut != "")
+    token_loss = ["--calculate-per-token-loss"] * bool(cut)  # ranks hold unequal numbers of tokens
+    # Fused rope assumes its own layout of rows for latent attention and for documents.
+    unfused_rope = ["--no-rope-fusion"] * (model.latent is not None or cut != "")
     groups = group_flags(model, run)
-    ours = burst_flags(run, cut, carries_state(model))
-    return [*groups, *training_flags(run), *plain, *alike, *ours]
+    own_flags = burst_flags(run, cut, carries_state(model))
+    return [*groups, *training_flags(run), *unfused_rope, *token_loss, *own_flags]
 
 
-# What packs need besides, by their layout.
+# Further needs of packs by their layout.
 DOCUMENTS = {
     "balanced": "and a data loader that says where documents end: --sft or "
     "--dataloader-inter-document-masking",
@@ -69,7 +72,10 @@ def left_to_the_user(model: Model, included: Sequence[str] = ()) -> str:
 
 
 def group_flags(model: Model, run: Settings) -> Iterator[str]:
-    """Lengths, groups, batches. Virtual stages of a hybrid model are marked in its pattern."""
+    """Yield flags of lengths, groups and batches.
+
+    The pattern of a hybrid model marks its virtual stages.
+    """
     yield f"--seq-length {run.seq} --max-position-embeddings {run.seq}"
     sequence = " --sequence-parallel" if run.tp > 1 else ""
     yield f"--tensor-model-parallel-size {run.tp}{sequence}"
@@ -89,8 +95,10 @@ def group_flags(model: Model, run: Settings) -> Iterator[str]:
 
 
 def _expert_groups(model: Model, run: Settings) -> Iterator[str]:
-    """Expert-parallel ranks. Where tensor-parallel ranks cannot split experts, they are shared out
-    whole over both kinds of ranks, of which each holds as much as is counted.
+    """Yield flags of expert-parallel ranks.
+
+    Tensor-parallel ranks cannot split experts with biases. Whole experts are then divided among
+    both kinds of ranks, each of which holds as much as is counted.
     """
     biases = model.family.biases if model.family is not None else model.sinks
     ep = run.ep
@@ -102,7 +110,7 @@ def _expert_groups(model: Model, run: Settings) -> Iterator[str]:
 
 
 def training_flags(run: Settings) -> Iterator[str]:
-    """What Megatron itself recomputes, shards and offloads."""
+    """Yield flags of Megatron's own recomputation, sharding and offloading."""
     yield "--bf16 --attention-dropout 0 --hidden-dropout 0"
     yield "--no-create-attention-mask-in-dataloader"
     if run.path == "cpu":
@@ -122,40 +130,47 @@ def training_flags(run: Settings) -> Iterator[str]:
 
 
 def burst_flags(run: Settings, cut: str = "", carries: bool = False) -> list[str]:
-    """Our own flags."""
+    """Return our own flags."""
     return [f"{flag_of(name)} {value}" for name, value in choices(run, cut, carries).items()]
 
 
 def choices(run: Settings, cut: str = "", carries: bool = False) -> dict[str, Any]:
-    """Fields of `BurstConfig` that are not their defaults, and what is said in any case: the
-    algorithm, head chunks, and how states are carried where the model has some. cut: the layout of
-    packs, "" where there are none.
+    """Return the fields of `BurstConfig` that differ from their defaults, and a few others.
+
+    The algorithm, head chunks, and the linear algorithm of a model with states are always included.
+
+    Args:
+        run: The run.
+        cut: The layout of packs, "" without packs.
+        carries: The model has layers that carry a state.
     """
-    ours = run.cp > 1
-    wanted: dict[str, Any] = {
-        "algorithm": ("auto" if run.by_kind else run.algorithm) if ours else "megatron",
-        "kernel": run.kernel if ours and run.kernel in KERNELS else "auto",  # or words of a file
-        "layout": run.layout if ours and not cut else FIELDS["layout"].default,
-        "side": run.side if ours else "auto",
-        "ulysses_size": run.ulysses if ours and run.ulysses not in (1, run.cp) else None,
-        "placement": run.placement if ours and 1 < run.ulysses < run.cp else "head_first",
-        "wire_dtype": "bf16" if ours and run.wire == "bf16" else None,
-        "store": run.store if ours and run.store else None,
+    parallel = run.cp > 1
+    fields: dict[str, Any] = {
+        "algorithm": ("auto" if run.by_kind else run.algorithm) if parallel else "megatron",
+        "kernel": run.kernel
+        if parallel and run.kernel in KERNELS
+        else "auto",  # or words of a file
+        "layout": run.layout if parallel and not cut else FIELDS["layout"].default,
+        "side": run.side if parallel else "auto",
+        "ulysses_size": run.ulysses if parallel and run.ulysses not in (1, run.cp) else None,
+        "placement": run.placement if parallel and 1 < run.ulysses < run.cp else "head_first",
+        "wire_dtype": "bf16" if parallel and run.wire == "bf16" else None,
+        "store": run.store if parallel and run.store else None,
         "lm_head_loss": run.lm_head_loss,
     }
     of_plugins = ("offload", "sequence_chunks", "mlp_tiles")
-    wanted |= {name: getattr(run, name) for name in of_plugins if name in FIELDS}
+    fields |= {name: getattr(run, name) for name in of_plugins if name in FIELDS}
     if cut == "balanced":
-        wanted["pack"] = "documents"
-    if ours and carries:
-        wanted["linear"] = run.linear
-    if ours and run.head_chunks > 1:
-        wanted["head_chunks"] = run.head_chunks
-    said = {
+        fields["pack"] = "documents"
+    if parallel and carries:
+        fields["linear"] = run.linear
+    if parallel and run.head_chunks > 1:
+        fields["head_chunks"] = run.head_chunks
+    stated = {
         name: value
-        for name, value in wanted.items()
+        for name, value in fields.items()
         if name in ("algorithm", "head_chunks", "linear")
-        or (name == "layout" and cut == "zigzag")  # a part of a store would take striped
+        or (name == "layout" and cut == "zigzag")  # the default of a partial store is striped
         or value != FIELDS[name].default
     }
-    return {name: f"{v:g}" if isinstance(v, float) else v for name, v in said.items()}
+    return {name: f"{v:g}" if isinstance(v, float) else v for name, v in stated.items()}

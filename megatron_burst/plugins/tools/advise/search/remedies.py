@@ -1,32 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes that make a run fit which does not fit.
+"""Changes that make a run fit into memory.
 
-A change costs no GPU and little time, or it takes more GPUs. Single changes are tried first, then
-several together. The groups of more GPUs come from `search_space.groups_of`.
+A change costs no GPU and little time, or it needs more GPUs. Single changes are tried first, then
+several together. The groups of more GPUs are from `search_space.groups_of`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from .....autotune.clusters import Cluster
 from .....units import byte_size
 from ..account.memory import Account, account, fit, least_bytes
-from ..account.rings import remembering
+from ..account.rings import cached_core_of
 from ..settings import Settings, flag_of
 from ..shapes.model import Model
 from .search_space import TrainingGoal, groups_of
 
-MOST = 3  # changes that are named
-DOUBLINGS = 6  # of the number of GPUs
-TRIED = 12  # groups of a number of GPUs, those with the fewest changes
-BUSY = 64  # micro-batches for each GPU, which all numbers of data-parallel ranks divide
-IMPLIED = ("cp", "intra")  # fields that follow from the others
+MOST = 3  # maximum of changes in a message
+DOUBLINGS = 6  # maximum, of the number of GPUs
+TRIALS = 12  # groups that are tried per number of GPUs, those with the fewest changes
+BUSY = 64  # micro-batches per GPU; all numbers of data-parallel ranks divide their sum
+IMPLIED = ("cp", "intra")  # fields that depend on the others
 LARGEST = 1024  # context-parallel ranks; schedules of more ranks take minutes
-Held = Callable[[Settings], Account]  # returns the account of a run
+AccountOf = Callable[[Settings], Account]  # returns the account of a run
 
 
 class Remedy(NamedTuple):
@@ -43,16 +42,16 @@ class Remedy(NamedTuple):
     gpus: int | None = None
 
     @property
-    def said(self) -> str:
+    def text(self) -> str:
         """The flags to add, and the number of GPUs."""
-        flags = " ".join(map(flag_said, self.fields, self.fields.values()))
+        flags = " ".join(map(flag_text, self.fields, self.fields.values()))
         if not self.gpus:
             return flags
         return f"with {self.gpus} GPUs and {flags}" if flags else f"with {self.gpus} GPUs"
 
 
-def flag_said(name: str, value: Any) -> str:
-    """Return a field of `Settings` as its flag with a value; None: without it."""
+def flag_text(name: str, value: Any) -> str:
+    """Return a field of `Settings` as its flag with a value; None means without the flag."""
     if value is True:
         return flag_of(name)
     if value is None:
@@ -61,57 +60,70 @@ def flag_said(name: str, value: Any) -> str:
 
 
 def changes(
-    model: Model, cluster: Cluster, run: Settings, held: Held | None = None
+    model: Model, cluster: Cluster, run: Settings, account_of: AccountOf | None = None
 ) -> list[Remedy]:
-    """Return changes, each of which makes a run fit, the cheapest first.
+    """Return single changes that make a run fit, the cheapest first.
 
     Args:
         model: The model.
         cluster: The cluster that the run does not fit.
         run: The run.
-        held: Returns the account of a run of packed documents; None: sequences.
+        account_of: Returns the account of a run of packed documents; None: sequences.
     """
-    steps = list(_steps(run, chunks=held is None and run.cp > 1))
-    held = held or partial(account, model, every=False, core_of=remembering())
+    steps = list(_steps(run, chunks=account_of is None and run.cp > 1))
+    core_of = cached_core_of()
+
+    def of_sequences(run: Settings) -> Account:
+        return account(model, run, every=False, core_of=core_of)
+
+    account_of = account_of or of_sequences
     alone = [Remedy(replace(run, **step), step) for step in steps]
-    found = [change for change in alone if _fits(cluster, change.run, held)]
+    remedies = [change for change in alone if _fits(cluster, change.run, account_of)]
     together = list(_together(run, steps))
-    if not found:
-        found = [each for each in together if _fits(cluster, each.run, held)][:1]
-    if len(found) < MOST:
-        beside = [run] if found else [run, *(each.run for each in together[-1:])]
-        more = _more_gpus(model, cluster, run, beside, held)
-        found += [more] if more is not None else []
-    return found[:MOST]
+    if not remedies:
+        remedies = [remedy for remedy in together if _fits(cluster, remedy.run, account_of)][:1]
+    if len(remedies) < MOST:
+        beside = [run] if remedies else [run, *(remedy.run for remedy in together[-1:])]
+        larger = _more_gpus(model, cluster, run, beside, account_of)
+        remedies += [larger] if larger is not None else []
+    return remedies[:MOST]
 
 
-def does_not_fit(found: Account, cluster: Cluster, held: Held | None = None) -> str:
-    """Return the error of a run that does not fit: what it takes, what there is, what would fit."""
-    left, run = fit(found, cluster), found.run
+def does_not_fit(
+    rank_account: Account, cluster: Cluster, account_of: AccountOf | None = None
+) -> str:
+    """Return the error message of a run that does not fit.
+
+    It states the needed memory, the available memory and changes that make the run fit.
+
+    Args:
+        rank_account: The account of the run.
+        cluster: The cluster.
+        account_of: Same as in `changes`.
+    """
+    left, run = fit(rank_account, cluster), rank_account.run
     if left.device < 0:
         groups = f"TP {run.tp}" + f" x PP {run.pp}" * (run.pp > 1)
-        states = byte_size(sum(found.states.values()))
-        what = (
-            f"a GPU needs {byte_size(found.peak.bytes)} at {groups}, {states} of it for states, "
-            f"and has {byte_size(cluster.room)}"
+        states = byte_size(sum(rank_account.states.values()))
+        need = (
+            f"a GPU needs {byte_size(rank_account.peak.bytes)} at {groups}, {states} of it for "
+            f"states, and has {byte_size(cluster.room)}"
         )
     else:
-        what = (
-            f"a GPU needs {byte_size(found.host_bytes)} of host memory, and has "
+        need = (
+            f"a GPU needs {byte_size(rank_account.host_bytes)} of host memory, and has "
             f"{byte_size(cluster.host_per_rank)}"
         )
-    helps = [change.said for change in changes(found.model, cluster, run, held)]
-    if helps:
-        helps[0] = ("it fits " if helps[0].startswith("with ") else "add ") + helps[0]
+    texts = [change.text for change in changes(rank_account.model, cluster, run, account_of)]
+    if texts:
+        texts[0] = ("it fits " if texts[0].startswith("with ") else "add ") + texts[0]
     else:
-        helps = ["take a shorter sequence, or many more GPUs"]
-    return f"does not fit: {what}; {', or '.join(helps)}"
+        texts = ["take a shorter sequence, or many more GPUs"]
+    return f"does not fit: {need}; {', or '.join(texts)}"
 
 
 def _steps(run: Settings, chunks: bool) -> Iterator[dict[str, Any]]:
-    """Yield changes that cost no GPU, the cheapest first. chunks: attention can be cut into chunks
-    of rows.
-    """
+    """Yield changes that cost no GPU, the cheapest first. `chunks` allows row chunks."""
     pieces = {"sequence_chunks": 32, "mlp_tiles": 64} if chunks else {"mlp_tiles": 64}
     for step in (
         {"lm_head_loss": "single_pass"} if run.lm_head_loss == "off" else {},
@@ -128,7 +140,7 @@ def _steps(run: Settings, chunks: bool) -> Iterator[dict[str, Any]]:
 
 
 def _together(run: Settings, steps: list[dict[str, Any]]) -> Iterator[Remedy]:
-    """Yield more and more of the steps together."""
+    """Yield the run with more and more of the steps."""
     fields: dict[str, Any] = {}
     for step in steps:
         fields = fields | step
@@ -136,25 +148,28 @@ def _together(run: Settings, steps: list[dict[str, Any]]) -> Iterator[Remedy]:
 
 
 def _more_gpus(
-    model: Model, cluster: Cluster, run: Settings, beside: list[Settings], held: Held
+    model: Model, cluster: Cluster, run: Settings, beside: list[Settings], account_of: AccountOf
 ) -> Remedy | None:
-    """Return the fewest GPUs on which the run fits, in other groups. beside: the run, and the run
-    with all that costs little.
+    """Return the run on the fewest GPUs on which it fits, in other groups.
+
+    `beside` contains the run and the run with all changes that cost little.
     """
     pinned = {"micro_batch": run.micro_batch, "vpp": run.vpp}
     for doubling in range(DOUBLINGS + 1):
         larger = replace(cluster, gpus=cluster.gpus << doubling)
         goal = TrainingGoal(run.seq, BUSY * larger.gpus * run.micro_batch, pinned)
-        found = [each for each in groups_of(model, larger, goal)
-                 if each.tp >= run.tp and each.pp >= run.pp
-                 and each.cp <= max(LARGEST, run.cp)]  # fmt: skip
+        ways = [candidate for candidate in groups_of(model, larger, goal)
+                 if candidate.tp >= run.tp and candidate.pp >= run.pp
+                 and candidate.cp <= max(LARGEST, run.cp)]  # fmt: skip
         for options in beside:
-            tried = {each: least_bytes(model, each)
-                     for each in (_regrouped(options, groups) for groups in found)}  # fmt: skip
-            possible = [each for each, least in tried.items() if least <= larger.room]
-            possible.sort(key=lambda each: (len(_changed(run, each)), tried[each]))
-            for after in possible[:TRIED]:
-                if _fits(larger, after, held):
+            bytes_of = {candidate: least_bytes(model, candidate)
+                     for candidate in (_regrouped(options, groups) for groups in ways)}  # fmt: skip
+            possible = [candidate for candidate, least in bytes_of.items() if least <= larger.room]
+            possible.sort(
+                key=lambda candidate: (len(_changed(run, candidate)), bytes_of[candidate])
+            )
+            for after in possible[:TRIALS]:
+                if _fits(larger, after, account_of):
                     return Remedy(after, _changed(run, after), larger.gpus if doubling else None)
     return None
 
@@ -166,12 +181,12 @@ def _regrouped(run: Settings, groups: Settings) -> Settings:
 
 
 def _changed(run: Settings, after: Settings) -> dict[str, Any]:
-    both = ((name, getattr(after, name)) for name in vars(run) if name not in IMPLIED)
-    return {name: value for name, value in both if value != getattr(run, name)}
+    after_values = ((name, getattr(after, name)) for name in vars(run) if name not in IMPLIED)
+    return {name: value for name, value in after_values if value != getattr(run, name)}
 
 
-def _fits(cluster: Cluster, run: Settings, held: Held) -> bool:
+def _fits(cluster: Cluster, run: Settings, account_of: AccountOf) -> bool:
     try:
-        return fit(held(run), cluster).fits
+        return fit(account_of(run), cluster).fits
     except ValueError:  # sizes that do not divide each other
         return False

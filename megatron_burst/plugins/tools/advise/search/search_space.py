@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runs that a search tries: sizes of groups, then what each of them recomputes and moves.
+"""The runs that a search tries: sizes of groups, then the options of each.
 
-Decides what is tried, not what is good, and what is refused before: what no way to share the GPUs
-out could have. Groups: tensor-parallel ranks within a node, stages that divide the layers or have
-fewer on the first and the last, context-parallel ranks that divide the rows, the rest
-data-parallel. Options: recompute, store, offload, row chunks and tiles, from short lists.
+This module decides which runs are tried, not which are good. It refuses settings that no way to
+divide the GPUs into groups can have. Groups: tensor-parallel ranks within a node; stages that
+divide the layers, or have fewer layers on the first and the last; context-parallel ranks that
+divide the rows; data-parallel ranks for the rest. Options: recompute, store, offload, row chunks
+and tiles, from short lists.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ from ..settings import (
 )
 from ..shapes.model import Model
 
-STAGES = 16  # of a pipeline at most
-# Stages of unequal numbers of layers that are tried, and micro-batches for each below which they
-# are not, as a fifth of a step would be bubble. Each makes a search longer.
+STAGES = 16  # maximum of a pipeline
+# Numbers of stages that are tried with unequal layers, and the minimum of micro-batches per stage:
+# with fewer a fifth of a step would be bubble. Each number makes a search longer.
 UNEVEN, BUSY = (8, 16), 4
 VIRTUAL = (1, 2, 4)  # chunks of layers on each rank of a pipeline
 FEW_ROWS = 4096  # a rank with fewer rows may take several sequences at a time
-SEQUENCES = (1, 2, 4, 8)  # of a micro-batch
+SEQUENCES = (1, 2, 4, 8)  # per micro-batch
 STORES = (1.0, 0.5, 0.0)
 OFFLOADS = (0.0, 1.0)
-FRACTIONS = tuple(tenth / 10 for tenth in range(11))  # of store and offload, where memory decides
-TILES = (1, 8)  # of the MLP half, beside a whole attention half
-CHUNKED = ((8, 32), (32, 64))  # sequence chunks, MLP tiles: where nothing else fits
-# What `Settings` says of groups; the rest are options.
+FRACTIONS = tuple(tenth / 10 for tenth in range(11))  # of store and offload, if memory limits them
+TILES = (1, 8)  # of the MLP half if the attention half runs whole
+CHUNKED = ((8, 32), (32, 64))  # sequence chunks and MLP tiles, if nothing else fits
+# Fields of `Settings` for groups; the others are options.
 GROUPS = ("tp", "pp", *ENDS, "vpp", "ep", "cp", "dp", "micro_batch")
-# What a user may fix.
+# Fields that a user may fix.
 SEARCHED = (
     *GROUPS, "recompute", "store", "offload", "sequence_chunks", "mlp_tiles", "optimizer_offload",
     "lm_head_loss", "gradients", "optimizer_bytes", "distributed_optimizer", "algorithm", "layout",
@@ -54,11 +55,17 @@ SEARCHED = (
 
 @dataclass(frozen=True)
 class TrainingGoal:
-    """What is to be trained: tokens of a sequence, sequences of a step over all ranks, and fields
-    of `Settings` that the user has fixed. carries: the model has layers that carry a state, which
-    the striped layout does not allow; hybrid: it is Megatron's HybridModel, which does not take
-    `--burst-offload`; selects: its attention is sparse, and recomputed whole. documents: lengths of
-    those of a pack that zigzag cuts one by one, which fill sequences of this length unpadded.
+    """The training to find a run for.
+
+    Attributes:
+        seq: Tokens of a sequence.
+        sequences: Sequences of a step over all ranks.
+        pinned: Fields of `Settings` that the user has fixed.
+        carries: The model has layers that carry a state, which the striped layout does not allow.
+        hybrid: The model is Megatron's HybridModel, which does not support `--burst-offload`.
+        selects: Its attention is sparse and recomputed whole.
+        documents: Lengths of the documents of a pack that zigzag cuts one by one. Unpadded, they
+            fill a sequence.
     """
 
     seq: int
@@ -70,8 +77,10 @@ class TrainingGoal:
     documents: tuple[int, ...] = ()
 
     def rows(self, tp: int, cp: int) -> int:
-        """Tokens of a sequence over these ranks, padding included: of every document, and what
-        sequence-parallel ranks lack to equal rows.
+        """Return the tokens of a sequence over these ranks with padding.
+
+        Every document is padded, and the sequence is padded to equal rows of sequence-parallel
+        ranks.
         """
         if not self.documents:
             return self.seq
@@ -79,68 +88,71 @@ class TrainingGoal:
         return size + -size % (2 * cp * tp)
 
     def values(self, name: str, tried: Any) -> list[Any]:
-        """The values of a field to try: the one that is fixed, or `tried`."""
+        """Return the values of a field to try: the fixed one, or `tried`."""
         return [self.pinned[name]] if name in self.pinned else list(tried)
 
 
 def padded(length: int, cp: int) -> int:
-    """Rows that a document takes where zigzag cuts it: a multiple of 2 x CP."""
+    """Return the rows of a document that zigzag cuts: a multiple of 2 x CP."""
     return -(-length // (2 * cp)) * 2 * cp if cp > 1 else length
 
 
 def of_model(model: Model) -> dict[str, Any]:
-    """What a `TrainingGoal` says of the model."""
+    """Return the fields of a `TrainingGoal` that depend on the model."""
     hybrid = bool(set(model.pattern) & set("M*-"))
     return {"carries": bool(model.mixers), "hybrid": hybrid, "selects": model.indexer is not None}
 
 
-def groups_of(model: Model, cluster: Cluster, want: TrainingGoal) -> Iterator[Settings]:
-    """Every way to share the GPUs out, without options."""
-    options = {k: v for k, v in want.pinned.items() if k not in (*GROUPS, "micro_batches")}
-    stages = stages_to_try(model, cluster, want)
-    sizes = want.values("tp", tensor_sizes(model, cluster)), want.values("pp", stages)
+def groups_of(model: Model, cluster: Cluster, goal: TrainingGoal) -> Iterator[Settings]:
+    """Yield every way to divide the GPUs into groups, without options."""
+    options = {k: v for k, v in goal.pinned.items() if k not in (*GROUPS, "micro_batches")}
+    stages = stages_to_try(model, cluster, goal)
+    sizes = goal.values("tp", tensor_sizes(model, cluster)), goal.values("pp", stages)
     for tp, pp in product(*sizes):
         left = cluster.gpus // (tp * pp)
         if cluster.gpus % (tp * pp):
             continue
-        for cp in want.values("cp", divisors(left)):
-            if left % cp or not _rows_fit(cluster, want, tp, cp):
+        for cp in goal.values("cp", divisors(left)):
+            if left % cp or not _rows_fit(cluster, goal, tp, cp):
                 continue
-            if want.pinned.get("linear") == "megatron" and not model.carried(tp, cp):
+            if goal.pinned.get("linear") == "megatron" and not model.carried(tp, cp):
                 continue
             dp = left // cp
-            if dp not in want.values("dp", [dp]):
+            if dp not in goal.values("dp", [dp]):
                 continue
-            base = replace(Settings(want.rows(tp, cp), kernel=cluster.gpu.kernel), **options)
+            base = replace(Settings(goal.rows(tp, cp), kernel=cluster.gpu.kernel), **options)
             intra = cluster.cp_per_node(tp, cp)
-            base = replace(base, tp=tp, pp=pp, cp=cp, dp=dp, intra=intra, **_ends(model, want, pp))
+            base = replace(base, tp=tp, pp=pp, cp=cp, dp=dp, intra=intra, **_ends(model, goal, pp))
             if base.uneven and _odd_stages(model, base):
                 continue
-            yield from _micro_batches(model, want, base)
+            yield from _micro_batches(model, goal, base)
 
 
-def stages_to_try(model: Model, cluster: Cluster, want: TrainingGoal) -> list[int]:
-    """Sizes of a pipeline: those that divide the layers, and UNEVEN with fewer layers on the first
-    and the last stage. A hybrid model's pattern is cut into equal parts only.
+def stages_to_try(model: Model, cluster: Cluster, goal: TrainingGoal) -> list[int]:
+    """Return sizes of a pipeline.
+
+    They divide the layers, or are in UNEVEN with fewer layers on the first and the last stage. The
+    pattern of a hybrid model is only cut into equal parts.
     """
-    uneven = [pp for pp in UNEVEN if not want.hybrid and uneven_ends(model.layers, pp) is not None]
+    uneven = [pp for pp in UNEVEN if not goal.hybrid and uneven_ends(model.layers, pp) is not None]
     most = min(STAGES, cluster.gpus)
     return sorted({pp for pp in (*divisors(model.layers), *uneven) if pp <= most})
 
 
-def _ends(model: Model, want: TrainingGoal, pp: int) -> dict[str, int]:
-    """Layers of the first and the last stage: those that are fixed, else what layers need that do
-    not divide.
+def _ends(model: Model, goal: TrainingGoal, pp: int) -> dict[str, int]:
+    """Return the layers of the first and the last stage.
+
+    They are the fixed ones, or the ones that a number of layers needs that stages do not divide.
     """
-    fixed = {name: want.pinned[name] for name in ENDS if name in want.pinned}
-    if fixed or model.layers % pp == 0 or want.hybrid:
+    fixed = {name: goal.pinned[name] for name in ENDS if name in goal.pinned}
+    if fixed or model.layers % pp == 0 or goal.hybrid:
         return fixed
     ends = uneven_ends(model.layers, pp)
     return {} if ends is None else dict(zip(ENDS, ends, strict=True))
 
 
 def _odd_stages(model: Model, run: Settings) -> str:
-    """Why the layers do not come out even; "" where they do."""
+    """Return the reason why stages cannot have equal layers; "" if they can."""
     try:
         stage_layers(model, run)
     except ValueError as error:
@@ -149,8 +161,10 @@ def _odd_stages(model: Model, run: Settings) -> str:
 
 
 def tensor_sizes(model: Model, cluster: Cluster) -> list[int]:
-    """Tensor-parallel sizes that Megatron-Core takes: they divide a node and the heads, and divide
-    the key/value heads or are a multiple of them (it copies heads then).
+    """Return the tensor-parallel sizes that Megatron-Core accepts.
+
+    They divide a node and the heads. They divide the key/value heads or are a multiple of them, in
+    which case Megatron copies heads.
     """
     return [
         tp
@@ -163,127 +177,145 @@ def tensor_sizes(model: Model, cluster: Cluster) -> list[int]:
     ]
 
 
-def _rows_fit(cluster: Cluster, want: TrainingGoal, tp: int, cp: int) -> bool:
-    """Do ranks get equal rows, of zigzag and of sequence parallelism, and nodes equal ranks?"""
-    if (rows := want.rows(tp, cp)) % (2 * cp) or rows % (cp * tp):
+def _rows_fit(cluster: Cluster, goal: TrainingGoal, tp: int, cp: int) -> bool:
+    """Return whether ranks get equal rows and nodes equal ranks.
+
+    Zigzag and sequence parallelism both divide the rows.
+    """
+    if (rows := goal.rows(tp, cp)) % (2 * cp) or rows % (cp * tp):
         return False
     return cp % cluster.cp_per_node(tp, cp) == 0
 
 
-def _micro_batches(model: Model, want: TrainingGoal, base: Settings) -> Iterator[Settings]:
-    """With every number of sequences at a time, virtual stages and expert-parallel ranks."""
-    few = want.seq // base.cp < FEW_ROWS
-    for size in want.values("micro_batch", SEQUENCES if few else SEQUENCES[:1]):
-        count, rest = divmod(want.sequences, base.dp * size)
-        few_batches = base.uneven and "pp" not in want.pinned and count < BUSY * base.pp
-        if rest or not count or few_batches:
+def _micro_batches(model: Model, goal: TrainingGoal, base: Settings) -> Iterator[Settings]:
+    """Yield runs with every micro-batch size, number of virtual stages and expert-parallel size."""
+    short = goal.seq // base.cp < FEW_ROWS
+    for size in goal.values("micro_batch", SEQUENCES if short else SEQUENCES[:1]):
+        count, remainder = divmod(goal.sequences, base.dp * size)
+        few_batches = base.uneven and "pp" not in goal.pinned and count < BUSY * base.pp
+        if remainder or not count or few_batches:
             continue
-        for vpp in want.values("vpp", VIRTUAL if base.pp > 1 else (1,)):
-            # Megatron interleaves micro-batches in rounds of as many as there are stages.
+        for vpp in goal.values("vpp", VIRTUAL if base.pp > 1 else (1,)):
+            # Megatron interleaves micro-batches in rounds of PP micro-batches.
             even = vpp == 1 if base.uneven else model.layers % (base.pp * vpp) == 0
             if not even or (vpp > 1 and (base.pp == 1 or count % base.pp)):
                 continue
-            for ep in _experts(model, want, base):
+            for ep in _experts(model, goal, base):
                 yield replace(base, micro_batch=size, micro_batches=count, vpp=vpp, ep=ep)
 
 
-def _experts(model: Model, want: TrainingGoal, base: Settings) -> list[int]:
-    """Expert-parallel ranks: among data- and context-parallel ones."""
+def _experts(model: Model, goal: TrainingGoal, base: Settings) -> list[int]:
+    """Return expert-parallel sizes, which divide the data- and context-parallel ranks."""
     if not model.experts:
-        return want.values("ep", [1])
-    tried = want.values("ep", divisors(model.experts))
-    return [ep for ep in tried if (base.dp * base.cp) % ep == 0 and model.experts % ep == 0]
+        return goal.values("ep", [1])
+    sizes = goal.values("ep", divisors(model.experts))
+    return [ep for ep in sizes if (base.dp * base.cp) % ep == 0 and model.experts % ep == 0]
 
 
 def options_of(
     run: Settings,
-    want: TrainingGoal,
+    goal: TrainingGoal,
     chunked: bool,
     stores: Sequence[float] = STORES,
     offloads: Sequence[float] = OFFLOADS,
 ) -> Iterator[Settings]:
-    """What a run with these groups may recompute, store and move. chunked: with the attention half
-    in chunks of rows, which only runs over several context-parallel ranks can. stores, offloads:
-    the fractions to try of what the user has not fixed.
+    """Yield runs with these groups and all options of recompute, store and offload.
+
+    Args:
+        run: The groups.
+        goal: The goal.
+        chunked: The attention half runs in row chunks, which requires several context-parallel
+            ranks.
+        stores: Fractions to try if the user has not fixed the store.
+        offloads: Fractions to try if the user has not fixed the offload.
     """
-    moved = want.values("optimizer_offload", OFFLOADS if run.distributed_optimizer else (0.0,))
+    moved = goal.values("optimizer_offload", OFFLOADS if run.distributed_optimizer else (0.0,))
     for optimizer in moved:
         moving = replace(run, optimizer_offload=optimizer)
-        if not chunked and "none" in want.values("recompute", ["none"]) and _plain(want):
+        if not chunked and "none" in goal.values("recompute", ["none"]) and _plain(goal):
             plain = replace(moving, store=0.0, offload=0.0, sequence_chunks=1, mlp_tiles=1)
-            yield replace(plain, recompute="none", layout=layout_of(want, 1.0))
-        if "full" not in want.values("recompute", ["full"]):
+            yield replace(plain, recompute="none", layout=layout_of(goal, 1.0))
+        if "full" not in goal.values("recompute", ["full"]):
             continue
-        kept = want.values("store", stores)
-        # The store is of BurstAttention over several ranks, and not of sparse attention.
-        if run.cp == 1 or want.selects:
-            kept = [store for store in kept if not store]
-        copied = want.values("offload", OFFLOADS[:1] if want.hybrid else offloads)
-        for store, offload in product(kept, copied):
-            for chunks, tiles in _pieces(run, want, chunked):
+        used_stores = goal.values("store", stores)
+        # Only BurstAttention over several ranks has a store, sparse attention has none.
+        if run.cp == 1 or goal.selects:
+            used_stores = [store for store in used_stores if not store]
+        used_offloads = goal.values("offload", OFFLOADS[:1] if goal.hybrid else offloads)
+        for store, offload in product(used_stores, used_offloads):
+            for chunks, tiles in _pieces(run, goal, chunked):
                 yield replace(
                     moving, recompute="full", store=store, offload=offload, sequence_chunks=chunks,
-                    mlp_tiles=tiles, layout=layout_of(want, store),
+                    mlp_tiles=tiles, layout=layout_of(goal, store),
                 )  # fmt: skip
 
 
-def layout_of(want: TrainingGoal, store: float) -> str:
-    """The layout that `flags` takes where none is named: striped balances a partial store."""
-    striped = 0 < store < 1 and not want.carries
-    return want.pinned.get("layout") or ("striped" if striped else "zigzag")
+def layout_of(goal: TrainingGoal, store: float) -> str:
+    """Return the default layout of `flags`: striped balances a partial store."""
+    striped = 0 < store < 1 and not goal.carries
+    return goal.pinned.get("layout") or ("striped" if striped else "zigzag")
 
 
-def _plain(want: TrainingGoal) -> bool:
-    """Is nothing fixed that only recomputed layers have?"""
-    pinned = want.pinned
+def _plain(goal: TrainingGoal) -> bool:
+    """Return whether no setting is fixed that only recomputed layers have."""
+    pinned = goal.pinned
     moved = any(pinned.get(name) for name in ("store", "offload"))
     return not moved and all(pinned.get(n, 1) == 1 for n in ("sequence_chunks", "mlp_tiles"))
 
 
-def _pieces(run: Settings, want: TrainingGoal, chunked: bool) -> list[tuple[int, int]]:
+def _pieces(run: Settings, goal: TrainingGoal, chunked: bool) -> list[tuple[int, int]]:
     """Pairs (sequence chunks, MLP tiles) to try."""
-    if want.selects and chunked:
+    if goal.selects and chunked:
         return []
     pairs = CHUNKED if chunked else tuple((1, tiles) for tiles in TILES)
-    pinned = want.pinned
-    found = [
+    pinned = goal.pinned
+    candidates = [
         (pinned.get("sequence_chunks", chunks), pinned.get("mlp_tiles", tiles))
         for chunks, tiles in pairs
     ]
     rows = run.rows // run.tp
     return [
         pair
-        for pair in dict.fromkeys(found)
+        for pair in dict.fromkeys(candidates)
         if not (pair[0] > 1 and run.cp == 1) and rows % pair[0] == 0 and pair[1] <= rows
     ]
 
 
-STEP = 4 * 2**20  # tokens of a step that a suggestion is near
+STEP = 4 * 2**20  # target of suggestions, in tokens of a step
 
 
-def check_wanted(model: Model, cluster: Cluster, want: TrainingGoal) -> None:
-    """Raise ValueError, with what would do, unless there is a way to share the GPUs out."""
-    check_fixed(want)
-    check_experts(model, want.pinned.get("ep", 1))
-    check_carried(model, want.pinned.get("layout", ""))
-    for reason in _reasons(model, cluster, want):
+def check_wanted(model: Model, cluster: Cluster, goal: TrainingGoal) -> None:
+    """Raise ValueError unless there is a way to divide the GPUs into groups.
+
+    Args:
+        model: The model.
+        cluster: The cluster.
+        goal: The goal.
+
+    Raises:
+        ValueError: There is no way; the message names settings that work.
+    """
+    check_fixed(goal)
+    check_experts(model, goal.pinned.get("ep", 1))
+    check_carried(model, goal.pinned.get("layout", ""))
+    for reason in _reasons(model, cluster, goal):
         raise ValueError(reason)
-    if next(groups_of(model, cluster, want), None) is None:
-        raise ValueError(_no_way(model, cluster, want))
+    if next(groups_of(model, cluster, goal), None) is None:
+        raise ValueError(_no_way(model, cluster, goal))
 
 
-def check_fixed(want: TrainingGoal) -> None:
-    """Raise ValueError for what cannot be fixed, or not to this."""
-    for name in want.pinned:
+def check_fixed(goal: TrainingGoal) -> None:
+    """Raise ValueError if a fixed setting does not exist or has an impossible value."""
+    for name in goal.pinned:
         if name not in SEARCHED:
             raise ValueError(f"{name}: can be fixed are {', '.join(SEARCHED)}")
-    check_fields(Settings(want.seq, **want.pinned))
+    check_fields(Settings(goal.seq, **goal.pinned))
 
 
-def _reasons(model: Model, cluster: Cluster, want: TrainingGoal) -> Iterator[str]:
-    pinned, known = want.pinned, algorithms()
-    if pinned.get("algorithm", "auto") not in known:
-        yield f"--algorithm {pinned['algorithm']}: no such algorithm: take {alternatives(known)}"
+def _reasons(model: Model, cluster: Cluster, goal: TrainingGoal) -> Iterator[str]:
+    pinned, names = goal.pinned, algorithms()
+    if pinned.get("algorithm", "auto") not in names:
+        yield f"--algorithm {pinned['algorithm']}: no such algorithm: take {alternatives(names)}"
     sizes = tensor_sizes(model, cluster)
     if "tp" in pinned and pinned["tp"] not in sizes:
         yield (
@@ -295,21 +327,26 @@ def _reasons(model: Model, cluster: Cluster, want: TrainingGoal) -> Iterator[str
     if vpp > 1 and pinned.get("pp") == 1:
         yield f"--vpp {vpp} needs --pp above 1"
     ends = {name: pinned[name] for name in ENDS if name in pinned}
-    said = ", ".join(f"{flag_of(name)} {n}" for name, n in ends.items())
-    stages = want.values("pp", stages_to_try(model, cluster, want))
-    odd = [_odd_stages(model, Settings(want.seq, pp=n, **ends)) for n in stages] if ends else []
+    stated_ends = ", ".join(f"{flag_of(name)} {n}" for name, n in ends.items())
+    stages = goal.values("pp", stages_to_try(model, cluster, goal))
+    odd = [_odd_stages(model, Settings(goal.seq, pp=n, **ends)) for n in stages] if ends else []
     if ends and (stages == [1] or vpp > 1):
-        yield f"{said}: only pipelines of several stages have ends: take --pp 2 or more, --vpp 1"
+        yield (
+            f"{stated_ends}: only pipelines of several stages have ends: take --pp 2 or more, "
+            "--vpp 1"
+        )
     elif odd and all(odd):
-        none = f"{said}: none of the numbers of stages that are tried has these ends: give --pp"
+        none = (
+            f"{stated_ends}: none of the numbers of stages that are tried has these ends: give --pp"
+        )
         yield odd[0] if "pp" in pinned else none
-    elif not ends and model.layers % (pp * vpp) and (vpp > 1 or not _ends(model, want, pp)):
+    elif not ends and model.layers % (pp * vpp) and (vpp > 1 or not _ends(model, goal, pp)):
         good = [n for n in divisors(model.layers) if n <= min(STAGES, cluster.gpus)]
         yield (
             f"--pp {pp} x --vpp {vpp} do not divide the "
             f"{model.layers} layers of {model.name}: take --pp {alternatives(good)}"
         )
-    if want.carries and pinned.get("linear") == "megatron" and "cp" in pinned:
+    if goal.carries and pinned.get("linear") == "megatron" and "cp" in pinned:
         good = [cp for cp in divisors(cluster.gpus) if model.carried(pinned.get("tp", 1), cp)]
         if pinned["cp"] not in good:
             yield (
@@ -320,29 +357,31 @@ def _reasons(model: Model, cluster: Cluster, want: TrainingGoal) -> Iterator[str
     stated = [n for n in ("tp", "pp", "cp", "dp") if n in pinned]
     ranks = prod(pinned[name] for name in stated)
     if cluster.gpus % ranks:
-        said = " x ".join(f"--{name} {pinned[name]}" for name in stated)
+        stated_ends = " x ".join(f"--{name} {pinned[name]}" for name in stated)
         yield (
-            f"{said} are {ranks} ranks, which do not divide --gpus {cluster.gpus}: take "
+            f"{stated_ends} are {ranks} ranks, which do not divide --gpus {cluster.gpus}: take "
             f"{-(-cluster.gpus // ranks) * ranks} GPUs, or smaller groups"
         )
 
 
-def _no_way(model: Model, cluster: Cluster, want: TrainingGoal) -> str:
-    """Why there is none, though nothing that is fixed is wrong by itself."""
-    tokens = want.seq * want.sequences
-    odd = cluster.gpus // (cluster.gpus & -cluster.gpus)  # what lengths of powers of two lack
-    step = max(1, round(STEP / (odd * want.seq))) * odd * want.seq
-    if odd > 1 and not want.pinned and step != tokens:
-        nearer = replace(want, sequences=step // want.seq)
+def _no_way(model: Model, cluster: Cluster, goal: TrainingGoal) -> str:
+    """Return the reason why there is no way although each fixed setting is possible by itself."""
+    tokens = goal.seq * goal.sequences
+    odd = cluster.gpus // (
+        cluster.gpus & -cluster.gpus
+    )  # the odd factor, which lengths of powers of two lack
+    step = max(1, round(STEP / (odd * goal.seq))) * odd * goal.seq
+    if odd > 1 and not goal.pinned and step != tokens:
+        nearer = replace(goal, sequences=step // goal.seq)
         if next(groups_of(model, cluster, nearer), None) is not None:
             return (
-                f"--gpus {cluster.gpus}: {want.sequences} sequences of {want.seq:,} tokens are not "
+                f"--gpus {cluster.gpus}: {goal.sequences} sequences of {goal.seq:,} tokens are not "
                 f"shared out evenly: take --tokens-per-step {step}"
             )
-    even = max(2, 1 << (want.seq - 1).bit_length())
-    longer = f"--seq a power of two, such as {even}, or " if even != want.seq else ""
+    even = max(2, 1 << (goal.seq - 1).bit_length())
+    longer = f"--seq a power of two, such as {even}, or " if even != goal.seq else ""
     return (
-        f"--gpus {cluster.gpus}: no TP x PP x CP x DP shares {want.sequences} sequences of "
-        f"{want.seq:,} tokens out evenly: sequences must be a multiple of DP, and --seq of 2 x CP "
+        f"--gpus {cluster.gpus}: no TP x PP x CP x DP shares {goal.sequences} sequences of "
+        f"{goal.seq:,} tokens out evenly: sequences must be a multiple of DP, and --seq of 2 x CP "
         f"and TP x CP. Give {longer}--tokens-per-step a multiple of --seq other than {tokens:,}"
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configurations and models of transformers, without a network and without code of a repository.
 
-`config_of` makes the configuration of a language model; `built` builds the model on torch's meta
+`config_of` makes the configuration of a language model. `built` builds the model on torch's meta
 device, which allocates nothing, and describes it.
 """
 
@@ -20,7 +20,7 @@ NOT_SHAPES = (
     "quantization_config", "auto_map", "torch_dtype", "dtype", "attn_implementation",
     "_attn_implementation", "_attn_implementation_internal", "transformers_version", "model_type",
 )  # fmt: skip
-# Errors of transformers' type checks for values that files of older releases have.
+# Errors of transformers' type checks that values of older releases cause.
 OLD_VALUE = re.compile(r"Field '(\w+)' expected .{1,200}?, got (int|NoneType)\b")
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config", "language_model_config")
 
@@ -63,54 +63,55 @@ def config_of(fields: dict[str, Any], name: str) -> tuple[Any, bool]:
     transformers = _transformers()
     kind = fields["model_type"]
     with _quiet(), _refused(name, kind):
-        whole = _made(transformers, kind, _shapes(fields))
-        text = whole.get_text_config()
-    if getattr(whole, "is_encoder_decoder", False):
+        config = _made(transformers, kind, _shapes(fields))
+        text = config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"{name}: 'is_encoder_decoder' is true for model_type {kind!r}; only decoders are "
             "counted"
         )
     if not _generates(kind, text):
         raise ValueError(f"{name}: model_type {kind!r} is no decoder of text in transformers")
-    if text is not whole:
+    if text is not config:
         tied = _stated_tie(fields)
-        # Files of transformers 4 rely on the default of the language model, not of the whole.
-        for config in (text, whole):
-            tied = getattr(config, "tie_word_embeddings", None) if tied is None else tied
+        # Files of transformers 4 rely on the default of the language model's class.
+        for part in (text, config):
+            tied = getattr(part, "tie_word_embeddings", None) if tied is None else tied
         text.tie_word_embeddings = bool(tied)
-    return text, text is not whole
+    return text, text is not config
 
 
 def _made(transformers: Any, kind: str, fields: dict[str, Any]) -> Any:
-    """Make a configuration, also from null and from whole numbers where its class requires other
-    types: older releases of transformers did not check them.
+    """Make a configuration with the value types of older releases of transformers.
+
+    These did not check types. Files contain null, and whole numbers for booleans.
     """
     while True:
         try:
             return transformers.AutoConfig.for_model(kind, **fields)
         except Exception as error:
-            said = OLD_VALUE.search(str(error))
-            changed = _retyped(fields, *said.groups()) if said else fields
-            if repr(changed) == repr(fields):
+            old_value = OLD_VALUE.search(str(error))
+            retyped = _retyped(fields, *old_value.groups()) if old_value else fields
+            if repr(retyped) == repr(fields):
                 raise
-            fields = changed
+            fields = retyped
 
 
 def _retyped(fields: dict[str, Any], key: str, kind: str) -> dict[str, Any]:
-    """Return the fields without a null, or with true for 1 and more, at any depth."""
-    found = {}
+    """Return the fields without a null, or with a boolean for a whole number, at any depth."""
+    retyped = {}
     for name, value in fields.items():
         if isinstance(value, dict):
-            found[name] = _retyped(value, key, kind)
+            retyped[name] = _retyped(value, key, kind)
         elif name != key or type(value).__name__ != kind:
-            found[name] = value
+            retyped[name] = value
         elif kind == "int":
-            found[name] = bool(value)
-    return found
+            retyped[name] = bool(value)
+    return retyped
 
 
 def _stated_tie(fields: dict[str, Any]) -> bool | None:
-    """Return `tie_word_embeddings` of the file, of the whole model before that of its part."""
+    """Return `tie_word_embeddings` of the file; the whole model's value precedes its part's."""
     if fields.get("tie_word_embeddings") is not None:
         return bool(fields["tie_word_embeddings"])
     parts = (fields[key] for key in NESTED if isinstance(fields.get(key), dict))
@@ -121,17 +122,17 @@ def _generates(kind: str, text: Any) -> bool:
     modeling_auto = _transformers(".models.auto.modeling_auto")
     names = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM")
     maps = [getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES", {}) for name in names]
-    return any(kind in each or text.model_type in each for each in maps)
+    return any(kind in mapping or text.model_type in mapping for mapping in maps)
 
 
 def _shapes(fields: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what is no shape, also in the parts of a multimodal configuration."""
-    kept = {key: value for key, value in fields.items() if key not in NOT_SHAPES}
-    for key, value in kept.items():
+    """Return the fields that describe shapes, also in the parts of a multimodal configuration."""
+    shapes = {key: value for key, value in fields.items() if key not in NOT_SHAPES}
+    for key, value in shapes.items():
         if isinstance(value, dict) and key.endswith("_config"):
             inner = {k: v for k, v in value.items() if k not in NOT_SHAPES or k == "model_type"}
-            kept[key] = inner
-    return kept
+            shapes[key] = inner
+    return shapes
 
 
 def values_of(config: Any) -> dict[str, Any]:
@@ -146,8 +147,12 @@ def values_of(config: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class BuiltLayer:
-    """A layer of a model on the meta device: number of parameters, whether it has experts, and its
-    window (0: none; None: its modules do not say).
+    """A layer of a model on the meta device.
+
+    Attributes:
+        parameters: Number of parameters.
+        sparse: It has experts.
+        window: Its window; 0: none; None: its modules do not have one.
     """
 
     parameters: int
@@ -191,9 +196,9 @@ def built(config: Any, name: str, layers: int) -> Built:
 
     transformers = _transformers()
     modeling_auto = _transformers(".models.auto.modeling_auto")
-    whole = config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    is_causal_lm = config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     with _quiet(), _refused(name, config.model_type), torch.device("meta"):
-        if whole:
+        if is_causal_lm:
             model = transformers.AutoModelForCausalLM.from_config(config)
         elif type(config) in transformers.AutoModel._model_mapping:
             model = transformers.AutoModel.from_config(config)
@@ -201,14 +206,14 @@ def built(config: Any, name: str, layers: int) -> Built:
             model = _text_model(type(config))._from_config(config)
     shapes = {key: tuple(p.shape) for key, p in model.named_parameters()}
     total = sum(p.numel() for p in model.parameters())
-    if not whole and not config.tie_word_embeddings:
+    if not is_causal_lm and not config.tie_word_embeddings:
         total += config.vocab_size * config.hidden_size
     stack = _stack(model, layers)
     inside = f"{stack}." if stack else "\0"
-    found = list(model.get_submodule(stack).children()) if stack else []
+    stack_layers = list(model.get_submodule(stack).children()) if stack else []
     return Built(
         total,
-        tuple(map(_layer, found)),
+        tuple(map(_layer, stack_layers)),
         {".".join(key[len(inside) :].split(".")[1:]): x for key, x in shapes.items()
          if key.startswith(inside)},
         {key: x for key, x in shapes.items() if not key.startswith(inside)},
@@ -223,15 +228,22 @@ def _text_model(config_class: type) -> Any:
     """Return the class of a language model that no automatic class of transformers lists."""
     pretrained = _transformers().PreTrainedModel
     name = config_class.__module__.replace("configuration_", "modeling_")
-    for made in vars(importlib.import_module(name)).values():
-        fits = isinstance(made, type) and issubclass(made, pretrained)
-        if fits and made.__name__.endswith("TextModel") and made.config_class is config_class:
-            return made
+    for model_class in vars(importlib.import_module(name)).values():
+        fits = isinstance(model_class, type) and issubclass(model_class, pretrained)
+        if (
+            fits
+            and model_class.__name__.endswith("TextModel")
+            and model_class.config_class is config_class
+        ):
+            return model_class
     raise TypeError(f"no model of {config_class.__name__} in {name}")
 
 
 def _stack(model: Any, layers: int) -> str:
-    """Return the name of the list of layers: the one of this length with most parameters."""
+    """Return the name of the list of layers.
+
+    It is the list of this length with the most parameters.
+    """
     from torch import nn
 
     lists = {
@@ -258,7 +270,7 @@ def _layer(layer: Any) -> BuiltLayer:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the remarks of transformers about fields and kernels."""
+    """Silence the log lines of transformers about fields and kernels."""
     logging = _transformers().logging
     before = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -276,8 +288,8 @@ def _refused(name: str, kind: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        said = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise ValueError(
             f"{name}: transformers cannot make model_type {kind!r} of these fields: "
-            f"{type(error).__name__}: {said:.300}"
+            f"{type(error).__name__}: {reason:.300}"
         ) from error

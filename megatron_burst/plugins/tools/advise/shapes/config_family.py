@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of Megatron-LM for what a configuration has besides its sizes.
+"""Megatron-LM's flags for the properties of a configuration that are not sizes.
 
-Biases, norms of heads, extra norms and sinks are read from transformers' model on the meta device;
-other properties are read from the fields or follow from the model type.
+Biases, norms of heads, extra norms and sinks are read from transformers' model on the meta device.
+Other properties are read from the fields or follow from the model type.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .model import NORMS, POSITIONS, Family, Model
 ACTIVATIONS = (
     "mlp_hidden_act", "hidden_act", "hidden_activation", "activation_function", "activation",
 )  # fmt: skip
-OUTPUT = ("o_proj", "out_proj", "dense", "c_proj", "wo")  # of attention
+OUTPUT = ("o_proj", "out_proj", "dense", "c_proj", "wo")  # names of attention's output projection
 ATTENTION = ("attn", "attention", "self_attention", "mixer")
 MLP = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "mixer")
 ZERO_CENTERED = (
@@ -26,7 +26,7 @@ ZERO_CENTERED = (
     "qwen3_5_moe_text", "nemotron",
 )  # fmt: skip
 NO_ROPE_IN_FULL = ("cohere2", "cohere2_moe", "exaone4", "exaone_moe", "afmoe")
-SIGMOID = (  # scores of experts
+SIGMOID = (  # model types whose scores of experts are sigmoids
     "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4v_moe_text", "glm4_moe_lite", "glm_moe_dsa",
     "dots1", "kimi_linear", "nemotron_h", "minimax_m2", "mimo_v2_flash", "exaone_moe",
     "solar_open", "hy_v3", "afmoe", "llama4", "llama4_text",
@@ -42,7 +42,7 @@ FACTORS = (
 
 
 class Structure(NamedTuple):
-    """Parts of a layer besides its matrices.
+    """Parts of a layer in addition to its matrices.
 
     Attributes:
         qkv_bias: Queries, keys and values have biases.
@@ -72,7 +72,7 @@ class Structure(NamedTuple):
 
 
 def family_of(model: Model, fields: Fields, kind: str, made: Built) -> tuple[Family, bool]:
-    """Return the flags of a model that are no sizes, and whether its attention has sinks.
+    """Return the flags of a model that are not sizes, and whether its attention has sinks.
 
     Args:
         model: Its sizes.
@@ -80,17 +80,17 @@ def family_of(model: Model, fields: Fields, kind: str, made: Built) -> tuple[Fam
         kind: Its model type.
         made: transformers' model.
     """
-    has = _of_model(made, model)
+    structure = _of_model(made, model)
     fields.accept("add_swa_attention_sink_bias")  # the model has its sinks
     numerics, rotary = _numerics(fields, model.head_dim)
-    flags = [*_attention_flags(model, has), *_norm_flags(kind, has)]
-    flags += _router_flags(fields, kind, has) if model.experts else []
+    flags = [*_attention_flags(model, structure), *_norm_flags(kind, structure)]
+    flags += _router_flags(fields, kind, structure) if model.experts else []
     flags += _no_rope(model, fields, kind)
     gate, activation = _activation(fields, model.gated)
     flags += ["--squared-relu"] if not model.gated and _act(fields) == "relu2" else []
-    lacking = [*_lacking(model, fields, kind, has), *activation, *rotary]
-    norms = NORMS.replace("RMSNorm", "LayerNorm") if has.layer_norm else NORMS
-    if has.mlp_bias:
+    lacking = [*_lacking(model, fields, kind, structure), *activation, *rotary]
+    norms = NORMS.replace("RMSNorm", "LayerNorm") if structure.layer_norm else NORMS
+    if structure.mlp_bias:
         norms = norms.replace(" --disable-bias-linear", "")
     if kind in ("nemotron_h",) or fields.get("position_embedding_type") in ("nope", "none"):
         norms = norms.replace("type rope", "type none")
@@ -100,9 +100,9 @@ def family_of(model: Model, fields: Fields, kind: str, made: Built) -> tuple[Fam
         norms,
         gate,
         tuple(lacking),
-        biases=has.mlp_bias,
+        biases=structure.mlp_bias,
         left="" if numerics or rotary else POSITIONS,
-    ), has.sinks
+    ), structure.sinks
 
 
 # --- structure -------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def _of_model(made: Built, model: Model) -> Structure:
     ]
     attention = [p for p in linear if any(x in part for x in ATTENTION for part in p[:-2])]
     attention = [p for p in attention if "mlp" not in p]
-    others = [p for p in linear if p not in attention]
+    mlp = [p for p in linear if p not in attention]
     heads = {
         shape[-1]
         for key, shape in made.names.items()
@@ -132,7 +132,7 @@ def _of_model(made: Built, model: Model) -> Structure:
     return Structure(
         qkv_bias=any(p[-2] not in OUTPUT for p in attention),
         out_bias=any(p[-2] in OUTPUT for p in attention),
-        mlp_bias=bool(others) or any("experts" in k and k.endswith("_bias") for k in made.names),
+        mlp_bias=bool(mlp) or any("experts" in k and k.endswith("_bias") for k in made.names),
         head_norms=("all" if wide else "head") if heads else "",
         layer_norm=layer_norm,
         norm_bias=any("norm" in key or "ln" in key for key in map(".".join, biases)),
@@ -160,28 +160,28 @@ def _is_head_norm(key: str) -> bool:
 # --- flags -----------------------------------------------------------------------------------
 
 
-def _attention_flags(model: Model, has: Structure) -> Iterator[str]:
-    if model.latent is not None or has.head_norms == "head":
+def _attention_flags(model: Model, structure: Structure) -> Iterator[str]:
+    if model.latent is not None or structure.head_norms == "head":
         yield "--qk-layernorm"
     if model.latent is not None and model.experts:
         yield "--moe-router-dtype fp32"
-    if has.qkv_bias and not has.mlp_bias:
+    if structure.qkv_bias and not structure.mlp_bias:
         yield "--add-qkv-bias"
 
 
-def _norm_flags(kind: str, has: Structure) -> Iterator[str]:
+def _norm_flags(kind: str, structure: Structure) -> Iterator[str]:
     if kind in ZERO_CENTERED:
         yield "--apply-layernorm-1p"
 
 
-def _router_flags(fields: Fields, kind: str, has: Structure) -> Iterator[str]:
-    """Scores are a softmax over the selected experts unless fields say another thing."""
+def _router_flags(fields: Fields, kind: str, structure: Structure) -> Iterator[str]:
+    """Yield the flags of the router. Scores are a softmax over the selected experts by default."""
     sigmoid = _scores_by_sigmoid(fields, kind)
     if sigmoid:
         yield "--moe-router-score-function sigmoid"
     elif fields.get("norm_topk_prob") is False:
         yield "--moe-router-pre-softmax"
-    if sigmoid and has.expert_bias:
+    if sigmoid and structure.expert_bias:
         yield "--moe-router-enable-expert-bias"
     groups = fields.get("n_group") or 1
     if groups > 1 and (fields.get("topk_group") or 1) < groups:
@@ -189,7 +189,7 @@ def _router_flags(fields: Fields, kind: str, has: Structure) -> Iterator[str]:
     scales = [fields.number(key) for key in SCALES if key in fields]
     if scales and scales[0] != 1:
         yield f"--moe-router-topk-scaling-factor {scales[0]:g}"
-    if has.shared_gate:
+    if structure.shared_gate:
         yield "--moe-shared-expert-gate"
 
 
@@ -198,7 +198,7 @@ def _scores_by_sigmoid(fields: Fields, kind: str) -> bool:
 
 
 def _no_rope(model: Model, fields: Fields, kind: str) -> list[str]:
-    """Layers without rotary positions."""
+    """Return the flag of layers without rotary positions."""
     fields.accept("no_rope_layer_interval")
     without = [not rotary for rotary in fields.items_of("no_rope_layers", int)]
     if kind in NO_ROPE_IN_FULL and 0 < model.windows < model.layers:
@@ -228,22 +228,22 @@ def _activation(fields: Fields, gated: bool) -> tuple[str, list[str]]:
     return "--swiglu", [f"a gate of {act} in the MLP (--swiglu has its sizes)"]
 
 
-def _lacking(model: Model, fields: Fields, kind: str, has: Structure) -> Iterator[str]:
-    if has.out_bias and not has.mlp_bias:
+def _lacking(model: Model, fields: Fields, kind: str, structure: Structure) -> Iterator[str]:
+    if structure.out_bias and not structure.mlp_bias:
         yield "a bias of attention's output alone"
-    if has.mlp_bias and not has.qkv_bias:
+    if structure.mlp_bias and not structure.qkv_bias:
         yield "biases of the MLP without those of attention"
-    if has.head_norms == "all":
+    if structure.head_norms == "all":
         yield "norms of queries and keys over all heads"
-    if has.layer_norm and not has.norm_bias:
+    if structure.layer_norm and not structure.norm_bias:
         yield "LayerNorm without a bias"
     if fields.get("linear_allow_neg_eigval"):
         yield "negative eigenvalues of the gated delta net"
-    if has.after:
+    if structure.after:
         yield "norms behind each half of a layer and none before"
-    elif has.norms > 2:
+    elif structure.norms > 2:
         yield "norms behind both halves of a layer"
-    elif has.norms < 2 or any(
+    elif structure.norms < 2 or any(
         fields.get(key) is True for key in ("parallel_attn", "use_parallel_residual")
     ):
         yield "attention and MLP side by side in a layer"
@@ -260,7 +260,7 @@ def _lacking(model: Model, fields: Fields, kind: str, has: Structure) -> Iterato
             f"{model.kv_heads} key/value heads in layers with a window beside fewer in the others: "
             f"all are counted with {model.kv_heads}"
         )
-    if has.sinks and kind == "mimo_v2_flash":
+    if structure.sinks and kind == "mimo_v2_flash":
         yield "sinks in layers with a window alone"
     if kind == "kimi_linear":
         yield "latent attention without rotary positions"
@@ -268,7 +268,7 @@ def _lacking(model: Model, fields: Fields, kind: str, has: Structure) -> Iterato
         yield "dual chunk attention, which changes the positions of inference alone"
     if kind.startswith("minimax") and model.mixers:
         yield "residuals that are scaled"
-    if has.expert_bias and not _scores_by_sigmoid(fields, kind):
+    if structure.expert_bias and not _scores_by_sigmoid(fields, kind):
         yield "a bias of experts whose scores are a softmax"
     if kind.startswith("llama4"):
         yield "experts whose inputs are scaled by the router"
@@ -285,7 +285,7 @@ EPSILONS = "rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon
 
 
 def _numerics(fields: Fields, head_dim: int) -> tuple[str, list[str]]:
-    """Return flags for the epsilon of norms and rotary positions, and what has none, in words."""
+    """Return flags for the epsilon of norms and rotary positions, and properties without a flag."""
     flags = [f"--norm-epsilon {fields.number(key):g}" for key in EPSILONS if key in fields][:1]
     rope = fields.object_of("rope_parameters")
     rope = rope if len(rope) else fields.object_of("rope_scaling")
@@ -297,14 +297,14 @@ def _numerics(fields: Fields, head_dim: int) -> tuple[str, list[str]]:
     if kinds:
         rope = Fields(kinds[0], rope.name)
     lacking = []
-    base, share = (
+    rotary_base, share = (
         next((of.number(key) for of in (fields, rope) for key in keys if key in of), None)
         for keys in (BASES, SHARES)
     )
-    if base is not None and base == int(base):
-        flags.append(f"--rotary-base {int(base)}")
-    elif base is not None:
-        lacking.append(f"a rotary base of {base}, which is no whole number")
+    if rotary_base is not None and rotary_base == int(rotary_base):
+        flags.append(f"--rotary-base {int(rotary_base)}")
+    elif rotary_base is not None:
+        lacking.append(f"a rotary base of {rotary_base}, which is no whole number")
     if "rotary_dim" in fields and share is None:
         share = fields.size("rotary_dim") / head_dim
     if share is not None and share != 1:
@@ -318,27 +318,27 @@ def _numerics(fields: Fields, head_dim: int) -> tuple[str, list[str]]:
 
 
 def _scaled(kind: str, rope: Fields, latent: bool) -> str:
-    """Scaled rotary positions as flags of Megatron-LM; "" where it has none for them."""
+    """Return scaled rotary positions as flags of Megatron-LM; "" if they have no flag."""
     factor = rope.number("factor") if "factor" in rope else 0.0
     if kind == "linear" and not latent and 0 < factor == int(factor):
         return f"--rotary-seq-len-interpolation-factor {int(factor)}"
     fixed = {"llama3": LLAMA3, "yarn": YARN}.get(kind, {})
-    said = {key: rope.number(key) if key in rope else value for key, value in fixed.items()}
+    constants = {key: rope.number(key) if key in rope else value for key, value in fixed.items()}
     if not factor or LENGTH not in rope or "attention_factor" in rope:
         return ""
-    if kind == "llama3" and not latent and said == fixed:
+    if kind == "llama3" and not latent and constants == fixed:
         return f"--use-rope-scaling --rope-scaling-factor {factor:g}"
-    if kind != "yarn" or (latent and said != fixed):
+    if kind != "yarn" or (latent and constants != fixed):
         return ""
     flags = f"--rotary-scaling-factor {factor:g}"
     for key, flag in (("mscale", "--mscale"), ("mscale_all_dim", "--mscale-all-dim")):
         flags += f" {flag} {rope.number(key):g}" if key in rope else ""
     if latent:
         return f"--rope-type yarn {flags}"
-    length, fast, slow = said.values()
-    whole = "" if rope.flag("truncate", True) else "no-"
+    length, fast, slow = constants.values()
+    negation = "" if rope.flag("truncate", True) else "no-"
     return (
         f"--position-embedding-type yarn {flags} --yarn-original-max-position-embeddings "
         f"{length:.0f} --yarn-beta-fast {fast:g} --yarn-beta-slow {slow:g} "
-        f"--{whole}yarn-correction-range-round-to-int"
+        f"--{negation}yarn-correction-range-round-to-int"
     )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of a `config.json`, with checks of their types and a record of which fields were read.
+"""Fields of a `config.json`, with checks of their types and a record of the fields that were read.
 
-A field that describes layers and that nothing reads would give a wrong model without a word, so
-`Fields.check_unread` refuses it.
+An unread field that describes layers would silently give a wrong model, so `Fields.check_unread`
+refuses it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-MOST = 10**9  # of a width or a count
-LARGEST = 10**15  # of other numbers; rotary bases of a million tokens are above 10**9
+MOST = 10**9  # maximum of a width or a count
+LARGEST = 10**15  # maximum of other numbers; rotary bases of a million tokens are above 10**9
 # Names of fields that may describe layers: experts, windows, chunks, patterns, per-layer values.
 SUSPECT = re.compile(
     r"expert|moe|window|chunk|pattern|block|layer_type|per_layer|layers|interleave|interval|period"
@@ -20,7 +20,7 @@ SUSPECT = re.compile(
     r"|loop|recurren|altup|laurel|^swa_|^mtp|sink|^use_cla|layer_group|attn_(type|layer|ind)|idxs$"
     r"|mixer"
 )
-# Of these, names whose values change no shape.
+# Parts of such names whose values change no shape.
 HARMLESS = re.compile(
     r"aux_loss|z_loss|_coef$|capacity|drop|jitter|renorm|_dtype$|kernel$|kernels$|feed_forward"
     r"|norm_min|scaling_factor|fp32|overlap|rope|rotary|router|_mode$|use_mixed_mlp|order_of_interleaved|use_parallel|_act$|initializer|predict_layers$"
@@ -31,7 +31,7 @@ OF_EXPERTS = re.compile(r"expert|moe")  # names within an object, such as DBRX's
 
 
 class Missing(ValueError):
-    """A field that the shape depends on is absent."""
+    """A required field of the shape is absent."""
 
 
 class Fields(Mapping[str, Any]):
@@ -40,7 +40,7 @@ class Fields(Mapping[str, Any]):
     Args:
         values: Values by name.
         name: Name of the file, for errors.
-        aliases: Standard names of fields that the configuration's class calls otherwise.
+        aliases: Standard names of fields that have another name in the configuration's class.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Fields(Mapping[str, Any]):
 
         A list counts as its value if all its numbers are equal.
         """
-        found = 0
+        size = 0
         for key in keys:
             value = self.get(key, 0)
             if (
@@ -86,12 +86,12 @@ class Fields(Mapping[str, Any]):
             value = self._of(key, value, int, "a whole number from 0")
             if value > MOST:
                 raise ValueError(f"{self.name}: {key!r} must be at most {MOST:,}, got {value:.3g}")
-            if found and value not in (0, found):
+            if size and value not in (0, size):
                 raise ValueError(
-                    f"{self.name}: {key!r} {value} contradicts {found} of one of {', '.join(keys)}"
+                    f"{self.name}: {key!r} {value} contradicts {size} of one of {', '.join(keys)}"
                 )
-            found = found or value
-        return found
+            size = size or value
+        return size
 
     def needed(self, *keys: str) -> int:
         """Return `size`; raise `Missing` if no such field exists."""
@@ -100,61 +100,63 @@ class Fields(Mapping[str, Any]):
         return self.size(*keys)
 
     def number(self, key: str) -> float:
-        """Return a field that is there, a number from 0 to `LARGEST`."""
-        found = self[key]
-        if type(found) not in (int, float) or not 0 <= found <= LARGEST:
+        """Return a number from 0 to `LARGEST`; the field must exist."""
+        number = self[key]
+        if type(number) not in (int, float) or not 0 <= number <= LARGEST:
             raise ValueError(
-                f"{self.name}: {key!r} must be a number from 0 to {LARGEST:,}, got {found!r:.60}"
+                f"{self.name}: {key!r} must be a number from 0 to {LARGEST:,}, got {number!r:.60}"
             )
-        return float(found)
+        return float(number)
 
     def flag(self, key: str, default: bool = False) -> bool:
+        """Return a boolean."""
         return self._of(key, self.get(key, default), bool, "true or false")
 
     def text(self, key: str, default: str = "") -> str:
+        """Return a text."""
         return self._of(key, self.get(key, default), str, "a text")
 
     def items_of(self, key: str, kind: type) -> list[Any]:
         """Return a list whose items are of a kind; empty if there is no such field."""
         value = self.get(key, [])
-        found = list(value) if type(value) is tuple else self._of(key, value, list, "a list")
-        said = {int: "whole numbers from 0", str: "texts"}[kind]
-        return [self._of(key, item, kind, f"a list of {said}") for item in found]
+        entries = list(value) if type(value) is tuple else self._of(key, value, list, "a list")
+        expected = {int: "whole numbers from 0", str: "texts"}[kind]
+        return [self._of(key, item, kind, f"a list of {expected}") for item in entries]
 
     def object_of(self, key: str) -> Fields:
         """Return a field that is an object; empty if it is absent or false."""
-        found = self.get(key) or {}
-        if not isinstance(found, dict):
-            raise ValueError(f"{self.name}: {key!r} must be an object, got {found!r:.60}")
-        return Fields(found, f"{self.name}: {key}")
+        value = self.get(key) or {}
+        if not isinstance(value, dict):
+            raise ValueError(f"{self.name}: {key!r} must be an object, got {value!r:.60}")
+        return Fields(value, f"{self.name}: {key}")
 
-    def _of(self, key: str, value: Any, kind: type, said: str) -> Any:
+    def _of(self, key: str, value: Any, kind: type, expected: str) -> Any:
         if type(value) is not kind or (kind is int and value < 0):
-            raise ValueError(f"{self.name}: {key!r} must be {said}, got {value!r:.60}")
+            raise ValueError(f"{self.name}: {key!r} must be {expected}, got {value!r:.60}")
         return value
 
     def accept(self, *keys: str) -> None:
-        """Mark fields as read: another field has their content."""
+        """Mark fields as read, for example because another field contains the same."""
         self._read.update(keys, (self.aliases.get(key, key) for key in keys))
 
     def unread(self, layers: int) -> list[str]:
-        """Return the fields that may describe layers and that nothing has read."""
-        found = []
+        """Return the unread fields that may describe layers."""
+        unread = []
         for key, value in self.values_by_name.items():
             per_layer = isinstance(value, (list, tuple, dict)) and len(value) == layers > 4
             suspect = per_layer or (SUSPECT.search(key) and not HARMLESS.search(key))
             nested = map(str, value) if isinstance(value, dict) else ()
             suspect = suspect or any(map(OF_EXPERTS.search, nested))
             if suspect and key not in self._read and not _neutral(value):
-                found.append(key)
-        return found
+                unread.append(key)
+        return unread
 
     def check_unread(self, layers: int) -> None:
         """Raise ValueError naming the fields that `unread` returns."""
         if wrong := self.unread(layers):
-            said = ", ".join(f"{key!r} ({self.values_by_name[key]!r:.60})" for key in wrong)
+            listed = ", ".join(f"{key!r} ({self.values_by_name[key]!r:.60})" for key in wrong)
             raise ValueError(
-                f"{self.name}: does not understand {said}: experts, windows, patterns and layers "
+                f"{self.name}: does not understand {listed}: experts, windows, patterns and layers "
                 "are counted from fields that are known; give the model as a Megatron command "
                 "after -- instead"
             )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What layers of a decoder are made of: kinds of attention halves, and mixers by kind.
+"""The kinds of layers of a decoder: attention halves, and mixers by kind.
 
-Decides which form of linear attention a kind of layer computes, and what of it is a parameter.
+This module decides which form of linear attention a mixer computes, and its parameters.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from .....linear_attention.forms import FORMS
 
-# What a layer is made of, by the letter of `Model.pattern`: (attention half, has an MLP half).
+# Attention half and whether there is an MLP half, by the letter of `Model.pattern`.
 FULL, WINDOW, CHUNKED, MIXER = "full", "window", "chunked", "mixer"
 SOFTMAX = FULL, WINDOW, CHUNKED  # attention halves with softmax attention
 KINDS: dict[str, tuple[str | None, bool]] = {
@@ -26,10 +26,13 @@ KINDS: dict[str, tuple[str | None, bool]] = {
 
 
 class LayerPart(NamedTuple):
-    """A layer: its attention half ("full", "window", "chunked", "mixer" or None), whether
-    it has an MLP half and whether that has experts.
+    """The halves of a layer.
 
-    algorithm: of its attention, if its kind of layers has its own; None: `Settings.algorithm`.
+    Attributes:
+        attention: Kind of its attention half: "full", "window", "chunked", "mixer" or None.
+        mlp: It has an MLP half.
+        sparse: Its MLP half has experts.
+        algorithm: Algorithm of its attention if its kind has its own; None: `Settings.algorithm`.
     """
 
     attention: str | None
@@ -40,9 +43,12 @@ class LayerPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) with expanded heads:
-    keys and values come out of `kv_rank` numbers, queries of `q_rank` (0: of the hidden states).
-    rope: width of the part of a head that is turned, which all heads of a key share.
+    """Multi-head latent attention with expanded heads (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    Attributes:
+        kv_rank: Width of the latent from which keys and values are projected.
+        rope: Width of the part of a head with rotary positions. All heads share this part of a key.
+        q_rank: Width of the latent from which queries are projected; 0: the hidden states.
     """
 
     kv_rank: int
@@ -52,9 +58,12 @@ class Latent:
 
 @dataclass(frozen=True)
 class Indexer:
-    """What selects the keys of sparse latent attention (DeepSeek-V3.2): `heads` of `width` score
-    all keys that a query sees, one index key of `width` per row; the best `top_k` are attended
-    to.
+    """The selection of keys in sparse latent attention (DeepSeek-V3.2).
+
+    Attributes:
+        heads: Heads that score all keys that a query may attend to.
+        width: Width of a head, and of the one index key per row.
+        top_k: Number of keys with the highest scores that a query attends to.
     """
 
     heads: int
@@ -64,16 +73,22 @@ class Indexer:
 
 @dataclass(frozen=True)
 class Mixer:
-    """A layer that mixes rows without softmax attention (Mamba-2, gated delta net). into, out:
-    widths of its projections from and to hidden states; others: its other parameters (convolution,
-    decay). heads: tensor-parallel ranks divide them.
+    """A layer that mixes rows without softmax attention (Mamba-2, gated delta net).
 
-    form: of linear attention, one of `FORMS`; "": what it computes between its projections is not
-    counted. key_heads: of queries and keys, which heads share; width, value_width: of a head of
-    keys and of values: a head's state has width x value_width numbers. taps: rows of the short
-    convolution of queries, keys and values, 0: there is none.
+    Attributes:
+        name: Its name, for output.
+        into: Width of its projections from hidden states.
+        out: Width of its projection to hidden states.
+        heads: Heads, which tensor-parallel ranks divide.
+        others: Its other parameters (convolution, decay).
+        form: Form of linear attention, one of `FORMS`; "": only its projections are counted.
+        key_heads: Heads of queries and keys, which value heads share.
+        width: Width of a key head. The state of a head has width x value_width numbers.
+        value_width: Width of a value head.
+        taps: Rows of the short convolution of queries, keys and values; 0: no convolution.
 
-    Raises ValueError for a form that there is not, and for sizes that it could not have.
+    Raises:
+        ValueError: The form does not exist, or the sizes do not fit each other.
     """
 
     name: str
@@ -100,7 +115,7 @@ class Mixer:
             )
 
     def on_rank(self, tp: int) -> Mixer:
-        """What one of `tp` tensor-parallel ranks has of it."""
+        """Return the part of one of `tp` tensor-parallel ranks."""
         keys = max(1, self.key_heads // tp) if self.form else 0
         return replace(
             self, into=self.into // tp, out=self.out // tp, heads=self.heads // tp, key_heads=keys
@@ -108,43 +123,48 @@ class Mixer:
 
     @property
     def values(self) -> int:
-        """Numbers of a row's values, and of its results."""
+        """Elements of a row's values, and of its results."""
         return self.heads * self.value_width
 
     @property
     def keys(self) -> int:
-        """Numbers of a row's queries and keys together."""
+        """Elements of a row's queries and keys together."""
         return 2 * self.key_heads * self.width
 
     @property
     def convolved(self) -> int:
-        """Numbers of a row that the short convolution sees: queries, keys and values."""
+        """Elements of a row that the short convolution reads: queries, keys and values."""
         return self.keys + self.values
 
     @property
     def state(self) -> int:
-        """Numbers of a sequence's state."""
+        """Elements of a sequence's state."""
         return self.heads * self.width * self.value_width
 
     @property
     def decay(self) -> Literal["none", "scalar", "vector"]:
-        """What a token keeps of the state before it, as of `FORMS`."""
+        """The kind of decay of a state, from `FORMS`."""
         return FORMS[self.form].decay
 
     @property
     def decays(self) -> int:
-        """Numbers of a row's decay."""
+        """Elements of a row's decay."""
         return self.heads * {"none": 0, "scalar": 1, "vector": self.width}[self.decay]
 
     @property
     def delta(self) -> bool:
-        """Whether it writes by a delta rule, so that its map of a state is a matrix."""
+        """True if it writes by a delta rule, which makes the transition of a state a matrix."""
         return FORMS[self.form].delta if self.form else False
 
     def shares(self, tp: int, cp: int = 1) -> bool:
-        """Whether tensor-parallel ranks, and the context-parallel ranks of Megatron's exchange of
-        heads, can share its heads: they divide those of values and of keys; Mamba's groups of keys
-        are copied where they are fewer than context-parallel ranks.
+        """Return whether ranks can share its heads.
+
+        The ranks must divide the heads of values and of keys. Mamba's groups of keys are copied if
+        they are fewer than context-parallel ranks.
+
+        Args:
+            tp: Tensor-parallel ranks.
+            cp: Context-parallel ranks of Megatron's exchange of heads.
         """
         keys, ranks = self.key_heads or self.heads, tp * cp
         if self.heads % ranks or keys % tp:
@@ -152,7 +172,7 @@ class Mixer:
         return keys % ranks == 0 or (not self.delta and cp % (keys // tp) == 0)
 
 
-# What Hugging Face and Megatron both call the arguments of `gated_delta_net`, and their defaults.
+# Names and defaults of the arguments of `gated_delta_net` in Hugging Face and Megatron.
 DELTA_NET = {
     "linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
     "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
@@ -160,7 +180,10 @@ DELTA_NET = {
 
 
 def gated_delta_net(heads: int, key_heads: int, width: int, value_width: int, taps: int) -> Mixer:
-    """Qwen3-Next's (arXiv 2412.06464): q, k, v and a gate, beta and decay of each head."""
+    """Return the mixer of Qwen3-Next (arXiv 2412.06464).
+
+    It projects to q, k, v and a gate, and to beta and decay of each head.
+    """
     keys, values = key_heads * width, heads * value_width
     return Mixer("gated delta net", 2 * keys + 2 * values + 2 * heads, values, heads,
                  taps * (2 * keys + values), "gated_delta_rule", key_heads, width, value_width,
@@ -168,8 +191,10 @@ def gated_delta_net(heads: int, key_heads: int, width: int, value_width: int, ta
 
 
 def mamba2(heads: int, groups: int, width: int, value_width: int, taps: int) -> Mixer:
-    """Nemotron-H's (arXiv 2405.21060): a gate, x (values), B and C (keys and queries, in groups)
-    and dt of each head; the convolution has a bias, and A, D, dt's bias and a norm are others.
+    """Return the mixer of Nemotron-H (arXiv 2405.21060).
+
+    It projects to a gate, x (values), B and C (keys and queries, in groups) and dt of each head.
+    `others` are the convolution with its bias, A, D, the bias of dt, and a norm.
     """
     inner, states = heads * value_width, 2 * groups * width
     return Mixer("Mamba-2", 2 * inner + states + heads, inner, heads,
@@ -178,8 +203,10 @@ def mamba2(heads: int, groups: int, width: int, value_width: int, taps: int) -> 
 
 
 def kimi_delta(heads: int, width: int, taps: int) -> Mixer:
-    """Kimi Linear's (arXiv 2510.26692): q, k, v and beta; decay and gate through `width` numbers
-    each, whose second matrices are others.
+    """Return the mixer of Kimi Linear (arXiv 2510.26692).
+
+    It projects to q, k, v and beta, and to decay and gate through `width` numbers each. `others`
+    contain the second matrices of decay and gate.
     """
     inner = heads * width
     return Mixer("Kimi delta attention", 3 * inner + heads + 2 * width, inner, heads,
@@ -188,8 +215,9 @@ def kimi_delta(heads: int, width: int, taps: int) -> Mixer:
 
 
 def lightning(heads: int, width: int) -> Mixer:
-    """MiniMax-01's (arXiv 2501.08313): q, k, v and a gate; a decay that is constant per head, no
-    convolution.
+    """Return the mixer of MiniMax-01 (arXiv 2501.08313).
+
+    It projects to q, k, v and a gate. The decay is constant per head; there is no convolution.
     """
     inner = heads * width
     return Mixer("lightning attention", 4 * inner, inner, heads, inner, "scalar_decay", heads,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shape of a model from Megatron's own names: arguments of a command, or a TransformerConfig.
 
-Both have the same names (`num_layers`, `window_size`, `kv_lora_rank`, ...), so the caller that
-parsed them provides a function that returns a value by its name, None if it is absent. The kinds of
-layers are those of `megatron.model_shape`.
+Both have the same names (`num_layers`, `window_size`, `kv_lora_rank`, ...). The caller that parsed
+them provides a function that returns a value by its name, None if it is absent.
+`megatron.model_shape` defines the kinds of layers.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 from .layer_kinds import DELTA_NET, Indexer, Latent, Mixer, gated_delta_net, mamba2
 from .model import Model
 
-DSA = 64, 128, 2048  # index heads, their width, keys selected, of DeepSeek-V3.2
+DSA = 64, 128, 2048  # DeepSeek-V3.2: index heads, their width, selected keys
 Get = Callable[[str], Any]
 NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
 # Megatron's symbols of a hybrid pattern that are counted: M is Mamba-2, G a gated delta net, +
 # latent attention; E has experts.
 SYMBOLS = "MG*+-E"
-# Kinds of layers in `ModelShape` -> letters of `layer_kinds.KINDS`, with one half and with both.
+# Letters of `layer_kinds.KINDS` by kinds of layers in `ModelShape`, with one half and with both.
 ONE_HALF = {"softmax": "*", "delta_net": "M", "mamba": "M", "none": "-"}
 BOTH_HALVES = {"softmax": "F", "sparse": "F", "delta_net": "L"}
 
@@ -39,15 +39,24 @@ class _Values:
 def model_from(
     get: Get, name: str, *, gated: bool, tied: bool, flag: Callable[[str], str]
 ) -> Model:
-    """The model. gated: three matrices in an MLP; tied: the LM head is the embedding. flag: what a
-    name is called where the user wrote it, for ValueErrors.
+    """Return the model.
+
+    Args:
+        get: Returns a value by its name.
+        name: Name of the model, for output.
+        gated: The MLP has three matrices.
+        tied: The LM head is the embedding.
+        flag: Returns a value's name as the user wrote it.
+
+    Raises:
+        ValueError: A value is missing or not supported.
     """
     for field in NEEDED:
         if get(field) is None and not (field == "num_layers" and _hybrid(get)):
             raise ValueError(f"{name}: {flag(field)} is missing; add it")
     layers, hidden, heads = (get(field) for field in NEEDED)
     layers = layers or len(_hybrid(get))
-    # Late: it imports torch, which takes seconds.
+    # Imported late, because it imports torch, which takes seconds.
     from .....megatron.model_shape import ModelShape
 
     kinds = (ModelShape.of(_Values(get)).attention or ())[:layers]  # without further heads
@@ -79,7 +88,7 @@ def _latent(get: Get, heads: int) -> dict[str, Any]:
     rope, value = get("qk_pos_emb_head_dim") or 64, get("v_head_dim") or 128
     index = None
     if get("experimental_attention_variant") == "dsa":
-        sizes = (get(f"dsa_indexer_{each}") for each in ("n_heads", "head_dim", "topk"))
+        sizes = (get(f"dsa_indexer_{key}") for key in ("n_heads", "head_dim", "topk"))
         index = Indexer(*(size or usual for size, usual in zip(sizes, DSA, strict=True)))
     return {
         "indexer": index,
@@ -91,7 +100,10 @@ def _latent(get: Get, heads: int) -> dict[str, Any]:
 
 
 def _mlp(get: Get, pattern: str, gated: bool) -> dict[str, Any]:
-    """Megatron's default width: 4 hidden, two thirds of it in multiples of 64 where gated."""
+    """Return the fields of the MLP.
+
+    Megatron's default width is 4 x hidden, or two thirds of it in multiples of 64 with a gate.
+    """
     hidden, experts = get("hidden_size"), get("num_moe_experts") or get("num_experts") or 0
     ffn = get("ffn_hidden_size") or (int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden)
     if not experts:
@@ -113,7 +125,10 @@ def _mlp(get: Get, pattern: str, gated: bool) -> dict[str, Any]:
 def _pattern(
     get: Get, kinds: Sequence[str], layers: int, name: str, flag: Callable[[str], str]
 ) -> tuple[str, int]:
-    """A letter for each layer ("" for full attention and an MLP in all), and the window."""
+    """Return a letter for each layer, and the window.
+
+    The letters are "" if all layers have full attention and an MLP.
+    """
     hybrid = _hybrid(get)
     if set(hybrid) - set(SYMBOLS) or (hybrid and len(hybrid) != layers):
         raise ValueError(
@@ -149,15 +164,16 @@ def _pattern(
 
 
 def _hybrid(get: Get) -> str:
-    """The pattern of a hybrid stack without the marks of pipeline stages and of what predicts
-    several tokens.
-    """
+    """Return the pattern of a hybrid model without pipeline stages and prediction heads."""
     text = get("hybrid_override_pattern") or get("hybrid_layer_pattern") or ""
     return text.split("/")[0].replace("|", "")
 
 
 def _layers(frequency: Any, layers: int, *, every_is: bool) -> list[bool]:
-    """Megatron's frequencies: N says that one layer in N is, or is not; a list says it of each."""
+    """Return the layers that a frequency of Megatron marks.
+
+    N marks one layer in N, or leaves it out. A list has an entry for each layer.
+    """
     if isinstance(frequency, int):
         # Experts are in the first layer of N, full attention is in the last.
         at = 0 if every_is else frequency - 1
@@ -168,7 +184,7 @@ def _layers(frequency: Any, layers: int, *, every_is: bool) -> list[bool]:
 
 
 def _mixer(get: Get, kinds: Sequence[str]) -> Mixer | None:
-    """Mamba-2 with Megatron's defaults, or a gated delta net."""
+    """Return the mixer: Mamba-2 with Megatron's defaults, or a gated delta net."""
     if "delta_net" in kinds:
         return gated_delta_net(*(get(name) or size for name, size in DELTA_NET.items()))
     if "mamba" not in kinds:

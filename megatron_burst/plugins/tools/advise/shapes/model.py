@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of models: what a decoder's layers are made of, and how many parameters they have.
+"""The shape of a model: the layers of a decoder and their parameters.
 
-A layer is an attention half (softmax attention, or a mixer such as Mamba) and an MLP half, or only
+A layer has an attention half (softmax attention, or a mixer such as Mamba) and an MLP half, or only
 one of them. `models` has shapes by name, `model_config` reads a `config.json`.
 """
 
@@ -57,22 +57,40 @@ class Family(NamedTuple):
 class Model:
     """The shape of a decoder, in elements.
 
-    name: for output. layers, hidden, heads (of queries), kv_heads: as in a config.json. head_dim:
-    width of a query or key head (0: hidden / heads); value_dim: of a value head (0: the same); ffn:
-    of the MLP, or of one expert; vocabulary: with padding; gated: the MLP has three matrices.
-    tied: the LM head is the embedding. experts: 0 for a dense model; top_k of them see a token, and
-    `shared` wide is what every token sees besides. moe_layers: number of layers with experts; the
-    others have an MLP `dense_ffn` wide. expert_pattern: "1" or "0" for each layer with an MLP: it
-    has experts or not ("" means that the last `moe_layers` have experts).
-    latent: of multi-head latent attention; indexer: of sparse attention over its latents, which all
-    heads share then, in all layers. output_gate: attention's result is multiplied by a gate
-    as wide as the queries. pattern: a letter of `KINDS` for each layer ("" means all "F"); window:
-    tokens that a query of a "W" layer sees, itself included; chunk: tokens of a chunk of "C"
-    layers, whose queries see the earlier tokens of their own chunk; mixer: of "L" and "M" layers.
-    sinks: attention has a learned sink per head. also: parts outside the decoder that nothing here
-    counts, in words. family: None if nothing but sizes is known.
+    Attributes:
+        name: Its name, for output.
+        layers: Number of layers.
+        hidden: Width of hidden states.
+        heads: Query heads.
+        kv_heads: Key/value heads.
+        ffn: Width of the MLP, or of one expert.
+        vocabulary: Vocabulary with padding.
+        head_dim: Width of a query or key head; 0: hidden / heads.
+        gated: The MLP has three matrices.
+        tied: The LM head is the embedding.
+        experts: Number of experts, 0 for a dense model.
+        top_k: Number of experts that process a token.
+        shared: Width of the shared experts, which process every token.
+        moe_layers: Number of layers with experts.
+        dense_ffn: Width of the MLP of the other layers.
+        value_dim: Width of a value head; 0: `head_dim`.
+        latent: Latents of multi-head latent attention.
+        output_gate: Attention's result is multiplied by a gate as wide as the queries.
+        pattern: A letter of `KINDS` for each layer; "": all "F".
+        window: Tokens that a query of a "W" layer attends to, itself included.
+        mixer: The mixer of "L" and "M" layers.
+        sinks: Attention has a learned sink per head.
+        also: Parts outside the decoder that are not counted, in words.
+        indexer: Indexer of sparse attention over latents. All layers have it, and all heads share
+            the latents.
+        family: Flags of the model; None if only its sizes are known.
+        chunk: Tokens of a chunk of "C" layers. A query attends to the earlier tokens of its own
+            chunk.
+        expert_pattern: "1" or "0" for each layer with an MLP: it has experts or not. "": the last
+            `moe_layers` have experts.
 
-    Raises ValueError for sizes that no model could have.
+    Raises:
+        ValueError: The sizes are impossible.
     """
 
     name: str
@@ -128,13 +146,13 @@ class Model:
         self._check_pattern()
 
     def _check_kinds(self) -> None:
-        """Raise ValueError for all sizes, switches and texts of wrong types."""
+        """Raise ValueError for sizes, switches and texts of wrong types."""
         kinds = {"int": int, "bool": bool, "str": str}
         wrong = []
-        for each in fields(self):
-            if (kind := kinds.get(str(each.type))) is not None:
-                problem = problem_of(kind, getattr(self, each.name))
-                wrong += [f"{each.name} {problem}"] if problem else []
+        for field in fields(self):
+            if (kind := kinds.get(str(field.type))) is not None:
+                problem = problem_of(kind, getattr(self, field.name))
+                wrong += [f"{field.name} {problem}"] if problem else []
         if wrong:
             raise ValueError(f"model {self.name}: {'; '.join(wrong)}")
 
@@ -155,12 +173,14 @@ class Model:
                 f"model {self.name}: moe_layers {self.moe_layers} of {self.mlps} layers with an "
                 f"MLP and {self.experts} experts"
             )
-        where = self.expert_pattern
-        if where and (
-            set(where) - set("01") or len(where) != self.mlps or where.count("1") != self.moe_layers
+        experts = self.expert_pattern
+        if experts and (
+            set(experts) - set("01")
+            or len(experts) != self.mlps
+            or experts.count("1") != self.moe_layers
         ):
             raise ValueError(
-                f"model {self.name}: expert_pattern {where!r} needs 0 or 1 for each of the "
+                f"model {self.name}: expert_pattern {experts!r} needs 0 or 1 for each of the "
                 f"{self.mlps} layers with an MLP, and {self.moe_layers} ones"
             )
 
@@ -173,34 +193,34 @@ class Model:
 
     @cached_property
     def parts(self) -> tuple[LayerPart, ...]:
-        """What each layer is made of."""
-        found, mlps = [], 0
+        """The halves of each layer."""
+        parts, mlps = [], 0
         for letter in self.letters:
             attention, mlp = KINDS[letter]
-            found.append(LayerPart(attention, mlp, mlp and self.experts_at[mlps]))
+            parts.append(LayerPart(attention, mlp, mlp and self.experts_at[mlps]))
             mlps += mlp
-        return tuple(found)
+        return tuple(parts)
 
     @cached_property
     def experts_at(self) -> tuple[bool, ...]:
-        """For each layer with an MLP: whether it has experts."""
+        """True for each layer with an MLP that has experts."""
         if self.expert_pattern:
             return tuple(sign == "1" for sign in self.expert_pattern)
         return tuple(at >= self.mlps - self.moe_layers for at in range(self.mlps))
 
     @property
     def attentions(self) -> int:
-        """Layers with softmax attention of any kind."""
+        """Number of layers with softmax attention of any kind."""
         return sum(map(self.number_of, SOFTMAX))
 
     @property
     def windows(self) -> int:
-        """Layers whose attention sees a window."""
+        """Number of layers with window attention."""
         return self.number_of(WINDOW)
 
     @property
     def chunked(self) -> int:
-        """Layers whose attention sees a chunk."""
+        """Number of layers with chunked attention."""
         return self.number_of(CHUNKED)
 
     def window_of(self, kind: str | None, seq: int) -> int:
@@ -219,24 +239,26 @@ class Model:
     @property
     def kinds(self) -> dict[str, int]:
         """Number of layers by their attention half; "none": layers with an MLP alone."""
-        found = Counter(part.attention or "none" for part in self.parts)
-        return {kind: found[kind] for kind in (*SOFTMAX, MIXER, "none") if found[kind]}
+        count = Counter(part.attention or "none" for part in self.parts)
+        return {kind: count[kind] for kind in (*SOFTMAX, MIXER, "none") if count[kind]}
 
     @property
     def mixers(self) -> int:
-        """Layers with a mixer instead of attention."""
+        """Number of layers with a mixer instead of attention."""
         return self.number_of(MIXER)
 
     def carried(self, tp: int, cp: int = 1) -> bool:
-        """Whether ranks can share the heads of its mixers, if it has any.
+        """Return whether ranks can share the heads of its mixers, if it has any.
 
-        tp: tensor-parallel ranks; cp: context-parallel ranks of Megatron's exchange of heads.
+        Args:
+            tp: Tensor-parallel ranks.
+            cp: Context-parallel ranks of Megatron's exchange of heads.
         """
         return self.mixer is None or not self.mixers or self.mixer.shares(tp, cp)
 
     @property
     def mlps(self) -> int:
-        """Layers with an MLP half, with experts or without."""
+        """Number of layers with an MLP half, with experts or without."""
         return sum(self.letters.count(letter) for letter, (_, mlp) in KINDS.items() if mlp)
 
     def number_of(self, kind: str) -> int:
@@ -255,7 +277,7 @@ class Model:
 
     @property
     def attention_parameters(self) -> int:
-        """Parameters of the attention half of one layer, and both its norms."""
+        """Parameters of the attention half of one layer, with the norms of both halves."""
         q, out = self.heads * self.head_dim, self.heads * self.value_dim
         if (low := self.latent) is not None:
             query = self.hidden * low.q_rank + low.q_rank + low.q_rank * q
@@ -271,7 +293,7 @@ class Model:
 
     @property
     def mixer_parameters(self) -> int:
-        """Parameters of the mixer of one layer, and both its norms."""
+        """Parameters of the mixer of one layer, with the norms of both halves."""
         if self.mixer is None:
             return 0
         projections = self.hidden * (self.mixer.into + self.mixer.out)
@@ -279,7 +301,7 @@ class Model:
 
     @property
     def dense_parameters(self) -> int:
-        """Parameters of one layer's MLP; with experts, those of the router and the shared part."""
+        """Parameters of one layer's MLP; with experts, the router and the shared experts."""
         if self.experts:
             return self._mlp(self.shared) + self.hidden * self.experts
         return self._mlp(self.ffn)
@@ -291,24 +313,25 @@ class Model:
 
     @cached_property
     def by_layer(self) -> tuple[tuple[int, int, int], ...]:
-        """Parameters of each layer: those that tensor-parallel ranks share, of norms, of
-        experts.
-        """
+        """Parameters of each layer: those that tensor-parallel ranks share, norms, experts."""
         of = {part: self._of_part(part) for part in set(self.parts)}
         return tuple(of[part] for part in self.parts)
 
     def _of_part(self, part: LayerPart) -> tuple[int, int, int]:
         norms = 2 * self.hidden
-        found = self.mixer_parameters if part.attention == MIXER else self.attention_parameters
-        found = found - norms if part.attention else 0
+        dense = self.mixer_parameters if part.attention == MIXER else self.attention_parameters
+        dense = dense - norms if part.attention else 0
         experts = self.expert_parameters if part.sparse else 0
-        found += round(self.mlp_parameters(part)) - experts if part.mlp else 0
+        dense += round(self.mlp_parameters(part)) - experts if part.mlp else 0
         halves = (part.attention is not None) + part.mlp
-        return found, halves * self.hidden, experts
+        return dense, halves * self.hidden, experts
 
     def mlp_parameters(self, part: LayerPart, ep: int = 1) -> float:
-        """Parameters of the MLP half of a layer. part: the layer's; ep: expert-parallel ranks, of
-        which this counts one.
+        """Return the parameters of the MLP half of a layer.
+
+        Args:
+            part: The layer.
+            ep: Expert-parallel ranks, one of which is counted.
         """
         if part.sparse:
             return self.dense_parameters + self.expert_parameters / ep
@@ -319,18 +342,18 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole decoder; small ones (biases, norms of heads, sinks) left out."""
+        """Parameters of the decoder without biases, norms of heads and sinks."""
         ends = self.hidden * (self.vocabulary * (1 if self.tied else 2) + 1)
         return ends + sum(map(sum, self.by_layer))
 
     @property
     def active_parameters(self) -> int:
-        """That multiply a token: of experts only those that see it, and no embedding."""
+        """Parameters that multiply a token: only its experts, and no embedding."""
         unseen = (self.experts - self.top_k) * self.expert_parameters // max(1, self.experts)
         embedding = 0 if self.tied else self.hidden * self.vocabulary
         return self.parameters - self.moe_layers * unseen - embedding
 
 
 def padded(model: Model, multiple: int) -> Model:
-    """The same with a vocabulary that `multiple` divides."""
+    """Return the model with its vocabulary padded to a multiple."""
     return replace(model, vocabulary=-(-model.vocabulary // multiple) * multiple)

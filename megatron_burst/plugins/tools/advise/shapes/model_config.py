@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shape of a model from the fields of a Hugging Face `config.json`.
 
-Names, defaults and kinds of layers come from transformers' configuration class of the model type.
+transformers' configuration class of the model type defines names, defaults and kinds of layers.
 The number of parameters and the layers with experts or windows are compared with transformers'
 model on torch's meta device. A model type that transformers does not have is refused.
 """
@@ -27,7 +27,7 @@ from .layer_kinds import (
 )
 from .model import Model
 
-TOLERANCE = 0.03  # of the number of parameters: biases and small norms are not counted
+TOLERANCE = 0.03  # relative, of the number of parameters; biases and small norms are not counted
 KV_HEADS = "num_key_value_heads", "num_kv_heads"
 HEAD_DIM = "head_dim", "attention_head_dim", "kv_channels"
 FFN = "intermediate_size", "ffn_hidden_size", "ffn_dim"
@@ -36,7 +36,7 @@ TOP_K = "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "mo
 OF_EXPERT = "moe_intermediate_size", "expert_ffn_hidden_size"
 SHARED_WIDTH = "shared_expert_intermediate_size", "shared_intermediate_size"
 SHARED = "n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert"
-# transformers' names of kinds of layers -> letters of `layer_kinds.KINDS`; of layers with one half.
+# Letters of `layer_kinds.KINDS` by transformers' kinds of layers, with both halves and with one.
 LAYER_TYPES = {
     "full_attention": "F", "attention": "F", "indexed_attention": "F", "sliding_attention": "W",
     "chunked_attention": "C", "linear_attention": "L", "mamba": "L",
@@ -46,25 +46,25 @@ HALVES = {
     "moe": "-",
 }  # fmt: skip
 ONE_HALF = ("nemotron_h",)
-ALL_WINDOWS = (  # a window without a list of layers is in all layers
+ALL_WINDOWS = (  # model types in which a window without a list of layers is in all layers
     "mistral", "mixtral", "starcoder2", "phi3", "phimoe", "qwen3_moe", "moshi", "ministral3",
 )  # fmt: skip
-# model_type of models with attention of another kind that no field names.
+# Model types with another kind of attention, which no field names.
 OTHER_ATTENTION = {"diffllama": "differential attention"}
-# model_type of models without any attention.
+# Model types without attention.
 STATES_ALONE = ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm")
 ALIBI = ("bloom", "mpt")
 UNGATED = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2", "xielu")
 GATED = ("bitnet", "gemma", "recurrent_gemma", "vaultgemma", "glm4v", "diffusion_gemma")
 NO_POSITIONS = ("nemotron_h", "kimi_linear", "jamba", "zamba")
 GATED_OUTPUT = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "afmoe")
-# Sizes of layers with a window, and of the others: counted only if they are equal.
+# Sizes of layers with a window and of other layers, which must be equal.
 OF_WINDOWS = {
     "swa_head_dim": "head_dim",
     "swa_v_head_dim": "v_head_dim",
     "swa_num_attention_heads": "num_attention_heads",
 }
-# Fields from which a class of transformers makes `layer_types` and `mlp_layer_types`.
+# Fields that classes of transformers convert to `layer_types` and `mlp_layer_types`.
 OF_LAYER_TYPES = (
     "sliding_window_pattern", "_sliding_window_pattern", "max_window_layers", "use_sliding_window",
     "full_attention_interval", "global_attn_every_n_layers", "hybrid_override_pattern",
@@ -171,7 +171,7 @@ def _source(config: dict[str, Any], name: str, nested: bool = False) -> Source:
 
 
 def _as_layer_types(config: dict[str, Any]) -> dict[str, Any]:
-    """Put lists of 0 and 1 into transformers' own fields, where its classes do not do so."""
+    """Convert lists of 0 and 1 to transformers' own fields, which its classes expect."""
     made = dict(config)
     kinds = ("hybrid_layer_pattern", "layer_types", ("full_attention", "sliding_attention"))
     mlps = ("moe_layer_freq", "mlp_layer_types", ("dense", "sparse"))
@@ -185,7 +185,7 @@ def _as_layer_types(config: dict[str, Any]) -> dict[str, Any]:
 # --- sizes -----------------------------------------------------------------------------------
 
 
-def _model(source: Source, whole: dict[str, Any]) -> Model:
+def _model(source: Source, config: dict[str, Any]) -> Model:
     fields, kind = source.fields, source.kind
     hidden, heads, vocabulary = (
         _size(fields, key) for key in ("hidden_size", "num_attention_heads", "vocab_size")
@@ -201,7 +201,7 @@ def _model(source: Source, whole: dict[str, Any]) -> Model:
     if fields.size("num_nextn_predict_layers") or fields.size("mtp_num_hidden_layers"):
         also += ("the head that predicts several tokens",)
     sizes: dict[str, Any] = {
-        "name": " ".join(str(whole.get("_name_or_path") or fields.name.split(": ")[0]).split()),
+        "name": " ".join(str(config.get("_name_or_path") or fields.name.split(": ")[0]).split()),
         "layers": layers,
         "hidden": hidden,
         "heads": heads,
@@ -231,37 +231,40 @@ def _size(fields: Fields, *keys: str) -> int:
 
 
 def _check_positions(source: Source) -> None:
-    """Check that the model has rotary positions or none: other positions end at a length."""
+    """Raise ValueError unless the model has rotary positions or none.
+
+    Other positions end at a maximum length.
+    """
     fields = source.fields
     if fields.flag("alibi") or fields.object_of("attn_config").flag("alibi"):
         raise ValueError(
             f"{fields.name}: 'alibi' is true: neither Megatron-LM nor this package has ALiBi"
         )
-    said = fields.text("position_embedding_type")
-    if said and not said.startswith(("rope", "rotary", "nope", "none")):
+    position_type = fields.text("position_embedding_type")
+    if position_type and not position_type.startswith(("rope", "rotary", "nope", "none")):
         raise ValueError(
-            f"{fields.name}: 'position_embedding_type' is {said!r}; rope and nope are known"
+            f"{fields.name}: 'position_embedding_type' is {position_type!r}; rope and nope are "
+            "supported"
         )
     rotary = ("rope_parameters", "rope_theta", "rotary_dim", "rope_scaling", "rotary_pct")
-    if said or source.kind in NO_POSITIONS:
+    if position_type or source.kind in NO_POSITIONS:
         return
     if not any(key in fields for key in rotary):
         keys = ("n_positions", "max_position_embeddings", "max_seq_len")
         table = next((key for key in keys if key in fields), "model_type")
         raise ValueError(
             f"{fields.name}: {table!r} {fields.get(table)!r}: model_type {source.kind!r} has no "
-            "rotary positions but a table or a bias of so many positions, which ends there; only "
-            "models with rotary positions are counted"
+            "rotary positions; only models with rotary positions are counted"
         )
 
 
 def _check_windows(fields: Fields) -> None:
-    """Check that layers with a window have heads of the same width and number as the others."""
-    for key, other in OF_WINDOWS.items():
-        if (found := fields.size(key)) != fields.size(other) and found:
+    """Check that layers with a window have heads of the same width and number as other layers."""
+    for key, full_key in OF_WINDOWS.items():
+        if (size := fields.size(key)) != fields.size(full_key) and size:
             raise ValueError(
-                f"{fields.name}: {key!r} {found} differs from {other!r} {fields.size(other)}; only "
-                "layers of equal heads are counted"
+                f"{fields.name}: {key!r} {size} differs from {full_key!r} {fields.size(full_key)}; "
+                "only layers of equal heads are counted"
             )
 
 
@@ -270,11 +273,11 @@ def _kv_heads(source: Source, heads: int) -> int:
     if kind == "falcon" and not fields.flag("new_decoder_architecture"):
         fields.accept(*KV_HEADS)
         return 1 if fields.flag("multi_query") else heads
-    found = fields.size(*KV_HEADS) or heads
-    if kind == "mimo_v2_flash":  # transformers has twice as many in layers with a window
+    kv_heads = fields.size(*KV_HEADS) or heads
+    if kind == "mimo_v2_flash":  # layers with a window have twice this number
         fields.accept("swa_num_key_value_heads")
-        return 2 * found
-    return max(found, fields.size("swa_num_key_value_heads"))
+        return 2 * kv_heads
+    return max(kv_heads, fields.size("swa_num_key_value_heads"))
 
 
 def _gated(source: Source) -> bool:
@@ -286,7 +289,10 @@ def _gated(source: Source) -> bool:
 
 
 def _latent(fields: Fields, heads: int) -> dict[str, Any]:
-    """Multi-head latent attention, with expanded heads: as many keys as queries."""
+    """Return the fields of multi-head latent attention with expanded heads.
+
+    It has one key head per query head.
+    """
     if not fields.size("kv_lora_rank"):
         return {}
     rope = fields.needed("qk_rope_head_dim")
@@ -309,10 +315,10 @@ def _latent(fields: Fields, heads: int) -> dict[str, Any]:
 
 
 def _mlp(source: Source, pattern: str, with_mlp: int, hidden: int) -> dict[str, Any]:
-    """The MLP halves: dense, or experts in some layers."""
+    """Return the fields of the MLP halves: dense, or experts in some layers."""
     fields, kind = source.fields, source.kind
     ffn = fields.size(*FFN)
-    ffn = ffn or 4 * hidden  # GPT-2 and its descendants state it only if it is another
+    ffn = ffn or 4 * hidden  # the default of GPT-2 and its descendants
     experts, of_expert = fields.size(*EXPERTS), fields.size(*OF_EXPERT)
     if kind == "granitemoehybrid" and not experts:  # only the shared MLP is left
         return {"ffn": fields.needed(*SHARED_WIDTH)}
@@ -327,8 +333,8 @@ def _mlp(source: Source, pattern: str, with_mlp: int, hidden: int) -> dict[str, 
     number = fields.size(*SHARED)
     if not shared and number:
         shared = number * (fields.size("moe_shared_expert_intermediate_size") or of_expert)
-    where = _experts_at(source, pattern, with_mlp)
-    if not any(where):
+    has_experts = _experts_at(source, pattern, with_mlp)
+    if not any(has_experts):
         fields.accept(*TOP_K, "moe_shared_expert_intermediate_size")
         return {"ffn": dense or of_expert}
     return {
@@ -336,22 +342,22 @@ def _mlp(source: Source, pattern: str, with_mlp: int, hidden: int) -> dict[str, 
         "experts": experts,
         "top_k": fields.needed(*TOP_K),
         "shared": shared,
-        "moe_layers": sum(where),
-        "expert_pattern": "".join("01"[has] for has in where),
+        "moe_layers": sum(has_experts),
+        "expert_pattern": "".join("01"[has] for has in has_experts),
         "dense_ffn": dense or of_expert,
     }
 
 
 def _experts_at(source: Source, pattern: str, with_mlp: int) -> list[bool]:
-    """For each layer with an MLP: whether it has experts."""
+    """Return for each layer with an MLP whether it has experts."""
     fields = source.fields
     every = range(with_mlp)
     types = fields.items_of("layers_block_type", str)
     if _one_half(source, types):
-        return [each == "moe" for each in types if HALVES[each] == "-"]
+        return [block == "moe" for block in types if HALVES[block] == "-"]
     if types := fields.items_of("mlp_layer_types", str):
         fields.accept(*OF_MLP_TYPES)
-        return [_is_sparse(fields, each) for each in types]
+        return [_is_sparse(fields, block) for block in types]
     if isinstance(fields.get("moe_layers"), list):
         chosen = set(fields.items_of("moe_layers", int))
         fields.accept("interleave_moe_layer_step")
@@ -386,7 +392,7 @@ def _is_sparse(fields: Fields, kind: str) -> bool:
 
 
 def _pattern(source: Source, layers: int) -> str:
-    """A letter for each layer."""
+    """Return a letter for each layer."""
     fields = source.fields
     for key in ("layer_types", "layers_block_type"):
         if types := fields.items_of(key, str):
@@ -405,7 +411,7 @@ def _pattern(source: Source, layers: int) -> str:
             fields.accept("sliding_window")
         if "chunked_attention" not in types:
             fields.accept("attention_chunk_size")
-        return "".join(letters[each] for each in types)
+        return "".join(letters[layer_type] for layer_type in types)
     if linear := fields.items_of("attn_type_list", int):  # MiniMax: 0 is linear attention
         return "".join("LF"[bool(full)] for full in linear)
     return _windows(source, layers)
@@ -417,18 +423,20 @@ def _one_half(source: Source, types: list[str]) -> bool:
 
 
 def _windows(source: Source, layers: int) -> str:
-    """Layers with a window where no list of `layer_types` names them."""
+    """Return the letters of layers with a window if no list of `layer_types` names them."""
     fields = source.fields
     if source.kind not in ALL_WINDOWS:
-        return "F" * layers  # a window is then a field that nothing reads
+        return "F" * layers  # `check_unread` refuses the window
     used = fields.size("sliding_window") and fields.flag("use_sliding_window", True)
     fields.accept("max_window_layers")
     return ("W" if used else "F") * layers
 
 
 def _mixer(source: Source) -> Mixer:
-    """Mamba-2, Qwen3-Next's gated delta net, Kimi Linear's delta attention, or MiniMax's lightning
-    attention.
+    """Return the mixer of linear attention or state-space layers.
+
+    It is Mamba-2, Qwen3-Next's gated delta net, Kimi Linear's delta attention, or MiniMax's
+    lightning attention.
     """
     fields, kind = source.fields, source.kind
     if "linear_num_value_heads" in fields:
@@ -484,13 +492,13 @@ def _compare(model: Model, made: Built, source: Source) -> None:
             (layer.window is not None and layer.window != window, f"a window of {window}",
              f"{layer.window}"),
         ]  # fmt: skip
-        for differs, ours, theirs in wrong:
+        for differs, counted_text, built_text in wrong:
             if differs:
                 raise ValueError(
-                    f"{name}: model_type {kind!r} is not understood: layer {at} has {ours} by its "
-                    f"fields, {theirs} in transformers' model{why}"
+                    f"{name}: model_type {kind!r} is not understood: layer {at} has {counted_text} "
+                    f"by its fields, {built_text} in transformers' model{why}"
                 )
 
 
-def _differ(ours: int, theirs: int) -> bool:
-    return abs(ours - theirs) > TOLERANCE * theirs
+def _differ(counted: int, expected: int) -> bool:
+    return abs(counted - expected) > TOLERANCE * expected

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shapes of models by name, from the config.json files that their makers publish on Hugging Face.
 
-Decoders only: vision towers and heads that predict several tokens are named as not counted.
+Only decoders are counted. Vision towers and heads that predict several tokens are named as not
+counted.
 """
 
 from __future__ import annotations
@@ -22,14 +23,21 @@ def _moe(layers: int, **fields: Any) -> dict[str, Any]:
 
 
 def _gemma3(name: str, layers: int, hidden: int, heads: int, kv: int, ffn: int, dim: int) -> Model:
-    """Five layers of a window of 1,024 tokens, then one that sees all (Gemma 3 report)."""
+    """Return a Gemma 3 model.
+
+    Five layers with a window of 1,024 tokens precede each layer with full attention (Gemma 3
+    report).
+    """
     pattern = ("WWWWWF" * layers)[:layers]
     return Model(name, layers, hidden, heads, kv, ffn, 262208, dim, tied=True, pattern=pattern,
                  window=1024, also=("the vision tower",))  # fmt: skip
 
 
 def _gpt_oss(name: str, layers: int, experts: int) -> Model:
-    """A window of 128 tokens in every other layer, and sinks (gpt-oss model card)."""
+    """Return a gpt-oss model.
+
+    Every other layer has a window of 128 tokens, and attention has sinks (gpt-oss model card).
+    """
     return Model(name, hidden=2880, heads=64, kv_heads=8, ffn=2880, vocabulary=201088, head_dim=64,
                  pattern="WF" * (layers // 2), window=128, sinks=True,
                  **_moe(layers, experts=experts, top_k=4))  # fmt: skip
@@ -71,7 +79,7 @@ _QWEN = (
           also=("the head that predicts several tokens",),
           **_moe(48, experts=512, top_k=10, shared=512)),
 )  # fmt: skip
-_OTHERS = (
+_FURTHER = (
     Model("deepseek-v2-lite", 27, 2048, 16, 16, 1408, 102400, head_dim=192, value_dim=128,
           latent=Latent(512, 64), experts=64, top_k=6, shared=2 * 1408, moe_layers=26,
           dense_ffn=10944),
@@ -111,7 +119,7 @@ _V3 = Family(
 )
 _LLAMA3 = "--rotary-base 500000"
 _LLAMA31 = f"{_LLAMA3} --use-rope-scaling --rope-scaling-factor 8"
-# By the beginning of a name in `NAMED`, the longest that fits.
+# By prefix of a name in `NAMED`; the longest matching prefix counts.
 FAMILIES = {
     "llama2": Family(),
     "llama3": Family(numerics=_LLAMA3),
@@ -156,21 +164,27 @@ def _with_family(model: Model) -> Model:
     return replace(model, family=FAMILIES[max(fitting, key=len)] if fitting else None)
 
 
-NAMED: dict[str, Model] = {model.name: _with_family(model) for model in (*_LLAMA, *_QWEN, *_OTHERS)}
+NAMED: dict[str, Model] = {
+    model.name: _with_family(model) for model in (*_LLAMA, *_QWEN, *_FURTHER)
+}
 
 
 def named(name: str, vocabulary_multiple: int = 1) -> Model:
-    """A model by its name, or from the path of a `config.json` or of the folder that has one.
+    """Return a model by its name, or from a `config.json` or the folder that contains it.
 
-    vocabulary_multiple: the vocabulary is padded to a multiple of it, as Megatron does. ValueError
-    with the nearest name, or all that there are, for any other.
+    Args:
+        name: Name or path.
+        vocabulary_multiple: The vocabulary is padded to a multiple of this, as Megatron does.
+
+    Raises:
+        ValueError: There is no such model; the message contains the nearest name, or all names.
     """
     if name.lower() in NAMED:
         return padded(NAMED[name.lower()], vocabulary_multiple)
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     if path.suffix != ".json" or not path.is_file():
-        near = [other for other in NAMED if name.lower() in other]
+        near = [candidate for candidate in NAMED if name.lower() in candidate]
         near = near if len(near) == 1 else difflib.get_close_matches(name.lower(), NAMED, 1)
         names = f"names: {', '.join(NAMED)}"
         if near:
@@ -180,16 +194,20 @@ def named(name: str, vocabulary_multiple: int = 1) -> Model:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What a config.json has. ValueError naming the file where it cannot be read as one."""
+    """Return the fields of a config.json.
+
+    Raises:
+        ValueError: The file cannot be read.
+    """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"--model {path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--model {path}: not a JSON file: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"--model {path}: a config.json has an object {{...}}, not {found!r:.40}")
-    return found
+    if not isinstance(fields, dict):
+        raise ValueError(f"--model {path}: a config.json has an object {{...}}, not {fields!r:.40}")
+    return fields
 
 
 __all__ = ["NAMED", "Latent", "Mixer", "Model", "from_config", "named", "padded"]
