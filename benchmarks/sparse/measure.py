@@ -57,7 +57,7 @@ def load(state: State, layer: Layer) -> None:
     """Create this rank's tensors, and let pairs sleep from now on."""
     device = Device(layer)
 
-    class Sleeping(kernels.Selected):
+    class Sleeping(kernels.SelectedKernel):
         def forward(self, *given: Any) -> None:
             device.take(device.flops(given[3])[1])
 
@@ -68,7 +68,7 @@ def load(state: State, layer: Layer) -> None:
         device.take(device.flops(call.work)[0])
 
     registry.KERNELS[KERNEL] = Sleeping
-    indexer.Selecting.pair = score  # pyright: ignore[reportAttributeAccessIssue]
+    indexer.UnitSelector.pair = score  # pyright: ignore[reportAttributeAccessIssue]
     network, rank = state["network"], state["rank"]
     sizes = (layer.index_heads, layer.index_width), (1, layer.index_width), (layer.index_heads,)
     index = [torch.zeros(layer.rows, 1, *size) for size in sizes]

@@ -23,7 +23,7 @@ Decays: G_t is the sum of the decays (logarithms) of rows 0..t of a chunk. The s
 wrote has the factor exp(G_t - G_j) at a later row t, and exp(G_end - G_j) after the chunk. The
 state before the chunk has the factor exp(G_t). exp(-G_j) alone may overflow and is never computed.
 exp(G_t) overflows if decays grow to inf within a chunk, which the recurrence shows only for a
-nonzero state. A decay with no remainder, such as -inf, is replaced by one of `FLOORS`, so that
+nonzero state. A decay that leaves nothing, such as -inf, is replaced by one of `FLOORS`, so that
 differences of sums are finite. Sums are in float64, because small differences of large sums matter.
 
 Shape letters: n chunks and p pieces (leading), b batch, g query/key heads, r value heads of each, c

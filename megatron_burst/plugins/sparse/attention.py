@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mb.sparse_attention`: exact attention over a selection, over ranks.
+"""Public operation `mb.sparse_attention`: exact attention over a selection, over ranks.
 
-Runs in the loop of `mb.attention` with a kernel that knows the selection: keys travel, in backward
-with their gradients, and queries stay where their selection is.
+It runs in the loop of `mb.attention` with a kernel that has the selection. Keys are sent, in
+backward with their gradients. Queries stay on the rank of their selection.
 
 Shape letters: s local rows, b batch, h query heads, k key/value heads, d width, w value width.
 """
@@ -20,10 +20,10 @@ from ...execution.rank_plan import RankPlan
 from ...kernels.autograd import outside_graphs, refuse_transforms
 from ...planning.plan import Plan
 from ...planning.validate import QKV, Request, check_shapes
-from .kernels import Selected
+from .kernels import SelectedKernel
 from .pairs import PairKernel
-from .plans import SelectedOperation, Setting, plan_of, setting
-from .registry import KERNELS, named
+from .plans import SelectedOperation, SparseSetting, plan_of, setting
+from .registry import KERNELS, kernel_name
 from .selection import Selection
 
 
@@ -44,29 +44,43 @@ def sparse_attention(
     label: object = None,
     return_lse: bool = False,
 ) -> Any:
-    """Exact attention of every query to the keys that were selected for it, over ranks.
+    """Compute exact attention of every query to the keys that were selected for it.
 
-    q [s, b, h, d]; k [s, b, k, d]; v [s, b, k, w]: this rank's shard; k divides h. v None, with
-    value_width below d: values are the first value_width columns of the keys, as in absorbed latent
-    attention, and travel once. Returns out [s, b, h, w] in the dtype of q, with gradients of q, k,
-    v and sink; none of the selection.
+    Inside `mb.checkpoint` the attention store keeps out and lse, as for `mb.attention`. The result
+    cannot be differentiated twice. The selection gets no gradient.
 
-    selection: of `mb.select`, or made by hand; layout and mask are its own. scale: of the scores;
-    None: the plan's if its queries are as wide, else d ** -0.5. sink: [h], a logit in every softmax
-    that has no value; its gradient is that of this rank's rows. kernel: "triton" (CUDA), "aten",
-    which gathers keys for some rows at a time, "reference", dense, or "auto": "triton" where it
-    serves these tensors, else "aten". plan, groups, algorithm, label: as of `mb.select`.
-    return_lse: return (out, lse), lse [s, b, h] the log-sum-exp of every row's scores and its sink,
-    float32 (float64 for float64 tensors), without a gradient: what `mb.indexer_loss` takes.
+    Args:
+        q: Queries of this rank's shard [s, b, h, d].
+        k: Keys of this rank's shard [s, b, k, d]; k divides h.
+        v: Values of this rank's shard [s, b, k, w]. If None, values are the first value_width
+            columns of the keys, as in absorbed latent attention, and are sent once.
+        selection: Result of `mb.select`, or a selection made by hand. Its layout and mask apply.
+        value_width: Number of value columns, below d, if v is None.
+        scale: Factor of the scores. None uses the plan's factor if its queries have the same width,
+            otherwise d ** -0.5.
+        sink: Logit [h] in every softmax that has no value, or None. Its gradient belongs to this
+            rank's rows.
+        kernel: "triton" (CUDA), "aten" (gathers keys for some rows at a time), "reference" (dense),
+            or "auto", which uses "triton" if it supports these tensors and otherwise "aten".
+        plan: As for `mb.select`.
+        groups: As for `mb.select`.
+        algorithm: As for `mb.select`.
+        label: As for `mb.attention`.
+        return_lse: Also return the log-sum-exp, for `mb.indexer_loss`.
 
-    Inside `mb.checkpoint` the store keeps out and lse as of `mb.attention`. Cannot be
-    differentiated twice. Raises ValueError for unsupported arguments, as `mb.select` does;
-    RuntimeError naming the exchange if a peer died or is out of step.
+    Returns:
+        The output [s, b, h, w] in the dtype of q, with gradients of q, k, v and sink. With
+        `return_lse` a pair of the output and lse [s, b, h], the log-sum-exp of every row's scores
+        and its sink, in float32 (float64 for float64 tensors), without a gradient.
+
+    Raises:
+        ValueError: An argument is not supported, as for `mb.select`.
+        RuntimeError: A rank died or is out of step. The message names the exchange.
     """
     refuse_transforms("mb.sparse_attention")
     at = selected_setting(selection, plan, groups, algorithm)
     latent = v is None
-    operation = AttendSelected(
+    operation = SparseAttentionOperation(
         groups=at.groups,
         made=at.made,
         options=replace(at.options, softmax_scale=at.scale(q, scale), store=at.store),
@@ -80,17 +94,17 @@ def sparse_attention(
         v=v,
     )
     chosen = plan_of(operation)
-    kept = at.kept(("sparse attention", chosen.call), label)
+    stored = at.stored(("sparse attention", chosen.call), label)
     tag = at.groups.calls.forward(chosen.identity, label, sink is not None)
     rank_plan = replace(chosen.rank_plan, kernel=kernel_for(chosen, selection))
-    recomputes = kept is not None and kept.store.filled
+    recomputes = stored is not None and stored.store.filled
     call = RankCall(
         operation="mb.sparse_attention",
         groups=at.groups,
         rank_plan=rank_plan,
         tag=tag,
-        store_entry=kept,
-        recompute_plan=_of_the_rest(rank_plan) if recomputes else None,
+        store_entry=stored,
+        recompute_plan=_recompute_plan(rank_plan) if recomputes else None,
         return_lse=return_lse,
     )
     if v is None:
@@ -98,18 +112,18 @@ def sparse_attention(
     return Attention.apply(call, sink, q, k, v)
 
 
-def _of_the_rest(rank_plan: RankPlan) -> RankPlan:
-    """Return the rank_plan with the kernel for the rows that a recompute computes again."""
-    assert isinstance(rank_plan.kernel, Selected)
-    again = rank_plan.chunks[0].recompute
-    assert again is not None
-    return replace(rank_plan, kernel=rank_plan.kernel.of_rows(again.missing))
+def _recompute_plan(rank_plan: RankPlan) -> RankPlan:
+    """Return the plan with the kernel for the rows that a recomputation computes."""
+    assert isinstance(rank_plan.kernel, SelectedKernel)
+    partial = rank_plan.chunks[0].recompute
+    assert partial is not None
+    return replace(rank_plan, kernel=rank_plan.kernel.of_rows(partial.missing))
 
 
 def selected_setting(
     selection: object, plan: Plan | None, groups: Groups | None, algorithm: str | None
-) -> Setting:
-    """Return where a call over a selection runs."""
+) -> SparseSetting:
+    """Return the setting of a call over a selection."""
     at = setting(plan, groups, None, None, algorithm)
     if plan is None and isinstance(selection, Selection):
         options = replace(at.options, layout=selection.layout, mask=selection.mask)
@@ -122,8 +136,8 @@ def _needs_grad(tensor: object) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttendSelected(SelectedOperation):
-    """A call of `mb.sparse_attention` on one rank; its arguments."""
+class SparseAttentionOperation(SelectedOperation):
+    """Call of `mb.sparse_attention` on one rank, with its arguments."""
 
     q: Any
     k: Any
@@ -142,12 +156,12 @@ class AttendSelected(SelectedOperation):
         return q, k, v
 
     def adapted(self, request: Request) -> Request:
-        kernel = named(self.kernel, *request.tensors)
+        kernel = kernel_name(self.kernel, *request.tensors)
         return over_selection(request, self.selection, kernel, latent=self.v is None)
 
 
 def check_selection(selection: object) -> None:
-    """Raise ValueError unless it is an `mb.Selection`."""
+    """Raise ValueError unless `selection` is an `mb.Selection`."""
     if not isinstance(selection, Selection):
         raise ValueError(f"selection must be an mb.Selection, got {selection!r:.100}")
 
@@ -155,7 +169,7 @@ def check_selection(selection: object) -> None:
 def _check_width(value_width: int | None, latent: bool, width: int) -> None:
     if not latent:
         if value_width is not None:
-            raise ValueError(f"value_width is for v=None, got {value_width!r} beside v")
+            raise ValueError(f"value_width needs v=None, got {value_width!r} and v")
     elif type(value_width) is not int or not 0 < value_width < width:
         raise ValueError(
             f"value_width: with v=None it must be a number of columns of k below its width {width},"
@@ -164,25 +178,32 @@ def _check_width(value_width: int | None, latent: bool, width: int) -> None:
 
 
 def over_selection(request: Request, selection: Selection, kernel: str, latent: bool) -> Request:
-    """Return the request of a call over a selection, which must have its layout and mask."""
+    """Return the request of a call over a selection, which must have its layout and mask.
+
+    Args:
+        request: Checked request.
+        selection: Selection of the call.
+        kernel: Key in `KERNELS`.
+        latent: True if values are columns of the keys.
+    """
     q, k, _ = request.tensors
     for name in ("layout", "mask"):
-        made_for, here = getattr(selection, name), getattr(request, name)
-        if made_for != here:
+        made_for, requested = getattr(selection, name), getattr(request, name)
+        if made_for != requested:
             raise ValueError(
-                f"selection: made for {name} {made_for!r:.200}, and this call has {here!r:.200}; "
-                "select and attend with the same plan"
+                f"selection: made for {name} {made_for!r:.200}, but this call has "
+                f"{requested!r:.200}; select and attend with the same plan"
             )
     selection.check(q, k.shape[2], q.shape[0] * request.layout.cp_size)
     ids, block = selection.ids.shape, selection.block
     pairs = PairKernel(KERNELS[kernel], None, ids[2], ids[3], ids[3] * block, latent)
-    pairs.name = f"sparse {kernel}"  # as the plan's description has it
+    pairs.name = f"sparse {kernel}"  # name in the plan's description
     facts = {"selection": (ids, block), "sparse kernel": kernel, "latent": latent}
     return replace(request, kernel=pairs, facts=request.facts | facts)
 
 
-def kernel_for(plan: Plan, selection: Selection) -> Selected:
-    """Return the kernel of this plan that knows the selection."""
+def kernel_for(plan: Plan, selection: Selection) -> SelectedKernel:
+    """Return the kernel of this plan with the selection."""
     pairs = plan.kernel
     assert isinstance(pairs, PairKernel)
     return pairs.by(selection, pairs.latent)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Algorithm "auto" of the sparse operations: what the cost model of attention predicts to be
-fastest, with the pairs that a selection has and the speed of what computes them.
+"""Algorithm "auto" of the sparse operations: the algorithm with the fastest forecast.
 
-Imported where a call asks for it, as `planning.automatic` is.
+The cost model of attention gets the number of pairs of a selection, and the speed of the
+computation of a pair. The module is imported only if a call needs it, like `planning.automatic`.
 
 Shape letters: s query rows, t key rows, b batch, h heads, d width, w value width.
 """
@@ -27,37 +27,39 @@ from ...masks import Causal, Mask
 from ...planning.automatic import fastest, rates_of
 from ...planning.validate import Request
 from .pairs import PairKernel, SelectedPairs
-from .rules import SelectionRule, described, parts
+from .rules import SelectionRule, described, parts_per_unit
 from .selection import selected
 from .top_k import no_units
 
 
 def chosen(request: Request, groups: Groups) -> Request | ValueError:
-    """Return the request with the algorithm that is predicted to be fastest, or this rank's error.
+    """Return the request with the algorithm of the fastest forecast, or this rank's error.
 
-    A collective: measures what is not known of the links and of the kernel.
+    The call is a collective. It measures the unknown rates of the links and of the kernel.
     """
     kernel, (q, k, v) = request.kernel, request.tensors
     assert isinstance(kernel, PairKernel)
-    if kernel.of is not None:  # heads of one row instead of those of a unit's rows: as fast
+    if (
+        kernel.of is not None
+    ):  # use the heads of one row in place of those of a unit's rows; the speed is equal
         q = q[:, :, : q.shape[2] // kernel.of.block]
-    if kernel.latent:  # as what computes a pair has them
+    if kernel.latent:  # widths that the computation of a pair has
         q, k = (torch.empty_like(t[..., :1]).expand(*t.shape[:3], t.shape[3] + v.shape[3])
                 for t in (q, k))  # fmt: skip
-    trial: Any = _Trial(kernel)
+    trial: Any = _TimedPair(kernel)
     with groups.running():
         rates = rates_of(replace(request, kernel=trial, tensors=(q, k, v)), groups, None)
     return attempt(with_fastest, request, groups, rates)
 
 
 def with_fastest(request: Request, groups: Groups, rates: Rates) -> Request:
-    """Return the request with the algorithm that is predicted to be fastest with these rates."""
+    """Return the request with the algorithm of the fastest forecast at these rates."""
     kernel = request.kernel
     assert isinstance(kernel, PairKernel)
-    all_of_them = request.sizes.tokens * request.layout.cp_size
+    all_keys = request.sizes.tokens * request.layout.cp_size
     workload = Workload(
         request.sizes, request.mask, request.layout, latent=kernel.latent,
-        attended=kernel.attended or all_of_them,
+        attended=kernel.attended or all_keys,
     )  # fmt: skip
     choice = fastest(workload, FixedSettings(side="kv", head_chunks=1), groups, rates)
     algorithm = choice.taken.algorithm
@@ -66,9 +68,10 @@ def with_fastest(request: Request, groups: Groups, rates: Rates) -> Request:
     return replace(request, options=options, facts=facts, choice=choice)
 
 
-class _Trial:
-    """What computes a pair, as a kernel whose queries see and have selected all keys, so that it
-    can be timed as kernels of attention are.
+class _TimedPair:
+    """Computation of a pair as a kernel whose queries see and select all keys.
+
+    It can therefore be timed like a kernel of attention.
     """
 
     def __init__(self, of: PairKernel):
@@ -97,7 +100,9 @@ class _Trial:
         self, rows: Rows, k: torch.Tensor, v: torch.Tensor, work: SelectedPairs, scoring: Scoring,
         dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
     ) -> None:  # fmt: skip
-        if self.rule is not None:  # as much work as is counted: there is none
+        if (
+            self.rule is not None
+        ):  # same amount of work as the forecast counts; there is no backward
             for q in (rows.q, rows.q, rows.q[: len(k) // 2]):
                 self._score(self.rule, q, k, work)
         else:
@@ -107,7 +112,7 @@ class _Trial:
     def _attention(self, q: torch.Tensor, work: SelectedPairs) -> Any:
         ids = torch.arange(len(work.keys), dtype=torch.int32, device=q.device)
         ids = ids.expand(*q.shape[:2], self.heads, -1)
-        layout: Any = None  # of no use to a pair
+        layout: Any = None  # a pair does not need it
         return self.by(selected(ids, layout, Causal()), self.latent)
 
     def _score(
@@ -117,5 +122,5 @@ class _Trial:
         best = no_units((*q.shape[:2], self.heads, self.top_k), wide)
         weights = q[..., 0] if rule.weighted else None
         call: Any = SimpleNamespace(work=work)
-        q = q[..., : q.shape[3] // parts(rule)]
+        q = q[..., : q.shape[3] // parts_per_unit(rule)]
         self.by(rule, q, weights, *best).pair(call, (), (k,), ())

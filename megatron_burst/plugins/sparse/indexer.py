@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mb.select`: the top_k best units of keys of every query, over ranks.
+"""Public operation `mb.select`: the top_k best units of keys of every query, over ranks.
 
-Index keys travel as keys of attention do, a row for each unit; each rank keeps the best units of
-its own queries so far.
+Index keys are sent like keys of attention, one row per unit. Each rank keeps the best units of its
+own queries.
 
 Shape letters: s local rows, r some of them, u units of a chunk, n means or keys of a unit, b batch,
 i index heads, k index key heads, d width, H selections of a row.
@@ -31,7 +31,7 @@ from ...planning.plan import Plan
 from ...planning.validate import QKV, Request, check_shapes
 from .pairs import PairKernel, SelectedPairs, tiles
 from .plans import SelectedOperation, plan_of, setting
-from .rules import SelectionRule, described, forced, parts, rule_of
+from .rules import SelectionRule, described, forced, parts_per_unit, rule_of
 from .selection import Selection, selected
 from .top_k import add_units_, in_order, no_units
 from .units import (
@@ -40,10 +40,10 @@ from .units import (
     is_causal,
     keys_of_units,
     rows_of_units,
-    stand_ins_of_units,
+    unit_placeholders,
 )
 
-EVEN = 64  # keys of a product of matrices are a multiple of so many
+EVEN = 64  # the keys of a matrix product are a multiple of this number
 
 
 @outside_graphs
@@ -64,54 +64,67 @@ def select(
 ) -> Selection:
     """Select the `top_k` units of keys with the best index scores, for every query.
 
-    index_q [s, b, i, d], index_k [s, b, k, d], index_weights [s, b, i] (for rules that weigh index
-    heads, else None): this rank's shard. Returns a `Selection`. Nothing of it has a gradient (see
+    Scores are float32 (float64 for float64 tensors). Among equal scores the lower unit is selected.
+    A query that sees fewer units selects all of them. Some rules always select the own block.
+    Infinities rank as the largest numbers, and NaN ranks last. The result has no gradient (see
     `mb.indexer_loss`).
 
-    rule: "dsa", "qsa", "moba", "msa", "nsa", an object of their classes in
-    `megatron_burst.plugins.sparse.rules` with another block, or one of your own class. Scores are
-    float32, of float64 tensors float64. Of equal scores the lower unit is taken; a query that sees
-    fewer units takes all of them; where the rule says so its own block is one of them. Infinities
-    rank as the largest numbers, NaN last.
+    Inside `mb.checkpoint` the attention store keeps the selection of all rows, and the
+    recomputation uses it.
 
-    plan: of `mb.prepare`, whose groups, layout, mask and algorithm are taken, without a collective
-    (if it was "auto", the fastest for this call by the rates of the plan); else groups, layout
-    (zigzag), mask (causal) and algorithm, one in which keys travel (burst) or "auto", of which all
-    ranks agree at each call. label: as of `mb.attention`.
+    Args:
+        index_q: Index queries of this rank's shard [s, b, i, d].
+        index_k: Index keys of this rank's shard [s, b, k, d].
+        index_weights: Weights of the index heads [s, b, i] for rules that use them, otherwise None.
+        rule: "dsa", "qsa", "moba", "msa", "nsa", an instance of a class in
+            `megatron_burst.plugins.sparse.rules` with another block, or an instance of a user's
+            class. Rules with blocks need layouts that keep each block on one rank, and masks
+            (`Causal`, `Full`, `Documents`, combined by &) whose documents start at blocks.
+        top_k: Number of units per query and selection.
+        plan: Plan of `mb.prepare`, whose groups, layout, mask and algorithm apply without a
+            collective. If its algorithm was "auto", the fastest one for this call is used, by the
+            rates of the plan.
+        groups: Groups of the ranks, if no plan is given.
+        layout: Layout, if no plan is given; default zigzag.
+        mask: Mask, if no plan is given; default causal.
+        algorithm: Algorithm that sends keys, or "auto", if no plan is given; default burst. Without
+            a plan the ranks compare the arguments at each call.
+        label: As for `mb.attention`.
 
-    Inside `mb.checkpoint` the store keeps the selection of all rows, and the recompute takes it.
+    Returns:
+        The `Selection` of this rank's queries.
 
-    Rules with blocks need layouts that leave each block whole on a rank, and masks (`Causal`,
-    `Full`, `Documents`, combined by &) that begin no document within one. Raises ValueError for
-    other arguments, the same on every rank (with a plan: on the rank that has them).
+    Raises:
+        ValueError: An argument is not supported. Every rank raises the same error; with a plan only
+            the rank with the invalid argument does.
     """
     refuse_transforms("mb.select")
     at = setting(plan, groups, layout, mask, algorithm)
-    operation = SelectUnits(
+    operation = SelectOperation(
         groups=at.groups, made=at.made, options=at.options, rule=rule, top_k=top_k,
         index_q=index_q, index_k=index_k, index_weights=index_weights,
     )  # fmt: skip
     made = plan_of(operation)
-    known_rule = rule_of(rule)
-    kept = at.kept(("selection", described(known_rule), top_k, made.call), label)
-    stored = None if kept is None else kept.load()
+    checked_rule = rule_of(rule)
+    entry = at.stored(("selection", described(checked_rule), top_k, made.call), label)
+    stored = None if entry is None else entry.load()
     if stored is None:
-        walks = ["scores"]
-        if getattr(known_rule, "softmax", False):
-            walks.insert(0, "log-sum-exp")
-        tags = tags_of([(made, name) for name in walks], label)
+        passes = ["scores"]
+        if getattr(checked_rule, "softmax", False):
+            passes.insert(0, "log-sum-exp")
+        tags = tags_of([(made, name) for name in passes], label)
         with at.groups.running(index_q.device.type):
             stored = (_select(operation, made, tags),)
-        if kept is not None:
-            kept.save(stored)
+        if entry is not None:
+            entry.save(stored)
     layout, mask = made.layout, Causal() if at.options.mask is None else at.options.mask
     layout = layout.of if isinstance(layout, UnitLayout) else layout
-    return selected(stored[0], layout, mask, known_rule.block)
+    return selected(stored[0], layout, mask, checked_rule.block)
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexOperation(SelectedOperation):
-    """A call in whose ring index keys travel, a row for each unit, on one rank; its arguments."""
+    """Call on one rank whose ring sends index keys, one row per unit, with its arguments."""
 
     rule: str | SelectionRule
     index_q: Any
@@ -119,19 +132,21 @@ class IndexOperation(SelectedOperation):
     index_weights: Any
 
     def checked_rule(self) -> SelectionRule:
-        """Return the rule of the call. ValueError if it does not serve this operation."""
+        """Return the rule of the call. Raise ValueError if the operation does not support it."""
         return rule_of(self.rule)
 
     def tensors(self) -> QKV:
-        return index_stand_ins(self.checked_rule(), self.index_q, self.index_k, self.index_weights)
+        return index_placeholders(
+            self.checked_rule(), self.index_q, self.index_k, self.index_weights
+        )
 
     def ring_options(self) -> AttentionOptions:
         return by_units(self.options, self.groups.size, self.index_q, self.checked_rule())
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelectUnits(IndexOperation):
-    """A call of `mb.select` on one rank; its arguments."""
+class SelectOperation(IndexOperation):
+    """Call of `mb.select` on one rank, with its arguments."""
 
     top_k: int
 
@@ -150,9 +165,17 @@ class SelectUnits(IndexOperation):
         return over_units(request, self.checked_rule(), self.top_k)
 
 
-def index_stand_ins(rule: SelectionRule, q: Any, k: Any, weights: Any) -> QKV:
-    """Return stand-ins for q, k and v of a ring of units. ValueError for index tensors that do not
-    fit the rule.
+def index_placeholders(rule: SelectionRule, q: Any, k: Any, weights: Any) -> QKV:
+    """Return placeholders for q, k and v of a ring of units.
+
+    Args:
+        rule: Selection rule.
+        q: Index queries.
+        k: Index keys.
+        weights: Weights of the index heads, or None.
+
+    Raises:
+        ValueError: The index tensors do not fit the rule.
     """
     for name, tensor in (("index_q", q), ("index_k", k)):
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4:
@@ -164,9 +187,9 @@ def index_stand_ins(rule: SelectionRule, q: Any, k: Any, weights: Any) -> QKV:
     if weights is not None:
         shape, dtypes = tuple(q.shape[:3]), {q.dtype, accumulation_dtype(q.dtype)}
         tensor = isinstance(weights, torch.Tensor)
-        found = tensor and (tuple(weights.shape), weights.device)
-        if found != (shape, q.device) or weights.dtype not in dtypes:
-            got = f"{found} {weights.dtype}" if tensor else repr(weights)
+        actual = tensor and (tuple(weights.shape), weights.device)
+        if actual != (shape, q.device) or weights.dtype not in dtypes:
+            got = f"{actual} {weights.dtype}" if tensor else repr(weights)
             raise ValueError(
                 f"index_weights must be {shape} on {q.device}, one of each index head, and "
                 f"{' or '.join(map(str, sorted(dtypes, key=str)))}, got {got:.100}"
@@ -176,31 +199,32 @@ def index_stand_ins(rule: SelectionRule, q: Any, k: Any, weights: Any) -> QKV:
     except ValueError as error:
         raise ValueError(f"index_q and index_k, checked as q and k: {error}") from error
     rule.selections(q.shape[2], k.shape[2])
-    return stand_ins_of_units(q, k, rule)
+    return unit_placeholders(q, k, rule)
 
 
 def over_units(request: Request, rule: SelectionRule, top_k: int) -> Request:
-    """Return the request of a ring of units: no values travel with the index keys."""
+    """Return the request of a ring of units; it sends no values with the index keys."""
     q, k, v = request.tensors
-    facts = {"rule": described(rule), "top_k": top_k} | request.facts  # first in messages
+    facts = {"rule": described(rule), "top_k": top_k} | request.facts  # the first facts in messages
     heads = rule.selections(q.shape[2] // rule.block, k.shape[2])
-    pairs = PairKernel(Selecting, rule, heads, top_k)
+    pairs = PairKernel(UnitSelector, rule, heads, top_k)
     return replace(request, kernel=pairs, tensors=(q, k, v[..., :0]), facts=facts)
 
 
-def tags_of(walks: Sequence[tuple[Plan, str]], label: object) -> list[CallTag]:
-    """What the messages of each walk bear, in their order. Without a label the first of them is
-    told by the line that calls.
+def tags_of(passes: Sequence[tuple[Plan, str]], label: object) -> list[CallTag]:
+    """Return the tags of the messages of each pass over the ring, in order.
+
+    Without a label, the first tag identifies the calling line.
     """
-    first = None if label is None else (label, walks[0][1])
-    labels = [first, *((label, name) for _, name in walks[1:])]
+    first = None if label is None else (label, passes[0][1])
+    labels = [first, *((label, name) for _, name in passes[1:])]
     return [
-        plan.groups.calls.forward(plan.identity, each, False)
-        for (plan, _), each in zip(walks, labels, strict=True)
+        plan.groups.calls.forward(plan.identity, pass_label, False)
+        for (plan, _), pass_label in zip(passes, labels, strict=True)
     ]
 
 
-def _select(operation: SelectUnits, plan: Plan, tags: Sequence[CallTag]) -> torch.Tensor:
+def _select(operation: SelectOperation, plan: Plan, tags: Sequence[CallTag]) -> torch.Tensor:
     """Return the ids of the selection of one rank."""
     rule, top_k = rule_of(operation.rule), operation.top_k
     q, k, weights = operation.index_q, operation.index_k, operation.index_weights
@@ -209,39 +233,56 @@ def _select(operation: SelectUnits, plan: Plan, tags: Sequence[CallTag]) -> torc
     scores, units = no_units(shape, q.new_empty(0, dtype=dtype))
     if getattr(rule, "softmax", False):
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float64)
-        walk(rank_plan, rank_plan.chunks[0].forward, tags[0], _MeansSeen(rule, q, lse), rows)
-        compute = _SelectingBySoftmax(rule, q, None, scores, units, lse.to(dtype))
+        run_pass(
+            rank_plan, rank_plan.chunks[0].forward, tags[0], _MeanLogSumExp(rule, q, lse), rows
+        )
+        compute = _SoftmaxSelector(rule, q, None, scores, units, lse.to(dtype))
     else:
-        compute = Selecting(rule, q, weights, scores, units)
-    walk(rank_plan, rank_plan.chunks[0].forward, tags[-1], compute, rows)
+        compute = UnitSelector(rule, q, weights, scores, units)
+    run_pass(rank_plan, rank_plan.chunks[0].forward, tags[-1], compute, rows)
     return in_order(units)
 
 
-# Nothing is summed or sent back: what was found stays with what computes it.
-NOTHING: dict[str, Any] = {"out": [torch.Size((0,))]}
+# Nothing is summed or sent back; the computation keeps its results.
+NO_SUMS: dict[str, Any] = {"out": [torch.Size((0,))]}
 
 
-def walk(
+def run_pass(
     rank_plan: RankPlan,
     run: RankPass,
     tag: CallTag,
     compute: Any,
     rows: torch.Tensor,
-    sums: dict[str, Any] = NOTHING,
+    sums: dict[str, Any] = NO_SUMS,
 ) -> ring.Ring:
-    """Let the rows of units of all ranks come by. Queries stay with `compute`, in their own dtype;
-    a row of each unit stands for them in the ring.
+    """Send the rows of units of all ranks around the ring.
+
+    Queries stay in `compute`, in their own dtype. In the ring a row of each unit represents them.
+
+    Args:
+        rank_plan: Plan of the rank.
+        run: Pass of the plan.
+        tag: Tag of the messages.
+        compute: Computation of a pair.
+        rows: Rows of this rank's units.
+        sums: Shapes of the sums.
     """
     (part,) = ring.head_chunks(rank_plan, rank_plan.heads, rank_plan.kv_heads)
     own: dict[str, Tensors] = {"query": (rows[..., :1],), "kv": (rows,)}
-    one = ring.Ring(rank_plan, run, tag, part, compute, own, sums)
-    ring.run([one])
-    return one
+    unit_ring = ring.Ring(rank_plan, run, tag, part, compute, own, sums)
+    ring.run([unit_ring])
+    return unit_ring
 
 
-class Passing(NamedTuple):
-    """Units that pass by, of some rows of the queries. units int64 [u], own [r]: the unit of each
-    row; seen bool [r, u]; place [r]: of each row in its unit.
+class VisibleUnits(NamedTuple):
+    """Units of a chunk, and their visibility for some rows of queries.
+
+    Attributes:
+        units: Units of the chunk, int64 [u].
+        own: Unit of each row [r].
+        seen: Bool [r, u], true for visible units.
+        place: Position of each row in its unit [r].
+        causal: True if the mask is causal.
     """
 
     units: torch.Tensor
@@ -251,25 +292,27 @@ class Passing(NamedTuple):
     causal: bool
 
 
-def passing(work: SelectedPairs, rows: slice, block: int, device: torch.device) -> Passing:
-    """What the queries of these rows see of a chunk of units."""
-    mine, units, _ = work.on(device)
+def visible_units(
+    work: SelectedPairs, rows: slice, block: int, device: torch.device
+) -> VisibleUnits:
+    """Return the visibility of a chunk of units for the queries of some rows."""
+    query_units, units, _ = work.on(device)
     row = torch.arange(rows.start, rows.stop, device=device)
-    which = row // block
-    seen = work.sees(which, units.expand(len(which), -1))
-    return Passing(units, mine[which], seen, row % block, is_causal(work.mask))
+    unit_row = row // block
+    seen = work.sees(unit_row, units.expand(len(unit_row), -1))
+    return VisibleUnits(units, query_units[unit_row], seen, row % block, is_causal(work.mask))
 
 
 def keys_of_chunk(rows: torch.Tensor, work: SelectedPairs, rule: SelectionRule) -> torch.Tensor:
-    """Its keys, or means, in the order of their positions, as `SelectionRule.scores` takes them."""
+    """Return the keys, or means, of a chunk by position, as `SelectionRule.scores` takes them."""
     _, _, order = work.on(rows.device)
     rows = rows if work.order is None else rows.index_select(0, order)
     return wide(keys_of_units(rows, rule))
 
 
 @dataclass(frozen=True)
-class Selecting:
-    """What a pair computes: the scores of its units, from which the best are kept."""
+class UnitSelector:
+    """Computation of a pair that scores its units and keeps the best ones."""
 
     rule: SelectionRule
     q: torch.Tensor
@@ -282,37 +325,38 @@ class Selecting:
     ) -> None:
         q, k, work = self.q, keys_of_chunk(keys[0], call.work, self.rule), call.work
         for rows in tiles(len(q), max(EVEN, len(k)) * q.shape[1] * q.shape[2]):
-            at = passing(work, rows, self.rule.block, q.device)
+            at = visible_units(work, rows, self.rule.block, q.device)
             new = self._scores(rows, k, at)
-            finite = torch.finfo(new.dtype)  # what is seen ranks between what is hidden and forced
+            finite = torch.finfo(new.dtype)  # visible units rank between hidden and forced ones
             new = new.nan_to_num(finite.min, finite.max, finite.min)
             new = new.masked_fill(~at.seen[:, None, None], float("-inf"))
             if forced(self.rule):
-                always = self._always(at, work, rows)[:, None, None]
+                always = self._forced(at, work, rows)[:, None, None]
                 new = new.masked_fill(always, float("inf"))
             add_units_(self.scores[rows], self.units[rows], new, at.units.to(torch.int32))
 
-    def _scores(self, rows: slice, k: torch.Tensor, at: Passing) -> torch.Tensor:
+    def _scores(self, rows: slice, k: torch.Tensor, at: VisibleUnits) -> torch.Tensor:
         weights = None if self.weights is None else self.weights[rows]
-        return evenly(self.rule, self.q[rows], k, weights)[..., : len(at.units)]
+        return padded_scores(self.rule, self.q[rows], k, weights)[..., : len(at.units)]
 
-    def _always(self, at: Passing, work: SelectedPairs, rows: slice) -> torch.Tensor:
-        """Bool [r, u]: what is selected whatever its score."""
-        rule, behind = self.rule, at.own[:, None] - at.units
-        found = (behind == 0) if rule.own else torch.zeros_like(at.seen)
+    def _forced(self, at: VisibleUnits, work: SelectedPairs, rows: slice) -> torch.Tensor:
+        """Return a bool [r, u], true for units that are selected regardless of their score."""
+        rule, distance = self.rule, at.own[:, None] - at.units
+        selected_units = (distance == 0) if rule.own else torch.zeros_like(at.seen)
         if near := getattr(rule, "near", 0):
-            found = found | ((behind > 0) & (behind <= near))
+            selected_units = selected_units | ((distance > 0) & (distance <= near))
         if getattr(rule, "first", False):
-            which = torch.arange(rows.start, rows.stop, device=at.units.device) // rule.block
-            before = (at.units - 1).clamp(min=0).expand(len(which), -1)
-            found = found | (at.units == 0) | ~work.sees(which, before)
-        return found & at.seen
+            unit_row = torch.arange(rows.start, rows.stop, device=at.units.device) // rule.block
+            before = (at.units - 1).clamp(min=0).expand(len(unit_row), -1)
+            selected_units = selected_units | (at.units == 0) | ~work.sees(unit_row, before)
+        return selected_units & at.seen
 
 
 @dataclass(frozen=True)
-class _MeansSeen:
-    """lse float64 [s, b, i]: the log-sum-exp of the scores of all means that a query sees. In
-    float64, because how many ranks there are must not show in what is rounded from it.
+class _MeanLogSumExp:
+    """Log-sum-exp of the scores of all means that a query sees.
+
+    lse is float64 [s, b, i], so that the rounded result does not depend on the number of ranks.
     """
 
     rule: SelectionRule
@@ -324,56 +368,66 @@ class _MeansSeen:
     ) -> None:
         q, k, work = self.q, keys_of_chunk(keys[0], call.work, self.rule), call.work
         for rows in tiles(len(q), max(EVEN, len(k)) * q.shape[1] * q.shape[2]):
-            at = passing(work, rows, self.rule.block, q.device)
-            found = _of_means(self.rule, q[rows], k, at).double().logsumexp(dim=-1)
-            torch.logaddexp(self.lse[rows], found, out=self.lse[rows])
+            at = visible_units(work, rows, self.rule.block, q.device)
+            chunk_lse = _mean_scores(self.rule, q[rows], k, at).double().logsumexp(dim=-1)
+            torch.logaddexp(self.lse[rows], chunk_lse, out=self.lse[rows])
 
 
 @dataclass(frozen=True)
-class _SelectingBySoftmax(Selecting):
-    """By the softmax of the scores of means. lse [s, b, i]: of all that a query sees."""
+class _SoftmaxSelector(UnitSelector):
+    """Selection by the softmax of the scores of means.
+
+    lse [s, b, i] is the log-sum-exp of the scores of all visible means.
+    """
 
     lse: torch.Tensor
 
-    def _scores(self, rows: slice, k: torch.Tensor, at: Passing) -> torch.Tensor:
-        found = _of_means(self.rule, self.q[rows], k, at)
+    def _scores(self, rows: slice, k: torch.Tensor, at: VisibleUnits) -> torch.Tensor:
+        mean_scores = _mean_scores(self.rule, self.q[rows], k, at)
         lse = self.lse[rows].masked_fill(self.lse[rows] == float("-inf"), 0.0)
-        p = (found - lse.unsqueeze(-1)).exp().unflatten(2, (self.scores.shape[2], -1)).sum(3)
+        p = (mean_scores - lse.unsqueeze(-1)).exp().unflatten(2, (self.scores.shape[2], -1)).sum(3)
         return p.unflatten(-1, (len(at.units), -1)).sum(-1)
 
 
-def _of_means(rule: SelectionRule, q: torch.Tensor, k: torch.Tensor, at: Passing) -> torch.Tensor:
-    """Scores [r, b, i, u * n] of the means, -inf where a mean is not seen as a whole."""
-    n = parts(rule)
+def _mean_scores(
+    rule: SelectionRule, q: torch.Tensor, k: torch.Tensor, at: VisibleUnits
+) -> torch.Tensor:
+    """Return the scores [r, b, i, u * n] of the means.
+
+    Means that are not completely visible get -inf.
+    """
+    n = parts_per_unit(rule)
     seen = at.seen.unsqueeze(-1).expand(-1, -1, n)
     if at.causal:
         ends = torch.arange(1, n + 1, device=q.device) * (rule.block // n) - 1
-        mine = (at.own[:, None] == at.units).unsqueeze(-1)
-        seen = seen & (~mine | (at.place[:, None, None] >= ends))
-    found = evenly(rule, q, k, None)[..., : len(k)]
-    return found.masked_fill(~seen.flatten(1)[:, None, None], float("-inf"))
+        own_unit = (at.own[:, None] == at.units).unsqueeze(-1)
+        seen = seen & (~own_unit | (at.place[:, None, None] >= ends))
+    scores = padded_scores(rule, q, k, None)[..., : len(k)]
+    return scores.masked_fill(~seen.flatten(1)[:, None, None], float("-inf"))
 
 
-def evenly(
+def padded_scores(
     rule: SelectionRule, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None
 ) -> torch.Tensor:
-    """The scores of some rows, with more columns of no use behind them. Products of matrices round
-    what lies in an incomplete tile otherwise, and how many rows a chunk has must not show.
+    """Return the scores of some rows, with unused columns at the end.
+
+    Matrix products round incomplete tiles differently. The padding makes the result independent of
+    the number of rows in a chunk.
     """
-    rows, n = len(q), parts(rule)
+    rows, n = len(q), parts_per_unit(rule)
     units = -(-len(k) // n) + -(len(k) // n) % (EVEN // math.gcd(EVEN, n))
-    more = 16 // math.gcd(16, q.shape[2])  # rows of a product are those of all heads
-    q, k = _longer(wide(q), more), _longer(wide(k), units * n)
-    weights = None if weights is None else _longer(wide(weights), more)
+    row_multiple = 16 // math.gcd(16, q.shape[2])  # a product has the rows of all heads
+    q, k = _padded(wide(q), row_multiple), _padded(wide(k), units * n)
+    weights = None if weights is None else _padded(wide(weights), row_multiple)
     return rule.scores(q, k, weights)[:rows]
 
 
-def _longer(x: torch.Tensor, multiple: int) -> torch.Tensor:
-    """X with zeros behind its rows, to a multiple of so many."""
-    more = -len(x) % multiple
-    return torch.cat([x, x.new_zeros(more, *x.shape[1:])]) if more else x
+def _padded(x: torch.Tensor, multiple: int) -> torch.Tensor:
+    """Append zero rows to x, up to a multiple of `multiple`."""
+    missing = -len(x) % multiple
+    return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
-    """X in the dtype in which scores are computed."""
+    """Return x in the dtype of scores."""
     return x.to(accumulation_dtype(x.dtype))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of a pair of shards over a selection by torch: dense with a mask, or by gathering keys.
+"""Torch kernels for attention of a pair of shards over a selection: dense, or with gathered keys.
 
-Both know the selection of this rank's queries, which stay at home, and merge by online softmax as
-every kernel of `kernels` does.
+Both kernels have the selection of this rank's queries, and merge results by online softmax, like
+every kernel of `kernels`.
 
 Shape letters: s query rows, t key rows, b batch, h query heads, k key/value heads, d width, w value
 width; H selections of a row; m = max(H, k) heads of keys, each with g = h / m query heads; n places
@@ -25,9 +25,9 @@ from .indexer import wide
 from .pairs import PairKernel, SelectedPairs, tiles
 from .selection import Selection
 
-# Bytes of the tensors that a tile of rows makes, at least one row. On a CPU each of them stays
-# within 32 MiB, beyond which the C library gives memory back and gets it anew, page by page; of
-# DSA's 2,048 keys of 576 columns that is 7 rows in float32. Elsewhere 56, to fill a device.
+# Bytes of the tensors of a tile of rows; a tile has at least one row. On a CPU each tensor stays
+# below 32 MiB, because the C library returns larger blocks to the system and maps them again page
+# by page. With DSA's 2,048 keys of 576 columns in float32 that is 7 rows, and 56 on other devices.
 BYTES = {"cpu": 1 << 26, "cuda": 1 << 29}
 
 
@@ -35,10 +35,15 @@ def _bytes(device: torch.device) -> int:
     return BYTES["cpu" if device.type == "cpu" else "cuda"]
 
 
-class Gathered(NamedTuple):
-    """Keys of some rows. places [r, b, H, n]: which of the selected units of a row they are.
-    index [r * b * m * n]: their rows of `UnitRows`. seen [r, b, m, n * unit]: of their positions.
-    keys [r, b, m, n * unit, d], values [r, b, m, n * unit, w].
+class GatheredKeys(NamedTuple):
+    """Gathered keys of some rows.
+
+    Attributes:
+        places: Which of the selected units of a row they are [r, b, H, n].
+        units: Their rows of `UnitRows` [r * b * m * n].
+        seen: Bool [r, b, m, n * unit], true for visible positions.
+        keys: Keys [r, b, m, n * unit, d].
+        values: Values [r, b, m, n * unit, w].
     """
 
     places: torch.Tensor
@@ -48,40 +53,51 @@ class Gathered(NamedTuple):
     values: torch.Tensor
 
 
-class Selected(PairKernel):
-    """What both kernels share: where the selected keys of some rows lie in a chunk.
+class SelectedKernel(PairKernel):
+    """Common part of the kernels over a selection.
 
-    latent: are values the first columns of the keys, which travel without them?
+    Attributes:
+        selection: Selection of this rank's queries.
+        latent: True if values are the first columns of the keys and are not sent separately.
     """
 
     def __init__(self, selection: Selection, latent: bool):
         self.selection, self.latent = selection, latent
 
-    def of_rows(self, rows: torch.Tensor) -> Selected:
-        """The same for these rows of the queries, int64, alone."""
+    def of_rows(self, rows: torch.Tensor) -> SelectedKernel:
+        """Return the kernel for some rows of the queries (int64)."""
         selection = replace(self.selection, ids=self.selection.ids.index_select(0, rows))
         return type(self)(selection, self.latent)
 
     def places(self, work: SelectedPairs, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rows of the chunk int64, bool) [r, b, H, n]: where each selected position of these rows
-        lies, and whether it is there at all and seen.
+        """Return the row in the chunk of each selected position, and a mask of the valid ones.
+
+        Both are [r, b, H, n]. A position is valid if it is in the chunk and visible.
         """
         ids, block = self.selection.ids[rows], self.selection.block
         _, positions, order = work.on(ids.device)
-        wanted = ids.long().unsqueeze(-1) * block + torch.arange(block, device=ids.device)
-        wanted = wanted.flatten(-2)
-        at = torch.searchsorted(positions, wanted).clamp_(max=len(positions) - 1)
-        there = (positions[at] == wanted) & (wanted >= 0)
-        return order[at], there & work.sees(rows, wanted.clamp(min=0))
+        selected_positions = ids.long().unsqueeze(-1) * block + torch.arange(
+            block, device=ids.device
+        )
+        selected_positions = selected_positions.flatten(-2)
+        at = torch.searchsorted(positions, selected_positions).clamp_(max=len(positions) - 1)
+        present = (positions[at] == selected_positions) & (selected_positions >= 0)
+        return order[at], present & work.sees(rows, selected_positions.clamp(min=0))
 
     def whole_keys(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Keys in all their columns."""
+        """Return keys with all their columns."""
         return torch.cat([v, k], dim=-1) if self.latent else k
 
-    def add_keys_(
+    def split_gradients(
         self, dkeys: torch.Tensor, dvalues: torch.Tensor, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gradients of k and v as they travel; width: of the values."""
+        """Return the gradients of k and v as they are sent.
+
+        Args:
+            dkeys: Gradients of whole keys.
+            dvalues: Gradients of values.
+            width: Number of value columns.
+        """
         if not self.latent:
             return dkeys, dvalues
         return dkeys[..., width:], dvalues + dkeys[..., :width]
@@ -91,20 +107,20 @@ def _finite(lse: torch.Tensor) -> torch.Tensor:
     return lse.masked_fill(lse == float("-inf"), 0.0)
 
 
-class SelectedReference(Selected):
-    """The kernel "reference": all scores of a pair, those not selected hidden."""
+class SelectedReference(SelectedKernel):
+    """Kernel "reference": computes all scores of a pair and hides those that are not selected."""
 
     def _hidden(self, work: SelectedPairs, rows: int, keys: int, heads: int) -> torch.Tensor:
-        """Bool [s, b, h, t]."""
-        at, there = self.places(work, slice(0, rows))
+        """Return a bool [s, b, h, t] that is true for hidden keys."""
+        at, present = self.places(work, slice(0, rows))
         table = torch.zeros((*at.shape[:3], keys), dtype=torch.int32, device=at.device)
-        table.scatter_add_(-1, at, there.int())
+        table.scatter_add_(-1, at, present.int())
         return (table == 0).repeat_interleave(heads // at.shape[2], dim=2)
 
     def _dense(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: SelectedPairs, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Scores [s, b, h, t], and keys and values of every query head [t, b, h, .]."""
+        """Return scores [s, b, h, t], and keys and values of every query head [t, b, h, .]."""
         group = q.shape[2] // k.shape[2]
         keys = wide(self.whole_keys(k, v)).repeat_interleave(group, dim=2)
         values = wide(v).repeat_interleave(group, dim=2)
@@ -148,7 +164,7 @@ class SelectedReference(Selected):
             dq += torch.einsum("sbht,tbhd->sbhd", ds, keys)
         dkeys = torch.einsum("sbht,sbhd->tbhd", ds, wide(rows.q)).unflatten(2, heads).sum(3)
         dvalues = torch.einsum("sbht,sbhw->tbhw", p, dout).unflatten(2, heads).sum(3)
-        dkeys, dvalues = self.add_keys_(dkeys, dvalues, v.shape[-1])
+        dkeys, dvalues = self.split_gradients(dkeys, dvalues, v.shape[-1])
         if dk is not None:
             dk += dkeys
         if dv is not None:
@@ -156,8 +172,9 @@ class SelectedReference(Selected):
 
 
 class UnitRows:
-    """Rows of keys in units as they are gathered: [u * b * k, unit * columns]. Those of single
-    positions are the tensor itself, if it is contiguous.
+    """Rows of keys in units for gathering, [u * b * k, unit * columns].
+
+    With units of one position these are the tensor itself if it is contiguous.
     """
 
     def __init__(self, rows: torch.Tensor, unit: int):
@@ -166,11 +183,11 @@ class UnitRows:
         self.rows = self._units(rows).reshape(count, unit * rows.shape[3])
 
     def _units(self, x: torch.Tensor) -> torch.Tensor:
-        """[u, b, k, unit, columns] of x [t, b, k, columns]."""
+        """Return [u, b, k, unit, columns] of x [t, b, k, columns]."""
         return x.unflatten(0, (-1, self.unit)).permute(0, 2, 3, 1, 4)
 
     def take(self, index: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """[*shape, n * unit, columns] of the units in `index`, n for each of shape."""
+        """Return the units in `index`, n for each element of shape, [*shape, n * unit, columns]."""
         positions = len(index) // math.prod(shape) * self.unit
         return self.rows.index_select(0, index).view(*shape, positions, self.shape[3])
 
@@ -179,64 +196,67 @@ class UnitRows:
         self.rows.index_add_(0, index, grads.reshape(len(index), self.rows.shape[1]))
 
     def add_to_(self, total: torch.Tensor) -> None:
-        """Add all to total [t, b, k, columns], unless these are its rows."""
+        """Add all rows to total [t, b, k, columns], unless they are its own memory."""
         if self.rows.data_ptr() != total.data_ptr():
             t, b, k, columns = self.shape
             units = self.rows.view(t // self.unit, b, k, self.unit, columns)
             total += units.permute(0, 3, 1, 2, 4).reshape(t, b, k, columns)
 
 
-def _sums(total: torch.Tensor | None, unit: int) -> UnitRows | None:
-    """Where gradients of gathered units are added up: in `total` if it lies so, else apart."""
+def _gradient_rows(total: torch.Tensor | None, unit: int) -> UnitRows | None:
+    """Return rows for gradients of gathered units: `total` itself if possible, otherwise a copy."""
     if total is None:
         return None
     plain = total.is_contiguous() and (unit == 1 or total.shape[1] * total.shape[2] == 1)
     return UnitRows(total if plain else torch.zeros_like(total), unit)
 
 
-class SelectedAten(Selected):
-    """The kernel "aten": gathers the selected keys of a tile of rows, and multiplies batches.
+class SelectedAten(SelectedKernel):
+    """Kernel "aten": gathers the selected keys of a tile of rows, and multiplies batches.
 
-    Beside a tile there is the chunk in the dtype of scores, with the values in front of the keys
-    where they are one latent, so that these are gathered once. Whole blocks are gathered where they
-    lie so.
+    In addition to a tile, memory holds the chunk in the dtype of scores. For latents the values are
+    in front of the keys, so that they are gathered once. Blocks are gathered as a whole if they are
+    contiguous in the chunk.
     """
 
-    def _listed(
+    def _visible_units(
         self, work: SelectedPairs, rows: slice, unit: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """int64 [r, b, H, n] twice: units of the chunk that are selected and seen, those that are
-        there first, and which of the selected units they are; bool [r, b, H, n, unit]: what is seen
-        of them.
+        """Return the units of the chunk that are selected and visible for some rows.
+
+        Returns:
+            The units int64 [r, b, H, n], which of the selected units they are (same shape), and a
+            bool [r, b, H, n, unit] that is true for visible positions. Units that are present come
+            first.
         """
         ids, block = self.selection.ids[rows], self.selection.block
         _, positions, order = work.on(ids.device)
-        wanted = ids.long()
+        selected_units = ids.long()
         if unit < block:
-            wanted = (
-                wanted.unsqueeze(-1) * block + torch.arange(block, device=ids.device)
+            selected_units = (
+                selected_units.unsqueeze(-1) * block + torch.arange(block, device=ids.device)
             ).flatten(-2)
         firsts = positions[::unit].contiguous()
-        wanted = wanted * unit
-        at = torch.searchsorted(firsts, wanted).clamp_(max=len(firsts) - 1)
-        there = (firsts[at] == wanted) & (wanted >= 0)
-        every = wanted.clamp_(min=0).unsqueeze(-1)
+        selected_units = selected_units * unit
+        at = torch.searchsorted(firsts, selected_units).clamp_(max=len(firsts) - 1)
+        present = (firsts[at] == selected_units) & (selected_units >= 0)
+        unit_positions = selected_units.clamp_(min=0).unsqueeze(-1)
         if unit > 1:
-            every = every + torch.arange(unit, device=ids.device)
-        seen = work.sees(rows, every) & there.unsqueeze(-1)
-        there = seen.any(dim=-1)
-        # Where nobody waits for a device, no more units are gathered than a row has; elsewhere
-        # never more than the chunk has.
+            unit_positions = unit_positions + torch.arange(unit, device=ids.device)
+        seen = work.sees(rows, unit_positions) & present.unsqueeze(-1)
+        present = seen.any(dim=-1)
+        # On the CPU, gather at most the largest number of units of a row. Elsewhere this would
+        # synchronize with the device, so the limit is the number of units of the chunk.
         places, width = at.shape[-1], min(at.shape[-1], len(firsts))
-        counts = there.sum(dim=-1, keepdim=True)
+        counts = present.sum(dim=-1, keepdim=True)
         if at.device.type == "cpu":
             width = max(1, int(counts.amax()))
         at = order[at * unit] // unit
-        every_place = torch.arange(places, device=at.device).expand_as(at)
+        all_places = torch.arange(places, device=at.device).expand_as(at)
         if width == places:
-            return at, every_place, seen
-        slot = there.cumsum(dim=-1).sub_(1).masked_fill_(~there, width)
-        first = at.new_zeros((*at.shape[:-1], width + 1)).scatter_(-1, slot, every_place)
+            return at, all_places, seen
+        slot = present.cumsum(dim=-1).sub_(1).masked_fill_(~present, width)
+        first = at.new_zeros((*at.shape[:-1], width + 1)).scatter_(-1, slot, all_places)
         first = first[..., :width]
         seen = seen.gather(-2, first.unsqueeze(-1).expand(*first.shape, unit))
         seen &= (torch.arange(width, device=at.device) < counts).unsqueeze(-1)
@@ -249,42 +269,47 @@ class SelectedAten(Selected):
         v: torch.Tensor | None,
         work: SelectedPairs,
         unit: int,
-    ) -> Iterator[tuple[slice, Gathered]]:
-        """Some rows at a time, and the keys that they have. v None: without values."""
+    ) -> Iterator[tuple[slice, GatheredKeys]]:
+        """Yield tiles of rows with their gathered keys; without values if v is None."""
         ids, (_, batch, key_heads, _) = self.selection.ids, k.shape
         keys = UnitRows(wide(k if v is None else self.whole_keys(k, v)), unit)
         values = None if v is None or self.latent else UnitRows(wide(v), unit)
         heads = max(ids.shape[2], key_heads)
         places = ids.shape[2] * ids.shape[3] * (self.selection.block // unit)
         columns = keys.shape[3] + (0 if values is None else values.shape[3])
-        columns = 2 * columns + 3 * (q.shape[2] // heads)  # with gradients, and scores
-        others = torch.arange(batch, device=k.device)[:, None, None] * key_heads
-        others = others + (torch.arange(heads, device=k.device) * key_heads // heads)[:, None]
-        most = _bytes(k.device)
-        for some in tiles(len(q), batch * places * 8 * (5 + unit), most):
-            at, first, seen = self._listed(work, some, unit)
+        columns = 2 * columns + 3 * (q.shape[2] // heads)  # including gradients and scores
+        head_offsets = torch.arange(batch, device=k.device)[:, None, None] * key_heads
+        head_offsets = (
+            head_offsets + (torch.arange(heads, device=k.device) * key_heads // heads)[:, None]
+        )
+        limit = _bytes(k.device)
+        for outer in tiles(len(q), batch * places * 8 * (5 + unit), limit):
+            at, first, seen = self._visible_units(work, outer, unit)
             at, seen = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (at, seen))
-            each = at[0].numel() * unit * columns * keys.rows.element_size()
-            for tile in tiles(len(at), each, most):
+            row_bytes = at[0].numel() * unit * columns * keys.rows.element_size()
+            for tile in tiles(len(at), row_bytes, limit):
                 shape = len(at[tile]), batch, heads
-                index = (at[tile] * (batch * key_heads) + others).flatten()
-                found = keys.take(index, shape)
+                index = (at[tile] * (batch * key_heads) + head_offsets).flatten()
+                keys_tile = keys.take(index, shape)
                 width = 0 if v is None else v.shape[-1]
-                value = found[..., :width] if values is None else values.take(index, shape)
-                rows = slice(some.start + tile.start, some.start + tile.stop)
-                yield rows, Gathered(first[tile], index, seen[tile].flatten(-2), found, value)
+                value = keys_tile[..., :width] if values is None else values.take(index, shape)
+                rows = slice(outer.start + tile.start, outer.start + tile.stop)
+                yield (
+                    rows,
+                    GatheredKeys(first[tile], index, seen[tile].flatten(-2), keys_tile, value),
+                )
 
-    def _scores(self, q: torch.Tensor, found: Gathered, scale: float) -> torch.Tensor:
-        """[r, b, m, g, n * unit], -inf where nothing was gathered."""
-        scores = q.unflatten(2, (found.seen.shape[2], -1)) @ found.keys.mT * scale
-        return scores.masked_fill_(~found.seen.unsqueeze(3), float("-inf"))
+    def _scores(self, q: torch.Tensor, gathered: GatheredKeys, scale: float) -> torch.Tensor:
+        """Return scores [r, b, m, g, n * unit], -inf for places without a key."""
+        scores = q.unflatten(2, (gathered.seen.shape[2], -1)) @ gathered.keys.mT * scale
+        return scores.masked_fill_(~gathered.seen.unsqueeze(3), float("-inf"))
 
     def add_lse_(
         self, q: torch.Tensor, k: torch.Tensor, work: SelectedPairs, scale: float, lse: torch.Tensor
     ) -> None:
-        """Add what this pair has to the log-sum-exp lse [s, b, h] of the selection, in place."""
-        for rows, found in self._gathered(q, k, None, work, work.unit(self.selection.block)):
-            stats = self._scores(wide(q[rows]), found, scale).logsumexp(dim=-1).flatten(2, 3)
+        """Add this pair's part to the log-sum-exp lse [s, b, h] of the selection, in place."""
+        for rows, gathered in self._gathered(q, k, None, work, work.unit(self.selection.block)):
+            stats = self._scores(wide(q[rows]), gathered, scale).logsumexp(dim=-1).flatten(2, 3)
             torch.logaddexp(lse[rows], stats, out=lse[rows])
 
     def add_probabilities_(
@@ -296,18 +321,19 @@ class SelectedAten(Selected):
         lse: torch.Tensor,
         total: torch.Tensor,
     ) -> None:
-        """Add to total [s, b, H, top_k] the attention to each selected unit of this pair, summed
-        over the heads that share the selection, in place.
+        """Add the attention of this pair to each selected unit to total [s, b, H, top_k], in place.
+
+        The attention is summed over the heads that share a selection.
         """
         block = self.selection.block
         unit = work.unit(block)
-        for rows, found in self._gathered(q, k, None, work, unit):
-            heads = found.places.shape[2]
-            scores = self._scores(wide(q[rows]), found, scale)
+        for rows, gathered in self._gathered(q, k, None, work, unit):
+            heads = gathered.places.shape[2]
+            scores = self._scores(wide(q[rows]), gathered, scale)
             stats = _finite(lse[rows]).unflatten(2, scores.shape[2:4])
             p = torch.exp(scores - stats.unsqueeze(-1)).sum(dim=3).unflatten(2, (heads, -1)).sum(3)
             p = p.unflatten(-1, (-1, unit)).sum(-1)
-            total[rows].scatter_add_(-1, found.places // (block // unit), p)
+            total[rows].scatter_add_(-1, gathered.places // (block // unit), p)
 
     def forward(
         self,
@@ -320,11 +346,11 @@ class SelectedAten(Selected):
         lse: torch.Tensor,
         max_logits: torch.Tensor | None = None,
     ) -> None:
-        for rows, found in self._gathered(q, k, v, work, work.unit(self.selection.block)):
-            scores = self._scores(wide(q[rows]), found, scoring.scale)
+        for rows, gathered in self._gathered(q, k, v, work, work.unit(self.selection.block)):
+            scores = self._scores(wide(q[rows]), gathered, scoring.scale)
             stats = scores.logsumexp(dim=-1)
             p = scores.sub_(_finite(stats).unsqueeze(-1)).exp_()
-            merge_(out[rows], lse[rows], (p @ found.values).flatten(2, 3), stats.flatten(2, 3))
+            merge_(out[rows], lse[rows], (p @ gathered.values).flatten(2, 3), stats.flatten(2, 3))
 
     def backward(
         self,
@@ -340,30 +366,30 @@ class SelectedAten(Selected):
         width, unit = v.shape[-1], work.unit(self.selection.block)
         key_sums, value_sums, latent, total = None, None, None, None
         if not self.latent:
-            key_sums, value_sums = _sums(dk, unit), _sums(dv, unit)
+            key_sums, value_sums = _gradient_rows(dk, unit), _gradient_rows(dv, unit)
         elif dk is not None or dv is not None:
             total = torch.zeros(
                 (*k.shape[:3], rows.q.shape[-1]), dtype=rows.lse.dtype, device=k.device
             )
-            latent = _sums(total, unit)
-        for tile, found in self._gathered(rows.q, k, v, work, unit):
-            heads = found.seen.shape[2], -1
+            latent = _gradient_rows(total, unit)
+        for tile, gathered in self._gathered(rows.q, k, v, work, unit):
+            heads = gathered.seen.shape[2], -1
             q, dout = (wide(x[tile]).unflatten(2, heads) for x in (rows.q, rows.dout))
             lse, delta = (x[tile].unflatten(2, heads).unsqueeze(-1) for x in (rows.lse, rows.delta))
-            scores = self._scores(wide(rows.q[tile]), found, scoring.scale)
+            scores = self._scores(wide(rows.q[tile]), gathered, scoring.scale)
             p = scores.sub_(_finite(lse)).exp_()
-            ds = (dout @ found.values.mT).sub_(delta).mul_(p).mul_(scoring.scale)
+            ds = (dout @ gathered.values.mT).sub_(delta).mul_(p).mul_(scoring.scale)
             if dq is not None:
-                dq[tile] += (ds @ found.keys).flatten(2, 3)
-            if latent is not None:  # one product for the gradients of both
-                both = F.pad(dout, (0, q.shape[-1] - width))
-                whole = torch.cat([ds, p], 3).mT @ torch.cat([q, both], 3)
-                latent.add_(found.units, whole)
+                dq[tile] += (ds @ gathered.keys).flatten(2, 3)
+            if latent is not None:  # one product for the gradients of keys and values
+                padded = F.pad(dout, (0, q.shape[-1] - width))
+                key_grads = torch.cat([ds, p], 3).mT @ torch.cat([q, padded], 3)
+                latent.add_(gathered.units, key_grads)
                 continue
             grads = ds.mT @ q, p.mT @ dout
             for sums, grad in zip((key_sums, value_sums), grads, strict=True):
                 if sums is not None:
-                    sums.add_(found.units, grad)
+                    sums.add_(gathered.units, grad)
         if latent is not None and total is not None:
             latent.add_to_(total)
             key_grads, value_grads = total[..., width:], total[..., :width]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mb.indexer_loss`: how far the indexer is from what attention looks at, over the selection.
+"""Public operation `mb.indexer_loss`: divergence of the indexer from attention, over the selection.
 
-Walks over the ring: the log-sum-exp of attention where it is not given, its probabilities, the
-index scores, and backward the gradients of the index keys. What a rank keeps is as large as its
-selection.
+It makes passes over the ring for the log-sum-exp of attention (if it is not given), for its
+probabilities and for the index scores. Backward makes one for the gradients of the index keys. A
+rank keeps tensors of the size of its selection.
 
-Shape letters: s local rows, b batch, i index heads, k index key heads, h query heads, d width,
-H selections of a row.
+Shape letters: s local rows, b batch, i index heads, k index key heads, h query heads, d width, H
+selections of a row.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from ...planning.plan import Plan
 from ...planning.validate import QKV, NeedsGrad, Request, check_shapes
 from .attention import check_selection, over_selection, selected_setting
 from .indexer import (
-    NOTHING,
+    NO_SUMS,
     IndexOperation,
     keys_of_chunk,
     over_units,
-    passing,
+    run_pass,
     tags_of,
-    walk,
+    visible_units,
     wide,
 )
 from .kernels import SelectedAten
@@ -64,23 +64,41 @@ def indexer_loss(
     label: object = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """KL(attention ; softmax of the index scores) of every query over what was selected for it.
+    """Return KL(attention ; softmax of the index scores) of every query over its selected units.
 
-    index_q, index_k, index_weights, rule: as of the `mb.select` that made `selection`. q [s, b, h,
-    d], k [s, b, key heads, d]: of the attention over it; its probabilities are summed over the
-    heads that share a selection, and over tp_group (whose ranks hold other heads of the same rows),
-    and normalised; of a unit of several positions they are summed too.
+    The probabilities of attention are summed over the heads that share a selection and over
+    tp_group, then normalised. For units of several positions they are also summed over the
+    positions. Keys and index keys are sent once in forward, and index keys again in backward with
+    their gradients.
 
-    lse: [s, b, h], as `mb.sparse_attention(..., return_lse=True)` returns it for the same tensors;
-    without it keys travel once more to find it. A sink that is in it takes its share of each head.
+    Inside `mb.checkpoint` the attention store keeps the loss and its derivatives, which have the
+    size of the selection. The result cannot be differentiated twice. It has gradients of index_q,
+    index_k and index_weights, and none of q and k.
 
-    Returns [s, b, H] of this rank's rows, in float32 (float64 for float64 tensors), with gradients
-    of index_q, index_k and index_weights, and none of q and k. A query that sees nothing has 0.
+    Args:
+        index_q: As for the `mb.select` that made `selection`.
+        index_k: As for the `mb.select` that made `selection`.
+        index_weights: As for the `mb.select` that made `selection`.
+        q: Queries of the attention over the selection [s, b, h, d].
+        k: Keys of the attention over the selection [s, b, key heads, d].
+        selection: Selection of the queries.
+        rule: As for the `mb.select` that made `selection`.
+        scale: As for `mb.sparse_attention`.
+        tp_group: Group of the ranks with other heads of the same rows, or None.
+        plan: As for `mb.select`.
+        groups: As for `mb.select`.
+        algorithm: As for `mb.select`.
+        label: As for `mb.select`.
+        lse: Log-sum-exp [s, b, h] from `mb.sparse_attention(..., return_lse=True)` for the same
+            tensors. Without it keys are sent once more to compute it. If it includes a sink, the
+            sink has a share of each head's attention.
 
-    scale: as of `mb.sparse_attention`. plan, groups, algorithm, label: as of `mb.select`.
-    Keys travel once, index keys too, and again in backward, with their gradients. Inside
-    `mb.checkpoint` the store keeps the loss and its slopes, as large as the selection. Cannot be
-    differentiated twice. Raises ValueError for unsupported arguments, as `mb.select` does.
+    Returns:
+        The loss [s, b, H] of this rank's rows in float32 (float64 for float64 tensors); 0 for a
+        query that sees nothing.
+
+    Raises:
+        ValueError: An argument is not supported, as for `mb.select`.
     """
     refuse_transforms("mb.indexer_loss")
     at = selected_setting(selection, plan, groups, algorithm)
@@ -97,7 +115,7 @@ def indexer_loss(
             tp_group=tp_group, index_q=index_q, index_k=index_k, index_weights=index_weights,
         )
     )  # fmt: skip
-    part = _Part(
+    loss_call = _LossCall(
         rule=rule_of(rule),
         selection=selection,
         attention=attention,
@@ -106,16 +124,19 @@ def indexer_loss(
         tp_group=tp_group,
         main=(q, k, lse),
     )
-    what = "indexer loss", described(part.rule), options.softmax_scale, attention.call
-    loss: Any = _IndexerLoss.apply(part, at.kept(what, label), index_q, index_k, index_weights)
+    key = "indexer loss", described(loss_call.rule), options.softmax_scale, attention.call
+    loss: Any = _IndexerLoss.apply(
+        loss_call, at.stored(key, label), index_q, index_k, index_weights
+    )
     return loss
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelectedProbabilities(SelectedOperation):
-    """The walk of `mb.indexer_loss` over the keys of attention, on one rank; its arguments.
+    """Pass of `mb.indexer_loss` over the keys of attention on one rank, with its arguments.
 
-    grouped: whether the call has a tp_group.
+    Attributes:
+        grouped: True if the call has a tp_group.
     """
 
     q: Any
@@ -128,13 +149,13 @@ class SelectedProbabilities(SelectedOperation):
         check_shapes(self.q, self.k, self.k)
         check_selection(self.selection)
         q, k, lse = self.q.detach(), self.k.detach(), self.lse
-        wanted = tuple(q.shape[:3]), accumulation_dtype(q.dtype), q.device
+        expected = tuple(q.shape[:3]), accumulation_dtype(q.dtype), q.device
         tensor = isinstance(lse, torch.Tensor)
-        found = (tuple(lse.shape), lse.dtype, lse.device) if tensor else lse
-        if lse is not None and found != wanted:
+        actual = (tuple(lse.shape), lse.dtype, lse.device) if tensor else lse
+        if lse is not None and actual != expected:
             raise ValueError(
-                f"lse must be {wanted}, as mb.sparse_attention(..., return_lse=True) returns it, "
-                f"got {found!r:.100}"
+                f"lse must be {expected}, as mb.sparse_attention(..., return_lse=True) returns it, "
+                f"got {actual!r:.100}"
             )
         return q, k, k[..., :1]
 
@@ -147,7 +168,7 @@ class SelectedProbabilities(SelectedOperation):
 
 @dataclass(frozen=True, kw_only=True)
 class SelectedScores(IndexOperation):
-    """The walk of `mb.indexer_loss` over the index keys, on one rank; its arguments."""
+    """Pass of `mb.indexer_loss` over the index keys on one rank, with its arguments."""
 
     selection: Any
     tp_group: Any
@@ -160,8 +181,8 @@ class SelectedScores(IndexOperation):
         rule = super().checked_rule()
         if getattr(rule, "softmax", False):
             raise ValueError(
-                f"rule {type(rule).__name__} has no loss of its own: its queries and keys learn in "
-                "the attention over compressed keys"
+                f"rule {type(rule).__name__} has no indexer loss: its queries and keys are trained "
+                "by the attention over compressed keys"
             )
         return rule
 
@@ -169,28 +190,32 @@ class SelectedScores(IndexOperation):
         rule, ids = self.checked_rule(), self.selection.ids
         q, k, _ = request.tensors
         heads = rule.selections(q.shape[2] // rule.block, k.shape[2])
-        found = tuple(ids.shape[:3]), self.selection.block
-        wanted = len(q) * rule.block, q.shape[1], heads
-        if found != (wanted, rule.block):
+        actual = tuple(ids.shape[:3]), self.selection.block
+        expected = len(q) * rule.block, q.shape[1], heads
+        if actual != (expected, rule.block):
             raise ValueError(
-                f"selection: rule {type(rule).__name__} makes {wanted} selections of "
-                f"blocks of {rule.block}, got {found[0]} of {found[1]}"
+                f"selection: rule {type(rule).__name__} makes {expected} selections of "
+                f"blocks of {rule.block}, got {actual[0]} of {actual[1]}"
             )
         return over_units(request, rule, ids.shape[3])
 
 
 def _calls(attention: Plan, index: Plan, label: object, lse: bool) -> list[CallTag]:
-    """One for each walk of forward; the last also for that of backward."""
-    walks = [(attention, "log-sum-exp")] if lse else []
-    return tags_of([*walks, (attention, "probabilities"), (index, "index scores")], label)
+    """Return the tags of the forward passes; backward uses the last one too."""
+    passes = [(attention, "log-sum-exp")] if lse else []
+    return tags_of([*passes, (attention, "probabilities"), (index, "index scores")], label)
 
 
 # --- one rank -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Part:
-    """One rank's part of a call. main: q and k of attention, and its lse or None."""
+class _LossCall:
+    """Call of `mb.indexer_loss` on one rank.
+
+    Attributes:
+        main: q and k of attention, and its lse or None.
+    """
 
     rule: SelectionRule
     selection: Selection
@@ -202,7 +227,9 @@ class _Part:
 
 
 @dataclass
-class _LogSumExp:
+class _AttentionLogSumExp:
+    """Computation of a pair that accumulates the log-sum-exp of attention."""
+
     kernel: SelectedAten
     scale: float
     lse: torch.Tensor
@@ -215,7 +242,9 @@ class _LogSumExp:
 
 
 @dataclass
-class _Probabilities(_LogSumExp):
+class _AttentionProbabilities(_AttentionLogSumExp):
+    """Computation of a pair that accumulates the probabilities of attention."""
+
     total: torch.Tensor
 
     def pair(
@@ -227,9 +256,9 @@ class _Probabilities(_LogSumExp):
 
 @dataclass
 class _IndexScores:
-    """scores [s, b, H, top_k]: of every selected unit, as its keys pass by."""
+    """Computation of a pair that stores the index score [s, b, H, top_k] of every selected unit."""
 
-    part: _Part
+    part: _LossCall
     q: torch.Tensor
     weights: torch.Tensor | None
     scores: torch.Tensor
@@ -242,20 +271,23 @@ class _IndexScores:
         k = keys_of_chunk(keys[0], work, rule)
         for rows in tiles(len(q), len(k) * q.shape[1] * q.shape[2]):
             weights = None if self.weights is None else wide(self.weights[rows])
-            found = rule.scores(wide(q[rows]), k, weights)
-            at, there = _where(ids[rows], units)
-            if not self.part.selection.checked:  # what the mask hides takes no part
-                seen = passing(work, rows, rule.block, q.device).seen
-                of_units = seen[:, None, None].expand(*there.shape[:3], -1)
-                there &= of_units.gather(-1, at)
-            self.scores[rows] = torch.where(there, found.gather(-1, at), self.scores[rows])
+            scores = rule.scores(wide(q[rows]), k, weights)
+            at, present = _find_units(ids[rows], units)
+            if not self.part.selection.checked:  # skip units that the mask hides
+                seen = visible_units(work, rows, rule.block, q.device).seen
+                of_units = seen[:, None, None].expand(*present.shape[:3], -1)
+                present &= of_units.gather(-1, at)
+            self.scores[rows] = torch.where(present, scores.gather(-1, at), self.scores[rows])
 
 
 @dataclass
 class _IndexGradients:
-    """slope [s, b, H, top_k]: the gradient of every score. Adds to dq, dweights and the sums."""
+    """Computation of a pair that adds the index gradients to dq, dweights and the sums.
 
-    part: _Part
+    slope [s, b, H, top_k] is the gradient of every score.
+    """
+
+    part: _LossCall
     q: torch.Tensor
     weights: torch.Tensor | None
     slope: torch.Tensor
@@ -270,15 +302,15 @@ class _IndexGradients:
         k = keys_of_chunk(keys[0], call.work, rule)
         dkeys = torch.zeros_like(k)
         for rows in tiles(len(q), len(k) * q.shape[1] * q.shape[2]):
-            at, there = _where(ids[rows], units)
-            slope = self.slope[rows].masked_fill(~there, 0.0)
+            at, present = _find_units(ids[rows], units)
+            slope = self.slope[rows].masked_fill(~present, 0.0)
             leaves = [wide(q[rows]), k]
             leaves += [] if self.weights is None else [wide(self.weights[rows])]
             leaves = [t.detach().requires_grad_() for t in leaves]
             with torch.enable_grad():
-                found = rule.scores(leaves[0], leaves[1], leaves[2] if len(leaves) > 2 else None)
-                chosen = (found.gather(-1, at) * slope).sum()
-            if not chosen.requires_grad:  # a rule that scores without any of them
+                scores = rule.scores(leaves[0], leaves[1], leaves[2] if len(leaves) > 2 else None)
+                chosen = (scores.gather(-1, at) * slope).sum()
+            if not chosen.requires_grad:  # the scores of the rule use none of these tensors
                 continue
             grads = torch.autograd.grad(chosen, leaves, materialize_grads=True)
             self.dq[rows] += grads[0]
@@ -288,23 +320,25 @@ class _IndexGradients:
         dk.index_add_(0, order, rows_of_parts(dkeys, rule))
 
 
-def _where(ids: torch.Tensor, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where selected units are among those of a chunk, and whether they are."""
-    wanted = ids.long()
-    at = torch.searchsorted(units, wanted).clamp_(max=len(units) - 1)
-    return at, units[at] == wanted
+def _find_units(ids: torch.Tensor, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the index of each selected unit in a chunk, and a mask of the units it contains."""
+    selected_ids = ids.long()
+    at = torch.searchsorted(units, selected_ids).clamp_(max=len(units) - 1)
+    return at, units[at] == selected_ids
 
 
-def _walk(plan: Plan, tag: CallTag, compute: Any, q: torch.Tensor, k: torch.Tensor) -> None:
-    """Let the keys of attention of all ranks come by."""
+def _run_attention_pass(
+    plan: Plan, tag: CallTag, compute: Any, q: torch.Tensor, k: torch.Tensor
+) -> None:
+    """Send the keys of attention of all ranks around the ring."""
     (part,) = ring.head_chunks(plan.rank_plan, q.shape[2], k.shape[2])
     own: dict[str, Tensors] = {"query": (q,), "kv": (k,)}
     run = plan.rank_plan.chunks[0].forward
-    ring.run([ring.Ring(plan.rank_plan, run, tag, part, compute, own, NOTHING)])
+    ring.run([ring.Ring(plan.rank_plan, run, tag, part, compute, own, NO_SUMS)])
 
 
-def _forward(part: _Part, shard: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss [s, b, H], its gradient by every index score [s, b, H, top_k])."""
+def _forward(part: _LossCall, shard: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss [s, b, H], and its gradient by every index score [s, b, H, top_k]."""
     index_q, index_k, weights = shard
     q, k = (t.detach().contiguous() for t in part.main[:2])
     lse = part.main[2]
@@ -312,29 +346,29 @@ def _forward(part: _Part, shard: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     kernel, scale = SelectedAten(part.selection, latent=False), plan.rank_plan.scoring.scale
     if lse is None:
         lse = wide(q).new_full(q.shape[:3], float("-inf"))
-        _walk(plan, part.calls[0], _LogSumExp(kernel, scale, lse), q, k)
+        _run_attention_pass(plan, part.calls[0], _AttentionLogSumExp(kernel, scale, lse), q, k)
     else:
         lse = lse.detach()
     total = lse.new_zeros(ids.shape)
-    compute = _Probabilities(kernel, scale, lse, total)
-    _walk(plan, part.calls[-2], compute, q, k)
+    compute = _AttentionProbabilities(kernel, scale, lse, total)
+    _run_attention_pass(plan, part.calls[-2], compute, q, k)
     if part.tp_group is not None:
         dist.all_reduce(total, group=part.tp_group)
     scores = total.new_full(ids.shape, float("-inf"))
     compute, rank_plan = _IndexScores(part, index_q, weights, scores), part.index.rank_plan
     rows = rows_of_units(index_k, part.rule)
-    walk(rank_plan, rank_plan.chunks[0].forward, part.calls[-1], compute, rows)
+    run_pass(rank_plan, rank_plan.chunks[0].forward, part.calls[-1], compute, rows)
     p = total / total.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(total.dtype).tiny)
     lse = scores.logsumexp(dim=-1, keepdim=True)
-    # Places that are not taken; and padding attends to nothing, also where it has selected some.
-    none = (scores == float("-inf")) | (total.sum(dim=-1, keepdim=True) == 0)
-    log = (scores - lse).masked_fill(none, 0.0)
+    # Empty places, and rows without attention: padding may have selected units.
+    unused = (scores == float("-inf")) | (total.sum(dim=-1, keepdim=True) == 0)
+    log = (scores - lse).masked_fill(unused, 0.0)
     loss = (torch.xlogy(p, p) - p * log).sum(dim=-1)
-    return loss, log.exp().masked_fill(none, 0.0) - p
+    return loss, log.exp().masked_fill(unused, 0.0) - p
 
 
 def _backward(
-    part: _Part, dloss: torch.Tensor, shard: Tensors, slope: torch.Tensor
+    part: _LossCall, dloss: torch.Tensor, shard: Tensors, slope: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
     q, k, weights = shard
     dweights = None if weights is None else torch.zeros_like(wide(weights))
@@ -343,7 +377,7 @@ def _backward(
     rows, rank_plan = rows_of_units(k, part.rule), part.index.rank_plan
     sums = {"dquery": [], "dkv": [rows.shape[1:]]}
     run = rank_plan.chunks[0].backward
-    done = walk(rank_plan, run, part.calls[-1], compute, rows, sums)
+    done = run_pass(rank_plan, run, part.calls[-1], compute, rows, sums)
     (dk,) = done.partials.whole(run.totals["dkv", rank_plan.ring.rank])
     dk = gradient_of_keys(dk, part.rule)
     if dweights is not None:
@@ -352,23 +386,23 @@ def _backward(
 
 
 class _IndexerLoss(torch.autograd.Function):
-    """The loss of this rank as one autograd function; shard: index_q, index_k, index_weights."""
+    """Loss of this rank as one autograd function; inputs are index_q, index_k, index_weights."""
 
     @staticmethod
     def forward(
-        ctx: Any, part: _Part, kept: StoredResults | None, *shard: torch.Tensor | None
+        ctx: Any, part: _LossCall, entry: StoredResults | None, *shard: torch.Tensor | None
     ) -> torch.Tensor:
         own: Any = tuple(None if t is None else t.contiguous() for t in shard)
         groups = part.index.groups
-        stored = None if kept is None else kept.load()
+        stored = None if entry is None else entry.load()
         if stored is None:
             with groups.running(own[0].device.type):
                 loss, slope = _forward(part, own)
-            if kept is not None:
-                kept.save((loss.detach(), slope.detach()))
+            if entry is not None:
+                entry.save((loss.detach(), slope.detach()))
         else:
             loss, slope = (t.detach() for t in stored)
-        # What only forward needs would live as long as the loss.
+        # Drop tensors that only forward needs; ctx would keep them as long as the loss.
         ctx.part = replace(part, main=())
         ctx.save_for_backward(*own, slope)
         return loss
@@ -379,6 +413,6 @@ class _IndexerLoss(torch.autograd.Function):
         groups = ctx.part.index.groups
         groups.check()
         groups.calls.backward(ctx.part.calls[-1])
-        *shard, slope = ctx.saved_tensors  # once: a checkpoint gives them no second time
+        *shard, slope = ctx.saved_tensors  # read once: a checkpoint provides them only once
         with groups.running(dloss.device.type):
             return None, None, *_backward(ctx.part, dloss, tuple(shard), slope)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pair of shards needs besides tensors: its positions, and which of them see each other.
+"""Positions and visibility of a pair of shards.
 
-`execution/ring.py` runs these pairs on every schedule in whose forward keys travel and in whose
-backward keys and their gradients do, so that a rank's queries stay at home, and with them all that
-was selected for them. Position tables are made for some rows at a time, never for all.
+`execution/ring.py` runs these pairs on every schedule that sends keys in forward, and keys and
+their gradients in backward. Queries then stay on their rank, with their selection. Position tables
+are made for some rows at a time, never for all rows.
 """
 
 from __future__ import annotations
@@ -18,16 +18,21 @@ from ...layout import Span
 from ...layout.sharding import to_device
 from ...masks import Cover, Mask
 from .rules import SelectionRule
-from .sight import Between, Rows, Sights
+from .sight import IntervalCondition, Rows, VisibilityTables
 
-TILE = 1 << 22  # elements of the largest tensor that a tile of rows makes
+TILE = 1 << 22  # elements of the largest tensor of a tile of rows
 
 
 class SelectedPairs:
-    """The positions of a pair, keys in ascending order. order: of the rows of keys, or None.
-    span_rows: int32 [pieces, 4], start, stride, length and first row of each span of keys.
-    condition: what the queries see, on a device, or None if only the host knows. sights: of the
-    plan.
+    """Positions of a pair of shards, with keys in ascending order.
+
+    Attributes:
+        queries: Positions of the queries.
+        keys: Positions of the keys, ascending.
+        order: Index that sorts the rows of keys, or None if they are sorted.
+        span_rows: Start, stride, length and first row of each span of keys, int32 [pieces, 4].
+        condition: Visibility on a device, or None if only the host can evaluate the mask.
+        tables: Tables of the plan.
     """
 
     def __init__(
@@ -35,11 +40,11 @@ class SelectedPairs:
         mask: Mask,
         q_spans: Sequence[Span],
         k_spans: Sequence[Span],
-        sights: Sights | None = None,
+        tables: VisibilityTables | None = None,
     ):
-        self.mask, self.sights = mask, Sights() if sights is None else sights
+        self.mask, self.tables = mask, VisibilityTables() if tables is None else tables
         self.q_spans, self.k_spans = tuple(q_spans), tuple(k_spans)
-        self.queries, self.condition = self.sights.of(mask, self.q_spans)
+        self.queries, self.condition = self.tables.of(mask, self.q_spans)
         k = np.concatenate([span.positions() for span in k_spans])
         order = np.argsort(k, kind="stable")
         self.keys = k[order]
@@ -51,13 +56,14 @@ class SelectedPairs:
 
     @property
     def interval(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """int32 (low, high) [s], if each query sees one interval of positions, low <= p < high."""
+        """Bounds int32 (low, high) [s] if each query sees one interval low <= p < high, or None."""
         seen = self.condition
-        return (seen.low, seen.high) if isinstance(seen, Between) else None
+        return (seen.low, seen.high) if isinstance(seen, IntervalCondition) else None
 
     def unit(self, block: int) -> int:
-        """block, if units of that many positions lie whole and in order among the rows of keys,
-        from multiples of it on; else 1.
+        """Return `block` if the rows of keys consist of whole units of that size, otherwise 1.
+
+        A unit must have its positions in order and start at a multiple of `block`.
         """
         if len(self.keys) % block:
             return 1
@@ -68,34 +74,42 @@ class SelectedPairs:
         return block
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(query positions, key positions, order of the rows of keys), int64 on `device`."""
+        """Return query positions, key positions and the order of key rows, int64 on `device`."""
         q, k, order = (
-            self.sights.on(array, device) for array in (self.queries, self.keys, self._rows)
+            self.tables.on(array, device) for array in (self.queries, self.keys, self._rows)
         )
         return q, k, order
 
     def sees(self, rows: Rows, positions: torch.Tensor) -> torch.Tensor:
-        """bool: do the queries of these rows (dimension 0) see the `positions` beside them, which
-        lie in the sequence?
+        """Return a bool tensor of the positions that the queries of some rows see.
+
+        Args:
+            rows: Rows of queries, for dimension 0.
+            positions: Positions within the sequence; dimension 0 corresponds to the rows.
         """
         q, _, _ = self.on(positions.device)
         q = q[rows].view(-1, *[1] * (positions.dim() - 1))
         if self.condition is not None:
             return self.condition(rows, q, positions)
-        # A dense mask, or one of your own, for whose values the host waits; in a plan they would be
-        # as large as the scores.
+        # A dense mask or a user's mask: the host evaluates it and synchronizes with the device. A
+        # table in the plan would be as large as the scores.
         seen = self.mask.visible(q.cpu().numpy(), positions.cpu().numpy())
         return to_device(np.require(seen, requirements=["C", "W"]), positions.device)
 
 
 class PairKernel:
-    """A kernel for plans: it notes what a pair consists of. What computes one knows a selection,
-    and takes its place in each call.
+    """Kernel for plans that only records the positions of a pair.
 
-    For algorithm "auto": by: what computes a pair, a kernel of `kernels`, or `Selecting` with the
-    rule `of`; heads, top_k: selections of a row, and their units; attended: keys of a query at
-    most, None for all that it sees; latent: are values columns of the keys, which travel without
-    them?
+    In each call a kernel with the selection replaces it.
+
+    Attributes:
+        by: Computation of a pair for algorithm "auto": a kernel of `kernels`, or `UnitSelector`
+            with the rule `of`.
+        of: Selection rule, or None.
+        heads: Selections of a row.
+        top_k: Units of a selection.
+        attended: Limit of the keys of a query; None means all that it sees.
+        latent: True if values are columns of the keys and are not sent separately.
     """
 
     name = "sparse"
@@ -103,7 +117,7 @@ class PairKernel:
     maximum = False
     deterministic = True
     passed_over: tuple[str, ...] = ()
-    joins = True  # a call reads its queries, and reads and writes their results, whatever it has
+    joins = True  # a kernel call reads all queries and their results, regardless of its keys
 
     def __init__(
         self, by: Any, of: SelectionRule | None, heads: int, top_k: int,
@@ -111,7 +125,7 @@ class PairKernel:
     ):  # fmt: skip
         self.by, self.of, self.heads, self.top_k = by, of, heads, top_k
         self.attended, self.latent = attended, latent
-        self._sights = Sights()
+        self._tables = VisibilityTables()
 
     def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
         return None
@@ -122,7 +136,7 @@ class PairKernel:
         covers = (mask.cover(q, k) for q in q_spans for k in k_spans)
         if all(c == Cover.EMPTY for c in covers):
             return None
-        return SelectedPairs(mask, q_spans, k_spans, self._sights)
+        return SelectedPairs(mask, q_spans, k_spans, self._tables)
 
     def forward(self, *_: Any, **__: Any) -> None:
         raise NotImplementedError
@@ -131,7 +145,13 @@ class PairKernel:
         raise NotImplementedError
 
 
-def tiles(rows: int, each: int, most: int | None = None) -> list[slice]:
-    """Slices of so many rows, each of which makes `each` elements, or bytes, of `most`."""
-    step = max(1, (most or TILE) // max(1, each))
+def tiles(rows: int, per_row: int, limit: int | None = None) -> list[slice]:
+    """Return slices of rows for tiles of bounded size.
+
+    Args:
+        rows: Number of rows.
+        per_row: Elements or bytes of a row.
+        limit: Elements or bytes of a tile; default `TILE`.
+    """
+    step = max(1, (limit or TILE) // max(1, per_row))
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]

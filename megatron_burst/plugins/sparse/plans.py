@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of the sparse operations: those of `mb.prepare`, with a kernel that knows a selection.
+"""Plans of the sparse operations: plans of `mb.prepare` whose kernel uses a selection.
 
-With keywords a plan is a collective, as `mb.prepare` is; from a plan of `mb.attention`, on which
-all ranks agreed, it is derived without one and cached. If that plan's algorithm was "auto", each
-operation chooses its own, by the same rates.
+With keywords, a plan is a collective, like `mb.prepare`. From a plan of `mb.attention`, on which
+all ranks agreed, a plan is derived without a collective and cached. If the algorithm of that plan
+was "auto", each operation chooses its own algorithm by the same rates.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ from ...planning.validate import QKV, NeedsGrad, Request, check
 from ...recompute.checkpoint import AttentionStore, current_store
 from ...schedule.algorithms import ALGORITHMS
 
-PLANS_KEPT = 16  # of each rank: kinds of layers times operations
+CACHED_PLANS = 16  # per rank: kinds of layers times operations
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Where an operation runs: a plan of attention, or the keywords that one is made from.
+class SparseSetting:
+    """Groups, options and attention store of an operation.
 
-    made: the plan of attention, or None. attention_store: the store of the checkpoint around the
-    operation, or None.
+    Attributes:
+        groups: Groups of the rank.
+        made: Plan of attention, or None if keywords are given.
+        options: Options of the ring.
+        attention_store: Store of the checkpoint around the operation, or None.
     """
 
     groups: Groups
@@ -44,29 +47,34 @@ class Setting:
 
     @property
     def store(self) -> float | None:
-        """The fraction of rows whose results a checkpoint keeps."""
+        """Fraction of the rows whose results the attention store keeps, or None."""
         if self.made is not None:
             return self.made.options.store
         return None if self.attention_store is None else self.attention_store.fraction
 
-    def scale(self, q: object, asked: float | None) -> float | None:
-        """The scale of the scores of queries q [s, b, h, d]: as asked for, the plan's, or
-        d ** -0.5.
+    def scale(self, q: object, requested: float | None) -> float | None:
+        """Return the factor of the scores: the requested one, the plan's, or d ** -0.5.
+
+        Args:
+            q: Queries [s, b, h, d].
+            requested: Requested factor, or None.
         """
-        if asked is not None or not isinstance(q, torch.Tensor) or not q.dim():
-            return asked
+        if requested is not None or not isinstance(q, torch.Tensor) or not q.dim():
+            return requested
         if self.made is not None and self.made.signature[0][0][-1] == q.shape[-1]:
             return self.made.rank_plan.scoring.scale
         return q.shape[-1] ** -0.5
 
-    def kept(self, what: object, label: object) -> StoredResults | None:
-        """Where the call with this label leaves or finds `what`. ValueError if the checkpoint wants
-        what the plan does not.
+    def stored(self, key: object, label: object) -> StoredResults | None:
+        """Return the store entry of the call with this label, or None without a store.
+
+        Raises:
+            ValueError: The checkpoint stores another fraction than the plan.
         """
         if self.made is not None and self.made.store_entry(self.attention_store, label) is None:
             return None
         return (
-            StoredResults(self.attention_store, (what, label))
+            StoredResults(self.attention_store, (key, label))
             if self.attention_store and self.store
             else None
         )
@@ -78,8 +86,12 @@ def setting(
     layout: LayoutName | Layout | None,
     mask: Mask | None,
     algorithm: str | None,
-) -> Setting:
-    """Where a call with these arguments runs. ValueError for both of them, or for neither."""
+) -> SparseSetting:
+    """Return the setting of a call with these arguments.
+
+    Raises:
+        ValueError: Both a plan and keywords are given, or neither.
+    """
     if plan is None:
         check_groups(groups)
         assert groups is not None
@@ -87,11 +99,11 @@ def setting(
             layout="zigzag" if layout is None else layout, mask=mask, side="kv",
             algorithm="burst" if algorithm is None else algorithm, kernel="reference",
         )  # fmt: skip
-        return Setting(groups, None, options, current_store())
+        return SparseSetting(groups, None, options, current_store())
     keywords = {"groups": groups, "layout": layout, "mask": mask, "algorithm": algorithm}
-    given = sorted(name for name, value in keywords.items() if value is not None)
-    if given:
-        raise ValueError(f"plan: give a plan or its keywords, not both; got {given}")
+    present = sorted(name for name, value in keywords.items() if value is not None)
+    if present:
+        raise ValueError(f"plan: give a plan or its keywords, not both; got {present}")
     if not isinstance(plan, Plan):
         raise ValueError(f"plan must be made by mb.prepare, got {plan!r:.100}")
     if plan.options.softcap is not None:
@@ -103,16 +115,21 @@ def setting(
         layout=plan.layout, mask=plan.mask, side="kv", kernel="reference",
         algorithm=plan.algorithm if plan.choice is None else "auto",
     )  # fmt: skip
-    return Setting(plan.groups, plan, options, current_store())
+    return SparseSetting(plan.groups, plan, options, current_store())
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelectedOperation(RingOperation):
-    """A call of a sparse operation on one rank: keys travel, and what was selected stays with its
-    queries.
+    """Call of a sparse operation on one rank.
 
-    made: the plan of attention that the plan follows from, or None. options: of the ring.
-    needs_grad: which of q, k, v need a gradient.
+    Keys are sent, and the selection stays with its queries.
+
+    Attributes:
+        groups: Groups of the rank.
+        made: Plan of attention from which the plan follows, or None.
+        options: Options of the ring.
+        sink: Logit per head, or None.
+        needs_grad: True for each of q, k, v that needs a gradient.
     """
 
     groups: Groups
@@ -123,10 +140,10 @@ class SelectedOperation(RingOperation):
 
     @abstractmethod
     def tensors(self) -> QKV:
-        """Return q, k and v as they travel, or stand-ins. ValueError if they do not fit."""
+        """Return q, k and v, or placeholders, as they are sent. Raise ValueError if invalid."""
 
     def ring_options(self) -> AttentionOptions:
-        """Return the options of the ring, whose layout and mask are those of what travels."""
+        """Return the options of the ring, with the layout and mask of the rows that are sent."""
         return self.options
 
     @abstractmethod
@@ -148,7 +165,7 @@ class SelectedOperation(RingOperation):
         return self.made is None and self.options.algorithm == "auto"
 
     def choose(self, request: Request) -> Request | ValueError:
-        from .choice import chosen  # with the simulator, which no other call needs
+        from .choice import chosen  # imports the simulator, which only this call needs
 
         return chosen(request, self.groups)
 
@@ -161,20 +178,20 @@ class SelectedOperation(RingOperation):
 
 
 def plan_of(operation: SelectedOperation) -> Plan:
-    """Return the plan of an operation. Raises the same ValueError on every rank."""
+    """Return the plan of an operation. Raise the same ValueError on every rank."""
     if operation.made is None:
         return prepared(operation)
-    return derived(operation, operation.groups.recent("sparse", PLANS_KEPT))
+    return derived(operation, operation.groups.recent("sparse", CACHED_PLANS))
 
 
 def _check_ring(algorithm: str, ulysses: int) -> None:
-    """Raise ValueError unless keys travel, and whole."""
+    """Raise ValueError unless the algorithm sends keys, and ranks do not share heads."""
     ring = ALGORITHMS.get(algorithm)
     if algorithm != "auto" and (ring is None or not ring.keeps):
-        able = ", ".join(name for name, each in ALGORITHMS.items() if each.keeps)
+        able = ", ".join(name for name, entry in ALGORITHMS.items() if entry.keeps)
         raise ValueError(
-            f"algorithm: a selection stays with its queries, so keys must travel ({able}, or auto),"
-            f" got {algorithm!r}"
+            "algorithm: sparse attention needs an algorithm that sends keys "
+            f"({able}, or auto), got {algorithm!r}"
         )
     if ulysses > 1:
         raise ValueError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of kernels over a selection: one line each, and which of them "auto" takes."""
+"""Table of the kernels over a selection, with one line per kernel, and the selection of "auto"."""
 
 from __future__ import annotations
 
@@ -7,27 +7,31 @@ from collections.abc import Callable
 
 import torch
 
-from .kernels import Selected, SelectedAten, SelectedReference
+from .kernels import SelectedAten, SelectedKernel, SelectedReference
 from .selection import Selection
 
 
-def _triton(selection: Selection, latent: bool) -> Selected:
-    from .selected_triton import SelectedTriton  # Triton is not everywhere
+def _triton(selection: Selection, latent: bool) -> SelectedKernel:
+    from .selected_triton import SelectedTriton  # Triton may be missing
 
     return SelectedTriton(selection, latent)
 
 
-# name -> the kernel for a selection; latent: are values columns of the keys?
-KERNELS: dict[str, Callable[[Selection, bool], Selected]] = {
+# name -> kernel for (selection, True if values are columns of the keys)
+KERNELS: dict[str, Callable[[Selection, bool], SelectedKernel]] = {
     "aten": SelectedAten,
     "triton": _triton,
     "reference": SelectedReference,
 }
 
 
-def named(kernel: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
-    """The kernel that is meant for q, k and v as they travel: "auto" is "triton" on CUDA where it
-    serves them, else "aten". ValueError for a name that none has, or one that does not serve.
+def kernel_name(kernel: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
+    """Return the name of the kernel for q, k and v as they are sent.
+
+    "auto" is "triton" on CUDA if it supports the tensors, and otherwise "aten".
+
+    Raises:
+        ValueError: The kernel does not exist, or does not support these tensors.
     """
     if not isinstance(kernel, str) or kernel not in ("auto", *KERNELS):
         raise ValueError(f"kernel must be one of auto, {', '.join(KERNELS)}, got {kernel!r}")

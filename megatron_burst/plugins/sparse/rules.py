@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection rules: how an indexer scores the keys of a query, and in which units it selects them.
+"""Selection rules: the scores of keys for a query, and the units in which keys are selected.
 
-A rule is a class here and a line of `RULES`; a rule of your own is an object with the same
-attributes. A unit is `block` consecutive positions, unit u those from u * block.
+A rule is a class here and a line of `RULES`. A user's rule is an object with the same attributes. A
+unit is `block` consecutive positions; unit u contains the positions from u * block.
 
-Shape letters: s query rows, t key rows, u units, b batch, i index heads, k index key heads,
-d width; H: selections of a row, one for each group of attention heads.
+Shape letters: s query rows, t key rows, u units, b batch, i index heads, k index key heads, d
+width; H selections of a row, one for each group of attention heads.
 """
 
 from __future__ import annotations
@@ -17,16 +17,22 @@ import torch
 
 
 class SelectionRule(Protocol):
-    """How queries score units of keys.
+    """Scores of units of keys for queries.
 
-    block: positions in a unit. own: is the unit in which a query lies always selected? weighted:
-    does it take weights of the index heads? Ranks compare the class and the attributes of a rule.
+    Ranks compare the class and the attributes of a rule. A rule may have further attributes:
 
-    A rule may also have: means, which divides block: of each unit the means of so many equal parts
-    travel, and `scores` gets these for keys (0: all keys travel). first, near: are the first unit
-    that a query sees, and so many before its own, always selected? softmax: `scores` are
-    [s, b, i, n] of single means, and what is compared is their softmax over all means that wholly
-    lie before a query or at it, summed over the heads of a selection and the means of a unit.
+    - `means` divides `block`. The means of that number of equal parts of each unit are sent, and
+      `scores` gets them in place of keys. With 0 all keys are sent.
+    - `first` and `near`: the first visible unit, and `near` units before the own one, are always
+      selected.
+    - `softmax`: `scores` returns scores [s, b, i, n] of single means. Units are compared by the
+      softmax of these scores over all means that end at or before the query, summed over the heads
+      of a selection and the means of a unit.
+
+    Attributes:
+        block: Positions of a unit.
+        own: True if the unit of a query is always selected.
+        weighted: True if the rule uses weights of the index heads.
     """
 
     @property
@@ -39,18 +45,29 @@ class SelectionRule(Protocol):
     def weighted(self) -> bool: ...
 
     def selections(self, heads: int, key_heads: int) -> int:
-        """How many selections a row has, given index heads and their key heads. ValueError for
-        numbers that the rule does not take.
+        """Return the number of selections of a row.
+
+        Args:
+            heads: Number of index heads.
+            key_heads: Number of index key heads.
+
+        Raises:
+            ValueError: The rule does not support these numbers.
         """
         ...
 
     def scores(
         self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None
     ) -> torch.Tensor:
-        """[s, b, H, u] of q [s, b, i, d], k [t, b, k, d], weights [s, b, i] or None; t = u * block
-        keys (or u * means means), unit by unit. Each score depends on its query and the keys of its
-        unit alone. By operators of torch that can be differentiated by these three: parameters of
-        the rule get no gradient.
+        """Return the scores [s, b, H, u] of units.
+
+        Each score must depend only on its query and the keys of its unit. Use torch operators that
+        are differentiable in the three tensors. Parameters of the rule get no gradient.
+
+        Args:
+            q: Index queries [s, b, i, d].
+            k: Index keys [t, b, k, d], unit by unit: t = u * block keys, or u * means means.
+            weights: Weights of the index heads [s, b, i], or None.
         """
         ...
 
@@ -64,23 +81,24 @@ def _shared(heads: int, key_heads: int) -> int:
 def _weighted(
     q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None, relu: bool
 ) -> torch.Tensor:
-    """sum_h weights[h] * relu(q[h] . k), or without relu."""
+    """Return sum_h weights[h] * relu(q[h] . k), or the sum without relu."""
     assert weights is not None
-    found = torch.einsum("sbid,tbd->sbit", q, k[:, :, 0])
-    found = torch.relu(found) if relu else found
-    return torch.einsum("sbi,sbit->sbt", weights, found).unsqueeze(2)
+    products = torch.einsum("sbid,tbd->sbit", q, k[:, :, 0])
+    products = torch.relu(products) if relu else products
+    return torch.einsum("sbi,sbit->sbt", weights, products).unsqueeze(2)
 
 
 def _dots(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """[s, b, i, t]: q . k, each query head with its key head."""
-    found = torch.einsum("sbkgd,tbkd->sbkgt", q.unflatten(2, (k.shape[2], -1)), k)
-    return found.flatten(2, 3)
+    """Return q . k [s, b, i, t] of each query head with its key head."""
+    products = torch.einsum("sbkgd,tbkd->sbkgt", q.unflatten(2, (k.shape[2], -1)), k)
+    return products.flatten(2, 3)
 
 
 @dataclass(frozen=True)
 class Dsa:
-    """Tokens by sum_h w[h] * relu(q[h] . k), one selection for all heads (DeepSeek-V3.2); relu: or
-    without it (GLM-5).
+    """Selection of tokens by sum_h w[h] * relu(q[h] . k) (DeepSeek-V3.2).
+
+    All heads share one selection. With `relu` False the products are summed directly (GLM-5).
     """
 
     block: int = 1
@@ -99,7 +117,7 @@ class Dsa:
 
 @dataclass(frozen=True)
 class Qsa(Dsa):
-    """Blocks by the score of `Dsa` of their mean key, the own block always among them (Qwen)."""
+    """Selection of blocks by the `Dsa` score of their mean key, and of the own block (Qwen)."""
 
     block: int = 4
     own: bool = True
@@ -108,7 +126,7 @@ class Qsa(Dsa):
 
 @dataclass(frozen=True)
 class Moba:
-    """Blocks by q . their mean key, per query head, the own block always among them (Kimi)."""
+    """Selection of blocks by q . mean key, per query head, always with the own block (Kimi)."""
 
     block: int = 512
     own: bool = True
@@ -126,8 +144,9 @@ class Moba:
 
 @dataclass(frozen=True)
 class Msa(Moba):
-    """Blocks by their largest q . k, per index head, the own block always among them (MiniMax-M3,
-    which has an index head for each key/value head and one index key head).
+    """Selection of blocks by their largest q . k, per index head, always with the own block.
+
+    MiniMax-M3 has one index head per key/value head, and one index key head.
     """
 
     block: int = 128
@@ -141,15 +160,20 @@ class Msa(Moba):
 
 @dataclass(frozen=True)
 class Nsa:
-    """Blocks by the attention to their compressed keys, summed over the query heads of a key head;
-    always the first that is seen, the own, and the one before (DeepSeek NSA, arXiv 2502.11089,
-    section 3.3.2). index_q, index_k: q and k of attention. Compressed keys are the means of equal
-    parts without overlap; a compression that is learnt comes in as linear maps of the keys before.
+    """Selection of blocks by the attention to their compressed keys (DeepSeek NSA).
+
+    Source: arXiv 2502.11089, section 3.3.2. The attention is summed over the query heads of a key
+    head. The first visible block, the own block and the one before it are always selected. index_q
+    and index_k are q and k of attention. Compressed keys are the means of equal parts without
+    overlap. A learnt compression can be applied as a linear map of the keys before the call.
+
+    Attributes:
+        scale: Factor of the scores of the compressed attention; None means d ** -0.5.
     """
 
     block: int = 64
     means: int = 4
-    scale: float | None = None  # of the compressed attention's scores, d ** -0.5
+    scale: float | None = None
     own: bool = True
     first: bool = True
     near: int = 1
@@ -175,13 +199,17 @@ RULES: dict[str, type[SelectionRule]] = {
 
 
 def rule_of(rule: str | SelectionRule) -> SelectionRule:
-    """The rule that is meant. ValueError for a name that none has, or an object that is none."""
+    """Return the rule with this name, or the rule itself.
+
+    Raises:
+        ValueError: The name is unknown, or the object is no rule.
+    """
     if isinstance(rule, str) and rule in RULES:
         return RULES[rule]()
-    parts = "block", "own", "weighted", "selections", "scores"
-    if isinstance(rule, (str, type)) or not all(hasattr(rule, part) for part in parts):
+    required = "block", "own", "weighted", "selections", "scores"
+    if isinstance(rule, (str, type)) or not all(hasattr(rule, name) for name in required):
         raise ValueError(
-            f"rule must be one of {', '.join(RULES)}, or an object with {', '.join(parts)}, "
+            f"rule must be one of {', '.join(RULES)}, or an object with {', '.join(required)}, "
             f"got {rule!r:.100}"
         )
     if type(rule.block) is not int or rule.block < 1:
@@ -195,15 +223,15 @@ def rule_of(rule: str | SelectionRule) -> SelectionRule:
 
 
 def described(rule: SelectionRule) -> tuple[object, ...]:
-    """What ranks compare of a rule."""
+    """Return the properties of a rule that ranks compare."""
     return type(rule).__name__, rule.block, rule.own, tuple(sorted(vars(rule).items()))
 
 
 def forced(rule: SelectionRule) -> int:
-    """How many units of a query are always selected, at most."""
+    """Return the largest number of units of a query that are always selected."""
     return rule.own + getattr(rule, "first", False) + getattr(rule, "near", 0)
 
 
-def parts(rule: SelectionRule) -> int:
-    """How many means, or keys, of a unit travel."""
+def parts_per_unit(rule: SelectionRule) -> int:
+    """Return the number of means, or keys, of a unit that are sent."""
     return getattr(rule, "means", 0) or rule.block

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel "triton": gathers what each row has selected, within one launch each way.
+"""Kernel "triton": gathers the selected keys of each row, with one launch per direction.
 
-For some rows at a time, so that the list of what they have in a chunk stays small, `find` makes
-that list on the device and the attention kernels of `selected_code` follow it: a program for each
-row and block of heads that share a selection and a key head. Nothing is read on the host. dk and dv
-are added atomically, in any order, so the kernel is not deterministic.
+For some rows at a time `find` lists their selected keys of a chunk on the device; this limits the
+size of the list. The attention kernels of `selected_code` then process the list, with one program
+per row and block of heads that share a selection and a key head. The host reads nothing. dk and dv
+are added atomically in any order, so the kernel is not deterministic.
 
 Shape letters as in `kernels`.
 """
@@ -18,19 +18,24 @@ import torch
 
 from ...kernels.base import Rows, Scoring
 from ...kernels.triton_kernel import HEADS
-from .kernels import Selected
+from .kernels import SelectedKernel
 from .pairs import SelectedPairs
 from .selection import Selection
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-WIDEST = 512  # columns of keys and of values as they travel: 576 as 512 and 64
-LISTED = 1 << 26  # bytes of the list of keys for the rows of a launch
-LANES = 1024  # places that a program of `find` looks at together
+WIDEST = 512  # columns of keys and of values as they are sent; 576 are sent as 512 and 64
+LISTED = 1 << 26  # bytes of the list of keys of a launch
+LANES = 1024  # places that a program of `find` processes at once
 
 
 class HeadBlocks(NamedTuple):
-    """Tiles of `heads` query heads x `keys` (powers of two, at least 16); warps; stages of loads in
-    flight.
+    """Tile sizes and launch options of a kernel.
+
+    Attributes:
+        heads: Query heads of a tile, a power of two from 16 on.
+        keys: Keys of a tile, a power of two from 16 on.
+        warps: Warps of a program.
+        stages: Stages of loads in flight.
     """
 
     heads: int
@@ -39,9 +44,9 @@ class HeadBlocks(NamedTuple):
     stages: int
 
 
-# (pass, columns of keys and values together up to) -> blocks of 16-bit inputs, by what the
-# compiler says of sm_90 and sm_100 (`python -m benchmarks.triton_compile_selected`); no time was
-# measured on a GPU.
+# (kernel, limit of the columns of keys and values together) -> blocks for 16-bit inputs. They
+# follow from compilations for sm_90 and sm_100 (`python -m benchmarks.triton_compile_selected`). No
+# time was measured on a GPU.
 BLOCKS = {
     ("forward", 256): HeadBlocks(16, 64, 4, 2),
     ("forward", 512): HeadBlocks(16, 64, 4, 2),
@@ -53,23 +58,32 @@ BLOCKS = {
     ("backward_keys", 512): HeadBlocks(16, 32, 4, 2),
     ("backward_keys", 1024): HeadBlocks(128, 32, 8, 2),
 }
-WIDE_BLOCKS = HeadBlocks(16, 16, 4, 1)  # of inputs of 32 and 64 bits
+WIDE_BLOCKS = HeadBlocks(16, 16, 4, 1)  # for inputs of 32 and 64 bits
 
 
 def blocks(direction: str, columns: int, heads: int, itemsize: int) -> HeadBlocks:
-    """The entry of a kernel ("forward", "backward_queries", "backward_keys") for so many columns of
-    keys and values, with no more heads than there are; for inputs of `itemsize` bytes.
+    """Return the blocks of a kernel, with at most the existing number of heads.
+
+    Args:
+        direction: Kernel: "forward", "backward_queries" or "backward_keys".
+        columns: Columns of keys and values together.
+        heads: Query heads of a group.
+        itemsize: Bytes of an input element.
     """
     if itemsize > 2:
         return WIDE_BLOCKS
-    limit = min(most for way, most in BLOCKS if way == direction and most >= min(columns, 1024))
+    limit = min(n for name, n in BLOCKS if name == direction and n >= min(columns, 1024))
     size = BLOCKS[direction, limit]
     return size._replace(heads=max(16, min(size.heads, _padded(heads))))
 
 
-class SelectedTriton(Selected):
-    """latent: are values the first columns of the keys, which travel without them? size: for both
-    directions instead of the table's.
+class SelectedTriton(SelectedKernel):
+    """Kernel "triton".
+
+    Args:
+        selection: Selection of this rank's queries.
+        latent: True if values are the first columns of the keys and are not sent separately.
+        size: Blocks for all kernels in place of the table's.
     """
 
     name = "triton"
@@ -81,7 +95,7 @@ class SelectedTriton(Selected):
 
     @staticmethod
     def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Why these tensors cannot be served, as they travel, or None."""
+        """Return the reason against these tensors as they are sent, or None."""
         missing = unavailable(q.device.type)
         if missing:
             return missing
@@ -112,10 +126,10 @@ class SelectedTriton(Selected):
         (q, k, v), size = (_inner(x) for x in (q, k, v)), self._size("forward", q, k, v)
         _writable(out)
         for rows, table, counts in self._lists(work, len(q), len(k)):
-            given = q[rows], k, v, out[rows], lse[rows]
-            strides = [stride for x in given for stride in x.stride()[:3]]
+            tensors = q[rows], k, v, out[rows], lse[rows]
+            strides = [stride for x in tensors for stride in x.stride()[:3]]
             self._launch(selected_code.forward, size, q[rows], k)(
-                *given, table, counts, *strides, *self._numbers(q, k), table.shape[-1],
+                *tensors, table, counts, *strides, *self._numbers(q, k), table.shape[-1],
                 **self._constants(scoring, q, k, v, size),
             )  # fmt: skip
 
@@ -135,18 +149,18 @@ class SelectedTriton(Selected):
         q, dout, k, v = (_inner(x) for x in (rows.q, rows.dout, k, v))
         lse, delta = rows.lse.contiguous(), rows.delta.contiguous()
         _writable(dq, dk, dv)
-        for some, table, counts in self._lists(work, len(q), len(k)):
+        for tile, table, counts in self._lists(work, len(q), len(k)):
             for name, sums in (
-                ("backward_queries", (None if dq is None else dq[some],)),
+                ("backward_queries", (None if dq is None else dq[tile],)),
                 ("backward_keys", (dk, dv)),
             ):
                 if all(x is None for x in sums):
                     continue
                 size = self._size(name, q, k, v)
-                given = q[some], dout[some], k, v, *sums
-                strides = [n for x in given for n in ((0, 0, 0) if x is None else x.stride()[:3])]
-                self._launch(getattr(selected_code, name), size, q[some], k)(
-                    *given, lse[some], delta[some], table, counts,
+                tensors = q[tile], dout[tile], k, v, *sums
+                strides = [n for x in tensors for n in ((0, 0, 0) if x is None else x.stride()[:3])]
+                self._launch(getattr(selected_code, name), size, q[tile], k)(
+                    *tensors, lse[tile], delta[tile], table, counts,
                     *strides, *self._numbers(q, k), table.shape[-1],
                     **self._constants(scoring, q, k, v, size),
                 )  # fmt: skip
@@ -154,8 +168,11 @@ class SelectedTriton(Selected):
     def _lists(
         self, work: SelectedPairs, rows: int, keys: int
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Some rows; int32 [r, b, H, n]: the rows of the chunk that each of their selections has
-        and sees, first in it; int32 [r, b, H]: how many.
+        """Yield tiles of rows with the lists of their keys.
+
+        Returns:
+            The tile; the rows of the chunk that each selection contains and its row sees, int32 [r,
+            b, H, n], packed at the front; and their number, int32 [r, b, H].
         """
         from . import selected_code
 
@@ -163,24 +180,24 @@ class SelectedTriton(Selected):
         places = ids.shape[3] * block
         width = min(places, keys)
         step = max(1, LISTED // (4 * ids.shape[1] * ids.shape[2] * width))
-        spans = work.sights.on(work.span_rows, ids.device)
+        spans = work.tables.on(work.span_rows, ids.device)
         for start in range(0, rows, step):
-            some = slice(start, min(start + step, rows))
-            part = ids[some].contiguous()
+            tile = slice(start, min(start + step, rows))
+            part = ids[tile].contiguous()
             table, counts = part.new_empty((*part.shape[:3], width)), part.new_empty(part.shape[:3])
             if work.interval is not None:
-                low, high = (work.sights.on(x, ids.device)[some] for x in work.interval)
+                low, high = (work.tables.on(x, ids.device)[tile] for x in work.interval)
                 sight = low, high, None
             else:
                 at = part.long().unsqueeze(-1) * block + torch.arange(block, device=ids.device)
-                sight = None, None, work.sees(some, at.flatten(-2).clamp_(min=0)).byte()
+                sight = None, None, work.sees(tile, at.flatten(-2).clamp_(min=0)).byte()
             find: Any = selected_code.find
             with torch.cuda.device_of(ids):
                 find[(counts.numel(),)](
                     part, *sight, spans, table, counts, counts[0].numel(), places, width,
                     len(spans), BLOCK=block, T=min(LANES, max(16, _padded(places))),
                 )  # fmt: skip
-            yield some, table, counts
+            yield tile, table, counts
 
     def _size(
         self, direction: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -190,7 +207,7 @@ class SelectedTriton(Selected):
         return self.size or blocks(direction, columns, group, q.element_size())
 
     def _groups(self, k: torch.Tensor) -> int:
-        """Groups of query heads that share a selection and a key head."""
+        """Return the number of groups of query heads that share a selection and a key head."""
         return max(self.selection.ids.shape[2], k.shape[2])
 
     def _numbers(self, q: torch.Tensor, k: torch.Tensor) -> tuple[int, ...]:
@@ -214,7 +231,7 @@ class SelectedTriton(Selected):
         }
 
     def _launch(self, code: Any, size: HeadBlocks, q: torch.Tensor, k: torch.Tensor) -> Any:
-        """`code` for these rows of queries, on their device."""
+        """Return a launcher of `code` for these rows of queries, on their device."""
         groups = self._groups(k)
         programs = q.shape[1] * groups * -(-q.shape[2] // groups // size.heads)
         options = {"num_warps": size.warps, "num_stages": size.stages}
@@ -227,7 +244,7 @@ class SelectedTriton(Selected):
 
 
 def unavailable(device: str) -> str | None:
-    """Why these kernels do not run on a kind of device here, or None."""
+    """Return the reason why these kernels do not run on a kind of device, or None."""
     try:
         from triton.runtime.interpreter import InterpretedFunction  # pyright: ignore
     except ImportError as error:
@@ -244,7 +261,7 @@ def _padded(width: int) -> int:
 
 
 def _inner(x: torch.Tensor) -> torch.Tensor:
-    """x, whose last dimension lies in one piece."""
+    """Return x with a contiguous last dimension."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was selected: for every query, and group of heads, the units of keys that it attends to."""
+"""Selection: the units of keys that each query, or group of heads, attends to."""
 
 from __future__ import annotations
 
@@ -14,13 +14,19 @@ from ...masks import Mask
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """The units of keys that this rank's queries attend to, made by `mb.select` or by hand.
+    """Units of keys that this rank's queries attend to, made by `mb.select` or by hand.
 
-    ids: int32 [s, b, H, top_k], ascending, -1 in places that are not taken: unit u is the positions
-    of the whole sequence from u * block. H divides the query heads: a selection per query head, per
-    group of them, or (1) for all. layout, mask: of the queries and keys. A query attends to what is
-    selected and `mask` shows. checked: are the ids known to be right, as those of `mb.select` are?
-    A copy with other ids is not (`dataclasses.replace`).
+    A query attends to a position if its unit is selected and `mask` shows it.
+
+    Attributes:
+        ids: Selected units int32 [s, b, H, top_k], ascending, -1 in empty places. Unit u contains
+            the positions of the whole sequence from u * block. H divides the query heads: one
+            selection per query head, per group of heads, or for all heads (1).
+        layout: Layout of the queries and keys.
+        mask: Mask of the queries and keys.
+        block: Positions of a unit.
+        checked: True if the ids are known to be valid, as after `mb.select`. False for a copy with
+            other ids (`dataclasses.replace`).
     """
 
     ids: torch.Tensor
@@ -31,14 +37,18 @@ class Selection:
 
     @property
     def counts(self) -> torch.Tensor:
-        """int32 [s, b, H]: how many units each query has."""
+        """Number of units of each query, int32 [s, b, H]."""
         return (self.ids >= 0).sum(dim=-1, dtype=torch.int32)
 
     def check(self, q: torch.Tensor, key_heads: int, seq_len: int) -> None:
-        """Raise ValueError unless this is a selection for queries q [s, b, h, d], whose key_heads
-        key heads are of a sequence of seq_len positions.
+        """Raise ValueError unless the selection fits these queries.
 
-        Reads the values of a selection made by hand, for which the host waits.
+        The values of a selection made by hand are read, which synchronizes the host.
+
+        Args:
+            q: Queries [s, b, h, d].
+            key_heads: Number of key heads.
+            seq_len: Number of positions of the sequence.
         """
         ids = self.ids
         if not isinstance(ids, torch.Tensor) or ids.dtype != torch.int32 or ids.dim() != 4:
@@ -76,7 +86,7 @@ class Selection:
 
 
 def selected(*fields: Any) -> Selection:
-    """A selection whose ids are right."""
+    """Return a selection whose ids are known to be valid."""
     made = Selection(*fields)
     object.__setattr__(made, "checked", True)
     return made

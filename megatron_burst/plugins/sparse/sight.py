@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks on the device: which positions a chunk of queries sees, without asking the host.
+"""Masks on the device: visibility of a chunk of queries without a synchronization with the host.
 
-Most masks show a query one interval of positions, of which a plan makes two numbers per query.
-Trees, residues, tables of blocks and combinations of all these are arithmetic on tables as large as
-the sequence at most, which go to the device once per plan. `Dense`, and masks of your own, have
-neither, and are evaluated on the host.
+Most masks show a query one interval of positions, which a plan stores as two numbers per query.
+Trees, residues, tables of blocks and combinations of them compute with tables of at most the size
+of the sequence, which are copied to the device once per plan. The host evaluates `Dense` and users'
+masks.
 """
 
 from __future__ import annotations
@@ -22,43 +22,49 @@ from ...masks.base import FAR, Combined
 from ...masks.tables import BlockSparse, Documents, SameSpan
 from ...masks.tree import Tree
 
-MOST = 2**31 - 1  # no position is as large
+MOST = 2**31 - 1  # larger than every position
 Interval = tuple[np.ndarray, np.ndarray]
-Rows = slice | torch.Tensor  # of dimension 0
-# of these rows of queries at q, beside the keys at k: which of them are seen?
+Rows = slice | torch.Tensor  # rows of dimension 0
+# (rows of queries, their positions q, positions k of keys) -> bool, true for visible keys
 Condition = Callable[[Rows, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class Sights:
-    """What the queries of a plan see, and arrays of the host on devices, where each goes once."""
+class VisibilityTables:
+    """Visibility of the queries of a plan, and arrays that are copied to a device once."""
 
     def __init__(self):
-        self._there: dict[tuple[int, torch.device], tuple[np.ndarray, torch.Tensor]] = {}
+        self._on_device: dict[tuple[int, torch.device], tuple[np.ndarray, torch.Tensor]] = {}
         self._seen: dict[tuple[Span, ...], tuple[Mask, np.ndarray, Condition | None]] = {}
 
     def of(self, mask: Mask, spans: tuple[Span, ...]) -> tuple[np.ndarray, Condition | None]:
-        """The positions of queries, whose spans are mostly the same in all pairs, and what they
-        see.
+        """Return the positions of queries, and their visibility.
+
+        The spans of queries are the same in most pairs, so the result is cached.
         """
-        known, q, seen = self._seen.get(spans, (None, np.empty(0), None))
-        if known is not mask:
+        cached_mask, q, seen = self._seen.get(spans, (None, np.empty(0), None))
+        if cached_mask is not mask:
             q = np.concatenate([span.positions() for span in spans])
             seen = condition(mask, q, self)
             self._seen[spans] = mask, q, seen
         return q, seen
 
     def on(self, array: np.ndarray, device: torch.device) -> torch.Tensor:
-        """`array` on `device`; the same object gives the same tensor."""
+        """Return `array` on `device`; the same object gives the same tensor."""
         key = id(array), device
-        if key not in self._there:
-            own = np.require(array, requirements=["C", "W"])  # torch warns of others
-            self._there[key] = array, to_device(own, device)
-        return self._there[key][1]
+        if key not in self._on_device:
+            own = np.require(array, requirements=["C", "W"])  # torch warns about other arrays
+            self._on_device[key] = array, to_device(own, device)
+        return self._on_device[key][1]
 
 
 def interval(mask: Mask, q: np.ndarray) -> Interval | None:
-    """int64 (low, high) [s]: the queries at q [s] see the positions low <= k < high and no others;
-    None where they may see more than one interval, or it is not known.
+    """Return the interval low <= k < high of positions that each query sees, int64 (low, high) [s].
+
+    None if queries may see several intervals, or if it is unknown.
+
+    Args:
+        mask: Mask of the sequence.
+        q: Positions of queries [s].
     """
     kind = type(mask)
     if kind is Full:
@@ -71,7 +77,7 @@ def interval(mask: Mask, q: np.ndarray) -> Interval | None:
         return np.zeros_like(q), np.full_like(q, mask.n)
     if isinstance(mask, Combined):
         a, b = interval(mask.a, q), interval(mask.b, q)
-        return None if a is None or b is None else _joined(mask.symbol, a, b)
+        return None if a is None or b is None else _combined(mask.symbol, a, b)
     if isinstance(mask, SameSpan):
         return interval(mask.documents, q)
     if kind is Documents:
@@ -82,11 +88,11 @@ def interval(mask: Mask, q: np.ndarray) -> Interval | None:
     return None
 
 
-def _joined(symbol: str, a: Interval, b: Interval) -> Interval | None:
-    """What both show, or either, if that is one interval for every query."""
+def _combined(symbol: str, a: Interval, b: Interval) -> Interval | None:
+    """Return the intersection or union of intervals; None if it is no single interval."""
     if symbol == "&":
         return np.maximum(a[0], b[0]), np.minimum(a[1], b[1])
-    no_a, no_b = (each[1] <= each[0] for each in (a, b))
+    no_a, no_b = (bounds[1] <= bounds[0] for bounds in (a, b))
     touch = (a[0] <= b[1]) & (b[0] <= a[1])
     if not (touch | no_a | no_b).all():
         return None
@@ -97,41 +103,43 @@ def _joined(symbol: str, a: Interval, b: Interval) -> Interval | None:
     return low, high
 
 
-def condition(mask: Mask, q: np.ndarray, sights: Sights) -> Condition | None:
-    """What the queries at q [s] see, on any device; None for masks that only the host knows."""
-    found = interval(mask, q)
-    if found is not None:
-        low, high = (np.clip(bound, 0, MOST).astype(np.int32) for bound in found)
-        return Between(low, high, sights)
+def condition(mask: Mask, q: np.ndarray, tables: VisibilityTables) -> Condition | None:
+    """Return the visibility of the queries at q [s]; None if only the host can evaluate it."""
+    bounds = interval(mask, q)
+    if bounds is not None:
+        low, high = (np.clip(bound, 0, MOST).astype(np.int32) for bound in bounds)
+        return IntervalCondition(low, high, tables)
     if isinstance(mask, Combined):
-        a, b = condition(mask.a, q, sights), condition(mask.b, q, sights)
-        return None if a is None or b is None else _Both(mask.symbol, a, b)
+        a, b = condition(mask.a, q, tables), condition(mask.b, q, tables)
+        return None if a is None or b is None else _CombinedCondition(mask.symbol, a, b)
     if type(mask) is Dilated:
-        return _Apart(mask.stride)
+        return _StrideCondition(mask.stride)
     if type(mask) is BlockSparse:
-        return _Blocks(mask.table, mask.block, sights)
+        return _BlockCondition(mask.table, mask.block, tables)
     if type(mask) is Tree:
-        return _Ancestors(
-            mask.out, None if mask.window is None else mask.depths, mask.window, sights
+        return _TreeCondition(
+            mask.out, None if mask.window is None else mask.depths, mask.window, tables
         )
     return None
 
 
 @dataclass(frozen=True)
-class Between:
-    """low, high: int32 [s]."""
+class IntervalCondition:
+    """Visibility of one interval per query; low and high are int32 [s]."""
 
     low: np.ndarray
     high: np.ndarray
-    sights: Sights
+    tables: VisibilityTables
 
     def __call__(self, rows: Rows, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        low, high = (self.sights.on(x, k.device)[rows].view_as(q) for x in (self.low, self.high))
+        low, high = (self.tables.on(x, k.device)[rows].view_as(q) for x in (self.low, self.high))
         return (k >= low) & (k < high)
 
 
 @dataclass(frozen=True)
-class _Both:
+class _CombinedCondition:
+    """Intersection or union of two conditions."""
+
     symbol: str
     a: Condition
     b: Condition
@@ -142,7 +150,9 @@ class _Both:
 
 
 @dataclass(frozen=True)
-class _Apart:
+class _StrideCondition:
+    """Visibility of keys at a multiple of a stride from the query."""
+
     stride: int
 
     def __call__(self, rows: Rows, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -150,29 +160,31 @@ class _Apart:
 
 
 @dataclass(frozen=True)
-class _Blocks:
+class _BlockCondition:
+    """Visibility by a table of blocks."""
+
     table: np.ndarray
     block: int
-    sights: Sights
+    tables: VisibilityTables
 
     def __call__(self, rows: Rows, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        table = self.sights.on(self.table, k.device)
+        table = self.tables.on(self.table, k.device)
         return table[q // self.block, k // self.block]
 
 
 @dataclass(frozen=True)
-class _Ancestors:
-    """As `masks.Tree` has it; depths: where there is a window."""
+class _TreeCondition:
+    """Visibility of `masks.Tree`; depths are only needed with a window."""
 
     out: np.ndarray
     depths: np.ndarray | None
     window: int | None
-    sights: Sights
+    tables: VisibilityTables
 
     def __call__(self, rows: Rows, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        out = self.sights.on(self.out, k.device)
+        out = self.tables.on(self.out, k.device)
         seen = (k <= q) & (q < out[k]) & (out[q] > 0)
         if self.depths is None or self.window is None:
             return seen
-        depths = self.sights.on(self.depths, k.device)
+        depths = self.tables.on(self.depths, k.device)
         return seen & (depths[q] - depths[k] <= self.window)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels of index keys: a row for each unit, so that no schedule cuts one.
+"""Rows of index keys as they are sent: one row per unit, so that no schedule splits a unit.
 
-Of rules that score means a row holds these alone, a fraction of the keys' bytes; else all keys of
-the unit. Layout and mask are those of the sequence of units.
+With a rule that scores means, a row contains only these means, a fraction of the keys' bytes.
+Otherwise it contains all keys of the unit. Layout and mask describe the sequence of units.
 
 Shape letters: t key rows, u units, n means or keys of a unit, b batch, k index key heads, d width.
 """
@@ -19,12 +19,13 @@ from ...masks import Causal, Full, Mask
 from ...masks.base import Combined
 from ...masks.tables import Documents
 from ...options import AttentionOptions
-from .rules import SelectionRule, parts
+from .rules import SelectionRule, parts_per_unit
 
 
 class UnitLayout(Layout):
-    """The layout of the units of a layout that leaves each on one rank: unit u is the positions
-    from u * block.
+    """Layout of the units of another layout, which must keep each unit on one rank.
+
+    Unit u contains the positions from u * block.
     """
 
     def __init__(self, of: Layout, block: int):
@@ -48,9 +49,15 @@ class UnitLayout(Layout):
 def by_units(
     options: AttentionOptions, size: int, index_q: torch.Tensor, rule: SelectionRule
 ) -> AttentionOptions:
-    """Return the options of a ring of units over `size` ranks. index_q [s, b, i, d].
+    """Return the options of a ring of units.
 
-    What is no layout or mask, or a layout for other ranks, is left to the checks of every plan.
+    An invalid layout or mask, or a layout for other ranks, is left to the checks of every plan.
+
+    Args:
+        options: Options with the layout and mask of positions.
+        size: Number of ranks.
+        index_q: Index queries [s, b, i, d].
+        rule: Selection rule.
 
     Raises:
         ValueError: The layout or the mask cuts a unit.
@@ -83,18 +90,20 @@ def _check_layout(layout: Layout, seq_len: int, block: int) -> None:
                 raise ValueError(
                     f"layout {layout.name} cuts the blocks of {block} positions of the rule: rank "
                     f"{rank} holds {length} positions from {start} on, {stride} apart; each block "
-                    f"must lie on one rank: layout contiguous with {block}, or zigzag with "
-                    f"{2 * block}, dividing a rank's rows of the sequence (of each document, where "
-                    "documents are cut)"
+                    "must be on one rank: use layout contiguous if a rank's rows of the sequence "
+                    f"are a multiple of {block}, or zigzag if they are a multiple of {2 * block} "
+                    "(rows of each document, if documents are cut)"
                 )
 
 
 def _of_units(mask: Mask, block: int, padded: bool) -> Mask | None:
-    """padded: may padding begin within a unit? Its keys count in a mean that only queries of that
-    unit see, for whom it is selected whatever it is.
+    """Return the mask of units, or None if the mask cuts a unit.
+
+    With `padded`, padding may begin within a unit. Its keys count in a mean that only queries of
+    that unit see, and for these queries the unit is always selected.
     """
     if isinstance(mask, Combined) and mask.symbol == "&":
-        a, b = (_of_units(each, block, padded) for each in (mask.a, mask.b))
+        a, b = (_of_units(part, block, padded) for part in (mask.a, mask.b))
         return None if a is None or b is None else a & b
     if type(mask) is Documents:
         bounds, pads = mask.bounds.copy(), list(mask.padding)
@@ -105,45 +114,49 @@ def _of_units(mask: Mask, block: int, padded: bool) -> Mask | None:
 
 
 def is_causal(mask: Mask) -> bool:
-    """Does a position see none behind it? mask: such as `by_units` makes."""
+    """Return True if no position sees a later one, for masks that `by_units` makes."""
     if isinstance(mask, Combined):
         return is_causal(mask.a) or is_causal(mask.b)
     return type(mask) is Causal
 
 
 def rows_of_units(k: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
-    """[u, b, k, n * d] of keys [t, b, k, d]; means in the dtype in which scores are computed."""
-    each = rule.block // parts(rule)
-    if each > 1:
-        k = k.to(accumulation_dtype(k.dtype)).unflatten(0, (-1, each)).mean(dim=1)
+    """Return the rows [u, b, k, n * d] of keys [t, b, k, d].
+
+    Means have the dtype of scores.
+    """
+    part_size = rule.block // parts_per_unit(rule)
+    if part_size > 1:
+        k = k.to(accumulation_dtype(k.dtype)).unflatten(0, (-1, part_size)).mean(dim=1)
     return rows_of_parts(k, rule).contiguous()
 
 
 def keys_of_units(rows: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
-    """[u * n, b, k, d]: the means, or keys, unit by unit."""
-    return rows.unflatten(3, (parts(rule), -1)).permute(0, 3, 1, 2, 4).flatten(0, 1)
+    """Return the means, or keys, [u * n, b, k, d] of rows, unit by unit."""
+    return rows.unflatten(3, (parts_per_unit(rule), -1)).permute(0, 3, 1, 2, 4).flatten(0, 1)
 
 
 def rows_of_parts(keys: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
-    """[u, b, k, n * d] of the means, or keys, [u * n, b, k, d]."""
-    return keys.unflatten(0, (-1, parts(rule))).permute(0, 2, 3, 1, 4).flatten(3)
+    """Return the rows [u, b, k, n * d] of means, or keys, [u * n, b, k, d]."""
+    return keys.unflatten(0, (-1, parts_per_unit(rule))).permute(0, 2, 3, 1, 4).flatten(3)
 
 
 def gradient_of_keys(rows: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
-    """[t, b, k, d] of the gradient of `rows_of_units`."""
-    each = rule.block // parts(rule)
-    return keys_of_units(rows, rule).repeat_interleave(each, dim=0) / each
+    """Return the gradient of the keys [t, b, k, d] from the gradient of `rows_of_units`."""
+    part_size = rule.block // parts_per_unit(rule)
+    return keys_of_units(rows, rule).repeat_interleave(part_size, dim=0) / part_size
 
 
-def stand_ins_of_units(
+def unit_placeholders(
     q: torch.Tensor, k: torch.Tensor, rule: SelectionRule
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v of a plan for the ring of units, by shape: each query row has the index heads of
-    a unit's queries.
+    """Return placeholders for q, k and v of a plan for the ring of units; only their shapes count.
+
+    A query row has the index heads of all queries of a unit.
     """
-    (rows, batch, heads, width), n = q.shape, parts(rule)
+    (rows, batch, heads, width), n = q.shape, parts_per_unit(rule)
     dtype = k.dtype if n == rule.block else accumulation_dtype(k.dtype)
-    one, units = k.new_empty(1, dtype=dtype), rows // rule.block
-    q = one.expand(units, batch, heads * rule.block, n * width)
-    k = one.expand(units, batch, k.shape[2], n * width)
+    scalar, units = k.new_empty(1, dtype=dtype), rows // rule.block
+    q = scalar.expand(units, batch, heads * rule.block, n * width)
+    k = scalar.expand(units, batch, k.shape[2], n * width)
     return q, k, k[..., :1]

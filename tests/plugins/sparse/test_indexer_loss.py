@@ -168,7 +168,7 @@ def test_what_is_refused():
     for words, named in {
         "makes .* selections of blocks of 4": {"rule": "qsa"},
         "rule must be one of": {"rule": 3},
-        "rule Nsa has no loss of its own": {"rule": "nsa"},
+        "rule Nsa has no indexer loss": {"rule": "nsa"},
         "tp_group must be a process group": {"tp_group": 3},
         "lse must be .* as mb.sparse_attention": {"lse": [q[0][..., :1]]},
     }.items():

@@ -83,11 +83,11 @@ def test_tables_go_to_a_device_once():
     """And queries that are the same in all pairs."""
     mask = Tree(OUT)
     first = pair(mask)
-    second = SelectedPairs(mask, SPANS, [Span(4, 1, 4)], first.sights)
+    second = SelectedPairs(mask, SPANS, [Span(4, 1, 4)], first.tables)
     assert second.queries is first.queries
     assert second.condition is first.condition
-    there = first.sights.on(mask.out, torch.device("cpu"))
-    assert second.sights.on(mask.out, torch.device("cpu")) is there
+    there = first.tables.on(mask.out, torch.device("cpu"))
+    assert second.tables.on(mask.out, torch.device("cpu")) is there
 
 
 @pytest.mark.parametrize(

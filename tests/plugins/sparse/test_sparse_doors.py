@@ -117,7 +117,7 @@ ATTENDING = {
         select(), kernel="flash"),
     "kernel triton (needs the package triton|runs on cuda tensors, got cpu)": lambda: attend(
         select(), kernel="triton"),
-    "value_width is for v=None": lambda: attend(select(), value_width=2),
+    "value_width needs v=None": lambda: attend(select(), value_width=2),
     "number of columns of k below its width 4": lambda: attend(
         select(), [*tensors((4, D), (1, D)), None], value_width=4),
     "sink must be a floating tensor": lambda: attend(select(), sink=torch.ones(3)),

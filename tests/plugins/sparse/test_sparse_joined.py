@@ -159,12 +159,12 @@ def calls(monkeypatch):
             found.append(("backward", len(rows.q), len(k)))
             super().backward(rows, k, *rest)
 
-    def pair(self, call, queries, keys, sums, pair=indexer.Selecting.pair):
+    def pair(self, call, queries, keys, sums, pair=indexer.UnitSelector.pair):
         found.append(("selection", len(self.q), len(keys[0])))
         pair(self, call, queries, keys, sums)
 
     monkeypatch.setitem(registry.KERNELS, "counting", Counting)
-    monkeypatch.setattr(indexer.Selecting, "pair", pair)
+    monkeypatch.setattr(indexer.UnitSelector, "pair", pair)
     return found
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that attend to selected keys, with the operations of this plugin."""
+"""Layers of Megatron that attend to selected keys, with the operations of this plugin."""

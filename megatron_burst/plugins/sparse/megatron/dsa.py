@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's sparse attention (DSA) over a ring of context-parallel ranks, in place of its
-all-gather.
+"""Megatron's sparse attention (DSA) over a ring of context-parallel ranks.
 
-The module is Megatron's own, with its indexer, parameters and names in checkpoints; here is only a
-forward that lets index keys and latents travel. Losses are reduced, scaled and logged as Megatron
-does. Decides where a layer that shares a selection (IndexShare) finds it.
+The ring replaces Megatron's all-gather. The module is Megatron's own, with its indexer, parameters
+and names in checkpoints. Only its forward is replaced; it sends index keys and latents. Losses are
+reduced, scaled and logged as in Megatron. This module also finds the selection for a layer that
+shares the selection of another layer (IndexShare).
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ from ..selection import Selection, selected
 from .checks import COEFFICIENT
 from .selecting_layers import SelectingLayer, SparseCall
 
-# From 0.19 on; before, it is another one.
+# Module of Megatron-Core 0.19 and newer.
 dsa = homes.module("dsa")
 _NOTE = "dsa selections"
-ROWS_KEPT = 16  # tables of rows, of each micro-batch in flight
+CACHED_ROWS = 16  # tables of rows, one per micro-batch in flight
 
 
 class BurstDSAttention(dsa.DSAttention):
-    """Drop-in for `DSAttention` behind `AbsorbedMLASelfAttention` at context-parallel size > 1.
+    """Drop-in for `DSAttention` in `AbsorbedMLASelfAttention` at context-parallel size > 1.
 
-    Built by Megatron's layers after `install` and `configure`. Raises the same `ValueError` on all
-    ranks for settings that it cannot honour.
+    Megatron's layers build it after `install` and `configure`.
+
+    Raises:
+        ValueError: A setting is not supported; all ranks raise the same error.
     """
 
     def __init__(self, config: Any, submodules: Any, layer_number: int, **named: Any) -> None:
@@ -51,7 +53,7 @@ class BurstDSAttention(dsa.DSAttention):
         )  # fmt: skip
         self.rule = Dsa(relu=config.dsa_indexer_scoring_relu)
         if self.indexer is not None and self._coefficient == 0:
-            # Megatron's data parallelism waits for a gradient of each parameter that requires one.
+            # Megatron's data parallelism waits for gradients of all parameters that require one.
             self.indexer.requires_grad_(False)
             self._log_frozen()
 
@@ -79,29 +81,40 @@ class BurstDSAttention(dsa.DSAttention):
         packed_seq_params: Any = None,
         up_v_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Query [s, b, h, d], key [s, b, 1, d] absorbed, or packed [t, h, d], [t, 1, d] -> [s, b,
-        h * v_head_dim].
+        """Return the output of attention [s, b, h * v_head_dim].
 
-        x [s, b, hidden], qr [s, b, q_lora_rank] or [t, q_lora_rank]: what the indexer sees, a
-        tensor-parallel rank's rows of it with sequence parallelism. up_v_weight [h, v_head_dim,
-        kv_lora_rank]. value and attention_bias must be None, attention_mask may be a tensor that
-        adds nothing (`check_call`). position_ids are not read: positions follow from the layout.
-        Raises `ValueError` on all ranks alike.
+        Args:
+            query: Queries [s, b, h, d], or [t, h, d] if packed.
+            key: Absorbed keys [s, b, 1, d], or [t, 1, d] if packed.
+            value: Must be None.
+            attention_mask: None, or a tensor that adds nothing (`check_call`).
+            x: Hidden states for the indexer [s, b, hidden]; with sequence parallelism this
+                tensor-parallel rank's rows.
+            qr: Compressed queries for the indexer [s, b, q_lora_rank] or [t, q_lora_rank], with the
+                same rows.
+            position_ids: Not read; positions follow from the layout.
+            attn_mask_type: Type of the mask.
+            attention_bias: Must be None.
+            packed_seq_params: Parameters of a packed batch, or None.
+            up_v_weight: Weight of the values [h, v_head_dim, kv_lora_rank].
+
+        Raises:
+            ValueError: An argument is not supported; all ranks raise the error.
         """
-        others = {
+        unsupported = {
             "value": value,
             "attention_mask": attention_mask,
             "attention_bias": attention_bias,
         }
         if query.dim() == 3:
             query, key = query.unsqueeze(1), key.unsqueeze(1)
-        assert up_v_weight is not None  # beside latents that are absorbed
+        assert up_v_weight is not None  # given if latents are absorbed
         width = self.config.kv_lora_rank
         call = self.layer.call(
-            query, key, key[..., :width], packed_seq_params, others, attn_mask_type
+            query, key, key[..., :width], packed_seq_params, unsupported, attn_mask_type
         )
         if self.skip_topk:
-            index, selection = None, self._of_source(call)
+            index, selection = None, self._source_selection(call)
         else:
             index, selection = self._selected(len(query), x, qr, packed_seq_params, call)
         out, lse = sparse_attention(
@@ -113,9 +126,9 @@ class BurstDSAttention(dsa.DSAttention):
             return out
         tensor, over = self.pg_collection.tp, selection
         if not self.config.dsa_indexer_use_sparse_loss:
-            over, lse = self._everything(call["plan"]), None
-        # Megatron's checkpoints run first without gradients, and this call is not made then: it
-        # finds nothing of that run, so it runs outside the checkpoint's attention store.
+            over, lse = self._all_visible_keys(call["plan"]), None
+        # The first run of Megatron's checkpoints has no gradients and does not make this call. The
+        # attention store then has no entry for it, so the call runs outside the store.
         loss_of: Any = partial(
             indexer_loss, *index, query.detach(), key.detach(), over, rule=self.rule, lse=lse,
             scale=self.softmax_scale, tp_group=tensor if tensor.size() > 1 else None, **call,
@@ -127,10 +140,13 @@ class BurstDSAttention(dsa.DSAttention):
     def _selected(
         self, rows: int, x: torch.Tensor, qr: torch.Tensor, packed: Any, call: SparseCall
     ) -> tuple[tuple[torch.Tensor, ...] | None, Selection]:
-        """(index queries, keys and weights, if the indexer is trained; the selection of `rows`)."""
+        """Return the index tensors and the selection of `rows`.
+
+        Index tensors (queries, keys, weights) are None if the indexer is not trained.
+        """
         trains = self.training and torch.is_grad_enabled() and self._coefficient > 0
         with torch.enable_grad() if trains else torch.no_grad():
-            # Detached: the indexer learns from its own loss alone.
+            # Detached: only its own loss trains the indexer.
             q, k, weights = self.indexer.forward_before_topk(x.detach(), qr.detach(), packed)
         index = q, k.unsqueeze(2), weights
         top_k = min(self.index_topk, rows * self.layer.book.groups.size)
@@ -139,11 +155,13 @@ class BurstDSAttention(dsa.DSAttention):
             self._selections[self.layer_number] = selection
         return index if trains else None, selection
 
-    def _everything(self, plan: Plan) -> Selection:
-        """All keys that each row sees: what the loss is over unless it is sparse. As large as the
-        rows times the longest document, of which Megatron has one table for each head.
+    def _all_visible_keys(self, plan: Plan) -> Selection:
+        """Return a selection of all keys that each row sees, for a loss that is not sparse.
+
+        Its size is the number of rows times the length of the longest document. Megatron has a
+        table of this size per head.
         """
-        cache = self.layer.book.groups.recent("dsa rows", ROWS_KEPT)
+        cache = self.layer.book.groups.recent("dsa rows", CACHED_ROWS)
         rows = cache.find(plan.identity)
         if rows is None:
             rows = cache.keep(plan.identity, _rows(plan))
@@ -159,8 +177,10 @@ class BurstDSAttention(dsa.DSAttention):
         return self.config.dsa_indexer_loss_coeff or 0.0
 
     def _reduced(self, rows: torch.Tensor, packed: Any) -> torch.Tensor:
-        """The loss of this rank's rows [b, s], as Megatron reduces and logs it: summed if its
-        losses are per token, and their mean otherwise, of real tokens where it says which are.
+        """Return the loss of this rank's rows [b, s], reduced and logged as in Megatron.
+
+        It is the sum if losses are per token, and otherwise the mean. Padding is excluded if the
+        packed batch describes it.
         """
         config, (batch, count) = self.config, rows.shape
         real = dsa.dsa_masking.extract_query_valid_rows_from_packed_seq_params(
@@ -181,14 +201,15 @@ class BurstDSAttention(dsa.DSAttention):
 
     @property
     def _selections(self) -> dict[int, Selection]:
-        """The last selection of each layer, for those that share it."""
+        """Last selection of each layer, for layers that share it."""
         return self.layer.book.groups.cache.setdefault(_NOTE, {})
 
-    def _of_source(self, call: SparseCall) -> Selection:
-        """The selection of the layer whose this one shares.
+    def _source_selection(self, call: SparseCall) -> Selection:
+        """Return the selection of the source layer.
 
-        Where this layer is recomputed, another micro-batch may have gone through that layer since:
-        the checkpoint around this call keeps the selection of its own.
+        When this layer is recomputed, the source layer may already have run for another
+        micro-batch. The attention store of the checkpoint around this call therefore keeps the
+        selection.
         """
         store, key = current_store(), (_NOTE, self.layer_number)
         if store is not None and store.filled:
@@ -197,13 +218,13 @@ class BurstDSAttention(dsa.DSAttention):
         if store is None and in_backward():
             raise ValueError(
                 f"DSA layer {self.layer_number} is recomputed by a checkpoint that is not "
-                f"Megatron's own, which keeps no selection of layer {self.source_layer} for it: "
-                "leave full recompute out, or let every layer select (--dsa-indexer-topk-freq 1)"
+                f"Megatron's own and stores no selection of layer {self.source_layer}: disable "
+                "full recompute, or let every layer select (--dsa-indexer-topk-freq 1)"
             )
         if self.source_layer not in self._selections:
             raise ValueError(
                 f"DSA layer {self.layer_number} shares the selection of layer {self.source_layer}, "
-                "which has not run before it in this pipeline stage: let every stage begin with a "
+                "which has not run before it in this pipeline stage: let every stage start with a "
                 f"layer that selects (--dsa-indexer-topk-freq {self.index_topk_freq}, "
                 f"--dsa-indexer-skip-topk-offset {self.index_skip_topk_offset})"
             )
@@ -214,8 +235,10 @@ class BurstDSAttention(dsa.DSAttention):
 
 
 def _rows(plan: Plan) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """int32 [s]: the first and the last position that each row sees (none if they are the wrong way
-    round); and how many the longest document has.
+    """Return the visible positions of each row, and the length of the longest document.
+
+    These are the first and the last visible position, int32 [s]. A row without visible positions
+    has a last position before its first.
     """
     groups, total = plan.groups, plan.signature[0][0][0] * plan.groups.size
     positions = plan.layout.positions(groups.rank, total)

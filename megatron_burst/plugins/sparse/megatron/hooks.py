@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replacements of the functions with which Megatron configures and builds sparse attention."""
+"""Replacements of the functions that configure and build sparse attention in Megatron."""
 
 from __future__ import annotations
 
@@ -19,39 +19,47 @@ from ....megatron.patching import PatchSet, bound_to, burst_chosen, require_func
 from .checks import FLAG, selects
 from .dsa import BurstDSAttention
 
-_DEFAULTS = (None, "p2p")  # what Megatron-Core and Megatron-LM take where nobody says
+_DEFAULTS = (None, "p2p")  # defaults of Megatron-Core and Megatron-LM
 
 
 def patch(patches: PatchSet) -> None:
-    """Add to a set of patches what puts our sparse attention into layers; for 0.19 and newer."""
+    """Add the patches that build our sparse attention into layers.
+
+    They need Megatron-Core 0.19 or newer.
+
+    Args:
+        patches: Set of patches.
+    """
     require_function(DSAttention, "forward", [
         "query", "key", "value", "attention_mask", "x", "qr", "position_ids", "attn_mask_type",
         "attention_bias", "packed_seq_params", "up_v_weight",
     ])  # fmt: skip
-    patches.wrap(TransformerConfig, "__post_init__", ["self"], _with_any_exchange)
-    patches.wrap(Attention, "__init__", ["config", "submodules"], _refusing_others)
+    patches.wrap(TransformerConfig, "__post_init__", ["self"], _allow_any_exchange)
+    patches.wrap(Attention, "__init__", ["config", "submodules"], _refuse_unsupported)
     home = homes.module("absorbed_mla")
-    patches.wrap(home.AbsorbedMLASelfAttention, "__init__", ["config", "submodules"], _with_ours)
+    patches.wrap(home.AbsorbedMLASelfAttention, "__init__", ["config", "submodules"], _replace_core)
 
 
-def _with_any_exchange(original: Callable, self: Any) -> None:
-    """Check a configuration without Megatron's assertion that DSA exchanges by all-gather, if
-    BurstAttention is chosen. `configure` checks the exchange if Megatron's own DSA runs.
+def _allow_any_exchange(original: Callable, self: Any) -> None:
+    """Check a configuration without Megatron's assertion that DSA exchanges by all-gather.
+
+    The assertion is avoided if BurstAttention is chosen. `configure` checks the exchange if
+    Megatron's own DSA runs.
     """
-    given = getattr(self, "cp_comm_type", None)
+    comm_type = getattr(self, "cp_comm_type", None)
     variant = getattr(self, "experimental_attention_variant", None)
     split = variant == DSA and self.context_parallel_size > 1
-    if not split or given not in _DEFAULTS or not burst_chosen():
+    if not split or comm_type not in _DEFAULTS or not burst_chosen():
         return original(self)
     self.cp_comm_type = "allgather"
     try:
         original(self)
     finally:
-        self.cp_comm_type = given
+        self.cp_comm_type = comm_type
 
 
-def _with_ours(original: Callable, /, *args: Any, **kwargs: Any) -> None:
-    """The constructor of attention over absorbed latents."""
+def _replace_core(original: Callable, /, *args: Any, **kwargs: Any) -> None:
+    """Build attention over absorbed latents with our core attention."""
     bound = bound_to(original, args, kwargs)
     config, submodules = bound.arguments["config"], bound.arguments["submodules"]
     core = submodules.core_attention
@@ -61,22 +69,25 @@ def _with_ours(original: Callable, /, *args: Any, **kwargs: Any) -> None:
     original(*bound.args, **bound.kwargs)
 
 
-def _refusing_others(original: Callable, /, *args: Any, **kwargs: Any) -> None:
-    """The constructor of any attention; ours has taken the place of DSA behind absorbed latents."""
-    given = bound_to(original, args, kwargs).arguments
-    config, kind = given["config"], module_of(given["submodules"].core_attention)
+def _refuse_unsupported(original: Callable, /, *args: Any, **kwargs: Any) -> None:
+    """Refuse unsupported sparse attention before any attention is built.
+
+    DSA over absorbed latents already has our class here.
+    """
+    arguments = bound_to(original, args, kwargs).arguments
+    config, kind = arguments["config"], module_of(arguments["submodules"].core_attention)
     burst = getattr(config, "burst", None)
-    other = is_sparse(given["submodules"].core_attention) and kind != BurstDSAttention
-    ours = burst is not None and burst.algorithm != OFF and splits(config)
-    # Such layers were not checked.
-    if other and ours and ModelShape.of(config).sparse_setting is None:
+    unsupported = is_sparse(arguments["submodules"].core_attention) and kind != BurstDSAttention
+    enabled = burst is not None and burst.algorithm != OFF and splits(config)
+    # `configure` did not check such layers.
+    if unsupported and enabled and ModelShape.of(config).sparse_setting is None:
         raise ValueError(
-            f"{type(given['self']).__name__} with {kind.__name__}, of which the configuration "
-            f'says nothing: set experimental_attention_variant="{DSA}" before `configure`'
+            f"{type(arguments['self']).__name__} with {kind.__name__}, but the configuration has "
+            f'no sparse attention: set experimental_attention_variant="{DSA}" before `configure`'
         )
-    if other and selects(config, burst):
+    if unsupported and selects(config, burst):
         raise ValueError(
-            f"{type(given['self']).__name__} with {kind.__name__}: only Megatron's DSAttention "
+            f"{type(arguments['self']).__name__} with {kind.__name__}: only Megatron's DSAttention "
             f"over absorbed latents (AbsorbedMLASelfAttention) runs on a ring; take {FLAG} megatron"
         )
     original(*args, **kwargs)

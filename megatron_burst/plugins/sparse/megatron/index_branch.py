@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The indexer of a GPT layer with a selection rule: its parameters, and index tensors of hidden
-states.
+"""Indexer of a GPT layer with a selection rule: its parameters and index tensors.
 
-Parameters are the same on all tensor-parallel ranks, so a checkpoint does not depend on how many
-there are. Hidden states come in detached: only the indexer's own loss trains it.
+Parameters are the same on all tensor-parallel ranks, so a checkpoint does not depend on their
+number. Hidden states are detached, because only the indexer's own loss trains it.
 
 Shape letters: s local rows, b batch, i index heads, d index width, w hidden width.
 """
@@ -25,8 +24,15 @@ from ..rules import Dsa, Qsa, SelectionRule
 
 @dataclass(frozen=True)
 class LayerRule:
-    """What `mb.sparse_layer_spec` was asked for. index_heads 0: queries and keys of attention are
-    the index tensors; None: one for each key/value head.
+    """Arguments of `mb.sparse_layer_spec`.
+
+    Attributes:
+        rule: Selection rule.
+        top_k: Number of units per query and selection.
+        index_heads: Number of index heads. None for one per key/value head. 0 if queries and keys
+            of attention are the index tensors.
+        index_width: Width of index heads.
+        loss_coeff: Weight of the indexer's loss, or None for the default.
     """
 
     rule: SelectionRule
@@ -37,20 +43,25 @@ class LayerRule:
 
     @property
     def pooled(self) -> bool:
-        """Are index keys averaged over their block before norm and rotary embedding?"""
+        """True if index keys are averaged over their block before norm and rotary embedding."""
         return isinstance(self.rule, Qsa)
 
     @property
     def weighing(self) -> bool:
-        """Do index heads have weights that depend on hidden states?"""
+        """True if index heads have weights that depend on hidden states."""
         return self.rule.weighted and not self.pooled
 
 
 class IndexTensors(NamedTuple):
-    """What a rule selects by, index_q [s, b, i, d], index_k [s, b, 1, d] and, if it weighs,
-    index_weights [s, b, i]. heads_of: ranks that hold other heads of attention and the same index
-    tensors, None for this one. attach: attaches the loss of the indexer to the output of attention,
-    None where it is not trained.
+    """Tensors by which a rule selects.
+
+    Attributes:
+        tensors: index_q [s, b, i, d], index_k [s, b, 1, d] and, if the rule uses weights,
+            index_weights [s, b, i].
+        heads_of: Group of the ranks with other heads of attention and the same index tensors; None
+            if only this rank has them.
+        attach: Function that attaches the loss of the indexer to the output of attention; None if
+            the indexer is not trained.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -59,11 +70,11 @@ class IndexTensors(NamedTuple):
 
 
 class IndexBranch(MegatronModule):
-    """Projections and norms of an indexer, under these names in checkpoints:
+    """Projections and norms of an indexer.
 
-    `linear_q.weight` [i * d, w], `linear_k.weight` [d, w], `k_norm.weight` [d]; all rules but
-    `dsa` `q_norm.weight` [d]; `dsa` `k_norm.bias` [d]; rules that weigh heads
-    `linear_weights.weight` [i, w].
+    Their names in checkpoints are `linear_q.weight` [i * d, w], `linear_k.weight` [d, w] and
+    `k_norm.weight` [d]. All rules except `dsa` have `q_norm.weight` [d], and `dsa` has
+    `k_norm.bias` [d]. Rules that weigh heads have `linear_weights.weight` [i, w].
     """
 
     def __init__(self, config: Any, choice: LayerRule, heads: int) -> None:
@@ -78,24 +89,27 @@ class IndexBranch(MegatronModule):
         self.k_norm = _IndexNorm(config, width, centers=latest)
 
     def forward(
-        self, hidden: torch.Tensor, turn: Callable[[torch.Tensor], torch.Tensor]
+        self, hidden: torch.Tensor, rotate: Callable[[torch.Tensor], torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Index queries, keys and weights of all index heads, of hidden [s, b, w]. turn: rotary
-        embedding of [s, b, heads, d].
+        """Return index queries, keys and weights of all index heads.
+
+        Args:
+            hidden: Hidden states [s, b, w].
+            rotate: Function that applies rotary embedding to [s, b, heads, d].
         """
         width, block = self.choice.index_width, self.choice.rule.block
         q = self.linear_q(hidden).unflatten(-1, (self.heads, width))
         if self.q_norm is not None:
             q = self.q_norm(q)
-        q, k = turn(q), self.linear_k(hidden).unsqueeze(2)
+        q, k = rotate(q), self.linear_k(hidden).unsqueeze(2)
         if self.choice.pooled:
-            # One key of each block, turned as its first row, and on all its rows: the rule's mean
-            # of equal keys is that key.
+            # One key per block, rotated by the position of its first row and repeated on all its
+            # rows. The rule's mean of equal keys is then that key.
             wide = k.unflatten(0, (-1, block)).to(accumulation_dtype(k.dtype))
             k = self.k_norm(wide.mean(dim=1).to(k.dtype))
-            k = turn(k.repeat_interleave(block, 0))[::block].repeat_interleave(block, 0)
+            k = rotate(k.repeat_interleave(block, 0))[::block].repeat_interleave(block, 0)
         else:
-            k = turn(self.k_norm(k))
+            k = rotate(self.k_norm(k))
         scale = width**-0.5
         if not self.choice.rule.weighted:
             return q * scale, k, None
@@ -114,8 +128,9 @@ class IndexBranch(MegatronModule):
 
 
 class _IndexNorm(MegatronModule):
-    """RMS norm over the index width, or layer norm where it `centers`. Weights are factors, or
-    what is added to 1 with `layernorm_zero_centered_gamma`, as in other norms of the model.
+    """Norm over the index width: RMS norm, or layer norm with `centers`.
+
+    With `layernorm_zero_centered_gamma` the weights are added to 1, as in other norms of the model.
     """
 
     def __init__(self, config: Any, width: int, centers: bool = False) -> None:
@@ -138,12 +153,13 @@ def _device(config: Any) -> Any:
 
 
 def of_this_rank(x: torch.Tensor | None, heads: int, group: Any) -> torch.Tensor | None:
-    """The index heads [s, b, heads / ranks, ...] of a tensor-parallel rank, out of [s, b, heads or
-    1, ...] that all ranks have; their gradients are summed over the ranks.
+    """Return the index heads [s, b, heads / ranks, ...] of a tensor-parallel rank.
+
+    All ranks have x [s, b, heads or 1, ...]. Its gradients are summed over the ranks.
     """
     if x is None or group.size() == 1:
         return x
     x = copy_to_tensor_model_parallel_region(x, group=group)
     assert x is not None
-    each = heads // group.size()
-    return x.narrow(2, group.rank() * each, each) if x.shape[2] == heads > 1 else x
+    rank_heads = heads // group.size()
+    return x.narrow(2, group.rank() * rank_heads, rank_heads) if x.shape[2] == heads > 1 else x

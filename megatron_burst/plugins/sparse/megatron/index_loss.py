@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of an indexer beside the loss of the model: its gradient is added in backward, scaled as
-Megatron scales the loss of the model, and its value is in Megatron's tracker of indexer losses.
+"""Loss of an indexer, which is added to the loss of the model in backward.
 
-Its weight does not depend on how many context-parallel ranks there are: every row of a micro-batch
-counts alike.
+Its gradient is scaled like the loss of the model in Megatron, and its value is stored in Megatron's
+tracker of indexer losses. The weight does not depend on the number of context-parallel ranks: every
+row of a micro-batch has the same weight.
 """
 
 from __future__ import annotations
@@ -20,19 +20,23 @@ _NOTE = "micro-batches of a step"
 
 
 def patch(patches: patching.PatchSet) -> None:
-    """Add to a set of patches what notes how many micro-batches a step has."""
+    """Add a patch that records the number of micro-batches of a step.
 
-    def noting(run: Callable[..., Any], named: dict[str, Any]) -> Any:
+    Args:
+        patches: Set of patches.
+    """
+
+    def record(run: Callable[..., Any], named: dict[str, Any]) -> Any:
         patches.notes[_NOTE] = named["num_microbatches"]
         models = named["model"]
         first = models[0] if isinstance(models, list) else models
         config: Any = get_model_config(first)
         if getattr(config, "dsa_indexer_loss_coeff", None):
-            # Megatron sums its tracker over all pipeline stages, also those without an indexer.
+            # Megatron sums its tracker over all pipeline stages, even those without an indexer.
             _values(config, next(first.parameters()).device)
         return run(**named)
 
-    patching.wrap_steps(patches, noting)
+    patching.wrap_steps(patches, record)
 
 
 def attached(
@@ -44,11 +48,18 @@ def attached(
     cp_group: Any,
     sum_over: Any,
 ) -> torch.Tensor:
-    """`out`, in whose backward the losses of the rows of a micro-batch get their gradient.
+    """Return `out` with the losses of a micro-batch's rows attached.
 
-    losses [s, b, H]: of this rank's rows, its selections. weight: what the sum over the selections
-    of a row counts. config: the `TransformerConfig` that Megatron's schedules read. sum_over: the
-    tensor-parallel ranks, where they have other selections; None where all have the same.
+    The backward of the result adds the gradient of the losses.
+
+    Args:
+        out: Output of attention.
+        losses: Losses [s, b, H] of this rank's rows and selections.
+        weight: Weight of the sum over the selections of a row.
+        config: `TransformerConfig` that Megatron's schedules read.
+        layer: Number of the layer.
+        cp_group: Context-parallel group.
+        sum_over: Tensor-parallel group if its ranks have other selections, otherwise None.
     """
     rows = losses.shape[0] * losses.shape[1]
     total = losses.sum() * weight
@@ -63,13 +74,13 @@ def _log(mean: torch.Tensor, config: Any, layer: int, cp_group: Any, sum_over: A
     if sum_over is not None:
         torch.distributed.all_reduce(mean, group=sum_over)
     tracker = _values(config, mean.device)
-    if layer <= len(tracker["values"]):  # layers of further heads count on
+    if layer <= len(tracker["values"]):  # layers of additional heads have higher numbers
         tracker["values"][layer - 1] += mean
     tracker["reduce_group"], tracker["avg_group"] = None, cp_group
 
 
 def _values(config: Any, device: torch.device) -> dict[str, Any]:
-    """Megatron's tracker, with room for the loss of each layer."""
+    """Return Megatron's tracker, with an entry for the loss of each layer."""
     home: Any = homes.find("dsa_loss") or homes.module("dsa")
     tracker: dict[str, Any] = home.DSAIndexerLossLoggingHelper.tracker
     if "values" not in tracker:
@@ -80,14 +91,14 @@ def _values(config: Any, device: torch.device) -> dict[str, Any]:
 class _Attached(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, loss: torch.Tensor, config: Any) -> torch.Tensor:
-        ctx.config, ctx.one = config, torch.ones_like(loss)
+        ctx.config, ctx.unit = config, torch.ones_like(loss)
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        scale, config = ctx.one, ctx.config
+        scale, config = ctx.unit, ctx.config
         if config.grad_scale_func is not None:
             scale = config.grad_scale_func(scale)
         if not config.calculate_per_token_loss:
             scale = scale / patching.notes().get(_NOTE, 1)
-        return grads[0], scale.to(ctx.one.dtype), None
+        return grads[0], scale.to(ctx.unit.dtype), None

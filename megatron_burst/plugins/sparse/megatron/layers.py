@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT layers that attend to what a selection rule selects: the spec, and the attention it names.
+"""GPT layers whose attention uses a selection rule: their spec, and the attention classes.
 
-Megatron's own self attention makes queries, keys and values; `RuleSelfAttention` adds the index
-tensors, and hands them to `RuleCoreAttention` as the attention bias, the one argument that Megatron
-passes through unread, also where it recomputes core attention.
+Megatron's own self attention computes queries, keys and values. `RuleSelfAttention` adds the index
+tensors and passes them to `RuleCoreAttention` as the attention bias. Megatron passes only this
+argument through without reading it, even if it recomputes core attention.
 
 Shape letters: s local rows, b batch, h query heads, g key/value heads of this tensor-parallel rank,
 d width.
@@ -47,9 +47,9 @@ from .index_branch import IndexBranch, IndexTensors, LayerRule, of_this_rank
 from .index_loss import attached
 from .selecting_layers import SelectingKind
 
-# Index heads (None: one for each key/value head) and their width, where a rule has an indexer.
+# Rule with an indexer -> index heads (None: one per key/value head) and their width.
 _INDEXERS = {Dsa: (64, 128), Qsa: (4, 128), Msa: (None, 128)}
-LOSS = 0.01  # the weight of an indexer's loss, where neither spec nor configuration has one
+LOSS = 0.01  # default weight of an indexer's loss
 
 
 def sparse_layer_spec(
@@ -62,18 +62,26 @@ def sparse_layer_spec(
     loss_coeff: float | None = None,
     base: Any = None,
 ) -> Any:
-    """GPT layers of Megatron whose self attention sees what a rule selects; a `ModuleSpec`.
+    """Return a `ModuleSpec` of GPT layers of Megatron whose self attention uses a selection rule.
 
-    rule, top_k: as of `mb.select`. block: positions of a block, where not the rule's own.
-    index_heads, index_width: of the indexer, 0 heads for none: then queries and keys of attention
-    are the index tensors. Default: dsa 64 x 128, qsa 4 x 128, msa 128 wide with one head for each
-    key/value head, moba and rules of your own none. loss_coeff: the weight of the indexer's loss;
-    default Megatron's `dsa_indexer_loss_coeff`, or 0.01; 0 freezes the indexer. base: the layers as
-    Megatron makes them, the spec of a layer or of a block (whose other layers stay); default
-    Transformer Engine's where it is installed, else local ones.
+    The layers need `mb.megatron.install()` and `configure`, at any context-parallel size. Building
+    the model raises ValueError for settings that are not supported.
 
-    Needs `mb.megatron.install()` and `configure`, at any context-parallel size. Raises ValueError
-    for other arguments; building the model raises it for settings that cannot be honoured.
+    Args:
+        rule: As for `mb.select`.
+        top_k: As for `mb.select`.
+        block: Positions of a block, if not the rule's own.
+        index_heads: Heads of the indexer. 0 for no indexer: queries and keys of attention are then
+            the index tensors. Default: dsa 64, qsa 4, msa one per key/value head, moba and users'
+            rules 0.
+        index_width: Width of index heads, default 128.
+        loss_coeff: Weight of the indexer's loss. Default: Megatron's `dsa_indexer_loss_coeff`, or
+            0.01. 0 freezes the indexer.
+        base: Spec of a layer of Megatron, or of a block, whose other layers do not change. Default:
+            the layer of Transformer Engine if it is installed, otherwise the local one.
+
+    Raises:
+        ValueError: An argument is invalid.
     """
     choice = _choice(rule, top_k, block, index_heads, index_width, loss_coeff)
     if base is None:
@@ -88,26 +96,26 @@ def sparse_layer_spec(
         if not _attends(base):
             raise _no_base(base)
         return _with_rule(base, choice)
-    if not any(_attends(one) for one in layers):
+    if not any(_attends(layer) for layer in layers):
         raise _no_base(base)
-    layers = [_with_rule(one, choice) if _attends(one) else one for one in layers]
+    layers = [_with_rule(layer, choice) if _attends(layer) else layer for layer in layers]
     return dataclasses.replace(base, layer_specs=layers)
 
 
 def _choice(
     rule: Any, top_k: Any, block: Any, index_heads: Any, index_width: Any, loss_coeff: Any
 ) -> LayerRule:
-    found, default = rule_of(rule), None
+    checked_rule, default = rule_of(rule), None
     for kind, sizes in _INDEXERS.items():
-        if type(found) is kind:
+        if type(checked_rule) is kind:
             default = sizes
     heads, width = default or (0, 0)
     if block is not None:
         _check_count("block", block, 1)
-        if not dataclasses.is_dataclass(found):
-            raise ValueError(f"block: give it to your own rule, {found!r:.100}")
-        changed: Any = dataclasses.replace(found, block=block)
-        found = changed
+        if not dataclasses.is_dataclass(checked_rule):
+            raise ValueError(f"block: give it to your own rule, {checked_rule!r:.100}")
+        changed: Any = dataclasses.replace(checked_rule, block=block)
+        checked_rule = changed
     _check_count("top_k", top_k, 1)
     if index_heads is not None:
         _check_count("index_heads", index_heads, 0)
@@ -116,18 +124,20 @@ def _choice(
         _check_count("index_width", index_width, 1)
         width = index_width
     if heads == 0 and default is not None:
-        raise ValueError(f"index_heads: rule {type(found).__name__} needs an indexer, got 0")
-    if heads == 0 and (index_width is not None or loss_coeff is not None or found.weighted):
+        raise ValueError(f"index_heads: rule {type(checked_rule).__name__} needs an indexer, got 0")
+    if heads == 0 and (index_width is not None or loss_coeff is not None or checked_rule.weighted):
         raise ValueError(
-            f"index_heads: rule {type(found).__name__} has no indexer, so index_width, loss_coeff "
-            "and weights of index heads mean nothing; give index_heads from 1 on"
+            f"index_heads: rule {type(checked_rule).__name__} has no indexer, so index_width, "
+            "loss_coeff and weights of index heads have no effect; set index_heads to 1 or more"
         )
     if heads != 0 and width == 0:
-        raise ValueError(f"index_width: rule {type(found).__name__} needs one for its indexer")
+        raise ValueError(
+            f"index_width: rule {type(checked_rule).__name__} needs one for its indexer"
+        )
     number = isinstance(loss_coeff, (int, float)) and 0 <= loss_coeff < float("inf")
     if loss_coeff is not None and (not number or type(loss_coeff) is bool):
         raise ValueError(f"loss_coeff must be a number from 0 on, got {loss_coeff!r:.60}")
-    return LayerRule(found, top_k, heads, width, loss_coeff)
+    return LayerRule(checked_rule, top_k, heads, width, loss_coeff)
 
 
 def _check_count(name: str, value: Any, least: int) -> None:
@@ -142,8 +152,8 @@ def _attends(layer: Any) -> bool:
 
 def _no_base(base: Any) -> ValueError:
     return ValueError(
-        "base: must be the spec of a transformer layer or block with Megatron's SelfAttention (of "
-        f"latent attention Megatron has sparse layers itself, dsa), got {base!r:.200}"
+        "base: must be the spec of a transformer layer or block with Megatron's SelfAttention (for "
+        f"latent attention use Megatron's own sparse layers, dsa), got {base!r:.200}"
     )
 
 
@@ -151,34 +161,34 @@ def _with_rule(layer: ModuleSpec, choice: LayerRule) -> ModuleSpec:
     parts: Any = layer.submodules
     own, attention = parts.self_attention, parts.self_attention.submodules
     changed: dict[str, Any] = {"core_attention": RuleCoreAttention}
-    more: dict[str, Any] = {}
+    replaced: dict[str, Any] = {}
     if choice.index_heads != 0 and parts.input_layernorm in (None, IdentityOp):
-        # The indexer reads normed rows, and a linear layer with a norm inside does not give them.
+        # The indexer reads normed rows, which a linear layer with a fused norm does not provide.
         linear, norm = _norm_apart(attention.linear_qkv)
-        changed["linear_qkv"], more["input_layernorm"] = linear, norm
+        changed["linear_qkv"], replaced["input_layernorm"] = linear, norm
         names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-        more["sharded_state_dict_keys_map"] = parts.sharded_state_dict_keys_map | names
-    more["self_attention"] = dataclasses.replace(
+        replaced["sharded_state_dict_keys_map"] = parts.sharded_state_dict_keys_map | names
+    replaced["self_attention"] = dataclasses.replace(
         own,
         module=RuleSelfAttention,
         params=own.params | {"choice": choice},
         submodules=dataclasses.replace(attention, **changed),
     )
-    return dataclasses.replace(layer, submodules=dataclasses.replace(parts, **more))
+    return dataclasses.replace(layer, submodules=dataclasses.replace(parts, **replaced))
 
 
 def _norm_apart(fused: Any) -> tuple[Any, Any]:
-    """Transformer Engine's linear layer and norm, in place of the one module that is both."""
+    """Return Transformer Engine's linear layer and norm in place of its fused module."""
     engine: Any = importlib.import_module("megatron.core.extensions.transformer_engine")
     if fused is not getattr(engine, "TELayerNormColumnParallelLinear", None):
         raise ValueError(
-            "base: the layer has no input_layernorm, whose result an indexer reads, and its "
+            "base: the layer has no input_layernorm for the indexer, and its "
             f"linear_qkv is {fused!r:.100}, not Transformer Engine's"
         )
     return engine.TEColumnParallelLinear, engine.TENorm
 
 
-# What these layers exclude, beside what BurstAttention does.
+# Settings that these layers exclude, in addition to those that BurstAttention excludes.
 _RULES = (
     *SELECTING,
     Rule(lambda c, b: b.algorithm == OFF,
@@ -190,39 +200,41 @@ _RULES = (
          "{flag} do not run in chunks of rows", remove=("--burst-sequence-chunks",)),
     Rule(lambda c, b: records_max_logits(c), "{flag} do not record the largest attention logits",
          remove=("--log-max-attention-logit", "--qk-clip")),
-    Rule("multi_latent_attention", "{flag} have no latent attention, for which Megatron's own dsa "
-         "is", remove=("--multi-latent-attention",)),
+    Rule("multi_latent_attention", "{flag} do not support latent attention; use Megatron's own dsa",
+         remove=("--multi-latent-attention",)),
 )  # fmt: skip
 
 
 def _problems(config: Any, choice: LayerRule, layer: int) -> Iterator[Problem]:
     burst, rule = config.burst, choice.rule
-    what = f"layers with rule {type(rule).__name__}"
-    yield from broken(_RULES, config, burst, what)
+    layers = f"layers with rule {type(rule).__name__}"
+    yield from broken(_RULES, config, burst, layers)
     yield from model_problems(config)
     if OFF in (burst.algorithm, burst.sparse):
         return
     if ulysses_size(burst, config.context_parallel_size) > 1:
         yield Problem(
-            f"{what}: ranks do not share their heads",
+            f"{layers}: ranks do not share their heads",
             add=("--context-parallel-algo burst",),
             remove=("--burst-ulysses-size",),
         )
     if rule.block > 1 and layer_window(config, layer) is not None:
-        yield Problem(f"{what} of {rule.block} positions have no window", remove=("--window-size",))
+        yield Problem(
+            f"{layers} of {rule.block} positions have no window", remove=("--window-size",)
+        )
     if choice.index_heads == 0:
         return
-    apart = burst.attention_layout not in (None, burst.layout)
-    if choice.pooled and apart and burst.layout != "contiguous":
+    differs = burst.attention_layout not in (None, burst.layout)
+    if choice.pooled and differs and burst.layout != "contiguous":
         yield Problem(
-            f"{what} average keys of a block where the layer has them, and --burst-layout "
-            f"{burst.layout} cuts blocks that --burst-attention-layout leaves whole",
+            f"{layers} average the keys of a block before the layout changes, and --burst-layout "
+            f"{burst.layout} cuts blocks that --burst-attention-layout keeps",
             add=("--burst-layout contiguous",),
             remove=("--burst-attention-layout",),
         )
     if _coefficient(config, choice) and getattr(config, "softmax_type", "vanilla") != "vanilla":
         yield Problem(
-            f"{what}: the indexer's loss is not that of attention with a sink",
+            f"{layers}: the indexer's loss does not support attention with a sink",
             add=("--softmax-type vanilla",),
         )
     heads, groups = _index_heads(config, choice), config.num_query_groups
@@ -234,7 +246,7 @@ def _problems(config: Any, choice: LayerRule, layer: int) -> Iterator[Problem]:
         return
     if selections > 1 and (heads != groups or heads % tp):
         yield Problem(
-            f"{what} select for each of {heads} index heads: there must be one for each of "
+            f"{layers} select for each of {heads} index heads: there must be one for each of "
             f"--num-query-groups {groups}, which --tensor-model-parallel-size {tp} must divide"
         )
 
@@ -246,15 +258,15 @@ def _index_heads(config: Any, choice: LayerRule) -> int:
 def _coefficient(config: Any, choice: LayerRule) -> float:
     if choice.loss_coeff is not None:
         return choice.loss_coeff
-    given = getattr(config, "dsa_indexer_loss_coeff", None)
-    return LOSS if given is None else given  # 0 stands for no loss
+    configured = getattr(config, "dsa_indexer_loss_coeff", None)
+    return LOSS if configured is None else configured  # 0 means no loss
 
 
 class RuleSelfAttention(SelfAttention):
-    """Megatron's self attention with a selection rule; what `mb.sparse_layer_spec` names.
+    """Self attention of Megatron with a selection rule, as in `mb.sparse_layer_spec`.
 
-    Parameters of the indexer are in `indexer`, those of `IndexBranch`; there are none where the
-    rule selects by queries and keys themselves.
+    `indexer` has the parameters of `IndexBranch`. It is None if the rule selects by queries and
+    keys.
     """
 
     def __init__(self, config: Any, *args: Any, choice: LayerRule, **kwargs: Any) -> None:
@@ -282,12 +294,14 @@ class RuleSelfAttention(SelfAttention):
         rotary_pos_emb: Any = None,
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
-        **others: Any,
+        **unsupported: Any,
     ) -> Any:
-        """As Megatron's; attention_bias and what belongs to inference or cross attention must be
-        None, else ValueError.
+        """Run Megatron's forward with a selection.
+
+        Raises:
+            ValueError: attention_bias or an argument of inference or cross attention is not None.
         """
-        for name, value in {"attention_bias": attention_bias, **others}.items():
+        for name, value in {"attention_bias": attention_bias, **unsupported}.items():
             if value is not None:
                 raise ValueError(
                     f"{name} is not supported by layers with rule "
@@ -302,7 +316,10 @@ class RuleSelfAttention(SelfAttention):
         )  # fmt: skip
 
     def index_tensors(self, hidden: torch.Tensor, angles: Any, packed: Any) -> IndexTensors:
-        """Those of this rank's selections, of the layer's normed input, without its gradient."""
+        """Return the index tensors of this rank's selections.
+
+        They are computed from the layer's normed input, without its gradient.
+        """
         config: Any = self.config
         hidden, tp = hidden.detach(), self.pg_collection.tp
         if config.sequence_parallel and tp.size() > 1:
@@ -315,21 +332,21 @@ class RuleSelfAttention(SelfAttention):
                 f"2 x --context-parallel-size x {block}"
             )
         assert self.indexer is not None
-        tensors: Any = self.indexer(hidden, partial(self._turned, angles, packed))
+        tensors: Any = self.indexer(hidden, partial(self._rotated, angles, packed))
         heads = self.indexer.heads
         selections = self.choice.rule.selections(heads, 1)
-        apart = selections > 1 and tp.size() > 1
-        if apart:
+        per_rank = selections > 1 and tp.size() > 1
+        if per_rank:
             tensors = [of_this_rank(x, heads, tp) for x in tensors]
         attach = None
         if self.training and self.coefficient:
             weight = self.coefficient / selections
-            attach = partial(self._attached, weight, tp if apart else None)
-        heads_of = tp if tp.size() > 1 and not apart else None
+            attach = partial(self._attached, weight, tp if per_rank else None)
+        heads_of = tp if tp.size() > 1 and not per_rank else None
         return IndexTensors(tuple(x for x in tensors if x is not None), heads_of, attach)
 
-    def _turned(self, angles: Any, packed: Any, x: torch.Tensor) -> torch.Tensor:
-        """X [s, b, heads, d] with the layer's rotary embedding on its first columns."""
+    def _rotated(self, angles: Any, packed: Any, x: torch.Tensor) -> torch.Tensor:
+        """Apply the layer's rotary embedding to the first columns of x [s, b, heads, d]."""
         config: Any = self.config
         skips = config.no_rope_freq and config.no_rope_freq[self.layer_number - 1]
         if angles is None or skips:
@@ -338,19 +355,19 @@ class RuleSelfAttention(SelfAttention):
         if angles.shape[-1] > x.shape[-1]:
             raise ValueError(
                 f"index_width {x.shape[-1]} is narrower than the {angles.shape[-1]} columns that "
-                "rotary embedding turns: widen it, or lower --rotary-percent"
+                "rotary embedding rotates: widen it, or lower --rotary-percent"
             )
         lengths = None
         if packed is not None:
             x, padded = x.squeeze(1), packed.cu_seqlens_q_padded
             lengths = packed.cu_seqlens_q if padded is None else padded
-        # By its home, where its patch for layouts is.
-        turned = megatrons.apply_rotary_pos_emb(
+        # Called through its module, which has the patch for layouts.
+        rotated = megatrons.apply_rotary_pos_emb(
             x, angles, config=config, cu_seqlens=lengths,
             mscale=_yarn_get_concentration_factor_from_config(config),
             cp_group=group_of(packed, self.pg_collection.cp),
         )  # fmt: skip
-        return turned if packed is None else turned.unsqueeze(1)
+        return rotated if packed is None else rotated.unsqueeze(1)
 
     def _attached(
         self, weight: float, sum_over: Any, out: torch.Tensor, losses: torch.Tensor
@@ -360,15 +377,16 @@ class RuleSelfAttention(SelfAttention):
 
 
 class RuleCoreAttention(BurstCoreAttention):
-    """`BurstCoreAttention` over what a rule selects, at any context-parallel size.
+    """`BurstCoreAttention` with a selection rule, at any context-parallel size.
 
-    choice: set by the `RuleSelfAttention` that it belongs to.
+    Attributes:
+        choice: Rule of the layer, set by its `RuleSelfAttention`.
     """
 
     choice: LayerRule
 
     def _layer_kind(self, mask_type: Any) -> LayerKind:
-        """Layers whose plan is of an algorithm in which keys travel."""
+        """Return the kind of the layer, with an algorithm that sends keys."""
         config: Any = self.config
         options: SparseOptions = config.burst
         burst: Any = dataclasses.replace(
@@ -391,21 +409,29 @@ class RuleCoreAttention(BurstCoreAttention):
         packed_seq_params: Any = None,
         **unknown: Any,
     ) -> torch.Tensor:
-        """Query [s, b, h, d], key [s, b, g, d], value [s, b, g, w] -> [s, b, h*w]; packed as
-        `BurstCoreAttention` takes them. attention_bias: the index tensors, None for a rule that
-        selects by queries and keys.
+        """Return the output of attention [s, b, h * w]; packed tensors as in `BurstCoreAttention`.
+
+        Args:
+            query: Queries [s, b, h, d].
+            key: Keys [s, b, g, d].
+            value: Values [s, b, g, w].
+            attention_mask: As in `BurstCoreAttention`.
+            attn_mask_type: As in `BurstCoreAttention`.
+            attention_bias: Index tensors; None for a rule that selects by queries and keys.
+            packed_seq_params: As in `BurstCoreAttention`.
+            **unknown: Further arguments, which must be None.
         """
         if packed_seq_params is not None:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-        others = {"attention_mask": attention_mask, **unknown}
-        call = self.call(query, key, value, attn_mask_type, others, packed_seq_params)
+        unsupported = {"attention_mask": attention_mask, **unknown}
+        call = self.call(query, key, value, attn_mask_type, unsupported, packed_seq_params)
         index = attention_bias or IndexTensors((), None, None)
         tensors = query, key, value, *index.tensors
         self._announce(call.plan, tensors)
         if call.around is not None:
             tensors = call.around.to_attention(tensors, call.label)
-        query, key, value, *found = tensors
-        iq, ik, weights = [*(found or (query, key)), None][:3]
+        query, key, value, *index_tensors = tensors
+        iq, ik, weights = [*(index_tensors or (query, key)), None][:3]
         rule, at = self.choice.rule, {"plan": call.plan, "label": call.label}
         chosen = select(iq, ik, weights, rule=rule, top_k=self.choice.top_k, **at)
         scale = self.softmax_scale
@@ -416,7 +442,7 @@ class RuleCoreAttention(BurstCoreAttention):
             out = call.around.to_stream(out, call.label)
         out = out.flatten(2)
         grads = torch.is_grad_enabled()
-        # Also where a checkpoint runs without gradients and keeps what it will want.
+        # A checkpoint runs first without gradients; its attention store then keeps the loss.
         if index.attach is not None and (
             grads or (current_store() is not None and self._burst.store)
         ):
@@ -428,7 +454,7 @@ class RuleCoreAttention(BurstCoreAttention):
         return out if packed_seq_params is None else out.squeeze(1)
 
     def _announce(self, plan: Plan, tensors: tuple[torch.Tensor, ...]) -> None:
-        """Log, once for each kind of layer, what travels."""
+        """Log once for each kind of layer which tensors are sent."""
         _, key, value, *index = tensors
         index = index[1] if index else key
         name = f"layers with rule {type(self.choice.rule).__name__}, top_k {self.choice.top_k}"

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What layers of sparse attention over context-parallel ranks share: groups, plans and labels.
+"""Common parts of layers of sparse attention: groups, plans and labels.
 
-A `SelectingLayer` stands beside each layer. Its plan is of causal attention over the layer's own
-queries and keys, made and looked up by the rule of `attention.plan_book`: of each kind of layer the
-lowest of this rank makes it, in every forward, as a collective; `mb.select`, `mb.sparse_attention`
-and `mb.indexer_loss` derive theirs from it without one. Decides which algorithm carries index keys
-and keys, and what the start-up line says of it.
+Each layer has a `SelectingLayer`. Its plan is a plan of causal attention over the layer's own
+queries and keys. The rule of `attention.plan_book` applies: the lowest layer of each kind on this
+rank makes the plan in every forward, as a collective. `mb.select`, `mb.sparse_attention` and
+`mb.indexer_loss` derive their plans from it without a collective. This module owns the algorithm
+that sends index keys and keys, and its start-up line.
 """
 
 from __future__ import annotations
@@ -33,10 +33,14 @@ from .checks import sparse_algorithm
 
 @dataclass(frozen=True)
 class SelectingKind:
-    """What is known about such a layer when it is built; the same on all ranks.
+    """Kind of a layer of sparse attention when it is built, the same on all ranks.
 
-    name: of these layers, for people. index: what an index key is called, and how many numbers a
-    token has of it; keys: the same of the keys and values that attention gets.
+    Attributes:
+        burst: Options of the run.
+        cut: Cut of the batch.
+        name: Name of these layers for messages.
+        index: Name of an index key, and its numbers per token.
+        keys: Name of the keys and values of attention, and their numbers per token.
     """
 
     burst: SparseOptions
@@ -46,12 +50,15 @@ class SelectingKind:
     keys: tuple[str, int]
 
     def own_mask(self, pack: Pack | None, seq_len: int) -> None:
-        """None: such layers are causal."""
+        """Return None, because such layers are causal."""
 
     def prepare(
         self, book: PlanBook, tensors: Tensors, pack: Pack | None, rows: RowChunking, own: None
     ) -> Plan:
-        """The plan of causal attention over q [s, b, h, d], k [s, b, k, d] and v [s, b, k, w]."""
+        """Return the plan of causal attention.
+
+        The tensors are q [s, b, h, d], k [s, b, k, d] and v [s, b, k, w].
+        """
         layout: Any = self.cut.name
         if pack is not None:
             layout = pack.layout(self.cut, book.groups.size)
@@ -77,7 +84,7 @@ class SelectingKind:
         return plan
 
     def describe(self, plan: Plan) -> str:
-        """The start-up line of such layers, whose plan this is."""
+        """Return the start-up line of such layers for their plan."""
         topology = plan.groups.topology
         (_, _, _, width), (_, _, heads, values) = (plan.signature[n][0] for n in (1, 2))
         planned = heads * (width + values)
@@ -94,7 +101,7 @@ class SelectingKind:
     def _algorithm(self, plan: Plan) -> str:
         if plan.choice is None:
             return plan.algorithm
-        return f"what auto takes for each ({plan.choice.rates.describe()})"
+        return f"the fastest for each ({plan.choice.rates.describe()})"
 
 
 def _bytes(traffic: Traffic, share: float) -> str:
@@ -103,18 +110,27 @@ def _bytes(traffic: Traffic, share: float) -> str:
 
 
 class SparseCall(TypedDict):
-    """What `mb.select`, `mb.sparse_attention` and `mb.indexer_loss` take besides tensors."""
+    """Keywords of `mb.select`, `mb.sparse_attention` and `mb.indexer_loss` from a layer."""
 
     plan: Plan
     label: int
 
 
 class SelectingLayer:
-    """One layer's share in the plans of its context-parallel group.
+    """Plans of one layer in its context-parallel group.
 
-    config: a `TransformerConfig` after `configure`. pg_collection: Megatron's groups. name, index,
-    keys: as `SelectingKind` has them. The first layer over a group makes its grid, a collective.
-    Raises `ValueError` for settings that cannot be honoured.
+    The first layer over a group makes its grid, which is a collective.
+
+    Args:
+        config: `TransformerConfig` after `configure`.
+        pg_collection: Groups of Megatron.
+        layer_number: Number of the layer.
+        name: As in `SelectingKind`.
+        index: As in `SelectingKind`.
+        keys: As in `SelectingKind`.
+
+    Raises:
+        ValueError: A setting is not supported.
     """
 
     def __init__(
@@ -141,29 +157,37 @@ class SelectingLayer:
         k: Any,
         v: Any,
         packed_seq_params: Any,
-        others: dict[str, Any],
+        unsupported: dict[str, Any],
         mask_type: AttnMaskType | None = None,
     ) -> SparseCall:
-        """Plan and label of the calls of one forward; a collective if this layer leads.
+        """Return plan and label for the calls of one forward; a collective if this layer leads.
 
-        q [s, b, h, d], k [s, b, k, d], v [s, b, k, w]: only shapes, dtypes and device count.
-        packed_seq_params: as Megatron gives them to the layer. others: its further arguments, which
-        must be None. mask_type: causal, also where it is None. Raises `ValueError`, on all ranks if
-        this layer leads.
+        Args:
+            q: Queries [s, b, h, d]; of q, k and v only shapes, dtypes and device are read.
+            k: Keys [s, b, k, d].
+            v: Values [s, b, k, w].
+            packed_seq_params: Parameters of a packed batch, as Megatron passes them to the layer.
+            unsupported: Further arguments of the layer, which must be None.
+            mask_type: Type of the mask; None means causal.
+
+        Raises:
+            ValueError: An argument is not supported. All ranks raise it if this layer leads.
         """
         with self.book.refusing(self.leads):
-            pack = self._pack(q, packed_seq_params, others, mask_type or AttnMaskType.causal)
+            pack = self._pack(q, packed_seq_params, unsupported, mask_type or AttnMaskType.causal)
         plan = self.book.plan(self.kind, self.leads, {"q": q, "k": k, "v": v}, pack)
         return SparseCall(plan=plan, label=self.label)
 
-    def _pack(self, q: Any, params: Any, others: dict[str, Any], mask: AttnMaskType) -> Pack | None:
+    def _pack(
+        self, q: Any, params: Any, unsupported: dict[str, Any], mask: AttnMaskType
+    ) -> Pack | None:
         if mask not in (AttnMaskType.causal, AttnMaskType.padding_causal):
             raise ValueError(f"attention mask type {mask}: {self.kind.name} is causal")
-        check_call(mask, others, params, self.kind.cut)
+        check_call(mask, unsupported, params, self.kind.cut)
         if group_of(params, self.group) is not self.group:
             raise ValueError(
-                f"packed_seq_params: cp_group, or local_cp_size 1: {self.kind.name} layers take "
-                "the group that the model was built with"
+                f"packed_seq_params: cp_group, or local_cp_size 1: {self.kind.name} layers need "
+                "the group with which the model was built"
             )
         if params is None:
             return None

@@ -56,7 +56,7 @@ def test_dsa_is_served_from_0_19_on():
         ({}, {"softmax_type": "learnable"}, "--softmax-type learnable: DSA has no sink"),
         ({}, {"mtp_num_layers": 1}, "--mtp-num-layers"),
         ({}, {"log_max_attention_logit": True}, "--log-max-attention-logit"),
-        ({"layout": "striped", "sparse": "megatron"}, {}, "takes the tokens for zigzag ones"),
+        ({"layout": "striped", "sparse": "megatron"}, {}, "assumes zigzag order"),
         ({"algorithm": "megatron"}, {}, "must be an all-gather, not None; add --cp-comm-type allg"),
     ],
 )
@@ -136,11 +136,13 @@ def test_other_sparse_attention_is_refused_by_name():
     for core in (Own, ModuleSpec(module=DSAttention)):
         parts = SimpleNamespace(core_attention=core)
         with pytest.raises(ValueError, match=r"^SimpleNamespace with \w+: only Megatron's DSAtt"):
-            hooks._refusing_others(original, SimpleNamespace(), settings, parts)
+            hooks._refuse_unsupported(original, SimpleNamespace(), settings, parts)
     silent = SimpleNamespace(burst=mb.BurstConfig(), context_parallel_size=2)
-    with pytest.raises(ValueError, match='says nothing: set experimental_attention_variant="dsa"'):
-        hooks._refusing_others(original, SimpleNamespace(), silent, parts)
+    with pytest.raises(
+        ValueError, match='sparse attention: set experimental_attention_variant="dsa"'
+    ):
+        hooks._refuse_unsupported(original, SimpleNamespace(), silent, parts)
     settings.burst = mb.BurstConfig(sparse="megatron")
     layer = SimpleNamespace()
-    hooks._refusing_others(original, layer, settings, parts)
+    hooks._refuse_unsupported(original, layer, settings, parts)
     assert layer.built

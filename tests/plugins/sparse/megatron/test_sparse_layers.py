@@ -138,10 +138,10 @@ REFUSED = {  # words -> settings of Megatron, layers, BurstConfig, only a step s
     "ranks do not share": (CP2, "moba", {"algorithm": "ulysses"}, False),
     "one for each of --num-query-groups 2": (CP2, {"index_heads": 4}, {}, False),
     "have no window": ({"window_size": (3, 0)}, "moba", {}, False),
-    "is not that of attention with a sink": ({"softmax_type": "learnable"}, "qsa", {}, False),
+    "does not support attention with a sink": ({"softmax_type": "learnable"}, "qsa", {}, False),
     "blocks of 128 positions": (CP2, {"block": 128}, {}, True),
     "layout striped cuts the blocks": (CP2, "qsa", {"layout": "striped"}, True),
-    "average keys of a block where": (
+    "average the keys of a block before": (
         CP2, "qsa", {"layout": "zigzag", "attention_layout": "contiguous"}, False,
     ),
     "index_width 4 is narrower than the 8 columns": (CP2, {"index_width": 4}, {}, True),
