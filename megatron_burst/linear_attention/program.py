@@ -264,7 +264,7 @@ class Program(NamedTuple):
         begins: True for each piece of all ranks that begins a document.
         ends: True for each piece of all ranks that ends a document.
         document: Document of each piece of the rank.
-        blocks: StateBlocks into which states are split.
+        blocks: Blocks into which states are split.
     """
 
     rounds: tuple[Round, ...]

@@ -42,7 +42,7 @@ class StateTable:
     Args:
         begins: True for each piece that begins a document. The entering state of such a piece is
             zero here. An initial state is part of the piece's map.
-        blocks: StateBlocks into which states are split.
+        blocks: Blocks into which states are split.
         own: Map of each piece of this rank.
     """
 

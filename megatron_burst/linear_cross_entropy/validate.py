@@ -74,9 +74,10 @@ def linear_cross_entropy(
         sink: Destination of the gradient of weight that replaces weight.grad, see `function.Sink`.
 
     Returns:
-        The loss of each token, shaped like labels, in float32 (float64 for float64): 0 if the label
-        is `ignore_index`. With `return_argmax` a pair of the loss and the most likely vocabulary
-        rows, int64, shaped like labels; among equal logits the lowest row.
+        The loss of each token, shaped like labels, in float32 (float64 for float64). It is 0 if the
+        label is `ignore_index`. With `return_argmax` a pair of the loss and the most likely
+        vocabulary rows is returned. These are int64 and shaped like labels; among equal logits the
+        lowest row counts.
 
     Raises:
         ValueError: Arguments are invalid or differ between ranks, or the call is inside torch.func.

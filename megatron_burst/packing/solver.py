@@ -166,7 +166,7 @@ class _Bins:
         return bool((self.room >= 0).all())
 
     def exchange(self) -> None:
-        """Make the busiest bin less busy while one moved or exchanged document does so.
+        """Move or exchange documents while that makes the busiest bin less busy.
 
         Each round chooses the move after which the busier of the two bins has the least work. It
         tries the idlest bins first, and all bins if those do not help. The sorted loads decrease,

@@ -260,8 +260,8 @@ def storing(
         host: Host memory for `offload`.
 
     Returns:
-        A `StoringCall`, or `function` itself if nothing can be stored: gradients are disabled, or
-        `keep` and `offload` are both 0.
+        A `StoringCall`. `function` itself is returned if nothing can be stored, because gradients
+        are disabled or `keep` and `offload` are both 0.
 
     Raises:
         ValueError: A fraction is outside 0 to 1, or `offload` has no host.

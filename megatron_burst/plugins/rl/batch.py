@@ -90,8 +90,9 @@ class TrajectoryBatch:
             vocab_size: As for `logprobs`.
 
         Returns:
-            The activations of the stage. The last stage returns [1, e], or [2, e] with `entropy`:
-            the differentiable log-probabilities and entropies of this rank's `edges`.
+            The activations of the stage. The last stage returns the log-probabilities of this
+            rank's `edges` as [1, e], or log-probabilities and entropies as [2, e]. They are
+            differentiable.
         """
         inputs = {
             "input_ids": self.tokens,

@@ -92,7 +92,7 @@ def linear_logprobs(
         rows: Row of hidden that predicts each label [E]; the leading dimensions of hidden are
             flattened. A row may have several labels or none. Edges of a prefix tree
             (`PrefixTree.edges`) and the candidates of a teacher are such pairs. Pass it on the
-            host, because only the rows that it contains are computed. None for one label per row.
+            host, because only the rows that it contains are computed. None means one label per row.
         temperature: Divisor of the logits, after `logit_softcap`.
         entropy: Return entropies too; False saves time.
         top_k: Number of the largest log-probabilities to return, or None.

@@ -57,8 +57,8 @@ class Edges(NamedTuple):
             positions: Positions of the shard, int64 [rows] (`Layout.positions`).
 
         Returns:
-            Two int64 arrays of one length: indices of edges, ascending, and indices into
-                `positions`.
+            The indices of the edges, ascending, and an index into `positions` for each edge. Both
+            are int64.
         """
         positions = np.asarray(positions)
         if not len(positions):

@@ -39,7 +39,7 @@ class GatheredKeys(NamedTuple):
     """Gathered keys of some rows.
 
     Attributes:
-        places: Which of the selected units of a row they are [r, b, H, n].
+        places: Index of each among the selected units of its row [r, b, H, n].
         units: Their rows of `UnitRows` [r * b * m * n].
         seen: Bool [r, b, m, n * unit], true for visible positions.
         keys: Keys [r, b, m, n * unit, d].
