@@ -1,4 +1,4 @@
-"""Kept attention: exact gradients, bytes and rows by formula, stores that belong to their call."""
+"""Attention store: exact gradients, bytes and rows by formula, and the lifetime of stores."""
 
 import gc
 import sys
@@ -34,7 +34,7 @@ LENGTH = 48
 
 
 def layers(groups, choices):
-    """Two attention layers of a rank with something between them, and q, k, v of all ranks."""
+    """Return two attention layers of a rank with a function between, and q, k, v of all ranks."""
     torch.manual_seed(0)
     rows = LENGTH // groups.size
 
@@ -55,12 +55,12 @@ def layers(groups, choices):
 
 
 def by_rank(groups, inputs):
-    """q, k and v of all ranks, three lists."""
+    """Return q, k and v of all ranks as three lists."""
     return [inputs[i * groups.size : (i + 1) * groups.size] for i in range(3)]
 
 
 def on_ranks(groups, run, inputs, keep=None):
-    """The results of `run` on all ranks, each in a checkpoint of its own that keeps `keep`."""
+    """Return the results of `run` on all ranks, each in its own checkpoint with `keep`."""
     given = groups.ranks, *by_rank(groups, inputs)
     if keep is None:
         return in_process.on_ranks(groups, run, *given)
@@ -68,7 +68,7 @@ def on_ranks(groups, run, inputs, keep=None):
 
 
 def results(groups, run, inputs, sink, keep):
-    """Output and all gradients, with a checkpoint that keeps `keep`, or without one."""
+    """Return output and all gradients, with a checkpoint with `keep`, or without a checkpoint."""
     given = [*by_rank(groups, inputs)] + ([] if sink is None else [[sink] * groups.size])
     call = run if keep is None else lambda *given: mb.checkpoint(run, *given, keep=keep)
     out = torch.stack(in_process.on_ranks(groups, call, groups.ranks, *given))
@@ -89,7 +89,7 @@ def worst(groups, run, inputs, sink, keep):
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous"])
 def test_gradients_are_those_without_a_checkpoint(layout, name):
-    """Every grid, algorithm and fraction in turn: each triple of them occurs with some mask."""
+    """Each combination of grid, algorithm and fraction occurs with some mask."""
     combinations = list(product(GRIDS, CHOICES, KEEPS))
     start = [*MASKS].index(name) * 3 + ["zigzag", "striped", "contiguous"].index(layout)
     for (inter, intra), (algorithm, side), keep in combinations[start::15]:
@@ -109,7 +109,7 @@ def test_all_kept_is_the_same_bits():
 
 
 def sent_again(groups, layout, keep, mask, algorithm="burst", dtype=torch.bfloat16):
-    """Bytes that rank 0 sends when one call with side kv runs again, and the store's bytes."""
+    """Return the bytes that rank 0 sends in a recomputation with side kv, and the store's bytes."""
     rows = LENGTH // groups.size
     heads = {"q": (2, 8), "k": (1, 8), "v": (1, 8)}
     q, k, v = (
@@ -135,7 +135,7 @@ def sent_again(groups, layout, keep, mask, algorithm="burst", dtype=torch.bfloat
 
 
 def _checkpoint():
-    """The module: its name in the package is that of its public function."""
+    """Return the module, whose name in the package is that of its public function."""
     return sys.modules["megatron_burst.recompute.checkpoint"]
 
 
@@ -280,7 +280,7 @@ def test_a_function_with_another_mask_the_second_time_is_told():
 
 
 def test_labelled_calls_that_swap_places_the_second_time_are_told():
-    """Nothing but the label tells them apart."""
+    """Only the label distinguishes the calls."""
     groups = in_process.groups(inter=1, intra=2)
     _, inputs = layers(groups, {})
     labels = [iter(["a", "b", "b", "a"]) for _ in range(2)]
@@ -333,7 +333,7 @@ def test_what_cannot_be_is_refused():
 
 
 def on_real_ranks(keep):
-    """Largest difference of this rank's gradients from those without a checkpoint."""
+    """Return the largest difference of this rank's gradients from those without a checkpoint."""
     groups = cases.groups_on_rank(2, 2)
     torch.manual_seed(dist.get_rank())
     q, k, v = (torch.randn(12, 2, 2, 8, dtype=torch.float64, requires_grad=True) for _ in "qkv")

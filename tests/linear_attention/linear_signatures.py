@@ -1,11 +1,12 @@
-"""Which parameters the functions of the packages of linear attention have, release by release.
+"""Record the parameters of the functions of linear attention packages, release by release.
 
     cd tests/linear_attention; python linear_signatures.py FLA MAMBA > linear_signatures.json
 
-FLA, MAMBA: git directories with the tags of fla-org/flash-linear-attention and state-spaces/mamba.
-Reads the sources of the functions that `megatron_burst.linear_attention.kernels` calls, and records
-names of parameters ("=" where there is a default) and of results, nothing else; releases that are
-alike share an entry. Releases are tags and the newest commit. Runs none of the code.
+FLA and MAMBA are git directories with the tags of fla-org/flash-linear-attention and
+state-spaces/mamba. The script reads the sources of the functions that
+`megatron_burst.linear_attention.kernels` calls. It records only the names of parameters ("=" if
+there is a default) and of results. Equal releases share an entry. Releases are tags and the newest
+commit. None of the code is run.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def main() -> int:
 
 
 def record(mirror: str, path: str) -> list[dict]:
-    """The entries of the function at this dotted path, oldest release first."""
+    """Return the entries of the function at this dotted path, oldest release first."""
     module, _, name = path.rpartition(".")
     found: dict[tuple[str, str], list[str]] = {}
     for release, commit in releases(mirror, Source(path="", tags="")):  # every tag
@@ -51,7 +52,7 @@ def record(mirror: str, path: str) -> list[dict]:
 
 
 def signature(text: str, name: str) -> tuple[str, str] | None:
-    """Parameters and results of a function; None if there is none of this name."""
+    """Return parameters and results of a function, or None if the name does not exist."""
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return ", ".join(parameters(node.args)), results(node)
@@ -59,7 +60,7 @@ def signature(text: str, name: str) -> tuple[str, str] | None:
 
 
 def results(function: ast.FunctionDef) -> str:
-    """What the last statement returns; of a call, what is called."""
+    """Return the result names of the last statement; of a call, the name of the callee."""
     value = [node.value for node in function.body if isinstance(node, ast.Return)][-1]
     if isinstance(value, ast.Tuple):
         return ", ".join(map(ast.unparse, value.elts))

@@ -1,4 +1,4 @@
-"""Kernels of flash-linear-attention themselves, in Triton's interpreter, where it is installed."""
+"""Kernels of flash-linear-attention in Triton's interpreter, if the package is installed."""
 
 import importlib.util
 
@@ -15,7 +15,7 @@ def found():
 
 
 def test_all_forms_are_the_recurrence_in_half_precision(found):
-    """Outputs, maps and gradients, to a thousandth of the largest number."""
+    """Outputs, maps and gradients are equal to a thousandth of the largest number."""
     assert len(found["errors"]) == 6
     for form, errors in found["errors"].items():
         assert max(errors) < 1e-3, (form, errors)

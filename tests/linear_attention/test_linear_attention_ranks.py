@@ -29,7 +29,7 @@ def random(letters, rows, make):
 
 
 def problem(form, bounds, seed=0):
-    """q, k, v, decay, beta and initial states of a whole sequence."""
+    """Return q, k, v, decay, beta and initial states of a whole sequence."""
     make = torch.Generator().manual_seed(seed)
     rows = bounds[-1]
     letters, delta = FORMS[form]
@@ -41,7 +41,7 @@ def problem(form, bounds, seed=0):
 
 
 def recurrence(q, k, v, decay, beta, initial, bounds):
-    """Token by token: (out [s, b, h, w], final states)."""
+    """Compute outputs [s, b, h, w] and final states token by token."""
     if decay is not None and decay.dim() == 1:  # one for all tokens
         decay = decay.expand(*v.shape[:3])
     lengths = [stop - start for start, stop in pairwise(bounds)]
@@ -119,7 +119,7 @@ def test_the_reference_kernel(form):
 
 
 def bf16_error(form, world):
-    """Largest errors of out and of the gradient of v, in bfloat16, against the recurrence."""
+    """Return the largest errors of out and of the gradient of v in bfloat16."""
     bounds = [0, 256]
     tensors = problem(form, bounds)
     *whole, _ = tensors

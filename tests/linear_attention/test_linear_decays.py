@@ -1,4 +1,4 @@
-"""Decays of linear attention that are strong, endless, or grow, against the recurrence."""
+"""Strong, infinite and growing decays of linear attention, against the recurrence."""
 
 import warnings
 
@@ -12,7 +12,7 @@ from megatron_burst.plugins.testing import in_process
 
 
 def strong(form, rows=70):
-    """Decays of -50 and 0 by turns of some rows."""
+    """Return decays that alternate between -50 and 0 over some rows."""
     given = recurrences.case(form, rows)
     turns = (torch.arange(rows) // 5 % 2).bool().reshape(-1, *[1] * (given.decay.dim() - 1))
     if given.decay.dim() == 4:
@@ -25,7 +25,7 @@ DECAYING = [form for form in FORMS if SHAPES[form][0] is not None]
 
 @pytest.mark.parametrize("form", DECAYING)
 def test_strong_decays(form):
-    """exp(-50 * 35) is 0: what is divided by it is lost."""
+    """exp(-50 * 35) is 0, so a division by it would lose all information."""
     given = strong(form)
     assert_recurrence(form, "torch", given, ((70,), (True,)), states(given, 1))
 
@@ -42,7 +42,7 @@ def test_decays_far_below_what_exp_can_tell_give_numbers(form):
 
 
 def forgetting(form, rows, dtype=torch.float64):
-    """The first row, the last and two neighbours forget all; others a head, or rows of states."""
+    """Return decays that clear the whole state in some rows, and single heads or rows in others."""
     given = recurrences.case(form, rows, dtype=dtype)
     decay = given.decay.clone()
     decay[0] = decay[-1] = decay[20:22] = float("-inf")
@@ -64,7 +64,7 @@ def test_decays_of_minus_infinity_forget_all(form, lengths):
 
 
 def errors_in_float32(form, given, rows):
-    """Largest error of each result and gradient beside that of float64, relative to its largest."""
+    """Return the largest error of each result and gradient relative to its largest number."""
     mine = recurrences.leaves(given)
     true = recurrences.leaves(recurrences.Case(*(x if x is None else x.double() for x in given)))
     starts, cut = states(given, 1), ((rows,), (True,))
@@ -88,7 +88,7 @@ def test_decays_of_minus_infinity_in_float32(form):
 @pytest.mark.parametrize("strength", [80.0, 1e4])
 @pytest.mark.parametrize("form", DECAYING)
 def test_strong_decays_leave_weak_ones_their_digits(form, strength):
-    """Sums of decays are large, and differences of them are all that counts."""
+    """Sums of decays are large, but only their small differences matter."""
     given = recurrences.case(form, 130, dtype=torch.float32)
     seldom = torch.arange(130).reshape(-1, *[1] * (given.decay.dim() - 1)) % 5 == 0
     given = given._replace(decay=torch.where(seldom, given.decay - strength, given.decay))
@@ -114,9 +114,11 @@ def test_other_decays_warn_of_nothing():
 @pytest.mark.parametrize("algorithm", ["ring", "all_gather"])
 @pytest.mark.parametrize("form", DECAYING)
 def test_a_decay_that_grows_leaves_a_state_of_zero_at_zero(form, algorithm):
-    """Over 260 rows of a rank e^3.25 grows beyond float64: what is still zero there stays so, as it
-    does token by token, and so does a gradient of zero on its way back. The values begin on the
-    last rank, whose first row forgets all before it."""
+    """A growing decay does not change a state or a gradient of zero.
+
+    Over 260 rows of a rank e^3.25 exceeds float64. The values begin on the last rank, whose first
+    row clears the state.
+    """
     rows, ranks = 260, 3
     given = recurrences.case(form, rows * ranks, b=1, g=1, h=1)
     decay, v = given.decay.clone(), given.v.clone()

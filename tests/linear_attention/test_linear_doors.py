@@ -1,4 +1,4 @@
-"""What operations on chains refuse, and what they say."""
+"""Arguments that operations on chains refuse, and the error messages."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ S, B, G, H, D, W = 4, 2, 1, 2, 3, 4
 
 
 def given(**changes):
-    """Keywords of a call on two ranks that works, and what differs."""
+    """Return the keywords of a valid call on two ranks, with changes."""
     each = {"q": (S, B, G, D), "k": (S, B, G, D), "v": (S, B, H, W)}
     tensors = {name: [torch.randn(shape) for _ in range(2)] for name, shape in each.items()}
     return tensors | {"groups": in_process.groups(intra=2)} | changes
@@ -141,7 +141,7 @@ def test_a_sparse_tensor_beside_a_plan_is_refused():
 
 
 def test_a_plan_is_prepared_by_the_keywords_of_a_call():
-    """None is the default of each, and one decay [h] is that of all ranks."""
+    """None selects each default, and a decay [h] is the same on all ranks."""
     keywords = given(decay=-torch.rand(H))
     none = dict.fromkeys(("form", "algorithm", "kernel", "layout", "scale", "cu_seqlens"))
     plan = in_process.prepare_linear(**keywords, **none)
@@ -164,7 +164,7 @@ def test_numbers_of_numpy_are_numbers():
 
 
 def maps(kind, dtype=torch.float32, **sizes):
-    """Decays of this kind and increments of two zigzag ranks, [2 | 1, B, H, D, W] but for sizes."""
+    """Return decays and increments of two zigzag ranks, [2 or 1, B, H, D, W] by default."""
     b, h, d, w = ({"b": B, "h": H, "d": D, "w": W} | sizes).values()
     beyond = {"scalar": (), "vector": (d,), "matrix": (d, d)}.get(kind)
     decays = [torch.zeros(p, b, h, *(beyond or ()), dtype=dtype) for p in (2, 1)]
@@ -231,7 +231,7 @@ def test_function_transforms_are_refused(transform):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_inside_a_checkpoint(reentrant):
-    """Reentrant around all ranks, otherwise around the call of each rank, in its thread."""
+    """A reentrant checkpoint is around all ranks, another one around the call of each rank."""
     call, calls = given(), []
     tensors = [call.pop(name) for name in "qkv"]
     leaves = [t.double().requires_grad_() for shards in tensors for t in shards]

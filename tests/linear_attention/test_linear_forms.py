@@ -1,5 +1,7 @@
-"""The forms of linear attention on one rank: outputs, maps of pieces and all gradients, against the
-recurrence written by hand."""
+"""Forms of linear attention on one rank against the recurrence written by hand.
+
+The tests compare outputs, maps of pieces and all gradients.
+"""
 
 import pytest
 import recurrences
@@ -25,13 +27,13 @@ CUTS = {
 
 
 def computed(form, kernel, given, cut, entering, scale=SCALE):
-    """(outputs, maps) by a kernel."""
+    """Return outputs and maps by a kernel."""
     run = registry.run(forms.FORMS[form], kernel, LinearInputs(*given, scale), RankPieces(*cut))
     return run.outputs(entering), run.maps
 
 
 def states(given, pieces, seed=5):
-    """[p, b, h, d, w] random."""
+    """Return random states [p, b, h, d, w]."""
     (b, h, w), d = given.v.shape[1:], given.k.shape[-1]
     made = torch.Generator().manual_seed(seed)
     return torch.randn(pieces, b, h, d, w, generator=made, dtype=torch.float64)
@@ -44,7 +46,7 @@ def assert_exact(got, truth):
 
 
 def assert_recurrence(form, kernel, given, cut, entering):
-    """Outputs, what the maps that are asked for make of any states, and the gradients."""
+    """Compare outputs, results of the requested maps for any states, and gradients."""
     asked = [i for i, mapped in enumerate(cut[1]) if mapped]
     mine, true = recurrences.leaves(given), recurrences.leaves(given)
     starts, other = entering.clone().requires_grad_(), states(given, len(cut[0]), seed=6)
@@ -62,14 +64,14 @@ def assert_recurrence(form, kernel, given, cut, entering):
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_chunkwise_form_is_the_recurrence(form, cut, most, monkeypatch):
-    """Whole, and in segments of so many chunks."""
+    """As a whole, and in segments of a limited number of chunks."""
     given = recurrences.case(form, sum(cut[0]))
     segmented(monkeypatch, given, most)
     assert_recurrence(form, "torch", given, cut, states(given, len(cut[0])))
 
 
 def segmented(monkeypatch, given, most):
-    """Let a segment hold at most this many chunks; None: as many as it takes anyway."""
+    """Limit the chunks of a segment; None means no limit."""
     wide = max(given.v.itemsize, 4)
     chunk = chunkwise.SIZE * given.v[0, ..., 0].numel() * given.k.shape[-1] * wide
     if most is not None:
@@ -77,7 +79,7 @@ def segmented(monkeypatch, given, most):
 
 
 class Solves(TorchDispatchMode):
-    """Rows of triangular systems that were solved."""
+    """Number of rows of triangular systems that were solved."""
 
     rows = 0
 
@@ -90,7 +92,7 @@ class Solves(TorchDispatchMode):
 @pytest.mark.parametrize("most", [None, 1, 2])
 @pytest.mark.parametrize("form", ["delta_rule", "gated_delta_rule", "kda"])
 def test_maps_and_outputs_share_what_is_solved(form, most, monkeypatch):
-    """Each row of each head once in forward and once in backward, whoever needs it."""
+    """Each row of each head is solved once in forward and once in backward."""
     cut = ((130, 5, 64), (True, False, True))
     given = recurrences.leaves(recurrences.case(form, sum(cut[0])))
     segmented(monkeypatch, given, most)
@@ -106,8 +108,10 @@ def test_maps_and_outputs_share_what_is_solved(form, most, monkeypatch):
 
 @pytest.mark.parametrize("form", ["gated_delta_rule", "kda"])
 def test_backward_of_a_long_shard_holds_few_tensors_like_q(form, monkeypatch):
-    """Gradients of all tensors and one segment's work, of which there are 32: at most ten times q.
-    All chunks at once took 22 times (gated delta rule) and 46 times (KDA)."""
+    """Backward holds at most ten times q: all gradients, and the work of one of 32 segments.
+
+    All chunks at once need 22 times q (gated delta rule) and 46 times q (KDA).
+    """
     rows, width = 128 * chunkwise.SIZE, 64
     made = recurrences.case(form, rows, b=1, g=1, h=1, d=width, w=width, dtype=torch.float32)
     given, cut = recurrences.leaves(made), ((rows,), (True,))
@@ -190,7 +194,7 @@ def test_frozen_tensors_get_no_gradient(frozen):
 
 
 def test_nothing_is_kept_but_the_arguments():
-    """Per call: no tensor that its caller does not hold, or has as the state that enters."""
+    """A call keeps only tensors of its caller and the entering states."""
     given = recurrences.leaves(recurrences.case("kda", 130, dtype=torch.float32))
     entering = states(given, 1).float().requires_grad_()
     held = {x.data_ptr() for x in (*given, entering)}

@@ -1,4 +1,4 @@
-"""What a call of linear attention holds is gone when its results are, without the collector."""
+"""Tensors of a call of linear attention are freed with its results, without the collector."""
 
 import gc
 import weakref
@@ -11,7 +11,7 @@ from megatron_burst.plugins.testing import in_process
 
 
 def forward_and_backward(form, backward):
-    """References to the tensors of a call on two ranks, whose results nobody holds any more."""
+    """Return references to the tensors of a call on two ranks after its results are dropped."""
     *given, _ = problem(form, [0, 16])
     groups, layout = in_process.groups(intra=2), mb.layout.make("zigzag", cp_size=2)
     names, shards = ("q", "k", "v", "decay", "beta"), {}

@@ -1,4 +1,4 @@
-"""Operations on chains on gloo ranks: equal to one process, and an error where ranks differ.
+"""Operations on chains on gloo ranks: equal to one process, and errors if ranks differ.
 
 Groups that are made here to fail wait two seconds.
 """
@@ -21,7 +21,7 @@ ALGORITHMS = ("all_gather", "scan", "two_level", "ring")
 
 
 def tensors(rows, seed=0, delta=True):
-    """q, k, v, decay and beta of a sequence, and weights of the loss."""
+    """Return q, k, v, decay and beta of a sequence, and weights of the loss."""
     make = torch.Generator().manual_seed(seed)
     sizes = [(G, D), (G, D), (H, W), (H,), (H,), (H, W)]
     q, k, v, decay, beta, weights = (
@@ -41,8 +41,10 @@ def shards(named, layout, rank):
 
 
 def trained(algorithm, delta):
-    """(out, gradients, final states, bytes as counted, bytes as planned) of this rank: several
-    micro-batches in flight, inputs with any strides, frozen keys."""
+    """Return out, gradients, final states, counted bytes and planned bytes of this rank.
+
+    Several micro-batches are in flight, inputs have any strides, and keys are frozen.
+    """
     world = dist.get_world_size()
     groups = mb.Groups.from_topology(dist.group.WORLD, intra=2 if world == 4 else world)
     bounds = [0, 5, 5, ROWS * world]
@@ -74,7 +76,7 @@ def trained(algorithm, delta):
 
 
 def alone(world, delta):
-    """The same on one rank: out, gradients but that of the keys, final states."""
+    """Return the same on one rank: out, gradients except of the keys, final states."""
     named, weights = tensors(ROWS * world, delta=delta)
     layout = mb.layout.make("zigzag", cp_size=world)
     groups = in_process.groups(intra=1)
@@ -111,7 +113,7 @@ def close(found, wanted):
 
 
 def over_a_tree(out, layout):
-    """(output, gradients) of this rank over a tree of these bounds, two micro-batches in flight."""
+    """Return output and gradients of this rank over a tree with two micro-batches in flight."""
     groups, tree = mb.Groups.flat(dist.group.WORLD), mb.masks.Tree(out)
     mine = shards(tensors(len(out))[0], layout, groups.rank)
     plan = mb.prepare_linear(**mine, groups=groups, layout=layout, tree=tree)
@@ -158,7 +160,7 @@ DIFFERENT = {
 
 
 def told(case):
-    """The ValueError of this rank, rank 1 being different."""
+    """Return this rank's ValueError if rank 1 differs."""
     change = dict(DIFFERENT[case][0]) if dist.get_rank() == 1 else {}
     groups = mb.Groups.flat(dist.group.WORLD)
     named, _ = tensors(ROWS)
@@ -190,7 +192,7 @@ CONVOLUTIONS = {"bias": {"bias": torch.zeros(3)}, "activation": {"activation": "
 
 
 def told_of_a_convolution(case):
-    """The ValueError of a call in which rank 1 has this keyword alone."""
+    """Return this rank's ValueError if only rank 1 has a keyword."""
     groups = mb.Groups.flat(dist.group.WORLD)
     change = CONVOLUTIONS[case] if groups.rank else {}
     with pytest.raises(ValueError, match="ranks disagree") as error:

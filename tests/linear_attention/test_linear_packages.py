@@ -1,9 +1,8 @@
-"""Packages of linear attention: do our arguments fit the signatures of their releases, and do our
-tensors mean there what their documentation says? No kernel of theirs runs here: stand-ins written
-by hand compute what they document, one token after the other.
+"""Packages of linear attention: our arguments against the signatures and semantics of releases.
 
-`linear_signatures.json` holds the parameters of every release, read from the sources by
-`linear_signatures.py`.
+No kernel of the packages runs here. Stand-ins written by hand compute the documented functions
+token by token. `linear_signatures.json` holds the parameters of every release, which
+`linear_signatures.py` read from the sources.
 """
 
 import inspect
@@ -41,7 +40,7 @@ def fitted(path, names, optional, text):
 
 
 def named(text):
-    """Without **kwargs, which the fit must not rely on."""
+    """Remove **kwargs, on which the fit must not depend."""
     return ", ".join(one for one in text.split(", ") if not one.startswith("**"))
 
 
@@ -118,8 +117,11 @@ def test_what_is_hidden_in_keywords_counts_as_lacking():
 
 
 def chunk_function(**given):
-    """What flash-linear-attention documents: q, k, v [B, T, H, .], g the logarithm of the decay,
-    states [N, H, K, V] of N sequences, cut by cu_seqlens where B is 1; o [B, T, H, V]."""
+    """Compute the function that flash-linear-attention documents.
+
+    q, k, v are [B, T, H, .], g is the logarithm of the decay, and states are [N, H, K, V] of N
+    sequences. cu_seqlens contains their bounds if B is 1. The result o is [B, T, H, V].
+    """
     q, k, v = given["q"], given["k"], given["v"]
     bounds, state = given["cu_seqlens"], given["initial_state"]
     assert given.get("head_first") is not True
@@ -149,8 +151,10 @@ def chunk_function(**given):
 
 
 def chunk_scan(**given):
-    """What Mamba documents: x [b, s, h, p], dt [b, s, h], A [h], B, C [b, s, g, n], states
-    [b, h, p, n]."""
+    """Compute the function that Mamba documents.
+
+    x is [b, s, h, p], dt [b, s, h], A [h], B and C [b, s, g, n], and states are [b, h, p, n].
+    """
     x, dt, decay = given["x"], given["dt"], given["A"]
     shared = x.shape[2] // given["B"].shape[2]
     keys, queries = (given[name].repeat_interleave(shared, 2) for name in "BC")
@@ -167,8 +171,10 @@ def chunk_scan(**given):
 
 
 def fla_runs(form, release=-1):
-    """Of the stand-in, with the signature of the oldest (0) or the newest (-1) release; it takes
-    shared heads where that release does, and is called once per row."""
+    """Run the stand-in with the signature of the oldest (0) or the newest (-1) release.
+
+    It accepts shared heads if that release does, and is called once per row.
+    """
     text = RECORD[forms.FORMS[form].fla][release]["parameters"]
     shares = release == -1 and form in ("gated_delta_rule", "kda")
 
@@ -201,7 +207,7 @@ RUNS["gated_delta_rule, early"] = fla_runs("gated_delta_rule", 0)
 @pytest.mark.parametrize("cut", ["one", "several", "none mapped"])
 @pytest.mark.parametrize("name", RUNS)
 def test_packages_compute_the_recurrence(name, cut):
-    """Outputs, maps, final states and gradients of a stand-in through our arguments."""
+    """A stand-in with our arguments gives outputs, maps, final states and gradients."""
     form = "scalar_decay" if name == "mamba_ssm" else name.partition(",")[0]
     cut = {
         "one": ((6,), (True,)),
@@ -237,7 +243,7 @@ def test_mamba_takes_a_decay_of_zero_as_a_small_one():
 
 
 def plant(monkeypatch, path, function):
-    """A package with one function."""
+    """Install a package with one function."""
     parts = path.split(".")
     for i in range(1, len(parts)):
         monkeypatch.setitem(sys.modules, ".".join(parts[:i]), ModuleType(".".join(parts[:i])))
@@ -278,7 +284,7 @@ def test_packages_that_do_not_fit_are_refused_by_name(monkeypatch):
 
 
 class OnCuda:
-    """A tensor of a GPU, as far as shape, dtype and device are asked for."""
+    """Tensor of a GPU with shape, dtype and device only."""
 
     is_cuda, device = True, torch.device("cuda")
 
@@ -300,7 +306,7 @@ def test_auto_takes_flash_linear_attention_on_cuda_where_it_is_installed(monkeyp
 
 
 def test_auto_says_why_it_does_without_it_on_cuda(monkeypatch):
-    """Not where torch's operators were asked for by name."""
+    """No warning if torch's operators were requested by name."""
     form = forms.FORMS["kda"]
     words = "kernel 'torch' in place of 'fla'.*flash-linear-attention is not installed.*install"
     with pytest.warns(UserWarning, match=words):
@@ -323,7 +329,7 @@ def test_auto_says_why_it_does_without_it_on_cuda(monkeypatch):
 
 
 def inspect_as(text):
-    """A function with these parameters."""
+    """Return a function with these parameters."""
 
     def function(**given):
         return chunk_function(**given)

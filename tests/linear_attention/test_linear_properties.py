@@ -1,5 +1,7 @@
-"""Linear attention on one rank for random lengths, pieces and widths; and its precision: a chain of
-pieces, each of which starts from what the maps of those before it say."""
+"""Linear attention on one rank for random lengths, pieces and widths, and its precision.
+
+The tests run a chain of pieces. Each piece starts from the maps of the previous pieces.
+"""
 
 import pytest
 import recurrences
@@ -20,7 +22,7 @@ LENGTHS = st.one_of(st.integers(0, 6), st.sampled_from([7, 8, 9, 16, 25]))
 
 @st.composite
 def calls(draw):
-    """(form, shape, lengths of pieces, which are mapped, seed)."""
+    """Draw form, shape, lengths of pieces, mapped pieces and seed."""
     lengths = tuple(draw(st.lists(LENGTHS, min_size=1, max_size=4)))
     mapped = tuple(draw(st.booleans()) for _ in lengths)
     g, shared = draw(st.integers(1, 2)), draw(st.integers(1, 2))
@@ -42,7 +44,7 @@ def test_any_pieces_are_the_recurrence(call):
 @settings(max_examples=15, deadline=None)
 @drawn(st.sampled_from(FORMS), st.lists(st.integers(0, 80), min_size=1, max_size=4))
 def test_a_chain_of_pieces_is_one_piece(form, lengths):
-    """RankPieces anywhere, the maps carry the state from piece to piece."""
+    """Maps carry the state from piece to piece for any pieces."""
     given = recurrences.case(form, sum(lengths), h=2)
     start = states(given, 1)
     whole, maps = computed(form, "torch", given, ((sum(lengths),), (True,)), start)
@@ -53,7 +55,7 @@ def test_a_chain_of_pieces_is_one_piece(form, lengths):
 
 
 def chain(form, given, lengths, start):
-    """(outputs of pieces that follow each other, the state [1, b, h, d, w] behind the last)."""
+    """Return outputs of consecutive pieces, and the state [1, b, h, d, w] after the last one."""
     cut = (tuple(lengths), (True,) * len(lengths))
     _, maps = computed(form, "torch", given, cut, start.expand(len(lengths), *start.shape[1:]))
     entering = [start]
@@ -69,17 +71,17 @@ def chain(form, given, lengths, start):
 
 
 def distance(got, truth):
-    """Largest error, against the largest number of the truth."""
+    """Return the largest error relative to the largest number of the truth."""
     return ((got.double() - truth).abs().max() / truth.abs().max()).item()
 
 
 def errors(found, truth):
-    """Of (outputs, gradients of q, k, v and the rest) each."""
+    """Return one error for each of outputs and gradients."""
     return [distance(mine, true) for mine, true in zip(found, truth, strict=True)]
 
 
 def with_gradients(function, given, start):
-    """[outputs, gradients ...] of outputs weighted at random."""
+    """Return outputs and gradients of randomly weighted outputs."""
     wanted = (*recurrences.leaves(given), start.clone().requires_grad_())
     out = function(recurrences.Case(*wanted[:5]), wanted[5])
     return [out, *recurrences.gradients((out,), wanted)]
@@ -90,7 +92,7 @@ def recurrence(given, start):
 
 
 def truth_of(given, start):
-    """By the recurrence in float64, of the rounded tensors."""
+    """Compute the recurrence of the rounded tensors in float64."""
     wide = recurrences.Case(*(None if x is None else x.double() for x in given))
     return with_gradients(recurrence, wide, start.double())
 
@@ -112,7 +114,7 @@ def test_float32_is_as_exact_as_float32(form):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("form", FORMS)
 def test_pieces_are_as_precise_as_one_piece(form, dtype):
-    """Within twice the error of the chunkwise form on all rows at once, and gradients too."""
+    """The error is at most twice the error of the chunkwise form on all rows, for gradients too."""
     given = recurrences.case(form, 130, h=2, d=16, w=8, dtype=dtype)
     start = states(given, 1).float()
     truth = truth_of(given, start)

@@ -1,6 +1,7 @@
-"""Linear attention and short convolutions over prefix trees equal every trajectory computed alone.
+"""Linear attention and convolutions over prefix trees equal every trajectory computed alone.
 
-The oracle knows tokens and positions, and neither rows nor parents: values and all gradients.
+The oracle has tokens and positions only, without rows or parents. Values and all gradients are
+compared.
 """
 
 import random
@@ -32,8 +33,10 @@ FORMS = {  # name -> shape of the decay behind [s, b], is there a beta?
 
 
 def trajectories(rng, depth):
-    """Branches up to `depth` turns deep, with equal ones, prefixes of others, one alone, and a
-    prompt longer than what a rank holds."""
+    """Return branches up to `depth` turns deep, with equal trajectories and prefixes of others.
+
+    One trajectory is alone, and one prompt is longer than the rows of a rank.
+    """
     stems = [[rng.randrange(WORDS) for _ in range(rng.choice([1, 3, 40]))]]
     for _ in range(max(depth, 3)):
         stem = stems[-1] if rng.random() < 0.7 else rng.choice(stems)
@@ -43,8 +46,7 @@ def trajectories(rng, depth):
 
 
 def parameters(form):
-    """Tables of every tensor by token and by position, of the decay, and the taps of a
-    convolution over q, k and v."""
+    """Return tables of every tensor by token and position, and convolution weights."""
     make = torch.Generator().manual_seed(7)
     decay, beta = FORMS[form]
     wanted = {"x": (sum(QKV),), "decay": decay, "beta": (H,) if beta else None}
@@ -65,7 +67,7 @@ def parameters(form):
 
 
 def inputs(made, tokens, positions):
-    """x [s, b, c], decay and beta of some rows."""
+    """Return x [s, b, c], decay and beta of some rows."""
     tables, _, constant, _ = made
 
     def looked_up(name):
@@ -84,7 +86,7 @@ def split(x):
 
 
 def alone(made, tokens):
-    """One trajectory: rows before it are zero, and so is the state."""
+    """Compute one trajectory; rows before it and its initial state are zero."""
     tokens, taps = torch.tensor(tokens), made[1]
     x, decay, beta = inputs(made, tokens, torch.arange(len(tokens)))
     rows = []
@@ -99,7 +101,7 @@ def alone(made, tokens):
 
 
 def any_pieces(rng, ranks, rows):
-    """Runs of rows in any order, equally many on each rank: some ranks miss whole segments."""
+    """Return runs of rows in any order, equally many per rank; some ranks hold no whole segment."""
     cuts = [0, *sorted(rng.sample(range(1, rows), min(rows - 1, 2 * ranks))), rows]
     runs = [np.arange(a, b) for a, b in pairwise(cuts)]
     rng.shuffle(runs)
@@ -111,7 +113,7 @@ def any_pieces(rng, ranks, rows):
 
 
 def ours(made, tree, groups, layout, rng):
-    """The same of a tree over ranks, in the order of its rows."""
+    """Compute the same for a tree over ranks, in the order of its rows."""
     ranks = range(groups.size)
     tokens, positions = torch.from_numpy(tree.tokens), torch.from_numpy(tree.positions)
     x, decay, beta = inputs(made, tokens, positions)
@@ -163,8 +165,10 @@ def test_a_tree_equals_its_trajectories(form, world):
 
 @pytest.mark.parametrize("kind", ["none", "scalar", "vector", "matrix"])
 def test_states_of_any_tree(kind):
-    """Trees with padding anywhere: the state that enters a piece is what the pieces make of zero
-    that hold ancestors of its first row, from the root on."""
+    """Trees with padding anywhere: the entering state of a piece follows from its ancestors.
+
+    The pieces that hold ancestors of its first row are applied to zero, from the root on.
+    """
     for seed in range(6):
         rng = random.Random(f"{kind} {seed}")
         out, seen, _ = random_trees.draw(rng, 24)
@@ -201,8 +205,7 @@ def test_states_of_any_tree(kind):
 
 
 def test_what_travels_of_a_tree():
-    """Of 8 samples of one prompt the maps of the prompt's pieces, once to every rank that needs
-    them; as planned."""
+    """With 8 samples of one prompt, each rank that needs the maps of the prompt gets them once."""
     tree = mb.trees.pack([[*range(1, 33), 100 + i, *[0] * 7] for i in range(8)], multiple=4)
     layout, groups = mb.layout.make("contiguous", cp_size=4), in_process.groups(inter=2, intra=2)
     q, v = ([torch.randn(24, 1, 1, 4) for _ in range(4)] for _ in range(2))
@@ -235,7 +238,7 @@ WRONG = {
 
 
 def small():
-    """q, k and v of two ranks, and a tree of their rows."""
+    """Return q, k and v of two ranks, and a tree of their rows."""
     q, v = ([torch.randn(4, B, *sizes) for _ in range(2)] for sizes in ((G, D), (H, W)))
     where = {"groups": in_process.groups(intra=2)}
     where["tree"] = mb.masks.Tree([8, 8, 5, 4, 5, 8, 8, 8])

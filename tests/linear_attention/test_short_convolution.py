@@ -1,4 +1,4 @@
-"""The short convolution over ranks that share a process, against sums written out by hand."""
+"""Short convolution over ranks that share a process, against sums written out by hand."""
 
 from itertools import pairwise
 
@@ -38,8 +38,7 @@ def close(found, wanted):
 
 
 def check(groups, layout, width, packed=True, bias=True, activation="silu"):
-    """Values, and gradients of rows, weight and bias; documents and pieces are shorter than some
-    widths."""
+    """Compare values and gradients; some documents and pieces are shorter than the width."""
     bounds = documents(layout, groups.size, packed)
     cut = LAYOUTS[layout](groups.size, bounds)
     x, weight, shift = problem(bounds[-1], width, bias)

@@ -1,4 +1,4 @@
-"""The state scan in one process: every algorithm, layout, world and form against dense maps."""
+"""State scan in one process: every algorithm, layout, size and form against dense maps."""
 
 import nccl_rules
 import pytest
@@ -40,7 +40,7 @@ class Problem:
         self.final_weights = torch.randn(shape, generator=make, dtype=torch.float64)
 
     def of_rank(self, tensors, rank):
-        """Of this rank's pieces in row order, one tensor."""
+        """Return one tensor of this rank's pieces in row order."""
         mine = sorted((p.nth, i) for i, p in enumerate(self.chain) if p.rank == rank)
         some = [tensors[i] for _, i in mine]
         if not some or some[0] is None:
@@ -52,7 +52,7 @@ class Problem:
         return None if shards[0] is None else shards
 
     def expected(self, final):
-        """States that enter, final states, and gradients of the leaves."""
+        """Return entering states, final states, and gradients of the leaves."""
         entering, finals = serial(self.chain, self.decays, self.increments, self.initial)
         loss = sum((e * w).sum() for e, w in zip(entering, self.weights, strict=True))
         if final:
@@ -80,8 +80,7 @@ class Problem:
 
 
 def in_blocks(monkeypatch, algorithm, world):
-    """More blocks than so small states would be sent in: of heads, columns and, but for matrices,
-    rows."""
+    """Split states into more blocks than their size requires: heads, columns and rows."""
     if algorithm in ("scan", "two_level") and world > 1:
 
         def number(groups, sequence, sizes, *rest):
@@ -119,7 +118,7 @@ def test_without_final_states_and_with_shared_heads(algorithm):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bytes_are_those_of_the_formula(layout, algorithm):
-    """As the plan says, forward and backward; no states travel where no document crosses ranks."""
+    """Counted bytes equal the plan; no states are sent if no document crosses ranks."""
     groups = in_process.groups(inter=2, intra=2)
     problem = Problem(layout, 4, True, "matrix")
     increments, decays = problem.shards(problem.increments), problem.shards(problem.decays)
@@ -142,7 +141,7 @@ def test_bytes_are_those_of_the_formula(layout, algorithm):
 
 
 def test_frozen_and_strided_inputs():
-    """Who needs no gradient gets none; rows and heads may lie anywhere in memory."""
+    """Frozen inputs get no gradient, and rows and heads may have any strides."""
     groups = in_process.groups(intra=2)
     problem = Problem("zigzag", 2, False, "vector")
     entering, _, grads = problem.expected(final=False)
@@ -162,7 +161,7 @@ def test_frozen_and_strided_inputs():
 
 
 def of_zigzag(dtype=torch.float32):
-    """Increments of two ranks of a zigzag of one document: the first's two pieces, and the turn."""
+    """Return increments of two zigzag ranks: two pieces of rank 0, and one of rank 1."""
     return [torch.ones(p, 1, 1, 2, 2, dtype=dtype, requires_grad=True) for p in (2, 1)]
 
 

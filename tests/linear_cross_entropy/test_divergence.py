@@ -27,7 +27,7 @@ def problem(dtype=torch.float64):
 
 
 def errors(options, reverse, tile_rows, tp_group=None, sequence_parallel=False, nan_row=None):
-    """The worst of KL and both gradients on this rank; the row with NaN has no weight."""
+    """Return the largest errors of KL and both gradients; the row with NaN has weight 0."""
     options, temperature = OPTIONS[options]
     hidden, weight, teacher_hidden, teacher_weight = problem()
     rank, size = (0, 1) if tp_group is None else (dist.get_rank(), dist.get_world_size())

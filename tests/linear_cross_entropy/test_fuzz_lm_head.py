@@ -1,4 +1,4 @@
-"""A short sample of `make fuzz` for the LM head, and that it notices what is wrong."""
+"""A short sample of `make fuzz` for the LM head, and planted faults that it must detect."""
 
 from dataclasses import replace
 from itertools import chain
@@ -43,7 +43,7 @@ def test_a_planted_fault_is_found_and_can_be_replayed():
 
 
 def test_a_loss_with_the_rounding_of_bf16_is_found():
-    """The bounds of low precision are worth something."""
+    """The bounds of low precision detect a loss rounded to bf16."""
     merge = split.Split.merge
 
     def rounded(self, stats):
@@ -63,7 +63,7 @@ def test_a_loss_with_the_rounding_of_bf16_is_found():
 
 
 def forgetful(number):
-    """A case on ranks whose sums of the gradient of hidden stay their own."""
+    """Run a case on ranks that do not reduce the gradient of hidden."""
     lazy = lambda self, partial: split.InFlight(partial)  # noqa: E731
     with mock.patch.object(split.Split, "reduce", lazy):
         return lm_head.check(number, dist.get_rank())

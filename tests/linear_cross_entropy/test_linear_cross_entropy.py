@@ -1,4 +1,4 @@
-"""The fused LM head and loss in one process, against formulas written out by hand in float64.
+"""LM head and loss in one process, against formulas written out by hand in float64.
 
 `test_fuzz_lm_head.py` draws options, masks, tiles, strides and gradients in all combinations.
 """
@@ -21,7 +21,7 @@ TILES = {"one": None, "three-rows": 3 * ROW, "row": 1}
 
 
 def problem(dtype=torch.float64, seed=0):
-    """hidden, weight (leaves) and labels, one of them ignored, in the corners too."""
+    """Return hidden, weight (leaves) and labels with an ignored one and the outermost ones."""
     make = torch.Generator().manual_seed(seed)
     hidden = (2 * torch.randn(TOKENS, WIDTH, generator=make, dtype=torch.float64)).to(dtype)
     weight = torch.randn(VOCABULARY, WIDTH, generator=make, dtype=torch.float64).to(dtype)
@@ -84,7 +84,7 @@ def test_two_uses_of_a_weight_in_one_graph(mode):
 @pytest.mark.parametrize("frozen", ["none", "hidden", "weight"])
 @pytest.mark.parametrize("mode", ["single_pass", "recompute"])
 def test_rows_that_do_not_count_may_hold_anything(mode, frozen, value):
-    """An ignored label, and a weight of 0: no loss, no gradient, and none of the other rows'."""
+    """Rows with an ignored label or weight 0 have no loss and do not affect gradients."""
     hidden, weight, labels = problem()
     mask = torch.ones(TOKENS, dtype=torch.float64)
     mask[7] = 0
@@ -131,7 +131,7 @@ def test_shapes_strides_and_no_gradient():
 
 @pytest.mark.parametrize("mode", ["single_pass", "recompute"])
 def test_a_weight_that_is_widened_by_panels(mode, monkeypatch):
-    """bf16 on CPU; a panel of three rows, so that the last one is shorter."""
+    """bf16 on CPU with panels of three rows, so that the last panel is shorter."""
     hidden, weight, labels = problem(dtype=torch.bfloat16)
     whole = ours(hidden, weight, labels % VOCABULARY, mode=mode)
     monkeypatch.setattr(tiled_loop, "PANEL_BYTES", 3 * 4 * WIDTH)
@@ -153,7 +153,7 @@ UNSIGNED = [torch.uint8, torch.uint16, torch.uint32]
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, *UNSIGNED], ids=str)
 def test_labels_of_any_integer_type(dtype):
-    """Also where the vocabulary, or ignore_index, is beyond what the type can hold."""
+    """The vocabulary or ignore_index may exceed the range of the type."""
     make = torch.Generator().manual_seed(0)
     hidden = torch.randn(6, 2, generator=make, dtype=torch.float64).requires_grad_()
     weight = torch.randn(70_000, 2, generator=make, dtype=torch.float64).requires_grad_()
@@ -209,7 +209,7 @@ def test_the_sink_gets_a_gradient_only_where_one_is_asked_for(mode, upstream):
 
 
 def test_a_scale_that_is_learnt_belongs_into_hidden():
-    """What the refusal of a tensor as logit_scale says to do."""
+    """The remedy in the error message for a tensor as logit_scale works."""
     hidden, weight, labels = problem()
     scale = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
     mb.linear_cross_entropy(hidden * scale, weight, labels).sum().backward()
@@ -222,7 +222,7 @@ def test_a_scale_that_is_learnt_belongs_into_hidden():
 
 
 def eager(hidden, weight, labels):
-    """Loss, dhidden and dweight of the sum, by torch's own operators in the given dtype."""
+    """Return loss, dhidden and dweight of the sum, by torch's operators in the given dtype."""
     hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
     logits = (hidden @ weight.T).float()
     loss = logits.logsumexp(1) - logits.gather(1, labels[:, None])[:, 0]
@@ -290,7 +290,7 @@ def test_the_weight_gradient_adds_up_better_than_eager_bf16(tokens):
 
 
 class Largest(TorchDispatchMode):
-    """The largest tensor, in bytes, that any operator has returned."""
+    """Size in bytes of the largest tensor that any operator returned."""
 
     def __init__(self):
         super().__init__()

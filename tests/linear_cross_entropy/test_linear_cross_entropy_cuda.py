@@ -1,6 +1,6 @@
-"""The LM head as CUDA would run it: what the host reads, and what older torch is given.
+"""LM head with CUDA's behaviour: host synchronizations, and the fallbacks for older torch.
 
-On fake CUDA tensors, whose numbers do not exist; the Triton kernels are left out.
+The tests use fake CUDA tensors, which have no values, and skip the Triton kernels.
 """
 
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ needs_cuda_build = pytest.mark.skipif(
 
 
 class Log(TorchDispatchMode):
-    """Names of all operators, with what the host waits for; a number it reads is `answer`."""
+    """Names of all operators and host synchronizations; reading a number is `answer`."""
 
     def __init__(self, answer=True):
         super().__init__()
@@ -47,7 +47,7 @@ class Log(TorchDispatchMode):
 
 @pytest.fixture
 def log(monkeypatch):
-    """A log in which CUDA events stand too, and an autograd engine that wants everything once."""
+    """Return a log with CUDA events, and an autograd engine that needs all gradients once."""
     found = Log()
 
     class Event:
@@ -66,7 +66,7 @@ def log(monkeypatch):
 
 
 def tensors(dtype=torch.bfloat16):
-    """hidden, weight, labels, weights, as the autograd function has them."""
+    """Return hidden, weight, labels and weights as the autograd function takes them."""
     shapes = (TOKENS, WIDTH), (VOCABULARY, WIDTH)
     hidden, weight = (torch.empty(s, dtype=dtype, device="cuda:0") for s in shapes)
     labels = torch.zeros((1, TOKENS), dtype=torch.int64, device="cuda:0")
@@ -74,7 +74,7 @@ def tensors(dtype=torch.bfloat16):
 
 
 def both_passes(log, single_pass):
-    """(operators of forward, operators of backward, gradients) of one call with two tiles."""
+    """Return forward operators, backward operators and gradients of one call with two tiles."""
     head = tiled_loop.Head(
         Formula(VOCABULARY), Split(), Columns(0, VOCABULARY), -100, TOKENS // 2, torch.float32
     )
@@ -131,7 +131,7 @@ def test_weight_gradients_add_up_in_float32(wide, sums, log, monkeypatch):
 
 
 class FloatProducts(TorchDispatchMode):
-    """mm(out_dtype=float32), which the CPU does not have, written out by hand."""
+    """mm(out_dtype=float32) written out by hand, which the CPU does not have."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.mm.dtype_out:

@@ -1,6 +1,6 @@
-"""The fused LM head over tensor-parallel gloo ranks: exchanges, equal bits, equal errors.
+"""LM head and loss over tensor-parallel gloo ranks: exchanges, equal bits, equal errors.
 
-That its results are right is drawn in `test_fuzz_lm_head.py`.
+`test_fuzz_lm_head.py` checks the results.
 """
 
 import warnings
@@ -17,7 +17,7 @@ TOKENS, WIDTH, VOCABULARY = 12, 8, 20
 
 
 def problem(dtype=torch.float64):
-    """hidden, weight and labels of all ranks; labels on every shard's borders."""
+    """Return hidden, weight and labels of all ranks, with labels at every shard's borders."""
     make = torch.Generator().manual_seed(5)
     hidden = torch.randn(TOKENS, WIDTH, generator=make, dtype=torch.float64).to(dtype)
     weight = torch.randn(VOCABULARY, WIDTH, generator=make, dtype=torch.float64).to(dtype)
@@ -28,7 +28,7 @@ def problem(dtype=torch.float64):
 
 
 def share(x, parts=None):
-    """This rank's slice of dimension 0, a leaf."""
+    """Return this rank's slice of dimension 0 as a leaf."""
     size, rank = dist.get_world_size(), dist.get_rank()
     return x.chunk(parts or size)[rank].clone()
 
@@ -57,7 +57,7 @@ def test_of_equal_logits_on_two_ranks_the_lowest_row_wins(ranks):
 
 
 def exchanges(sequence_parallel, mode, rows):
-    """Collectives of forward and of backward, on this rank."""
+    """Return the collectives of forward and backward on this rank."""
     hidden, weight, labels = problem()
     mine = (share(hidden) if sequence_parallel else hidden).requires_grad_()
     weight = share(weight).requires_grad_()
@@ -95,7 +95,7 @@ def test_one_small_exchange_per_tile_and_what_the_products_need(ranks, mode):
 
 
 def different_upstream():
-    """Rank 0 gets a gradient that is no multiple of the mask, the others one that is."""
+    """Only rank 0 gets a gradient that is no multiple of the mask."""
     hidden, weight, labels = problem()
     hidden, weight = share(hidden).requires_grad_(), share(weight).requires_grad_()
     loss = mb.linear_cross_entropy(

@@ -1,4 +1,4 @@
-"""What the LM head refuses: each case names the argument, what arrived and what would work."""
+"""Errors of the LM head: each message names the argument, its value and a remedy."""
 
 import numpy as np
 import pytest

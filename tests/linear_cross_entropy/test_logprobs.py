@@ -46,7 +46,7 @@ def problem(options, rows, dtype=torch.float64):
 
 
 def errors(options, places, tile_rows, tp_group=None, sequence_parallel=False):
-    """The worst of logprobs, entropy and both gradients, with and without the entropy's."""
+    """Return the largest errors of logprobs, entropy and gradients, with and without entropy."""
     poisoned = options.endswith(POISON)
     options, temperature = OPTIONS[options]
     rows = PLACES[places]
@@ -179,7 +179,7 @@ def test_bfloat16_is_as_near_as_torch():
 
 
 def test_no_more_logits_are_alive_than_a_tile(monkeypatch):
-    """And a row with many labels is multiplied once, one without any not at all."""
+    """A row with several labels is computed once, and a row without labels is not computed."""
     from megatron_burst.linear_cross_entropy import tiled_loop
 
     products = []
@@ -219,7 +219,7 @@ def test_what_is_wrong_is_refused(name):
 
 
 def test_entropies_of_sure_rows_are_as_near_as_torch_in_float32():
-    """As the difference of a log-sum-exp and a mean they would be off by a third, and negative."""
+    """A log-sum-exp minus a mean would have an error of a third, and be negative."""
     make = torch.Generator().manual_seed(0)
     hidden, weight = (
         torch.randn(300, 64, generator=make),

@@ -1,5 +1,7 @@
-"""The Triton kernels of the LM head, run by Triton's interpreter: what torch's operators give; and
-compiled for GPUs that are not here."""
+"""Triton kernels of the LM head: equal to torch's operators in Triton's interpreter.
+
+They are also compiled for GPUs that are not available here.
+"""
 
 import importlib.util
 import subprocess
@@ -38,7 +40,7 @@ def test_the_kernels_do_what_the_operators_do(differences, dtype):
     ids=["plain", "softcap"],
 )
 def test_they_compile_for_gpus_that_are_not_here_without_spills(words):
-    """And, where there is no cap, leave room for 16 warps on a multiprocessor."""
+    """Without a cap they leave room for 16 warps on a multiprocessor."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.triton_compile_rows", *words],
         cwd=interpreted.ROOT, capture_output=True, text=True, timeout=300,

@@ -1,6 +1,6 @@
-"""`--burst-pack documents`: documents of a batch, and their way between ranks.
+"""`--burst-pack documents`: documents of a batch and their exchange between ranks.
 
-Whole runs are in tests/megatron_lm/test_pack_training.py.
+Training runs are in tests/megatron_lm/test_pack_training.py.
 """
 
 import pytest
@@ -17,7 +17,7 @@ from megatron_burst.megatron.packing.documents import (
 
 
 def batch(mask, ends=None, padded=None):
-    """Tokens that count up, labels one on, and ends of documents."""
+    """Return ascending tokens, labels shifted by one, and the ends of documents."""
     tokens = torch.arange(100, 100 + len(mask))[None]
     found = {
         "tokens": tokens,
@@ -103,7 +103,7 @@ def test_a_rank_with_bad_data_stops_all(ranks):
 
 
 def routed(lengths, homes):
-    """Documents of odd lengths and several dtypes; each is filled with its number."""
+    """Route documents of odd lengths and several dtypes; each is filled with its number."""
     rank = dist.get_rank()
     first = sum(len(one) for one in lengths[:rank])
     kinds = {"tokens": torch.int64, "loss_mask": torch.float32, "small": torch.int8}

@@ -1,4 +1,4 @@
-"""Packing documents into micro-batches: every one once, equal tokens, nearly equal time."""
+"""Packing of documents into micro-batches: each document once, equal tokens, similar time."""
 
 import itertools
 import time
@@ -62,8 +62,10 @@ def test_every_document_once_and_no_micro_batch_overfull(lengths, ranks, room, t
 
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40), ranks=st.integers(1, 4))
 def test_within_a_bound_of_the_lower_bound(lengths, ranks):
-    """Where tokens leave room: longest processing time first is at most 4/3 of the best, which is
-    at least the mean and the longest document."""
+    """If tokens leave room, longest processing time first is at most 4/3 of the optimum.
+
+    The optimum is at least the mean and the longest document.
+    """
     count = ranks * 3
     capacity = max(-(-sum(lengths) // count), max(lengths)) * count  # room for all in any
     work = Work()
@@ -74,7 +76,7 @@ def test_within_a_bound_of_the_lower_bound(lengths, ranks):
 
 
 def best_of_all(attention, lengths, bins, capacity):
-    """The least busiest micro-batch over all ways to fill them; None if nothing fits."""
+    """Return the smallest maximum work over all packings, or None if nothing fits."""
     best = None
     for places in itertools.product(range(bins), repeat=len(lengths)):
         used, busy = [0] * bins, [0] * bins
@@ -115,7 +117,7 @@ EACH = Work(windows=((0, 0, 1),))  # attention of a document is its length
 
 
 def test_an_exchange_mends_what_longest_first_leaves():
-    """Longest first puts 3 + 2 + 2 and 3 + 2 together."""
+    """Longest first packs 3 + 2 + 2 and 3 + 2."""
     assert pack([3, 3, 2, 2, 2], EACH, ranks=2, capacity=100).loads.tolist() == [[6], [6]]
 
 
@@ -131,7 +133,7 @@ def test_equal_sums_over_ranks_too():
 
 
 def test_full_packs_stay_as_they_came_where_nothing_else_fits():
-    """Three packs of 10 that only their own documents fill."""
+    """Three packs of 10 tokens that only their own documents fill."""
     lengths = [6, 4, 7, 3, 8, 2]
     packing = pack(
         lengths, Work(token=1000), ranks=3, capacity=10, original=[[0, 1], [2, 3], [4, 5]]
@@ -141,7 +143,7 @@ def test_full_packs_stay_as_they_came_where_nothing_else_fits():
 
 
 def test_one_more_micro_batch_where_that_is_faster():
-    """Five equal documents, two of which fill a micro-batch: on two ranks one of two waits."""
+    """Five equal documents, two per micro-batch: on two ranks one of them would wait."""
     assert pack([100] * 5, Work(), ranks=2, capacity=200).count == 3
     assert pack([100] * 5, Work(token=100), ranks=2, capacity=200).count == 2  # padding costs
 

@@ -1,4 +1,4 @@
-"""Trajectories into micro-batches, against every way to cut a short list by hand."""
+"""Trajectories in micro-batches, against all cuts of a short list."""
 
 import itertools
 import random
@@ -12,7 +12,7 @@ from megatron_burst.plugins.rl.trees import neighbours
 
 
 def distinct(trajectories):
-    """The distinct prefixes, and the keys that each sees."""
+    """Return the distinct prefixes, and the keys that each sees."""
     prefixes = {tuple(t[: n + 1]) for t in trajectories for n in range(len(t))}
     return len(prefixes), sum(map(len, prefixes))
 

@@ -15,7 +15,7 @@ HEADS, KV_HEADS, WIDTH, WORDS = 4, 2, 6, 5
 
 
 def trajectories(rng, depth):
-    """Branches to `depth` levels, with equal ones, prefixes of others, and one alone."""
+    """Return branches of `depth` levels, with equal ones, prefixes of others, and one alone."""
     found = [[rng.randrange(WORDS) for _ in range(rng.randrange(1, 12))]]
     for _ in range(depth):
         stem = rng.choice(found)
@@ -40,7 +40,7 @@ def looked_up(leaves, tokens, positions):
 
 
 def alone(qkv, window):
-    """Causal attention of one trajectory, written out. q [s, h, d], k and v [s, kv, d]."""
+    """Compute causal attention of one trajectory for q [s, h, d], k and v [s, kv, d]."""
     q, k, v = qkv
     k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) / WIDTH**0.5
@@ -50,7 +50,7 @@ def alone(qkv, window):
 
 
 def loss_of(outs, weights):
-    """Of every trajectory its own, and their weighted sum."""
+    """Return the weighted sum of the losses of all trajectories."""
     return torch.stack([w * (x * x.cos()).sum() for w, x in zip(weights, outs, strict=True)]).sum()
 
 
@@ -89,7 +89,7 @@ def test_a_tree_equals_its_trajectories(algorithm, case):
 
 
 def test_only_ancestors_travel_and_a_prompt_crosses_to_a_node_once():
-    """64 samples of one prompt on 2 nodes of 4 ranks: by multicast, the rows that cross nodes."""
+    """Rows that multicast sends between 2 nodes of 4 ranks for 64 samples of one prompt."""
     prompt = list(range(1, 513))
     tree = mb.trees.pack([[*prompt, 1000 + i, *[0] * 63] for i in range(64)], multiple=8)
     layout = mb.layout.make("balanced", cp_size=8, per_node=4, tree=tree)

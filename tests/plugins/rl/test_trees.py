@@ -1,4 +1,4 @@
-"""`mb.trees`: packed trees against sets of prefixes, and what they refuse."""
+"""`mb.trees`: packed trees against sets of prefixes, and refused arguments."""
 
 import random
 
@@ -10,7 +10,7 @@ import megatron_burst as mb
 
 
 def drawn(seed):
-    """Trajectories over few tokens, so that most share prefixes; some empty, some equal."""
+    """Draw trajectories over few tokens: most share prefixes, some are empty, some equal."""
     rng = random.Random(seed)
     words = rng.choice([1, 2, 4])
     longest = rng.choice([3, 9, 24])

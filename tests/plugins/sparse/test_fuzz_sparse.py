@@ -1,4 +1,4 @@
-"""A short search with fixed seeds; `make fuzz ARGS=sparse` searches as long as one likes."""
+"""A short search with fixed seeds; `make fuzz ARGS=sparse` searches without a limit."""
 
 from fuzz import sparse
 

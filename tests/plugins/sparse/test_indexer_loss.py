@@ -21,7 +21,7 @@ OF_POSITIONS = torch.tensor([0] * 7 + [-1] + [1] * 13 + [-2] * 3 + [2] * 7 + [-3
 
 
 def tensors(rule, heads=4):
-    """index_q, index_k, index_weights or None, q, k, weights of the loss."""
+    """Return index_q, index_k, index_weights or None, q, k and weights of the loss."""
     make = torch.Generator().manual_seed(0)
     chosen, i, n = RULES[rule]
     sizes = (i, D), (n, D), (i,), (4, D), (2, D), (chosen.selections(i, n),)
@@ -30,7 +30,7 @@ def tensors(rule, heads=4):
 
 
 def by_hand(rule, given, seen=CAUSAL):
-    """Loss [S, b, H] of every row, and gradients of the index tensors by autograd."""
+    """Return the loss [S, b, H] of every row, and gradients of the index tensors by autograd."""
     *index, q, k, outer = given
     chosen, *_ = RULES[rule]
     block = chosen.block
@@ -86,13 +86,15 @@ def test_equal_where_few_rows_are_computed_at_a_time(most, monkeypatch):
 
 
 def test_equal_where_rows_of_keys_travel_in_another_order():
-    """Those that others see, of several documents."""
+    """Only the visible rows of several documents are sent."""
     equal_to_the_formula("dsa", 4, "striped", PADDED, "ring")
 
 
 def of_half_the_heads(alone, rank):
-    """Loss and gradients over half of the heads of all rows, on one of two ranks that each hold
-    one; alone: the group of this rank."""
+    """Return loss and gradients over half of the heads of all rows, on one of two ranks.
+
+    Each rank holds one head. alone is the group of this rank.
+    """
     *index, q, k, outer = tensors("dsa")
     index = [x.requires_grad_() for x in index]
     groups = mb.Groups.flat(alone)
@@ -107,14 +109,14 @@ def of_half_the_heads(alone, rank):
 
 @pytest.fixture
 def alone():
-    """A process group of this process."""
+    """Return a process group of this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
 
 
 def test_what_the_heads_of_other_ranks_look_at_is_added(alone, monkeypatch):
-    """By a stand-in for the sum over ranks."""
+    """A stand-in replaces the sum over ranks."""
     other = []
     monkeypatch.setattr(dist, "all_reduce", lambda total, group: other.append(total.clone()))
     of_half_the_heads(alone, 1)
@@ -128,7 +130,7 @@ def test_what_the_heads_of_other_ranks_look_at_is_added(alone, monkeypatch):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_keys_that_the_mask_hides_take_no_part(ranks):
-    """Of a selection made by hand: the last key is hidden from all rows but the last."""
+    """In a selection made by hand the last key is hidden from all rows but the last."""
     *index, q, k, outer = tensors("dsa")
     layout, groups = mb.layout.make("contiguous", cp_size=ranks), in_process.groups(intra=ranks)
     names, length = [0, 1, S - 1], torch.arange(S)

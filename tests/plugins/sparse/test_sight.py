@@ -1,4 +1,4 @@
-"""What queries see, computed on the device: equal to every mask's definition of itself."""
+"""Visibility of queries on the device equals the definition of every mask."""
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ OTHERS = {
 
 
 class Odd(Mask):
-    """Of a user."""
+    """Mask of a user."""
 
     def visible(self, q, k):
         return (q + k) % 2 == 1
@@ -80,7 +80,7 @@ def test_as_the_mask_says(name):
 
 
 def test_tables_go_to_a_device_once():
-    """And queries that are the same in all pairs."""
+    """Positions of queries that are the same in all pairs are copied once too."""
     mask = Tree(OUT)
     first = pair(mask)
     second = SelectedPairs(mask, SPANS, [Span(4, 1, 4)], first.tables)
@@ -102,6 +102,6 @@ def test_tables_go_to_a_device_once():
     ],
 )
 def test_blocks_that_lie_whole(spans, unit):
-    """Of four positions."""
+    """Blocks of four positions."""
     keys = [Span(*span) for span in spans]
     assert SelectedPairs(Full(), SPANS, keys).unit(4) == unit

@@ -30,7 +30,7 @@ MASKS = {
 
 
 def seen(mask, length):
-    """bool [S, S], by the definition of each mask."""
+    """Return a bool [S, S] by the definition of each mask."""
     t = torch.arange(length)
     gap, bounds = t[:, None] - t, torch.tensor(EVEN if mask == "even" else BOUNDS)
     document = torch.searchsorted(bounds, t, right=True)
@@ -48,7 +48,7 @@ def layout_of(name, ranks):
 
 
 def index_tensors(rule, length, seed=0, equal=False, dtype=torch.float64):
-    """index_q, index_k and weights or None; equal: small integers, most scores alike."""
+    """Return index_q, index_k and weights or None; with `equal` most scores are equal integers."""
     make = torch.Generator().manual_seed(seed)
     chosen, heads, key_heads = RULES[rule]
     sizes = [(heads, D), (key_heads, D), (heads,)]
@@ -75,7 +75,7 @@ def ids_of(selections, layout):
 
 
 def listed(ids):
-    """The units of each row, as `sparse_oracle.chosen` has them."""
+    """Return the units of each row in the format of `sparse_oracle.chosen`."""
     return [[[u for u in row if u >= 0] for row in t.flatten(0, 1).tolist()] for t in ids]
 
 
@@ -110,7 +110,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, vars(case).values())))
 def test_equal_to_dense_matrices(case):
-    """Units of every row; out and gradients of q, k, v and the sink, both kernels, shared heads."""
+    """Units, outputs and gradients of both kernels equal dense matrices, with shared heads."""
     length, layout = 48, layout_of(case.layout, case.ranks)
     rule, *_ = RULES[case.rule]
     groups = in_process.groups(intra=case.ranks)
@@ -151,7 +151,7 @@ def test_equal_to_dense_matrices(case):
 
 @pytest.mark.parametrize(("most", "rule"), [(1, "dsa"), (1 << 12, "qsa")])
 def test_equal_where_few_rows_are_computed_at_a_time(most, rule, monkeypatch):
-    """A row, and some of those that are left."""
+    """Tiles of one row, and tiles that do not divide the rows."""
     monkeypatch.setattr(pairs, "TILE", most)
     monkeypatch.setitem(kernels.BYTES, "cpu", 4 * most)
     test_equal_to_dense_matrices(Case(rule, 2, top_k=3))
@@ -163,7 +163,7 @@ def close(found, wanted):
 
 @pytest.mark.parametrize("algorithm", ["multicast", "prefetch"])
 def test_what_crosses_between_nodes_is_whole_blocks(algorithm):
-    """Documents that begin at blocks: rows that nobody sees stay, and the others are dealt out."""
+    """With documents that begin at blocks only visible rows are sent, as whole blocks."""
     length, layout = 48, layout_of("contiguous", 4)
     groups, mask = in_process.groups(inter=2, intra=2), mb.masks.Documents([0, 12, 28, 48])
     index, rule = index_tensors("qsa", length), rules.Qsa(block=4)
@@ -179,7 +179,7 @@ def test_what_crosses_between_nodes_is_whole_blocks(algorithm):
 @pytest.mark.parametrize("mask", ["causal", "full", "even"])
 @pytest.mark.parametrize("means", [1, 2, 4])
 def test_blocks_by_compressed_attention(mask, means):
-    """Rule nsa: softmax over what is seen as a whole; the first, the own and the one before it."""
+    """Rule nsa: softmax over visible means, and the first, own and previous block always."""
     length, rule = 48, rules.Nsa(block=4, means=means)
     make = torch.Generator().manual_seed(0)
     q, k = (torch.randn(length, B, n, D, generator=make, dtype=torch.float64) for n in (4, 2))
@@ -202,7 +202,7 @@ def test_blocks_by_compressed_attention(mask, means):
     ("rule", "row"), [("qsa", 2 / 4), ("moba", 2 / 4), ("msa", 1), ("nsa", 2 / 4)]
 )
 def test_means_travel_instead_of_keys(rule, row):
-    """Bytes of an index key, of 2 each: means have 4, and there is one of each block of 4."""
+    """An index key number has 2 bytes and a mean 4, and there is one mean per block of 4."""
     length, layout, groups = 64, layout_of("contiguous", 2), in_process.groups(intra=2)
     made = {"nsa": rules.Nsa(block=4, means=1)}.get(rule) or RULES.get(rule, (None,))[0]
     index = index_tensors("msa" if rule == "nsa" else rule, length, dtype=torch.bfloat16)
@@ -213,7 +213,7 @@ def test_means_travel_instead_of_keys(rule, row):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_infinite_scores_displace_nothing(ranks):
-    """Neither the own block of a row nor, where there is room, another block that it sees."""
+    """The own block and, with enough room, other visible blocks stay selected."""
     inf, layout = float("inf"), layout_of("contiguous", ranks)
     for keys in ([inf, inf, 1, 1, 2, 2, 0, 0], [inf - inf, 1, 1, 1, 2, 2, 0, 0],
                  [1, 1, -inf, 0, 2, 2, 0, 0]):  # fmt: skip
@@ -235,7 +235,7 @@ def test_what_is_not_a_number_ranks_last():
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_one_latent_for_all_heads(ranks):
-    """Values are the first columns of the keys, travel once, and give the keys their gradient."""
+    """Values are the first columns of the keys, are sent once, and add to the gradient of keys."""
     length, width, layout = 32, 5, layout_of("contiguous", ranks)
     groups = in_process.groups(intra=ranks)
     found = select(index_tensors("dsa", length), layout, rule="dsa", top_k=6, groups=groups)
@@ -265,7 +265,7 @@ def test_one_latent_for_all_heads(ranks):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_selection_is_the_same_on_any_number_of_ranks(rule):
-    """float32: equal ids at 1, 2, 4 and 8 ranks."""
+    """In float32 the ids are equal at 1, 2, 4 and 8 ranks."""
     index = index_tensors(rule, 256, dtype=torch.float32)
     ids = []
     for ranks in (1, 2, 4, 8):
@@ -276,8 +276,10 @@ def test_the_selection_is_the_same_on_any_number_of_ranks(rule):
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
 def test_equal_keys_are_told_apart_by_position_alone(layout):
-    """float32, heads of the usual width, every key many times: equal ids at 1, 2 and 8 ranks, and
-    of equal keys the lower positions, also where chunks have odd lengths."""
+    """Among equal keys the lower positions are selected, even if chunks have odd lengths.
+
+    In float32, with heads of the usual width and repeated keys, ids are equal at 1, 2 and 8 ranks.
+    """
     make, length = torch.Generator().manual_seed(0), 16 * 7
     which = torch.randint(0, 20, (length,), generator=make)
     k = torch.randn(20, 128, generator=make)[which][:, None, None]
@@ -295,7 +297,7 @@ def test_equal_keys_are_told_apart_by_position_alone(layout):
 
 
 def test_a_rule_of_your_own():
-    """One class: keys by their position alone, the earliest first."""
+    """A user's rule that selects the earliest keys."""
 
     class First:
         block, own, weighted = 1, False, False
@@ -313,7 +315,7 @@ def test_a_rule_of_your_own():
 
 
 def test_layers_take_the_plan_of_attention():
-    """Without a collective; the results are those of the keywords."""
+    """Without a collective the results equal those of the keywords."""
     length, layout = 32, layout_of("zigzag", 2)
     groups = in_process.groups(intra=2)
     q, k, v = (
@@ -337,8 +339,10 @@ def test_layers_take_the_plan_of_attention():
 
 @pytest.mark.parametrize("keep", [0.5, 1.0])
 def test_a_checkpoint_keeps_what_it_promises(keep, monkeypatch):
-    """Selection, loss and as many rows of attention: its recompute walks for the other rows alone.
-    Gradients are bitwise those without a checkpoint."""
+    """The store keeps selection, loss and the rows of attention; other rows are recomputed.
+
+    Gradients have the same bits as without a checkpoint.
+    """
     groups, length, layout = in_process.groups(intra=2), 32, layout_of("zigzag", 2)
     index = [shards(x, layout) for x in index_tensors("dsa", length)]
     q, k = (shards(torch.randn(length, B, n, 7, dtype=torch.float64), layout) for n in (4, 1))

@@ -1,5 +1,4 @@
-"""Algorithm "auto" of sparse operations: what it counts, what it takes, and that results are those
-of the algorithm taken."""
+"""Algorithm "auto" of sparse operations: its cost model, its choice, and equal results."""
 
 import numpy as np
 import pytest
@@ -17,14 +16,14 @@ SLOW = mb.Rates(50e6, 12.5e6, latency=1e-4, compute=1e9)
 
 
 def case(seed=0):
-    """Whole tensors: index_q, index_k, weights, q, k (latent: D wide, W of them values)."""
+    """Return whole tensors index_q, index_k, weights, q, k; latents are D wide with W values."""
     make = torch.Generator().manual_seed(seed)
     sizes = (3, D), (1, D), (3,), (8, D), (1, D)
     return [torch.randn(S, B, *size, generator=make, dtype=torch.float64) for size in sizes]
 
 
 def run(groups, **named):
-    """What a layer finds of every rank, with gradients."""
+    """Return the results of a layer on every rank, with gradients."""
     layout = mb.layout.make("zigzag", cp_size=RANKS)
     cut = [[mb.shard(x, layout, r).requires_grad_() for r in range(RANKS)] for x in case()]
     *index, q, k = cut
@@ -41,7 +40,7 @@ def run(groups, **named):
 
 
 def kinds(groups):
-    """Algorithms of the sparse plans that were kept."""
+    """Return the algorithms of the cached sparse plans."""
     return {plan.algorithm for plan in groups.ranks[0].cache["sparse"].values()}
 
 

@@ -1,4 +1,4 @@
-"""What selections and attention over them refuse, by name, on every rank of a process."""
+"""Arguments that selections and sparse attention refuse, with equal errors on every rank."""
 
 from dataclasses import replace
 

@@ -1,5 +1,4 @@
-"""Selection and attention over it on gloo ranks: equal to one process, and an error where ranks
-differ."""
+"""Selection and sparse attention on gloo ranks: equal to one process, errors if ranks differ."""
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ LAYERS = 2
 
 
 def trained(groups, rank):
-    """ids, outs and gradients of two layers of this rank, the second backward first."""
+    """Return ids, outs and gradients of two layers of this rank, the second backward first."""
     layout = mb.layout.make("zigzag", cp_size=groups.size)
     make = torch.Generator().manual_seed(0)
     whole = [torch.randn(S, B, *size, generator=make, dtype=torch.float64) for size in SIZES]
@@ -56,7 +55,7 @@ def test_ranks_of_their_own_find_what_one_process_finds(ranks):
 
 
 def error_of(fault):
-    """The error of this rank where the second is at fault, or where ranks differ."""
+    """Return this rank's error if the second rank is wrong, or if ranks differ."""
     groups = mb.Groups.flat(dist.group.WORLD)
     layout = mb.layout.make("zigzag", cp_size=2)
     *index, q, k, v, _ = (torch.ones(S // 2, B, *size) for size in SIZES)

@@ -1,5 +1,8 @@
-"""One call of a kernel for all chunks of keys that are there together: how many calls there are,
-that results are those of dense float64 matrices, what is held, and what the model says of it."""
+"""One kernel call for all chunks of keys that are present together.
+
+The tests check the number of calls, results against dense float64 matrices, memory and the cost
+model.
+"""
 
 import pytest
 import sparse_oracle
@@ -25,14 +28,14 @@ def layout_of(name, ranks):
 
 
 def tensors():
-    """index_q, index_k, weights, q, k, v (of a latent: none), and the gradient of the output."""
+    """Return index_q, index_k, weights, q, k, v (None for a latent) and an output gradient."""
     make = torch.Generator().manual_seed(0)
     sizes = (3, D), (1, D), (3,), (HEADS, D), (2, D), (2, W), (HEADS, W)
     return [torch.randn(S, B, *size, generator=make, dtype=torch.float64) for size in sizes]
 
 
 def shown(mask):
-    """bool [S, S], by the definition of each mask."""
+    """Return a bool [S, S] by the definition of each mask."""
     t = torch.arange(S)
     document = torch.searchsorted(torch.tensor(BOUNDS), t, right=True)
     alike = document[:, None] == document if mask is DOCUMENTS else t[:, None] >= -1
@@ -40,8 +43,7 @@ def shown(mask):
 
 
 def by_hand(mask, keys, sink):
-    """Units of every row; out and the gradients of q, k, (v) and the sink, by autograd; the loss of
-    the indexer and its gradients."""
+    """Return units, out, gradients of q, k, v and sink, and the indexer's loss and gradients."""
     *index, q, k, v, dout = (t.clone().requires_grad_() for t in tensors())
     if keys == LATENT:
         k = k[:, :, :1].detach().requires_grad_()
@@ -59,7 +61,7 @@ def by_hand(mask, keys, sink):
 
 
 def layer(groups, layout, mask, keys, sink, **by):
-    """The same over the ranks of `groups`."""
+    """Compute the same over the ranks of `groups`."""
     cut = [[mb.shard(t, layout, r).requires_grad_() for r in range(groups.size)]
            for t in tensors()]  # fmt: skip
     *index, q, k, v, dout = cut
@@ -146,8 +148,7 @@ def test_ids_in_float32_do_not_depend_on_what_is_joined(algorithm):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """(pass, rows of queries, rows of keys) of each call of the kernel "counting", and of the
-    indexer."""
+    """Return pass, query rows and key rows of each call of kernel "counting" and indexer."""
     found = []
 
     class Counting(kernels.SelectedAten):
@@ -179,8 +180,10 @@ def calls(monkeypatch):
     ],
 )
 def test_calls_of_a_kernel_and_reads_of_queries(calls, algorithm, grid, each):
-    """Of every rank: as many calls as there are groups of chunks; each has all rows of queries, and
-    all together all keys once."""
+    """Every rank makes one call per group of chunks.
+
+    Each call has all rows of queries, and all calls together have all keys once.
+    """
     groups = in_process.groups(inter=grid[0], intra=grid[1])
     size, rows = groups.size, S // groups.size
     layer(groups, layout_of("zigzag", size), None, LATENT, None, kernel="counting",
@@ -227,7 +230,7 @@ def test_a_recompute_joins_the_rows_that_are_left(calls):
 
 
 def test_a_rank_holds_the_keys_of_two_nodes():
-    """Beside the copies that a call joins: chunks of keys of others, of 4 nodes of 4."""
+    """Chunks of other ranks on 4 nodes of 4, in addition to the copies that a call joins."""
     groups, layout = in_process.groups(inter=4, intra=4), layout_of("striped", 16)
     index = [[mb.shard(torch.zeros(16 * 8, 1, *size), layout, r) for r in range(16)]
              for size in ((3, D), (1, D), (3,))]  # fmt: skip
@@ -246,7 +249,7 @@ def test_a_rank_holds_the_keys_of_two_nodes():
 
 
 def seconds(algorithm, grid=(4, 2), memory=1e6, compute=1e12, rates=None):
-    """Compute of forward and backward that the model predicts."""
+    """Return the predicted seconds of forward and backward."""
     size = grid[0] * grid[1]
     sizes = Sizes(16, B, HEADS, 1, D - W, W, 2, 4, 4, (True, True, True))
     workload = Workload(sizes, mb.masks.Full(), layout_of("striped", size), attended=TOP_K,
@@ -258,7 +261,7 @@ def seconds(algorithm, grid=(4, 2), memory=1e6, compute=1e12, rates=None):
 
 @pytest.mark.parametrize(("algorithm", "each"), [("burst", 8), ("multicast", 4), ("all_gather", 1)])
 def test_the_model_counts_what_each_call_reads(algorithm, each):
-    """q in bf16 and out in fp32, read and written; q and dout, and dq; or the FLOPs of the call."""
+    """Reads and writes of q (bf16), out (fp32), dout and dq, or the FLOPs of the call."""
     rows = 16 * B * HEADS
     there, back = rows * (2 * D + 8 * W) / 1e6, rows * (2 * D + 2 * W + 8 * D) / 1e6
     assert seconds(algorithm) == pytest.approx((each * there, each * back))

@@ -1,4 +1,4 @@
-"""What sparse operations hold: no tensor as large as queries times keys, and chunks of keys."""
+"""Memory of sparse operations: chunks of keys, and no tensor of queries times keys."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ S, RANKS, TOP_K, WIDTH, VALUES = 256, 4, 8, 12, 8
 
 
 class Largest(TorchDispatchMode):
-    """Numbers of fp32 that the largest storage of a result has room for."""
+    """Size of the largest storage of a result, in fp32 numbers."""
 
     most = 0
 
@@ -50,7 +50,7 @@ def test_no_tensor_has_scores_of_all_rows_and_keys(monkeypatch, algorithm):
 
 @pytest.mark.parametrize(("algorithm", "keys"), [("ring", 2), ("burst", 2), ("all_gather", 3)])
 def test_a_ring_holds_two_chunks_of_keys_beyond_the_own(algorithm, keys):
-    """In forward and in backward, of a plan that runs; gradients have buffers of their own."""
+    """In forward and backward of a plan; gradients have their own buffers."""
     groups, layout = in_process.groups(intra=RANKS), mb.layout.make("zigzag", cp_size=RANKS)
     q = [torch.zeros(S // RANKS, 1, 2, WIDTH, requires_grad=True) for _ in range(RANKS)]
     plan = in_process.prepare(q, q, q, groups=groups, layout=layout, algorithm=algorithm, side="kv")

@@ -1,5 +1,7 @@
-"""The Triton kernels of sparse attention by Triton's interpreter, in float64, and compiled for GPUs
-that are not here."""
+"""Triton kernels of sparse attention in Triton's interpreter, in float64.
+
+They are also compiled for GPUs that are not available here.
+"""
 
 import importlib.util
 
@@ -26,7 +28,7 @@ def test_the_kernels_attend_to_what_was_selected():
 @pytest.mark.parametrize("device", [90, 100])
 @pytest.mark.parametrize("kernel", ["find", "forward", "backward_queries", "backward_keys"])
 def test_the_kernels_compile_for_latents_of_576_columns(device, kernel):
-    """And spill nothing; the benchmark has the other models."""
+    """Nothing spills. The benchmark covers other models."""
     from benchmarks.triton_compile import SHARED
     from benchmarks.triton_compile_selected import Launch, build
 

@@ -1,4 +1,4 @@
-"""What ranks of `test_grpo` run: the example's own code, shortened."""
+"""Code that the ranks of `test_grpo` run: the example's code, shortened."""
 
 import argparse
 import gc
@@ -16,8 +16,11 @@ def arguments(words):
 
 
 def learn(words):
-    """One step of samples: what `compare` and the sampler say, and how the objective grows as the
-    weights are updated: the mean over what was written of advantage x change of log-probability."""
+    """Run one step of samples.
+
+    Return the results of `compare` and of the sampler, and the growth of the objective when weights
+    are updated: the mean over written tokens of advantage times change of log-probability.
+    """
     import grpo_task
     import grpo_train
     from megatron.core import parallel_state

@@ -31,7 +31,7 @@ def test_gradients_are_those_of_separate_trajectories(found):
 
 
 def test_log_probabilities_are_those_that_were_sampled_with(found):
-    """By Megatron's own attention, without context parallelism."""
+    """Megatron's own attention without context parallelism gives the same log-probabilities."""
     assert found[0]["sampler"] < 1e-10
 
 

@@ -1,4 +1,4 @@
-"""`mb.rl.logprobs`: a model of Megatron over parallel ranks against each trajectory by itself."""
+"""`mb.rl.logprobs`: a model of Megatron over parallel ranks against each trajectory alone."""
 
 import importlib.util
 
@@ -76,8 +76,10 @@ def test_experts_are_exact_given_the_routes(four):
 
 
 def test_the_balance_of_experts_weighs_as_in_megatrons_own_steps(four):
-    """Divided by tokens of all ranks it is what it is divided by micro-batches; up to 0.18 a CP-th
-    of it, as Megatron multiplies it by the rows of one rank."""
+    """Division by the tokens of all ranks equals division by micro-batches.
+
+    Up to 0.18 it is a CP-th of that, because Megatron multiplies by the rows of one rank.
+    """
     from megatron.core.package_info import __version__
 
     old = tuple(map(int, __version__.split(".")[:2])) < (0, 19)

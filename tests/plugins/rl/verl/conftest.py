@@ -1,4 +1,4 @@
-"""Runs of verl's Megatron engine on the CPU; only where verl is installed (`make test-verl`)."""
+"""Runs of verl's Megatron engine on the CPU, if verl is installed (`make test-verl`)."""
 
 import importlib.metadata
 import itertools
@@ -27,8 +27,11 @@ def verl():
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
-    """`run(world, words, trajectories, micro_batch, ...)` -> exit status, what rank 0 printed, and
-    what each rank saved; by one process that has imported verl."""
+    """Return a function `run(world, words, trajectories, micro_batch, ...)`.
+
+    It returns the exit status, rank 0's output, and the saved results of each rank. One process
+    imports verl.
+    """
     folder, count = tmp_path_factory.mktemp("jobs"), itertools.count()
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),

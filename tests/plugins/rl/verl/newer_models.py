@@ -1,7 +1,8 @@
-"""Models of Bridge 0.6 on forked ranks, their real classes tiny and random: a plain GPT, and those
-that Bridge trains on one context-parallel rank only, Gemma 3 VL and MiMo-V2-Flash.
+"""Small random models of Bridge 0.6 on forked ranks, with their real classes.
 
-Called with a folder: writes what `gemma.run` and `text` find, to a file for each run of a model.
+A plain GPT, and models that Bridge trains on one context-parallel rank only: Gemma 3 VL and
+MiMo-V2-Flash. Called with a folder, it writes the results of `gemma.run` and `text` to one file per
+run of a model.
 """
 
 import functools
@@ -96,7 +97,7 @@ def gpt(ranks):
 
 
 def text(provider, work):
-    """One rank: writes [loss, {name: norm of the gradient}], summed over ranks, on rank 0."""
+    """Write the loss and the gradient norms by name, summed over ranks; only rank 0 writes."""
     import qwen
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection

@@ -1,9 +1,9 @@
 """verl's own Megatron engine on the CPU, on forked ranks, from verl's own configuration.
 
-A server, as that of tests/recipes: it imports verl once and forks the ranks of each job, one JSON
-line each; the exit status is a line of output. Every rank saves what it computed as FILE.RANK.pt.
-What stands in for a GPU: `plugins/testing`, local layers of Megatron, float32 and, on one rank,
-dense attention over packed batches, which Megatron has only with Transformer Engine.
+This is a server, like the one of tests/recipes. It imports verl once and forks the ranks of each
+job, one JSON line each. The exit status is a line of output. Every rank saves its results as
+FILE.RANK.pt. In place of a GPU it uses `plugins/testing`, local layers of Megatron, float32 and, on
+one rank, dense attention over packed batches, which Megatron supports only with Transformer Engine.
 """
 
 import functools
@@ -34,7 +34,7 @@ WHOLE = (
 
 
 def job(work):
-    """Infer and train one step on one rank; saves log-probabilities, entropies and gradients."""
+    """Infer and train one step on one rank; save log-probabilities, entropies and gradients."""
     if "refused" in work:
         torch.save([refused(work | {"words": words}) for words in work["refused"]], saved(work))
         return
@@ -60,7 +60,7 @@ def saved(work):
 
 
 def refused(work):
-    """What an engine says that is not made."""
+    """Return the error of an engine that refuses its settings."""
     try:
         built(work)
     except ValueError as error:
@@ -69,7 +69,7 @@ def refused(work):
 
 
 def of_model(name, engine):
-    """The name of a parameter in the whole model: stages number their layers from 0."""
+    """Return the name of a parameter in the whole model; stages number their layers from 0."""
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     first = get_transformer_layer_offset(engine.tf_config)
@@ -80,7 +80,7 @@ rows = []  # that each forward of the model had on this rank
 
 
 def built(work):
-    """The engine, of the configuration that verl's command line makes of these words."""
+    """Return the engine for the configuration that verl's command line makes of these words."""
     from hydra import compose, initialize_config_module
     from megatron.bridge.models.gpt_provider import local_layer_spec
     from megatron.core.models.gpt import GPTModel
@@ -113,7 +113,7 @@ def built(work):
 
 
 def trajectories(work):
-    """A batch as verl's trainer makes it: prompt and answer of each, jagged, in micro-batches."""
+    """Return a batch like that of verl's trainer: jagged prompts and answers in micro-batches."""
     from tensordict import TensorDict
     from verl.utils import tensordict_utils
 
@@ -131,7 +131,7 @@ def trajectories(work):
 
 
 def loss(model_output, data, dp_group=None):
-    """Another weight for each trajectory and token, as advantages are; and entropies."""
+    """Return a loss with a weight per trajectory and token, like advantages, and entropies."""
     total = 0
     of = (model_output[name].unbind() for name in ("log_probs", "entropy"))
     for tokens, logprobs, entropies in zip(data["input_ids"].unbind(), *of, strict=True):
@@ -143,7 +143,7 @@ def loss(model_output, data, dp_group=None):
 
 
 def dense_attention():
-    """One rank's attention over a packed batch, document by document."""
+    """Compute one rank's attention over a packed batch, document by document."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     def forward(self, query, key, value, *args, packed_seq_params, **kwargs):
@@ -161,7 +161,7 @@ def dense_attention():
 
 
 def tiny_model(folder):
-    """A random Qwen3 as a hub has it."""
+    """Write a random Qwen3 model in the format of a hub."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(1)
@@ -178,7 +178,7 @@ def tiny_model(folder):
 
 
 def serve(folder):
-    """Jobs of standard input, one after the other."""
+    """Run the jobs of standard input one after the other."""
     from megatron_burst.plugins.testing import recipes
 
     answers = os.fdopen(os.dup(1), "w")

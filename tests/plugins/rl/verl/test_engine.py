@@ -1,4 +1,4 @@
-"""verl's own Megatron engine with BurstAttention: what it infers and learns is that of one rank."""
+"""verl's own Megatron engine with BurstAttention: inference and training equal one rank."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ MICRO_BATCH = 3
 
 
 def distinct(trajectories):
-    """Rows that verl's outputs differ in: by all tokens up to the next one, or to the end."""
+    """Return the rows in which verl's outputs differ: tokens up to the next one or the end."""
     return len(
         {(*one[: i + 2], i + 1 == len(one)) for one in trajectories for i in range(len(one))}
     )
@@ -38,15 +38,14 @@ FORWARDS = [distinct(BATCH[:3]), distinct(BATCH[3:])]  # of two micro-batches
 
 @pytest.fixture(scope="module")
 def one_rank(run):
-    """verl as it is, on one rank."""
+    """Run stock verl on one rank."""
     code, log, results = run(1, [], BATCH, MICRO_BATCH)
     assert code == 0, log[-3000:]
     return results[0]
 
 
 def equal(results, theirs):
-    """Per token of each trajectory but the last, which predicts nothing; and every weight that a
-    rank has whole."""
+    """Compare all tokens of a trajectory except the last, and weights that a rank holds whole."""
     ours = next(one for one in results if "loss" in one)  # of the last stage
     for kind in ("inferred", "trained"):
         for name in ("log_probs", "entropy"):

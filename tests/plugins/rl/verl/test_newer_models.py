@@ -1,4 +1,4 @@
-"""Models of Bridge 0.6 over ranks equal one rank, also those that it trains on one rank only."""
+"""Models of Bridge 0.6 over ranks equal one rank, even those that it trains on one rank only."""
 
 import json
 import os
@@ -16,7 +16,7 @@ RUNS += [("gemma4 dense", 1), ("gemma4 dense", 2), ("gemma4 experts", 1)]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The folder with what each run found, and what it printed."""
+    """Return the folder with the results and the output of each run."""
     folder = tmp_path_factory.mktemp("runs")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -50,7 +50,7 @@ def test_layers_of_gemma_4_do_not_run_tiles(runs):
 
 
 def test_the_fused_loss_knows_no_soft_cap(runs):
-    """Which Bridge puts on the output layer after the model was built."""
+    """Bridge sets the cap on the output layer after the model was built."""
     assert not (runs / "gemma4 dense.4").exists()
     said = (runs / "gemma4 dense.4.log").read_text()
     assert "lm_head_loss single_pass needs an output layer that is a ColumnParallelLinear" in said

@@ -1,5 +1,8 @@
-"""What ranks of the tests of DSA run: a GPT or a hybrid model of Megatron's on a CPU, some steps of
-forward and backward in its own schedule, and what they gave."""
+"""Code that the ranks of the DSA tests run.
+
+A GPT or hybrid model of Megatron on a CPU runs some steps of forward and backward in Megatron's own
+schedule.
+"""
 
 from functools import partial
 
@@ -53,7 +56,7 @@ def build(settings, pattern=None):
 
 
 def batches(count):
-    """Whole sequences [1, SEQUENCE] of tokens and labels, and the loss mask."""
+    """Return whole sequences [1, SEQUENCE] of tokens and labels, and the loss mask."""
     draw = torch.Generator().manual_seed(7)
     for _ in range(count):
         tokens = torch.randint(VOCABULARY, (1, SEQUENCE + 1), generator=draw)
@@ -75,10 +78,12 @@ def packed_params(lengths):
 
 
 def run(sizes, chosen, changes, lengths, pattern, count):
-    """What `count` micro-batches gave: the loss of each, per token, the indexer's as Megatron logs
-    it, gradients by name, and their norm; "lines", what was logged.
+    """Return the results of `count` micro-batches.
 
-    chosen: fields of BurstConfig, None for stock Megatron."""
+    These are the loss of each per token, the indexer's loss as Megatron logs it, gradients by name
+    and their norm, and the logged "lines". chosen has fields of BurstConfig, or is None for stock
+    Megatron.
+    """
     import megatron_burst as mb
     import megatron_burst.megatron as burst
 
@@ -149,8 +154,11 @@ def _trained(settings, lengths, pattern, count):
 
 
 def overlapped(sizes, chosen, changes, steps=2):
-    """Two steps of Megatron's data parallelism with overlapped reductions: trainable parameters of
-    indexers by name, the largest change of an indexer's weights, and "lines", what was logged."""
+    """Run two steps of Megatron's data parallelism with overlapped reductions.
+
+    Return trainable parameters of indexers by name, the largest change of an indexer's weights, and
+    the logged "lines".
+    """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed

@@ -1,5 +1,7 @@
-"""Ranks of their own, from which Megatron can write a checkpoint: a model with a selection rule is
-saved at some sizes and loaded at others. Arguments: a folder, and the rule."""
+"""Ranks that write a Megatron checkpoint of a model with a selection rule.
+
+The model is saved at some sizes and loaded at others. Arguments: a folder, and the rule.
+"""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,8 @@
-"""What ranks of `test_sparse_layers` run: a small GPT in fp64 whose layers have a selection rule,
-and one such layer written out by hand, dense."""
+"""Code that the ranks of `test_sparse_layers` run.
+
+A small GPT in fp64 has layers with a selection rule. One such layer is also written out by hand,
+dense.
+"""
 
 import math
 from functools import partial
@@ -20,8 +23,11 @@ SIZES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_
 
 
 def build(changes, layers, burst):
-    """This rank's part of a model, which does not depend on parallel sizes, in Megatron's data
-    parallelism. layers: arguments of `mb.sparse_layer_spec`, None for Megatron's own attention."""
+    """Return this rank's part of a model in Megatron's data parallelism.
+
+    The model does not depend on parallel sizes. layers has arguments of `mb.sparse_layer_spec`, or
+    is None for Megatron's own attention.
+    """
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -56,12 +62,12 @@ def build(changes, layers, burst):
 
 
 def documents():
-    """Their bounds in a packed batch."""
+    """Return the bounds of documents in a packed batch."""
     return [0, 32, 64]
 
 
 def batch(step, packed):
-    """Tokens, labels and positions of this rank, and its documents."""
+    """Return tokens, labels and positions of this rank, and its documents."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     import megatron_burst as mb
@@ -98,8 +104,10 @@ def forward_step(packed, steps, data, model):
 
 
 def train(changes, layers, burst=None, packed=False, steps=2, rate=0.05, micro=2):
-    """[(loss, indexer's loss, {name: gradient})] of steps of gradient descent, over all ranks;
-    gradients are of whole parameters."""
+    """Return loss, indexer loss and gradients by name of each step of gradient descent.
+
+    They are those of all ranks and of whole parameters.
+    """
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random
@@ -151,7 +159,7 @@ WIDTH, TOKENS = 8, 24
 
 
 def against_dense(rule):
-    """The largest errors of a layer's attention on one rank: its output, and gradients by name."""
+    """Return the largest errors of a layer's attention on one rank: output and gradients."""
     arguments = RULES[rule]
     with parallel():
         from megatron.core.tensor_parallel import random
@@ -187,15 +195,17 @@ def norm(x, weight):
 
 
 def turn(x, angles):
-    """x [rows, heads, WIDTH], each row by its angles [rows, WIDTH / 2]."""
+    """Rotate each row of x [rows, heads, WIDTH] by its angles [rows, WIDTH / 2]."""
     a, b = x[..., : WIDTH // 2], x[..., WIDTH // 2 :]
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
 def by_hand(p, x, angles, arguments):
-    """out [s, hidden] without the projection's bias, and the indexer's loss; 4 query heads, 2 key
-    heads, blocks of 4."""
+    """Return out [s, hidden] without the projection's bias, and the indexer's loss.
+
+    The layer has 4 query heads, 2 key heads and blocks of 4.
+    """
     x, block = x[:, 0], 4
     mixed = (x @ p["linear_qkv.weight"].T + p["linear_qkv.bias"]).view(TOKENS, 2, 4, WIDTH)
     q = norm(mixed[:, :, :2].reshape(TOKENS, 4, WIDTH), p["q_layernorm.weight"])
@@ -235,7 +245,7 @@ def by_hand(p, x, angles, arguments):
 
 
 def names(changes, layers):
-    """(name, whole shape) of what a checkpoint has of an indexer, on this rank."""
+    """Return name and whole shape of each entry of an indexer in this rank's checkpoint."""
     sizes = {name: changes[name] for name in SIZES if name in changes}
     with parallel(**sizes):
         model = build(changes, layers, {})
@@ -244,8 +254,10 @@ def names(changes, layers):
 
 
 def saved_and_loaded(folder, changes, others, layers):
-    """The largest difference of the parameters of a model that other sizes have loaded to its own,
-    whose values do not depend on sizes."""
+    """Return the largest difference between parameters saved and loaded at other sizes.
+
+    The values of the parameters do not depend on sizes.
+    """
     from megatron.core import dist_checkpointing
 
     with parallel(**{name: changes[name] for name in SIZES if name in changes}):
@@ -264,7 +276,7 @@ def saved_and_loaded(folder, changes, others, layers):
 
 
 def message(changes, layers, burst, step=False):
-    """The ValueError of building a model, or of a step of it; None without one."""
+    """Return the ValueError of building a model or of a step of it, or None."""
     try:
         if step:
             train(changes, layers, burst, steps=1)
@@ -277,7 +289,7 @@ def message(changes, layers, burst, step=False):
 
 
 def documented(text):
-    """A block of the documentation, with what it says that its reader has; the rules of layers."""
+    """Run a block of the documentation about rules of layers, with the names that it assumes."""
     from megatron.core.tensor_parallel import random
 
     with parallel("zigzag", context_parallel_size=2):
@@ -290,7 +302,7 @@ def documented(text):
 
 
 def layers_tracked():
-    """Of how many layers Megatron's tracker knows after a step without an indexer."""
+    """Return the number of layers in Megatron's tracker after a step without an indexer."""
     from megatron.core.transformer.experimental_attention_variant import dsa
 
     train({"dsa_indexer_loss_coeff": 0.1}, RULES["moba"], steps=1)

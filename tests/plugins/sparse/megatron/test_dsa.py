@@ -1,4 +1,4 @@
-"""Megatron's sparse attention (DSA) on a ring: as with its own all-gather, and as on one rank."""
+"""Megatron's sparse attention (DSA) on a ring equals its own all-gather and one rank."""
 
 import dsa_ranks
 import pytest
@@ -22,7 +22,7 @@ DOCUMENTS = (16, 24, 8, 16)
 
 @pytest.fixture(scope="module")
 def ran(four):
-    """`ran(...)` as `dsa_ranks.run` -> the results of all ranks; runs are remembered."""
+    """Return a function that runs `dsa_ranks.run` on all ranks and caches the results."""
     known = {}
 
     def run(sizes, chosen=None, changes=None, **more):
@@ -36,7 +36,7 @@ def ran(four):
 
 
 def worst(found, expected):
-    """Largest relative difference of losses and norm, and of gradients."""
+    """Return the largest relative difference of losses and norm, and of gradients."""
     losses, grads = 0.0, 0.0
     for ours, theirs in zip(found, expected, strict=True):
         for name in ("loss", "indexer", "norm"):
@@ -103,14 +103,16 @@ def test_documents_do_not_see_each_other(ran):
 
 @pytest.mark.parametrize("store", [None, 1.0])
 def test_layers_share_selections_in_a_pipeline_that_recomputes(ran, store):
-    """Between forward and recompute of a layer, other micro-batches go through that whose selection
-    it shares. Megatron's own would take theirs, so that it is compared without recomputation."""
+    """Other micro-batches pass the source layer between forward and recomputation of a layer.
+
+    Megatron's own layers would use their selection, so the reference runs without recomputation.
+    """
     ours = ran(STAGES | CP2, {"store": store}, SHARE | FULL, count=3)
     check(ours, ran(STAGES, None, SHARE, count=3))
 
 
 def test_a_loss_over_all_keys_without_relu_not_per_token(ran):
-    """As is Megatron's default, and GLM-5."""
+    """These are the settings of Megatron's default and of GLM-5."""
     changes = {
         "dsa_indexer_use_sparse_loss": False,
         "dsa_indexer_scoring_relu": False,

@@ -1,4 +1,4 @@
-"""What sparse attention (DSA) needs of a run over several ranks, and what it is told."""
+"""Requirements of sparse attention (DSA) on a run over several ranks, and the error messages."""
 
 import dsa_ranks
 import pytest
@@ -96,7 +96,7 @@ def test_which_algorithm_carries_keys():
 
 @new
 def test_the_exchange_need_not_be_given():
-    """Megatron asserts an all-gather, before it is known whose attention will run."""
+    """Megatron asserts an all-gather before it is known which attention runs."""
     for given in (None, "p2p"):
         with pytest.raises(AssertionError, match="allgather"):
             dsa_ranks.config({"context_parallel_size": 2}, cp_comm_type=given)

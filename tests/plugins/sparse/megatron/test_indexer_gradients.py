@@ -1,5 +1,7 @@
-"""How the loss of an indexer counts beside the model's, and whose selection a layer of DSA shares:
-on one rank, with stand-ins for Megatron's settings."""
+"""Weight of an indexer's loss, and selections that DSA layers share.
+
+The tests run on one rank, with stand-ins for Megatron's settings.
+"""
 
 from types import SimpleNamespace
 
@@ -22,7 +24,7 @@ MASK = mb.masks.Documents([0, 4, 10, 13, 16], padding=[2]) & mb.masks.Causal()
 
 @pytest.mark.parametrize("per_token", [False, True])
 def test_what_the_loss_of_a_spec_counts(monkeypatch, per_token):
-    """The sum of a row's selections; rows and micro-batches are averaged, or summed per token."""
+    """Selections of a row are summed; rows and micro-batches are averaged, or summed per token."""
     tracker = {}
     monkeypatch.setattr(DSAIndexerLossLoggingHelper, "tracker", tracker)
     monkeypatch.setattr(patching, "notes", lambda: {index_loss._NOTE: 4})
@@ -72,7 +74,7 @@ def selection_of(unit):
 
 
 def test_a_recompute_shares_the_selection_of_its_own_micro_batch():
-    """Also where the layer that selects has seen another one since."""
+    """The source layer may have run another micro-batch since."""
     plan = SimpleNamespace(layout=mb.layout.make("zigzag", cp_size=1), mask=mb.masks.Causal())
     layer = SimpleNamespace(
         layer_number=4, source_layer=3, rule=rules.Dsa(), index_topk_freq=2,
@@ -94,7 +96,7 @@ def test_a_recompute_shares_the_selection_of_its_own_micro_batch():
 
 
 def test_everything_that_a_row_sees():
-    """What a loss over all keys is over."""
+    """Selection of all visible keys, for a loss over all keys."""
     layout, groups = mb.layout.make("zigzag", cp_size=2), in_process.groups(intra=2)
     q = [torch.randn(8, 1, 1, 4) for _ in range(2)]
     plan = in_process.prepare(q, q, q, groups=groups, layout=layout, mask=MASK)

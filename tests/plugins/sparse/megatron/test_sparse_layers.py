@@ -1,4 +1,4 @@
-"""`mb.sparse_layer_spec`: GPT layers with a selection rule train alike at any parallel size."""
+"""`mb.sparse_layer_spec`: training is the same at all parallel sizes."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,7 +86,7 @@ def test_equal_to_dense_matrices(four, rule):
 
 @pytest.mark.slow
 def test_a_checkpoint_goes_on_at_other_sizes(tmp_path):
-    """Saved at CP 2 and TP 2, loaded at CP 4."""
+    """A checkpoint saved at CP 2 and TP 2 is loaded at CP 4."""
     server = Ranks(tmp_path, "pretrain_gpt", ROOT / "examples")
     (tmp_path / "model").mkdir()
     script = Path(__file__).with_name("sparse_checkpoint.py")
@@ -97,7 +97,7 @@ def test_a_checkpoint_goes_on_at_other_sizes(tmp_path):
 
 
 def test_names_in_checkpoints(four):
-    """docs/sparse.md has them."""
+    """docs/sparse.md lists the names."""
     prefix, shapes = "decoder.layers.0.self_attention.indexer.", {
         "linear_q.weight": (24, 32), "linear_k.weight": (8, 32), "k_norm.weight": (8,),
     }  # fmt: skip
@@ -157,7 +157,7 @@ def test_what_cannot_be_served_is_refused_on_every_rank(four, words):
 
 
 def test_a_norm_inside_a_linear_layer_comes_out(monkeypatch):
-    """Transformer Engine's, by stand-ins."""
+    """The modules are stand-ins for Transformer Engine's."""
     from megatron.core.extensions import transformer_engine
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.identity_op import IdentityOp
@@ -202,12 +202,12 @@ def test_the_block_of_the_documentation(four):
 
 @pytest.mark.parametrize(("given", "found"), [(None, 0.01), (0.0, 0.0), (0.5, 0.5)])
 def test_megatrons_coefficient_counts_where_the_spec_has_none(given, found):
-    """Its 0 turns the loss off."""
+    """A coefficient of 0 disables the loss."""
     layer = mb.sparse_layer_spec(rule="qsa", top_k=2).submodules.self_attention
     config = SimpleNamespace(dsa_indexer_loss_coeff=given)
     assert layers._coefficient(config, layer.params["choice"]) == found
 
 
 def test_ranks_without_an_indexer_track_its_loss_too(four):
-    """Or those that have one would wait for them where Megatron sums over pipeline stages."""
+    """Otherwise ranks with an indexer would wait while Megatron sums over pipeline stages."""
     assert four(sparse_layers.layers_tracked) == [2] * 4
