@@ -61,28 +61,28 @@ def by_rank(groups, inputs):
 
 def on_ranks(groups, run, inputs, keep=None):
     """Return the results of `run` on all ranks, each in its own checkpoint with `keep`."""
-    given = groups.ranks, *by_rank(groups, inputs)
+    arguments = groups.ranks, *by_rank(groups, inputs)
     if keep is None:
-        return in_process.on_ranks(groups, run, *given)
-    return in_process.checkpoint(groups, run, *given, keep=keep)
+        return in_process.on_ranks(groups, run, *arguments)
+    return in_process.checkpoint(groups, run, *arguments, keep=keep)
 
 
 def results(groups, run, inputs, sink, keep):
     """Return output and all gradients, with a checkpoint with `keep`, or without a checkpoint."""
-    given = [*by_rank(groups, inputs)] + ([] if sink is None else [[sink] * groups.size])
-    call = run if keep is None else lambda *given: mb.checkpoint(run, *given, keep=keep)
-    out = torch.stack(in_process.on_ranks(groups, call, groups.ranks, *given))
+    arguments = [*by_rank(groups, inputs)] + ([] if sink is None else [[sink] * groups.size])
+    call = run if keep is None else lambda *arguments: mb.checkpoint(run, *arguments, keep=keep)
+    out = torch.stack(in_process.on_ranks(groups, call, groups.ranks, *arguments))
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-    wanted = [*inputs] if sink is None else [*inputs, sink]
-    grads = torch.autograd.grad((out * weights).sum(), wanted, retain_graph=True)
-    twice = torch.autograd.grad((out * weights).sum(), wanted)
+    expected = [*inputs] if sink is None else [*inputs, sink]
+    grads = torch.autograd.grad((out * weights).sum(), expected, retain_graph=True)
+    twice = torch.autograd.grad((out * weights).sum(), expected)
     assert all(torch.equal(x, y) for x, y in zip(grads, twice, strict=True))  # a second backward
     return out, *grads
 
 
 def worst(groups, run, inputs, sink, keep):
-    found, alone = (results(groups, run, inputs, sink, each) for each in (keep, None))
-    pairs = zip(found, alone, strict=True)
+    actual, alone = (results(groups, run, inputs, sink, each) for each in (keep, None))
+    pairs = zip(actual, alone, strict=True)
     return max((x - y).abs().max().item() for x, y in pairs)
 
 
@@ -103,8 +103,8 @@ def test_gradients_are_those_without_a_checkpoint(layout, name):
 def test_all_kept_is_the_same_bits():
     groups = in_process.groups(inter=2, intra=2)
     run, inputs = layers(groups, {})
-    found, alone = (results(groups, run, inputs, None, keep) for keep in (1.0, None))
-    pairs = zip(found, alone, strict=True)
+    actual, alone = (results(groups, run, inputs, None, keep) for keep in (1.0, None))
+    pairs = zip(actual, alone, strict=True)
     assert all(torch.equal(x, y) for x, y in pairs)
 
 
@@ -126,7 +126,7 @@ def sent_again(groups, layout, keep, mask, algorithm="burst", dtype=torch.bfloat
     runs = [_checkpoint().storing(partial(mb.attention, plan=one), keep) for one in plan.ranks]
 
     def run():
-        in_process.on_ranks(groups, lambda call, *given: call(*given), runs, q, k, v)
+        in_process.on_ranks(groups, lambda call, *arguments: call(*arguments), runs, q, k, v)
 
     run()
     before = sent()
@@ -144,7 +144,7 @@ def _checkpoint():
 def test_causal_bytes_rows_and_memory_by_formula(algorithm, keep):
     """Striped: each rank recomputes the queries, and sends the keys, of the first (1 - f) S."""
     groups = in_process.groups(inter=2, intra=2)
-    sent, held, plan = sent_again(groups, "striped", keep, masks.Causal(), algorithm)
+    sent, held_bytes, plan = sent_again(groups, "striped", keep, masks.Causal(), algorithm)
     rows, first = LENGTH // 4, round((1 - keep) * LENGTH)
     # Striped: rank r has the positions r, r + 4, ...; later ranks see all of them that are there.
     users = [
@@ -156,9 +156,9 @@ def test_causal_bytes_rows_and_memory_by_formula(algorithm, keep):
     ]
     name = "direct" if algorithm == "all_gather" else algorithm
     assert sent == sum(cases.cheapest(name, (2, 2), users, ((8 + 8) * 2, 0))[0].values())
-    kept = round(keep * rows)
-    assert plan.store_bytes == kept * 2 * (2 * 8 + 4)  # out in bf16, lse in fp32, two heads
-    assert held == 4 * plan.store_bytes  # all four ranks are in this process
+    stored = round(keep * rows)
+    assert plan.store_bytes == stored * 2 * (2 * 8 + 4)  # out in bf16, lse in fp32, two heads
+    assert held_bytes == 4 * plan.store_bytes  # all four ranks are in this process
     assert sum(len(one.recompute.run.kept) for one in plan.ranks) == keep * LENGTH
     pairs = sum(
         tile.tile.visible
@@ -185,18 +185,23 @@ def test_zigzag_is_unbalanced_and_says_so():
 
 @pytest.mark.parametrize("name", ["causal", "full", "window"])
 def test_which_positions_are_kept(name):
-    kept, rest = selection.split_positions(MASKS[name], LENGTH, 0.5, 4)
-    assert kept == [Interval(24, 48)]
-    assert rest == [Interval(0, 24)]
+    stored, remaining = selection.split_positions(MASKS[name], LENGTH, 0.5, 4)
+    assert stored == [Interval(24, 48)]
+    assert remaining == [Interval(0, 24)]
 
 
 def test_in_documents_the_costliest_rows_are_kept():
-    mask, found = MASKS["documents"], selection.split_positions(MASKS["documents"], LENGTH, 0.25, 4)
+    mask, actual = (
+        MASKS["documents"],
+        selection.split_positions(MASKS["documents"], LENGTH, 0.25, 4),
+    )
     seen = mask.visible(np.arange(LENGTH)[:, None], np.arange(LENGTH)[None, :])
-    kept, rest = (sorted(p for a, b in intervals for p in range(a, b)) for intervals in found)
+    stored, remaining = (
+        sorted(p for a, b in intervals for p in range(a, b)) for intervals in actual
+    )
     dear = sorted(range(LENGTH), key=lambda p: (seen[p].sum(), p))[-LENGTH // 4 :]
-    assert kept == sorted(dear)
-    assert sorted(kept + rest) == list(range(LENGTH))
+    assert stored == sorted(dear)
+    assert sorted(stored + remaining) == list(range(LENGTH))
 
 
 def test_rows_of_a_shard():
@@ -342,8 +347,8 @@ def on_real_ranks(keep):
         return mb.attention(q.sin(), k, v, groups=groups, layout="striped")
 
     alone = torch.autograd.grad(run(q, k, v).square().sum(), (q, k, v))
-    kept = torch.autograd.grad(mb.checkpoint(run, q, k, v, keep=keep).square().sum(), (q, k, v))
-    return max((x - y).abs().max().item() for x, y in zip(kept, alone, strict=True))
+    stored = torch.autograd.grad(mb.checkpoint(run, q, k, v, keep=keep).square().sum(), (q, k, v))
+    return max((x - y).abs().max().item() for x, y in zip(stored, alone, strict=True))
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.5, 1.0])

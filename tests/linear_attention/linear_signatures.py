@@ -37,17 +37,17 @@ def main() -> int:
 def record(mirror: str, path: str) -> list[dict]:
     """Return the entries of the function at this dotted path, oldest release first."""
     module, _, name = path.rpartition(".")
-    found: dict[tuple[str, str], list[str]] = {}
+    actual: dict[tuple[str, str], list[str]] = {}
     for release, commit in releases(mirror, Source(path="", tags="")):  # every tag
         for file in (f"{module.replace('.', '/')}.py", f"{module.replace('.', '/')}/chunk.py"):
             if git(mirror, "ls-tree", commit, file):
                 text = git(mirror, "show", f"{commit}:{file}")
                 shape = signature(text, name)
                 if shape is not None:
-                    found.setdefault(shape, []).append(release)
+                    actual.setdefault(shape, []).append(release)
     return [
         {"releases": alike, "parameters": shape, "returns": returns}
-        for (shape, returns), alike in found.items()
+        for (shape, returns), alike in actual.items()
     ]
 
 

@@ -45,8 +45,8 @@ def recurrence(q, k, v, decay, beta, initial, bounds):
     if decay is not None and decay.dim() == 1:  # one for all tokens
         decay = decay.expand(*v.shape[:3])
     lengths = [stop - start for start, stop in pairwise(bounds)]
-    given = recurrences.Case(q, k, v, decay, beta)
-    return recurrences.pieces(given, lengths, initial, q.shape[3] ** -0.5)
+    arguments = recurrences.Case(q, k, v, decay, beta)
+    return recurrences.pieces(arguments, lengths, initial, q.shape[3] ** -0.5)
 
 
 def close(found, wanted):
@@ -73,11 +73,11 @@ def check(form, layout, world, algorithm, kernel="auto", planned=False):
     if planned:
         every = [decay] * world if isinstance(decay, torch.Tensor) else decay
         keywords = {"plan": in_process.prepare_linear(q, k, v, decay=every, beta=beta, **keywords)}
-    mine, ends = in_process.linear_attention(
+    own, ends = in_process.linear_attention(
         q, k, v, decay=decay, beta=beta, initial_state=initial, return_final_state=True, **keywords
     )
-    mine = mb.unshard(mine, cut, dim=0)
-    close(mine, out)
+    own = mb.unshard(own, cut, dim=0)
+    close(own, out)
     for end in ends:
         close(end, finals)
     make = torch.Generator().manual_seed(1)
@@ -87,7 +87,7 @@ def check(form, layout, world, algorithm, kernel="auto", planned=False):
     # The gradient of the final states comes in parts, from all ranks.
     parts = sum((end * of_finals).sum() for end in ends) / world
     for one, other in zip(
-        torch.autograd.grad((mine * of_out).sum() + parts, leaves), truth, strict=True
+        torch.autograd.grad((own * of_out).sum() + parts, leaves), truth, strict=True
     ):
         close(one, other)
 
@@ -136,12 +136,12 @@ def bf16_error(form, world):
         None if t is None else [mb.shard(t, layout, r, dim=0) for r in range(world)]
         for t in (*low[:2], v, *low[3:])
     )
-    mine = in_process.linear_attention(
+    own = in_process.linear_attention(
         q, k, v_, decay=decay, beta=beta, groups=groups, layout=layout
     )
-    mine = mb.unshard(mine, layout, dim=0)
-    (grad,) = torch.autograd.grad((mine * weights.to(mine.dtype)).sum(), v)
-    return (mine - out).abs().mean().item(), (grad - truth).abs().mean().item()
+    own = mb.unshard(own, layout, dim=0)
+    (grad,) = torch.autograd.grad((own * weights.to(own.dtype)).sum(), v)
+    return (own - out).abs().mean().item(), (grad - truth).abs().mean().item()
 
 
 @pytest.mark.parametrize("form", ["scalar_decay", "gated_delta_rule", "kda"])

@@ -34,11 +34,11 @@ def test_strong_decays(form):
 def test_decays_far_below_what_exp_can_tell_give_numbers(form):
     given = recurrences.case(form, 130, dtype=torch.float32)
     given = given._replace(decay=torch.full_like(given.decay, -1e4))
-    mine = recurrences.leaves(given)
+    own = recurrences.leaves(given)
     starts = states(given, 1).float().requires_grad_()
-    out, maps = computed(form, "torch", mine, ((130,), (True,)), starts)
-    found = recurrences.gradients((out, maps.increment, maps.transition), (*mine, starts))
-    assert all(x.isfinite().all() for x in (out, *maps, *found))
+    out, maps = computed(form, "torch", own, ((130,), (True,)), starts)
+    actual = recurrences.gradients((out, maps.increment, maps.transition), (*own, starts))
+    assert all(x.isfinite().all() for x in (out, *maps, *actual))
 
 
 def forgetting(form, rows, dtype=torch.float64):
@@ -55,28 +55,28 @@ def forgetting(form, rows, dtype=torch.float64):
 def test_decays_of_minus_infinity_forget_all(form, lengths):
     given, cut = forgetting(form, sum(lengths)), (lengths, (True,) * len(lengths))
     assert_recurrence(form, "torch", given, cut, states(given, len(lengths)))
-    mine = recurrences.leaves(given)
-    _, maps = computed(form, "torch", mine, cut, states(given, len(lengths)))
-    _, others = computed(form, "reference", mine, cut, states(given, len(lengths)))
+    own = recurrences.leaves(given)
+    _, maps = computed(form, "torch", own, cut, states(given, len(lengths)))
+    _, others = computed(form, "reference", own, cut, states(given, len(lengths)))
     assert_exact(maps, others)
-    found = (recurrences.gradients(x, mine[1:]) for x in (maps, others))
-    assert_exact(*found)
+    actual = (recurrences.gradients(x, own[1:]) for x in (maps, others))
+    assert_exact(*actual)
 
 
 def errors_in_float32(form, given, rows):
     """Return the largest error of each result and gradient relative to its largest number."""
-    mine = recurrences.leaves(given)
+    own = recurrences.leaves(given)
     true = recurrences.leaves(recurrences.Case(*(x if x is None else x.double() for x in given)))
     starts, cut = states(given, 1), ((rows,), (True,))
-    out, maps = computed(form, "torch", mine, cut, starts.float())
+    out, maps = computed(form, "torch", own, cut, starts.float())
     truth, others = computed(form, "reference", true, cut, starts)
     results = (out, *maps), (truth, *others)
-    got, wanted = (
-        (*x, *recurrences.gradients(x, y)) for x, y in zip(results, (mine, true), strict=True)
+    got, expected = (
+        (*x, *recurrences.gradients(x, y)) for x, y in zip(results, (own, true), strict=True)
     )
     return [
         ((one - other).abs().max() / other.abs().max().clamp(min=1)).item()
-        for one, other in zip(got, wanted, strict=True)
+        for one, other in zip(got, expected, strict=True)
     ]
 
 
@@ -124,15 +124,15 @@ def test_a_decay_that_grows_leaves_a_state_of_zero_at_zero(form, algorithm):
     decay, v = given.decay.clone(), given.v.clone()
     decay[:-rows], decay[-rows], v[:-rows] = 3.25, -2000.0, 0
     given = given._replace(decay=decay, v=v)
-    mine, true = recurrences.leaves(given), recurrences.leaves(given)
-    wanted, _ = recurrences.pieces(true, (rows * ranks,), states(given, 1) * 0, 1.0)
-    lists = {n: None if x is None else list(x.split(rows)) for n, x in mine._asdict().items()}
+    own, true = recurrences.leaves(given), recurrences.leaves(given)
+    expected, _ = recurrences.pieces(true, (rows * ranks,), states(given, 1) * 0, 1.0)
+    lists = {n: None if x is None else list(x.split(rows)) for n, x in own._asdict().items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "decay has positive logarithms")
         outs = in_process.linear_attention(
             **lists, groups=in_process.groups(intra=ranks), layout="contiguous", scale=1.0,
             algorithm=algorithm,
         )  # fmt: skip
-    assert_exact((torch.cat(outs),), (wanted,))
-    found = recurrences.gradients((torch.cat(outs)[-rows:],), mine)
-    assert_exact(found, recurrences.gradients((wanted[-rows:],), true))
+    assert_exact((torch.cat(outs),), (expected,))
+    actual = recurrences.gradients((torch.cat(outs)[-rows:],), own)
+    assert_exact(actual, recurrences.gradients((expected[-rows:],), true))

@@ -159,8 +159,8 @@ def test_numbers_of_numpy_are_numbers():
     one, other = (in_process.linear_attention(**keywords, scale=x) for x in (np.float32(0.5), 0.5))
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     groups, written = keywords["groups"], [torch.ones(p, B, H, D, W) for p in (2, 1)]
-    found = in_process.state_scan(None, written, groups=groups, seq_len=np.int64(8))
-    assert [t[:, 0, 0, 0, 0].tolist() for t in found] == [[0.0, 2.0], [1.0]]
+    actual = in_process.state_scan(None, written, groups=groups, seq_len=np.int64(8))
+    assert [t[:, 0, 0, 0, 0].tolist() for t in actual] == [[0.0, 2.0], [1.0]]
 
 
 def maps(kind, dtype=torch.float32, **sizes):
@@ -256,5 +256,5 @@ def test_inside_a_checkpoint(reentrant):
         out = outputs(checkpointed, *leaves)
     out.square().sum().backward()
     assert sorted(calls) == [0, 0, 1, 1]
-    for leaf, wanted in zip(leaves, truth, strict=True):
-        assert torch.equal(leaf.grad, wanted)
+    for leaf, expected in zip(leaves, truth, strict=True):
+        assert torch.equal(leaf.grad, expected)

@@ -40,24 +40,24 @@ def states(given, pieces, seed=5):
 
 
 def assert_exact(got, truth):
-    for mine, true in zip(got, truth, strict=True):
-        assert mine.shape == true.shape
-        torch.testing.assert_close(mine, true, rtol=1e-10, atol=1e-10)
+    for own, true in zip(got, truth, strict=True):
+        assert own.shape == true.shape
+        torch.testing.assert_close(own, true, rtol=1e-10, atol=1e-10)
 
 
 def assert_recurrence(form, kernel, given, cut, entering):
     """Compare outputs, results of the requested maps for any states, and gradients."""
-    asked = [i for i, mapped in enumerate(cut[1]) if mapped]
-    mine, true = recurrences.leaves(given), recurrences.leaves(given)
+    requested = [i for i, mapped in enumerate(cut[1]) if mapped]
+    own, true = recurrences.leaves(given), recurrences.leaves(given)
     starts, other = entering.clone().requires_grad_(), states(given, len(cut[0]), seed=6)
-    out, maps = computed(form, kernel, mine, cut, starts)
-    ends = recurrences.applied(maps, other)[asked]
+    out, maps = computed(form, kernel, own, cut, starts)
+    ends = recurrences.applied(maps, other)[requested]
     starts_too = entering.clone().requires_grad_()
     out_too, _ = recurrences.pieces(true, cut[0], starts_too, SCALE)
     _, ends_too = recurrences.pieces(true, cut[0], other, SCALE)
-    assert_exact((out, ends), (out_too, ends_too[asked]))
-    got = recurrences.gradients((out, ends), (*mine, starts))
-    assert_exact(got, recurrences.gradients((out_too, ends_too[asked]), (*true, starts_too)))
+    assert_exact((out, ends), (out_too, ends_too[requested]))
+    got = recurrences.gradients((out, ends), (*own, starts))
+    assert_exact(got, recurrences.gradients((out_too, ends_too[requested]), (*true, starts_too)))
 
 
 @pytest.mark.parametrize("most", [None, 1, 2], ids=lambda most: f"segments of {most}")
@@ -174,9 +174,9 @@ def test_a_rank_without_rows_has_maps_of_no_pieces(form):
         out, maps = computed(form, kernel, given, ((), ()), states(given, 0))
         _, other = computed(form, kernel, whole, ((3,), (True,)), states(whole, 1))
         assert out.shape == (0, 2, 4, 3)
-        for mine, one in zip(maps, other, strict=True):
-            assert (mine is None) == (one is None)
-            assert mine is None or (0, *one.shape[1:]) == mine.shape
+        for own, one in zip(maps, other, strict=True):
+            assert (own is None) == (one is None)
+            assert own is None or (0, *one.shape[1:]) == own.shape
 
 
 @pytest.mark.parametrize("frozen", ["q", "k", "v", "beta", "entering"])
@@ -197,12 +197,12 @@ def test_nothing_is_kept_but_the_arguments():
     """A call keeps only tensors of its caller and the entering states."""
     given = recurrences.leaves(recurrences.case("kda", 130, dtype=torch.float32))
     entering = states(given, 1).float().requires_grad_()
-    held = {x.data_ptr() for x in (*given, entering)}
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+    held_bytes = {x.data_ptr() for x in (*given, entering)}
+    stored = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: stored.append(x) or x, lambda x: x):
         computed("kda", "torch", given, ((130,), (True,)), entering)
-    assert len(kept) > 5
-    assert {x.data_ptr() for x in kept} <= held
+    assert len(stored) > 5
+    assert {x.data_ptr() for x in stored} <= held_bytes
 
 
 def test_precision_is_not_autocasts_business():
@@ -212,13 +212,13 @@ def test_precision_is_not_autocasts_business():
     out, maps = computed("kda", "torch", given, cut, entering)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         other, others = computed("kda", "torch", given, cut, entering)
-    for mine, one in zip((out, *maps), (other, *others), strict=True):
-        assert torch.equal(mine, one)
-    wanted = torch.autograd.grad(out.sum(), given, retain_graph=True)
+    for own, one in zip((out, *maps), (other, *others), strict=True):
+        assert torch.equal(own, one)
+    expected = torch.autograd.grad(out.sum(), given, retain_graph=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):  # a user's backward may be inside it
-        found = torch.autograd.grad(other.sum(), given)
-    for mine, one in zip(wanted, found, strict=True):
-        assert torch.equal(mine, one)
+        actual = torch.autograd.grad(other.sum(), given)
+    for own, one in zip(expected, actual, strict=True):
+        assert torch.equal(own, one)
 
 
 def test_second_derivatives_are_refused():

@@ -12,21 +12,23 @@ from megatron_burst.plugins.testing import in_process
 
 def forward_and_backward(form, backward):
     """Return references to the tensors of a call on two ranks after its results are dropped."""
-    *given, _ = problem(form, [0, 16])
+    *arguments, _ = problem(form, [0, 16])
     groups, layout = in_process.groups(intra=2), mb.layout.make("zigzag", cp_size=2)
     names, shards = ("q", "k", "v", "decay", "beta"), {}
-    for name, t in zip(names, given, strict=True):
+    for name, t in zip(names, arguments, strict=True):
         split = t is not None and t.dim() > 1
         shards[name] = [mb.shard(t, layout, r, dim=0) for r in range(2)] if split else t
-    held = [weakref.ref(t) for each in shards.values() if isinstance(each, list) for t in each]
+    held_bytes = [
+        weakref.ref(t) for each in shards.values() if isinstance(each, list) for t in each
+    ]
     outs = in_process.linear_attention(
         shards["q"], shards["k"], shards["v"], decay=shards["decay"], beta=shards["beta"],
         groups=groups,
     )  # fmt: skip
-    held += [weakref.ref(t) for t in outs]
+    held_bytes += [weakref.ref(t) for t in outs]
     if backward:
         sum(out.sum() for out in outs).backward()
-    return held
+    return held_bytes
 
 
 @pytest.mark.parametrize("backward", [True, False])
@@ -35,8 +37,8 @@ def test_everything_is_freed(form, backward):
     gc.collect()
     gc.disable()
     try:
-        held = forward_and_backward(form, backward)
-        assert len(held) >= 8
-        assert not [each() for each in held if each() is not None]
+        held_bytes = forward_and_backward(form, backward)
+        assert len(held_bytes) >= 8
+        assert not [each() for each in held_bytes if each() is not None]
     finally:
         gc.enable()

@@ -50,19 +50,19 @@ def trained(algorithm, delta):
     bounds = [0, 5, 5, ROWS * world]
     layout = mb.layout.make("zigzag", cp_size=world)
     named, weights = tensors(ROWS * world, delta=delta)
-    mine = shards(named, layout, groups.rank)
-    mine["k"].requires_grad_(False)
+    own = shards(named, layout, groups.rank)
+    own["k"].requires_grad_(False)
     weights = mb.shard(weights, layout, groups.rank, dim=0)
     plan = mb.prepare_linear(
-        **mine, groups=groups, layout=layout, cu_seqlens=bounds, algorithm=algorithm
+        **own, groups=groups, layout=layout, cu_seqlens=bounds, algorithm=algorithm
     )
-    strided = mine | {"v": mine["v"].mT.contiguous().mT}
+    strided = own | {"v": own["v"].mT.contiguous().mT}
     runs = [
         mb.linear_attention(**strided, plan=plan, return_final_state=label == 0, label=label)
         for label in range(3)
     ]
     sent = groups.counters.intra, groups.counters.inter
-    leaves = [t for t in mine.values() if t is not None and t.requires_grad]
+    leaves = [t for t in own.values() if t is not None and t.requires_grad]
     out, finals = runs[0]
     grads = [
         torch.autograd.grad((run * weights).sum(), leaves, retain_graph=True)
@@ -115,10 +115,10 @@ def close(found, wanted):
 def over_a_tree(out, layout):
     """Return output and gradients of this rank over a tree with two micro-batches in flight."""
     groups, tree = mb.Groups.flat(dist.group.WORLD), mb.masks.Tree(out)
-    mine = shards(tensors(len(out))[0], layout, groups.rank)
-    plan = mb.prepare_linear(**mine, groups=groups, layout=layout, tree=tree)
-    outs = [mb.linear_attention(**mine, plan=plan, label=label) for label in range(2)]
-    grads = [torch.autograd.grad(one.square().sum(), [*mine.values()]) for one in reversed(outs)]
+    own = shards(tensors(len(out))[0], layout, groups.rank)
+    plan = mb.prepare_linear(**own, groups=groups, layout=layout, tree=tree)
+    outs = [mb.linear_attention(**own, plan=plan, label=label) for label in range(2)]
+    grads = [torch.autograd.grad(one.square().sum(), [*own.values()]) for one in reversed(outs)]
     assert all(torch.equal(one, same) for one, same in zip(*grads, strict=True))
     return outs[0].detach(), *grads[0]
 
@@ -213,31 +213,31 @@ def test_a_convolution_is_the_same_on_all_ranks(case, ranks):
 def begin(**choices):
     groups = mb.Groups.flat(dist.new_group(timeout=timedelta(seconds=2)))
     named, _ = tensors(ROWS)
-    mine = {n: t.requires_grad_() for n, t in named.items()}
-    return groups, mine, mb.prepare_linear(**mine, groups=groups, algorithm="scan", **choices)
+    own = {n: t.requires_grad_() for n, t in named.items()}
+    return groups, own, mb.prepare_linear(**own, groups=groups, algorithm="scan", **choices)
 
 
 def another_plan():
-    groups, mine, first = begin()
-    second = in_process.prepare_linear(**mine, groups=groups, algorithm="scan", scale=2.0)
-    in_process.linear_attention(**mine, plan=second if groups.rank else first).sum().backward()
+    groups, own, first = begin()
+    second = in_process.prepare_linear(**own, groups=groups, algorithm="scan", scale=2.0)
+    in_process.linear_attention(**own, plan=second if groups.rank else first).sum().backward()
 
 
 def another_label():
-    groups, mine, plan = begin()
-    in_process.linear_attention(**mine, plan=plan, label=groups.rank).sum().backward()
+    groups, own, plan = begin()
+    in_process.linear_attention(**own, plan=plan, label=groups.rank).sum().backward()
 
 
 def final_states_on_one_rank():
-    groups, mine, plan = begin()
-    found = in_process.linear_attention(**mine, plan=plan, return_final_state=groups.rank == 0)
+    groups, own, plan = begin()
+    found = in_process.linear_attention(**own, plan=plan, return_final_state=groups.rank == 0)
     (found[0] if groups.rank == 0 else found).sum().backward()
 
 
 def forward_beside_backward():
-    groups, mine, plan = begin()
-    out = in_process.linear_attention(**mine, plan=plan)
-    out.sum().backward() if groups.rank else in_process.linear_attention(**mine, plan=plan)
+    groups, own, plan = begin()
+    out = in_process.linear_attention(**own, plan=plan)
+    out.sum().backward() if groups.rank else in_process.linear_attention(**own, plan=plan)
 
 
 def another_convolution():
@@ -277,12 +277,12 @@ def test_ranks_out_of_step_get_an_error(case, ranks):
 
 
 def killed():
-    groups, mine, plan = begin()
-    out = in_process.linear_attention(**mine, plan=plan)
+    groups, own, plan = begin()
+    out = in_process.linear_attention(**own, plan=plan)
     if groups.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     said = []
-    for again in (out.sum().backward, lambda: in_process.linear_attention(**mine, plan=plan)):
+    for again in (out.sum().backward, lambda: in_process.linear_attention(**own, plan=plan)):
         try:
             again()
         except (RuntimeError, ValueError) as error:

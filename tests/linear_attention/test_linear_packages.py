@@ -140,8 +140,8 @@ def chunk_function(**given):
         for t in range(i, j):
             value = v[row, t]
             if given.get("g") is not None:
-                kept = given["g"][row, t].exp()
-                s = s * (kept[..., None] if kept.dim() == 2 else kept[:, None, None])
+                stored = given["g"][row, t].exp()
+                s = s * (stored[..., None] if stored.dim() == 2 else stored[:, None, None])
             if given.get("beta") is not None:
                 value = (value - (s * k[row, t][..., None]).sum(1)) * given["beta"][row, t][:, None]
             s = s + k[row, t][..., None] * value[:, None]
@@ -214,20 +214,20 @@ def test_packages_compute_the_recurrence(name, cut):
         "several": ((1, 4, 2), (True, False, True)),
         "none mapped": ((3, 2), (False, False)),
     }[cut]
-    mine, true = (recurrences.leaves(recurrences.case(form, sum(cut[0]))) for _ in range(2))
-    asked = [i for i, mapped in enumerate(cut[1]) if mapped]
-    entering, other = states(mine, len(cut[0])), states(mine, len(cut[0]), seed=6)
+    own, true = (recurrences.leaves(recurrences.case(form, sum(cut[0]))) for _ in range(2))
+    requested = [i for i, mapped in enumerate(cut[1]) if mapped]
+    entering, other = states(own, len(cut[0])), states(own, len(cut[0]), seed=6)
     starts, starts_too = (entering.clone().requires_grad_() for _ in range(2))
     made = RUNS[name]
-    run = made(LinearInputs(*mine, 0.3), RankPieces(*cut))
-    out, ends = run.outputs(starts), recurrences.applied(run.maps, other)[asked]
+    run = made(LinearInputs(*own, 0.3), RankPieces(*cut))
+    out, ends = run.outputs(starts), recurrences.applied(run.maps, other)[requested]
     if name != "mamba_ssm":  # whose pieces are called one by one
         assert sum(made.rows) == sum(cut[0]) * 2  # each row of both batch entries once
         made.rows.clear()
     out_too, _ = recurrences.pieces(true, cut[0], starts_too, 0.3)
-    ends_too = recurrences.pieces(true, cut[0], other, 0.3)[1][asked]
+    ends_too = recurrences.pieces(true, cut[0], other, 0.3)[1][requested]
     assert_exact((out, ends), (out_too, ends_too))
-    got = recurrences.gradients((out, ends), (*mine, starts))
+    got = recurrences.gradients((out, ends), (*own, starts))
     assert_exact(got, recurrences.gradients((out_too, ends_too), (*true, starts_too)))
 
 

@@ -60,8 +60,8 @@ def chain(form, given, lengths, start):
     _, maps = computed(form, "torch", given, cut, start.expand(len(lengths), *start.shape[1:]))
     entering = [start]
     for i in range(len(lengths)):
-        kept = None if maps.transition is None else maps.transition[i : i + 1]
-        one = maps._replace(transition=kept, increment=maps.increment[i : i + 1])
+        stored = None if maps.transition is None else maps.transition[i : i + 1]
+        one = maps._replace(transition=stored, increment=maps.increment[i : i + 1])
         entering.append(recurrences.applied(one, entering[-1]))
     out, _ = computed(form, "torch", given, cut, torch.cat(entering[:-1]))
     return out, entering[-1]
@@ -77,14 +77,14 @@ def distance(got, truth):
 
 def errors(found, truth):
     """Return one error for each of outputs and gradients."""
-    return [distance(mine, true) for mine, true in zip(found, truth, strict=True)]
+    return [distance(own, true) for own, true in zip(found, truth, strict=True)]
 
 
 def with_gradients(function, given, start):
     """Return outputs and gradients of randomly weighted outputs."""
-    wanted = (*recurrences.leaves(given), start.clone().requires_grad_())
-    out = function(recurrences.Case(*wanted[:5]), wanted[5])
-    return [out, *recurrences.gradients((out,), wanted)]
+    expected = (*recurrences.leaves(given), start.clone().requires_grad_())
+    out = function(recurrences.Case(*expected[:5]), expected[5])
+    return [out, *recurrences.gradients((out,), expected)]
 
 
 def recurrence(given, start):
@@ -128,6 +128,6 @@ def test_pieces_are_as_precise_as_one_piece(form, dtype):
     limits = errors(with_gradients(one, given, start), truth)
     found = errors(with_gradients(several, given, start), truth)
     rounding = torch.finfo(dtype).eps / 2
-    assert all(mine <= 2 * max(limit, rounding) for mine, limit in zip(found, limits, strict=True))
+    assert all(own <= 2 * max(limit, rounding) for own, limit in zip(found, limits, strict=True))
     if dtype == torch.bfloat16:  # and what is left is the rounding of the results
         assert max(limits) < 2 * rounding

@@ -49,10 +49,10 @@ def parameters(form):
     """Return tables of every tensor by token and position, and convolution weights."""
     make = torch.Generator().manual_seed(7)
     decay, beta = FORMS[form]
-    wanted = {"x": (sum(QKV),), "decay": decay, "beta": (H,) if beta else None}
+    expected = {"x": (sum(QKV),), "decay": decay, "beta": (H,) if beta else None}
     if decay == ():  # lightning: one for all tokens
-        wanted["decay"] = None
-    shapes = {n: s for n, s in wanted.items() if s is not None}
+        expected["decay"] = None
+    shapes = {n: s for n, s in expected.items() if s is not None}
     tables = {
         (name, size): torch.randn(size, B, *shape, generator=make, dtype=torch.float64)
         for name, shape in shapes.items()
@@ -124,13 +124,13 @@ def ours(made, tree, groups, layout, rng):
     where = {"groups": groups, "layout": layout, "tree": rng.choice([tree, tree.mask])}
     mixed = in_process.short_convolution(shards(x), made[1], **where)
     q, k, v = (list(each) for each in zip(*map(split, mixed), strict=True))
-    given = {"decay": shards(decay), "beta": shards(beta)}
+    arguments = {"decay": shards(decay), "beta": shards(beta)}
     kernel = rng.choice(["torch", "torch", "reference"])
     if rng.random() < 0.5:
-        where = {"plan": in_process.prepare_linear(q, k, v, **given, **where, kernel=kernel)}
+        where = {"plan": in_process.prepare_linear(q, k, v, **arguments, **where, kernel=kernel)}
     else:
         where |= {"kernel": kernel, "algorithm": rng.choice(["auto", "all_gather"])}
-    return mb.unshard(in_process.linear_attention(q, k, v, **given, **where), layout, dim=0)
+    return mb.unshard(in_process.linear_attention(q, k, v, **arguments, **where), layout, dim=0)
 
 
 @pytest.mark.parametrize("world", GRIDS)
@@ -151,15 +151,15 @@ def test_a_tree_equals_its_trajectories(form, world):
     made = parameters(form)
     rows = ours(made, tree, in_process.groups(inter=inter, intra=intra), layout, rng)
     got = tree.unpack(rows)
-    wanted = [alone(made, each) for each in some]
-    for one, other in zip(got, wanted, strict=True):
+    expected = [alone(made, each) for each in some]
+    for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
 
     def gradients(outs):
         parts = [w * (x * x.cos()).sum() for w, x in zip(weights, outs, strict=True)]
         return torch.autograd.grad(sum(parts), made[-1])
 
-    for one, other in zip(gradients(got), gradients(wanted), strict=True):
+    for one, other in zip(gradients(got), gradients(expected), strict=True):
         torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
 
 
@@ -192,15 +192,15 @@ def test_states_of_any_tree(kind):
             states.append(state)
         own = [chain.of(rank) for rank in range(ranks)]
         groups = in_process.groups(intra=ranks)
-        found = in_process.state_scan(
+        actual = in_process.state_scan(
             None if decay is None else [decay[mine] for mine in own],
             [increment[mine] for mine in own],
             groups=groups, layout=layout, seq_len=24, tree=tree,
         )  # fmt: skip
         leaves = [t for t in (decay, increment) if t is not None]
-        wanted = [torch.stack([states[i] for i in mine.tolist()]) for mine in own]
-        of_ours, of_theirs = (recurrences.gradients(outs, leaves) for outs in (found, wanted))
-        for one, other in zip([*found, *of_ours], [*wanted, *of_theirs], strict=True):
+        expected = [torch.stack([states[i] for i in mine.tolist()]) for mine in own]
+        of_ours, of_theirs = (recurrences.gradients(outs, leaves) for outs in (actual, expected))
+        for one, other in zip([*actual, *of_ours], [*expected, *of_theirs], strict=True):
             torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
 
 

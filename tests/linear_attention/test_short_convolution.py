@@ -44,16 +44,16 @@ def check(groups, layout, width, packed=True, bias=True, activation="silu"):
     x, weight, shift = problem(bounds[-1], width, bias)
     truth = by_hand(x, weight, shift, activation, bounds)
     shards = [mb.shard(x, cut, rank, dim=0) for rank in range(groups.size)]
-    mine = mb.unshard(
+    own = mb.unshard(
         in_process.short_convolution(
             shards, weight, shift, activation=activation, groups=groups, layout=cut,
             cu_seqlens=bounds if packed else None,
         ), cut, dim=0,
     )  # fmt: skip
-    close(mine, truth)
+    close(own, truth)
     weights = torch.randn(truth.shape, generator=torch.Generator().manual_seed(1)).double()
     leaves = [t for t in (x, weight, shift) if t is not None]
-    found = torch.autograd.grad((mine * weights).sum(), leaves)
+    found = torch.autograd.grad((own * weights).sum(), leaves)
     for one, other in zip(found, torch.autograd.grad((truth * weights).sum(), leaves), strict=True):
         close(one, other)
 
@@ -91,8 +91,8 @@ def test_a_plan_of_linear_attention_serves():
     )
     x, weight, _ = problem(12, 4, False)
     for _ in range(2):
-        mine = torch.cat(in_process.short_convolution([x[:6], x[6:]], weight, plan=plan))
-    close(mine, by_hand(x, weight, None, None, [0, 5, 12]))
+        own = torch.cat(in_process.short_convolution([x[:6], x[6:]], weight, plan=plan))
+    close(own, by_hand(x, weight, None, None, [0, 5, 12]))
     in_process.linear_attention(q, q, q, plan=plan)
 
 
@@ -137,9 +137,9 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_refused(case):
     wrong, words = WRONG[case]
-    given = {"x": [torch.ones(4, 1, C)] * 2, "weight": torch.ones(C, 4),
+    arguments = {"x": [torch.ones(4, 1, C)] * 2, "weight": torch.ones(C, 4),
              "groups": in_process.groups(intra=2)} | wrong  # fmt: skip
     with pytest.raises(ValueError, match=words):
         in_process.short_convolution(
-            given.pop("x"), given.pop("weight"), given.pop("bias", None), **given
+            arguments.pop("x"), arguments.pop("weight"), arguments.pop("bias", None), **arguments
         )

@@ -41,8 +41,8 @@ class Problem:
 
     def of_rank(self, tensors, rank):
         """Return one tensor of this rank's pieces in row order."""
-        mine = sorted((p.nth, i) for i, p in enumerate(self.chain) if p.rank == rank)
-        some = [tensors[i] for _, i in mine]
+        own = sorted((p.nth, i) for i, p in enumerate(self.chain) if p.rank == rank)
+        some = [tensors[i] for _, i in own]
         if not some or some[0] is None:
             return None if tensors[0] is None else tensors[0].new_zeros(0, *tensors[0].shape)
         return torch.stack(some)
@@ -73,8 +73,8 @@ class Problem:
             close(end, finals)
         weighted = zip([*states, *ends], [*self.shards(self.weights), *self.final_weights])  # noqa: B905
         loss = sum((t * w).sum() for t, w in weighted)
-        mine = torch.autograd.grad(loss, self.leaves, allow_unused=True)
-        for one, other in zip(mine, grads, strict=True):
+        own = torch.autograd.grad(loss, self.leaves, allow_unused=True)
+        for one, other in zip(own, grads, strict=True):
             if other is not None or one is not None:
                 close(one, torch.zeros_like(one) if other is None else other)
 
@@ -83,7 +83,7 @@ def in_blocks(monkeypatch, algorithm, world):
     """Split states into more blocks than their size requires: heads, columns and rows."""
     if algorithm in ("scan", "two_level") and world > 1:
 
-        def number(groups, sequence, sizes, *rest):
+        def number(groups, sequence, sizes, *remaining):
             return 8 if sizes.form == "matrix" else 16
 
         monkeypatch.setattr(plan, "choice_of", number)
@@ -154,9 +154,9 @@ def test_frozen_and_strided_inputs():
     for state, wanted in zip(states, problem.shards(entering), strict=True):
         close(state, wanted)
     loss = sum((t * w).sum() for t, w in zip(states, problem.shards(problem.weights), strict=True))
-    mine = torch.autograd.grad(loss, problem.increments, allow_unused=True)
+    own = torch.autograd.grad(loss, problem.increments, allow_unused=True)
     none = torch.zeros(B, H, D, W, dtype=torch.float64)
-    for one, other in zip(mine, grads[: len(mine)], strict=True):
+    for one, other in zip(own, grads[: len(own)], strict=True):
         close(none if one is None else one, none if other is None else other)
 
 

@@ -39,22 +39,22 @@ def errors(options, reverse, tile_rows, tp_group=None, sequence_parallel=False, 
         hidden[nan_row], upstream[nan_row] = torch.nan, 0
         seen.remove(nan_row)
 
-    def mine(x, parts):
+    def own(x, parts):
         return x.chunk(parts)[rank if parts > 1 else 0].clone()
 
-    rows, shard = mine(hidden, split).requires_grad_(), mine(weight, size).requires_grad_()
-    found = mb.linear_kl(
-        rows, shard, mine(teacher_hidden, split), mine(teacher_weight, size), reverse=reverse,
+    rows, shard = own(hidden, split).requires_grad_(), own(weight, size).requires_grad_()
+    actual = mb.linear_kl(
+        rows, shard, own(teacher_hidden, split), own(teacher_weight, size), reverse=reverse,
         temperature=temperature, tile=2 * tile_rows * len(shard) * 8, tp_group=tp_group,
         sequence_parallel=sequence_parallel, **{key: getattr(options, key) for key in KEYS},
     )  # fmt: skip
-    (found * upstream).sum().backward()
+    (actual * upstream).sum().backward()
     models = [(clean, weight), (teacher_hidden, teacher_weight)]
     kl, dh, dw = oracle.kl(models, upstream, options, temperature, reverse)
     pairs = [
-        (found.detach()[seen], kl[seen]),
-        (rows.grad, mine(dh, split)),
-        (shard.grad, mine(dw, size)),
+        (actual.detach()[seen], kl[seen]),
+        (rows.grad, own(dh, split)),
+        (shard.grad, own(dw, size)),
     ]
     return max((a - b).abs().max().item() for a, b in pairs)
 
@@ -74,8 +74,8 @@ def test_nan_in_a_row_without_weight_stays_there(options, reverse):
 
 def faults_on_ranks():
     cases = product(OPTIONS, (False, True), (3,), (dist.group.WORLD,), (False, True), (None, 5))
-    found = {case[:2] + case[4:]: errors(*case) for case in cases}
-    return {case: error for case, error in found.items() if not error < TOLERANCE}
+    actual = {case[:2] + case[4:]: errors(*case) for case in cases}
+    return {case: error for case, error in actual.items() if not error < TOLERANCE}
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -87,12 +87,12 @@ def test_the_teacher_gets_no_gradient_and_may_have_another_dtype():
     hidden, weight, teacher_hidden, teacher_weight = problem()
     teacher = [x.bfloat16().requires_grad_() for x in (teacher_hidden, teacher_weight)]
     student = [x.float().requires_grad_() for x in (hidden, weight)]
-    found = mb.linear_kl(*student, *teacher)
-    found.sum().backward()
+    actual = mb.linear_kl(*student, *teacher)
+    actual.sum().backward()
     assert all(x.grad is None for x in teacher)
     models = [student, [x.detach() for x in teacher]]
     kl, dh, _ = oracle.kl(models, torch.ones(ROWS).double(), Options(), 1.0, False)
-    assert (found - kl).abs().max() < 1e-5
+    assert (actual - kl).abs().max() < 1e-5
     assert (student[0].grad - dh).abs().max() < 1e-5
 
 

@@ -47,8 +47,8 @@ def test_a_loss_with_the_rounding_of_bf16_is_found():
     merge = split.Split.merge
 
     def rounded(self, stats):
-        found = merge(self, stats)
-        return found._replace(lse=found.lse.bfloat16().to(found.lse.dtype))
+        actual = merge(self, stats)
+        return actual._replace(lse=actual.lse.bfloat16().to(actual.lse.dtype))
 
     def compared(number):  # the loss of poisoned rows is not
         return replace(draw(number), poison=None)
@@ -72,5 +72,5 @@ def forgetful(number):
 def test_a_sum_that_is_forgotten_is_found(ranks):
     numbers = [n for n in range(BLOCK, 2 * BLOCK) if not draw(n).sequence_parallel]
     numbers = [n for n in numbers if not draw(n).frozen and draw(n).factor][:4]
-    found = [ranks(2).run(forgetful, n) for n in numbers]
-    assert sum(any(some) for some in found) >= 3, found
+    actual = [ranks(2).run(forgetful, n) for n in numbers]
+    assert sum(any(some) for some in actual) >= 3, actual

@@ -59,9 +59,9 @@ def test_two_backwards_through_one_graph(mode):
     hidden, weight, labels = problem()
     loss = mb.linear_cross_entropy(hidden, weight, labels, mode=mode)
     first = torch.autograd.grad(loss.sum(), [hidden, weight], retain_graph=True)
-    kept = [x.clone() for x in first]
+    stored = [x.clone() for x in first]
     second = torch.autograd.grad(3 * loss.sum(), [hidden, weight])
-    assert all(torch.equal(a, b) for a, b in zip(first, kept, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first, stored, strict=True))
     truth = oracle.gradients(hidden, weight, labels, torch.ones(TOKENS), Options())
     assert worst(first, truth) < TOLERANCE
     assert worst(second, [3 * x for x in truth]) < TOLERANCE
@@ -112,10 +112,10 @@ def test_rows_that_do_not_count_may_hold_anything(mode, frozen, value):
 
 def test_argmax_of_equal_logits_is_the_lowest():
     weight = torch.ones(6, 4)
-    _, found = mb.linear_cross_entropy(
+    _, actual = mb.linear_cross_entropy(
         torch.ones(3, 4), weight, torch.zeros(3, dtype=torch.int64), return_argmax=True
     )
-    assert found.tolist() == [0, 0, 0]
+    assert actual.tolist() == [0, 0, 0]
 
 
 def test_shapes_strides_and_no_gradient():
@@ -181,11 +181,11 @@ def test_what_ignore_index_is_modulo_256_is_not_ignored():
 def test_the_sink_gets_a_gradient_only_where_one_is_asked_for(mode, upstream):
     hidden, weight, labels = problem()
     upstream = torch.ones(TOKENS) if upstream == "ones" else torch.arange(TOKENS)
-    kept, calls = torch.zeros_like(weight), []
+    stored, calls = torch.zeros_like(weight), []
 
     class Kept:
         def target(self):
-            return kept
+            return stored
 
         def done(self):
             calls.append("done")
@@ -197,14 +197,14 @@ def test_the_sink_gets_a_gradient_only_where_one_is_asked_for(mode, upstream):
         warnings.simplefilter("ignore")  # of the second computation of the logits
         (alone,) = torch.autograd.grad(total, hidden, retain_graph=True)
         assert worst([alone], [dh]) < TOLERANCE
-        assert not kept.any()
+        assert not stored.any()
         total.backward(inputs=[hidden], retain_graph=True)
-        assert not kept.any()
+        assert not stored.any()
         assert not calls
         torch.autograd.grad(total, weight, retain_graph=True, allow_unused=True)
-        assert worst([kept], [dw]) < TOLERANCE
+        assert worst([stored], [dw]) < TOLERANCE
         total.backward()
-    assert worst([kept, hidden.grad], [2 * dw, 2 * dh]) < TOLERANCE
+    assert worst([stored, hidden.grad], [2 * dw, 2 * dh]) < TOLERANCE
     assert calls == ["done"] * 2
 
 
@@ -254,9 +254,9 @@ def test_bf16_errs_no_more_than_eager_bf16(mode):
         *oracle.gradients(hidden, weight, labels, torch.ones(256), Options()),
     )
     stock = relative(eager(hidden, weight, labels), truth)
-    found = relative(ours(hidden, weight, labels, mode=mode, tile=50 * 500 * 4), truth)
-    assert all(f <= s for f, s in zip(found, stock, strict=True)), (found, stock)
-    assert found[0] < 1e-6  # the loss comes from logits in fp32
+    actual = relative(ours(hidden, weight, labels, mode=mode, tile=50 * 500 * 4), truth)
+    assert all(f <= s for f, s in zip(actual, stock, strict=True)), (actual, stock)
+    assert actual[0] < 1e-6  # the loss comes from logits in fp32
 
 
 @pytest.mark.parametrize("tokens", [8192, 32768])
@@ -272,18 +272,18 @@ def test_the_weight_gradient_adds_up_better_than_eager_bf16(tokens):
         truth += oracle.gradients(hidden[part], weight, labels[part], torch.ones(4096), Options())[
             1
         ]
-    kept = torch.zeros(64, 16)
+    stored = torch.zeros(64, 16)
 
     class Fp32:
         def target(self):
-            return kept
+            return stored
 
         def done(self):
             return None
 
     ours(hidden, weight, labels, sink=Fp32(), tile=512 * 64 * 4)
     stock = relative([eager(hidden, weight, labels)[2]], [truth])
-    assert relative([kept], [truth])[0] < 1e-5 < stock[0] / 10
+    assert relative([stored], [truth])[0] < 1e-5 < stock[0] / 10
 
 
 # --- memory ----------------------------------------------------------------------------------

@@ -48,21 +48,21 @@ class Log(TorchDispatchMode):
 @pytest.fixture
 def log(monkeypatch):
     """Return a log with CUDA events, and an autograd engine that needs all gradients once."""
-    found = Log()
+    actual = Log()
 
     class Event:
         def record(self):
-            found.names.append("record")
+            actual.names.append("record")
 
         def synchronize(self):
-            found.names.append("waits: event")
+            actual.names.append("waits: event")
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(rows, "_has_triton", lambda z: False)
     monkeypatch.setattr(tiled_loop, "adds_wide", lambda device: True)
     monkeypatch.setattr(function, "_needs_weight_gradient", lambda ctx: True)
     monkeypatch.setattr(function, "_keeps_graph", lambda: False)
-    return found
+    return actual
 
 
 def tensors(dtype=torch.bfloat16):
@@ -80,12 +80,12 @@ def both_passes(log, single_pass):
     )
     ctx = SimpleNamespace(needs_input_grad=(True, True), set_materialize_grads=lambda on: None)
     ctx.save_for_backward = lambda *saved: setattr(ctx, "saved_tensors", saved)
-    given = tensors()
+    arguments = tensors()
     with log, torch.no_grad():
-        loss, _ = LinearCrossEntropy.forward(ctx, *given, head, single_pass, None)
+        loss, _ = LinearCrossEntropy.forward(ctx, *arguments, head, single_pass, None)
         forward = log.names.copy()
         gradients = LinearCrossEntropy.backward(ctx, torch.empty_like(loss), None)
-    for gradient, tensor in zip(gradients, given[:2], strict=False):
+    for gradient, tensor in zip(gradients, arguments[:2], strict=False):
         assert (gradient.shape, gradient.dtype) == (tensor.shape, tensor.dtype)
         assert gradient.device == tensor.device
     return forward, log.names[len(forward) :]

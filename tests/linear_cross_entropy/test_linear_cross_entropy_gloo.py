@@ -46,10 +46,10 @@ def test_the_loss_has_the_same_bits_on_every_rank(ranks):
 
 def argmax_of_equal_logits():
     ones = torch.ones(3, WIDTH)
-    _, found = mb.linear_cross_entropy(
+    _, actual = mb.linear_cross_entropy(
         ones, ones, torch.zeros(3, dtype=torch.int64), tp_group=dist.group.WORLD, return_argmax=True
     )
-    return found.tolist()
+    return actual.tolist()
 
 
 def test_of_equal_logits_on_two_ranks_the_lowest_row_wins(ranks):
@@ -59,7 +59,7 @@ def test_of_equal_logits_on_two_ranks_the_lowest_row_wins(ranks):
 def exchanges(sequence_parallel, mode, rows):
     """Return the collectives of forward and backward on this rank."""
     hidden, weight, labels = problem()
-    mine = (share(hidden) if sequence_parallel else hidden).requires_grad_()
+    own = (share(hidden) if sequence_parallel else hidden).requires_grad_()
     weight = share(weight).requires_grad_()
     calls = []
     start = split._start
@@ -70,7 +70,7 @@ def exchanges(sequence_parallel, mode, rows):
 
     with mock.patch.object(split, "_start", count):
         loss = mb.linear_cross_entropy(
-            mine, weight, labels, tp_group=dist.group.WORLD, mode=mode,
+            own, weight, labels, tp_group=dist.group.WORLD, mode=mode,
             sequence_parallel=sequence_parallel, tile=rows * len(weight) * 8,
         )  # fmt: skip
         forward = sorted(calls)

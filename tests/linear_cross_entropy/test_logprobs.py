@@ -51,23 +51,23 @@ def errors(options, places, tile_rows, tp_group=None, sequence_parallel=False):
     options, temperature = OPTIONS[options]
     rows = PLACES[places]
     hidden, weight, labels, upstream = problem(options, rows)
-    given, seen = hidden.clone(), torch.ones(len(labels), dtype=torch.bool)
+    inputs, seen = hidden.clone(), torch.ones(len(labels), dtype=torch.bool)
     if poisoned:  # rows whose labels are ignored, or get no gradient
         upstream[:, 1:2], seen[1:2] = 0, False
         used = {row for e, row in enumerate(rows or range(ROWS)) if e not in (1, 3)}
-        given[[row for row in range(ROWS) if row not in used]] = torch.nan
+        inputs[[row for row in range(ROWS) if row not in used]] = torch.nan
     rank, size = (0, 1) if tp_group is None else (dist.get_rank(), dist.get_world_size())
     each = np.arange(ROWS) if rows is None else np.array(rows, dtype=np.int64)
     if sequence_parallel:  # of equal slices
         hidden, labels, upstream, each = hidden[:8], labels[:8], upstream[:, :8], each[:8]
-        given, seen = given[:8], seen[:8]
+        inputs, seen = inputs[:8], seen[:8]
     worst = []
     for with_entropy in (True, False):
-        mine = given.chunk(size)[rank] if sequence_parallel else given
-        mine = mine.clone().requires_grad_()
+        own = inputs.chunk(size)[rank] if sequence_parallel else inputs
+        own = own.clone().requires_grad_()
         shard = weight.chunk(size)[rank].clone().requires_grad_()
-        found = mb.linear_logprobs(
-            mine, shard, labels, rows=None if rows is None else each, temperature=temperature,
+        actual = mb.linear_logprobs(
+            own, shard, labels, rows=None if rows is None else each, temperature=temperature,
             entropy=with_entropy, tile=tile_rows * len(shard) * 8, tp_group=tp_group,
             sequence_parallel=sequence_parallel, **{key: getattr(options, key) for key in KEYS},
         )  # fmt: skip
@@ -75,14 +75,14 @@ def errors(options, places, tile_rows, tp_group=None, sequence_parallel=False):
         lp, entropy, dh, dw = oracle.logprobs(
             hidden, weight, each, labels, of_both, options, temperature
         )
-        total = (found.logprobs * upstream[0]).sum()
-        if found.entropy is not None:
-            total = total + (found.entropy * upstream[1]).sum()
-            worst.append((found.entropy.detach() - entropy)[seen])
+        total = (actual.logprobs * upstream[0]).sum()
+        if actual.entropy is not None:
+            total = total + (actual.entropy * upstream[1]).sum()
+            worst.append((actual.entropy.detach() - entropy)[seen])
         total.backward()
         dh = dh.chunk(size)[rank] if sequence_parallel else dh
-        worst.append((found.logprobs.detach() - lp)[seen])
-        worst += [mine.grad - dh, shard.grad - dw.chunk(size)[rank]]
+        worst.append((actual.logprobs.detach() - lp)[seen])
+        worst += [own.grad - dh, shard.grad - dw.chunk(size)[rank]]
     return max([x.abs().max().item() for x in worst if x.numel()])
 
 
@@ -94,13 +94,13 @@ def test_equals_the_formula(options, places):
 
 
 def faults_on_ranks():
-    found = {}
+    actual = {}
     for options, places in product(OPTIONS, ("every row", "mixed")):
         for sequence_parallel in {places == "every row", False}:
             case = options, places, 2, dist.group.WORLD, sequence_parallel
             if not (error := errors(*case)) < TOLERANCE:
-                found[case[:3] + case[4:]] = error
-    return found
+                actual[case[:3] + case[4:]] = error
+    return actual
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -112,11 +112,11 @@ def top_of_ranks():
     options, temperature = OPTIONS["padded"]
     hidden, weight, labels, _ = problem(options, None)
     shard = weight.chunk(dist.get_world_size())[dist.get_rank()]
-    found = mb.linear_logprobs(
+    actual = mb.linear_logprobs(
         hidden, shard, labels, temperature=temperature, top_k=5, tp_group=dist.group.WORLD,
         **{key: getattr(options, key) for key in KEYS},
     )  # fmt: skip
-    return found.top, found.top_ids
+    return actual.top, actual.top_ids
 
 
 def test_the_most_likely_tokens(ranks):
@@ -139,11 +139,11 @@ def test_log_probabilities_of_a_tree_are_those_of_its_trajectories():
     table = torch.randn(VOCABULARY, WIDTH, generator=make, dtype=torch.float64)
     place = torch.randn(20, WIDTH, generator=make, dtype=torch.float64)
     weight = torch.randn(VOCABULARY, WIDTH, generator=make, dtype=torch.float64)
-    found = mb.linear_logprobs(
+    actual = mb.linear_logprobs(
         table[tree.tokens] + place[tree.positions], weight, torch.from_numpy(tree.edges.label),
         rows=tree.edges.row,
     )  # fmt: skip
-    unpacked = zip(some, tree.unpack(found.logprobs), tree.unpack(found.entropy), strict=True)
+    unpacked = zip(some, tree.unpack(actual.logprobs), tree.unpack(actual.entropy), strict=True)
     for tokens, got, entropy in unpacked:
         hidden = table[tokens[:-1]] + place[: len(tokens) - 1]
         labels = torch.tensor(tokens[1:], dtype=torch.int64)
@@ -166,16 +166,16 @@ def test_bfloat16_is_as_near_as_torch():
         leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
         lp, entropy = call(*leaves)
         (lp * upstream[0] + entropy * upstream[1]).sum().backward()
-        found = lp, entropy, leaves[0].grad, leaves[1].grad
-        return [(x.double() - y).abs().max().item() for x, y in zip(found, truth, strict=True)]
+        actual = lp, entropy, leaves[0].grad, leaves[1].grad
+        return [(x.double() - y).abs().max().item() for x, y in zip(actual, truth, strict=True)]
 
     def in_torch(h, w):
         x = torch.log_softmax(h @ w.T, -1)
         return x.gather(1, labels[:, None])[:, 0], -(x.exp() * x).sum(-1)
 
-    ours = grads(lambda h, w: mb.linear_logprobs(h, w, labels, tile=20 * 200 * 4)[:2])
-    theirs = grads(in_torch)
-    assert all(a <= b for a, b in zip(ours, theirs, strict=True)), (ours, theirs)
+    ring = grads(lambda h, w: mb.linear_logprobs(h, w, labels, tile=20 * 200 * 4)[:2])
+    reference = grads(in_torch)
+    assert all(a <= b for a, b in zip(ring, reference, strict=True)), (ring, reference)
 
 
 def test_no_more_logits_are_alive_than_a_tile(monkeypatch):
@@ -225,7 +225,7 @@ def test_entropies_of_sure_rows_are_as_near_as_torch_in_float32():
         torch.randn(300, 64, generator=make),
         torch.randn(800, 64, generator=make) * 1.5,
     )
-    found = mb.linear_logprobs(hidden, weight, torch.zeros(300, dtype=torch.int64)).entropy
+    actual = mb.linear_logprobs(hidden, weight, torch.zeros(300, dtype=torch.int64)).entropy
 
     def in_torch(h, w):
         x = torch.log_softmax(h @ w.T, -1)
@@ -233,17 +233,17 @@ def test_entropies_of_sure_rows_are_as_near_as_torch_in_float32():
 
     truth = in_torch(hidden.double(), weight.double())
     sure = truth < 1e-2
-    assert found is not None
-    assert (found >= 0).all()
+    assert actual is not None
+    assert (actual >= 0).all()
     assert sure.sum() > 30
-    ours, theirs = (
-        ((x - truth) / truth)[sure].abs().median() for x in (found, in_torch(hidden, weight))
+    ring, reference = (
+        ((x - truth) / truth)[sure].abs().median() for x in (actual, in_torch(hidden, weight))
     )
-    assert ours < 3 * theirs
+    assert ring < 3 * reference
 
 
 def test_it_is_not_differentiated_twice():
     hidden, weight, labels, _ = problem(Options(), None)
-    found = mb.linear_logprobs(hidden.requires_grad_(), weight, labels)
+    actual = mb.linear_logprobs(hidden.requires_grad_(), weight, labels)
     with pytest.raises(RuntimeError, match="linear_logprobs cannot be differentiated twice"):
-        torch.autograd.grad(found.logprobs.sum(), hidden, create_graph=True)
+        torch.autograd.grad(actual.logprobs.sum(), hidden, create_graph=True)

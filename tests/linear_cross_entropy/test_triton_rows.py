@@ -24,9 +24,9 @@ def differences():
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_the_kernels_do_what_the_operators_do(differences, dtype):
-    mine = {case: pair for case, pair in differences.items() if f" {dtype} " in case}
-    assert len(mine) == 12
-    for case, pair in mine.items():
+    own = {case: pair for case, pair in differences.items() if f" {dtype} " in case}
+    assert len(own) == 12
+    for case, pair in own.items():
         for difference, tolerance in zip(pair, TOLERANCE[dtype], strict=True):
             assert difference <= tolerance, case
 
@@ -47,11 +47,11 @@ def test_they_compile_for_gpus_that_are_not_here_without_spills(words):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     rows = [line.split("│") for line in done.stdout.splitlines() if "sm_" in line]
-    found = {tuple(cell.strip() for cell in row[1:5]): int(row[7]) for row in rows}
-    assert {device for device, *_ in found} == {"sm_80", "sm_90", "sm_100"}
-    assert {kernel for _, kernel, *_ in found} == {
+    actual = {tuple(cell.strip() for cell in row[1:5]): int(row[7]) for row in rows}
+    assert {device for device, *_ in actual} == {"sm_80", "sm_90", "sm_100"}
+    assert {kernel for _, kernel, *_ in actual} == {
         "statistics", "with entropy", "gradient", "of entropy",
     }  # fmt: skip
-    assert len(found) == len(rows) == (24 if words else 12)
+    assert len(actual) == len(rows) == (24 if words else 12)
     if not words:
-        assert max(found.values()) <= 65536 // (32 * 16), found
+        assert max(actual.values()) <= 65536 // (32 * 16), actual

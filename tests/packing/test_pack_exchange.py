@@ -19,7 +19,7 @@ from megatron_burst.megatron.packing.documents import (
 def batch(mask, ends=None, padded=None):
     """Return ascending tokens, labels shifted by one, and the ends of documents."""
     tokens = torch.arange(100, 100 + len(mask))[None]
-    found = {
+    actual = {
         "tokens": tokens,
         "labels": tokens + 1,
         "loss_mask": torch.tensor(mask, dtype=torch.float32)[None],
@@ -27,8 +27,8 @@ def batch(mask, ends=None, padded=None):
     }
     for name, value in (("cu_seqlens", ends), ("cu_seqlens_padded", padded)):
         if value is not None:
-            found[name] = torch.tensor([value], dtype=torch.int32)
-    return found
+            actual[name] = torch.tensor([value], dtype=torch.int32)
+    return actual
 
 
 def tokens(documents):
@@ -36,11 +36,11 @@ def tokens(documents):
 
 
 def test_documents_end_with_their_last_loss():
-    found = documents_of(batch([1, 1, 0, 0, 1, 1, 0, 0], [0, 3, 6, 8, 8]))
-    assert tokens(found) == [[100, 101], [103, 104, 105]]
-    assert [one["labels"].tolist() for one in found] == [[101, 102], [104, 105, 106]]
-    assert found[1]["loss_mask"].tolist() == [0, 1, 1]
-    assert found[1]["position_ids"].tolist() == [3, 4, 5]
+    actual = documents_of(batch([1, 1, 0, 0, 1, 1, 0, 0], [0, 3, 6, 8, 8]))
+    assert tokens(actual) == [[100, 101], [103, 104, 105]]
+    assert [one["labels"].tolist() for one in actual] == [[101, 102], [104, 105, 106]]
+    assert actual[1]["loss_mask"].tolist() == [0, 1, 1]
+    assert actual[1]["position_ids"].tolist() == [3, 4, 5]
 
 
 def test_padding_between_documents_is_none():
@@ -83,8 +83,8 @@ def test_batches_that_cannot_be_packed(changed, words):
 
 
 def numbers_of_all(counts):
-    mine = [1000 * dist.get_rank() + i for i in range(counts[dist.get_rank()])]
-    return gather(mine, dist.group.WORLD)
+    own = [1000 * dist.get_rank() + i for i in range(counts[dist.get_rank()])]
+    return gather(own, dist.group.WORLD)
 
 
 @pytest.mark.parametrize("counts", [(3, 0), (1, 2000), (1023, 1024)])
@@ -107,13 +107,13 @@ def routed(lengths, homes):
     rank = dist.get_rank()
     first = sum(len(one) for one in lengths[:rank])
     kinds = {"tokens": torch.int64, "loss_mask": torch.float32, "small": torch.int8}
-    mine = [
+    own = [
         {name: torch.full((length,), first + i, dtype=kind) for name, kind in kinds.items()}
         for i, length in enumerate(lengths[rank])
     ]
     like = {name: torch.empty(0, dtype=kind) for name, kind in kinds.items()}
-    found = route(mine, homes, lengths, like, dist.group.WORLD)
-    return {n: {name: x.tolist() for name, x in one.items()} for n, one in found.items()}
+    actual = route(own, homes, lengths, like, dist.group.WORLD)
+    return {n: {name: x.tolist() for name, x in one.items()} for n, one in actual.items()}
 
 
 @pytest.mark.parametrize(
@@ -127,9 +127,9 @@ def routed(lengths, homes):
 )
 def test_documents_reach_where_they_are_trained_on(ranks, lengths, homes):
     sizes = [length for one in lengths for length in one]
-    for found, home in zip(ranks(2).run(routed, lengths, homes), homes, strict=True):
-        assert set(found) == set(home)
-        for number, document in found.items():
+    for actual, home in zip(ranks(2).run(routed, lengths, homes), homes, strict=True):
+        assert set(actual) == set(home)
+        for number, document in actual.items():
             assert set(document) == {"tokens", "loss_mask", "small"}
             for values in document.values():
                 assert values == [number] * sizes[number]

@@ -109,8 +109,8 @@ def test_close_to_the_best_of_all_ways_on_tiny_batches():
 
 def test_the_same_documents_give_the_same_packing():
     lengths = np.random.default_rng(0).integers(1, 900, 300)
-    found = [pack(lengths, Work(token=100), ranks=4, capacity=5000) for _ in range(2)]
-    assert found[0].places == found[1].places
+    actual = [pack(lengths, Work(token=100), ranks=4, capacity=5000) for _ in range(2)]
+    assert actual[0].places == actual[1].places
 
 
 EACH = Work(windows=((0, 0, 1),))  # attention of a document is its length

@@ -29,15 +29,17 @@ def drawn(seed):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_busiest_has_the_least_work_of_all_ways_to_cut(seed):
-    given, work = drawn(seed), Work(token=3)
-    order, shared = neighbours(given)
+    arguments, work = drawn(seed), Work(token=3)
+    order, shared = neighbours(arguments)
     assert sorted(order) == list(range(7))
     for i, (a, b) in enumerate(itertools.pairwise(order)):
         common = 0
-        while given[a][: common + 1] == given[b][: common + 1] and common < len(given[a]):
+        while arguments[a][: common + 1] == arguments[b][: common + 1] and common < len(
+            arguments[a]
+        ):
             common += 1
         assert shared[i + 1] == common
-    lengths = [len(given[i]) for i in order]
+    lengths = [len(arguments[i]) for i in order]
     (runs,) = np.array(
         cut_trajectories(lengths, shared, work, ranks=1, multiple=3), dtype=object
     ).tolist()
@@ -45,18 +47,18 @@ def test_the_busiest_has_the_least_work_of_all_ways_to_cut(seed):
 
     def busiest(cuts):
         parts = [range(a, b) for a, b in itertools.pairwise((0, *cuts, 7))]
-        return max(load([given[order[i]] for i in part], work) for part in parts)
+        return max(load([arguments[order[i]] for i in part], work) for part in parts)
 
     best = min(busiest(cuts) for cuts in itertools.combinations_with_replacement(range(8), 2))
-    assert max(load([given[order[i]] for i in run], work) for run in runs) == best
+    assert max(load([arguments[order[i]] for i in run], work) for run in runs) == best
 
 
 def test_as_few_as_the_capacity_allows_and_as_many_on_every_rank():
     lengths, shared = [6, 6, 6, 6, 9, 2], [0, 5, 5, 5, 0, 1]
     runs = cut_trajectories(lengths, shared, Work(), ranks=2, capacity=9, multiple=2)
     assert [len(each) for each in runs] == [2, 2]
-    found = sorted((run.start, run.stop) for each in runs for run in each)
-    assert [run for run in found if run[0] < run[1]] == [(0, 4), (4, 5), (5, 6)]
+    actual = sorted((run.start, run.stop) for each in runs for run in each)
+    assert [run for run in actual if run[0] < run[1]] == [(0, 4), (4, 5), (5, 6)]
     assert len(cut_trajectories(lengths, shared, Work(), ranks=2)[0]) == 1
     with pytest.raises(ValueError, match="max_tokens: a micro-batch of 8"):
         cut_trajectories(lengths, shared, Work(), ranks=2, capacity=8)

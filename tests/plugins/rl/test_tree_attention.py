@@ -16,12 +16,12 @@ HEADS, KV_HEADS, WIDTH, WORDS = 4, 2, 6, 5
 
 def trajectories(rng, depth):
     """Return branches of `depth` levels, with equal ones, prefixes of others, and one alone."""
-    found = [[rng.randrange(WORDS) for _ in range(rng.randrange(1, 12))]]
+    actual = [[rng.randrange(WORDS) for _ in range(rng.randrange(1, 12))]]
     for _ in range(depth):
-        stem = rng.choice(found)
+        stem = rng.choice(actual)
         turn = [rng.randrange(WORDS) for _ in range(rng.randrange(9))]
-        found.append([*stem[: rng.randrange(len(stem) + 1)], *turn])
-    return [*found, found[0], [WORDS - 1] * 3]
+        actual.append([*stem[: rng.randrange(len(stem) + 1)], *turn])
+    return [*actual, actual[0], [WORDS - 1] * 3]
 
 
 def parameters():
@@ -69,8 +69,8 @@ def test_a_tree_equals_its_trajectories(algorithm, case):
     own = tree if name == "balanced" else None
     layout = mb.layout.make(name, cp_size=ranks, tree=own)
 
-    ours = parameters()
-    qkv = [x[:, None] for x in looked_up(ours, tree.tokens, tree.positions)]
+    ring = parameters()
+    qkv = [x[:, None] for x in looked_up(ring, tree.tokens, tree.positions)]
     outs = in_process.attention(
         *([mb.shard(x, layout, rank) for rank in range(ranks)] for x in qkv),
         groups=in_process.groups(inter=inter, intra=intra),
@@ -79,12 +79,12 @@ def test_a_tree_equals_its_trajectories(algorithm, case):
     got = tree.unpack(mb.unshard(outs, layout)[:, 0])
     loss_of(got, weights).backward()
 
-    theirs = parameters()
-    wanted = [alone(looked_up(theirs, each, range(len(each))), window) for each in some]
-    loss_of(wanted, weights).backward()
-    for x, y in zip(got, wanted, strict=True):
+    reference = parameters()
+    expected = [alone(looked_up(reference, each, range(len(each))), window) for each in some]
+    loss_of(expected, weights).backward()
+    for x, y in zip(got, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=TOLERANCE)
-    for x, y in zip(ours, theirs, strict=True):
+    for x, y in zip(ring, reference, strict=True):
         torch.testing.assert_close(x.grad, y.grad, rtol=0, atol=TOLERANCE)
 
 

@@ -14,11 +14,11 @@ def drawn(seed):
     rng = random.Random(seed)
     words = rng.choice([1, 2, 4])
     longest = rng.choice([3, 9, 24])
-    found = [
+    actual = [
         [rng.randrange(words) for _ in range(rng.randrange(longest))]
         for _ in range(rng.randrange(1, 9))
     ]
-    return [*found, [0]], [rng.random() for _ in [*found, 0]]
+    return [*actual, [0]], [rng.random() for _ in [*actual, 0]]
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -102,12 +102,12 @@ def test_every_edge_lies_on_the_rank_of_its_row(cp_size):
     trajectories, _ = drawn(5)
     tree = mb.trees.pack(trajectories, multiple=cp_size)
     layout = mb.layout.make("balanced", cp_size=cp_size, tree=tree)
-    found = []
+    actual = []
     for rank in range(cp_size):
         edges, rows = tree.edges_on(layout, rank)
         assert (layout.positions(rank, len(tree.tokens))[rows] == tree.edges.row[edges]).all()
-        found += edges.tolist()
-    assert sorted(found) == [*range(len(tree.edges.row))]
+        actual += edges.tolist()
+    assert sorted(actual) == [*range(len(tree.edges.row))]
 
 
 @pytest.mark.parametrize(

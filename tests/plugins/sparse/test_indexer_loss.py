@@ -64,8 +64,8 @@ def equal_to_the_formula(rule, ranks, layout, mask, algorithm="burst"):
     losses = in_process.indexer_loss(*index, q, k, found, rule=chosen, **by)
     close(mb.unshard(losses, layout).detach(), loss)
     torch.autograd.backward(losses, [x.detach() for x in outer])
-    for mine, grad in zip([x for x in index if x is not None], grads, strict=True):
-        close(mb.unshard([x.grad for x in mine], layout), grad)
+    for own, grad in zip([x for x in index if x is not None], grads, strict=True):
+        close(mb.unshard([x.grad for x in own], layout), grad)
     assert all(x.grad is None for x in [*q, *k])
 
 
@@ -121,9 +121,9 @@ def test_what_the_heads_of_other_ranks_look_at_is_added(alone, monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda total, group: other.append(total.clone()))
     of_half_the_heads(alone, 1)
     monkeypatch.setattr(dist, "all_reduce", lambda total, group: total.add_(other[0]))
-    mine, of_index = of_half_the_heads(alone, 0)
+    own, of_index = of_half_the_heads(alone, 0)
     loss, grads = by_hand("dsa", tensors("dsa"))
-    close(mine, loss)
+    close(own, loss)
     for grad, wanted in zip(of_index, grads, strict=True):
         close(grad, wanted)
 
@@ -148,8 +148,8 @@ def test_keys_that_the_mask_hides_take_no_part(ranks):
     losses = in_process.indexer_loss(*index, q, k, found, rule="dsa", groups=groups)
     close(mb.unshard(losses, layout).detach(), loss.detach())
     torch.autograd.backward(losses, outer)
-    for mine, grad in zip(index, grads, strict=True):
-        close(mb.unshard([x.grad for x in mine], layout), grad)
+    for own, grad in zip(index, grads, strict=True):
+        close(mb.unshard([x.grad for x in own], layout), grad)
 
 
 def test_the_graph_holds_nothing_of_attention():
@@ -189,7 +189,7 @@ def on_one_of_two_ranks():
 
 def test_ranks_of_tensor_parallelism_sum_their_heads(ranks):
     loss, grads = by_hand("dsa", tensors("dsa"))
-    for mine, of_index in ranks(2).run(on_one_of_two_ranks):
-        close(mine, loss)
+    for own, of_index in ranks(2).run(on_one_of_two_ranks):
+        close(own, loss)
         for grad, wanted in zip(of_index, grads, strict=True):
             close(grad, wanted)

@@ -67,16 +67,16 @@ def pair(mask):
 @pytest.mark.parametrize("name", ONE | OTHERS | HOST)
 def test_as_the_mask_says(name):
     mask = (ONE | OTHERS | HOST)[name]
-    found, queries = pair(mask), np.concatenate([span.positions() for span in SPANS])
+    actual, queries = pair(mask), np.concatenate([span.positions() for span in SPANS])
     keys = np.random.default_rng(2).integers(0, S, (len(queries), 2, 40))
-    wanted = mask.visible(queries[:, None, None], keys)
+    expected = mask.visible(queries[:, None, None], keys)
     rows = slice(2, 11)
-    assert found.sees(rows, torch.from_numpy(keys[rows])).tolist() == wanted[rows].tolist()
-    assert (found.condition is None) == (name in HOST)
-    assert (found.interval is not None) == (name in ONE)
-    if found.interval is not None:
-        low, high = (bound[:, None, None] for bound in found.interval)
-        assert np.array_equal((keys >= low) & (keys < high), wanted)
+    assert actual.sees(rows, torch.from_numpy(keys[rows])).tolist() == expected[rows].tolist()
+    assert (actual.condition is None) == (name in HOST)
+    assert (actual.interval is not None) == (name in ONE)
+    if actual.interval is not None:
+        low, high = (bound[:, None, None] for bound in actual.interval)
+        assert np.array_equal((keys >= low) & (keys < high), expected)
 
 
 def test_tables_go_to_a_device_once():

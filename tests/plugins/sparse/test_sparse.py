@@ -66,8 +66,8 @@ def shards(x, layout):
 
 def select(index, layout, **named):
     groups = named.pop("groups", None) or in_process.groups(intra=layout.cp_size)
-    given = [shards(x, layout) for x in index]
-    return in_process.select(*given, groups=groups, layout=layout, **named)
+    arguments = [shards(x, layout) for x in index]
+    return in_process.select(*arguments, groups=groups, layout=layout, **named)
 
 
 def ids_of(selections, layout):
@@ -328,8 +328,8 @@ def test_layers_take_the_plan_of_attention():
     gather, groups.ranks[0].__class__.gather = groups.ranks[0].__class__.gather, None
     try:
         for layer in range(2):
-            given = [shards(x, layout) for x in index]
-            found = in_process.select(*given, rule="dsa", top_k=4, plan=plan, label=layer)
+            arguments = [shards(x, layout) for x in index]
+            found = in_process.select(*arguments, rule="dsa", top_k=4, plan=plan, label=layer)
             outs = in_process.sparse_attention(q, k, v, found, plan=plan, label=layer)
             assert all(map(torch.equal, outs, out))
     finally:
@@ -352,19 +352,21 @@ def test_a_checkpoint_keeps_what_it_promises(keep, monkeypatch):
     monkeypatch.setattr(ring, "run", lambda rings, run=ring.run: (
         walks.append(rings[0].run.name), run(rings)))  # fmt: skip
 
-    def layer(plan, *given):
-        *index, q, k = given
+    def layer(plan, *arguments):
+        *index, q, k = arguments
         found = mb.select(*index, rule="dsa", top_k=4, plan=plan, label=0)
         out, lse = mb.sparse_attention(
             q, k, None, found, value_width=5, plan=plan, label=0, return_lse=True
         )
         return out, mb.indexer_loss(*index, q, k, found, rule="dsa", plan=plan, label=0, lse=lse)
 
-    given = plan.ranks, *index, q, k
-    wanted = [x for each in in_process.on_ranks(groups, layer, *given) for x in each]
+    arguments = plan.ranks, *index, q, k
+    wanted = [x for each in in_process.on_ranks(groups, layer, *arguments) for x in each]
     alone = torch.autograd.grad(sum(x.square().sum() for x in wanted), leaves)
     before, walks[:] = len(walks), []
-    found = [x for each in in_process.checkpoint(groups, layer, *given, keep=keep) for x in each]
+    found = [
+        x for each in in_process.checkpoint(groups, layer, *arguments, keep=keep) for x in each
+    ]
     assert all(map(torch.equal, found, wanted))
     forward = len(walks)
     again = torch.autograd.grad(sum(x.square().sum() for x in found), leaves)

@@ -22,10 +22,10 @@ def index(heads=2, key_heads=1):
     return tensors((heads, D), (key_heads, D), (heads,))
 
 
-def select(*given, **named):
-    given = given or index()
+def select(*arguments, **named):
+    arguments = arguments or index()
     options = {"rule": "dsa", "top_k": TOP_K, "groups": GROUPS, "layout": LAYOUT} | named
-    return in_process.select(*given, **options)
+    return in_process.select(*arguments, **options)
 
 
 MSA = rules.Msa(block=4)
@@ -37,7 +37,7 @@ SELECTING = {
     "rule: means must divide its block of 64 .* got 5": {"rule": rules.Nsa(means=5)},
     "got <class .*Dsa": {"rule": rules.Dsa},
     "rule: block must be a positive integer, got 0": {"rule": rules.Moba(block=0)},
-    "algorithm: a selection stays .* got 'token_ring'": {"algorithm": "token_ring"},
+    "algorithm: sparse attention needs .* got 'token_ring'": {"algorithm": "token_ring"},
     "algorithm must be one of": {"algorithm": "circle"},
     "layout striped cuts the blocks of 4": {
         "rule": rules.Qsa(), "layout": mb.layout.make("striped", cp_size=2),
@@ -125,7 +125,7 @@ ATTENDING = {
         select(), groups=None, plan=in_process.prepare(
             *tensors((4, D), (2, D), (2, D)), groups=GROUPS, layout=LAYOUT, softcap=2.0,
             kernel="reference")),
-    "algorithm: a selection stays": lambda: attend(select(), algorithm="tile"),
+    "algorithm: sparse attention needs": lambda: attend(select(), algorithm="tile"),
 }  # fmt: skip
 PLAN = in_process.prepare(*tensors((4, D), (2, D), (2, D)), groups=GROUPS, layout=LAYOUT)
 
@@ -137,19 +137,19 @@ def test_attention_that_is_refused(words):
 
 
 def test_a_plan_has_the_scale():
-    given = tensors((4, D), (2, D), (2, D))
-    for x in given[0]:
+    arguments = tensors((4, D), (2, D), (2, D))
+    for x in arguments[0]:
         x.copy_(torch.arange(x.numel()).view_as(x) / 50)
-    given[1] = [torch.arange(x.numel()).view_as(x) / 50.0 for x in given[1]]
-    given[1] = [x.double() for x in given[1]]
-    given[2] = given[1]
-    plan = in_process.prepare(*given, groups=GROUPS, layout=LAYOUT, softmax_scale=0.3)
-    (mine, *_), (other, *_) = (
-        in_process.sparse_attention(*given, select(), **named)
+    arguments[1] = [torch.arange(x.numel()).view_as(x) / 50.0 for x in arguments[1]]
+    arguments[1] = [x.double() for x in arguments[1]]
+    arguments[2] = arguments[1]
+    plan = in_process.prepare(*arguments, groups=GROUPS, layout=LAYOUT, softmax_scale=0.3)
+    (own, *_), (other, *_) = (
+        in_process.sparse_attention(*arguments, select(), **named)
         for named in ({"plan": plan}, {"groups": GROUPS, "scale": 0.3})
     )
-    assert torch.equal(mine, other)
-    assert not torch.equal(mine, attend(select(), given)[0])
+    assert torch.equal(own, other)
+    assert not torch.equal(own, attend(select(), arguments)[0])
 
 
 def test_it_is_differentiated_once():

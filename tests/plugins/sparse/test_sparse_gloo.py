@@ -25,17 +25,17 @@ def trained(groups, rank):
     for t in (q, k, v):
         [x.requires_grad_() for x in (t if isinstance(t, list) else [t])]
     plan = in_process.prepare(q, k, v, groups=groups, layout=layout)
-    found = [
+    actual = [
         in_process.select(*index, rule="dsa", top_k=TOP_K, plan=plan, label=n)
         for n in range(LAYERS)
     ]
     outs = [
         in_process.sparse_attention(q, k, v, each, plan=plan, label=n)
-        for n, each in enumerate(found)
+        for n, each in enumerate(actual)
     ]
     for out in reversed(outs):
         torch.autograd.backward(out, dout)
-    lists = [x if isinstance(x, list) else [x] for x in (found[0], outs[0], q, k, v)]
+    lists = [x if isinstance(x, list) else [x] for x in (actual[0], outs[0], q, k, v)]
     return [
         (s.ids, out.detach(), *(t.grad for t in qkv)) for s, out, *qkv in zip(*lists, strict=True)
     ]
@@ -47,11 +47,11 @@ def on_this_rank():
 
 
 def test_ranks_of_their_own_find_what_one_process_finds(ranks):
-    wanted = trained(in_process.groups(intra=2), [0, 1])
-    for found, of_rank in zip(ranks(2).run(on_this_rank), wanted, strict=True):
-        assert torch.equal(found[0], of_rank[0])
-        for mine, other in zip(found[1:], of_rank[1:], strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+    expected = trained(in_process.groups(intra=2), [0, 1])
+    for actual, of_rank in zip(ranks(2).run(on_this_rank), expected, strict=True):
+        assert torch.equal(actual[0], of_rank[0])
+        for own, other in zip(actual[1:], of_rank[1:], strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
 
 
 def error_of(fault):
@@ -69,25 +69,25 @@ def error_of(fault):
         if fault == "rule differs":
             rule = rules.Qsa(block=1 + groups.rank)
             mb.select(*index, **named | {"rule": rule})
-        found = mb.select(*index, **named)
+        actual = mb.select(*index, **named)
         if fault == "ids":
-            ids = found.ids + S * second
-            mb.sparse_attention(q, k, v, mb.Selection(ids, layout, found.mask), groups=groups)
+            ids = actual.ids + S * second
+            mb.sparse_attention(q, k, v, mb.Selection(ids, layout, actual.mask), groups=groups)
         if fault == "kernel differs":
             kernel = ("aten", "reference")[groups.rank]
-            mb.sparse_attention(q, k, v, found, kernel=kernel, groups=groups)
+            mb.sparse_attention(q, k, v, actual, kernel=kernel, groups=groups)
         plan = mb.prepare(q, k, v, groups=groups, layout=layout)
         if fault == "lines swapped":
             named = {"rule": "dsa", "plan": plan}
             calls = [
-                lambda: mb.indexer_loss(*index, q, k, found, **named),
-                lambda: mb.indexer_loss(*index, q, k, found, **named),
+                lambda: mb.indexer_loss(*index, q, k, actual, **named),
+                lambda: mb.indexer_loss(*index, q, k, actual, **named),
             ]
             for call in calls[:: (1, -1)[second]]:
                 call()
         if fault == "layer left out":
             for layer in range(second, 3):
-                mb.sparse_attention(q, k, v, found, plan=plan, label=layer)
+                mb.sparse_attention(q, k, v, actual, plan=plan, label=layer)
     except (ValueError, RuntimeError) as error:
         return type(error).__name__, str(error)
     return None

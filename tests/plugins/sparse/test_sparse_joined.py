@@ -23,8 +23,8 @@ LATENT, GROUPED = "latent", "grouped"
 
 
 def layout_of(name, ranks):
-    more = {"cu_seqlens": BOUNDS} if name == "balanced" else {}
-    return mb.layout.make(name, cp_size=ranks, **more)
+    extra = {"cu_seqlens": BOUNDS} if name == "balanced" else {}
+    return mb.layout.make(name, cp_size=ranks, **extra)
 
 
 def tensors():
@@ -82,7 +82,7 @@ def layer(groups, layout, mask, keys, sink, **by):
         return None
     by.pop("kernel")
     losses = in_process.indexer_loss(*index, q, k, found, rule="dsa", **by)
-    more = torch.autograd.grad([x.sum() for x in losses], [x for t in index for x in t])
+    extra = torch.autograd.grad([x.sum() for x in losses], [x for t in index for x in t])
 
     def whole(flat):
         size = groups.size
@@ -90,7 +90,7 @@ def layer(groups, layout, mask, keys, sink, **by):
 
     (ids,), (out,), (loss,) = (whole(x) for x in ([each.ids for each in found], outs, losses))
     *of_keys, of_sink = *whole(grads[:-1]), grads[-1]
-    return ids, out, [*of_keys[:2], of_sink, *of_keys[2:]], loss, whole(more)
+    return ids, out, [*of_keys[:2], of_sink, *of_keys[2:]], loss, whole(extra)
 
 
 def close(found, wanted):
@@ -114,17 +114,17 @@ def test_equal_to_dense_matrices(grid, algorithm, name, mask, keys):
     groups = in_process.groups(inter=grid[0], intra=grid[1])
     layout = layout_of(name, groups.size)
     sink = torch.linspace(-1, 1, HEADS, dtype=torch.float64).requires_grad_()
-    units, out, grads, loss, more = by_hand(mask, keys, sink)
+    units, out, grads, loss, extra = by_hand(mask, keys, sink)
     for kernel in ("aten", "reference")[: 1 + (algorithm == "prefetch")]:
         found = layer(groups, layout, mask, keys, sink, kernel=kernel, algorithm=algorithm)
         rows = [[u for u in row if u >= 0] for row in found[0].flatten(0, 2).tolist()]
         assert rows == [row for t in units for row in t]
         close(found[1], out.detach())
-        for mine, wanted in zip(found[2], grads, strict=True):
-            close(mine, wanted)
+        for own, wanted in zip(found[2], grads, strict=True):
+            close(own, wanted)
         close(found[3].detach(), loss.detach())
-        for mine, wanted in zip(found[4], more, strict=True):
-            close(mine, wanted)
+        for own, wanted in zip(found[4], extra, strict=True):
+            close(own, wanted)
 
 
 @pytest.mark.parametrize("algorithm", ["multicast", "all_gather"])
@@ -152,13 +152,13 @@ def calls(monkeypatch):
     found = []
 
     class Counting(kernels.SelectedAten):
-        def forward(self, q, k, *rest):
+        def forward(self, q, k, *remaining):
             found.append(("forward", len(q), len(k)))
-            super().forward(q, k, *rest)
+            super().forward(q, k, *remaining)
 
-        def backward(self, rows, k, *rest):
+        def backward(self, rows, k, *remaining):
             found.append(("backward", len(rows.q), len(k)))
-            super().backward(rows, k, *rest)
+            super().backward(rows, k, *remaining)
 
     def pair(self, call, queries, keys, sums, pair=indexer.UnitSelector.pair):
         found.append(("selection", len(self.q), len(keys[0])))
@@ -207,20 +207,20 @@ def test_a_recompute_joins_the_rows_that_are_left(calls):
     )
     leaves = [x for t in (*index, q, k, v) for x in t]
 
-    def run(plan, *given):
-        *index, q, k, v = given
+    def run(plan, *arguments):
+        *index, q, k, v = arguments
         found = mb.select(*index, rule="dsa", top_k=TOP_K, plan=plan, label=0)
         return mb.sparse_attention(q, k, v, found, plan=plan, label=0, kernel="counting")
 
     def grads(outs):
         return torch.autograd.grad(sum(x.square().sum() for x in outs), leaves[12:])
 
-    given = plan.ranks, *index, q, k, v
-    wanted = grads(in_process.on_ranks(groups, run, *given))
+    arguments = plan.ranks, *index, q, k, v
+    wanted = grads(in_process.on_ranks(groups, run, *arguments))
     calls.clear()
-    found = grads(in_process.checkpoint(groups, run, *given, keep=0.5))
-    for mine, other in zip(found, wanted, strict=True):
-        close(mine, other)
+    found = grads(in_process.checkpoint(groups, run, *arguments, keep=0.5))
+    for own, other in zip(found, wanted, strict=True):
+        close(own, other)
     forward = [rows for name, rows, _ in calls if name == "forward"]
     assert len(forward) == 2 * 4 * 2  # forward and recompute, of 4 ranks, a call for each node
     assert sorted(forward)[:8] == [S // 4 // 2] * 8  # half of the rows were kept
@@ -241,9 +241,9 @@ def test_a_rank_holds_the_keys_of_two_nodes():
     forward, backward = made.schedules[0]
     assert forward.visibility.joined
     for schedule in (forward, backward):
-        held = [dry_run(schedule, rank) for rank in range(16)]
-        assert max(each.most["kv"] for each in held) <= 2 * 4 + 1
-        moments = [moment for each in held for moment in each.moments]
+        held_bytes = [dry_run(schedule, rank) for rank in range(16)]
+        assert max(each.most["kv"] for each in held_bytes) <= 2 * 4 + 1
+        moments = [moment for each in held_bytes for moment in each.moments]
         rows = [n for moment in moments for n in moment.get("kv joined", ())]
         assert {-(-n // 8) for n in rows} == {4}  # chunks of 8 rows
 

@@ -18,12 +18,12 @@ class Largest(TorchDispatchMode):
     most = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        for each in found if isinstance(found, (tuple, list)) else (found,):
+        actual = func(*args, **(kwargs or {}))
+        for each in actual if isinstance(actual, (tuple, list)) else (actual,):
             if isinstance(each, torch.Tensor):
                 each = each.untyped_storage().nbytes() // 4
                 self.most = max(self.most, each)
-        return found
+        return actual
 
 
 @pytest.mark.parametrize("algorithm", ["burst", "all_gather"])
@@ -55,5 +55,5 @@ def test_a_ring_holds_two_chunks_of_keys_beyond_the_own(algorithm, keys):
     q = [torch.zeros(S // RANKS, 1, 2, WIDTH, requires_grad=True) for _ in range(RANKS)]
     plan = in_process.prepare(q, q, q, groups=groups, layout=layout, algorithm=algorithm, side="kv")
     for schedule in plan.ranks[0].schedules:
-        held = [dry_run(schedule, rank).most["kv"] for rank in range(RANKS)]
-        assert max(held) == keys
+        held_bytes = [dry_run(schedule, rank).most["kv"] for rank in range(RANKS)]
+        assert max(held_bytes) == keys

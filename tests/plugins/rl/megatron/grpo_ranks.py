@@ -35,8 +35,8 @@ def learn(words):
         grpo_train.warm_up(policy, args, questions)
         reference = policy.copy()
         draw = torch.Generator().manual_seed(2 + torch.distributed.get_rank())
-        asked = [grpo_train._digits(args, questions) for _ in range(args.prompts)]
-        row, samples, loss = grpo_train.step(policy, args, asked, draw, reference)
+        requested = [grpo_train._digits(args, questions) for _ in range(args.prompts)]
+        row, samples, loss = grpo_train.step(policy, args, requested, draw, reference)
         after = grpo_train.by_trajectory(
             mb.rl.logprobs(policy.stages, [each.tokens for each in samples])
         )

@@ -45,10 +45,10 @@ def expected(four):
 
 @pytest.mark.parametrize("case", CASES)
 def test_equals_separate_trajectories(four, expected, case):
-    found = four(trajectories.worst, *CASES[case][:2], expected, CASES[case][2])
-    for errors, *_ in found:
+    actual = four(trajectories.worst, *CASES[case][:2], expected, CASES[case][2])
+    for errors, *_ in actual:
         assert max(errors.values()) < 1e-10
-    owned = {index: loss for _, index, loss, _ in found if index}
+    owned = {index: loss for _, index, loss, _ in actual if index}
     assert sorted(i for index in owned for i in index) == list(range(10))
     assert sum(owned.values()) == pytest.approx(float(expected[2]), abs=1e-10)
 
@@ -125,21 +125,21 @@ REFUSED = {  # settings of Megatron, of BurstConfig, arguments, trajectories of 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_honoured_is_refused_on_every_rank(four, case):
     *how, words = REFUSED[case]
-    for found in four(trajectories.message, *how):
-        assert found is not None
+    for actual in four(trajectories.message, *how):
+        assert actual is not None
         for word in words:
-            assert word in found
+            assert word in actual
 
 
 def test_gradients_need_megatrons_data_parallelism(four):
-    found = four(trajectories.message, CP4, {}, {"loss": trajectories.the_loss}, None, False)
-    assert all("DistributedDataParallel" in each for each in found)
+    actual = four(trajectories.message, CP4, {}, {"loss": trajectories.the_loss}, None, False)
+    assert all("DistributedDataParallel" in each for each in actual)
 
 
 def test_a_loss_under_no_grad_is_refused(four):
     options = {"loss": trajectories.the_loss}
-    found = four(trajectories.message, CP4, {}, options, None, True, False)
-    assert all("gradients are off" in each for each in found)
+    actual = four(trajectories.message, CP4, {}, options, None, True, False)
+    assert all("gradients are off" in each for each in actual)
 
 
 def test_parameters_of_a_tree_mean_nothing_to_others(four):

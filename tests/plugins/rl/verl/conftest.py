@@ -45,13 +45,13 @@ def run(tmp_path_factory):
             stdout=subprocess.PIPE, stderr=log,
         )  # fmt: skip
 
-    def job(world, words, trajectories, micro_batch, **more):
+    def job(world, words, trajectories, micro_batch, **extra):
         output = folder / str(next(count))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         work = {"world": world, "words": words, "trajectories": trajectories}
-        work |= {"micro_batch": micro_batch, "port": port, "output": str(output)} | more
+        work |= {"micro_batch": micro_batch, "port": port, "output": str(output)} | extra
         killer = threading.Timer(LIMIT, server.kill)
         killer.start()
         print(json.dumps(work), file=server.stdin, flush=True)

@@ -162,9 +162,9 @@ def main(folder):
         ],
     }  # fmt: skip
     for model, runs in jobs.items():
-        for number, (function, world, more) in enumerate(runs):
+        for number, (function, world, extra) in enumerate(runs):
             output = folder / f"{model}.{number}"
-            work = {"world": world, "model": model, "output": str(output), **more}
+            work = {"world": world, "model": model, "output": str(output), **extra}
             work |= {"log": f"{output}.log", "port": os.environ["PORT"]}
             job = functools.partial(function, work)
             for child in [fork(job, rank, work) for rank in range(world)]:

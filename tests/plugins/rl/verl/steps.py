@@ -47,12 +47,12 @@ def job(work):
         trained = engine.forward_backward_batch(batch, loss, forward_only=False)
         parameters = engine.module[0].named_parameters()
         gradients = {of_model(name, engine): p.main_grad.clone() for name, p in parameters}
-    found = {"gradients": gradients, "rows": rows}
+    actual = {"gradients": gradients, "rows": rows}
     if engine.is_mp_src_rank_with_outputs():
         for kind, outputs in (("inferred", inferred), ("trained", trained)):
-            found[kind] = {k: list(x.unbind()) for k, x in outputs["model_output"].items()}
-        found["loss"] = sum(trained["loss"])
-    torch.save(found, saved(work))
+            actual[kind] = {k: list(x.unbind()) for k, x in outputs["model_output"].items()}
+        actual["loss"] = sum(trained["loss"])
+    torch.save(actual, saved(work))
 
 
 def saved(work):
@@ -108,7 +108,7 @@ def built(work):
     made.initialize()
     for module in made.module[0].modules():
         if isinstance(module, GPTModel):
-            module.decoder.register_forward_hook(lambda _, given, out: rows.append(len(out)))
+            module.decoder.register_forward_hook(lambda _, arguments, out: rows.append(len(out)))
     return made
 
 

@@ -49,14 +49,14 @@ def equal(results, theirs):
     ours = next(one for one in results if "loss" in one)  # of the last stage
     for kind in ("inferred", "trained"):
         for name in ("log_probs", "entropy"):
-            for mine, one in zip(ours[kind][name], theirs[kind][name], strict=True):
-                torch.testing.assert_close(mine[:-1], one[:-1], rtol=1e-6, atol=2e-6)
+            for own, one in zip(ours[kind][name], theirs[kind][name], strict=True):
+                torch.testing.assert_close(own[:-1], one[:-1], rtol=1e-6, atol=2e-6)
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
     compared = set()
     for rank in results:
-        for name, mine in rank["gradients"].items():
-            if mine.shape == theirs["gradients"][name].shape:
-                difference = mine - theirs["gradients"][name]
+        for name, own in rank["gradients"].items():
+            if own.shape == theirs["gradients"][name].shape:
+                difference = own - theirs["gradients"][name]
                 assert difference.norm() < 2e-6 * theirs["gradients"][name].norm(), name
                 compared.add(name)
     return len(compared), len(theirs["gradients"])
@@ -107,8 +107,8 @@ def test_what_was_never_run_is_refused_by_the_names_of_verl(run):
     code, log, results = run(2, [], BATCH, MICRO_BATCH, refused=cases)
     assert code == 0, log[-3000:]
     for saved in results:
-        for told, expected in zip(saved, REFUSED.values(), strict=True):
-            assert expected in told
+        for message, expected in zip(saved, REFUSED.values(), strict=True):
+            assert expected in message
 
 
 @pytest.mark.filterwarnings("ignore")  # verl's own, when it is imported

@@ -65,11 +65,11 @@ def found(folder, model, number):
 
 @pytest.mark.parametrize(("model", "number"), RUNS)
 def test_over_ranks_equals_one_rank(runs, model, number):
-    (loss, norms), (whole, wanted) = found(runs, model, number), found(runs, model, 0)
+    (loss, norms), (whole, expected) = found(runs, model, number), found(runs, model, 0)
     assert loss == pytest.approx(whole, rel=1e-6)
-    assert norms == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+    assert norms == pytest.approx(expected, rel=1e-4, abs=1e-5)
     if model == "gemma4 dense":  # layers 3 and 4 use the keys of 1 and 2, and none of their own
-        assert wanted["decoder.layers.2.mlp.linear_fc1.weight"] > 1e-3
+        assert expected["decoder.layers.2.mlp.linear_fc1.weight"] > 1e-3
     if model == "mimo":  # of the layers with a window only
         sinks = [name for name in norms if name.endswith("softmax_offset") and norms[name] > 1e-3]
         assert [name.split(".layers.")[1][0] for name in sorted(sinks)] == ["1", "2"]

@@ -119,16 +119,16 @@ def _trained(settings, lengths, pattern, count):
     model = DistributedDataParallel(settings, DistributedDataParallelConfig(), model)
     settings.finalize_model_grads_func = finalize_model_grads
     Helper.tracker.clear()
-    asked = lengths and packed_params(lengths)
+    requested = lengths and packed_params(lengths)
 
     def step(iterator, model):
         batch = next(iterator)
-        mine = {name: burst.shard_sequence(x, asked, dim=1) for name, x in batch.items()}
+        own = {name: burst.shard_sequence(x, requested, dim=1) for name, x in batch.items()}
         losses = model(
-            mine["tokens"], mine["position_ids"], None, labels=mine["labels"],
-            packed_seq_params=asked and packed_params(lengths),
+            own["tokens"], own["position_ids"], None, labels=own["labels"],
+            packed_seq_params=requested and packed_params(lengths),
         )  # fmt: skip
-        return losses, partial(_sum, mine["loss_mask"])
+        return losses, partial(_sum, own["loss_mask"])
 
     model.zero_grad_buffer()
     reports = get_forward_backward_func()(
@@ -171,16 +171,16 @@ def overlapped(sizes, chosen, changes, steps=2):
         burst.configure(settings, mb.BurstConfig(**chosen), seq_length=SEQUENCE)
         torch.manual_seed(5)
         model_parallel_cuda_manual_seed(5)
-        asked = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1000)
-        model = DistributedDataParallel(settings, asked, build(settings))
+        requested = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1000)
+        model = DistributedDataParallel(settings, requested, build(settings))
         reached = []
         for batch in batches(steps):
-            mine = {name: burst.shard_sequence(x) for name, x in batch.items()}
+            own = {name: burst.shard_sequence(x) for name, x in batch.items()}
             model.zero_grad_buffer()
-            losses = model(mine["tokens"], mine["position_ids"], None, labels=mine["labels"])
-            (losses * mine["loss_mask"]).sum().backward()
+            losses = model(own["tokens"], own["position_ids"], None, labels=own["labels"])
+            (losses * own["loss_mask"]).sum().backward()
             model.finish_grad_sync()
-            total = (losses * mine["loss_mask"]).sum().detach()
+            total = (losses * own["loss_mask"]).sum().detach()
             dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
             reached.append(float(total))
             for parameter in model.parameters():

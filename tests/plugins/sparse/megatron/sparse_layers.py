@@ -87,8 +87,8 @@ def batch(step, packed):
             max_seqlen_q=64, max_seqlen_kv=64,
         )  # fmt: skip
     whole = tokens[:, :-1], tokens[:, 1:], positions[None]
-    given = {} if params is None else {"packed_seq_params": params}
-    return [mb.megatron.shard_sequence(x, dim=1, **given) for x in whole], params
+    inputs = {} if params is None else {"packed_seq_params": params}
+    return [mb.megatron.shard_sequence(x, dim=1, **inputs) for x in whole], params
 
 
 def forward_step(packed, steps, data, model):
@@ -114,7 +114,7 @@ def train(changes, layers, burst=None, packed=False, steps=2, rate=0.05, micro=2
     from megatron.core.transformer.experimental_attention_variant import dsa
 
     sizes = {name: changes[name] for name in SIZES if name in changes}
-    found, helper = [], dsa.DSAIndexerLossLoggingHelper
+    actual, helper = [], dsa.DSAIndexerLossLoggingHelper
     with parallel((burst or {}).get("layout", "zigzag"), **sizes):
         random.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
         helper.tracker.clear()
@@ -138,8 +138,8 @@ def train(changes, layers, burst=None, packed=False, steps=2, rate=0.05, micro=2
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter -= rate * parameter.main_grad
-            found.append((total.item() / (LENGTH * micro), index, gradients))
-    return found
+            actual.append((total.item() / (LENGTH * micro), index, gradients))
+    return actual
 
 
 def whole(parameter, x):
@@ -177,15 +177,15 @@ def against_dense(rule):
         out, _ = attention(x, None, rotary_pos_emb=table)
         model.zero_grad_buffer()
         (out * g).sum().backward()
-        ours = {n: p.main_grad.clone() for n, p in attention.named_parameters()}
+        ring = {n: p.main_grad.clone() for n, p in attention.named_parameters()}
         leaves = {n: p.detach().clone().requires_grad_() for n, p in attention.named_parameters()}
         y = x.detach().clone().requires_grad_()
         expected, loss = by_hand(leaves, y, angles, arguments)
         ((expected * g[:, 0]).sum() + 0.5 * loss).backward()
         errors = {"out": out[:, 0] - expected, "x": x.grad - y.grad}
         for name, leaf in leaves.items():
-            theirs = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            errors[name] = ours[name] - theirs
+            reference = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            errors[name] = ring[name] - reference
         moved = [n for n, p in leaves.items() if "indexer" in n and p.grad.abs().max() > 1e-4]
         return {n: float(e.detach().abs().max()) for n, e in errors.items()}, len(moved)
 
@@ -226,14 +226,14 @@ def by_hand(p, x, angles, arguments):
     for t in range(TOKENS):
         own, rows, teacher, student = t // block, [], 0.0, None
         for h in range(4):
-            found = scores[t, h if scores.shape[1] == 4 else 0]
-            others = sorted(range(own), key=lambda u: (-found[u].item(), u))
+            actual = scores[t, h if scores.shape[1] == 4 else 0]
+            others = sorted(range(own), key=lambda u: (-actual[u].item(), u))
             units = sorted([own, *others[: arguments["top_k"] - 1]])
             seen = [j for u in units for j in range(u * block, u * block + block) if j <= t]
             weight = (k[seen, h // 2] @ q[t, h] / math.sqrt(WIDTH)).softmax(0)
             rows.append(weight @ v[seen, h // 2])
             member = torch.tensor([[float(j // block == u) for j in seen] for u in units])
-            teacher, student = teacher + member.double() @ weight.detach(), found[units]
+            teacher, student = teacher + member.double() @ weight.detach(), actual[units]
         outs.append(torch.cat(rows))
         if arguments["rule"] != "moba":
             target = teacher / teacher.sum()
@@ -249,8 +249,8 @@ def names(changes, layers):
     sizes = {name: changes[name] for name in SIZES if name in changes}
     with parallel(**sizes):
         model = build(changes, layers, {})
-        found = model.module.sharded_state_dict()
-        return {n: tuple(t.global_shape) for n, t in found.items() if "indexer" in n}
+        actual = model.module.sharded_state_dict()
+        return {n: tuple(t.global_shape) for n, t in actual.items() if "indexer" in n}
 
 
 def saved_and_loaded(folder, changes, others, layers):

@@ -23,14 +23,14 @@ DOCUMENTS = (16, 24, 8, 16)
 @pytest.fixture(scope="module")
 def ran(four):
     """Return a function that runs `dsa_ranks.run` on all ranks and caches the results."""
-    known = {}
+    cached = {}
 
-    def run(sizes, chosen=None, changes=None, **more):
-        key = repr((sizes, chosen, changes, more))
-        if key not in known:
-            given = {"lengths": None, "pattern": None, "count": 1} | more
-            known[key] = four(dsa_ranks.run, sizes, chosen, changes or {}, *given.values())
-        return known[key]
+    def run(sizes, chosen=None, changes=None, **extra):
+        key = repr((sizes, chosen, changes, extra))
+        if key not in cached:
+            arguments = {"lengths": None, "pattern": None, "count": 1} | extra
+            cached[key] = four(dsa_ranks.run, sizes, chosen, changes or {}, *arguments.values())
+        return cached[key]
 
     return run
 
@@ -38,13 +38,13 @@ def ran(four):
 def worst(found, expected):
     """Return the largest relative difference of losses and norm, and of gradients."""
     losses, grads = 0.0, 0.0
-    for ours, theirs in zip(found, expected, strict=True):
+    for actual, reference in zip(found, expected, strict=True):
         for name in ("loss", "indexer", "norm"):
-            losses = max(losses, relative(ours[name], theirs[name]))
-        assert ours["grads"].keys() == theirs["grads"].keys()
-        for name, grad in theirs["grads"].items():
+            losses = max(losses, relative(actual[name], reference[name]))
+        assert actual["grads"].keys() == reference["grads"].keys()
+        for name, grad in reference["grads"].items():
             assert grad.abs().max() > 0
-            grads = max(grads, relative(ours["grads"][name], grad))
+            grads = max(grads, relative(actual["grads"][name], grad))
     return losses, grads
 
 
@@ -60,10 +60,10 @@ def check(found, expected):
 
 
 def test_four_ranks_as_megatrons_gather_and_as_one(ran):
-    ours = ran(CP4, {})
-    check(ours, ran(CP4, None, GATHER))
-    check(ours, ran({}))
-    (line,) = ours[0]["lines"]
+    actual = ran(CP4, {})
+    check(actual, ran(CP4, None, GATHER))
+    check(actual, ran({}))
+    (line,) = actual[0]["lines"]
     assert line.startswith(
         "DSA: index keys and latents by multicast | 4 x 1 | layout zigzag | "
         "bytes per layer and rank: "
@@ -71,7 +71,7 @@ def test_four_ranks_as_megatrons_gather_and_as_one(ran):
         "index keys "
     )
     assert "latents forward" in line
-    assert ours[1]["lines"] == []
+    assert actual[1]["lines"] == []
 
 
 @pytest.mark.parametrize("coefficient", [None, 0.0, 0.5])
@@ -95,10 +95,10 @@ def test_tensor_parallel_ranks_sum_what_their_heads_look_at(ran):
 
 
 def test_documents_do_not_see_each_other(ran):
-    ours = ran(CP2, {}, lengths=DOCUMENTS)
-    check(ours, ran(CP2, None, GATHER, lengths=DOCUMENTS))
-    check(ours, ran({}, lengths=DOCUMENTS))
-    assert relative(ours[0]["loss"], ran({})[0]["loss"]) > 1e-3
+    actual = ran(CP2, {}, lengths=DOCUMENTS)
+    check(actual, ran(CP2, None, GATHER, lengths=DOCUMENTS))
+    check(actual, ran({}, lengths=DOCUMENTS))
+    assert relative(actual[0]["loss"], ran({})[0]["loss"]) > 1e-3
 
 
 @pytest.mark.parametrize("store", [None, 1.0])
@@ -107,8 +107,8 @@ def test_layers_share_selections_in_a_pipeline_that_recomputes(ran, store):
 
     Megatron's own layers would use their selection, so the reference runs without recomputation.
     """
-    ours = ran(STAGES | CP2, {"store": store}, SHARE | FULL, count=3)
-    check(ours, ran(STAGES, None, SHARE, count=3))
+    actual = ran(STAGES | CP2, {"store": store}, SHARE | FULL, count=3)
+    check(actual, ran(STAGES, None, SHARE, count=3))
 
 
 def test_a_loss_over_all_keys_without_relu_not_per_token(ran):
@@ -118,9 +118,9 @@ def test_a_loss_over_all_keys_without_relu_not_per_token(ran):
         "dsa_indexer_scoring_relu": False,
         "calculate_per_token_loss": False,
     }
-    ours = ran(CP4, {}, changes, lengths=DOCUMENTS[::-1])
-    check(ours, ran(CP4, None, changes | GATHER, lengths=DOCUMENTS[::-1]))
-    assert relative(ours[0]["indexer"], ran({}, lengths=DOCUMENTS[::-1])[0]["indexer"]) > 1e-3
+    actual = ran(CP4, {}, changes, lengths=DOCUMENTS[::-1])
+    check(actual, ran(CP4, None, changes | GATHER, lengths=DOCUMENTS[::-1]))
+    assert relative(actual[0]["indexer"], ran({}, lengths=DOCUMENTS[::-1])[0]["indexer"]) > 1e-3
 
 
 def test_layers_of_a_hybrid_model(ran):
@@ -146,13 +146,13 @@ def test_layers_of_a_hybrid_model(ran):
     ],
 )
 def test_other_ways(ran, chosen, changes):
-    ours = ran(CP4, chosen, changes)
-    check(ours, ran(CP4, None, changes | GATHER))
+    actual = ran(CP4, chosen, changes)
+    check(actual, ran(CP4, None, changes | GATHER))
     name = chosen.get("sparse") or chosen.get("algorithm") or "multicast"
     words = {
         "megatron": "cp_comm_type None is now allgather, for --burst-sparse megatron",
         "ring": "DSA: index keys and latents by burst |",
     }
-    assert ours[0]["lines"][0].startswith(
+    assert actual[0]["lines"][0].startswith(
         words.get(name, f"DSA: index keys and latents by {name} |")
     )

@@ -63,16 +63,16 @@ def test_dsa_is_served_from_0_19_on():
 def test_what_cannot_be_served_is_refused_by_name(chosen, changes, words):
     import re
 
-    found = told(chosen, **changes)
-    assert any(re.search(words, each) for each in found), found
+    actual = told(chosen, **changes)
+    assert any(re.search(words, each) for each in actual), actual
     flag = "--experimental-attention-variant dsa"
-    assert any(each.startswith(flag) and re.search(words, each) for each in found)
+    assert any(each.startswith(flag) and re.search(words, each) for each in actual)
 
 
 @new
 def test_groups_that_change_are_refused():
-    found = told(dynamic_context_parallel=True, multi_latent_attention=True)
-    assert any(each.startswith("--dynamic-context-parallel with --multi-la") for each in found)
+    actual = told(dynamic_context_parallel=True, multi_latent_attention=True)
+    assert any(each.startswith("--dynamic-context-parallel with --multi-la") for each in actual)
 
 
 @new
@@ -97,9 +97,9 @@ def test_which_algorithm_carries_keys():
 @new
 def test_the_exchange_need_not_be_given():
     """Megatron asserts an all-gather before it is known which attention runs."""
-    for given in (None, "p2p"):
+    for arguments in (None, "p2p"):
         with pytest.raises(AssertionError, match="allgather"):
-            dsa_ranks.config({"context_parallel_size": 2}, cp_comm_type=given)
+            dsa_ranks.config({"context_parallel_size": 2}, cp_comm_type=arguments)
     burst.install("zigzag")
     try:
         made = dsa_ranks.config({"context_parallel_size": 2})

@@ -32,12 +32,12 @@ def test_what_the_loss_of_a_spec_counts(monkeypatch, per_token):
         calculate_per_token_loss=per_token, grad_scale_func=lambda x: 8 * x, num_layers=3
     )
     out, losses = (torch.randn(5, 2, 3, dtype=torch.float64).requires_grad_() for _ in range(2))
-    found = index_loss.attached(out, losses, 0.5, config, 2, "ranks", None)
-    found.sum().backward()
-    assert torch.equal(found, out)
+    actual = index_loss.attached(out, losses, 0.5, config, 2, "ranks", None)
+    actual.sum().backward()
+    assert torch.equal(actual, out)
     assert torch.equal(out.grad, torch.ones_like(out))
-    wanted = 8 * 0.5 / (1 if per_token else 10 * 4)
-    torch.testing.assert_close(losses.grad, torch.full_like(losses, wanted))
+    expected = 8 * 0.5 / (1 if per_token else 10 * 4)
+    torch.testing.assert_close(losses.grad, torch.full_like(losses, expected))
     mean = 0.5 * losses.sum().item() / 10
     assert tracker["values"].tolist() == pytest.approx([0, mean, 0])
     assert (tracker["reduce_group"], tracker["avg_group"]) == (None, "ranks")
@@ -60,12 +60,12 @@ def test_what_the_loss_of_dsa_counts(monkeypatch, per_token, real):
         config=config, pg_collection=pg_collection, layer_number=2, _coefficient=coefficient
     )
     rows = torch.tensor([[1.0, 20.0, 300.0, 4000.0]])
-    found = dsa.BurstDSAttention._reduced(layer, rows, None)
+    actual = dsa.BurstDSAttention._reduced(layer, rows, None)
     total, count = (4321.0, 4) if real is None else (4301.0, 3)
-    assert found.item() == pytest.approx(0.5 * total / (1 if per_token else count))
+    assert actual.item() == pytest.approx(0.5 * total / (1 if per_token else count))
     groups = ("ranks", None) if per_token else (None, "ranks")
     assert (saved["reduce_group"], saved["avg_group"]) == groups
-    assert (saved["loss"].item(), saved["layer_number"]) == (found.item(), 2)
+    assert (saved["loss"].item(), saved["layer_number"]) == (actual.item(), 2)
 
 
 def selection_of(unit):
@@ -82,7 +82,7 @@ def test_a_recompute_shares_the_selection_of_its_own_micro_batch():
     )  # fmt: skip
 
     def share():
-        return dsa.BurstDSAttention._of_source(layer, {"plan": plan}).ids.unique().tolist()
+        return dsa.BurstDSAttention._source_selection(layer, {"plan": plan}).ids.unique().tolist()
 
     first, second = StoringCall(share, None), StoringCall(share, None)
     assert first() == [1]
@@ -103,7 +103,7 @@ def test_everything_that_a_row_sees():
     for rank, one in enumerate(plan.ranks):
         positions = layout.positions(rank, 16)
         first, last, longest = dsa._rows(one)
-        found = [[*range(a, b + 1)] for a, b in zip(first.tolist(), last.tolist(), strict=True)]
+        actual = [[*range(a, b + 1)] for a, b in zip(first.tolist(), last.tolist(), strict=True)]
         seen = MASK.visible(positions[:, None], torch.arange(16).numpy())
-        assert found == [[n for n, shown in enumerate(row) if shown] for row in seen]
+        assert actual == [[n for n, shown in enumerate(row) if shown] for row in seen]
         assert longest == 6

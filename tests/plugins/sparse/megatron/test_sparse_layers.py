@@ -35,21 +35,23 @@ CASES = {  # rule, settings of Megatron, of BurstConfig
 
 
 def compare(found, expected, tolerance):
-    for (loss, of_indexers, gradients), (want, wanted, theirs) in zip(found, expected, strict=True):
+    for (loss, of_indexers, gradients), (want, reference, stock) in zip(
+        found, expected, strict=True
+    ):
         assert loss == pytest.approx(want, rel=1e-6)
-        assert of_indexers == pytest.approx(wanted, rel=1e-5)  # the tracker is in float32
+        assert of_indexers == pytest.approx(reference, rel=1e-5)  # the tracker is in float32
         for name, gradient in gradients.items():
-            assert (gradient - theirs[name]).abs().max() < tolerance, name
+            assert (gradient - stock[name]).abs().max() < tolerance, name
 
 
 @pytest.fixture(scope="module")
 def alone(four):
-    known = {}
+    cached = {}
 
     def run(rule):
-        if rule not in known:
-            known[rule] = four(sparse_layers.train, {}, RULES[rule])[0]
-        return known[rule]
+        if rule not in cached:
+            cached[rule] = four(sparse_layers.train, {}, RULES[rule])[0]
+        return cached[rule]
 
     return run
 
@@ -101,12 +103,12 @@ def test_names_in_checkpoints(four):
     prefix, shapes = "decoder.layers.0.self_attention.indexer.", {
         "linear_q.weight": (24, 32), "linear_k.weight": (8, 32), "k_norm.weight": (8,),
     }  # fmt: skip
-    more = {
+    extra = {
         "qsa": {"q_norm.weight": (8,)},
         "dsa": {"k_norm.bias": (8,), "linear_weights.weight": (3, 32)},
         "moba": {},
     }
-    for rule, others in more.items():
+    for rule, others in extra.items():
         expected = {} if rule == "moba" else shapes | others
         for found in four(sparse_layers.names, {"tensor_model_parallel_size": 2}, RULES[rule]):
             assert all(shape[0] == 2 for shape in found.values())  # Megatron stacks layers
