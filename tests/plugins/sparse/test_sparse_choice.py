@@ -106,7 +106,7 @@ def test_faults_are_told_before_anything_is_measured():
     groups = grid()
     with pytest.raises(ValueError, match="top_k must be a positive integer, got 0"):
         run_select(groups, top_k=0)
-    with pytest.raises(ValueError, match=r"keys must travel \(burst, .*, or auto\), got 'tile'"):
+    with pytest.raises(ValueError, match=r"that sends keys \(burst, .*, or auto\), got 'tile'"):
         run_select(groups, algorithm="tile")
     assert "speeds" not in groups.cache
 
