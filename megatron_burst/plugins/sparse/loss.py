@@ -378,7 +378,7 @@ def _backward(
     sums = {"dquery": [], "dkv": [rows.shape[1:]]}
     run = rank_plan.chunks[0].backward
     done = run_pass(rank_plan, run, part.calls[-1], compute, rows, sums)
-    (dk,) = done.partials.whole(run.totals["dkv", rank_plan.ring.rank])
+    (dk,) = done.partials.total_rows(run.totals["dkv", rank_plan.ring.rank])
     dk = gradient_of_keys(dk, part.rule)
     if dweights is not None:
         dweights = dweights.to(weights.dtype)
