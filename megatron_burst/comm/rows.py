@@ -123,8 +123,7 @@ class _RowExchange:
         groups: Groups of the ranks.
         route: Rows that this rank sends and receives.
         call: Tag of the call.
-        home: In the backward exchange, number of rows of the exchange whose gradients it computes;
-            None in the forward exchange.
+        home: Rows of the shard that receives gradients; None in the forward exchange.
     """
 
     groups: Groups

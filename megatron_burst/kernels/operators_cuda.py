@@ -137,7 +137,7 @@ def rows_first(x: torch.Tensor, lengths: Lengths | None) -> torch.Tensor:
 
 
 def heads_first(x: torch.Tensor) -> torch.Tensor:
-    """Invert `rows_first`."""
+    """Return the [b, h, s, d] view of a result of `rows_first`."""
     return (x if x.dim() == 4 else x.unsqueeze(0)).transpose(1, 2)
 
 

@@ -315,7 +315,7 @@ class Plan:
 
     @property
     def channels(self) -> list[Channel]:
-        """Return the channels of its messages, in the order in which process groups are made."""
+        """Return the channels of the plan's messages; process groups are made in this order."""
         schedules = [*chain(*self.passes), *(schedule.schedule for schedule in self.recomputes)]
         if self.host_forward is not None:
             schedules.append(self.host_forward)
