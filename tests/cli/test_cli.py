@@ -1,4 +1,4 @@
-"""`megatron-burst`: what a user gets wrong is one line on stderr and exit code 2."""
+"""`megatron-burst`: user errors are one line on stderr with exit status 2."""
 
 import re
 import subprocess

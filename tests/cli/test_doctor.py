@@ -1,4 +1,4 @@
-"""`megatron-burst doctor`: the sizes it picks, the hazards it names, the groups it checks."""
+"""`megatron-burst doctor`: recommended sizes, reported hazards, checked groups."""
 
 import ast
 import json
@@ -50,7 +50,7 @@ GOOD = (
 
 
 def runs(tp, cp, per_node, world=3840):
-    """By enumeration: the longest runs of neighbours, all alike, that never leave a node."""
+    """Return the longest runs of consecutive ranks that stay on one node, by enumeration."""
     node_of = [rank // per_node for rank in range(world)]
     groups = [
         [node_of[block * tp * cp + i * tp + t] for i in range(cp)]
@@ -83,7 +83,7 @@ def test_a_node_full_of_tensor_parallelism_has_no_ring_of_its_own():
 
 
 def table(gpus_per_node=8, tps=(1, 2, 4, 8)):
-    """The sizes for some clusters, as a Markdown table."""
+    """Return the sizes of some clusters as a Markdown table."""
     cps = (2, 4, 8, 16, 32, 64)
     lines = [
         "| TP \\ CP | " + " | ".join(map(str, cps)) + " |",
@@ -102,7 +102,7 @@ def test_the_table_of_the_documentation():
 
 
 def constants():
-    """All that string literals of the package say, an f-string's pieces each by itself."""
+    """Return all string literals of the package; the parts of an f-string are separate."""
     for path in Path(mb.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -110,7 +110,7 @@ def constants():
 
 
 def test_the_messages_of_the_documentation_are_real():
-    """In the first column of the symptoms, code is what the plugin says."""
+    """Code in the first column of the symptoms must be a message of the package."""
     page = (ROOT / "docs" / "troubleshooting.md").read_text().split("## Symptoms")[1]
     cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| ")][1:]
     theirs = {"CUDA_DEVICE_MAX_CONNECTIONS", "--cp-comm-type a2a+p2p", "doctor --distributed"}
@@ -290,7 +290,7 @@ def test_graphs_that_leave_attention_out_are_let_be():
 
 
 class Read(SimpleNamespace):
-    """Arguments that remember which of them were read."""
+    """Arguments that record which of them were read."""
 
     def __getattribute__(self, name):
         if not name.startswith("__"):
@@ -308,7 +308,7 @@ NO_FLAG = {
 
 
 def test_the_doctor_knows_all_that_the_launcher_reads_of_the_arguments():
-    """Each flag is given by itself, so that what is read only beside another one is found."""
+    """Each flag is tested alone, to find flags that are read only together with another one."""
     read, known = set(), set()
     more = "--burst-attention-store 0.5 --burst-lm-head-loss recompute --burst-layout striped"
     singles = ["", *SWITCHES, *(f"{name} 2" for name in (*INTEGERS, *TEXTS, *FREQUENCIES, *LISTS))]
@@ -537,7 +537,7 @@ def test_versions():
 def test_the_version_of_megatron_is_that_of_the_source_which_would_be_imported(
     tmp_path, monkeypatch
 ):
-    """A checkout on the path may be ahead of the wheel."""
+    """A checkout on the path may be newer than the wheel."""
     paths = lambda where: mock.Mock(submodule_search_locations=where)  # noqa: E731
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
@@ -560,8 +560,10 @@ def test_the_version_read_is_the_version_imported():
 
 
 def test_quick_imports_no_megatron_and_takes_what_torch_takes():
-    """Its processor time beside that of torch alone, in one process: 2.2 s to 2.6 s of which 0.3 s
-    are the doctor's, when this was written; it was 5 s to 12 s."""
+    """Compare processor time with torch alone, in one process.
+
+    When the test was written, it took 2.2 s to 2.6 s, of which 0.3 s are the doctor's.
+    """
     code = (
         "import sys, time, torch; start = time.process_time()\n"
         "from megatron_burst.cli.main import main\n"
@@ -658,14 +660,16 @@ def test_the_command_line(capsys, dashes):
 
 @pytest.fixture(scope="module")
 def four(ranks):
-    """`four().run(...)` on four ranks, which end with this module: the groups made in them, each
-    with a thread, would slow the tests that come next."""
+    """Return `four().run(...)` on four ranks that end with this module.
+
+    Each group made in them has a thread, which would slow down later tests.
+    """
     yield lambda: ranks(4)
     ranks(4).close()
 
 
 def examine(words, per_node, fault=None):
-    """(status, what rank 0 printed) of the check of this process group."""
+    """Return the exit status and rank 0's output of the check of this process group."""
     import contextlib
     import io
 

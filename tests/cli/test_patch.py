@@ -1,4 +1,4 @@
-"""`megatron-burst patch`, the series it tries, and a Megatron that has them."""
+"""`megatron-burst patch`, the patch series, and a patched Megatron."""
 
 import importlib.util
 import json
@@ -20,7 +20,7 @@ SERIES = sorted(patch.SERIES.iterdir())
 
 
 def installed():
-    """The folder that holds the installed megatron, and its version."""
+    """Return the folder of the installed megatron, and its version."""
     core = pytest.importorskip("megatron.core")
     tree = Path(core.__file__).parents[2]
     return tree, tuple(map(int, patch.version_of(tree).split(".")[:2]))
@@ -35,7 +35,7 @@ def load_make():
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """The part of the installed Megatron that the patches touch, where they can be applied."""
+    """Return a copy of the files of the installed Megatron that the patches change."""
     tree, version = installed()
     if version < (0, 19):
         pytest.skip("no series for this version")
@@ -48,7 +48,7 @@ def copy(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def patched(copy):
-    """A copy of the installed Megatron, patched with the command that the check prints."""
+    """Return a copy of the installed Megatron, patched with the printed command."""
     status, lines = patch.check(copy)
     assert status == patch.PATCHABLE
     subprocess.run(lines[-1], shell=True, check=True)
@@ -180,7 +180,7 @@ def test_a_folder_without_megatron(path, tmp_path, capsys):
 
 
 def small_tree(tmp_path, change):
-    """The touched files of the installed Megatron, changed."""
+    """Return the patched files of the installed Megatron, modified."""
     tree, version = installed()
     if version < (0, 19):
         pytest.skip("no series for this version")
@@ -292,7 +292,7 @@ def test_installing_fills_the_seams_and_replaces_nothing(patched):
 
 
 def write_text(prefix):
-    """A Megatron dataset of 40 documents of 50 tokens each."""
+    """Write a Megatron dataset of 40 documents with 50 tokens each."""
     import numpy as np
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder

@@ -13,14 +13,14 @@ from megatron_burst.cli.parsers import one_line_errors
 
 @pytest.fixture(autouse=True)
 def python(monkeypatch):
-    """What a run changes of the interpreter, put back."""
+    """Restore the interpreter's state that a run changes."""
     monkeypatch.setattr(sys, "argv", ["megatron-burst"])
     monkeypatch.setattr(sys, "path", ["first", *sys.path])
 
 
 @pytest.fixture
 def megatron(monkeypatch):
-    """Stands in for megatron_burst.megatron: what was called, in order."""
+    """Replace megatron_burst.megatron by a recorder of calls, in order."""
     called = []
     fake = SimpleNamespace(
         training_available=lambda: True,
@@ -121,7 +121,7 @@ def test_a_script_may_accept_unknown_flags(megatron, tmp_path, capsys):
 
 
 def test_a_parser_that_does_not_exit_is_left_alone(monkeypatch):
-    """From Python 3.13 on it raises for unrecognized arguments, too."""
+    """Since Python 3.13 it also raises for unrecognized arguments."""
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", lambda self, *given: "stock")
     with one_line_errors("pretrain"):
         assert argparse.ArgumentParser(exit_on_error=False).parse_args(["--other"]) == "stock"

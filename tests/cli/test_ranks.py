@@ -1,4 +1,4 @@
-"""Errors of several ranks: one report for all that raise the same, and each its own otherwise."""
+"""Errors of several ranks: one report if all raise the same error, otherwise one per rank."""
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +11,7 @@ from megatron_burst.cli import ranks
 
 @pytest.fixture
 def launched(monkeypatch):
-    """As a launcher without a store of its own, such as srun, leaves the ranks."""
+    """Set the variables of a launcher without a store of its own, such as srun."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -21,7 +21,7 @@ def launched(monkeypatch):
 
 
 def reported(*errors):
-    """Whether each rank leaves its error to rank 0."""
+    """Return for each rank whether it leaves its error to rank 0."""
     with ThreadPoolExecutor(len(errors)) as pool:
         said = [f"megatron-burst pretrain: error: {error}" for error in errors]
         return list(pool.map(ranks._shared, range(len(errors)), [len(errors)] * len(errors), said))

@@ -1,4 +1,4 @@
-"""What a call leaves behind: no memory, no half-counted calls, groups that take the next one."""
+"""State after a call: no leaked memory, consistent call counts, usable groups."""
 
 import copy
 import gc
@@ -20,7 +20,7 @@ def shards(size, rows=8):
 
 @pytest.mark.parametrize("head_chunks", [1, 2])
 def test_a_call_leaves_no_tensor_to_the_garbage_collector(head_chunks):
-    """Buffers in a reference cycle stay until it comes, which training may have switched off."""
+    """Buffers in a reference cycle live until garbage collection, which training may disable."""
     groups = in_process.groups(inter=2, intra=2)
     qkv = shards(4)
     plan = in_process.prepare(*qkv, groups=groups, head_chunks=head_chunks)
@@ -45,7 +45,7 @@ def test_a_call_leaves_no_tensor_to_the_garbage_collector(head_chunks):
 
 
 def refused_then_right(how):
-    """On every rank: what was said of a bad call, and whether the next good one works."""
+    """Return on every rank the error of a wrong call, and whether the next correct call works."""
     groups = mb.Groups.flat(dist.group.WORLD)
     q, k, v = (x[0] for x in shards(1))
     stored = mb.prepare(q, k, v, groups=groups, store=1.0)
@@ -111,7 +111,7 @@ def test_schedules_serve_calls_that_differ_in_their_scale():
 
 
 def labels_of_a_loop(turns, label=None, source="<string>"):
-    """Labels in the tags of calls that one line makes, and what it was warned of."""
+    """Return the labels in the tags of calls from one line, and the warnings."""
     calls = CallCounter(warns=True)
     scope = {"calls": calls, "turns": turns, "label": label}
     program = "found = [calls.forward(7, label, False).label for _ in range(turns)]"

@@ -1,7 +1,7 @@
-"""Transports and grids: what moved is counted, what went wrong is said, nothing is copied.
+"""Transports and grids: sent bytes are counted, errors are reported, nothing is copied.
 
-The in-process transport must notice what real hardware would punish: a buffer written to while
-it travels, an exchange with one end, a message of another size.
+The in-process transport must detect what fails on real hardware: a buffer that is overwritten while
+it is sent, an exchange with one end, a message of another size.
 """
 
 import copy
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def pair():
-    """The two endpoints of an in-process grid of two."""
+    """Return the two endpoints of an in-process grid of two."""
     return [rank.ring for rank in in_process.groups(intra=2).ranks]
 
 
@@ -50,7 +50,7 @@ FLOATS = torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.floa
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.uint8])
 def test_what_was_not_waited_for_is_poisoned(dtype):
-    """Also when its sender waited long ago; and again after its release."""
+    """Also if its sender waited long ago, and again after its release."""
     poison = "nan" if dtype in FLOATS else str(torch.tensor(-1).to(dtype).item())
 
     def poisoned():
@@ -86,7 +86,7 @@ def test_messages_of_one_channel_stay_in_order_and_channels_apart():
 
 @pytest.mark.parametrize("landed", [False, True])
 def test_overwriting_in_flight_is_caught(landed):
-    """Also after it arrived: its sender cannot know that before it waited."""
+    """Also after it was received: its sender cannot know that before it waited."""
     sent = [torch.ones(3)]
     sending, receiving = post(*pair(), sent, [torch.zeros(3)], "keys of rank 0")
     if landed:
@@ -97,7 +97,7 @@ def test_overwriting_in_flight_is_caught(landed):
 
 
 def test_a_message_with_another_envelope_is_caught():
-    """Of the same size, on the channel and between the ranks that were expected."""
+    """The message has the expected size, channel and ranks."""
     a, b = pair()
     sent = packing.pack([torch.ones(3)], envelope(content=1))
     room = packing.empty([(torch.Size([3]), torch.float32)], torch.device("cpu"))
@@ -169,7 +169,7 @@ def shape(groups):
 
 
 def grids_of_four():
-    """On every rank: the grid made in every way there is, and attention's view of each."""
+    """Return on every rank the grid made in every possible way, and how attention sees it."""
     world = dist.group.WORLD
     nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -196,7 +196,7 @@ def test_the_same_grid_from_a_topology_from_two_groups_and_from_hosts(ranks):
 
 
 def refusal(make):
-    """The message of the ValueError that `make` raises."""
+    """Return the message of the ValueError that `make` raises."""
     try:
         make()
     except ValueError as error:
@@ -217,7 +217,7 @@ def test_nodes_that_do_not_fit_are_refused(ranks):
 
 
 def nodes_of_three_and_one():
-    """Ranks 1 and 2 have nobody with their index on the other node."""
+    """Ranks 1 and 2 have no rank with their index on the other node."""
     rank, intra, inter = dist.get_rank(), None, None
     for members in ([0, 1, 2], [3]):
         made = dist.new_group(members, timeout=timedelta(seconds=4))
@@ -234,7 +234,7 @@ def test_every_rank_is_told_of_nodes_of_unequal_size(ranks):
 
 
 def without_a_group():
-    """Rank 1 passes None, so it has nothing to talk on; what each rank is told."""
+    """Rank 1 passes None, so it cannot communicate; return the error of each rank."""
     group = dist.new_group(timeout=timedelta(seconds=2))
     given = None if dist.get_rank() == 1 else group
     try:
@@ -281,14 +281,14 @@ def beside_uneven_groups():
 
 
 def test_ranks_may_be_in_different_numbers_of_groups(ranks):
-    """Ours have names on which their members agree, and take none from torch's count."""
+    """Our groups have names on which members agree, and do not change torch's count."""
     pool = ranks(4)
     assert pool.run(beside_uneven_groups) == [(8, 4)] * 4
     pool.close()  # its ranks stay in different numbers of groups
 
 
 def handed_to_torch():
-    """(what the counters say, what torch was really asked to send) in one forward and backward."""
+    """Return the counters and the bytes that torch sent in one forward and backward."""
     groups = mb.Groups.from_topology(dist.group.WORLD, intra=2)
     sent, real = [], dist.batch_isend_irecv
 
@@ -306,16 +306,20 @@ def handed_to_torch():
 
 
 def test_counters_count_what_torch_is_asked_to_send(ranks):
-    """One message per hop: 3 forward, 3 of activations and 3 of gradients backward; each bears a
-    envelope, which is no payload."""
+    """One message per hop: 3 in forward, 3 activations and 3 gradients in backward.
+
+    Each has an envelope, which is not counted.
+    """
     for counted, sent, messages in ranks(4).run(handed_to_torch):
         assert messages == 9
         assert counted == sent - packing.ENVELOPE * messages > 0
 
 
 def calls_of_groups(ulysses, reused):
-    """(groups of this rank, those whose first call was a collective, those that were given) after
-    a forward and backward in which some ranks have nothing to send."""
+    """Return the groups of this rank, those whose first call was a collective, and the reused ones.
+
+    They come from a forward and backward in which some ranks have nothing to send.
+    """
     given = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
     given = [given[dist.get_rank() // 2], given[2 + dist.get_rank() % 2]] if reused else []
     first, seen = {}, {"all_reduce": dist.all_reduce, "batch_isend_irecv": dist.batch_isend_irecv}
@@ -352,7 +356,7 @@ def test_all_members_take_part_in_the_first_call_of_a_group(ranks, ulysses, reus
 
 
 def refused_grid(arguments):
-    """The message on this rank of a grid asked for with `arguments`, by rank."""
+    """Return the error of this rank for a grid with `arguments`, by rank."""
     mine = arguments[dist.get_rank()]
     return refusal(lambda: mb.Groups.from_topology(dist.group.WORLD, **mine))
 
@@ -376,7 +380,7 @@ def test_ranks_that_ask_for_different_grids_are_told_so(ranks, odd, words):
 
 
 def test_a_group_that_is_none_is_refused():
-    """As torch.distributed.group.WORLD is before init_process_group."""
+    """torch.distributed.group.WORLD is None before init_process_group."""
     for make in (
         lambda: mb.Groups.flat(None),
         lambda: mb.Groups.from_topology(None, intra=2),
@@ -416,7 +420,7 @@ TAIL = "; the ranks do not run the same plans in the same order"
 
 
 def message_of(sent, received, envelopes, room):
-    """Rank 0 sends a message of `sent` elements, rank 1 expects `received`: what it raises."""
+    """Rank 0 sends `sent` elements and rank 1 expects `received`; return the error."""
     me, groups = dist.get_rank(), mb.Groups.from_topology(dist.group.WORLD, intra=2)
     groups.connect([FLAT], CPU)
     endpoint = groups.ring
@@ -449,7 +453,7 @@ def message_of(sent, received, envelopes, room):
     ],
 )
 def test_a_message_that_gloo_takes_in_silence_is_caught(ranks, sent, received, arrived, words):
-    """Or, where it is longer than expected, ends the process for."""
+    """If it is longer than expected, gloo would end the process."""
     first, second = ranks(2).run(message_of, sent, received, (arrived, envelope()), 8040)
     assert first is None
     assert second.startswith(f"exchange failed: keys: from member 0 of the group: {words}"), second

@@ -1,4 +1,4 @@
-"""The header all ranks compare before anything travels: differences are found and said alike."""
+"""The header that ranks compare before they send anything: differences raise the same error."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ FACTS = {"q": (4, 2), "layout": "zigzag", "softmax_scale": 0.125}
 
 
 def everyone(*facts):
-    """`agree` on as many ranks, each with its facts; all of them must end alike."""
+    """Run `agree` on ranks with these facts; all must end the same way."""
     switch, seen = RankSwitch(), []
 
     def one(rank, fact):
@@ -76,7 +76,7 @@ def test_a_single_rank_is_not_numbered():
 
 @pytest.mark.parametrize("length", [900, 5000])
 def test_texts_longer_than_a_header_are_cut_not_compared(length):
-    """Whatever does not fit into the text still counts: digests are of the whole value."""
+    """Text that does not fit still counts, because digests cover the whole value."""
     long = {"first": "x" * length, "second": 1}
     everyone(long, dict(long))
     with pytest.raises(ValueError, match="ranks disagree"):
@@ -86,7 +86,7 @@ def test_texts_longer_than_a_header_are_cut_not_compared(length):
 
 
 def test_a_long_value_does_not_crowd_out_the_others():
-    """A mask of a thousand documents is a long text; what comes after it is still quoted."""
+    """A mask of a thousand documents is a long text; later values are still quoted."""
     facts = {"mask": "x" * 5000, "softcap": None}
     with pytest.raises(ValueError, match=r"rank 0 has softcap None, rank 1 has softcap 0.5;"):
         everyone(facts, {**facts, "softcap": 0.5})

@@ -1,4 +1,4 @@
-"""A host is a host name and a boot id, and the launcher's LOCAL_WORLD_SIZE is compared with it."""
+"""Hosts by name and boot id, compared with the launcher's LOCAL_WORLD_SIZE."""
 
 import os
 import socket
@@ -15,8 +15,10 @@ from megatron_burst.comm.hosts import HostIdentity, host_labels, launcher_warnin
 
 
 def by_host(names, boots, folder, local_world_size):
-    """The ranks per node of `Groups.by_host`, and the warnings, on hosts with these names and boot
-    ids (a letter per rank)."""
+    """Return the ranks per node of `Groups.by_host`, and the warnings.
+
+    Names and boot ids have one letter per rank.
+    """
     rank = dist.get_rank()
     boot_id = Path(folder) / f"boot_id_{rank}"
     boot_id.write_text(f"{boots[rank]}\n")

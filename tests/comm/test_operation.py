@@ -1,4 +1,4 @@
-"""How a call becomes a plan: what `prepared` and `derived` do with an operation."""
+"""From a call to a plan: `prepared` and `derived` with an operation."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -12,14 +12,14 @@ from megatron_burst.plugins.testing import in_process
 
 
 class Stated(NamedTuple):
-    """A request, or a plan."""
+    """A request or a plan."""
 
     facts: dict[str, object]
 
 
 @dataclass
 class Call(Operation):
-    """A call with one argument; steps: what ran, in order."""
+    """A call with one argument that records its steps in order."""
 
     groups: Groups
     size: int
@@ -57,7 +57,7 @@ class Call(Operation):
 
 
 def run(*calls, **keywords):
-    """The operations of two ranks of one process, and their plans or the error of all."""
+    """Run the operations of two ranks in one process; return their plans or the common error."""
     groups = in_process.groups(intra=2)
     operations = [
         Call(rank, size, **(keywords if own else {}))

@@ -1,7 +1,7 @@
-"""Ranks that do not make the same calls, where no message tells; labels; groups that are gone.
+"""Ranks that make different calls without messages that show it; labels; destroyed groups.
 
-What messages tell, and what becomes of numbers, is in `fuzz.faults`, which `test_fuzz.py` tries.
-Two gloo ranks, rank 1 out of step; every group made here waits two seconds.
+`fuzz.faults`, run by `test_fuzz.py`, covers errors in messages and wrong numbers. Here two gloo
+ranks run, rank 1 out of step; every group has a timeout of two seconds.
 """
 
 import warnings
@@ -20,7 +20,7 @@ APART = mb.masks.Documents([0, 8, 16])  # one document per rank: nothing travels
 
 
 class Rank:
-    """What a case is told: the groups of this rank, and whether it is the one out of step."""
+    """Input of a case: the groups of this rank, and whether it is out of step."""
 
     def __init__(self, ulysses):
         parent = dist.new_group(timeout=timedelta(seconds=2))
@@ -38,7 +38,7 @@ class Rank:
 
 
 def left_out_unnoticed():
-    """Rank 1 leaves out a call in which nothing travels; what the next plan, and asking, say."""
+    """Rank 1 skips a call that sends nothing; return the errors of later comparisons."""
     rank = Rank(1)
     plan = rank.plan(mask=APART, layout="contiguous")
     if not rank.odd:
@@ -53,7 +53,7 @@ def left_out_unnoticed():
 
 
 def test_a_call_left_out_is_noticed_by_the_next_plan(ranks):
-    """Also where no message says so: nothing travels, or the device cannot read envelopes."""
+    """Also without messages: nothing is sent, or the device cannot read envelopes."""
     for found in ranks(2).run(left_out_unnoticed):
         assert len(found) == 2
         for words in found:
@@ -64,7 +64,7 @@ def test_a_call_left_out_is_noticed_by_the_next_plan(ranks):
 
 @pytest.mark.parametrize("label", [object(), 1.5, torch.ones(1), (1, [2])])
 def test_labels_that_may_differ_between_processes_are_refused(label):
-    """Their repr has addresses in it, or reads a device."""
+    """Their repr contains addresses, or reads a device."""
     qkv = [[torch.zeros(4, 1, 1, 4)]] * 3
     groups = in_process.groups(intra=1)
     with pytest.raises(ValueError, match="label must be a string, an integer, a tuple"):
@@ -90,7 +90,7 @@ def test_ranks_in_step_compare_equal(ranks):
 
 
 def warned(label):
-    """What a loop over two layers is told, in three steps; how often, at which line."""
+    """Return the warnings of a loop over two layers in three steps: number and line."""
     rank = Rank(1)
     plan = rank.plan()
     with warnings.catch_warnings(record=True) as found:

@@ -1,5 +1,4 @@
-"""Which process groups a grid's rings travel on: as many as a plan names, given ones where they
-fit, made by their members alone, on the backend of the tensors."""
+"""Process groups of a grid's rings: number, reuse, members and backend."""
 
 import importlib
 import itertools
@@ -33,7 +32,7 @@ def qkv(rows=4, heads=4, grad=True):
 
 
 def given_groups():
-    """The groups that Megatron has: all ranks, this rank's node, its index across nodes."""
+    """Return the groups that Megatron has: all ranks, this rank's node, its index on all nodes."""
     me = dist.get_rank()
     everything = [dist.new_group(ranks) for ranks in ([0, 1, 2, 3], *NODES, *COLUMNS)]
     pick = [0, 1 + me // 2, 3 + me % 2]
@@ -48,7 +47,7 @@ def registered():
 
 
 def carried(cases):
-    """Of each case on this rank: new process groups, those of its grid, and how many are given."""
+    """Return for each case on this rank: new process groups, groups of its grid, reused groups."""
     given, found = given_groups(), []
     for algorithm, ulysses, grad, reuse in cases:
         before = registered()
@@ -84,7 +83,7 @@ def test_a_grid_has_the_communicators_that_its_algorithm_uses(ranks):
 
 
 def dense(algorithm, ulysses, reuse):
-    """The worst error of this rank's output and gradients, against attention by formula."""
+    """Return the largest error of this rank's output and gradients, compared with the formula."""
     me, given = dist.get_rank(), given_groups()
     options = {"reuse": given} if reuse == "all" else {"reuse": given[1:]}
     if reuse == "hierarchical":
@@ -121,7 +120,7 @@ def test_attention_on_given_groups_is_exact(ranks, algorithm, ulysses, reuse):
 
 
 def batches_of_documents():
-    """(process groups after each batch, its route) of packs that take both routes."""
+    """Return process groups after each batch, and its route, for packs that use both routes."""
     groups = mb.Groups.from_topology(dist.group.WORLD, intra=2)
     seen = []
     # zigzag: tokens 2 to 5 lie on ranks 1 and 2, two hops apart on the rings
@@ -134,7 +133,7 @@ def batches_of_documents():
 
 
 def test_documents_that_change_make_no_communicators_in_mid_run(ranks):
-    """A device that is full by then has no room for them."""
+    """A device that is full during training has no memory for them."""
     for seen in ranks(4).run(batches_of_documents):
         assert {route for _, route in seen} == {"ring", "direct"}
         assert len({count for count, _ in seen}) == 1
@@ -189,7 +188,7 @@ def test_ranks_that_would_wait_for_each_other_are_told_so(ranks, what, words):
 
 
 class Splitting(dist.ProcessGroupGloo):
-    """Gloo that torch takes for NCCL: something that communicators are split off."""
+    """gloo that torch treats as NCCL, so that communicators are split off."""
 
     supports_splitting = True
 
@@ -198,7 +197,7 @@ class Splitting(dist.ProcessGroupGloo):
 
 
 def meet_again(backend, folder):
-    """Start torch.distributed anew; on two ranks."""
+    """Restart torch.distributed; on two ranks."""
     rank = dist.get_rank()
     dist.destroy_process_group()
     store = dist.FileStore(f"{folder}/store", 2)
@@ -207,8 +206,7 @@ def meet_again(backend, folder):
 
 
 def bound_to_a_device(folder):
-    """What torch was about to split the communicators of a grid off; the devices bound to these;
-    and the world's, after that."""
+    """Return from what torch would split a grid's communicators, and the bound devices."""
     sources, kept, stock = [], [], c10d._get_split_source
 
     def make(options, _):
@@ -296,8 +294,10 @@ def test_a_limit_that_would_have_no_effect_is_refused(ranks):
 
 
 def asked_of_torch():
-    """What torch is asked for, for the communicators of grids whose tensors NCCL would move: (the
-    options' timeout, high priority, blocks at most). They are made of gloo."""
+    """Return the options of communicators of grids with NCCL: timeout, priority, maximum blocks.
+
+    The groups are made with gloo.
+    """
     asked, stock = [], dist.new_group
 
     def new_group(ranks, *, backend, pg_options, **named):
@@ -323,7 +323,7 @@ def asked_of_torch():
 
 @needs_nccl
 def test_options_of_the_rings_nccl_communicators(ranks):
-    """torch warns of a timeout in options that is not the group's."""
+    """torch warns if the timeout in the options differs from the group's timeout."""
     for asked in ranks(2).run(asked_of_torch):
         assert asked == [
             "gloo", (True, True, None), (True, True, None), "gloo", (True, True, 4), (True, True, 4)
@@ -331,8 +331,7 @@ def test_options_of_the_rings_nccl_communicators(ranks):
 
 
 def memory_told(sizes):
-    """The start-up line of a grid on a device on which as much is taken before and after making
-    communicators; and of one on the CPU."""
+    """Return the start-up lines of a grid on a device with these memory sizes, and on the CPU."""
     lines = []
     for taken in (iter(sizes), itertools.repeat(None)):
         with mock.patch.object(communicators, "memory_taken", lambda _, taken=taken: next(taken)):
@@ -343,7 +342,7 @@ def memory_told(sizes):
 
 
 def test_the_start_up_line_says_what_communicators_took(ranks):
-    """The first plan sends no gradients: what the second makes is added."""
+    """The first plan sends no gradients; the memory of the second is added."""
     sizes = [2**20, 2**20 * 65, 2**20 * 80, 2**20 * 180]
     for gpu, cpu in ranks(2).run(memory_told, sizes):
         assert cpu == "communicators: 1 made (inter gradients), given groups for inter"
@@ -354,14 +353,17 @@ def test_the_start_up_line_says_what_communicators_took(ranks):
 
 
 def gloo_threads():
-    """The ids of the threads of this process that run collectives of gloo."""
+    """Return the ids of the threads of this process that run collectives of gloo."""
     names = Path("/proc/self/task").glob("*/comm")
     return {name.parent.name for name in names if name.read_text() == "pt_gloo_runloop\n"}
 
 
 def kept_after_the_end(folder, nn_first):
-    """What outlives `destroy_process_group()` while the script still holds its groups, plan and
-    loss: process groups, and threads. nn_first: torch.distributed.nn was imported before."""
+    """Return process groups and threads that remain after `destroy_process_group()`.
+
+    The script still holds its groups, plan and loss. nn_first: torch.distributed.nn was imported
+    before.
+    """
     before = gloo_threads()  # other tests may have left some
     meet_again("gloo", folder)
     functional = importlib.import_module("torch.distributed.nn.functional")

@@ -1,4 +1,4 @@
-"""Rows of any rank to any rank: where they land, whose gradients come home, and what it costs."""
+"""Exchange of rows between any ranks: places, gradients and cost."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ WORLDS = [(1, 1), (1, 2), (3, 1), (2, 2), (2, 4)]
 
 
 class Copies(NamedTuple):
-    """Of a whole sequence: which position lies where in the result of every rank; -1 for none."""
+    """Position -> its place in the result of every rank; -1 if it is not there."""
 
     layout: mb.layout.Layout
     positions: int
@@ -52,7 +52,7 @@ KINDS = {"another layout": relaid, "the rows before each piece": looking_back}
 
 
 def check(copies, groups):
-    """Values and gradients of two tensors of two dtypes, against a copy of the whole sequence."""
+    """Compare values and gradients of two tensors with a copy of the whole sequence."""
     make = torch.Generator().manual_seed(3)
     wide = torch.randn(copies.positions, 2, 3, generator=make, dtype=torch.float64)
     flat = torch.randn(copies.positions, 2, generator=make)
@@ -119,7 +119,7 @@ def test_it_can_be_differentiated_twice():
 
 
 def test_gradients_of_copies_add_up_in_float32():
-    """A sum in bfloat16 would lose the ones beside 256."""
+    """A sum in bfloat16 would lose the ones next to 256."""
     groups = in_process.groups(intra=3)
     none, first = np.zeros(0, dtype=int), np.zeros(1, dtype=int)
     routes = [Route((first,) * 3, (first, none, none), 1)]

@@ -1,4 +1,4 @@
-"""Rows of any rank to any rank, on gloo ranks."""
+"""Exchange of rows between any ranks, on gloo ranks."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from megatron_burst.comm.rows import GRID, exchange_rows, longest
 
 
 def on_gloo(kind, ulysses):
-    """What this rank of two got, its gradient, and what its counters say."""
+    """Return the result of this rank of two, its gradient and its counters."""
     groups = mb.Groups.flat(dist.group.WORLD, ulysses=ulysses)
     copies = KINDS[kind](groups.size)
     rank = groups.rank

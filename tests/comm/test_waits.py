@@ -1,4 +1,4 @@
-"""Waits are measured where somebody asks: on the host, or by CUDA events that nobody waits for."""
+"""Measured waits: on the host, or by CUDA events without blocking."""
 
 import time
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Sleeps:
 
 
 class Stream:
-    """A device that has reached `now`; the host runs ahead of it."""
+    """A device that has reached `now`; the host is ahead of it."""
 
     def __init__(self):
         self.now, self.queued, self.made = 0.0, 0.0, 0
