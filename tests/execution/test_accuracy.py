@@ -1,9 +1,9 @@
-"""bf16 on the wire, over 2 to 16 ranks: what it costs in accuracy, and what it leaves alone.
+"""Accuracy with bf16 on the wire, over 2 to 16 ranks.
 
-Sums are kept in fp32 on every rank; only what travels is rounded. A gradient makes G - 1 hops
-on a flat ring of G ranks and is rounded once before each, to within 2^-9 of each entry, so that
-roundings, which know nothing of each other, add up to at most sqrt(G - 1) * 2^-9 of the
-gradient's root mean square. `benchmarks/accuracy.py` measures the same at a larger size.
+Sums are fp32 on every rank; only sent values are rounded. A gradient makes G - 1 hops on a flat
+ring of G ranks and is rounded once before each hop, within 2^-9 of each entry. Independent
+roundings add up to at most sqrt(G - 1) * 2^-9 of the gradient's root mean square.
+`benchmarks/accuracy.py` measures the same at a larger size.
 """
 
 import math
@@ -29,7 +29,7 @@ def problem(dtype):
 
 @cache
 def run(nodes, per_node, side, dtype, wire):
-    """name -> the whole tensor, in float64."""
+    """Return name -> the whole tensor, in float64."""
     algorithm = "burst" if nodes > 1 else "ring"
     case = cases.Case(nodes, per_node, algorithm, "zigzag", side, "aten", problem(dtype))
     results, _ = cases.run_in_process(case, grad_wire_dtype=wire)
@@ -39,14 +39,14 @@ def run(nodes, per_node, side, dtype, wire):
 
 
 def relative(error, truth):
-    """The root mean square of an error over that of the truth."""
+    """Return the root mean square of an error divided by that of the truth."""
     return (error.norm() / truth.norm()).item()
 
 
 @pytest.mark.parametrize("side", cases.SIDES)
 @pytest.mark.parametrize(("nodes", "per_node"), GRIDS)
 def test_each_hop_rounds_once(nodes, per_node, side, record_property):
-    """fp32 tensors, so that nothing else is rounded: what fp32 and bf16 on the wire differ by."""
+    """Tensors are fp32, so only the wire dtype is rounded."""
     fine, coarse = (
         run(nodes, per_node, side, torch.float32, wire) for wire in (None, torch.bfloat16)
     )
@@ -61,8 +61,10 @@ def test_each_hop_rounds_once(nodes, per_node, side, record_property):
 
 
 def test_copies_of_a_key_head_are_rounded_once_and_summed_in_fp32():
-    """One key head, a copy of it on each of 8 ranks that share the query heads: as if every copy's
-    gradient, by hand in float64, were rounded and then summed without any error."""
+    """One key head is copied to each of 8 ranks that share the query heads.
+
+    The expected result rounds every copy's gradient, by hand in float64, and sums without error.
+    """
     size = 8
     everything = cases.Problem("causal", (size, 1), 1, (32, 32), 256, torch.float32)
     q, k, v, dout = inputs = cases.solve(everything)[0]
@@ -98,7 +100,7 @@ def test_bf16_gradients_in_bf16_stay_near_the_stock_operator(nodes, per_node, si
 
 
 def stock(q, k, v, dout):
-    """out, dq, dk, dv of torch's own causal attention in the dtype of the inputs."""
+    """Return out, dq, dk, dv of torch's own causal attention in the dtype of the inputs."""
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     first = [x.permute(1, 2, 0, 3) for x in leaves]
     out = F.scaled_dot_product_attention(*first, is_causal=True, enable_gqa=True)

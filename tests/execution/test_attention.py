@@ -1,7 +1,7 @@
-"""The public op against the dense oracle, every rank of the grid in one process.
+"""The public function against the dense oracle, with every rank of the grid in one process.
 
-The whole product of the design: algorithms x layouts x masks x head ratios x sides x batch x
-d_v, in float64 to 1e-10, and the bytes each rank sent against the handwritten table.
+All combinations of algorithms, layouts, masks, head ratios, sides, batch and d_v, in float64 to
+1e-10, and the bytes of each rank against a handwritten table.
 """
 
 import cases
@@ -30,6 +30,6 @@ PARTS = {
 def test_equals_the_dense_oracle_and_the_byte_table(
     ranks, nodes, per_node, part, algorithm, layout, side
 ):
-    """Two processes share the work; each case has all its ranks in one of them."""
+    """Two processes share the work; each case has all its ranks in one process."""
     todo = cases.grid(nodes, per_node, algorithm, layout, side)[PARTS[part]]
     cases.assert_none(ranks(2).run(cases.faults_of_my_share, todo))

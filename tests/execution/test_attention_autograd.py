@@ -1,4 +1,4 @@
-"""Attention among torch's own tools: second derivatives, torch.func, torch.compile."""
+"""Attention with torch's own tools: second derivatives, torch.func, torch.compile."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def qkv():
 
 
 def test_a_second_derivative_is_refused():
-    """Not only where the incoming gradient requires one: out.sum() sends a constant."""
+    """Also if the incoming gradient does not require one: out.sum() sends a constant."""
     tensors = qkv()
     loss = attend(*tensors).sum()
     with pytest.raises(RuntimeError, match=r"mb.attention cannot be differentiated twice.*create_"):
@@ -35,7 +35,7 @@ def test_backward_twice_over_one_graph_is_no_second_derivative():
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_torchs_own_checkpoint_runs_it(reentrant):
-    """Its recompute runs with gradients enabled inside a backward."""
+    """Its recomputation runs with gradients enabled inside a backward."""
     from torch.utils.checkpoint import checkpoint
 
     tensors, calls = qkv(), []
@@ -61,7 +61,7 @@ def test_functional_transforms_are_refused():
 
 
 def test_compile_breaks_its_graph_once():
-    """Two graphs, before and after; nothing of the inside is compiled, however often it runs."""
+    """Two graphs, before and after; the call itself is never compiled."""
     graphs = []
 
     def backend(graph, inputs):

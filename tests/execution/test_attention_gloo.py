@@ -1,7 +1,7 @@
-"""The public op on real processes: gloo ranks against the dense oracle and the byte table.
+"""The public function on real processes: gloo ranks against the dense oracle and the byte table.
 
-Every algorithm x layout x side with a few of its 32 cases, different ones each time; where a world
-is small, the whole product is the long tail (in one process, test_attention.py runs it each time).
+Every algorithm, layout and side runs with some of its 32 cases, different ones each time. In small
+worlds, the long tests run all combinations (test_attention.py runs them in one process each time).
 """
 
 from itertools import count, product
@@ -34,8 +34,10 @@ def test_equals_the_dense_oracle_and_the_byte_table(
 
 
 def same_bits(case):
-    """On every rank: does this rank's shard equal, bit by bit, that of a second run, and that
-    of the same grid in one process?"""
+    """Return on every rank whether its shard is the same, bit by bit, in other runs.
+
+    The other runs are a second one, and the same grid in one process.
+    """
     first, _ = cases.run_on_rank(case)
     second, _ = cases.run_on_rank(case)
     alone = cases.run_in_process(case)[0][dist.get_rank()]
@@ -54,7 +56,7 @@ def test_same_bits_every_time_and_on_every_transport(ranks, dtype, kernel, algor
 
 
 def grouped(case):
-    """What is wrong on this rank when the heads go round in two and in four groups."""
+    """Return the errors of this rank with two and four head chunks."""
     faults = []
     for number in (2, 4):
         got, counters = cases.run_on_rank(case, head_chunks=number)

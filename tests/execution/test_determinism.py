@@ -1,7 +1,7 @@
-"""The same call gives the same bits: what docs/kernels.md promises, on the CPU.
+"""The same call gives the same bits, as docs/kernels.md promises, on the CPU.
 
-With torch.use_deterministic_algorithms torch fills what is allocated with NaN, so that reading
-what nobody wrote shows too.
+With torch.use_deterministic_algorithms torch fills new memory with NaN, so reading uninitialized
+memory is detected too.
 """
 
 import pytest
@@ -17,7 +17,7 @@ MODES = [False, False, True]  # of torch.use_deterministic_algorithms, call by c
 
 @pytest.fixture
 def mode():
-    """Sets torch's mode, and leaves it off."""
+    """Set torch's mode, and switch it off afterwards."""
     yield torch.use_deterministic_algorithms
     torch.use_deterministic_algorithms(False)
 
@@ -28,7 +28,7 @@ def tensors(*shapes, dtype=torch.bfloat16):
 
 
 def attend(kernel, algorithm, dtype, **more):
-    """out, dq, dk, dv of four ranks; fresh groups, plan and buffers."""
+    """Return out, dq, dk, dv of four ranks with new groups, plan and buffers."""
     sharing = {"ulysses": 4, "hybrid": 2}.get(algorithm, 1)
     groups = in_process.groups(inter=2, intra=2, ulysses=sharing)
     shapes = [(64, 2, heads, 16) for heads in (4, 2, 2, 4)]
@@ -70,7 +70,7 @@ def test_the_lm_head_gives_the_same_bits_every_time(how, mode):
 
 
 def test_a_plan_made_before_the_mode_was_set_is_refused(mode):
-    """Its kernel was chosen when other bits every time were fine."""
+    """Its kernel was chosen without the requirement."""
     x = torch.randn(4, 1, 2, 8, requires_grad=True)
     plan = mb.prepare(x, x, x, groups=mb.Groups.single())
     mode(True)

@@ -1,7 +1,7 @@
-"""What bad input gets: the same ValueError on every rank, naming argument and fix; no hang.
+"""Bad input: the same ValueError on every rank, with argument and fix; no hang.
 
-What is wrong on all ranks alike is in the tables of `fuzz.misuse`, which `test_fuzz.py` tries.
-Here is what one rank alone gets wrong, and a rank that dies or never comes, on real processes.
+`fuzz.misuse`, run by `test_fuzz.py`, covers input that is wrong on all ranks. Here one rank alone
+has wrong input, or dies, or never calls, on real processes.
 """
 
 import os
@@ -85,8 +85,10 @@ def test_a_plan_for_other_tensors_is_refused(name):
 
 
 def told(arguments):
-    """(type, message) of what attention raises on this rank; `arguments` by rank, each
-    (tensor changes, choices); the group must work afterwards."""
+    """Return the type and message of attention's error on this rank.
+
+    `arguments` are (tensor changes, choices) by rank. The group must work afterwards.
+    """
     groups = cases.groups_on_rank(1, 3)
     shape, choices = arguments[dist.get_rank()]
     needs, given = choices.pop("requires_grad", False), choices.pop("given", None)
@@ -148,7 +150,7 @@ def test_one_odd_rank_gives_all_ranks_the_same_error(ranks, name):
 
 
 def refused_by_one(name):
-    """The message on this rank of a mask that the kernel can cut on all ranks but rank 1."""
+    """Return the message on this rank for a mask that fails only on rank 1."""
     groups = cases.groups_on_rank(1, 3)
     monkey = pytest.MonkeyPatch()
     with monkey.context() as patched:
@@ -166,7 +168,7 @@ def refused_by_one(name):
 
 
 class Breaks(mb.masks.Mask):
-    """Cannot say what rank 1 sees."""
+    """A mask that fails for the rows of rank 1."""
 
     def __repr__(self):
         return "Breaks()"
@@ -194,7 +196,7 @@ def test_what_one_rank_cannot_plan_is_told_to_all(ranks, name, words):
 
 
 def after_a_failure(count):
-    """Rank 1 runs out of memory half-way, and every rank goes on; what each is told then."""
+    """Rank 1 runs out of memory in a call, and every rank continues; return the later errors."""
     tensors = [torch.randn(4, 1, 4, 8, requires_grad=True) for _ in range(3)]
     groups = mb.Groups.flat(dist.group.WORLD)
     plan = mb.prepare(*tensors, groups=groups, kernel="reference")
@@ -280,7 +282,7 @@ class Fatal:
 
 
 def mourned(method):
-    """Rank 1 dies at its first step, its first hop sent; (seconds, message) of the others."""
+    """Rank 1 dies at its first step, after its first hop; return the others' (seconds, message)."""
     tensors = [x.double().requires_grad_() for x in qkv()]
     groups = mb.Groups.flat(dist.group.WORLD)
     plan = mb.prepare(*tensors, groups=groups, kernel="reference", side="query")
@@ -295,8 +297,10 @@ def mourned(method):
 
 @pytest.mark.parametrize(("method", "family"), [("forward", "kv"), ("backward", "query")])
 def test_a_rank_that_dies_mid_ring_is_named_by_its_exchange(method, family):
-    """Rank 2 sends to rank 1 or waits for it, whichever way the ring goes round; rank 0 may notice
-    a little later."""
+    """Rank 2 sends to rank 1 or waits for it, in both directions of the ring.
+
+    Rank 0 may detect it a little later.
+    """
     pool = Workers(3, timeout=LIMIT)
     first, dead, last = pool.run(mourned, method, may_die=[1])
     assert dead is None
@@ -309,7 +313,7 @@ def test_a_rank_that_dies_mid_ring_is_named_by_its_exchange(method, family):
 
 
 def abandoned(where):
-    """Rank 1 does not come to the plan, or to the ring; the message of rank 0's error."""
+    """Rank 1 skips the plan, or the ring; return the message of rank 0's error."""
     groups = mb.Groups.flat(dist.group.WORLD)
     try:
         if dist.get_rank() == 0 or where == "ring":

@@ -1,5 +1,7 @@
-"""Attention where calls are unusual: rows and ranks that see nothing, frozen inputs, failures,
-low precision. Odd strides, further backwards and calls in flight are drawn in `test_every.py`."""
+"""Unusual calls: rows and ranks without visible keys, frozen inputs, failures, low precision.
+
+`test_every.py` draws strides, repeated backwards and calls in flight.
+"""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ HERE = cases.Case(2, 2, "burst", "zigzag", "kv", "aten", CAUSAL)
 
 @dataclass(frozen=True)
 class Gap(Mask):
-    """The second quarter of the queries is blind; nobody sees the third quarter of the keys."""
+    """The second quarter of the queries sees nothing; the third quarter of the keys is hidden."""
 
     length: int
 
@@ -38,7 +40,7 @@ Call = namedtuple("Call", "case groups tensors douts")  # tensors: 3 lists, one 
 
 
 def call(case, needs=(True, True, True), dtype=None):
-    """The inputs of a case on an in-process grid, as leaves."""
+    """Return the inputs of a case on an in-process grid, as leaves."""
     shards = cases.shards(case, cases.solve(case.problem)[0])
     *tensors, douts = ([x.to(dtype or x.dtype) for x in xs] for xs in zip(*shards, strict=True))
     for xs, need in zip(tensors, needs, strict=True):
@@ -53,14 +55,14 @@ def attend(c, **more):
 
 
 def grads(outs, c, **more):
-    """Gradients of all leaves that need one: [per tensor kind][per rank]."""
+    """Return gradients of all leaves that need one: [per tensor kind][per rank]."""
     leaves = [x for xs in c.tensors for x in xs if x.requires_grad]
     flat = torch.autograd.grad(outs, leaves, c.douts, **more)
     return [flat[i : i + c.groups.size] for i in range(0, len(flat), c.groups.size)]
 
 
 def assert_truth(c, outs, gradients, names=NAMES, tolerance=cases.TOLERANCE):
-    """`outs` and `gradients` are those of the oracle, rank by rank."""
+    """Compare `outs` and `gradients` with the oracle, rank by rank."""
     truth = dict(zip(NAMES, cases.solve(c.case.problem)[1], strict=True))
     for name, parts in zip(names, [outs, *gradients], strict=True):
         for rank, part in enumerate(parts):
@@ -76,7 +78,7 @@ def assert_truth(c, outs, gradients, names=NAMES, tolerance=cases.TOLERANCE):
 @pytest.mark.parametrize("algorithm", cases.ALGORITHMS)
 @pytest.mark.parametrize("grid", [(1, 1), (1, 4), (2, 2)])
 def test_rows_and_whole_ranks_that_see_nothing(grid, algorithm, layout, side):
-    """With contiguous shards rank 1 of four sees nothing, and nobody sees the keys of rank 2."""
+    """With contiguous shards, rank 1 of four sees nothing, and no rank sees the keys of rank 2."""
     problem = cases.Problem("gap", (4, 2), 2, (5, 3), 24)
     case = cases.Case(*grid, algorithm, layout, side, "reference", problem)
     c = call(case)
@@ -150,7 +152,7 @@ def test_no_grad_computes_and_keeps_nothing():
 
 
 def test_inference_mode_works_too():
-    """Tensors made in it have no version to count."""
+    """Tensors made in inference mode have no version counter."""
     with torch.inference_mode():
         c = call(HERE, (False, False, False))
         outs = attend(c)
@@ -159,7 +161,7 @@ def test_inference_mode_works_too():
 
 @pytest.mark.parametrize("kernel", ["reference", "aten"])
 def test_autocast_does_not_reach_inside(kernel):
-    """Its matrix products in bf16 would leave attention of fp32 tensors with bf16's errors."""
+    """bf16 matrix products would leave attention of fp32 tensors with bf16's errors."""
     problem = CAUSAL._replace(dtype=torch.float32)
     c = call(HERE._replace(kernel=kernel, problem=problem))
     outs = attend(c)
@@ -241,7 +243,7 @@ def test_other_wire_dtypes_count_what_they_send(wire):
 
 
 def test_a_plan_can_be_made_from_shapes_alone():
-    """Tensors on no device at all would not do, but empty ones do: only shapes are read."""
+    """Empty tensors suffice, because only shapes are read."""
     c = call(HERE)
     hollow = [[torch.full_like(x, float("nan")) for x in xs] for xs in c.tensors]
     plan = in_process.prepare(*hollow, groups=c.groups, needs_grad=(True, True, True))
@@ -265,8 +267,11 @@ def test_auto_takes_the_side_with_fewer_bytes_and_says_so(heads, side):
 
 
 def test_the_line_says_bytes_by_hand():
-    """bf16, 4 rows, 4 and 2 heads of 16: K, V 512 B a hop; with fp32 gradients 1536 B; the
-    other side Q, dO, lse, delta, dQ 2176 B. Two hops within the node, one between."""
+    """bf16, 4 rows, 4 and 2 heads of 16: K, V are 512 B per hop, with fp32 gradients 1536 B.
+
+    The other side, Q, dO, lse, delta, dQ, is 2176 B. Two hops are within the node, one between
+    nodes.
+    """
     problem = cases.Problem("full", (4, 2), 1, (16, 16), 16, torch.bfloat16)
     c = call(HERE._replace(problem=problem))
     line = in_process.prepare(*c.tensors, groups=c.groups, mask=mb.masks.Full()).describe()
@@ -276,7 +281,7 @@ def test_the_line_says_bytes_by_hand():
 
 
 def test_gradients_and_activations_never_share_a_communicator():
-    """The authors of BurstEngine found wrong results where they do."""
+    """The authors of BurstEngine found wrong results if they do."""
     c = call(HERE)
     seen = set()
     for endpoint in (rank.ring for rank in c.groups.ranks):

@@ -1,7 +1,7 @@
-"""Everything at once: random calls of every mask, layout, algorithm, head group, sink and softcap.
+"""Random calls of every mask, layout, algorithm, head group, sink and softcap.
 
-Seeds draw whole calls and their order; `fuzz.judge` compares them with the dense oracle, and the
-bytes that were sent with those of the plan. Beside them what seeds draw too rarely: sinks.
+Seeds draw whole calls and their order. `fuzz.judge` compares them with the dense oracle, and sent
+bytes with the plan. Sinks, which seeds draw too rarely, have their own tests.
 """
 
 import cases
@@ -17,7 +17,7 @@ from megatron_burst.plugins.testing import in_process
 
 
 def test_random_calls_in_one_process():
-    """A short search with fixed seeds; `make fuzz` searches as long as one likes."""
+    """A short search with fixed seeds; `make fuzz` searches longer."""
     tally = attention.search(range(40))
     assert not tally.failures, tally
     assert tally.tried == 40
@@ -43,8 +43,7 @@ def test_a_sink_of_minus_infinity_is_no_sink():
 
 
 def errors_of_a_call(algorithm):
-    """On every rank: the worst error of a call, and that of the gradient of a sink where nothing
-    else needs one."""
+    """Return on every rank the largest error of a call, and of a sink's gradient without others."""
     ulysses = {"ulysses": dist.get_world_size(), "hybrid": 2}.get(algorithm, 1)
     groups = mb.Groups.from_topology(dist.group.WORLD, intra=2, ulysses=ulysses)
     inputs, truths = cases.solve(cases.Problem("causal", (4, 2), 1, (4, 4), 32))

@@ -1,4 +1,4 @@
-"""A short search on real ranks with fixed seeds; `make fuzz` searches as long as one likes."""
+"""A short search on real ranks with fixed seeds; `make fuzz` searches longer."""
 
 import pytest
 import torch
@@ -12,9 +12,12 @@ def test_random_calls_on_real_ranks(ranks, block):
 
 
 def test_rows_that_see_one_key_may_err_by_the_rounding_of_their_output(monkeypatch):
-    """Call 7000000065, float16: every row sees itself, so torch's own error is 0, and gradients are
-    off by nothing but delta, which is rounded by 2^-11 of itself. That times the largest |delta k|
-    is allowed, as scale and dout are 1, and a little for fp32; twice that is found."""
+    """Call 7000000065, float16: every row sees itself, so torch's own error is 0.
+
+    Gradients differ only by delta, which is rounded by 2^-11 of itself. That times the largest
+    |delta k| is allowed, because scale and dout are 1, and a little for fp32; twice that is
+    detected.
+    """
     case = attention.case(7_000_000_065)
     call = case.calls[0]
     q, k, v, dout, _ = judge.inputs(call)

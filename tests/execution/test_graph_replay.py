@@ -1,5 +1,8 @@
-"""A CUDA graph of dense attention, played on the CPU: the operators of a call are run again without
-the Python around them, on other numbers in the same memory, and give what a call gives."""
+"""A CUDA graph of dense attention, replayed on the CPU.
+
+The operators of a call run again without the Python code around them, on other numbers in the same
+memory, and give the results of a call.
+"""
 
 from itertools import product
 from typing import Any

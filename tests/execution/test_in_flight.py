@@ -1,7 +1,7 @@
-"""A missing wait, or a buffer used too early, is a wrong number on ranks that share a process.
+"""A missing wait, or a buffer used too early, gives wrong numbers on ranks that share a process.
 
-On a device it is one now and then. Each fault is planted in the loop of the ring, or between it and
-its endpoint; the same calls without it are exact (`test_attention`).
+On a device it would give them only sometimes. Each fault is planted in the loop of the ring, or
+between the loop and its endpoint. The same calls without faults are exact (`test_attention`).
 """
 
 from functools import partial
@@ -21,7 +21,7 @@ RANK = 1  # which has the fault
 
 
 class Forgetful:
-    """An endpoint whose `number`-th exchange that receives something is never waited for."""
+    """An endpoint that never waits for its `number`-th exchange that receives something."""
 
     def __init__(self, real, number):
         self.real, self.number, self.count = real, number, 0
@@ -44,7 +44,7 @@ class _NeverWaited:
 
 
 def found(case, monkeypatch, plant=lambda rank: None, ulysses=1):
-    """What is wrong in the results, or what the transport says."""
+    """Return the errors in the results, or the error of the transport."""
     made = in_process.groups
 
     def planted(**sizes):
@@ -87,7 +87,7 @@ def test_every_wait_is_needed(case, name, monkeypatch):
 
 @pytest.mark.parametrize("case", SIDES, ids=lambda case: f"{case.algorithm}-{case.side}")
 def test_a_buffer_given_back_while_it_is_read_is_seen(case, monkeypatch):
-    """The next receive takes it: what was to be computed with it is overwritten at any time."""
+    """The next receive reuses it, so its content is overwritten at any time."""
     land = Ring._land
 
     def early(self, boundary):

@@ -1,7 +1,7 @@
-"""Tensors of 2^31 elements, 524,288 rows of 4,096: what copies, merges and multiplies them.
+"""Tensors of 2^31 elements, 524,288 rows of 4,096: copies, merges and products.
 
-One at a time, at most 12 GiB. `test_far` asks the same of offsets without the memory; here all
-elements are there.
+One test at a time, at most 12 GiB. `test_far` tests offsets without the memory; here all elements
+exist.
 """
 
 import gc
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 def available():
-    """Bytes that this machine has left, by /proc/meminfo; 0 where there is none."""
+    """Return the free bytes of this machine by /proc/meminfo; 0 without it."""
     try:
         with open("/proc/meminfo") as file:
             lines = dict(line.split(":") for line in file)
@@ -42,7 +42,7 @@ def memory():
 
 
 def numbers(rows):
-    """int16: what every element of these rows is; neighbours of 2^31 elements further differ."""
+    """Return int16 [rows]: the value of every element; rows 2^31 elements apart differ."""
     return (rows % 32749).to(torch.int16)
 
 
@@ -81,7 +81,7 @@ def test_messages_and_rows_of_chunks():
 
 @pytest.mark.parametrize("code", ["torch", "csrc"])
 def test_delta_and_merge(monkeypatch, request, code):
-    """out [s, 1, h, d] of constant rows: delta and merge are known by row."""
+    """With out [s, 1, h, d] of constant rows, delta and merge are known for each row."""
     if code == "csrc":
         request.getfixturevalue("built")
     else:
@@ -102,7 +102,7 @@ def test_delta_and_merge(monkeypatch, request, code):
 
 
 def test_loss_of_all_rows():
-    """Of a head with 8 words: each row's loss is that of the first row with the same label."""
+    """The head has 8 words: each row's loss equals that of the first row with the same label."""
     hidden = torch.zeros(ROWS, WIDTH, dtype=torch.bfloat16)
     labels = torch.arange(ROWS) % 8
     hidden[torch.arange(ROWS), labels] = 1.0

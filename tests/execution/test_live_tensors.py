@@ -66,7 +66,7 @@ def test_temporaries_of_backward_and_their_phase():
 
 
 def steps(model, keep, count=3):
-    """Device bytes after each step; `keep` takes what a forward made."""
+    """Return device bytes after each step; `keep` receives the results of a forward."""
     after = []
     with LiveTensors(states=model.parameters()) as live:
         for _ in range(count):
@@ -79,7 +79,7 @@ def steps(model, keep, count=3):
 
 
 def test_a_leak_is_seen():
-    """Gradients come in the first step and stay; then nothing is added, unless it leaks."""
+    """Gradients are allocated in the first step; then nothing is added, unless it leaks."""
     model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
     gradients = 2 * (16 * 16 + 16) * FLOAT
     assert steps(model, keep=lambda out: None) == [gradients] * 3
@@ -114,7 +114,7 @@ def test_tensors_from_outside_count_from_their_first_use():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_layers_hold_inputs_and_one_layer(reentrant):
-    """n inputs and the inside of one layer: what the account adds up."""
+    """n inputs and the inside of one layer, as in the memory account."""
     from torch.utils.checkpoint import checkpoint
 
     rows, width, wide, layers = 64, 16, 128, 6

@@ -1,5 +1,7 @@
-"""Positions, and numbers of pairs, of sequences of 20 million and of 2^33 tokens: against
-arithmetic in Python's own integers, which have no largest number."""
+"""Positions and numbers of pairs of sequences of 20 million and of 2^33 tokens.
+
+They are compared with arithmetic in Python's unbounded integers.
+"""
 
 import itertools
 
@@ -114,7 +116,7 @@ def test_masks_at_far_positions():
 
 @pytest.mark.parametrize(("layout", "length"), CASES)
 def test_schedules_carry_every_row(layout, length):
-    """What a causal mask wants of a shard: the rows that others see, counted by hand."""
+    """Rows of a shard that other ranks see under a causal mask, counted by hand."""
     spans = [layout.spans(rank, length) for rank in range(RANKS)]
     wants = visibility_of(mb.masks.Causal(), spans, spans)
     assert wants.keys.rows.dtype == np.int64

@@ -1,5 +1,7 @@
-"""How many messages travel where they bear no envelope, as on a GPU: on meta tensors, in one
-process, where both ends must agree on what one message is; and that collectives bring the same."""
+"""Number of messages without envelopes, as on a GPU: meta tensors in one process.
+
+Both ends must agree on the content of one message, and collectives must give the same results.
+"""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -21,7 +23,7 @@ SIZE = 4
 
 
 def sent(monkeypatch, backward=False, rows=16, **options):
-    """(gradients?, tensors of a message, in how many pieces it travelled) -> how often."""
+    """Return (gradients?, tensors of a message, number of pieces) -> count."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)  # there is no device
     shapes = (rows, 1, 4, 8), (rows, 1, 2, 8), (rows, 1, 2, 8)
     shards = [[torch.empty(s, device="meta", dtype=torch.bfloat16) for s in shapes]] * SIZE
@@ -52,7 +54,7 @@ def sent(monkeypatch, backward=False, rows=16, **options):
 
 @pytest.mark.parametrize("head_chunks", [1, 2])
 def test_only_a_ranks_own_keys_travel_one_by_one(head_chunks, monkeypatch):
-    """k and v of every rank go three hops, of which the first is its own."""
+    """k and v of every rank make three hops; only the first sends own tensors."""
     hops = {(False, 2, 2): SIZE * head_chunks, (False, 2, 1): 2 * SIZE * head_chunks}
     options = {"layout": "striped", "head_chunks": head_chunks}
     assert sent(monkeypatch, **options) == hops
@@ -60,7 +62,7 @@ def test_only_a_ranks_own_keys_travel_one_by_one(head_chunks, monkeypatch):
 
 @pytest.mark.parametrize("wire", [None, torch.bfloat16])
 def test_gradients_are_one_message(wire, monkeypatch):
-    """dk and dv of every rank come home from three others."""
+    """dk and dv of every rank return from three other ranks."""
     hops = sent(monkeypatch, backward=True, layout="striped", grad_wire_dtype=wire)
     assert {key: n for key, n in hops.items() if key[0]} == {(True, 2, 1): 3 * SIZE}
 
@@ -71,8 +73,10 @@ OPERATIONS = "batch_isend_irecv", "all_to_all_single"
 
 
 def both_ways(ulysses, placement, heads):
-    """(same bits, same bytes counted, all-to-alls, other operations) of a call on this rank by
-    messages, which the CPU takes, and by collectives, which devices take."""
+    """Compare a call by messages, as on the CPU, with a call by collectives, as on devices.
+
+    Returns (same bits, same counted bytes, all-to-alls, other operations) of this rank.
+    """
     groups = mb.Groups.from_topology(
         dist.group.WORLD, intra=2, ulysses=ulysses, placement=placement
     )
@@ -115,8 +119,10 @@ def both_ways(ulysses, placement, heads):
     ("ulysses", "placement"), [(2, "head_first"), (2, "context_first"), (4, "head_first")]
 )
 def test_a_collective_per_tensor_brings_what_messages_bring(ranks, ulysses, placement, heads):
-    """q, k and v, then out; backward dout, then dq, dk and dv: eight tensors in four exchanges, to
-    and from each other rank."""
+    """q, k and v, then out; in backward dout, then dq, dk and dv.
+
+    Eight tensors in four exchanges, to and from each other rank.
+    """
     expected = True, True, 8, 4 * 2 * (ulysses - 1)
     assert ranks(4).run(both_ways, ulysses, placement, heads) == [expected] * 4
 
@@ -154,7 +160,7 @@ def test_a_device_takes_collectives_where_its_group_has_the_order(
 
 
 def test_a_second_batch_finds_no_hops_again(monkeypatch):
-    """What messages travel on is found once for all batches of a grid, and is the same as alone."""
+    """Channels are computed once for all batches of a grid, and equal those of a single batch."""
     rows = torch.zeros(8, 1, 2, 4)
 
     def plans(groups, cut, side="kv"):

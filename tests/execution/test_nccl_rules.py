@@ -1,7 +1,7 @@
-"""What ranks post and wait for would run under NCCL's rules; and these rules catch what would not.
+"""Posts and waits of ranks run under NCCL's rules, and the rules detect programs that do not.
 
 `test_every` replays its random calls too: any grid, algorithm, mask, side, head chunks and partial
-recompute, several calls in flight.
+recomputation, with several calls in flight.
 """
 
 from collections import Counter
@@ -40,7 +40,7 @@ def channels(rank, channel):
 
 
 def ended(traces, rules):
-    """Does every rank come to its end? By these rules, on a communicator per channel."""
+    """Return whether every rank ends under these rules, with one communicator per channel."""
     (found,) = all_faults(traces, channels, (rules,)) or [None]
     assert found is None or found.startswith("deadlock: rank 0 at ")
     return found is None
@@ -55,7 +55,7 @@ def test_two_communicators_in_another_order():
 
 
 def test_two_ranks_that_wait_for_each_other_before_they_send():
-    """Whatever the hardware: what is sent comes after what was waited for."""
+    """On any hardware, each rank sends after it has waited."""
     first = [post(X, of=1), Wait(0), post(Y, to=1), Wait(2)]
     second = [post(Y, of=0), Wait(0), post(X, to=0), Wait(2)]
     assert not ended([first, second], NOTHING)
@@ -65,7 +65,7 @@ def test_two_ranks_that_wait_for_each_other_before_they_send():
 
 
 def test_a_batch_is_complete_when_all_of_its_messages_are():
-    """Rank 0 sends to 1 and 2 at once; 1 hears it, but goes on to 2 only through 0's next batch."""
+    """Rank 0 sends to 1 and 2 at once; 1 receives, but reaches 2 only through 0's next batch."""
     both = Post(X, (*post(X, to=1).sent, *post(X, to=2).sent), (), "both")
     traces = [
         [both, Wait(0), post(Y, to=1), Wait(2)],
@@ -78,7 +78,7 @@ def test_a_batch_is_complete_when_all_of_its_messages_are():
 
 
 def test_first_messages_link_batches_beyond_their_neighbours():
-    """Rank 1's batch makes connections to 0 and 2, so 0's first message waits until 2 posts too."""
+    """Rank 1's batch connects to 0 and 2, so 0's first message waits until 2 posts too."""
     middle = Post(X, post(X, to=2).sent, post(X, of=0).wanted, "middle")
     late = [post(Y, of=0), Wait(0), post(X, of=1), Wait(2)]
     traces = [[post(X, to=1), post(Y, to=2), Wait(0), Wait(1)], [middle, Wait(0)], late]
@@ -102,7 +102,7 @@ RANK = 1
 
 @pytest.fixture(scope="module")
 def ring():
-    """(topology, traces) of a flat ring of four in which queries and their gradients travel."""
+    """Return (topology, traces) of a flat ring of four that sends queries and their gradients."""
     return ran(1, 4, "ring")
 
 
@@ -125,14 +125,14 @@ def faults(topology, traces, name="gradients apart", rules=(STRICT, STREAMS)):
 
 
 def edited(traces, edit):
-    """The traces, with another one of `RANK`."""
+    """Return the traces with another trace of `RANK`."""
     trace = list(traces[RANK])
     edit(trace)
     return [*traces[:RANK], trace, *traces[RANK + 1 :]]
 
 
 def posts(trace, alike):
-    """Two neighbouring posts, on the same channel or not: where they are."""
+    """Return the positions of two consecutive posts, on the same channel or not."""
     places = [at for at, event in enumerate(trace) if isinstance(event, Post)]
     return next(
         p for p in pairwise(places) if (trace[p[0]].channel == trace[p[1]].channel) == alike
@@ -154,7 +154,7 @@ def test_the_calls_that_are_spoilt_below_are_right(ring, name):
 
 
 def test_two_messages_of_a_channel_swapped_are_others(ring):
-    """Though they have the same size, as the keys of two ranks have."""
+    """They have the same size, like the keys of two ranks."""
     topology, traces = ring
     for name in COMMUNICATORS:
         assert "is another: " in faults(topology, swapped(traces, alike=True), name)[0]
@@ -209,7 +209,7 @@ def test_a_message_of_another_size_or_dtype_is_said(ring, other):
 
 @pytest.mark.parametrize(("sizes", "algorithm"), [((1, 4), "ring"), ((2, 3), "burst")])
 def test_a_rank_that_takes_its_channels_in_another_order_is_caught(sizes, algorithm, monkeypatch):
-    """In what the ring itself posts; ranks that share a process run through."""
+    """In the ring's own posts; ranks that share a process do not block."""
     made = build._step
 
     def backwards(*given):

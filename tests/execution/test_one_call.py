@@ -1,5 +1,7 @@
-"""`prefetch` computes once for the keys of all other ranks: the oracle's results, and how many
-calls and tiles there are."""
+"""`prefetch` computes once for the keys of all other ranks.
+
+Results equal the oracle; calls and tiles are counted.
+"""
 
 import gc
 import random
@@ -24,7 +26,7 @@ GRIDS = [(1, 1, 1), (1, 2, 1), (1, 3, 1), (2, 4, 1), (4, 2, 2), (2, 2, 1)]  # th
 
 @pytest.fixture
 def calls(monkeypatch):
-    """(pass, rank of the queries, rows of keys) of each call of a kernel."""
+    """Return (pass, rank of the queries, rows of keys) of each kernel call."""
     found = []
     for of in (Forward, Backward):
 
@@ -37,7 +39,7 @@ def calls(monkeypatch):
 
 
 def packed(rng):
-    """Where documents begin, and bool [S, S]: causal within each."""
+    """Return the starts of documents, and bool [S, S]: causal within each."""
     bounds = [0, *sorted(rng.sample(range(1, S), rng.choice([1, 3, 9]))), S]
     document = np.searchsorted(bounds, np.arange(S), side="right")
     seen = (document[:, None] == document) & np.tri(S, dtype=bool)
@@ -78,8 +80,11 @@ def test_equal_to_the_oracle_in_two_calls(calls, case):
 
 
 def test_keys_lie_in_the_order_of_their_positions():
-    """Each rank has a third of both documents. The last one sees two chunks, which make one tile of
-    each document; one behind the other they would be two."""
+    """Each rank has a third of both documents.
+
+    The last rank sees two chunks, which make one tile per document; in chunk order they would make
+    two.
+    """
     thirds = [[(4 * rank, 4 * rank + 4), (12 + 4 * rank, 16 + 4 * rank)] for rank in range(3)]
     groups, mask = in_process.groups(intra=3), mb.masks.Documents([0, 12, 24])
     q = [torch.zeros(8, 1, 2, 4) for _ in range(3)]
@@ -104,8 +109,10 @@ def test_keys_that_rest_on_the_host_come_back_one_chunk_at_a_time():
 
 
 def test_the_simulator_charges_the_keys_that_a_call_copies():
-    """On two levels a rank may hold rows in one chunk that others want: they are copied as well,
-    and its own keys are not. Counted in the plans of random packs."""
+    """With two levels, a rank may hold rows that others need, in one chunk with rows that it needs.
+
+    They are copied too; own keys are not. Counted in the plans of random packs.
+    """
     rng, own = random.Random(0), 0
     for inter, intra in [(1, 4), (2, 2), (2, 3), (3, 2)]:
         bounds, _ = packed(rng)
@@ -131,8 +138,11 @@ def test_the_simulator_charges_the_keys_that_a_call_copies():
 
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32])
 def test_a_joined_call_holds_its_keys_once_and_its_gradients_once(monkeypatch, wire):
-    """The last rank sees all keys, the others none. While its kernel runs, the copies have taken
-    the place of what arrived; in bytes of all tensors that there are."""
+    """The last rank sees all keys, the others none.
+
+    While its kernel runs, the copies have replaced the received chunks; measured in bytes of all
+    tensors.
+    """
     size, rows, heads, width = 4, 64, 2, 16
     arrived = 3 * rows * 2 * heads * width * 2  # k and v of three ranks, bf16
     seen = torch.zeros(size * rows, size * rows, dtype=torch.bool)

@@ -1,5 +1,4 @@
-"""Buffers of messages: which sizes they have, and who gets them again; and that calls on the same
-groups find what is theirs of what earlier ones left."""
+"""Sizes and reuse of message buffers, and state that calls on the same groups share."""
 
 from itertools import permutations
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ WIDTH = 16  # bytes of a row
 
 
 def buffers(longest):
-    """On meta tensors, where a buffer is no longer than its message needs."""
+    """Use meta tensors, with which a buffer is exactly as long as its message."""
     endpoint = cast("Any", SimpleNamespace(room=0, released=lambda tensors: None))
     kinds = {"kv": MessageKind([(torch.Size((WIDTH,)), torch.uint8)], longest)}
     return Buffers(torch.device("meta"), endpoint, kinds)
@@ -51,7 +50,7 @@ def test_short_messages_take_the_longer_buffers_that_are_free():
 @pytest.mark.parametrize("order", list(permutations((1, 2, 4))), ids=str)
 @pytest.mark.parametrize("side", ["kv", "query"])
 def test_head_chunks_of_calls_on_the_same_groups(order, side):
-    """With several, the own pair of some is computed last; with one it never is."""
+    """With several head chunks, some compute the own pair last; with one, none does."""
     size, rows = 4, 8
     generator = torch.Generator().manual_seed(0)
     inputs = [

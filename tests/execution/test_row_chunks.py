@@ -1,6 +1,6 @@
-"""Row chunks: one chunk at a time, which rows they are, and bytes by formula.
+"""Row chunks: their rows, calls chunk by chunk, and bytes by formula.
 
-Whole calls in chunks are among the random ones of `test_every.py`.
+`test_every.py` draws whole calls with row chunks.
 """
 
 import itertools
@@ -32,7 +32,7 @@ ONE_BY_ONE = [
 
 @pytest.mark.parametrize("number", range(len(ONE_BY_ONE)))
 def test_chunks_one_by_one(number):
-    """`plan.chunked`, backward in another order and of an object of its own."""
+    """`plan.chunked`, with backward in another order and by another object."""
     case = ONE_BY_ONE[number]
     results = rows.one_by_one(case, again=number % 2 == 1)
     assert rows.error(case, results) < 1e-10, case
@@ -43,7 +43,7 @@ def on_ranks(cases):
 
 
 def test_on_real_ranks(ranks):
-    """Every message sealed: with its chunk's pass, and the call."""
+    """Every message has an envelope with its row chunk's pass and the call."""
     cases = [
         Case(grid=(1, 2, 1), algorithm="burst", chunks=3, side="query", sink=True),
         Case(grid=(1, 2, 1), algorithm="ring", chunks=2, side="kv", layout="striped", blocks=2),
@@ -76,7 +76,7 @@ def test_documents_are_mirrored_one_by_one():
 
 @pytest.mark.parametrize("lengths", [[24], [8, 16], [4, 0, 20], [16, 4, 4]])
 def test_rows_have_their_turns_from_both_ends_of_a_document_inwards(lengths):
-    """Also where a block has more of one end, and a cut parts a pair: by sorting each block."""
+    """Also if a block has more of one end, and a cut splits a pair: each block is sorted."""
     bounds = np.cumsum([0, *lengths])
     turn = {}  # document, how far from its nearer end, and is it that behind?
     for document, (first, stop) in enumerate(itertools.pairwise(bounds)):
@@ -113,7 +113,7 @@ def test_a_partition_of_nearly_equal_chunks(size, blocks, count):
 
 
 def test_chunks_of_zigzag_are_balanced():
-    """Over ranks, and one chunk beside the other: visible pairs under a causal mask, by hand."""
+    """Over ranks and row chunks: visible pairs under a causal mask, by hand."""
     size, length, count = 4, 256, 4
     pairs = []
     for positions in oracle.permutation("zigzag", size, length):
@@ -139,7 +139,7 @@ def prepared(chunks, heads=(8, 8), each=32, **choices):
 
 
 def test_bytes_by_formula():
-    """All see all: the keys go round once per chunk, the queries once."""
+    """With a full mask, keys are sent once per row chunk, queries once."""
     for side, factor in (("kv", 4), ("query", 1)):
         one, four = (prepared(n, side=side).traffic() for n in (1, 4))
         assert four[0].total == 4 * one[0].total
@@ -148,7 +148,7 @@ def test_bytes_by_formula():
 
 
 def test_side_auto_counts_every_round_of_the_keys():
-    """Eight query heads to a key head: in one pass the keys are fewer bytes, in 32 they are not."""
+    """Eight query heads per key head: keys are fewer bytes in one pass, but not in 32."""
     chosen = {n: prepared(n, heads=(8, 1)).side for n in (1, 2, 32)}
     assert chosen == {1: "kv", 2: "kv", 32: "query"}
     for chunks in (2, 32):
@@ -158,8 +158,11 @@ def test_side_auto_counts_every_round_of_the_keys():
 
 
 def test_side_auto_counts_every_chunk():
-    """The first half of every rank's rows sees itself alone, so that in the first chunk both sides
-    send nothing; in the second one queries are fewer bytes than as many keys."""
+    """The first half of every rank's rows sees only itself.
+
+    So in the first row chunk both sides send nothing; in the second, queries are fewer bytes than
+    the same number of keys.
+    """
     seen = np.ones((128, 128), dtype=bool)
     early = np.arange(128) % 32 < 16
     seen[early] = np.eye(128, dtype=bool)[early]

@@ -96,7 +96,7 @@ def test_largest_scores_are_those_of_one_pass():
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes that are alive at once of storages made inside."""
+    """Largest bytes of live storages that were allocated inside."""
 
     def __init__(self):
         super().__init__()
@@ -120,7 +120,7 @@ class Peak(TorchDispatchMode):
 
 
 def peak(chunks, each=256, heads=4, width=16):
-    """In tensors like q, on each of two ranks: of a forward and backward, chunk by chunk."""
+    """Return the peak bytes of a forward and backward by row chunks, in units of q, per rank."""
     groups = in_process.groups(intra=2)
     q, k, v, dout = ([torch.randn(each, 1, heads, width) for _ in range(2)] for _ in range(4))
     plan = in_process.prepare(
@@ -140,7 +140,7 @@ def peak(chunks, each=256, heads=4, width=16):
 
 
 def test_queries_and_what_becomes_of_them_are_never_whole():
-    """What is there at once is a + b / chunks: keys, their copies and sums, and a chunk's rows."""
+    """Live memory is a + b / chunks: keys, their copies and sums, and the rows of one row chunk."""
     one, two, four, eight = map(peak, (1, 2, 4, 8))
     assert eight < 0.65 * one
     assert two - four == pytest.approx(2 * (four - eight), rel=0.05)
@@ -172,7 +172,7 @@ EVERY = slice(None)
 
 
 def results(call, q, plan, c=0, lse=EVERY, out=EVERY):
-    """What the backward of a chunk is given, of its forward."""
+    """Return the arguments of a row chunk's backward, from its forward."""
     part = q[plan.row_chunks[c]]
     result = call.forward(c, part)
     return c, part, result[0][out], result[1][lse], torch.ones_like(result[0])
@@ -246,7 +246,7 @@ def test_a_call_in_chunks_says_what_is_wrong(wrong, words):
 
 
 def other_chunks(plan, q, k, v):
-    """Rank 1 begins with another chunk."""
+    """Rank 1 begins with another row chunk."""
     call = plan.chunked(k, v)
     odd = dist.get_rank() == 1
     for c in (1, 0) if odd else (0, 1):

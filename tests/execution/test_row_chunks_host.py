@@ -1,5 +1,7 @@
-"""Keys of other ranks in host memory between row chunks: they are received once, and two chunks of
-keys are on the device at a time."""
+"""Keys of other ranks in host memory between row chunks.
+
+They are received once, and two chunks of keys are on the device at a time.
+"""
 
 import gc
 import weakref
@@ -37,7 +39,7 @@ CASES = [
 
 
 def host():
-    """What was not waited for is NaN."""
+    """Return host memory in which data is NaN before its copy was waited for."""
     return mb.HostMemory(1 << 24, strict=True, device="cpu")
 
 
@@ -75,8 +77,11 @@ def test_equals_the_oracle_and_the_keys_go_round_once(case):
 
 
 def test_full_attention_sends_keys_once_instead_of_once_per_row_chunk():
-    """Four ranks of one node in a ring: each sends three chunks of k [12, 1, 2, 8] and
-    v [12, 1, 2, 4] in fp64 for every row chunk, or once."""
+    """Four ranks of one node in a ring.
+
+    Each sends three chunks of k [12, 1, 2, 8] and v [12, 1, 2, 4] in fp64 for every row chunk, or
+    once.
+    """
     case = Case(grid=(1, 4, 1), algorithm="ring", chunks=4, mask="full")
     groups, given = rows.groups_of(case), rows.shards(case)
     once = 3 * 12 * 2 * (8 + 4) * 8
@@ -99,7 +104,7 @@ def test_full_attention_sends_keys_once_instead_of_once_per_row_chunk():
 
 
 class Alive:
-    """A host that notes the storages of keys that it was given."""
+    """A host that records the storages of its keys."""
 
     def __init__(self):
         self.inner, self.storages = host(), []
@@ -109,14 +114,16 @@ class Alive:
         return self.inner.move(tensor, framed=framed)
 
     def alive(self):
-        """Bytes of keys that arrived and are still on the device."""
+        """Return the bytes of received keys that are on the device."""
         gc.collect()
         return sum(nbytes for nbytes, storage in self.storages if not storage.expired())
 
 
 def where_keys_are(case):
-    """(bytes in the host arena, bytes on the device) of keys of other ranks after the forward of
-    each row chunk, and at last without the call."""
+    """Return (bytes in the host arena, bytes on the device) of keys of other ranks.
+
+    After the forward of each row chunk, and finally without the call.
+    """
     groups = mb.Groups.from_topology(dist.group.WORLD, intra=3)
     given = [each[groups.rank] for each in rows.shards(case)]
     mine, plan = Alive(), prepared(case, given, groups)
@@ -138,7 +145,7 @@ def test_keys_are_in_the_host_arena_between_row_chunks(ranks):
 
 @pytest.mark.parametrize("device", ["full", "other"])
 def test_keys_that_the_host_does_not_take_are_copied(device, monkeypatch):
-    """Their buffers are used again. A host that is full, and one that moves from another device."""
+    """Their buffers are reused. One host is full, one moves only from another device."""
     case = Case(grid=(1, 4, 1), algorithm="ring", chunks=3, mask="full", sink=True)
     groups, given, sink = rows.groups_of(case), rows.shards(case), rows.problem(case)[1]
     if device == "other":
@@ -161,7 +168,7 @@ def test_keys_that_the_host_does_not_take_are_copied(device, monkeypatch):
 
 
 def test_keys_belong_to_no_frame():
-    """In a frame the first fetch would bring back all that is in it."""
+    """In a frame, the first fetch would fetch all of its tensors."""
     case = Case(grid=(1, 3, 1), algorithm="ring", chunks=2, mask="full")
     groups, given = rows.groups_of(case), rows.shards(case)
 
@@ -200,7 +207,7 @@ def test_on_real_ranks_whose_buffers_are_used_again(ranks):
 
 
 class Counting:
-    """A host that counts what is on its way back or there, by key chunk."""
+    """A host that counts pending and finished fetches per key chunk."""
 
     def __init__(self):
         self.inner, self.there, self.most = host(), 0, 0
@@ -271,7 +278,7 @@ def test_what_cannot_be_is_refused():
 
 
 def test_ranks_that_differ_get_an_error():
-    """One rank has host memory and the other has none: their messages bear different calls."""
+    """One rank has host memory and the other has none, so their messages have different calls."""
     case = Case(grid=(1, 2, 1), algorithm="ring", chunks=2, mask="full")
     groups, given = rows.groups_of(case), rows.shards(case)
 

@@ -142,7 +142,7 @@ def _checkpoint():
 @pytest.mark.parametrize("keep", [0.25, 0.5, 0.75, 1.0])
 @pytest.mark.parametrize("algorithm", ["ring", "burst", "all_gather"])
 def test_causal_bytes_rows_and_memory_by_formula(algorithm, keep):
-    """Striped: each rank recomputes the queries, and sends the keys, of the first (1 - f) S."""
+    """With striped, each rank recomputes queries, and sends keys, of the first (1 - f) S."""
     groups = in_process.groups(inter=2, intra=2)
     sent, held_bytes, plan = sent_again(groups, "striped", keep, masks.Causal(), algorithm)
     rows, first = LENGTH // 4, round((1 - keep) * LENGTH)

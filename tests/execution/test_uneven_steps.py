@@ -1,7 +1,7 @@
-"""A rank that is slow at a step keeps nobody waiting but for data: counted, not timed.
+"""Other ranks wait only for data of a slow rank: counted, not timed.
 
-The slow rank does not begin its first pair of a pass before all others have computed all of theirs.
-Where a hop were posted only after that pair, the others would wait for it, and it for them.
+The slow rank begins its first pair of a pass after all others have computed all of theirs. If a hop
+were posted only after that pair, the ranks would wait for each other.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ COMPUTES = {"forward": Forward, "backward": Backward}
 
 
 def pack(seed=0):
-    """(q, k, v, dout), what each row sees, and of every rank its rows, all by hand."""
+    """Return (q, k, v, dout), visible keys of each row, and the rows of every rank, by hand."""
     generator = torch.Generator().manual_seed(seed)
     inputs = [torch.randn(SIZE * ROWS, 1, 2, 4, generator=generator).double() for _ in range(4)]
     document = torch.bucketize(torch.arange(SIZE * ROWS), torch.tensor(PACK[1:]), right=True)
@@ -42,7 +42,7 @@ def asked(algorithm):
 
 
 def all_ranks(groups, algorithm):
-    """How far off (out, dq, dk, dv) of all ranks are, at most."""
+    """Return the largest error of (out, dq, dk, dv) of all ranks."""
     inputs, seen, rows = pack()
     *qkv, douts = [[x[mine].clone() for mine in rows] for x in inputs]
     leaves = [x.requires_grad_() for xs in qkv for x in xs]
@@ -54,8 +54,10 @@ def all_ranks(groups, algorithm):
 
 
 def on_local_ranks(algorithm, monkeypatch, gate=lambda switch, rank, done: None):
-    """(how far off the results are, pairs of each pass and rank); gate: called before a pair with
-    how many pairs of each rank are done."""
+    """Return the largest errors, and the pairs of each pass and rank.
+
+    `gate` is called before a pair with the number of finished pairs of each rank.
+    """
     groups = in_process.groups(intra=SIZE)
     counted = {name: Counter() for name in COMPUTES}
     with monkeypatch.context() as patch:
@@ -96,7 +98,7 @@ def test_nobody_waits_for_the_pairs_of_a_slow_rank(algorithm, monkeypatch):
 
 @pytest.mark.parametrize("algorithm", ["burst", "multicast"])
 def test_hops_posted_a_step_ahead_made_others_wait(algorithm, monkeypatch):
-    """As it was: so the test above can fail."""
+    """The schedule that the test above detects."""
     _, pairs = on_local_ranks(algorithm, monkeypatch)
     monkeypatch.setattr(Demand, "ahead", lambda self, *given: given[-1])
     gates = [held_up(pairs["forward"], at) for at in range(pairs["forward"][SLOW])]
@@ -112,10 +114,12 @@ def test_hops_posted_a_step_ahead_made_others_wait(algorithm, monkeypatch):
 
 @pytest.mark.parametrize("step", range(SIZE))
 def test_a_ring_waits_for_the_next_hop_alone(step, monkeypatch):
-    """Whole chunks go round: what a rank passes on it has waited for, which it cannot do while it
-    computes. Rank 1, held up in its pair of a step, has posted the hop of that step before. So rank
-    0, which it takes no more from, computes one step more than that, and stops there; so does
-    rank 2; and rank 3, for which rank 2 has posted one more, another."""
+    """Whole chunks are forwarded: a rank must wait for a chunk before it forwards it.
+
+    It cannot do that while it computes. Rank 1, delayed in its pair of a step, has posted the hop
+    of that step before. So rank 0, which it does not wait for, computes one step more and stops; so
+    does rank 2. Rank 3, for which rank 2 has posted one more, computes another.
+    """
     done, full = Counter(), {"mask": mb.masks.Full(), "layout": "contiguous", "algorithm": "ring"}
     real, groups = Forward.pair, in_process.groups(intra=SIZE)
 
@@ -138,8 +142,10 @@ def test_a_ring_waits_for_the_next_hop_alone(step, monkeypatch):
 
 
 def slow_on_gloo(algorithm, key):
-    """How far off (out, dq, dk, dv) of this rank are; the slow one waits at its first pair of
-    forward until all pairs of the others are computed."""
+    """Return the errors of (out, dq, dk, dv) of this rank.
+
+    The slow rank waits at its first pair of forward until all pairs of the others are computed.
+    """
     groups = mb.Groups.flat(dist.group.WORLD)
     inputs, seen, rows = pack()
     mine, store = rows[groups.rank], dist.distributed_c10d._get_default_store()
@@ -193,7 +199,7 @@ def test_nccl_takes_hops_in_this_order(algorithm, sizes, name):
 
 
 def shifted(accumulated, by):
-    """`as_tables` with hops of copies that are passed on, or of gradients, posted earlier."""
+    """Return `as_tables` with hops of forwarded copies, or of gradients, posted earlier."""
     real = Demand.as_tables
 
     def as_tables(self, *given, **more):
@@ -209,7 +215,7 @@ def shifted(accumulated, by):
 
 @pytest.mark.parametrize(("accumulated", "backward"), [(False, False), (True, True)])
 def test_a_hop_posted_too_early_is_a_wrong_number_or_an_error(accumulated, backward, monkeypatch):
-    """A copy passed on before it is there; a gradient before its last contribution."""
+    """A copy is forwarded before it was received; a gradient before its last contribution."""
     groups = in_process.groups(inter=2, intra=2)
     real = Demand.as_tables
     planted = shifted(accumulated, by=1)
@@ -225,7 +231,7 @@ def test_a_hop_posted_too_early_is_a_wrong_number_or_an_error(accumulated, backw
 
 
 def test_a_buffer_taken_before_it_is_free_is_seen(monkeypatch):
-    """What is received into a chunk that its rank has still to compute with."""
+    """A received message overwrites a chunk that the rank still computes with."""
     groups, real = in_process.groups(intra=SIZE), LocalEndpoint.exchange
     last = {}
 
