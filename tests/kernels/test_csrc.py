@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def to_merge(dtype, layout, s=12, b=2, h=3, w=64):
-    """(base, out, lse, part, part_lse): views as they arise; out is of the rows of base."""
+    """Return (base, out, lse, part, part_lse) as the views that occur; out is rows of base."""
     acc = wide(dtype)
     base, base_lse = randn(3 * s, b, h, w, dtype=acc), randn(3 * s, b, h, dtype=acc, seed=1)
     part, part_lse = randn(s, b, h, w, dtype=dtype, seed=2), randn(s, b, h, dtype=acc, seed=3)
@@ -146,7 +146,7 @@ def test_stand_in_of_zero_rows_is_zero_and_of_nan_is_nan(built, dtype):
 
 
 def far_rows(w):
-    """(dout, delta, fits) of float16 rows; along dout, the odd ones' stand-in is beyond float16."""
+    """Return (dout, delta, fits) of float16 rows; the stand-in of odd rows exceeds float16."""
     dout = randn(6, 2, 2, w, dtype=torch.float16) * 0.1
     dout[..., 0] = 1 if w > 1 else 0.1
     dout[3, 0, 1, w // 2] = 0
@@ -186,7 +186,7 @@ FORMULAS = {
 
 
 def tile(dtype, v=300, first=100, real=280, spread=4.0):
-    """z [n, v] of a rank that has the vocabulary rows from `first` on, the last ones padding."""
+    """Return z [n, v] of a rank with the vocabulary rows from `first` on; the last are padding."""
     n = 9
     z = randn(n, v, dtype=dtype) * spread
     z[:, real:] = torch.nan  # padding may hold anything
@@ -216,7 +216,7 @@ def test_gradient_of_logits(built, monkeypatch, dtype, formula, v):
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_gradient_of_exponentials(built, monkeypatch, dtype, formula):
-    """What `row_stats` leaves where it may."""
+    """The logits that `row_stats` leaves as exponentials."""
     z, labels, weights, columns = tile(dtype)
     formula = Formula(vocab_size=20000, **FORMULAS[formula])
     raw = z.clone()
@@ -231,7 +231,7 @@ def test_gradient_of_exponentials(built, monkeypatch, dtype, formula):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradient_of_logits_far_out(built, dtype):
-    """Probabilities that underflow are 0, NaN stays in its row, infinity means nothing is there."""
+    """Probabilities that underflow are 0, NaN stays in its row, infinity means an empty row."""
     z, labels, weights, columns = tile(dtype)
     z[0, 5], z[1, :3], z[4, 7] = -3e4, -torch.inf, torch.nan
     weights[:] = 1
@@ -285,7 +285,7 @@ def test_empty(built):
 
 
 def softmax(**changes):
-    """Arguments of the operator itself."""
+    """Return the arguments of the operator."""
     given = {
         "z": torch.zeros(4, 6), "index": torch.zeros(4).long(), "lse": torch.zeros(4),
         "of_softmax": torch.zeros(4), "of_label": torch.zeros(4), "of_all": torch.zeros(4),
@@ -324,7 +324,7 @@ def test_the_operators_touch_no_memory_that_is_not_theirs(built, case):
 
 @pytest.fixture(scope="module")
 def warp(tmp_path_factory):
-    """The formulas by 32 threads that do what the lanes of a warp do; pointers and sizes."""
+    """Compute the formulas with 32 threads like the lanes of a warp; pointers and sizes."""
     built = tmp_path_factory.mktemp("warp") / "warp.so"
     include = f"{torch.__path__[0]}/include"
     source = Path(__file__).with_name("csrc_warp.cpp")

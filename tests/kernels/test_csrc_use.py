@@ -1,4 +1,4 @@
-"""`csrc/`: who uses the library and when, how it is built, loaded and reported."""
+"""`csrc/`: when the library is used, and how it is built, loaded and reported."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def to_dot(kind):
 
 @pytest.mark.parametrize("kind", ["expanded", "mixed", "subclass", "needs grad"])
 def test_torch_does_the_rest(built, kind):
-    """No operator of ours is called, and the result is right."""
+    """No compiled operator is called, and the result is correct."""
     dout, out = to_dot(kind)
     with Calls() as calls:
         found = row_delta(dout, out, torch.float32)
@@ -50,7 +50,7 @@ def test_torch_does_the_rest(built, kind):
 
 
 def test_what_has_no_numbers_is_not_ours(built):
-    """Fake tensors, and the ones of a compiler."""
+    """Fake tensors and tensors of a compiler are not supported."""
     x, graphs = randn(4, 1, 2, 8, dtype=torch.float32), []
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(x)
@@ -148,7 +148,7 @@ def test_the_doctor_runs_it(built, monkeypatch):
 
 
 def broken(name, monkeypatch):
-    """An operator that does nothing, cannot run, or is not called."""
+    """Replace an operator by one that does nothing, cannot run, or is not called."""
     real = getattr(native, name)
 
     def failing(*arguments):
@@ -236,7 +236,7 @@ print(json.dumps([torch.__version__, sorted(native.load(native.FILE)), error]))
 
 
 def elsewhere(python, file):
-    """[torch's version, devices, an error], in another process."""
+    """Return [torch's version, devices, an error] of another process."""
     done = subprocess.run(
         [python, "-c", ELSEWHERE, file],
         env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'helpers'}"},
@@ -247,7 +247,7 @@ def elsewhere(python, file):
 
 
 def other_interpreters():
-    """Of the environments that `make` has made here, those with another torch than this one."""
+    """Return the environments that `make` created here with another torch than this one."""
     for python in sorted(ROOT.glob(".venv*/bin/python")):
         asked = [python, "-c", "from importlib.metadata import version; print(version('torch'))"]
         done = subprocess.run(asked, capture_output=True, text=True)
@@ -271,7 +271,7 @@ def test_the_same_library_on_another_torch(csrc_file):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc here")
 def test_cuda_code_compiles_and_loads_without_a_gpu(tmp_path):
-    """For one architecture; `make csrc-cuda` takes all, and looks for spills."""
+    """For one architecture; `make csrc-cuda` compiles all, and checks spills."""
     file, command = tmp_path / "libcsrc.so", [sys.executable, str(SOURCES / "build.py")]
     subprocess.run([*command, "--out", str(file), "--arch", "80"], check=True, timeout=900)
     _, devices, worst = elsewhere(sys.executable, str(file))
@@ -281,7 +281,7 @@ def test_cuda_code_compiles_and_loads_without_a_gpu(tmp_path):
 
 @pytest.mark.parametrize("command", ["csrc/build.py --cpu --out {}", "setup.py -q build_csrc"])
 def test_what_is_missing_is_named(tmp_path, command):
-    """Also by way of setup.py, which needs setuptools; nothing is left behind."""
+    """Also through setup.py, which needs setuptools; no file remains."""
     pytest.importorskip("setuptools")
     words = command.format(tmp_path / "x.so").split()
     nowhere = os.environ | {"PATH": str(tmp_path)}

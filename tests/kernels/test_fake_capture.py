@@ -1,7 +1,8 @@
-"""Dense attention as part of a CUDA graph, on fake CUDA tensors: the second call of a plan does
-nothing that a capture forbids, and the third does the same as the second.
+"""Dense attention as part of a CUDA graph, on fake CUDA tensors.
 
-Nothing here was captured on a GPU. `execution/test_graph_replay` runs again what ran."""
+The second call of a plan does nothing that a capture forbids, and the third does the same as the
+second. No graph was captured on a GPU here. `execution/test_graph_replay` replays the operators.
+"""
 
 from typing import Any
 
@@ -41,13 +42,13 @@ MORE = {
 
 
 def once(call):
-    """Forward and backward; the tensors that stay with a caller of a graph."""
+    """Run forward and backward; return the tensors that a caller of a graph keeps."""
     context, outs = call.forward()
     return outs, call.backward(context)
 
 
 def judge(grid, problem, **options):
-    """What runs in a capture after one call, compared with one more."""
+    """Compare the operators in a capture after one call with one more call."""
     with fake_cuda.device() as mode:
         groups = in_process.groups(**grid)
         call = Call(mode, groups, problem, **{"kernel": "aten", "mask": CAUSAL} | options)
@@ -87,7 +88,7 @@ def test_the_triton_kernel():
 
 
 def plant(monkeypatch, home, name, before):
-    """`before` runs at the beginning of a method."""
+    """Run `before` at the beginning of a method."""
     own = getattr(home, name)
     monkeypatch.setattr(home, name, lambda *given: (before(*given), own(*given))[1])
 

@@ -1,7 +1,8 @@
-"""Every algorithm and kernel on fake CUDA tensors: what comes out, what the operators are given,
-that the host waits for nothing, and how many launches a pair of shards takes.
+"""Every algorithm and kernel on fake CUDA tensors.
 
-What a GPU computes is not seen here, nor when."""
+Checks results' shapes, arguments of operators, that the host never waits, and launches per pair of
+shards. It cannot check values or times of a GPU.
+"""
 
 from unittest import mock
 
@@ -55,14 +56,14 @@ NEEDS_TRITON = ("triton", "triton query")
 
 
 class Arguments(TorchDispatchMode):
-    """What torch's attention operators ask of their arguments; `seen`: the ones that ran."""
+    """Requirements of torch's attention operators; `seen` has the operators that ran."""
 
     def __init__(self):
         super().__init__()
         self.seen = set()
 
     def joined(self, name, args, ends, backward):
-        """Sequences end to end: [s, h, d], and where each begins."""
+        """Return sequences end to end: [s, h, d], and the first row of each."""
         self.seen.add("joined")
         assert all(x.dtype == torch.int32 and x.is_contiguous() for x in ends), name
         assert all(x.device.type == "cuda" for x in ends), name
@@ -107,7 +108,7 @@ def is_one(x, shape, dtype):
 
 
 def judge(outs, dsink, grads, problem):
-    """Shape, dtype, strides and device of all that a call returns."""
+    """Check shape, dtype, strides and device of all results of a call."""
     s, b, h, k, d, w, dtype = problem
     for out in outs:
         is_one(out, (s, b, h, w), dtype)
@@ -122,8 +123,7 @@ def judge(outs, dsink, grads, problem):
     "name", [pytest.param(n, marks=TRITON if n in NEEDS_TRITON else ()) for n in CALLS]
 )
 def test_a_whole_call(name):
-    """The first call of a plan may bring tables to the device, without being waited for; no later
-    one does."""
+    """The first call of a plan may copy tables to the device without a wait; later ones do not."""
     grid, options, problem = CALLS[name]
     options = {"kernel": "aten"} | options
     with fake_cuda.device() as mode:
@@ -148,7 +148,7 @@ def both(call, kept=None):
 
 
 class Keeper:
-    """What a checkpoint keeps between a forward and its recompute."""
+    """The results that a checkpoint keeps between a forward and its recomputation."""
 
     filled, entry = False, None
 
@@ -176,7 +176,7 @@ WITHOUT_TRITON = {
 
 
 def launches(kernel, side):
-    """(forward, backward) per pair, of the second call of a plan, and by name."""
+    """Return (forward, backward) launches per pair in the second call of a plan, and by name."""
     with fake_cuda.device() as mode:
         options = {"kernel": kernel, "side": side, "layout": "contiguous", "mask": FULL}
         call = Call(mode, in_process.groups(intra=4), Problem(), algorithm="ring", **options)
@@ -194,7 +194,7 @@ def launches(kernel, side):
 @TRITON
 @pytest.mark.parametrize(("kernel", "side"), LAUNCHES)
 def test_a_pair_takes_so_many_launches(kernel, side):
-    """Fewer than here: tighten the table. How long they take is for a GPU to say."""
+    """If fewer are counted, tighten the table. Their time must be measured on a GPU."""
     found, of = launches(kernel, side)
     assert found == LAUNCHES[kernel, side], of
 
@@ -208,7 +208,7 @@ def test_a_pair_takes_so_many_launches_without_triton(kernel, side, monkeypatch)
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_documents_that_a_rank_holds_whole_take_one_launch(batch):
-    """Of torch's operator: sixteen on each of two ranks. A batch has no room for that."""
+    """One launch of torch's operator for sixteen documents per rank; not with a batch."""
     mask = mb.masks.Documents(range(0, 260, 8)) & CAUSAL
     with fake_cuda.device() as mode:
         problem = Problem(rows=128, batch=batch)

@@ -1,4 +1,4 @@
-"""`no_sync` itself: what makes the host wait is refused, what does not is not."""
+"""`no_sync` itself: it refuses operations for which the host waits, and no others."""
 
 import numpy as np
 import pytest

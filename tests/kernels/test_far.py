@@ -1,5 +1,7 @@
-"""Offsets beyond 2^31 elements: our operators give tensors that reach so far what they give
-neighbouring memory. Takes no memory to speak of."""
+"""Offsets beyond 2^31 elements give the same results as neighbouring memory.
+
+The tests need little memory.
+"""
 
 import importlib.util
 
@@ -70,7 +72,7 @@ def test_a_message_of_more_than_4_gib():
 
 
 def test_far_is_far():
-    """The check itself: an offset in 32 bits is another place."""
+    """The check itself: a 32-bit offset would be another place."""
     x = far(torch.arange(1.0, 5.0)[:, None], 0)
     offsets = APART * np.arange(4)
     assert (offsets.astype(np.int32) != offsets).sum() == 2

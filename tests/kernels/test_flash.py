@@ -1,9 +1,8 @@
-"""FlashAttention packages: do our arguments fit the signatures of their releases, and our tensors
-what their sources say of them? No kernel of theirs runs here; where FlashAttention 4 is installed,
-it compiles.
+"""FlashAttention packages: our arguments fit the signatures of their releases.
 
-`flash_signatures.json` holds the parameters of every release, read from the sources by
-`flash_signatures.py`.
+Our tensors fit what their sources require. No kernel of theirs runs here; if FlashAttention 4 is
+installed, it compiles. `flash_signatures.json` has the parameters of every release, read from the
+sources by `flash_signatures.py`.
 """
 
 import json
@@ -42,7 +41,7 @@ FIRST = {
 
 
 def function(text):
-    """Something callable that shows this signature, and must not be called."""
+    """Return a callable with this signature, which must not be called."""
 
     def shown():
         raise AssertionError("nobody calls a recorded signature")
@@ -63,7 +62,7 @@ def entries():
 
 
 def taken():
-    """Entries from the first release that we take."""
+    """Return the entries from the first supported release on."""
     for name, found in RECORD.items():
         first = [any(r.startswith(FIRST[name][0]) for r in entry["releases"]) for entry in found]
         yield from ((name, entry) for entry in found[first.index(True) :])
@@ -74,7 +73,7 @@ def ids(values):
 
 
 def recorded(name, entry, beside_rings=False):
-    """The operator of a release whose functions note what they are given, and that list."""
+    """Return the operator of a release whose functions record their arguments, and that list."""
     calls = []
 
     def note(kind, whole):
@@ -96,7 +95,7 @@ def recorded(name, entry, beside_rings=False):
 
 
 def both_passes(operator, shown, batch=2):
-    """Forward and backward of small tensors, which are returned: q, lse, and out or delta."""
+    """Run forward and backward of small tensors; return q, lse, and out or delta."""
     q, k, v, dout = (x.permute(1, 2, 0, 3) for x in tensors(6, batch, (4, 2), (8, 8)))
     lse = torch.rand(6, batch, 4).permute(1, 2, 0)
     out = lse + 1 if operator.takes_delta else torch.rand_like(dout)
@@ -113,7 +112,7 @@ def both_passes(operator, shown, batch=2):
 @pytest.mark.parametrize("many", [False, True], ids=["one", "many"])
 @pytest.mark.parametrize(("name", "entry"), list(taken()), ids=ids(taken()))
 def test_our_arguments_fit_every_release_we_take(name, entry, many):
-    """Also with a window, where there is one; and many sequences end to end."""
+    """Also with a window, if supported, and with many sequences end to end."""
     operator, calls = recorded(name, entry)
     assert operator.joins
     lengths = Lengths([(1, 1), (3, 0), (0, 2), (2, 3)]) if many else None
@@ -176,7 +175,7 @@ def test_package_4_gets_zeros_that_are_filled_once_per_pass(monkeypatch):
 
 @pytest.mark.parametrize(("beside_rings", "free"), [(False, 0), (True, 16)])
 def test_package_3_leaves_multiprocessors_to_nccl_beside_rings(beside_rings, free, monkeypatch):
-    """In every release, and where the operator is made by name."""
+    """In every release, and if the operator is made by name."""
     for name, entry in taken():
         made, calls = recorded(name, entry)
         monkeypatch.setattr(flash, "load", lambda asked, loaded=made.loaded: loaded)
@@ -204,7 +203,7 @@ def test_kernels_are_told_whether_tensors_travel_meanwhile(
 
 
 def test_releases_that_take_windows():
-    """All but those of FlashAttention 3 before December 2025, which take a pair of one name."""
+    """All but FlashAttention 3 before December 2025, which has one parameter for both sides."""
     without = [(name, entry) for name, entry in taken() if not fitted(name, entry).windows]
     assert {name for name, _ in without} == {"flash3"}
     assert all("window_size=" in entry["forward"].split(", ") for _, entry in without)
@@ -276,7 +275,7 @@ def test_gradients_that_may_differ_are_said_to():
 
 @pytest.fixture
 def planted(tmp_path, monkeypatch):
-    """Puts a file where package 4 has its functions."""
+    """Create a file where package 4 has its functions."""
     modules = ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface")
 
     def plant(text):
@@ -379,7 +378,7 @@ def test_devices_and_widths_that_a_package_does_not_serve(
 
 
 def test_older_releases_of_package_3_take_one_width():
-    """Before December 2025 nothing in a signature tells whether backward takes two."""
+    """Before December 2025, signatures do not show whether backward supports two widths."""
     assert "equal widths" in flash.unfit("flash3", 9, flash.MLA, False, newer=False)
 
 
@@ -399,7 +398,7 @@ def test_older_releases_of_package_3_take_one_width():
     ],
 )
 def test_package_4_compiles_for_what_we_pass(major, widths, words):
-    """Where it is installed: its own checks, and the compiler's; and it refuses as `unfit` does."""
+    """If installed, its checks and compiler accept our arguments, and refuse as `unfit` does."""
     served = (
         flash.unfit("flash4", major, widths, False),
         flash.unfit("flash4", major, (widths[0],) * 2, False),
@@ -423,8 +422,10 @@ def test_package_4_compiles_for_what_we_pass(major, widths, words):
 
 
 def hidden(rows, columns, causal, left, right):
-    """bool [rows, columns] of one sequence; of a window: its last row sees its last column, and
-    columns as far from there as the window says."""
+    """Return bool [rows, columns] of hidden pairs of one sequence.
+
+    A window is aligned to the last row and column.
+    """
     ahead = (torch.arange(columns) - columns) - (torch.arange(rows) - rows)[:, None]
     found = torch.zeros(rows, columns, dtype=torch.bool)
     if causal:
@@ -440,8 +441,10 @@ def hidden(rows, columns, causal, left, right):
 
 
 def sequences(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
-    """Slices of the rows and of the columns of every sequence of [b, s, h, d]; or of [s, h, d],
-    which the longest must fit."""
+    """Return the slices of rows and columns of every sequence.
+
+    Tensors are [b, s, h, d], or [s, h, d] with `longest` at least the longest sequence.
+    """
     if cu_seqlens_q is None:
         return [(slice(None), slice(None))]
     ends = [x.tolist() for x in (cu_seqlens_q, cu_seqlens_k)]
@@ -454,7 +457,7 @@ def sequences(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
 
 
 def weights(q, k, v, lse, scale, *shown):
-    """Of one sequence in [b, s, h, d]: k and v for every query head, and exp(score - lse)."""
+    """Return k and v per query head, and exp(score - lse), of one sequence in [b, s, h, d]."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("bshd,bthd->bhst", q, k) * scale
     scores = scores.masked_fill(hidden(*scores.shape[-2:], *shown), float("-inf"))
@@ -463,8 +466,11 @@ def weights(q, k, v, lse, scale, *shown):
 
 
 class ByHand:
-    """Both functions of a package in float64, with the parameters of its newest release. What
-    `written` is to rows without columns: 3 writes out 0 and lse -inf, 4 on sm_90 anything."""
+    """Both functions of a package in float64, with the parameters of its newest release.
+
+    `written` is the result for rows without columns: 3 writes out 0 and lse -inf, 4 on sm_90
+    anything.
+    """
 
     def __init__(self, name, written):
         self.name, self.written, self.calls = name, written, []
@@ -513,7 +519,7 @@ class ByHand:
 
 
 class OnCpu(flash.Flash):
-    """A package on the CPU: the arguments and the shapes are ours, the arithmetic by hand."""
+    """A package on the CPU: our arguments and shapes, arithmetic by hand."""
 
     device = "cpu"
     dtypes = (torch.float64,)
@@ -524,7 +530,7 @@ class OnCpu(flash.Flash):
 
 
 def by_hand(name, written=(0.0, float("-inf"))):
-    """The kernel, and what its forward calls were: sequences of each."""
+    """Return the kernel, and the number of sequences of each forward call."""
     entry, written_out = RECORD[name][-1], ByHand(name, written)
     loaded = fitted(name, entry)
     loaded = loaded._replace(
@@ -563,7 +569,7 @@ def test_an_operator_that_takes_delta_is_the_oracle(mask, heads, widths, travell
     ids=str,
 )
 def test_windows_of_an_operator_are_the_oracle(spans, window, travelling):
-    """Local bands: aligned to the last row and column, cropped where rows see nothing."""
+    """Local bands: aligned to the last row and column, cropped if rows see nothing."""
     inputs = tensors(12, 2, (4, 2), (5, 3))
     rows, columns = (np.concatenate([span.positions() for span in side]) for side in spans)
     ahead = torch.from_numpy(columns[None, :] - rows[:, None])
@@ -589,7 +595,7 @@ ENDS = [0, 5, 6, 31, 80, 81, 99, 156]
 @pytest.mark.parametrize("layout", ["zigzag", "striped", "balanced"])
 @pytest.mark.parametrize("name", ["flash3", "flash4"])
 def test_packed_documents_are_the_oracle_in_one_call_per_pair(name, layout, window, side):
-    """Over three ranks; rows without columns are written as each package has it, or worse."""
+    """Over three ranks; rows without columns have the result of each package, or a worse one."""
     reach = ENDS[-1] if window is None else window
     document, place = np.searchsorted(ENDS, np.arange(156), side="right"), np.arange(156)
     ahead = place[:, None] - place

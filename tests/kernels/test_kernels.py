@@ -1,7 +1,7 @@
 """Local kernels: the reference against the oracle, torch's operators against float64.
 
-Low precision is judged by the stock operator's own error on the same inputs: a kernel may be
-a few times as far from float64 as torch's scaled_dot_product_attention is, and no further.
+The bound for low precision is the stock operator's own error on the same inputs: a kernel may
+differ from float64 a few times as much as torch's scaled_dot_product_attention.
 """
 
 import math
@@ -35,7 +35,7 @@ LOW = [torch.float32, torch.bfloat16, torch.float16]
 
 
 class Blind(Mask):
-    """Odd queries see nothing at all; even ones what came before."""
+    """Odd queries see nothing; even queries see earlier keys."""
 
     def visible(self, q, k):
         return (q >= k) & (q % 2 == 0)
@@ -45,7 +45,7 @@ class Blind(Mask):
 
 
 def test_the_oracle_is_torch_attention_with_autograd():
-    """The one place where the oracle itself is checked, against torch's own maths."""
+    """The only test of the oracle itself, against torch's own attention."""
     q, k, v, dout = tensors(10, 2, (4, 2), (5, 3))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     first = [x.permute(1, 2, 0, 3) for x in leaves]
@@ -133,7 +133,7 @@ def test_backward_adds_to_what_is_there(name):
 
 
 def beyond(tensors, rows):
-    """Those of `rows` that are not finite, of each tensor."""
+    """Return the `rows` of each tensor that are not finite."""
     return [{r for r in rows if not x[r].isfinite().all()} for x in tensors]
 
 
@@ -141,8 +141,10 @@ def beyond(tensors, rows):
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("name", ["reference", "aten"])
 def test_rows_that_do_not_see_a_bad_key(name, bad, what):
-    """As docs/kernels.md has it: none beyond their tile; within it dq, and out if it is the value,
-    for 0 times NaN is NaN."""
+    """As in docs/kernels.md: no row beyond the tile of the key is affected.
+
+    Within the tile, dq is, and out if the value is bad, because 0 times NaN is NaN.
+    """
     q, k, v, dout = tensors(600, 1, (1, 1), (8, 8), torch.float32)
     {"key": k, "value": v}[what][500] = bad
     out, dq, *_ = run(name, Causal(), q, k, v, dout, travelling=True)
@@ -159,7 +161,7 @@ def test_rows_that_do_not_see_a_bad_key(name, bad, what):
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("name", ["reference", "aten"])
 def test_a_key_that_nobody_sees_may_be_anything(name, bad):
-    """Padding at the end, under a mask that only a table describes."""
+    """Padding at the end, under a mask that needs a table."""
     q, k, v, dout = tensors(64, 1, (2, 1), (8, 8))
     table = np.tri(64, dtype=bool) & (np.random.default_rng(0).random((64, 64)) < 0.5)
     table[:, 0], table[:, 50:] = True, False
@@ -174,7 +176,7 @@ def test_a_key_that_nobody_sees_may_be_anything(name, bad):
 
 
 def stock(q, k, v, dout, causal):
-    """out, dq, dk, dv of torch's own operator in the dtype of the inputs."""
+    """Return out, dq, dk, dv of torch's own operator in the dtype of the inputs."""
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     first = [x.permute(1, 2, 0, 3) for x in leaves]
     out = F.scaled_dot_product_attention(*first, is_causal=causal, enable_gqa=True)
@@ -230,7 +232,7 @@ def test_the_stand_in_gives_delta(size, dtype, seed):
 
 @pytest.mark.parametrize("travelling", [False, True], ids=["own", "travelling"])
 def test_gradients_of_large_float16_values_are_as_good_as_torch_has_them(travelling):
-    """Gradients with one large element: along them, a stand-in would need 1.3e5."""
+    """Gradients with one large element: a stand-in in their direction would need 1.3e5."""
     q, k, v, dout = tensors(16, 1, (2, 2), (64, 64), torch.float16)
     v, dout = 3e4 + 16 * v, torch.full_like(dout, 0.1)
     dout[..., 0] = 1
@@ -243,7 +245,7 @@ def test_gradients_of_large_float16_values_are_as_good_as_torch_has_them(travell
 
 @given(st.floats(1, 65504), st.floats(1e-4, 1), st.integers(0, 2**31))
 def test_a_stand_in_in_float16_is_no_larger_than_the_output_may_be(size, flat, seed):
-    """Whatever shape a row's gradient has: finite, delta to half a unit in the last place."""
+    """For any gradient of a row: finite, delta to half a unit in the last place."""
     generator = torch.Generator().manual_seed(seed)
     dout = torch.randn(4, 1, 2, 16, generator=generator) * flat
     dout[..., 0] = 1
@@ -296,8 +298,10 @@ def test_the_table_and_auto():
     ids=str,
 )
 def test_auto_on_a_gpu(capability, cudnn, mask, order, monkeypatch):
-    """The package made for the device, then as torch chooses between its own; masks that flash
-    kernels cannot take in a few tiles go to the kernel that takes any."""
+    """The package made for the device first, then torch's own choice.
+
+    Masks that flash kernels cannot compute in a few tiles use the kernel for any mask.
+    """
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
     assert " ".join(registry.automatic(torch.device("cuda:0"), mask)) == order
@@ -385,7 +389,7 @@ def test_widths_that_cudnn_serves(capability, cudnn, widths, served, monkeypatch
     ids=lambda value: type(value).__name__,
 )
 def test_values_of_another_width_are_padded_where_the_operator_takes_one(operator, pads, hopper):
-    """Widths of multi-head latent attention, (192, 128). `test_flash` has the packages."""
+    """Widths of multi-head latent attention, (192, 128). `test_flash` tests the packages."""
     shapes, padded = [(4, 192), (4, 192), (4, 128), (4, 128)], []
     count = lambda *args, own=F.pad: padded.append(args) or own(*args)  # noqa: E731
     kernel, spans = AtenKernel("some", operator), [Span(0, 1, 8)]
@@ -406,7 +410,7 @@ def test_values_of_another_width_are_padded_where_the_operator_takes_one(operato
 
 @pytest.mark.parametrize("name", ["aten", "aten_cudnn", "flash3", "flash4"])
 def test_a_zigzag_rank_attends_to_itself_in_one_call(name, monkeypatch):
-    """Both of its halves are one lower triangle, for operators with and without sequences."""
+    """Both halves form one lower triangle, for operators with and without sequences."""
     operators = {"aten": CudaFlash(), "aten_cudnn": CudaCudnn()}
     if name not in operators:
         loaded = types.SimpleNamespace(windows=True, joins=True, deterministic=True)
@@ -418,7 +422,7 @@ def test_a_zigzag_rank_attends_to_itself_in_one_call(name, monkeypatch):
 
 
 def test_a_zigzag_rank_attends_to_itself_in_two_launches_of_triton():
-    """Of the tiles below the diagonal, and of those on it: as of a contiguous shard."""
+    """One for tiles below the diagonal, one for tiles on it, like a contiguous shard."""
     for spans in (mb.layout.make("zigzag", cp_size=4).spans(1, 1024), [Span(256, 1, 256)]):
         grid = tile_grid(Causal(), spans, spans, 32, 32)
         assert (len(grid.full), len(grid.partial), len(grid.bits)) == (28, 8, 2)
@@ -473,7 +477,7 @@ def test_deterministic_mode_refuses_kernels_that_are_not(name, refused):
     ids=lambda value: str(value) if not hasattr(value, "device") else type(value).__name__,
 )
 def test_cuda_operators_take_the_arguments_we_pass(operator, causal, window):
-    """On fake tensors: no device needed, torch checks the call against the operator's schema."""
+    """On fake tensors without a device: torch checks the call against the operator's schema."""
     with FakeTensorMode():
         # as dense [s, b, h, d] becomes [b, h, s, d]
         q, k = (

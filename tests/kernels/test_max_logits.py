@@ -1,7 +1,7 @@
-"""The largest scores of each head, which a call records on request: against a dense oracle.
+"""The largest scores of each head, which a call records on request, against a dense oracle.
 
-What one rank records must be no more than it may know: the largest score of its own rows, of the
-heads whose ring it runs. Over all ranks that is the maximum of the whole sequence.
+One rank records the largest score of its own rows, for the heads whose ring it runs. The maximum
+over ranks is the maximum of the whole sequence.
 """
 
 import math
@@ -24,7 +24,7 @@ def tensors(dtype=torch.float64):
 
 
 def by_hand(q, k, seen, scale, rows=slice(None), softcap=None):
-    """[h]: the largest score that these rows see, in float64."""
+    """Return [h]: the largest visible score of these rows, in float64."""
     found = torch.full((q.shape[2],), -math.inf, dtype=torch.float64)
     for batch in range(q.shape[1]):
         for head in range(q.shape[2]):

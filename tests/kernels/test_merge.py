@@ -1,4 +1,4 @@
-"""Merging partial results: the same as attention over all keys at once, whatever the order."""
+"""Merged partial results equal attention over all keys at once, in any order."""
 
 import math
 from itertools import pairwise
@@ -15,7 +15,7 @@ S, T, B, H, W = 5, 12, 2, 3, 4
 
 
 def parts(cuts, blind=(), spread=1.0, dtype=torch.float64):
-    """Partial (out, lse) of random scores over the key ranges between `cuts`, and the whole.
+    """Return partial (out, lse) of random scores over the key ranges between `cuts`, and the whole.
 
     Rows in `blind` see only the keys of the last part. `spread` widens the scores.
     """
@@ -110,7 +110,7 @@ def test_accumulators_are_float32_or_wider(dtype, accumulates):
 
 
 def test_a_low_precision_part_is_merged_in_float32():
-    """bf16 parts of 1 and 1/512: a sum kept in bf16 would lose the second."""
+    """bf16 parts of 1 and 1/512: a sum in bf16 would lose the second."""
     one = torch.ones(1, 1, 1, 1, dtype=torch.bfloat16)
     zero = torch.zeros(1, 1, 1)
     out, lse = empty_result(one, 1)

@@ -1,4 +1,4 @@
-"""The strides with which torch's cuDNN attention is called. On fake CUDA tensors."""
+"""Strides of the arguments of torch's cuDNN attention, on fake CUDA tensors."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ class Calls(TorchDispatchMode):
 
 
 def backward(calls, mask, spans, q, out, dout, values=D):
-    """One backward over keys of 4 heads; out None: the queries travelled."""
+    """Run one backward over keys of 4 heads; out None: side "query"."""
     k = torch.empty(S, q.shape[1], 4, D, dtype=q.dtype, device=q.device)
     v = k[..., :values]
     rows = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -44,7 +44,7 @@ def backward(calls, mask, spans, q, out, dout, values=D):
 @pytest.mark.skipif(torch.version.cuda is None, reason="slices of fake tensors need torch for CUDA")
 @pytest.mark.parametrize("batch", [1, 2])
 def test_strides_of_out_and_dout_follow_from_those_of_q(batch, monkeypatch):
-    """torch 2.9 to 2.14 finds a graph by q, k and v alone: equal q must mean equal out and dout."""
+    """torch 2.9 to 2.14 caches a graph by q, k and v only: equal q must mean equal out and dout."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     calls, whole = Calls(), [Span(0, 1, S)]
     halves = [Span(0, 1, S // 2), Span(S, 1, S // 2)]  # two tiles, which are slices of rows
@@ -74,8 +74,10 @@ def test_strides_of_out_and_dout_follow_from_those_of_q(batch, monkeypatch):
 @pytest.mark.skipif(torch.version.cuda is None, reason="slices of fake tensors need torch for CUDA")
 @pytest.mark.parametrize("rows", [1, 2, S])
 def test_statistics_are_dense(rows, monkeypatch):
-    """[b, h, s, 1] of one row too, which torch calls contiguous whatever its strides: on an H100
-    cuDNN refused a last stride that was not 1."""
+    """[b, h, s, 1], also of one row, which torch calls contiguous with any strides.
+
+    On an H100 cuDNN refused a last stride that was not 1.
+    """
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     calls = Calls()
     with FakeTensorMode():

@@ -1,4 +1,4 @@
-"""What is asked of torch, and what is said where the answer is no."""
+"""Detected features of torch, and messages if one is missing."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ from megatron_burst.kernels import operators_cuda, torch_features
 
 @pytest.fixture(autouse=True)
 def ask_anew():
-    """Answers are kept; each test gets its own, and leaves none."""
+    """Clear cached results before and after each test."""
     kept = torch_features._shares_heads, torch_features.adds_wide
     for each in kept:
         each.cache_clear()
@@ -24,7 +24,7 @@ def ask_anew():
 
 
 def without(monkeypatch, part):
-    """Let torch lack what `part` needs."""
+    """Remove from torch what `part` needs."""
     if part == torch_features.PACKAGE:
         monkeypatch.setattr(type(torch.ops.aten.mm), "overloads", lambda self: ["default", "out"])
     elif part == torch_features.SHARED_HEADS:
@@ -113,7 +113,7 @@ def test_cudnn_gets_statistics_of_the_shape_that_its_forward_returns():
 
 
 def test_installers_ask_for_what_the_package_needs():
-    """A development build of the release too: pip counts 2.9.0a0 as older than 2.9."""
+    """A development build of the release is enough: pip counts 2.9.0a0 as older than 2.9."""
     (package,) = (one for one in torch_features.FEATURES if one.part == torch_features.PACKAGE)
     text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
     assert re.findall(r'"torch>=([\w.]+)"', text) == [f"{package.since}.0a0"]

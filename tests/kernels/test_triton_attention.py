@@ -1,4 +1,4 @@
-"""The Triton attention kernels by Triton's interpreter: exact for every mask, pair and feature."""
+"""The Triton attention kernels in Triton's interpreter: exact for every mask, pair and feature."""
 
 import importlib.util
 import subprocess
@@ -44,8 +44,7 @@ def test_the_kernels_compute_attention(found, kind, cases):
      (90, 128, "fp32")],
 )  # fmt: skip
 def test_the_kernels_compile_for_gpus_that_are_not_here(device, width, dtype):
-    """And fit into their shared memory, and load a mask once; `.ci/run` prints registers and
-    spills."""
+    """They fit into shared memory and load a mask once; `.ci/run` prints registers and spills."""
     words = ["-m", "benchmarks.triton_compile", "--devices", str(device), "--widths", str(width)]
     words += ["--dtypes", dtype]
     done = subprocess.run(
@@ -59,8 +58,10 @@ def test_the_kernels_compile_for_gpus_that_are_not_here(device, width, dtype):
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 @pytest.mark.parametrize("kernel", ["forward", "backward_keys", "backward_queries"])
 def test_a_masked_tile_loads_the_bits_of_its_table(kernel):
-    """Of 128 x 128 pairs 2 KB, in one copy by each of 256 threads, beside the table's number; of
-    64 x 64 half a KB, which half of the threads would do."""
+    """A table of 128 x 128 pairs has 2 KB, one copy by each of 256 threads, and the table's number.
+
+    A table of 64 x 64 pairs has half a KB, which half of the threads copy.
+    """
     from benchmarks.triton_compile import Launch, build, most
 
     size = blocks.blocks(90, kernel.split("_")[0], 128)

@@ -1,5 +1,4 @@
-"""Merge, delta and stand-in by Triton: exact by its interpreter, and compiled for GPUs that are
-not here."""
+"""Merge, delta and stand-in by Triton: exact in its interpreter, and compiled for other GPUs."""
 
 import importlib.util
 
@@ -33,7 +32,7 @@ def test_the_kernels_do_what_is_written(found, work, cases):
 
 @NEEDS_TRITON
 def test_the_kernels_ran(found):
-    """And not torch's operators in their place."""
+    """torch's operators did not replace them."""
     assert found["launches"] == len(found["found"]) + 2  # both of `none` merge and sum
 
 
@@ -53,7 +52,7 @@ def test_on_a_cpu_torch_does_it(monkeypatch):
     [(80, 64, "bf16"), (90, 128, "bf16"), (90, 256, "fp16"), (100, 128, "fp32")],
 )
 def test_the_kernels_compile_for_gpus_that_are_not_here(device, width, dtype):
-    """And spill nothing."""
+    """They do not spill."""
     from triton.compiler import ASTSource
 
     from benchmarks import triton_compile

@@ -1,4 +1,4 @@
-"""The benchmark of block sizes: what is wrong or does not fit has no time, the fastest an entry."""
+"""The benchmark of block sizes: wrong or too large blocks have no time, the fastest an entry."""
 
 import importlib.util
 
