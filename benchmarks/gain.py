@@ -53,8 +53,8 @@ class Workload(NamedTuple):
     @property
     def command(self) -> str:
         """Return the command that prints ours and Megatron's fastest kind."""
-        said = f"megatron-burst advise --model {self.model} --gpus {self.gpus} --gpu {GPU}"
-        return f"{said} --seq {self.seq}" + (f" --packed {self.packed}" if self.packed else "")
+        words = f"megatron-burst advise --model {self.model} --gpus {self.gpus} --gpu {GPU}"
+        return f"{words} --seq {self.seq}" + (f" --packed {self.packed}" if self.packed else "")
 
 
 WORKLOADS = (
@@ -106,27 +106,27 @@ class Row(NamedTuple):
 
 def rows(workload: Workload) -> list[Row]:
     """Return Megatron's kinds, ours at the sizes of the fastest of them, and ours at its own."""
-    found = mb.advise(workload.model, GPU, gpus=workload.gpus, seq=workload.seq,
+    advice = mb.advise(workload.model, GPU, gpus=workload.gpus, seq=workload.seq,
                       packed=workload.packed, top=1)  # fmt: skip
-    model, cluster, lengths = found.model, found.cluster, found.lengths
+    model, cluster, lengths = advice.model, advice.cluster, advice.lengths
     own: dict[rivals.Kind, rivals.Rival | None] = {
-        kind: rivals.fastest(model, cluster, found.want, (kind,), lengths) for kind in rivals.KINDS
+        kind: rivals.fastest(model, cluster, advice.want, (kind,), lengths) for kind in rivals.KINDS
     }
-    ran = [each for each in own.values() if each is not None]
-    best = min(ran, key=lambda each: each.time.seconds if each.time else math.inf).run
+    ran = [rival for rival in own.values() if rival is not None]
+    best = min(ran, key=lambda rival: rival.time.seconds if rival.time else math.inf).run
     assert best is not None
     free = replace(cluster, rates=replace(cluster.rank_rates(), compute=math.inf, launch=0.0))
     made = []
-    for kind, each in own.items():
+    for kind, rival in own.items():
         row = Row(workload, kind, refused=rivals.refused(kind, model, cluster, best))
-        if each is not None and each.run is not None and each.time is not None:
-            row = row._replace(run=each.run, recompute=each.recompute, step=each.time.seconds,
-                               bytes=each.bytes)  # fmt: skip
+        if rival is not None and rival.run is not None and rival.time is not None:
+            row = row._replace(run=rival.run, recompute=rival.recompute, step=rival.time.seconds,
+                               bytes=rival.bytes)  # fmt: skip
         if not row.refused:
-            run = rivals.settings(kind, model, cluster, replace(best, seq=found.want.seq), lengths)
+            run = rivals.settings(kind, model, cluster, replace(best, seq=advice.want.seq), lengths)
             row = row._replace(**{
-                name: rivals.attention(kind, model, where, run, lengths=lengths).seconds
-                for name, where in (("attention", cluster), ("alone", free))
+                name: rivals.attention(kind, model, target, run, lengths=lengths).seconds
+                for name, target in (("attention", cluster), ("alone", free))
             })  # fmt: skip
         made.append(row)
     sizes = {name: getattr(best, name) for name in ("tp", "pp", "vpp", "cp", "dp", "ep",
@@ -137,32 +137,32 @@ def rows(workload: Workload) -> list[Row]:
         workload,
         EQUAL,
         equal.best.run,
-        said(equal.best.run),
+        recompute_of(equal.best.run),
         equal.best.seconds,
         equal.best.account.peak.bytes,
         *attention_of(equal, equal.best.run, free),
     )
     narrow = replace(equal.best.run, wire="bf16")
     at_equal = at_equal._replace(narrow=attention_of(equal, narrow, free))
-    ours = Row(workload, OURS, found.best.run, said(found.best.run), found.best.seconds,
-               found.best.account.peak.bytes)  # fmt: skip
+    ours = Row(workload, OURS, advice.best.run, recompute_of(advice.best.run), advice.best.seconds,
+               advice.best.account.peak.bytes)  # fmt: skip
     return [*made, at_equal, ours]
 
 
-def attention_of(found: Advice, run: Settings, free: mb.Cluster) -> tuple[float, float]:
+def attention_of(advice: Advice, run: Settings, free: mb.Cluster) -> tuple[float, float]:
     """Return seconds of one attention call of ours, with compute and without."""
-    if not found.lengths:
-        model, cluster = found.model, found.cluster
-        both = (attention_time(model, where, run) for where in (cluster, free))
+    if not advice.lengths:
+        model, cluster = advice.model, advice.cluster
+        calls = (attention_time(model, target, run) for target in (cluster, free))
     else:
         chosen = {name: getattr(run, name) for name in CHOICE_OUTPUTS}
-        both = (PackedForecast(found.model, where, chosen, found.lengths).timed(run)
-                for where in (found.cluster, free))  # fmt: skip
-    first, second = both
+        calls = (PackedForecast(advice.model, target, chosen, advice.lengths).timed(run)
+                for target in (advice.cluster, free))  # fmt: skip
+    first, second = calls
     return first.seconds, second.seconds
 
 
-def said(run: Settings) -> str:
+def recompute_of(run: Settings) -> str:
     """Return what ours recomputes and stores, as text."""
     if run.recompute == "none":
         return "none"
@@ -233,7 +233,7 @@ def losses(rows: Sequence[Row]) -> Iterator[str]:
         named = of_workload(rows, row.workload)
         equal, ours = named[EQUAL], named[OURS]
         pairs = (("step", row.step, ours.step, ours.step),
-                 ("step at its sizes", row.step if alike(row, equal) else math.nan, equal.step,
+                 ("step at its sizes", row.step if same_sizes(row, equal) else math.nan, equal.step,
                   equal.step),
                  ("attention", row.attention, equal.attention, equal.narrow[0]),
                  ("attention without compute", row.alone, equal.alone,
@@ -241,19 +241,21 @@ def losses(rows: Sequence[Row]) -> Iterator[str]:
         lost = [pair for pair in pairs if slower(pair[2], pair[1])]
         if not lost:
             continue
-        what = ", ".join(
+        slowdowns = ", ".join(
             f"{name} {100 * (own / theirs - 1):.1f} %" for name, theirs, own, _ in lost
         )
         reason = REASONS.get((row.workload.name, row.name), "")
         if not any(slower(narrow, theirs) for _, theirs, _, narrow in lost):
             reason = FP32
         if not reason:
-            raise ValueError(f"{row.workload.name}, {row.name}: ours loses {what}, even with bf16 "
-                             f"gradients {equal.narrow}: REASONS must say why")  # fmt: skip
-        yield f"- {row.workload.name}, slower than `{row.name}`: {what}. {reason}"
+            raise ValueError(
+                f"{row.workload.name}, {row.name}: ours loses {slowdowns}, even with bf16 "
+                f"gradients {equal.narrow}: REASONS must say why"
+            )
+        yield f"- {row.workload.name}, slower than `{row.name}`: {slowdowns}. {reason}"
 
 
-def alike(row: Row, other: Row) -> bool:
+def same_sizes(row: Row, other: Row) -> bool:
     """Return true if both run with the same parallel sizes."""
     return row.run is not None and all(
         getattr(row.run, name) == getattr(other.run, name)
@@ -270,8 +272,8 @@ def refusals(rows: Sequence[Row]) -> Iterator[str]:
     """Yield why kinds of Megatron do not run."""
     for row in rows:
         if row.refused:
-            other = " (with its own sizes it runs)" if row.run and row.run.cp > 1 else ""
-            yield f"{row.workload.name}, {row.name}: {row.refused}{other}"
+            remark = " (with its own sizes it runs)" if row.run and row.run.cp > 1 else ""
+            yield f"{row.workload.name}, {row.name}: {row.refused}{remark}"
 
 
 def write(rows: Sequence[Row], folder: Path) -> None:
@@ -287,7 +289,7 @@ def write(rows: Sequence[Row], folder: Path) -> None:
     (folder / "data" / "gain.json").write_text(json_record(record) + "\n")
 
 
-def draw(found: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[Row], path: Path) -> None:
     """Draw step times over ours, a group of bars per workload."""
     import matplotlib
 
@@ -296,7 +298,7 @@ def draw(found: Sequence[Row], path: Path) -> None:
 
     from megatron_burst.plugins.tools.show.colours import GREY, INK, RANKS, RULE
 
-    works = list(dict.fromkeys(row.workload for row in found))
+    works = list(dict.fromkeys(row.workload for row in rows))
     names = [*rivals.KINDS, EQUAL, OURS]
     colours = dict(zip(names, (*RANKS[1:5], GREY, RANKS[0]), strict=True))
     style: dict[Any, Any] = {
@@ -308,16 +310,16 @@ def draw(found: Sequence[Row], path: Path) -> None:
         figure, axis = plt.subplots(figsize=(9, 8))
         high = 0.8 / len(names)
         for i, work in enumerate(works):
-            mine = {row.name: row for row in found if row.workload == work}
+            named = {row.name: row for row in rows if row.workload == work}
             for j, name in enumerate(names):
-                at, row = i - 0.4 + (j + 0.5) * high, mine[name]
+                at, row = i - 0.4 + (j + 0.5) * high, named[name]
                 if row.run is None:
                     axis.text(0.015, at, f"{name}: not possible", va="center", fontsize=7.5)
                     continue
-                ratio = row.step / mine[OURS].step
+                ratio = row.step / named[OURS].step
                 axis.barh(at, ratio, 0.92 * high, color=colours[name])
-                told = f"{ratio:.2f}  {duration(row.step)}" + "  without CP" * (row.run.cp == 1)
-                axis.text(ratio + 0.01, at, told, va="center", fontsize=7.5)
+                label = f"{ratio:.2f}  {duration(row.step)}" + "  without CP" * (row.run.cp == 1)
+                axis.text(ratio + 0.01, at, label, va="center", fontsize=7.5)
         axis.set_yticks(range(len(works)), [work.name.replace(", ", "\n", 1) for work in works])
         axis.set_ylim(len(works) - 0.5, -0.5)
         axis.axvline(1, color=INK, linewidth=0.8)
@@ -400,14 +402,14 @@ def write_measured(lines: Sequence[Sequence[str]], source: str, folder: Path) ->
 
 def provenance(records: Sequence[dict[str, Any]]) -> str:
     """Return commands, machine, date and load of the records."""
-    load = [each for record in records for each in record["load"]]
+    load = [entry for record in records for entry in record["load"]]
     commands = dict.fromkeys(
         "python -m benchmarks.cluster " + re.sub(r" --out \S+", "", record["command"])
         for record in records
     )
     batches = len({record["cell"]["mask"] for record in records} - {"causal"})
     return (
-        f"{' and '.join(f'`{each}`' for each in commands)}; {records[0]['machine']}; load "
+        f"{' and '.join(f'`{entry}`' for entry in commands)}; {records[0]['machine']}; load "
         f"{min(load):.0f} to {max(load):.0f} while it ran; {batches} batches of documents."
     )
 
@@ -424,9 +426,9 @@ def main(words: Sequence[str] | None = None) -> int:
         records = [cell for path in args.emulated for cell in json.loads(path.read_text())["cells"]]
         write_measured(measured(records), provenance(records), args.out)
         return 0
-    found = [row for workload in WORKLOADS for row in rows(workload)]
+    all_rows = [row for workload in WORKLOADS for row in rows(workload)]
     (args.out / "gain.md").touch()
-    write(found, args.out)
+    write(all_rows, args.out)
     return 0
 
 

@@ -81,26 +81,28 @@ class Saved(NamedTuple):
 def saved(trajectories: Sequence[np.ndarray], multiple: int = 1) -> Saved:
     """Return the tree of these trajectories, and its savings."""
     tree = mb.trees.pack(trajectories, multiple=multiple)
-    apart = sum(len(each) * (len(each) + 1) // 2 for each in trajectories)
-    return Saved(tree, tree.trajectory_tokens / tree.rows, apart / tree.mask.pairs)
+    separate_pairs = sum(
+        len(trajectory) * (len(trajectory) + 1) // 2 for trajectory in trajectories
+    )
+    return Saved(tree, tree.trajectory_tokens / tree.rows, separate_pairs / tree.mask.pairs)
 
 
 def counts(ranks: Sequence[int] = (8, 64)) -> str:
     """Return a table of all of `COUNTED`."""
     rows = []
     for name, rollouts in COUNTED.items():
-        found = saved(rollouts.drawn(), math.lcm(*ranks))
-        tree, imbalance = found.tree, []
-        for each in ranks:
-            layout = mb.layout.make("balanced", cp_size=each, tree=tree)
+        savings = saved(rollouts.drawn(), math.lcm(*ranks))
+        tree, imbalance = savings.tree, []
+        for size in ranks:
+            layout = mb.layout.make("balanced", cp_size=size, tree=tree)
             imbalance.append(f"{layout.balance:.3f}")  # pyright: ignore[reportAttributeAccessIssue]
         rows.append([
-            name, f"{tree.trajectory_tokens:,}", f"{tree.rows:,}", f"{found.tokens:.2f}",
-            f"{found.pairs * tree.mask.pairs:.4g}", f"{tree.mask.pairs:.4g}",
-            f"{found.pairs:.2f}", *imbalance,
+            name, f"{tree.trajectory_tokens:,}", f"{tree.rows:,}", f"{savings.tokens:.2f}",
+            f"{savings.pairs * tree.mask.pairs:.4g}", f"{tree.mask.pairs:.4g}",
+            f"{savings.pairs:.2f}", *imbalance,
         ])  # fmt: skip
     heads = ["trajectories", "tokens", "merged", "ratio", "pairs", "merged", "ratio",
-             *(f"imbalance, {each} ranks" for each in ranks)]  # fmt: skip
+             *(f"imbalance, {size} ranks" for size in ranks)]  # fmt: skip
     return markdown(heads, rows)
 
 
@@ -117,9 +119,9 @@ def cells_of(name: str) -> tuple[Cell, Cell]:
     """Return separate and merged cells on 2 nodes of 4 ranks."""
     rows = sum(TREES[name].lengths), saved(TREES[name].drawn(), 8).tree.tokens.size
     separate, merged = (
-        Cell(2, 4, Rates.parse("100M/400M"), "MHA 8", "compute", each // 8, mask=f"{kind} {name}",
-             width=16)
-        for each, kind in zip(rows, ("trajectories", "tree"), strict=True)
+        Cell(2, 4, Rates.parse("100M/400M"), "MHA 8", "compute", row_count // 8,
+             mask=f"{kind} {name}", width=16)
+        for row_count, kind in zip(rows, ("trajectories", "tree"), strict=True)
     )  # fmt: skip
     return separate, merged
 
@@ -230,9 +232,9 @@ def groups(shared: bool, seed: int = 0) -> list[list[np.ndarray]]:
 
 def median_group(shared: bool, seed: int = 0) -> list[np.ndarray]:
     """Return the group whose tokens are nearest to the mean; all packs of a step are like it."""
-    found = groups(shared, seed)
-    sums = [sum(map(len, each)) for each in found]
-    return found[int(np.argmin(np.abs(np.array(sums) - np.mean(sums))))]
+    all_groups = groups(shared, seed)
+    sums = [sum(map(len, group)) for group in all_groups]
+    return all_groups[int(np.argmin(np.abs(np.array(sums) - np.mean(sums))))]
 
 
 def simulated(shared: bool) -> list[Step]:
@@ -240,7 +242,7 @@ def simulated(shared: bool) -> list[Step]:
     model, cluster = models.named(MODEL), mb.Cluster("h100", GPUS)
     trajectories = median_group(shared)
     # verl pads each sequence to 2 x CP x TP, which is 128 at most on 64 GPUs.
-    padded = tuple(-(-len(each) // 128) * 128 for each in trajectories)
+    padded = tuple(-(-len(trajectory) // 128) * 128 for trajectory in trajectories)
     steps = []
     want = TrainingGoal(_whole(sum(padded)), GROUPS, {})
     for kind in ("p2p", "all_gather"):
@@ -273,20 +275,20 @@ def _whole(tokens: int) -> int:
 
 def table(shared: bool) -> str:
     """Return the steps of one case, and the savings of merging."""
-    steps, found = simulated(shared), saved(median_group(shared))
-    best = min(each.seconds for each in steps if each.name.startswith("verl"))
+    steps, savings = simulated(shared), saved(median_group(shared))
+    best = min(step.seconds for step in steps if step.name.startswith("verl"))
     rows = [
-        [each.name, f"{each.run.tp} x {each.run.pp} x {each.run.cp} x {each.run.dp}",
-         each.recompute, duration(each.seconds), f"{best / each.seconds:.2f}",
-         byte_size(each.bytes)]
-        for each in steps
+        [step.name, f"{step.run.tp} x {step.run.pp} x {step.run.cp} x {step.run.dp}",
+         step.recompute, duration(step.seconds), f"{best / step.seconds:.2f}",
+         byte_size(step.bytes)]
+        for step in steps
     ]  # fmt: skip
     heads = ["", "TP x PP x CP x DP", "recompute", "step", "faster", "GPU memory"]
-    what = "system prompt and turns" if shared else "system prompt"
+    title = "system prompt and turns" if shared else "system prompt"
     return (
-        f"Shared {what}: {found.tree.trajectory_tokens:,} tokens of a group as "
-        f"{found.tree.rows:,} rows ({found.tokens:.2f} x fewer), {found.pairs:.2f} x fewer pairs."
-        f"\n\n{markdown(heads, rows)}"
+        f"Shared {title}: {savings.tree.trajectory_tokens:,} tokens of a group as "
+        f"{savings.tree.rows:,} rows ({savings.tokens:.2f} x fewer), {savings.pairs:.2f} x "
+        f"fewer pairs.\n\n{markdown(heads, rows)}"
     )
 
 

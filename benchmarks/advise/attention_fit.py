@@ -99,7 +99,7 @@ class Cell(NamedTuple):
 
 def cells() -> list[Cell]:
     """Return the 88 different cells."""
-    found = []
+    table_cells = []
     for row in table("loongtrain_table4_attention_ms"):
         if row["hp"] == "1" and row["placement"] == "context_first":
             continue  # the same runs as head_first, with the same times
@@ -107,8 +107,8 @@ def cells() -> list[Cell]:
         run = Settings(int(row["seq"]), cp=GPUS, ulysses=int(row["hp"]), placement=placement,
                        algorithm="ring", side="kv", wire="bf16", route="ring")  # fmt: skip
         times = (float(row[name]) / 1e3 for name in ("overall_ms", "seqalltoall_ms"))
-        found.append(Cell(row["heads"], run, *times))
-    return found
+        table_cells.append(Cell(row["heads"], run, *times))
+    return table_cells
 
 
 def predicted(
@@ -125,17 +125,19 @@ def predicted(
     return attention_time(cell.model, cluster, cell.run, rings=rings)
 
 
-def fitted(some: Sequence[Cell], start: Constants = Constants(), rounds: int = 12) -> Constants:
+def fitted(
+    cells_to_fit: Sequence[Cell], start: Constants = Constants(), rounds: int = 12
+) -> Constants:
     """Return the constants that fit these cells."""
-    published = np.array([cell.seconds for cell in some])
-    shared = np.array([cell.exchange for cell in some])
+    published = np.array([cell.seconds for cell in cells_to_fit])
+    shared = np.array([cell.exchange for cell in cells_to_fit])
     has, rings = shared > 0, cached_ring_passes()
 
     def residuals(values: np.ndarray) -> np.ndarray:
-        found = [predicted(cell, Constants(*values.tolist()), rings) for cell in some]
-        whole = np.log(np.array([each.seconds for each in found]) / published)
-        part = np.array([sum(each.exchange) for each in found])[has] / shared[has]
-        return np.concatenate([whole, WEIGHT * np.log(part)])
+        forecasts = [predicted(cell, Constants(*values.tolist()), rings) for cell in cells_to_fit]
+        overall = np.log(np.array([forecast.seconds for forecast in forecasts]) / published)
+        part = np.array([sum(forecast.exchange) for forecast in forecasts])[has] / shared[has]
+        return np.concatenate([overall, WEIGHT * np.log(part)])
 
     return Constants(*fit(residuals, astuple(start), astuple(LOW), astuple(HIGH), rounds).tolist())
 
@@ -151,16 +153,16 @@ class Choice(NamedTuple):
     loss: float
 
 
-def choices(some: Sequence[Cell], times: Sequence[float]) -> list[Choice]:
+def choices(all_cells: Sequence[Cell], times: Sequence[float]) -> list[Choice]:
     """Return the cell that the prediction chooses, for each kind of heads and length."""
-    found = []
-    for key in sorted({(cell.heads, cell.run.seq) for cell in some}):
-        group = [(time, cell) for time, cell in zip(times, some, strict=True)
+    choices_made = []
+    for key in sorted({(cell.heads, cell.run.seq) for cell in all_cells}):
+        group = [(time, cell) for time, cell in zip(times, all_cells, strict=True)
                  if (cell.heads, cell.run.seq) == key]  # fmt: skip
-        _, taken = min(group, key=lambda each: each[0])
+        _, taken = min(group, key=lambda candidate: candidate[0])
         best = min(cell.seconds for _, cell in group)
-        found.append(Choice(taken, taken.seconds / best - 1))
-    return found
+        choices_made.append(Choice(taken, taken.seconds / best - 1))
+    return choices_made
 
 
 LEFT_OUT: dict[str, Callable[[Cell], bool]] = {
@@ -178,46 +180,57 @@ LEAVE_OUT = {
 }
 
 
-def leave_out(train: Callable[[Cell], bool], some: Sequence[Cell]) -> Errors:
+def leave_out(train: Callable[[Cell], bool], all_cells: Sequence[Cell]) -> Errors:
     """Fit on some cells and return the errors on the others."""
-    constants = fitted([cell for cell in some if train(cell)])
-    others = [cell for cell in some if not train(cell)]
-    found = [predicted(cell, constants).seconds for cell in others]
-    return errors(found, [cell.seconds for cell in others])
+    constants = fitted([cell for cell in all_cells if train(cell)])
+    left_out = [cell for cell in all_cells if not train(cell)]
+    seconds = [predicted(cell, constants).seconds for cell in left_out]
+    return errors(seconds, [cell.seconds for cell in left_out])
 
 
 def run(fit: bool = False) -> Section:
     """Return the table and its predictions."""
-    some, rings = cells(), cached_ring_passes()
-    constants = fitted(some) if fit else Constants()
-    found = [predicted(cell, constants, rings) for cell in some]
+    table_cells, rings = cells(), cached_ring_passes()
+    constants = fitted(table_cells) if fit else Constants()
+    forecasts = [predicted(cell, constants, rings) for cell in table_cells]
     points = [
-        Point(cell.label, 1e3 * cell.seconds, 1e3 * each.seconds)
-        for cell, each in zip(some, found, strict=True)
+        Point(cell.label, 1e3 * cell.seconds, 1e3 * forecast.seconds)
+        for cell, forecast in zip(table_cells, forecasts, strict=True)
     ]
-    shared = [(sum(each.exchange), cell.exchange)
-              for cell, each in zip(some, found, strict=True) if cell.exchange]  # fmt: skip
-    lost = [choice.loss for choice in choices(some, [each.seconds for each in found])]
+    shared = [
+        (sum(forecast.exchange), cell.exchange)
+        for cell, forecast in zip(table_cells, forecasts, strict=True)
+        if cell.exchange
+    ]
+    lost = [
+        choice.loss for choice in choices(table_cells, [forecast.seconds for forecast in forecasts])
+    ]
     mean, worst = float(np.mean(lost)), max(lost)
-    apart = errors([predicted(cell, constants, rings, "stride").seconds for cell in some],
-                   [cell.seconds for cell in some])  # fmt: skip
+    by_stride = errors(
+        [predicted(cell, constants, rings, "stride").seconds for cell in table_cells],
+        [cell.seconds for cell in table_cells],
+    )
     off, part = spread(points), errors(*zip(*shared, strict=True))
     figures = [
         Figure("Median error", f"{off.median:.2%}", "1.5 %", off.median <= 0.015),
         Figure("90 % of cells", f"{off.p90:.1%}", "3.5 %", off.p90 <= 0.035),
         Figure("Worst cell", f"{off.worst:.1%}"),
-        Figure("Had GPUs a stride apart shared a NIC", str(apart)),
+        Figure("Had GPUs a stride apart shared a NIC", str(by_stride)),
         Figure("All-to-all's own column", f"median {part.median:.1%}, p90 {part.p90:.1%}"),
         Figure("Published time of the cell chosen, over the best", f"mean {mean:.2%}", "0.5 %",
                mean <= 0.005),
         Figure("The same, worst", f"{worst:.2%}", "2 %", worst <= 0.02),
     ]  # fmt: skip
-    held = {what: leave_out(train, some) for what, train in LEFT_OUT.items()} if fit else LEAVE_OUT
-    for what, each in held.items():
-        value = f"median {each.median:.2%}, p90 {each.p90:.1%}, worst {each.worst:.1%}"
+    left_out = (
+        {title: leave_out(train, table_cells) for title, train in LEFT_OUT.items()}
+        if fit
+        else LEAVE_OUT
+    )
+    for title, forecast in left_out.items():
+        value = f"median {forecast.median:.2%}, p90 {forecast.p90:.1%}, worst {forecast.worst:.1%}"
         value += "" if fit else " (as `--fit` found it)"
         figures.append(
-            Figure(what[0].upper() + what[1:], value, "median 2.5 %", each.median <= 0.025)
+            Figure(title[0].upper() + title[1:], value, "median 2.5 %", forecast.median <= 0.025)
         )
     return Section(
         name="attention-fit",

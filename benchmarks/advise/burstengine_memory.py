@@ -55,16 +55,16 @@ def runs() -> dict[str, tuple[Settings, float]]:
     Table 5 does not state how many attention outputs its runs keep. All are assumed (selective
     checkpoint++): at CP 8 memory and states equal table 2's last row within 1 %.
     """
-    found, run = {}, Settings(seq=32 * PER_GPU, cp=32, **COMMON)
+    by_label, run = {}, Settings(seq=32 * PER_GPU, cp=32, **COMMON)
     for row in table("burstengine_table2_ablation"):
         run = replace(run, **STEPS[row["configuration"]])
-        found[row["configuration"]] = run, float(row["memory_gb"]) * GB
+        by_label[row["configuration"]] = run, float(row["memory_gb"]) * GB
     for row in table("burstengine_table5_intra_node"):
         cp = int(row["cp"])
         run = Settings(seq=cp * PER_GPU, cp=cp, dp=8 // cp, side="query", store=1.0,
                        optimizer_offload=1.0, **COMMON)  # fmt: skip
-        found[f"8 GPUs, CP {cp}"] = run, float(row["memory_gb"]) * GB
-    return found
+        by_label[f"8 GPUs, CP {cp}"] = run, float(row["memory_gb"]) * GB
+    return by_label
 
 
 def rows() -> list[Row]:
@@ -73,15 +73,20 @@ def rows() -> list[Row]:
             for label, (run, published) in runs().items()]  # fmt: skip
 
 
-def fitted(found: Sequence[Row]) -> float:
+def fitted(measured_rows: Sequence[Row]) -> float:
     """Return the reserve with the smallest largest error."""
     tried = np.arange(0, 10 * GB, 0.05 * GB)
-    return float(min(tried, key=lambda each: max(abs(row.error(each)) for row in found)))
+    return float(
+        min(tried, key=lambda reserve: max(abs(row.error(reserve)) for row in measured_rows))
+    )
 
 
-def left_out(found: Sequence[Row]) -> list[Point]:
+def left_out(measured_rows: Sequence[Row]) -> list[Point]:
     """Return each row, predicted with the reserve that fits the nine others."""
-    return [_point(row, fitted([other for other in found if other is not row])) for row in found]
+    return [
+        _point(row, fitted([another for another in measured_rows if another is not row]))
+        for row in measured_rows
+    ]
 
 
 def _point(row: Row, reserve: float) -> Point:
@@ -90,11 +95,11 @@ def _point(row: Row, reserve: float) -> Point:
 
 def run(fit: bool = False) -> Section:
     """Return the ten rows, with the fitted reserve if `fit`, else with the stated one."""
-    found = rows()
-    best = fitted(found)
+    measured_rows = rows()
+    best = fitted(measured_rows)
     reserve = best if fit else RESERVE
-    points = [_point(row, reserve) for row in found]
-    here, out = spread(points), spread(left_out(found))
+    points = [_point(row, reserve) for row in measured_rows]
+    here, out = spread(points), spread(left_out(measured_rows))
     return Section(
         name="burstengine_memory",
         title="BurstEngine's memory (its tables 2 and 5)",

@@ -97,15 +97,15 @@ ABLATION: Mapping[str, dict[str, Any]] = {
 
 def published() -> list[Row]:
     """The six rows of table 2 and the four of table 5."""
-    found, run = [], BASE
+    rows, run = [], BASE
     for row in table("burstengine_table2_ablation"):
         run = replace(run, **ABLATION[row["configuration"]])
-        found.append(Row(row["configuration"], 32, run, float(row["mfu_percent"]) / 100))
+        rows.append(Row(row["configuration"], 32, run, float(row["mfu_percent"]) / 100))
     for row in table("burstengine_table5_intra_node"):
         cp = int(row["cp"])
         few = replace(run, seq=PER_GPU * cp, cp=cp, dp=8 // cp, optimizer_offload=1.0)
-        found.append(Row(f"CP {cp}, {few.seq >> 10}K", 8, few, float(row["mfu_percent"]) / 100))
-    return found
+        rows.append(Row(f"CP {cp}, {few.seq >> 10}K", 8, few, float(row["mfu_percent"]) / 100))
+    return rows
 
 
 def cluster(gpus: int, constants: Constants) -> Cluster:
@@ -140,11 +140,11 @@ def fitted(
 
 def leave_one_out(rows: Sequence[Row]) -> list[Point]:
     """Return each row, predicted by the constants that fit the others."""
-    found, rings = [], cached_ring_passes()
+    points, rings = [], cached_ring_passes()
     for index, row in enumerate(rows):
         constants = fitted([*rows[:index], *rows[index + 1 :]], rings=rings)
-        found.append(Point(row.label, row.seconds, predicted(row, constants, rings).seconds))
-    return found
+        points.append(Point(row.label, row.seconds, predicted(row, constants, rings).seconds))
+    return points
 
 
 # --- table 3: masks ------------------------------------------------------------------------------

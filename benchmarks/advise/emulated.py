@@ -165,14 +165,14 @@ def predict(host: Host, cell: Cell, rival: Rival, gflops: float | None) -> tuple
         **links, latency=host.latency, compute=speed or math.inf, posting=crowd * host.posting,
         handling=crowd * host.handling, launch=host.oversleep * (speed > 0),
     )  # fmt: skip
-    found = []
+    passes = []
     for plan, share, factor in zip(ring.passes, ring.share, (1.0, BACKWARD), strict=True):
         # Emulated time includes a call's work in addition to compute.
         own = crowd * (host.call * rival.head_chunks + host.merging * ring.output)
         seconds = np.maximum(factor * ring.flops / (speed or math.inf), own * (ring.flops > 0))
         taken = pass_time(plan, ring.sizes, seconds, rates, rival.head_chunks).seconds
-        found.append(taken + _exchange(ring.links, share, links, host, crowd))
-    return found[0], found[1]
+        passes.append(taken + _exchange(ring.links, share, links, host, crowd))
+    return passes[0], passes[1]
 
 
 def _exchange(
@@ -187,13 +187,13 @@ def _exchange(
 
 def measured() -> list[Measured]:
     """Return every cell and every rival with fixed settings, in the order of the file."""
-    found = []
+    rows = []
     for index, (cell, gflops, rivals) in enumerate(results.load(results.MEASURED)):
         for kept in rivals:
             if WAYS[kept.rival].algorithm != "auto":
                 passes = kept.forward, kept.backward
-                found.append(Measured(index, cell, kept.rival, kept.seconds, passes, gflops=gflops))
-    return found
+                rows.append(Measured(index, cell, kept.rival, kept.seconds, passes, gflops=gflops))
+    return rows
 
 
 def predicted(host: Host, rows: list[Measured]) -> list[Measured]:
@@ -284,11 +284,11 @@ def _by_cell(rows: list[Measured]) -> Iterator[list[str]]:
 
 def by_regime(rows: list[Measured]) -> dict[tuple[str, str], list[float]]:
     """Return errors of two-level rings, by rival and regime."""
-    found: dict[tuple[str, str], list[float]] = {}
+    by_key: dict[tuple[str, str], list[float]] = {}
     for row in sorted(rows, key=lambda row: (row.rival, row.cell.regime)):
         if row.rival.startswith(("double_ring", "burst")):
-            found.setdefault((row.rival, row.cell.regime), []).append(row.point.error)
-    return found
+            by_key.setdefault((row.rival, row.cell.regime), []).append(row.point.error)
+    return by_key
 
 
 assert [field.name for field in fields(Host)] == list(UNITS)

@@ -129,10 +129,10 @@ def cells(reserve: int = RESERVE) -> list[Cell]:
     ]
 
 
-def counts(found: list[Cell]) -> dict[str, tuple[int, int]]:
+def counts(measured_cells: list[Cell]) -> dict[str, tuple[int, int]]:
     """Return (right, total) of the filled cells and of the cells marked "-"."""
-    filled = [one for one in found if one.published != "-"]
-    none = [one for one in found if one.published == "-"]
+    filled = [cell for cell in measured_cells if cell.published != "-"]
+    none = [cell for cell in measured_cells if cell.published == "-"]
     return {"filled": (sum(c.right for c in filled), len(filled)),
             "-": (sum(c.right for c in none), len(none))}  # fmt: skip
 
@@ -155,9 +155,11 @@ def _intro() -> list[str]:
     ]
 
 
-def _notes(found: list[Cell]) -> list[str]:
+def _notes(measured_cells: list[Cell]) -> list[str]:
     wrong = ", ".join(
-        f"{c.model} on {c.gpus} ({words(c.found)} for {c.published})" for c in found if not c.right
+        f"{c.model} on {c.gpus} ({words(c.found)} for {c.published})"
+        for c in measured_cells
+        if not c.right
     )
     other = counts(cells(4 * GIB))
     return [
@@ -171,22 +173,22 @@ def _notes(found: list[Cell]) -> list[str]:
 
 def run(fit: bool = False) -> Section:
     """Return the table, published / predicted; nothing is fitted, so `fit` has no effect."""
-    found = cells()
-    right = counts(found)
+    measured_cells = cells()
+    right = counts(measured_cells)
     return Section(
         name="fpdt",
         title="FPDT's longest contexts (its table 1)",
         intro=_intro(),
-        columns=["model", *dict.fromkeys(one.gpus for one in found)],
+        columns=["model", *dict.fromkeys(cell.gpus for cell in measured_cells)],
         rows=[[name, *(f"{c.published} / {words(c.found)}{'' if c.right else ' (!)'}"
-                       for c in found if c.model == name)] for name in MODELS],
+                       for c in measured_cells if c.model == name)] for name in MODELS],
         figures=[
             Figure("filled cells within one doubling", "{} of {}".format(*right["filled"]),
                    "21 of 23", right["filled"][0] >= 21),
             Figure('cells marked "-"', "{} of {}".format(*right["-"]), "15 of 17",
                    right["-"][0] >= 15),
         ],
-        notes=_notes(found),
+        notes=_notes(measured_cells),
     )  # fmt: skip
 
 

@@ -76,7 +76,7 @@ def run(fit: bool = False) -> Section:
     calls = list(ring_calls())
     balanced = [call for call in calls if APART not in call.label]
     off = errors([1 / call.predicted for call in balanced], [1 / c.published for c in balanced])
-    fast = [call.fastest / call.published for call in balanced if call.gpu == "h800"]
+    ratios = [call.fastest / call.published for call in balanced if call.gpu == "h800"]
     return Section(
         name="kernel-rates",
         title="Rates by attention kernel on H100 and H800",
@@ -94,7 +94,7 @@ def run(fit: bool = False) -> Section:
         figures=(
             Figure("Rings and zigzag rings", str(off)),
             Figure("The same on H800 at the fastest kernel's rate",
-                   f"predicted {min(fast):.2f} to {max(fast):.2f} times as fast as published"),
+                   f"predicted {min(ratios):.2f} to {max(ratios):.2f} times as fast as published"),
         ),
         notes=(
             "NVIDIA's runs on H100 take longer than forecast the longer they are, at the same rows "

@@ -78,15 +78,15 @@ class Row(NamedTuple):
 
 def published() -> list[Row]:
     """Return the rows of hp x cp."""
-    found = []
+    rows = []
     for row in table("loongtrain_table2_end_to_end"):
         if not row["system"].startswith("hp"):
             continue
         ulysses = int(row["system"].split("_")[0][2:])
         run = Settings(int(row["seq"]), cp=RANKS, ulysses=ulysses, algorithm="ring", side="kv",
                        wire="bf16", route="ring", gradients="bf16", lm_head_loss="off")  # fmt: skip
-        found.append(Row(row["heads"], run, float(row["tgs"])))
-    return found
+        rows.append(Row(row["heads"], run, float(row["tgs"])))
+    return rows
 
 
 def cluster(constants: Constants) -> Cluster:

@@ -23,15 +23,18 @@ def off(cells: Sequence[BandCell]) -> Errors:
 def within(cells: Sequence[BandCell], band: ForecastBand | None = None) -> int:
     """Return the number of cells within the band of their GPU, or within `band`."""
     bands = [band or band_of(cell.gpu, measured=False) for cell in cells]
-    return sum(each.low <= cell.ratio <= each.high for each, cell in zip(bands, cells, strict=True))
+    return sum(
+        band_of_cell.low <= cell.ratio <= band_of_cell.high
+        for band_of_cell, cell in zip(bands, cells, strict=True)
+    )
 
 
 def by_table(cells: Sequence[BandCell]) -> dict[str, list[BandCell]]:
     """Group the cells by table, in the order of the tables."""
-    found: dict[str, list[BandCell]] = {}
+    groups: dict[str, list[BandCell]] = {}
     for cell in cells:
-        found.setdefault(cell.table, []).append(cell)
-    return found
+        groups.setdefault(cell.table, []).append(cell)
+    return groups
 
 
 def run(fit: bool = False) -> Section:

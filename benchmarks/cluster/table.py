@@ -86,10 +86,10 @@ def fastest(record: Record, names: Iterable[str] = ()) -> str:
 
     If none of them ran, return the fastest that is not "auto"; "" if all were refused.
     """
-    times = {name: median(each) for name, each in totals(record).items()}
-    given = [name for name in names if name in times]
+    times = {name: median(seconds) for name, seconds in totals(record).items()}
+    candidates = [name for name in names if name in times]
     return min(
-        given or [name for name in times if not name.startswith("auto")] or times,
+        candidates or [name for name in times if not name.startswith("auto")] or times,
         key=times.__getitem__,
         default="",
     )
@@ -171,7 +171,9 @@ def shown(record: Record, base: str) -> str:
              "permitted", "predicted", "MiB between nodes (most)", "within (most)", "headers",
              "imbalance"]  # fmt: skip
     blank = [""] * (len(heads) - 2)
-    cells += [[one["name"], f"refused: {one['reason']}", *blank] for one in refused(record)]
+    cells += [
+        [refusal["name"], f"refused: {refusal['reason']}", *blank] for refusal in refused(record)
+    ]
     chosen = [f"{r['name']}: {r['says']}" for r in record["rivals"] if r["says"]]
     title = f"{headline(record)}: {compute}; links reached {most} Mbit/s; load {record['load']}"
     return "\n".join([f"**{title}**", "", markdown(heads, cells), *record["left out"], *chosen])
@@ -185,9 +187,9 @@ def refused(record: Record) -> list[Record]:
 def refusals(records: Sequence[Record]) -> str:
     """Return a line per refused rival and cell; "" if every rival ran."""
     return "\n".join(
-        f"refused: {one['name']}, {headline(record)}: {one['reason']}"
+        f"refused: {refusal['name']}, {headline(record)}: {refusal['reason']}"
         for record in records
-        for one in refused(record)
+        for refusal in refused(record)
     )
 
 
@@ -198,12 +200,12 @@ def summary(records: Sequence[Record], base: Sequence[str]) -> str:
     medians.
     """
     ran = [record for record in records if record["rivals"]]
-    found = [(_setting(r), first, rows(r, first)) for r in ran for first in [fastest(r, base)]]
-    bases = {family(first) for _, first, _ in found}
-    ways = dict.fromkeys(family(row.name) for *_, some in found for row in some)
+    entries = [(_setting(r), first, rows(r, first)) for r in ran for first in [fastest(r, base)]]
+    bases = {family(first) for _, first, _ in entries}
+    ways = dict.fromkeys(family(row.name) for *_, some in entries for row in some)
     ways = [way for way in ways if bases != {way}]
     lines = []
-    for setting, some in groupby(sorted(found, key=lambda x: x[0]), key=lambda x: x[0]):
+    for setting, some in groupby(sorted(entries, key=lambda x: x[0]), key=lambda x: x[0]):
         batch = list(some)
         over = median(
             row.over_limit for _, first, all_ in batch for row in all_ if row.name == first
@@ -218,11 +220,11 @@ def beside(records: Sequence[Record], ours: str, base: Sequence[str], targets: T
     """Return a table of `ours` over each other rival and over its limit, with targets and settings.
 
     Ratios are of consecutive runs: median, smallest and largest; ratios to the limit are of
-        batches.
+    batches.
     The base of a batch is the fastest of `base`. Batches that refused `ours` are omitted.
     """
     ran = [record for record in records if ours in totals(record)]
-    others = dict.fromkeys(r["name"] for x in ran for r in x["rivals"] if r["name"] != ours)
+    rivals = dict.fromkeys(r["name"] for x in ran for r in x["rivals"] if r["name"] != ours)
     lines = []
     for setting, some in groupby(sorted(ran, key=_setting), key=_setting):
         batch = list(some)
@@ -230,37 +232,37 @@ def beside(records: Sequence[Record], ours: str, base: Sequence[str], targets: T
         kind = (first["mask"].removeprefix("documents ").partition(" ")[0], first["regime"])
         goals = [f"; target {goal:.2f}" for goal in targets.get(kind, ())] or ["", ""]
         bases = [fastest(record, base) for record in batch]
-        over = [row.over_limit for record, one in zip(batch, bases, strict=True)
-                for row in rows(record, one) if row.name == ours]  # fmt: skip
+        over = [row.over_limit for record, first_rival in zip(batch, bases, strict=True)
+                for row in rows(record, first_rival) if row.name == ours]  # fmt: skip
         taken = Counter(r["says"].partition(" (")[0] for x in batch for r in x["rivals"]
                         if r["name"] == ours)  # fmt: skip
         lines.append([
             f"{setting}, {len(batch)} {'batch' if len(batch) == 1 else 'batches'}",
             f"{_over(batch, ours, bases)}{goals[0]}",
             f"{Ratio(median(over), min(over), max(over))}{goals[1]}",
-            *(_over(batch, ours, [name] * len(batch)) for name in others),
+            *(_over(batch, ours, [name] * len(batch)) for name in rivals),
             "; ".join(f"{words} ({n})" for words, n in taken.most_common()),
         ])  # fmt: skip
     heads = ["setting", "over zigzag per document, the faster", "over the limit",
-             *(f"over {name}" for name in others), "taken (batches)"]  # fmt: skip
+             *(f"over {name}" for name in rivals), "taken (batches)"]  # fmt: skip
     return markdown(heads, lines)
 
 
-def _over(batch: Sequence[Record], ours: str, others: Sequence[str]) -> str:
+def _over(batch: Sequence[Record], ours: str, rivals: Sequence[str]) -> str:
     """Return the time of ours over another rival in each batch, run by run; "" if none ran."""
-    mine, theirs = [], []
-    for record, other in zip(batch, others, strict=True):
+    our_seconds, rival_seconds = [], []
+    for record, rival in zip(batch, rivals, strict=True):
         times = totals(record)
-        if other in times:
-            mine += times[ours]
-            theirs += times[other]
-    return str(Ratio.of(mine, theirs)) if theirs else ""
+        if rival in times:
+            our_seconds += times[ours]
+            rival_seconds += times[rival]
+    return str(Ratio.of(our_seconds, rival_seconds)) if rival_seconds else ""
 
 
 def _setting(record: Record) -> str:
     """Return the setting without the seed, and then without what the suite leaves open."""
-    where, seed, rest = headline(record).partition(" seed ")
-    return f"{where}, {rest.rpartition(', ')[2]}" if seed else where
+    setting, seed, regime = headline(record).partition(" seed ")
+    return f"{setting}, {regime.rpartition(', ')[2]}" if seed else setting
 
 
 def family(name: str) -> str:
@@ -271,9 +273,10 @@ def family(name: str) -> str:
 def _column(batch: Sequence[tuple[str, Sequence[Row]]], way: str) -> str:
     """Return "2.00 (1.50 to 2.50), permitted 2.20, over the limit 1.10" of the fastest variant."""
     fast: list[Any] = [
-        min(mine, key=lambda row: row.middle)
-        for first, some in batch
-        if family(first) != way and (mine := [row for row in some if family(row.name) == way])
+        min(variants, key=lambda row: row.middle)
+        for first, rows_of_batch in batch
+        if family(first) != way
+        and (variants := [row for row in rows_of_batch if family(row.name) == way])
     ]
     if not fast:
         return ""
