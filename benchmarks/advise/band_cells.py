@@ -78,11 +78,11 @@ def _nemo(name: str, model: Model, gpu: Gpu, recompute: Any = "none") -> Iterato
             micro_batches=int(row.get("batch", 4 * size["dp"])) // size["dp"], **RING,
         )  # fmt: skip
         time = step_time(model, Cluster(gpu, run.gpus), run)
-        whole = model_operations(model, run.seq) + 6 * model.layers * model.hidden * run.seq
-        found = whole * time.tokens_per_gpu(run.gpus) / 1e12
+        operations = model_operations(model, run.seq) + 6 * model.layers * model.hidden * run.seq
+        forecast = operations * time.tokens_per_gpu(run.gpus) / 1e12
         system = "NeMo, Llama-2-7B, H100" if gpu.name == "h100" else "NeMo, Llama-3-8B, B200"
         label = f"{row['seq_k']}K, TP {run.tp}, CP {run.cp}, DP {run.dp}"
-        yield BandCell(system, label, gpu.name, found / float(row["tflops"]), counts=run.cp > 1)
+        yield BandCell(system, label, gpu.name, forecast / float(row["tflops"]), counts=run.cp > 1)
 
 
 RING: dict[str, Any] = {"algorithm": "ring", "side": "kv", "wire": "bf16", "route": "ring"}
@@ -116,10 +116,10 @@ def torchtitan(gpu: Gpu = FLASH_2) -> Iterator[BandCell]:
                        wire="bf16", lm_head_loss="off", algorithm="all_gather",
                        side="kv")  # fmt: skip
         cluster = Cluster(gpu if run.cp > 1 else GPUS["h100"], run.gpus)
-        found = step_time(model, cluster, run).tokens_per_gpu(run.gpus) / scale
+        forecast = step_time(model, cluster, run).tokens_per_gpu(run.gpus) / scale
         label = f"{row['model']}, {run.seq >> 10}K, TP {run.tp}, PP {run.pp}, CP {run.cp}"
         yield BandCell("torchtitan, Llama 3.1, H100", label, "h100",
-                       found / float(row["tgs"]), counts=run.cp > 1)  # fmt: skip
+                       forecast / float(row["tgs"]), counts=run.cp > 1)  # fmt: skip
 
 
 def trl() -> Iterator[BandCell]:
@@ -141,9 +141,9 @@ def easycontext() -> Iterator[BandCell]:
             fsdp=True, optimizer_offload=1.0, gradients="bf16", lm_head_loss="off", **RING,
         )  # fmt: skip
         time = step_time(named("llama2-7b"), Cluster(GPUS["a100"], run.gpus), run)
-        found = time.tokens / time.seconds / float(row["tokens_per_s"])
+        ratio = time.tokens / time.seconds / float(row["tokens_per_s"])
         label = f"{run.seq >> 10}K, CP {run.cp}, DP {run.dp}"
-        yield BandCell("EasyContext, Llama-2-7B, A100", label, "a100", found)
+        yield BandCell("EasyContext, Llama-2-7B, A100", label, "a100", ratio)
 
 
 # Systems of MagiAttention's charts; `ulysses` is the most ranks that share heads.
@@ -158,12 +158,12 @@ MAGI_MODEL = Model("MagiAttention's charts", 1, 8192, 64, 8, 8192, 32000)
 def magi_calls(rings: RingsOf = ring_passes) -> Iterator[BandCell]:
     """Yield one forward and backward, causal, 8K tokens per GPU."""
     charts = {(row["mask"], row["algo"], row["pass"]): row for row in table("magi_h100")}
-    for system, how in MAGI_SYSTEMS.items():
+    for system, settings in MAGI_SYSTEMS.items():
         for ranks in (8, 16, 32, 64):
-            speeds = (float(charts["causal_mask", system, each][str(ranks)])
-                      for each in ("fwd", "bwd"))  # fmt: skip
-            shared = min(how.get("ulysses", 1), ranks)
-            own = how if shared < ranks else {"algorithm": "ulysses"}
+            speeds = (float(charts["causal_mask", system, direction][str(ranks)])
+                      for direction in ("fwd", "bwd"))  # fmt: skip
+            shared = min(settings.get("ulysses", 1), ranks)
+            own = settings if shared < ranks else {"algorithm": "ulysses"}
             run = Settings(ranks << 13, cp=ranks, **{**RING, **own, "ulysses": shared})
             time = attention_time(MAGI_MODEL, Cluster(GPUS["h100"], ranks), run, rings=rings)
             forward = 2.0 * run.seq**2 * MAGI_MODEL.heads * MAGI_MODEL.head_dim / ranks
@@ -189,9 +189,9 @@ def others_of_loongtrain(rings: RingsOf = ring_passes) -> Iterator[BandCell]:
             ulysses=shared, **{**RING, "algorithm": "ulysses" if shared > 1 else "ring"},
         )  # fmt: skip
         time = _step(attention_fit.MODELS[heads], SHARED_NICS, run, rings)
-        found = time.tokens_per_gpu(run.gpus) / float(row["tgs"])
+        ratio = time.tokens_per_gpu(run.gpus) / float(row["tgs"])
         yield BandCell("LoongTrain, table 2 (others)", f"{system}, {heads}, {run.seq >> 10}K",
-                       "a100", found)  # fmt: skip
+                       "a100", ratio)  # fmt: skip
 
 
 COPIED = ("ds_ulysses", "gqa8")
@@ -210,44 +210,44 @@ def at_published_rates(rings: RingsOf | None = None, every: int = 1) -> list[Ban
         every: Take only every n-th row of LoongTrain's long tables, to save time.
     """
     rings = rings or cached_ring_passes()
-    found = [*nemo_h100(), *nemo_b200(), *torchtitan(), *trl(), *easycontext(),
+    cells = [*nemo_h100(), *nemo_b200(), *torchtitan(), *trl(), *easycontext(),
              *magi_calls(rings), *others_of_loongtrain(rings)]  # fmt: skip
     for row in loongtrain.published()[::every]:
         time = _step(row.model, SHARED_NICS, row.run, rings)
         ratio = time.tokens_per_gpu(loongtrain.RANKS) / row.published
-        found.append(BandCell("LoongTrain, table 2", row.label, "a100", ratio))
+        cells.append(BandCell("LoongTrain, table 2", row.label, "a100", ratio))
     for row in burstengine_steps.published():
         time = _step(burstengine_steps.MODEL, Cluster(GPUS["a800"], row.gpus), row.run, rings)
         ratio = row.seconds / time.seconds
-        found.append(BandCell("BurstEngine, tables 2 and 5", row.label, "a800", ratio))
-    ours = replace(SHARED_NICS, gpu=GPUS["a800"])
+        cells.append(BandCell("BurstEngine, tables 2 and 5", row.label, "a800", ratio))
+    a800 = replace(SHARED_NICS, gpu=GPUS["a800"])
     for (system, seq), value in burstengine_attention.published().items():
-        predicted = burstengine_attention.predicted(system, seq, ours, rings)
-        found.append(BandCell("BurstEngine's attention (calls)", f"{system}, {seq >> 10}K", "a800",
+        predicted = burstengine_attention.predicted(system, seq, a800, rings)
+        cells.append(BandCell("BurstEngine's attention (calls)", f"{system}, {seq >> 10}K", "a800",
                               predicted / value))  # fmt: skip
-    there = replace(SHARED_NICS, gpus=attention_fit.GPUS)
+    a100 = replace(SHARED_NICS, gpus=attention_fit.GPUS)
     for cell in attention_fit.cells()[::every]:
-        time = attention_time(cell.model, there, cell.run, rings=rings)
-        found.append(BandCell(TABLE_4, cell.label, "a100", cell.seconds / time.seconds, True))
-    return found
+        time = attention_time(cell.model, a100, cell.run, rings=rings)
+        cells.append(BandCell(TABLE_4, cell.label, "a100", cell.seconds / time.seconds, True))
+    return cells
 
 
 def at_fitted_rates(rings: RingsOf | None = None, every: int = 1) -> list[BandCell]:
     """Return the times of the clusters to which rates were fitted."""
     rings = rings or cached_ring_passes()
-    found = [
+    cells = [
         BandCell("LoongTrain, table 2", row.label, "a100",
                  loongtrain.predicted(row, rings=rings).tokens_per_gpu(loongtrain.RANKS)
                  / row.published, True)
         for row in loongtrain.published()[::every]
     ]  # fmt: skip
-    found += [
+    cells += [
         BandCell("BurstEngine, tables 2 and 5", row.label, "a800",
                  row.seconds / burstengine_steps.predicted(row, rings=rings).seconds, True)
         for row in burstengine_steps.published()
     ]  # fmt: skip
     constants = attention_fit.Constants()
-    return found + [
+    return cells + [
         BandCell(TABLE_4, cell.label, "a100",
                  cell.seconds / attention_fit.predicted(cell, constants, rings).seconds, True)
         for cell in attention_fit.cells()[::every]

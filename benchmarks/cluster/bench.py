@@ -61,18 +61,18 @@ def in_turn(
         slow: Rivals for which one round is enough.
     """
     runs: Runs = {name: [] for name in names}
-    found: Record = {"plain": {link: [] for link in LINKS}, "load": []}
+    record: Record = {"plain": {link: [] for link in LINKS}, "load": []}
     for repeat in range(repeats):
-        found["load"].append(round(os.getloadavg()[0], 1))
+        record["load"].append(round(os.getloadavg()[0], 1))
         for link, rate in plain_rates(ranks).items():
-            found["plain"][link].append(rate)
+            record["plain"][link].append(rate)
         for name, done in runs.items():
             say(f"{name} ({repeat + 1}/{repeats})")
             done.append(ranks.run(call[0], name, *call[1:]))
         if repeat == 0:
             dropped = set(slow(runs))
             runs = {name: done for name, done in runs.items() if name not in dropped}
-    return runs, found
+    return runs, record
 
 
 def plain_rates(ranks: Ranks) -> dict[str, float]:
@@ -99,9 +99,9 @@ def run_cells(
         forecast: Measure rates as `auto` does, and add the prediction.
         say: Called before each run with its name.
     """
-    for network, some in groupby(cells, lambda c: c.network):
+    for network, cells_of_network in groupby(cells, lambda c: c.network):
         with cluster(network) as ranks:
-            for _, group in groupby(some, lambda c: c.problem()):
+            for _, group in groupby(cells_of_network, lambda c: c.problem()):
                 same = list(group)  # the plans are made once
                 works, refused = _prepared(ranks, same[0], suite.rivals, say)
                 for cell in same:
@@ -227,19 +227,19 @@ def slower(runs: Mapping[Rival, list[list[Run]]]) -> dict[str, tuple[float, str]
     Each maps to its time over the other's and the other's name.
     """
     times = {r: median(sum(x.values()) for x in record.seconds(done)) for r, done in runs.items()}
-    found = {}
+    slow_rivals = {}
     for rival, seconds in times.items():
-        alike = (r for r in times if (r.algorithm, r.layout) == (rival.algorithm, rival.layout))
-        best = min(alike, key=times.__getitem__)
+        same_kind = (r for r in times if (r.algorithm, r.layout) == (rival.algorithm, rival.layout))
+        best = min(same_kind, key=times.__getitem__)
         if seconds > CLEARLY * times[best]:
-            found[rival.name] = seconds / times[best], best.name
-    return found
+            slow_rivals[rival.name] = seconds / times[best], best.name
+    return slow_rivals
 
 
 def _predicted(cell: Cell, rival: Rival, rates: Rates) -> float | None:
     """Return predicted seconds; None for "auto", whose description contains them."""
-    found = None if _chosen(rival) else predict.predict(cell, rival, rates)
-    return found and found.seconds
+    forecast = None if _chosen(rival) else predict.predict(cell, rival, rates)
+    return forecast and forecast.seconds
 
 
 def _speed(cell: Cell, rival: Rival, works: Sequence[Work]) -> float | None:

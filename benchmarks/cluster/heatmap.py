@@ -51,21 +51,21 @@ def lines(settings: Iterable[Setting]) -> list[Line]:
     return [_line(found) for found in sorted(settings, key=key)]
 
 
-def _line(found: Setting) -> Line:
-    cell = found.cell
-    best = None if found.gflops is None else fastest(found)
+def _line(setting: Setting) -> Line:
+    cell = setting.cell
+    best = None if setting.gflops is None else fastest(setting)
     return Line(
         cell.regime,
         (f"{cell.nodes} x {cell.per_node}", str(cell.rates), cell.heads, str(cell.tokens)),
-        {kept.rival: kept.over_fixed for kept in found.rivals},
+        {row.rival: row.over_fixed for row in setting.rivals},
         best and best.over_limit,
     )
 
 
-def fastest(found: Setting) -> Kept | None:
+def fastest(setting: Setting) -> Kept | None:
     """Return the faster of burst and `auto`; None if neither ran."""
-    ours = [kept for kept in found.rivals if kept.rival.startswith(OURS)]
-    return min(ours, key=lambda kept: kept.seconds, default=None)
+    ours = [row for row in setting.rivals if row.rival.startswith(OURS)]
+    return min(ours, key=lambda row: row.seconds, default=None)
 
 
 def digest(settings: Iterable[Setting]) -> str:
@@ -77,15 +77,17 @@ def draw(settings: Sequence[Setting], path: Path) -> None:
     """Draw the figure as a PNG, with a block of rows per regime."""
     from matplotlib.figure import Figure
 
-    every = [(regime, list(some)) for regime, some in groupby(lines(settings), lambda x: x.regime)]
-    heights = [len(some) for _, some in every]
+    every = [
+        (regime, list(block)) for regime, block in groupby(lines(settings), lambda x: x.regime)
+    ]
+    heights = [len(block) for _, block in every]
     figure = Figure(
         figsize=(11.5, 3 + 0.5 * len(every) + 0.26 * sum(heights)), layout="constrained"
     )
     figure.suptitle("Forward + backward: time over that of the fastest fixed algorithm of the row")
     axes = figure.subplots(len(every), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for at, (axis, (regime, some)) in enumerate(zip(axes, every, strict=True)):
-        _block(axis, some)
+    for at, (axis, (regime, block)) in enumerate(zip(axes, every, strict=True)):
+        _block(axis, block)
         axis.set_title(BANDS[regime], fontsize=9, loc="left", weight="bold")
         heads = [*(name.replace(", ", ",\n") for name in COLUMNS), "burst or auto\nover its limit"]
         axis.xaxis.tick_top()
@@ -96,16 +98,20 @@ def draw(settings: Sequence[Setting], path: Path) -> None:
     figure.savefig(path, dpi=90, metadata={"Software": None, "Description": digest(settings)})
 
 
-def _block(axis: Any, some: Sequence[Line]) -> None:
+def _block(axis: Any, lines_of_block: Sequence[Line]) -> None:
     from matplotlib.colors import LogNorm
 
-    table = np.array([[row.ratios.get(name, np.nan) for name in COLUMNS] for row in some])
-    shown = np.hstack([table, np.full((len(some), 1), np.nan)])  # the last column has no colour
+    table = np.array([[row.ratios.get(name, np.nan) for name in COLUMNS] for row in lines_of_block])
+    shown = np.hstack(
+        [table, np.full((len(lines_of_block), 1), np.nan)]
+    )  # the last column has no colour
     axis.set_facecolor("#eef0f2")
     axis.imshow(shown, cmap="YlOrRd", norm=LogNorm(0.9, SLOWEST, clip=True), aspect="auto")
-    axis.set_yticks(range(len(some)), ["   ".join(row.words) for row in some], fontsize=8)
+    axis.set_yticks(
+        range(len(lines_of_block)), ["   ".join(row.words) for row in lines_of_block], fontsize=8
+    )
     axis.tick_params(length=0)
-    for y, row in enumerate(some):
+    for y, row in enumerate(lines_of_block):
         best = min(ratio for name, ratio in row.ratios.items() if not name.startswith("auto"))
         labels = [*table[y], np.nan if row.over_limit is None else row.over_limit]
         for x, ratio in enumerate(labels):

@@ -134,11 +134,11 @@ def rates(state: State, speed: float | None) -> mb.Rates:
             call also takes this rank's oversleep.
     """
     like = shares(state, "zigzag")[0].inputs[:3] if speed is None else None
-    found = mb.measure_rates(_groups(state, 1, "head_first"), like=like)
+    measured = mb.measure_rates(_groups(state, 1, "head_first"), like=like)
     if speed is None:
-        return found
+        return measured
     launch = emulated.oversleep() if speed else 0.0
-    return dataclasses.replace(found, compute=speed or math.inf, launch=launch)
+    return dataclasses.replace(measured, compute=speed or math.inf, launch=launch)
 
 
 def prepare(
@@ -155,10 +155,10 @@ def prepare(
     """
     parts = [(_plan(state, rival, share, rates), share)
              for share in shares(state, rival.layout, groups)]  # fmt: skip
-    found = _roundings(state, [plan for plan, _ in parts])
+    counts = _roundings(state, [plan for plan, _ in parts])
     parts = [
         (plan, share._replace(
-            bounds=rounding.bounds(state["problem"], found, share.truth, share.sums)))
+            bounds=rounding.bounds(state["problem"], counts, share.truth, share.sums)))
         for plan, share in parts
     ]  # fmt: skip
     state["plans"][rival.name] = parts
@@ -179,10 +179,10 @@ def _roundings(state: State, plans: Sequence[mb.Plan]) -> Roundings:
 
     Kernel calls of earlier rivals are kept, so their roundings count.
     """
-    found = state["roundings"]
+    largest = state["roundings"]
     for plan in plans:
-        found = found.most(rounding.roundings(plan))
-    counts = torch.tensor(found)
+        largest = largest.most(rounding.roundings(plan))
+    counts = torch.tensor(largest)
     dist.all_reduce(counts, dist.ReduceOp.MAX)
     state["roundings"] = Roundings(*counts.tolist())
     return state["roundings"]
@@ -269,8 +269,8 @@ def worst_error(
     """Return the largest error over its bound; entries with truth `UNKNOWN` are free."""
     worst = []
     for x, y, bound in zip(got, truth, bounds, strict=True):
-        known = ~y.isnan()
-        worst.append(((x.detach() - y) / bound)[known].abs().max())
+        finite = ~y.isnan()
+        worst.append(((x.detach() - y) / bound)[finite].abs().max())
     return torch.stack(worst).max().item()  # NaN if an entry is NaN
 
 

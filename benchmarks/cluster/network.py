@@ -75,22 +75,22 @@ class Network:
         """Return the address of the rank's `ib` interface, the only one that peers know."""
         return f"10.0.0.{rank + 1}"
 
-    def link(self, one: int, other: int) -> str:
+    def link(self, rank: int, peer: int) -> str:
         """Return the link class between two ranks."""
-        return "intra" if one // self.per_node == other // self.per_node else "inter"
+        return "intra" if rank // self.per_node == peer // self.per_node else "inter"
 
-    def direct(self, one: int, other: int) -> bool:
+    def direct(self, rank: int, peer: int) -> bool:
         """Return true if these two ranks have their own link."""
-        of_node = self.wiring == "node" and self.link(one, other) == "intra"
-        return one != other and (self.wiring == "mesh" or of_node)
+        of_node = self.wiring == "node" and self.link(rank, peer) == "intra"
+        return rank != peer and (self.wiring == "mesh" or of_node)
 
     def peers(self, rank: int) -> Iterator[int]:
         """Return the ranks with which the rank has its own link."""
-        return (other for other in range(self.size) if self.direct(rank, other))
+        return (peer for peer in range(self.size) if self.direct(rank, peer))
 
     def interfaces(self, rank: int) -> dict[str, str]:
         """Map each interface of the rank to its link class."""
-        pairs = {f"p{other}": self.link(rank, other) for other in self.peers(rank)}
+        pairs = {f"p{peer}": self.link(rank, peer) for peer in self.peers(rank)}
         return {name: link for link, name in INTERFACES.items()} | pairs
 
     def loads(self, sent: np.ndarray, link: str) -> np.ndarray:
@@ -130,7 +130,7 @@ class Network:
         """Remove the network, so that another one can be built in the same enclosure."""
         # Links first: those of a deleted namespace live on until the kernel comes round to it.
         for rank in range(self.size):
-            pairs = [f"link del p{other}" for other in self.peers(rank) if other > rank]
+            pairs = [f"link del p{peer}" for peer in self.peers(rank) if peer > rank]
             run("ip", "-n", f"r{rank}", "-force", "-batch", "-", given="\n".join(pairs) + "\n")
         names = [f"{name}{rank}" for name in INTERFACES.values() for rank in range(self.size)]
         names += ["spine", *(f"node{node}" for node in range(self.nodes))]

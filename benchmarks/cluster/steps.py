@@ -128,7 +128,7 @@ def pack(documents: str, seed: int, length: int, multiple: int) -> Pack:
     return Pack(tokens, labels, positions, counts, ends, padded)
 
 
-def dynamic(whole: Pack, tokens: int, size: int, rank: int) -> list[Share]:
+def dynamic(pack_of_step: Pack, tokens: int, size: int, rank: int) -> list[Share]:
     """Return the work of `rank`'s group in each micro-batch, by the rule of Megatron's scheduler.
 
     The rule sees documents with padding.
@@ -136,10 +136,10 @@ def dynamic(whole: Pack, tokens: int, size: int, rank: int) -> list[Share]:
     Args:
         tokens: Maximum per rank, unless the longest document needs more.
     """
-    lengths = np.diff(whole.padded).tolist()
+    lengths = np.diff(pack_of_step.padded).tolist()
     most = max(tokens, -(-max(lengths) // size))
     return [
-        Share(part.size, whole.of(part.documents))
+        Share(part.size, pack_of_step.of(part.documents))
         for parts in placed(megatron.dynamic(lengths, size, most), lengths)
         for part in parts
         if part.first <= rank < part.first + part.size
@@ -264,7 +264,7 @@ def measured(
     with built(network), Ranks(network) as ranks:
         ranks.run(start)
         for kind in documents:
-            found: dict[str, list[Step]] = {way.name: [] for way in WAYS}
+            by_way: dict[str, list[Step]] = {way.name: [] for way in WAYS}
             for number in range(rounds):
                 first = number * (steps + 1)
                 each = range(first, first + steps + 1)
@@ -272,9 +272,9 @@ def measured(
                 for way in WAYS:
                     say(f"documents {kind}, {way.name} ({number + 1}/{rounds})")
                     runs = ranks.run(train, way, kind, tokens, seeds)
-                    found[way.name] += stepped(runs)[1:]
-            agree(found)
-            lines += table(kind, found, packs * tokens * network.size)
+                    by_way[way.name] += stepped(runs)[1:]
+            agree(by_way)
+            lines += table(kind, by_way, packs * tokens * network.size)
     heads = ["documents", "way", "seconds of a step", "real tokens per second",
              "tokens per second of ours over it"]  # fmt: skip
     return markdown(heads, lines)
@@ -283,18 +283,21 @@ def measured(
 def stepped(runs: Sequence[Sequence[tuple[float, float, float]]]) -> list[Step]:
     """Join the steps of all ranks; all share one clock and one loss."""
     return [
-        Step(max(end for _, end, _ in each) - min(begin for begin, _, _ in each), each[0][2])
-        for each in zip(*runs, strict=True)
+        Step(
+            max(end for _, end, _ in of_ranks) - min(begin for begin, _, _ in of_ranks),
+            of_ranks[0][2],
+        )
+        for of_ranks in zip(*runs, strict=True)
     ]
 
 
-def agree(found: dict[str, list[Step]]) -> None:
+def agree(by_way: dict[str, list[Step]]) -> None:
     """Raise RankError unless all methods have the same losses."""
-    names = list(found)
+    names = list(by_way)
     for name in names[1:]:
-        for one, other in zip(found[names[0]], found[name], strict=True):
-            if not abs(one.loss - other.loss) <= SAME * abs(one.loss):
-                raise RankError(f"{name}: the loss is {other.loss}, {names[0]}'s {one.loss}")
+        for first, step in zip(by_way[names[0]], by_way[name], strict=True):
+            if not abs(first.loss - step.loss) <= SAME * abs(first.loss):
+                raise RankError(f"{name}: the loss is {step.loss}, {names[0]}'s {first.loss}")
 
 
 def table(kind: str, found: dict[str, list[Step]], tokens: int) -> list[list[str]]:

@@ -54,8 +54,8 @@ def best(
     plans: list[list[MicroBatch]] = []
     for count in range(fewest, fewest + 4):
         mean = _least(documents, rings, largest) / ranks / count
-        found = [_greedy(documents, ranks, count, rings, mean * f, largest) for f in TARGETS]
-        starts = sorted((each for each in found if each is not None), key=_seconds)[:2]
+        greedy_plans = [_greedy(documents, ranks, count, rings, mean * f, largest) for f in TARGETS]
+        starts = sorted((each for each in greedy_plans if each is not None), key=_seconds)[:2]
         annealed = [
             _annealed(start, ranks, rings, moves, np.random.default_rng((seed, i)), largest)
             for i, start in enumerate(starts)
@@ -97,7 +97,7 @@ def _greedy(
     for length in documents:
         fitting = [size for size in _sizes(largest) if length <= size * room]
         quick = [s for s in fitting if rings.estimate(s, length / s, float(length) ** 2) <= target]
-        found: list[tuple[float, int, int, _Open]] = []
+        options: list[tuple[float, int, int, _Open]] = []
         for size in fitting:
             if not groups.get(size):
                 continue
@@ -105,15 +105,15 @@ def _greedy(
             at = int(np.where(fits, seconds[size], math.inf).argmin())
             if fits[at]:
                 grown = groups[size][at].with_(rings, [length])
-                found.append((grown.seconds, size, at, grown))
+                options.append((grown.seconds, size, at, grown))
         batch = int(np.argmax(free))
         for size in quick[:1] or fitting[:1]:
             if free[batch] >= size:
                 fresh = _Open(size).with_(rings, [length])
-                found.append((fresh.seconds, size, -1, fresh))
-        if not found:
+                options.append((fresh.seconds, size, -1, fresh))
+        if not options:
             return None
-        _, size, at, grown = min(found, key=lambda each: each[:3])
+        _, size, at, grown = min(options, key=lambda option: option[:3])
         if at < 0:
             free[batch] -= size
             batches[batch].append(grown)
@@ -136,7 +136,7 @@ def _annealed(
 ) -> list[list[_Open]]:
     """Move and exchange documents, and join, split and resize groups, starting at the slowest."""
     now = least = _seconds(batches)
-    kept = [list(batch) for batch in batches]
+    best_plan = [list(batch) for batch in batches]
     for move in range(moves):
         heat = 0.03 * least * (1 - move / moves) ** 2
         b, c = random.integers(len(batches), size=2)
@@ -150,11 +150,11 @@ def _annealed(
         if then <= now or random.random() < math.exp((now - then) / max(heat, 1e-12)):
             now = then
             if now < least:
-                least, kept = now, [list(batch) for batch in batches]
+                least, best_plan = now, [list(batch) for batch in batches]
         else:
             for index, batch in before.items():
                 batches[index] = batch
-    return kept
+    return best_plan
 
 
 def _neighbour(
@@ -207,8 +207,8 @@ def _neighbour(
         if kind < 0.45 and b == c:  # one group of two
             if other.size != slow.size or 2 * slow.size > largest:
                 return None
-            both = [*slow.lengths, *other.lengths]
-            added, places = [_Open(2 * slow.size).with_(rings, both)], [b]
+            documents = [*slow.lengths, *other.lengths]
+            added, places = [_Open(2 * slow.size).with_(rings, documents)], [b]
         else:
             back = [other.lengths[random.integers(len(other.lengths))]] * (kind > 0.7)
             added = [slow.with_(rings, back, [some]), other.with_(rings, [some], back)]

@@ -87,9 +87,9 @@ def load(state: State, layer: Layer) -> None:
 
 def rates(state: State, speed: float) -> mb.Rates:
     """Return measured rates of links with the emulated speed and this rank's oversleep."""
-    found = mb.measure_rates(state["groups"])
+    measured = mb.measure_rates(state["groups"])
     launch = emulated.oversleep() if speed != math.inf else 0.0
-    return dataclasses.replace(found, compute=speed, launch=launch)
+    return dataclasses.replace(measured, compute=speed, launch=launch)
 
 
 def prepare(state: State, name: str, rates: mb.Rates | None = None) -> Work:

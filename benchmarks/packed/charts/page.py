@@ -27,7 +27,7 @@ def _odd(row: dict[str, Any]) -> bool:
     return row["rival"] == "allgather" and row["way"] == "bwd"
 
 
-def summary(known: Known) -> str:
+def summary(record: Known) -> str:
     """Return a table of the errors of the fit."""
     groups: list[tuple[str, Callable[[dict[str, Any]], bool]]] = [
         ("fitted: causal and packed causal at 8 and 64 GPUs, without LoongTrain",
@@ -43,34 +43,34 @@ def summary(known: Known) -> str:
     ]  # fmt: skip
     lines = []
     for name, belongs in groups:
-        some = [row for row in known["rivals"] if belongs(row)]
-        off = errors([row["predicted"] for row in some], [row["speed"] for row in some])
-        lines.append([name, str(len(some)), *(f"{each:.1%}" for each in off)])
+        rows = [row for row in record["rivals"] if belongs(row)]
+        off = errors([row["predicted"] for row in rows], [row["speed"] for row in rows])
+        lines.append([name, str(len(rows)), *(f"{error:.1%}" for error in off)])
     return markdown(["cells", "number", "median error", "90 %", "worst"], lines)
 
 
 def _published(mask: str, way: str) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
+    speeds: dict[str, list[float]] = {}
     for cell in fit.cells():
         if (cell.mask, cell.way) == (mask, way):
-            found.setdefault(cell.rival, []).append(cell.speed)
-    return found
+            speeds.setdefault(cell.rival, []).append(cell.speed)
+    return speeds
 
 
-def _ours(known: Known, causal: bool, way: str) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
-    for row in known["ours"]:
+def _ours(record: Known, causal: bool, way: str) -> dict[str, list[float]]:
+    speeds: dict[str, list[float]] = {}
+    for row in record["ours"]:
         if row["causal"] == causal:
-            found.setdefault(row["name"], []).append(row[way])
-    return found
+            speeds.setdefault(row["name"], []).append(row[way])
+    return speeds
 
 
-def goals(known: Known) -> str:
+def goals(record: Known) -> str:
     """Return a table of goals and results for packed causal documents."""
     magi = {way: _published("varlen_causal_mask", way)["magi_native"] for way in PASSES}
     lines = []
     for name in (CHOSEN, CHOSEN_SHARED, BEST):
-        own = {way: _ours(known, True, way)[name] for way in PASSES}
+        own = {way: _ours(record, True, way)[name] for way in PASSES}
         lines.append([
             name,
             f"{own['fwd'][-1] / own['fwd'][0]:.2f}",
@@ -87,14 +87,14 @@ def goals(known: Known) -> str:
 SECTIONS: dict[str, Callable[[Known], str]] = {"goals": goals, "errors": summary}
 
 
-def write(known: Known, page: Path = PAGE) -> None:
+def write(record: Known, page: Path = PAGE) -> None:
     """Write all sections and the chart."""
     from matplotlib.figure import Figure
 
     for name, table in SECTIONS.items():
-        write_section(page, name, table(known))
+        write_section(page, name, table(record))
     figure = Figure(figsize=(10, 7), layout="constrained")
-    _speeds(figure, known)
+    _speeds(figure, record)
     figure.savefig(page.with_name(CHART), dpi=100)
 
 
@@ -105,21 +105,21 @@ GREY = {"ring_p2p": "#b9bec6", "ulysses": "#8d96a3", "allgather": "#c9a45c", "us
 RED = {CHOSEN: "#e59a8c", BEST: "#c8452e"}
 
 
-def _speeds(figure: Any, known: Known) -> None:
+def _speeds(figure: Any, record: Known) -> None:
     """Draw published and simulated speeds on 8 to 64 GPUs."""
     axes = figure.subplots(2, 2, sharex=True)
     for row, causal in zip(axes, (True, False), strict=True):
         mask = "varlen_causal_mask" if causal else "varlen_full_mask"
-        for ax, (way, said) in zip(row, PASSES.items(), strict=True):
-            for name, each in _published(mask, way).items():
+        for ax, (way, title) in zip(row, PASSES.items(), strict=True):
+            for name, speeds in _published(mask, way).items():
                 if name in GREY:
-                    ax.plot(fit.RANKS, each, "o-", color=GREY[name], ms=4,
+                    ax.plot(fit.RANKS, speeds, "o-", color=GREY[name], ms=4,
                             label=f"{RIVAL_NAMES[name]}, published")  # fmt: skip
-            for name, each in _ours(known, causal, way).items():
+            for name, speeds in _ours(record, causal, way).items():
                 if name in RED:
-                    ax.plot(fit.RANKS, each, "s--", color=RED[name], lw=2, ms=5,
+                    ax.plot(fit.RANKS, speeds, "s--", color=RED[name], lw=2, ms=5,
                             label=f"balanced: {name}, simulated")  # fmt: skip
-            ax.set_title(f"packed {'causal' if causal else 'full'}, {said}", fontsize=10)
+            ax.set_title(f"packed {'causal' if causal else 'full'}, {title}", fontsize=10)
             ax.set_xscale("log", base=2)
             ax.set_xticks(fit.RANKS, [f"{ranks}" for ranks in fit.RANKS])
             ax.set_ylim(0, None)

@@ -29,13 +29,13 @@ def simulated(
     speeds: dict[str, list[tuple[float, float]]] = {}
     parts = []
     for lengths in magi_packs(ranks * TOKENS)[:packs]:
-        found = dict(_of_pack(lengths, ranks, causal, fitted))
-        for name, (pack, run) in found.items():
+        runs = dict(_of_pack(lengths, ranks, causal, fitted))
+        for name, (pack, run) in runs.items():
             speeds.setdefault(name, []).append(run.speeds(pack))
-        parts.append(_parts(lengths, *found[CHOSEN]))
+        parts.append(_parts(lengths, *runs[CHOSEN]))
     rows = []
-    for name, each in speeds.items():
-        forward, backward = np.array(each).T
+    for name, speeds_of_packs in speeds.items():
+        forward, backward = np.array(speeds_of_packs).T
         rows.append({
             "causal": causal, "ranks": ranks, "name": name,
             "fwd": round(float(forward.mean()), 1), "bwd": round(float(backward.mean()), 1),
@@ -55,13 +55,13 @@ def _of_pack(
     for name in ours.TRIED:
         yield name, (pack, min((run for run in alone if run.algorithm == name), key=_seconds))
     tried = [(pack, run) for run in alone if run.algorithm in ours.AUTO]
-    yield CHOSEN, min(tried, key=lambda each: each[1].expected)
+    yield CHOSEN, min(tried, key=lambda entry: entry[1].expected)
     for share in SHARES[1:]:
         over = ours.documents(lengths, ranks // share, causal, min(ranks, NODE) // share)
-        some = ours.runs(over, fitted, ("prefetch",), share=share, head_chunks=(1,))
-        yield f"{share} GPUs share heads, prefetch", (over, some[0])
-        tried.append((over, some[0]))
-    yield CHOSEN_SHARED, min(tried, key=lambda each: each[1].expected)
+        shared_runs = ours.runs(over, fitted, ("prefetch",), share=share, head_chunks=(1,))
+        yield f"{share} GPUs share heads, prefetch", (over, shared_runs[0])
+        tried.append((over, shared_runs[0]))
+    yield CHOSEN_SHARED, min(tried, key=lambda entry: entry[1].expected)
 
 
 def _seconds(run: ours.Run) -> float:
@@ -76,19 +76,19 @@ def _parts(lengths: np.ndarray, pack: ours.Pack, run: ours.Run) -> dict[str, flo
     """
     together = ALGORITHMS[run.algorithm].joins
     bare, done = ours.work(pack, 0.0, together), ours.work(pack, together=together)
-    found = {}
-    for name, kernel, without, with_, took in zip(
+    parts = {}
+    for name, kernel, without, with_, total in zip(
         ("fwd", "bwd"), kernels("FA3"), bare.seconds, done.seconds,
         (run.forward, run.backward), strict=True,
     ):  # fmt: skip
-        whole = float(kernel.own(lengths.astype(float), pack.causal).sum()) / pack.ranks
+        unsplit = float(kernel.own(lengths.astype(float), pack.causal).sum()) / pack.ranks
         mean, most = with_.sum() / pack.ranks, float(with_.sum(axis=1).max())
-        each = {
-            "kernel": whole,
-            "pieces": without.sum() / pack.ranks - whole,
+        seconds = {
+            "kernel": unsplit,
+            "pieces": without.sum() / pack.ranks - unsplit,
             "adding": mean - without.sum() / pack.ranks,
             "busiest": most - mean,
-            "exposed": took.seconds - most,
+            "exposed": total.seconds - most,
         }
-        found |= {f"{name}_{key}": 1e3 * float(value) for key, value in each.items()}
-    return found
+        parts |= {f"{name}_{key}": 1e3 * float(value) for key, value in seconds.items()}
+    return parts
