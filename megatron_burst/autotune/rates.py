@@ -23,10 +23,10 @@ class Rates:
     """Rates of one rank's links and device; all ranks are assumed to be equal.
 
     Attributes:
-        intra: Bytes per second that a rank sends within its node while it receives as fast;
+        intra: Bytes per second that a rank sends within its node while it receives at the same
+            rate; math.inf if the grid has no such links.
+        inter: Bytes per second that a rank sends between nodes while it receives at the same rate;
             math.inf if the grid has no such links.
-        inter: Bytes per second that a rank sends between nodes while it receives as fast; math.inf
-            if the grid has no such links.
         latency: Seconds that each message occupies its link, in addition to its bytes.
         compute: FLOP/s of the local attention: multiplications and additions, two products in
             forward and five in backward, visible pairs only. math.inf if it takes no time, None to

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check that the methods of a mask agree with its `visible`.
+"""Comparison of the methods of a mask with its `visible`.
 
 `cover`, `covers`, `bands` and `viewers` are promises about `visible`. A wrong promise gives wrong
 attention without an error: ranks skip pairs that a promise calls hidden, and compute pairs without

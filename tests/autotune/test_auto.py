@@ -38,14 +38,14 @@ def test_the_start_up_line_says_what_was_chosen_and_why():
     plan = planned()
     line = plan.describe()
     assert plan.algorithm in ("burst", "tile")  # between two nodes they send the same
-    found = re.search(
+    actual = re.search(
         rf"algorithm {plan.algorithm} \(auto: ([\d.]+) ms; (\w+) ([\d.]+) ms; the link between "
         r"nodes is the bottleneck; intra 50 MB/s, inter 12.5 MB/s, 100 us per message, compute "
         rf"1 GFLOP/s\) \| 2 per node x 2 nodes \| .*side {plan.side}",
         line,
     )
-    assert found, line
-    assert float(found[1]) < float(found[3])
+    assert actual, line
+    assert float(actual[1]) < float(actual[3])
 
 
 def test_given_rates_are_not_measured_and_measured_ones_are_kept():
@@ -53,11 +53,11 @@ def test_given_rates_are_not_measured_and_measured_ones_are_kept():
     in_process.prepare(*tensors(), groups=groups, algorithm="auto", rates=SLOW)
     assert "speeds" not in groups.cache
     in_process.prepare(*tensors(), groups=groups, algorithm="auto")
-    found, speeds = groups.cache["rates"], dict(groups.cache["speeds"])
-    assert found is not None
+    actual, speeds = groups.cache["rates"], dict(groups.cache["speeds"])
+    assert actual is not None
     assert len(speeds) == 1
     in_process.prepare(*tensors(), groups=groups, algorithm="auto")
-    assert groups.cache["rates"] is found
+    assert groups.cache["rates"] is actual
     assert groups.cache["speeds"] == speeds
     assert in_process.prepare(*tensors(), groups=groups).choice is None
 
@@ -118,10 +118,10 @@ def test_what_is_measured_is_the_kernel_that_auto_takes_for_the_mask(monkeypatch
     takes = {mb.masks.Causal(): ("aten",), mb.masks.Window(3, 0): ("reference",)}
     monkeypatch.setattr(registry, "automatic", lambda device, mask: takes[mask])
     like = [torch.zeros(8, 1, 2, 8)] * 3
-    for mask, wanted in ((None, "aten"), (mb.masks.Window(3, 0), "reference")):
+    for mask, expected in ((None, "aten"), (mb.masks.Window(3, 0), "reference")):
         groups = mb.Groups.single()
         mb.measure_rates(groups, like=like, mask=mask)
-        assert [key[0] for key in groups.cache["speeds"]] == [wanted]
+        assert [key[0] for key in groups.cache["speeds"]] == [expected]
 
 
 class Compiled:
@@ -248,9 +248,9 @@ def measured_like(bad):
 
 
 def test_measuring_is_the_same_on_all_ranks_and_refused_on_all(ranks):
-    found = ranks(4).run(measured_like, False)
-    assert len(set(found)) == 1
-    assert found[0].compute > 1e6
+    actual = ranks(4).run(measured_like, False)
+    assert len(set(actual)) == 1
+    assert actual[0].compute > 1e6
     for words in ranks(4).run(measured_like, True):
         assert re.match(r"rank 1: like must be q, k, v", words)
 
@@ -313,12 +313,12 @@ def test_the_time_of_a_call_counts_its_launches(monkeypatch):
     with Launches("cpu") as ticks:
         clock = SimpleNamespace(perf_counter=lambda: float(ticks.total))
         monkeypatch.setattr(measure, "time", clock)
-        found = []
+        actual = []
         for extra[0] in (0, 40):
-            found.append(measure._speed(registry.make("aten", x, x, x), Scoring(0.25), x, x, x)[1])
+            actual.append(measure._speed(registry.make("aten", x, x, x), Scoring(0.25), x, x, x)[1])
     # aten: forward, backward, six for the merge and three sums
-    assert found[0] >= (1 + 6 + 1 + 3) / 2
-    assert found[1] - found[0] == 40 / 2
+    assert actual[0] >= (1 + 6 + 1 + 3) / 2
+    assert actual[1] - actual[0] == 40 / 2
 
 
 def in_bf16(rates, dtype=torch.bfloat16, **choices):
@@ -346,9 +346,9 @@ def test_gradients_travel_in_bf16_where_links_bind_alone():
         assert plan.options.grad_wire_dtype is wire
         assert plan.choice.call["grad_wire_dtype"] == name
         assert f"gradients travel in {name}" in plan.describe()
-        named, wanted = in_bf16(rates, grad_wire_dtype=wire)
+        named, expected = in_bf16(rates, grad_wire_dtype=wire)
         assert plan.traffic("kv") == named.traffic("kv")
-        assert all(map(torch.equal, grads, wanted))
+        assert all(map(torch.equal, grads, expected))
     # The default stays what sums have.
     assert in_bf16(SLOW)[0].options.grad_wire_dtype is torch.float32
 

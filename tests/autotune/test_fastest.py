@@ -81,12 +81,12 @@ def test_the_candidate_taken_is_that_of_all(monkeypatch):
     for seed in range(CASES):
         work, topologies, rates, fixed, nodes = drawn(seed)
         how = rates, fixed, nodes
-        found = select.best(work, topologies, *how)
+        actual = select.best(work, topologies, *how)
         counts[0] += len(simulated)
         assert all(bound <= seconds for bound, seconds in simulated), seed
         tight += [bound / seconds for bound, seconds in simulated]
         simulated.clear()
-        assert select.fastest(work, topologies, *how) == found.taken, seed
+        assert select.fastest(work, topologies, *how) == actual.taken, seed
         counts[1] += len(simulated)
         simulated.clear()
     assert max(tight) > 0.999  # where one rank computes alone, it is what that takes

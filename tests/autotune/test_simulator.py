@@ -108,12 +108,12 @@ def test_unequal_steps_cost_all_gather_nothing():
     seconds = np.ones((4, 4))
     seconds[:, 0] = 8.0  # rank r meets the chunk of 0 at step r
     fast = rates(intra=1 / 1024, inter=1 / 1024)
-    found = {
+    actual = {
         name: pass_time(back_again(name, (1, 4), "kv"), sizes(), seconds, fast).seconds
         for name in ("all_gather", "ring")
     }
-    assert found["all_gather"] < 11.1
-    assert found["ring"] > 17
+    assert actual["all_gather"] < 11.1
+    assert actual["ring"] > 17
 
 
 @pytest.mark.parametrize("algorithm", ["burst", "multicast"])
@@ -143,10 +143,10 @@ def test_documents_get_eight_head_chunks_where_two_are_slower_than_one():
     pack = layout.make("balanced", cp_size=8, cu_seqlens=bounds, per_node=4)
     work = Workload(sizes(tokens=64), masks.Documents(bounds) & masks.Causal(), pack)
     links = Rates(4e9, 1e9, compute=2e10)
-    found = select.best(work, [Topology(8, 4)], links, FixedSettings("prefetch", "kv"))
-    seconds = {one.head_chunks: one.seconds for one in (found.taken, *found.others)}
+    actual = select.best(work, [Topology(8, 4)], links, FixedSettings("prefetch", "kv"))
+    seconds = {one.head_chunks: one.seconds for one in (actual.taken, *actual.others)}
     assert seconds[2] > 1.05 * seconds[1]
-    assert found.taken.head_chunks == 8
+    assert actual.taken.head_chunks == 8
     assert seconds[1] > 1.3 * seconds[8]
 
 
@@ -438,8 +438,8 @@ def test_links_are_in_use_for_the_bytes_of_the_schedule(made, groups):
 )  # fmt: skip
 def test_pairs_of_all_shards_are_those_of_each(mask, name, size):
     spans = cost.ring_spans(layout.make(name, cp_size=size), Topology(size, size), 48)
-    wanted = [[visible_pairs(mask, q, k) for k in spans] for q in spans]
-    assert pairs_seen(mask, spans).tolist() == wanted
+    expected = [[visible_pairs(mask, q, k) for k in spans] for q in spans]
+    assert pairs_seen(mask, spans).tolist() == expected
 
 
 @pytest.mark.parametrize("name", ["zigzag", "striped", "balanced"])
@@ -448,16 +448,16 @@ def test_pairs_within_documents_are_exact_for_large_spans(name):
     mask = masks.Documents(bounds) & masks.Causal()
     documents = {"cu_seqlens": bounds} if name == "balanced" else {}
     spans = cost.ring_spans(layout.make(name, cp_size=4, **documents), Topology(4, 4), 1024)
-    wanted = [[visible_pairs(mask, q, k) for k in spans] for q in spans]
-    assert pairs_seen(mask, spans).tolist() == wanted
+    expected = [[visible_pairs(mask, q, k) for k in spans] for q in spans]
+    assert pairs_seen(mask, spans).tolist() == expected
 
 
 def test_large_rectangles_that_only_a_table_describes_are_sampled():
     table = np.random.default_rng(0).random((8, 8)) < 0.5
     mask = masks.BlockSparse(table, 64)
     spans = cost.ring_spans(layout.make("striped", cp_size=2), Topology(2, 2), 512)
-    wanted = np.array([[visible_pairs(mask, q, k) for k in spans] for q in spans])
-    assert np.abs(pairs_seen(mask, spans) - wanted).max() < 0.05 * wanted.max()
+    expected = np.array([[visible_pairs(mask, q, k) for k in spans] for q in spans])
+    assert np.abs(pairs_seen(mask, spans) - expected).max() < 0.05 * expected.max()
 
 
 # --- beside what was measured --------------------------------------------------------------
@@ -700,16 +700,16 @@ def test_auto_tries_to_hold_all_rows_where_they_are_few(monkeypatch):
     ):  # fmt: skip
         monkeypatch.setattr(candidates, "MOST_RECEIVED", times)
         work = Workload(sizes(4, kv_heads, 8), mask, own)
-        found = on_grid(
+        actual = on_grid(
             work, Topology(8, 4, ulysses), SLOW, FixedSettings(side="kv", head_chunks=1)
         )
-        assert ("prefetch" in {option.algorithm for option in found}) is held
+        assert ("prefetch" in {option.algorithm for option in actual}) is held
     monkeypatch.undo()
     # 18 rows of 4 heads of 32 numbers in fp32, twice: in half of the memory that is left.
     for room, held in ((2 * 18 * 512 * 2, True), (2 * 18 * 512 * 2 - 1, False)):
         work = Workload(sizes(4, 4, 8), mask, own)
-        found = on_grid(work, Topology(8, 4), replace(SLOW, room=room), FixedSettings(side="kv"))
-        assert ("prefetch" in {option.algorithm for option in found}) is held
+        actual = on_grid(work, Topology(8, 4), replace(SLOW, room=room), FixedSettings(side="kv"))
+        assert ("prefetch" in {option.algorithm for option in actual}) is held
 
 
 def test_bytes_of_a_row_that_a_call_holds_for_others():
@@ -728,8 +728,8 @@ def test_auto_tries_what_is_registered(monkeypatch):
     def tried(ranks=4, intra=2, ulysses=1):
         work = Workload(sizes(4, 4), masks.Causal(), layout.make("zigzag", cp_size=ranks))
         topology = Topology(ranks, intra, ulysses)
-        found = on_grid(work, topology, SLOW, FixedSettings(side="kv", head_chunks=1))
-        return Counter(option.algorithm for option in found)
+        actual = on_grid(work, topology, SLOW, FixedSettings(side="kv", head_chunks=1))
+        return Counter(option.algorithm for option in actual)
 
     everywhere = {"ring", "burst", "all_gather", "tile"}
     assert tried() == dict.fromkeys({*everywhere, "multicast"}, 1)
@@ -748,12 +748,12 @@ def test_of_equals_the_one_that_holds_least_is_taken(monkeypatch):
     bytes, then by name; what is not known comes last. 2 % is no tie."""
 
     def taken(*others):
-        found = [
+        actual = [
             Candidate(name, "kv", chunks, 1, "", PassTime(slow, 0, 0, 0), PassTime(0, 0, 0, 0),
                       Traffic(inter=sent))
             for name, chunks, sent, slow in others
         ]  # fmt: skip
-        monkeypatch.setattr(select, "on_grid", lambda *_: found)
+        monkeypatch.setattr(select, "on_grid", lambda *_: actual)
         monkeypatch.setitem(ALGORITHMS, "mine", Algorithm(direct.all_gather))
         work = Workload(sizes(), masks.Causal(), layout.make("zigzag", cp_size=4))
         return select.best(work, [Topology(4, 2)], SLOW).taken.algorithm

@@ -65,8 +65,8 @@ def test_two_levels_of_rings_turn_while_the_next_chunk_crosses(algorithm, grid, 
     """M - 1 times the longer of one crossing and L - 1 turns, then L - 1 turns."""
     (nodes, ranks), (intra, inter) = grid, link
     turns = 2 * (ranks - 1) * intra
-    found, _ = passes(algorithm, grid, link)
-    assert found == pytest.approx((nodes - 1) * max(2 * inter, turns) + turns)
+    actual, _ = passes(algorithm, grid, link)
+    assert actual == pytest.approx((nodes - 1) * max(2 * inter, turns) + turns)
 
 
 @grids
@@ -78,8 +78,8 @@ def test_burst_hides_gradients_behind_one_level_or_the_other(grid, link):
     for side, tensors in (("kv", 4), ("query", 3 + STATS)):
         cycle, crossing = tensors * (ranks - 1) * intra, tensors * inter
         least = max(nodes * cycle, (nodes - 1) * crossing)
-        found = passes("burst", grid, link, side)[1]
-        assert least * (1 - 1e-9) <= found <= least + cycle + crossing * (nodes > 1)
+        actual = passes("burst", grid, link, side)[1]
+        assert least * (1 - 1e-9) <= actual <= least + cycle + crossing * (nodes > 1)
 
 
 @pytest.mark.parametrize("link", [(1, 0), (0, 1)])
@@ -97,9 +97,9 @@ def test_a_double_ring_does_not_overlap_its_gradients(link):
     turns = 2 * (ranks - 1) * intra
     activations = (nodes - 1) * max(2 * inter, turns) + turns
     gradients = 2 * (nodes * (ranks - 1) * intra + (nodes - 1) * inter)
-    found = sum(passes("double_ring", (nodes, ranks), link))
+    actual = sum(passes("double_ring", (nodes, ranks), link))
     # What the closed form counts apart can overlap by a turn or a crossing at the ends.
-    assert found == pytest.approx(2 * activations + gradients, abs=4 * inter + turns)
+    assert actual == pytest.approx(2 * activations + gradients, abs=4 * inter + turns)
 
 
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
@@ -126,8 +126,8 @@ def test_an_all_to_all_sends_each_rank_its_share(ranks, per_node, both):
     rates = Rates(TENSOR / 2, TENSOR / 16, latency=0.25, compute=math.inf)
     work = Workload(sizes, Full(), make("contiguous", cp_size=ranks))
     grid = Topology(ranks, per_node, ranks)
-    (found,) = on_grid(work, grid, rates, FixedSettings("ring", "kv", 1))
+    (actual,) = on_grid(work, grid, rates, FixedSettings("ring", "kv", 1))
     each = [4 * (peers * (t / ranks + 0.25)) for peers, t in zip(both, (2, 16), strict=True)]
-    assert found.algorithm == "ulysses"
-    assert (found.forward.seconds, found.backward.seconds) == pytest.approx((max(each),) * 2)
-    assert (found.forward.intra, found.forward.inter) == pytest.approx(tuple(each))
+    assert actual.algorithm == "ulysses"
+    assert (actual.forward.seconds, actual.backward.seconds) == pytest.approx((max(each),) * 2)
+    assert (actual.forward.intra, actual.forward.inter) == pytest.approx(tuple(each))

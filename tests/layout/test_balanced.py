@@ -106,10 +106,10 @@ def test_pairs_by_formula_are_those_of_a_dense_table(windows):
 @example(Balanced(8, range(9)))
 @example(Balanced(3, [0, 0, 0, 9, 9]))
 def test_every_token_has_one_rank_and_ranks_have_equally_many(layout):
-    found = positions(layout)
+    actual = positions(layout)
     total = layout.bounds[-1]
-    assert {len(mine) for mine in found} == {total // layout.cp_size}
-    assert sorted(np.concatenate(found).tolist()) == list(range(total))
+    assert {len(mine) for mine in actual} == {total // layout.cp_size}
+    assert sorted(np.concatenate(actual).tolist()) == list(range(total))
 
 
 @given(packs(costs=COSTS))

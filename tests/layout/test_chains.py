@@ -75,8 +75,8 @@ def test_pieces_in_any_order(data, ranks, rows):
 
 
 def test_zigzag_goes_up_and_back():
-    found = chains(mb.layout.make("zigzag", cp_size=3), 12)
-    assert [Piece(*row) for row in found.table.tolist()] == [
+    actual = chains(mb.layout.make("zigzag", cp_size=3), 12)
+    assert [Piece(*row) for row in actual.table.tolist()] == [
         Piece(0, 0, 2, 0, 0),
         Piece(1, 0, 2, 0, 2),
         Piece(2, 0, 4, 0, 4),  # the turn
@@ -124,20 +124,20 @@ def test_spans_with_strides_are_refused():
 
 def test_one_rank_holds_one_piece_of_each_document():
     for name in ("contiguous", "zigzag", "striped"):
-        found = chains(mb.layout.make(name, cp_size=1), 8, [0, 3, 3, 8])
-        assert found.table.tolist() == [[0, 0, 3, 0, 0], [0, 3, 5, 2, 3]]
+        actual = chains(mb.layout.make(name, cp_size=1), 8, [0, 3, 3, 8])
+        assert actual.table.tolist() == [[0, 0, 3, 0, 0], [0, 3, 5, 2, 3]]
 
 
 def test_pieces_of_a_tree_continue_the_end_of_the_segment_above():
     tree = mb.masks.Tree([8, 8, 5, 4, 5, 8, 8, 0])  # rows 2..4 branch from row 1, as 5 and 6 do
-    found = chains(mb.layout.make("contiguous", cp_size=2), 8, tree=tree)
+    actual = chains(mb.layout.make("contiguous", cp_size=2), 8, tree=tree)
     #  positions          0  2  3  4  5  7 (padding)
-    assert found.table[:, 4].tolist() == [0, 2, 3, 4, 5, 7]
-    assert found.before.tolist() == [-1, 0, 1, 1, 0, -1]
-    assert found.begins.tolist() == [True, False, False, False, False, True]
-    assert found.ends.tolist() == [False, False, True, True, True, True]
+    assert actual.table[:, 4].tolist() == [0, 2, 3, 4, 5, 7]
+    assert actual.before.tolist() == [-1, 0, 1, 1, 0, -1]
+    assert actual.begins.tolist() == [True, False, False, False, False, True]
+    assert actual.ends.tolist() == [False, False, True, True, True, True]
     with pytest.raises(ValueError, match="backward: pieces of a tree"):
-        found.backward()
+        actual.backward()
     layout = mb.layout.make("contiguous", cp_size=2)
     with pytest.raises(ValueError, match="tree: mutually exclusive with cu_seqlens"):
         chains(layout, 8, [0, 8], tree=tree)

@@ -80,11 +80,11 @@ def test_rows_before_each_piece(data, name, ranks, width):
     for rank in range(ranks):
         assert preceding_and_most(table, width, rank)[1] == max(sent, default=0)
     for rank, got in enumerate(arrivals(routes, held)):
-        wanted = []
+        expected = []
         for position in table.table[table.of(rank), 4]:
             start = max(b for b in bounds if b <= position)
-            wanted += [p + 1 if p >= start else 0 for p in range(position - width + 1, position)]
-        assert got.tolist() == wanted
+            expected += [p + 1 if p >= start else 0 for p in range(position - width + 1, position)]
+        assert got.tolist() == expected
 
 
 def test_by_hand():

@@ -169,8 +169,8 @@ def test_a_call_over_three_ranks_by_joined_tiles(layout, ends, side, window):
         )
     torch.autograd.backward(outs, parts[3])
     assert oracle.worst(mb.unshard(outs, layout, dim=0), out) < 1e-11
-    for each, wanted in zip(shards, grads, strict=True):
-        assert oracle.worst(mb.unshard([x.grad for x in each], layout, dim=0), wanted) < 1e-11
+    for each, expected in zip(shards, grads, strict=True):
+        assert oracle.worst(mb.unshard([x.grad for x in each], layout, dim=0), expected) < 1e-11
     assert max(kernel.operator.calls) > 3
 
 
@@ -225,12 +225,12 @@ def test_joined_tiles_are_the_tiles(lengths, cut, left):
     cutter = Cutter(None, None, windows=True)
     for mask in (Documents(ends) & Causal(), Documents(ends), Documents(ends) & Window(left, 0)):
         tiles = cutter.tiles(mask, spans, spans)
-        found = []
+        actual = []
         for part in joined(tiles):
-            found += part.tiles if isinstance(part, JoinedTiles) else [part]
+            actual += part.tiles if isinstance(part, JoinedTiles) else [part]
             if isinstance(part, JoinedTiles):
                 joined_is_right(part)
-        assert sorted(map(repr, found)) == sorted(map(repr, tiles))
+        assert sorted(map(repr, actual)) == sorted(map(repr, tiles))
 
 
 def joined_is_right(part: JoinedTiles):

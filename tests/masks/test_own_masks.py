@@ -101,9 +101,9 @@ def test_calls_equal_dense_attention(nodes, per_node, algorithm, layout, name, a
     outs = in_process.attention(
         q, k, v, groups=groups, mask=mask, layout=layout, algorithm=algorithm
     )
-    found = [*outs, *torch.autograd.grad(outs, leaves, dout)]
-    wanted = [x[each] for x in (out, *gradients) for each in rows]
-    for part, truth in zip(found, wanted, strict=True):
+    actual = [*outs, *torch.autograd.grad(outs, leaves, dout)]
+    expected = [x[each] for x in (out, *gradients) for each in rows]
+    for part, truth in zip(actual, expected, strict=True):
         torch.testing.assert_close(part, truth, rtol=0, atol=1e-10)
 
 
@@ -126,11 +126,11 @@ def test_derived_viewers_lose_nothing(ranks, layout, name, all_derived):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_are_those_of_all_pairs(layout, name, monkeypatch):
     """Whether pieces are looked at one by one, or groups of them first."""
-    mask, found = OWN[name][0], []
+    mask, actual = OWN[name][0], []
     for pairs in (0, 1 << 60):
         monkeypatch.setattr(seen, "ALL_PAIRS", pairs)
-        found.append(seen.rows_seen(mask, shards(layout, 8), shards(layout, 8)))
-    for one, other in zip(*found, strict=True):
+        actual.append(seen.rows_seen(mask, shards(layout, 8), shards(layout, 8)))
+    for one, other in zip(*actual, strict=True):
         for a, b in zip((*one[:4], *one.partial), (*other[:4], *other.partial), strict=True):
             np.testing.assert_array_equal(a, b)
 

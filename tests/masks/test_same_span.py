@@ -111,9 +111,9 @@ def test_calls_equal_dense_attention(nodes, per_node, algorithm, layout, name, k
     outs = in_process.attention(
         q, k, v, groups=groups, mask=mask, layout=layout, algorithm=algorithm, kernel=kernel
     )
-    found = [*outs, *torch.autograd.grad(outs, leaves, dout)]
-    wanted = [x[each] for x in (out, *gradients) for each in rows]
-    for part, truth in zip(found, wanted, strict=True):
+    actual = [*outs, *torch.autograd.grad(outs, leaves, dout)]
+    expected = [x[each] for x in (out, *gradients) for each in rows]
+    for part, truth in zip(actual, expected, strict=True):
         torch.testing.assert_close(part, truth, rtol=0, atol=1e-10)
 
 

@@ -200,9 +200,9 @@ def test_viewers_are_those_that_see(mask):
     """For spans cut at the breaks and for others; `exact`: no more and no less."""
     spans = [Span(a, d, n) for a in range(0, S, 7) for d in (1, 4) for n in (1, 5, 12)]
     spans = [span for span in spans if span.last < S]
-    found = mask.viewers(Span(*np.array(spans).T))
+    actual = mask.viewers(Span(*np.array(spans).T))
     p = np.arange(S)[:, None]
-    for span, first, last, left, right, exact in zip(spans, *found, strict=True):
+    for span, first, last, left, right, exact in zip(spans, *actual, strict=True):
         k = span.positions()
         may = (first <= p) & (p <= last) & (p - left <= k) & (k <= p + right)
         assert not (mask.visible(p, k) & ~may).any()
@@ -225,10 +225,10 @@ def test_bundles_hold_every_row_once_for_those_that_want_it(mask, name, grain, m
     own = shards(name)
     rows = [len(positions(shard)) for shard in own]
     monkeypatch.setattr(demand, "GRAIN", max(1, max(rows) // grain))
-    wanted = demand.visibility_of(mask, own, own)
+    expected = demand.visibility_of(mask, own, own)
     truth = sees(mask, own, own)
-    for bundles, table, found in zip(
-        (wanted.queries, wanted.keys), truth, rows_seen(mask, own, own), strict=True
+    for bundles, table, actual in zip(
+        (expected.queries, expected.keys), truth, rows_seen(mask, own, own), strict=True
     ):
         got = [np.zeros((n, 4), dtype=int) for n in rows]
         once = [np.zeros(n, dtype=int) for n in rows]
@@ -236,7 +236,7 @@ def test_bundles_hold_every_row_once_for_those_that_want_it(mask, name, grain, m
             once[bundles.owner[of]][first : first + n] += 1
             got[bundles.owner[of]][first : first + n] += bundles.users[of]
         assert all((each == 1).all() for each in once)
-        exact = told(found, rows)
+        exact = told(actual, rows)
         for owner in range(4):
             table[owner][:, owner] = exact[owner][:, owner] = False  # they are at home
             assert not (table[owner] & (got[owner] == 0)).any()
@@ -253,11 +253,11 @@ def test_few_bundles_of_many_ranks(monkeypatch):
     monkeypatch.setattr("megatron_burst.schedule.bundles.CELLS", 16 * 2)
     own = shards("pieces")
     rows = [len(positions(shard)) for shard in own]
-    found = demand.visibility_of(DOCUMENTS & Causal(), own, own).keys
-    assert np.bincount(found.owner).max() == 2
+    actual = demand.visibility_of(DOCUMENTS & Causal(), own, own).keys
+    assert np.bincount(actual.owner).max() == 2
     got = [np.zeros((n, 4), dtype=bool) for n in rows]
-    for of, first, n in zip(*found.runs, strict=True):
-        got[found.owner[of]][first : first + n] = found.users[of]
+    for of, first, n in zip(*actual.runs, strict=True):
+        got[actual.owner[of]][first : first + n] = actual.users[of]
     for owner, table in enumerate(sees(DOCUMENTS & Causal(), own, own)[1]):
         table[:, owner] = False
         assert not (table & ~got[owner]).any()

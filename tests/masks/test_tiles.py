@@ -50,9 +50,9 @@ def painted(tiles, rows, columns):
 @given(cutters, masks, st.lists(spans(), min_size=1, max_size=3), st.lists(spans(), min_size=1))
 def test_tiles_are_the_visible_pairs_each_once(cutter, mask, q_spans, k_spans):
     """Any mask, any spans in any order, however finely cut."""
-    wanted = np.block([[table(mask, q, k) for k in k_spans] for q in q_spans])
-    got = painted(cutter.tiles(mask, q_spans, k_spans), *wanted.shape)
-    assert got.tolist() == wanted.astype(int).tolist()
+    expected = np.block([[table(mask, q, k) for k in k_spans] for q in q_spans])
+    got = painted(cutter.tiles(mask, q_spans, k_spans), *expected.shape)
+    assert got.tolist() == expected.astype(int).tolist()
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 4])
@@ -63,9 +63,9 @@ def test_tiles_of_every_band(block):
     for (rows, columns, ahead), left, right in product(shapes, (0, 1, 3, 20), (0, 1, 20)):
         spans_of = [Span(4, 1, rows)], [Span(4 + ahead, 1, columns)]
         distance = np.arange(columns)[None, :] + ahead - np.arange(rows)[:, None]
-        wanted = (distance >= -left) & (distance <= right)
+        expected = (distance >= -left) & (distance <= right)
         got = painted(cutter.tiles(Window(left, right), *spans_of), rows, columns)
-        assert got.tolist() == wanted.astype(int).tolist(), (rows, columns, ahead, left, right)
+        assert got.tolist() == expected.astype(int).tolist(), (rows, columns, ahead, left, right)
 
 
 def shown_by(left, right, q, k):
@@ -81,13 +81,13 @@ def test_a_window_is_one_tile_for_a_kernel_that_takes_windows():
     shapes = product((1, 5, 8), (1, 4, 7, 8), range(-4, 5), (1, 3))
     for (rows, columns, ahead, stride), left, right in product(shapes, (0, 1, 3, 9), (0, 2, None)):
         q, k = Span(4, stride, rows), Span(4 + ahead, stride, columns)
-        wanted = shown_by(left, right, q, k)
+        expected = shown_by(left, right, q, k)
         got = cutter.tiles(Window(left, right), [q], [k])
-        assert painted(got, rows, columns).tolist() == wanted.astype(int).tolist()
+        assert painted(got, rows, columns).tolist() == expected.astype(int).tolist()
         bands = [tile for tile in got if tile.band]
         assert len(bands) <= 1
         assert all(tile.shape[0] <= tile.shape[1] for tile in bands)
-        if wanted[wanted.any(axis=1), 0].all():
+        if expected[expected.any(axis=1), 0].all():
             assert not bands
         else:
             with pytest.raises(ValueError, match="takes neither windows nor tables"):
@@ -101,8 +101,8 @@ def test_a_window_over_the_pairs_of_a_ring(layout):
     cutter = Cutter(None, None, windows=True)
     for q, k in product(shards, shards):
         got = cutter.tiles(Window(7, 0), q, k)
-        wanted = np.block([[shown_by(7, 0, a, b) for b in k] for a in q])
-        assert painted(got, 12, 12).tolist() == wanted.astype(int).tolist()
+        expected = np.block([[shown_by(7, 0, a, b) for b in k] for a in q])
+        assert painted(got, 12, 12).tolist() == expected.astype(int).tolist()
         assert len(got) <= len(q) * len(k)
 
 
@@ -116,9 +116,11 @@ def test_tiles_of_every_pair_of_ranks_are_the_dense_mask(ranks, layout, mask):
     spans_of = [mb.layout.make(layout, cp_size=ranks).spans(r, length) for r in range(ranks)]
     rule = {"full": Full(), "causal": Causal()}[mask]
     for i, j in product(range(ranks), range(ranks)):
-        wanted = seen[positions[i]][:, positions[j]].int().tolist()
+        expected = seen[positions[i]][:, positions[j]].int().tolist()
         for cutter in (WHOLE, Cutter(5, 8)):
-            assert painted(cutter.tiles(rule, spans_of[i], spans_of[j]), 12, 12).tolist() == wanted
+            assert (
+                painted(cutter.tiles(rule, spans_of[i], spans_of[j]), 12, 12).tolist() == expected
+            )
 
 
 def test_zigzag_makes_few_calls():
@@ -146,9 +148,9 @@ def test_a_full_pair_is_one_call():
 def test_a_triangle_is_cut_by_halves():
     """Few large squares and small triangles: every row is merged a logarithmic number of times."""
     got = Cutter(band_rows=4, table_rows=4).tiles(Causal(), [Span(0, 1, 16)], [Span(0, 1, 16)])
-    found = {(t.rows.start, t.columns.start, *t.shape, t.triangle) for t in got}
+    actual = {(t.rows.start, t.columns.start, *t.shape, t.triangle) for t in got}
     squares = {(4, 0, 4, 4, False), (8, 0, 8, 8, False), (12, 8, 4, 4, False)}
-    assert found == squares | {(a, a, 4, 4, True) for a in (0, 4, 8, 12)}
+    assert actual == squares | {(a, a, 4, 4, True) for a in (0, 4, 8, 12)}
 
 
 def test_residues_of_a_dilated_mask_are_whole():
@@ -174,8 +176,8 @@ def test_little_is_computed_that_is_not_visible(mask, layout, limit, local):
     order = mb.layout.make(layout, cp_size=8192 // local)
     shards = [order.spans(rank, 8192) for rank in range(order.cp_size)]
     cutter = Cutter(*CpuFlash.limits)
-    found = [t for q, k in product(shards, shards) for t in cutter.tiles(mask, q, k)]
-    assert sum(t.computed for t in found) <= limit * sum(t.visible for t in found)
+    actual = [t for q, k in product(shards, shards) for t in cutter.tiles(mask, q, k)]
+    assert sum(t.computed for t in actual) <= limit * sum(t.visible for t in actual)
 
 
 BLOCKS_OF_4 = np.random.default_rng(1).random((256, 256)) < 0.25
@@ -202,8 +204,8 @@ def test_where_parts_would_be_tiny_a_table_takes_their_place(name, layout):
     cutter, count = Cutter(*CpuFlash.limits), 0
     for i, j in product(range(4), range(4)):
         got = cutter.tiles(mask, shards[i], shards[j])
-        wanted = rule(positions[i][:, None], positions[j][None, :])
-        assert np.array_equal(painted(got, 256, 256), wanted)
+        expected = rule(positions[i][:, None], positions[j][None, :])
+        assert np.array_equal(painted(got, 256, 256), expected)
         count += len(got)
     short = name == "documents of 10" and layout == "contiguous"  # few pairs, each in a small tile
     assert count <= (112 if short else 40)

@@ -173,7 +173,7 @@ def tree(length):
 def test_masks_of_the_package_are_right(length):
     bounds = sorted({0, length // 7, length // 3, length})
     spans = [(length // 3, length // 2)] if length >= 6 else []
-    found = [
+    actual = [
         *(mask for mask in ATOMS if not isinstance(mask, OF_ONE_LENGTH)),
         mb.masks.Documents(bounds) & mb.masks.Causal(),
         mb.masks.Documents(bounds, padding=[len(bounds) - 2]),
@@ -181,10 +181,10 @@ def test_masks_of_the_package_are_right(length):
         mb.masks.BlockSparse(np.tri(1), length),
     ]  # fmt: skip
     if length <= 1000:
-        found.append(mb.masks.Dense(np.random.default_rng(0).random((length, length)) < 0.5))
+        actual.append(mb.masks.Dense(np.random.default_rng(0).random((length, length)) < 0.5))
     if 8 <= length <= 1000:
-        found.append(tree(length))
-    for mask in found:
+        actual.append(tree(length))
+    for mask in actual:
         mb.masks.check(mask, length)
 
 
@@ -249,9 +249,9 @@ def test_a_mask_without_cover_is_right(layout, algorithm):
     outs = in_process.attention(
         q, k, v, groups=groups, mask=OnlyVisible(), layout=layout, algorithm=algorithm
     )
-    found = [*outs, *torch.autograd.grad(outs, leaves, dout)]
-    wanted = [x[each] for x in (out, *gradients) for each in rows]
-    for part, truth in zip(found, wanted, strict=True):
+    actual = [*outs, *torch.autograd.grad(outs, leaves, dout)]
+    expected = [x[each] for x in (out, *gradients) for each in rows]
+    for part, truth in zip(actual, expected, strict=True):
         torch.testing.assert_close(part, truth, rtol=0, atol=1e-10)
 
 

@@ -120,13 +120,13 @@ def test_an_owner_has_at_most_as_many_bundles_as_a_set_has_bits(monkeypatch, cel
     runs += [(rank, 0, 1, set()) for rank in range(1, 8)]
     got = made(runs, 8)
     asked = np.array([[rank in users for rank in range(8)] for *_, users in runs])
-    found = dense_wanted(got, [128] + [1] * 7)
-    assert (found >= asked).all()
+    actual = dense_wanted(got, [128] + [1] * 7)
+    assert (actual >= asked).all()
     # The joined ones want what all do, so they are one bundle with the rows that all want.
     assert got.number.max() == most - 2
-    changed = (found != asked).any(axis=1)
+    changed = (actual != asked).any(axis=1)
     assert changed.sum() == 128 - (most - 1)
-    assert found[changed].tolist() == [[False] + [True] * 7] * changed.sum()
+    assert actual[changed].tolist() == [[False] + [True] * 7] * changed.sum()
 
 
 def test_positions_of_rows():
@@ -228,13 +228,13 @@ def test_what_is_wanted_is_all_that_is_seen(world, pairs):
     queries, keys, visible = asked_by(world)
     rows = rows_on(world)
     for bundles, seen in ((got.queries, queries), (got.keys, keys)):
-        found = dense_wanted(bundles, rows)
-        assert (found >= seen).all()
+        actual = dense_wanted(bundles, rows)
+        assert (actual >= seen).all()
         whole = dense_wanted(bundles.whole(), rows)
-        assert (whole >= found).all()
+        assert (whole >= actual).all()
         for owner in range(world.grid.size):
             mine = np.repeat(np.arange(len(rows)), rows) == owner
-            assert (whole[mine] == found[mine].any(axis=0)).all()
+            assert (whole[mine] == actual[mine].any(axis=0)).all()
     assert (got.visible >= visible).all()
 
 

@@ -119,9 +119,9 @@ def test_gradients_nobody_needs_do_not_travel(needs, kv, query):
     grid = Grid(1, 2)
     have = sizes(8, 4, 16, 24, needs=needs)
     activations = {"kv": 30 * 4 * 40 * 2, "query": 30 * 8 * 40 * 2 + 30 * 8 * 8}
-    for side, wanted in (("kv", kv), ("query", query)):
+    for side, expected in (("kv", kv), ("query", query)):
         got = backward_traffic("ring", grid, 0, have, side)
-        assert got.total == activations[side] + wanted
+        assert got.total == activations[side] + expected
 
 
 @pytest.mark.parametrize("grid", [Grid(1, 2), Grid(1, 4), Grid(2, 2), Grid(2, 4), Grid(4, 2)])
@@ -291,8 +291,8 @@ def test_a_window_of_4k_over_64_ranks_of_16k_rows(name, whole, rows, busiest):
 
 def test_visible_pairs_are_counted():
     spans = [Span(0, 2, 5)], [Span(1, 3, 6)]
-    wanted = sum(k <= q for q in (0, 2, 4, 6, 8) for k in (1, 4, 7, 10, 13, 16))
-    assert visible_pairs(masks.Causal(), *spans) == wanted
+    expected = sum(k <= q for q in (0, 2, 4, 6, 8) for k in (1, 4, 7, 10, 13, 16))
+    assert visible_pairs(masks.Causal(), *spans) == expected
 
 
 def test_a_pair_in_parts_is_shared_by_rows():
@@ -332,9 +332,9 @@ def test_auto_takes_the_side_with_fewer_bytes_of_all_that_there_are(algorithm):
                  for side in SIDES}  # fmt: skip
         sent = {side: sum(traffic(each, None, have).total for each in passes)
                 for side, passes in every.items()}  # fmt: skip
-        found = backward_schedules(algorithm, grid, chunks, have)
-        assert [each.side for each in found] == [min(SIDES, key=sent.__getitem__)] * 2
-        routes = [each.route for each in every[found[0].side]]
-        assert [each.route for each in found] == routes
-        taken.add(found[0].side)
+        actual = backward_schedules(algorithm, grid, chunks, have)
+        assert [each.side for each in actual] == [min(SIDES, key=sent.__getitem__)] * 2
+        routes = [each.route for each in every[actual[0].side]]
+        assert [each.route for each in actual] == routes
+        taken.add(actual[0].side)
     assert taken == {*SIDES} or algorithm == "tile"

@@ -27,13 +27,15 @@ def held(schedule, rank=0):
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(1, 0), (2, 1), (3, 2), (4, 2), (8, 2)])
 def test_a_ring_holds_what_it_computes_with_and_what_arrives(ranks, chunks):
-    wanted = all_visible(ranks, ROWS)
-    assert held(forward("ring", Grid(1, ranks), visibility=wanted, row_bytes=THERE)) == chunks * 20
+    visibility = all_visible(ranks, ROWS)
+    assert (
+        held(forward("ring", Grid(1, ranks), visibility=visibility, row_bytes=THERE)) == chunks * 20
+    )
 
 
 def test_a_backward_of_two_ranks():
-    wanted = all_visible(2, ROWS)
-    schedule = backward("ring", Grid(1, 2), "kv", visibility=wanted, row_bytes=BACK)
+    visibility = all_visible(2, ROWS)
+    schedule = backward("ring", Grid(1, 2), "kv", visibility=visibility, row_bytes=BACK)
     # Step 1: the keys of the other rank (20) and their gradient (14). Then the gradient leaves
     # while that of the own keys arrives: 28.
     assert held(schedule) == 20 + 14
@@ -43,15 +45,15 @@ def test_a_backward_of_two_ranks():
 
 
 def test_all_gather_holds_everything():
-    wanted, grid = all_visible(4, ROWS), Grid(1, 4)
-    assert held(forward("all_gather", grid, visibility=wanted, row_bytes=THERE)) == 3 * 20
-    back = backward("all_gather", grid, "kv", visibility=wanted, row_bytes=BACK._replace(dkv=0))
+    visibility, grid = all_visible(4, ROWS), Grid(1, 4)
+    assert held(forward("all_gather", grid, visibility=visibility, row_bytes=THERE)) == 3 * 20
+    back = backward("all_gather", grid, "kv", visibility=visibility, row_bytes=BACK._replace(dkv=0))
     assert held(back) == 3 * 20
 
 
 def test_a_tile_holds_partial_outputs_and_the_plan_says_how_much():
-    wanted = all_visible(4, ROWS)
-    schedule = forward("tile", Grid(2, 2), visibility=wanted, row_bytes=THERE)
+    visibility = all_visible(4, ROWS)
+    schedule = forward("tile", Grid(2, 2), visibility=visibility, row_bytes=THERE)
     # The other rank's keys (20) and queries (6), and their partial output (10).
     assert held(schedule) == 20 + 6 + 10
     q = [torch.zeros(4, 1, 2, 4) for _ in range(4)]
@@ -65,12 +67,12 @@ def test_a_tile_holds_partial_outputs_and_the_plan_says_how_much():
 EACH = RowBytes(kv=1, query=0, dkv=0, dquery=0, out=0), RowBytes(1, 0, 1, 0, 0)
 
 
-def most_held(algorithm, grid, asked, passes=EACH):
+def most_held(algorithm, grid, visibility, passes=EACH):
     """Of each pass, the rows that the fullest rank holds."""
     route = "direct" if algorithm == "burst" else "ring"
     there, back = passes
-    made = (forward(algorithm, grid, visibility=asked, row_bytes=there, route=route),
-            backward(algorithm, grid, "kv", visibility=asked, row_bytes=back,
+    made = (forward(algorithm, grid, visibility=visibility, row_bytes=there, route=route),
+            backward(algorithm, grid, "kv", visibility=visibility, row_bytes=back,
                      route=route))  # fmt: skip
     return [max(held(each, rank) for rank in range(grid.size)) for each in made]
 
@@ -94,10 +96,10 @@ def test_rows_sent_long_before_their_use_take_the_room_of_whole_chunks(
 ):
     """At most a tenth more than where all see everything, or than what hops that are a step or two
     ahead take of the same documents; and half of these are sent further ahead."""
-    rows, real, found = 64, Demand.ahead, Counter()
+    rows, real, actual = 64, Demand.ahead, Counter()
 
     def ahead(self, *given):
-        found[real(self, *given) > given[-1]] += 1
+        actual[real(self, *given) > given[-1]] += 1
         return real(self, *given)
 
     most = most_held(algorithm, grid, all_visible(grid.size, rows))
@@ -108,7 +110,7 @@ def test_rows_sent_long_before_their_use_take_the_room_of_whole_chunks(
         late = most_held(algorithm, grid, asked)
         for mine, dense, before in zip(early, most, late, strict=True):
             assert mine <= 1.1 * max(dense, before)
-    assert found[True] >= found.total() / 4
+    assert actual[True] >= actual.total() / 4
 
 
 class Unlimited(NamedTuple):

@@ -68,8 +68,8 @@ def case(mask, layout, size, rows=ROWS):
     return visibility_of(mask, shards, shards), dense(mask, shards)
 
 
-def multicast(grid, asked, side="kv", row_bytes=FORWARD):
-    return Schedule(grid, side, asked, row_bytes, algorithm="multicast")
+def multicast(grid, visibility, side="kv", row_bytes=FORWARD):
+    return Schedule(grid, side, visibility, row_bytes, algorithm="multicast")
 
 
 def loads(schedule, accumulated=False):
@@ -101,8 +101,8 @@ def needed(seen, grid, side):
 def test_every_pair_once_everything_home_and_nothing_crosses_twice(grid, mask):
     for number, (side, row_bytes) in enumerate(PASSES):
         layout = ("zigzag", "contiguous", "striped")[(grid.size + number) % 3]
-        asked, seen = case(mask, layout, grid.size)
-        schedule = multicast(grid, asked, side, row_bytes)
+        visibility, seen = case(mask, layout, grid.size)
+        schedule = multicast(grid, visibility, side, row_bytes)
         act_out(schedule, grid, seen)
         act_out(schedule, grid, seen, programs=[schedule.program(r) for r in range(grid.size)])
         least = needed(seen, grid, side)
@@ -123,8 +123,8 @@ def test_any_visibility_of_any_rows(grid, which, density, seed):
     rank = np.repeat(np.arange(grid.size), rows)
     chance = density * random.choice([0, 0.2, 1, 5], size=(2, grid.size))
     seen = random.random((len(rank),) * 2) < chance[0, rank][:, None] * chance[1, rank]
-    asked = from_dense(seen, rank, grid.size)
-    schedule = multicast(grid, asked, side, row_bytes)
+    visibility = from_dense(seen, rank, grid.size)
+    schedule = multicast(grid, visibility, side, row_bytes)
     act_out(schedule, grid, seen)
     act_out(schedule, grid, seen, programs=[schedule.program(r) for r in range(grid.size)])
 
@@ -148,8 +148,8 @@ def from_dense(seen, rank, size):
 def test_a_planted_second_crossing_is_noticed():
     """The counts above would notice: one message doubled, as if two ranks of a node asked."""
     grid = Grid(2, 2)
-    asked, seen = case("causal", "zigzag", 4)
-    schedule = multicast(grid, asked)
+    visibility, seen = case("causal", "zigzag", 4)
+    schedule = multicast(grid, visibility)
     moved = schedule.tables.transfers
     again = np.r_[np.arange(len(moved.owner)), np.flatnonzero(moved.between(grid))[:1]]
     schedule.__dict__["tables"] = schedule.tables._replace(transfers=moved.where(again))
@@ -195,9 +195,9 @@ def test_between_eight_nodes_of_eight_the_union_crosses(mask, layout):
         visible, first = mb.masks.Window(300, 0), np.maximum(first - 300, 0)
     else:
         visible, first = mb.masks.Causal(), np.zeros(total, dtype=int)
-    asked = visibility_of(visible, shards, shards)
+    visibility = visibility_of(visible, shards, shards)
     for row_bytes in (FORWARD, BACKWARD):
-        schedule = multicast(grid, asked, "kv", row_bytes)
+        schedule = multicast(grid, visibility, "kv", row_bytes)
         least = needed_of_intervals(first, shards, grid)
         got = loads(schedule)[0][1].reshape(grid).sum(axis=1)
         assert got.tolist() == least
@@ -210,8 +210,8 @@ def test_block_sparse_between_eight_nodes_of_eight():
     grid, rows = Grid(8, 8), 16
     total = grid.size * rows
     visible, shards = blocks(0, total, 16, 0.05), sharded("zigzag", grid.size, total)
-    asked, seen = visibility_of(visible, shards, shards), dense(visible, shards)
-    got = loads(multicast(grid, asked))[0][1].reshape(grid).sum(axis=1)
+    visibility, seen = visibility_of(visible, shards, shards), dense(visible, shards)
+    got = loads(multicast(grid, visibility))[0][1].reshape(grid).sum(axis=1)
     assert got.tolist() == needed(seen, grid, "kv").tolist()
 
 
@@ -239,12 +239,12 @@ def test_a_hot_owner_is_spread_over_peers_and_nodes(grid, monkeypatch):
     """Everybody wants all of rank 0 and little else."""
     rows, total = 256, grid.size * 256
     visible, shards = mb.masks.Prefix(rows), sharded("contiguous", grid.size, total)
-    asked = visibility_of(visible, shards, shards)
-    spread = multicast(grid, asked)
+    visibility = visibility_of(visible, shards, shards)
+    spread = multicast(grid, visibility)
     crossing = loads(spread)[0].sum()
     with monkeypatch.context() as patch:
         patch.setattr("megatron_burst.schedule.algorithms.multicast.routes", plain)
-        direct = multicast(grid, replace(asked))
+        direct = multicast(grid, replace(visibility))
         assert busiest(direct)[0].max() > 2
         assert loads(direct)[0].sum() == crossing, "nothing crosses twice"
         if grid.intra > 2:
@@ -264,10 +264,10 @@ def test_rails_carry_no_more_than_they_must(monkeypatch):
     grid, rows = Grid(8, 8), 1024
     total = grid.size * rows
     visible, shards = mb.masks.Window(256, 0), sharded("contiguous", grid.size, total)
-    asked = visibility_of(visible, shards, shards)
-    assert busiest(multicast(grid, asked))[0].max() < 1.3  # seven of eight nodes send: 8 / 7
+    visibility = visibility_of(visible, shards, shards)
+    assert busiest(multicast(grid, visibility))[0].max() < 1.3  # seven of eight nodes send: 8 / 7
     monkeypatch.setattr("megatron_burst.schedule.algorithms.multicast.routes", plain)
-    assert busiest(multicast(grid, replace(asked)))[0].max() > 9
+    assert busiest(multicast(grid, replace(visibility)))[0].max() > 9
 
 
 def test_a_rail_that_only_receives_too_much_is_relieved():
@@ -290,17 +290,17 @@ def test_passes_of_the_same_rows_share_their_paths(name):
     """Forward and backwards of both sides, of two algorithms, have the tables that
     each has of its own; paths are made once for each side."""
     grid = Grid(2, 4)
-    asked, _ = case(name, "zigzag", grid.size)
+    visibility, _ = case(name, "zigzag", grid.size)
     for algorithm in ("multicast", "prefetch"):
         for side, sizes in PASSES:
             shared, alone = (
                 Schedule(grid, side, each, sizes, algorithm=algorithm).tables
-                for each in (asked, replace(asked))
+                for each in (visibility, replace(visibility))
             )
             assert shared.digest == alone.digest
             for one, other in zip(shared[1:3], alone[1:3], strict=True):
                 assert all(np.array_equal(x, y) for x, y in zip(one, other, strict=True))
-    assert len(asked.common) == 2
+    assert len(visibility.common) == 2
 
 
 def test_a_plan_keeps_no_paths():
@@ -316,11 +316,11 @@ def test_where_rails_are_even_everything_stays_on_its_own():
     """Nothing is cut and no hop is added where owners' rails carry alike."""
     grid = Grid(4, 4)
     for mask in ("full", "causal"):
-        asked, _ = case(mask, "zigzag", grid.size)
-        found, bundles = rails.routes(asked.keys, grid), asked.keys
-        assert len(found.bundles.owner) == len(bundles.owner)
-        assert (found.carrier == found.bundles.owner % grid.intra).all()
-        assert not found.handed.any()
+        visibility, _ = case(mask, "zigzag", grid.size)
+        actual, bundles = rails.routes(visibility.keys, grid), visibility.keys
+        assert len(actual.bundles.owner) == len(bundles.owner)
+        assert (actual.carrier == actual.bundles.owner % grid.intra).all()
+        assert not actual.handed.any()
 
 
 def test_bundles_that_were_cut_are_the_same_rows():
@@ -418,7 +418,7 @@ def test_a_hot_owner_of_a_single_node_hands_parts_to_its_peers():
     """Eight ranks, all want what rank 0 has: its link carries two shards, not seven."""
     grid, rows = Grid(1, 8), 64
     shards = sharded("contiguous", grid.size, grid.size * rows)
-    asked = visibility_of(mb.masks.Prefix(rows), shards, shards)
-    sent, got = loads(multicast(grid, asked))[1]
+    visibility = visibility_of(mb.masks.Prefix(rows), shards, shards)
+    sent, got = loads(multicast(grid, visibility))[1]
     assert got.tolist() == [0, *[rows] * 7]
     assert sent.max() <= 2 * rows

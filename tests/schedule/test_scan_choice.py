@@ -81,9 +81,9 @@ def test_blocks_of_maps_by_columns_bring_the_transition_each_time():
     """Four heads in eight blocks: each head's columns in two, its transition with both."""
     hops, _, _ = made("two_level", 8, 8, 8)
     for form, elements in ELEMENTS.items():
-        found = sizes(form).of(hops, 8)
-        wanted = STATE // 8 + np.where(hops.kind, 2 * elements * 4, 0)
-        assert found.tolist() == wanted.tolist()
+        actual = sizes(form).of(hops, 8)
+        expected = STATE // 8 + np.where(hops.kind, 2 * elements * 4, 0)
+        assert actual.tolist() == expected.tolist()
     rows = ScanSizes(1, 1, 16, 1, "vector").of(hops, 8)  # of rows: each has its factors
     assert rows.tolist() == np.where(hops.kind, 2 * (2 * 4), 2 * 4).tolist()
 
@@ -98,13 +98,13 @@ def test_seconds_by_hand():
     """Two nodes of two; each hop of 100 bytes 1 + 1 + 2 seconds within a node, 2 + 10 + 2 between;
     each round half a second to start."""
     hops, _, topology = made("ring", 4, 2)
-    found = scan_seconds(hops, topology, ONE, 1, LINKS)
-    assert found.tolist() == [2.5, 4.5 + 12.5, 4.5 + 14.5 + 2.5, 4.5 + 14.5 + 4.5]
+    actual = scan_seconds(hops, topology, ONE, 1, LINKS)
+    assert actual.tolist() == [2.5, 4.5 + 12.5, 4.5 + 14.5 + 2.5, 4.5 + 14.5 + 4.5]
     # In two blocks 0.5 + 1.5 within the node, 0.5 + 7 between, and 1 to fold in: rank 1 has the
     # first at 3, and has sent both at 10.5 and 18; rank 2 has the second at 19.
     hops, _, topology = made("scan", 4, 2, 2)
-    found = scan_seconds(hops, topology, ONE, 2, LINKS)
-    assert found.tolist() == [4.0, 18.0, 21.0, 22.0]
+    actual = scan_seconds(hops, topology, ONE, 2, LINKS)
+    assert actual.tolist() == [4.0, 18.0, 21.0, 22.0]
 
 
 def test_what_one_rank_gets_from_many_comes_one_behind_the_other():
@@ -157,8 +157,8 @@ def slow(hops, topology, state, blocks, links):
 def test_the_simulator_agrees_with_a_slow_one(algorithm, grid, layout, cut, blocks, form):
     bounds = [0, *sorted({cut, 3 * grid[0] - cut, 4 * grid[0]} - {0})]
     hops, _, topology = made(algorithm, *grid, blocks, layout, bounds)
-    found = scan_seconds(hops, topology, sizes(form), blocks, LINKS)
-    np.testing.assert_allclose(found, slow(hops, topology, sizes(form), blocks, LINKS), rtol=1e-12)
+    actual = scan_seconds(hops, topology, sizes(form), blocks, LINKS)
+    np.testing.assert_allclose(actual, slow(hops, topology, sizes(form), blocks, LINKS), rtol=1e-12)
 
 
 # --- the choice ----------------------------------------------------------------------------
@@ -172,15 +172,15 @@ GRIDS = [(2, 2), (8, 4), (16, 8), (32, 8)]
 @pytest.mark.parametrize("grid", GRIDS)
 def test_the_choice_is_nearly_the_quickest(grid, state, layout):
     """Of all algorithms with all powers of two as blocks, by the simulator."""
-    found = chains(mb.layout.make(layout, cp_size=grid[0]), 4 * grid[0])
+    actual = chains(mb.layout.make(layout, cp_size=grid[0]), 4 * grid[0])
     topology, quickest = Topology(*grid), float("inf")
     for name in SCANS:
         for blocks in 2 ** np.arange(9):
-            hops = SCANS[name](Task(found, topology, int(blocks)))
+            hops = SCANS[name](Task(actual, topology, int(blocks)))
             seconds = scan_seconds(hops, topology, state, int(blocks), NOMINAL).max()
             quickest = min(quickest, seconds)
-    chosen = choose(found, topology, state)
-    hops = SCANS[chosen.algorithm](Task(found, topology, chosen.blocks))
+    chosen = choose(actual, topology, state)
+    hops = SCANS[chosen.algorithm](Task(actual, topology, chosen.blocks))
     seconds = scan_seconds(hops, topology, state, chosen.blocks, NOMINAL).max()
     assert chosen.seconds == seconds
     assert seconds <= 1.05 * quickest
@@ -190,59 +190,59 @@ def test_the_choice_is_nearly_the_quickest(grid, state, layout):
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_blocks_of_a_scan_are_nearly_the_best(layout):
-    found, topology = made("ring", 64, 8, layout=layout)[1:]
+    actual, topology = made("ring", 64, 8, layout=layout)[1:]
     for name in ("scan", "two_level"):
         seconds = {}
-        for blocks in (1, 2, 4, 8, 16, 32, 64, blocks_for(name, found, topology, BIG)):
-            hops = SCANS[name](Task(found, topology, blocks))
+        for blocks in (1, 2, 4, 8, 16, 32, 64, blocks_for(name, actual, topology, BIG)):
+            hops = SCANS[name](Task(actual, topology, blocks))
             seconds[blocks] = scan_seconds(hops, topology, BIG, blocks, NOMINAL).max()
         assert seconds[blocks] <= 1.01 * min(seconds.values())
-    assert blocks_for("ring", found, topology, BIG) == 1
-    assert blocks_for("all_gather", found, topology, BIG) == 1
+    assert blocks_for("ring", actual, topology, BIG) == 1
+    assert blocks_for("all_gather", actual, topology, BIG) == 1
 
 
 def test_small_states_are_gathered_and_large_ones_take_all_nics():
-    found, topology = made("ring", 8, 4)[1:]
-    assert choose(found, topology, SMALL).algorithm == "all_gather"
-    chosen = choose(found, topology, BIG)
+    actual, topology = made("ring", 8, 4)[1:]
+    assert choose(actual, topology, SMALL).algorithm == "all_gather"
+    chosen = choose(actual, topology, BIG)
     assert (chosen.algorithm, chosen.blocks) == ("two_level", 4)
     assert chosen.describe().startswith("two_level in 4 blocks, 62 us predicted; all_gather 97.4")
     # Where every rank has a node of its own, a scan in blocks is the same and as quick.
-    found, topology = made("ring", 32, 1)[1:]
-    chosen = choose(found, topology, ScanSizes(1, 64, 128, 128, "scalar"))
+    actual, topology = made("ring", 32, 1)[1:]
+    chosen = choose(actual, topology, ScanSizes(1, 64, 128, 128, "scalar"))
     assert chosen.blocks > 1
     assert {n: s for n, _, s in chosen.tried}["scan"] == chosen.seconds
 
 
 def test_other_links_give_another_choice():
     """No latency: parts as small as can be. Only latency: few messages in a row."""
-    found, topology = made("ring", 8, 4)[1:]
+    actual, topology = made("ring", 8, 4)[1:]
     free = links_of(mb.Rates(200e9, 25e9))
     assert free == Links(200e9, 25e9)
-    assert blocks_for("scan", found, topology, BIG, free) == 256
+    assert blocks_for("scan", actual, topology, BIG, free) == 256
     slow = links_of(mb.Rates(200e9, 25e9, latency=1.0, posting=1.0))
     assert (slow.intra_latency, slow.inter_latency, slow.posting) == (1.0, 1.0, 1.0)
-    assert blocks_for("scan", found, topology, BIG, slow) == 1
+    assert blocks_for("scan", actual, topology, BIG, slow) == 1
     assert links_of(None) == NOMINAL
 
 
 def test_chains_that_travel_nowhere():
-    found = chains(mb.layout.make("contiguous", cp_size=4), 16, [0, 4, 8, 12, 16])
-    chosen = choose(found, Topology(4, 2), BIG)
+    actual = chains(mb.layout.make("contiguous", cp_size=4), 16, [0, 4, 8, 12, 16])
+    chosen = choose(actual, Topology(4, 2), BIG)
     assert (chosen.algorithm, chosen.blocks, chosen.seconds) == ("all_gather", 1, 0.0)
-    assert blocks_for("two_level", found, Topology(4, 2), BIG) == 1
+    assert blocks_for("two_level", actual, Topology(4, 2), BIG) == 1
 
 
 def test_another_grid_is_refused():
-    found = made("ring", 4, 2)[1]
+    actual = made("ring", 4, 2)[1]
     with pytest.raises(ValueError, match="topology: it has 8 ranks, but the chains have 4"):
-        choose(found, Topology(8, 2), BIG)
+        choose(actual, Topology(8, 2), BIG)
 
 
 @pytest.mark.parametrize(("ranks", "limit"), [(64, 0.1), (1024, 2.0)])
 def test_choosing_takes_little_time(ranks, limit):
     """About 5 ms and 200 ms; the limits leave room for slow machines."""
-    found, topology = made("ring", ranks, 8, layout="zigzag")[1:]
+    actual, topology = made("ring", ranks, 8, layout="zigzag")[1:]
     start = time.process_time()
-    choose(found, topology, BIG)
+    choose(actual, topology, BIG)
     assert time.process_time() - start < limit

@@ -25,10 +25,10 @@ GRIDS.append((8, 8))
 def test_every_piece_gets_its_state(algorithm, ranks, per_node):
     for layout, bounds in scan_oracle.cases(ranks, per_node):
         forward = chains(layout, bounds[-1], bounds)
-        for found in (forward, forward.backward()):
+        for actual in (forward, forward.backward()):
             for blocks in (1, 3, 4):
-                hops = SCANS[algorithm](Task(found, Topology(ranks, per_node), blocks))
-                scan_oracle.check(hops, scan_oracle.Problem(found, blocks))
+                hops = SCANS[algorithm](Task(actual, Topology(ranks, per_node), blocks))
+                scan_oracle.check(hops, scan_oracle.Problem(actual, blocks))
 
 
 @given(st.data(), st.sampled_from(sorted(SCANS)), st.sampled_from(GRIDS), st.integers(1, 5))
@@ -40,9 +40,9 @@ def test_pieces_in_any_order(data, algorithm, grid, blocks):
     layout = Pieces([[(p, p + 1) for p in order[r::ranks]] for r in range(ranks)])
     total = ranks * each
     inside = data.draw(st.sets(st.integers(1, total), max_size=3))
-    found = chains(layout, total, sorted({0, total, *inside}))
-    hops = SCANS[algorithm](Task(found, Topology(*grid), blocks))
-    scan_oracle.check(hops, scan_oracle.Problem(found, blocks))
+    actual = chains(layout, total, sorted({0, total, *inside}))
+    hops = SCANS[algorithm](Task(actual, Topology(*grid), blocks))
+    scan_oracle.check(hops, scan_oracle.Problem(actual, blocks))
 
 
 def rows(hops):
@@ -59,10 +59,12 @@ def test_zigzag_by_hand():
     """Three ranks, pieces 0 1 2 1 0: up and back, the turn costs nothing."""
     hops = [(1, STATE), (2, STATE), (3, STATE), (4, STATE)]
     path = [(0, 1), (1, 2), (2, 1), (1, 0)]
-    wanted = [(i, *path[i], kind, piece, piece, ALL_BLOCKS) for i, (piece, kind) in enumerate(hops)]
-    assert rows(made("ring", 3, 3, layout="zigzag")) == wanted
-    found = rows(made("scan", 3, 3, 2, layout="zigzag"))
-    assert sorted(found) == sorted(
+    expected = [
+        (i, *path[i], kind, piece, piece, ALL_BLOCKS) for i, (piece, kind) in enumerate(hops)
+    ]
+    assert rows(made("ring", 3, 3, layout="zigzag")) == expected
+    actual = rows(made("scan", 3, 3, 2, layout="zigzag"))
+    assert sorted(actual) == sorted(
         (i + b, *path[i], STATE, i + 1, i + 1, b) for i in range(4) for b in (0, 1)
     )
 
@@ -139,8 +141,8 @@ def test_maps_of_few_pieces_in_one_node_go_straight():
 
 def test_rounds_follow_the_longest_chain():
     """Four nodes of two, five blocks: three waves of two lanes."""
-    for name, wanted in (("ring", 14), ("scan", 14 + 4), ("two_level", 1 + 6 + 2 + 1)):
-        assert made(name, 8, 2, 5, "zigzag").round.max() + 1 == wanted, name
+    for name, expected in (("ring", 14), ("scan", 14 + 4), ("two_level", 1 + 6 + 2 + 1)):
+        assert made(name, 8, 2, 5, "zigzag").round.max() + 1 == expected, name
 
 
 def test_one_rank_sends_nothing():

@@ -179,14 +179,14 @@ def test_unknown_names_are_refused():
 # --- any mask ---------------------------------------------------------------------------------
 
 
-def schedule_of(algorithm, world, asked):
+def schedule_of(algorithm, world, pass_case):
     """The schedule of a pass over a world."""
     wants = visibility_of(world.mask, world.shards, world.shards)
-    more = {"visibility": wants.whole() if asked.whole else wants}
-    more |= {"row_bytes": asked.row_bytes, "route": asked.route}
-    if not asked.side:
+    more = {"visibility": wants.whole() if pass_case.whole else wants}
+    more |= {"row_bytes": pass_case.row_bytes, "route": pass_case.route}
+    if not pass_case.side:
         return forward(algorithm, world.grid, **more)
-    return backward(algorithm, world.grid, asked.side, **more)
+    return backward(algorithm, world.grid, pass_case.side, **more)
 
 
 def check(algorithm, world, data):

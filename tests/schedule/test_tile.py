@@ -150,13 +150,13 @@ def test_rows_travel_where_they_are_seen_and_once_per_node(grid, name):
     seen = dense(mask, shards)
     for row_bytes in (FORWARD[0], BACKWARD[0], FROZEN[0]):
         demand = asked(grid, mask, shards, row_bytes)
-        found = {s: by_hand(grid, s, seen, row_bytes) for s in tile_shape.shapes(grid)}
-        for shape, wanted in found.items():
-            assert sent(tile.tables(demand, shape=shape), grid, row_bytes) == wanted, shape
-        inter, intra = (found[tile_shape.chosen(demand)][link] for link in ("inter", "intra"))
-        assert inter == min(each["inter"] for each in found.values())
+        actual = {s: by_hand(grid, s, seen, row_bytes) for s in tile_shape.shapes(grid)}
+        for shape, expected in actual.items():
+            assert sent(tile.tables(demand, shape=shape), grid, row_bytes) == expected, shape
+        inter, intra = (actual[tile_shape.chosen(demand)][link] for link in ("inter", "intra"))
+        assert inter == min(each["inter"] for each in actual.values())
         nodes = tile_shape.chosen(demand)[:2]
-        assert intra == min(each["intra"] for shape, each in found.items() if shape[:2] == nodes)
+        assert intra == min(each["intra"] for shape, each in actual.items() if shape[:2] == nodes)
 
 
 def test_whole_chunks_by_the_formula():
@@ -191,10 +191,10 @@ def heads(heads, kv_heads, width=128):
 )  # fmt: skip
 def test_times_fewer_bytes_between_nodes_than_burst(ranks, kv_heads, at_least, at_most):
     """Forward and backward with whole chunks, all see all, 8 ranks per node."""
-    grid, wanted = Grid(ranks // 8, 8), all_visible(ranks)
+    grid, expected = Grid(ranks // 8, 8), all_visible(ranks)
 
     def inter(algorithm, side, row_bytes):
-        made = algorithm.tables(Demand(grid, side, wanted, row_bytes))
+        made = algorithm.tables(Demand(grid, side, expected, row_bytes))
         return sent(made, grid, row_bytes)["inter"]
 
     there, back = heads(32, kv_heads)
@@ -208,8 +208,10 @@ def test_times_fewer_bytes_between_nodes_than_burst(ranks, kv_heads, at_least, a
 
 def test_forward_and_backward_take_different_grids():
     there, back = heads(32, 32)
-    wanted = all_visible(64)
-    chosen = [tile_shape.chosen(Demand(Grid(8, 8), "kv", wanted, each)) for each in (there, back)]
+    visibility = all_visible(64)
+    chosen = [
+        tile_shape.chosen(Demand(Grid(8, 8), "kv", visibility, each)) for each in (there, back)
+    ]
     assert chosen == [Shape(4, 2, 2, 4), Shape(2, 4, 4, 2)]
 
 

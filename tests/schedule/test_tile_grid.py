@@ -56,20 +56,20 @@ def spans(draw):
 @pytest.mark.parametrize("name", MASKS)
 @given(q=spans(), k=spans(), sizes=st.sampled_from([(16, 32), (32, 32), (64, 64)]))
 def test_the_tiles_show_what_the_mask_shows(name, q, k, sizes):
-    wanted = MASKS[name].visible(np.array(positions(q))[:, None], np.array(positions(k))[None, :])
-    found = tile_grid(MASKS[name], q, k, *sizes)
-    assert np.array_equal(shown(found, wanted.shape, *sizes), wanted)
-    assert bool(found) == wanted.any()
+    expected = MASKS[name].visible(np.array(positions(q))[:, None], np.array(positions(k))[None, :])
+    actual = tile_grid(MASKS[name], q, k, *sizes)
+    assert np.array_equal(shown(actual, expected.shape, *sizes), expected)
+    assert bool(actual) == expected.any()
 
 
 @pytest.mark.parametrize("name", ["documents", "window", "dilated"])
 @given(pairs=st.lists(st.tuples(spans(), spans()), min_size=2, max_size=4))
 def test_many_pairs_have_the_grids_that_each_has_alone(name, pairs):
     grids = tile_grids(MASKS[name], pairs, 32, 32)
-    for found, (q, k) in zip(grids, pairs, strict=True):
+    for actual, (q, k) in zip(grids, pairs, strict=True):
         alone = tile_grid(MASKS[name], q, k, 32, 32)
         for array in ("full", "partial", "bits"):
-            one, other = getattr(found, array), getattr(alone, array)
+            one, other = getattr(actual, array), getattr(alone, array)
             assert one.dtype == other.dtype == np.int32
             assert np.array_equal(one, other)
 
@@ -80,16 +80,16 @@ def test_more_pieces_than_are_compared_at_once(monkeypatch):
     monkeypatch.setattr("megatron_burst.kernels.tile_grid.PER_TILE", 1)
     mask = mb.masks.BlockSparse(np.random.default_rng(0).random((90, 90)) < 0.3, 2)
     pairs = [([Span(first, 2, 60)], [Span(first, 1, 60)]) for first in (0, 1)]
-    for found, (q, k) in zip(tile_grids(mask, pairs, 16, 32), pairs, strict=True):
-        wanted = mask.visible(np.array(positions(q))[:, None], np.array(positions(k))[None, :])
-        assert np.array_equal(shown(found, wanted.shape, 16, 32), wanted)
+    for actual, (q, k) in zip(tile_grids(mask, pairs, 16, 32), pairs, strict=True):
+        expected = mask.visible(np.array(positions(q))[:, None], np.array(positions(k))[None, :])
+        assert np.array_equal(shown(actual, expected.shape, 16, 32), expected)
 
 
 @given(q=spans(), k=spans())
 def test_the_worklists_hold_every_tile_once_and_the_longest_first(q, k):
-    found = tile_grid(MASKS["documents"], q, k, 16, 32)
-    for side, lists in ((0, found.by_rows), (1, found.by_columns)):
-        for tiles, work in zip((found.full, found.partial), lists, strict=True):
+    actual = tile_grid(MASKS["documents"], q, k, 16, 32)
+    for side, lists in ((0, actual.by_rows), (1, actual.by_columns)):
+        for tiles, work in zip((actual.full, actual.partial), lists, strict=True):
             listed = []
             for block, first, stop in work.programs.tolist():
                 for place in range(first, stop):
@@ -105,10 +105,10 @@ def test_the_worklists_hold_every_tile_once_and_the_longest_first(q, k):
 def test_tiles_that_look_alike_share_a_table():
     whole = [Span(0, 1, 4096)]
     assert len(tile_grid(CAUSAL, whole, whole, 128, 128).bits) == 2  # everything, and the diagonal
-    found = tile_grid(mb.masks.Window(1000, 0), whole, whole, 128, 128)
-    assert len(found.bits) <= 4
+    actual = tile_grid(mb.masks.Window(1000, 0), whole, whole, 128, 128)
+    assert len(actual.bits) <= 4
     ahead = np.arange(4096)[None, :] - np.arange(4096)[:, None]
-    assert np.array_equal(shown_packed(found, 4096, 128), (ahead >= -1000) & (ahead <= 0))
+    assert np.array_equal(shown_packed(actual, 4096, 128), (ahead >= -1000) & (ahead <= 0))
     assert len(tile_grid(CAUSAL, [Span(4096, 1, 4096)], whole, 128, 128).partial) == 0
 
 
@@ -130,12 +130,12 @@ def test_the_mask_is_asked_once_for_all_tiles_that_look_alike():
         blocks = rng.random((66, 66)) < 0.25
         mask = Counted(blocks, 64)
         span = Span(first, 1, 4096)
-        found = tile_grid(mask, [span], [span], 128, 128)
-        assert len(found.partial) > 600
-        assert mask.asked <= min(ways, len(found.partial) - 100)
+        actual = tile_grid(mask, [span], [span], 128, 128)
+        assert len(actual.partial) > 600
+        assert mask.asked <= min(ways, len(actual.partial) - 100)
         own = blocks[(first + np.arange(4096)) // 64]
-        wanted = own[:, (first + np.arange(4096)) // 64]
-        assert np.array_equal(shown_packed(found, 4096, 128), wanted)
+        expected = own[:, (first + np.arange(4096)) // 64]
+        assert np.array_equal(shown_packed(actual, 4096, 128), expected)
 
 
 def shown_packed(found, length, size):
@@ -153,6 +153,6 @@ def shown_packed(found, length, size):
 def test_tiles_with_parts_of_other_lengths_do_not_look_alike():
     """Two documents in each block, wholly visible to themselves: 10 and 54 rows, 26 and 38."""
     ends = [0, 10, 64, 90, 128]
-    found = tile_grid(mb.masks.Documents(ends), [Span(0, 1, 128)], [Span(0, 1, 128)], 64, 64)
+    actual = tile_grid(mb.masks.Documents(ends), [Span(0, 1, 128)], [Span(0, 1, 128)], 64, 64)
     own = np.array([sum(p >= end for end in ends) for p in range(128)])
-    assert np.array_equal(shown(found, (128, 128), 64, 64), own[:, None] == own[None, :])
+    assert np.array_equal(shown(actual, (128, 128), 64, 64), own[:, None] == own[None, :])

@@ -47,22 +47,22 @@ def case(name, size, rows=ROWS):
     return visibility_of(mask, shards, shards), dense(mask, shards)
 
 
-def passes(algorithm, grid, asked):
+def passes(algorithm, grid, visibility):
     """Every pass of one algorithm."""
-    yield forward(algorithm, grid, visibility=asked, row_bytes=FORWARD)
+    yield forward(algorithm, grid, visibility=visibility, row_bytes=FORWARD)
     for side, gradients in product(("kv", "query"), (True, False)):
         row_bytes = BACKWARD if gradients else BACKWARD._replace(dkv=0, dquery=0)
         # Gradients of the side that stays are not asked for: they do not travel.
         row_bytes = row_bytes._replace(**{"dkv" if side == "query" else "dquery": 0})
-        yield backward(algorithm, grid, side, visibility=asked, row_bytes=row_bytes)
+        yield backward(algorithm, grid, side, visibility=visibility, row_bytes=row_bytes)
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("algorithm", BOTH)
 def test_every_pair_of_rows_once_and_everything_home(algorithm, name, size):
-    asked, seen = case(name, size)
-    for schedule in passes(algorithm, Grid(1, size), asked):
+    visibility, seen = case(name, size)
+    for schedule in passes(algorithm, Grid(1, size), visibility):
         act_out(schedule, schedule.grid, seen)
 
 
@@ -78,17 +78,20 @@ def sent(schedule, family):
 
 @pytest.mark.parametrize("size", [3, 4, 5, 8])
 def test_each_direction_carries_half_of_the_ring(size):
-    asked, _ = case("full", size)
+    visibility, _ = case("full", size)
     half = (size - 1) * ROWS // 2
     to = {(r, (r + way) % size): half for r in range(size) for way in (1, -1)}
-    assert sent(forward("two_way", Grid(1, size), visibility=asked), "kv") == to
-    back = backward("two_way", Grid(1, size), "kv", visibility=asked)
+    assert sent(forward("two_way", Grid(1, size), visibility=visibility), "kv") == to
+    back = backward("two_way", Grid(1, size), "kv", visibility=visibility)
     assert sent(back, "kv") == sent(back, "dkv") == to
 
 
 def test_two_ranks_have_one_link_for_both_ways():
-    asked, _ = case("full", 2)
-    assert sent(forward("two_way", Grid(1, 2), visibility=asked), "kv") == {(0, 1): 8, (1, 0): 8}
+    visibility, _ = case("full", 2)
+    assert sent(forward("two_way", Grid(1, 2), visibility=visibility), "kv") == {
+        (0, 1): 8,
+        (1, 0): 8,
+    }
 
 
 @pytest.mark.parametrize("size", [8, 16])
@@ -97,25 +100,25 @@ def test_causal_zigzag_loads_both_ways_alike(size):
 
     One ring the better way: 0.75 G^2 half chunks of rows. Both ways: little more than half of it.
     """
-    asked, _ = case("causal zigzag", size)
-    ring = sent(forward("ring", Grid(1, size), visibility=asked), "kv")
+    visibility, _ = case("causal zigzag", size)
+    ring = sent(forward("ring", Grid(1, size), visibility=visibility), "kv")
     assert sum(ring.values()) == ROWS // 2 * (size * (size - 1) + sum(range(size)))
-    both = sent(forward("two_way", Grid(1, size), visibility=asked), "kv")
+    both = sent(forward("two_way", Grid(1, size), visibility=visibility), "kv")
     ways = [sum(rows for (src, dst), rows in both.items() if (dst - src) % size == way)
             for way in (1, size - 1)]  # fmt: skip
     assert max(ways) < 0.55 * sum(ring.values())
 
 
 def test_rows_that_only_the_next_rank_sees_go_there_alone():
-    asked, _ = case("window contiguous", 5)
+    visibility, _ = case("window contiguous", 5)
     there = {(rank, rank + 1): 6 for rank in range(4)}  # the 6 keys before each rank's queries
-    assert sent(forward("two_way", Grid(1, 5), visibility=asked), "kv") == there
+    assert sent(forward("two_way", Grid(1, 5), visibility=visibility), "kv") == there
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_both_halves_of_the_farthest_chunk_arrive_together(size):
-    asked, _ = case("full", size)
-    pairs = forward("two_way", Grid(1, size), visibility=asked).tables.pairs
+    visibility, _ = case("full", size)
+    pairs = forward("two_way", Grid(1, size), visibility=visibility).tables.pairs
     far = pairs.step == size // 2
     met = sorted(zip(*(column[far].tolist() for column in (pairs.rank, pairs.key)), strict=True))
     assert met == sorted([(r, (r + size // 2) % size) for r in range(size)] * 2)
@@ -124,8 +127,8 @@ def test_both_halves_of_the_farthest_chunk_arrive_together(size):
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_token_ring_sends_queries_on_and_outputs_straight_home(size):
-    asked, _ = case("full", size)
-    schedule = forward("token_ring", Grid(1, size), visibility=asked)
+    visibility, _ = case("full", size)
+    schedule = forward("token_ring", Grid(1, size), visibility=visibility)
     moved = schedule.tables.transfers
     names = np.array(FAMILIES)[moved.family]
     assert set(names) == {"query", "out"}
@@ -139,9 +142,9 @@ def test_token_ring_sends_queries_on_and_outputs_straight_home(size):
 
 
 def test_token_ring_in_backward_leaves_the_other_side_where_it_is():
-    asked, _ = case("full", 4)
+    visibility, _ = case("full", 4)
     for side, families in (("kv", {"kv", "dkv"}), ("query", {"query", "dquery"})):
-        moved = backward("token_ring", Grid(1, 4), side, visibility=asked).tables.transfers
+        moved = backward("token_ring", Grid(1, 4), side, visibility=visibility).tables.transfers
         assert {FAMILIES[f] for f in moved.family} == families
 
 
@@ -191,9 +194,9 @@ def test_split_bundles_have_the_same_rows_in_parts_of_about_equal_size(data, siz
         mine = np.flatnonzero((cut.owner == owner) & (cut.number // parts == number))
         assert (cut.users[mine] == whole.users[index]).all()
         runs = whole.runs
-        wanted = [r for b, first, n in zip(*runs, strict=True) if b == index
+        expected = [r for b, first, n in zip(*runs, strict=True) if b == index
                   for r in range(first, first + n)]  # fmt: skip
-        assert [row for part in mine for row in rows[part]] == wanted
+        assert [row for part in mine for row in rows[part]] == expected
         lengths = [len(rows[part]) for part in mine] + [0] * (parts - len(mine))
         assert max(lengths) - min(lengths) <= 1
     assert all(np.diff(cut.runs.bundle) >= 0)
@@ -203,10 +206,10 @@ def test_split_bundles_have_the_same_rows_in_parts_of_about_equal_size(data, siz
 def test_many_bundles_are_joined_before_they_are_split():
     """62 of an owner are as many as there are bits: half of them in two parts each."""
     size, count = 8, 62
-    wanted = (np.arange(1, count + 1)[:, None] >> np.arange(size - 1)) & 1
-    wanted = np.pad(wanted.astype(bool), ((0, 0), (1, 0)))
+    expected = (np.arange(1, count + 1)[:, None] >> np.arange(size - 1)) & 1
+    expected = np.pad(expected.astype(bool), ((0, 0), (1, 0)))
     zero = np.zeros(count, dtype=np.int64)
-    whole = bundled(zero, np.arange(count) * 4, np.full(count, 4), wanted)
+    whole = bundled(zero, np.arange(count) * 4, np.full(count, 4), expected)
     assert len(whole.owner) == count
     cut = whole.split(2)
     assert 60 <= len(set(cut.number.tolist())) == len(cut.number)
@@ -215,4 +218,4 @@ def test_many_bundles_are_joined_before_they_are_split():
     for index in range(len(cut.number)):  # ranks that wanted a row still get it
         for first, stop in cut.ranges(0, 1 << int(cut.number[index])):
             for row in range(first, stop):
-                assert (cut.users[index] | ~wanted[row // 4]).all()
+                assert (cut.users[index] | ~expected[row // 4]).all()

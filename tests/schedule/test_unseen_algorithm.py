@@ -95,9 +95,9 @@ def test_its_tables_are_right(grid, mask, layout):
     grid, mask = Grid(*grid), MASKS[mask]
     spans = mb.layout.make(layout, cp_size=grid.size)
     shards = [spans.spans(rank, 6 * grid.size) for rank in range(grid.size)]
-    asked, seen = visibility_of(mask, shards, shards), dense(mask, shards)
-    there = forward("detour", grid, visibility=asked, row_bytes=FORWARD)
-    back = backward("detour", grid, "kv", visibility=asked, row_bytes=BACKWARD)
+    visibility, seen = visibility_of(mask, shards, shards), dense(mask, shards)
+    there = forward("detour", grid, visibility=visibility, row_bytes=FORWARD)
+    back = backward("detour", grid, "kv", visibility=visibility, row_bytes=BACKWARD)
     for schedule in (there, back):
         act_out(schedule, grid, seen)
 
@@ -106,8 +106,10 @@ def test_it_has_what_it_is_to_prove():
     """A relay that computes nothing with what it relays, parts, and both partial families."""
     tables = forward("detour", Grid(1, 4)).tables
     assert "out" in {FAMILIES[family] for family in tables.transfers.family}
-    asked = visibility_of(mb.masks.Full(), *[[[mb.layout.Span(4 * r, 1, 4)] for r in range(4)]] * 2)
-    moved = backward("detour", Grid(1, 4), "kv", visibility=asked).tables.transfers
+    visibility = visibility_of(
+        mb.masks.Full(), *[[[mb.layout.Span(4 * r, 1, 4)] for r in range(4)]] * 2
+    )
+    moved = backward("detour", Grid(1, 4), "kv", visibility=visibility).tables.transfers
     parts = [
         (h.src, h.post) for h in moved.hops(Grid(1, 4)) if h.dst == 2 and h.chunk[:2] == ("kv", 0)
     ]
@@ -185,16 +187,16 @@ def test_the_forecast_times_it():
     Each rank sends, of 6 rows of keys: 3 straight, 3 to the relay and 3 as relay.
     """
     size = 3
-    asked = visibility_of(
+    visibility = visibility_of(
         mb.masks.Full(), *[[[mb.layout.Span(6 * r, 1, 6)] for r in range(size)]] * 2
     )
     have = sizes(6)
-    there = forward("detour", Grid(1, size), visibility=asked, row_bytes=have.forward)
+    there = forward("detour", Grid(1, size), visibility=visibility, row_bytes=have.forward)
     rates = Rates(intra=1e6, inter=1e6, latency=0.0, posting=0.0, compute=1.0, launch=0.0)
-    found = pass_time(there, have, np.zeros((size, size)), rates)
+    actual = pass_time(there, have, np.zeros((size, size)), rates)
     row = have.forward
-    assert found.intra == pytest.approx((9 * row.kv + 6 * row.query + 6 * row.out) / 1e6)
-    assert found.seconds >= found.intra
+    assert actual.intra == pytest.approx((9 * row.kv + 6 * row.query + 6 * row.out) / 1e6)
+    assert actual.seconds >= actual.intra
 
 
 def test_show_draws_it(tmp_path):
@@ -223,9 +225,9 @@ def test_a_message_may_be_all_rows_of_a_shard(monkeypatch, head_chunks):
         return tables._replace(transfers=tables.transfers._replace(rows=everything), pairs=pairs)
 
     monkeypatch.setitem(ALGORITHMS, "plain", Algorithm(plain))
-    asked = case((2, 2), "zigzag", "full")._replace(algorithm="plain", side="kv")
-    results, _ = cases.run_in_process(asked, head_chunks=head_chunks)
-    truth = cases.shards(asked, cases.solve(asked.problem)[1])
+    visibility = case((2, 2), "zigzag", "full")._replace(algorithm="plain", side="kv")
+    results, _ = cases.run_in_process(visibility, head_chunks=head_chunks)
+    truth = cases.shards(visibility, cases.solve(visibility.problem)[1])
     for got, right in zip(results, truth, strict=True):
         for mine, its in zip(got, right, strict=True):
             assert oracle.worst(mine, its) <= cases.TOLERANCE

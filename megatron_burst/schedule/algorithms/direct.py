@@ -30,9 +30,9 @@ def tables(demand: Demand, *, ahead: int | None = None, at_end: bool = False) ->
 
     Args:
         demand: Demand of the pass.
-        ahead: Number of steps before its use at which a chunk is sent; a gradient may take as long.
-            None means one step, so that a rank holds at most two received chunks, or more steps if
-            ranks use so few rows that these need no more memory.
+        ahead: Number of steps before its use at which a chunk is sent. It is also the time of a
+            gradient's hop. Default: one step, so that a rank holds at most two received chunks. If
+            ranks use few rows, the default is as many steps as need no more memory.
         at_end: Whether ranks wait for gradients after the last step.
     """
     ring = FlatRing(demand, demand.travelling)

@@ -140,7 +140,7 @@ class MulticastPaths:
             depth = next_depth
 
     def _edges(self, use: np.ndarray) -> _CopyHops:
-        """Return the hops on which these rows reach their users."""
+        """Return the hops that bring these rows to their users."""
         through = self._through(use)
         way, dst, peers = _nonzero((use != 0) & self.peer)
         node = dst // self.grid.intra

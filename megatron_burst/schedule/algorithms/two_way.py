@@ -49,8 +49,9 @@ class OneWay(FlatRing):
     def hops(self, family: str) -> Transfers:
         """Return the hops to the next rank in this direction.
 
-        A copy travels during the step before its use. A gradient is complete only after the step,
-        so it travels during the next one. When it lands, the receiver's own part is ready.
+        A copy travels to the next rank while this rank computes with it. A gradient is complete
+        only after the step, so it travels during the next one. When it lands, the receiver's own
+        part is ready.
         """
         rank, step, owner, rows = self.entries(self.moves(family))
         after, post = (rank + self.way) % self.size, step + (family != self.demand.side)
