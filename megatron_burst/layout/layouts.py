@@ -408,5 +408,5 @@ def tree_mask(tree: Any) -> Any:
     """Return the `masks.Tree` of the result of `mb.trees.pack`, or the mask itself."""
     mask = getattr(tree, "mask", tree)
     if not hasattr(mask, "bases"):  # the class is in `masks`, which imports this module
-        raise ValueError(f"tree must be what mb.trees.pack returns, or a masks.Tree, got {tree!r}")
+        raise ValueError(f"tree must be a result of mb.trees.pack or a masks.Tree, got {tree!r}")
     return mask

@@ -140,7 +140,7 @@ def chains(
         array([0, 1, 0])
     """
     if not isinstance(layout, Layout):
-        raise ValueError(f"layout: give one that mb.layout.make made, got {layout!r}")
+        raise ValueError(f"layout must be made by mb.layout.make, got {layout!r}")
     seq_len = integer("seq_len", seq_len)
     spans = [layout.spans(rank, seq_len) for rank in range(layout.cp_size)]
     mask = None

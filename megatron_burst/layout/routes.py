@@ -180,7 +180,7 @@ def relayout(source: Layout, target: Layout, seq_len: int, rank: int) -> Route:
     """
     for name, layout in (("source", source), ("target", target)):
         if not isinstance(layout, Layout):
-            raise ValueError(f"{name}: give a layout that mb.layout.make made, got {layout!r}")
+            raise ValueError(f"{name} must be a layout made by mb.layout.make, got {layout!r}")
     if source.cp_size != target.cp_size:
         raise ValueError(
             f"target: has {target.cp_size} ranks, but source has {source.cp_size}; give two "
@@ -334,7 +334,7 @@ def successors(
         >>> sent, taken = mb.layout.successors(zigzag, [0, 8], rank=0)
     """
     if not isinstance(layout, Layout):
-        raise ValueError(f"layout: give one that mb.layout.make made, got {layout!r}")
+        raise ValueError(f"layout must be made by mb.layout.make, got {layout!r}")
     ends = document_bounds(cu_seqlens)[1:]
     total = int(ends[-1])
     positions = layout.positions(rank, total)

@@ -93,7 +93,7 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 def _check(layout: Layout) -> None:
     if not isinstance(layout, Layout):
-        raise ValueError(f"layout: give one that mb.layout.make made, got {layout!r}")
+        raise ValueError(f"layout must be made by mb.layout.make, got {layout!r}")
 
 
 def _check_tensor(name: str, x: object, dim: int) -> None:

@@ -262,8 +262,8 @@ def _parents(first: list[int], outs: list[int]) -> np.ndarray:
             path.pop()
         if path and end > outs[path[-1]]:
             raise ValueError(
-                f"out: the subtree of row {row} ends at {end}, after that of an ancestor, which "
-                f"ends at {outs[path[-1]]}; rows must be in depth-first order"
+                f"out: the subtree of row {row} ends at {end}, after the subtree of an ancestor, "
+                f"which ends at {outs[path[-1]]}; rows must be in depth-first order"
             )
         parents.append(path[-1] if path and end else -1)
         if end:

@@ -91,7 +91,7 @@ def test_zigzag_goes_up_and_back():
         (mb.layout.make("zigzag", cp_size=2), [0, 4], "documents end at 4, but the sequence has 8"),
         (mb.layout.make("striped", cp_size=2), None, "layout striped: every row's predecessor"),
         (mb.layout.make("block_striped", cp_size=2, block=2), None, "layout block_striped"),
-        ("zigzag", None, "layout: give one that mb.layout.make made, got 'zigzag'"),
+        ("zigzag", None, "layout must be made by mb.layout.make, got 'zigzag'"),
         (mb.layout.make("zigzag", cp_size=2), [4, 8], "cu_seqlens must be integers"),
         (mb.layout.make("zigzag", cp_size=3), None, "seq_len: layout zigzag over 3 ranks"),
     ],

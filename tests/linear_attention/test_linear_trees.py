@@ -229,7 +229,7 @@ WRONG = {
     "final": ({"return_final_state": True}, "return_final_state: not supported with a tree"),
     "documents": ({"cu_seqlens": [0, 8]}, "tree: mutually exclusive with cu_seqlens"),
     "rows": ({"tree": mb.masks.Tree([4] * 4)}, "tree: it has 4 rows, but the 2 ranks hold 8 posi"),
-    "no tree": ({"tree": [8] * 8}, "tree must be what mb.trees.pack returns, or a masks.Tree"),
+    "no tree": ({"tree": [8] * 8}, "tree must be a result of mb.trees.pack or a masks.Tree"),
     "window": (
         {"tree": mb.masks.Tree([8] * 8) & mb.masks.Window(2, 0)}, "tree: it has a window of 2"
     ),
