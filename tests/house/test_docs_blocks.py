@@ -42,6 +42,11 @@ class Reader(NamedTuple):
 # A block of these pages has only what the blocks before it on its page define: a reader pastes a
 # page from top to bottom.
 READERS = {
+    "CONTRIBUTING.md-0": Reader("callable(tables) and AHEAD == 2"),
+    "CONTRIBUTING.md-1": Reader("Anticausal().visible(1, 2) and not Anticausal().visible(2, 1)"),
+    "CONTRIBUTING.md-2": Reader("DenseKernel().refusal(*[torch.ones(1)] * 3) is None"),
+    "CONTRIBUTING.md-3": Reader("'hello' in PLUGIN.commands"),
+    "CONTRIBUTING.md-4": Reader("run(argparse.Namespace(ranks=2, seq=8)) is None"),
     "README.md-1": Reader("out.shape == q.shape and groups.size == dist.get_world_size()", True),
     "docs/reference/advise.md-0": Reader("advice.flags()"),
     "docs/reference/attention.md-0": Reader("(groups.size, groups.rank) == (1, 0)"),
