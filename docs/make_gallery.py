@@ -78,9 +78,6 @@ SECTIONS = (
                 "schedule --ranks 8 --mask window --left 11 --layout contiguous",
                 "Contiguous: a window of one and a half shards needs all rows of the chunk one hop "
                 "away and three of its eight rows two hops away. All other steps are idle."),
-        Picture("window-zigzag", "schedule --ranks 8 --mask window --left 7 --layout zigzag",
-                "Zigzag: the neighbours on both sides hold the needed pieces, so owners send their "
-                "rows directly."),
     )),
     Section("Documents, prefixes, blocks, dilation", (
         Picture("documents-zigzag",
