@@ -395,7 +395,7 @@ def test_what_the_store_has_must_be_planned():
     index = index_tensors("dsa", 16)
     q = index[0].requires_grad_()
     plan = mb.prepare(q, q, q, groups=mb.Groups.single())
-    with pytest.raises(ValueError, match=r"make it with mb.prepare\(..., store=0.5\)"):
+    with pytest.raises(ValueError, match=r"use mb.prepare\(..., store=0.5\)"):
         mb.checkpoint(lambda _: mb.select(*index, rule="dsa", top_k=4, plan=plan), q, keep=0.5)
 
 
