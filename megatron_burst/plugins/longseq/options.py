@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of very long sequences: host memory, chunks of rows, tiles of MLPs."""
+"""Options for very long sequences: host memory, row chunks, MLP tiles."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class LongSequenceOptions(SpineOptions):
         float | Auto,
         Option(
             "fraction of saved activations (inputs, attention store) offloaded to host memory; "
-            "auto takes the largest that the link overlaps with compute and the host has memory "
-            "for",
+            "auto picks the largest fraction whose copies overlap with compute and that fits in "
+            "host memory",
             alone=True,
             excludes=("attention_layout",),
         ),
@@ -27,28 +27,29 @@ class LongSequenceOptions(SpineOptions):
     host_memory: Annotated[
         str | None,
         Option(
-            "host memory per node that --burst-offload may take, such as 1.5TB or 800GiB; default: "
-            "80 % of what is free",
+            "host memory per node that --burst-offload may use, such as 1.5TB or 800GiB; default: "
+            "80 % of the free memory",
             alone=True,
         ),
     ] = None
     sequence_chunks: Annotated[
         int | Auto,
         Option(
-            "chunks of tokens in which the attention half of a layer runs, so that queries, "
-            "outputs and their gradients are never whole in memory",
+            "number of row chunks in which the attention half of a layer runs; only one chunk's "
+            "queries, outputs and gradients are in memory at a time",
             excludes=("attention_layout", "mask"),
         ),
     ] = 1
     mlp_tiles: Annotated[
         int | Auto,
         Option(
-            "tiles of tokens in which the MLP half of a layer runs, each recomputed in backward",
+            "number of tiles of tokens in which the MLP half of a layer runs; each tile is "
+            "recomputed in backward",
             alone=True,
         ),
     ] = 1
 
 
 def row_chunks(burst: LongSequenceOptions) -> int | Auto:
-    """The number of chunks of rows in which attention halves run, as the option states it."""
+    """Return the number of row chunks in which attention halves run, as the option sets it."""
     return burst.sequence_chunks

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `install` patches in Megatron for very long sequences."""
+"""Patches that `install` applies to Megatron for very long sequences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .offload import hooks
 
 
 def patch(patches: PatchSet) -> None:
-    """Run the halves of layers in chunks and tiles of rows, and move what they save to the host."""
+    """Patch layers to run in row chunks and tiles, and to move saved tensors to the host."""
     own_forward.patch(patches)
     forward_attention.patch(patches)
     tiles.patch(patches)

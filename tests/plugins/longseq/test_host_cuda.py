@@ -148,7 +148,7 @@ def test_memory_of_a_block_is_written_after_its_last_copy_back(device):
 def test_a_source_is_held_until_the_computation_waits_for_its_copy(device):
     host = mb.HostMemory(2**20, device="cuda")
     moved = [host.move(torch.ones(4)) for _ in range(3)]
-    assert [one._copy.held for one in moved] == [False, True, True]
+    assert [one._copy.holds_source for one in moved] == [False, True, True]
     assert before(device.copies[0], device.compute.seen)
     assert not before(device.copies[1], device.compute.seen)
 

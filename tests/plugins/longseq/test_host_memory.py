@@ -110,7 +110,7 @@ def test_memory_moved_twice_travels_once_until_it_is_changed():
     assert torch.equal(third.get(), tensor)
     del first, second, part, third, moved
     assert host.used == 0
-    assert not len(host._known)
+    assert not len(host._index)
 
 
 def test_buffers_that_are_written_unseen_travel_each_time():

@@ -48,7 +48,7 @@ def fetches(monkeypatch):
         return int(copy._block.bytes().view(torch.float32)[0])
 
     def fetched(self):
-        if self._buffer is None and self._whole is None:
+        if self._buffer is None and self._fetched is None:
             self._sent.wait()
             seen.append(name(self))
         fetch(self)
@@ -174,7 +174,7 @@ def test_forward_goes_on_while_copies_are_under_way(gate):
     assert third.is_alive()  # waits for the first: at most two are held by the device
     gate.release()
     third.join(60)
-    assert [name for name in (1, 2, 3) if layers.left[name]._copy.held] == [2, 3]
+    assert [name for name in (1, 2, 3) if layers.left[name]._copy.holds_source] == [2, 3]
     gate.release(1000)
     layers.backward(3, 2, 1)
 
@@ -260,21 +260,21 @@ def test_a_source_is_dropped_when_its_copy_was_waited_for():
     host = memory()
     layers = Layers(host)
     layers.forward(*range(1, 6))
-    held = [copy._copy.held for copy in layers.left.values()]
+    held = [copy._copy.holds_source for copy in layers.left.values()]
     assert held == [False, False, False, True, True]
     layers.backward(5)
-    assert not layers.left[4]._copy.held
+    assert not layers.left[4]._copy.holds_source
 
 
 def test_backward_does_not_find_sources_on_the_device_next_to_what_is_fetched():
     host = memory()
     moved = host.move(torch.ones(ROWS))
     moved.fetch()
-    assert not moved._copy.held
+    assert not moved._copy.holds_source
     layers = Layers(host)
     layers.forward(1, 2, 3, 4)
     layers.backward(1)  # of another micro-batch, say: nothing of it is pending
-    assert not layers.left[3]._copy.held  # of the last frame's only
+    assert not layers.left[3]._copy.holds_source  # of the last frame's only
 
 
 def test_threads_end_with_their_memory():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_burst.plugins.longseq.host.copies import HostCopy
-from megatron_burst.plugins.longseq.host.frames import Order
+from megatron_burst.plugins.longseq.host.frames import FrameOrder
 from megatron_burst.recompute.host_limits import choose_fraction
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
@@ -48,7 +48,7 @@ def test_the_fraction_chosen_for_a_slow_link_is_about_the_best(offload, layers):
 @pytest.mark.parametrize("fault", ["no prefetch", "copies one behind the other"])
 def test_what_does_not_overlap_is_seen(offload, monkeypatch, fault):
     if fault == "no prefetch":
-        monkeypatch.setattr(Order, "_following", lambda self, number: None)
+        monkeypatch.setattr(FrameOrder, "_following", lambda self, number: None)
     else:
         made = HostCopy.__init__
 

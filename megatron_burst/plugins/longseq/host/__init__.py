@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory as a tier: what backward needs waits there and is fetched one layer ahead."""
+"""Host memory for tensors that backward needs; they are fetched one layer ahead."""

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory in pieces of any length: slabs of whole pages, cut into blocks.
+"""Allocator of host memory: slabs of whole pages, cut into blocks of any length.
 
-Decides where a block lies: in the smallest gap that holds it, whose neighbours it joins when it is
-free again, so that packed batches of changing lengths use the same memory. Blocks are freed by
-dropping them, on any thread, also inside a garbage collection; the next owner of the memory waits
-for the copies that the last one had under way.
+This module decides which memory a block gets: the smallest gap that is large enough. A freed block
+merges with neighbouring gaps, so that packed batches of varying lengths reuse the same memory.
+Blocks are freed when they are dropped, on any thread, also inside a garbage collection. The next
+owner of the memory waits for pending copies of the previous owner.
 
-Torch's own allocator of pinned memory does not serve here (`CachingHostAllocator.h`). It rounds
-every request up to a power of two, never cuts a block nor joins two, and has no limit.
-`pinned_max_round_threshold_mb` ends the rounding, but it is a setting of the whole process, with
-effect on every loader that pins memory, and with it releases up to 2.13 hand out any cached block
-between the same two powers of two, also one that is smaller than the request; 2.15 looks for one
-that is large enough.
+Torch's own allocator of pinned memory (`CachingHostAllocator.h`) is not suitable. It rounds every
+request up to a power of two, never splits or merges blocks, and has no limit.
+`pinned_max_round_threshold_mb` disables the rounding, but for the whole process, including data
+loaders that pin memory. With this setting, releases up to 2.13 return any cached block between the
+same two powers of two, even if the block is smaller than the request; 2.15 requires one that is
+large enough.
 """
 
 from __future__ import annotations
@@ -28,31 +28,32 @@ import torch
 from ....units import byte_size
 
 ALIGN = 512  # bytes; blocks start and end at multiples
-# Bytes of a slab, where more are allowed, or a 16th of what is there if that is more: so much is
-# mapped without use at most, and a terabyte takes about 150 slabs.
+# Minimal bytes of a slab, if the limit permits; a slab is larger if a 16th of the mapped memory is
+# larger. So at most this much is mapped but unused, and one terabyte needs about 150 slabs.
 SLAB = 64 * 2**20
 _POISON = 0xFF  # a NaN in every floating-point format, -1 in integers
 
 
 class OutOfHostMemory(RuntimeError):
-    """The limit of host memory does not hold what should be moved there."""
+    """Error of a request that exceeds the limit of host memory."""
 
 
 class Event(Protocol):
-    """The end of a copy."""
+    """Completion of a copy."""
 
     def done(self) -> bool:
-        """Whether it is over; does not wait."""
+        """Return whether the copy is complete, without waiting."""
         ...
 
     def wait(self) -> None:
-        """What the caller does next comes after the copy: a thread of the host waits, a stream of a
-        device is told to wait.
+        """Order later work of the caller after the copy.
+
+        On a CPU the calling thread waits; on CUDA the current stream waits.
         """
         ...
 
     def settle(self) -> None:
-        """The host waits, and nothing else changes."""
+        """Block the host until the copy is complete, without other effects."""
         ...
 
 
@@ -60,12 +61,12 @@ class Event(Protocol):
 class _Gap:
     start: int
     size: int
-    after: tuple[Event, ...] = ()  # copies that may still be under way in it
+    after: tuple[Event, ...] = ()  # copies that may still read or write this memory
 
 
 @dataclass(eq=False)
 class Slab:
-    """Memory of whole pages; `unpin`, if it is pinned, is called before it is unmapped."""
+    """Mapping of whole pages; if it is pinned, `unpin` is called before it is unmapped."""
 
     memory: mmap.mmap
     address: int
@@ -80,8 +81,16 @@ class Slab:
 
 @dataclass(eq=False)
 class Block:
-    """A piece of host memory, until it is dropped. after: copies that read or write it; who writes
-    into it first has to wait for those that it comes with.
+    """Piece of host memory that is freed when this object is dropped.
+
+    Attributes:
+        slab: Slab that contains the block.
+        start: Offset in the slab, in bytes.
+        size: Bytes of the slab that the block occupies.
+        nbytes: Requested bytes.
+        after: Copies that read or write the block. The first writer must wait for the copies that
+            are pending at allocation.
+        freed: Queue of the arena for freed blocks.
     """
 
     slab: Slab
@@ -92,22 +101,27 @@ class Block:
     freed: deque[tuple[Slab, int, int, int, list[Event]]]
 
     def bytes(self) -> torch.Tensor:
-        """uint8 [nbytes]: its memory. Made outside torch's dispatcher, so that who counts the
-        tensors that live on the device does not meet it.
+        """Return the memory as a uint8 tensor [nbytes].
+
+        `torch.frombuffer` bypasses torch's dispatcher, so that code which counts live device
+        tensors does not count this memory.
         """
         count, start = self.nbytes, self.start
         return torch.frombuffer(self.slab.memory, dtype=torch.uint8, count=count, offset=start)
 
     def __del__(self) -> None:
-        # Atomic, because a garbage collection may call it while the arena is at work.
+        # One atomic operation: a garbage collection may run it while the arena holds its lock.
         self.freed.append((self.slab, self.start, self.size, self.nbytes, self.after))
 
 
 class Arena:
-    """Blocks of at most `limit` bytes together. pin: makes copies of a slab (address, bytes)
-    possible without an intermediate one, and returns what undoes it. ranks: how many processes of
-    this node have an arena like this one, for messages. strict: memory is filled with NaN when it
-    is freed.
+    """Allocator of blocks with a common limit.
+
+    Args:
+        limit: Bytes of all blocks together, rounded down to whole pages.
+        pin: Function of (address, bytes) that pins a slab and returns a function that unpins it.
+        ranks: Number of processes of this node that have such an arena, for messages.
+        strict: Fill memory with NaN when it is freed.
     """
 
     def __init__(
@@ -127,32 +141,39 @@ class Arena:
 
     @property
     def used(self) -> int:
-        """Bytes of the blocks that are in use."""
+        """Bytes of blocks in use."""
         with self._lock:
             self._collect()
             return self._used
 
     @property
     def mapped(self) -> int:
-        """Bytes of memory that the arena holds, in use or not."""
+        """Bytes of mapped memory, in use or free."""
         return sum(slab.size for slab in self._slabs)
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in this memory."""
-        place = tensor.data_ptr() if tensor.device.type == "cpu" else 0
-        return any(slab.address <= place < slab.address + slab.size for slab in self._slabs)
+        """Return whether the memory of a tensor belongs to this arena."""
+        address = tensor.data_ptr() if tensor.device.type == "cpu" else 0
+        return any(slab.address <= address < slab.address + slab.size for slab in self._slabs)
 
     def take(self, nbytes: int) -> Block:
-        """A block of `nbytes` bytes. Raises OutOfHostMemory."""
+        """Allocate a block.
+
+        Args:
+            nbytes: Bytes of the block.
+
+        Raises:
+            OutOfHostMemory: The block does not fit within the limit.
+        """
         size = max(1, -(-nbytes // ALIGN)) * ALIGN
         with self._lock:
             self._collect()
-            found = self._smallest(size)
-            if found is None:
+            fit = self._best_fit(size)
+            if fit is None:
                 self._grow(size)
-                found = self._smallest(size)
-            assert found is not None
-            slab, gap = found
+                fit = self._best_fit(size)
+            assert fit is not None
+            slab, gap = fit
             block = Block(slab, gap.start, size, nbytes, _pending(gap.after), self._freed)
             gap.start, gap.size = gap.start + size, gap.size - size
             if not gap.size:
@@ -161,13 +182,13 @@ class Arena:
             self.peak = max(self.peak, self._used)
         return block
 
-    def _smallest(self, size: int) -> tuple[Slab, _Gap] | None:
-        """The smallest gap that holds `size` bytes; of equal ones the first."""
+    def _best_fit(self, size: int) -> tuple[Slab, _Gap] | None:
+        """Return the smallest gap of at least `size` bytes, the first one if several are equal."""
         fitting = [(slab, gap) for slab in self._slabs for gap in slab.gaps if gap.size >= size]
-        return min(fitting, key=lambda each: each[1].size, default=None)
+        return min(fitting, key=lambda fit: fit[1].size, default=None)
 
     def _collect(self) -> None:
-        """Put the blocks that were dropped back into their slabs."""
+        """Return dropped blocks to their slabs."""
         while self._freed:
             slab, start, size, nbytes, after = self._freed.popleft()
             self._used -= nbytes
@@ -179,31 +200,30 @@ class Arena:
             _give_back(slab.gaps, _Gap(start, size, tuple(_pending(after))))
 
     def _grow(self, size: int) -> None:
-        """Map a slab of at least `size` bytes, after unmapping idle ones if room is short."""
+        """Map a slab of at least `size` bytes; unmap idle slabs first if the limit requires it."""
         if self.limit - self.mapped < size:
             self._slabs = [slab for slab in self._slabs if not _idle(slab)]
         room = self.limit - self.mapped
         if room < size:
-            raise OutOfHostMemory(self._told(size))
-        wanted = max(size, min(room, max(SLAB, self.mapped // 16)))
-        wanted = -(-wanted // mmap.PAGESIZE) * mmap.PAGESIZE
-        memory = mmap.mmap(-1, wanted)
+            raise OutOfHostMemory(self._message(size))
+        length = max(size, min(room, max(SLAB, self.mapped // 16)))
+        length = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
+        memory = mmap.mmap(-1, length)
         address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
-        slab = Slab(memory, address, wanted, [_Gap(0, wanted)])
+        slab = Slab(memory, address, length, [_Gap(0, length)])
         if self._pin is not None:
-            slab.unpin = self._pin(address, wanted)
+            slab.unpin = self._pin(address, length)
         self._slabs.append(slab)
 
-    def _told(self, size: int) -> str:
-        """What is needed, what is there, and what would do."""
+    def _message(self, size: int) -> str:
         longest = max((gap.size for slab in self._slabs for gap in slab.gaps), default=0)
         enough = (self.mapped + size) * self._ranks
-        per_rank = "" if self._ranks == 1 else f", one {self._ranks}th of the node's"
+        per_rank = "" if self._ranks == 1 else f", 1/{self._ranks} of the node's limit"
         return (
-            f"host memory: {byte_size(size)} more is needed, and {byte_size(self._used)} of the "
-            f"{byte_size(self.limit)} of this rank{per_rank} is in use (longest free piece: "
-            f"{byte_size(longest)}). --burst-host-memory {enough} (bytes per node) holds it, what "
-            "is moved later may need more; or lower --burst-offload"
+            f"host memory: a block of {byte_size(size)} does not fit: {byte_size(self._used)} of "
+            f"the {byte_size(self.limit)} of this rank{per_rank} are in use, and the largest free "
+            f"block has {byte_size(longest)}. Set --burst-host-memory {enough} or more (bytes per "
+            "node; later layers may need more), or lower --burst-offload"
         )
 
 
@@ -212,13 +232,13 @@ def _pending(after: Sequence[Event]) -> list[Event]:
 
 
 def _idle(slab: Slab) -> bool:
-    """Whether nothing of a slab is in use, nor about to be read or written."""
+    """Return whether no block and no pending copy uses a slab."""
     [*gaps] = slab.gaps
     return len(gaps) == 1 and gaps[0].size == slab.size and not _pending(gaps[0].after)
 
 
 def _give_back(gaps: list[_Gap], new: _Gap) -> None:
-    """Add a gap in its place, joined with those that it touches."""
+    """Insert a gap in order of addresses and merge it with adjacent gaps."""
     index = sum(gap.start < new.start for gap in gaps)
     if index < len(gaps) and new.start + new.size == gaps[index].start:
         right = gaps.pop(index)

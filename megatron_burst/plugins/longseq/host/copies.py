@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is on the host: copies of device memory, and handles to tensors that lie in them.
+"""Host copies of device memory, and handles to the tensors that they contain.
 
-A copy is of one run of elements of one storage, the last part of which is on the host; the rest
-stays on the device in memory of its own. Any number of tensors may lie in it: it travels back once
-for all of them. It holds the source until the computation has waited for the copy out (`release`),
-so that on a device the memory is used again in an order that does not depend on the host's speed.
+A copy covers a range of elements of one storage. The end of the range is on the host; the beginning
+stays on the device in separate memory. Several tensors may use one copy, which is then fetched once
+for all of them. A copy holds its source until the computation has waited for the copy out
+(`release`). So the order in which the device reuses memory does not depend on the host's speed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,16 @@ from .frames import HostFrame
 
 @dataclass
 class HostTraffic:
-    """Where copies go and come through, and how many bytes they moved."""
+    """Host memory and copy engines of one `HostMemory`, and its counts of copied bytes.
+
+    Attributes:
+        arena: Allocator of the host memory.
+        out: Engine of copies to the host.
+        back: Engine of copies from the host.
+        strict: Fill memory with NaN until a copy into it is complete.
+        bytes_out: Bytes copied to the host.
+        bytes_back: Bytes copied back.
+    """
 
     arena: Arena
     out: WorkerEngine | StreamEngine
@@ -39,67 +48,69 @@ class HostTraffic:
     _dropped: deque[Callable[[], None]] = field(default_factory=deque)
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Nobody else changes what is known of copies and frames: threads may share a host."""
+    def exclusive(self) -> Iterator[None]:
+        """Lock the records of copies and frames, which several threads may change."""
         with self._lock:
-            self._let_go()
+            self._run_dropped()
             yield
 
     def drop(self, action: Callable[[], None]) -> None:
-        """Do it as soon as nobody is inside of `alone`: handles die at any time in any thread, also
-        in one that somebody in there waits for.
+        """Run an action as soon as no thread is inside `exclusive`.
+
+        A handle may be destroyed at any time on any thread, also on a thread for which the owner of
+        the lock waits. So this method never waits for the lock.
         """
         self._dropped.append(action)
         if self._lock.acquire(blocking=False):
             try:
-                self._let_go()
+                self._run_dropped()
             finally:
                 self._lock.release()
 
-    def _let_go(self) -> None:
+    def _run_dropped(self) -> None:
         while self._dropped:
             self._dropped.popleft()()
 
 
 class HostCopy:
-    """The elements of `flat` [n] (a run of device memory) from `cut` on, on the host."""
+    """Copy on the host of the elements of `flat` [n], contiguous device memory, from `cut` on."""
 
     def __init__(self, traffic: HostTraffic, flat: torch.Tensor, cut: int):
         self.traffic, self._cut = traffic, cut
         self._count, self._like = len(flat), (flat.dtype, flat.device)
-        self._rest = flat[:cut].clone() if cut else None
-        going = _as_bytes(flat[cut:])
-        self._block = traffic.arena.take(len(going))
-        self._sent = traffic.out.copy(self._block.bytes(), going, self._block.after)
+        self._device_part = flat[:cut].clone() if cut else None
+        source = _as_bytes(flat[cut:])
+        self._block = traffic.arena.take(len(source))
+        self._sent = traffic.out.copy(self._block.bytes(), source, self._block.after)
         self._block.after.append(self._sent)
-        self._source: torch.Tensor | None = going
-        traffic.bytes_out += len(going)
+        self._source: torch.Tensor | None = source
+        traffic.bytes_out += len(source)
         self._buffer: torch.Tensor | None = None
         self._arrived: Event | None = None
-        self._whole: torch.Tensor | None = None
+        self._fetched: torch.Tensor | None = None
         self._handles: set[object] = set()
-        self._waiting: set[object] = set()  # handles that have not taken the whole that is there
+        self._waiting: set[object] = set()  # handles that have not taken `_fetched`
 
     @property
-    def held(self) -> bool:
-        """Whether the source is still held."""
+    def holds_source(self) -> bool:
+        """True until the source is released."""
         return self._source is not None
 
     def sent(self) -> bool:
-        """Whether the copy out is over."""
+        """Return whether the copy out is complete."""
         return self._sent.done()
 
     def release(self) -> None:
-        """What the caller does next comes after the copy out; the source is held no longer."""
+        """Order later work of the caller after the copy out, and release the source."""
         if self._source is not None:
             self._sent.wait()
             self._source = None
 
     def fetch(self) -> None:
-        """Begin to copy it back, unless it is there or on its way."""
-        if self._buffer is not None or self._whole is not None:
+        """Begin to copy the elements back, unless this has already begun."""
+        if self._buffer is not None or self._fetched is not None:
             return
-        self.release()  # or it would be on the device twice
+        self.release()  # otherwise the elements would be on the device twice
         dtype, device = self._like
         self._buffer = torch.empty(self._count, dtype=dtype, device=device)
         target = _as_bytes(self._buffer[self._cut :])
@@ -110,36 +121,36 @@ class HostCopy:
         self.traffic.bytes_back += len(target)
 
     def unfetch(self) -> None:
-        """Give up what is on its way back and was not taken."""
+        """Discard a copy back that no handle has taken."""
         if self._buffer is not None:
             self.traffic.back.guard(self._buffer)
             self._buffer = self._arrived = None
 
     def take(self, handle: object) -> torch.Tensor:
-        """All elements [n]. Held for the other handles until each has taken them."""
-        if self._whole is None:
+        """Return all elements [n]; they are kept until each of the other handles has taken them."""
+        if self._fetched is None:
             self.fetch()
             assert self._buffer is not None
             assert self._arrived is not None
             self._arrived.wait()
-            if self._rest is not None:
-                self._buffer[: self._cut].copy_(self._rest)
-            self._whole, self._buffer, self._arrived = self._buffer, None, None
+            if self._device_part is not None:
+                self._buffer[: self._cut].copy_(self._device_part)
+            self._fetched, self._buffer, self._arrived = self._buffer, None, None
             self._waiting = set(self._handles)
-        whole = self._whole
+        fetched = self._fetched
         self._forget(handle)
-        return whole
+        return fetched
 
     def _forget(self, handle: object) -> None:
         self._waiting.discard(handle)
         if not self._waiting:
-            self._whole = None
+            self._fetched = None
 
     def add(self, handle: object) -> None:
         self._handles.add(handle)
 
     def drop(self, handle: object) -> None:
-        """The handle is gone."""
+        """Remove a handle that was destroyed."""
         self._handles.discard(handle)
         self._forget(handle)
 
@@ -150,10 +161,15 @@ class HostCopy:
             self.unfetch()
 
 
-class Moved:
-    """A tensor that `HostMemory.move` took over; its host memory is free when this is dropped.
+class MovedTensor:
+    """Handle to a tensor that was passed to `HostMemory.move`.
 
-    shape, dtype, nbytes: of the whole tensor, wherever it is.
+    The host memory is freed when the handle is dropped.
+
+    Attributes:
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor.
+        nbytes: Bytes of the tensor, wherever its rows are.
     """
 
     def __init__(
@@ -166,54 +182,58 @@ class Moved:
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.nbytes = tensor.numel() * tensor.element_size()
         self._copy, self._frame = copy, frame
-        self._left = tensor.detach() if copy is None else None
+        self._unmoved = tensor.detach() if copy is None else None
         if copy is None:
             return
         self._view = tensor.size(), tensor.stride(), tensor.storage_offset() - start
         self._changes = version_probe(tensor)
         self._version = self._changes()
-        self._key = object()  # unlike an id, nobody else's after this
+        self._key = object()  # an id could be reused by a later object
         copy.add(self._key)
         if frame is not None:
             frame.add(self._key, copy)
 
     @property
     def moved(self) -> bool:
-        """Whether any of it is on the host."""
+        """True if rows of the tensor are on the host."""
         return self._copy is not None
 
     def fetch(self) -> None:
-        """Begin to copy it back, unless it is there or on its way."""
+        """Begin to copy the tensor back, unless this has already begun."""
         if self._copy is not None:
-            with self._copy.traffic.alone():
+            with self._copy.traffic.exclusive():
                 self._copy.fetch()
 
     def release(self) -> None:
-        """Wait for the copy out, after which the tensor may be freed by its owner or written over.
-        On CUDA the current stream waits, the host does not.
+        """Wait for the copy out, after which the owner may free or overwrite the tensor.
+
+        On CUDA only the current stream waits.
         """
         if self._copy is not None:
-            with self._copy.traffic.alone():
+            with self._copy.traffic.exclusive():
                 self._copy.release()
             version = self._version
             self._changes = lambda: version
 
     def get(self) -> torch.Tensor:
-        """The tensor with its shape, dtype and order of strides, without a gradient's history;
-        waits for it. Where it was not moved it is an alias of the tensor, else new each time, but
-        for memory that several tensors share.
+        """Wait for the tensor and return it, detached.
 
-        Raises RuntimeError if the tensor was changed in place since, as autograd would.
+        Returns:
+            The tensor with its shape, dtype and order of strides. If it was not moved, this is an
+            alias of it. Otherwise each call returns new memory, unless several tensors share it.
+
+        Raises:
+            RuntimeError: The tensor was changed in place after it was moved.
         """
         if self._copy is None:
-            assert self._left is not None
-            return self._left
+            assert self._unmoved is not None
+            return self._unmoved
         if self._changes() != self._version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(self.shape)} needed for backward was changed in place "
                 "after it was moved to host memory; make a new tensor (x * 2, not x.mul_(2))"
             )
-        with self._copy.traffic.alone(), torch.no_grad():
+        with self._copy.traffic.exclusive(), torch.no_grad():
             if self._frame is not None:
                 self._frame.visit()
             return self._copy.take(self._key).as_strided(*self._view).detach()
@@ -232,9 +252,7 @@ class Moved:
 
 
 def version_probe(tensor: torch.Tensor) -> Callable[[], int]:
-    """Tells how often a tensor and its views were changed in place, and holds none of its
-    memory.
-    """
+    """Return a function that counts in-place changes of a tensor without keeping its memory."""
     with torch.no_grad():
         alias = tensor.detach()
         alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -246,17 +264,22 @@ def _as_bytes(flat: torch.Tensor) -> torch.Tensor:
 
 
 class PendingCopies:
-    """Copies whose sources are still held, so that at most two frames' are at a time.
+    """Copies that hold their sources, of at most two frames at a time.
 
-    When a third frame begins to move something, the computation first waits for the copies of the
-    oldest: where the link is slower than the layers, memory stays bounded and time is lost.
+    When a third frame begins to move tensors, the computation first waits for the copies of the
+    oldest frame. If the link is slower than the layers, this costs time but bounds memory.
     """
 
     def __init__(self) -> None:
         self._groups: list[tuple[object, list[weakref.ref[HostCopy]]]] = []
 
     def add(self, group: object, copy: HostCopy) -> None:
-        """A copy that began, of a frame or of its own."""
+        """Add a copy that has begun.
+
+        Args:
+            group: Frame of the copy, or a new object if the copy belongs to no frame.
+            copy: The copy.
+        """
         if not self._groups or self._groups[-1][0] is not group:
             while len(self._groups) > 1:
                 self._release(self._groups.pop(0)[1])
@@ -264,22 +287,25 @@ class PendingCopies:
         self._groups[-1][1].append(weakref.ref(copy))
 
     def settle(self) -> None:
-        """Backward begins something: release all but the last frame's, and that if it is over."""
+        """Release the copies of all frames except the last, and of the last if they are complete.
+
+        Called when backward fetches a frame.
+        """
         while len(self._groups) > 1:
             self._release(self._groups.pop(0)[1])
-        if self._groups and all(self._over(ref()) for ref in self._groups[0][1]):
+        if self._groups and all(self._complete(ref()) for ref in self._groups[0][1]):
             self._groups.clear()
 
     def drain(self) -> None:
-        """Release all."""
+        """Release all copies."""
         while self._groups:
             self._release(self._groups.pop(0)[1])
 
     @staticmethod
-    def _over(copy: HostCopy | None) -> bool:
-        if copy is not None and copy.held and copy.sent():
+    def _complete(copy: HostCopy | None) -> bool:
+        if copy is not None and copy.holds_source and copy.sent():
             copy.release()
-        return copy is None or not copy.held
+        return copy is None or not copy.holds_source
 
     @staticmethod
     def _release(refs: list[weakref.ref[HostCopy]]) -> None:
@@ -288,46 +314,50 @@ class PendingCopies:
                 copy.release()
 
 
-Span = tuple[int, int]  # elements of a storage, from and to
+Span = tuple[int, int]  # first and end element in a storage
 
 
-class _Known(NamedTuple):
-    """A copy, and the memory it is of, as long as that is not changed."""
+class _CopyRecord(NamedTuple):
+    """A copy and the memory that it copied, valid while that memory is unchanged."""
 
-    storage: StorageWeakRef  # while it is held, no other storage has this address
+    storage: StorageWeakRef  # keeps the address, so that no other storage can have it
     version: int
     dtype: torch.dtype
     span: Span
     copy: weakref.ref[HostCopy]
 
 
-class KnownCopies:
-    """Copies by storage; those that are gone are forgotten."""
+class CopyIndex:
+    """Index of copies by storage; copies that were destroyed are removed."""
 
     def __init__(self) -> None:
-        self._of: dict[int, list[_Known]] = {}
+        self._records: dict[int, list[_CopyRecord]] = {}
 
     def __len__(self) -> int:
-        return sum(map(len, self._of.values()))
+        return sum(map(len, self._records.values()))
 
     def find(self, tensor: torch.Tensor, span: Span) -> tuple[HostCopy, int] | None:
-        """A copy with these elements of the tensor's storage, and at which one it begins."""
-        for known in self._of.get(tensor.untyped_storage()._cdata, ()):
-            same = (known.version, known.dtype) == (tensor._version, tensor.dtype)
-            if same and known.span[0] <= span[0] and span[1] <= known.span[1]:
-                copy = known.copy()
+        """Return a copy that contains a span of the tensor's storage, and the copy's first element.
+
+        Returns None if there is no such copy or the memory has changed since.
+        """
+        for record in self._records.get(tensor.untyped_storage()._cdata, ()):
+            same = (record.version, record.dtype) == (tensor._version, tensor.dtype)
+            if same and record.span[0] <= span[0] and span[1] <= record.span[1]:
+                copy = record.copy()
                 if copy is not None:
-                    return copy, known.span[0]
+                    return copy, record.span[0]
         return None
 
     def add(self, tensor: torch.Tensor, span: Span, copy: HostCopy) -> None:
-        """A copy of these elements of the tensor's storage."""
+        """Add a copy of a span of the tensor's storage."""
         storage = StorageWeakRef(tensor.untyped_storage())
 
-        def forget(ref: object, table: dict[int, list[_Known]] = self._of) -> None:
-            left = [known for known in table.pop(storage.cdata, []) if known.copy is not ref]
+        def forget(ref: object, table: dict[int, list[_CopyRecord]] = self._records) -> None:
+            left = [record for record in table.pop(storage.cdata, []) if record.copy is not ref]
             if left:
                 table[storage.cdata] = left
 
-        known = _Known(storage, tensor._version, tensor.dtype, span, weakref.ref(copy, forget))
-        self._of.setdefault(storage.cdata, []).append(known)
+        reference = weakref.ref(copy, forget)
+        record = _CopyRecord(storage, tensor._version, tensor.dtype, span, reference)
+        self._records.setdefault(storage.cdata, []).append(record)

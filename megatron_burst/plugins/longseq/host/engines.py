@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies beside the computation, one engine per direction.
+"""Asynchronous copies, one engine per direction.
 
-On CUDA a stream per direction: a copy begins when what the caller's stream did so far is done, and
-its end is an event that streams wait for; the host never waits. On a CPU a thread per direction
-does the same in the same order, and sleeps, if a rate is stated, until as many bytes would have
-passed. A test of this package runs the CUDA half with streams that only record what they are
-told: no GPU was at hand, and nothing else of it has been checked.
+On CUDA each direction has a stream. A copy begins after the work that the caller's stream has
+queued, and streams wait for its event; the host never waits. On a CPU each direction has a thread
+that copies in the same order. If a rate is set, the thread sleeps until the bytes would have been
+transferred. Tests run the CUDA engine with streams that only record calls; it is not tested on a
+GPU.
 
-strict: a copy arrives beside its target, and the first wait for it puts it there. Code that forgets
-to wait therefore reads what was there before, however fast the copy was.
+With `strict`, data arrive in separate memory, and the first wait copies them to the target. Code
+that does not wait then reads old data, however fast the copy is.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .arena import Event
 
 
 def pause(until: float) -> None:
-    """Sleep until `time.perf_counter()` is `until`."""
+    """Sleep until `time.perf_counter()` reaches `until`."""
     time.sleep(max(0.0, until - time.perf_counter()))
 
 
 class Meter:
-    """Bytes and seconds of copies that are over."""
+    """Bytes and seconds of completed copies."""
 
     def __init__(self) -> None:
         self.nbytes, self.seconds = 0, 0.0
@@ -41,12 +41,12 @@ class Meter:
         self.nbytes, self.seconds = self.nbytes + nbytes, self.seconds + seconds
 
     def rate(self) -> float | None:
-        """Bytes per second of all copies so far, None before the first."""
+        """Return bytes per second of all copies so far; None before the first."""
         return self.nbytes / self.seconds if self.seconds else None
 
 
-class _Publish:
-    """Puts what arrived beside the target into it, once."""
+class _Publication:
+    """Transfer of data that arrived in separate memory to their target, done once."""
 
     def __init__(self) -> None:
         self._put: Callable[[], object] | None = None
@@ -55,7 +55,7 @@ class _Publish:
     def hold(self, target: torch.Tensor, arrived: torch.Tensor) -> None:
         def put() -> None:
             target.copy_(arrived)
-            if arrived.is_cuda:  # it belongs to the stream of the engine
+            if arrived.is_cuda:  # it was allocated on the stream of the engine
                 arrived.record_stream(torch.cuda.current_stream())
 
         self._put = put
@@ -68,12 +68,12 @@ class _Publish:
 
 
 class WorkerEvent:
-    """The end of a copy on a worker thread."""
+    """Completion of a copy on a worker thread."""
 
     def __init__(self) -> None:
         self._over = threading.Event()
         self._error: BaseException | None = None
-        self.publish = _Publish()
+        self.publish = _Publication()
 
     def end(self, error: BaseException | None = None) -> None:
         self._error = error
@@ -93,42 +93,45 @@ class WorkerEvent:
 
 
 class WorkerEngine:
-    """Copies on a thread, in the order in which they are asked for. rate: bytes per second that the
-    thread keeps to, None for as fast as it can.
+    """Engine that copies on a thread, in the order of the requests.
+
+    Args:
+        rate: Bytes per second to emulate; None for full speed.
+        strict: Data reach the target only at the first wait.
     """
 
     def __init__(self, rate: float | None = None, strict: bool = False):
         self._meter = Meter()
         self._rate, self._strict = rate, strict
-        self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Event]) -> Event:
-        """Copy bytes, once the copies `after` are done; both tensors are held until then."""
+        """Copy bytes after the copies `after`; the engine holds both tensors until it is done."""
         if self._thread is None:
-            work = (self._jobs, self._rate, self._strict, self._meter)
+            work = (self._requests, self._rate, self._strict, self._meter)
             self._thread = threading.Thread(target=_work, args=work, daemon=True)
             self._thread.start()
-            weakref.finalize(self, self._jobs.put, None)
+            weakref.finalize(self, self._requests.put, None)
         event = WorkerEvent()
-        self._jobs.put((target, source, tuple(after), event))
+        self._requests.put((target, source, tuple(after), event))
         return event
 
     def guard(self, tensor: torch.Tensor) -> None:
-        """A tensor is dropped before its copy is over: the job holds it."""
+        """Allow a tensor to be dropped before its copy is complete; the request holds it."""
 
     def rate(self) -> float | None:
-        """Bytes per second of the copies that are over, None before the first."""
+        """Return bytes per second of completed copies; None before the first."""
         return self._meter.rate()
 
 
-def _work(jobs: Any, rate: float | None, strict: bool, meter: Meter) -> None:
-    free_at = 0.0  # when the link has passed what it was given
-    while (job := jobs.get()) is not None:
-        target, source, after, event = job
+def _work(requests: Any, rate: float | None, strict: bool, meter: Meter) -> None:
+    free_at = 0.0  # time at which the emulated link is free
+    while (request := requests.get()) is not None:
+        target, source, after, event = request
         try:
-            for other in after:
-                other.wait()
+            for previous in after:
+                previous.wait()
             begun = time.perf_counter()
             if strict:
                 event.publish.hold(target, source.clone())
@@ -139,23 +142,23 @@ def _work(jobs: Any, rate: float | None, strict: bool, meter: Meter) -> None:
                 pause(free_at)
             meter.add(source.numel(), time.perf_counter() - begun)
             event.end()
-        except BaseException as error:  # for who waits, on another thread
+        except BaseException as error:  # raised in the thread that waits
             event.end(error)
-        del job, target, source, after, event
+        del request, target, source, after, event
 
 
 class StreamEvent:
-    """The end of a copy on a stream of CUDA."""
+    """Completion of a copy on a CUDA stream."""
 
     def __init__(self, begun: Any, ended: Any, nbytes: int, meter: Meter):
         self._begun, self._ended, self._nbytes, self._meter = begun, ended, nbytes, meter
-        self.publish = _Publish()
+        self.publish = _Publication()
 
     def done(self) -> bool:
         return self._ended.query()
 
     def measure(self) -> None:
-        """Count it, once, when it is over."""
+        """Count the copy; called once, when it is complete."""
         self._meter.add(self._nbytes, self._begun.elapsed_time(self._ended) / 1e3)
 
     def settle(self) -> None:
@@ -167,7 +170,12 @@ class StreamEvent:
 
 
 class StreamEngine:
-    """Copies on a stream of their own."""
+    """Engine that copies on its own CUDA stream.
+
+    Args:
+        device: CUDA device.
+        strict: Data reach the target only at the first wait.
+    """
 
     def __init__(self, device: torch.device, strict: bool = False):
         self._meter, self._strict = Meter(), strict
@@ -175,20 +183,21 @@ class StreamEngine:
         self.stream = torch.cuda.Stream(device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Event]) -> Event:
-        """Copy bytes after what the current stream did so far and the copies `after`. The caller
-        holds both tensors until it has waited for the copy, or calls `guard`.
+        """Copy bytes after the queued work of the current stream and the copies `after`.
+
+        The caller must hold both tensors until it has waited for the copy, or call `guard`.
         """
         ready = torch.cuda.current_stream().record_event()
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         event = StreamEvent(begun, ended, source.numel(), self._meter)
         with torch.cuda.stream(self.stream):
             self.stream.wait_event(ready)
-            for other in after:
-                other.wait()
+            for previous in after:
+                previous.wait()
             begun.record(self.stream)
             if self._strict and target.is_cuda:
-                beside = torch.empty_like(target).copy_(source, non_blocking=True)
-                event.publish.hold(target, beside)
+                arrived = torch.empty_like(target).copy_(source, non_blocking=True)
+                event.publish.hold(target, arrived)
             else:
                 target.copy_(source, non_blocking=True)
             ended.record(self.stream)
@@ -197,7 +206,7 @@ class StreamEngine:
         return event
 
     def rate(self) -> float | None:
-        """Bytes per second of the copies that are over, None before the first."""
+        """Return bytes per second of completed copies; None before the first."""
         self._measure()
         return self._meter.rate()
 
@@ -206,20 +215,22 @@ class StreamEngine:
             self._unmeasured.popleft().measure()
 
     def guard(self, tensor: torch.Tensor) -> None:
-        """A tensor of the device is dropped before its copy is over: its memory is not used again
-        before that.
-        """
+        """Allow a device tensor to be dropped early: its memory is reused only after the copy."""
         if tensor.is_cuda:
             tensor.record_stream(self.stream)
 
 
 def pin(address: int, size: int) -> Callable[[], None]:
-    """Register host memory with CUDA; returns what undoes it. Raises RuntimeError."""
+    """Register host memory with CUDA and return a function that unregisters it.
+
+    Raises:
+        RuntimeError: CUDA refuses to pin the memory.
+    """
     runtime: Any = torch.cuda.cudart()
     status = int(runtime.cudaHostRegister(address, size, 0))
     if status:
         raise RuntimeError(
-            f"host memory: CUDA could not pin {size} bytes (cudaHostRegister: error {status}): "
+            f"host memory: CUDA could not pin {size} bytes (cudaHostRegister: error {status}); "
             "lower --burst-host-memory"
         )
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames: what one layer leaves behind, moved together and fetched one ahead in backward.
+"""Frames: the saved tensors of one layer, which backward fetches together and one layer ahead.
 
-Decides what is fetched next. Frames are numbered in the order of forward until none is left (the
-end of a step, or of a micro-batch where no two are in flight); in which order backward took those
-of the last such period is remembered by number. As long as nothing is known, or what is known is
-not there, it is the frame before the current one: right for one micro-batch. A frame fetched in
-vain is given up, to be fetched again, so that never more than one is on the device too early.
+This module decides which frame is fetched next. Frames are numbered in the order of forward. A
+period ends when no frame is left: after a step, or after each micro-batch if only one is in flight.
+The order in which backward visited the frames of the last period is kept by number and predicts the
+next period. Without a prediction, the frame before the current one is fetched, which is correct for
+one micro-batch. A frame that was fetched too early is discarded and fetched again later, so that at
+most one such frame is on the device.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 
-class Fetched(Protocol):
-    """Something of a frame that can be on its way back."""
+class Fetchable(Protocol):
+    """Copy of a frame that can be fetched ahead, and discarded."""
 
     def fetch(self) -> None: ...
 
@@ -26,12 +27,12 @@ class Fetched(Protocol):
 
 
 class HostFrame:
-    """What is moved inside of `with frame:`, which may be entered more than once."""
+    """Tensors that are moved inside `with frame:`, which may be entered more than once."""
 
-    def __init__(self, order: Order):
-        self.number: int | None = None  # until something is moved
+    def __init__(self, order: FrameOrder):
+        self.number: int | None = None  # set when the first tensor is moved
         self._order = order
-        self._held: dict[object, weakref.ref[Any]] = {}
+        self._copies: dict[object, weakref.ref[Any]] = {}
 
     def __enter__(self) -> HostFrame:
         self._order.stack().append(self)
@@ -40,26 +41,26 @@ class HostFrame:
     def __exit__(self, *_: object) -> None:
         self._order.stack().pop()
 
-    def add(self, handle: object, copy: Fetched) -> None:
-        """A handle of this frame, by its key, and what it stands for."""
-        if self.number is None or not self._held:
+    def add(self, handle: object, copy: Fetchable) -> None:
+        """Add a handle, given by its key, and its copy."""
+        if self.number is None or not self._copies:
             self._order.enter(self)
-        self._held[handle] = weakref.ref(copy)
+        self._copies[handle] = weakref.ref(copy)
 
     def drop(self, handle: object) -> None:
-        """The handle is gone."""
-        self._held.pop(handle, None)
-        if not self._held:
+        """Remove a handle that was destroyed."""
+        self._copies.pop(handle, None)
+        if not self._copies:
             self._order.leave(self)
 
     def visit(self) -> None:
-        """Backward needs something of this frame: fetch all of it, and the next one."""
+        """Fetch this frame, because backward needs a tensor of it, and the next frame."""
         self._order.visit(self)
 
-    def copies(self) -> list[Fetched]:
-        """What is still there, once each, in the order in which it was moved."""
-        found = (ref() for ref in list(self._held.values()))
-        return list({id(copy): copy for copy in found if copy is not None}.values())
+    def copies(self) -> list[Fetchable]:
+        """Return the existing copies without duplicates, in the order in which they were moved."""
+        copies = (ref() for ref in list(self._copies.values()))
+        return list({id(copy): copy for copy in copies if copy is not None}.values())
 
     def fetch(self) -> None:
         for copy in self.copies():
@@ -70,30 +71,33 @@ class HostFrame:
             copy.unfetch()
 
 
-class Order:
-    """The frames that are there, and in which order backward takes them. before: called before
-    anything is fetched because of a visit.
+class FrameOrder:
+    """Existing frames, and their order in backward.
+
+    Args:
+        before: Function that is called before a visit fetches a frame.
     """
 
     def __init__(self, before: Callable[[], None]) -> None:
         self._before = before
         self._live: dict[int, weakref.ref[HostFrame]] = {}
         self._next = 0  # number of the next frame of this period
-        self._visits: dict[int, None] = {}  # in their order, once each
-        self._learned: dict[int, int] = {}  # number of a frame: of the one after it in backward
+        self._visits: dict[int, None] = {}  # numbers of visited frames, in order
+        self._learned: dict[int, int] = {}  # number of a frame -> number of its successor
         self._current: int | None = None
-        self._ahead: dict[int, int] = {}  # frames fetched ahead: how many there had been by then
+        # Number of a frame that was fetched ahead -> number of frames at that time.
+        self._ahead: dict[int, int] = {}
         self._local = threading.local()
 
     def stack(self) -> list[HostFrame]:
-        """Frames that this thread is inside of."""
+        """Return the frames that this thread has entered."""
         if not hasattr(self._local, "frames"):
             self._local.frames = []
         return self._local.frames
 
     @property
     def live(self) -> int:
-        """How many frames have something on the host."""
+        """Number of frames with tensors on the host."""
         return len(self._live)
 
     def enter(self, frame: HostFrame) -> None:
@@ -108,7 +112,7 @@ class Order:
             self._ahead.pop(frame.number, None)
 
     def _begin(self) -> None:
-        """A period is over, another one begins."""
+        """Begin a period; learn the order of visits in the last one."""
         if self._visits:
             self._learned = dict(pairwise(self._visits))
         self._next, self._visits, self._current = 0, {}, None
@@ -131,14 +135,16 @@ class Order:
             following.fetch()
 
     def _give_up(self, number: int) -> None:
-        """Another frame was needed than those that were fetched ahead. One that was not there by
-        then says nothing about them: a recompute left it behind.
+        """Discard frames that were fetched ahead, because backward needs another frame.
+
+        A frame that did not exist at the time of the fetch comes from a recomputation. It does not
+        show that the prediction is wrong.
         """
-        for other in [n for n, there in self._ahead.items() if number < there]:
-            self._ahead.pop(other)
-            found = self._frame(other)
-            if found is not None:
-                found.unfetch()
+        for wrong in [n for n, count in self._ahead.items() if number < count]:
+            self._ahead.pop(wrong)
+            frame = self._frame(wrong)
+            if frame is not None:
+                frame.unfetch()
 
     def _following(self, number: int) -> HostFrame | None:
         learned = self._frame(self._learned.get(number))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory as a place for what backward needs: `HostMemory`, the public door.
+"""`HostMemory`, the public interface to host memory for tensors that backward needs.
 
-Joins the parts: memory (`arena`), copies beside the computation (`engines`), what is on the host
-(`copies`), what is fetched when (`frames`), and what autograd saves (`saved`). Sources: MEMO
-(arXiv 2407.12117: swap or recompute per token), FPDT (arXiv 2408.16978: double buffer).
+It combines the allocator (`arena`), asynchronous copies (`engines`), handles (`copies`), the order
+of fetches (`frames`) and saved-tensor hooks (`saved`). Sources: MEMO (arXiv 2407.12117: swap or
+recompute per token), FPDT (arXiv 2408.16978: double buffer).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch
 from ....layout import check_fraction
 from ....recompute.host_limits import host_limit
 from .arena import Arena, OutOfHostMemory
-from .copies import HostCopy, HostTraffic, KnownCopies, Moved, PendingCopies
+from .copies import CopyIndex, HostCopy, HostTraffic, MovedTensor, PendingCopies
 from .engines import StreamEngine, WorkerEngine, pin
-from .frames import HostFrame, Order
-from .saved import MIN_BYTES, Arguments, hooks, movable
+from .frames import FrameOrder, HostFrame
+from .saved import MIN_BYTES, MovedArguments, hooks, movable
 
-_SLICE = 256  # a tensor with gaps in a storage this many times as large is no layer's result
+_SLICE = 256  # a tensor with gaps stays if its storage is more than this many times as large
 
 
 class CopyRates(NamedTuple):
-    """Bytes per second out to the host and back, None before the first copy."""
+    """Bytes per second to the host and back; None before the first copy."""
 
     out: float | None
     back: float | None
@@ -36,16 +36,25 @@ class CopyRates(NamedTuple):
 class HostMemory:
     """Host memory of one process, to which saved tensors are offloaded until backward.
 
-    limit: bytes; None for this process's share of 80 % of what is there (`host_limit`).
-    rate: bytes per second that copies keep to in each direction, on a CPU only: an emulated link.
-    strict: memory holds NaN until the copy into it was waited for, and after it was freed; for
-    tests.
-    device: what tensors are moved from; the others are left. None for "cuda" where it is available,
-    else "cpu", where worker threads copy in place of transfers.
-    ranks: processes of this node that share its host memory, for the default limit and messages.
+    The CUDA part is tested only with streams that record calls. Sources: MEMO (arXiv 2407.12117),
+    FPDT (arXiv 2408.16978).
 
-    Raises ValueError for arguments that cannot be. Only tests with streams that record what they
-    are told have run the part for CUDA.
+    Args:
+        limit: Bytes of host memory; None for this process's share of 80 % of the available memory.
+        rate: Bytes per second of an emulated link, for each direction; on a CPU only.
+        strict: Fill memory with NaN until a copy into it was waited for, and after it is freed; for
+            tests.
+        device: Device whose tensors are moved; None for "cuda" if it is available, otherwise "cpu".
+            On "cpu" worker threads copy.
+        ranks: Processes of this node that share its host memory, for the default limit and
+            messages.
+
+    Attributes:
+        spill: Function that is called with the bytes of a tensor that does not fit and stays on
+            the device; None to raise `OutOfHostMemory` instead.
+
+    Raises:
+        ValueError: An argument is invalid; the message names it.
     """
 
     def __init__(
@@ -65,18 +74,18 @@ class HostMemory:
             raise ValueError(f"device must be a device of torch, got {device!r}") from None
         cuda = self.device.type == "cuda"
         if self.device.type not in ("cpu", "cuda"):
-            raise ValueError(f"device must be cpu or cuda: others are not served, got {device!r}")
+            raise ValueError(f"device must be cpu or cuda, got {device!r}")
         if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
-            raise ValueError(f"ranks must be a number of processes from 1 on, got {ranks!r}")
+            raise ValueError(f"ranks must be a number of processes >= 1, got {ranks!r}")
         if limit is None:
             limit = host_limit() // ranks
         if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-            raise ValueError(f"limit must be a number of bytes from 1 on, got {limit!r}")
+            raise ValueError(f"limit must be a number of bytes >= 1, got {limit!r}")
         number = isinstance(rate, (int, float)) and not isinstance(rate, bool)
         if rate is not None and (cuda or not number or not rate > 0):
             raise ValueError(
-                f"rate must be bytes per second of an emulated link on a CPU, got {rate!r} for "
-                f"{self.device.type}; None copies as fast as it can"
+                f"rate must be bytes per second > 0 and requires device cpu, got {rate!r} for "
+                f"{self.device.type}; None copies at full speed"
             )
         arena = Arena(limit, pin=pin if cuda else None, ranks=ranks, strict=strict)
 
@@ -85,10 +94,8 @@ class HostMemory:
 
         self._traffic = HostTraffic(arena, engine(), engine(), strict)
         self._pending = PendingCopies()
-        self._order = Order(self._pending.settle)
-        self._known = KnownCopies()
-        # Called with the bytes of a tensor for which there is no room, and which then stays;
-        # None: OutOfHostMemory is raised.
+        self._order = FrameOrder(self._pending.settle)
+        self._index = CopyIndex()
         self.spill: Callable[[int], object] | None = None
 
     def move(
@@ -98,26 +105,36 @@ class HostMemory:
         *,
         shared: bool = False,
         framed: bool = True,
-    ) -> Moved:
-        """Begin to copy the last ceil(fraction * rows) rows (dim 0; in memory order where dim 0 is
-        not the outermost) to the host; the other rows stay, in memory of their own.
+    ) -> MovedTensor:
+        """Begin to copy the last ceil(fraction * rows) rows of a tensor to the host.
 
-        The tensor's memory on the device is free when the copy is over and nobody else holds it:
-        drop it. It must not be changed in place any more (`Moved.release` ends that). What is not
-        plain memory of this device (see `saved`), has no dimension or no element is left as it is.
+        The other rows stay on the device in separate memory. Drop the tensor: its device memory is
+        freed when the copy is complete and no other reference exists. Do not change the tensor in
+        place before `MovedTensor.release`.
 
-        shared: a copy of the same memory that is there serves this tensor too, if autograd counts
-        no change since; not for buffers that communication or kernels write, which it cannot see.
-        framed: False for a tensor that belongs to no frame, because the caller fetches it before
-        backward.
+        Args:
+            tensor: Tensor to move. Rows are counted along dim 0, or in memory order if dim 0 is not
+                the outermost dimension. A tensor stays if it is not plain memory of this device
+                (see `saved`), is 0-dimensional or is empty.
+            fraction: Fraction of the rows, from 0 to 1.
+            shared: Reuse an existing copy of the same memory if autograd counts no change since.
+                Do not use it for buffers that communication or kernels write, because autograd does
+                not count such changes.
+            framed: Add the copy to the current frame. Use False for a tensor that the caller
+                fetches before backward.
 
-        Raises OutOfHostMemory, ValueError for a fraction outside 0 to 1.
+        Returns:
+            A handle; `get()` returns the tensor.
+
+        Raises:
+            OutOfHostMemory: The copy does not fit, and `spill` is None.
+            ValueError: An argument is invalid.
         """
         check_fraction("fraction", fraction)
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"tensor must be a tensor, got {type(tensor).__name__}")
         if fraction == 0 or not movable(tensor, self.device.type):
-            return Moved(tensor, None)
+            return MovedTensor(tensor, None)
         with torch.no_grad():
             if not _dense(tensor):
                 tensor = tensor.clone(memory_format=torch.preserve_format)
@@ -136,45 +153,57 @@ class HostMemory:
         min_bytes: int = MIN_BYTES,
         keep: Callable[[torch.Tensor], bool] | None = None,
     ) -> Iterator[None]:
-        """Offload everything that autograd saves for backward inside, `fraction` of the rows of
-        each. Memory that several saved tensors share travels once: a dense tensor alone, of one
-        with gaps (a slice of columns) the whole storage, unless that is 256 times as large.
+        """Offload the tensors that autograd saves for backward inside this context.
 
-        Left: what `move` leaves, parameters and their views, what has fewer than `min_bytes` bytes,
-        and tensors for which `keep` is true. The block is a frame of its own unless it is inside of
-        one. As with any saved-tensor hooks, a parameter comes back as another tensor object.
+        Memory that several saved tensors share is copied once. A dense tensor is copied alone. For
+        a tensor with gaps (a slice of columns) the whole storage is copied, unless the storage is
+        more than 256 times as large. Parameters, their views and tensors that `move` leaves stay.
+        The context is a frame of its own unless a frame is active. As with all saved-tensor hooks,
+        backward gets a parameter as another tensor object.
+
+        Args:
+            fraction: Fraction of the rows of each tensor that is moved, from 0 to 1.
+            min_bytes: Smaller tensors stay.
+            keep: Function that returns true for a tensor that must stay.
+
+        Raises:
+            ValueError: The fraction is not within 0 and 1.
         """
         check_fraction("fraction", fraction)
 
-        def worth(tensor: torch.Tensor) -> bool:
+        def selected(tensor: torch.Tensor) -> bool:
             if fraction == 0 or not movable(tensor, self.device.type):
                 return False
             if tensor.numel() * tensor.element_size() < min_bytes:
                 return False
             return keep is None or not keep(tensor)
 
-        def move(tensor: torch.Tensor) -> Moved:
+        def move(tensor: torch.Tensor) -> MovedTensor:
             if _dense(tensor):
                 return self.move(tensor.detach(), fraction, shared=True)
             count = tensor.untyped_storage().nbytes() // tensor.element_size()
-            if count > _SLICE * tensor.numel() and not self._known.find(tensor, (0, count)):
-                return Moved(tensor, None)
+            if count > _SLICE * tensor.numel() and not self._index.find(tensor, (0, count)):
+                return MovedTensor(tensor, None)
             staying = count - math.ceil(fraction * count)
             return self._moved(tensor.detach(), (0, count), staying, True, self._frame_now())
 
-        with self.frame() if not self._order.stack() else nullcontext(), hooks(move, worth):
+        with self.frame() if not self._order.stack() else nullcontext(), hooks(move, selected):
             yield
 
     def drain(self) -> None:
-        """What the caller does next comes after all copies out: for measurements, which a copy that
-        still waits for the link would disturb. On CUDA the current stream waits.
+        """Order later work of the caller after all copies to the host.
+
+        Measurements need this, because pending copies would disturb them. On CUDA the current
+        stream waits.
         """
-        with self._traffic.alone():
+        with self._traffic.exclusive():
             self._pending.drain()
 
     def frame(self) -> HostFrame:
-        """What one layer leaves: `with host.frame(): ...`. In backward the first `get` of anything
-        moved inside fetches all of it, and the frame that comes next.
+        """Return a context for the tensors of one layer: `with host.frame(): ...`.
+
+        In backward, the first `get` of a tensor that was moved inside fetches all of them, and the
+        next frame.
         """
         return HostFrame(self._order)
 
@@ -182,10 +211,16 @@ class HostMemory:
         self,
         function: Callable[..., Any],
         args: tuple[Any, ...],
-        move: Callable[[torch.Tensor], Moved],
-    ) -> Arguments:
-        """`function(*args)`, whose arguments go through `move` when it is called first."""
-        return Arguments(function, args, move)
+        move: Callable[[torch.Tensor], MovedTensor],
+    ) -> MovedArguments:
+        """Return a function that calls `function(*args)` and moves `args` at its first call.
+
+        Args:
+            function: Function to call.
+            args: Its arguments.
+            move: Function that moves a tensor, such as `HostMemory.move`.
+        """
+        return MovedArguments(function, args, move)
 
     def _moved(
         self,
@@ -194,14 +229,15 @@ class HostMemory:
         cut: int,
         shared: bool,
         frame: HostFrame | None,
-    ) -> Moved:
-        """A handle to a tensor that lies in elements `span` of its storage, all on the host but the
-        first `cut`; of a copy that is there, if it may be `shared`, or of a new one.
+    ) -> MovedTensor:
+        """Return a handle to a tensor in elements `span` of its storage, from an old or new copy.
+
+        The first `cut` elements stay on the device. An existing copy is used only if `shared`.
         """
-        with self._traffic.alone():
-            found = self._known.find(tensor, span) if shared else None
-            if found is not None:
-                return Moved(tensor, *found, frame)
+        with self._traffic.exclusive():
+            existing = self._index.find(tensor, span) if shared else None
+            if existing is not None:
+                return MovedTensor(tensor, *existing, frame)
             return self._sent(tensor, span, cut, shared, frame)
 
     def _sent(
@@ -211,8 +247,8 @@ class HostMemory:
         cut: int,
         shared: bool,
         frame: HostFrame | None,
-    ) -> Moved:
-        """A handle to a copy that begins; to the tensor itself where `spill` took it."""
+    ) -> MovedTensor:
+        """Begin a copy and return a handle, to the tensor itself if the copy does not fit."""
         with torch.no_grad():
             flat = tensor.detach().as_strided((span[1] - span[0],), (1,), span[0])
         try:
@@ -221,65 +257,66 @@ class HostMemory:
             if self.spill is None:
                 raise
             self.spill((len(flat) - cut) * flat.element_size())
-            return Moved(tensor, None)
+            return MovedTensor(tensor, None)
         if shared:
-            self._known.add(tensor, span, copy)
+            self._index.add(tensor, span, copy)
         self._pending.add(object() if frame is None else frame, copy)
-        return Moved(tensor, copy, span[0], frame)
+        return MovedTensor(tensor, copy, span[0], frame)
 
     def _frame_now(self) -> HostFrame | None:
         stack = self._order.stack()
         return stack[-1] if stack else None
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in this host memory: on a CPU, who counts the tensors of the device
-        leaves these out.
+        """Return whether a tensor is in this host memory.
+
+        On a CPU, code that counts device tensors uses this to skip host copies.
         """
         return self._traffic.arena.owns(tensor)
 
     @property
     def limit(self) -> int:
-        """Bytes that may be in use, whole pages."""
+        """Bytes that may be in use, a multiple of the page size."""
         return self._traffic.arena.limit
 
     @property
     def used(self) -> int:
-        """Bytes on the host: the sum over what is there of ceil(fraction * rows) rows."""
+        """Bytes of rows on the host."""
         return self._traffic.arena.used
 
     @property
     def peak(self) -> int:
-        """The largest `used` so far."""
+        """Largest value of `used` so far."""
         return self._traffic.arena.peak
 
     @property
     def mapped(self) -> int:
-        """Bytes of host memory held, in use or ready to be used again."""
+        """Bytes of allocated host memory, in use or free."""
         return self._traffic.arena.mapped
 
     @property
     def frames(self) -> int:
-        """How many frames have something on the host."""
+        """Number of frames with tensors on the host."""
         return self._order.live
 
     @property
     def bytes_out(self) -> int:
-        """Bytes copied to the host so far, counted when a copy begins."""
+        """Bytes copied to the host, counted when a copy begins."""
         return self._traffic.bytes_out
 
     @property
     def bytes_back(self) -> int:
-        """Bytes copied back so far, counted when a copy begins."""
+        """Bytes copied back, counted when a copy begins."""
         return self._traffic.bytes_back
 
     def rates(self) -> CopyRates:
-        """Bytes per second of the copies that are over."""
+        """Return bytes per second of completed copies in each direction."""
         traffic = self._traffic
         return CopyRates(traffic.out.rate(), traffic.back.rate())
 
 
 def _dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor fills a run of its storage, each element once, in whatever order of dims."""
+    """Return whether a tensor uses each element of a storage range once, in any order of dims."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -289,15 +326,20 @@ def _dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-BYTES = 64 << 20  # of one copy: long enough for a link's full rate
-COPIES = 3  # the first one maps and pins host memory
+BYTES = 64 << 20  # bytes of one copy, enough to reach the full rate of a link
+COPIES = 3  # the first copy also maps and pins host memory
 
 
 def copy_rate(host: HostMemory, together: Callable[[], object]) -> float:
-    """Bytes per second of the slower direction, of copies out and back.
+    """Measure copies to the host and back.
 
-    together: waits for the others that copy, so that all begin at the same time. No more than a
-    quarter of the host memory is used.
+    Args:
+        host: Host memory; at most a quarter of it is used.
+        together: Function that waits for the other copying processes, so that all begin at the same
+            time.
+
+    Returns:
+        Bytes per second of the slower direction.
     """
     size = max(1, min(BYTES, host.limit // 4))
     data = torch.zeros(size, dtype=torch.uint8, device=host.device)

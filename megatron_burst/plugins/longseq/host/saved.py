@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What autograd saves, and the arguments that a checkpoint holds, moved to the host until backward.
+"""Saved tensors of autograd and arguments of checkpoints, moved to the host until backward.
 
-Decides what is left where it is: parameters and their views, subclasses of tensors and quantised
-ones (their memory is not what they say), expanded ones (which take less memory than a copy would),
-what Megatron marks `_do_not_offload`, tensors of another device, and what is too small to be worth
-a copy. Torch's checkpoint holds what it is called with until backward; it is handed a function
-without arguments instead, which has them once, and from then on gets them from where they were
-moved (`Arguments`).
+This module decides which tensors stay: parameters and their views, tensor subclasses and quantised
+tensors (their memory differs from their shape), expanded tensors (a copy would need more memory),
+tensors that Megatron marks `_do_not_offload`, tensors of another device, and small tensors. Torch's
+checkpoint holds its arguments until backward. It therefore gets a function without arguments
+(`MovedArguments`), which uses the arguments once and later reads them from the host.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .copies import Moved
+from .copies import MovedTensor
 
-MIN_BYTES = 2**20  # below it a copy costs about as much as its launch
+MIN_BYTES = 2**20  # the launch dominates the time of a smaller copy
 _FLOAT8 = "float8"
 
 
 def movable(tensor: torch.Tensor, device: str) -> bool:
-    """Whether a tensor is plain memory of an activation on a device of this type."""
+    """Return whether a tensor is a plain activation on a device of this type."""
     if type(tensor) is not torch.Tensor or isinstance(tensor._base, torch.nn.Parameter):
         return False
     return (
@@ -40,31 +39,33 @@ def movable(tensor: torch.Tensor, device: str) -> bool:
 
 
 def hooks(
-    move: Callable[[torch.Tensor], Moved],
-    worth: Callable[[torch.Tensor], bool],
+    move: Callable[[torch.Tensor], MovedTensor],
+    selected: Callable[[torch.Tensor], bool],
 ) -> torch.autograd.graph.saved_tensors_hooks:
-    """What is `worth` it goes through `move`; everything else is saved as it is."""
+    """Return saved-tensor hooks that pass `selected` tensors through `move`."""
 
     def pack(tensor: torch.Tensor) -> Any:
-        # An output saved with its history would keep its own graph alive.
-        return move(tensor) if worth(tensor) else tensor.detach()
+        # An output that is saved with its history would keep its own graph alive.
+        return move(tensor) if selected(tensor) else tensor.detach()
 
     def unpack(packed: Any) -> torch.Tensor:
-        return packed.get() if isinstance(packed, Moved) else packed
+        return packed.get() if isinstance(packed, MovedTensor) else packed
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-class Arguments:
-    """`function(*args)`, as often as it is called. Tensors in `args` that require a gradient go
-    through `move` when it is called first, and are found with the same bits later.
+class MovedArguments:
+    """Function without arguments that calls `function(*args)`, any number of times.
+
+    The first call passes tensors in `args` that require gradients through `move`. Later calls read
+    the same bits from there.
     """
 
     def __init__(
         self,
         function: Callable[..., Any],
         args: tuple[Any, ...],
-        move: Callable[[torch.Tensor], Moved],
+        move: Callable[[torch.Tensor], MovedTensor],
     ):
         self._function, self._move = function, move
         leaves, self._tree = tree_flatten(args)
@@ -72,30 +73,33 @@ class Arguments:
         self._later: list[Any] = []
 
     def places(self) -> list[torch.Tensor]:
-        """An empty tensor on each device of the arguments: of these devices a checkpoint keeps the
-        state of random numbers.
+        """Return an empty tensor on each device of the arguments.
+
+        A checkpoint keeps the random state of the devices of its arguments.
         """
         leaves = [leaf for leaf in self._first or () if isinstance(leaf, torch.Tensor)]
-        found = {leaf.device: leaf for leaf in leaves if leaf.device.type != "cpu"}
-        return [leaf.detach().new_empty(0) for leaf in found.values()]
+        by_device = {leaf.device: leaf for leaf in leaves if leaf.device.type != "cpu"}
+        return [leaf.detach().new_empty(0) for leaf in by_device.values()]
 
     def __call__(self, *_: torch.Tensor) -> Any:
         leaves, self._first = self._first, None
         if leaves is None:
-            leaves = [_again(leaf) if isinstance(leaf, Moved) else leaf for leaf in self._later]
+            leaves = [
+                _fetch(leaf) if isinstance(leaf, MovedTensor) else leaf for leaf in self._later
+            ]
         else:
-            self._later = [self._kept(leaf) for leaf in leaves]
+            self._later = [self._offloaded(leaf) for leaf in leaves]
         args = tree_unflatten(leaves, self._tree)
         del leaves
         return self._function(*args)
 
-    def _kept(self, leaf: Any) -> Any:
-        """What stands for an argument until it is needed again."""
+    def _offloaded(self, leaf: Any) -> Any:
+        """Return a handle to a moved argument, or the argument itself if it stays."""
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             moved = self._move(leaf)
             return moved if moved.moved else leaf
         return leaf
 
 
-def _again(moved: Moved) -> torch.Tensor:
+def _fetch(moved: MovedTensor) -> torch.Tensor:
     return moved.get().requires_grad_()

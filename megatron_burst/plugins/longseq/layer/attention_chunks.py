@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention half of a transformer layer in chunks of rows, as one autograd function.
+"""Attention half of a transformer layer in row chunks, as one autograd function.
 
-Between input norm and residual a layer has a dozen tensors as long as its rows; here only those of
-one chunk exist at a time, besides keys and values, which every chunk of queries needs. Forward runs
-each chunk as far as its keys and values, then each chunk whole. Backward runs each chunk again,
-first for what came through its queries, then for what came through its keys and values, whose
-gradients are complete only after the last chunk. Results of core attention and their log-sum-exp
-are kept, so that no attention is computed twice. Source: FPDT (arXiv 2408.16978), section 4, there
-with head parallelism and for one model.
+Between input norm and residual a layer has about twelve tensors as long as its rows. Here only one
+row chunk of them exists at a time. Keys and values of all rows exist too, because every chunk of
+queries needs them. Forward first runs each chunk up to its keys and values, then each chunk
+completely. Backward recomputes each chunk twice: first for the gradients through its queries, then
+for the gradients through its keys and values, which are complete only after the last chunk. Outputs
+and log-sum-exp of core attention are kept, so that no attention is computed twice. Source: FPDT
+(arXiv 2408.16978), section 4, there with head parallelism and for one model.
 
 Shape letters: s rows of this rank's shard, r of a chunk, t tensor-parallel ranks that share rows,
 b batch, h query heads, g key/value heads, d width, w value width, H hidden size.
@@ -28,79 +28,86 @@ from ....execution.row_chunks import RowChunkedCall
 from ....kernels.autograd import first_order_only
 from ....megatron.attention.core_attention import AttentionCall
 from ..tiles import ParameterSums
-from .attention_rows import AttentionHalf, ChunkRows
+from .attention_rows import AttentionHalf, RowChunkIndex
 
-Result = tuple[torch.Tensor, torch.Tensor]  # out [t r, b, h, w] and lse of a chunk
+# Output [t r, b, h, w] and log-sum-exp of a row chunk.
+ChunkResult = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class ChunkedHalf:
-    """One run of an attention half: what forward and backward share, besides tensors.
+class RowChunkedHalf:
+    """One call of an attention half: the state that forward and backward share, except tensors.
 
-    kept: where a checkpoint around the layer leaves or finds results. parameters: of the half, in
-    the order in which their gradients are returned. host: memory for keys of other ranks between
-    the chunks of a forward; None: they are received for every chunk.
+    Attributes:
+        half: Attention half of the layer.
+        call: Attention call for all rows of the shard.
+        stored: Attention store of the checkpoint around the layer; None without a checkpoint.
+        parameters: Parameters of the half, in the order in which their gradients are returned.
+        host: Host memory for keys of other ranks between the chunks of a forward; None if every
+            chunk receives them.
     """
 
     half: AttentionHalf
     call: AttentionCall
-    kept: StoredResults | None
+    stored: StoredResults | None
     parameters: Sequence[torch.Tensor]
     host: KeyHostMemory | None = None
 
     def apply(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[s / t, b, H] -> [s / t, b, H], differentiable."""
+        """Apply the half to hidden states [s / t, b, H], differentiably."""
         trained = hidden.requires_grad or bool(self.parameters)
         saves = torch.is_grad_enabled() and trained
-        out: Any = _Half.apply(self, saves, hidden, self.call.sink, *self.parameters)
+        out: Any = _RowChunkedHalfFunction.apply(
+            self, saves, hidden, self.call.sink, *self.parameters
+        )
         return out
 
     def forward(self, hidden: torch.Tensor, saves: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The output, and of every chunk what holds its results until backward (`_held`)."""
-        half, plan, kept = self.half, self.call.plan, self.kept
-        rows, ring = half.rows(plan), None
-        again = kept is not None and kept.store.filled
-        if not again or plan.recompute is None or plan.recompute.keep < 1:
-            # What is left to recompute beside a store sees few keys, and each chunk other ones.
-            host = None if again else self.host
-            ring = self._ring(hidden, rows, self.call.max_logits, host)
-        whole, held = None, []
-        for index, each in enumerate(rows):
-            attend = _Attend(ring, index, None if kept is None else kept.load())
-            part = half.run(hidden.index_select(0, each.mine), each, attend).detach()
-            if whole is None:
-                whole = part.new_empty((len(hidden), *part.shape[1:]))
-            whole.index_copy_(0, each.mine, part)
-            # At once, so that a tier of host memory takes results chunk by chunk.
-            if kept is not None and ring is not None and not again:
-                kept.save(ring.kept(index, *attend.result))
+        """Return the output, and for each chunk a tensor that keeps its result until backward."""
+        half, plan, stored = self.half, self.call.plan, self.stored
+        chunks, ring = half.rows(plan), None
+        recomputing = stored is not None and stored.store.filled
+        if not recomputing or plan.recompute is None or plan.recompute.keep < 1:
+            # A recomputation reads few keys, and each chunk reads different ones.
+            host = None if recomputing else self.host
+            ring = self._ring(hidden, chunks, self.call.max_logits, host)
+        output, holders = None, []
+        for index, chunk in enumerate(chunks):
+            attend = _ForwardAttention(ring, index, None if stored is None else stored.load())
+            part = half.run(hidden.index_select(0, chunk.local), chunk, attend).detach()
+            if output is None:
+                output = part.new_empty((len(hidden), *part.shape[1:]))
+            output.index_copy_(0, chunk.local, part)
+            # Store results immediately, so that host memory receives them chunk by chunk.
+            if stored is not None and ring is not None and not recomputing:
+                stored.save(ring.kept(index, *attend.result))
             if saves:
-                held.append(_held(attend.result))
-        assert whole is not None  # there is at least one chunk
-        return whole, held
+                holders.append(_result_holder(attend.result))
+        assert output is not None  # there is at least one chunk
+        return output, holders
 
     def backward(
-        self, hidden: torch.Tensor, held: Sequence[torch.Tensor], dy: torch.Tensor, needed: bool
+        self, hidden: torch.Tensor, holders: Sequence[torch.Tensor], dy: torch.Tensor, needed: bool
     ) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of the hidden states (if `needed`), the sink and the parameters."""
-        rows = self.half.rows(self.call.plan)
+        """Return gradients of the hidden states (if `needed`), the sink and the parameters."""
+        chunks = self.half.rows(self.call.plan)
         dhidden = torch.zeros_like(hidden) if needed else None
         sums = ParameterSums(self.parameters)
-        ring = self._ring(hidden, rows)
-        for index, (each, result) in enumerate(zip(rows, held, strict=True)):
-            recall = _Recall(ring, index, _released(result))
-            part, y = self._graph(hidden, each, needed, recall)
-            inputs = [part] * needed + recall.leaves
-            gradients = sums.backward([y], inputs, [dy.index_select(0, each.mine)])
+        ring = self._ring(hidden, chunks)
+        for index, (chunk, holder) in enumerate(zip(chunks, holders, strict=True)):
+            attention = _BackwardAttention(ring, index, _result_of(holder))
+            part, y = self._graph(hidden, chunk, needed, attention)
+            inputs = [part] * needed + attention.leaves
+            gradients = sums.backward([y], inputs, [dy.index_select(0, chunk.local)])
             if dhidden is not None and gradients[0] is not None:
-                dhidden.index_add_(0, each.mine, gradients[0])
-            del y, recall, gradients
+                dhidden.index_add_(0, chunk.local, gradients[0])
+            del y, attention, gradients
         dk, dv, dsink = ring.gradients()
         del ring
-        for each in rows:
-            part, keys = self._graph(hidden, each, needed, None)
+        for chunk in chunks:
+            part, keys = self._graph(hidden, chunk, needed, None)
             pairs = [
-                (x, dx.index_select(0, each.whole).to(x.dtype))
+                (x, dx.index_select(0, chunk.shard).to(x.dtype))
                 for x, dx in zip(keys, (dk, dv), strict=True)
                 if x.requires_grad and dx is not None
             ]
@@ -108,78 +115,86 @@ class ChunkedHalf:
                 outputs, grads = zip(*pairs, strict=True)
                 gradients = sums.backward(outputs, [part] * needed, grads)
                 if dhidden is not None and gradients[0] is not None:
-                    dhidden.index_add_(0, each.mine, gradients[0])
+                    dhidden.index_add_(0, chunk.local, gradients[0])
                 del outputs, grads, gradients
             del keys, pairs
         return dhidden, dsink, *sums.result()
 
     def _graph(
-        self, hidden: torch.Tensor, rows: ChunkRows, needed: bool, recall: _Recall | None
+        self,
+        hidden: torch.Tensor,
+        rows: RowChunkIndex,
+        needed: bool,
+        attention: _BackwardAttention | None,
     ) -> tuple[torch.Tensor, Any]:
-        """A chunk's hidden states, and with a graph what becomes of them: its output, or without
-        `recall` its keys and values.
+        """Return a chunk's hidden states, and its output with a graph.
+
+        Without `attention`, return keys and values in place of the output.
         """
-        part = hidden.index_select(0, rows.mine).detach().requires_grad_(needed)
+        part = hidden.index_select(0, rows.local).detach().requires_grad_(needed)
         with torch.enable_grad():
-            if recall is None:
-                return part, self.half.called(part, rows)[1:3]
-            return part, self.half.run(part, rows, recall)
+            if attention is None:
+                return part, self.half.core_inputs(part, rows)[1:3]
+            return part, self.half.run(part, rows, attention)
 
     def _ring(
         self,
         hidden: torch.Tensor,
-        rows: Sequence[ChunkRows],
+        chunks: Sequence[RowChunkIndex],
         max_logits: torch.Tensor | None = None,
         host: KeyHostMemory | None = None,
     ) -> RowChunkedCall:
-        """A call of attention over keys and values of all rows, made chunk by chunk."""
+        """Compute keys and values of all rows chunk by chunk, and return the call over them."""
         plan = self.call.plan
         k, v = (
             torch.empty(x, dtype=dtype, device=device) for x, dtype, device in plan.signature[1:]
         )
         with torch.no_grad():
-            for each in rows:
-                reached = self.half.called(hidden.index_select(0, each.mine), each)
-                k.index_copy_(0, each.whole, reached.k)
-                v.index_copy_(0, each.whole, reached.v)
-                del reached
+            for chunk in chunks:
+                inputs = self.half.core_inputs(hidden.index_select(0, chunk.local), chunk)
+                k.index_copy_(0, chunk.shard, inputs.k)
+                v.index_copy_(0, chunk.shard, inputs.v)
+                del inputs
         return plan.chunked(k, v, self.call.sink, self.call.label, max_logits, host)
 
 
-class _Half(torch.autograd.Function):
-    """An attention half, for autograd; sink [h] and parameters are there for their gradients."""
+class _RowChunkedHalfFunction(torch.autograd.Function):
+    """Autograd function of an attention half.
+
+    The sink [h] and the parameters are arguments only because autograd returns their gradients.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
-        chunks: ChunkedHalf,
+        chunks: RowChunkedHalf,
         saves: bool,
         hidden: torch.Tensor,
         sink: torch.Tensor | None,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
-        out, held = chunks.forward(hidden, saves)
+        out, holders = chunks.forward(hidden, saves)
         ctx.chunks = chunks
-        ctx.save_for_backward(hidden, *held)
+        ctx.save_for_backward(hidden, *holders)
         return out
 
     @staticmethod
     @first_order_only("an attention half in chunks (--burst-sequence-chunks)")
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        hidden, *held = ctx.saved_tensors
+        hidden, *holders = ctx.saved_tensors
         _, _, needed, needs_sink, *_ = ctx.needs_input_grad
-        dhidden, dsink, *rest = ctx.chunks.backward(hidden, held, dy, needed)
+        dhidden, dsink, *dparameters = ctx.chunks.backward(hidden, holders, dy, needed)
         sink = ctx.chunks.call.sink
         dsink = dsink.to(sink.dtype) if needs_sink and dsink is not None else None
-        return None, None, dhidden, dsink, *rest
+        return None, None, dhidden, dsink, *dparameters
 
 
-class _Attend:
-    """Core attention of a chunk of queries in forward: what a checkpoint kept, or the ring's."""
+class _ForwardAttention:
+    """Core attention of a chunk of queries in forward, from the attention store or the ring."""
 
     def __init__(self, ring: RowChunkedCall | None, index: int, stored: Tensors | None):
         self._ring, self._index, self._stored = ring, index, stored
-        self.result: Result
+        self.result: ChunkResult
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if self._ring is not None:
@@ -191,14 +206,15 @@ class _Attend:
         return self.result[0]
 
 
-class _Recall:
-    """Core attention of a chunk of queries in backward: forward's result, and the ring's gradient.
+class _BackwardAttention:
+    """Core attention of a chunk of queries in backward: result of forward, gradient of the ring.
 
-    leaves: a query that nothing before it wants a gradient of. The backward of the ring runs for it
-    all the same: keys may, and other ranks take part.
+    Attributes:
+        leaves: The query, if no tensor before it needs its gradient. The ring's backward runs
+            anyway, because keys may need gradients and other ranks take part.
     """
 
-    def __init__(self, ring: RowChunkedCall, index: int, result: Result):
+    def __init__(self, ring: RowChunkedCall, index: int, result: ChunkResult):
         self._ring, self._index, self._result = ring, index, result
         self.leaves: list[torch.Tensor] = []
 
@@ -206,11 +222,11 @@ class _Recall:
         if not q.requires_grad:
             q = q.detach().requires_grad_()
             self.leaves.append(q)
-        out: Any = _Recalled.apply(self._ring, self._index, q, *self._result)
+        out: Any = _StoredAttention.apply(self._ring, self._index, q, *self._result)
         return out
 
 
-class _Recalled(torch.autograd.Function):
+class _StoredAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, ring: RowChunkedCall, index: int, q: torch.Tensor, out: torch.Tensor, lse: Any
@@ -226,8 +242,8 @@ class _Recalled(torch.autograd.Function):
         return None, None, None if dq is None else dq.to(q.dtype), None, None
 
 
-class _Hold(torch.autograd.Function):
-    """Saves tensors as autograd does, when it is called and not when a larger function ends."""
+class _SavedResult(torch.autograd.Function):
+    """Function that saves tensors immediately; `_RowChunkedHalfFunction` saves only at its end."""
 
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
@@ -236,17 +252,17 @@ class _Hold(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *unused: Any) -> Any:
-        raise RuntimeError("a holder of saved tensors was differentiated")
+        raise RuntimeError("internal error: backward reached a saved-tensor holder")
 
 
-def _held(result: Result) -> torch.Tensor:
-    """An empty tensor that holds a result; hooks of saved tensors see this result at once."""
+def _result_holder(result: ChunkResult) -> torch.Tensor:
+    """Return an empty tensor that holds a result; saved-tensor hooks receive it immediately."""
     with torch.enable_grad():
-        holder: Any = _Hold.apply(torch.empty(0, requires_grad=True), *result)
+        holder: Any = _SavedResult.apply(torch.empty(0, requires_grad=True), *result)
     return holder
 
 
-def _released(holder: torch.Tensor) -> Result:
+def _result_of(holder: torch.Tensor) -> ChunkResult:
     node: Any = holder.grad_fn
     out, lse = node.saved_tensors
     return out, lse

@@ -35,7 +35,7 @@ _TAKE_EFFECT = (
 
 
 def patch(patches: PatchSet) -> None:
-    """Add the check of `TransformerLayer` subclasses to a set of patches."""
+    """Add the check of subclasses of `TransformerLayer`."""
     patches.wrap(TransformerLayer, "__init__", ["config"], _refusing)
 
 

@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MLP half of transformer layers, and the norm behind the last, in tiles of rows.
+"""MLP half of transformer layers, and the final norm, in tiles of rows.
 
-Norm, MLP, bias-dropout-add and residual of a dense layer depend on one row each, so that all of
-`TransformerLayer._forward_mlp` is what a tile runs, whatever modules the layer spec put there. The
-gather of sequence parallelism is part of it, and is one tile long.
+Norm, MLP, bias-dropout-add and residual of a dense layer treat rows independently. So a tile runs
+all of `TransformerLayer._forward_mlp`, with any modules of the layer spec. The gather of sequence
+parallelism is part of it and gathers one tile.
 
-Of a layer with experts only the router's matrix product is rowwise; its decisions are about all
-tokens of a micro-batch (auxiliary losses, z-loss, capacity, expert bias). So it takes three steps:
-norm and the router's logits by tiles; routing of all logits, which are small; then norm, dispatch,
-experts, combine and residual by tiles, each tile with its rows of what was routed. Both norms are
-recomputed, and no tensor of the width of the hidden states is kept.
+In a layer with experts, only the matrix product of the router is row-wise. Its decisions depend on
+all tokens of a micro-batch (auxiliary losses, z-loss, capacity, expert bias). So the layer runs in
+three steps. First, norm and router logits run in tiles. Then all logits, which are small, are
+routed together. Last, norm, dispatch, experts, combine and residual run in tiles, each with its
+rows of the routing result. Both norms are recomputed, and no tensor of the width of the hidden
+states is kept.
 
-The final norm belongs to no layer, and torch's RMSNorm, where it is not fused, works through up to
-15 tensors of the size of its input in backward. In tiles it is its input, its output and one tile.
+The final norm belongs to no layer. The backward of torch's RMSNorm, if it is not fused, allocates
+up to 15 tensors of the size of its input. In tiles only input, output and one tile's tensors exist.
 
-Decides how many tiles, and which of them wait in host memory (`--burst-mlp-tiles`).
+This module decides the number of tiles and which tiles are moved to host memory
+(`--burst-mlp-tiles`).
 """
 
 from __future__ import annotations
@@ -34,55 +36,59 @@ from ....recompute import tile_counts
 from ..offload.tier import tier_of
 from ..tiles import Fate, tiled
 
-_TOLD = "MLP tiles"  # note: lines that were logged
+_LOGGED = "MLP tiles"  # key of the note with the lines that were logged
 
 
 def patch(patches: PatchSet) -> None:
-    """Add to a set of patches what runs MLPs in tiles, where a configuration asks for them."""
+    """Add the patch that runs MLPs in tiles if a configuration requires it."""
     names = ["hidden_states", "inference_context", "padding_mask"]
-    around = functools.partial(_in_tiles, patches)
-    patches.wrap(TransformerLayer, "_forward_mlp", names, around)
+    wrapper = functools.partial(_in_tiles, patches)
+    patches.wrap(TransformerLayer, "_forward_mlp", names, wrapper)
 
 
 def _in_tiles(patches: PatchSet, original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    given = given_to(original, (self, *args), kwargs)
-    hidden = given.pop("hidden_states")
-    inference = given.get("inference_context") is not None
+    arguments = given_to(original, (self, *args), kwargs)
+    hidden = arguments.pop("hidden_states")
+    inference = arguments.get("inference_context") is not None
     count = 1 if inference else tiles_of(self, hidden)
     if count == 1:
         return original(self, *args, **kwargs)
-    _tell(patches, self.config.burst, count, hidden)
+    _log_count(patches, self.config.burst, count, hidden)
     tier = tier_of(patches)
-    share = tier.going.fraction if tier is not None and tier.going is not None else 0.0
-    cut = functools.partial(tiled, tiles=count, fates=fates_of(count, share), host=tier)
-    del given["self"]
+    running = tier.running if tier is not None else None
+    share = running.fraction if running is not None else 0.0
+    run_tiled = functools.partial(tiled, tiles=count, fates=fates_of(count, share), host=tier)
+    del arguments["self"]
     if self.is_moe_layer:
-        return forward_moe(self, original, hidden, given, cut)
-    return cut(
-        lambda tile: original(self, tile, **given),
+        return forward_moe(self, original, hidden, arguments, run_tiled)
+    return run_tiled(
+        lambda tile: original(self, tile, **arguments),
         hidden,
         parameters=[*self.pre_mlp_layernorm.parameters(), *self.mlp.parameters()],
     )
 
 
-def _tell(patches: PatchSet, burst: Any, count: int, hidden: torch.Tensor) -> None:
+def _log_count(patches: PatchSet, burst: Any, count: int, hidden: torch.Tensor) -> None:
     """Log each number of tiles once."""
     line = (
-        f"MLP tiles: {count} of {math.ceil(len(hidden) / count):,} rows (--burst-mlp-tiles "
-        f"{burst.mlp_tiles}), computed again in backward or moved to the host"
+        f"MLP tiles: {count} tiles of {math.ceil(len(hidden) / count):,} rows (--burst-mlp-tiles "
+        f"{burst.mlp_tiles}), recomputed in backward or moved to the host"
     )
-    logged = patches.notes.setdefault(_TOLD, set())
+    logged = patches.notes.setdefault(_LOGGED, set())
     if line not in logged:
         logged.add(line)
         log(line)
 
 
 def tiles_of(layer: Any, hidden: torch.Tensor) -> int:
-    """Into how many tiles a layer cuts hidden states [rows, batch, hidden].
+    """Return the number of tiles into which a layer cuts hidden states [rows, batch, hidden].
 
-    The same on all ranks that exchange tokens or partial results, as they run tile by tile
-    together. Raises ValueError for a number above the rows of a layer whose experts are on several
-    ranks: these need not have equally many rows, and Megatron's router takes no empty tile.
+    The number is the same on all ranks that exchange tokens or partial results, because these
+    ranks run the tiles together.
+
+    Raises:
+        ValueError: The experts are on several ranks and this rank has fewer rows than tiles. Ranks
+            may have different numbers of rows, and Megatron's router does not accept empty tiles.
     """
     burst, config = getattr(layer.config, "burst", None), layer.config
     if burst is None or burst.mlp_tiles == 1 or isinstance(layer.mlp, IdentityOp):
@@ -95,13 +101,14 @@ def tiles_of(layer: Any, hidden: torch.Tensor) -> int:
     if spread and rows < burst.mlp_tiles:
         raise ValueError(
             f"--burst-mlp-tiles {burst.mlp_tiles} is more than the {rows} rows that this rank has "
-            "of a micro-batch, and expert-parallel ranks need equally many tiles: take fewer"
+            "of a micro-batch, and expert-parallel ranks need the same number of tiles; use a "
+            "smaller number"
         )
     return min(burst.mlp_tiles, max(rows, 1))
 
 
 def _width(config: Any, moe: bool) -> int:
-    """Elements that a tile's backward holds per token of this rank."""
+    """Return the elements that the backward of a tile keeps per token of this rank."""
     gated, hidden = bool(config.gated_linear_unit), config.hidden_size
     tp = config.tensor_model_parallel_size
     if not moe:
@@ -120,9 +127,9 @@ def _width(config: Any, moe: bool) -> int:
 
 
 def fates_of(count: int, share: float) -> tuple[Fate, ...]:
-    """What becomes of each of `count` tiles, of which `share` (0 to 1) is moved to the host.
+    """Return the fate of each of `count` tiles if a `share` (0 to 1) of them moves to the host.
 
-    The first ones are moved: their transfer overlaps with the others, which are computed again.
+    The first tiles are moved, so that their copies overlap with the other tiles.
     """
     moved = math.ceil(share * count)
     return ("move",) * moved + ("recompute",) * (count - moved)
@@ -132,22 +139,26 @@ def forward_moe(
     layer: Any,
     forward: Callable[..., Any],
     hidden: torch.Tensor,
-    given: dict[str, Any],
-    cut: Callable[..., torch.Tensor],
+    arguments: dict[str, Any],
+    run_tiled: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """What `forward(layer, hidden, **given)` returns, by tiles.
+    """Run `forward(layer, hidden, **arguments)` of a layer with experts in tiles.
 
-    layer: a `TransformerLayer` whose `mlp` is a `MoELayer`; forward: its own `_forward_mlp`;
-    hidden [rows, batch, hidden]; given: its other arguments; cut: `tiled` with the tiles chosen.
+    Args:
+        layer: A `TransformerLayer` whose `mlp` is a `MoELayer`.
+        forward: Its own `_forward_mlp`.
+        hidden: Hidden states [rows, batch, hidden].
+        arguments: The other arguments of `forward`.
+        run_tiled: `tiled` with the number and fates of the tiles set.
     """
     moe, norm = layer.mlp, layer.pre_mlp_layernorm
-    logits = cut(
+    logits = run_tiled(
         lambda tile: _logits(layer, tile),
         hidden,
         parameters=[*norm.parameters(), *moe.router.parameters()],
-        fates=None,  # all computed again: little work, and wide tensors
+        fates=None,  # recompute all: little work, and wide tensors
     )
-    probs, chosen = _route(layer, logits, given)
+    probs, chosen = _route(layer, logits, arguments)
 
     def experts(tile: torch.Tensor, probs: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         routed = probs.flatten(0, 1), chosen.flatten(0, 1)
@@ -155,43 +166,47 @@ def forward_moe(
             return forward(layer, tile)
 
     router = {id(p) for p in moe.router.parameters()}
-    others = [p for p in moe.parameters() if id(p) not in router]
-    return cut(experts, hidden, probs, chosen, parameters=[*norm.parameters(), *others])
+    expert_parameters = [p for p in moe.parameters() if id(p) not in router]
+    parameters = [*norm.parameters(), *expert_parameters]
+    return run_tiled(experts, hidden, probs, chosen, parameters=parameters)
 
 
 def _logits(layer: Any, tile: torch.Tensor) -> torch.Tensor:
-    """The router's logits [rows, batch, experts] of a tile of hidden states.
+    """Return the router's logits [rows, batch, experts] for a tile of hidden states.
 
-    The router is called as a module, whose hooks wait for its parameters (overlap-param-gather).
+    The router is called as a module, because its hooks wait for parameters that are still being
+    gathered (overlap-param-gather).
     """
     normed = layer._forward_pre_mlp_layernorm(tile)
-    normed = normed[0] if isinstance(normed, tuple) else normed  # with the residual, where fused
+    normed = normed[0] if isinstance(normed, tuple) else normed  # a fused norm adds the residual
     router = layer.mlp.router
     with instead(router, "routing", lambda logits, **_: (logits, None)):
         return router(normed)[0]
 
 
 def _route(
-    layer: Any, logits: torch.Tensor, given: dict[str, Any]
+    layer: Any, logits: torch.Tensor, arguments: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities and chosen experts, each [rows, batch, experts], of all tokens together."""
-    mask, samples, params = given.get("padding_mask"), None, given.get("packed_seq_params")
+    """Return probabilities and chosen experts of all tokens, each [rows, batch, experts]."""
+    mask, samples = arguments.get("padding_mask"), None
+    params = arguments.get("packed_seq_params")
     rows, batch, experts = logits.shape
     if params is not None and hasattr(layer, "_maybe_unflatten_for_moe"):
         logits, mask, samples = layer._maybe_unflatten_for_moe(logits, mask, params)
     mask = None if mask is None else mask.transpose(0, 1).bool()
     routed = layer.mlp.router.routing(logits, padding_mask=mask)
-    if samples is not None:  # [tokens of a sample, samples], and rows are sample by sample
-        routed = (each.view(-1, samples, experts).transpose(0, 1) for each in routed)
-    probs, chosen = (each.reshape(rows, batch, experts) for each in routed)
+    if samples is not None:  # from [tokens of a sample, samples] to rows sample by sample
+        routed = (x.view(-1, samples, experts).transpose(0, 1) for x in routed)
+    probs, chosen = (x.reshape(rows, batch, experts) for x in routed)
     return probs, chosen
 
 
-_WIDTH = 8  # numbers of a tile's backward for each of its input: fp32, where not fused
+# Elements that a tile's backward allocates per input element; an unfused norm computes in fp32.
+_WIDTH = 8
 
 
 def patch_final_norm(patches: PatchSet) -> None:
-    """Add to a set of patches what runs final norms in tiles, where a configuration asks for it."""
+    """Add the patch that runs final norms in tiles if a configuration requires it."""
     patches.wrap(TransformerBlock, "_build_layers", ["self"], _with_tiled_norm)
 
 
@@ -199,25 +214,25 @@ def _with_tiled_norm(original: Callable, self: Any) -> None:
     original(self)
     norm = getattr(self, "final_layernorm", None)
     burst = getattr(self.config, "burst", None)
-    # A norm without parameters is an identity in place of one.
+    # Megatron replaces an absent norm by an identity, which has no parameters.
     if burst is None or burst.mlp_tiles == 1 or norm is None or not [*norm.parameters()]:
         return
     norm.forward = TiledNorm(norm, burst.mlp_tiles)
 
 
 class TiledNorm:
-    """Replaces `forward` of one norm, whose type and hooks stay."""
+    """Replacement of `forward` of one norm, which keeps the norm's type and hooks."""
 
     def __init__(self, norm: torch.nn.Module, tiles: Any) -> None:
         self.norm, self.tiles = norm, tiles
 
-    def __call__(self, hidden: torch.Tensor, *others: Any, **named: Any) -> Any:
-        """What the norm makes of hidden states [rows, ..., hidden]."""
-        whole = functools.partial(type(self.norm).forward, self.norm)
+    def __call__(self, hidden: torch.Tensor, *args: Any, **named: Any) -> Any:
+        """Apply the norm to hidden states [rows, ..., hidden]."""
+        forward = functools.partial(type(self.norm).forward, self.norm)
         count = self._count(hidden)
-        if count == 1 or others or named:
-            return whole(hidden, *others, **named)
-        return tiled(whole, hidden, parameters=tuple(self.norm.parameters()), tiles=count)
+        if count == 1 or args or named:
+            return forward(hidden, *args, **named)
+        return tiled(forward, hidden, parameters=tuple(self.norm.parameters()), tiles=count)
 
     def _count(self, hidden: torch.Tensor) -> int:
         rows, width = hidden.shape[0], hidden.shape[-1]

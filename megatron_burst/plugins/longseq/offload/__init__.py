@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--burst-offload` in Megatron: what layers leave for backward waits in host memory."""
+"""`--burst-offload` in Megatron: saved tensors of layers are in host memory until backward."""

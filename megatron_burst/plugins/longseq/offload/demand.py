@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What offloading asks of the host: measured in the first step, compared with what a node holds.
+"""Host memory that offloading requires, measured in the first step and compared with the limit.
 
-Decides the words of the start-up line and of the error for a host that is too small. Plain numbers:
-no tensors, no communication.
+This module decides the start-up log line and the error message for a limit that is too small. It
+uses plain numbers only: no tensors, no communication.
 """
 
 from __future__ import annotations
@@ -15,26 +15,30 @@ from ....recompute.host_limits import OffloadFraction, choose_fraction
 from ....units import byte_size, duration, rate
 
 
-class Node(NamedTuple):
-    """Host memory of a node, in bytes, and how many ranks share it."""
+class HostNode(NamedTuple):
+    """Host memory of a node, in bytes, and the number of ranks that share it."""
 
     limit: int
     ranks: int
 
     @property
     def share(self) -> int:
-        """Bytes of one rank."""
+        """Bytes per rank."""
         return self.limit // self.ranks
 
 
 class HostDemand(NamedTuple):
-    """What one rank moves, and would if there were room, at the fraction of the first step.
+    """Bytes that one rank moves at the fraction of the first step, including bytes without room.
 
-    call_bytes: most that one call of a layer (or of a checkpoint around layers) leaves for the
-    host; call_seconds: median time of such a call's forward; pass_bytes: most that one micro-batch
-    leaves in one model chunk; passes: micro-batches, once per model chunk, in flight at the same
-    time; cut: whether some of it did not fit on the host. key_bytes: most keys of other ranks that
-    one attention call in row chunks keeps on the host, whatever the fraction.
+    Attributes:
+        call_bytes: Largest number of bytes that one call of a layer (or of a checkpoint around
+            layers) moves.
+        call_seconds: Median time of the forward of such a call.
+        pass_bytes: Largest number of bytes that one micro-batch moves in one model chunk.
+        passes: Number of micro-batches in flight, counted once per model chunk.
+        cut: True if some bytes did not fit on the host.
+        key_bytes: Largest number of bytes of keys of other ranks that one attention call in row
+            chunks keeps on the host. It does not depend on the fraction.
     """
 
     call_bytes: int
@@ -45,88 +49,99 @@ class HostDemand(NamedTuple):
     key_bytes: int = 0
 
     @property
-    def left(self) -> int:
-        """Bytes on the host at once of what layers leave for backward."""
+    def saved_bytes(self) -> int:
+        """Bytes of saved tensors of layers that are on the host at the same time."""
         return self.pass_bytes * self.passes
 
     @property
     def total(self) -> int:
-        """Bytes on the host at once."""
-        return self.left + self.key_bytes
+        """Bytes that are on the host at the same time."""
+        return self.saved_bytes + self.key_bytes
 
 
 def passes_in_flight(warmup: int, total: int) -> int:
-    """Forward passes whose backward is outstanding at once in Megatron's 1F1B schedules.
+    """Return the maximum number of forward passes without backward in Megatron's 1F1B schedules.
 
-    warmup: passes before the first backward; total: passes of a step. Source: Megatron-Core,
-    `get_pp_rank_microbatches`.
+    Source: Megatron-Core, `get_pp_rank_microbatches`.
+
+    Args:
+        warmup: Forward passes before the first backward.
+        total: Forward passes of a step.
     """
     return min(total, warmup + 1)
 
 
-def choice(demand: HostDemand, node: Node, link: float) -> OffloadFraction:
-    """What `auto` takes for one rank; demand: of a first step that moved everything.
+def choice(demand: HostDemand, node: HostNode, link: float) -> OffloadFraction:
+    """Return the fraction that `auto` selects for one rank.
 
-    link: bytes/s that the slower direction of its link carries while all ranks of the node copy.
+    Args:
+        demand: Demand of a first step that moved everything.
+        node: Host memory of the node.
+        link: Bytes per second of the slower direction while all ranks of the node copy.
     """
-    calls = demand.left / max(1, demand.call_bytes)
-    # Keys of other ranks take their share of the link and of the memory, whatever the fraction.
+    calls = demand.saved_bytes / max(1, demand.call_bytes)
+    # Keys of other ranks use the link and the memory too, whatever the fraction.
     seconds = max(0.0, demand.call_seconds - demand.key_bytes / link) if link else 0.0
     limit = max(0, node.limit - demand.key_bytes * node.ranks)
     return choose_fraction(demand.call_bytes, seconds, link, limit, calls, node.ranks)
 
 
-def too_small(fraction: float, of_ranks: Sequence[tuple[HostDemand, Node]]) -> str | None:
-    """The error if what a fraction moves does not fit on the host of some rank; None if it fits.
+def too_small(fraction: float, of_ranks: Sequence[tuple[HostDemand, HostNode]]) -> str | None:
+    """Return the error message if a fraction does not fit on a host; None if it fits.
 
-    of_ranks: of every rank, so that all raise with the same words.
+    Args:
+        fraction: Fraction of the saved tensors.
+        of_ranks: Demand and node of every rank, so that all ranks raise the same message.
     """
     if not any(demand.cut for demand, _ in of_ranks):
         return None
-    worst, node = max(of_ranks, key=lambda one: one[0].total / one[1].share)
-    # Blocks of changing sizes leave gaps: a little more than their sum may be needed.
+    worst, node = max(of_ranks, key=lambda pair: pair[0].total / pair[1].share)
+    # Blocks of varying sizes leave gaps, so slightly more than their sum may be necessary.
     need = max(worst.total, math.ceil(1.1 * node.share))
     free = max(0, node.share - worst.key_bytes)
-    fitting = math.floor(100 * fraction * free / max(1, worst.left)) / 100
-    advice = f"--burst-host-memory {math.ceil(need * node.ranks / 2**20)}MiB would do"
+    fitting = math.floor(100 * fraction * free / max(1, worst.saved_bytes)) / 100
+    advice = f"set --burst-host-memory {math.ceil(need * node.ranks / 2**20)}MiB"
     if 0 < fitting < fraction:
-        advice += f", or --burst-offload {fitting:g}"
+        advice += f" or --burst-offload {fitting:g}"
     return (
         f"--burst-offload {fraction:g} moves up to {byte_size(worst.total)} per rank "
-        f"({byte_size(worst.pass_bytes)} of each of {worst.passes} micro-batches in flight"
-        f"{_keys(worst)}), and "
-        f"--burst-host-memory leaves {byte_size(node.share)} to each of {node.ranks} ranks of a "
-        f"node ({byte_size(node.limit)}): {advice}"
+        f"({byte_size(worst.pass_bytes)} for each of {worst.passes} micro-batches in flight"
+        f"{_keys(worst)}), but --burst-host-memory allows {byte_size(node.share)} per rank "
+        f"({byte_size(node.limit)} per node of {node.ranks} ranks); {advice}"
     )
 
 
 def _keys(demand: HostDemand) -> str:
-    """What keys of other ranks take, for a line; "" without any."""
     return f", {byte_size(demand.key_bytes)} of keys of other ranks" if demand.key_bytes else ""
 
 
-def line(fraction: float, own: HostDemand, node: Node, link: float | None = None) -> str:
-    """The line that says what is moved, with the numbers of this rank.
+def line(fraction: float, own: HostDemand, node: HostNode, link: float | None = None) -> str:
+    """Return the log line on offloading, with the numbers of this rank.
 
-    link: with `auto`, bytes/s that the slower direction carries while all ranks of a node copy; the
-    first step then moved everything.
+    Args:
+        fraction: Fraction of the saved tensors that is moved.
+        own: Demand of this rank.
+        node: Host memory of the node.
+        link: With `auto`, bytes per second of the slower direction while all ranks of a node copy;
+            the first step then moved everything. Otherwise None.
     """
     auto = link is not None
-    parts = [f"--burst-offload {'auto: ' if auto else ''}{fraction:.3g} of what layers leave"]
+    parts = [f"--burst-offload {'auto: ' if auto else ''}{fraction:.3g} of saved activations"]
     parts.append(
-        f"a layer's forward {'leaves' if auto else 'moves'} {byte_size(own.call_bytes)} and takes "
+        f"a layer's forward {'saves' if auto else 'moves'} {byte_size(own.call_bytes)} and takes "
         f"{duration(own.call_seconds)}"
     )
     if link is not None:
         chosen = choice(own, node, link)
         parts.append(
-            f"the link carries {rate(link, 'B/s')} with {node.ranks} ranks of a node copying: it "
-            f"hides {chosen.link:.3g}, and the host holds {chosen.host:.3g}"
+            f"the link copies {rate(link, 'B/s')} with {node.ranks} ranks of a node: fraction "
+            f"{chosen.link:.3g} overlaps with compute, and fraction {chosen.host:.3g} fits on the "
+            "host"
         )
-    at_most = own.left * (fraction if auto else 1) + own.key_bytes * (fraction > 0)
+    at_most = own.saved_bytes * (fraction if auto else 1) + own.key_bytes * (fraction > 0)
     parts.append(
         f"at most {byte_size(at_most)} per rank ({own.passes} micro-batches in flight"
-        f"{_keys(own)}), {byte_size(node.share)} allowed ({byte_size(node.limit)} per node of "
-        f"{node.ranks} ranks)"
+        f"{_keys(own)}); {byte_size(node.share)} per rank allowed ({byte_size(node.limit)} per "
+        f"node of {node.ranks} ranks)"
     )
     return " | ".join(parts)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the tier meets Megatron: layers, training steps, and weights that have to stay one object.
+"""Patches of Megatron for offloading: layers, training steps, and weights of linear layers.
 
-Steps begin and end in Megatron's schedules, which all ranks enter: the host's memory is shared out
-at the first step's begin and the fraction is settled at its end. Both are collective, and elsewhere
-ranks of one pipeline wait for each other.
+Steps begin and end in Megatron's schedules, which all ranks enter. The host memory is divided at
+the begin of the first step, and the fraction is set at its end. Both are collective. They must not
+run elsewhere, because ranks of a pipeline wait for each other there.
 
-torch rebuilds every tensor that was saved under saved-tensor hooks: the same memory, but another
-object, without the attributes of Megatron's parameters. With gradient accumulation fusion the
-backward of a linear layer reads and sets such attributes (`grad_added_to_main_grad`); on the
-rebuilt object they would be lost, and data parallelism would not see a gradient. So linear layers
-get their own weight back. Transformer Engine (2.9 and later) keeps a reference of its own.
+torch creates a new object for every tensor that was saved under saved-tensor hooks. It has the same
+memory, but not the attributes of Megatron's parameters. With gradient accumulation fusion, the
+backward of a linear layer reads and sets such attributes (`grad_added_to_main_grad`). On the new
+object they would be lost, and data parallelism would miss a gradient. So backward of linear layers
+gets the original weight. Transformer Engine (2.9 and later) keeps its own reference.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from ....megatron.patching import (
 )
 from ....recompute.checkpoint import current_store
 from .demand import passes_in_flight
-from .tier import ASKED, tier_of
+from .tier import OFFLOAD_NOTE, tier_of
 
 MambaLayer: Any = homes.module("mamba_layer").MambaLayer
 
 
 def patch_layers(patches: PatchSet) -> None:
-    """Add to a set of patches what moves the saved tensors of layers.
+    """Add the patches that move saved tensors of layers.
 
-    A layer that a checkpoint runs is left alone: the first time it saves nothing, and what it saves
-    when it is run again is used at once.
+    A layer inside a checkpoint is not changed. Its first run saves no tensors, and backward uses
+    the saved tensors of the recomputation immediately.
     """
     for layer in (TransformerLayer, MambaLayer):
         patches.wrap(layer, "forward", [], partial(_moving, patches))
@@ -62,13 +62,13 @@ _COUNTS = ["num_microbatches", "num_model_chunks", "microbatch_group_size_per_vp
 
 
 def patch_steps(patches: PatchSet) -> None:
-    """Add to a set of patches what tells the tier of steps and of passes in them.
+    """Add the patches that notify the tier of training steps and forward passes.
 
-    Before that of packed batches, which changes the number of micro-batches.
+    Call this before the patch of packed batches, which changes the number of micro-batches.
     """
     require_function(schedules, "get_pp_rank_microbatches", _COUNTS)
     wrap_steps(patches, partial(_step, patches))
-    patches.wrap(schedules, "forward_step", ["input_tensor"], partial(_passing, patches))
+    patches.wrap(schedules, "forward_step", ["input_tensor"], partial(_forward_pass, patches))
 
 
 def _step(patches: PatchSet, run: Callable, named: dict[str, Any]) -> Any:
@@ -96,7 +96,7 @@ def _passes(model: Any, micro_batches: int) -> int:
     return passes_in_flight(warmup, total)
 
 
-def _passing(patches: PatchSet, original: Callable, *args: Any, **kwargs: Any) -> Any:
+def _forward_pass(patches: PatchSet, original: Callable, *args: Any, **kwargs: Any) -> Any:
     tier = tier_of(patches) if torch.is_grad_enabled() else None
     if tier is None:
         return original(*args, **kwargs)
@@ -110,42 +110,42 @@ _WEIGHT = "_burst_weight"
 
 
 def patch_weights(patches: PatchSet) -> None:
-    """Add to a set of patches what hands linear layers their own weight in backward."""
+    """Add the patches that give backward of linear layers the original weight."""
     linear = getattr(layers, _LINEAR)
     require_parameters(linear.forward, ["ctx", "input", "weight"], f"{_LINEAR}.forward")
     require_parameters(linear.backward, ["ctx", "grad_output"], f"{_LINEAR}.backward")
-    patches.replace(linear, "forward", staticmethod(_noting(linear.forward, patches)))
-    patches.replace(linear, "backward", staticmethod(_restoring(linear.backward)))
+    patches.replace(linear, "forward", staticmethod(_keeping_weight(linear.forward, patches)))
+    patches.replace(linear, "backward", staticmethod(_with_original_weight(linear.backward)))
 
 
-def _noting(original: Callable, patches: PatchSet) -> Callable:
+def _keeping_weight(original: Callable, patches: PatchSet) -> Callable:
     @functools.wraps(original)
     def forward(ctx: Any, *args: Any) -> Any:
-        if ASKED in patches.notes:
+        if OFFLOAD_NOTE in patches.notes:
             setattr(ctx, _WEIGHT, given_to(original, (ctx, *args), {})["weight"])
         return original(ctx, *args)
 
     return forward
 
 
-def _restoring(original: Callable) -> Callable:
+def _with_original_weight(original: Callable) -> Callable:
     @functools.wraps(original)
     def backward(ctx: Any, grad_output: Any) -> Any:
-        return original(_Restored(ctx) if hasattr(ctx, _WEIGHT) else ctx, grad_output)
+        return original(_ContextWithWeight(ctx) if hasattr(ctx, _WEIGHT) else ctx, grad_output)
 
     return backward
 
 
-class _Restored:
-    """A context whose second saved tensor is the weight itself; all else is the context's own."""
+class _ContextWithWeight:
+    """Autograd context in which the original weight replaces the second saved tensor."""
 
     def __init__(self, ctx: Any) -> None:
         self.__dict__["_ctx"] = ctx
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
-        first, _, *others = self._ctx.saved_tensors
-        return (first, getattr(self._ctx, _WEIGHT), *others)
+        first, _, *following = self._ctx.saved_tensors
+        return (first, getattr(self._ctx, _WEIGHT), *following)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_ctx"], name)

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tier of a run: one `HostMemory`, the fraction in force, and the calls that use them.
+"""Offloading of one training run: its `HostMemory`, the fraction, and the calls that use them.
 
-The first step moves what fits on the host and never fails for lack of it: whether the rest of the
-run fits is decided at its end, by all ranks together, from the bytes and times of that step.
+The first step moves tensors while they fit and never fails for lack of memory. At its end all ranks
+decide together, from the measured bytes and times, whether the run fits.
 
-The input that a pipeline stage received is held by Megatron's schedule until backward. Its first
-layer saves it, so it travels to the host like every layer's input, and its memory on the device
-would stay all the same. It is freed once it is on the host: backward reads the gradient and the
-shape of the held tensor, never its elements.
+Megatron's schedule holds the input that a pipeline stage received until backward. The first layer
+saves it, so it is copied to the host like the input of every layer. Its device memory is freed
+after the copy: backward reads the gradient and the shape of the held tensor, never its elements.
 """
 
 from __future__ import annotations
@@ -24,54 +23,56 @@ from ....comm.hosts import this_host
 from ....megatron.patching import PatchSet, log
 from ....recompute.host_limits import host_limit
 from ....units import size_of
-from ..host.copies import Moved
+from ..host.copies import MovedTensor
 from ..host.frames import HostFrame
 from ..host.mover import HostMemory, copy_rate
 from ..options import LongSequenceOptions
-from .demand import HostDemand, Node, choice, line, too_small
+from .demand import HostDemand, HostNode, choice, line, too_small
 
-ASKED = "offload"  # note: the choices of the configuration that asked for it
-TIER = "host memory"  # note: the tier, once a forward pass or a step needed it
-MIN_BYTES = 1 << 20  # smaller tensors stay: a copy would cost more than they free
+OFFLOAD_NOTE = "offload"  # key of the note with the options of a configuration that offloads
+TIER_NOTE = "host memory"  # key of the note with the tier, created at the first use
+MIN_BYTES = 1 << 20  # smaller tensors stay: the launch dominates the time of their copy
 
 
 def configured(patches: PatchSet, config: Any, burst: LongSequenceOptions) -> None:
     """Note that a configuration of the run moves activations to host memory."""
     if burst.offload:
-        patches.notes[ASKED] = burst
+        patches.notes[OFFLOAD_NOTE] = burst
 
 
 def tier_of(patches: PatchSet) -> Tier | None:
-    """The tier of the run; None if no configuration asked for one."""
-    burst = patches.notes.get(ASKED)
+    """Return the tier of the training run; None if no configuration offloads."""
+    burst = patches.notes.get(OFFLOAD_NOTE)
     if burst is None:
         return None
-    if TIER not in patches.notes:
-        patches.notes[TIER] = Tier(burst)
-    return patches.notes[TIER]
+    if TIER_NOTE not in patches.notes:
+        patches.notes[TIER_NOTE] = Tier(burst)
+    return patches.notes[TIER_NOTE]
 
 
-class Going(NamedTuple):
-    """What a call leaves goes to the host: this fraction of the rows, as one frame."""
+class OffloadedCall(NamedTuple):
+    """Running call whose saved tensors are moved: the fraction of rows, and the frame."""
 
     fraction: float
     frame: HostFrame
 
 
 class KeyMemory:
-    """Host memory for the keys of other ranks of one attention call in row chunks; `bytes`: moved
-    so far, with those for which there was no room.
+    """Host memory for keys of other ranks during one attention call in row chunks.
 
-    These keys are on the host while one layer's forward runs, so they are counted apart from what
-    layers leave until backward.
+    These keys are on the host only during the forward of one layer, so they are counted separately
+    from saved tensors.
+
+    Attributes:
+        bytes: Bytes moved so far, including bytes that did not fit.
     """
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
         self.bytes = 0
 
-    def move(self, tensor: torch.Tensor, *, framed: bool = False) -> Moved:
-        """Move a whole tensor, whatever its size, as `HostMemory.move`."""
+    def move(self, tensor: torch.Tensor, *, framed: bool = False) -> MovedTensor:
+        """Move all rows of a tensor of any size, see `HostMemory.move`."""
         before = self._tier.moved()
         moved = self._tier.host.move(tensor, framed=framed)
         nbytes = self._tier.moved() - before
@@ -81,10 +82,10 @@ class KeyMemory:
 
 
 class Tier:
-    """Moves what layers leave to the host, and finds out in the first step how much of it fits.
+    """Offloading of layers' saved tensors, which measures in the first step how much fits.
 
-    Until a step of Megatron's schedules has begun, no rank knows how many others share its node: as
-    if all ranks of the run did.
+    Before the first step of Megatron's schedules, the number of ranks of the node is unknown. Until
+    then all ranks of the run are assumed to share it.
     """
 
     def __init__(self, burst: LongSequenceOptions) -> None:
@@ -97,11 +98,11 @@ class Tier:
         self.host = self._memory()
         self.link: float | None = None
         self.first: FirstStep | None = None
-        self.settled = False  # after the first step
+        self.settled = False  # true after the first step
         self._paused = False
-        self._key_bytes = 0  # of keys of other ranks, since the start
-        self._going: Going | None = None
-        self._received = Received()
+        self._key_bytes = 0  # bytes of keys of other ranks that were moved so far
+        self._running: OffloadedCall | None = None
+        self._received = ReceivedInputs()
 
     def _memory(self) -> HostMemory:
         return HostMemory(self.node.share, ranks=self.node.ranks)
@@ -109,9 +110,10 @@ class Tier:
     # --- a step -----------------------------------------------------------------------------
 
     def begin(self, passes: int) -> None:
-        """A training step begins, on all ranks; the first one is collective.
+        """Begin a training step on all ranks; the first call is collective.
 
-        passes: micro-batches, once per model chunk, that are in flight on this rank.
+        Args:
+            passes: Micro-batches in flight on this rank, counted once per model chunk.
         """
         if self.settled:
             return
@@ -123,8 +125,10 @@ class Tier:
         self.host.spill = self.first.spill
 
     def end(self) -> None:
-        """A training step ends, on all ranks; the first one is collective, and raises ValueError
-        on all ranks if what is asked does not fit on the host of one.
+        """End a training step on all ranks; the first call is collective.
+
+        Raises:
+            ValueError: The fraction does not fit on the host of a rank; all ranks raise.
         """
         if self.first is None:
             return
@@ -132,19 +136,19 @@ class Tier:
         self.first = self.host.spill = None
         of_ranks = gather((own, self.node, self.link))
         if self.auto:
-            self.fraction = min(choice(*one).fraction for one in of_ranks)
+            self.fraction = min(choice(*rank).fraction for rank in of_ranks)
         elif error := too_small(self.fraction, [(demand, node) for demand, node, _ in of_ranks]):
             raise ValueError(error)
         log(line(self.fraction, own, self.node, self.link))
 
     def abandon(self) -> None:
-        """The step failed: what it left on the host goes with its graph."""
-        self.first = self.host.spill = self._going = None
-        self._received = Received()
+        """Reset the state after a failed step; its host memory is freed with its graph."""
+        self.first = self.host.spill = self._running = None
+        self._received = ReceivedInputs()
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Nothing moves inside: no backward follows."""
+        """Disable offloading inside this context, because no backward follows."""
         paused, self._paused = self._paused, True
         try:
             yield
@@ -153,133 +157,142 @@ class Tier:
 
     @contextlib.contextmanager
     def forward_pass(self, received: Any) -> Iterator[None]:
-        """One micro-batch runs through one model chunk inside.
+        """Return a context for one micro-batch in one model chunk.
 
-        received: what the pipeline stage before sent, a tensor or a list of them, or None. The
-        schedule holds it until backward: what of it has moved to the host is freed at the end.
+        Args:
+            received: Tensor, list of tensors or None that the previous pipeline stage sent. The
+                schedule holds it until backward. Its tensors that were moved to the host are freed
+                on the device when the context ends.
         """
         if self.first is not None:
             self.first.next_pass()
-        self._received = Received(received)
+        self._received = ReceivedInputs(received)
         yield
         self._received.free()
-        self._received = Received()
+        self._received = ReceivedInputs()
 
     # --- a call -----------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def call(self, arguments: Iterable[Any]) -> Iterator[Going | None]:
-        """A layer or a checkpoint runs inside: what it saves for backward goes to the host; None
-        if nothing does. A call within another one is part of it.
+    def call(self, arguments: Iterable[Any]) -> Iterator[OffloadedCall | None]:
+        """Return a context that offloads the saved tensors of a layer or checkpoint inside.
 
-        arguments: of the call; tensors among them that need no gradient (masks, rotary tables) are
-        those of all layers and stay.
+        A call within another call is part of the outer call. The context yields the offloaded call,
+        or None if offloading is disabled.
+
+        Args:
+            arguments: Arguments of the call. Tensors that need no gradient (masks, rotary tables)
+                belong to all layers and stay on the device.
         """
-        if self._going is not None or self._paused or not torch.is_grad_enabled():
-            yield self._going
+        if self._running is not None or self._paused or not torch.is_grad_enabled():
+            yield self._running
             return
-        tensors = [one for one in arguments if isinstance(one, torch.Tensor)]
-        shared = {place_of(one) for one in tensors if not one.requires_grad}
-        first, before = self.first, self._left()
-        self._going = Going(self.fraction, self.host.frame())
+        tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+        shared = {address_of(tensor) for tensor in tensors if not tensor.requires_grad}
+        first, before = self.first, self._saved_bytes()
+        self._running = OffloadedCall(self.fraction, self.host.frame())
         clock = Clock(self.host.device.type == "cuda")
         try:
-            with self._going.frame:
+            with self._running.frame:
                 self._received.move(tensors, self.fraction, self.host, MIN_BYTES)
                 with self.host.saved(
                     self.fraction, min_bytes=MIN_BYTES, keep=self._staying(shared)
                 ):
-                    yield self._going
+                    yield self._running
         finally:
-            self._going = None
+            self._running = None
         if first is not None:
             clock.stop()
-            first.add(self._left() - before, clock)
-            self.host.drain()  # the next call's time is its own
+            first.add(self._saved_bytes() - before, clock)
+            self.host.drain()  # copies must not disturb the time of the next call
 
     @property
-    def going(self) -> Going | None:
-        """The call that runs now, if what it leaves goes to the host."""
-        return self._going
+    def running(self) -> OffloadedCall | None:
+        """Offloaded call that runs at the moment, or None."""
+        return self._running
 
     def saved(self, fraction: float) -> contextlib.AbstractContextManager[None]:
-        """A part of the call that runs now of which another fraction goes to the host."""
+        """Return a context in which another fraction of the saved tensors is moved."""
         return self.host.saved(fraction, min_bytes=MIN_BYTES, keep=self._staying(set()))
 
     def keys(self) -> KeyMemory | None:
-        """Return memory for keys of other ranks during one attention call in row chunks; None where
-        nothing is offloaded. The same on all ranks.
+        """Return memory for keys of other ranks during one attention call in row chunks.
+
+        Returns None if offloading is disabled. All ranks return the same kind.
         """
         return None if self._paused or not self.fraction else KeyMemory(self)
 
     def moved(self) -> int:
-        """Return the bytes moved to the host so far, with those for which there was no room."""
+        """Return the bytes moved to the host so far, including bytes that did not fit."""
         return self.host.bytes_out + (self.first.spilt if self.first is not None else 0)
 
     def note_keys(self, memory: KeyMemory, nbytes: int) -> None:
-        """Count keys of other ranks that one call has moved."""
+        """Count bytes of keys of other ranks that one call has moved."""
         self._key_bytes += nbytes
         if self.first is not None:
             self.first.note_keys(memory.bytes)
 
-    def _left(self) -> int:
-        """Bytes that layers left for backward so far, with those for which there was no room."""
+    def _saved_bytes(self) -> int:
+        """Return bytes of saved tensors moved so far, including bytes that did not fit."""
         return self.moved() - self._key_bytes
 
     def _staying(self, shared: set[int]) -> Any:
         def keep(tensor: torch.Tensor) -> bool:
             self._received.saved(tensor)
-            return place_of(tensor) in shared
+            return address_of(tensor) in shared
 
         return keep
 
 
-def place_of(tensor: torch.Tensor) -> int:
-    """Where the memory of a tensor and of its views begins."""
+def address_of(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's storage."""
     return tensor.untyped_storage().data_ptr()
 
 
-class _Held(NamedTuple):
+class _MovedInput(NamedTuple):
     tensor: torch.Tensor
-    moved: Moved
+    moved: MovedTensor
 
 
-class Received:
-    """What one forward pass received: a tensor, a list of tensors, or nothing."""
+class ReceivedInputs:
+    """Inputs that one forward pass received: a tensor, a list of tensors, or None."""
 
     def __init__(self, received: Any = None) -> None:
         tensors = received if isinstance(received, (list, tuple)) else [received]
-        # A leaf: what the schedule made for receiving, and no result that others may read.
+        # Receive buffers of the schedule are leaves. Other code may read tensors with a history.
         self._waiting = [
-            one
-            for one in tensors
-            if isinstance(one, torch.Tensor) and one.requires_grad and one.is_leaf
+            tensor
+            for tensor in tensors
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.is_leaf
         ]
-        self._moved: list[_Held] = []
+        self._moved: list[_MovedInput] = []
         self._saved: set[int] = set()
 
     def move(
         self, arguments: Iterable[torch.Tensor], fraction: float, host: HostMemory, least: int
     ) -> None:
-        """Begin to copy what of it is an argument of the first layer; that the layer saves it
-        later adds no copy. least: bytes below which it stays.
+        """Begin to copy received inputs that are arguments of the first layer.
+
+        The copy is shared, so that saving the input in the layer adds no second copy. Inputs of
+        fewer than `least` bytes stay.
         """
-        for one in arguments:
-            if any(one is other for other in self._waiting):
-                self._waiting = [other for other in self._waiting if other is not one]
-                share = fraction if one.nbytes >= least else 0.0
-                moved = host.move(one.detach(), share, shared=True)
+        for argument in arguments:
+            if any(argument is tensor for tensor in self._waiting):
+                self._waiting = [tensor for tensor in self._waiting if tensor is not argument]
+                share = fraction if argument.nbytes >= least else 0.0
+                moved = host.move(argument.detach(), share, shared=True)
                 if moved.moved:
-                    self._moved.append(_Held(one, moved))
+                    self._moved.append(_MovedInput(argument, moved))
 
     def saved(self, tensor: torch.Tensor) -> None:
-        """A layer has saved this tensor, in a way that moves it."""
+        """Record that a layer has saved this tensor under the hooks that move it."""
         if self._moved:
             self._saved.add(tensor.untyped_storage()._cdata)
 
     def free(self) -> None:
-        """Free the memory of what was saved from the host's copy, after that copy. What a layer
-        keeps in another way stays.
+        """Free device memory of inputs that layers saved, after their copies.
+
+        An input that a layer keeps in another way stays.
         """
         for tensor, moved in self._moved:
             storage = tensor.untyped_storage()
@@ -290,7 +303,7 @@ class Received:
 
 
 class Clock:
-    """Time from its making to `stop`, on the device where there is one, else on this thread."""
+    """Time from construction to `stop`, on the device if there is one, otherwise on this thread."""
 
     def __init__(self, on_device: bool) -> None:
         self.on_device = on_device
@@ -307,7 +320,7 @@ class Clock:
         self.marks.append(self._now())
 
     def seconds(self) -> float:
-        """Waits for the device."""
+        """Wait for the device and return the elapsed seconds."""
         start, end = self.marks
         if not self.on_device:
             return end - start
@@ -316,24 +329,27 @@ class Clock:
 
 
 class FirstStep:
-    """Collects what calls leave in the first step; `passes`: micro-batches, once per model
-    chunk, that are in flight at the same time.
+    """Bytes and times of the calls of the first step.
+
+    Attributes:
+        passes: Micro-batches in flight, counted once per model chunk.
+        spilt: Bytes that did not fit on the host.
     """
 
     def __init__(self, passes: int) -> None:
         self.passes = passes
-        self.spilt = 0  # bytes for which there was no room
-        self._keys = 0  # most bytes of keys of other ranks in one call
+        self.spilt = 0
+        self._keys = 0  # largest number of bytes of keys of other ranks in one call
         self._clocks: list[Clock] = []
         self._largest = 0
         self._of_passes = [0]
 
     def next_pass(self) -> None:
-        """Another micro-batch begins, or the same in another model chunk."""
+        """Begin another micro-batch, or the same one in another model chunk."""
         self._of_passes.append(0)
 
     def spill(self, nbytes: int) -> None:
-        """So many bytes stay, because there is no room."""
+        """Count bytes that stay on the device because they do not fit on the host."""
         self.spilt += nbytes
 
     def note_keys(self, nbytes: int) -> None:
@@ -341,20 +357,20 @@ class FirstStep:
         self._keys = max(self._keys, nbytes)
 
     def add(self, nbytes: int, clock: Clock) -> None:
-        """A call that left so many bytes for the host, whether or not there was room."""
+        """Add a call and its bytes, including bytes that did not fit."""
         self._largest = max(self._largest, nbytes)
         self._of_passes[-1] += nbytes
         self._clocks.append(clock)
 
     def demand(self) -> HostDemand:
-        """What this rank moves at the fraction of the first step."""
+        """Return the demand of this rank at the fraction of the first step."""
         seconds = median(clock.seconds() for clock in self._clocks) if self._clocks else 0.0
         sums = max(self._of_passes)
         return HostDemand(self._largest, seconds, sums, self.passes, bool(self.spilt), self._keys)
 
 
 def gather(value: Any) -> list[Any]:
-    """The value of every rank of the run, in their order; collective."""
+    """Return the value of every rank of the run, in rank order; collective."""
     if not torch.distributed.is_initialized():
         return [value]
     gathered = [value] * torch.distributed.get_world_size()
@@ -362,25 +378,24 @@ def gather(value: Any) -> list[Any]:
     return gathered
 
 
-def shared_node(stated: int | None) -> Node:
-    """This rank's node; collective, so that all its ranks find the same.
+def shared_node(stated: int | None) -> HostNode:
+    """Return the host memory of this rank's node; collective, equal on all ranks of the node.
 
-    stated: bytes per node; None for 80 % of what is there.
+    Args:
+        stated: Bytes per node; None for 80 % of the available memory.
     """
     host = this_host()
     limit = stated or host_limit()
-    limits = [other for place, other in gather((host, limit)) if place == host]
-    return Node(min(limits), len(limits))
+    limits = [rank_limit for name, rank_limit in gather((host, limit)) if name == host]
+    return HostNode(min(limits), len(limits))
 
 
-def lone_node(stated: int | None) -> Node:
-    """The same without asking anybody: as if all ranks of the run were on this node."""
+def lone_node(stated: int | None) -> HostNode:
+    """Return the host memory of the node as if all ranks shared it, without communication."""
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    return Node(stated or host_limit(), ranks)
+    return HostNode(stated or host_limit(), ranks)
 
 
 def measured_rate(host: HostMemory) -> float:
-    """Bytes per second of the slower direction while all ranks of a node copy both ways;
-    collective.
-    """
+    """Measure bytes per second of the slower direction while all ranks copy; collective."""
     return copy_rate(host, lambda: gather(None))

@@ -169,15 +169,15 @@ def _error(x, y):
 @contextlib.contextmanager
 def counting():
     """Of every run of an attention half, how many chunks it had."""
-    from megatron_burst.plugins.longseq.layer.attention_chunks import ChunkedHalf
+    from megatron_burst.plugins.longseq.layer.attention_chunks import RowChunkedHalf
 
-    calls, forward = [], ChunkedHalf.forward
+    calls, forward = [], RowChunkedHalf.forward
 
     def noting(self, *given):
         calls.append(len(self.call.plan.row_chunks))
         return forward(self, *given)
 
-    with mock.patch.object(ChunkedHalf, "forward", noting):
+    with mock.patch.object(RowChunkedHalf, "forward", noting):
         yield calls
 
 
@@ -261,10 +261,10 @@ def keys_on_the_host(case):
     """What `worst_errors` finds of a layer whose keys of other ranks wait on the host, beside its
     saved tensors; and of each run in chunks, of its forward: (bytes sent, those of a plan with host
     memory, those of a plan without), of its end: bytes of keys moved, bytes left on the host."""
-    from megatron_burst.plugins.longseq.layer.attention_chunks import ChunkedHalf
+    from megatron_burst.plugins.longseq.layer.attention_chunks import RowChunkedHalf
     from megatron_burst.plugins.longseq.offload import tier
 
-    tiers, sent, forward = [], [], ChunkedHalf.forward
+    tiers, sent, forward = [], [], RowChunkedHalf.forward
     host = functools.partial(tier.HostMemory, strict=True)
 
     class Watched(tier.Tier):
@@ -285,7 +285,7 @@ def keys_on_the_host(case):
         mock.patch.object(tier, "MIN_BYTES", 1),
         mock.patch.object(tier, "HostMemory", host),
         mock.patch.object(tier, "Tier", Watched),
-        mock.patch.object(ChunkedHalf, "forward", noting),
+        mock.patch.object(RowChunkedHalf, "forward", noting),
     ):
         options = {"offload": 0.5} | case.pop("options", {})
         errors = worst_errors(options=options, **case)

@@ -14,8 +14,8 @@ from megatron_burst.plugins.longseq.layer import tiles
 CLEAN = {"hidden_dropout": 0.0}
 REFUSED = {
     "hidden dropout is 0.1": {"hidden_dropout": 0.1},
-    "--fp8-format: scales": {"fp8": "hybrid"},
-    "--fp4-format: scales": {"fp4": "e2m1"},
+    "--fp8-format: its scales": {"fp8": "hybrid"},
+    "--fp4-format: its scales": {"fp4": "e2m1"},
     "--tp-comm-overlap: its buffers": {"tp_comm_overlap": True},
     "--delay-wgrad-compute": {"delay_wgrad_compute": True},
     "--overlap-dispatch-backward-with-experts-wgrad": {
@@ -25,7 +25,7 @@ REFUSED = {
     "--moe-shared-expert-overlap": {"moe_shared_expert_overlap": True},
     "--fine-grained-activation-offloading": {"fine_grained_activation_offloading": True},
     "--cpu-offloading-num-layers": {"cpu_offloading": True},
-    "--moe-pad-expert-input-to-capacity: the capacity of a tile": {
+    "--moe-pad-expert-input-to-capacity: the capacity would be computed per tile": {
         "moe_pad_expert_input_to_capacity": True
     },
     "--moe-input-jitter-eps": {"moe_input_jitter_eps": 0.1},
@@ -34,8 +34,8 @@ REFUSED = {
     "--moe-paged-stash": {"moe_paged_stash": True},
     "--use-megatron-fsdp": {"use_megatron_fsdp": True},
     "--use-torch-fsdp2": {"use_torch_fsdp2": True},
-    "takes the place of --mlp-chunks-for-training": {"mlp_chunks_for_training": 2},
-    "--recompute-modules mlp layernorm would": {
+    "replaces --mlp-chunks-for-training": {"mlp_chunks_for_training": 2},
+    "modules of --recompute-modules mlp layernorm": {
         "recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm", "mlp"]
     },
     "CUDA graphs replay without Python": {"cuda_graph_impl": "transformer_engine"},
@@ -71,7 +71,7 @@ def test_what_is_served():
 def test_automatic_numbers_need_equal_ranks(name):
     spread = {"num_moe_experts": 4, "expert_model_parallel_size": 2, name: True}
     (line,) = told(spread, "auto")
-    assert line.endswith("give a number; add --burst-mlp-tiles 8")
+    assert line.endswith("set a number; add --burst-mlp-tiles 8")
     assert told(spread, 8) == []
     assert told(spread | {"expert_model_parallel_size": 1}, "auto") == []
 

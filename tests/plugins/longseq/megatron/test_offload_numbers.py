@@ -9,7 +9,7 @@ import megatron_burst as mb
 from megatron_burst.plugins.longseq.checks import offload_problems
 from megatron_burst.plugins.longseq.offload.demand import (
     HostDemand,
-    Node,
+    HostNode,
     line,
     passes_in_flight,
     too_small,
@@ -90,7 +90,7 @@ def test_passes_in_flight(warmup, total, passes):
 
 
 def test_a_host_that_is_too_small_is_told_with_the_sizes_that_would_do():
-    node = Node(limit=8 << 20, ranks=4)
+    node = HostNode(limit=8 << 20, ranks=4)
     told = [(HostDemand(1 << 20, 0.1, 1 << 20, passes, passes > 1), node) for passes in (3, 4, 1)]
     words = too_small(0.5, told)
     assert "--burst-offload 0.5 moves up to 4 MiB per rank (1 MiB of each of 4 micro-" in words
@@ -104,7 +104,7 @@ def test_a_host_that_is_too_small_is_told_with_the_sizes_that_would_do():
 
 
 def test_the_line_says_the_choice_with_its_numbers():
-    mine, node = HostDemand(2 << 20, 0.25, 4 << 20, 3, False), Node(64 << 20, 4)
+    mine, node = HostDemand(2 << 20, 0.25, 4 << 20, 3, False), HostNode(64 << 20, 4)
     words = line(0.5, mine, node, link=float(4 << 20))
     for part in (
         "--burst-offload auto: 0.5 of what layers leave",

@@ -13,7 +13,7 @@ from megatron_burst.megatron.patching import PatchSet
 from megatron_burst.plugins.longseq.host.mover import HostMemory
 from megatron_burst.plugins.longseq.offload import hooks
 from megatron_burst.plugins.longseq.offload import tier as tiers
-from megatron_burst.plugins.longseq.offload.tier import Received
+from megatron_burst.plugins.longseq.offload.tier import ReceivedInputs
 
 SHAPE = (64, 1, 8)
 
@@ -119,7 +119,7 @@ def test_a_forward_without_backward_leaves_nothing(tier):
 @pytest.mark.parametrize("mended", [True, False])
 def test_fused_weight_gradients_reach_the_parameter_itself(tier, monkeypatch, mended):
     """Under saved-tensor hooks torch rebuilds the weight, without Megatron's attributes."""
-    patches = PatchSet("weights", {tiers.ASKED: True})
+    patches = PatchSet("weights", {tiers.OFFLOAD_NOTE: True})
     if mended:
         hooks.patch_weights(patches)
 
@@ -146,5 +146,5 @@ def test_fused_weight_gradients_reach_the_parameter_itself(tier, monkeypatch, me
 
 
 def test_a_list_without_tensors_is_nothing_received():
-    Received(None).free()
-    Received([None]).free()
+    ReceivedInputs(None).free()
+    ReceivedInputs([None]).free()
