@@ -93,7 +93,7 @@ def test_the_log_is_the_same(moved, train, case):
     world, flags, fraction = LONG[case]
     run = moved(world, f"{flags} --burst-offload {fraction}")
     same(run, train(world, flags))
-    (line,) = run.lines("of what layers leave")
+    (line,) = run.lines("of saved activations")
     assert "> megatron_burst: --burst-offload " in line
 
 

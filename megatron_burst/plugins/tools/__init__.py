@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people ask before and after a run: advice, memory, pictures, traces, calibration."""
+"""Tools around a training run: advice, memory estimates, pictures, traces, calibration."""

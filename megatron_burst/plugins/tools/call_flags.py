@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags that several commands share, and their checks. No torch.
+"""Flags that several commands share, and their checks, without torch.
 
-A flag has one name in all commands, `--tp` or `--per-node`; Megatron's long name is an alias.
+A flag has the same name in all commands, such as `--tp` or `--per-node`. Megatron's long name is an
+alias.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from ...schedule.tables import SIDES
 
-# A flag's name -> what else it may be called.
+# Name of a flag -> its aliases.
 ALIASES = {
     "--seq": ("--seq-length",),
     "--per-node": ("--gpus-per-node",),
@@ -27,22 +28,22 @@ ALIASES = {
 
 
 def named(name: str) -> tuple[str, ...]:
-    """A flag and its aliases, for `add_argument`; the attribute has the name of the flag."""
+    """Return a flag and its aliases, for `add_argument`; the attribute has the flag's name."""
     return name, *ALIASES.get(name, ())
 
 
-def add_out(parser: argparse.ArgumentParser, what: str, *, required: bool = False) -> None:
-    """Add `--out FILE`. what: the picture."""
-    text = f"{what}: file to write, with a name that ends in .png or .svg"
+def add_out(parser: argparse.ArgumentParser, picture: str, *, required: bool = False) -> None:
+    """Add `--out FILE`, whose help text names the picture."""
+    text = f"{picture}: file to write, with a name that ends in .png or .svg"
     parser.add_argument("--out", type=Path, required=required, metavar="FILE", help=text)
 
 
 def check_out(path: Path | None) -> None:
-    """Raise ValueError unless the picture of `--out` can be written, or there is none."""
+    """Raise ValueError if the picture of `--out` cannot be written; None is valid."""
     if path is None:
         return
     if path.suffix not in (".png", ".svg"):
-        raise ValueError(f"--out: the name of the file must end in .png or .svg, got {path}")
+        raise ValueError(f"--out: the file name must end in .png or .svg, got {path}")
     check_place(path, "--out")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--out needs matplotlib: pip install matplotlib")
@@ -51,13 +52,13 @@ def check_out(path: Path | None) -> None:
 def add_grid(
     parser: argparse.ArgumentParser, nodes: int | None = None, per_node: int | None = None
 ) -> None:
-    """Add `--nodes` and `--per-node`, and what they are where nobody says."""
-    for flag, value, what in (
+    """Add `--nodes` and `--per-node` with their default values."""
+    for flag, value, meaning in (
         ("--nodes", nodes, "number of nodes"),
         ("--per-node", per_node, "ranks on each node"),
     ):
-        said = "" if value is None else f" (default: {value})"
-        parser.add_argument(*named(flag), type=int, metavar="N", default=value, help=what + said)
+        text = meaning if value is None else f"{meaning} (default: {value})"
+        parser.add_argument(*named(flag), type=int, metavar="N", default=value, help=text)
 
 
 def add_side(parser: argparse.ArgumentParser) -> None:
@@ -67,21 +68,25 @@ def add_side(parser: argparse.ArgumentParser) -> None:
 
 
 def add_heads(parser: argparse.ArgumentParser, *, width: int, queries: bool = True) -> None:
-    """Add `--heads`, if queries matter, `--kv-heads` and `--width`. width: of a head, where nobody
-    says.
+    """Add `--heads`, `--kv-heads` and `--width`.
+
+    Args:
+        parser: Parser of the command.
+        width: Default width of a head.
+        queries: Add `--heads`.
     """
     defaults = {"heads": (8, "query heads"), "kv-heads": (8, "key/value heads"),
                 "width": (width, "width of a head")}  # fmt: skip
-    for name, (value, what) in defaults.items():
+    for name, (value, meaning) in defaults.items():
         if name == "heads" and not queries:
             continue
         parser.add_argument(
-            f"--{name}", type=int, metavar="N", default=value, help=f"{what} (default: {value})"
+            f"--{name}", type=int, metavar="N", default=value, help=f"{meaning} (default: {value})"
         )
 
 
 def check_positive(arguments: argparse.Namespace, names: Iterable[str]) -> None:
-    """Raise ValueError for one of these flags that is given and below 1."""
+    """Raise ValueError if one of these flags is set and below 1."""
     for name in names:
         value = getattr(arguments, name, None)
         if value is not None and value < 1:
@@ -89,6 +94,6 @@ def check_positive(arguments: argparse.Namespace, names: Iterable[str]) -> None:
 
 
 def check_place(path: Path | None, flag: str) -> None:
-    """Raise ValueError where the folder of a file to be written does not exist."""
+    """Raise ValueError if the folder of an output file does not exist."""
     if path is not None and not path.absolute().parent.is_dir():
         raise ValueError(f"{flag} {path}: its folder does not exist")

@@ -21,7 +21,7 @@ from megatron_burst.cli.main import main
 from megatron_burst.plugins.tools.advise.settings import Settings
 from megatron_burst.plugins.tools.advise.simulate import simulate
 from megatron_burst.plugins.tools.calibrate import kernels, links, ranks
-from megatron_burst.plugins.tools.calibrate.ranks import Measured
+from megatron_burst.plugins.tools.calibrate.ranks import Measurement
 from megatron_burst.schedule.topology import Topology
 
 ROOT = Path(mb.__file__).parent.parent
@@ -104,19 +104,19 @@ def test_nics_that_are_shared(monkeypatch):
 
     def rate(seen, what, pairs, size, latency):
         asked.append(pairs)
-        return Measured(5e9 if len(asked) == 1 else 10e9, 0.0, "")
+        return Measurement(5e9 if len(asked) == 1 else 10e9, 0.0, "")
 
     monkeypatch.setattr(links, "_rate", rate)
-    found, nic_of = links._nics(Two(), 0.5, 1, 10e9, Measured(0.0, 0.0, ""))
+    found, nic_of = links._nics(Two(), 0.5, 1, 10e9, Measurement(0.0, 0.0, ""))
     assert found.value == 2
-    assert "shares its NIC with 1 of 3 tried" in found.how
+    assert "shares its NIC with 1 of 3 tried" in found.method
     assert len(asked) == 3
     assert nic_of == "neighbours"
     asked.clear()
     monkeypatch.setattr(links, "_rate", lambda *of: rate(*of)._replace(value=(
         5e9 if len(asked) == 2 else 10e9)))  # fmt: skip
-    found, nic_of = links._nics(Two(), 0.5, 1, 10e9, Measured(0.0, 0.0, ""))
-    assert "shares its NIC with 2 of 3 tried" in found.how
+    found, nic_of = links._nics(Two(), 0.5, 1, 10e9, Measurement(0.0, 0.0, ""))
+    assert "shares its NIC with 2 of 3 tried" in found.method
     assert nic_of == "stride"
 
 
@@ -124,15 +124,15 @@ def test_what_crosses_from_inner_rings(monkeypatch):
     """Of four ranks of a node the last two; larger rings are all of a node, measured before."""
     asked = []
     monkeypatch.setattr(links, "around", lambda ranks, link, members: asked.append([*members]))
-    monkeypatch.setattr(links, "_rate", lambda *of: Measured(11.4e9, 0.0, ""))
+    monkeypatch.setattr(links, "_rate", lambda *of: Measurement(11.4e9, 0.0, ""))
     warned = []
-    monkeypatch.setattr(Two, "say", lambda ranks, words: warned.append(words), raising=False)
+    monkeypatch.setattr(Two, "report", lambda ranks, words: warned.append(words), raising=False)
 
     def said(nics, nic_of, nic=None):
         """20 GB/s alone, and 22 of a NIC that two share."""
         rates = Rates(math.inf, 20e9, nic=nic)
         nodes = Nodes(4, nics, nic_of=nic_of)
-        return links._by_inner_size(Two(), 1, Measured(0.0, 0.0, ""), nodes, rates)
+        return links._by_inner_size(Two(), 1, Measurement(0.0, 0.0, ""), nodes, rates)
 
     words = "the last 2 ranks of a node get 1.14e+10 each (forecasts: {})"
     assert said(2, "neighbours", 22e9) == words.format("1.1e+10")

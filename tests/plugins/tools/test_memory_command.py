@@ -100,7 +100,7 @@ def test_the_longest_is_searched_with_everything_allowed(capsys):
     assert main([*BASE, "--longest", "--offload", "0"]) == 0
     shown = capsys.readouterr().out
     assert "offload 0," in shown
-    assert "flags, besides those of the model: --seq-length" in shown
+    assert "flags, in addition to the model flags: --seq-length" in shown
     assert main([*BASE, "--longest", "--no-fsdp"]) == 0
     shown = capsys.readouterr().out
     assert "longest sequence: 950,272 tokens" in shown

@@ -275,13 +275,13 @@ def test_what_is_held_and_what_crosses_at_least_by_hand():
     """
     parts = shards("causal & window(5)", "contiguous", 16, 2)
     scene = schedule_scene(parts, Grid(2, 1), SIZES, "burst")
-    assert scene.held == scene.once_per_node == 5 * SIZES.forward.kv
+    assert scene.received_bytes == scene.once_per_node == 5 * SIZES.forward.kv
     (chunk,) = [hop.chunk for hop in scene.hops]
     assert scene.ranges(chunk) == [(3, 8)]
     assert scene.released(1) == {2: [chunk]}
     back = schedule_scene(parts, Grid(2, 1), SIZES, "burst", backward=True, side="kv")
     ring = schedule_scene(shards("full"), Grid(1, 4), SIZES, "ring")
-    assert ring.held == 2 * 8 * SIZES.forward.kv  # one to compute with, one on its way
+    assert ring.received_bytes == 2 * 8 * SIZES.forward.kv  # one to compute with, one on its way
     assert back.once_per_node == 5 * (SIZES.backward.kv + SIZES.backward.dkv)
 
 
@@ -392,9 +392,9 @@ def test_gradients_and_node_links_of_backward():
         ("mask --seq 4096", "--seq: a picture shows at most 1024"),
         ("layout --seq 8192", "--seq: a picture shows at most 4096"),
         ("mask --ranks 0", "--ranks must be at least 1"),
-        ("mask --nodes 2", "--nodes and --per-node go together"),
-        ("mask --nodes 2 --per-node 2 --ranks 5", "--ranks 5 is not --nodes 2 x"),
-        ("mask --out picture.jpg", "--out: the name of the file must end in .png or .svg, got"),
+        ("mask --nodes 2", "--nodes and --per-node require each other"),
+        ("mask --nodes 2 --per-node 2 --ranks 5", "--ranks 5 differs from --nodes 2 x"),
+        ("mask --out picture.jpg", "--out: the file name must end in .png or .svg, got"),
         ("mask --out nowhere/picture.png", "--out nowhere/picture.png: its folder does not exist"),
         ("mask --mask windw", "--mask windw: unknown; use causal, full, window, dilated, prefix"),
         ("mask --mask window", "--mask window requires --left N"),

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megatron-burst calibrate`: measure a cluster, and write the file that `advise --cluster` reads.
+"""`megatron-burst calibrate`: measure a cluster and write the file that `advise --cluster` reads.
 
     torchrun --nnodes 2 --nproc-per-node 8 ... -m megatron_burst calibrate --out cluster.toml
-    megatron-burst calibrate                              # one GPU, which says what is missing
+    megatron-burst calibrate                    # one GPU; prints which figures are not measured
 
-All ranks measure together; the first one writes. It is written for GPUs, but so far it has been run
-only on CPU ranks. Exit status: 0 written, 2 bad input.
+All ranks measure together, and rank 0 writes the file. The command is written for GPUs but tested
+only on CPU ranks. Exit status: 0 if the file is written, 2 for invalid input.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Start it on all ranks of the cluster, for instance on each of two nodes:
       -m megatron_burst calibrate --out cluster.toml
 and use the file with: megatron-burst advise --cluster cluster.toml ...
 
-What cannot be measured, such as links between nodes on a single node, is the
-published rate of the GPU; the file says so beside each figure.
+A figure that cannot be measured, such as links between nodes on a single node,
+gets the published rate of the GPU; a comment in the file marks such figures.
 """
 
 
@@ -35,21 +35,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--out", type=Path, default=Path("cluster.toml"), metavar="FILE",
         help="file that rank 0 writes (cluster.toml)")  # fmt: skip
-    add("--minutes", type=float, default=3.0, metavar="N", help="time to spend, roughly (3)")
-    add("--gpu", metavar="NAME", help="type of GPU, for published rates of what is not measured: "
-        f"{', '.join(GPUS)} (by the device's name)")  # fmt: skip
+    add("--minutes", type=float, default=3.0, metavar="N", help="approximate duration (3)")
+    add("--gpu", metavar="NAME", help="type of GPU, for published rates of figures that are not "
+        f"measured: {', '.join(GPUS)} (default: from the device's name)")  # fmt: skip
     add("--model", default="llama3-8b", metavar="NAME",
-        help="model whose shapes are measured, as of advise --model (llama3-8b)")  # fmt: skip
-    add(*named("--per-node"), type=int, metavar="N", help="ranks per node (those on one host)")
+        help="model whose shapes are measured, a name of advise --model (llama3-8b)")  # fmt: skip
+    add(*named("--per-node"), type=int, metavar="N",
+        help="ranks per node (default: ranks with the same host)")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and write. Raises the same ValueError on all ranks."""
+    """Measure the cluster and write the file.
+
+    Raises:
+        ValueError: Flags are invalid, or a measurement fails; the same error on all ranks.
+    """
     if not arguments.minutes > 0:
         raise ValueError(f"--minutes must be above 0, got {arguments.minutes}")
     model = models.named(arguments.model)
     if arguments.gpu is not None and arguments.gpu.lower() not in GPUS:
-        raise ValueError(f"--gpu {arguments.gpu}: unknown; one of {', '.join(GPUS)}")
+        raise ValueError(f"--gpu {arguments.gpu}: unknown; use one of {', '.join(GPUS)}")
     from .figures import calibrate  # imports torch, which takes seconds
 
     calibrate(model, arguments)

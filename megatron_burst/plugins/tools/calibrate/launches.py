@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What launching takes of a rank's processor: `HostTime`, figure by figure.
+"""Measurements of the host's time per launch, the fields of `HostTime`.
 
-Timed is the thread that launches until a call returns: on a GPU by the wall clock, as nothing waits
-for a device with little to do; on a CPU by the thread's own time, without what it waits for there.
-Tensors are small, since launches take as long for large ones.
+The time of the launching thread is measured until a call returns. On a GPU this is wall-clock time, because the thread does not wait for an idle device. On a CPU it is the thread's own time,
+without waits. Tensors are small, because the launch of a large tensor takes the same time.
 """
 
 from __future__ import annotations
@@ -25,35 +24,35 @@ from ....masks import Causal, Documents
 from ....planning.prepare import prepare
 from ..advise.shapes.models import Model
 from .kernels import EMPTY, dtype, heads, tile
-from .ranks import Measured, Ranks, middle, repeated
+from .ranks import Measurement, Ranks, middle, repeated
 
-WIDTH, HEADS = 64, 4  # of the layer
-ROWS = 64  # of a rank's attention
-DOCUMENTS, LENGTH = 100, 1024  # in a pack that is planned for; rows of a rank
+WIDTH, HEADS = 64, 4  # hidden size and heads of the layer
+ROWS = 64  # rows per rank of the attention call
+DOCUMENTS, LENGTH = 100, 1024  # documents of a planned pack, and its rows per rank
 
 
-def launches(ranks: Ranks, model: Model) -> dict[str, Measured]:
-    """The fields of `HostTime`; collective. Without other ranks nothing is exchanged."""
+def launches(ranks: Ranks, model: Model) -> dict[str, Measurement]:
+    """Measure the fields of `HostTime`; collective. One rank alone has no exchange and no plan."""
     forward, backward, layer = middle(ranks.locally("launches", lambda: _alone(ranks, model)))
     ring = repeated(ranks.rounds(_ring(ranks, model)), "")
-    rest = f"an attention call on {ranks.size} ranks, less its calls and exchanges"
-    how = f"{EMPTY} rows, forward and backward / {1 + BACKWARD:g}"
-    found = {
-        "call": Measured((forward + backward) / (1 + BACKWARD), None, how),
-        "layer": Measured(layer / 2, None, "a plain layer, forward and backward / 2"),
+    start_method = f"an attention call on {ranks.size} ranks, minus its kernel calls and exchanges"
+    call_method = f"{EMPTY} rows, forward and backward / {1 + BACKWARD:g}"
+    measurements = {
+        "call": Measurement((forward + backward) / (1 + BACKWARD), None, call_method),
+        "layer": Measurement(layer / 2, None, "a plain layer, forward and backward / 2"),
     }
     moved = 0.0
     if ranks.size > 1:
-        found["exchange"] = repeated(ranks.rounds(_exchange(ranks)), f"{SMALL} bytes")
-        moved = (ranks.size - 1) * found["exchange"].value
-        drawn = f"{DOCUMENTS} documents in {LENGTH} rows of a rank, others each time"
-        found["plan"] = repeated(ranks.rounds(_planning(ranks, model)), drawn)
+        measurements["exchange"] = repeated(ranks.rounds(_exchange(ranks)), f"{SMALL} bytes")
+        moved = (ranks.size - 1) * measurements["exchange"].value
+        pack = f"{DOCUMENTS} documents in {LENGTH} rows per rank, new lengths each time"
+        measurements["plan"] = repeated(ranks.rounds(_planning(ranks, model)), pack)
     start = max(0.0, ring.value - ranks.size * forward - moved)
-    return found | {"start": Measured(start, None, rest + ring.how)}
+    return measurements | {"start": Measurement(start, None, start_method + ring.method)}
 
 
 def _taken(ranks: Ranks, call: Callable[[], object]) -> float:
-    """Seconds of the launching thread in one call, begun on an idle device."""
+    """Return the seconds of the launching thread in one call that begins on an idle device."""
     settle(ranks.device)
     clock = time.perf_counter if ranks.cuda else time.thread_time
     begun = clock()
@@ -62,16 +61,14 @@ def _taken(ranks: Ranks, call: Callable[[], object]) -> float:
 
 
 def _alone(ranks: Ranks, model: Model) -> list[float]:
-    """What a rank launches without others: forward and backward of a call, and both of a layer."""
+    """Return seconds of forward and backward of a kernel call, and of both passes of a layer."""
     calls = tile(ranks, model, EMPTY)
-    each = calls.forward, calls.backward, _Layer(ranks).both
-    return [median(ranks.times(partial(_taken, ranks, call))) for call in each]
+    launched = calls.forward, calls.backward, _Layer(ranks).passes
+    return [median(ranks.times(partial(_taken, ranks, call))) for call in launched]
 
 
 class _Layer:
-    """A layer without its core attention, as few operators as one can have: two norms, four
-    products, rope, activation, residuals.
-    """
+    """Minimal layer without core attention: norms, four products, rope, activation, residuals."""
 
     def __init__(self, ranks: Ranks):
         like = {"device": ranks.device, "dtype": dtype(ranks)}
@@ -81,8 +78,8 @@ class _Layer:
         self.turn = torch.ones(WIDTH // HEADS, **like)
         self.x.requires_grad_()
 
-    def both(self) -> None:
-        """Forward and backward."""
+    def passes(self) -> None:
+        """Run forward and backward."""
         into, out, up, down = self.weights
         shape, x = (WIDTH,), self.x
         qkv = linear(layer_norm(x, shape, self.gain), into).view(EMPTY, 3, HEADS, -1)
@@ -93,22 +90,22 @@ class _Layer:
         x.backward(torch.ones_like(x))
 
     def _turned(self, x: torch.Tensor) -> torch.Tensor:
-        """With rope."""
+        """Apply rope."""
         left, right = x.chunk(2, dim=-1)
         return x * self.turn + torch.cat((-right, left), dim=-1) * self.turn
 
 
 def _ring(ranks: Ranks, model: Model) -> Callable[[], float]:
-    """Times the forward of a ring of all ranks, whose plan is made."""
+    """Return a function that times the forward of a ring of all ranks with an existing plan."""
     like = {"device": ranks.device, "dtype": dtype(ranks)}
     h, n = heads(model, ranks)
-    q, k, v = (torch.zeros((ROWS, 1, each, model.head_dim), **like) for each in (h, n, n))
+    q, k, v = (torch.zeros((ROWS, 1, count, model.head_dim), **like) for count in (h, n, n))
     plan = prepare(q, k, v, groups=ranks.groups, algorithm="ring", side="kv")
     return lambda: _taken(ranks, lambda: attention(q, k, v, plan=plan))
 
 
 def _planning(ranks: Ranks, model: Model) -> Callable[[], float]:
-    """Times layout and plan of a pack of documents, whose lengths are others each time."""
+    """Return a function that times layout and plan of a pack with new lengths at each call."""
     (h, n), drawn = heads(model, ranks), np.random.default_rng(0)
     seq = ranks.size * LENGTH
 
@@ -126,7 +123,7 @@ def _planning(ranks: Ranks, model: Model) -> Callable[[], float]:
 
 
 def _exchange(ranks: Ranks) -> Callable[[], float]:
-    """Times starting an exchange with both neighbours on the ring of all ranks."""
+    """Return a function that times the start of an exchange with both ring neighbours."""
     groups, me = ranks.groups, ranks.groups.rank
     peers = Peers(groups.ring, FLAT, (((me + 1) % ranks.size, (me - 1) % ranks.size),))
     groups.connect([FLAT], ranks.device)
@@ -134,8 +131,8 @@ def _exchange(ranks: Ranks) -> Callable[[], float]:
 
     def once() -> float:
         pending = []
-        took = _taken(ranks, lambda: pending.append(start()))
+        seconds = _taken(ranks, lambda: pending.append(start()))
         pending[0].wait()
-        return took
+        return seconds
 
     return once

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks that measure together, and how repeats become a figure.
+"""Ranks that measure together, and figures from repeated measurements.
 
-A figure is the median of its repeats; its spread is half the interquartile range over the median.
-What all ranks do at once counts by the slowest of them; an error of one rank is raised on all.
+A figure is the median of its repeats. Its spread is half the interquartile range divided by the
+median. The time of a collective operation is the time of the slowest rank. An error of one rank is
+raised on all ranks.
 """
 
 from __future__ import annotations
@@ -26,46 +27,50 @@ from ....comm.consensus import Facts, agree
 from ....comm.groups import Groups
 
 LIMIT = timedelta(seconds=120)
-# Short times, which vary, and matter less.
+# Short times, which vary and matter less; they do not count for the spread of the file.
 TIMES = ("gpu.launch", "links.latency", "links.posting", "links.exchange_start", "host.call",
          "host.exchange", "host.start", "host.layer", "host.plan")  # fmt: skip
-REPEATS = 5, 25  # of a figure, at least and at most
+REPEATS = 5, 25  # minimal and maximal repeats of a figure
 
 
-class Measured(NamedTuple):
-    """A figure: its value, its spread as a fraction, and how it was found; spread is None where
-    nothing was repeated.
+class Measurement(NamedTuple):
+    """Measured figure.
+
+    Attributes:
+        value: Value.
+        spread: Spread as a fraction of the value; None if the measurement was not repeated.
+        method: Description of the measurement.
     """
 
     value: float
     spread: float | None
-    how: str
+    method: str
 
     @property
     def note(self) -> str:
-        """For a comment."""
-        return self.how if self.spread is None else f"{self.how}; spread {self.spread:.1%}"
+        """Comment in the cluster file."""
+        return self.method if self.spread is None else f"{self.method}; spread {self.spread:.1%}"
 
 
-def repeated(samples: Sequence[float], how: str) -> Measured:
-    """The figure of repeats of one quantity."""
+def repeated(samples: Sequence[float], method: str) -> Measurement:
+    """Return the figure of repeated measurements of one quantity."""
     low, middle, high = quantiles(samples, n=4, method="inclusive")
-    return Measured(middle, (high - low) / 2 / middle, f"{how}; median of {len(samples)}")
+    return Measurement(middle, (high - low) / 2 / middle, f"{method}; median of {len(samples)}")
 
 
 @dataclass
 class Figures:
-    """What is known so far, by "section.key" of a cluster file."""
+    """Figures and notes by "section.key" of a cluster file, and the spreads of measurements."""
 
     values: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     spreads: list[float] = field(default_factory=list)
 
-    def add(self, key: str, one: Measured, more: str = "") -> None:
-        self.values[key] = float(f"{one.value:.4g}")
-        self.notes[key] = f"{one.note}; {more}" if more else one.note
-        if one.spread is not None and key not in TIMES:
-            self.spreads.append(one.spread)
+    def add(self, key: str, measurement: Measurement, detail: str = "") -> None:
+        self.values[key] = float(f"{measurement.value:.4g}")
+        self.notes[key] = f"{measurement.note}; {detail}" if detail else measurement.note
+        if measurement.spread is not None and key not in TIMES:
+            self.spreads.append(measurement.spread)
 
     def state(self, key: str, value: Any, note: str) -> None:
         self.values[key], self.notes[key] = value, note
@@ -80,8 +85,12 @@ class Figures:
 
 @dataclass(frozen=True)
 class Ranks:
-    """All ranks of a run, `groups.topology.intra_size` to a node; device: of this one; seconds:
-    that the repeats of one figure may take.
+    """Ranks that measure together.
+
+    Attributes:
+        groups: Groups of all ranks, with `groups.topology.intra_size` ranks per node.
+        device: Device of this rank.
+        seconds: Time limit for the repeats of one figure.
     """
 
     groups: Groups
@@ -102,83 +111,94 @@ class Ranks:
 
     @property
     def node(self) -> int:
-        """Which node this rank is on."""
+        """Index of this rank's node."""
         return self.groups.rank // self.per_node
 
     @property
     def local(self) -> int:
-        """This rank's place on its node."""
+        """Index of this rank on its node."""
         return self.groups.rank % self.per_node
 
     @property
     def cuda(self) -> bool:
         return self.device.type == "cuda"
 
-    def say(self, words: str) -> None:
-        """Progress, from the first rank."""
+    def report(self, line: str) -> None:
+        """Print a line of progress on rank 0."""
         if self.groups.rank == 0:
-            print(f"calibrate: {words}", file=sys.stderr, flush=True)
+            print(f"calibrate: {line}", file=sys.stderr, flush=True)
 
-    def each(self, value: float) -> list[float]:
-        """The value of every rank; waits for all of them."""
+    def gathered(self, value: float) -> list[float]:
+        """Return the value of every rank; waits for all ranks."""
         own = torch.tensor([value], dtype=torch.float64)
-        return [one.item() for one in self.groups.gather(own)]
+        return [gathered.item() for gathered in self.groups.gather(own)]
 
     def rounds(self, once: Callable[[], float]) -> list[float]:
-        """Seconds of repeats that all ranks begin together, by the slowest rank; the first repeat
-        does not count. The same on every rank. once: seconds of one, 0 on a rank that rests.
+        """Repeat a measurement that all ranks begin together.
+
+        Args:
+            once: Function that measures once and returns seconds, 0 on an idle rank.
+
+        Returns:
+            Seconds of the slowest rank for every repeat but the first, equal on all ranks.
         """
         return self.times(lambda: self._together(once))
 
     def slowest(self, call: Callable[[], object]) -> float:
-        """Seconds of a call that all ranks begin together, by the slowest rank."""
+        """Return the slowest rank's seconds of a call that all ranks begin together."""
         return self._together(lambda: seconds(call, self.device))
 
     def repeats(self, call: Callable[[], object]) -> list[float]:
-        """Seconds of repeats on this rank alone; the first one, which may compile, does not
-        count.
-        """
+        """Return seconds of repeats on this rank alone, without the first, which may compile."""
         return self.times(lambda: seconds(call, self.device))
 
     def _together(self, once: Callable[[], float]) -> float:
-        self.each(0.0)
-        return max(self.each(once()))
+        self.gathered(0.0)
+        return max(self.gathered(once()))
 
     def times(self, once: Callable[[], float]) -> list[float]:
-        """Seconds of repeats of `once`, which times itself; the first one does not count."""
+        """Return seconds of repeats of `once`, which times itself, without the first."""
         once()
-        took: list[float] = []
-        while len(took) < REPEATS[0] or (sum(took) < self.seconds and len(took) < REPEATS[1]):
-            took.append(once())
-        return took
+        samples: list[float] = []
+        while len(samples) < REPEATS[0] or (
+            sum(samples) < self.seconds and len(samples) < REPEATS[1]
+        ):
+            samples.append(once())
+        return samples
 
-    def locally(self, what: str, measure: Callable[[], Sequence[float]]) -> list[list[float]]:
-        """What every rank measures by itself, all at the same time. Raises the same ValueError on
-        all ranks where one of them cannot.
+    def locally(self, name: str, measure: Callable[[], Sequence[float]]) -> list[list[float]]:
+        """Return the figures that every rank measures by itself, all at the same time.
+
+        Args:
+            name: Name of the measurement, for errors.
+            measure: Function that returns the figures of this rank.
+
+        Raises:
+            ValueError: The measurement fails on a rank; the same error on all ranks.
         """
         fault: ValueError | None = None
         figures: Sequence[float] = ()
-        self.each(0.0)
+        self.gathered(0.0)
         try:
             figures = measure()
         except Exception as error:
-            fault = ValueError(f"{what}: {first_line(error)}")
+            fault = ValueError(f"{name}: {first_line(error)}")
         self.agree(fault or {"figures": len(figures)})
-        header = torch.tensor(figures, dtype=torch.float64)
-        return [one.tolist() for one in self.groups.gather(header)]
+        own = torch.tensor(figures, dtype=torch.float64)
+        return [gathered.tolist() for gathered in self.groups.gather(own)]
 
     def agree(self, facts: Facts | ValueError) -> None:
-        """Raise the same ValueError on every rank unless all state the same facts."""
+        """Raise the same ValueError on every rank unless all ranks pass the same facts."""
         agree(facts, self.groups.gather)
 
 
 def middle(of_ranks: Sequence[Sequence[float]]) -> list[float]:
-    """The middle rank's value of every figure that all ranks measured."""
+    """Return the median over ranks of every figure."""
     return [median(values) for values in zip(*of_ranks, strict=True)]
 
 
 def worst(of_ranks: Sequence[Sequence[float]]) -> float:
-    """The largest difference of a rank from the middle rank, as a fraction of it."""
+    """Return the largest difference of a rank from the median, as a fraction of the median."""
     return max(
         (abs(value / mid - 1) for figures in of_ranks
          for value, mid in zip(figures, middle(of_ranks), strict=True) if mid),
@@ -187,18 +207,22 @@ def worst(of_ranks: Sequence[Sequence[float]]) -> float:
 
 
 def first_line(error: Exception) -> str:
-    """An error with the beginning of what it says."""
+    """Return the type of an error with the first line of its message."""
     first = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first[:200]}"
 
 
 @contextmanager
 def joined(per_node: int | None, budget: float, device: torch.device) -> Iterator[Ranks]:
-    """The ranks that torchrun started, or this process alone.
+    """Yield the ranks that torchrun started, or this process alone.
 
-    per_node: ranks of a node, None for those that share a host; budget: seconds that one figure may
-    take; device: of this rank. Raises ValueError on all ranks alike where they are no nodes of
-    equal size.
+    Args:
+        per_node: Ranks per node; None to group ranks by host.
+        budget: Time limit in seconds for the repeats of one figure.
+        device: Device of this rank.
+
+    Raises:
+        ValueError: Nodes have different numbers of ranks; the same error on all ranks.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if machine.launched():
@@ -220,14 +244,14 @@ def joined(per_node: int | None, budget: float, device: torch.device) -> Iterato
 
 
 def _check(per_node: int | None) -> None:
-    """All ranks got the same --per-node, and it divides them."""
+    """Raise ValueError unless all ranks got the same --per-node and it divides their number."""
     size = dist.get_world_size()
-    given: list[int | None] = [per_node] * size
-    dist.all_gather_object(given, per_node)
-    if len(set(given)) > 1:
-        raise ValueError(f"--per-node differs among ranks: {given}; start all of them alike")
+    of_ranks: list[int | None] = [per_node] * size
+    dist.all_gather_object(of_ranks, per_node)
+    if len(set(of_ranks)) > 1:
+        raise ValueError(f"--per-node differs among ranks: {of_ranks}; set the same on all ranks")
     if per_node is not None and (per_node < 1 or size % per_node):
         raise ValueError(
-            f"--per-node {per_node} does not divide the {size} ranks that were started; one of "
-            f"{', '.join(str(n) for n in range(1, size + 1) if size % n == 0)} would"
+            f"--per-node {per_node} does not divide the {size} ranks that were started; use one "
+            f"of {', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}"
         )

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megatron-burst memory`: memory of one rank, item by item, over one training step.
+"""`megatron-burst memory`: memory of one rank by items, over one training step.
 
     megatron-burst memory --model llama3-8b --gpus 8 --gpu h100 --seq 1M
     megatron-burst memory --model llama3-8b --gpus 8 --gpu h100 --longest
     megatron-burst memory --gpus 64 --gpu h100 -- pretrain_gpt.py --num-layers 32 ...
     megatron-burst memory --model llama3_8b_pretrain_8gpu_h100_256k --gpus 8    (a recipe)
 
-Analytical estimate from tensor sizes, not a measurement; `tools.advise.account.memory` says what is
-counted.
-Exit status: 0 it fits, 1 it does not, 2 bad input.
+The numbers are an analytical estimate from tensor sizes, not a measurement.
+`tools.advise.account.memory` describes the items. Exit status: 0 if the run fits, 1 if it does not
+fit, 2 for invalid input.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ from ..advise.shapes import models
 from ..call_flags import add_out, check_out
 
 EPILOG = """\
-K and M are 1,024 and 1,048,576 tokens. Without --tp the tensor-parallel size that
-takes least memory is chosen, all remaining ranks are context-parallel, and as many
-of them as divide the experts of a model are expert-parallel. Without --micro-batches
-(or --global-batch-size of a command) there are as many as fill the pipeline. With
---longest all settings that are not given are searched, as `advise` has them. The
-model and the run can also be read from a Megatron command after --:
+K and M are 1,024 and 1,048,576 tokens. Without --tp the command selects the
+tensor-parallel size with the least memory, makes all remaining ranks context-parallel,
+and sets the largest expert-parallel size that divides the experts of the model. Without
+--micro-batches (or --global-batch-size of a command) the number of micro-batches is the
+smallest that fills the pipeline. --longest searches all settings that are not set, with
+the values that `advise` tries. The model and the run can also be read from a Megatron
+command after --:
   megatron-burst memory --gpus 64 --gpu h100 -- \\
       pretrain_gpt.py --num-layers 32 --seq-length 131072 ...
 
-exit status: 0 it fits, 1 it does not, 2 bad input
+exit status: 0 if the run fits, 1 if it does not fit, 2 for invalid input
 """
 
 
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reserve",
         default="4GiB",
         metavar="SIZE",
-        help="memory of a GPU kept for CUDA and NCCL (4GiB)",
+        help="memory per GPU reserved for CUDA and NCCL (4GiB)",
     )
     flags.add_packed(parser)
     flags.add_fields(parser, flags.FIELDS)
@@ -73,14 +74,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "megatron",
         nargs=argparse.REMAINDER,
         metavar="[--] COMMAND",
-        help="a Megatron command that describes model and run",
+        help="Megatron command that describes the model and the run",
     )
 
 
-class Found(NamedTuple):
-    """What is shown: the account of a run, the cluster it is on, what limits the longest sequence,
-    None where that was not asked for, by what parallel sizes were chosen, "" where given, whether
-    all settings that are not given were searched, and what is known of packed documents.
+class MemoryEstimate(NamedTuple):
+    """Result of the command.
+
+    Attributes:
+        account: Memory account of the run.
+        cluster: Cluster of the run.
+        binds: Limit of the longest sequence; None without `--longest`.
+        chosen_by: Criterion by which parallel sizes were chosen; empty if they were set.
+        searched: True if all settings that are not set were searched.
+        packs: Forecast of packed documents; None without them.
     """
 
     account: Account
@@ -95,8 +102,9 @@ class Found(NamedTuple):
         return fit(self.account, self.cluster)
 
     def time(self) -> StepTime | str:
-        """The time of a step; or why none is predicted: the run does not fit, or rings need equally
-        many ranks on each node.
+        """Return the time of a step, or the reason why there is no prediction.
+
+        There is none if the run does not fit, or if rings need the same number of ranks per node.
         """
         if not self.left.fits:
             return "the run does not fit"
@@ -106,59 +114,70 @@ class Found(NamedTuple):
             return str(error)
 
     def step_on(self, cluster: clusters.Cluster) -> StepTime:
-        """The time of a step on a cluster."""
+        """Return the time of a step on a cluster."""
         run = self.account.run
         if self.packs is not None:
             return self.packs.on(cluster).step(run)
         return step_time(self.account.model, cluster, run)
 
     def kernel(self) -> AssumedKernel:
-        """The attention kernel that the time of a step assumes."""
+        """Return the attention kernel that the time of a step assumes."""
         return of_forecast(
-            self.cluster, lambda other: self.step_on(other).seconds, self.packs is not None
+            self.cluster, lambda cluster: self.step_on(cluster).seconds, self.packs is not None
         )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the account. Returns the exit status."""
+    """Print the account.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ValueError: Flags are invalid.
+    """
     if arguments.longest and arguments.seq is not None:
-        raise ValueError("--longest looks for --seq: give one of them")
+        raise ValueError("--longest searches the value of --seq; remove one of them")
     if arguments.longest and arguments.packed is not None:
-        raise ValueError("--longest finds the length of one sequence: leave --packed out")
+        raise ValueError("--longest searches the length of one sequence; remove --packed")
     check_out(arguments.out)
-    cluster, model, base, given, free, packs = _read(arguments)
+    cluster, model, base, sized, free, packs = _read(arguments)
     documents = packs.lengths if packs is not None and packs.cut == "zigzag" else ()
     runs = [base]
-    if not given and not (arguments.longest and free is not None):
+    if not sized and not (arguments.longest and free is not None):
         runs = layouts_of(model, cluster, base, arguments.ep, documents)
     if arguments.longest:
         with progress("searching the longest sequence"):
             most = best(model, cluster, runs) if free is None else _searched(model, cluster, free)
-        chosen_by = "" if given else "longest sequence"
-        # A search counts one micro-batch where nobody said how many.
+        chosen_by = "" if sized else "longest sequence"
+        # A search assumes one micro-batch if the number is not set.
         run = most.run if free is None or arguments.micro_batches else filled(most.run)
-        found = Found(account(model, run), cluster, most.binds, chosen_by, free is not None)
+        estimate = MemoryEstimate(
+            account(model, run), cluster, most.binds, chosen_by, free is not None
+        )
     else:
         if packs is None:
-            runs = [_settled(model, cluster, each) for each in runs]
-        held = partial(account, model) if packs is None else partial(packs.account_of, every=True)
-        smallest = min(map(held, runs), key=lambda one: one.peak.bytes)
-        found = Found(smallest, cluster, None, "" if given else "smallest peak", packs=packs)
+            runs = [_settled(model, cluster, run) for run in runs]
+        account_of = partial(account, model) if packs is None else partial(packs.account_of, every=True)
+        smallest = min(map(account_of, runs), key=lambda candidate: candidate.peak.bytes)
+        chosen_by = "" if sized else "smallest peak"
+        estimate = MemoryEstimate(smallest, cluster, None, chosen_by, packs=packs)
     if arguments.out:
         from . import picture
 
-        picture.draw(found.account, cluster, arguments.out)
+        picture.draw(estimate.account, cluster, arguments.out)
     if arguments.json:
-        print(json.dumps(facts(found), indent=1))
+        print(json.dumps(facts(estimate), indent=1))
     else:
-        show(found)
-    return 0 if found.left.fits else 1
+        show(estimate)
+    return 0 if estimate.left.fits else 1
 
 
 def filled(run: settings.Settings) -> settings.Settings:
-    """The run with no more micro-batches than fill its pipeline: more take as much memory, and
-    longer. Interleaved stages hold pp * vpp + pp - 1 chunks of layers, and take rounds of pp
-    micro-batches.
+    """Return the run with the smallest number of micro-batches that fills its pipeline.
+
+    More micro-batches need more time but the same memory. Interleaved stages hold
+    pp * vpp + pp - 1 chunks of layers, and run rounds of pp micro-batches.
     """
     return replace(run, micro_batches=run.pp if run.vpp == 1 else 2 * run.pp)
 
@@ -166,8 +185,9 @@ def filled(run: settings.Settings) -> settings.Settings:
 def _settled(
     model: models.Model, cluster: clusters.Cluster, run: settings.Settings
 ) -> settings.Settings:
-    """Return the run with what `--context-parallel-algo auto` is predicted to choose for each kind
-    of layers; the run itself if it names an algorithm. Groups are those of the run.
+    """Return the run with the predicted choice of `--context-parallel-algo auto` per layer kind.
+
+    A run that names an algorithm is returned unchanged. The groups stay.
     """
     if run.algorithm != "auto":
         return run
@@ -183,7 +203,7 @@ def _settled(
 
 
 def _searched(model: models.Model, cluster: clusters.Cluster, free: dict[str, Any]) -> Longest:
-    """Return the longest sequence with everything searched that is not given."""
+    """Return the longest sequence; all settings that are not fixed are searched."""
     fixed = {name: value for name, value in free.items() if name != "micro_batches"}
     goal = TrainingGoal(1, 1, fixed, **of_model(model))
     forecast = AttentionForecast(model, cluster, fixed)
@@ -196,111 +216,118 @@ def _read(
     clusters.Cluster, models.Model, settings.Settings, bool, dict[str, Any] | None,
     PackedForecast | None,
 ]:  # fmt: skip
-    """The cluster, the model, the run, whether its groups are given, what is fixed where a
-    search is left the rest: None where a command or a recipe says all, or what it cannot vary; and
-    what is known of packed documents, None without them.
+    """Read the flags.
+
+    Returns:
+        The cluster, the model, the run, whether its parallel sizes are set, the settings that are
+        fixed in a search, and the forecast of packed documents. The fixed settings are None if a
+        command or a recipe sets all, or sets one that a search cannot vary. The forecast is None
+        without packed documents.
     """
     model, described = model_arguments.find(arguments.model, arguments.megatron)
     batch = described.pop("global_batch", None)
-    given = described | flags.given_fields(arguments, flags.FIELDS)
+    fixed = described | flags.given_fields(arguments, flags.FIELDS)
     if arguments.seq is not None:
-        given["seq"] = tokens_of(arguments.seq, "--seq")
-    if "seq" not in given and not arguments.longest:
-        raise ValueError("--seq is needed, such as --seq 1M, or --longest")
+        fixed["seq"] = tokens_of(arguments.seq, "--seq")
+    if "seq" not in fixed and not arguments.longest:
+        raise ValueError("--seq is required, such as --seq 1M, or --longest")
     if arguments.gpus is None:
-        raise ValueError("--gpus is needed, such as --gpus 8")
+        raise ValueError("--gpus is required, such as --gpus 8")
     cluster = flags.cluster_of(arguments)
     cluster = replace(cluster, reserve=size_of(arguments.reserve, "--reserve"))
-    base = settings.Settings(**{"seq": 1, **given})
+    base = settings.Settings(**{"seq": 1, **fixed})
     base = replace(base, intra=max(1, cluster.ranks_per_node // base.tp))
-    free = None if described or not given.keys() <= {*SEARCHED, "micro_batches"} else given
-    base, sized = _groups(base, given, cluster)
-    if "micro_batches" not in given:
-        base = filled(base) if batch is None else _shared_out(base, batch)
-    if said := settings.uneven_rounds(base):
-        raise ValueError(said)
+    free = None if described or not fixed.keys() <= {*SEARCHED, "micro_batches"} else fixed
+    base, sized = _groups(base, fixed, cluster)
+    if "micro_batches" not in fixed:
+        base = filled(base) if batch is None else _with_batch(base, batch)
+    if problem := settings.uneven_rounds(base):
+        raise ValueError(problem)
     if base.algorithm == "auto" and (arguments.packed is not None or arguments.longest):
-        base = replace(base, algorithm="burst")  # no length, or no schedules, to choose it by
+        base = replace(base, algorithm="burst")  # auto needs a length and schedules
     packs = None
     if arguments.packed is not None:
-        packed_pins(given)
+        packed_pins(fixed)
         lengths = lengths_of(arguments.packed, base.seq)
         pinned = {name: getattr(base, name) for name in CHOICE_OUTPUTS if name != "placement"}
-        packs = PackedForecast(model, cluster, pinned, lengths, cut_of(given))
+        packs = PackedForecast(model, cluster, pinned, lengths, cut_of(fixed))
     elif arguments.layout == "balanced":
-        raise ValueError("--layout balanced is for packed documents: give --packed, or zigzag")
-    if base.layout == "balanced":  # of packs, which have it apart
+        raise ValueError("--layout balanced requires packed documents; set --packed, or zigzag")
+    if base.layout == "balanced":  # `packs` has the layout of packed documents
         base = replace(base, layout="zigzag")
     return cluster, model, base, sized, free, packs
 
 
-def _shared_out(run: settings.Settings, batch: int) -> settings.Settings:
-    """The run with the micro-batches of a step of so many sequences. ValueError where ranks cannot
-    have equally many.
+def _with_batch(run: settings.Settings, batch: int) -> settings.Settings:
+    """Return the run with the number of micro-batches for a global batch of sequences.
+
+    Raises ValueError if ranks would have different numbers.
     """
-    each = run.micro_batch * run.dp
-    if batch % each or batch < 1:
-        near = max(1, -(-batch // each)) * each
+    unit = run.micro_batch * run.dp
+    if batch % unit or batch < 1:
+        near = max(1, -(-batch // unit)) * unit
         raise ValueError(
-            f"a global batch of {batch} sequences is not a multiple of {each}, micro-batches of "
-            f"{run.micro_batch} x {run.dp} data-parallel ranks: take {near} (--global-batch-size, "
-            "train.global_batch_size of a recipe), or give --micro-batches"
+            f"a global batch of {batch} sequences is not a multiple of {unit}, micro-batches of "
+            f"{run.micro_batch} x {run.dp} data-parallel ranks; use {near} (--global-batch-size, "
+            "or train.global_batch_size of a recipe), or set --micro-batches"
         )
-    return replace(run, micro_batches=batch // each)
+    return replace(run, micro_batches=batch // unit)
 
 
 def _groups(
-    base: settings.Settings, given: dict[str, Any], cluster: clusters.Cluster
+    base: settings.Settings, fixed: dict[str, Any], cluster: clusters.Cluster
 ) -> tuple[settings.Settings, bool]:
-    """The run with all GPUs in its groups; False where the tensor-parallel size is left open."""
-    if "tp" not in given and "cp" not in given:
+    """Return the run with all GPUs in its groups, and false if the tensor-parallel size is open."""
+    if "tp" not in fixed and "cp" not in fixed:
         return base, False
-    others = base.tp * base.pp * (base.cp if "cp" in given else base.dp)
-    if cluster.gpus % others:
-        last = f"--cp {base.cp}" if "cp" in given else f"--dp {base.dp}"
+    ranks = base.tp * base.pp * (base.cp if "cp" in fixed else base.dp)
+    if cluster.gpus % ranks:
+        last = f"--cp {base.cp}" if "cp" in fixed else f"--dp {base.dp}"
         raise ValueError(
-            f"--gpus {cluster.gpus} is not a multiple of the {others} ranks of --tp {base.tp} x "
+            f"--gpus {cluster.gpus} is not a multiple of the {ranks} ranks of --tp {base.tp} x "
             f"--pp {base.pp} x {last}"
         )
-    rest = cluster.gpus // others
-    if "cp" in given and "dp" in given and rest != base.dp:
+    size = cluster.gpus // ranks
+    if "cp" in fixed and "dp" in fixed and size != base.dp:
         raise ValueError(
-            f"--gpus {cluster.gpus} is not --tp x --pp x --cp x --dp, {others * base.dp}: leave "
-            "--dp out"
+            f"--gpus {cluster.gpus} differs from --tp x --pp x --cp x --dp, {ranks * base.dp}; "
+            "remove --dp"
         )
-    return replace(base, **({"dp": rest} if "cp" in given else {"cp": rest})), True
+    return replace(base, **({"dp": size} if "cp" in fixed else {"cp": size})), True
 
 
-# --- what is printed ---------------------------------------------------------------------------
+# --- output ------------------------------------------------------------------------------------
 
 
-def show(found: Found) -> None:
-    """Print the peak by item, what is left, and the time of a step."""
-    (shown, cluster, binds, _, searched, packs), left = found, found.left
+def show(estimate: MemoryEstimate) -> None:
+    """Print the peak by items, the free memory, and the time of a step."""
+    (shown, cluster, binds, _, searched, packs), left = estimate, estimate.left
     console, run = wrapped(), shown.run
     console.print(Text(_headline(shown, cluster)))
-    console.print(Text(_batch(run, found.chosen_by)))
+    console.print(Text(_batch(run, estimate.chosen_by)))
     if packs is not None:
         console.print(Text(_packs(packs, run)))
     console.print(memory_table(shown, cluster, "item"))
-    if said := settings.selection_text(shown.model, run):
-        console.print(Text(said))
+    if selection := settings.selection_text(shown.model, run):
+        console.print(Text(selection))
     if binds is not None:
         console.print(Text(f"longest sequence: {run.seq:,} tokens; limited by {binds}"))
         if searched:
             words = " ".join(run_flags(shown.model, run))
-            console.print(Text(f"flags, besides those of the model: {words}"))
+            console.print(Text(f"flags, in addition to the model flags: {words}"))
         else:
-            console.print(Text("with these settings; `megatron-burst advise --longest` varies all"))
+            console.print(
+                Text("with these settings; `megatron-burst advise --longest` searches all settings")
+            )
     elif left.fits:
         console.print(Text(f"fits: {byte_size(left.device)} free on every GPU", style="green"))
     else:
-        held = None if packs is None else packs.account_of
-        console.print(Text(does_not_fit(shown, cluster, held), style="bold red"))
+        account_of = None if packs is None else packs.account_of
+        console.print(Text(does_not_fit(shown, cluster, account_of), style="bold red"))
     if left.fits:
-        console.print(Text(_step(time := found.time(), cluster)))
+        console.print(Text(_step(time := estimate.time(), cluster)))
         if not isinstance(time, str):
-            console.print(Text(found.kernel().described))
+            console.print(Text(estimate.kernel().described))
     console.print(Text("Analytical estimate from tensor sizes, not a measurement on a GPU."))
 
 
@@ -314,9 +341,10 @@ def _step(time: StepTime | str, cluster: clusters.Cluster) -> str:
     )
 
 
-def facts(found: Found) -> dict[str, Any]:
-    """The same as plain data: bytes, seconds."""
-    (shown, cluster, binds, _, searched, packs), time, run = found, found.time(), found.account.run
+def facts(estimate: MemoryEstimate) -> dict[str, Any]:
+    """Return the output of `show` as plain data, in bytes and seconds."""
+    (shown, cluster, binds, _, searched, packs), time = estimate, estimate.time()
+    run = shown.run
     groups = {name: getattr(run, name) for name in ("tp", "cp", "pp", "vpp", "ep", "dp")}
     return {
         "model": shown.model.name,
@@ -329,48 +357,48 @@ def facts(found: Found) -> dict[str, Any]:
         "host": dict(shown.host),
         "room": cluster.room,
         "host_room": round(cluster.host_per_rank),
-        "fits": found.left.fits,
+        "fits": estimate.left.fits,
         "not_counted": list(shown.model.uncounted),
         "binds": binds,
         "flags": run_flags(shown.model, run) if searched else None,
         "seconds": None if isinstance(time, str) else time.seconds,
         "mfu": None if isinstance(time, str) else time.mfu,
-        "kernel": None if isinstance(time, str) else found.kernel().facts(),
+        "kernel": None if isinstance(time, str) else estimate.kernel().facts(),
     }  # fmt: skip
 
 
 def _batch(run: settings.Settings, chosen_by: str) -> str:
-    """Sequences per step, and which sizes nobody gave."""
+    """Return a line with the sequences per step and the sizes that were chosen."""
     count = run.micro_batch * run.micro_batches * run.dp
-    said = f"{count} sequence{'s' * (count > 1)} per step"
+    text = f"{count} sequence{'s' * (count > 1)} per step"
     if chosen_by:
         experts = f", EP {run.ep}" * (run.ep > 1)
-        said += f"; sizes chosen: TP {run.tp}, CP {run.cp}{experts} ({chosen_by})"
-    return said
+        text += f"; sizes chosen: TP {run.tp}, CP {run.cp}{experts} ({chosen_by})"
+    return text
 
 
 def _packs(packs: PackedForecast, run: settings.Settings) -> str:
-    """How many documents there are, how they are cut, and what padding they get."""
+    """Return a line with the number of documents, their layout and their padding."""
     count, padding = len(packs.lengths), run.seq - sum(packs.lengths)
-    said = f"packs of {count} document{'s' * (count > 1)}, layout {packs.cut}"
-    return said + f", {padding:,} tokens of padding" * (padding > 0)
+    text = f"packs of {count} document{'s' * (count > 1)}, layout {packs.cut}"
+    return text + f", {padding:,} tokens of padding" * (padding > 0)
 
 
-def _headline(found: Account, cluster: clusters.Cluster) -> str:
-    run = found.run
+def _headline(shown: Account, cluster: clusters.Cluster) -> str:
+    run = shown.run
     sizes = {"TP": run.tp, "CP": run.cp, "PP": run.pp, "EP": run.ep, "DP": run.dp}
     groups = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
-    how = [f"recompute {run.recompute}", f"store {run.store:g}", f"offload {run.offload:g}",
+    details = [f"recompute {run.recompute}", f"store {run.store:g}", f"offload {run.offload:g}",
            f"{run.sequence_chunks} sequence chunks", f"{run.mlp_tiles} MLP tiles",
            f"gradients {run.gradients}"]  # fmt: skip
     if run.by_kind:
-        own = [f"{algorithm} in {kind} layers" for kind, algorithm in run.by_kind.items()]
-        how.append(", ".join([f"--context-parallel-algo auto: {run.algorithm}", *own]))
+        kinds = [f"{algorithm} in {kind} layers" for kind, algorithm in run.by_kind.items()]
+        details.append(", ".join([f"--context-parallel-algo auto: {run.algorithm}", *kinds]))
     if run.ulysses > 1:
-        how.append(f"{run.ulysses} ranks share heads")
+        details.append(f"{run.ulysses} ranks share heads")
     if run.fsdp:
-        how.append("FSDP")
+        details.append("FSDP")
     return (
-        f"{found.model.name}, {run.seq:,} tokens on {cluster.gpus} x {cluster.gpu.name}: {groups}; "
-        + ", ".join(how)
+        f"{shown.model.name}, {run.seq:,} tokens on {cluster.gpus} x {cluster.gpu.name}: {groups}; "
+        + ", ".join(details)
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory over one step as stacked areas: every phase equally wide, its moments in order."""
+"""Picture of memory over one step: stacked areas, with phases of equal width in order."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ ORDER = (
     "layer inputs", "attention store", "between layers", "weight gradients of a layer",
     "LM head and loss", "attention half", "MLP half", "ring buffers",
 )  # fmt: skip
-COLUMNS = 6  # of a phase
+COLUMNS = 6  # limit of columns of a phase
 AFTER_HEAD = ("recompute", "backward")
 STATES = ("#c7ccd4", "#aab1bc", "#8d96a3", "#747d8b", "#5f6876", "#4b5461")
 
 
 def draw(account: Account, cluster: Cluster, path: Path) -> None:
-    """Write the picture of an account; the dashed line is what a GPU of the cluster has."""
+    """Write the picture of an account; the dashed line is the memory of a GPU of the cluster."""
     run, peak = account.run, account.peak
     title = (
         f"{account.model.name}, {run.seq:,} tokens on {cluster.gpus} x {cluster.gpu.name}: memory "
@@ -40,7 +40,7 @@ def draw(account: Account, cluster: Cluster, path: Path) -> None:
         places, moments, marks = _times(account)
         items = [item for item in ORDER if any(item in m.items for m in moments)]
         areas = [[m.items.get(item, 0) / GIB for m in moments] for item in items]
-        grey = iter(STATES)  # for what stays over the step
+        grey = iter(STATES)  # colours of items that stay over the step
         colours = [MEANINGS.get(item) or next(grey) for item in items]
         axes.stackplot(places, areas, colors=colours, linewidth=0)
         axes.axhline(cluster.room / GIB, color=WARN, linewidth=1.2, linestyle=(0, (5, 3)))
@@ -58,8 +58,10 @@ def draw(account: Account, cluster: Cluster, path: Path) -> None:
 
 
 def _times(account: Account) -> tuple[list[float], list[Moment], dict[str, float]]:
-    """(edges, moments, marks): a phase is one wide, in columns that show their highest moment;
-    marks: name -> place.
+    """Return (edges, moments, marks) of the areas.
+
+    A phase has width 1 and up to `COLUMNS` columns, which show their highest moment. Marks map the
+    name of repeated phases to a place.
     """
     places: list[float] = []
     moments: list[Moment] = []

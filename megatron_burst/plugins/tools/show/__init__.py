@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`megatron-burst show`: draw masks, layouts, schedules, scans of states and prefix trees.
 
-This module holds the flags and the size limits. `inputs` makes masks and layouts from flags;
-`scene`, `packs`, `scans` and `trees` compute what is drawn; `pictures` and `timeline` draw it with
-matplotlib, which is imported only then.
+This module owns the flags and the size limits. `inputs` makes masks and layouts from flags.
+`scene`, `scans` and `trees` compute the content of a picture. `pictures` and `timeline` draw it
+with matplotlib, which is imported only then.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from .trees import add_flags as add_tree
 from .trees import tree_scene
 from .words import Scene
 
-# The largest pictures that can be read: positions of a matrix or a strip, ranks of a timeline.
+# Limits of a readable picture: positions of a matrix, ranks of a timeline.
 POSITIONS, RANKS = 1024, 32
 PICTURES = {
     "mask": "the score matrix, coloured by the rank that computes each pair",
     "schedule": "what each rank computes and sends in each step",
     "layout": "which positions each rank holds",
-    "scan": "how states of linear attention pass from rank to rank",
-    "tree": "a prefix tree of trajectories: which rank holds which part, and the mask",
+    "scan": "how ranks send states of linear attention to each other",
+    "tree": "a prefix tree of trajectories: the rank of each part, and the mask",
 }
-STRIP = 4096  # positions of a strip, of which only runs are drawn
+STRIP = 4096  # limit of positions of a layout strip, which draws only runs
 
 EXAMPLES = {
     "mask": "--mask window --left 23 --layout striped --ranks 8 --out mask.png",
@@ -71,8 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         call_flags.add_grid(sub)
         if name != "tree":
             add(*named("--seq"), type=int, metavar="N",
-                help="length of the sequence (default: 8 positions per rank, or "
-                "what --lengths needs)")  # fmt: skip
+                help="length of the sequence (default: 8 positions per rank, or more if --lengths "
+                "requires it)")  # fmt: skip
         call_flags.add_out(sub, "the picture", required=True)
         if name == "schedule":
             _add_schedule(sub)
@@ -87,14 +87,18 @@ def _add_schedule(sub: argparse.ArgumentParser) -> None:
     add("--algorithm", default="burst", choices=ALGORITHMS, help="default: burst")
     add("--backward", action="store_true", help="draw backward instead of forward")
     call_flags.add_side(sub)
-    add("--route", default="auto", choices=("auto", *ROUTES), help="send chunks round the ring, or "
-        "directly from their owners (default: auto, fewer bytes)")  # fmt: skip
+    add("--route", default="auto", choices=("auto", *ROUTES), help="send chunks along the ring, or "
+        "directly from their owners (default: auto, the route with fewer bytes)")  # fmt: skip
     add("--rank", type=int, metavar="N", help="draw only this rank")
     call_flags.add_heads(sub, width=128)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Draw what the flags ask for. Raises ValueError for bad flags."""
+    """Draw the picture of the flags.
+
+    Raises:
+        ValueError: A flag is invalid.
+    """
     scene = scene_of(arguments)
     call_flags.check_out(arguments.out)
     from . import pictures
@@ -104,7 +108,11 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def scene_of(arguments: argparse.Namespace) -> Scene:
-    """Make the scene that the flags describe. Raises ValueError for flags that do not fit."""
+    """Return the scene that the flags describe.
+
+    Raises:
+        ValueError: Flags do not fit together.
+    """
     grid = _grid(arguments)
     check_positive(arguments, ("seq", "heads", "kv_heads", "width"))
     if arguments.picture not in ("mask", "layout"):
@@ -131,7 +139,7 @@ def scene_of(arguments: argparse.Namespace) -> Scene:
 def _shards(
     arguments: argparse.Namespace, shown: inputs.ShownMask, name: str, grid: Grid, seq_len: int
 ) -> Shards:
-    """Cut the sequence by the layout of this name."""
+    """Return the sequence cut by the layout of this name."""
     layout, text = inputs.layout_of(arguments, name, grid, shown.documents, shown.window)
     layout.check(seq_len)
     return Shards(shown.mask, layout, seq_len, shown.text, text)
@@ -143,7 +151,7 @@ def _layouts(arguments: argparse.Namespace, grid: Grid, seq_len: int) -> LayoutS
     if not arguments.layout and shown.documents is not None:
         names.append("balanced")
     if not arguments.mask and arguments.lengths is None:
-        shown = shown._replace(text="")  # without a mask, the work of ranks is not drawn
+        shown = shown._replace(text="")  # the work of ranks is drawn only with a mask
     rows = [_shards(arguments, shown, name, grid, seq_len) for name in names]
     return LayoutScene(tuple(rows))
 
@@ -151,10 +159,11 @@ def _layouts(arguments: argparse.Namespace, grid: Grid, seq_len: int) -> LayoutS
 def _grid(arguments: argparse.Namespace) -> Grid:
     nodes, per_node = arguments.nodes, arguments.per_node
     if (nodes is None) != (per_node is None):
-        raise ValueError("--nodes and --per-node go together; give both, or --ranks")
+        raise ValueError("--nodes and --per-node require each other; set both, or set --ranks")
     if nodes is not None and arguments.ranks not in (None, nodes * per_node):
         raise ValueError(
-            f"--ranks {arguments.ranks} is not --nodes {nodes} x --per-node {per_node}"
+            f"--ranks {arguments.ranks} differs from --nodes {nodes} x --per-node {per_node}; "
+            "remove --ranks"
         )
     check_positive(arguments, ("ranks", "nodes", "per_node"))
     if nodes is None:
@@ -165,12 +174,12 @@ def _grid(arguments: argparse.Namespace) -> Grid:
 def _at_most(flag: str, value: int, limit: int) -> None:
     if value > limit:
         raise ValueError(
-            f"{flag}: a picture shows at most {limit}, got {value}; scale all lengths down together"
+            f"{flag}: a picture shows at most {limit}, got {value}; reduce all sizes together"
         )
 
 
 def _sizes(arguments: argparse.Namespace, tokens: int) -> Sizes:
-    """Sizes of a call with batch 1: bf16 inputs, gradients and row statistics in fp32."""
+    """Return sizes of a call with batch 1: bf16 inputs, gradients and row statistics in fp32."""
     if arguments.heads % arguments.kv_heads:
         raise ValueError(
             f"--kv-heads must divide --heads, got {arguments.kv_heads} and {arguments.heads}"

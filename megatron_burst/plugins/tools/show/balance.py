@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How even a layout leaves the ranks: the cost of waiting for the busiest rank at every step."""
+"""Imbalance of a layout: the cost of waiting for the busiest rank at every step."""
 
 from __future__ import annotations
 
@@ -23,31 +23,47 @@ def imbalance(
     topology: Topology | None = None,
     algorithm: str = "ring",
 ) -> float:
-    """The busiest rank's work over the mean, summed over steps: 1.0 is perfect balance.
+    """Return the busiest rank's work divided by the mean, summed over steps; 1.0 is perfect.
 
     Every step waits for its slowest rank. The algorithm, the nodes and the ulysses groups decide
-    which pairs are computed at the same step, so all of them matter. topology: default one ring
-    over all ranks. Raises ValueError where the arguments do not fit each other.
+    which pairs are computed at the same step, so all of them matter.
+
+    Args:
+        layout: Layout of the sequence.
+        mask: Mask of the sequence.
+        seq_len: Number of positions.
+        topology: Nodes and ulysses groups; default: one ring over all ranks.
+        algorithm: Name of the algorithm.
+
+    Raises:
+        ValueError: The arguments do not fit together.
     """
     size = layout.cp_size
     topology = topology or Topology(size, size)
     if topology.size != size:
-        raise ValueError(f"topology has {topology.size} ranks, the layout {size}")
+        raise ValueError(
+            f"topology has {topology.size} ranks and the layout {size}; use equal sizes"
+        )
     mask.check(seq_len)
     spans = cost.ring_spans(layout, topology, seq_len)
     pairs = np.array([[cost.visible_pairs(mask, q, k) for k in spans] for q in spans])
     grid = Grid(topology.inter_size, topology.intra_size)
-    # What is seen decides which way rings turn.
+    # The visible rows decide the direction of rings.
     schedule = rings.forward(algorithm, grid, visibility=visibility_of(mask, spans, spans))
     return imbalance_of(schedule, pairs)
 
 
 def imbalance_of(schedule: Schedule, pairs: np.ndarray) -> float:
-    """`imbalance` of a given schedule; pairs: int [G, G], visible pairs of shards i and j."""
+    """Return the imbalance of a schedule.
+
+    Args:
+        schedule: Schedule of a forward pass over G ranks.
+        pairs: Int array [G, G] of visible position pairs of queries of rank i and keys of rank j.
+    """
     size, tables = schedule.grid.size, schedule.tables
     work = np.zeros((tables.steps, size))
     computed = tables.pairs
-    each = pairs[computed.query, computed.key] * pair_shares(tables)
-    np.add.at(work, (computed.step, computed.rank), each)
-    total = float(pairs.sum(dtype=float))  # of S^2 pairs int64 holds those of 3e9 positions
+    pair_work = pairs[computed.query, computed.key] * pair_shares(tables)
+    np.add.at(work, (computed.step, computed.rank), pair_work)
+    total = float(pairs.sum(dtype=float))  # int64 would overflow above 3e9 positions
     return float(work.max(axis=1).sum()) * size / total if total else 1.0

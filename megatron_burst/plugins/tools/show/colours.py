@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Colours of ranks and of everything else in a picture, chosen for colour-blind readers too.
+"""Colours of pictures, which colour-blind readers can distinguish.
 
-Up to nine ranks have the "muted" scheme of Paul Tol's notes, ordered so that neighbours differ in
-lightness. More ranks are steps of a perceptually uniform scale, viridis. What is computed, sent and
-kept has one colour in the pictures of all commands (`MEANINGS`).
+Up to nine ranks use the "muted" scheme of Paul Tol's notes, ordered so that neighbours differ in
+lightness. More ranks use points of the perceptually uniform scale viridis. Computation, transfers
+and kinds of memory have the same colours in the pictures of all commands (`MEANINGS`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ RANKS = (
     "#332288", "#88ccee", "#117733", "#ddcc77", "#882255", "#44aa99", "#cc6677", "#999933",
     "#aa4499",
 )  # fmt: skip
-# Nine points of viridis, evenly apart.
+# Nine points of viridis at equal distances.
 SCALE = (
     "#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30",
     "#fde725",
@@ -23,7 +23,7 @@ SCALE = (
 
 
 def of_rank(rank: int, ranks: int) -> str:
-    """The colour of `rank` of `ranks`, as #rrggbb."""
+    """Return the colour of `rank` among `ranks`, as #rrggbb."""
     if ranks <= len(RANKS):
         return RANKS[rank]
     place = rank / (ranks - 1) * (len(SCALE) - 1)
@@ -32,28 +32,28 @@ def of_rank(rank: int, ranks: int) -> str:
 
 
 def mixed(a: str, b: str, share: float) -> str:
-    """The mixture of `a` and `b` in which `b` has this share."""
-    one, two = channels(a), channels(b)
-    return "#" + "".join(f"{round(x + (y - x) * share):02x}" for x, y in zip(one, two, strict=True))
+    """Return the mixture of colours `a` and `b` in which `b` has this share, from 0 to 1."""
+    pairs = zip(channels(a), channels(b), strict=True)
+    return "#" + "".join(f"{round(x + (y - x) * share):02x}" for x, y in pairs)
 
 
 def channels(colour: str) -> tuple[int, int, int]:
-    """Red, green and blue of #rrggbb, 0 to 255."""
+    """Return red, green and blue of #rrggbb, from 0 to 255."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return red, green, blue
 
 
 def ink_on(colour: str) -> str:
-    """The colour of text on `colour`: white or ink, whichever has more contrast."""
+    """Return the text colour with more contrast on `colour`: white or ink."""
     red, green, blue = channels(colour)
     return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 150 else "#ffffff"
 
 
 COMPUTE, TRANSFER, WAIT = "#44aa99", "#88ccee", "#cc6677"
-# By the names that trace and account give what they tell of.
+# Colours by the names that traces and memory accounts use.
 MEANINGS = {
     "compute": COMPUTE, "transfer": TRANSFER, "wait": WAIT,
-    # what memory holds
+    # items of memory
     "optimizer": "#661100", "LM head and loss": "#aa4499",
     "layer inputs": "#aaaa00", "attention store": "#117733", "between layers": "#99ddff",
     "weight gradients of a layer": "#ee8866", "attention half": COMPUTE, "MLP half": "#882255",

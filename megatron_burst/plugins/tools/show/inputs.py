@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks, layouts and documents of `show`, from flags.
+"""Masks, layouts and documents that the flags of `show` describe.
 
-`--mask` names one of `MASKS`, whose numbers have flags of their own, or MODULE:NAME: a mask, or a
-function without arguments that returns one. `--lengths` adds documents to any mask.
+`--mask` names one of `MASKS`, whose numbers have their own flags, or MODULE:NAME: a mask, or a
+function without arguments that returns a mask. `--lengths` adds documents to any mask.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ Window = tuple[int | None, int | None]
 
 
 class _Number(NamedTuple):
-    """A number of a mask: its flag, the name of the argument, its value if the flag is absent."""
+    """Number of a mask.
+
+    Attributes:
+        flag: Flag that sets the number.
+        argument: Argument of the mask class.
+        default: Value without the flag; None if the flag is required.
+        text: Help text.
+    """
 
     flag: str
     argument: str
@@ -39,37 +46,37 @@ MASKS: dict[str, tuple[type[Mask], tuple[_Number, ...]]] = {
     "window": (
         masks.Window,
         (
-            _Number("--left", "left", None, "keys before the query that --mask window shows"),
-            _Number("--right", "right", 0, "keys after the query that --mask window shows (0)"),
+            _Number("--left", "left", None, "visible keys before the query, for --mask window"),
+            _Number("--right", "right", 0, "visible keys after the query, for --mask window (0)"),
         ),
     ),
     "dilated": (
         masks.Dilated,
-        (_Number("--stride", "stride", None, "distance of keys that --mask dilated shows"),),
+        (_Number("--stride", "stride", None, "distance of visible keys, for --mask dilated"),),
     ),
     "prefix": (
         masks.Prefix,
-        (_Number("--first", "n", None, "first keys of the sequence that --mask prefix shows"),),
+        (_Number("--first", "n", None, "number of first keys visible to all, for --mask prefix"),),
     ),
 }
 
 
 def add_mask(parser: argparse.ArgumentParser, default: str | None) -> None:
-    """Add `--mask` and the numbers of masks."""
-    absent = default or "none; the work of ranks is then not drawn"
+    """Add `--mask` and the flags of its numbers."""
+    absent = default or "no mask; the work of ranks is then not drawn"
     parser.add_argument(
         "--mask", default=default, metavar="MASK",
         help=f"which pairs attend: {', '.join(MASKS)}, or MODULE:NAME of a mask or of a function "
-        f"without arguments that returns one (default: {absent})",
+        f"without arguments that returns a mask (default: {absent})",
     )  # fmt: skip
     for _, numbers in MASKS.values():
-        for each in numbers:
-            parser.add_argument(each.flag, type=int, metavar="N", help=each.text)
+        for number in numbers:
+            parser.add_argument(number.flag, type=int, metavar="N", help=number.text)
 
 
 def add_lengths(parser: argparse.ArgumentParser) -> None:
     """Add `--lengths`."""
-    text = "tokens of each packed document, such as 300,20,5; the rest of the sequence is another "
+    text = "tokens of each packed document, such as 300,20,5; remaining positions are one more "
     parser.add_argument("--lengths", metavar="N,N,...", help=f"{text}document")
 
 
@@ -82,7 +89,7 @@ def add_layout(parser: argparse.ArgumentParser, default: str | None) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--block", type=int, metavar="N",
-        help="positions of a block that --layout block_striped cuts",
+        help="positions per block, for --layout block_striped",
     )  # fmt: skip
 
 
@@ -91,7 +98,7 @@ def add_per_document(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--per-document",
         action="store_true",
-        help="cut each of the documents by --layout zigzag, as Megatron does",
+        help="cut each document separately by --layout zigzag, as Megatron does",
     )
 
 
@@ -99,30 +106,34 @@ def add_per_document(parser: argparse.ArgumentParser) -> None:
 
 
 def lengths_of(text: str) -> list[int]:
-    """Read the lengths of documents. Raises ValueError for what is no list of positive integers."""
+    """Return the lengths of documents.
+
+    Raises:
+        ValueError: The text is not a list of positive integers.
+    """
     return [tokens_of(word, "--lengths") for word in text.split(",")]
 
 
 def least_seq(text: str | None, ranks: int) -> int:
-    """Return the fewest positions that hold these documents and that all layouts can cut."""
+    """Return the smallest sequence length for these documents that all layouts can cut."""
     return -(-sum(lengths_of(text)) // (2 * ranks)) * 2 * ranks if text else 0
 
 
 def bounds_of(text: str | None, seq_len: int) -> list[int]:
-    """Return where documents begin and end, from 0 to `seq_len`.
+    """Return the bounds of documents, from 0 to `seq_len`.
 
     Args:
         text: Lengths of documents; None for one document.
         seq_len: Positions of the sequence. Positions after the last length are one more document.
 
     Raises:
-        ValueError: For lengths that do not fit.
+        ValueError: The documents are longer than the sequence.
     """
     lengths = lengths_of(text) if text is not None else []
     if sum(lengths) > seq_len:
         raise ValueError(
-            f"--lengths: {sum(lengths)} tokens do not fit into {seq_len}; give --seq "
-            f"{sum(lengths)} or shorter documents"
+            f"--lengths: {sum(lengths)} tokens do not fit into {seq_len} positions; set --seq "
+            f"{sum(lengths)} or use shorter documents"
         )
     return np.unique([*np.cumsum([0, *lengths]).tolist(), seq_len]).tolist()
 
@@ -131,7 +142,14 @@ def bounds_of(text: str | None, seq_len: int) -> list[int]:
 
 
 class ShownMask(NamedTuple):
-    """A mask with the words of titles. documents: bounds of `--lengths`; None without them."""
+    """Mask with its text for titles.
+
+    Attributes:
+        mask: The mask, including documents.
+        text: Text for titles.
+        documents: Bounds of the documents of `--lengths`; None without them.
+        window: Window of a token within its document; None if causal.
+    """
 
     mask: Mask
     text: str
@@ -140,17 +158,17 @@ class ShownMask(NamedTuple):
 
 
 def mask_of(arguments: argparse.Namespace, seq_len: int) -> ShownMask:
-    """Make the mask of the flags; without `--mask` every pair attends.
+    """Return the mask of the flags; without `--mask` every pair attends.
 
     Args:
         arguments: Flags of `add_mask` and `add_lengths`.
-        seq_len: Positions that the mask has to fit.
+        seq_len: Number of positions.
 
     Raises:
-        ValueError: For a mask that does not exist or does not fit, and for flags of other masks.
+        ValueError: The mask does not exist or does not fit, or a flag belongs to another mask.
     """
     mask, text = named_mask(arguments, arguments.mask or "full")
-    window: Window | None = None  # how far a token of a document attends; None: causal
+    window: Window | None = None  # window within a document; None: causal
     if isinstance(mask, masks.Window):
         window = mask.left, mask.right
     elif isinstance(mask, masks.Full):
@@ -167,31 +185,31 @@ def mask_of(arguments: argparse.Namespace, seq_len: int) -> ShownMask:
 
 
 def named_mask(arguments: argparse.Namespace, name: str) -> tuple[Mask, str]:
-    """Make the mask of `--mask` alone; return it with the words of titles."""
+    """Return the mask of `--mask`, without documents, and its text for titles."""
     own = MASKS[name][1] if name in MASKS else ()
-    for other, (_, numbers) in MASKS.items():
-        for each in numbers:
-            if each not in own and _value(arguments, each) is not None:
-                raise ValueError(f"{each.flag} applies to --mask {other}, got --mask {name}")
+    for mask_name, (_, numbers) in MASKS.items():
+        for number in numbers:
+            if number not in own and _value(arguments, number) is not None:
+                raise ValueError(f"{number.flag} applies to --mask {mask_name}, got --mask {name}")
     if ":" in name:
         return imported_mask(name), name
     if name not in MASKS:
         raise ValueError(
             f"--mask {name}: unknown; use {', '.join(MASKS)}, or MODULE:NAME of a mask or of a "
-            "function without arguments that returns one"
+            "function without arguments that returns a mask"
         )
     values: dict[str, int] = {}
-    for each in own:
-        given = _value(arguments, each)
-        value = each.default if given is None else given
+    for number in own:
+        value = _value(arguments, number)
+        value = number.default if value is None else value
         if value is None:
-            raise ValueError(f"--mask {name} requires {each.flag} N")
-        values[each.argument] = value
+            raise ValueError(f"--mask {name} requires {number.flag} N")
+        values[number.argument] = value
     try:
         mask = MASKS[name][0](**values)
     except ValueError as error:
         raise ValueError(f"--mask {name}: {error}") from error
-    shown = [f"{each.flag[2:]} {values[each.argument]}" for each in own]
+    shown = [f"{number.flag[2:]} {values[number.argument]}" for number in own]
     return mask, " ".join([name, *shown])
 
 
@@ -203,31 +221,31 @@ def imported_mask(path: str) -> Mask:
     """Import the mask MODULE:NAME, or call the function of this name.
 
     Raises:
-        ValueError: If the module cannot be imported, or NAME is neither.
+        ValueError: The module cannot be imported, or NAME is neither a mask nor such a function.
     """
     module, _, name = path.partition(":")
     expected = (
-        "MODULE:NAME is a mask or a function without arguments that returns one, of a module that "
-        "Python can import (PYTHONPATH)"
+        "MODULE:NAME must be a mask or a function without arguments that returns a mask, in a "
+        "module that Python can import (PYTHONPATH)"
     )
     try:
-        found: Any = importlib.import_module(module)
+        mask: Any = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
-        if not isinstance(found, Mask):
-            found = found()
-    except Exception as error:  # whatever the user's module raises
+            mask = getattr(mask, part)
+        if not isinstance(mask, Mask):
+            mask = mask()
+    except Exception as error:  # the user's module may raise anything
         raise ValueError(f"--mask {path}: {type(error).__name__}: {error}; {expected}") from error
-    if not isinstance(found, Mask):
-        raise ValueError(f"--mask {path}: got {type(found).__name__}; {expected}")
-    return found
+    if not isinstance(mask, Mask):
+        raise ValueError(f"--mask {path}: got {type(mask).__name__}; {expected}")
+    return mask
 
 
 # --- layouts -------------------------------------------------------------------------------------
 
 
 class ShownLayout(NamedTuple):
-    """A layout with the words of titles."""
+    """Layout with its text for titles."""
 
     layout: Layout
     text: str
@@ -241,18 +259,18 @@ def layout_of(
     window: Window | None = None,
     tree: masks.Tree | None = None,
 ) -> ShownLayout:
-    """Make a layout over the ranks of a grid.
+    """Return a layout over the ranks of a grid.
 
     Args:
         arguments: Flags of `add_layout`, and of `add_per_document` if the picture has them.
         name: Name of the layout.
-        grid: Nodes and ranks on each.
+        grid: Number of nodes and of ranks per node.
         documents: Bounds of documents; None without documents.
-        window: How far a token of a document attends, for layout balanced; None: causal.
-        tree: Prefix tree that layout balanced cuts instead of documents.
+        window: Window within a document, for layout balanced; None if causal.
+        tree: Prefix tree, for layout balanced; replaces documents.
 
     Raises:
-        ValueError: For flags that do not fit together.
+        ValueError: Flags do not fit together.
     """
     if arguments.block is not None and name != "block_striped":
         raise ValueError(f"--block applies to --layout block_striped, got {name}")

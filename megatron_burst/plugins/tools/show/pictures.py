@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scenes as pictures: the score matrix, layouts, scans, trees; `timeline` has schedules."""
+"""Pictures of score matrices, layouts, scans and trees; `timeline` draws schedules."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ from .trees import SAMPLED, TreeScene
 
 
 def draw(scene: words.Scene, path: Path) -> None:
-    """Write the PNG of a scene."""
+    """Write the picture of a scene."""
     with lanes.styled():
         lanes.save(DRAWERS[type(scene)](scene), path)
 
 
 def _headed(width: float, height: float, scene: words.Scene, numbers: bool = True) -> Figure:
-    """A figure with the scene's words."""
+    """Return a figure with title, subtitle and caption of the scene."""
     caption = words.caption(scene) if numbers else []
     return lanes.headed(width, height, words.title(scene), words.subtitle(scene), caption)
 
 
 # --- the score matrix ----------------------------------------------------------------------
 
-SIDE = 3.9  # inches of a matrix
+SIDE = 3.9  # side of a matrix in inches
 
 
 def _mask(scene: MaskScene) -> Figure:
     shards = scene.shards
     figure = _headed(11.1, 5.8, scene)
     bottom = 0.8
-    whole = box(figure, 0.62, bottom, SIDE, SIDE)
+    ordered = box(figure, 0.62, bottom, SIDE, SIDE)
     sharded = box(figure, 5.15, bottom, SIDE, SIDE)
-    _matrix(whole, scene.computers, shards.size)
-    whole.set_title("global order", loc="left", fontsize=10, color=INK)
-    whole.set_ylabel("query position", labelpad=2)
-    whole.set_xlabel("key position", labelpad=2)
+    _matrix(ordered, scene.computers, shards.size)
+    ordered.set_title("global order", loc="left", fontsize=10, color=INK)
+    ordered.set_ylabel("query position", labelpad=2)
+    ordered.set_xlabel("key position", labelpad=2)
     ends = [0, shards.seq_len - 1]
-    for axis in (whole.xaxis, whole.yaxis):
+    for axis in (ordered.xaxis, ordered.yaxis):
         axis.set_ticks(ends, [str(end) for end in ends])
     _matrix(sharded, scene.computers[np.ix_(shards.order, shards.order)], shards.size)
     sharded.set_title("shard order, and the step of each pair of shards", loc="left", fontsize=10)
@@ -62,17 +62,17 @@ def _matrix(axes: Axes, computers: np.ndarray, ranks: int) -> None:
     colours = np.array(
         [channels(of_rank(rank, ranks)) for rank in range(ranks)] + [channels(PAPER)]
     )
-    picture = colours[computers].astype(np.uint8)  # -1, not visible, is the last one
+    picture = colours[computers].astype(np.uint8)  # -1 (not visible) selects the last colour
     size = len(computers)
     axes.imshow(picture, interpolation="nearest", extent=(0, size, size, 0))
-    if size <= 64:  # in a larger matrix the lines between positions would cover them
+    if size <= 64:  # grid lines would cover the positions of a larger matrix
         for rules in (axes.hlines, axes.vlines):
             rules(np.arange(1, size), 0, size, colors="white", linewidth=0.35)
     axes.tick_params(length=0, pad=3)
 
 
 def _blocks(axes: Axes, scene: MaskScene) -> None:
-    """Rules between ranks, and the step of every pair of shards that is computed."""
+    """Draw lines between ranks, and the step of every pair of shards that is computed."""
     shards, edges = scene.shards, scene.shards.edges
     middles, names = (edges[:-1] + edges[1:]) / 2, [str(rank) for rank in range(shards.size)]
     for rules, ticks in ((axes.hlines, axes.set_xticks), (axes.vlines, axes.set_yticks)):
@@ -86,7 +86,7 @@ def _blocks(axes: Axes, scene: MaskScene) -> None:
 
 
 def _step(axes: Axes, scene: MaskScene, pair: tuple[int, int]) -> None:
-    """The number of the step, in the quarter of the pair where it covers the fewest positions."""
+    """Write the step number in the quarter of the pair with the fewest visible positions."""
     order, edges = scene.shards.order, scene.shards.edges
     rows, columns = (order[edges[i] : edges[i + 1]] for i in pair)
     seen = scene.computers[np.ix_(rows, columns)] >= 0
@@ -102,7 +102,7 @@ def _step(axes: Axes, scene: MaskScene, pair: tuple[int, int]) -> None:
 
 
 def _work_of_mask(axes: Axes, scene: MaskScene) -> None:
-    """The work of each rank beside its rows of the matrix."""
+    """Draw the work of each rank beside its rows of the matrix."""
     shards, work, edges = scene.shards, scene.shards.work, scene.shards.edges
     middles, mean = ((edges[:-1] + edges[1:]) / 2).tolist(), sum(work) / len(work)
     axes.set_title("work", loc="left", fontsize=10)
@@ -117,7 +117,7 @@ def _work_of_mask(axes: Axes, scene: MaskScene) -> None:
 
 # --- layouts -------------------------------------------------------------------------------
 
-STRIP, PITCH = 0.42, 0.86  # inches of a strip, and from one to the next
+STRIP, PITCH = 0.42, 0.86  # height of a strip and distance of strips, in inches
 
 
 def _layouts(scene: LayoutScene) -> Figure:
@@ -140,7 +140,7 @@ def _layouts(scene: LayoutScene) -> Figure:
 
 
 def _strip(axes: Axes, holders: np.ndarray, ranks: int) -> None:
-    """One bar for each run of positions of a rank, with the rank's number if there is room."""
+    """Draw one bar per run of positions of a rank, with the rank's number if it fits."""
     count, runs = len(holders), runs_of(holders)
     owners = [rank for *_, rank in runs]
     lanes.bars(axes, 0, 1, [run[:2] for run in runs], [of_rank(rank, ranks) for rank in owners],
@@ -152,7 +152,7 @@ def _strip(axes: Axes, holders: np.ndarray, ranks: int) -> None:
 
 
 def _columns(axes: Axes, work: list[int], most: int) -> None:
-    """The work of each rank as columns, and the mean as a dashed line."""
+    """Draw the work of each rank as columns, and the mean as a dashed line."""
     ranks = len(work)
     axes.bar(range(ranks), work, width=0.78, color=[of_rank(rank, ranks) for rank in range(ranks)])
     axes.axhline(sum(work) / ranks, **(lanes.MEAN | {"linewidth": 0.8}))
@@ -163,45 +163,50 @@ def _columns(axes: Axes, work: list[int], most: int) -> None:
 
 # --- scans of states -----------------------------------------------------------------------
 
-ROW, GAP = 0.34, 0.5  # inches of a rank; the gap between nodes, in rows
-LEFT, NARROW, BROAD = 0.75, 1.15, 1.9  # inches: of the names of ranks; of a round
-CHAIN = 0.5  # inches of the chain
-LABELS = 8  # hops of a round that are named, at most
-MOST = 9.5  # inches that rounds are given, at most, unless they would be narrower than readable
+ROW, GAP = 0.34, 0.5  # height of a rank in inches; gap between nodes in rows
+LEFT, NARROW, BROAD = (
+    0.75,
+    1.15,
+    1.9,
+)  # inches: width of rank names, of a round with few or many hops
+CHAIN = 0.5  # height of the chain in inches
+LABELS = 8  # limit of hops of a round for labels
+MOST = 9.5  # target width of all rounds in inches; readable rounds may need more
 
 
 def _scan(scene: ScanScene) -> Figure:
-    """The chain as a strip, and below it the rounds: a round is a column with every rank on its
-    left, sending, and on its right, receiving.
+    """Draw the chain as a strip, and below it a column per round.
+
+    Ranks send at the left of a column and receive at its right.
     """
     rounds, ranks = max(1, scene.rounds), scene.grid.size
     busiest = max([int((scene.hops.round == n).sum()) for n in range(rounds)], default=0)
-    each = min(BROAD if busiest > 6 else NARROW, max(0.55, MOST / rounds))
+    column = min(BROAD if busiest > 6 else NARROW, max(0.55, MOST / rounds))
     tall = ROW * (_middle(scene, ranks - 1) + 1)
-    width = max(6.4, LEFT + rounds * each + 0.3)
+    width = max(6.4, LEFT + rounds * column + 0.3)
     height = 0.85 + CHAIN + 0.55 + tall + 0.3 + 0.19 * (len(scene.counts()) + 1)
     figure = _headed(width, height, scene)
     top = height - 0.85 - CHAIN
     _chain(box(figure, LEFT, top, width - LEFT - 0.3, CHAIN), scene)
-    axes = box(figure, LEFT, top - 0.5 - tall, rounds * each, tall)
-    _ranks(axes, scene, rounds, each)
+    axes = box(figure, LEFT, top - 0.5 - tall, rounds * column, tall)
+    _ranks(axes, scene, rounds, column)
     for hop in range(len(scene.hops)):
-        _hop(axes, scene, hop, each)
+        _hop(axes, scene, hop, column)
     for number in range(scene.rounds):
-        name = f"round {number}" if each > 0.8 else str(number)
+        name = f"round {number}" if column > 0.8 else str(number)
         axes.text(number + 0.5, -0.75, name, ha="center", fontsize=8.5, color=GREY)
-    if each <= 0.8:
-        axes.text(-0.1 / each, -0.75, "round", ha="right", fontsize=8.5, color=GREY)
+    if column <= 0.8:
+        axes.text(-0.1 / column, -0.75, "round", ha="right", fontsize=8.5, color=GREY)
     return figure
 
 
 def _middle(scene: ScanScene, rank: int) -> float:
-    """The middle of a rank's row, in rows from the first."""
+    """Return the vertical middle of a rank's row, in units of rows."""
     return rank + GAP * (rank // scene.grid.intra)
 
 
 def _chain(axes: Axes, scene: ScanScene) -> None:
-    """The pieces in the order of positions, each as wide as its rows."""
+    """Draw the pieces in the order of positions, with widths proportional to their rows."""
     chain = scene.chains
     edges = np.cumsum([0, *(int(chain.table[i, 2]) for i in scene.pieces)]).tolist()
     colours = [of_rank(int(chain.rank[i]), chain.ranks) for i in scene.pieces]
@@ -218,27 +223,29 @@ def _chain(axes: Axes, scene: ScanScene) -> None:
     axes.set_axis_off()
 
 
-def _ranks(axes: Axes, scene: ScanScene, rounds: int, each: float) -> None:
-    """A line for each rank, with a dot between rounds."""
+def _ranks(axes: Axes, scene: ScanScene, rounds: int, column: float) -> None:
+    """Draw a line per rank, with a dot between rounds; column: width of a round in inches."""
     for rank in range(scene.grid.size):
         colour, y = of_rank(rank, scene.grid.size), _middle(scene, rank)
         axes.plot([0, rounds], [y, y], color=RULE, linewidth=0.7, zorder=0)
         dots = range(rounds + 1)
         axes.plot(dots, [y for _ in dots], "o", color=colour, ms=5, clip_on=False)
-        axes.text(-0.1 / each, y, f"rank {rank}", ha="right", va="center", fontsize=8.5, color=INK)
+        axes.text(
+            -0.1 / column, y, f"rank {rank}", ha="right", va="center", fontsize=8.5, color=INK
+        )
     axes.set_xlim(0, rounds)
     axes.set_ylim(_middle(scene, scene.grid.size - 1) + 0.5, -0.5)
     axes.set_axis_off()
 
 
-def _hop(axes: Axes, scene: ScanScene, hop: int, each: float) -> None:
-    """An arrow from its sender to its receiver, red between nodes; named where there is room."""
+def _hop(axes: Axes, scene: ScanScene, hop: int, column: float) -> None:
+    """Draw an arrow from sender to receiver, red between nodes, with a label if it fits."""
     hops = scene.hops
     number, source = int(hops.round[hop]), int(hops.source[hop])
     begin, end = _middle(scene, source), _middle(scene, int(hops.destination[hop]))
     colour = WARN if scene.between[hop] else of_rank(source, scene.grid.size)
     axes.annotate(
-        "", xy=(number + 1 - 0.06 / each, end), xytext=(number + 0.06 / each, begin),
+        "", xy=(number + 1 - 0.06 / column, end), xytext=(number + 0.06 / column, begin),
         arrowprops={"arrowstyle": "-|>", "color": colour, "linewidth": 1.1,
                     "shrinkA": 0, "shrinkB": 0, "mutation_scale": 8},
     )  # fmt: skip
@@ -253,13 +260,13 @@ def _hop(axes: Axes, scene: ScanScene, hop: int, each: float) -> None:
 
 # --- trees ---------------------------------------------------------------------------------
 
-PATHS = 6.0  # inches along the path
-COLUMNS = 0.85  # inches of the columns of ranks
-THICK = 0.72  # of a lane
+PATHS = 6.0  # width of the longest path in inches
+COLUMNS = 0.85  # height of the columns of ranks in inches
+THICK = 0.72  # thickness of a bar, as a fraction of its lane
 
 
 def _tree(scene: TreeScene) -> Figure:
-    """The segments along the path, the mask beside them, and the rows and pairs of each rank."""
+    """Draw the segments, the mask beside them, and the rows and pairs of each rank."""
     foot = 0.45 + 0.19 * len(words.caption(scene))
     figure = _headed(0.9 + PATHS + SIDE + 0.4, foot + COLUMNS + 0.85 + SIDE + 1.0, scene)
     bottom = foot + COLUMNS + 0.8
@@ -269,17 +276,17 @@ def _tree(scene: TreeScene) -> Figure:
     computers, step = scene.sampled(SAMPLED)
     mask = box(figure, 0.85 + PATHS, bottom, SIDE, SIDE)
     _matrix(mask, computers, scene.grid.size)
-    each = "" if step == 1 else f", every {step} rows"
-    mask.set_title(f"mask: rows depth first{each}", loc="left", fontsize=10)
+    sampling = "" if step == 1 else f", every {step} rows"
+    mask.set_title(f"mask: rows depth first{sampling}", loc="left", fontsize=10)
     mask.set_xlabel("key", labelpad=2)
     mask.set_ylabel("query", labelpad=2)
     mask.set_xticks([0, len(computers)], ["0", f"{scene.shards.seq_len:,}"])
     mask.set_yticks([])
     wide = (PATHS + SIDE + 0.55 - 0.4) / 2
-    for i, (name, found) in enumerate((("rows", scene.rows), ("visible pairs", scene.work))):
+    for i, (name, counts) in enumerate((("rows", scene.rows), ("visible pairs", scene.work))):
         axes = box(figure, 0.3 + i * (wide + 0.4), foot, wide, COLUMNS)
         axes.set_title(f"{name} of each rank", loc="left", fontsize=10)
-        _columns(axes, found, max(found))
+        _columns(axes, counts, max(counts))
         for rank in range(scene.grid.size):
             axes.annotate(str(rank), (rank, 0), (0, -3), textcoords="offset points", ha="center",
                           va="top", fontsize=min(8, 130 / scene.grid.size), color=GREY)  # fmt: skip
@@ -287,7 +294,7 @@ def _tree(scene: TreeScene) -> Figure:
 
 
 def _segments(axes: Axes, scene: TreeScene) -> None:
-    """A bar for each segment in its lane, and rules from its end to those that continue it."""
+    """Draw a bar per segment in its lane, and lines from segments to their children."""
     segments, ranks = scene.segments, scene.grid.size
     runs = [scene.runs(segment) for segment in segments]
     width = 0.5 if sum(map(len, runs)) <= 256 else 0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A scan of states as a scene: the chain of pieces, and what every rank sends in every round.
+"""Scene of a scan of states: the chain of pieces, and the hops of every round.
 
-This module holds its flags. The tables are those that run (`schedule.scans`).
+This module owns the flags of scans. Its hops are the tables that training runs (`schedule.scans`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from ....schedule.topology import Topology
 from ..call_flags import check_positive
 from . import inputs
 
-PIECES = 128  # of a chain, at most
+PIECES = 128  # limit of pieces of a chain
 
 
 @dataclass(frozen=True)
 class ScanScene:
-    """One pass over the chains of a sequence. Backward is the same on the chains turned around, so
-    that piece 0 is then the last one.
+    """One pass over the chains of a sequence.
+
+    Backward runs on the reversed chains, so that piece 0 is the last piece of the sequence.
     """
 
     algorithm: str
@@ -44,62 +45,67 @@ class ScanScene:
 
     @cached_property
     def between(self) -> np.ndarray:
-        """Bool [hops]: does it go to another node?"""
+        """Bool [hops], true for hops to another node."""
         return self.hops.source // self.grid.intra != self.hops.destination // self.grid.intra
 
     @property
     def pieces(self) -> list[int]:
-        """The numbers of the pieces, in the order of positions."""
-        every = list(range(len(self.chains)))
-        return every[::-1] if self.backward else every
+        """Numbers of the pieces, in the order of positions."""
+        numbers = list(range(len(self.chains)))
+        return numbers[::-1] if self.backward else numbers
 
     def name(self, hop: int) -> str:
-        """What one hop carries: s3, the state that enters piece 3; m3-4, the map of these pieces;
-        s3.1, part 1 of it.
+        """Return the label of a hop.
+
+        s3 is the state that enters piece 3, m3-4 the map of pieces 3 and 4, s3.1 part 1 of s3.
         """
         first, last = int(self.hops.first[hop]), int(self.hops.last[hop])
         if self.hops.kind[hop] == MAP:
-            said = f"m{first}" + (f"-{last}" if last > first else "")
+            label = f"m{first}" + (f"-{last}" if last > first else "")
         else:
-            said = f"s{first}"
+            label = f"s{first}"
         block = int(self.hops.block[hop])
-        return f"{said}.{block}" if block != ALL_BLOCKS and self.blocks > 1 else said
+        return f"{label}.{block}" if block != ALL_BLOCKS and self.blocks > 1 else label
 
     def counts(self) -> list[str]:
-        """How many hops there are, within nodes and between them, of states and of maps."""
+        """Return lines with the numbers of hops by link class, for states and maps."""
         lines = []
         for link, chosen in (("intra", ~self.between), ("inter", self.between)):
             parts = []
-            for kind, what in ((False, "states"), (True, "maps")):
-                found = chosen & ((self.hops.kind == MAP) == kind)
-                share = np.where(self.hops.block[found] == ALL_BLOCKS, 1.0, 1 / self.blocks).sum()
-                if found.any():
-                    parts.append(f"{int(found.sum())} hops of {what} ({share:g} whole)")
+            for is_map, content in ((False, "states"), (True, "maps")):
+                selected = chosen & ((self.hops.kind == MAP) == is_map)
+                share = np.where(self.hops.block[selected] == ALL_BLOCKS, 1.0, 1 / self.blocks).sum()
+                if selected.any():
+                    parts.append(f"{int(selected.sum())} hops of {content} ({share:g} whole)")
             if parts:
                 lines.append(f"{link}: {', '.join(parts)}")
         return lines
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
-    """Those that only a scan has."""
+    """Add the flags of scans."""
     sub.add_argument("--algorithm", default="scan", choices=SCANS, help="default: scan")
     sub.add_argument(
         "--blocks", type=int, metavar="N",
-        help="into how many parts a state is cut (default: 4 with scan, with two_level the ranks "
-        "of a node, else 1)",
+        help="number of parts of a state (default: 4 for scan, the ranks of a node for two_level, "
+        "otherwise 1)",
     )  # fmt: skip
     sub.add_argument("--backward", action="store_true", help="draw backward instead of forward")
 
 
 def scan_scene(arguments: argparse.Namespace, grid: Grid, seq_len: int) -> ScanScene:
-    """The scene of these flags. Raises ValueError for flags that do not fit together."""
+    """Return the scene of these flags.
+
+    Raises:
+        ValueError: Flags do not fit together.
+    """
     check_positive(arguments, ["blocks"])
     algorithm = arguments.algorithm
-    own = {"scan": 4, "two_level": grid.intra}.get(algorithm, 1)  # where nobody says
+    default = {"scan": 4, "two_level": grid.intra}.get(algorithm, 1)
     if arguments.blocks and algorithm not in ("scan", "two_level"):
         raise ValueError(
-            f"--blocks: {algorithm} sends states whole; leave it out, or take --algorithm scan or "
-            "two_level"
+            f"--blocks: {algorithm} sends whole states; remove --blocks, or use --algorithm scan "
+            "or two_level"
         )
     bounds = inputs.bounds_of(arguments.lengths, seq_len)
     layout, text = inputs.layout_of(arguments, arguments.layout, grid, bounds)
@@ -107,10 +113,10 @@ def scan_scene(arguments: argparse.Namespace, grid: Grid, seq_len: int) -> ScanS
     chain = chains(layout, seq_len, bounds)
     if len(chain) > PIECES:
         raise ValueError(
-            f"a picture shows at most {PIECES} pieces, these documents have {len(chain)}: take "
+            f"a picture shows at most {PIECES} pieces, these documents have {len(chain)}; use "
             "fewer ranks or documents"
         )
-    blocks = arguments.blocks or own
+    blocks = arguments.blocks or default
     turned = chain.backward() if arguments.backward else chain
     hops = SCANS[algorithm](Task(turned, Topology(grid.size, grid.intra), blocks))
     return ScanScene(algorithm, text, seq_len, grid, turned, hops, blocks, arguments.backward)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The content of pictures of masks, layouts and schedules, read from those that run.
+"""Content of pictures of masks, layouts and schedules.
 
-A scene holds numbers only; `pictures` and `timeline` decide how they look. Of a schedule
-this module decides what counts as left out, what a rank holds, and which choices go together; the
-schedule comes from `cost`, as that of a plan does.
+A scene contains numbers only; `pictures` and `timeline` draw them. Schedules are made by
+`cost`, like the schedules of plans. This module decides which hops count as left out, how many
+bytes a rank holds, and which options fit together.
 
 Shape letters: G ranks, S positions.
 """
@@ -30,18 +30,18 @@ from ....schedule.tables import ALL, FAMILIES, Chunk, Grid, Hop, Pair
 from . import balance
 
 KINDS = {"kv": "", "query": "", "dkv": "gradient", "dquery": "gradient", "out": "partial output"}
-COUNTED = 99  # rows of a chunk up to which a share is told in rows
-Kind = tuple[str, str]  # link class, and what a hop carries in the words of `KINDS`
+COUNTED = 99  # a share of a chunk is written in rows up to this number of rows, then in percent
+Kind = tuple[str, str]  # link class, and content of a hop in the words of `KINDS`
 
 
 @dataclass(frozen=True)
 class Shards:
-    """A sequence of `seq_len` positions over ranks, with its mask."""
+    """A sequence of `seq_len` positions cut over ranks, with its mask and texts for titles."""
 
     mask: Mask
     layout: Layout
     seq_len: int
-    mask_text: str  # in titles
+    mask_text: str
     layout_text: str
 
     @property
@@ -50,41 +50,41 @@ class Shards:
 
     @cached_property
     def spans(self) -> list[Sequence[Span]]:
-        """What each rank holds."""
+        """Spans of positions that each rank holds."""
         return [self.layout.spans(rank, self.seq_len) for rank in range(self.size)]
 
     @cached_property
     def wanted(self) -> Visibility:
-        """Which pairs of shards see something, and which rows of them."""
+        """Pairs of shards with visible position pairs, and the rows that take part."""
         return visibility_of(self.mask, self.spans, self.spans)
 
     @cached_property
     def pairs(self) -> np.ndarray:
-        """int64 [G, G]: the number of visible position pairs of two shards."""
+        """Number of visible position pairs of each pair of shards, int64 [G, G]."""
         counts = [[cost.visible_pairs(self.mask, q, k) for k in self.spans] for q in self.spans]
         return np.array(counts, dtype=np.int64)
 
     @cached_property
     def order(self) -> np.ndarray:
-        """int64 [S]: the positions in shard order, rank after rank."""
+        """Positions in shard order, rank after rank, int64 [S]."""
         parts = [self.layout.positions(rank, self.seq_len) for rank in range(self.size)]
         return np.concatenate(parts)
 
     @cached_property
     def holders(self) -> np.ndarray:
-        """int64 [S]: the rank that holds each position."""
+        """Rank that holds each position, int64 [S]."""
         holders = np.empty(self.seq_len, dtype=np.int64)
         holders[self.order] = np.repeat(np.arange(self.size), self.lengths)
         return holders
 
     @property
     def lengths(self) -> list[int]:
-        """The number of positions that each rank holds."""
+        """Number of positions of each rank."""
         return [sum(span.length for span in of_rank) for of_rank in self.spans]
 
     @property
     def edges(self) -> np.ndarray:
-        """int64 [G + 1]: where each rank begins in shard order, and the end."""
+        """First index of each rank in shard order, and the end, int64 [G + 1]."""
         return np.cumsum([0, *self.lengths])
 
     @property
@@ -97,30 +97,30 @@ class Shards:
 
     @property
     def spread(self) -> float:
-        """The busiest rank's work over the mean, of all steps together."""
+        """Work of the busiest rank divided by the mean, over all steps together."""
         return max(self.work) * self.size / (sum(self.work) or 1)
 
 
 @dataclass(frozen=True)
 class MaskScene:
-    """The score matrix, and the rank and step at which the ring `plan` computes each pair."""
+    """Score matrix, with the rank and step at which the ring `plan` computes each pair."""
 
     shards: Shards
     plan: Schedule
 
     @cached_property
     def computers(self) -> np.ndarray:
-        """int64 [S, S], global order: the rank that computes each visible pair, else -1."""
-        shards, everywhere = self.shards, np.arange(self.shards.seq_len)
+        """Rank that computes each pair, in global order; -1 if not visible; int64 [S, S]."""
+        shards, positions = self.shards, np.arange(self.shards.seq_len)
         ranks = np.full((shards.size, shards.size), -1)
         pairs = self.plan.tables.pairs
         ranks[pairs.query, pairs.key] = pairs.rank
         of_pair = ranks[np.ix_(shards.holders, shards.holders)]
-        return np.where(shards.mask.visible(everywhere[:, None], everywhere[None, :]), of_pair, -1)
+        return np.where(shards.mask.visible(positions[:, None], positions[None, :]), of_pair, -1)
 
     @cached_property
     def steps(self) -> np.ndarray:
-        """int64 [G, G]: the step at which queries of rank i meet keys of rank j; -1 if skipped."""
+        """Step of queries of rank i with keys of rank j; -1 if skipped; int64 [G, G]."""
         steps = np.full((self.shards.size, self.shards.size), -1)
         pairs = self.plan.tables.pairs
         steps[pairs.query, pairs.key] = pairs.step
@@ -135,26 +135,33 @@ class LayoutScene:
 
     @cached_property
     def best(self) -> str | None:
-        """The layout with the least imbalance; zigzag, Megatron's own, among equals. None for a
-        single layout, and without a mask.
+        """Layout with the least imbalance; among equal ones zigzag, which is Megatron's.
+
+        None for a single layout, and without a mask.
         """
         if len(self.rows) == 1 or not self.rows[0].mask_text:
             return None
-        # Differences of rounding are no reason to leave Megatron's own layout.
-        rows = sorted(self.rows, key=lambda each: each.layout_text != "zigzag")
-        return min(rows, key=lambda each: round(each.spread, 3)).layout_text
+        # Rounding, so that tiny differences do not recommend another layout than Megatron's.
+        rows = sorted(self.rows, key=lambda shards: shards.layout_text != "zigzag")
+        return min(rows, key=lambda shards: round(shards.spread, 3)).layout_text
 
 
 class Cell(NamedTuple):
-    """One of the pairs that a rank computes at a step."""
+    """Pair that a rank computes at a step.
+
+    Attributes:
+        pair: Chunks of queries and keys.
+        cover: Part of their position pairs that is visible.
+        share: Visible position pairs divided by those of the busiest rank and step.
+    """
 
     pair: Pair
-    cover: Cover  # of its rows, by the visible position pairs
-    share: float  # of the position pairs of the busiest (rank, step)
+    cover: Cover
+    share: float
 
 
 class Total(NamedTuple):
-    """Hops of one kind over all ranks: those made, and those if every rank saw everything."""
+    """Hops and bytes of one kind over all ranks, and the same if all pairs were visible."""
 
     hops: int = 0
     bytes: int = 0
@@ -164,13 +171,13 @@ class Total(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduleScene:
-    """One pass, from boundary to boundary."""
+    """Schedule of one pass; `only` is the rank that is drawn, None for all ranks."""
 
     shards: Shards
     plan: Schedule
     sizes: cost.Sizes
     backward: bool
-    only: int | None = None  # the rank that is drawn; None: all of them
+    only: int | None = None
 
     @property
     def size(self) -> int:
@@ -178,36 +185,36 @@ class ScheduleScene:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Those that are drawn."""
+        """Ranks that are drawn."""
         return range(self.size) if self.only is None else [self.only]
 
     @cached_property
     def steps(self) -> int:
-        """How many there are before the draining."""
+        """Number of steps before the remaining transfers drain."""
         return max(self.plan.tables.steps, int(self.plan.tables.pairs.step.max(initial=-1)) + 1)
 
     @cached_property
     def end(self) -> int:
-        """The boundary by which the last hop has landed and the last pair is computed."""
+        """Boundary at which all hops have landed and all pairs are computed."""
         return max([self.steps, *(hop.land for hop in self.hops)])
 
-    # --- what is computed ------------------------------------------------------------------
+    # --- computation -----------------------------------------------------------------------
 
     def owner(self, rank: int, pair: Pair) -> int:
-        """Whose chunk `rank` had to be sent for this pair; of two, the keys'."""
+        """Return the owner of the chunk that `rank` received for a pair, of keys if it got two."""
         return pair.key if pair.key != rank else pair.query
 
     def cells(self, rank: int, step: int) -> list[Cell]:
-        """What `rank` computes at `step`; nothing if it waits."""
+        """Return the pairs that `rank` computes at `step`; empty if it waits."""
         return self._cells.get((rank, step), [])
 
     def most(self, rank: int) -> int:
-        """How many pairs `rank` computes at one step, at most."""
+        """Return the largest number of pairs that `rank` computes at one step."""
         return max((len(self.cells(rank, step)) for step in range(self.steps)), default=0)
 
     @cached_property
     def _counts(self) -> list[tuple[int, int, Pair, int]]:
-        """Rank, step, pair, and how many visible position pairs it has."""
+        """Rank, step, pair and its number of visible position pairs."""
         columns = (column.tolist() for column in self.plan.tables.pairs)
         rows = [(rank, step, Pair(*pair)) for rank, step, *pair in zip(*columns, strict=True)]
         return [(rank, step, pair, self._visible(pair)) for rank, step, pair in rows]
@@ -220,7 +227,7 @@ class ScheduleScene:
         return dict(cells)
 
     def _visible(self, pair: Pair) -> int:
-        """The number of visible position pairs of its rows."""
+        """Return the number of visible position pairs of the rows of a pair."""
         query, key, *rows = pair
         if rows == [ALL, ALL]:
             return int(self.shards.pairs[query, key])
@@ -233,30 +240,30 @@ class ScheduleScene:
         rows = self.rows(Chunk("query", *pair[::2]))[0] * self.rows(Chunk("kv", *pair[1::2]))[0]
         return Cover.EMPTY if not count else Cover.FULL if count == rows else Cover.PARTIAL
 
-    # --- what travels ----------------------------------------------------------------------
+    # --- transfers -------------------------------------------------------------------------
 
     def rows(self, chunk: Chunk) -> tuple[int, int]:
-        """How many rows of how many of its owner's."""
+        """Return the number of rows of a chunk, and of its owner."""
         bundles, owner = self.plan.tables.bundles(chunk.family), np.array([chunk.owner] * 2)
         rows, of = bundles.rows_of(owner, np.array([chunk.rows, ALL])).tolist()
         return rows, of
 
     def parts(self, pair: Pair) -> list[str]:
-        """The shares of its chunks that take part; nothing for whole ones."""
+        """Return the shares of the chunks of a pair, without chunks of all rows."""
         chunks = Chunk("query", *pair[::2]), Chunk("kv", *pair[1::2])
         return [part for part in (share(*self.rows(chunk)) for chunk in chunks) if part]
 
     def partial(self, chunk: Chunk) -> bool:
-        """Are there rows of its owner's that it lacks?"""
+        """Return whether a chunk has only a part of its owner's rows."""
         rows, of = self.rows(chunk)
         return rows < of
 
     def ranges(self, chunk: Chunk) -> list[tuple[int, int]]:
-        """Its rows as (first, stop) in its owner's shard, in their order there."""
+        """Return the rows of a chunk as (first, stop) in its owner's shard, in ascending order."""
         return sorted(self.plan.tables.bundles(chunk.family).ranges(chunk.owner, chunk.rows))
 
     def bytes(self, chunk: Chunk) -> int:
-        """Bytes of one message."""
+        """Return the bytes of one message with this chunk."""
         return self.rows(chunk)[0] * getattr(self.plan.row_bytes, chunk.family)
 
     @cached_property
@@ -265,22 +272,22 @@ class ScheduleScene:
 
     @cached_property
     def families(self) -> list[str]:
-        """Those that travel, also where everything is visible."""
-        travelling = {hop.chunk.family for hop in [*self.hops, *self._full.hops]}
-        return [family for family in FAMILIES if family in travelling]
+        """Families of chunks that are sent, also if all pairs were visible."""
+        sent = {hop.chunk.family for hop in [*self.hops, *self._full.hops]}
+        return [family for family in FAMILIES if family in sent]
 
     @cached_property
     def _full(self) -> ScheduleScene:
-        """The same pass where every rank sees everything."""
+        """The same pass with all pairs visible."""
         rows = all_visible(self.size, self.shards.lengths[0])
         return replace(self, plan=replace(self.plan, visibility=rows))
 
     @cached_property
     def left_out(self) -> list[Hop]:
-        """The hops that the schedule would also make if every pair of shards were visible.
+        """Hops that the schedule omits because no row of them is visible.
 
-        None where the rows that are seen let the algorithm take other ways: no hop is then the same
-        hop with fewer rows.
+        Empty if the algorithm uses other routes for the visible rows, because its hops are then not
+        a subset of the hops with all pairs visible.
         """
         made = {_way(hop) for hop in self.hops}
         missing = [hop for hop in self._full.hops if _way(hop) not in made]
@@ -288,7 +295,7 @@ class ScheduleScene:
 
     @property
     def totals(self) -> dict[Kind, Total]:
-        """The hops and bytes by link class and by what they carry."""
+        """Hops and bytes by link class and content."""
         sums: dict[Kind, Counter[str]] = defaultdict(Counter)
         for scene, of in ((self, ""), (self._full, "_of_all")):
             for hop in scene.hops:
@@ -297,26 +304,24 @@ class ScheduleScene:
 
     @property
     def once_per_node(self) -> int:
-        """Bytes between nodes if each row, and each row of its gradient, crosses once for every
-        other node whose ranks want it.
-        """
+        """Bytes between nodes if a row, and its gradient, is sent once to each node that needs it."""
         bundles, grid = self.plan.travelling, self.plan.grid
         nodes = np.logical_or.reduce(bundles.users.reshape(-1, *grid), axis=2)
         nodes[np.arange(len(nodes)), bundles.owner // grid.intra] = False
-        side, each = self.plan.side, self.plan.row_bytes
-        row = getattr(each, side) + getattr(each, "d" + side)
+        side, row_bytes = self.plan.side, self.plan.row_bytes
+        row = getattr(row_bytes, side) + getattr(row_bytes, "d" + side)
         return int((nodes.sum(axis=1) * bundles.rows).sum()) * row
 
     def released(self, rank: int) -> dict[int, list[Chunk]]:
-        """Boundary: chunks of others that `rank` has no more use for."""
+        """Return the received chunks that `rank` frees, by boundary."""
         return {b.index: list(b.release) for b in self.plan.program(rank) if b.release}
 
     @cached_property
-    def held(self) -> int:
-        """Bytes of received chunks that a rank holds at most."""
-        each = self.plan.row_bytes
+    def received_bytes(self) -> int:
+        """Largest number of bytes of received chunks that a rank holds."""
+        row_bytes = self.plan.row_bytes
         return max(
-            rows.get("kv", 0) * each.kv + rows.get("query", 0) * each.query
+            rows.get("kv", 0) * row_bytes.kv + rows.get("query", 0) * row_bytes.query
             for rank in range(self.size)
             for rows in dry_run(self.plan, rank).in_use
         )
@@ -325,12 +330,12 @@ class ScheduleScene:
 
     @property
     def computed(self) -> int:
-        """The number of the G x G pairs of shards with a visible position pair."""
+        """Number of pairs of shards (of G x G) with a visible position pair."""
         return int((self.shards.pairs > 0).sum())
 
     @cached_property
     def _work(self) -> np.ndarray:
-        """int64 [steps, G]: visible position pairs."""
+        """Visible position pairs of each step and rank, int64 [steps, G]."""
         work = np.zeros((self.steps, self.size), dtype=np.int64)
         for rank, step, _, count in self._counts:
             work[step, rank] += count
@@ -343,31 +348,31 @@ class ScheduleScene:
 
     @property
     def imbalance(self) -> float:
-        """As `balance.imbalance`, over the steps of this schedule."""
+        """Same as `balance.imbalance`, over the steps of this schedule."""
         total = int(self._work.sum())
         return int(self._work.max(axis=1).sum()) * self.size / total if total else 1.0
 
 
 def runs_of(values: np.ndarray) -> list[tuple[int, int, int]]:
-    """Return (first, stop, value) of each run of one value."""
+    """Return (first, stop, value) of each run of equal values."""
     edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
     return [(a, b, int(values[a])) for a, b in pairwise(edges)]
 
 
 def share(rows: int, of: int) -> str:
-    """Which part of a chunk so many rows are; nothing for all of it."""
+    """Return the text of a share of a chunk, such as 4/8 or 50%; empty for all rows."""
     if rows == of:
         return ""
     return f"{rows}/{of}" if of <= COUNTED else f"{rows / of:.0%}"
 
 
 def kind_of(hop: Hop) -> Kind:
-    """Its link class and what it carries."""
+    """Return the link class and the content of a hop."""
     return hop.link, KINDS[hop.chunk.family]
 
 
 def in_order(kind: Kind) -> tuple[str, bool]:
-    """The key by which kinds of hops are sorted."""
+    """Return the sort key of a kind of hops."""
     return kind[1], kind[0] != "intra"
 
 
@@ -386,8 +391,20 @@ def schedule_scene(
     route: str = "auto",
     only: int | None = None,
 ) -> ScheduleScene:
-    """The scene of one pass; "auto" is resolved by bytes, as for a plan. Raises ValueError for
-    choices that do not go together.
+    """Return the scene of one pass; "auto" is resolved by bytes, as in a plan.
+
+    Args:
+        shards: Sequence, mask and layout.
+        grid: Number of nodes and of ranks per node.
+        sizes: Sizes of the attention call.
+        algorithm: Name of the algorithm.
+        backward: Draw backward.
+        side: Side of backward, or "auto".
+        route: Route of chunks, or "auto".
+        only: Rank that is drawn; None for all ranks.
+
+    Raises:
+        ValueError: Options do not fit together.
     """
     if only is not None and not 0 <= only < grid.size:
         raise ValueError(f"--rank must be in 0..{grid.size - 1}, got {only}")

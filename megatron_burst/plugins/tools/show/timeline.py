@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A schedule as a picture: time runs to the right, and each rank has its steps above its hops.
+"""Picture of a schedule: time runs to the right, and each rank has its steps above its hops.
 
-A box is a step, with a line for each of its pairs, and the bars in it are their shares of visible
-pairs: the rest of the box is waiting. An arrow is a hop, from the boundary at which it is posted to
-that at which it lands; it stands for the whole chunk, first row on the left, and is filled where
-rows travel. Boxes and arrows have the colour of the travelling chunk's owner: copies in full,
-gradients lighter, partial outputs with stripes; a hop that blocks has a red edge.
+A box is a step, with a line for each of its pairs. The bars in a box show the shares of visible
+pairs; the remaining width is waiting time. An arrow is a hop, from the boundary at which it is
+posted to the boundary at which it lands. Its length represents the whole chunk, with the first row
+on the left; rows that are sent are filled. Boxes and arrows have the colour of the owner of the
+sent chunk: copies in full colour, gradients lighter, partial outputs striped. A hop that blocks has
+a red edge.
 """
 
 from __future__ import annotations
@@ -27,21 +28,24 @@ from .colours import GREY, INK, RULE, WARN, ink_on, mixed, of_rank
 from .scene import Cell, Kind, ScheduleScene, in_order, kind_of, share
 from .words import FAMILIES, LETTERS, caption, name_of, subtitle, title
 
-UNIT = 0.3  # inches of the height of a box with one pair
-ROW = 0.62  # in units, the height of a pair where boxes have several
-STEP, WIDEST_STEP = 1.05, 1.6  # inches of a step; wider where there is room
+UNIT = 0.3  # height of a box with one pair, in inches
+ROW = 0.62  # height of a pair in a box with several pairs, in units
+STEP, WIDEST_STEP = 1.05, 1.6  # minimal and maximal width of a step, in inches
 LANE, GAP, NODE_GAP = 0.5, 0.42, 0.55  # in units
-LABELS = 1.12  # inches left of step 0, at least
-DRAIN = 0.58  # width, in steps, of each boundary after the last step
-SMALL = 6.4  # points of the text on arrows
-NARROWEST = 7.6  # inches of a picture
-LINE, COLUMN = 0.2, 3.4  # inches of a line and of a column of the legend
+LABELS = 1.12  # minimal space left of step 0, in inches
+DRAIN = 0.58  # distance of boundaries after the last step, in steps
+SMALL = 6.4  # size of the text on arrows, in points
+NARROWEST = 7.6  # minimal width of a picture, in inches
+LINE, COLUMN = 0.2, 3.4  # height of a line and width of a column of the legend, in inches
 
 
 class _HopLanes:
-    """The lane below its sender's boxes in which each hop is drawn, so that none overlap.
+    """Lanes below the boxes of each rank, in which its hops are drawn without overlap.
 
-    of: number among the lanes of its rank. names: of each rank's lanes by their first one's number.
+    Attributes:
+        of: Lane number of each hop, among the lanes of its sender.
+        names: For each rank, the names of groups of lanes by the number of their first lane.
+        count: Number of lanes of each rank.
     """
 
     def __init__(self, hops: Iterable[Hop], ranks: Iterable[int]):
@@ -60,7 +64,7 @@ class _HopLanes:
             self.names[rank], self.count[rank] = names, first
 
     def _stack(self, hops: list[Hop], first: int) -> int:
-        """Give each of these hops a lane; returns how many there are."""
+        """Assign a lane to each hop and return the number of lanes."""
         ends: list[int] = []
         for hop in sorted(hops, key=lambda hop: (hop.post, hop.land)):
             free = [lane for lane, end in enumerate(ends) if end <= hop.post]
@@ -71,7 +75,7 @@ class _HopLanes:
 
 
 def draw(scene: ScheduleScene) -> Figure:
-    """The figure of one pass."""
+    """Return the figure of one pass."""
     ranks, only = scene.ranks, scene.only
     made = [hop for hop in scene.hops if hop.src in ranks]
     missing = [hop for hop in scene.left_out if hop.src in ranks]
@@ -102,21 +106,21 @@ def draw(scene: ScheduleScene) -> Figure:
         y = tops[hop.src] + high[hop.src] + LANE * lanes.of[hop] + 0.07
         _hop(axes, scene, hop, y, step, made=hop not in missing)
     if only is not None:
-        _released(axes, scene, only, depth - LANE)
+        _freed_chunks(axes, scene, only, depth - LANE)
     legend = _legend(figure, scene, bool(missing), columns)
     legend.set_bbox_to_anchor((0.3 / (wide + 0.6), foot / height))
     return figure
 
 
 def _x(boundary: int, steps: int) -> float:
-    """Where a boundary is drawn; those after the last step are closer together."""
+    """Return the horizontal place of a boundary; boundaries after the last step are closer."""
     return min(boundary, steps) + DRAIN * max(boundary - steps, 0)
 
 
 def _tops(
     scene: ScheduleScene, high: dict[int, float], lanes: _HopLanes
 ) -> tuple[dict[int, float], float]:
-    """Where each rank's boxes begin, and the height of the picture, in units from the top."""
+    """Return the top of each rank's boxes, and the height of the picture, in units."""
     tops, y = {}, 0.0
     for rank in high:
         if rank % scene.plan.grid.intra == 0 and y > 0:
@@ -127,7 +131,7 @@ def _tops(
 
 
 def _time(axes: Axes, steps: int, last: int, depth: float) -> None:
-    """The boundaries as hairlines, the steps by name above them."""
+    """Draw the boundaries as thin lines, with the names of steps above them."""
     for boundary in range(last + 1):
         x = _x(boundary, steps)
         axes.plot([x, x], [-0.1, depth], color=RULE, linewidth=0.6, zorder=0, clip_on=False)
@@ -143,7 +147,7 @@ def _time(axes: Axes, steps: int, last: int, depth: float) -> None:
 def _rank(
     axes: Axes, scene: ScheduleScene, rank: int, top: float, high: float, lanes: _HopLanes
 ) -> None:
-    """The boxes of a rank, and the names of its lanes."""
+    """Draw the boxes of a rank, and the names of its lanes."""
     axes.text(-0.14, top + high / 2, f"rank {rank}", ha="right", va="center_baseline", fontsize=9.5)
     for lane, name in lanes.names[rank].items():
         axes.text(-0.14, top + high + LANE * (lane + 0.5) + 0.04, name,
@@ -153,7 +157,7 @@ def _rank(
 
 
 def _box(axes: Axes, scene: ScheduleScene, rank: int, step: int, top: float, high: float) -> None:
-    """A step, a line for each pair; only an outline if it computes nothing."""
+    """Draw a step with a line per pair, or an outline if the rank is idle."""
     cells = [cell for cell in scene.cells(rank, step) if cell.cover != Cover.EMPTY]
     if not cells:
         axes.add_patch(Rectangle((step + 0.03, top), 0.94, high, facecolor="white", edgecolor=RULE,
@@ -171,14 +175,14 @@ def _pair(
     axes: Axes, scene: ScheduleScene, rank: int, cell: Cell, place: tuple[float, float, float],
     done: float,
 ) -> None:  # fmt: skip
-    """One pair; its bar begins where that of the pair before it ends."""
+    """Draw one pair; its bar begins at the end of the previous pair's bar."""
     left, top, high = place
     query, key = (of_rank(owner, scene.size) for owner in cell.pair[:2])
     colour = of_rank(scene.owner(rank, cell.pair), scene.size)
     halves = (query, key) if rank not in cell.pair[:2] else (colour, colour)
-    for i, each in enumerate(halves):
+    for i, half in enumerate(halves):
         axes.add_patch(Rectangle((left + 0.47 * i, top), 0.47, high, linewidth=0,
-                                 facecolor=mixed(each, "#ffffff", 0.74)))  # fmt: skip
+                                 facecolor=mixed(half, "#ffffff", 0.74)))  # fmt: skip
     axes.add_patch(Rectangle((left + 0.94 * done, top + 0.7 * high), 0.94 * cell.share, 0.3 * high,
                              facecolor=colour, linewidth=0))  # fmt: skip
     axes.text(left + 0.06, top + 0.37 * high, f"q{cell.pair.query} k{cell.pair.key}", fontsize=8,
@@ -189,11 +193,11 @@ def _pair(
               va="center_baseline", color=INK if mark == "full" else GREY)  # fmt: skip
 
 
-# --- what travels --------------------------------------------------------------------------
+# --- hops ----------------------------------------------------------------------------------
 
 
 def _look(colour: str, family: str, blocks: bool) -> ArrowLook:
-    """How a hop of this family looks. colour: the owner's."""
+    """Return the style of a hop of this family; colour: colour of the owner."""
     edge, width = (WARN, 1.3) if blocks else (colour, 0.7)
     if family in ("kv", "query"):
         return ArrowLook(edge, width, colour, None)
@@ -203,8 +207,10 @@ def _look(colour: str, family: str, blocks: bool) -> ArrowLook:
 
 
 def _hop(axes: Axes, scene: ScheduleScene, hop: Hop, y: float, inch: float, made: bool) -> None:
-    """A hop: dashed if it is left out, red if it blocks, which is to say that it lands at the
-    boundary at which it is posted, and nothing is computed meanwhile. inch: inches of a step.
+    """Draw a hop: dashed if it is left out (not `made`), red if it blocks.
+
+    A hop blocks if it lands at the boundary at which it is posted, without computation in between.
+    inch: width of a step in inches.
     """
     blocks = hop.land == hop.post
     begin = _x(hop.post, scene.steps) + 0.03
@@ -219,21 +225,21 @@ def _hop(axes: Axes, scene: ScheduleScene, hop: Hop, y: float, inch: float, made
     filled = arrow(axes, place, look, rows)
     label = f"{name_of(hop.chunk)} to {hop.dst}"
     part = share(*scene.rows(hop.chunk))
-    for more in (f" {part} {byte_size(scene.bytes(hop.chunk))}", f" {part}"):
-        if part and inches(label + more, SMALL) < (end - begin) * inch - 0.14:
-            label += more
+    for suffix in (f" {part} {byte_size(scene.bytes(hop.chunk))}", f" {part}"):
+        if part and inches(label + suffix, SMALL) < (end - begin) * inch - 0.14:
+            label += suffix
             break
     at = begin + 0.04, y + LANE / 2 - 0.04
     style = {"va": "center_baseline", "fontsize": SMALL, "clip_on": True}
     axes.text(*at, label, color=INK, **style)
     if ink_on(look.filled) != INK:
-        for where in filled:
+        for area in filled:
             text = axes.text(*at, label, color=ink_on(look.filled), **style)
-            text.set_clip_box(TransformedBbox(where, axes.transData))
+            text.set_clip_box(TransformedBbox(area, axes.transData))
 
 
-def _released(axes: Axes, scene: ScheduleScene, rank: int, y: float) -> None:
-    """What the rank has no more use for, where it lets it go."""
+def _freed_chunks(axes: Axes, scene: ScheduleScene, rank: int, y: float) -> None:
+    """Write the chunks that the rank frees at each boundary."""
     axes.text(-0.14, y + 0.04, "released", ha="right", va="center_baseline", fontsize=7, color=GREY)
     for boundary, chunks in scene.released(rank).items():
         axes.text(_x(boundary, scene.steps) + 0.04, y + 0.04, " ".join(map(name_of, chunks)),
@@ -244,10 +250,10 @@ def _released(axes: Axes, scene: ScheduleScene, rank: int, y: float) -> None:
 
 
 def _legend(figure: Figure, scene: ScheduleScene, missing: bool, columns: int) -> Legend:
-    """Explain boxes and arrows at the foot of the figure. missing: some hops are left out."""
+    """Draw the legend at the foot of the figure; missing: some hops are left out."""
     colour = of_rank(0, scene.size)
 
-    def hop(family: str, text: str, blocks: bool = False) -> Patch:
+    def entry(family: str, text: str, blocks: bool = False) -> Patch:
         look = _look(colour, family, blocks)
         return Patch(
             facecolor=look.filled, edgecolor=look.stripes or look.edge, linewidth=look.width,
@@ -258,13 +264,13 @@ def _legend(figure: Figure, scene: ScheduleScene, missing: bool, columns: int) -
     for family in scene.families:
         size = byte_size(scene.bytes(Chunk(family, 0)))
         handles.append(
-            hop(family, f"{LETTERS[family]}0: {FAMILIES[family]} of rank 0, whole: {size}")
+            entry(family, f"{LETTERS[family]}0: {FAMILIES[family]} of rank 0, whole: {size}")
         )
-    if any(scene.partial(each.chunk) for each in scene.hops):
+    if any(scene.partial(hop.chunk) for hop in scene.hops):
         handles.append(Patch(facecolor="none", edgecolor=colour, label="4/8: 4 of its 8 rows"))
-    blocking = [each.chunk.family for each in scene.hops if each.land == each.post]
+    blocking = [hop.chunk.family for hop in scene.hops if hop.land == hop.post]
     if blocking:
-        handles.append(hop(blocking[0], "hop that blocks", blocks=True))
+        handles.append(entry(blocking[0], "hop that blocks", blocks=True))
     if missing:
         handles.append(Patch(facecolor="none", label="hop left out", **DASHED))
     return figure.legend(

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefix tree cut over ranks as a scene: its segments, who holds their rows, what each rank
-computes, and which keys and values nodes receive.
+"""Scene of a prefix tree that is cut over ranks: segments, rows, work, and received bytes.
 
-This module holds its flags. Shape letters: S rows of the tree, with padding.
+This module owns the flags of trees. Shape letters: S rows of the tree, with padding.
 """
 
 from __future__ import annotations
@@ -22,16 +21,21 @@ from .. import call_flags
 from . import inputs
 from .scene import Shards, runs_of
 
-ROWS = 1 << 20  # of a tree, of which only runs are drawn
-SEGMENTS = 512  # of the largest tree that can be read
-SAMPLED = 512  # rows and columns of the mask; of larger ones every n-th
-BYTES = 2  # of a number in bf16
+ROWS = 1 << 20  # limit of rows of a tree; only runs of rows are drawn
+SEGMENTS = 512  # limit of segments of a readable picture
+SAMPLED = 512  # limit of drawn rows and columns of the mask; a larger mask is sampled
+BYTES = 2  # bytes of a bf16 number
 
 
 class TreeBar(NamedTuple):
-    """Rows begin..stop (exclusive) without a branch. depth: of its first row on the path; parent:
-    index of the segment it continues, -1 for none; lane: its place across the path, leaf by
-    leaf.
+    """Segment of a tree: rows from `begin` to `stop` (exclusive) without a branch.
+
+    Attributes:
+        begin: First row.
+        stop: Row after the last.
+        depth: Position of the first row on its path.
+        parent: Index of the segment that it continues; -1 for a root.
+        lane: Place of the segment across the paths; each leaf has its own lane.
     """
 
     begin: int
@@ -43,9 +47,9 @@ class TreeBar(NamedTuple):
 
 @dataclass(frozen=True)
 class TreeScene:
-    """A tree on ranks. key_heads, width: of the keys and values that travel."""
+    """Tree on ranks; `key_heads` and `width` are the heads of keys and values and their width."""
 
-    tree: Any  # a `mb.trees.PrefixTree`, of another plugin
+    tree: Any  # a `mb.trees.PrefixTree` of another plugin
     shards: Shards
     grid: Grid
     key_heads: int
@@ -53,7 +57,7 @@ class TreeScene:
 
     @cached_property
     def segments(self) -> list[TreeBar]:
-        """In the order of rows, without padding."""
+        """Segments in the order of rows, without padding."""
         tree, first = self.tree, self.tree.mask.bounds
         begins = [a for a in first[:-1].tolist() if tree.out[a]]
         above = np.searchsorted(begins, tree.parents[begins], side="right") - 1
@@ -74,8 +78,8 @@ class TreeScene:
 
     @property
     def lanes(self) -> int:
-        """How many segments no other continues."""
-        return len(self.segments) - len({each.parent for each in self.segments} - {-1})
+        """Number of segments without children."""
+        return len(self.segments) - len({segment.parent for segment in self.segments} - {-1})
 
     @property
     def depth(self) -> int:
@@ -83,13 +87,13 @@ class TreeScene:
         return int(self.tree.positions.max()) + 1
 
     def runs(self, segment: TreeBar) -> list[tuple[int, int, int]]:
-        """(first place on the path, the one after the last, rank) of the parts of a segment."""
-        found = runs_of(self.shards.holders[segment.begin : segment.stop])
-        return [(segment.depth + a, segment.depth + b, rank) for a, b, rank in found]
+        """Return (first position on the path, position after the last, rank) of each part."""
+        runs = runs_of(self.shards.holders[segment.begin : segment.stop])
+        return [(segment.depth + a, segment.depth + b, rank) for a, b, rank in runs]
 
     @cached_property
     def rows(self) -> list[int]:
-        """How many rows each rank has, without padding."""
+        """Number of rows of each rank, without padding."""
         real = self.tree.out > 0
         return np.bincount(self.shards.holders[real], minlength=self.grid.size).tolist()
 
@@ -103,22 +107,25 @@ class TreeScene:
         return self.shards.spread
 
     def received(self, ranks: int) -> int:
-        """Bytes of keys and values that groups of so many ranks need from others, each row once
-        for a group.
+        """Return bytes of keys and values that groups of ranks receive from other groups.
+
+        Args:
+            ranks: Ranks per group. Each row is counted once per group that needs it.
         """
         groups, rows = self.shards.holders // ranks, 0
         real = self.tree.out > 0
         for group in range(self.grid.size // ranks):
             own = groups == group
             before = np.concatenate([[0], np.cumsum(own & real)])
-            # Row k is seen by the queries k to out[k], that one excluded.
+            # Key k is visible to queries k to out[k] (exclusive).
             seen = real & (before[self.tree.out] > before[:-1]) & ~own
             rows += int(seen.sum())
         return rows * 2 * self.key_heads * self.width * BYTES
 
     def sampled(self, most: int) -> tuple[np.ndarray, int]:
-        """int64: the rank that computes each visible pair, else -1, of every n-th row with at most
-        `most` of them; and n.
+        """Return the mask at every n-th row, with at most `most` rows, and n.
+
+        The mask is an int64 matrix with the rank that computes each pair, -1 if it is not visible.
         """
         step = -(-self.shards.seq_len // most)
         rows = np.arange(0, self.shards.seq_len, step)
@@ -127,28 +134,35 @@ class TreeScene:
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
-    """Those that only a tree has."""
+    """Add the flags of trees."""
     sub.add_argument(
         "--trajectories", required=True, type=Path, metavar="FILE",
-        help="a file with a JSON list of token ids per line, such as [11, 12, 13]",
+        help="file with one JSON list of token ids per line, such as [11, 12, 13]",
     )  # fmt: skip
     inputs.add_layout(sub, "balanced")
     call_flags.add_heads(sub, width=128, queries=False)
 
 
 def tree_scene(arguments: argparse.Namespace, grid: Grid) -> TreeScene:
-    """Make the scene of these flags. Raises ValueError for flags that do not fit together."""
+    """Return the scene of these flags.
+
+    Raises:
+        ValueError: The file is invalid, or flags do not fit together.
+    """
     path = arguments.trajectories
-    # Zigzag cuts two pieces per rank.
-    each = grid.size if arguments.layout == "balanced" else 2 * grid.size
+    # Layout zigzag cuts two pieces per rank.
+    multiple = grid.size if arguments.layout == "balanced" else 2 * grid.size
     trees = registry.required("trees", "show trees")
     try:
-        tree = trees.pack(_read(path), multiple=each)
+        tree = trees.pack(_read(path), multiple=multiple)
     except ValueError as error:
         raise ValueError(f"--trajectories {path}: {error}") from error
     rows = len(tree.tokens)
     if rows > ROWS:
-        raise ValueError(f"--trajectories: trees of at most {ROWS} rows are drawn, got {rows}")
+        raise ValueError(
+            f"--trajectories: a picture shows at most {ROWS} rows, got {rows}; use fewer "
+            "trajectories"
+        )
     layout, text = inputs.layout_of(arguments, arguments.layout, grid, tree=tree.mask)
     layout.check(rows)
     shards = Shards(tree.mask, layout, rows, "tree", text)
@@ -156,18 +170,18 @@ def tree_scene(arguments: argparse.Namespace, grid: Grid) -> TreeScene:
     if len(scene.segments) > SEGMENTS:
         raise ValueError(
             f"--trajectories: a picture shows at most {SEGMENTS} segments, got "
-            f"{len(scene.segments)}; take fewer trajectories"
+            f"{len(scene.segments)}; use fewer trajectories"
         )
     return scene
 
 
 def _read(path: Path) -> list[Any]:
-    """Read the trajectories of a file."""
+    """Return the trajectories of a file."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(str(error)) from error
-    found = []
+    trajectories = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -177,8 +191,8 @@ def _read(path: Path) -> list[Any]:
             raise ValueError(f"line {number}: {error}") from error
         if not isinstance(tokens, list):
             raise ValueError(
-                f"line {number}: a line is a list of token ids, such as [11, 12, 13], got "
+                f"line {number}: a line must be a list of token ids, such as [11, 12, 13], got "
                 f"{line.strip():.40}"
             )
-        found.append(tokens)
-    return found
+        trajectories.append(tokens)
+    return trajectories

@@ -12,7 +12,7 @@ from .scene import KINDS, LayoutScene, MaskScene, ScheduleScene, Shards
 from .trees import TreeScene
 
 Scene = MaskScene | LayoutScene | ScanScene | ScheduleScene | TreeScene
-LONGEST = 60  # characters of a mask in a title
+LONGEST = 60  # limit of characters of a mask in a title
 COPIES = {"kv": "keys and values (K, V)", "query": "queries (Q)"}
 STATISTICS = "queries and their row statistics (Q, dO, delta, lse)"  # in backward
 FAMILIES = {
@@ -26,20 +26,20 @@ LETTERS = {"kv": "k", "query": "q", "dkv": "dk", "dquery": "dq", "out": "o"}
 
 
 def title(scene: Scene) -> str:
-    """One line that names the scene."""
+    """Return the title of a scene, one line."""
     if isinstance(scene, TreeScene):
-        what = _counted(len(scene.tree.paths), "trajectory", "trajectories")
-        return f"{what} as a tree, {_grid(scene.grid)}: {_short(scene.shards.layout_text)}"
+        paths = _counted(len(scene.tree.paths), "trajectory", "trajectories")
+        return f"{paths} as a tree, {_grid(scene.grid)}: {_short(scene.shards.layout_text)}"
     if isinstance(scene, ScanScene):
-        way = "backward" if scene.backward else "forward"
-        return f"{scene.algorithm}, {way}, {_grid(scene.grid)}: {_short(scene.layout_text)}"
+        direction = "backward" if scene.backward else "forward"
+        return f"{scene.algorithm}, {direction}, {_grid(scene.grid)}: {_short(scene.layout_text)}"
     if isinstance(scene, ScheduleScene):
-        plan, where = scene.plan, _grid(scene.plan.grid)
-        both = {"kv", "query"} <= {*scene.families}  # then no side is the travelling one
-        side = "" if both else f", side {plan.side}"
-        way = f"backward{side}" if scene.backward else "forward"
+        plan, grid = scene.plan, _grid(scene.plan.grid)
+        two_sides = {"kv", "query"} <= {*scene.families}  # then both sides are sent
+        side = "" if two_sides else f", side {plan.side}"
+        direction = f"backward{side}" if scene.backward else "forward"
         route = " with direct sends" if plan.route == "direct" else ""
-        return f"{plan.algorithm}{route}, {way}, {where}: {_pattern(scene.shards)}"
+        return f"{plan.algorithm}{route}, {direction}, {grid}: {_pattern(scene.shards)}"
     if isinstance(scene, MaskScene):
         return _pattern(scene.shards)
     first = scene.rows[0]
@@ -48,18 +48,14 @@ def title(scene: Scene) -> str:
 
 
 def subtitle(scene: Scene) -> str:
-    """One line on how to read the scene."""
+    """Return one line that explains how to read the scene."""
     if isinstance(scene, TreeScene):
         return "a bar is a run of tokens without a branch, in the colour of the rank that holds it"
     if isinstance(scene, ScanScene):
         cut = f", part 1 of {scene.blocks}: s3.1" if scene.blocks > 1 else ""
-        what = (
-            "gradient of a state that enters piece 3 from behind"
-            if scene.backward
-            else ("state that enters piece 3")
-        )
+        state = "gradient of the state after piece 3" if scene.backward else "state before piece 3"
         nodes = "; red: to another node" if scene.grid.inter > 1 else ""
-        return f"s3: the {what}{cut}; m3: what piece 3 does to any{nodes}"
+        return f"s3: the {state}{cut}; m3: the map of states by piece 3{nodes}"
     if isinstance(scene, MaskScene):
         return (
             f"{scene.shards.seq_len} positions over {scene.shards.size} ranks; each visible pair "
@@ -69,28 +65,28 @@ def subtitle(scene: Scene) -> str:
         bars = "; bars: the work of each rank; dashed line: the mean"
         bars = bars if scene.rows[0].mask_text else ""
         return f"each position has the colour of the rank that holds it{bars}"
-    return f"{scene.shards.seq_len} positions; {_travels(scene)}"
+    return f"{scene.shards.seq_len} positions; {_transfers(scene)}"
 
 
-def _travels(scene: ScheduleScene) -> str:
+def _transfers(scene: ScheduleScene) -> str:
     names = COPIES | {"query": STATISTICS} if scene.backward else COPIES
     copies = " and ".join(name for family, name in names.items() if family in scene.families)
     gradients = any(KINDS[family] == "gradient" for family in scene.families)
     follow = ", with their gradients" if gradients else ""
-    returned = ", partial outputs (O, lse) return" if "out" in scene.families else ""
+    returned = ", partial outputs (O, lse) are sent back" if "out" in scene.families else ""
     return f"{copies} are sent{follow}{returned}"
 
 
 def name_of(chunk: Chunk) -> str:
-    """A chunk in short: its family's letter and its owner."""
+    """Return the short name of a chunk: the letter of its family and its owner."""
     return f"{LETTERS[chunk.family]}{chunk.owner}"
 
 
 def caption(scene: Scene) -> list[str]:
-    """The numbers of the scene, one line each."""
+    """Return the lines with the numbers of the scene."""
     if isinstance(scene, ScanScene):
-        many, rounds = _counted(len(scene.chains), "piece"), _counted(scene.rounds, "round")
-        return [f"{many}, {scene.seq_len} positions; {rounds}", *scene.counts()]
+        pieces, rounds = _counted(len(scene.chains), "piece"), _counted(scene.rounds, "round")
+        return [f"{pieces}, {scene.seq_len} positions; {rounds}", *scene.counts()]
     if isinstance(scene, TreeScene):
         return _tree(scene)
     if isinstance(scene, MaskScene):
@@ -140,31 +136,32 @@ def _short(text: str) -> str:
 
 def _balance(work: Sequence[int], imbalance: float) -> str:
     low, high = min(work), max(work)
-    each = f"{low:,}" if low == high else f"{low:,} to {high:,}"
-    return f"work per rank {each} pairs, imbalance {imbalance:.2f}"
+    work_range = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+    return f"work per rank {work_range} pairs, imbalance {imbalance:.2f}"
 
 
 def _totals(scene: ScheduleScene) -> list[str]:
     lines: dict[str, list[str]] = {}
-    for (link, what), total in scene.totals.items():
+    for (link, content), total in scene.totals.items():
         part = f"{link} {_sent(total.hops, total.bytes)}"
         if (total.hops, total.bytes) != (total.hops_of_all, total.bytes_of_all):
             part += f" instead of {_sent(total.hops_of_all, total.bytes_of_all)}"
-        lines.setdefault(what, []).append(part)
-    said = [f"{what} hops".lstrip() + f": {', '.join(parts)}" for what, parts in lines.items()]
+        lines.setdefault(content, []).append(part)
+    totals = [f"{name} hops".lstrip() + f": {', '.join(parts)}" for name, parts in lines.items()]
     if scene.plan.grid.inter > 1:
         gradient = ", and its gradient back" if scene.backward else ""
         once = byte_size(scene.once_per_node)
-        said.append(f"each row once to every node that needs it{gradient}: {once} between nodes")
-    said.append(f"memory of received chunks on a rank: at most {byte_size(scene.held)}")
+        totals.append(f"each row once to every node that needs it{gradient}: {once} between nodes")
+    received = byte_size(scene.received_bytes)
+    totals.append(f"memory of received chunks on a rank: at most {received}")
     sizes = scene.sizes
     heads = f"{sizes.heads} query heads and {sizes.kv_heads} key heads of width {sizes.width}"
     wire = ", gradients in fp32" if scene.backward else ""
-    return [*said, f"({heads} in bf16{wire}, batch 1)"]
+    return [*totals, f"({heads} in bf16{wire}, batch 1)"]
 
 
-def _counted(count: int, noun: str, many: str = "") -> str:
-    return f"{count:,} {noun if count == 1 else many or noun + 's'}"
+def _counted(count: int, noun: str, plural: str = "") -> str:
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def _sent(hops: int, bytes_: int) -> str:

@@ -94,7 +94,7 @@ def test_auto_chooses_from_the_shapes_and_says_what_once(four):
     calls, lines = four(layer_ranks.automatic)[0]
     assert calls == [6, 6]  # of 24 rows, of at least four
     (line,) = lines
-    assert line.startswith("--burst-sequence-chunks auto: 6 of 4 rows for attention halves")
+    assert line.startswith("--burst-sequence-chunks auto: 6 chunks of 4 rows in attention halves")
 
 
 def told(config=None, burst=None, cp=2, latent=False, **changes):
@@ -145,7 +145,7 @@ def test_auto_takes_chunks_until_they_are_a_quarter_of_the_rest_or_too_short(row
     q, k, v = (like.expand(rows, 1, heads, 128) for heads in (32, 8, 8))  # of Llama 3 8B
     found, line = chunk_count(q, k, v, width=4096, blocks=1)
     assert found == count
-    assert line.startswith(f"{count} of ")
+    assert line.startswith(f"{count} chunks of ")
     chunk, whole = bytes_per_row(q, k, v, 4096, 1)
     if rows > 100_000:
         assert chunk / count <= whole / 4 < chunk / (count - 1)

@@ -70,7 +70,7 @@ def test_the_numbers_are_the_same_bits(moved, train, case):
         # In the first step the order of backward is not known, and a frame may come back twice.
         assert out <= back <= 1.25 * out
         assert left == 0
-    (line,) = [words for words in ranks[0][1] if "of what layers leave" in words]
+    (line,) = [words for words in ranks[0][1] if "of saved activations" in words]
     assert line.startswith(f"--burst-offload {float(fraction):g} of")
 
 
@@ -82,7 +82,7 @@ def test_auto_is_settled_alike_on_all_ranks_and_says_why(moved, train):
     for history, _, _ in ranks:
         assert history == train(flags)
     (line,) = [words for words in ranks[0][1] if "--burst-offload auto" in words]
-    assert "with 4 ranks of a node copying" in line
+    assert "with 4 ranks of a node: fraction" in line
 
 
 @pytest.mark.parametrize("recompute", ["", FULL])

@@ -56,7 +56,7 @@ def test_training_has_the_same_losses(four, common, train, more):
     (startup,) = [line for line in lines if line.startswith("burst attention: ")]
     assert " | 4 row chunks (forward with keys in host memory " in startup
     assert "--burst-offload 0.5: keys of other ranks are in host memory between row chunks" in lines
-    (moved,) = [line for line in lines if "of what layers leave" in line]
+    (moved,) = [line for line in lines if "of saved activations" in line]
     assert "of keys of other ranks)" in moved
 
 

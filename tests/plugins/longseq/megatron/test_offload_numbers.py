@@ -56,7 +56,7 @@ def test_what_moves_or_frees_activations_besides_is_refused_by_name(setting, fla
 def test_modules_whose_outputs_megatron_frees_itself_are_refused():
     modules = {"recompute_granularity": "selective", "recompute_modules": ["mlp", "layernorm"]}
     (problem,) = offload_problems(config(**modules), MOVED)
-    assert "--recompute-modules layernorm, whose outputs Megatron frees" in problem.reason
+    assert "--recompute-modules layernorm: Megatron frees outputs" in problem.reason
     for fine in (
         {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
         {"recompute_granularity": "full", "recompute_modules": ["layernorm"]},
@@ -67,7 +67,7 @@ def test_modules_whose_outputs_megatron_frees_itself_are_refused():
 
 def test_a_limit_of_nothing():
     (problem,) = offload_problems(config(), mb.BurstConfig(host_memory="1TB"))
-    assert problem.reason.startswith("--burst-host-memory 1TB limits what --burst-offload moves")
+    assert problem.reason.startswith("--burst-host-memory 1TB limits --burst-offload")
     assert problem.add == ("--burst-offload auto",)
     assert not [*offload_problems(config(), mb.BurstConfig(host_memory="1TB", offload="auto"))]
 
@@ -93,9 +93,9 @@ def test_a_host_that_is_too_small_is_told_with_the_sizes_that_would_do():
     node = HostNode(limit=8 << 20, ranks=4)
     told = [(HostDemand(1 << 20, 0.1, 1 << 20, passes, passes > 1), node) for passes in (3, 4, 1)]
     words = too_small(0.5, told)
-    assert "--burst-offload 0.5 moves up to 4 MiB per rank (1 MiB of each of 4 micro-" in words
-    assert "leaves 2 MiB to each of 4 ranks of a node (8 MiB)" in words
-    assert "--burst-host-memory 16MiB would do, or --burst-offload 0.25" in words
+    assert "--burst-offload 0.5 moves up to 4 MiB per rank (1 MiB for each of 4 micro-" in words
+    assert "allows 2 MiB per rank (8 MiB per node of 4 ranks)" in words
+    assert "set --burst-host-memory 16MiB or --burst-offload 0.25" in words
     # What is advised does.
     total = told[1][0].total
     assert 0.25 / 0.5 * total <= node.share
@@ -107,10 +107,10 @@ def test_the_line_says_the_choice_with_its_numbers():
     mine, node = HostDemand(2 << 20, 0.25, 4 << 20, 3, False), HostNode(64 << 20, 4)
     words = line(0.5, mine, node, link=float(4 << 20))
     for part in (
-        "--burst-offload auto: 0.5 of what layers leave",
-        "leaves 2 MiB and takes 250 ms",
-        "carries 4.19 MB/s with 4 ranks of a node copying: it hides 0.5, and the host holds 1",
-        "at most 6 MiB per rank (3 micro-batches in flight), 16 MiB allowed (64 MiB per node of 4",
+        "--burst-offload auto: 0.5 of saved activations",
+        "saves 2 MiB and takes 250 ms",
+        "copies 4.19 MB/s with 4 ranks of a node: fraction 0.5 overlaps with compute, and",
+        "at most 6 MiB per rank (3 micro-batches in flight); 16 MiB per rank allowed (64 MiB",
     ):
         assert part in words
     fixed = line(0.5, mine, node)
