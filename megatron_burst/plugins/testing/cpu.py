@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets Megatron-Core run on a machine without a GPU, with gloo: for tests, laptops, debugging.
+"""Megatron-Core on a machine without a GPU, with gloo, for tests and debugging.
 
 Megatron-Core uses CUDA devices, streams, events and generators directly. `enable()` maps them to
 the CPU for the whole process: device "cuda" means "cpu", streams and events do nothing, and the
-CUDA generator is the CPU generator. Results are those of the CPU; speed and memory say nothing
-about a GPU. Where CUDA is available `enable()` raises, because nothing of this is needed.
+CUDA generator is the CPU generator. Speed and memory differ from a GPU. `enable()` raises if CUDA
+is available.
 
-Megatron is imported inside the functions: importing this module must not take seconds.
+Megatron is imported inside the functions, so that the import of this module is fast.
 
     import megatron_burst.plugins.testing.cpu as cpu
     cpu.enable()                                    # before building a model
     torch.distributed.init_process_group("gloo")
 
-Models need `use_cpu_initialization=True` and the local (not Transformer Engine) layer spec.
-Transformer Engine may be installed; none of it runs.
+Models require `use_cpu_initialization=True` and the local layer spec. Transformer Engine may be
+installed, but it is not used.
 """
 
 from __future__ import annotations
@@ -40,19 +40,20 @@ _NAME = "cpu"
 
 
 def enable() -> None:
-    """Map Megatron-Core's CUDA calls to the CPU in this process. Safe to call twice.
+    """Map Megatron-Core's CUDA calls to the CPU in this process; a second call has no effect.
 
-    Raises `RuntimeError` when CUDA is available.
+    Raises:
+        RuntimeError: CUDA is available.
     """
     if patching.installed(_NAME) is not None:
         return
     if torch.cuda.is_available():
         raise RuntimeError(
             "megatron_burst.plugins.testing.cpu.enable() maps CUDA to the CPU, and this machine "
-            "has CUDA: leave the call out, or hide the GPUs with CUDA_VISIBLE_DEVICES= to debug on "
+            "has CUDA; remove the call, or hide the GPUs with CUDA_VISIBLE_DEVICES= to debug on "
             "the CPU"
         )
-    # Before torch.cuda is replaced: Megatron-Core imports torch's compiler, which needs it intact.
+    # Before torch.cuda is patched: Megatron-Core imports torch's compiler, which reads torch.cuda.
     importlib.import_module("megatron_burst.megatron.attention.core_attention")
     with patching.patch_set(_NAME) as patches:
         _patch_torch_cuda(patches)
@@ -65,26 +66,26 @@ def enable() -> None:
         mamba.patch(patches)
         if patching.training_available():
             _patch_training(patches)
-        _patch_optimizers(patches)  # in all modules that are loaded by now
+        _patch_optimizers(patches)  # last, because it patches only modules that are loaded
 
 
 def disable() -> None:
-    """Undo `enable()`; nothing happens if it was not called."""
+    """Undo `enable()`; no effect if it was not called."""
     patching.remove(_NAME)
 
 
-_ANSWERED = frozenset(
+_REPLACED = frozenset(
     (torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.type, torch.Tensor.to)
 )
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Rewrites device arguments of every torch call, and replaces CUDA-only tensor methods."""
+    """Mode that rewrites device arguments of torch calls and replaces CUDA-only tensor methods."""
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not kwargs and func not in _ANSWERED:  # nearly every call: it has to cost little
+        if not kwargs and func not in _REPLACED:  # a fast path for most calls
             return func(*args)
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
@@ -102,10 +103,10 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 def _enter_everywhere(mode: TorchFunctionMode, patches: patching.PatchSet) -> None:
-    """Enter `mode` until undone, in backward too.
+    """Enter `mode` until the patches are undone, also during backward.
 
-    torch leaves all modes during `torch.autograd.backward`, but Megatron recomputes activations
-    there, and that is a forward pass.
+    torch leaves all modes during `torch.autograd.backward`, in which Megatron runs forward passes
+    to recompute activations.
     """
     mode.__enter__()
     patches.on_undo(lambda: mode.__exit__(None, None, None))
@@ -124,7 +125,7 @@ def _on_cpu(device: Any) -> Any:
 
 
 class _Idle:
-    """A stream or an event of a device that runs synchronously."""
+    """Stream or event of a device that runs synchronously."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -142,7 +143,7 @@ class _Idle:
 
 
 class _NoTransformerEngine:
-    """A class without instances, for `isinstance(x, TELinear)`."""
+    """Class without instances, for `isinstance(x, TELinear)`."""
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -154,7 +155,7 @@ def _patch_torch_cuda(patches: patching.PatchSet) -> None:
     get_state, set_state = torch.random.get_rng_state, torch.random.set_rng_state
     stand_ins = {
         "current_device": lambda: "cpu",
-        "device_count": lambda: 1,  # Megatron-LM makes no process groups without a device
+        "device_count": lambda: 1,  # without a device Megatron-LM creates no process groups
         "set_device": _nothing,
         "synchronize": _nothing,
         "empty_cache": _nothing,
@@ -167,7 +168,7 @@ def _patch_torch_cuda(patches: patching.PatchSet) -> None:
         "manual_seed_all": _nothing,
         "get_rng_state": lambda *a, **k: get_state(),
         "set_rng_state": lambda state, *a, **k: set_state(state),
-        # Like a Hopper: Megatron-LM asks before it checks CUDA_DEVICE_MAX_CONNECTIONS.
+        # Hopper's capability: for older ones Megatron-LM checks CUDA_DEVICE_MAX_CONNECTIONS.
         "get_device_capability": lambda *a, **k: (9, 0),
         "get_device_properties": lambda *a, **k: SimpleNamespace(major=9, minor=0, name="CPU"),
         "get_device_name": lambda *a, **k: "CPU",
@@ -180,7 +181,7 @@ def _patch_torch_cuda(patches: patching.PatchSet) -> None:
         "reset_peak_memory_stats": _nothing,
     }
     for name, value in stand_ins.items():
-        # torch's compiler looks functions up, and takes one under two names for an error.
+        # torch's compiler raises an error if two names refer to the same function.
         distinct = functools.partial(value) if value is _nothing else value
         patches.replace(torch.cuda, name, distinct)
 
@@ -195,28 +196,28 @@ def _patch_megatron(patches: patching.PatchSet) -> None:
     patches.replace(megatron_random, "_get_cuda_rng_state", lambda *a, **k: get_state())
     patches.replace(megatron_random, "_set_cuda_rng_state", lambda state, *a, **k: set_state(state))
 
-    if not isinstance(multi_latent_attention.TELinear, type):  # 0.16 asks isinstance(x, TELinear)
+    if not isinstance(multi_latent_attention.TELinear, type):  # 0.16: isinstance(x, TELinear)
         patches.replace(multi_latent_attention, "TELinear", _NoTransformerEngine)
 
-    home = "megatron.core.tensor_parallel.inference_layers"  # main asks isinstance(x, None)
+    home = "megatron.core.tensor_parallel.inference_layers"  # main calls isinstance(x, None)
     if importlib.util.find_spec(home) is not None:
         layers, name = importlib.import_module(home), "is_inference_column_parallel_linear"
         if hasattr(layers, name):
             patches.replace_function(layers, name, lambda module: False)
 
     def counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        """Tokens per expert as numbers: Megatron converts only tensors on CUDA."""
+        """Return tokens per expert as numpy; Megatron converts only CUDA tensors."""
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     patches.replace_function(moe_utils, "maybe_move_tensor_to_cpu", counts)
 
-    if getattr(moe_utils, "te_general_gemm", None) is not None:  # the router's, if TE is installed
+    if getattr(moe_utils, "te_general_gemm", None) is not None:  # the router's matrix product
         patches.replace(moe_utils, "te_general_gemm", None)
 
     original = WrappedTorchNorm.__new__
 
     def norm_with_sequence_parallel(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Megatron refuses torch norms with sequence parallelism; only a tag is missing."""
+        """Create the norm with sequence parallelism, for which only a tag is missing."""
         plain = copy.copy(config)
         plain.sequence_parallel = False
         norm = original(cls, plain, *args, **kwargs)
@@ -227,7 +228,7 @@ def _patch_megatron(patches: patching.PatchSet) -> None:
     patches.replace(WrappedTorchNorm, "__new__", staticmethod(norm_with_sequence_parallel))
 
 
-# Names that Megatron's optimizers take from Transformer Engine or Apex, whose kernels need CUDA.
+# Modules with names from Transformer Engine or Apex, whose kernels need CUDA.
 _OPTIMIZER_MODULES = (
     "megatron.core.optimizer",
     "megatron.core.optimizer.clip_grads",
@@ -239,12 +240,12 @@ _OPTIMIZER_MODULES = (
 
 
 def _patch_optimizers(patches: patching.PatchSet) -> None:
-    """Where Transformer Engine or Apex is installed: what Megatron takes where neither is."""
+    """Replace optimizer names of Transformer Engine and Apex by Megatron's fallbacks."""
     from megatron.core import optimizer, utils
 
     if optimizer.USING_PYTORCH_OPTIMIZER:
         return
-    ours = {
+    fallbacks = {
         "Adam": torch.optim.AdamW,
         "SGD": torch.optim.SGD,
         "USING_PYTORCH_OPTIMIZER": True,
@@ -256,17 +257,17 @@ def _patch_optimizers(patches: patching.PatchSet) -> None:
         "multi_tensor_scale_tensor_impl": None,
     }
     for module in filter(None, map(sys.modules.get, _OPTIMIZER_MODULES)):
-        for name in ours.keys() & vars(module).keys():
-            patches.replace(module, name, ours[name])
+        for name in fallbacks.keys() & vars(module).keys():
+            patches.replace(module, name, fallbacks[name])
 
 
 def _patch_training(patches: patching.PatchSet) -> None:
-    """What the training loop of Megatron-LM needs besides."""
+    """Add the patches for the training loop of Megatron-LM."""
     from megatron.core.datasets import utils
 
     patch_start(patches, importlib.import_module("megatron.training.initialize"))
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
-        # A wheel holds the helpers compiled, and no makefile.
+        # A wheel contains compiled helpers, but no makefile.
         patches.replace_function(utils, "compile_helpers", _nothing)
 
 
@@ -277,6 +278,6 @@ def patch_start(patches: patching.PatchSet, initialize: Any) -> None:
         return original(*args, **named | {"allow_no_cuda": True})
 
     patches.wrap(initialize, "initialize_megatron", [], without_cuda)
-    # The warm-up draws random inputs whose shapes depend on the context-parallel size. On the CPU
-    # one generator serves all devices, so the weights would depend on that size too.
+    # The warm-up draws random inputs whose shapes depend on the context-parallel size. The CPU has
+    # only one generator, so the initial weights would depend on that size too.
     patches.replace_function(initialize, "_warmup_jit_function", _nothing)

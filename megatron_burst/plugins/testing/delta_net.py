@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What linear-attention layers of Megatron need of a GPU, in operators of torch: for `cpu.enable`.
+"""GPU operators of Megatron's linear-attention layers in operators of torch, for `cpu.enable`.
 
-Megatron builds a gated delta net only where flash-linear-attention is installed, which cannot be
-imported without a GPU, and only of Transformer Engine's modules; the last norm of a hybrid stack is
-Transformer Engine's too. What stands in for these computes the same.
+Megatron builds a gated delta net only if flash-linear-attention is installed, which requires a GPU
+to be imported, and only from Transformer Engine's modules. The last norm of a hybrid stack is
+Transformer Engine's too. The replacements here compute the same results.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ...megatron import homes
 from ...megatron.patching import PatchSet
 
 _SPECS = "megatron.core.models.gpt.experimental_attention_variant_module_specs"
-# Of hybrid models, from 0.18 on and before.
+# Homes of hybrid stacks: from 0.18 on, and before.
 _STACKS = ("megatron.core.models.hybrid.hybrid_block", "megatron.core.ssm.mamba_block")
 
 
 def patch(patches: PatchSet) -> None:
-    """Add to a set of patches what lets gated delta nets and hybrid stacks run on a CPU."""
+    """Add the patches that let gated delta nets and hybrid stacks run on a CPU."""
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     stack = next(filter(None, map(_module, _STACKS)), None)
     if stack is not None:
         patches.replace(stack, "TENorm", WrappedTorchNorm)
-    # From 0.19 on; before, a delta net has one module and no part here.
+    # From 0.19 on; before, a delta net has one module, which needs no patch.
     parts = [homes.find(f"gated_delta_net.{part}") for part in ("common", "gdn")]
     if all(parts):
         _patch_delta_net(patches, *parts)
@@ -40,10 +40,10 @@ def patch(patches: PatchSet) -> None:
 
 
 def _module(name: str) -> Any:
-    """The module, or None where this Megatron has none of that name."""
+    """Return the module, or None if this version of Megatron does not have it."""
     parent = name.rpartition(".")[0]
-    found = importlib.util.find_spec(parent)
-    if found is None or found.submodule_search_locations is None:
+    spec = importlib.util.find_spec(parent)
+    if spec is None or spec.submodule_search_locations is None:
         return None
     return importlib.import_module(name) if importlib.util.find_spec(name) else None
 
@@ -64,7 +64,13 @@ def _patch_delta_net(patches: PatchSet, common: Any, gdn: Any) -> None:
 
 
 def l2norm(x: torch.Tensor, dim: int = -1, eps: float = 1e-6) -> torch.Tensor:
-    """X / sqrt(sum of squares + eps) along `dim`, in fp32 at least, in the dtype of x."""
+    """Return x / sqrt(sum of squares + eps) along `dim`.
+
+    Args:
+        x: Tensor of any shape and dtype; the sum is computed at least in fp32.
+        dim: Dimension of the sum.
+        eps: Added to the sum.
+    """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * (wide.square().sum(dim, keepdim=True) + eps).rsqrt()).to(x.dtype)
 
@@ -77,14 +83,26 @@ def causal_conv1d(
     cu_seqlens: torch.Tensor | None = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal depthwise convolution of x [b, s, c] with weight [c, width], then the activation.
+    """Apply a causal depthwise convolution, then the activation.
 
-    Raises `ValueError` for packed batches, as Megatron's other torch operators do.
+    Args:
+        x: Tensor [b, s, c].
+        weight: Tensor [c, width].
+        bias: Tensor [c] or None.
+        activation: "silu", "swish" or None.
+        cu_seqlens: Bounds of packed documents; must be None.
+        **unused: Other arguments of the GPU operator.
+
+    Returns:
+        The output [b, s, c], and None for the final state.
+
+    Raises:
+        ValueError: The batch is packed.
     """
     if cu_seqlens is not None:
         raise ValueError(
             "packed batches: Megatron's own gated delta net has no operator for them on a CPU; "
-            "take --burst-linear auto with --context-parallel-algo burst"
+            "use --burst-linear auto with --context-parallel-algo burst"
         )
     width = weight.shape[1]
     rows = F.pad(x.transpose(1, 2), (width - 1, 0))
@@ -93,7 +111,7 @@ def causal_conv1d(
 
 
 def _patch_builder(patches: PatchSet, specs: Any) -> None:
-    """Build gated delta nets of local modules with `--transformer-impl local`."""
+    """Let `--transformer-impl local` build gated delta nets from local modules."""
     name = "get_transformer_block_with_experimental_attention_variant_spec"
     original: Callable[..., Any] = getattr(specs, name)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations on all ranks of a grid in one process: a list of tensors in place of one tensor.
+"""Operations on all ranks of a grid in one process, with lists of tensors for single tensors.
 
 For tests, and to check the numerics of a large grid on one device:
 
@@ -48,8 +48,8 @@ def groups(
     Args:
         inter: Number of nodes.
         intra: Number of ranks per node.
-        ulysses: Number of ranks that share heads, as of `mb.Groups`.
-        placement: Which ranks share heads, as of `mb.Groups`.
+        ulysses: Number of ranks that share heads, see `mb.Groups`.
+        placement: Placement of the ranks that share heads, see `mb.Groups`.
     """
     return InProcessGroups(Topology.of_nodes(inter, intra, ulysses, placement))
 
@@ -75,17 +75,17 @@ class InProcessGroups:
 
     @property
     def cache(self) -> dict[str, Any]:
-        """The cache of the first rank."""
+        """Cache of the first rank."""
         return self.ranks[0].cache
 
     def run(self, function: Callable[..., T], *of_each: Sequence[Any]) -> list[T]:
         """Return the result of `function` on each rank; of_each: arguments, one per rank."""
         arguments = zip(*of_each, strict=True)
-        return self._switch.run([partial(function, *given) for given in arguments])
+        return self._switch.run([partial(function, *of_rank) for of_rank in arguments])
 
 
 class LocalRank(Groups):
-    """One rank of `InProcessGroups`: the groups of a call of this rank."""
+    """Groups of one rank of `InProcessGroups`."""
 
     def __init__(self, topology: Topology, rank: int, switch: RankSwitch):
         self.topology, self.rank, self._switch = topology, rank, switch
@@ -99,7 +99,7 @@ class LocalRank(Groups):
         return self._switch.all_gather(self.rank, self.size, header)
 
     def connect(self, channels: Iterable[Channel], device: torch.device) -> None:
-        pass  # mailboxes need not be made
+        pass  # mailboxes are created at their first use
 
     def expect(self, message: int) -> None:
         pass  # no message is received into a buffer
@@ -115,20 +115,20 @@ class LocalRank(Groups):
 
 @dataclass(frozen=True)
 class Plans:
-    """Plans of all ranks. What all of them share is an attribute here too, such as `side`."""
+    """Plans of all ranks; attributes that all of them share, such as `side`, exist here too."""
 
     groups: InProcessGroups
     ranks: Sequence[Any]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "ranks" or name.startswith("__"):  # of copies that are not filled yet
+        if name == "ranks" or name.startswith("__"):  # read while a copy is being created
             raise AttributeError(name)
         return getattr(self.ranks[0], name)
 
     def matches(self, q: Sequence[object], k: Sequence[object], v: Sequence[object]) -> bool:
-        """Return whether the plan of each rank serves the tensors of this rank."""
-        each = zip(self.ranks, q, k, v, strict=True)
-        return all(plan.matches(*shard) for plan, *shard in each)
+        """Return whether the plan of each rank fits the tensors of this rank."""
+        of_ranks = zip(self.ranks, q, k, v, strict=True)
+        return all(plan.matches(*shard) for plan, *shard in of_ranks)
 
     def with_kernel(self, kernel: Any) -> Plans:
         """Return plans with another kernel, which all ranks share."""
@@ -157,8 +157,9 @@ def select(index_q: Any, index_k: Any, index_weights: Any = None, **keywords: An
 
 
 def sparse_attention(q: Any, k: Any, v: Any, selection: Any, **keywords: Any) -> Any:
-    """Return the outputs of all ranks, as `mb.sparse_attention`, or with return_lse the outputs and
-    lse of all ranks; q, k, v, selection: lists.
+    """Return the outputs of all ranks, as `mb.sparse_attention`; q, k, v, selection: lists.
+
+    With return_lse, return the outputs and the lse of all ranks.
     """
     lists = {"q": q, "k": k, "v": v, "selection": selection}
     results = call(mb.sparse_attention, lists, **keywords)
@@ -182,12 +183,17 @@ def indexer_loss(
 def checkpoint(
     groups: Any, function: Callable[..., Any], *of_each: Sequence[Any], **options: Any
 ) -> Any:
-    """Return the result of `function` on each rank, as `on_ranks`, in a `mb.checkpoint` per rank;
-    options: of `mb.checkpoint`.
+    """Return the result of `function` on each rank, with a `mb.checkpoint` per rank.
+
+    Args:
+        groups: Ranks that share this process.
+        function: Function of one rank, see `on_ranks`.
+        *of_each: Arguments as sequences with the value of each rank.
+        **options: Options of `mb.checkpoint`.
     """
 
-    def of_rank(*given: Any) -> Any:
-        return mb.checkpoint(function, *given, **options)
+    def of_rank(*arguments: Any) -> Any:
+        return mb.checkpoint(function, *arguments, **options)
 
     return on_ranks(groups, of_rank, *of_each)
 
@@ -206,9 +212,10 @@ def linear_attention(
     q: Any, k: Any, v: Any, *, decay: Any = None, beta: Any = None, initial_state: Any = None,
     **keywords: Any,
 ) -> Any:  # fmt: skip
-    """Return the outputs of all ranks, as `mb.linear_attention`, or with return_final_state the
-    outputs and the final states of all ranks; tensors: lists, decay [h] and initial_state also one
-    tensor of all ranks.
+    """Return the outputs of all ranks, as `mb.linear_attention`; tensors: lists.
+
+    With return_final_state, return the outputs and the final states of all ranks. decay [h] and
+    initial_state may be one tensor that all ranks share.
     """
     home = keywords.get("groups"), keywords.get("plan")
     lists = {
@@ -219,9 +226,10 @@ def linear_attention(
 
 
 def state_scan(decay: Any, increment: Any, *, initial_state: Any = None, **keywords: Any) -> Any:
-    """Return the entering states of all ranks, as `mb.state_scan`, or with return_final_state the
-    entering and the final states of all ranks; tensors: lists, initial_state also one tensor of all
-    ranks.
+    """Return the entering states of all ranks, as `mb.state_scan`; tensors: lists.
+
+    With return_final_state, return the entering and the final states of all ranks. initial_state
+    may be one tensor that all ranks share.
     """
     home = keywords.get("groups"), keywords.get("plan")
     initial_state = _shared(initial_state, *home)
@@ -236,20 +244,25 @@ def short_convolution(
     return call(mb.short_convolution, {"x": x}, weight=weight, bias=bias, **keywords)
 
 
-def exchange_rows(tensors: Any, route: Any, groups: Any, *more: Any) -> Any:
-    """Return the rows that each rank receives, as `comm.rows.exchange_rows`; tensors, route:
-    lists with the arguments of each rank.
+def exchange_rows(tensors: Any, route: Any, groups: Any, *options: Any) -> Any:
+    """Return the rows that each rank receives, as `comm.rows.exchange_rows`.
+
+    Args:
+        tensors: List with the tensors of each rank.
+        route: List with the route of each rank.
+        groups: Ranks that share this process.
+        *options: Further arguments, which all ranks share.
     """
     if not isinstance(groups, InProcessGroups):
-        return rows.exchange_rows(tensors, route, groups, *more)
-    shared = [[value] * groups.size for value in more]
+        return rows.exchange_rows(tensors, route, groups, *options)
+    shared = [[value] * groups.size for value in options]
     return on_ranks(groups, rows.exchange_rows, tensors, route, groups.ranks, *shared)
 
 
 def _constant(decay: Any, groups: Any, plan: Any) -> Any:
-    """Return a decay [h], which is that of all ranks, as a list."""
-    one = isinstance(decay, torch.Tensor) and decay.dim() == 1
-    return _shared(decay, groups, plan) if one else decay
+    """Return a decay [h], which all ranks share, as a list."""
+    constant = isinstance(decay, torch.Tensor) and decay.dim() == 1
+    return _shared(decay, groups, plan) if constant else decay
 
 
 def _with_final_states(results: Any, keywords: Mapping[str, Any]) -> Any:
@@ -268,18 +281,18 @@ def call(
 ) -> Any:
     """Return the result of an operation of `mb` on each rank.
 
-    With `mb.Groups`, or a plan of `mb.prepare`, the operation runs on this rank alone, and every
-    argument and the result are those of one rank.
+    With `mb.Groups`, or a plan of `mb.prepare`, the operation runs on this rank alone, and all
+    arguments and the result belong to this rank.
 
     Args:
         operation: Function of one rank, with keywords.
         lists: Name of an argument -> list with the value of each rank, or None.
-        groups: Ranks of this process, None with a plan.
-        plan: `Plans` of the call, None with groups.
+        groups: Ranks of this process; None with a plan.
+        plan: `Plans` of the call; None with groups.
         **shared: Further arguments, which all ranks share.
 
     Raises:
-        ValueError: A value is no list, or has another length than there are ranks.
+        ValueError: A value is not a list, or its length differs from the number of ranks.
     """
     home = groups if plan is None else getattr(plan, "groups", None)
     if not isinstance(home, InProcessGroups):
@@ -300,14 +313,14 @@ def call(
 
 
 def _of_all(name: str, values: Any, size: int) -> Sequence[Any]:
-    """Return the value of each rank; ValueError for another number of values."""
+    """Return the value of each rank; raise ValueError for another number of values."""
     if values is None:
         return [None] * size
     listed = isinstance(values, (list, tuple))
     if listed and len(values) == size:
         return values
-    one = f"tensor {[*values.shape]}" if isinstance(values, torch.Tensor) else repr(values)
-    got = f"{len(values)} in a list" if listed else f"{one:.60}"
+    text = f"tensor {[*values.shape]}" if isinstance(values, torch.Tensor) else repr(values)
+    got = f"{len(values)} in a list" if listed else f"{text:.60}"
     raise ValueError(
         f"{name}: groups hold {size} ranks in this process; give a list with a tensor of each, "
         f"got {got}"
@@ -315,7 +328,7 @@ def _of_all(name: str, values: Any, size: int) -> Sequence[Any]:
 
 
 def _shared(value: Any, groups: Any, plan: Any) -> Any:
-    """Return a tensor of all ranks as a list; other values as they are."""
+    """Return a tensor that all ranks share as a list; return other values unchanged."""
     home = groups if plan is None else getattr(plan, "groups", None)
     if isinstance(home, InProcessGroups) and isinstance(value, torch.Tensor):
         return [value] * home.size
@@ -339,13 +352,13 @@ def on_ranks(groups: InProcessGroups, function: Callable[..., T], *of_each: Sequ
         *of_each: Each argument as a sequence with the value of each rank. Tensors that several
             ranks share get the sum of their gradients.
 
-    Each rank has a graph of its own. The backward of the results runs the graphs of all ranks in
-    turns too.
+    Each rank has its own graph. The backward of the results runs the graphs of all ranks in turns
+    too.
 
     Raises:
         RuntimeError: All ranks wait for messages that no rank sends, or the call is inside
             `mb.checkpoint`, whose results the ranks would share.
-        ValueError: The function uses a tensor that needs a gradient and is no argument.
+        ValueError: The function uses a tensor that needs a gradient and is not an argument.
     """
     if current_store() is not None:
         raise RuntimeError("ranks would share one checkpoint; call in_process.checkpoint instead")
@@ -373,11 +386,15 @@ def _needs_grad(value: object) -> bool:
 
 @dataclass
 class _Rank:
-    """The graph of one rank.
+    """Graph of one rank.
 
-    function: computes the results of the rank. leaves: number of an input -> the copy of this rank.
-    results: values in the tree of the results, None for an output, a tensor with a gradient. edges:
-    of the outputs; an edge does not keep the tensor.
+    Attributes:
+        function: Function that computes the results of the rank.
+        leaves: Number of an input -> the rank's detached copy of it.
+        tree: Tree structure of the results.
+        results: Values in the tree; None in place of each output.
+        outputs: Indices of the outputs, which are the results that need gradients.
+        edges: Gradient edges of the outputs; an edge does not keep the tensor.
     """
 
     function: Callable[[], Any]
@@ -401,19 +418,19 @@ class _Rank:
 
 
 def _check_leaves(edges: Iterable[GradientEdge], leaves: Iterable[torch.Tensor]) -> None:
-    """Raise if results depend on a tensor that needs a gradient and is not among `leaves`."""
-    known = {id(leaf) for leaf in leaves}
+    """Raise ValueError if results depend on a leaf that is not in `leaves`."""
+    expected = {id(leaf) for leaf in leaves}
     nodes, seen = [edge.node for edge in edges], set()
     while nodes:
         node: Any = nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)  # of a leaf
-        if variable is not None and id(variable) not in known:
+        variable = getattr(node, "variable", None)  # set for the node of a leaf
+        if variable is not None and id(variable) not in expected:
             raise ValueError(
                 f"the function of a rank uses a tensor {list(variable.shape)} that needs a "
-                "gradient and is no argument; pass it as an argument"
+                "gradient and is not an argument; pass it as an argument"
             )
         nodes += [following for following, _ in node.next_functions]
 
@@ -421,55 +438,55 @@ def _check_leaves(edges: Iterable[GradientEdge], leaves: Iterable[torch.Tensor])
 def _differentiable(
     groups: InProcessGroups, ranks: Sequence[_Rank], inputs: Sequence[torch.Tensor]
 ) -> list[Any]:
-    """Return the results of the ranks, whose outputs follow from `inputs`."""
+    """Return the results of the ranks, whose outputs are differentiable functions of `inputs`."""
     outputs: Any = iter(_OnRanks.apply(groups, ranks, *inputs))
-    found = []
+    results = []
     for rank in ranks:
         values, rank.results = rank.results, []
         for i in rank.outputs:
             values[i] = next(outputs)
-        found.append(tree_unflatten(values, rank.tree))
-    return found
+        results.append(tree_unflatten(values, rank.tree))
+    return results
 
 
 class _OnRanks(torch.autograd.Function):
-    """The graphs of all ranks as one node, from the inputs to the outputs of all ranks."""
+    """Autograd function with the graphs of all ranks, from their inputs to their outputs."""
 
     @staticmethod
     def forward(
         ctx: Any, groups: InProcessGroups, ranks: Sequence[_Rank], *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         with torch.enable_grad():
-            found = groups.run(_Rank.run, ranks)
+            of_ranks = groups.run(_Rank.run, ranks)
         ctx.groups, ctx.ranks, ctx.inputs = groups, ranks, inputs
-        return tuple(output for outputs in found for output in outputs)
+        return tuple(output for outputs in of_ranks for output in outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        again, count = torch.is_grad_enabled(), len(ctx.inputs)
+        higher_order, count = torch.is_grad_enabled(), len(ctx.inputs)
         keep = _keeps_graph()
-        rest, calls = iter(enumerate(gradients, count)), []
+        numbered, calls = iter(enumerate(gradients, count)), []
         for rank in ctx.ranks:
             # With create_graph the gradients of the outputs are inputs too.
             upper = {
-                number: gradient.detach().requires_grad_(again)
-                for _, (number, gradient) in zip(rank.edges, rest, strict=False)
+                number: gradient.detach().requires_grad_(higher_order)
+                for _, (number, gradient) in zip(rank.edges, numbered, strict=False)
             }
             function = partial(
                 _gradients, rank.edges, list(rank.leaves.values()), list(upper.values()),
-                retain_graph=keep, create_graph=again,
+                retain_graph=keep, create_graph=higher_order,
             )  # fmt: skip
             calls.append(_Rank(function, rank.leaves | upper))
-        if again:
-            found = _differentiable(ctx.groups, calls, [*ctx.inputs, *gradients])
+        if higher_order:
+            of_ranks = _differentiable(ctx.groups, calls, [*ctx.inputs, *gradients])
         else:
-            found = ctx.groups.run(lambda call: call.function(), calls)
+            of_ranks = ctx.groups.run(lambda call: call.function(), calls)
         parts: list[list[torch.Tensor]] = [[] for _ in range(count)]
-        for rank, of_leaves in zip(ctx.ranks, found, strict=True):
+        for rank, of_leaves in zip(ctx.ranks, of_ranks, strict=True):
             for number, gradient in zip(rank.leaves, of_leaves, strict=True):
                 if gradient is not None:
                     parts[number].append(gradient)
-        return None, None, *(_sum(each) for each in parts)
+        return None, None, *(_sum(of_input) for of_input in parts)
 
 
 def _gradients(
@@ -481,7 +498,7 @@ def _gradients(
     """Return the gradients of the leaves of one rank."""
     if not edges or not leaves:
         return [None] * len(leaves)
-    # In this thread, also on CUDA: a thread of autograd would wait for itself.
+    # In this thread, also on CUDA: on an autograd thread the ranks would deadlock.
     with torch.autograd.set_multithreading_enabled(False):
         return list(torch.autograd.grad(edges, leaves, gradients, allow_unused=True, **options))
 

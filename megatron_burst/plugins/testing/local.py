@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that share one process: each runs until it has to wait for another.
+"""Ranks that share one process; each runs until it must wait for another rank.
 
-For tests, and to check the numerics of a large grid on one device. Each rank is a thread, so the
-code that runs is the code of real ranks, with exchanges that block. The module determines the order
-in which ranks run, detects deadlocks, and detects the use of a buffer that a device may still write
-to.
+For tests, and to check the numerics of a large grid on one device. Each rank is a thread and runs
+the code of real ranks, with blocking exchanges. The module determines the order of ranks, detects
+deadlocks, and detects the use of a buffer that a device may still write to.
 """
 
 from __future__ import annotations
@@ -38,37 +37,37 @@ from ...comm.transport import (
 )
 
 T = TypeVar("T")
-MOST = 1 << 10  # ranks
+MOST = 1 << 10  # limit of ranks
 
 
 @functools.cache
 def _threads(process: int) -> ThreadPoolExecutor:
-    """Return the threads of the process with this id; after a fork those of the parent are gone.
+    """Return the thread pool of the process with this id; a fork has no threads of its parent.
 
-    They are kept, because torch's first operations in a thread are slow.
+    The pool is cached, because torch's first operations in a thread are slow.
     """
     return ThreadPoolExecutor(MOST)
 
 
 class RankSwitch:
-    """Runs one function per rank in turns, and carries messages between the ranks.
+    """Scheduler that runs one function per rank in turns, and transfers messages between ranks.
 
-    Each rank has a thread, and exactly one thread runs at a time. A rank passes its turn to the
-    next rank when it waits, pauses or ends, so the order is the same in every run.
+    Each rank has a thread, and exactly one thread runs at a time. The next rank runs when a rank
+    waits, pauses or ends, so the order is always the same.
     """
 
     def __init__(self) -> None:
         self.mailboxes: dict[tuple[Channel, int, int], deque[Mail]] = {}
         self._gathers: dict[int, int] = defaultdict(int)  # by rank
         self._rounds: dict[int, dict[int, Any]] = {}  # number of a gather -> values by rank
-        self._turns: Turns | None = None  # while `run` runs
+        self._turns: Turns | None = None  # set during `run`
 
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
         """Return the result of each function. An error of one rank ends the others."""
         if self._turns is not None:
             raise RuntimeError("the ranks of this process run already; make one call at a time")
         if not 0 < len(functions) <= MOST:
-            raise ValueError(f"{len(functions)} ranks; give arguments for 1 to {MOST} ranks")
+            raise ValueError(f"got {len(functions)} ranks; pass arguments for 1 to {MOST} ranks")
         self._turns = Turns(functions)
         try:
             return self._turns.run()
@@ -83,16 +82,24 @@ class RankSwitch:
         if self._turns is not None:
             self._turns.wait(lambda: True, "")
 
-    def wait(self, ready: Callable[[], bool], what: str) -> None:
-        """Return when `ready`, after other ranks ran; RuntimeError if no rank can run."""
+    def wait(self, ready: Callable[[], bool], reason: str) -> None:
+        """Run other ranks until `ready` returns true.
+
+        Args:
+            ready: Condition of this rank.
+            reason: Description of the condition, for errors.
+
+        Raises:
+            RuntimeError: No rank can run.
+        """
         if ready():
             return
         if self._turns is None:
-            raise RuntimeError(f"deadlock: {what}")
-        self._turns.wait(ready, what)
+            raise RuntimeError(f"deadlock: {reason}")
+        self._turns.wait(ready, reason)
 
     def all_gather(self, rank: int, size: int, value: T) -> list[T]:
-        """Return the values that all `size` ranks gave to the gather of the same number."""
+        """Return the values that all `size` ranks passed to the gather of the same number."""
         self._gathers[rank] += 1
         number = self._gathers[rank]
         values = self._rounds.setdefault(number, {})
@@ -102,18 +109,18 @@ class RankSwitch:
         return [values[rank] for rank in range(size)]
 
     def clear(self) -> None:
-        """Drop all messages that are under way."""
+        """Drop all pending messages."""
         self.mailboxes.clear()
         self._gathers.clear()
         self._rounds.clear()
 
 
 class Stopped(BaseException):
-    """Ends a rank after another rank failed."""
+    """Exception that ends a rank after another rank failed."""
 
 
 class Turn:
-    """One rank in `Turns`: its thread runs while `lock` is released for it."""
+    """State of one rank in `Turns`; its thread waits for `lock` until it is its turn."""
 
     def __init__(self, function: Callable[[], Any]):
         self.function, self.lock = function, Lock()
@@ -123,13 +130,13 @@ class Turn:
 
 
 class Turns:
-    """One call of `RankSwitch.run`: passes the turn from rank to rank, round after round."""
+    """One call of `RankSwitch.run`, which runs the ranks in turns, round after round."""
 
     def __init__(self, functions: Sequence[Callable[[], Any]]):
         self._ranks = [Turn(function) for function in functions]
         self._round = iter(self._ranks)
         self._current = self._ranks[0]
-        self._progress = False  # whether a rank ran in this round
+        self._progress = False  # true if a rank ran in this round
         self._error: BaseException | None = None
         self._end = Lock()  # released when all ranks ended or one failed
         self._end.acquire()
@@ -155,18 +162,18 @@ class Turns:
             raise self._error
         return [rank.result for rank in self._ranks]
 
-    def wait(self, ready: Callable[[], bool], what: str) -> None:
-        """Let other ranks run until this rank has its turn and is `ready`."""
+    def wait(self, ready: Callable[[], bool], reason: str) -> None:
+        """Run other ranks until this rank has its turn and is `ready`."""
         rank = self._current
         if self._error is None:
-            rank.ready, rank.waits_for = ready, what
+            rank.ready, rank.waits_for = ready, reason
             self._pass_on()
             rank.lock.acquire()
         if self._error is not None:
             raise Stopped
 
     def _pass_on(self) -> None:
-        """Give the turn to the next rank that is ready, or end the call."""
+        """Run the next rank that is ready, or end the call."""
         while True:
             for rank in self._round:
                 if not rank.ended and rank.ready():
@@ -204,7 +211,7 @@ class Turns:
 
 
 def thread_modes() -> Callable[[], AbstractContextManager[None]]:
-    """Return a context that has the modes of torch of this thread in another thread."""
+    """Return a context that enters torch's modes of this thread in another thread."""
     gradients, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     autocast = [
         (device, torch.get_autocast_dtype(device))
@@ -234,8 +241,9 @@ def thread_modes() -> Callable[[], AbstractContextManager[None]]:
 
 @contextmanager
 def _pushed(mode: Any, stack: Any) -> Iterator[None]:
-    """Have `mode` on the stack of this thread. `with mode` would change the mode, which is also on
-    the stack of other threads.
+    """Push `mode` on the stack of this thread.
+
+    `with mode` would change the mode object, which is also on the stacks of other threads.
     """
     stack._push_mode(mode)
     try:
@@ -246,14 +254,24 @@ def _pushed(mode: Any, stack: Any) -> Iterator[None]:
 
 @dataclass
 class Mail:
-    """One message from rank to rank; the one that posts first creates it, the other fills it."""
+    """Message between two ranks; the rank that posts first creates it.
+
+    Attributes:
+        label: Label for errors.
+        source: Tensors of the sender.
+        target: Tensors of the receiver.
+        envelope: Envelope that the message must have.
+        versions: Version counters of the source at the time of the post.
+        carried: Copy of the source, made when the sender waits.
+        landed: True after the receiver waited.
+    """
 
     label: object
     source: Tensors | None = None
     target: Tensors | None = None
-    envelope: Envelope | None = None  # what it must bear
+    envelope: Envelope | None = None
     versions: list[int] = field(default_factory=list)
-    carried: Tensors | None = None  # a copy of the source, from the sender's wait on
+    carried: Tensors | None = None
     landed: bool = False
 
     @property
@@ -261,13 +279,13 @@ class Mail:
         return self.source is not None and self.target is not None
 
     def leave(self) -> None:
-        """Keep a copy of the message, because the sender may write to its tensors from now on."""
+        """Copy the message, because the sender may write to its tensors after its wait."""
         source = self._unchanged()
         if not self.landed:
             self.carried = [t.clone() for t in source]
 
     def land(self) -> None:
-        """The receiver waited: only now the message is there, wherever its sender is."""
+        """Copy the message into the target; called when the receiver waits."""
         source = self._unchanged() if self.carried is None else self.carried
         assert self.target is not None
         for target, sent in zip(self.target, source, strict=True):
@@ -280,7 +298,7 @@ class Mail:
         self.landed, self.carried = True, None
 
     def _unchanged(self) -> Tensors:
-        """Return the tensors of the message, unless they were written to since it was sent."""
+        """Return the tensors of the message; raise if they were written to after the post."""
         assert self.source is not None
         if _versions(self.source) != self.versions:
             raise RuntimeError(f"overwritten while in flight: {self.label}")
@@ -305,10 +323,17 @@ class _Delivery:
 
 @dataclass
 class LocalEndpoint:
-    """An end of the in-process transport (see `transport.Endpoint`).
+    """Endpoint of the in-process transport, see `transport.Endpoint`.
 
-    What is being received is poisoned until it was waited for, and so is what was released: to read
-    it too early or too late gives NaN here, where on a device it gives a wrong number now and then.
+    Receive buffers are filled with NaN until the receiver has waited, and released buffers too. So
+    a read that is too early or too late always gives NaN. On a device it would give wrong numbers
+    only sometimes.
+
+    Attributes:
+        rank: Index of this rank in `ranks`.
+        ranks: Rank in the grid of each peer.
+        switch: Scheduler of the ranks.
+        counters: Counters of sent bytes.
     """
 
     rank: int
@@ -336,7 +361,7 @@ class LocalEndpoint:
             _poison_(mail.target)
             landing.append(mail)
         self.counters.add(sends)
-        self.switch.pause()  # the others post theirs before this rank computes
+        self.switch.pause()  # other ranks post their messages before this rank computes
         return _Delivery(leaving, landing, self.switch)
 
     def all_to_all(self, trade: AllToAll) -> None:
@@ -346,7 +371,7 @@ class LocalEndpoint:
         _poison_(tensors)
 
     def _mail(self, key: tuple[Channel, int, int], end: str, label: object) -> Mail:
-        """The oldest mail of this box that lacks `end`, or a new one."""
+        """Return the oldest mail of this mailbox without `end`, or a new one."""
         box = self.switch.mailboxes.setdefault(key, deque())
         if box and getattr(box[0], end) is None:
             return box.popleft()
@@ -355,11 +380,11 @@ class LocalEndpoint:
 
 
 def _versions(tensors: Tensors) -> list[int]:
-    """How often each was written to; tensors of inference mode do not count."""
+    """Return the version counter of each tensor, 0 for inference tensors."""
     return [0 if t.is_inference() else t._version for t in tensors]
 
 
 def _poison_(tensors: Tensors) -> None:
-    """All bits of these contiguous tensors become ones: NaN in every floating format."""
+    """Set all bits of contiguous tensors, which is NaN in every floating-point format."""
     for t in tensors:
         t.view(-1).view(torch.uint8).fill_(255)

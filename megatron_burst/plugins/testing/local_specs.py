@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer specs of GPT models with gated delta nets or sparse attention (DSA), out of Megatron's
-local modules.
+"""Layer specs of GPT models with gated delta nets or DSA, from Megatron's local modules.
 
-Megatron builds such layers of Transformer Engine's modules only. Decides that a layer without it is
-Megatron's own local layer with its attention replaced, and under which names its parameters are in
-checkpoints: those of Transformer Engine's layers, so that these are interchangeable.
+Megatron builds such layers only from Transformer Engine's modules. Here a layer is Megatron's own
+local layer with replaced attention. Parameters have the checkpoint names of Transformer Engine's
+layers, so that checkpoints are interchangeable.
 """
 
 from __future__ import annotations
@@ -55,19 +54,24 @@ _mambas = homes.module("mamba_layer")
 def local_block_spec(
     config: Any, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> TransformerBlockSubmodules:
-    """The layers that one pipeline stage has of a GPT with gated delta nets, or with DSA.
+    """Return the layers of one pipeline stage of a GPT with gated delta nets or DSA.
 
-    config: a `TransformerConfig` whose `experimental_attention_variant` is "dsa", of all layers, or
-    "gated_delta_net" ("gdn" from 0.20 on) or "gdn2", whose `linear_attention_freq` says which
-    layers have one. vp_stage, pp_rank: as Megatron's own builders take them. Raises `ValueError`
-    for another variant.
+    Args:
+        config: A `TransformerConfig`. Its `experimental_attention_variant` is "dsa" for DSA in all
+            layers, or "gated_delta_net" ("gdn" from 0.20 on) or "gdn2" for delta nets in the layers
+            that `linear_attention_freq` selects.
+        vp_stage: Virtual pipeline stage, as in Megatron's builders.
+        pp_rank: Pipeline rank, as in Megatron's builders.
+
+    Raises:
+        ValueError: The variant is another one.
     """
     if config.experimental_attention_variant not in (*DELTA_NETS, DSA):
         raise ValueError(
             f"--experimental-attention-variant {config.experimental_attention_variant} without "
-            f"Transformer Engine: there are local layers for {', '.join(DELTA_NETS)} and {DSA} only"
+            f"Transformer Engine: local layers exist only for {', '.join(DELTA_NETS)} and {DSA}"
         )
-    plain = copy.copy(config)  # without its __post_init__, which has run
+    plain = copy.copy(config)  # a copy does not run __post_init__ again
     plain.experimental_attention_variant = None
     block = gpt_layer_specs.get_gpt_decoder_block_spec(
         plain,
@@ -89,7 +93,7 @@ def local_block_spec(
 
 
 def with_delta_net(layer: ModuleSpec, config: Any) -> ModuleSpec:
-    """A local transformer layer with a gated delta net as its attention."""
+    """Return a local transformer layer with a gated delta net as its attention."""
     parts: Any = layer.submodules
     names = parts.sharded_state_dict_keys_map | {
         "input_layernorm.": "self_attention.in_proj.layer_norm_"
@@ -101,7 +105,7 @@ def with_delta_net(layer: ModuleSpec, config: Any) -> ModuleSpec:
 
 
 def delta_net(config: Any) -> ModuleSpec:
-    """A gated delta net of local modules, behind a norm of its own."""
+    """Return a gated delta net of local modules, without the norm before it."""
     rms = config.normalization == "RMSNorm"
     norm: Any = LocalSpecProvider().layer_norm(rms_norm=rms, for_qk=False)
     second = config.experimental_attention_variant == "gdn2"
@@ -116,39 +120,42 @@ def delta_net(config: Any) -> ModuleSpec:
 
 
 def with_dsa(layer: ModuleSpec) -> ModuleSpec:
-    """A local transformer layer with sparse attention over absorbed latents."""
+    """Return a local transformer layer with sparse attention over absorbed latents."""
     parts: Any = layer.submodules
     submodules = dataclasses.replace(parts, input_layernorm=_NORM, self_attention=dsa())
     return dataclasses.replace(layer, submodules=submodules)
 
 
 def dsa() -> ModuleSpec:
-    """Sparse attention over absorbed latents, of local modules; for 0.19 and newer."""
+    """Return sparse attention over absorbed latents, of local modules; requires 0.19 or newer."""
     home: Any = importlib.import_module(
         "megatron.core.models.gpt.experimental_attention_variant_module_specs"
     )
     plain: Any = SimpleNamespace(
         multi_latent_attention=True,
         qk_l2_norm=False,
-        qk_layernorm=False,  # the layer puts norms where its configuration has them
+        qk_layernorm=False,  # the layer itself adds norms from its configuration
         normalization="RMSNorm",
     )
     spec = home.get_dsa_module_spec_for_backend(plain, _WithLinear())
     parts: Any = spec.submodules
-    parts.linear_q_down_proj = parts.linear_kv_down_proj = _COLUMNS  # those it knows
+    parts.linear_q_down_proj = parts.linear_kv_down_proj = (
+        _COLUMNS  # classes that the layer accepts
+    )
     return spec
 
 
 class _WithLinear(LocalSpecProvider):
-    """Megatron's local modules, and the linear layer that they lack."""
+    """Megatron's local modules with a linear layer, which they do not provide."""
 
     def linear(self) -> type:
         return WholeLinear
 
 
 class WholeLinear(torch.nn.Linear):
-    """A linear layer that every tensor-parallel rank has whole, as Transformer Engine's
-    "duplicated" ones are; returns (out, None).
+    """Linear layer with all weights on every tensor-parallel rank; `forward` returns (out, None).
+
+    It corresponds to a "duplicated" layer of Transformer Engine.
     """
 
     def __init__(
@@ -163,7 +170,7 @@ class WholeLinear(torch.nn.Linear):
 
 
 def _layers(config: Any, count: int, vp_stage: int | None, pp_rank: int | None) -> Any:
-    """The numbers, from 0, of the layers that a stage has."""
+    """Return the numbers, from 0, of the layers of a stage."""
     stages = config.pipeline_model_parallel_layout
     if stages is not None:
         return stages.get_layer_id_list(
@@ -173,7 +180,7 @@ def _layers(config: Any, count: int, vp_stage: int | None, pp_rank: int | None) 
     return range(first, first + count)
 
 
-# What fields of specs are annotated with differs between versions.
+# The annotations of spec fields differ between versions of Megatron.
 _ADD: Any = get_bias_dropout_add
 _NORM: Any = WrappedTorchNorm
 _COLUMNS: Any = ColumnParallelLinear
@@ -181,12 +188,13 @@ _ROWS: Any = RowParallelLinear
 
 
 def local_hybrid_stack_spec() -> ModuleSpec:
-    """All kinds of layers of a hybrid model, further heads too. Their norms are layer norms or RMS
-    norms as the configuration says.
+    """Return the spec of a hybrid model with all kinds of layers and multi-token prediction.
+
+    The configuration selects layer norm or RMS norm.
     """
     # From 0.18 on; before, a stack has another home and other kinds of layers.
     home: Any = importlib.import_module("megatron.core.models.hybrid.hybrid_block")
-    # 8: any number but None; the configuration has how many.
+    # 8: any number except None; the configuration has the number of experts.
     experts: Any = get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False)
     return ModuleSpec(
         module=home.HybridStack,
@@ -203,8 +211,8 @@ def local_hybrid_stack_spec() -> ModuleSpec:
                 ),
                 "in_proj",
             ),
-            attention_layer=_attention(_of_gpt(latent=False), "linear_qkv"),
-            mla_layer=_attention(_of_gpt(latent=True)),
+            attention_layer=_attention(_gpt_attention(latent=False), "linear_qkv"),
+            mla_layer=_attention(_gpt_attention(latent=True)),
             **({} if core_version() < OLDEST else {"dsa_layer": _attention(dsa())}),
             mlp_layer=_mlp(),
             moe_layer=ModuleSpec(
@@ -215,13 +223,13 @@ def local_hybrid_stack_spec() -> ModuleSpec:
                     mlp_bda=_ADD,
                 ),
             ),
-            **({} if core_version() < OLDEST else {"mtp_block_spec": _further_heads()}),
+            **({} if core_version() < OLDEST else {"mtp_block_spec": _multi_token_prediction()}),
         ),
     )
 
 
-def _further_heads() -> ModuleSpec:
-    """Norms and projection of further heads, whose layers are those of the pattern."""
+def _multi_token_prediction() -> ModuleSpec:
+    """Return norms and projection of multi-token prediction; the pattern has its layers."""
     layer = get_mtp_layer_spec(cast("Any", None), use_transformer_engine=False)
     return ModuleSpec(
         module=MultiTokenPredictionBlock,
@@ -245,14 +253,14 @@ def _mamba() -> ModuleSpec:
     )
 
 
-def _of_gpt(latent: bool) -> Any:
-    """The attention of Megatron's local GPT layers."""
+def _gpt_attention(latent: bool) -> Any:
+    """Return the attention of Megatron's local GPT layers."""
     layer: Any = get_gpt_layer_local_spec(multi_latent_attention=latent)
     return layer.submodules.self_attention
 
 
 def _attention(attention: Any, projection: str | None = None) -> ModuleSpec:
-    """A layer of attention alone; projection: that into which Transformer Engine fuses the norm."""
+    """Return a layer of attention alone; Transformer Engine fuses its norm into `projection`."""
     names = {"input_layernorm.": f"self_attention.{projection}.layer_norm_"} if projection else {}
     return ModuleSpec(
         module=TransformerLayer,

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Mamba mixers of Megatron need of the package mamba_ssm, in operators of torch: for
-`cpu.enable`.
+"""Operators of the package mamba_ssm for Megatron's Mamba mixers, in torch, for `cpu.enable`.
 
-Megatron builds a mixer only where mamba_ssm is installed, whose kernels need a GPU. What stands in
-for its gated norm and its fused kernel computes the same, token by token: for tests and debugging.
+Megatron builds a mixer only if mamba_ssm is installed, whose kernels need a GPU. Replacements of
+its gated norm and its fused kernel compute the same results, token by token.
 """
 
 from __future__ import annotations
@@ -20,10 +19,8 @@ from ...megatron.patching import PatchSet, core_version
 
 
 def patch(patches: PatchSet) -> None:
-    """Add to a set of patches what lets Mamba mixers (from 0.19 on), and models of hybrid stacks
-    without Transformer Engine, run on a CPU.
-    """
-    if core_version() < OLDEST:  # whose mixers need triton to be imported
+    """Add the patches for Mamba mixers (from 0.19 on) and hybrid stacks on a CPU."""
+    if core_version() < OLDEST:  # older mixers require triton
         return
     mamba_mixer = homes.module("mamba_mixer")
     if not mamba_mixer.HAVE_MAMBA_SSM:
@@ -41,8 +38,18 @@ def patch(patches: PatchSet) -> None:
 
 
 class GatedNorm(torch.nn.Module):
-    """RMS norm of groups of channels, of x times silu(z), in fp32 at least; the mixer sets
-    `tp_group`.
+    """RMS norm of groups of channels with a gate silu(z), computed at least in fp32.
+
+    Args:
+        hidden_size: Number of channels.
+        eps: Added to the mean of squares.
+        group_size: Channels of a group; default: all.
+        norm_before_gate: Apply the gate after the norm.
+        device: Device of the weight.
+        dtype: Dtype of the weight.
+
+    Attributes:
+        tp_group: Tensor-parallel group, which the mixer sets.
     """
 
     tp_group: Any
@@ -61,7 +68,7 @@ class GatedNorm(torch.nn.Module):
         self.eps, self.group, self.before = eps, group_size or hidden_size, norm_before_gate
 
     def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
-        """X [..., channels] and the gate z, or None, of the same shape -> like x."""
+        """Return the norm of x [..., channels]; z is the gate of the same shape, or None."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if z is not None and not self.before:
             wide = wide * F.silu(z.to(wide.dtype))
@@ -75,7 +82,7 @@ class GatedNorm(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
     ) -> dict:
-        """As Megatron's own: the weight is split over tensor-parallel ranks."""
+        """Return the sharded state; as in Megatron, tensor-parallel ranks split the weight."""
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
         return make_sharded_tensors_for_checkpoint(
@@ -102,16 +109,34 @@ def split_conv1d_scan(
     seq_idx: Any = None,
     **unused: Any,
 ) -> torch.Tensor:
-    """mamba_ssm's `mamba_split_conv1d_scan_combined` without its last norm and projection.
+    """Compute mamba_ssm's `mamba_split_conv1d_scan_combined` without last norm and projection.
 
-    b batch, l tokens, h heads of width p, g groups of states of width n. zxbcdt [b, l, 2hp + 2gn +
-    h] -> [b, l, hp]; conv1d_weight [hp + 2gn, width]; dt_bias, A [h]; D [h] or [h, p]. Raises
-    `ValueError` for packed batches.
+    Shape letters: b batch, l tokens, h heads of width p, g groups of states of width n.
+
+    Args:
+        zxbcdt: Tensor [b, l, 2hp + 2gn + h].
+        conv1d_weight: Tensor [hp + 2gn, width].
+        conv1d_bias: Tensor [hp + 2gn].
+        dt_bias: Tensor [h].
+        A: Tensor [h].
+        D: Tensor [h] or [h, p].
+        chunk_size: Unused.
+        activation: "silu", "swish", or another name for no activation.
+        headdim: Width p of a head; default: from D.
+        ngroups: Number of groups g.
+        seq_idx: Indices of packed documents; must be None.
+        **unused: Other arguments of the fused kernel.
+
+    Returns:
+        Tensor [b, l, hp].
+
+    Raises:
+        ValueError: The batch is packed.
     """
     if seq_idx is not None:
         raise ValueError(
             "packed batches: Megatron's own Mamba mixer has no operator for them on a CPU; "
-            "take --burst-linear auto with --context-parallel-algo burst"
+            "use --burst-linear auto with --context-parallel-algo burst"
         )
     heads = len(A)
     width = headdim or D.shape[-1]
@@ -123,8 +148,8 @@ def split_conv1d_scan(
     x, keys, queries = mixed.split((heads * width, states, states), -1)
     x = x.unflatten(-1, (heads, width))
     keys, queries = (
-        each.unflatten(-1, (ngroups, -1)).repeat_interleave(heads // ngroups, 2)
-        for each in (keys, queries)
+        projected.unflatten(-1, (ngroups, -1)).repeat_interleave(heads // ngroups, 2)
+        for projected in (keys, queries)
     )
     dt = F.softplus(dt + dt_bias)
     state = x.new_zeros(x.shape[0], heads, width, keys.shape[-1], dtype=dt.dtype)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets Megatron-Bridge train a recipe without a GPU, with gloo: for tests and debugging.
+"""Recipes of Megatron-Bridge on a machine without a GPU, with gloo, for tests and debugging.
 
-`cpu`, in this folder, handles Megatron-Core. This module handles what Bridge assumes beyond it, and
-replaces the settings of a recipe that need a GPU.
+The module `cpu` handles Megatron-Core. This module handles further assumptions of Bridge, and
+replaces settings of a recipe that need a GPU.
 
-Bridge 0.3 imports Transformer Engine for adapters that are not run here, and there is no
-Transformer Engine for CPUs. An empty module stands in for it during that import.
+Bridge 0.3 imports Transformer Engine for adapters that are not used here, and Transformer Engine
+does not exist for CPUs. An empty module replaces it during this import.
 """
 
 from __future__ import annotations
@@ -27,17 +27,20 @@ from . import cpu
 _NAME = "recipes on the cpu"
 _ENGINE = ("transformer_engine", "transformer_engine.pytorch")
 _ADAPTERS = "megatron.bridge.peft.lora"
-# These look for Transformer Engine when they are imported, so they come before the stand-in.
-_ASK_FOR_ENGINE = (
+# These modules try to import Transformer Engine, so they are imported before the empty module.
+_TRY_ENGINE = (
     "megatron.core.models.gpt", "megatron.core.transformer.transformer_block",
     "megatron.core.optimizer", "megatron.core.transformer.moe.router",
 )  # fmt: skip
 
 
 def enable() -> None:
-    """Map CUDA to the CPU in this process, and import Megatron-Bridge. Safe to call twice.
+    """Map CUDA to the CPU in this process and import Megatron-Bridge.
 
-    Raises `RuntimeError` when CUDA is available.
+    A second call has no effect.
+
+    Raises:
+        RuntimeError: CUDA is available.
     """
     if patching.installed(_NAME) is not None:
         return
@@ -46,34 +49,35 @@ def enable() -> None:
     initialize = importlib.import_module("megatron.bridge.training.initialize")
     with patching.patch_set(_NAME) as patches:
         cpu.patch_start(patches, initialize)
-        # A wheel of megatron-core holds the helpers compiled, and no makefile.
+        # A wheel of megatron-core contains compiled helpers, but no makefile.
         patches.replace_function(initialize, "compile_helpers", _nothing)
 
 
 def import_bridge() -> None:
-    """Map CUDA to the CPU in this process, and import the models of Megatron-Bridge, without its
-    training loop: what frameworks with a loop of their own, such as verl, need of it.
+    """Map CUDA to the CPU in this process and import the models of Megatron-Bridge.
+
+    The training loop is not imported, because frameworks such as verl have their own.
     """
     cpu.enable()
-    for name in _ASK_FOR_ENGINE:
+    for name in _TRY_ENGINE:
         importlib.import_module(name)
     try:
         importlib.import_module(_ADAPTERS)
     except ModuleNotFoundError as error:
         if error.name not in _ENGINE:
             raise
-        with _stand_in():
+        with _empty_engine():
             importlib.import_module(_ADAPTERS)
 
 
 def disable() -> None:
-    """Undo `enable()`; nothing happens if it was not called."""
+    """Undo `enable()`; no effect if it was not called."""
     patching.remove(_NAME)
     cpu.disable()
 
 
 def adapt(recipe: Any) -> None:
-    """Change a recipe of Bridge so that a CPU can train it: fp32, gloo, no fused kernels."""
+    """Change a recipe of Bridge for training on a CPU: fp32, gloo, no fused kernels."""
     provider = importlib.import_module("megatron.bridge.models.gpt_provider")
     recipe.mixed_precision = None
     recipe.dist.distributed_backend = "gloo"
@@ -104,15 +108,15 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class _EmptyClasses:
-    """Every attribute is a new class, which no object is an instance of."""
+    """Namespace in which every attribute is a new class without instances."""
 
     def __getattr__(self, name: str) -> type:
         return type(name, (), {})
 
 
 @contextmanager
-def _stand_in() -> Iterator[None]:
-    """Inside, `import transformer_engine.pytorch` finds empty modules."""
+def _empty_engine() -> Iterator[None]:
+    """Replace `transformer_engine.pytorch` by empty modules inside this context."""
     package, module = (ModuleType(name) for name in _ENGINE)
     module.Linear = type("Linear", (torch.nn.Module,), {})  # pyright: ignore[reportAttributeAccessIssue]
     module.ops = _EmptyClasses()  # pyright: ignore[reportAttributeAccessIssue]

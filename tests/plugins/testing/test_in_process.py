@@ -150,7 +150,9 @@ def test_ranks_inside_one_checkpoint_are_refused():
 def test_a_tensor_that_is_no_argument_and_needs_a_gradient_is_refused(argument_needs_it):
     weight = torch.ones(2, requires_grad=True)
     tensors = [torch.ones(2, requires_grad=argument_needs_it) for _ in range(2)]
-    with pytest.raises(ValueError, match=r"tensor \[2\] that needs a gradient and is no argument"):
+    with pytest.raises(
+        ValueError, match=r"tensor \[2\] that needs a gradient and is not an argument"
+    ):
         in_process.on_ranks(in_process.groups(intra=2), lambda x: x * weight, tensors)
 
 
@@ -165,5 +167,5 @@ def test_a_process_that_forks_has_its_own_threads():
 
 
 def test_a_call_without_ranks_is_refused():
-    with pytest.raises(ValueError, match="0 ranks; give arguments for 1 to 1024 ranks"):
+    with pytest.raises(ValueError, match="0 ranks; pass arguments for 1 to 1024 ranks"):
         in_process.groups(intra=2).run(lambda: None)

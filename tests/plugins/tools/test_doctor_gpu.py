@@ -59,7 +59,7 @@ def test_the_file_has_every_kernel_and_says_that_a_cpu_is_none(written):
     assert "- aten_cudnn: kernel aten_cudnn runs on cuda tensors" in text
     timed = {(record["kernel"], record["pass"]) for record in facts["times"]}
     assert ("aten", "backward") in timed
-    assert "takes aten (causal), aten (full), aten (window 64)" in text
+    assert "selects aten (causal), aten (full), aten (window 64)" in text
     assert "One GPU: not measured." in text
     assert facts["versions"]["torch"] == torch.__version__
     assert facts["versions"]["NCCL"] == "-"
@@ -126,7 +126,7 @@ def test_a_wrong_part_of_a_kernel_is_a_problem(part, how, monkeypatch):
     records = []
     wrong, fine, _ = accuracy.kernels(CPU, records)
     assert (wrong.level, fine.level) == ("problem", "ok")
-    assert "computes wrongly" in wrong.what
+    assert "wrong result" in wrong.what
     text = document._accuracy(json.loads(json.dumps(records)))
     assert text.count("WRONG") == 2
     assert text.count("not finite") == (2 if how == "nan" else 0)
@@ -203,7 +203,7 @@ def test_what_runs_at_once_is_hidden_and_what_waits_is_not(ranks):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "--gpu-report needs a GPU that torch sees, and torch"),
+        ([], "--gpu-report requires a GPU, and torch"),
         (["--device", "cpu", "--distributed"], "--gpu-report excludes --distributed"),
         (["--device", "cpu", "--json", "--", "x.py"], "excludes --json, COMMAND"),
     ],
@@ -223,7 +223,7 @@ def test_a_place_that_is_none_is_refused_with_the_missing_gpu(tmp_path, capsys):
     assert main(["doctor", "--gpu-report", str(tmp_path / "no" / "r.md")]) == 2
     said = capsys.readouterr().err
     assert "its folder does not exist" in said
-    assert torch.cuda.is_available() or "needs a GPU" in said
+    assert torch.cuda.is_available() or "requires a GPU" in said
     assert main(["doctor", "--gpu-report", str(tmp_path), "--device", "cpu"]) == 2
     assert "is a folder" in capsys.readouterr().err
     (tmp_path / "loop").symlink_to(tmp_path / "loop")

@@ -153,11 +153,14 @@ def test_the_command_runs_ranks_and_notes_every_stream(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("", "name a file to write: --out FILE or --chrome FILE"),
+        ("", "no output file; set --out FILE or --chrome FILE"),
         ("--out x.png --device cuda --nodes 8", "16 ranks need as many GPUs"),
         ("--out x.png --nodes 0", "--nodes must be at least 1, got 0"),
         ("--out x.png --nodes 5 --per-node 4", "at most 16 processes, got 20"),
-        ("--out x.png --events pyproject.toml", "pyproject.toml holds no trace of megatron-burst"),
+        (
+            "--out x.png --events pyproject.toml",
+            "pyproject.toml contains no trace of megatron-burst",
+        ),
         ("--out x.png --events nowhere.json", "No such file"),
     ],
 )
@@ -199,5 +202,5 @@ def test_a_profile_without_attention_is_no_trace(tmp_path):
     with torch.profiler.profile() as profile:
         torch.ones(2) + 1
     profile.export_chrome_trace(str(tmp_path / "profile.json"))
-    with pytest.raises(ValueError, match="no attention ran in it"):
+    with pytest.raises(ValueError, match="it has no events of attention"):
         record.load([tmp_path / "profile.json"])

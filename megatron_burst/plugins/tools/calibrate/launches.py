@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measurements of the host's time per launch, the fields of `HostTime`.
 
-The time of the launching thread is measured until a call returns. On a GPU this is wall-clock time, because the thread does not wait for an idle device. On a CPU it is the thread's own time,
-without waits. Tensors are small, because the launch of a large tensor takes the same time.
+The time of the launching thread is measured until a call returns. On a GPU this is wall-clock time,
+because the thread does not wait for an idle device. On a CPU it is the thread's own time, without
+waits. Tensors are small, because the launch of a large tensor takes the same time.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megatron-burst doctor --gpu-report FILE`: one file that a user with a GPU can send back.
+"""`megatron-burst doctor --gpu-report FILE`: write a report that a user with a GPU can send back.
 
     megatron-burst doctor --gpu-report report.md
     torchrun --nproc-per-node 8 -m megatron_burst doctor --gpu-report report.md    # overlap too
 
-The file has every kernel's errors against float64 and its times, overlap on the real groups,
-versions, and the doctor's findings. `--device cpu` is a dry run, and the file says so.
+The report contains the errors of every kernel against float64, its times, overlap on the real
+groups, versions, and the findings of the doctor. `--device cpu` is a dry run, which the report
+states.
 """
 
 from __future__ import annotations
@@ -24,14 +25,22 @@ from ....cli.doctor.report import Finding, note, ok, status
 from ....kernels.flash_packages import PACKAGES as FLASH
 from . import accuracy, document, times
 
-FORMAT = 1  # of the JSON
+FORMAT = 1  # version of the JSON format
 
 
 def run(path: Path, device_name: str, quick: bool) -> int:
-    """Examine the device and write `path`, anew after each section; under torchrun rank 0 does.
+    """Examine the device and write the report again after each section.
 
-    Returns the exit status: 1 if there is a problem, on rank 0 only. Raises ValueError where there
-    is no GPU or no place for the file.
+    Args:
+        path: File of the report, which rank 0 writes.
+        device_name: "cuda", or "cpu" for a dry run.
+        quick: Skip the checks of installed packages.
+
+    Returns:
+        The exit status: 1 on rank 0 if there is a problem, otherwise 0.
+
+    Raises:
+        ValueError: There is no GPU, or the file cannot be written.
     """
     writes = machine.rank() == 0
     check(path if writes else None, device_name)
@@ -46,7 +55,7 @@ def run(path: Path, device_name: str, quick: bool) -> int:
     measuring = times.overlap(device, facts["overlap"])
     if not writes:
         list(measuring)
-        return 0  # whatever the findings: torchrun would end rank 0, which reports them
+        return 0  # with another status torchrun would end rank 0, which reports the findings
     sections: list[tuple[str, Iterable[Finding]]] = [
         ("", _device(facts)),
         ("measuring overlap", measuring),
@@ -56,40 +65,40 @@ def run(path: Path, device_name: str, quick: bool) -> int:
     if not quick:
         tried = chain(installed.versions(False), library.library(), installed.hooks())
         sections.append(("trying what is installed", tried))
-    for doing, section in sections:
-        shown.add(section, doing)
-        _write(path, facts, shown)  # whatever ends this process next
+    for activity, section in sections:
+        shown.add(section, activity)
+        _write(path, facts, shown)  # a later section may end this process
     facts["finished"] = True
     _write(path, facts, shown)
-    shown.add([ok("written", f"{path}: send it back, or read it first: it is short")])
+    shown.add([ok("written", f"{path}: send this file back; it is short, you may read it first")])
     shown.end({})
     return status(shown.findings)
 
 
 def _write(path: Path, facts: document.Facts, shown: report.Report) -> None:
-    facts["findings"] = [one._asdict() for one in shown.findings]
+    facts["findings"] = [finding._asdict() for finding in shown.findings]
     path.write_text(document.text(facts), encoding="utf-8")
 
 
 def check(path: Path | None, device: str) -> None:
-    """Raise one ValueError with all that is in the way; path: None on ranks that do not write."""
-    wrong = []
-    if path is not None and (what := _refused(path)):
-        wrong.append(f"--gpu-report {path}: {what}; give a file that can be written")
+    """Raise one ValueError with all problems; `path` is None on ranks that do not write."""
+    problems = []
+    if path is not None and (reason := _refused(path)):
+        problems.append(f"--gpu-report {path}: {reason}; set a file that can be written")
     if device == "cuda" and not torch.cuda.is_available():
-        built = torch.version.cuda
-        how = f"is built for CUDA {built}" if built else "is built without CUDA"
-        wrong.append(
-            f"--gpu-report needs a GPU that torch sees, and torch {torch.__version__}, which {how}"
-            ", sees none; check nvidia-smi and CUDA_VISIBLE_DEVICES, and install a CUDA build of "
-            "torch; --device cpu is a dry run that says nothing of a GPU"
+        cuda = torch.version.cuda
+        build = f"is built for CUDA {cuda}" if cuda else "is built without CUDA"
+        problems.append(
+            f"--gpu-report requires a GPU, and torch {torch.__version__}, which {build}, finds "
+            "none; check nvidia-smi and CUDA_VISIBLE_DEVICES, and install a CUDA build of torch; "
+            "--device cpu is a dry run without information about a GPU"
         )
-    if wrong:
-        raise ValueError("; ".join(wrong))
+    if problems:
+        raise ValueError("; ".join(problems))
 
 
 def _refused(path: Path) -> str:
-    """Why the file cannot be written; empty if it can. Leaves everything as it is."""
+    """Return the reason why the file cannot be written, empty if it can; change no file."""
     try:
         existed = path.exists()
         with path.open("ab"):
@@ -106,7 +115,7 @@ def _refused(path: Path) -> str:
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """Name -> version of what decides how kernels and communication behave; "-" is absent."""
+    """Return versions of packages that affect kernels and communication; "-" if absent."""
     cuda = device.type == "cuda"
     releases = {
         "megatron-burst": installed.version("megatron-burst"),
@@ -116,7 +125,7 @@ def versions(device: torch.device) -> dict[str, str]:
         "cuDNN": str(torch.backends.cudnn.version()) if cuda else None,
         "NCCL": ".".join(map(str, nccl.version())) if cuda else None,
         "Megatron-Core": installed.megatron_version(),
-        **{name: installed.version(*each) for name, each in installed.PACKAGES.items()},
+        **{name: installed.version(*names) for name, names in installed.PACKAGES.items()},
         **{package.title: package.version for package in FLASH.values()},
     }
     return {name: version or "-" for name, version in releases.items()}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel against float64, beside torch's own attention on the same input.
+"""Errors of every kernel against float64, compared with torch's own attention on the same input.
 
-Each runs in bf16 on the pairs of two ranks, under three masks, with either side. A
-kernel is wrong where its error is more than `BOUND` times torch's.
+Each kernel runs in bf16 on the pairs of two ranks, with three masks and both sides. A kernel is
+wrong if its error is more than `BOUND` times the error of torch.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ....kernels.registry import KERNELS, make
 
 BOUND = 4.0
 PARTS = ("out", "dq", "dk", "dv")
-HEADS, WIDTH = (4, 2), 128  # query heads and key/value heads; of a head
-LENGTH = {"cuda": 2048, "cpu": 128}  # of the whole sequence
+HEADS, WIDTH = (4, 2), 128  # query heads and key/value heads; width of a head
+LENGTH = {"cuda": 2048, "cpu": 128}  # positions of the sequence
 SIDES = ("kv", "query")
 Record = dict[str, Any]
 
 
 class Case(NamedTuple):
-    """A mask, and the same by hand: visible(row, column) of positions."""
+    """Mask, and a handwritten function visible(row, column) of positions for it."""
 
     name: str
     mask: masks.Mask
@@ -46,10 +46,13 @@ CASES = (
 
 
 def kernels(device: torch.device, records: list[Record]) -> Iterator[Finding]:
-    """A finding for each kernel, and one for what "auto" takes.
+    """Yield a finding for each kernel, and one for the kernels that "auto" selects.
 
-    To `records` one of each kernel, mask and side is added: "errors" and "torch", the largest error
-    of each part against float64, or "refused" or "failed" with the reason.
+    Args:
+        device: Device of the kernels.
+        records: List to which a record of each kernel, mask and side is added. "errors" and
+            "torch" are the largest errors of each part against float64; "refused" or "failed" has
+            the reason.
     """
     problems = [(case, *_problem(case, device)) for case in CASES]
     for name in KERNELS:
@@ -61,37 +64,37 @@ def kernels(device: torch.device, records: list[Record]) -> Iterator[Finding]:
                 judged.append(record)
         records += judged
         yield _finding(name, device, judged)
-    q, k, v = problems[0][1][:3]  # alike under all masks but for their numbers
-    taken = [f"{make('auto', q, k, v, mask=case.mask).name} ({case.name})" for case in CASES]
-    yield ok("kernel auto", f"takes {', '.join(taken)}")
+    q, k, v = problems[0][1][:3]  # shapes and dtypes are the same for all masks
+    selected = [f"{make('auto', q, k, v, mask=case.mask).name} ({case.name})" for case in CASES]
+    yield ok("kernel auto", f"selects {', '.join(selected)}")
 
 
 def _finding(name: str, device: torch.device, records: Sequence[Record]) -> Finding:
     topic = f"kernel {name}"
     failed = [record["failed"] for record in records if "failed" in record]
     if failed:
-        return problem(topic, f"fails on {device.type}: {failed[0]}", "take another kernel")
+        return problem(topic, f"fails on {device.type}: {failed[0]}", "use another kernel")
     ran = [record for record in records if "errors" in record]
     if not ran:
         return note(topic, f"not usable on {device.type}: {records[0]['refused']}")
     worst = max(ratio(record) for record in ran)
     masks_ = ", ".join(dict.fromkeys(record["mask"] for record in ran))
-    what = f"errs at most {worst:.2f} times as much as torch's attention ({masks_})"
+    text = f"largest error is {worst:.2f} times the error of torch's attention ({masks_})"
     if worst > BOUND:
-        return problem(topic, f"computes wrongly on {device.type}: {what}", "take another kernel")
-    return ok(topic, what)
+        return problem(topic, f"wrong result on {device.type}: {text}", "use another kernel")
+    return ok(topic, text)
 
 
 def ratio(record: Record) -> float:
-    """The largest of the kernel's errors over torch's, of all parts."""
+    """Return the largest ratio of the kernel's error and torch's error over all parts."""
     pairs = [(record["errors"][part], record["torch"][part]) for part in PARTS]
-    return max(math.inf if error is None else error / max(other, 1e-7) for error, other in pairs)
+    return max(math.inf if error is None else error / max(stock, 1e-7) for error, stock in pairs)
 
 
 def _judged(name: Any, case: Case, side: Any, inputs: Sequence[torch.Tensor], truth: Any) -> Record:
     try:
         return {"errors": _errors(by_pairs(name, case.mask, side, inputs), truth)}
-    except ValueError as reason:  # it does not fit here, and says so
+    except ValueError as reason:  # the kernel does not support the case
         text = str(reason).removeprefix("rank 0: ")
         return {"refused": text.split(";")[0].splitlines()[0]}
     except Exception as error:
@@ -100,7 +103,7 @@ def _judged(name: Any, case: Case, side: Any, inputs: Sequence[torch.Tensor], tr
 
 
 def _errors(got: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> Record:
-    """The largest difference of each part; None, which JSON has, where one is not finite."""
+    """Return the largest error of each part; None, which JSON supports, if it is not finite."""
     errors: Record = {}
     for part, result, right in zip(PARTS, got, truth, strict=True):
         worst = (result.double() - right).abs().max().item()
@@ -109,22 +112,22 @@ def _errors(got: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> Recor
 
 
 def _problem(case: Case, device: torch.device) -> tuple[list[torch.Tensor], Any, Record]:
-    """Inputs, the truth, and the errors of torch's own attention."""
+    """Return the inputs, the results in float64, and the errors of torch's own attention."""
     draw, length = torch.Generator().manual_seed(2), LENGTH[device.type]
     heads = (HEADS[0], HEADS[1], HEADS[1], HEADS[0])
     inputs = [
-        torch.randn(length, 1, each, WIDTH, generator=draw).to(device, torch.bfloat16)
-        for each in heads
+        torch.randn(length, 1, count, WIDTH, generator=draw).to(device, torch.bfloat16)
+        for count in heads
     ]
-    every = torch.arange(length, device=device)
-    seen = case.visible(every[:, None], every[None, :])
+    positions = torch.arange(length, device=device)
+    seen = case.visible(positions[:, None], positions[None, :])
     q, k, v, dout = inputs
     truth = dense(q, k, v, dout, seen)
     return inputs, truth, _errors(_stock(inputs, seen), truth)
 
 
 def _stock(inputs: Sequence[torch.Tensor], seen: torch.Tensor) -> list[torch.Tensor]:
-    """out, dq, dk, dv of torch's own operator; shared keys and values are repeated for it."""
+    """Return out, dq, dk, dv of torch's own operator, for which keys and values are repeated."""
     group = HEADS[0] // HEADS[1]
     wide = [x if x.shape[2] == HEADS[0] else x.repeat_interleave(group, 2) for x in inputs]
     *leaves, dout = (x.permute(1, 2, 0, 3).contiguous() for x in wide)

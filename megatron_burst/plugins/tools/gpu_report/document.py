@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file that is sent back: Markdown to read, and the same facts as JSON at its end.
+"""Text of the GPU report: Markdown for readers, and the same facts as JSON at its end.
 
-It contains versions, kinds of devices, figures, and sentences from which paths, addresses, host
-names and user names are removed, as far as their form shows them.
+It contains versions, device types, figures and messages. Paths, addresses, host names and user
+names are removed if a pattern below matches them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 from ....units import duration, grid_of
 from .accuracy import BOUND, PARTS, ratio
 
-DRY = "A dry run on a CPU. Nothing in this file was run on a GPU, and no time in it means anything."
-# An absolute path, of which the last part stays; a URL or "and/or" is none. In quotes it may have
+DRY = "A dry run on a CPU. Nothing in this file was run on a GPU; ignore all times in it."
+# An absolute path, whose last part stays. URLs and "and/or" do not match. A quoted path may have
 # blanks.
 PATH = re.compile(
     r"(?:\bfile:/+|(?<![\w/.:])(?:~|[A-Za-z]:)?[/\\]|(?<=:)[/\\](?![/\\]))"
@@ -30,44 +30,49 @@ PATH = re.compile(
 )
 QUOTED = re.compile(r"(['\"])(?:file:|~|[A-Za-z]:)?[/\\][^'\"\n]*[/\\]([^'\"\n/\\]*)\1")
 # A machine and its port, as torch and NCCL write them: [name]:1, (name, 29500), name<1>, a.b:1,
-# name:29500. A file of source code and its line is none.
+# name:29500. A source file with a line number does not match.
 PORT = re.compile(
     r"\[[^\]\s]+\]:\d+|(?<=\()(?!\d+,)[\w.:-]+, \d{4,5}(?=\))|[\w.-]+<(?:[\w.:]+:)?\d{4,5}>|"
     r"(?<![\w.-])(?![\w.-]+\.(?:py|pyx|c|cc|cpp|cu|cuh|h|hpp|so):)"
     r"(?:[\w-]+(?:\.[\w-]+)+:\d|[\w-]+:\d{4})\d*\b"
 )
-# What may be an address of IPv4 or IPv6, with its network interface.
+# A candidate for an IPv4 or IPv6 address, with its network interface.
 ADDRESS = re.compile(
     r"(?<![\w:.])(?:\d+(?:\.\d+){3}|[\da-fA-F]*:[\da-fA-F:.]*[\da-fA-F:])(?:%\w+)?(?!\w)"
 )
-UNFINISHED = "The examination did not end: what comes last is missing."
+UNFINISHED = "The examination did not end: the last sections are missing."
 Facts = dict[str, Any]
 
 
 def text(facts: Facts) -> str:
-    """The whole file, without private names, paths and addresses."""
+    """Return the text of the file, without private names, paths and addresses."""
     facts = impersonal(facts, names())
     parts = [
-        "# What megatron-burst does on this machine",
+        "# GPU report of megatron-burst",
         DRY if facts["device"] == "cpu" else f"On {facts['gpus'][0]}.",
         *([] if facts["finished"] else [UNFINISHED]),
         "## Versions\n\n" + _table(["", "version"], facts["versions"].items()),
         "## Kernels against float64\n\n"
-        "bf16; the largest error over that of torch's own attention, of which at most "
-        f"{BOUND:g} is right.\n\n" + _accuracy(facts["accuracy"]),
-        "## Times\n\nOne causal pair: median [quartiles], and TFLOP/s on what attends.\n\n"
+        "bf16; the largest error divided by the error of torch's own attention. A kernel is "
+        f"correct up to a ratio of {BOUND:g}.\n\n" + _accuracy(facts["accuracy"]),
+        "## Times\n\nOne causal pair: median [quartiles], and TFLOP/s on visible pairs.\n\n"
         + _times(facts["times"]),
         "## Overlap\n\n" + _overlap(facts["overlap"]),
         "## Findings\n\n"
-        + _table(["", "topic", "what", "what to do"], (one.values() for one in facts["findings"])),
-        "## The same for programs\n\n```json\n" + json.dumps(facts, indent=1) + "\n```",
+        + _table(
+            ["", "topic", "what", "what to do"],
+            (finding.values() for finding in facts["findings"]),
+        ),
+        "## Data\n\n```json\n" + json.dumps(facts, indent=1) + "\n```",
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def names() -> set[str]:
-    """Names of this machine, of the machine where ranks meet, and of the user. A single letter, a
-    number (the beginning of an address) and root identify nobody and are left out.
+    """Return the names of this machine, of the machine of rank 0, and of the user.
+
+    Single letters, numbers (the beginning of an address) and root identify no person and are
+    skipped.
     """
     hosts = [socket.gethostname(), os.environ.get("MASTER_ADDR", "")]
     named = {*hosts, *(host.partition(".")[0] for host in hosts), Path.home().name}
@@ -78,16 +83,21 @@ def names() -> set[str]:
 
 
 def impersonal(value: Any, private: Iterable[str]) -> Any:
-    """The same, in every text file names instead of paths, and no private name."""
+    """Return a value whose texts have file names for paths, and no private names.
+
+    Args:
+        value: Text, or nested lists and dictionaries of texts and other values.
+        private: Private names, which are replaced by "...".
+    """
     if isinstance(value, dict):
-        return {key: impersonal(each, private) for key, each in value.items()}
+        return {key: impersonal(entry, private) for key, entry in value.items()}
     if isinstance(value, list):
-        return [impersonal(each, private) for each in value]
+        return [impersonal(entry, private) for entry in value]
     if not isinstance(value, str):
         return value
     value = PATH.sub(r"\1", QUOTED.sub(r"\1\2\1", value))
     value = ADDRESS.sub(_without_address, PORT.sub("...", value))
-    for name in sorted(private, key=len, reverse=True):  # a whole name before its first part
+    for name in sorted(private, key=len, reverse=True):  # a full name before its first part
         value = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "...", value)
     return value
 
@@ -111,18 +121,18 @@ def _table(head: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
 def _accuracy(records: Sequence[Facts]) -> str:
     rows, refused = [], {}
     for record in records:
-        where = [record["kernel"], record["mask"], record["side"]]
+        case = [record["kernel"], record["mask"], record["side"]]
         if "refused" in record:
             refused[record["kernel"], record["refused"]] = None
             continue
         if "failed" in record:
-            rows.append([*where, *"-" * len(PARTS), f"FAILED: {record['failed']}"])
+            rows.append([*case, *"-" * len(PARTS), f"FAILED: {record['failed']}"])
             continue
         pairs = [(record["errors"][part], record["torch"][part]) for part in PARTS]
         errors = [f"{'not finite' if a is None else f'{a:.2e}'} ({b:.2e})" for a, b in pairs]
         worst = ratio(record)
-        rows.append([*where, *errors, f"{worst:.2f}{'' if worst <= BOUND else ', WRONG'}"])
-    head = ["kernel", "mask", "side", *(f"{part} (torch)" for part in PARTS), "of torch's"]
+        rows.append([*case, *errors, f"{worst:.2f}{'' if worst <= BOUND else ', WRONG'}"])
+    head = ["kernel", "mask", "side", *(f"{part} (torch)" for part in PARTS), "ratio"]
     lines = "\n".join(f"- {name}: {reason}" for name, reason in refused)
     return _table(head, rows) + (f"\n\nNot run:\n\n{lines}" if lines else "")
 
@@ -130,10 +140,10 @@ def _accuracy(records: Sequence[Facts]) -> str:
 def _times(records: Sequence[Facts]) -> str:
     rows = []
     for record in records:
-        took = {name: duration(value) for name, value in record["seconds"].items()}
+        times = {name: duration(value) for name, value in record["seconds"].items()}
         rows.append([
             record["kernel"], record["pass"], record["rows"], ":".join(map(str, record["heads"])),
-            f"{took['median']} [{took['low']}, {took['high']}]", f"{record['tflops']:.3g}",
+            f"{times['median']} [{times['low']}, {times['high']}]", f"{record['tflops']:.3g}",
         ])  # fmt: skip
     return _table(["kernel", "pass", "rows", "heads", "time", "TFLOP/s"], rows)
 
@@ -151,8 +161,8 @@ def _overlap(record: Facts) -> str:
     nodes, per_node = record["grid"]
     limit = f", CUDA_DEVICE_MAX_CONNECTIONS {record['CUDA_DEVICE_MAX_CONNECTIONS'] or 'unset'}"
     return (
-        f"{record['ranks']} ranks, {grid_of(per_node, nodes)}{limit}. Each alone and both at once; "
-        "hidden is 1 where the shorter costs nothing and 0 where one waits for the other. Two "
-        "rings of one node share its links.\n\n"
+        f"{record['ranks']} ranks, {grid_of(per_node, nodes)}{limit}. Times of each alone and of "
+        "both at once; hidden is 1 if the shorter adds no time and 0 if one waits for the other. "
+        "Two rings of one node share its links.\n\n"
         + _table(["", "first", "second", "both", "hidden"], rows)
     )

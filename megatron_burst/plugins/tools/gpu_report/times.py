@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long each kernel takes on this device, and what communication hides behind it.
+"""Times of each kernel on this device, and overlap of communication and computation.
 
-Kernels: one causal pair, forward and backward; they take turns, round by round, so that whatever
-else the machine does slows all of them alike. Overlap, under torchrun: an exchange with the
-neighbour while the local attention runs, and an exchange on the ring within nodes while another is
-on the ring between them, of a grid of two halves. The result is stated as hidden = (a + b - both) /
-min(a, b): 1 where the shorter costs nothing, 0 where one waits for the other. Two rings of one node
-share its links, so below 1 is no fault there.
+Kernels run forward and backward of one causal pair. They run in turns, round by round, so that
+other load of the machine slows all of them equally. Overlap is measured under torchrun, for two
+cases: an exchange with the neighbour during local attention, and an exchange on the ring within
+nodes during one on the ring between nodes, in a grid of two halves. The result is hidden = (a + b -
+both) / min(a, b): 1 if the shorter adds no time, 0 if one waits for the other. Two rings of one
+node share its links, so a value below 1 is not a fault there.
 """
 
 from __future__ import annotations
@@ -30,22 +30,27 @@ from ..calibrate.ranks import Ranks, first_line, joined
 ROWS = {"cuda": (4096, 16384), "cpu": (64,)}
 HEADS = {"cuda": (32, 8), "cpu": (4, 2)}
 WIDTH = 128
-ROUNDS = 7  # after one that does not count
+ROUNDS = 7  # measured rounds, after one round that does not count
 MESSAGE = {"cuda": 2**27, "cpu": 2**20}  # bytes
-ONE = "one GPU: not measured; start it under torchrun with two ranks or more"
+ONE_GPU = "one GPU: not measured; start the doctor under torchrun with two ranks or more"
 Record = dict[str, Any]
 Call = Callable[[], object]
-Begun = Callable[[], Call]  # begins, and returns what waits for the end
+Start = Callable[[], Call]  # starts work and returns a function that waits for its end
 
 
-def in_turn(runs: Mapping[Any, Call], took: Callable[[Call], float]) -> dict[Any, list[float]]:
-    """What `took` says of each of these in rounds of all of them; the first does not count."""
+def in_turn(runs: Mapping[Any, Call], measure: Callable[[Call], float]) -> dict[Any, list[float]]:
+    """Return the seconds of each call in rounds of all calls, without the first round.
+
+    Args:
+        runs: Calls by key.
+        measure: Function that runs a call and returns its seconds.
+    """
     times: dict[Any, list[float]] = {key: [] for key in runs}
     for turn in range(1 + ROUNDS):
         for key, run in runs.items():
-            value = took(run)
+            elapsed = measure(run)
             if turn:
-                times[key].append(value)
+                times[key].append(elapsed)
     return times
 
 
@@ -53,39 +58,46 @@ def in_turn(runs: Mapping[Any, Call], took: Callable[[Call], float]) -> dict[Any
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles."""
+    """Return median and quartiles."""
     low, middle, high = quantiles(values, n=4, method="inclusive")
     return {"median": middle, "low": low, "high": high}
 
 
 def kernels(device: torch.device, records: list[Record]) -> Iterator[Finding]:
-    """A finding for each size; to `records` one of each kernel, size and pass is added: seconds
-    as of `spread`, and TFLOP/s on the pairs that attend at the median.
+    """Yield a finding for each size.
+
+    Args:
+        device: Device of the kernels.
+        records: List to which a record of each kernel, size and pass is added, with the seconds of
+            `spread`, and TFLOP/s on visible pairs at the median.
     """
     for rows in ROWS[device.type]:
-        every = {}
+        timed_calls = {}
         for name in KERNELS:
             if name == "reference" and device.type == "cuda":
-                continue  # it holds every score at once
+                continue  # it holds all scores at once
             try:
-                every |= calls(name, rows, device)
+                timed_calls |= calls(name, rows, device)
             except ValueError:
-                continue  # refused, as `accuracy` says
+                continue  # not supported; `accuracy` reports the reason
             except Exception as error:
                 yield note(f"times, kernel {name}, {rows} rows", first_line(error))
         try:
-            rounds = in_turn(every, lambda call: seconds(call, device))
+            rounds = in_turn(timed_calls, lambda call: seconds(call, device))
         except Exception as error:
             yield note(f"times, {rows} rows", first_line(error))
             continue
-        timed = [_record(name, way, rows, device, took) for (name, way), took in rounds.items()]
+        timed = [
+            _record(name, direction, rows, device, samples)
+            for (name, direction), samples in rounds.items()
+        ]
         records += timed
         words = [f"{r['kernel']} {r['pass']} {duration(r['seconds']['median'])}" for r in timed]
         yield ok(f"times, {rows} rows", ", ".join(words))
 
 
 def calls(name: Any, rows: int, device: torch.device) -> dict[tuple[str, str], Call]:
-    """A forward and a backward of a kernel, each run once; raises what the kernel raises."""
+    """Return a forward and a backward of a kernel, each run once."""
     h, k = HEADS[device.type]
     like = {"device": device, "dtype": torch.bfloat16}
     q, keys, values = (torch.empty(rows, 1, n, WIDTH, **like) for n in (h, k, k))
@@ -94,12 +106,14 @@ def calls(name: Any, rows: int, device: torch.device) -> dict[tuple[str, str], C
     return {(name, "forward"): run.forward, (name, "backward"): run.backward}
 
 
-def _record(name: str, way: str, rows: int, device: torch.device, took: list[float]) -> Record:
-    heads, quartiles = HEADS[device.type], spread(took)
-    products = 2 if way == "forward" else 5
+def _record(
+    name: str, direction: str, rows: int, device: torch.device, samples: list[float]
+) -> Record:
+    heads, quartiles = HEADS[device.type], spread(samples)
+    products = 2 if direction == "forward" else 5
     flops = products * 2 * (rows * (rows + 1) // 2) * heads[0] * WIDTH
     return {
-        "kernel": name, "pass": way, "rows": rows, "heads": list(heads), "width": WIDTH,
+        "kernel": name, "pass": direction, "rows": rows, "heads": list(heads), "width": WIDTH,
         "seconds": quartiles, "tflops": flops / quartiles["median"] / 1e12,
     }  # fmt: skip
 
@@ -108,26 +122,33 @@ def _record(name: str, way: str, rows: int, device: torch.device, took: list[flo
 
 
 def overlap(device: torch.device, record: Record) -> Iterator[Finding]:
-    """Findings, and to `record` what was measured: "pairs", of each pair of activities seconds of
-    either alone, of both, and how much was hidden. Collective under torchrun, where it makes and
-    ends the default process group; every rank gets the slowest rank's seconds.
+    """Measure overlap and yield findings; collective under torchrun.
+
+    Under torchrun the function creates and destroys the default process group.
+
+    Args:
+        device: Device of this rank.
+        record: Dictionary to which "pairs" is added: for each pair of activities the seconds of
+            each alone, of both at once, and the hidden fraction. Times are of the slowest rank.
     """
     record["pairs"] = {}
     size = machine.world_size()
     if size < 2:
-        yield note("overlap", ONE)
+        yield note("overlap", ONE_GPU)
         return
     try:
         with joined(size // 2 if size % 2 == 0 and size > 2 else size, 0.0, device) as ranks:
             yield from _pairs(ranks, record)
-    except Exception as error:  # the rest of the file is worth having
+    except Exception as error:  # the other sections are still useful
         record["failed"] = first_line(error)
-        yield problem("overlap", record["failed"], "megatron-burst doctor --distributed says more")
+        yield problem(
+            "overlap", record["failed"], "run megatron-burst doctor --distributed for details"
+        )
 
 
 def _pairs(ranks: Ranks, record: Record) -> Iterator[Finding]:
     record |= {"ranks": ranks.size, "grid": [ranks.nodes, ranks.per_node]}
-    pairs = {"attention and ring": _beside_attention(ranks)}
+    pairs = {"attention and ring": _attention_and_exchange(ranks)}
     if ranks.nodes > 1:
         pairs["two rings"] = _exchange(ranks, "intra"), _exchange(ranks, "inter")
     for name, (first, second) in pairs.items():
@@ -139,29 +160,34 @@ def _pairs(ranks: Ranks, record: Record) -> Iterator[Finding]:
         )
 
 
-def compared(ranks: Ranks, first: Begun, second: Begun) -> Record:
-    """Medians of rounds in which each is taken in turn, by the slowest rank. Collective."""
+def compared(ranks: Ranks, first: Start, second: Start) -> Record:
+    """Return median seconds of two activities alone and at once, and the hidden fraction.
 
-    def both() -> None:
+    Collective; the times are of the slowest rank.
+    """
+
+    def at_once() -> None:
         ends = [first(), second()]
         for end in ends:
             end()
 
-    runs = {"first": lambda: first()(), "second": lambda: second()(), "both": both}
-    times = {name: median(took) for name, took in in_turn(runs, ranks.slowest).items()}
-    alone, other, at_once = times.values()
-    return times | {"hidden": (alone + other - at_once) / min(alone, other)}
+    runs = {"first": lambda: first()(), "second": lambda: second()(), "both": at_once}
+    times = {name: median(samples) for name, samples in in_turn(runs, ranks.slowest).items()}
+    first_alone, second_alone, together = times.values()
+    hidden = (first_alone + second_alone - together) / min(first_alone, second_alone)
+    return times | {"hidden": hidden}
 
 
-def _beside_attention(ranks: Ranks) -> tuple[Begun, Begun]:
-    """An exchange, which is begun first as in a ring, and as many forwards of the local attention
-    as take about as long.
+def _attention_and_exchange(ranks: Ranks) -> tuple[Start, Start]:
+    """Return an exchange, and local attention of about the same time.
+
+    The exchange starts first, as in a ring.
     """
     exchange, device = _exchange(ranks, "intra"), ranks.device
     forward = calls("auto", ROWS[device.type][0], device)["auto", "forward"]
     runs: list[Call] = [lambda: exchange()(), forward]
     for run in runs:
-        run()  # makes connections, compiles
+        run()  # opens connections, compiles
     long, once = map(ranks.slowest, runs)
     times = max(1, min(1000, round(long / once)))
 
@@ -173,9 +199,9 @@ def _beside_attention(ranks: Ranks) -> tuple[Begun, Begun]:
     return exchange, compute
 
 
-def _exchange(ranks: Ranks, ring: str) -> Begun:
-    """One message to the next rank of a ring and one from the last, on the ring's own channel."""
+def _exchange(ranks: Ranks, ring: str) -> Start:
+    """Return an exchange with the next and the previous rank, on the ring's own channel."""
     route = measure.ring_peers(ranks.groups, ring, ranks.device)
-    assert route is not None  # every ring here has two ranks or more
+    assert route is not None  # every ring here has at least two ranks
     start = measure.starter(route, MESSAGE[ranks.device.type], ranks.device)
     return lambda: start().wait

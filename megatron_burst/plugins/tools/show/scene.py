@@ -304,7 +304,7 @@ class ScheduleScene:
 
     @property
     def once_per_node(self) -> int:
-        """Bytes between nodes if a row, and its gradient, is sent once to each node that needs it."""
+        """Bytes between nodes if a row, and its gradient, is sent once per node that needs it."""
         bundles, grid = self.plan.travelling, self.plan.grid
         nodes = np.logical_or.reduce(bundles.users.reshape(-1, *grid), axis=2)
         nodes[np.arange(len(nodes)), bundles.owner // grid.intra] = False

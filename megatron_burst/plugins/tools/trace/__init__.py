@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`megatron-burst trace`: record when every rank computes, sends and waits.
 
-The command runs one attention call on ranks of this machine, or reads what torch's profiler wrote
-in an earlier run, and writes a picture or a trace for Chrome's viewer or Perfetto. `record` takes
-the events out of a profile, and `picture` draws them.
+The command runs one attention call on ranks of this machine, or reads files that torch's profiler
+wrote in an earlier run. It writes a picture, or a trace for Chrome's viewer or Perfetto. `record`
+extracts the events of a profile, and `picture` draws them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ....schedule.algorithms import ALGORITHMS
 from .. import call_flags
 from . import record
 
-RANKS = 16  # the most processes that this command starts
+RANKS = 16  # limit of processes that this command starts
 SIZES = ("nodes", "per_node", "tokens", "heads", "kv_heads", "width", "head_chunks")
 
-LOOPBACK = "times are those of this machine's CPU and loopback device, not of GPUs and a network"
+LOOPBACK = "the times are of this machine's CPU and loopback device, not of GPUs and a network"
 EPILOG = """\
 examples:
   megatron-burst trace --nodes 2 --per-node 2 --out burst.png --chrome burst.json
@@ -28,11 +28,11 @@ examples:
   megatron-burst trace --events burst.json --out burst.png
   megatron-burst trace --events rank-0.json.gz rank-1.json.gz --out run.png
 
-Runs forward and backward of one causal attention call (fp32, batch 1, layout
-zigzag) in one process per rank on this machine. With --device cpu the order of
-events is real, but their times are those of this CPU and its loopback device.
+The command runs forward and backward of one causal attention call (fp32, batch 1,
+layout zigzag) in one process per rank on this machine. With --device cpu the order
+of events is real, but their times are of this CPU and its loopback device.
 --chrome: open the file in https://ui.perfetto.dev or chrome://tracing.
---events: also takes traces of torch.profiler from your own run, one per rank.
+--events: also reads traces of torch.profiler from your own run, one per rank.
 """
 
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     call_flags.add_out(parser, "draw a picture")
     add("--chrome", type=Path, metavar="FILE", help="write a Chrome trace")
     add("--events", type=Path, nargs="+", metavar="FILE",
-        help="draw these traces instead of running: of --chrome or of torch.profiler",
+        help="read these traces, written by --chrome or torch.profiler, and run nothing",
     )  # fmt: skip
     call_flags.add_grid(parser, 2, 2)
     rings = [*ALGORITHMS, "auto"]
@@ -63,10 +63,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Record or read a trace, and write the files asked for. Raises ValueError for bad flags."""
+    """Record or read a trace, and write the files of the flags.
+
+    Raises:
+        ValueError: Flags are invalid, or a rank fails.
+    """
     call_flags.check_out(arguments.out)
     if not (arguments.out or arguments.chrome):
-        raise ValueError("name a file to write: --out FILE or --chrome FILE")
+        raise ValueError("no output file; set --out FILE or --chrome FILE")
     call_flags.check_place(arguments.chrome, "--chrome")
     if arguments.events:
         trace = record.load(arguments.events)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trace of one attention call on ranks of this machine: gloo on its CPU, or NCCL on its GPUs.
+"""Trace of one attention call on ranks of this machine, with gloo on its CPU or NCCL on its GPUs.
 
-It shows the real order of events. On a CPU their durations are those of the loopback device, which
-is no network.
+The order of events is real. On a CPU the durations of transfers are of the loopback device, not of
+a network.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from .record import PASS, Trace, load
 
 
 def title(call: Namespace) -> str:
-    """The call in words."""
+    """Return the title of the picture of a call."""
     chunks = f", {call.head_chunks} head chunks" if call.head_chunks > 1 else ""
-    where = " (CPU, loopback)" if call.device == "cpu" else ""
+    device = " (CPU, loopback)" if call.device == "cpu" else ""
     return (
         f"{call.algorithm}, {grid_of(call.per_node, call.nodes)}, {call.tokens} tokens "
-        f"per rank, {call.heads} heads ({call.kv_heads} for keys) of {call.width}{chunks}{where}"
+        f"per rank, {call.heads} heads ({call.kv_heads} for keys) of {call.width}{chunks}{device}"
     )
 
 
 @contextmanager
 def profiled(path: Path) -> Iterator[None]:
-    """A context whose calls torch profiles, into a file that `record.load` reads."""
+    """Profile the calls inside this context into a file that `record.load` reads."""
     kinds = [ProfilerActivity.CPU]
     kinds += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     with profile(activities=kinds) as recorded:
@@ -50,17 +50,22 @@ def profiled(path: Path) -> Iterator[None]:
 
 
 def run(call: Namespace, limit: float = 120.0) -> Trace:
-    """Start the ranks, run the call twice and trace the second run. call: the command's flags.
+    """Start the ranks, run the call twice and trace the second run.
 
-    Raises ValueError if a rank raises an error, or does not end within `limit` seconds.
+    Args:
+        call: Flags of the command.
+        limit: Time limit in seconds.
+
+    Raises:
+        ValueError: A rank fails, or does not end within the limit.
     """
     ranks = call.nodes * call.per_node
     if call.device == "cuda" and torch.cuda.device_count() < ranks:
         raise ValueError(
-            f"--device cuda: {ranks} ranks need as many GPUs, and torch sees "
-            f"{torch.cuda.device_count()}"
+            f"--device cuda: {ranks} ranks require {ranks} GPUs, and torch finds "
+            f"{torch.cuda.device_count()}; use fewer ranks or --device cpu"
         )
-    multiprocessing.set_forkserver_preload(["torch"])  # so torch is imported once
+    multiprocessing.set_forkserver_preload(["torch"])  # import torch only once
     with tempfile.TemporaryDirectory(prefix="trace-") as folder:
         processes = start_processes(
             _rank, (call, Path(folder)), ranks, join=False, start_method="forkserver"
@@ -70,7 +75,9 @@ def run(call: Namespace, limit: float = 120.0) -> Trace:
         try:
             while not processes.join(max(0.0, ends - time.monotonic())):
                 if time.monotonic() >= ends:
-                    raise ValueError(f"the ranks did not end within {duration(limit)}")
+                    raise ValueError(
+                        f"the ranks did not end within {duration(limit)}; use fewer ranks or tokens"
+                    )
         except ProcessRaisedException as error:
             raise ValueError(str(error).strip().splitlines()[-1]) from error
         finally:
@@ -108,18 +115,18 @@ def _trace(call: Namespace, device: torch.device, path: Path) -> None:
         q, k, v, groups=groups, algorithm=call.algorithm, side=call.side,
         head_chunks=call.head_chunks,
     )  # fmt: skip
-    attention(q, k, v, plan=plan).sum().backward()  # the first exchange also makes the connections
+    attention(q, k, v, plan=plan).sum().backward()  # the first exchange also opens connections
     with profiled(path):
         dist.barrier()
-        with _passing("forward", device):
+        with _marked_pass("forward", device):
             out = attention(q, k, v, plan=plan)
         dist.barrier()
-        with _passing("backward", device):
+        with _marked_pass("backward", device):
             out.backward(torch.ones_like(out))
 
 
 @contextmanager
-def _passing(name: str, device: torch.device) -> Iterator[None]:
+def _marked_pass(name: str, device: torch.device) -> Iterator[None]:
     with record_function(f"{PASS}{name}"):
         yield
         if device.type == "cuda":

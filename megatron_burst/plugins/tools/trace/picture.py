@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trace as a picture: time runs to the right, and each rank has one lane per stream.
+"""Picture of a trace: time runs to the right, and each rank has one lane per stream.
 
-Transfers that overlap share a lane; they are translucent, so that the overlap is darker. Waiting is
-red, because it is the time that a better schedule would save.
+Overlapping transfers share a lane; they are translucent, so that overlaps are darker. Waits are
+red, because a better schedule would save this time.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ..show.colours import GREY, MEANINGS, RULE
 from .record import STREAMS, Trace
 
 OPACITY = {"compute": 1.0, "transfer": 0.55, "wait": 1.0}
-LANE = 0.13  # inches
-LEFT, WIDTH = 0.77, 8.8  # inches; of the time axis
-HEAD, FOOT = 1.3, 0.42  # inches above and below the lanes
-# Of a note right of the lanes.
+LANE = 0.13  # height of a lane in inches
+LEFT, WIDTH = 0.77, 8.8  # left edge and width of the time axis in inches
+HEAD, FOOT = 1.3, 0.42  # space above and below the lanes in inches
+# Style of a note at the right of the lanes.
 OUTSIDE = {"xycoords": ("axes fraction", "data"), "color": GREY, "annotation_clip": False}
-SHORTEST = 5e-5  # seconds of a bar, so that it is seen
+SHORTEST = 5e-5  # minimal seconds of a bar, so that it is visible
 
 
 def draw(trace: Trace, path: Path) -> None:
-    """Write the PNG of a trace."""
+    """Write the picture of a trace."""
     with lanes.styled():
         lanes.save(_figure(trace), path, lanes.ALL_SHADES)
 
@@ -45,7 +45,7 @@ def _figure(trace: Trace) -> Figure:
     middles = [row * count + len(STREAMS) / 2 for row in range(len(trace.ranks))]
     lanes.name_lanes(axes, middles, [f"rank {rank}" for rank in trace.ranks], depth)
     _marks(axes, trace, depth, scale)
-    # Below the lanes, since the name of a short last pass reaches over what is above them.
+    # Below the lanes: above them it could overlap the name of a short last pass.
     axes.annotate("share of the time", (1.01, depth + 0.6), **OUTSIDE, fontsize=7)
     entries = [(MEANINGS[stream], stream) for stream in STREAMS]
     lanes.legend(axes, entries, alphas=OPACITY, above=0.55 / (height - HEAD - FOOT))
@@ -53,7 +53,7 @@ def _figure(trace: Trace) -> Figure:
 
 
 def _lane(axes: Axes, trace: Trace, rank: int, stream: str, y: float, scale: float) -> None:
-    """The bars of a stream, and right of them the share of the time in which it was busy."""
+    """Draw the bars of a stream, and at their right the share of the time in which it is busy."""
     spans = [
         (scale * (event.begin - trace.begin),
          scale * (max(event.end, event.begin + SHORTEST) - trace.begin))
@@ -69,8 +69,8 @@ def _lane(axes: Axes, trace: Trace, rank: int, stream: str, y: float, scale: flo
 
 
 def _marks(axes: Axes, trace: Trace, depth: int, scale: float) -> None:
-    """Each pass by name and length above its begin; higher up where it would hit the last name."""
-    room, level = -1.0, 0  # inches from the left at which the last name ends
+    """Write name and duration of each pass above its begin, one level higher if names overlap."""
+    room, level = -1.0, 0  # room: end of the last name, in inches from the left
     for name, begin, end in trace.marks:
         edges = [scale * (t - trace.begin) for t in (begin, end)]
         axes.vlines(edges, -0.2, depth, color=RULE, linewidth=0.8, zorder=0)

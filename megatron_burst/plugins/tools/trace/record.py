@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch's profiler saw of attention, as events of three streams per rank.
+"""Events of attention in profiles of torch, as three streams per rank.
 
-The loop of `execution` marks every pair of chunks and every wait with `record_function`, so any
-profile of a run with the plugin can be read here, whether this command made it or a training run
-did. Streams: compute (the local attention of a pair, with its merge), transfer (a message, from its
-posting until the rank has seen its end) and wait (the rank only waits). On a GPU, compute and
-transfer are those of the device, and wait is the gap between two pairs of one pass, because the
-host runs ahead there.
+The loop of `execution` marks every pair of chunks and every wait with `record_function`. So this
+module reads profiles of this command and profiles of training runs. Streams are compute (the kernel
+call of a pair, with its merge), transfer (a message, from its posting until the rank detects its
+end) and wait (the rank only waits). On a GPU, compute and transfer are device times, and wait is
+the gap between two pairs of one pass, because the host runs ahead of the device.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 STREAMS = ("compute", "transfer", "wait")
-PASS = "trace: "  # begins the name of a range that is a whole pass
-# What a range of the profiler shows, by its name.
+PASS = "trace: "  # prefix of the name of a range that is a whole pass
+# Stream of a profiler range, by the pattern of its name.
 NAMES = {
     "compute": re.compile(r".*: queries of rank \d+, keys of rank \d+$"),
     "wait": re.compile(r".*: wait, boundary \d+$"),
@@ -32,7 +31,7 @@ NAMES = {
 
 
 class TraceEvent(NamedTuple):
-    """One event. begin, end: seconds of a clock that all processes of a host share."""
+    """Event of a stream; `begin` and `end` are seconds of a clock that all processes share."""
 
     rank: int
     stream: str
@@ -43,7 +42,13 @@ class TraceEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """The events of all ranks on one clock. marks: (name, begin, end) of each pass, in seconds."""
+    """Events of all ranks on one clock.
+
+    Attributes:
+        title: Title of the picture.
+        events: Events of the three streams.
+        marks: (name, begin, end) of each pass, in seconds.
+    """
 
     title: str
     events: tuple[TraceEvent, ...]
@@ -51,8 +56,14 @@ class Trace:
 
     @classmethod
     def of_ranks(cls, title: str, events: Iterable[TraceEvent]) -> Trace:
-        """A trace of events that may contain passes, of which each becomes one mark: from the
-        first rank's begin to the last rank's end.
+        """Return a trace of events of all ranks.
+
+        Events of the stream "pass" become marks, from the first rank's begin to the last rank's
+        end.
+
+        Args:
+            title: Title of the picture.
+            events: Events of all streams and ranks.
         """
         events = tuple(events)
         passes: dict[str, list[TraceEvent]] = {}
@@ -78,7 +89,7 @@ class Trace:
         return max(event.end for event in self.events)
 
     def busy(self, rank: int, stream: str) -> float:
-        """Seconds in which a stream of a rank was busy; overlapping events count once."""
+        """Return the seconds in which a stream of a rank is busy; overlaps count once."""
         total, until = 0.0, float("-inf")
         events = [e for e in self.events if (e.rank, e.stream) == (rank, stream)]
         for event in sorted(events, key=lambda event: event.begin):
@@ -89,9 +100,13 @@ class Trace:
 
 
 def load(paths: Sequence[Path]) -> Trace:
-    """The trace in Chrome files: one that `save` wrote, or one of torch's profiler per rank.
+    """Return the trace in Chrome files.
 
-    Raises ValueError for a file without events of attention.
+    Args:
+        paths: One file of `save`, or one file of torch's profiler per rank.
+
+    Raises:
+        ValueError: A file is invalid or has no events of attention.
     """
     events: list[TraceEvent] = []
     title = ", ".join(path.stem for path in paths)
@@ -101,20 +116,25 @@ def load(paths: Sequence[Path]) -> Trace:
             title = record.get("otherData", {}).get("title", title)
             events += (profile := list(events_of(record)))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} holds no trace of megatron-burst: {error}") from error
+            raise ValueError(f"{path} contains no trace of megatron-burst: {error}") from error
         if not profile:
-            raise ValueError(f"{path} holds no trace of megatron-burst: no attention ran in it")
+            raise ValueError(
+                f"{path} contains no trace of megatron-burst: it has no events of attention"
+            )
     return Trace.of_ranks(title, events)
 
 
 def _text_of(path: Path) -> str:
-    """Megatron-LM's profiler writes its traces compressed."""
+    """Return the text of a file; Megatron-LM's profiler writes compressed files."""
     return gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
 
 
 def events_of(record: dict[str, Any]) -> Iterator[TraceEvent]:
-    """The events of attention in a Chrome trace of torch's profiler, or in one that `save` wrote,
-    where the process is the rank.
+    """Yield the events of attention in a Chrome trace.
+
+    Args:
+        record: Content of a file of torch's profiler, or of `save`, which writes the rank as the
+            process id.
     """
     rank = record.get("distributedInfo", {"rank": None})["rank"]
     on_gpu = any(entry.get("cat") == "gpu_user_annotation" for entry in record["traceEvents"])
@@ -134,20 +154,21 @@ def events_of(record: dict[str, Any]) -> Iterator[TraceEvent]:
 
 
 def _stream(entry: dict[str, Any], on_gpu: bool) -> str | None:
-    """The stream of an entry; None where it shows nothing of attention, or only that the host
-    handed work to the device.
+    """Return the stream of an entry.
+
+    None if the entry does not belong to attention, or is only a launch by the host.
     """
     category, name = entry.get("cat"), entry["name"]
     if category in (*STREAMS, "pass"):
         return category
-    stream = next((each for each, form in NAMES.items() if form.match(name)), None)
+    stream = next((key for key, pattern in NAMES.items() if pattern.match(name)), None)
     if stream == "compute" and on_gpu and category != "gpu_user_annotation":
         return None
     return None if stream == "wait" and on_gpu else stream
 
 
 def _gaps(compute: Sequence[TraceEvent]) -> Iterator[TraceEvent]:
-    """Waits: where a device was between two pairs of one pass."""
+    """Yield a wait for each gap between two pairs of one pass on a device."""
     for last, following in pairwise(sorted(compute, key=lambda event: event.begin)):
         name = last.name.partition(":")[0]
         if following.begin > last.end and following.name.partition(":")[0] == name:
@@ -155,7 +176,7 @@ def _gaps(compute: Sequence[TraceEvent]) -> Iterator[TraceEvent]:
 
 
 def save(trace: Trace, path: Path) -> None:
-    """Write Chrome's format: a process per rank, a thread per stream, times in microseconds."""
+    """Write a trace in Chrome's format: a process per rank, a thread per stream, microseconds."""
     lanes = (*STREAMS, "pass")
     entries: list[dict[str, Any]] = []
     for rank in trace.ranks:
@@ -175,5 +196,5 @@ def save(trace: Trace, path: Path) -> None:
     path.write_text(json.dumps(record))
 
 
-def _label(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
+def _label(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}

@@ -156,9 +156,9 @@ def compare(settings, tiles, options=(), given=(), share=0.0):
             config = make_config(settings)
             expected, stock = trained(config, 1, dict(options), dict(given))
             memory = mb.HostMemory(2**24, strict=True)
-            going = SimpleNamespace(fraction=share) if share else None
+            running = SimpleNamespace(fraction=share) if share else None
             here = SimpleNamespace(
-                going=going, saved=lambda fraction: memory.saved(fraction, min_bytes=0)
+                running=running, saved=lambda fraction: memory.saved(fraction, min_bytes=0)
             )
             patching.installed("burst").notes |= {tier.OFFLOAD_NOTE: True, tier.TIER_NOTE: here}
             found, ours = trained(config, tiles, dict(options), dict(given))
