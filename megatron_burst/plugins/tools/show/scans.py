@@ -74,7 +74,9 @@ class ScanScene:
             parts = []
             for is_map, content in ((False, "states"), (True, "maps")):
                 selected = chosen & ((self.hops.kind == MAP) == is_map)
-                share = np.where(self.hops.block[selected] == ALL_BLOCKS, 1.0, 1 / self.blocks).sum()
+                share = np.where(
+                    self.hops.block[selected] == ALL_BLOCKS, 1.0, 1 / self.blocks
+                ).sum()
                 if selected.any():
                     parts.append(f"{int(selected.sum())} hops of {content} ({share:g} whole)")
             if parts:

@@ -54,7 +54,7 @@ class Shards:
         return [self.layout.spans(rank, self.seq_len) for rank in range(self.size)]
 
     @cached_property
-    def wanted(self) -> Visibility:
+    def visibility(self) -> Visibility:
         """Pairs of shards with visible position pairs, and the rows that take part."""
         return visibility_of(self.mask, self.spans, self.spans)
 
@@ -410,7 +410,7 @@ def schedule_scene(
         raise ValueError(f"--rank must be in 0..{grid.size - 1}, got {only}")
     if not backward and side != "auto":
         raise ValueError("--side applies to backward; add --backward")
-    call = algorithm, grid, shards.wanted, sizes
+    call = algorithm, grid, shards.visibility, sizes
     if backward:
         plan = cost.backward_schedule(*call, side=side, route=route)
     else:
