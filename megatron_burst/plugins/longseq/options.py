@@ -12,7 +12,7 @@ from ...spine_options import SpineOptions
 
 @dataclass(frozen=True)
 class LongSequenceOptions(SpineOptions):
-    """The options of the spine and of this plugin."""
+    """Options of the spine and of this plugin."""
 
     offload: Annotated[
         float | Auto,

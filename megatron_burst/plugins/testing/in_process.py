@@ -115,7 +115,7 @@ class LocalRank(Groups):
 
 @dataclass(frozen=True)
 class Plans:
-    """Plans of all ranks; attributes that all of them share, such as `side`, exist here too."""
+    """Plans of all ranks; attributes that all plans share, such as `side`, can be read here."""
 
     groups: InProcessGroups
     ranks: Sequence[Any]

@@ -146,7 +146,7 @@ def dsa() -> ModuleSpec:
 
 
 class _WithLinear(LocalSpecProvider):
-    """Megatron's local modules with a linear layer, which they do not provide."""
+    """Megatron's local modules, extended by a linear layer."""
 
     def linear(self) -> type:
         return WholeLinear

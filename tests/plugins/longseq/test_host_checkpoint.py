@@ -1,5 +1,4 @@
-"""`mb.checkpoint(offload=)`: the same bits as without, bytes by formula, and nothing left whatever
-ends a step."""
+"""`mb.checkpoint(offload=)`: equal bits, bytes by formula, and no leftovers after any step."""
 
 import importlib
 import math
@@ -21,7 +20,7 @@ def memory(**given):
 
 
 def model(keep):
-    """Layers of attention of one rank and an MLP, for checkpoints that `keep`."""
+    """Return layers of attention on one rank and an MLP, for checkpoints that `keep`."""
     plan = mb.prepare(
         shape=(ROWS, BATCH, 2, 4), groups=mb.Groups.single(), layout="striped", store=keep or None
     )
@@ -41,7 +40,7 @@ def model(keep):
 
 
 def gradients(layer, weights, run, times=1):
-    """Of a micro-batch, `times` over."""
+    """Return the gradients of a micro-batch, repeated `times`."""
     x = torch.linspace(-1, 1, ROWS * BATCH * WIDTH).view(ROWS, BATCH, WIDTH).requires_grad_()
     h = x.sin()
     for pair in weights:
@@ -58,7 +57,7 @@ def same(found, wanted):
 
 
 def left_by_a_layer(keep, offload):
-    """Bytes on the host: the input by rows, and out and lse [rows, batch, heads]."""
+    """Return bytes on the host: rows of the input, and out and lse [rows, batch, heads]."""
     store = math.ceil(offload * round(keep * ROWS)) * BATCH * 2 * (4 * 4 + 4)
     return math.ceil(offload * ROWS) * BATCH * WIDTH * 4 + store
 
@@ -82,7 +81,7 @@ def test_same_bits_and_bytes_by_formula(keep, offload):
 
 
 def test_a_checkpoint_that_saves_its_arguments_through_autograd():
-    """`storing` and `offloaded_arguments`, as around Megatron's own checkpoint."""
+    """Use `storing` and `offloaded_arguments` as around Megatron's own checkpoint."""
     module = importlib.import_module("megatron_burst.recompute.checkpoint")
     layer, weights = model(1.0)
     host = memory()
@@ -101,7 +100,7 @@ def test_a_checkpoint_that_saves_its_arguments_through_autograd():
 
 
 def backward(layer, weights, run):
-    """Gradients of the weights; torch's reentrant checkpoint serves `backward` only."""
+    """Compute gradients of the weights; torch's reentrant checkpoint supports only `backward`."""
     x = torch.linspace(-1, 1, ROWS * BATCH * WIDTH).view(ROWS, BATCH, WIDTH).requires_grad_()
     h = x.sin()
     for pair in weights:

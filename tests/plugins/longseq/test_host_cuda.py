@@ -1,7 +1,7 @@
-"""The CUDA half of the host memory with streams that only write down what they are told.
+"""The CUDA engine of host memory with streams that only record calls, without a GPU.
 
-No GPU: tensors are the CPU's, copies happen at once, and what is checked is that every copy is
-ordered by events after what it needs, and before what needs it.
+Tensors are on the CPU and copies are synchronous. The tests check that events order every copy
+after its inputs and before its users.
 """
 
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ BYTES = 16
 
 
 class Stream:
-    """A stream; `seen`: how far it has seen of each stream."""
+    """A stream; `seen` is the progress that it has observed of each stream."""
 
     def __init__(self, name):
         self.name, self.seen = name, {name: 0}
@@ -58,7 +58,7 @@ class Event:
 
 
 class Device:
-    """Stands for `torch.cuda`; `copies`: target, source and what their streams had seen."""
+    """Replacement of `torch.cuda`; `copies` has target, source and the observed progress."""
 
     def __init__(self):
         self.compute, self.made, self.copies = Stream("compute"), [], []
@@ -110,7 +110,7 @@ def device(monkeypatch):
 
 
 def before(first, second):
-    """Whether a copy is over, by events, when another thing is done."""
+    """Return whether events order a copy before another operation."""
     mine = {name: count for name, count in first.seen.items() if name.startswith("copies")}
     return all(second.get(name, 0) >= count for name, count in mine.items())
 

@@ -1,4 +1,4 @@
-"""How much host memory there is, and how much of what layers leave goes there."""
+"""The limit of host memory, and the fraction of saved tensors that is moved."""
 
 import resource
 
@@ -12,7 +12,7 @@ MIB = 2**20
 
 
 def machine(root, group="0::/job\n", **files):
-    """A /proc and /sys with 1000 KiB available."""
+    """Create a /proc and /sys with 1000 KiB available."""
     for name, text in {
         "proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:    1000 kB\n",
         "proc/self/cgroup": group,
@@ -53,7 +53,7 @@ def test_the_limit_is_the_smallest_of_what_is_there(tmp_path, group, files, want
 
 
 def test_the_memlock_limit_does_not_count(tmp_path):
-    """CUDA's driver pins what a process may not lock itself; 8 MiB is the usual limit."""
+    """CUDA's driver pins memory beyond the memlock limit of a process, which is usually 8 MiB."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     low = 1 << 16 if hard == resource.RLIM_INFINITY else min(1 << 16, hard)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (low, hard))

@@ -1,4 +1,4 @@
-"""Host memory: the same bits come back, blocks of any length fit, errors say what would do."""
+"""Host memory: equal bits come back, blocks of any length fit, errors name a limit that works."""
 
 import gc
 import math
@@ -20,7 +20,7 @@ def memory(**given):
 
 
 def forms():
-    """Tensors of every shape and order of strides that a layer may leave."""
+    """Yield tensors of every shape and order of strides that a layer may save."""
     base = torch.randn(6, 5, 4)
     return {
         "plain": base,
@@ -233,7 +233,7 @@ def test_arguments_that_cannot_be_are_refused(given, name):
 
 
 def test_at_most_a_sixteenth_of_what_is_used_is_mapped_in_vain():
-    """But for what is too short for a block at the ends of slabs. The memory is never touched."""
+    """Gaps at the ends of slabs may be too short for a block. The memory is never touched."""
     arena, blocks = Arena(16 * 2**30), []
     for _ in range(4096):
         blocks.append(arena.take(MIB))

@@ -1,7 +1,7 @@
-"""When copies run: beside the computation, fetched one frame ahead, and nothing left behind.
+"""The order of copies: asynchronous, fetched one frame ahead, without leftovers.
 
-A gate in place of the emulated link's clock holds copies until a test lets them go, so that order
-and overlap are facts and not times.
+A gate replaces the clock of the emulated link and holds copies until a test releases them. So order
+and overlap do not depend on time.
 """
 
 import gc
@@ -23,7 +23,7 @@ def memory(strict=True, **given):
 
 
 class Layers:
-    """Layers that leave one tensor each, as a frame of its own; `name` tells which."""
+    """Layers that each move one tensor as a frame of its own; `name` identifies the layer."""
 
     def __init__(self, host):
         self.host, self.left = host, {}
@@ -41,7 +41,7 @@ class Layers:
 
 @pytest.fixture
 def fetches(monkeypatch):
-    """Numbers of tensors, in the order in which copies back begin; negative when given up."""
+    """Record the numbers of tensors in the order of their fetches; negative if discarded."""
     seen, fetch, unfetch = [], HostCopy.fetch, HostCopy.unfetch
 
     def name(copy):
@@ -76,7 +76,7 @@ def test_the_frame_before_is_fetched_ahead(fetches):
 
 
 def schedule(stage, stages, batches, layers=2):
-    """1F1B on one pipeline stage: [("forward" or "backward", names of its layers)]."""
+    """Return 1F1B of one pipeline stage: [("forward" or "backward", names of its layers)]."""
 
     def names(batch):
         return [10 * (batch + 1) + layer for layer in range(layers)]
@@ -90,8 +90,10 @@ def schedule(stage, stages, batches, layers=2):
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_order_is_learned_from_the_last_step(stage, fetches):
-    """From the second step on a layer is fetched while the one before it in backward runs, across
-    micro-batches too, wherever it has been there by then; and no byte travels twice."""
+    """From the second step on, a layer is fetched during the backward before it, and never twice.
+
+    This holds across micro-batches too, if the layer exists by then.
+    """
     layers, order = Layers(memory()), schedule(stage, 4, 6)
     taken = [name for what, names in order if what == "backward" for name in names]
     for step in range(3):
@@ -147,7 +149,7 @@ def test_frames_of_a_recompute_do_not_drive_out_what_was_fetched(fetches):
 
 @pytest.fixture
 def gate(monkeypatch):
-    """Copies that a test has to let go: `gate.release(n)`; `gate.begun`: how many were begun."""
+    """Hold copies until `gate.release(n)`; `gate.begun` is the number of copies that have begun."""
 
     class Gate(threading.Semaphore):
         begun = 0

@@ -1,4 +1,4 @@
-"""Copies hide behind layers: steps in counted time, through the benchmark's emulated links."""
+"""Overlap of copies with layers: steps in counted time, through the benchmark's emulated links."""
 
 import importlib
 import sys
@@ -21,7 +21,7 @@ def offload(monkeypatch):
 
 
 def steps(offload, layers, link, fraction):
-    """Times of the first and second step, of one forward per unit of time, and the host."""
+    """Return the times of the first and second step, in forwards, and the host memory."""
     stack = offload.Stack(layers, 1.0, NBYTES / link, 64)
     times = [stack.step(fraction) for _ in range(2)]
     return times, stack.host

@@ -1,4 +1,4 @@
-"""What autograd saves, moved by hooks: each storage once, and not what is no activation."""
+"""Saved tensors moved by hooks: each storage once, and only activations."""
 
 import gc
 
@@ -18,7 +18,7 @@ def same(found, wanted):
 
 
 def saving(host, fraction=1.0, **given):
-    """Gradients and bytes of a function that saves views of one storage, outputs and weights."""
+    """Return gradients and bytes of a function that saves views of a storage, outputs, weights."""
     torch.manual_seed(1)
     w = nn.Parameter(torch.randn(6, 18))
     x = torch.randn(10, 6, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Host memory that several threads share: none gives up what another one waits for."""
+"""Host memory that several threads share: no thread discards data that another one waits for."""
 
 import threading
 
@@ -12,7 +12,7 @@ ROUNDS, THREADS = 25, 4
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_threads_that_share_a_host(strict):
-    """Each runs three checkpoints of its own, whose frames mix with those of the others."""
+    """Each thread runs three checkpoints; frames of several threads are interleaved."""
     host = mb.HostMemory(1 << 26, strict=strict, device="cpu", rate=2e8)
     wrong: list[object] = []
 

@@ -1,4 +1,4 @@
-"""Rowwise functions by tiles of rows, against gradients written by hand in fp64."""
+"""Row-wise functions in tiles of rows, compared with handwritten gradients in fp64."""
 
 import contextlib
 import gc
@@ -18,7 +18,7 @@ MIXED = ["keep", "recompute", "move", "recompute"]
 
 
 class Host:
-    """Host memory by the interface of `mb.HostMemory`: everything saved is copied and counted."""
+    """Host memory like `mb.HostMemory` that copies and counts all saved tensors."""
 
     def __init__(self):
         self.moved = 0
@@ -46,7 +46,7 @@ def inputs(dtype=torch.float64):
 
 
 def by_hand(x, scale, a, b, dy):
-    """y = scale * tanh(x a^T) b^T and its gradients, from their formulas."""
+    """Return y = scale * tanh(x a^T) b^T and its gradients from their formulas."""
     t = torch.tanh(torch.einsum("sbi,wi->sbw", x, a))
     z = torch.einsum("sbw,ow->sbo", t, b)
     dz = dy * scale[..., None]
@@ -57,7 +57,7 @@ def by_hand(x, scale, a, b, dy):
 
 
 def run(tiles, fates=None, host=None, again=1):
-    """Output and gradients by tiles; `again`: how often backward runs on the same graph."""
+    """Return output and gradients with tiles; `again` is the number of backwards."""
     x, scale, a, b, dy = inputs()
     for tensor in (x, scale, a, b):
         tensor.requires_grad_()
@@ -100,7 +100,7 @@ def test_every_tile_has_its_own_fate():
 
 
 def test_nothing_of_moved_tiles_stays():
-    """Not even the input: where all tiles are moved its memory goes with its last user."""
+    """If all tiles are moved, the memory of the input is freed with its last reference."""
     memory = mb.HostMemory(2**20, strict=True)
     host = SimpleNamespace(saved=lambda fraction: memory.saved(fraction, min_bytes=0))
     weight, x = torch.full((3,), 2.0, requires_grad=True), torch.arange(12.0).view(4, 3)
@@ -128,7 +128,7 @@ def test_slices_of_ones_own():
 
 
 def test_a_second_backward_is_right_or_refused():
-    """Or refused, where the first one used up a graph."""
+    """It is refused if the first backward freed a graph."""
     found, calls = run(4, again=2)
     assert worst(found) < 1e-10
     assert calls == [3, 3, 3, 2] + 2 * [2, 3, 3, 3]
@@ -154,7 +154,7 @@ def test_parameters_arrive_once_and_are_summed_in_fp32():
 
 
 def test_first_gradients_are_not_written_to():
-    """x + p hands the same tensor to both: adding to one must not change the other."""
+    """x + p gets the same tensor as both gradients; a sum must not be written to it."""
     p, x = torch.zeros(2, 3, requires_grad=True), torch.zeros(4, 3, requires_grad=True)
     dy = torch.arange(12.0).view(4, 3)
     mb.tiled(lambda t: t + p, x, parameters=[p], tiles=2).backward(dy)
@@ -204,8 +204,10 @@ def test_autocast_holds_in_the_recompute_too():
 
 
 def test_fused_weight_gradients():
-    """As Megatron's and Transformer Engine's linear layers announce them: the sum is in main_grad,
-    and what autograd gets is a tensor of the right shape whose content nobody may use."""
+    """Linear layers of Megatron and Transformer Engine add to main_grad.
+
+    They return a tensor of the right shape and arbitrary content to autograd.
+    """
     sums_of = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(3))
     sums_of[0].grad_added_to_main_grad = True
     sums = ParameterSums(sums_of)
@@ -330,7 +332,7 @@ class SwiGLU(torch.nn.Module):
 
 
 def peaks(count):
-    """Most live bytes in forward and backward, as [rows, hidden] tensors, beyond x."""
+    """Return the peak of live bytes in forward and backward without x, in tensors like x."""
     layer, x = SwiGLU(), torch.randn(4096, 64, requires_grad=True)
     for parameter in (x, *layer.parameters()):
         parameter.grad = torch.zeros_like(parameter)
@@ -344,8 +346,10 @@ def peaks(count):
 
 
 def test_the_working_set_is_that_of_a_tile():
-    """`automatic` tiles: what comes on top of y, dy and dx is at most one [rows, hidden] tensor,
-    and the sums over tiles and one tile's gradients of the weights."""
+    """`automatic` tiles need one [rows, hidden] tensor more than y, dy, dx at most.
+
+    The sums over tiles and the weight gradients of one tile are extra.
+    """
     weights = 2 * 3 * 64 * 224 / (4096 * 64)
     count = automatic(10**9, 64, dense_width(64, 224, gated=True))
     assert count == 27

@@ -24,7 +24,7 @@ class Calls(TorchDispatchMode):
 
 
 def in_turns(groups, rank, order):
-    """Append this rank's number three times, and wait for all ranks between."""
+    """Append this rank's number three times, and wait for all ranks in between."""
     for _ in range(3):
         order.append(rank)
         groups.ranks[rank].gather(torch.zeros(1))
@@ -79,7 +79,7 @@ def test_ranks_have_the_modes_of_the_caller():
 
 
 def total(group, x, weight, other=None):
-    """[x weight, sum over ranks of the value of x], and something that is no tensor."""
+    """Return [x weight, sum over ranks of the value of x], and an object that is not a tensor."""
     values = group.gather(x.detach().clone())
     return {"out": x * weight + (0 if other is None else other), "sum": sum(values)}, group.rank
 

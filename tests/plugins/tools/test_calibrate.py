@@ -1,4 +1,4 @@
-"""`megatron-burst calibrate`: what is fitted and concluded, and whole runs on CPU ranks."""
+"""`megatron-burst calibrate`: fits, derived figures, and whole runs on CPU ranks."""
 
 import math
 import subprocess
@@ -31,7 +31,7 @@ ROOT = Path(mb.__file__).parent.parent
 
 
 def test_a_figure_is_the_median_and_half_the_middle_half():
-    """Of 1, 2, 3, 4, 5 the middle half goes from 2 to 4."""
+    """The middle half of 1, 2, 3, 4, 5 is from 2 to 4."""
     one = ranks.repeated([5.0, 1.0, 4.0, 2.0, 3.0], "by hand")
     assert one == (3.0, pytest.approx(1 / 3), "by hand; median of 5")
     assert one.note == "by hand; median of 5; spread 33.3%"
@@ -41,7 +41,7 @@ def test_a_figure_is_the_median_and_half_the_middle_half():
 
 @pytest.mark.parametrize("half", [0.0, 300.0])
 def test_the_fit_finds_what_was_planted(half):
-    """100 TFLOP/s, 20 us a call, a backward 2.9 times a forward, in the form of `Rates`."""
+    """100 TFLOP/s, 20 us per call, a backward 2.9 times a forward, with the formula of `Rates`."""
     rows = [8, 1024, 2048, 4096, 8192]
     flops = [4.0 * 32 * 128 * r**2 for r in rows]
     there = np.array([20e-6 + f / 1e14 * (1 + half / r) for r, f in zip(rows, flops, strict=True)])
@@ -80,7 +80,7 @@ def test_what_cuda_calls_a_gpu(title, name):
 
 
 class Two:
-    """Ranks of two nodes, four on each, as `links` sees them."""
+    """Ranks of two nodes with four ranks each, with the attributes that `links` reads."""
 
     def __init__(self, rank=0):
         self.size, self.per_node, self.nodes = 8, 4, 2
@@ -91,7 +91,7 @@ class Two:
 
 
 def test_whom_a_rank_exchanges_with():
-    """The next rank, to which it sends, and the last one, from which it receives."""
+    """A rank sends to the next rank and receives from the previous one."""
     assert links.around(Two(5), "intra") == ((6, 4),)
     assert links.around(Two(7), "intra") == ((4, 6),)
     assert links.around(Two(6), "inter", [0, 2]) == ((2, 2),)
@@ -99,7 +99,7 @@ def test_whom_a_rank_exchanges_with():
 
 
 def test_nics_that_are_shared(monkeypatch):
-    """10 GB/s alone; local ranks 0 and 1 have one NIC, and all four two."""
+    """10 GB/s alone; local ranks 0 and 1 share one NIC, and all four ranks share two."""
     asked = []
 
     def rate(seen, what, pairs, size, latency):
@@ -121,7 +121,7 @@ def test_nics_that_are_shared(monkeypatch):
 
 
 def test_what_crosses_from_inner_rings(monkeypatch):
-    """Of four ranks of a node the last two; larger rings are all of a node, measured before."""
+    """The last two of four ranks of a node; a ring of all four is measured before."""
     asked = []
     monkeypatch.setattr(links, "around", lambda ranks, link, members: asked.append([*members]))
     monkeypatch.setattr(links, "_rate", lambda *of: Measurement(11.4e9, 0.0, ""))
@@ -189,7 +189,7 @@ def torchrun(count, *words):
 
 
 def sane(cluster):
-    """A CPU of any age, busy or not: GFLOP/s and GB/s, not more nor less."""
+    """Check bounds for any CPU under any load, in GFLOP/s and GB/s."""
     rates = cluster.rates
     assert 1e8 < rates.compute < 1e14
     assert 1e8 < cluster.gpu.peak < 1e14
@@ -205,7 +205,7 @@ def sane(cluster):
 
 
 def test_two_nodes_of_two(tmp_path):
-    """Four ranks under torchrun; the file is read back, and the model of time takes it."""
+    """Four ranks under torchrun; the file is read back, and the step-time model accepts it."""
     path = tmp_path / "mine.toml"
     done = torchrun(4, "--out", str(path), "--minutes", "0.02", "--per-node", "2")
     assert done.returncode == 0, done.stderr
@@ -247,7 +247,7 @@ def test_two_nodes_of_two(tmp_path):
 
 
 def test_alone(tmp_path, capsys):
-    """One process: what it cannot measure is no limit, and is said."""
+    """One process: figures that it cannot measure are no limit, and are listed."""
     path = tmp_path / "alone.toml"
     assert main(["calibrate", "--out", str(path), "--minutes", "0.02"]) == 0
     cluster = cluster_file.read(path)
@@ -270,7 +270,7 @@ def test_all_ranks_end_alike(tmp_path):
 
 
 def test_repeats_are_counted(monkeypatch):
-    """At least 5, more while there is time, at most 25; the first does not count."""
+    """At least 5 repeats, more while there is time, at most 25; the first does not count."""
     took = iter([9.0] + [1.0] * 100)
     monkeypatch.setattr(ranks, "seconds", lambda call, device: next(took))
     here = ranks.Ranks(None, torch.device("cpu"), 7.5)
@@ -302,7 +302,7 @@ def test_traffic_begins_on_an_idle_device_and_before_the_clock(monkeypatch):
 
 
 def test_what_a_tile_adds_is_not_its_compute():
-    """Results of 4 heads of 8 columns, in backward keys and values of 2, to sums in fp32."""
+    """Results of 4 heads of 8 columns and gradients of 2 key heads are added in fp32."""
     model, rows = mb.Model("small", 1, 32, 4, 2, 64, 64, head_dim=8), np.array([8, 16])
     ranks = mock.Mock(device=torch.device("cpu"), cuda=False)
     there, back = kernels._adding(ranks, model, rows, rate=1e6).T
@@ -311,7 +311,7 @@ def test_what_a_tile_adds_is_not_its_compute():
 
 
 def test_adding_is_capped_as_memory_is():
-    """A cluster file may state more than the memory carries, or nothing, which stays nothing."""
+    """A cluster file may state more than the memory rate, or nothing, which stays unset."""
     h100 = clusters.GPUS["h100"]
     for given, used in ((9e12, h100.memory_rate), (1e12, 1e12), (math.inf, math.inf)):
         found = clusters.Cluster(h100, 8, rates=Rates(1e9, 1e9, adding=given)).rank_rates()

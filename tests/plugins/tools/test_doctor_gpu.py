@@ -1,4 +1,4 @@
-"""`megatron-burst doctor --gpu-report`: what it judges, what the file says and does not say."""
+"""`megatron-burst doctor --gpu-report`: findings, and removal of private data."""
 
 import getpass
 import json
@@ -29,8 +29,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """(exit status, text of the file, its JSON) of a dry run; what is installed says private
-    things."""
+    """Return (exit status, text of the file, its JSON) of a dry run with private data."""
     path = tmp_path_factory.mktemp("report") / "report.md"
     secret = f"cannot open /home/somebody/run/lib.so on {socket.gethostname()}"
     with pytest.MonkeyPatch.context() as patch:
@@ -110,7 +109,7 @@ def test_what_is_no_machine_stays():
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("how", ["wrong", "nan"])
 def test_a_wrong_part_of_a_kernel_is_a_problem(part, how, monkeypatch):
-    """Of any part, by four times torch's error; a right kernel passes the same way."""
+    """Any part with more than four times torch's error is wrong; a correct kernel passes."""
     right = accuracy.by_pairs
 
     def ring(kernel, *rest):
@@ -151,7 +150,7 @@ def test_a_kernel_that_breaks_is_told_and_the_others_run(monkeypatch):
 
 @pytest.mark.parametrize("case", accuracy.CASES, ids=lambda case: case.name)
 def test_masks_by_hand_and_the_dense_formula(case):
-    """Against autograd, which knows nothing of the formula; shared heads among them."""
+    """Compare with autograd, which does not use the formula; heads may be shared."""
     torch.manual_seed(0)
     every = torch.arange(128)
     seen = case.visible(every[:, None], every[None, :])
@@ -179,7 +178,7 @@ def test_times_are_medians_with_their_spread_and_rates_of_what_attends():
 
 
 def hidden(kind):
-    """How much is hidden of two sleeps, in the background or in the foreground."""
+    """Return the hidden fraction of two sleeps, in the background or in the foreground."""
 
     def begin(seconds):
         if kind == "behind":

@@ -50,7 +50,7 @@ def test_experts_are_shared_out_unless_their_ranks_are_given(capsys):
 
 
 def test_what_does_not_fit_is_exit_status_1(capsys):
-    """One unit of bytes in all of the output, and no time of a step that cannot run."""
+    """All output uses one unit of bytes, and a step that does not fit has no time."""
     assert main([*BASE, "--seq", "5M"]) == 1
     shown = capsys.readouterr().out
     assert "--sequence-chunks 32" in shown
@@ -89,8 +89,11 @@ def test_json_and_picture(capsys, tmp_path):
 
 
 def test_the_longest_is_searched_with_everything_allowed(capsys):
-    """On 8 GPUs 950K with the settings as they are, and 5.9 times as much with all that `advise`
-    tries; what is given stays, and what no search varies leaves nothing to it."""
+    """On 8 GPUs 950K tokens fit with the given settings, and 5.9 times as many with a search.
+
+    The search varies everything that `advise` tries. Settings that are given stay; a setting that
+    no search varies disables the search.
+    """
     assert main([*BASE, "--longest", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["seq"] > 5_600_000
@@ -156,7 +159,7 @@ def test_interleaved_stages_take_rounds_of_micro_batches(capsys, length, stages)
 
 
 def test_the_longest_of_virtual_stages_has_stages(capsys):
-    """Of all numbers of stages that are searched those above 1."""
+    """Only numbers of pipeline stages above 1 are searched."""
     assert main([*BASE, "--longest", "--vpp", "4", "--json"]) == 0
     groups = json.loads(capsys.readouterr().out)["groups"]
     assert groups["pp"] > 1

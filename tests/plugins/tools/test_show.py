@@ -39,7 +39,7 @@ SIZES = cost.Sizes(8, 1, 8, 2, 16, 16, 2, 4, 4, (True, True, True))
 
 
 def scene_of(words, file="x.png"):
-    """The scene of `megatron-burst show` with these words."""
+    """Return the scene of `megatron-burst show` with these arguments."""
     parser = argparse.ArgumentParser()
     show.add_arguments(parser)
     return show.scene_of(parser.parse_args([*shlex.split(words), "--out", file]))
@@ -84,7 +84,7 @@ def returns():
 
 @pytest.fixture
 def own_masks(tmp_path, monkeypatch):
-    """A module of masks that can be imported."""
+    """Create a module of masks that can be imported."""
     (tmp_path / "own_masks.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
     yield
@@ -173,7 +173,7 @@ def test_who_computes_what_by_hand():
 
 
 def columns(plan):
-    """Of all its tables, and of the bundles that their rows are of."""
+    """Return the columns of all tables of a schedule, and of the bundles of their rows."""
     tables = plan.tables
     bundles = [(b.owner, b.number, *b.runs) for b in (tables.queries, tables.keys)]
     return [*tables.pairs, *tables.transfers, *bundles[0], *bundles[1]]
@@ -256,7 +256,7 @@ def test_the_rows_of_the_pairs_hold_every_visible_position_pair_once(algorithm, 
 
 
 def test_parts_of_a_chunk_are_its_rows_in_the_order_of_the_shard():
-    """Two ways round, nothing hidden: halves of 4 of 8 rows; at step 2 both reach rank 2."""
+    """Two directions, everything visible: halves of 4 of 8 rows; at step 2 both reach rank 2."""
     parts = shards("full", "contiguous")
     scene = schedule_scene(parts, Grid(1, 4), SIZES, "two_way")
     sent = {hop.dst: hop.chunk for hop in scene.hops if hop.src == 0 and hop.post == 0}
@@ -269,9 +269,9 @@ def test_parts_of_a_chunk_are_its_rows_in_the_order_of_the_shard():
 
 
 def test_what_is_held_and_what_crosses_at_least_by_hand():
-    """Two nodes of one rank, 8 rows each; a window of 5: rank 1 sees the last five rows of rank 0.
+    """Two nodes of one rank, 8 rows each, window 5: rank 1 needs the last five rows of rank 0.
 
-    They are held from the boundary at which they are sent until rank 1 has computed with them.
+    Rank 1 holds them from the boundary at which they are sent until it has computed with them.
     """
     parts = shards("causal & window(5)", "contiguous", 16, 2)
     scene = schedule_scene(parts, Grid(2, 1), SIZES, "burst")
@@ -307,7 +307,7 @@ def test_work_and_imbalance_are_those_of_balance(layout):
      ("", None), ("--mask full --layout striped", None)],
 )  # fmt: skip
 def test_the_best_layout_has_the_least_imbalance(words, best):
-    """Zigzag, Megatron's own, where others are as good."""
+    """Among equal layouts it is zigzag, which is Megatron's own."""
     assert scene_of(f"layout --ranks 4 --seq 64 {words}").best == best
 
 
@@ -320,7 +320,7 @@ def test_colours_of_ranks_differ():
 
 
 def test_the_words_of_a_schedule():
-    """What comes back of a query is a partial output."""
+    """Partial outputs of queries are sent back."""
     found = scene_of("schedule --ranks 2 --layout contiguous --mask full --algorithm token_ring")
     assert show_words.subtitle(found) == (
         "16 positions; queries (Q) are sent, partial outputs (O, lse) return"

@@ -1,4 +1,4 @@
-"""What `show` counts of a layout, by hand: work by rank, and who waits."""
+"""Work and imbalance of layouts in `show`, against numbers computed by hand."""
 
 import pytest
 
@@ -29,9 +29,12 @@ def test_every_step_waits_for_its_busiest_rank():
 
 
 def test_nodes_and_shared_heads_change_who_waits():
-    """Two documents on four ranks, one on each node of two: a ring of nodes works for two steps
-    of four, all ranks at once; one flat ring works at steps 0, 1 and 3, half the ranks each time
-    after the first. Where two share heads, ranks 0 and 1 hold the first half together."""
+    """Two documents on four ranks, one document per node of two ranks.
+
+    A ring of nodes works for two steps of four, all ranks at once. One flat ring works at steps 0,
+    1 and 3, with half the ranks after the first step. If two ranks share heads, ranks 0 and 1 hold
+    the first half together.
+    """
     mask, rows = masks.Documents([0, 2, 4]), layout.make("contiguous", cp_size=4)
     nodes = Topology(4, 2)
     assert imbalance(rows, mask, 4) == 3 * 4 / 8

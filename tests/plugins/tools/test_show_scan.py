@@ -10,14 +10,14 @@ from megatron_burst.plugins.tools.show import words
 
 
 def scene(line):
-    """The scene of `megatron-burst show scan` with these words."""
+    """Return the scene of `megatron-burst show scan` with these arguments."""
     parser = argparse.ArgumentParser()
     show.add_arguments(parser)
     return show.scene_of(parser.parse_args(["scan", *line.split(), "--out", "x.png"]))
 
 
 def chain(found):
-    """The pieces in the order of positions, their ranks and their rows."""
+    """Return the pieces in the order of positions, their ranks and their rows."""
     pieces = found.pieces
     return (
         pieces,
@@ -27,7 +27,7 @@ def chain(found):
 
 
 def hops(found):
-    """(round, sender, what, receiver) of every hop."""
+    """Return (round, sender, content, receiver) of every hop."""
     of = found.hops
     return {
         (int(of.round[i]), int(of.source[i]), found.name(i), int(of.destination[i]))
@@ -36,7 +36,7 @@ def hops(found):
 
 
 def test_a_chain_goes_up_the_ranks_and_back():
-    """Zigzag of 3 ranks: the last one holds what lies on both sides of the turn as one piece."""
+    """Zigzag of 3 ranks: the last rank holds both sides of the turn as one piece."""
     found = scene("--ranks 3 --algorithm ring --seq 12")
     assert chain(found) == ([0, 1, 2, 3, 4], [0, 1, 2, 1, 0], [2, 2, 4, 2, 2])
     assert hops(found) == {(0, 0, "s1", 1), (1, 1, "s2", 2), (2, 2, "s3", 1), (3, 1, "s4", 0)}
@@ -57,8 +57,11 @@ def test_one_piece_is_one():
 
 
 def test_backward_comes_from_behind_and_documents_begin_anew():
-    """Documents of 5 and 3 tokens, of which the first is on both ranks; in backward the last piece
-    of each is the first. Documents of 4, 3 and 1 tokens need no hop."""
+    """Documents of 5 and 3 tokens, of which the first is on both ranks.
+
+    In backward the last piece of each document is the first. Documents of 4, 3 and 1 tokens need no
+    hop.
+    """
     assert not hops(scene("--ranks 2 --seq 8 --lengths 4,3 --layout contiguous --algorithm ring"))
     line = "--ranks 2 --seq 8 --lengths 5,3 --layout contiguous --algorithm ring"
     found = scene(f"{line} --backward")

@@ -1,4 +1,4 @@
-"""`megatron-burst show tree`: numbers against a dense matrix, words, and what is refused."""
+"""`megatron-burst show tree`: numbers against a dense matrix, texts, and invalid input."""
 
 import argparse
 
@@ -21,13 +21,13 @@ def scene(path, nodes, per_node, layout="balanced", kv_heads=2):
 
 
 def written(trajectories, folder):
-    """A file of these trajectories."""
+    """Write a file of these trajectories."""
     (folder / "t.jsonl").write_text("".join(f"{each}\n" for each in trajectories))
     return folder / "t.jsonl"
 
 
 def at_random(seed, prompts, samples, turns, most):
-    """Trajectories of several prompts; each shares a random number of turns with the first."""
+    """Return trajectories of several prompts that share a random number of turns with the first."""
     random = np.random.default_rng(seed)
 
     def tokens():

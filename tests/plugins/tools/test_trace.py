@@ -1,4 +1,4 @@
-"""Traces: what is noted, added up and drawn, and the command that does it."""
+"""Traces: recorded events, their sums, pictures, and the command."""
 
 import itertools
 import json
@@ -38,7 +38,7 @@ def test_busy_counts_what_overlaps_once():
 
 
 def test_events_survive_the_disk(tmp_path):
-    """Times count from the first event."""
+    """Times in the file begin at the first event."""
     path = tmp_path / "new" / "events.json"
     record.save(TRACE, path)
     moved = tuple(e._replace(begin=e.begin - 10, end=e.end - 10) for e in EVENTS)
@@ -60,7 +60,7 @@ def entry(category, name, begin, seconds):
 
 
 def test_on_a_gpu_the_device_is_what_counts():
-    """The host's ranges only hand work over; a gap between two pairs of a pass is a wait."""
+    """The host's ranges are only launches; a gap between two pairs of a pass is a wait."""
     pair = "attention forward: queries of rank 1, keys of rank {}"
     other = "attention backward, side query: queries of rank 1, keys of rank 1"
     entries = [
@@ -100,7 +100,7 @@ def test_the_command_draws_events_that_were_kept(tmp_path, capsys):
 
 
 def test_names_of_passes_do_not_overlap():
-    """However short a pass is beside the others; three short ones need a third row."""
+    """Names of short passes use further rows; three short ones need a third row."""
     marks = [("forward", 10.0, 10.1), ("backward", 10.1, 10.2), ("forward", 10.2, 14.0)]
     figure = picture._figure(Trace("two ranks", EVENTS, tuple(marks)))
     renderer = FigureCanvasAgg(figure).get_renderer()
@@ -132,8 +132,11 @@ def test_profilers_see_pairs_and_waits_by_name():
 
 
 def test_the_command_runs_ranks_and_notes_every_stream(tmp_path):
-    """Two nodes of one rank: each computes two pairs forward and two backward, and takes part in
-    three exchanges (keys; keys and their gradients), each of a message sent and one received."""
+    """Two nodes of one rank.
+
+    Each rank computes two pairs forward and two backward, and takes part in three exchanges (keys;
+    keys and their gradients), each with one message sent and one received.
+    """
     path = tmp_path / "events.json"
     words = "trace --nodes 2 --per-node 1 --tokens 32 --heads 2 --kv-heads 2 --width 8"
     done = subprocess.run(
@@ -170,7 +173,7 @@ def test_what_the_command_refuses(words, said, capsys):
 
 
 def noted(algorithm, folder):
-    """On every rank: how many events of each stream, and how many its tables say."""
+    """Return on every rank the number of events of each stream, and the number in its tables."""
     groups, rank = cases.groups_on_rank(2, 2), dist.get_rank()
     leaves = [torch.randn(8, 1, 2, 8, requires_grad=True) for _ in "qkv"]
     plan = mb.prepare(*leaves, groups=groups, algorithm=algorithm)
@@ -192,7 +195,7 @@ def noted(algorithm, folder):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_events_are_those_of_the_tables(algorithm, ranks, tmp_path):
-    """Several pairs at a step, of `prefetch` one call, chunks in parts and partial outputs."""
+    """Several pairs at a step, one kernel call in `prefetch`, parts of chunks."""
     for rank, (seen, told, own) in enumerate(ranks(4).run(noted, algorithm, tmp_path)):
         assert seen == told
         assert own == {rank}

@@ -191,7 +191,7 @@ class Angles:
 def _row_selector(
     table: torch.Tensor, attention: Any, params: Any, rows: int
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that selects the angles of given rows of the shard of `rows` rows."""
+    """Return a function that selects the angles of given rows of a shard with `rows` rows."""
     if params is None:
         return lambda selected: table.index_select(0, selected)
     group = group_of(params, attention.pg_collection.cp)

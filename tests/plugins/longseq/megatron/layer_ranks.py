@@ -1,4 +1,4 @@
-"""What ranks of the tests of a layer's chunks run: one transformer layer, whole and in chunks."""
+"""Functions that ranks of the row-chunk tests run: one layer, whole and in row chunks."""
 
 import contextlib
 import functools
@@ -18,7 +18,7 @@ LATENT = {
 
 @contextlib.contextmanager
 def parallel(layout, tp, cp):
-    """Tensor- and context-parallel groups over four ranks; the other ranks do the same."""
+    """Initialize tensor- and context-parallel groups over four ranks; collective."""
     from megatron.core.tensor_parallel import random
 
     sizes = {"tensor_model_parallel_size": tp, "context_parallel_size": cp}
@@ -28,7 +28,7 @@ def parallel(layout, tp, cp):
 
 
 def build(burst_options, latent=False, spec=None, **changes):
-    """One layer in fp64 with the same weights in every call, and its configuration."""
+    """Return one layer in fp64 with the same weights in every call, and its configuration."""
     import torch.nn.functional as F
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel import random
@@ -63,7 +63,7 @@ def build(burst_options, latent=False, spec=None, **changes):
 
 
 def run(layer, config, packed=False, recompute=False, times=1, around=None):
-    """(output, gradient of the input, {name: gradient}) of forwards, and backwards in reverse."""
+    """Return (output, input gradient, {name: gradient}); backwards run in reverse order."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
@@ -112,7 +112,7 @@ def _plain(forward, hidden):
 
 
 def on_the_host(forward, hidden):
-    """What is saved waits in host memory, which poisons what nobody waited for."""
+    """Move saved tensors to host memory, in which data that were not waited for are NaN."""
     import megatron_burst as mb
 
     host = mb.HostMemory(limit=1 << 22, strict=True)
@@ -132,10 +132,10 @@ def worst_errors(
     chunks, layout="zigzag", tp=1, cp=2, keep=None, options=None, freeze=(), latent=False,
     change=None, times=1, packed=False, around=None, **changes,
 ):  # fmt: skip
-    """The largest error, in chunks against whole, relative to the largest entry, by name.
+    """Return the largest error of row chunks against the whole layer, by name.
 
-    change: of a layer that was built. times: forwards of as many micro-batches come before the
-    backward of the last one.
+    Errors are relative to the largest entry. change: function that changes a built layer. times:
+    micro-batches whose forwards run before the backward of the last one.
     """
     options = dict(options or {}, layout=layout)
     changes |= {"tensor_model_parallel_size": tp, "context_parallel_size": cp}
@@ -168,7 +168,7 @@ def _error(x, y):
 
 @contextlib.contextmanager
 def counting():
-    """Of every run of an attention half, how many chunks it had."""
+    """Record the number of row chunks of every call of an attention half."""
     from megatron_burst.plugins.longseq.layer.attention_chunks import RowChunkedHalf
 
     calls, forward = [], RowChunkedHalf.forward
@@ -182,7 +182,7 @@ def counting():
 
 
 def with_adapters(layer):
-    """Extra parameters of low rank beside the projections."""
+    """Add low-rank parameters beside the projections."""
 
     class Adapted(torch.nn.Module):
         def __init__(self, inner, index):
@@ -211,7 +211,7 @@ def in_case(case):
 
 
 def automatic():
-    """Numbers of chunks that "auto" took of 24 rows, in two forwards, and what it said."""
+    """Return the numbers of row chunks that "auto" selects for 24 rows in two forwards, and log."""
     from megatron_burst.plugins.longseq.layer import forward_attention
 
     lines = []
@@ -224,8 +224,11 @@ def automatic():
 
 
 def whole_tensors(chunks, rows=128):
-    """(peak bytes, {operator: count} of tensors as long as the queries of all rows that were alive
-    at the peak) of a forward and a backward of an attention half, in each of these."""
+    """Return peak bytes and {operator: count} of long live tensors for each number of chunks.
+
+    The count is of tensors as long as the queries of all rows at the peak of a forward and a
+    backward.
+    """
     from megatron.core import parallel_state
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
@@ -251,16 +254,18 @@ def whole_tensors(chunks, rows=128):
 
 
 def _long(peak, size):
-    """Buffers of messages (uint8) do not count: how many there are is a matter of time."""
+    """Count long tensors except message buffers (uint8), whose number depends on timing."""
     blocks = [b for b in peak.blocks if b.kind == "device" and b.dtype != torch.uint8]
     long = dict(Counter(block.operator for block in blocks if block.bytes >= size))
     return sum(block.bytes for block in blocks), long
 
 
 def keys_on_the_host(case):
-    """What `worst_errors` finds of a layer whose keys of other ranks wait on the host, beside its
-    saved tensors; and of each run in chunks, of its forward: (bytes sent, those of a plan with host
-    memory, those of a plan without), of its end: bytes of keys moved, bytes left on the host."""
+    """Return `worst_errors` of a layer with saved tensors and keys of other ranks on the host.
+
+    Also return for each chunked call (bytes sent, bytes of a plan with host memory, bytes of a plan
+    without), and at its end the bytes of keys that were moved and that are left on the host.
+    """
     from megatron_burst.plugins.longseq.layer.attention_chunks import RowChunkedHalf
     from megatron_burst.plugins.longseq.offload import tier
 

@@ -1,4 +1,4 @@
-"""What the ranks of `test_offload` run: training whose activations wait on the host."""
+"""Functions that the ranks of `test_offload` run: training with activations on the host."""
 
 import contextlib
 import functools
@@ -12,7 +12,7 @@ import session
 
 @contextlib.contextmanager
 def strict(**limits):
-    """Tensors of any size move, and a buffer that was not waited for holds NaN; the tiers made."""
+    """Move tensors of any size, with NaN in buffers that were not waited for; yield the tiers."""
     from megatron_burst.plugins.longseq.host import mover
     from megatron_burst.plugins.longseq.offload import tier
 
@@ -34,8 +34,11 @@ def strict(**limits):
 
 
 def train(flags, limits):
-    """History of a run, the lines it logged, and per tier (fraction, bytes moved out, fetched back,
-    most at once, left at the end)."""
+    """Return the history of a run, its log lines, and numbers of each tier.
+
+    The numbers are (fraction, bytes moved out, bytes fetched back, peak bytes, bytes left at the
+    end).
+    """
     logger = logging.getLogger("megatron_burst")
     with strict(**limits) as made, session._log() as told:
         level = logger.level
@@ -54,13 +57,13 @@ def train(flags, limits):
 
 
 class Broken(Exception):
-    """Of a layer that fails."""
+    """Error of a layer that fails."""
 
 
 def train_with_a_failure(flags):
-    """As `train`; the third step is interrupted by an exception in its last layer, and run again.
+    """Return the results of `train` with an exception in the last layer of the third step.
 
-    Also returns what the interrupted step left on the host.
+    The step runs again. Also return the bytes that the interrupted step left on the host.
     """
     import pretrain_gpt
     from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -104,6 +107,6 @@ def train_with_a_failure(flags):
 
 
 def error(flags):
-    """As `session.error`, with tensors of any size."""
+    """Same as `session.error`, with tensors of any size."""
     with strict():
         return session.error(flags)

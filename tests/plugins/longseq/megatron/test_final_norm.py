@@ -1,4 +1,4 @@
-"""The final norm in tiles: its numbers, and the memory that it takes, without ranks."""
+"""The final norm in tiles: results and memory, without ranks."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from benchmarks.memory.live import LiveTensors
 
 
 class Block:
-    """What `_build_layers` leaves behind of a block that has only its final norm."""
+    """A block after `_build_layers` that has only its final norm."""
 
     def __init__(self, norm, tiles):
         self.norm, self.final_layernorm = norm, None

@@ -1,4 +1,4 @@
-"""A transformer layer in chunks of rows is the layer: output and every gradient, in fp64."""
+"""A transformer layer in row chunks equals the layer: output and every gradient, in fp64."""
 
 import layer_ranks
 import pytest

@@ -1,4 +1,4 @@
-"""What MLPs in tiles of rows cannot honour is named; how many tiles `auto` takes."""
+"""Settings that exclude MLP tiles, and the number of tiles that `auto` selects."""
 
 from types import SimpleNamespace
 

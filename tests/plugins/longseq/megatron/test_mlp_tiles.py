@@ -1,5 +1,8 @@
-"""The MLP half of a layer in tiles of rows: outputs, gradients of inputs and of every parameter,
-auxiliary losses and counters are those without tiles, and parameters arrive once."""
+"""MLP halves in tiles of rows equal MLP halves without tiles.
+
+Compared are outputs, gradients of inputs and parameters, auxiliary losses and counters. Each
+parameter gets one gradient per backward.
+"""
 
 import offloading
 import pytest
@@ -43,7 +46,7 @@ def test_with_the_distributed_optimizer(four):
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_with_fused_weight_gradients(four, share):
-    """Each tile adds to main_grad itself, and what autograd is handed for it is not a gradient."""
+    """Each tile adds to main_grad itself and returns a tensor that is not a gradient."""
     fused = {"gradient_accumulation_fusion": True, "params_dtype": torch.float32}
     check(four, DENSE["tp2-sp"] | fused, 4, share=share, bound=2e-5)
 
@@ -56,7 +59,7 @@ def test_tiles_on_the_host(four, name, share):
 
 
 def test_training_with_tiles_on_the_host(four, common):
-    """As without tiles within rounding, and the same bits whether tiles are moved or recomputed."""
+    """Losses equal those without tiles; moved and recomputed tiles give equal bits."""
     flags = [*common, "--context-parallel-size", "2", "--burst-mlp-tiles", "3"]
     recomputed = four(session.train, flags)
     stock = four(session.train, flags[:-2])

@@ -1,6 +1,6 @@
-"""Activations that wait on the host change no number: losses and gradient norms are the same bits.
+"""Activations on the host change no result: losses and gradient norms have the same bits.
 
-In strict mode, in which a buffer holds NaN until its copy was waited for.
+The tests use strict mode, in which a buffer holds NaN until its copy was waited for.
 """
 
 import offloading
@@ -49,7 +49,7 @@ LONG = {
 
 @pytest.fixture(scope="module")
 def moved(four, common):
-    """`moved(flags)` -> what each rank of such a run says, see `offloading.train`."""
+    """Return `moved(flags)`, which returns the results of `offloading.train` on each rank."""
 
     def run(flags, **limits):
         return four(offloading.train, [*common, *flags.split()], limits)

@@ -1,5 +1,7 @@
-"""`--burst-offload` beside `--burst-sequence-chunks`: keys of other ranks wait on the host between
-the row chunks of a forward, which changes no number and sends them once."""
+"""`--burst-offload` with `--burst-sequence-chunks`: keys of other ranks are on the host.
+
+They stay there between the row chunks of a forward, are sent once, and change no result.
+"""
 
 import layer_ranks
 import offloading
@@ -43,7 +45,7 @@ def test_a_layer_has_the_same_output_and_gradients(four, case):
     "more", ["", pytest.param(f"{FULL} --burst-attention-store 0.5", marks=pytest.mark.slow)]
 )
 def test_training_has_the_same_losses(four, common, train, more):
-    """Two steps of a small GPT; of another path of rounding only against a run without chunks."""
+    """Two steps of a small GPT; if rounding differs, compare with a run without chunks."""
     flags = f"{CP2} --train-iters 2 {more}"
     ranks = four(offloading.train, [*common, *f"{flags} {CHUNKS} --burst-offload 0.5".split()], {})
     for history, _, tiers in ranks:
@@ -61,7 +63,7 @@ def test_training_has_the_same_losses(four, common, train, more):
 
 
 def test_what_cannot_wait_on_the_host_goes_round_again(four, common, train):
-    """Tiles send partial results too. Without --burst-offload nothing changes."""
+    """Algorithm tile sends partial results too. Without --burst-offload nothing changes."""
     flags = f"{CP2} --train-iters 1 {CHUNKS} --context-parallel-algo tile"
     ranks = four(offloading.train, [*common, *flags.split(), "--burst-offload", "0.5"], {})
     for history, _, _ in ranks:

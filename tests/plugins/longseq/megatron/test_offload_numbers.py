@@ -1,4 +1,4 @@
-"""What --burst-offload refuses, and its arithmetic and words, without ranks."""
+"""Settings that exclude --burst-offload, and its arithmetic and messages, without ranks."""
 
 import dataclasses
 
@@ -73,7 +73,7 @@ def test_a_limit_of_nothing():
 
 
 def test_the_names_refused_are_those_of_megatron():
-    """A name that no version has would refuse nothing."""
+    """A rule with a name that no version of Megatron has would refuse nothing."""
     from megatron_burst.plugins.longseq.checks import OFFLOAD
 
     known = {field.name for field in dataclasses.fields(TransformerConfig)}

@@ -33,7 +33,7 @@ def tier(host, monkeypatch):
 
 
 def squared(tier, x):
-    """A layer that saves its input twice, and its output once."""
+    """A layer that saves its input twice and its output once."""
     with tier.call([x]):
         return (x * x).exp()
 
@@ -118,7 +118,7 @@ def test_a_forward_without_backward_leaves_nothing(tier):
 
 @pytest.mark.parametrize("mended", [True, False])
 def test_fused_weight_gradients_reach_the_parameter_itself(tier, monkeypatch, mended):
-    """Under saved-tensor hooks torch rebuilds the weight, without Megatron's attributes."""
+    """Under saved-tensor hooks torch creates a new weight object without Megatron's attributes."""
     patches = PatchSet("weights", {tiers.OFFLOAD_NOTE: True})
     if mended:
         hooks.patch_weights(patches)

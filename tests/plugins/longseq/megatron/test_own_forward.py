@@ -25,7 +25,7 @@ class OwnExperts(MoETransformerLayer):
 
 
 class AddsAfter(TransformerLayer):
-    """Runs everything, but is not known to."""
+    """A layer that runs all inherited methods but is not in the table."""
 
     def forward(self, *args, **named):
         hidden, context = super().forward(*args, **named)
@@ -38,7 +38,7 @@ class OwnMlp(TransformerLayer):
 
 
 class OwnMlpFurther(OwnMlp):
-    """Its constructor changes nothing of the inherited override."""
+    """A subclass whose constructor changes nothing of the inherited override."""
 
     def __init__(self, *args, **named):
         super().__init__(*args, **named)

@@ -1,5 +1,8 @@
-"""What the ranks of `test_mlp_tiles` run: the MLP half of one layer of Megatron, with and without
-tiles of rows, under Megatron's data-parallel wrapper, in fp64."""
+"""Functions that the ranks of `test_mlp_tiles` run.
+
+They run the MLP half of one layer of Megatron, with and without tiles of rows, under Megatron's
+data-parallel wrapper, in fp64.
+"""
 
 import contextlib
 from collections import Counter
@@ -35,7 +38,7 @@ def make_config(settings):
 
 
 def make_layer(config):
-    """A layer of the local spec in which only the MLP half is trained."""
+    """Return a layer of the local spec in which only the MLP half is trained."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -59,7 +62,7 @@ def wrapped(config, layer, options):
 
 
 def trained(config, tiles, options, given, micro_batches=2):
-    """Everything that a step of the layer yields, by name, and how often parameters arrived."""
+    """Return the results of a step by name, and the number of gradients per parameter."""
     from megatron.core.distributed import param_and_grad_buffer
 
     import megatron_burst as mb
@@ -101,7 +104,7 @@ def trained(config, tiles, options, given, micro_batches=2):
 
 
 def losses():
-    """What auxiliary losses were logged, and clears them."""
+    """Return the logged auxiliary losses and clear them."""
     from megatron.core.transformer.moe import moe_utils
 
     try:
@@ -118,13 +121,13 @@ def losses():
 
 
 def fused_weight_gradient(total_input, grad_output, main_grad):
-    """What Apex's kernel does."""
+    """Add the weight gradient to main_grad, as Apex's kernel does."""
     main_grad.add_(grad_output.t() @ total_input)
 
 
 @contextlib.contextmanager
 def fusion(on):
-    """Inside, Megatron finds Apex's kernel for fused weight gradients, if `on`."""
+    """Let Megatron use Apex's kernel for fused weight gradients if `on`."""
     from megatron.core.tensor_parallel import layers
 
     kernel = SimpleNamespace(wgrad_gemm_accum_fp32=fused_weight_gradient)
@@ -137,10 +140,11 @@ def fusion(on):
 
 
 def compare(settings, tiles, options=(), given=(), share=0.0):
-    """Worst error of each named result against the same layer without tiles, on this rank, the
-    size of each, the arrivals of parameters in both, and bytes that went to host memory.
+    """Compare a layer with tiles and without tiles on this rank.
 
-    share: of tiles that are moved there; what is not waited for is NaN.
+    Return the worst error and the size of each result, the numbers of parameter gradients of both,
+    and the bytes moved to host memory. share: fraction of tiles that are moved; data that were not
+    waited for are NaN.
     """
     from megatron.core.transformer.moe import moe_utils
 
