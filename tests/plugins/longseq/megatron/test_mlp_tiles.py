@@ -69,7 +69,7 @@ def test_training_with_tiles_on_the_host(four, common):
         ((_, out, back, _, left),) = tiers
         assert 0 < out <= back <= 1.25 * out
         assert left == 0
-        assert not told or any("MLP tiles: 3 of" in line for line in told)
+        assert not told or any("MLP tiles: 3 tiles of" in line for line in told)
 
 
 EP = {"expert_model_parallel_size": 2}
