@@ -15,7 +15,7 @@ EXPERTS = (
 def test_experts_on_interleaved_stages(train, more):
     run = train(4, f"{EXPERTS} {more} --burst-mlp-tiles 4")
     same(run, train(4, EXPERTS))
-    assert run.lines("MLP tiles: 4 of 16 rows (--burst-mlp-tiles 4)")
+    assert run.lines("MLP tiles: 4 tiles of 16 rows (--burst-mlp-tiles 4)")
 
 
 @pytest.mark.slow
