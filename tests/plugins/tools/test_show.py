@@ -128,11 +128,11 @@ def test_flags_make_their_layout():
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ("nowhere:mask", "ModuleNotFoundError: No module named 'nowhere'; MODULE:NAME is a mask"),
+        ("nowhere:mask", "No module named 'nowhere'; MODULE:NAME must be a mask"),
         ("own_masks:other", "AttributeError: module 'own_masks' has no attribute 'other'"),
         ("own_masks:takes", "TypeError: takes() missing 1 required positional argument"),
         ("own_masks:number", "TypeError: 'int' object is not callable"),
-        ("own_masks:returns", "--mask own_masks:returns: got int; MODULE:NAME is a mask"),
+        ("own_masks:returns", "--mask own_masks:returns: got int; MODULE:NAME must be a mask"),
         (":made", "ValueError: Empty module name"),
     ],
 )
@@ -140,7 +140,7 @@ def test_a_mask_that_cannot_be_imported(words, problem, own_masks):
     with pytest.raises(ValueError, match=re.escape(problem)) as caught:
         scene_of(f"mask --mask {words}")
     assert str(caught.value).startswith(f"--mask {words}: ")
-    assert str(caught.value).endswith("of a module that Python can import (PYTHONPATH)")
+    assert str(caught.value).endswith("in a module that Python can import (PYTHONPATH)")
 
 
 # --- what is drawn is what runs ------------------------------------------------------------
@@ -404,7 +404,7 @@ def test_gradients_and_node_links_of_backward():
         ("mask --mask dilated --stride 0", "--mask dilated: stride must be at least 1"),
         ("mask --mask causal&full", "--mask causal&full: unknown"),
         ("mask --lengths 3,0", "--lengths must be a whole number of tokens"),
-        ("mask --seq 32 --lengths 30,30", "--lengths: 60 tokens do not fit into 32; give --seq"),
+        ("mask --seq 32 --lengths 30,30", "60 tokens do not fit into 32 positions; set --seq"),
         ("mask --layout balanced", "--layout balanced requires the documents of --lengths"),
         ("mask --layout block_striped", "--layout block_striped requires --block N"),
         ("mask --block 4", "--block applies to --layout block_striped, got zigzag"),
@@ -417,7 +417,7 @@ def test_gradients_and_node_links_of_backward():
         ("schedule --heads 4 --kv-heads 3", "--kv-heads must divide --heads"),
         ("schedule --ranks 64", "--ranks: a picture shows at most 32"),
         ("scan --layout striped", "take zigzag, contiguous or balanced"),
-        ("scan --algorithm ring --blocks 2", "--blocks: ring sends states whole"),
+        ("scan --algorithm ring --blocks 2", "--blocks: ring sends whole states"),
         ("scan --blocks 0", "--blocks must be at least 1, got 0"),
         ("scan --seq 16 --lengths 10,20", "--lengths: 30 tokens do not fit into 16"),
         ("scan --ranks 32 --seq 4096 --lengths " + ",".join(["40"] * 100), "at most 128 pieces"),

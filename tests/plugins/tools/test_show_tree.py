@@ -92,12 +92,12 @@ MANY = [[i, j, k] for i in range(9) for j in range(9) for k in range(9)]
 BAD = [
     ("tree", "--trajectories"),
     ("tree --trajectories nowhere.jsonl", "--trajectories nowhere.jsonl: "),
-    ("tree --trajectories {many}", "a picture shows at most 512 segments, got 819; take fewer"),
+    ("tree --trajectories {many}", "a picture shows at most 512 segments, got 819; use fewer"),
     ("tree --trajectories {few} --ranks 64", "--ranks: a picture shows at most 32"),
     ("tree --trajectories {few} --layout block_striped --block 7", "got block=7; use 8"),
     ("tree --trajectories {few} --layout block_striped", "requires --block N"),
     ("tree --trajectories {few} --kv-heads 0", "--kv-heads must be at least 1, got 0"),
-    ("tree --trajectories {long}", "trees of at most 1048576 rows are drawn, got 10"),
+    ("tree --trajectories {long}", "a picture shows at most 1048576 rows, got 10"),
 ]
 
 
@@ -120,7 +120,7 @@ def test_bad_input_is_one_line_and_code_2(arguments, problem, capsys, tmp_path):
 
 @pytest.mark.parametrize(
     ("line", "problem"),
-    [("[1, 2", "line 2: "), ('{"a": 1}', "line 2: a line is a list of token ids"),
+    [("[1, 2", "line 2: "), ('{"a": 1}', "line 2: a line must be a list of token ids"),
      ("[1, -2]", "t.jsonl: trajectories[1]: token ids are from 0"),
      ("[1.5]", "t.jsonl: trajectories[1] must hold token ids")],
 )  # fmt: skip

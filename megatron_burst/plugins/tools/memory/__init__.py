@@ -158,7 +158,9 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         if packs is None:
             runs = [_settled(model, cluster, run) for run in runs]
-        account_of = partial(account, model) if packs is None else partial(packs.account_of, every=True)
+        account_of = partial(account, model)
+        if packs is not None:
+            account_of = partial(packs.account_of, every=True)
         smallest = min(map(account_of, runs), key=lambda candidate: candidate.peak.bytes)
         chosen_by = "" if sized else "smallest peak"
         estimate = MemoryEstimate(smallest, cluster, None, chosen_by, packs=packs)
