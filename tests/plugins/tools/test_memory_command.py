@@ -146,7 +146,7 @@ def test_a_batch_of_a_command_is_shared_out(capsys):
     assert main([*words, "--global-batch-size", "10"]) == 2
     told = capsys.readouterr().err
     assert "batch of 10 sequences is not a multiple of 4, micro-batches of 2 x 2" in told
-    assert "take 12 (--global-batch-size" in told
+    assert "use 12 (--global-batch-size" in told
 
 
 @pytest.mark.parametrize("length", ["--longest", "--seq 128K"])

@@ -323,7 +323,7 @@ def test_the_words_of_a_schedule():
     """Partial outputs of queries are sent back."""
     found = scene_of("schedule --ranks 2 --layout contiguous --mask full --algorithm token_ring")
     assert show_words.subtitle(found) == (
-        "16 positions; queries (Q) are sent, partial outputs (O, lse) return"
+        "16 positions; queries (Q) are sent, partial outputs (O, lse) are sent back"
     )
     assert "partial output hops: intra 2 (64.5 KiB)" in show_words.caption(found)
     assert {show_words.name_of(hop.chunk) for hop in found.hops} >= {"q0", "o1"}

@@ -157,7 +157,7 @@ def test_the_command_runs_ranks_and_notes_every_stream(tmp_path):
     ("words", "said"),
     [
         ("", "no output file; set --out FILE or --chrome FILE"),
-        ("--out x.png --device cuda --nodes 8", "16 ranks need as many GPUs"),
+        ("--out x.png --device cuda --nodes 8", "16 ranks require 16 GPUs"),
         ("--out x.png --nodes 0", "--nodes must be at least 1, got 0"),
         ("--out x.png --nodes 5 --per-node 4", "at most 16 processes, got 20"),
         (
