@@ -190,7 +190,7 @@ def test_a_megatron_command(capsys):
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["--seq", "5X"], "128K or 5M"), ([], "--seq is needed"),
+    [(["--seq", "5X"], "128K or 5M"), ([], "--seq is required"),
      (["--seq", "1M", "--tp", "3"], "not a multiple of the 3 ranks"),
      (["--seq", "1M", "--gpu", "h99"], "one of a100-40g"),
      (["--gpus", "1", "--longest", "--sequence-chunks", "4"], "--sequence-chunks 4 is for"),
