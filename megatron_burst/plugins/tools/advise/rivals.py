@@ -74,13 +74,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 # layernorm`), or all. The second is timed like full recompute with stored attention results.
 RECOMPUTE = ("none", "selective", "full")
 # Choices of the user that also apply to Megatron's own context parallelism.
-KEPT_CHOICES = (
-    *GROUPS,
-    "optimizer_offload",
-    "optimizer_bytes",
-    "distributed_optimizer",
-    "gradients",
-)
+_OPTIMIZER = "optimizer_offload", "optimizer_bytes", "distributed_optimizer", "gradients"
+KEPT_CHOICES = *GROUPS, *_OPTIMIZER
 RINGS = 8  # cached schedules: both passes of the kinds and settings of a few groups
 RingOf = Callable[[Topology, Nodes, int, bool], PreparedSchedule]
 
@@ -137,13 +132,11 @@ def rival(
     if reason := refused(kind, model, cluster, run):
         return Rival(kind, reason)
     timed = _timed(kind, model, cluster, run, lengths)
-    for candidate in timed:
-        if (fitting := _fitted(candidate, model, cluster)).fits:
+    for option in timed:
+        if (fitting := _fitted(option, model, cluster)).fits:
             return fitting
-    return min(
-        (_fitted(candidate, model, cluster) for candidate in timed),
-        key=lambda candidate: candidate.bytes,
-    )
+    fitted = [_fitted(option, model, cluster) for option in timed]
+    return min(fitted, key=lambda option: option.bytes)
 
 
 def _timed(
@@ -383,20 +376,17 @@ def _sparse(cluster: Cluster, run: Settings, model: Model) -> AttentionTime:
     rows, calls = run.rows, 2 * rates.launch + rates.start
     seen = rows * min(model.indexer.top_k, visible(run.seq))
     attending = 2.0 * sizes.heads * (sizes.width + 2 * sizes.value_width) * seen / rates.compute
-    forward_seconds, backward_seconds = reading(sizes, rates.memory, latent=True)
-    forward_seconds, backward_seconds = (
-        max(forward_seconds, attending),
-        max(backward_seconds, rates.backward * attending),
-    )
+    fwd, bwd = reading(sizes, rates.memory, latent=True)
+    fwd, bwd = max(fwd, attending), max(bwd, rates.backward * attending)
     scoring = 2.0 * index.heads * index.width * rows * visible(run.seq) / rates.compute
     keys, latents = (
         ring_seconds(cluster, run.cp, run.tp, B * run.seq * run.micro_batch * width)
         for width in (index.width, sizes.width + sizes.value_width)
     )
-    forward = keys + latents + scoring + forward_seconds + 2 * calls
-    backward = latents + backward_seconds + calls
+    forward = keys + latents + scoring + fwd + 2 * calls
+    backward = latents + bwd + calls
     within = "intra" if run.cp == cluster.cp_per_node(run.tp, run.cp) else "inter"
-    busy = {"compute": scoring + forward_seconds + backward_seconds, "intra": 0.0, "inter": 0.0}
+    busy = {"compute": scoring + fwd + bwd, "intra": 0.0, "inter": 0.0}
     busy[within] = keys + 2 * latents
     host = (0.0, 0.0)
     if rates.host:  # two gathers (index keys, latents) and two calls (selection, attention)
@@ -442,10 +432,8 @@ def core(kind: Kind, x: LayerSizes, run: Settings) -> Core:
     """
     if x.indexer is not None:
         y = x.absorbed
-        latent_bytes, keys = (
-            run.seq * run.micro_batch * width * B for width in (y.kv, x.indexer.width)
-        )
-        return Core(forward=2 * latent_bytes + keys, backward=2 * latent_bytes,
+        latents, keys = (run.seq * run.micro_batch * width * B for width in (y.kv, x.indexer.width))
+        return Core(forward=2 * latents + keys, backward=2 * latents,
                     sums=run.rows * y.query * F, keys=run.seq * run.micro_batch,
                     reordered=True, wire=B)  # fmt: skip
     q, kv, out = run.rows * x.query * B, run.rows * x.kv * B, run.rows * x.out * B

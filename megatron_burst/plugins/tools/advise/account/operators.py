@@ -187,14 +187,10 @@ def core_ops(x: LayerSizes, rows: int, core: Core) -> list[Op]:
     q, kv, lse, out = rows * x.query, core.keys * x.kv, rows * x.heads * F, rows * x.out
     kernel = (q / 2 + kv) * B if x.cpu else q * (B + F) + kv * (B + F)
     recomputed, joined = 1 - core.store, core.parts > 1
-    new = {
-        "out": out * B if recomputed else 0,
-        "lse": lse if recomputed else 0,
-    }  # otherwise the store has them
-    sums = {
-        ATTENTION: out * F * recomputed + out * B * recomputed * joined,
-        RING: core.forward * (recomputed > 0),
-    }
+    # Without a recomputed share the store has both.
+    new = {"out": out * B if recomputed else 0, "lse": lse if recomputed else 0}
+    summed = out * F * recomputed + out * B * recomputed * joined
+    sums = {ATTENTION: summed, RING: core.forward * (recomputed > 0)}
     return [Op(
         "core", ("q2", "k2", "v2"), {"out": new["out"]}, ("q2", "k2", "v2", "out"),
         {"lse": new["lse"]},
@@ -229,8 +225,8 @@ def _with_all_to_all(x: LayerSizes, rows: int, core: Core) -> list[Op]:
         return peers * (per_peer + max(per_peer, core.room)) if x.cpu else 0.0
 
     arrived_bytes = (q + ring_kv) * B
-    ring_tensors = {"q on the ring": q * B, "kv on the ring": ring_kv * B}
-    ring_tensors |= {
+    saved = {"q on the ring": q * B, "kv on the ring": ring_kv * B}
+    saved |= {
         "out on the ring": out * B if recomputed else 0,
         "lse": lse if recomputed else 0,
     }
@@ -243,7 +239,7 @@ def _with_all_to_all(x: LayerSizes, rows: int, core: Core) -> list[Op]:
     travel = cast + grads * (1 + copy) + max(messages(grads), home)
     arrived = messages(arrived_bytes) if x.cpu else arrived_bytes
     return [Op(
-        "core", ("q2", "k2", "v2"), {"out": out * B}, (), ring_tensors,
+        "core", ("q2", "k2", "v2"), {"out": out * B}, (), saved,
         before={ATTENTION: arrived_bytes + max(arrived, out * F * recomputed), RING: forward},
         during={ATTENTION: out * B * (1 + copy) + messages(out * B), RING: forward},
         back_before={ATTENTION: out * B + core.sums + max(kernel, travel) + lse,

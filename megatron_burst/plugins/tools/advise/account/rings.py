@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 from .....layout import make
 from .....masks import Causal, Window
@@ -220,14 +221,12 @@ def most_held(
     one_by_one = replace(seen, joined=False) if host else seen
     forward = cost.forward_schedule(name, grid, one_by_one, sizes)
     backward = cost.backward_schedule(name, grid, seen, sizes, side=side)
-    passes = (forward, backward)
-    ranks_bytes = (
-        [dry_run(schedule, rank, wire=wire, packed=packed) for rank in ranks] for schedule in passes
-    )
-    first, second = (
-        max(schedule, key=lambda buffers: buffers.bytes(_rows)) for schedule in ranks_bytes
-    )
-    return first, second
+
+    def most(schedule: Any) -> HeldBuffers:
+        ranks_buffers = (dry_run(schedule, rank, wire=wire, packed=packed) for rank in ranks)
+        return max(ranks_buffers, key=lambda buffers: buffers.bytes(_rows))
+
+    return most(forward), most(backward)
 
 
 def _rows(_kind: str, rows: float) -> float:

@@ -55,9 +55,8 @@ class LayerWalk:
         self.hidden = rows / run.tp * model.hidden * B
         self.out = rows * (x.out * B + x.heads * F)
         self.store = run.store * self.out
-        self.keys = (
-            rows * run.ulysses * on_ring(x, run).kv
-        )  # elements of the keys and values that chunks attend to
+        # Elements of the keys and values that chunks attend to.
+        self.keys = rows * run.ulysses * on_ring(x, run).kv
         on_device = 2 / run.sequence_chunks if run.chunks_on_host else 1.0
         self.on_device = min(1.0, on_device)  # the fraction of chunks that is on the device
         self.key_row = on_ring(x, run).kv * B  # bytes of one row's keys and values on a ring

@@ -45,9 +45,8 @@ TIME_INPUTS = (
 )  # fmt: skip
 CHOICE_OUTPUTS = ("algorithm", "side", "head_chunks", "ulysses", "placement")
 # Fields that the choice without row chunks depends on.
-CHOICE_INPUTS = tuple(
-    name for name in TIME_INPUTS if name not in (*CHOICE_OUTPUTS, "sequence_chunks")
-)
+_NO_INPUTS = *CHOICE_OUTPUTS, "sequence_chunks"
+CHOICE_INPUTS = tuple(name for name in TIME_INPUTS if name not in _NO_INPUTS)
 CACHED_GRIDS = 24  # grids with cached schedules; one number of ranks has fewer grids
 LARGEST_RING = 128  # ranks; larger rings are tried only if ranks cannot share heads
 
@@ -65,10 +64,8 @@ class AttentionForecast:
     def __init__(self, model: Model, cluster: Cluster, pinned: Mapping[str, Any] | None = None):
         self.model, self.cluster, self.pinned = model, cluster, dict(pinned or {})
         self._times: dict[Any, AttentionTime] = {}
-        self.rings, self.states = (
-            cached_ring_passes(),
-            partial(scan_seconds, timed=cache(scan_time)),
-        )
+        self.rings = cached_ring_passes()
+        self.states = partial(scan_seconds, timed=cache(scan_time))
         self._choices: dict[Any, dict[str, Any]] = {}
         self._kinds: dict[Any, str] = {}
         self._schedules: dict[Any, GridSchedules] = {}
@@ -143,10 +140,10 @@ class AttentionForecast:
         key = self._key(run)
         if key not in self._choices:
             sides = [self.pinned["side"]] if "side" in self.pinned else SIDES
-            candidates = [replace(run, side=side) for side in sides]
+            options = [replace(run, side=side) for side in sides]
             best = min(
-                candidates,
-                key=lambda candidate: self.time(self.model, self.cluster, candidate).seconds,
+                options,
+                key=lambda option: self.time(self.model, self.cluster, option).seconds,
             )
             self._choices[key] = {"side": best.side}
         return replace(run, **self._choices[key])

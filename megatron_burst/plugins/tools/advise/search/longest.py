@@ -100,13 +100,13 @@ def best(
     Raises:
         ValueError: No run fits; the message names a remedy for the last run.
     """
-    longest_run: Longest | None = None
+    longest: Longest | None = None
     core_of = core_of or cached_core_of()
     refused: ValueError | None = None
     last: Settings | None = None
     for run in runs:
         unit = _unit(run)
-        units = 1 if longest_run is None else longest_run.run.seq // unit + 1
+        units = 1 if longest is None else longest.run.seq // unit + 1
         try:
             if least_bytes(model, replace(run, seq=units * unit)) > cluster.room:
                 last = last or run
@@ -115,18 +115,15 @@ def best(
             last = run
             if fit(longer, cluster).fits:
                 candidate = longest_of(model, cluster, run, core_of)
-                longest_run = (
-                    candidate
-                    if longest_run is None or candidate.run.seq > longest_run.run.seq
-                    else longest_run
-                )
+                if longest is None or candidate.run.seq > longest.run.seq:
+                    longest = candidate
         except ValueError as error:  # no such run
             refused = error
-    if longest_run is None and last is not None:
+    if longest is None and last is not None:
         return longest_of(model, cluster, last, core_of)
-    if longest_run is None:
+    if longest is None:
         raise refused or ValueError("no run to try")
-    return longest_run
+    return longest
 
 
 def _unit(run: Settings) -> int:
@@ -206,18 +203,13 @@ def longest(
             break
     check_wanted(model, cluster, goal)
     groups = [
-        replace(groups_run, micro_batches=micro_batches or groups_run.micro_batches)
-        for groups_run in groups_of(model, cluster, goal)
-        if groups_run.vpp == goal.pinned.get("vpp", 1)
+        replace(group, micro_batches=micro_batches or group.micro_batches)
+        for group in groups_of(model, cluster, goal)
+        if group.vpp == goal.pinned.get("vpp", 1)
     ]
-    if all(problems := [uneven_rounds(groups_run) for groups_run in groups]):
+    if all(problems := [uneven_rounds(group) for group in groups]):
         raise ValueError(problems[0])
-    runs = [
-        run
-        for groups_run in groups
-        if not uneven_rounds(groups_run)
-        for run in _smallest(groups_run, goal)
-    ]
+    runs = [run for group in groups if not uneven_rounds(group) for run in _smallest(group, goal)]
     if not runs:
         check(model, groups[0])
     core_of = attention.core_of

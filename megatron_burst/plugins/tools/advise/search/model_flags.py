@@ -58,11 +58,8 @@ def model_flags(model: Model, stages: int = 1) -> Iterator[str]:
         yield from _experts(model, hybrid)
     numerics = family.numerics
     own_positions = "--position-embedding-type" in numerics
-    yield (
-        family.norms.replace(" --position-embedding-type rope", "")
-        if own_positions
-        else family.norms
-    )
+    rope = " --position-embedding-type rope"
+    yield family.norms.replace(rope, "") if own_positions else family.norms
     if family.flags:
         yield family.flags
     if numerics:

@@ -147,9 +147,8 @@ def choices(run: Settings, cut: str = "", carries: bool = False) -> dict[str, An
     parallel = run.cp > 1
     fields: dict[str, Any] = {
         "algorithm": ("auto" if run.by_kind else run.algorithm) if parallel else "megatron",
-        "kernel": run.kernel
-        if parallel and run.kernel in KERNELS
-        else "auto",  # or words of a file
+        # A cluster file may have words for the kernel.
+        "kernel": run.kernel if parallel and run.kernel in KERNELS else "auto",
         "layout": run.layout if parallel and not cut else FIELDS["layout"].default,
         "side": run.side if parallel else "auto",
         "ulysses_size": run.ulysses if parallel and run.ulysses not in (1, run.cp) else None,

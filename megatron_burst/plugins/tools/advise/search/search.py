@@ -89,18 +89,15 @@ def unbarred(run: Settings) -> Settings:
                    sequence_chunks=1, mlp_tiles=1)  # fmt: skip
 
 
-def simplest_first(configurations: Sequence[Configuration]) -> tuple[Configuration, ...]:
+def simplest_first(ranked: Sequence[Configuration]) -> tuple[Configuration, ...]:
     """Return configurations by time, but the simplest of the tie with the fastest first."""
-    if not configurations:
+    if not ranked:
         return ()
-    limit = min(candidate.seconds for candidate in configurations) * (1 + TIE)
-    tied = [candidate for candidate in configurations if candidate.seconds <= limit]
-    taken = min(tied, key=lambda candidate: (simplicity(candidate.run), candidate.seconds))
-    rest_by_time = sorted(
-        (candidate for candidate in configurations if candidate is not taken),
-        key=lambda candidate: candidate.seconds,
-    )
-    return (taken, *rest_by_time)
+    limit = min(entry.seconds for entry in ranked) * (1 + TIE)
+    tied = [entry for entry in ranked if entry.seconds <= limit]
+    taken = min(tied, key=lambda entry: (simplicity(entry.run), entry.seconds))
+    by_time = sorted(ranked, key=attrgetter("seconds"))
+    return (taken, *(entry for entry in by_time if entry is not taken))
 
 
 Progress = Callable[[int, int], None]  # arguments: finished ways, all ways
@@ -138,6 +135,18 @@ class Way(NamedTuple):
     content: Any
 
 
+class TimedRun(NamedTuple):
+    """A run with its time."""
+
+    time: StepTime
+    run: Settings
+
+    @property
+    def order(self) -> tuple[float, tuple[float, ...]]:
+        """The sort key: seconds, then simplicity."""
+        return self.time.seconds, simplicity(self.run)
+
+
 class Search:
     """The search for one model, cluster and goal."""
 
@@ -168,20 +177,15 @@ class Search:
             way = variants.setdefault((run.tp, run.pp, run.cp, run.dp), [])
             way.append(Way(self.at_least(run), simplicity(plainest(run)), run))
         ways = [
-            Way(
-                min(candidate.bound for candidate in way),
-                min(candidate.simplest for candidate in way),
-                way,
-            )
+            Way(min(x.bound for x in way), min(x.simplest for x in way), way)
             for way in variants.values()
         ]
-        configurations, tried = self._explore(ways, top, self._best_variant, progress)
-        if not configurations and self.closest is None and self.least is not None:
-            self.closest = self._configuration(
-                *self.timed([self.least[1]])[0]
-            )  # no run had an account
+        ranked, tried = self._explore(ways, top, self._best_variant, progress)
+        if not ranked and self.closest is None and self.least is not None:
+            # No run had an account.
+            self.closest = self._configuration(*self.timed([self.least[1]])[0])
         closer: list[Configuration] = []
-        for candidate in simplest_first(configurations):
+        for candidate in simplest_first(ranked):
             # After `top` runs, only runs that may be faster with unlimited memory are refined.
             limit = min((finished.seconds for finished in closer), default=math.inf)
             if len(closer) < top or self.attention.step(unbarred(candidate.run)).seconds < limit:
@@ -193,8 +197,8 @@ class Search:
 
         Its variants differ in micro-batches, virtual stages and expert-parallel ranks.
         """
-        configurations, _ = self._explore(variants, 1, self.best_of)
-        return simplest_first(configurations)[0] if configurations else None
+        ranked, _ = self._explore(variants, 1, self.best_of)
+        return simplest_first(ranked)[0] if ranked else None
 
     def _explore(
         self,
@@ -208,22 +212,22 @@ class Search:
         A way may be ranked if it may be among the `top` fastest, or if it may tie with the fastest
         and be simpler.
         """
-        configurations: list[Configuration] = []
+        ranked: list[Configuration] = []
         left = deque(sorted(ways, key=lambda way: (way.bound, way.simplest)))
 
         def take(way: Way) -> None:
             if (configuration := best(way.content)) is not None:
-                insort(configurations, configuration, key=attrgetter("seconds"))
+                insort(ranked, configuration, key=attrgetter("seconds"))
             if progress is not None:
                 progress(len(ways) - len(left), len(ways))
 
-        while left and not self._passed_over(left[0], configurations, top):
+        while left and not self._passed_over(left[0], ranked, top):
             take(left.popleft())
         tried = len(ways) - len(left)
-        if configurations and left:
-            limit = configurations[0].seconds * (1 + TIE)
+        if ranked and left:
+            limit = ranked[0].seconds * (1 + TIE)
             for way in sorted(left, key=lambda way: way.simplest):
-                taken = simplest_first(configurations)[0]
+                taken = simplest_first(ranked)[0]
                 if way.simplest > simplicity(taken.run):
                     break
                 if way.bound <= min(limit, taken.seconds) or (
@@ -233,14 +237,10 @@ class Search:
                     tried += 1
         if progress is not None:
             progress(len(ways), len(ways))
-        return configurations, tried
+        return ranked, tried
 
-    def _passed_over(self, way: Way, configurations: Sequence[Configuration], top: int) -> bool:
-        return (
-            self.prune
-            and len(configurations) >= top
-            and way.bound > configurations[top - 1].seconds
-        )
+    def _passed_over(self, way: Way, ranked: Sequence[Configuration], top: int) -> bool:
+        return self.prune and len(ranked) >= top and way.bound > ranked[top - 1].seconds
 
     def at_least(self, groups: Settings) -> float:
         """Return a lower bound of the time of all runs with these groups that may fit into memory.
@@ -286,9 +286,7 @@ class Search:
                     # A smaller store recomputes more.
                     remaining = [run for run in remaining if run.store in (0.0, 1.0)]
                 remaining = self._possible(remaining)
-                timed += [
-                    timed_run for timed_run in self.timed(remaining) if timed_run[1] not in done
-                ]
+                timed += [entry for entry in self.timed(remaining) if entry.run not in done]
                 best = self._taken(timed)
                 if best is not None or any(failure.fit.device >= 0 for failure in self._failed):
                     best = self._taken(self._finer(groups, best)) or best
@@ -297,9 +295,7 @@ class Search:
             self.refused = error
             return None
 
-    def _finer(
-        self, groups: Settings, best: Configuration | None
-    ) -> list[tuple[StepTime, Settings]]:
+    def _finer(self, groups: Settings, best: Configuration | None) -> list[TimedRun]:
         """Return timed runs with tenths of store and offload that beat `best` by more than a tie.
 
         Stores for which the GPU has no room in any run are left out.
@@ -307,12 +303,11 @@ class Search:
         other_options = attrgetter(
             "recompute", "optimizer_offload", "sequence_chunks", "mlp_tiles", "layout"
         )
-        groups_of_runs: dict[
-            Any, dict[float, list[Settings]]
-        ] = {}  # equal except store and offload, then by store
+        # Runs that are equal except store and offload, by store.
+        by_options: dict[Any, dict[float, list[Settings]]] = {}
         for chunked in (False, True):
             for run in options_of(groups, self.want, chunked, FRACTIONS, FRACTIONS):
-                by_store = groups_of_runs.setdefault(other_options(run), {})
+                by_store = by_options.setdefault(other_options(run), {})
                 by_store.setdefault(run.store, []).append(run)
         limit, on_host = best.seconds if best is not None else math.inf, attrgetter("offload")
 
@@ -322,7 +317,7 @@ class Search:
             return bound * (1 + TIE) * (1 - ROUNDING) < limit
 
         possible: list[Settings] = []
-        for by_store in groups_of_runs.values():
+        for by_store in by_options.values():
             if limit < math.inf:  # more offload never makes a run faster
                 hopeful = [s for s, runs in by_store.items() if faster(min(runs, key=on_host))]
                 largest = max(hopeful, default=-1.0)
@@ -336,25 +331,17 @@ class Search:
                     break
                 if store in hopeful:
                     possible += runs
-        return [
-            timed_run
-            for timed_run in self.timed(possible)
-            if timed_run[0].seconds * (1 + TIE) < limit
-        ]
+        return [x for x in self.timed(possible) if x.time.seconds * (1 + TIE) < limit]
 
-    def _taken(self, timed: Sequence[tuple[StepTime, Settings]]) -> Configuration | None:
+    def _taken(self, timed: Sequence[TimedRun]) -> Configuration | None:
         """Return the fastest of these runs that fits, or the simplest run of the tie with it."""
-        ordered = sorted(
-            timed, key=lambda timed_run: (timed_run[0].seconds, simplicity(timed_run[1]))
-        )
+        ordered = sorted(timed, key=attrgetter("order"))
         first = next(self._fitting(ordered), None)
         if first is None:
             return None
         limit = first.seconds * (1 + TIE)
-        tied = [
-            timed_run for timed_run in ordered if first.seconds <= timed_run[0].seconds <= limit
-        ]
-        tied.sort(key=lambda timed_run: (simplicity(timed_run[1]), timed_run[0].seconds))
+        tied = [entry for entry in ordered if first.seconds <= entry.time.seconds <= limit]
+        tied.sort(key=lambda entry: entry.order[::-1])
         return next(self._fitting(tied), first)
 
     def _possible(self, runs: Iterable[Settings]) -> list[Settings]:
@@ -368,11 +355,11 @@ class Search:
                 self.least = need, run
         return possible
 
-    def timed(self, runs: Iterable[Settings]) -> list[tuple[StepTime, Settings]]:
+    def timed(self, runs: Iterable[Settings]) -> list[TimedRun]:
         """Return runs with their times, the fastest first."""
         settled = map(self.attention.settled, runs)
-        times = ((self.attention.step(run), run) for run in settled)
-        return sorted(times, key=lambda timed_run: (timed_run[0].seconds, simplicity(timed_run[1])))
+        times = [TimedRun(self.attention.step(run), run) for run in settled]
+        return sorted(times, key=attrgetter("order"))
 
     def _by_kind(self, configuration: Configuration) -> Configuration:
         """Return the configuration with an algorithm for each kind of layers.
@@ -399,7 +386,7 @@ class Search:
         """Return the memory that a run leaves unused, from the cached account."""
         return fit(self._account_of(run), self.cluster)
 
-    def _fitting(self, timed: Sequence[tuple[StepTime, Settings]]) -> Iterator[Configuration]:
+    def _fitting(self, timed: Sequence[TimedRun]) -> Iterator[Configuration]:
         """Yield the configurations that fit, in order."""
         possible = set(self._possible(run for _, run in timed))
         for time, run in timed:
@@ -419,11 +406,10 @@ def _takes_more(run: Settings, failed: Configuration) -> bool:
 
     The two may differ only in store and offload.
     """
-    failed_run = failed.run
-    if run.store < failed_run.store or run != replace(
-        failed_run, store=run.store, offload=run.offload
-    ):
+    other_run = failed.run
+    same = replace(other_run, store=run.store, offload=run.offload)
+    if run.store < other_run.store or run != same:
         return False
-    return (failed.fit.device < 0 and run.offload <= failed_run.offload) or (
-        failed.fit.host < 0 and run.offload >= failed_run.offload
+    return (failed.fit.device < 0 and run.offload <= other_run.offload) or (
+        failed.fit.host < 0 and run.offload >= other_run.offload
     )
