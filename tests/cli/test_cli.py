@@ -20,7 +20,7 @@ BAD = {
     "memory": "--model is needed: one of",
     "memory --pc 8 --model llama3-8b": "unrecognized arguments: --pc; did you mean --cp?",
     "memory --gpus 8": "--model is needed: one of",
-    "memory --gpus 8 --model llama3-8b": "--seq is needed",
+    "memory --gpus 8 --model llama3-8b": "--seq is required",
     # doctor: more of a Megatron command's in test_doctor
     "doctor --nonsense": "--nonsense",
     "doctor --per-node": "--gpus-per-node/--per-node: expected one argument",
