@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BurstAttention for Megatron: install it once, then choose it by flags or with `configure`.
+"""BurstAttention for Megatron: install it once, then select it by flags or with `configure`.
 
-In a script of Megatron-LM these are the first lines; they add flags to its command line:
+These are the first lines of a Megatron-LM script; they add flags to its command line:
 
     import megatron_burst.megatron
     megatron_burst.megatron.install()
@@ -13,14 +13,15 @@ In your own script on Megatron-Core:
     burst.configure(transformer_config, mb.BurstConfig(algorithm="burst"))
 
 `install` changes only models whose configuration went through `configure` and that have more than
-one context-parallel rank. Importing this package does not import Megatron-Core, which takes
+one context-parallel rank. The import of this package does not import Megatron-Core, which takes
 seconds; `install` does.
 
-From the ground up: `patching` replaces functions of Megatron and restores them; `checks/` has what
-is refused; `data/` cuts batches; `attention/` is core attention, process groups and plans;
-`linear/` passes states; `lm_head/` is LM head and loss; `packing/` repacks the documents of a step;
-`training` is Megatron-LM's loop; `install` puts all of it in place. Plugins add host memory, chunks
-and tiles of rows (`longseq`), sparse attention (`sparse`) and images (`vision`).
+The parts, from the lowest level: `patching` replaces functions of Megatron and restores them;
+`checks/` refuses unsupported settings; `data/` cuts batches; `attention/` has core attention,
+process groups and plans; `linear/` passes states; `lm_head/` has the fused LM head and loss;
+`packing/` repacks the documents of a step; `training` connects Megatron-LM's command line;
+`install` applies all of them. Plugins add host memory, row chunks and tiles (`longseq`), sparse
+attention (`sparse`) and images (`vision`).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from .attention.core_attention import BurstCoreAttention
     from .data.slicing import gather_sequence, shard_sequence
 
-_LATE = {  # these import Megatron-Core
+_LAZY = {  # these import Megatron-Core
     "BurstCoreAttention": "attention.core_attention",
     "gather_sequence": "data.slicing",
     "shard_sequence": "data.slicing",
@@ -62,6 +63,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATE:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_LATE[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)

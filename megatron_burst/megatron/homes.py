@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locations of Megatron's modules that move between packages: layers with a state, and sparse
-attention.
+"""Locations of Megatron modules that move between packages: layers with a state, sparse attention.
 
 Callers name a module by its last part in the older packages, such as "dsa" or
-"gated_delta_net.gdn". `MOVED` has the newer location of each of them. The newer location comes
-first: where both exist, the older one only forwards names.
+"gated_delta_net.gdn". `MOVED` maps these names to newer locations. The newer location is tried
+first: if both exist, the older one only forwards names.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ MOVED = {
 def find(name: str) -> Any:
     """Return the module `name` from the first location that has it, or None."""
     for path in _paths(name):
-        if (found := imported(path)) is not None:
-            return found
+        if (present := imported(path)) is not None:
+            return present
     return None
 
 
@@ -48,19 +47,19 @@ def module(name: str) -> Any:
     Raises:
         RuntimeError: No location has it; the message names Megatron's version and the locations.
     """
-    found = find(name)
-    if found is None:
+    present = find(name)
+    if present is None:
         import megatron.core
 
         raise RuntimeError(
             f"Megatron-Core {megatron.core.__version__} has no module {name}: it is not at "
             f"{' or '.join(_paths(name))}; this version of megatron_burst does not support it"
         )
-    return found
+    return present
 
 
 def imported(path: str) -> Any:
-    """Import the module at `path`; None if it, or a package that contains it, does not exist."""
+    """Import and return the module at `path`; None if it or a parent package does not exist."""
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Installing BurstAttention into Megatron, and choosing it for a model.
+"""Installation of BurstAttention into Megatron, and its selection for a model.
 
-This module decides which parts of Megatron are replaced, and ensures that a run has one layout:
-Megatron slices batches and caches rotary embeddings before it knows which model will see them.
+This module decides which functions of Megatron are replaced, and ensures that a run has one layout:
+Megatron slices batches and caches rotary embeddings before it knows which model reads them.
 """
 
 from __future__ import annotations
@@ -24,27 +24,33 @@ _NAME = "burst"
 
 
 def install(layout: LayoutName | None = None) -> None:
-    """Make BurstAttention available in Megatron. Nothing changes until a configuration chooses it.
+    """Make BurstAttention available in Megatron; a configuration then selects it.
 
-    Checks of `TransformerConfig` that apply only to Megatron's own context parallelism (the
-    all-gather of DSA, the number of heads of gated delta nets) are dropped with `layout`, after a
-    first `configure`, and for `--context-parallel-algo` other than megatron; not before.
+    Call this before arguments are parsed, models are built and batches are cut. A second call with
+    the same layout changes nothing.
 
     Without `layout`, for scripts of Megatron-LM: if `megatron.training` can be imported, its
-    command line gets our flags and its configurations follow them. The first configuration
-    decides the layout. With `layout`, only Megatron-Core is changed, and the script calls
-    `configure` itself.
+    command line gets our flags and its configurations follow them. The first configuration decides
+    the layout. With `layout`, only Megatron-Core is changed, and the script calls `configure`
+    itself.
 
-    Call it before arguments are parsed, models are built and batches are cut. Idempotent. Raises
-    `ValueError` for a second layout, since a run has one until `uninstall`, and
-    `RuntimeError` if a function of this Megatron lacks a parameter that its patch needs.
+    Two checks of `TransformerConfig` apply only to Megatron's own context parallelism: the
+    all-gather of DSA, and the number of heads of gated delta nets. They are skipped with `layout`,
+    after a first `configure`, and for a `--context-parallel-algo` other than megatron.
+
+    Args:
+        layout: the layout of the run, for scripts that call `configure`; None for Megatron-LM.
+
+    Raises:
+        ValueError: Another layout is installed: a run has one layout until `uninstall`.
+        RuntimeError: A function of this Megatron is missing, or lacks a parameter.
     """
     if layout is not None:
         BurstConfig(layout=layout)
         if layout == "auto":
             raise ValueError(
-                "install(layout='auto'): a script that calls configure() itself names "
-                "the layout by which it cuts batches: zigzag, contiguous, ..."
+                "install(layout='auto') is not supported: a script that calls configure() names "
+                "the layout in which it cuts batches, such as zigzag or contiguous"
             )
     check_version()
     present = patching.installed(_NAME)
@@ -60,8 +66,8 @@ def install(layout: LayoutName | None = None) -> None:
 
 
 def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
-    """Replace the functions of Megatron; all of them or, if one of them is not as needed, none."""
-    # These import Megatron, before any of it is replaced: a module that imported a replacement
+    """Replace the functions of Megatron: all of them, or none if one is not as required."""
+    # These import Megatron before any function is replaced: a module that imported a replacement
     # by name would keep it after `uninstall`.
     from . import training as training_hooks
     from .attention import hooks as attention_hooks
@@ -71,25 +77,25 @@ def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
     from .lm_head import fused_loss, mtp
     from .packing import step as packing_step
 
-    states: list[Any] = []  # of layers of linear attention
+    linear_patches: list[Any] = []
     if core_version() >= OLDEST:
         from .linear import delta_net, mamba
 
-        states = [delta_net.patch_heads, delta_net.patch, mamba.patch]
-    of_plugins = [patch for _, patch in registry.hooked("patch_megatron")]
+        linear_patches = [delta_net.patch_heads, delta_net.patch, mamba.patch]
+    plugin_patches = [patch for _, patch in registry.hooked("patch_megatron")]
     if for_scripts:
         training_hooks.load()  # before `opened` looks for seams
     with patching.patch_set(_NAME) as patches, patching.opened(patches):
         attention_hooks.patch_attention(patches)
-        # Signatures of what a layout replaces, while all can be undone.
+        # Check the functions that a layout replaces while all replacements can still be undone.
         for owner, name, parameters, _ in (*slicing_patches(""), *rope_patches("")):
             patching.require_function(owner, name, parameters)
         attention_hooks.patch_recompute(patches)
         fused_loss.patch(patches)
         mtp.patch(patches)
-        # Before packed batches, which change the number of micro-batches of a step: of the
-        # functions around a step the last one that was added runs first.
-        for patch in (*states, *of_plugins):
+        # Before packed batches, which change the number of micro-batches of a step: the function
+        # around a step that was added last runs first.
+        for patch in (*linear_patches, *plugin_patches):
             patch(patches)
         loader.patch(patches)
         packing_step.patch(patches)
@@ -101,11 +107,11 @@ def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
 
 
 def _fix_layout(patches: patching.PatchSet, layout: str) -> None:
-    """Fix the layout of the run, and slice batches and rotary embeddings by it from now on."""
-    settled = patches.notes.setdefault("layout", layout)
-    if settled != layout:
+    """Fix the layout of the run; batches and rotary embeddings are then cut in this layout."""
+    present = patches.notes.setdefault("layout", layout)
+    if present != layout:
         raise ValueError(
-            f"--burst-layout {layout}: layout {settled!r} is installed, and a run has one "
+            f"--burst-layout {layout}: layout {present!r} is installed, and a run has one "
             "layout; call uninstall() first, and build the model again"
         )
     if "sliced" not in patches.notes:
@@ -114,29 +120,39 @@ def _fix_layout(patches: patching.PatchSet, layout: str) -> None:
         from .data.slicing import slicing_patches
 
         with patching.opened(patches, "slicing"):
-            for each in slicing_patches(layout):
-                patches.wrap(*each)
+            for wrap in slicing_patches(layout):
+                patches.wrap(*wrap)
         guard_other_cuts(patches, layout)
-        for each in rope_patches(layout):
-            patches.wrap(*each)
+        for wrap in rope_patches(layout):
+            patches.wrap(*wrap)
         patches.notes["sliced"] = True
 
 
 def uninstall() -> bool:
-    """Restore Megatron's own functions; False if nothing was installed.
+    """Restore Megatron's own functions; return False if nothing was installed.
 
-    Models that were built in between keep working, with their process groups.
+    Models that were built in between still work, with their process groups.
     """
     return patching.remove(_NAME)
 
 
 def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None) -> Any:
-    """Choose the attention of models built from a `TransformerConfig`; returns the config.
+    """Select the attention of models that are built from a `TransformerConfig`.
 
-    Sets `config.burst`, which copies of the config keep. With algorithm "megatron", or on one
-    context-parallel rank, Megatron's own attention runs. `seq_length` (global, tokens) is
-    checked if given. Raises `ValueError` naming the flag of every setting that cannot be
-    honoured.
+    Sets `config.burst`, which copies of the configuration keep. With algorithm "megatron", or on
+    one context-parallel rank, Megatron's own attention runs.
+
+    Args:
+        config: a `TransformerConfig`; changed.
+        burst: the options of the run.
+        seq_length: global, in tokens; checked if given.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ValueError: `install` was not called, or settings are not supported; the message names all
+            of them.
     """
     patches = patching.installed(_NAME)
     if patches is None:

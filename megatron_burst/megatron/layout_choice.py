@@ -2,14 +2,15 @@
 """The layout of a run if no flag names it, and the choice of `--burst-layout auto`.
 
 Without a flag the layout follows from the other options and from Megatron's own settings, if the
-model allows it. "auto" takes the layouts with which a step sends the fewest bytes:
+model allows it. "auto" selects the layouts with which a step sends the fewest bytes:
 
 - If tokens are contiguous, a state of linear attention visits each rank once; if they are zigzag,
-  twice.
+twice.
 - Softmax attention runs in zigzag. Tokens with another layout are exchanged around it.
 
 Bytes follow from shapes alone and are summed over the ranks for one forward of one sequence.
-Backward, tensor parallelism and the algorithm of the state scan multiply both layouts alike.
+Backward, tensor parallelism and the algorithm of the state scan change the bytes of both layouts by
+the same factor.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from .model_shape import ModelShape
 from .patching import log
 
 
-class Layers(NamedTuple):
-    """How many layers of a model are of which kind: gated delta nets, Mamba mixers, attention."""
+class LayerCounts(NamedTuple):
+    """Numbers of layers of a model: gated delta nets, Mamba mixers, and softmax attention."""
 
     delta_net: int
     mamba: int
@@ -47,7 +48,7 @@ class Layers(NamedTuple):
 
 
 class StreamChoice(NamedTuple):
-    """Options with their layout, and the reason for it; None if it was not "auto"."""
+    """Options with their layouts, and the reason of the choice; None if it was not "auto"."""
 
     burst: BurstConfig
     why: str | None = None
@@ -57,13 +58,13 @@ def settled(config: Any, burst: BurstConfig, seq_length: int | None) -> StreamCh
     """Return the options with a layout in place of "auto".
 
     Args:
-        config: a `TransformerConfig`, or parsed arguments with the same names; the layers of a
-            hybrid model are those of its `hybrid_layer_pattern`.
-        burst: the options.
-        seq_length: global, in tokens; None if it is not known.
+        config: a `TransformerConfig`, or parsed arguments with the same names. The layers of a
+            hybrid model are read from its `hybrid_layer_pattern`.
+        burst: the options of the run.
+        seq_length: global, in tokens; None if unknown.
 
     Raises:
-        ValueError: The length or the layers are needed and not known.
+        SettingsError: The length or the layers are needed and unknown.
     """
     if burst.layout != "auto":
         return StreamChoice(burst)
@@ -74,69 +75,102 @@ def settled(config: Any, burst: BurstConfig, seq_length: int | None) -> StreamCh
     if not layers.delta_net + layers.mamba:
         return StreamChoice(plain, "the model has no layers of linear attention")
     if burst.linear == OFF:
-        return StreamChoice(plain, f"--burst-linear {OFF} expects it")
+        return StreamChoice(plain, f"--burst-linear {OFF} requires it")
     if seq_length is None:
         refuse([Problem(
-            "--burst-layout auto counts bytes, and the length of the sequence is not known: give "
-            "configure() seq_length, or name a layout"
+            "--burst-layout auto needs the sequence length to count bytes: pass seq_length to "
+            "configure(), or name a layout"
         )])  # fmt: skip
     assert seq_length is not None
     attention = burst.attention_layout or "zigzag"
     bytes_of, choices = {}, {"zigzag": plain}
     for stream in STREAMS:
-        apart: Any = None if stream == attention else attention
-        tried: Any = dataclasses.replace(burst, layout=stream, attention_layout=apart)
-        bad = [*two_layout_problems(config, tried)]
+        separate: Any = None if stream == attention else attention
+        candidate: Any = dataclasses.replace(burst, layout=stream, attention_layout=separate)
+        problems = [*two_layout_problems(config, candidate)]
         if stream != "zigzag":
-            bad += layout_problems(config, stream)
-        if not bad:
-            choices[stream] = tried
+            problems += layout_problems(config, stream)
+        if not problems:
+            choices[stream] = candidate
             bytes_of[stream] = sum(traffic(config, layers, stream, attention, seq_length))
     if len(bytes_of) < 2:
-        return StreamChoice(plain, "other settings need it")
+        return StreamChoice(plain, "other settings require it")
     best = min(bytes_of, key=lambda name: (bytes_of[name], name != "zigzag"))
-    said = ", ".join(f"{name} {byte_size(bytes_of[name])}" for name in sorted(bytes_of))
+    bytes_text = ", ".join(f"{name} {byte_size(bytes_of[name])}" for name in sorted(bytes_of))
     return StreamChoice(
-        choices[best], f"states and rows between ranks in forward, per sequence: {said}"
+        choices[best], f"states and rows between ranks in forward, per sequence: {bytes_text}"
     )
 
 
 def one_layout(config: Any, burst: BurstConfig) -> None:
-    """Let a configuration that `configure` has read tell Megatron of one layout, the stream's.
+    """Set Megatron's own layout settings to the layout of the token stream.
 
-    Megatron would otherwise exchange rows around layers of attention itself, and BurstAttention
-    again. Configurations without these settings stay as they are.
+    Megatron would otherwise exchange rows around attention, and so would BurstAttention. Call this
+    after `configure` has read the settings. Configurations without these settings are unchanged.
     """
     if burst.algorithm == OFF or not splits(config) or burst.layout not in STREAMS:
         return
     for name in (LINEAR_LAYOUT, ATTENTION_LAYOUT):
-        was = getattr(config, name, burst.layout)
-        if was != burst.layout:
+        previous = getattr(config, name, burst.layout)
+        if previous != burst.layout:
             setattr(config, name, burst.layout)
             log(
-                f"{name} {was} is now {burst.layout}, the layout of all tokens: Megatron moves no "
-                f"rows around layers, and core attention has {layouts_of(burst).attention}"
+                f"{name} {previous} is now {burst.layout}, the layout of all tokens: Megatron "
+                f"exchanges no rows around layers, and core attention uses "
+                f"{layouts_of(burst).attention}"
             )
 
 
-def settle(args: Any) -> None:
-    """Complete parsed arguments: give them the flags of ours that they lack, and layouts.
+class CompletedFlags(NamedTuple):
+    """The options of parsed arguments, with the layouts that no flag names.
 
-    Logs on rank 0 which layout was taken, if that does not follow from the flags.
+    Attributes:
+        burst: The options. A wrong value is replaced by its default.
+        errors: A message for each wrong value.
+        line: A line for the log, if a layout does not follow from the flags.
+    """
+
+    burst: BurstConfig
+    errors: list[str]
+    line: str | None
+
+
+def complete_flags(args: Any, config: Any) -> CompletedFlags:
+    """Add missing flags and layouts to parsed arguments.
+
+    Args:
+        args: parsed arguments; changed.
+        config: the model's settings under the names of a `TransformerConfig`.
+
+    Returns:
+        The options, errors of wrong values, and a line for the log.
     """
     layout_named = getattr(args, "burst_layout", None) is not None
     attention_named = getattr(args, "burst_attention_layout", None) is not None
     flags.settle(args)
-    burst, wrong = flags.choices(args)
+    burst, errors = flags.choices(args)
+    if layout_named:
+        return CompletedFlags(burst, errors, None)
+    burst, line = unnamed_layouts(config, burst, attention_named=attention_named)
+    args.burst_layout = burst.layout
+    if not attention_named:  # a wrong name stays, so that it is refused
+        args.burst_attention_layout = burst.attention_layout
+    return CompletedFlags(burst, errors, line)
+
+
+def settle(args: Any) -> None:
+    """Complete parsed arguments with missing flags and with layouts.
+
+    Rank 0 logs a layout that does not follow from the flags.
+
+    Args:
+        args: parsed arguments; changed.
+    """
     settings = settings_of(args)
-    if not layout_named:
-        burst, line = unnamed_layouts(settings, burst, attention_named=attention_named)
-        args.burst_layout = burst.layout
-        if not attention_named:  # a wrong name stays, so that it is refused
-            args.burst_attention_layout = burst.attention_layout
-        if line is not None:
-            log(line)
-    if burst.layout == "auto" and not wrong:
+    burst, errors, line = complete_flags(args, settings)
+    if line is not None:
+        log(line)
+    if burst.layout == "auto" and not errors:
         burst, why = settled(settings, burst, getattr(settings, "seq_length", None))
         args.burst_layout, args.burst_attention_layout = burst.layout, burst.attention_layout
         log_choice(burst, why)
@@ -145,7 +179,7 @@ def settle(args: Any) -> None:
 def unnamed_layouts(
     config: Any, burst: BurstConfig, *, attention_named: bool = False
 ) -> tuple[BurstConfig, str | None]:
-    """Return options whose layout no flag names with the layouts of the run.
+    """Return the options with the layouts of the run, if no flag names the layout.
 
     Args:
         config: a `TransformerConfig`, or parsed arguments with the same names.
@@ -153,74 +187,90 @@ def unnamed_layouts(
         attention_named: whether a flag names the layout of attention.
 
     Returns:
-        The options with the layouts of Megatron's own settings, if it has some. Otherwise with
-        zigzag in place of striped, which follows from an attention store of a part, where the model
-        or other options exclude it; and then a line for the log, otherwise None.
+        The options with the layouts of Megatron's own settings, if it has some. Otherwise zigzag
+            replaces striped, which follows from a partial attention store, if the model or other
+            options exclude striped. The second value is then a line for the log, otherwise None.
     """
-    wanted = megatrons_layouts(config)
-    if wanted is not None and not attention_named and burst.algorithm != OFF and splits(config):
-        attention: Any = None if wanted.attention == wanted.stream else wanted.attention
-        stream: Any = wanted.stream
+    selected = megatrons_layouts(config)
+    if selected is not None and not attention_named and burst.algorithm != OFF and splits(config):
+        attention: Any = None if selected.attention == selected.stream else selected.attention
+        stream: Any = selected.stream
         burst = dataclasses.replace(burst, layout=stream, attention_layout=attention)
     if burst.layout != "striped" or not attends(config, burst):
         return burst, None
-    what = ModelShape.of(config).linear_setting
+    excluding = ModelShape.of(config).linear_setting
     if burst.attention_layout not in (None, "striped"):
-        what = f"--burst-attention-layout {burst.attention_layout}"
-    excluding = what or next((each.reason for each in layout_problems(config, "striped")), None)
+        excluding = f"--burst-attention-layout {burst.attention_layout}"
+    if excluding is None:
+        problems = layout_problems(config, "striped")
+        excluding = next((problem.reason for problem in problems), None)
     if excluding is None:
         return burst, None
     line = (
-        f"--burst-layout zigzag: --burst-attention-store {burst.store} would take striped, with "
-        f"which ranks store equally much, and it does not go with {excluding}"
+        f"--burst-layout zigzag: --burst-attention-store {burst.store} selects striped, with "
+        f"which ranks store equal numbers of rows, but this setting excludes it: {excluding}"
     )
     return dataclasses.replace(burst, layout="zigzag"), line
 
 
 def log_choice(burst: BurstConfig, why: str | None) -> None:
-    """Log the layouts that "auto" chose."""
+    """Log the layouts that "auto" selected."""
     if why is not None:
         log(f"--burst-layout auto: {' '.join(layouts_of(burst).flags)}, because {why}")
 
 
 def traffic(
-    config: Any, layers: Layers, stream: str, attention: str, seq_length: int
+    config: Any, layers: LayerCounts, stream: str, attention: str, seq_length: int
 ) -> tuple[int, int]:
-    """Bytes that ranks send in forward of one sequence: (for states, for rows around attention)."""
+    """Return the bytes that ranks send in forward of one sequence.
+
+    Args:
+        config: a `TransformerConfig`, or parsed arguments with the same names.
+        layers: numbers of layers per kind.
+        stream: the layout of the tokens.
+        attention: the layout of softmax attention.
+        seq_length: global, in tokens.
+
+    Returns:
+        Bytes for states, and bytes for rows around attention.
+    """
     ranks = config.context_parallel_size
-    hops = (ranks - 1) * (2 if stream == "zigzag" else 1)  # zigzag's turn is on one rank
+    hops = (ranks - 1) * (2 if stream == "zigzag" else 1)  # zigzag turns around on the last rank
     states = hops * (
         (layers.delta_net and layers.delta_net * _delta_net_state(config))
         + (layers.mamba and layers.mamba * _mamba_state(config))
     )
     if stream == attention or not layers.softmax:
         return states, 0
-    ours, theirs = (make(name, cp_size=ranks) for name in (stream, attention))
+    stream_layout, attention_layout = (make(name, cp_size=ranks) for name in (stream, attention))
     moved = 0
     for rank in range(ranks):
-        moved += sum(routes.relayout(ours, theirs, seq_length, rank).leaving(rank, ranks))
+        moved += sum(
+            routes.relayout(stream_layout, attention_layout, seq_length, rank).leaving(rank, ranks)
+        )
     return states, layers.softmax * moved * _attention_row(config)
 
 
-def layers_of(config: Any) -> Layers:
-    """The layers of a model, of further heads too.
+def layers_of(config: Any) -> LayerCounts:
+    """Return the numbers of layers of a model, with the layers of MTP heads.
 
-    Raises `ValueError` for a hybrid model whose pattern is not known here.
+    Raises:
+        SettingsError: A hybrid model does not state its pattern.
     """
     shape = ModelShape.of(config)
     if shape.attention is None:
         refuse([Problem(
             "--burst-layout auto counts layers, and this configuration of a hybrid model does not "
-            "say which it has: name a layout",
+            "state its pattern: name a layout",
             add=("--burst-layout zigzag",),
         )])  # fmt: skip
-    return Layers(
+    return LayerCounts(
         shape.count("delta_net", "kda"), shape.count("mamba"), shape.count("softmax", "sparse")
     )
 
 
 def _delta_net_state(config: Any) -> int:
-    """Bytes that travel once along a chain: states in fp32, and the convolution's rows."""
+    """Return the bytes sent once along a chain: states in fp32, and rows of the convolution."""
     if ModelShape.of(config).count("kda"):
         heads, width = config.kimi_linear_num_heads, config.kimi_linear_head_dim
         rows = (config.kimi_linear_conv_kernel_size - 1) * 3 * heads * width
@@ -232,7 +282,7 @@ def _delta_net_state(config: Any) -> int:
 
 
 def _mamba_state(config: Any) -> int:
-    """The same of a Mamba mixer, whose convolution is 4 wide."""
+    """Return the bytes of a Mamba mixer, whose convolution has width 4, sent once along a chain."""
     width, state = config.mamba_head_dim, config.mamba_state_dim
     heads = getattr(config, "mamba_num_heads", None) or 2 * config.hidden_size // width
     channels = heads * width + 2 * config.mamba_num_groups * state
@@ -240,7 +290,7 @@ def _mamba_state(config: Any) -> int:
 
 
 def _attention_row(config: Any) -> int:
-    """Bytes of a row of q, k, v and out."""
+    """Return the bytes of a row of q, k, v and out."""
     heads = config.num_attention_heads
     if getattr(config, "multi_latent_attention", False):
         key = config.qk_head_dim + config.qk_pos_emb_head_dim
@@ -250,5 +300,5 @@ def _attention_row(config: Any) -> int:
 
 
 def _element(config: Any) -> int:
-    """Bytes of a number in activations."""
+    """Return the bytes of one number in activations."""
     return 2 if getattr(config, "bf16", False) or getattr(config, "fp16", False) else 4

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers a model has: the kind of attention and the sliding window of each.
+"""Layers of a model: the kind of attention and the sliding window of each layer.
 
 `ModelShape.of` reads a `TransformerConfig`, a provider of Megatron-Bridge, or parsed arguments with
 the same names. A configuration states its layers in one of these ways:
 
 - A pattern of a hybrid model (`hybrid_layer_pattern`), with one symbol per layer. A
-  `TransformerConfig` only contains that a model is hybrid.
-- An attention variant (`experimental_attention_variant`) and which layers have it.
+`TransformerConfig` states only that a model is hybrid.
+- An attention variant (`experimental_attention_variant`) and a frequency or list of its layers.
 - The layers of Kimi K3 that are KDA (`kimi_kda_layers`).
 - A window: Megatron has `window_size` (left, right) and `window_attn_skip_freq`. Providers of
-  Megatron-Bridge for Gemma 3 and MiMo-V2-Flash have other settings: `window_size` is the number of
-  tokens that a token sees, itself included, and another setting names the layers. Their core
-  attentions convert them for a single layer (`attention.derived`).
+Megatron-Bridge for Gemma 3 and MiMo-V2-Flash have other settings: `window_size` is the number of
+tokens that a token sees, itself included, and another setting names the layers. Their core
+attentions convert them for a single layer (`attention.derived`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ..layout.balanced import CAUSAL, Window
 
 Attention = Literal["softmax", "sparse", "delta_net", "mamba", "kda", "none"]
 
-# One variant, under its name until 0.19 and since, and one whose gates are of channels.
+# One variant under its names before and after 0.19, and one with a gate per channel.
 DELTA_NETS = ("gated_delta_net", "gdn", "gdn2")
-DSA = "dsa"  # attention over selected keys, by its name among the variants
-KIMI = "Kimi K3"  # of Megatron-Bridge, some of whose layers are KDA
+DSA = "dsa"  # the variant with attention over selected keys
+KIMI = "Kimi K3"  # a model of Megatron-Bridge; some of its layers are KDA
 PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")  # the second until 0.17
 # Symbols of a pattern: attention, latent attention, DSA, gated delta net, Mamba mixer, MLP,
 # experts.
@@ -37,12 +37,12 @@ _SYMBOLS: dict[str, Attention] = {
     "*": "softmax", "+": "softmax", "D": "sparse", "G": "delta_net", "M": "mamba",
     "-": "none", "E": "none",
 }  # fmt: skip
-_BOUNDS = "|/"  # between pipeline stages; before the layers of a further head
+_BOUNDS = "|/"  # between pipeline stages; before the layers of an MTP head
 
-# Setting of a provider -> whether layer `number` has the window.
+# Setting of a provider -> function that returns whether layer `number` has the window.
 _PROVIDER_WINDOWS: dict[str, Callable[[Any, int], bool]] = {
     "interleaved_attn_pattern": lambda pattern, number: number % sum(pattern) != 0,
-    # Of further heads the pattern has fewer layers than the model.
+    # The pattern has no entries for layers of MTP heads.
     "hybrid_attention_pattern": lambda pattern, number: list(pattern[number - 1 : number]) == [1],
 }
 
@@ -52,12 +52,12 @@ class ModelShape:
     """The layers of a model.
 
     Attributes:
-        attention: The kind of each layer, with those of further heads if a pattern contains them.
+        attention: The kind of each layer, with the layers of MTP heads if a pattern contains them.
             None if the configuration of a hybrid model does not contain its pattern.
-        linear_setting: The setting that asks for layers of linear attention or Mamba mixers, for
-            messages; None if the model has none. A hybrid model without a pattern counts as one
-            that has some, and so does a symbol that is not known here.
-        sparse_setting: The setting that asks for sparse attention (DSA); None without.
+        linear_setting: The setting that selects layers of linear attention or Mamba mixers, for
+            messages; None if the model has no such layers. A hybrid model without a pattern, or
+            with an unknown symbol, counts as a model with such layers.
+        sparse_setting: The setting that selects sparse attention (DSA); None if the model has none.
     """
 
     attention: tuple[Attention, ...] | None
@@ -66,7 +66,11 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Any) -> ModelShape:
-        """Return the shape of a model from its configuration."""
+        """Return the shape of a model.
+
+        Args:
+            config: a `TransformerConfig`, a provider of Megatron-Bridge, or parsed arguments.
+        """
         name, pattern = _pattern(config)
         variant = getattr(config, "experimental_attention_variant", None)
         setting = f"--experimental-attention-variant {variant}"
@@ -82,8 +86,10 @@ class ModelShape:
             linear, linear_setting = dict.fromkeys(numbers, "delta_net"), setting
         else:
             linear, linear_setting = {}, None
-        other = "softmax" if sparse is None else "sparse"
-        layers: Any = (linear.get(number, other) for number in range(1, _num_layers(config) + 1))
+        default_kind = "softmax" if sparse is None else "sparse"
+        layers: Any = (
+            linear.get(number, default_kind) for number in range(1, _num_layers(config) + 1)
+        )
         return cls(tuple(layers), linear_setting, sparse)
 
     def count(self, *kinds: Attention) -> int:
@@ -92,9 +98,9 @@ class ModelShape:
 
 
 def _pattern(config: Any) -> tuple[str, str]:
-    """The setting of a hybrid model's pattern, and the pattern; both empty without one."""
-    found = ((name, getattr(config, name, None)) for name in PATTERNS)
-    return next(((name, pattern) for name, pattern in found if pattern), ("", ""))
+    """Return the setting of a hybrid model's pattern, and the pattern; both empty without one."""
+    patterns = ((name, getattr(config, name, None)) for name in PATTERNS)
+    return next(((name, pattern) for name, pattern in patterns if pattern), ("", ""))
 
 
 def _of_pattern(setting: str, pattern: str, sparse: str | None) -> ModelShape:
@@ -112,7 +118,7 @@ def _num_layers(config: Any) -> int:
 
 
 def _delta_net_layers(config: Any) -> Iterator[int]:
-    """The numbers of the linear layers of a GPT: all but every n-th, or those that a list marks."""
+    """Yield the numbers of a GPT's linear layers: all but every n-th, or those in a list."""
     frequency = getattr(config, "linear_attention_freq", None)
     for number in range(1, _num_layers(config) + 1):
         if isinstance(frequency, int):
@@ -124,7 +130,7 @@ def _delta_net_layers(config: Any) -> Iterator[int]:
 
 
 def layers_without_further_heads(config: Any) -> int:
-    """Return the number of layers of a model without those of further heads; 0 if unknown."""
+    """Return the number of layers of a model without the layers of MTP heads; 0 if unknown."""
     _, pattern = _pattern(config)
     return len(pattern.split("/")[0].replace("|", "")) or _num_layers(config)
 
@@ -133,8 +139,10 @@ def layers_without_further_heads(config: Any) -> int:
 
 
 def provider_window(config: Any) -> str | None:
-    """Return the setting that names the layers with a window, if a provider has one of its own;
-    None if Megatron's settings count.
+    """Return a provider's own setting that names the layers with a window.
+
+    Returns:
+        The name of the setting; None if Megatron's settings apply.
     """
     if not isinstance(getattr(config, "window_size", None), int):
         return None
@@ -144,19 +152,28 @@ def provider_window(config: Any) -> str | None:
 
 
 def _is_known(name: str, pattern: Any) -> bool:
-    """Whether a pattern is of the kind whose meaning was read: layers without a window come one at
-    a time, or each layer has a number.
+    """Return whether a provider's pattern has a supported form.
+
+    The forms: layers without a window occur one at a time, or each layer has a number.
     """
-    whole = isinstance(pattern, (tuple, list)) and all(isinstance(each, int) for each in pattern)
-    if not whole or not pattern:
+    if not pattern or not isinstance(pattern, (tuple, list)):
+        return False
+    if not all(isinstance(entry, int) for entry in pattern):
         return False
     return name != "interleaved_attn_pattern" or (len(pattern) == 2 and pattern[1] == 1)
 
 
 def layer_window(config: Any, number: int) -> Window | None:
-    """Return the sliding window (left, right) of a layer, with None for no limit; None without one.
+    """Return the sliding window of a layer.
 
-    A query at p sees the keys from p - left to p + right; `number` counts from 1.
+    A query at p sees the keys from p - left to p + right.
+
+    Args:
+        config: as `ModelShape.of` takes it.
+        number: of the layer, from 1.
+
+    Returns:
+        (left, right) in tokens, with None for no limit; None for a layer without a window.
     """
     size, setting = getattr(config, "window_size", None), provider_window(config)
     if setting is not None:
@@ -164,7 +181,7 @@ def layer_window(config: Any, number: int) -> Window | None:
         return (size - 1, 0) if has else None  # pyright: ignore[reportOptionalOperand]
     if not size:
         return None
-    # Late: configurations are checked where there may be no Megatron-Core.
+    # Imported here: tools check configurations without Megatron-Core.
     from megatron.core.transformer.utils import is_layer_window_attention
 
     skip: Any = getattr(config, "window_attn_skip_freq", None)
@@ -175,15 +192,15 @@ def layer_window(config: Any, number: int) -> Window | None:
 
 
 def causal_window(config: Any, number: int) -> Window:
-    """Return what a token sees in a layer that counts as causal."""
+    """Return the window (left, 0) of a layer that counts as causal."""
     left, _ = layer_window(config, number) or CAUSAL
     return left, 0
 
 
 def layer_windows(config: Any) -> tuple[Window, ...]:
-    """Return what a token sees in the kinds of layers of a model, in the smallest whole numbers.
+    """Return the windows of a model's kinds of layers, in the smallest whole numbers.
 
-    One windowed layer in three is ((None, 0), (None, 0), (left, 0)).
+    For example, one windowed layer in three is ((None, 0), (None, 0), (left, 0)).
     """
     layers = range(1, getattr(config, "num_layers", 1) + 1)
     count = Counter(causal_window(config, layer) for layer in layers)

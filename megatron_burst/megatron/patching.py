@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has been replaced inside Megatron and torch, how it is restored, and what that relies on.
+"""Replacements inside Megatron and torch: how they are made, checked and undone.
 
 The registry of patches is one of the two pieces of process-wide state of the package. A set of
 patches is applied completely or not at all, and removed completely. There is an oldest supported
 version of Megatron-Core but no newest one: each patch checks the function that it replaces, and the
-error names Megatron's version and the function. In a Megatron with the patches of `patches/` the
-replacements go into its seams; a tree may have only part of them.
+error names Megatron's version and the function. In a Megatron with the patches of `patches/`,
+replacements use its seams; a tree may have only some of the seams.
 
-Also what every part of a training script shares: log lines that do not depend on the script's log
-level, and the translation of errors for users of recipes, who have settings in place of flags.
-Megatron-Core is imported inside the functions, because the command line and recipes import this
-module before they need Megatron.
+The module also contains two utilities that every part of a training script shares: log lines that
+do not depend on the script's log level, and the translation of flags in errors to settings of
+recipes. Megatron-Core is imported inside the functions, because the command line and recipes import
+this module before they need Megatron.
 """
 
 from __future__ import annotations
@@ -35,8 +35,13 @@ _installed: dict[str, PatchSet] = {}
 
 
 class Wrap(NamedTuple):
-    """A function of a module or a class, the parameters that it must have, and what runs in its
-    place: `around`, which gets the function before what it is called with.
+    """A replacement of a function of a module or a class.
+
+    Attributes:
+        owner: The module or class.
+        name: The function's name.
+        parameters: The parameters that the function must have.
+        around: The replacement. It gets the original function, then the arguments of the call.
     """
 
     owner: Any
@@ -49,7 +54,9 @@ class Wrap(NamedTuple):
 class PatchSet:
     """A named group of replacements that are undone together.
 
-    `notes` holds the state that these replacements share while they are installed.
+    Attributes:
+        name: The name in the registry.
+        notes: State that these replacements share while they are installed.
     """
 
     name: str
@@ -57,17 +64,21 @@ class PatchSet:
     _undo: list[Callable[[], object]] = field(default_factory=list)
 
     def replace(self, owner: object, attribute: str, value: object) -> object:
-        """Set `owner.attribute` and return its old value; `AttributeError` if it had none."""
+        """Set `owner.attribute` and return its old value.
+
+        Raises:
+            AttributeError: The owner has no such attribute.
+        """
         previous = inspect.getattr_static(owner, attribute)
         setattr(owner, attribute, value)
         self._undo.append(lambda: setattr(owner, attribute, previous))
         return previous
 
     def replace_function(self, home: object, name: str, value: Callable) -> None:
-        """Replace a module-level function in its home module and wherever it was from-imported.
+        """Replace a module-level function in its module and in modules that imported it by name.
 
-        Modules imported later take the replacement from the home module, so undoing looks at
-        every loaded module again.
+        Modules imported later take the replacement from the first module, so undoing looks at every
+        loaded module again.
         """
         original = getattr(home, name)
         rename_everywhere(name, original, value)
@@ -76,9 +87,10 @@ class PatchSet:
     def wrap(
         self, owner: Any, name: str, parameters: Sequence[str], around: Callable[..., Any]
     ) -> None:
-        """Replace a function as a `Wrap` says, whose fields these are.
+        """Replace a function; the arguments are the fields of `Wrap`.
 
-        Raises `RuntimeError` unless there is one, with (at least) these parameters.
+        Raises:
+            RuntimeError: There is no such function, or it lacks one of the parameters.
         """
         original = require_function(owner, name, parameters)
 
@@ -106,8 +118,12 @@ class PatchSet:
 def wrap_steps(
     patches: PatchSet, around: Callable[[Callable[..., Any], dict[str, Any]], Any]
 ) -> None:
-    """Add to a set of patches `around(run, named)` in place of every step or evaluation
-    `run(**named)` of Megatron's schedules. The last one that was added runs first.
+    """Replace every step or evaluation of Megatron's schedules.
+
+    Args:
+        patches: the set of patches.
+        around: called as `around(run, named)` in place of `run(**named)`. The function that was
+            added last runs first.
     """
     from megatron.core.pipeline_parallel import schedules
 
@@ -119,7 +135,7 @@ def wrap_steps(
 
 
 def rename_everywhere(name: str, old: object, new: object) -> None:
-    """Bind `name` to `new` in every loaded module where it is bound to `old`."""
+    """Bind `name` to `new` in every loaded module that binds it to `old`."""
     for module in list(sys.modules.values()):
         namespace = getattr(module, "__dict__", None)
         # Read the dict, not the attribute: reading an attribute of a lazy module may import it.
@@ -129,7 +145,7 @@ def rename_everywhere(name: str, old: object, new: object) -> None:
 
 @contextmanager
 def instead(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Inside, this instance's method `name` is `function`."""
+    """Replace this instance's method `name` by `function` inside the context."""
     before = vars(module).get(name)
     setattr(module, name, function)
     try:
@@ -154,18 +170,20 @@ def patch_set(name: str) -> Iterator[PatchSet]:
 
 
 def training_available() -> bool:
-    """Whether Megatron-LM (`megatron.training`) can be imported."""
+    """Return whether Megatron-LM (`megatron.training`) can be imported."""
     return importlib.util.find_spec("megatron.training") is not None
 
 
 def installed(name: str) -> PatchSet | None:
-    """The set of that name, or None."""
+    """Return the set of patches with that name, or None."""
     return _installed.get(name)
 
 
 def notes() -> dict[str, Any]:
-    """What the parts of BurstAttention share until `uninstall`: the notes of its set of patches, or
-    none that stay.
+    """Return the state that the parts of BurstAttention share until `uninstall`.
+
+    Returns:
+        The notes of its set of patches. A new empty dict if it is not installed.
     """
     patches = installed("burst")
     return patches.notes if patches else {}
@@ -175,17 +193,17 @@ _CHOOSING = "choosing"
 
 
 def burst_chosen() -> bool:
-    """Whether this run has chosen BurstAttention, so that configurations need not meet what only
-    Megatron's own context parallelism requires.
+    """Return whether this run uses BurstAttention.
 
-    True after `install(layout)` or a first `configure`, and inside `choosing(True)`.
+    If so, configurations need not fulfil requirements of Megatron's own context parallelism. True
+    after `install(layout)` or a first `configure`, and inside `choosing(True)`.
     """
     return "layout" in notes() or notes().get(_CHOOSING, False)
 
 
 @contextmanager
 def choosing(chosen: bool) -> Iterator[None]:
-    """Inside, a configuration is made for which BurstAttention is chosen, if `chosen`."""
+    """State inside the context whether the configuration being made selects BurstAttention."""
     state = notes()
     before = state.get(_CHOOSING, False)
     state[_CHOOSING] = chosen
@@ -196,7 +214,7 @@ def choosing(chosen: bool) -> Iterator[None]:
 
 
 def remove(name: str) -> bool:
-    """Undo the set of that name; False when it was not installed."""
+    """Undo the set of patches with that name; return False if it was not installed."""
     patches = _installed.pop(name, None)
     if patches is None:
         return False
@@ -204,11 +222,11 @@ def remove(name: str) -> bool:
     return True
 
 
-OLDEST = (0, 16)  # of Megatron-Core: no older version was ever tested
+OLDEST = (0, 16)  # the oldest Megatron-Core that was tested
 
 
 def core_version() -> tuple[int, ...]:
-    """Major and minor version of Megatron-Core."""
+    """Return major and minor version of Megatron-Core."""
     import megatron.core
 
     return tuple(int(part) for part in megatron.core.__version__.split(".")[:2])
@@ -221,8 +239,8 @@ def check_version() -> None:
     if core_version() < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise RuntimeError(
-            f"Megatron-Core {megatron.core.__version__} is older than {oldest}, the oldest that "
-            "megatron_burst works with; upgrade megatron-core"
+            f"Megatron-Core {megatron.core.__version__} is older than {oldest}, the oldest version "
+            "that megatron_burst supports; upgrade megatron-core"
         )
 
 
@@ -239,20 +257,20 @@ def require_parameters(function: Callable, names: Sequence[str], symbol: str) ->
     missing = [name for name in names if name not in parameters]
     if missing:
         raise RuntimeError(
-            f"Megatron-Core {megatron.core.__version__}: {symbol} takes {parameters}, without "
-            f"{missing}; this version of megatron_burst does not support it"
+            f"Megatron-Core {megatron.core.__version__}: {symbol} has the parameters {parameters}, "
+            f"without {missing}; this version of megatron_burst does not support it"
         )
 
 
 def given_to(function: Callable, args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of `function`, by name."""
+    """Return the arguments of a call of `function`, by name."""
     return bound_to(function, args, named).arguments
 
 
 def bound_to(
     function: Callable, args: Sequence[Any], named: Mapping[str, Any]
 ) -> inspect.BoundArguments:
-    """The arguments of a call of `function`, which may be changed before it is made."""
+    """Return the bound arguments of a call of `function`, which the caller may change."""
     return signature_of(function).bind(*args, **named)
 
 
@@ -260,9 +278,11 @@ signature_of = functools.lru_cache(maxsize=128)(inspect.signature)
 
 
 def require_function(home: Any, name: str, parameters: Sequence[str]) -> Callable:
-    """The function `name` of a module of Megatron, if it takes `parameters`.
+    """Return the function `name` of a module or class of Megatron.
 
-    Raises `RuntimeError` naming Megatron's version and the symbol otherwise.
+    Raises:
+        RuntimeError: There is no such function, or it lacks one of `parameters`; the message names
+            Megatron's version and the symbol.
     """
     import megatron.core
 
@@ -277,8 +297,15 @@ def require_function(home: Any, name: str, parameters: Sequence[str]) -> Callabl
     return function
 
 
-class FoundSeam(NamedTuple):
-    """A seam of the imported Megatron: owner (a module or a class), name, function, state."""
+class LocatedSeam(NamedTuple):
+    """A seam of the imported Megatron.
+
+    Attributes:
+        owner: The module or class.
+        name: The function's name.
+        call: The function with the seam.
+        seam: The state of the seam.
+    """
 
     owner: Any
     name: str
@@ -287,55 +314,59 @@ class FoundSeam(NamedTuple):
 
 
 def patched_places() -> list[SeamPlace]:
-    """The places that have a seam in this Megatron; all of `seam.PLACES` in a patched tree."""
+    """Return the places that have a seam in this Megatron; a patched tree has all."""
     return [place for place, _ in _seams()]
 
 
 @contextmanager
 def opened(patches: PatchSet, purpose: str | None = None) -> Iterator[None]:
-    """Inside, functions with a seam are exposed without it, so that they can be replaced as usual.
+    """Expose functions without their seams inside the context.
 
-    On exit each replacement moves into its seam, and the seam is back in place. purpose: only the
-    seams of that patch of the series; None for all. Removing `patches` empties the seams. A
-    tree without seams is left alone.
+    They can then be replaced like other functions. On exit each replacement moves into its seam,
+    and the seam is back in place. Removal of `patches` empties the seams. A tree without seams is
+    unchanged.
+
+    Args:
+        patches: the set of patches.
+        purpose: open only the seams of that patch of the series; None for all.
     """
-    seams = [one for place, one in _seams() if purpose in (None, place.purpose)]
+    seams = [located for place, located in _seams() if purpose in (None, place.purpose)]
     patches.on_undo(lambda: _close(seams, empty=True))
-    for one in seams:
-        setattr(one.owner, one.name, one.seam.bare)
+    for located in seams:
+        setattr(located.owner, located.name, located.seam.bare)
     yield
     _close(seams, empty=False)
 
 
-def _close(seams: list[FoundSeam], empty: bool) -> None:
-    """Put the seams back in place, around whatever replaced their functions."""
+def _close(seams: list[LocatedSeam], empty: bool) -> None:
+    """Put the seams back in place, around the present values of their functions."""
     for owner, name, call, seam in seams:
-        now = inspect.getattr_static(owner, name)
-        seam.inner = None if empty or now is seam.bare else now
+        present = inspect.getattr_static(owner, name)
+        seam.inner = None if empty or present is seam.bare else present
         setattr(owner, name, call)
-        if inspect.ismodule(owner):  # a module imported in between may hold either of the others
-            rename_everywhere(name, now, call)
+        if inspect.ismodule(owner):  # a module imported in between may hold the other functions
+            rename_everywhere(name, present, call)
             rename_everywhere(name, seam.bare, call)
 
 
-def _seams() -> list[tuple[SeamPlace, FoundSeam]]:
-    """The seams of this Megatron, except those in modules of megatron.training not yet imported.
+def _seams() -> list[tuple[SeamPlace, LocatedSeam]]:
+    """Return the seams of this Megatron, except in modules of megatron.training not yet imported.
 
     Code that replaces functions of megatron.training imports it first. A script on Megatron-Core
     alone does not need megatron.training, so it is not imported here.
     """
     places = [p for p in PLACES if p.module.startswith("megatron.core") or p.module in sys.modules]
-    return [(place, one) for place in places if (one := _find(place)) is not None]
+    return [(place, located) for place in places if (located := _find(place)) is not None]
 
 
-def _find(place: SeamPlace) -> FoundSeam | None:
+def _find(place: SeamPlace) -> LocatedSeam | None:
     owner: Any = importlib.import_module(place.module)
     *classes, name = place.name.split(".")
-    for one in classes:
-        owner = getattr(owner, one, None)
+    for class_name in classes:
+        owner = getattr(owner, class_name, None)
     call = inspect.getattr_static(owner, name, None)
     seam = inside(call)
-    return FoundSeam(owner, name, call, seam) if seam is not None else None
+    return LocatedSeam(owner, name, call, seam) if seam is not None else None
 
 
 _NAME = "megatron_burst"
@@ -346,15 +377,17 @@ _PREFIX, _INDENT = f"> {_NAME}: ", "    "
 
 
 class _Handler(logging.Handler):
-    """Writes to the standard output of the moment, which tests and launchers may replace."""
+    """A handler that writes to the current standard output, which tests may replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print("\n".join(_PREFIX + line for line in folded(record.getMessage())), flush=True)
 
 
 def folded(line: str) -> list[str]:
-    """The line; one that is too long as a table: first its parts (between " | ") that fit into a
-    row, then each of the others in its own.
+    """Return the lines of a log message.
+
+    A message that is too long becomes a table. Its parts are separated by " | ". The first row
+    contains as many parts as fit; each other part has its own row.
     """
     room = WIDEST - len(_PREFIX)
     first, *parts = line.split(" | ")
@@ -373,7 +406,7 @@ def log(line: str) -> None:
 
 
 def launches_in_order() -> bool:
-    """Whether CUDA was told to have one queue for all streams; only lines of the log go by it."""
+    """Return whether CUDA has one queue for all streams. Only log lines depend on it."""
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
@@ -404,12 +437,12 @@ _TRANSLATE = "translate errors"
 
 
 def translate_with(translate: Callable[[str], str] | None) -> None:
-    """Apply `translate` to all messages until `uninstall`; None leaves them as they are."""
+    """Apply `translate` to all messages until `uninstall`; None leaves them unchanged."""
     notes()[_TRANSLATE] = translate
 
 
 def user_error(text: str) -> ValueError:
-    """The error to raise for a message that names flags."""
+    """Return the error to raise for a message that names flags."""
     return ValueError(user_text(text))
 
 

@@ -2,11 +2,11 @@
 """The layer spec (Megatron's description of a model's layers) of a GPT model with BurstAttention.
 
 Megatron-LM calls `burst_layer_spec` for `--spec megatron_burst.megatron.specs burst_layer_spec`.
-That needs 0.19 or newer: older versions take only finished specs, which cannot read the
-configuration. Recipes hold it as `functools.partial(burst_layer_spec, base=..., ...)`.
+That requires 0.19 or newer: older versions accept only finished specs, which cannot read the
+configuration. Recipes store it as `functools.partial(burst_layer_spec, base=..., ...)`.
 
-Megatron asks for a spec when it builds a model, after every override of the configuration.
-Therefore choices are completed and checked here, not when they are stated.
+Megatron calls the function when it builds a model, after every override of the configuration.
+Therefore options are completed and checked here, not when they are set.
 """
 
 from __future__ import annotations
@@ -29,45 +29,61 @@ from .patching import log, require_function
 def burst_layer_spec(
     config: Any, vp_stage: int | None = None, *, base: Any = None, **choices: Any
 ) -> Any:
-    """The layers that the model has anyway, with BurstAttention as their core attention.
+    """Return the layers of a model, with BurstAttention as their core attention.
 
-    config: a `TransformerConfig`, or a model configuration that holds one as `.transformer`.
-    base: those layers, as a `ModuleSpec` or as a function of (config) or (config, vp_stage);
-    None for Megatron-LM's default. choices: fields of `BurstConfig`. Without choices the flags of
-    the command line decide, if it has them, and the defaults of `BurstConfig` otherwise; the
-    algorithm "megatron" then becomes the default one, because the spec itself asks for
-    BurstAttention. Raises `ValueError` for settings that cannot be honoured.
+    Without `choices`, the flags of the command line decide if the command line has them. Otherwise
+    the defaults of `BurstConfig` apply. The algorithm "megatron" then becomes the default
+    algorithm, because the spec itself selects BurstAttention.
+
+    Args:
+        config: a `TransformerConfig`, or a model configuration that holds one as `.transformer`.
+        vp_stage: the stage of an interleaved pipeline.
+        base: the layers without BurstAttention: a `ModuleSpec`, or a function of (config) or
+            (config, vp_stage); None for Megatron-LM's default.
+        choices: fields of `BurstConfig`.
+
+    Returns:
+        The layer spec.
+
+    Raises:
+        ValueError: Settings are not supported.
     """
     transformer = transformer_of(config)
-    chosen = None if choices else getattr(transformer, "burst", None)
-    if chosen is None:
-        chosen = choices_with_layout(choices, config)
-        layout: Any = chosen.layout  # settled by now
+    burst = None if choices else getattr(transformer, "burst", None)
+    if burst is None:
+        burst = choices_with_layout(choices, config)
+        layout: Any = burst.layout  # no longer "auto"
         install(layout)
-    if chosen.algorithm == flags.OFF and not choices:  # only the flag's default
-        chosen = dataclasses.replace(chosen, algorithm=BurstConfig.algorithm)
+    if burst.algorithm == flags.OFF and not choices:  # only the flag's default
+        burst = dataclasses.replace(burst, algorithm=BurstConfig.algorithm)
     length = getattr(config, "seq_length", None)
     refuse(
         [
-            *backend_problems(transformer, chosen),
-            *configuration_problems(transformer, chosen, length),
+            *backend_problems(transformer, burst),
+            *configuration_problems(transformer, burst, length),
         ]
     )
-    configure(transformer, chosen, seq_length=length)
+    configure(transformer, burst, seq_length=length)
     layers = _layers(base, config, vp_stage)
-    if transformer.context_parallel_size > 1 and chosen.algorithm != flags.OFF:
+    if transformer.context_parallel_size > 1 and burst.algorithm != flags.OFF:
         _check_layers(layers)
     return layers
 
 
 def transformer_of(config: Any) -> Any:
-    """The `TransformerConfig` in a model configuration, which may be one itself."""
+    """Return the `TransformerConfig` of a model configuration, or the configuration itself."""
     return getattr(config, "transformer", config)
 
 
 def choices_with_layout(choices: dict[str, Any], model: Any) -> BurstConfig:
-    """The choices of one configuration, with the layouts that follow from the others, from
-    Megatron's own settings, or, for "auto", from the model.
+    """Return the options of one configuration, with their layouts.
+
+    The layouts follow from the other options, from Megatron's own settings or, for "auto", from the
+    model.
+
+    Args:
+        choices: fields of `BurstConfig`.
+        model: as `burst_layer_spec` takes `config`.
     """
     config, transformer = BurstConfig(**choices), transformer_of(model)
     if not choices.keys() & {"layout", "attention_layout"}:
@@ -90,36 +106,36 @@ def _layers(base: Any, config: Any, vp_stage: int | None) -> Any:
 
 
 def _check_layers(layers: Any) -> None:
-    """Raise `ValueError` unless a layer spec has Megatron's own attention somewhere, or that of
-    Kimi K3, which is prepared.
+    """Raise `ValueError` unless a layer spec has Megatron's own attention.
 
-    An empty list of layers is legal: a pipeline stage may have none.
+    The attention of Kimi K3 is also accepted, and prepared. An empty list of layers is legal: a
+    pipeline stage may have no layers.
     """
-    # Late: recipes import this module before Megatron-Core is needed.
+    # Imported here: recipes import this module before they need Megatron-Core.
     from megatron.core.transformer.attention import Attention
 
     if getattr(layers, "layer_specs", None) == []:
         return
-    kinds = [one for one in _modules(layers) if isinstance(one, type)]
-    for one in kinds:
-        if one.__name__ == "KimiK3Attention":
+    classes = [module for module in _modules(layers) if isinstance(module, type)]
+    for cls in classes:
+        if cls.__name__ == "KimiK3Attention":
             from .linear import kimi_delta
 
-            return kimi_delta.enable(one)
-    if not any(issubclass(one, Attention) for one in kinds):
-        names = ", ".join(sorted({one.__name__ for one in kinds})) or repr(layers)
+            return kimi_delta.enable(cls)
+    if not any(issubclass(cls, Attention) for cls in classes):
+        names = ", ".join(sorted({cls.__name__ for cls in classes})) or repr(layers)
         raise ValueError(
-            f"the layer spec has no attention of Megatron's to replace, only {names:.200}: such "
-            "as --use-transformer-engine-full-layer-spec asks for; leave that out, or take "
+            f"the layer spec has no Megatron attention that BurstAttention can replace, only "
+            f"{names:.200}: remove --use-transformer-engine-full-layer-spec, or use "
             "--context-parallel-algo megatron"
         )
 
 
 def _modules(spec: Any) -> Iterator[Any]:
-    """Everything that a spec names, at any depth."""
+    """Yield all modules and values of a spec, at any depth."""
     if isinstance(spec, (list, tuple)):
-        for one in spec:
-            yield from _modules(one)
+        for entry in spec:
+            yield from _modules(entry)
     elif dataclasses.is_dataclass(spec) and not isinstance(spec, type):
         for field in dataclasses.fields(spec):
             yield from _modules(getattr(spec, field.name))

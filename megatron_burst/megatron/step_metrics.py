@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What attention did since the last log interval, as scalars of TensorBoard and Weights & Biases.
+"""Metrics of attention per log interval, as scalars of TensorBoard and Weights & Biases.
 
-Written with Megatron-LM's own writers at iterations that `--log-interval` divides, if it has one of
-them (`--tensorboard-dir`, `--wandb-project`); nothing is measured otherwise. The ranks of a
-context-parallel group exchange five numbers per log interval, on the host. Megatron's writers are
-on the last rank, so the scalars are those of its group.
+Megatron-LM's own writers (`--tensorboard-dir`, `--wandb-project`) write them at iterations that
+`--log-interval` divides. Without a writer nothing is measured. The ranks of a context-parallel
+group exchange five numbers per log interval, on the host. Megatron's writers are on the last rank,
+so the scalars describe the group of the last rank.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from ..schedule.cost import visible_pairs
 from . import patching
 from .patching import PatchSet
 
-_NOTE = "step metrics"  # a `StepMetrics`, where a writer was asked for
+_NOTE = "step metrics"  # a `StepMetrics`, if the run has a writer
 
 
 class StepMetrics:
-    """The numbers of this rank that were not written yet."""
+    """The numbers of this rank since the last log interval."""
 
     def __init__(self) -> None:
         self._clock = WaitClock()
         self._groups: list[Groups] = []
-        self._pairs_of: dict[int, int] = {}  # of plans, by their identities
+        self._pairs_of: dict[int, int] = {}  # visible pairs by identity of the plan
         self._pairs, self._planning = 0, 0.0
-        self._sent, self._steps = (0, 0), 0  # bytes that were written already, steps since
+        self._sent, self._steps = (0, 0), 0  # bytes already reported, steps since
 
     def watch(self, groups: Groups) -> None:
         """Count bytes and waits of these groups too."""
@@ -48,13 +48,13 @@ class StepMetrics:
 
     @contextmanager
     def planning(self) -> Iterator[None]:
-        """Around the making of a plan."""
+        """Measure the time inside, in which a plan is made."""
         begin = time.perf_counter()
         yield
         self._planning += time.perf_counter() - begin
 
     def count_forward(self, plan: Plan) -> None:
-        """A layer runs forward by this plan: count what this rank's queries see."""
+        """Count the pairs that this rank's queries see in a layer's forward with this plan."""
         if plan.identity not in self._pairs_of:
             topology, length = plan.groups.topology, plan.signature[0][0][0] * plan.groups.size
             members = topology.ulysses_group(plan.groups.rank)
@@ -64,49 +64,52 @@ class StepMetrics:
         self._pairs += self._pairs_of[plan.identity]
 
     def end_step(self) -> None:
-        """An iteration of training is over."""
+        """Count an iteration of training."""
         self._steps += 1
 
     def collect(self) -> dict[str, float]:
-        """The scalars since the last call, per iteration; empty without a context-parallel group.
+        """Return the scalars since the last call, per iteration, and reset them.
 
         A collective of the first group that is watched.
+
+        Returns:
+            Values by name; empty without a context-parallel group.
         """
         if not self._groups:
             return {}
         counters = [groups.counters for groups in self._groups]
-        sent = sum(each.intra for each in counters), sum(each.inter for each in counters)
-        mine = [self._pairs, sent[0] - self._sent[0], sent[1] - self._sent[1],
-                self._planning, self._clock.take()]  # fmt: skip
-        gathered = torch.stack(self._groups[0].gather(torch.tensor(mine, dtype=torch.float64)))
+        sent = sum(count.intra for count in counters), sum(count.inter for count in counters)
+        local = [self._pairs, sent[0] - self._sent[0], sent[1] - self._sent[1],
+                 self._planning, self._clock.take()]  # fmt: skip
+        gathered = torch.stack(self._groups[0].gather(torch.tensor(local, dtype=torch.float64)))
         pairs, within, between, planning, waited = gathered.T
         steps = max(1, self._steps)
         self._sent, self._steps, self._pairs, self._planning = sent, 0, 0, 0.0
-        self._pairs_of.clear()  # plans of packed batches are many
-        found = {
+        self._pairs_of.clear()  # packed batches make many plans
+        scalars = {
             "bytes-within-nodes": within.sum() / steps,
             "bytes-between-nodes": between.sum() / steps,
             "plan-seconds": planning.max() / steps,
             "wait-seconds": waited.max() / steps,
         }
         if pairs.sum():
-            found["pairs-busiest-over-mean"] = pairs.max() / pairs.mean()
-        return {f"burst/{name}": float(value) for name, value in found.items()}
+            scalars["pairs-busiest-over-mean"] = pairs.max() / pairs.mean()
+        return {f"burst/{name}": float(value) for name, value in scalars.items()}
 
 
 def metrics() -> StepMetrics | None:
-    """Those of this run; None where no writer was asked for."""
+    """Return the metrics of this run; None if it has no writer."""
     return patching.notes().get(_NOTE)
 
 
 def ask(patches: PatchSet, args: Any) -> None:
-    """Measure from now on, if Megatron-LM's arguments ask for a writer."""
+    """Measure from now on, if Megatron-LM's arguments name a writer."""
     if getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", None):
         patches.notes.setdefault(_NOTE, StepMetrics())
 
 
 def patch(patches: PatchSet) -> None:
-    """Add to a set of patches what is written beside Megatron-LM's own scalars."""
+    """Add to a set of patches the function that writes scalars with Megatron-LM's own."""
     home = importlib.import_module("megatron.training.training")
     patches.wrap(home, "training_log", ["iteration"], _logging)
 

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our flags in Megatron-LM: from its command line to the configuration of every model.
+"""BurstAttention in Megatron-LM: from its command line to the configuration of every model.
 
-The functions of `megatron.training` that are wrapped here have had the same names and parameters
-from Megatron-Core 0.16 to 0.20. A function is replaced wherever a module imported it by name, so
-the order of imports does not matter if `install` runs before the script parses its arguments.
+The functions of `megatron.training` that are wrapped here have the same names and parameters from
+Megatron-Core 0.16 to 0.20. A function is replaced in every module that imported it by name, so the
+order of imports does not matter if `install` runs before the script parses its arguments.
 
-Also validation of supervised fine-tuning. With `--sft` Megatron-LM averages each rank's mean loss
-per micro-batch over all ranks, so the weight of a token depends on how its sequence is split:
-uneven masks change the loss by up to 1e-3. Here each rank of a context-parallel group reports the
-sums of the group, whose mean is that of one rank with whole sequences. Training sums before it
-divides, so it needs no change.
+The module also corrects the validation of supervised fine-tuning. With `--sft` Megatron-LM averages
+each rank's mean loss per micro-batch over all ranks, so the weight of a token depends on how its
+sequence is split: uneven loss masks change the loss by up to 1e-3. Here each rank of a
+context-parallel group reports the sums of the group, whose mean equals the mean of one rank with
+whole sequences. Training sums before it divides, so it needs no change.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .data.cut import compare_clusters, gather_from_all
 from .data.slicing import context_group
 from .patching import PatchSet, bound_to, log, show_log
 
-_ASKED = "flags"  # note: the flags of this process, once they are parsed
+_FLAGS = "flags"  # note: the flags of this process, after they are parsed
 _SIZES = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
     "hierarchical_context_parallel_sizes", "seq_length", "micro_batch_size",
@@ -52,9 +52,13 @@ def load() -> None:
 
 
 def patch(patches: PatchSet, configure: Configure) -> None:
-    """Add to a set of patches what a Megatron-LM script needs; imports `megatron.training`.
+    """Add to a set of patches the replacements for Megatron-LM scripts.
 
-    configure: called as `configure(transformer_config, burst_config, seq_length=...)`.
+    Imports `megatron.training`.
+
+    Args:
+        patches: the set of patches.
+        configure: called as `configure(transformer_config, burst_config, seq_length=...)`.
     """
     for module, name, parameters, around in (
         ("arguments", "add_megatron_arguments", ["parser"], _with_flags),
@@ -81,11 +85,11 @@ def patch(patches: PatchSet, configure: Configure) -> None:
 def _with_flags(patches: PatchSet, original: Callable, parser: Any) -> Any:
     parser = original(parser)
     flags.add_flags(parser, algorithm=flags.OFF)
-    _mend_help(parser)
+    _escape_percent_signs(parser)
     return parser
 
 
-def _mend_help(parser: argparse.ArgumentParser) -> None:
+def _escape_percent_signs(parser: argparse.ArgumentParser) -> None:
     """Escape bare percent signs in help texts, with which --help of Megatron-LM 0.19 fails."""
     for action in parser._actions:
         try:
@@ -94,26 +98,29 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
             action.help = str(action.help).replace("%", "%%")
 
 
-def _validating(
-    patches: PatchSet, original: Callable, args: Any, *others: Any, **named: Any
-) -> Any:
+def _validating(patches: PatchSet, original: Callable, args: Any, *extra: Any, **named: Any) -> Any:
     """Check our flags before Megatron checks its own: few of its assertions name a flag."""
     show_log(patches)
     layout_choice.settle(args)
     check_flags(args, sys.argv[1:])
-    patches.notes[_ASKED] = _facts(args)
+    patches.notes[_FLAGS] = _facts(args)
     if command_line.takes_over(args):
         datasets.replace_masks(args, patches)
-    result = original(args, *others, **named)
-    if not contain_attention(args):  # what a CUDA graph replays is counted nowhere
+    result = original(args, *extra, **named)
+    if not contain_attention(args):  # a CUDA graph replays without Python, so nothing is counted
         step_metrics.ask(patches, args)
     return result
 
 
 def check_flags(args: Any, argv: list[str]) -> None:
-    """Raise `ValueError` with all problems of arguments completed by `flags.settle`.
+    """Raise an error with all problems of parsed arguments, and log flags without effect.
 
-    Rank 0 logs flags that have no effect.
+    Args:
+        args: arguments completed by `layout_choice.settle`.
+        argv: the words of the command line.
+
+    Raises:
+        SettingsError: There are problems.
     """
     refuse(command_line.problems(args, argv))
     line = command_line.idle(args, argv)
@@ -129,31 +136,31 @@ def _facts(args: Any) -> dict[str, Any]:
 
 def _agreeing(patches: PatchSet, original: Callable, *args: Any, **named: Any) -> Any:
     """Compare the flags of all ranks before Megatron makes process groups, which is collective."""
-    if _ASKED in patches.notes:
-        facts = patches.notes[_ASKED]
+    if _FLAGS in patches.notes:
+        facts = patches.notes[_FLAGS]
         agree(facts, gather_from_all)
         compare_clusters(patches.notes, facts["--burst-cluster"])
     return original(*args, **named)
 
 
 def _configuring(
-    configure: Configure, _: PatchSet, original: Callable, args: Any, *others: Any, **named: Any
+    configure: Configure, _: PatchSet, original: Callable, args: Any, *extra: Any, **named: Any
 ) -> Any:
     algorithm = getattr(args, "context_parallel_algo", None)
     with patching.choosing(algorithm not in (None, flags.OFF)):
-        config = original(args, *others, **named)
+        config = original(args, *extra, **named)
     layout_choice.settle(args)
     length = getattr(args, "seq_length", None)
     return configure(config, flags.burst_config(args), seq_length=length)
 
 
 def _comparing(
-    patches: PatchSet, original: Callable, checkpoint_args: Any, *others: Any, **named: Any
+    patches: PatchSet, original: Callable, checkpoint_args: Any, *extra: Any, **named: Any
 ) -> Any:
-    """Log on rank 0 which of our flags, and sizes, differ from those of the checkpoint's run."""
-    result = original(checkpoint_args, *others, **named)
+    """Log on rank 0 the flags and sizes that differ from the run that saved the checkpoint."""
+    result = original(checkpoint_args, *extra, **named)
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    now = patches.notes.get(_ASKED)
+    now = patches.notes.get(_FLAGS)
     if rank == 0 and now is not None:
         for line in changes(checkpoint_args, now):
             log(line)
@@ -161,7 +168,7 @@ def _comparing(
 
 
 def changes(saved: Any, now: dict[str, Any]) -> list[str]:
-    """One line per flag whose value in the checkpoint's arguments differs from this run's."""
+    """Return a line for each flag whose value differs between checkpoint and run."""
     names = {flag.name: flag for flag in flags.FLAGS}
     lines = []
     for name, value in now.items():
@@ -176,7 +183,7 @@ def changes(saved: Any, now: dict[str, Any]) -> list[str]:
 
 
 def patch_validation(patches: patching.PatchSet) -> None:
-    """Add to a set of patches what `--sft` needs of `megatron.training`."""
+    """Add to a set of patches the correction of validation with `--sft`."""
     home = importlib.import_module("megatron.training.training")
     patches.wrap(home, "evaluate", ["forward_step_func"], _evaluating)
 
@@ -192,7 +199,7 @@ def _evaluating(original: Callable, *args: Any, **named: Any) -> Any:
 
 
 def _summing(forward_step: Callable, group: Any) -> Callable:
-    """A forward step whose loss function reports [sum, count] of the whole group."""
+    """Return a forward step whose loss function reports [sum, count] of the whole group."""
 
     @functools.wraps(forward_step)
     def step(*args: Any, **named: Any) -> Any:
@@ -200,7 +207,7 @@ def _summing(forward_step: Callable, group: Any) -> Callable:
 
         def loss(*outputs: Any, **options: Any) -> Any:
             result = loss_function(*outputs, **options)
-            if options or not isinstance(result, tuple):  # a call that is not for losses
+            if options or not isinstance(result, tuple):  # the call does not compute losses
                 return result
             *first, reported = result
             return *first, {name: _summed(value, group) for name, value in reported.items()}
@@ -212,7 +219,7 @@ def _summing(forward_step: Callable, group: Any) -> Callable:
 
 def _summed(value: Any, group: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.numel() != 2:
-        return value  # already a mean, which Megatron does not weigh
+        return value  # already a mean, which Megatron does not weight
     value = value.detach().clone()
     torch.distributed.all_reduce(value, group=group)
     return value

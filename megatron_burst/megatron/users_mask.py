@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mask of the user's own in Megatron: `--burst-mask module:name`.
+"""Masks of the user in Megatron: `--burst-mask module:name`.
 
-The name is that of a callable, which gets a `MaskLayer` and a `MaskBatch` and returns the mask of
-that layer for that batch: one of `mb.masks`, or an instance of a subclass of `mb.masks.Mask`. It is
-called on every rank for every layer and batch, and ranks compare what it returned before they
-attend. Decides what such a callable may rely on, and how a wrong one is reported.
+The name is a callable. It gets a `MaskLayer` and a `MaskBatch` and returns the mask of that layer
+for that batch: one of `mb.masks`, or an instance of a subclass of `mb.masks.Mask`. Every rank calls
+it for every layer and batch. Ranks compare the returned masks before they attend. This module
+defines the arguments of the callable and the errors for a wrong one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ FLAG = flag_of("mask")
 
 @dataclass(frozen=True)
 class MaskLayer:
-    """An attention layer.
+    """An attention layer, as an argument of the user's mask function.
 
-    number: from 1 on, over all pipeline stages. causal: False where Megatron asks for no mask.
-    window: (left, right) tokens of `--window-size` in a windowed layer, None for no limit; None in
-    a layer without a window.
+    Attributes:
+        number: From 1, over all pipeline stages.
+        causal: False if Megatron selects no mask for the layer.
+        window: (left, right) tokens of `--window-size` in a windowed layer, with None for no limit;
+            None for a layer without a window.
     """
 
     number: int
@@ -36,12 +38,14 @@ class MaskLayer:
 
 @dataclass(frozen=True)
 class MaskBatch:
-    """What the layer attends over.
+    """A batch, as an argument of the user's mask function.
 
-    seq_len: tokens of the sequence, or of the pack, over all context-parallel ranks. cu_seqlens:
-    the boundaries of a pack's documents, from 0 to seq_len, with padding as documents of its own;
-    None for one sequence. spans: (first, stop) of what `vision.with_spans` was told, images for
-    instance; None where it was not called.
+    Attributes:
+        seq_len: Tokens of the sequence, or of the pack, over all context-parallel ranks.
+        cu_seqlens: The boundaries of a pack's documents, from 0 to seq_len, with padding as
+            separate documents; None for one sequence.
+        spans: (first, stop) of the spans passed to `vision.with_spans`, for example images; None if
+            it was not called.
     """
 
     seq_len: int
@@ -50,7 +54,14 @@ class MaskBatch:
 
 
 def mask_function(path: str) -> Callable[..., object]:
-    """The callable of `--burst-mask`. Raises `ValueError` naming the flag if there is none."""
+    """Return the callable of `--burst-mask`.
+
+    Args:
+        path: MODULE:NAME.
+
+    Raises:
+        ValueError: The module or the name cannot be imported, or is not callable.
+    """
     module, _, name = path.partition(":")
     try:
         function: Any = importlib.import_module(module)
@@ -58,33 +69,39 @@ def mask_function(path: str) -> Callable[..., object]:
             function = getattr(function, part)
     except Exception as error:  # whatever the user's module raises
         raise ValueError(
-            f"{FLAG} {path}: {type(error).__name__}: {error}; it takes MODULE:NAME, of a module "
-            "that every rank can import (PYTHONPATH)"
+            f"{FLAG} {path}: {type(error).__name__}: {error}; it must be MODULE:NAME, with a "
+            "module that every rank can import (PYTHONPATH)"
         ) from error
     if not callable(function):
         raise ValueError(
-            f"{FLAG} {path}: {type(function).__name__} is not callable; it takes a function of "
+            f"{FLAG} {path}: {type(function).__name__} is not callable; it must be a function of "
             "(layer, batch) that returns a mask"
         )
     return function
 
 
 def users_mask(path: str, layer: MaskLayer, batch: MaskBatch) -> Mask:
-    """The mask of a layer for a batch, as the callable of `--burst-mask` returns it.
+    """Call the function of `--burst-mask` for a layer and a batch, and return its mask.
 
-    Raises `ValueError` naming the flag where it raises, or returns no mask that ranks can compare.
+    Args:
+        path: MODULE:NAME of the function.
+        layer: the layer.
+        batch: the batch.
+
+    Raises:
+        ValueError: The function raised, or did not return a mask that ranks can compare.
     """
     function = mask_function(path)
-    what = f"{FLAG} {path} for layer {layer.number}"
+    caller = f"{FLAG} {path} for layer {layer.number}"
     try:
         mask = function(layer, batch)
-    except Exception as error:  # the other ranks are told, instead of left waiting
-        raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
+    except Exception as error:  # the other ranks raise the same error, and do not wait
+        raise ValueError(f"{caller}: {type(error).__name__}: {error}") from error
     if not isinstance(mask, Mask):
-        raise ValueError(f"{what} returned {mask!r:.100}, which is not a mask of mb.masks")
+        raise ValueError(f"{caller} returned {mask!r:.100}, which is not a mask of mb.masks")
     if type(mask).__repr__ is object.__repr__:
         raise ValueError(
-            f"{what} returned a {type(mask).__name__} without a __repr__ of its own, by which "
-            "ranks compare masks: make it a dataclass"
+            f"{caller} returned a {type(mask).__name__} without its own __repr__, which ranks "
+            "compare: make it a dataclass"
         )
     return mask

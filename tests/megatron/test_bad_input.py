@@ -40,7 +40,7 @@ BAD_FLAGS = {
 def test_a_bad_flag_is_named_on_every_rank(four, common, flags):
     errors = four(session.error, [*common, *flags.split()])
     assert set(errors) == {errors[0]}
-    assert errors[0].startswith(("ValueError: ", "Refused: "))
+    assert errors[0].startswith(("ValueError: ", "SettingsError: "))
     assert BAD_FLAGS[flags] in errors[0]
 
 

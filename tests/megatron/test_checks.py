@@ -73,17 +73,21 @@ def test_graphs_of_whole_iterations_are_refused(impl, modules):
 @pytest.mark.parametrize(
     ("changes", "burst", "words"),
     [
-        ({}, {"pack": "documents"}, "--burst-pack documents every micro-batch has documents"),
-        ({}, {"mask": "masks:mine"}, "--burst-mask masks:mine is asked for every batch"),
-        ({}, {"attention_layout": "striped"}, "(--burst-attention-layout striped)"),
-        ({"sft": True}, {}, "with --sft every micro-batch has documents"),
+        (
+            {},
+            {"pack": "documents"},
+            "--burst-pack documents every micro-batch has its own documents",
+        ),
+        ({}, {"mask": "masks:mine"}, "--burst-mask masks:mine is called for every batch"),
+        ({}, {"attention_layout": "striped"}, "--burst-attention-layout striped exchanges rows"),
+        ({"sft": True}, {}, "with --sft every micro-batch has its own documents"),
         ({"reset_attention_mask": True}, {}, "--reset-attention-mask every micro-batch has"),
         ({"dataloader_inter_document_masking": True}, {}, "--dataloader-inter-document-masking"),
         ({"hybrid_context_parallel": True}, {}, "--hybrid-context-parallel groups change with"),
         ({"dynamic_context_parallel": True}, {}, "--dynamic-context-parallel groups change w"),
         ({"log_max_attention_logit": True}, {}, "--log-max-attention-logit the optimizer step"),
-        ({"qk_clip": True}, {}, "with --qk-clip the optimizer step takes away what a graph"),
-        ({"experimental_attention_variant": "dsa"}, {}, "layers are of a kind that was never"),
+        ({"qk_clip": True}, {}, "with --qk-clip the optimizer step replaces the tensor"),
+        ({"experimental_attention_variant": "dsa"}, {}, "layers are of a kind that was not"),
         ({"is_hybrid_model": True}, {}, "--hybrid-layer-pattern layers are of kinds that were"),
     ],
 )
@@ -132,7 +136,7 @@ def test_graphs_beside_attention_are_let_be_but_not_with_a_store(impl, modules):
     ((reason, _),) = told(
         kept, cuda_graph_impl=impl, **{SCOPE: modules}, recompute_granularity="full"
     )
-    assert "--burst-attention-store 0.5: CUDA graphs replay without Python" in reason
+    assert "--burst-attention-store 0.5 needs Python in every step" in reason
 
 
 def test_the_default_scope_of_this_megatron_is_whole_layers():
@@ -148,9 +152,9 @@ def test_the_default_scope_of_this_megatron_is_whole_layers():
         ("fp8_dot_product_attention", "attention in fp8"),
         ("fp8_multi_head_attention", "attention in fp8"),
         ("sequence_packing_scheduler", "cuts packed batches"),
-        ("use_kitchen_attention", "takes the place of"),
-        ("batch_invariant_mode", "their bits depend on how many there are"),
-        ("overlap_moe_expert_parallel_comm", "those of one micro-batch between those of another"),
+        ("use_kitchen_attention", "replaces the attention"),
+        ("batch_invariant_mode", "its bits depend on the number of ranks"),
+        ("overlap_moe_expert_parallel_comm", "interleaves parts of layers of two micro-batches"),
     ],
 )
 def test_a_setting_of_other_attention_is_named(name, words):
@@ -167,11 +171,20 @@ BALANCED = mb.BurstConfig(kernel="reference", layout="balanced")
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"calculate_per_token_loss": False}, "divides the loss of each rank by the rank's own"),
-        ({"position_embedding_type": "rope", "apply_rope_fusion": True}, "fused rope lays every"),
-        ({"multi_latent_attention": True, "apply_rope_fusion": True}, "fused MLA rope works only"),
+        ({"calculate_per_token_loss": False}, "divides the loss of each rank by its own"),
+        (
+            {"position_embedding_type": "rope", "apply_rope_fusion": True},
+            "fused rope requires zigzag within",
+        ),
+        (
+            {"multi_latent_attention": True, "apply_rope_fusion": True},
+            "fused rope of latent attention requires",
+        ),
         ({"linear_attention_freq": 4}, "--linear-attention-freq: layers of linear attention"),
-        ({"experimental_attention_variant": "csa"}, "--experimental-attention-variant csa needs"),
+        (
+            {"experimental_attention_variant": "csa"},
+            "--experimental-attention-variant csa requires",
+        ),
     ],
 )
 def test_what_excludes_layout_balanced_is_named(changes, words):
@@ -198,8 +211,8 @@ def test_groups_that_change_with_the_micro_batch(name, cp):
     given = {name: True, "cp": cp, **per_token}
     assert not told(**given)
     for setting, words in (
-        ("multi_latent_attention", "Megatron's latent attention refuses"),
-        ("mtp_num_layers", "in the group that the model was built with"),
+        ("multi_latent_attention", "Megatron's latent attention does not support"),
+        ("mtp_num_layers", "in the group with which the model was built"),
         ("is_hybrid_model", "Mamba layers"),
     ):
         ((reason, remove),) = told(**given, **{setting: 1})
@@ -207,7 +220,7 @@ def test_groups_that_change_with_the_micro_batch(name, cp):
         assert words in reason
         assert remove == (flag,)
     ((reason, _),) = told(**given | {"calculate_per_token_loss": False})
-    assert "without --calculate-per-token-loss all of them count alike" in reason
+    assert "equal weights without --calculate-per-token-loss" in reason
     staged = told(**given, pipeline_model_parallel_size=2)
     assert bool(staged) == (name == "hybrid_context_parallel")
 
@@ -215,8 +228,8 @@ def test_groups_that_change_with_the_micro_batch(name, cp):
 @pytest.mark.parametrize("cp", [1, 2])
 def test_scripts_of_megatron_lm_cannot_change_groups(cp):
     for name, words in (
-        ("hybrid_context_parallel", "Megatron-LM itself cannot train with it: its rerun state"),
-        ("dynamic_context_parallel", "cuts batches by Transformer Engine"),
+        ("hybrid_context_parallel", "Megatron-LM's training loop does not work with it: its rerun"),
+        ("dynamic_context_parallel", "cuts batches with Transformer Engine"),
     ):
         (problem,) = launch(**{name: True, "context_parallel_size": cp})
         assert words in problem.reason
@@ -227,7 +240,7 @@ def test_a_store_and_memory_that_is_freed_beneath_it():
     kept = mb.BurstConfig(kernel="reference", store=0.5)
     changes = {"fine_grained_activation_offloading": True, "recompute_granularity": "full"}
     ((reason, _),) = told(kept, **changes)
-    assert "keeps results whose memory --fine-grained-activation-offloading frees" in reason
+    assert "keeps outputs whose memory --fine-grained-activation-offloading frees" in reason
     assert not told(**changes)
 
 
@@ -240,7 +253,7 @@ def test_largest_logits_need_a_kernel_that_tells_them(name):
     (problem,) = kernel_problems(made, mb.BurstConfig())
     assert problem.add == ("--burst-kernel reference",)  # there is no CUDA here
     assert flag in problem.reason
-    assert "only with Transformer Engine 2.9.0 or later" in problem.reason  # Megatron's own words
+    assert "requires Transformer Engine 2.9.0 or later" in problem.reason  # Megatron's own words
     for without in (config(cp=1, **{name: True}), config()):
         assert not [*kernel_problems(without, mb.BurstConfig())]
     assert not [*kernel_problems(made, mb.BurstConfig(algorithm="megatron"))]
@@ -269,7 +282,7 @@ def test_without_cuda_a_graph_is_told_of_once(monkeypatch, given):
     assert sum("captures attention, and with --sft" in reason for reason in sft) == 1
     monkeypatch.setattr(command_line.patching, "installed", lambda name: name == "cpu")
     (problem,) = launch(**given)
-    assert "records CUDA kernels, and --cpu has none" in problem.reason
+    assert "records CUDA kernels, which --cpu does not use" in problem.reason
     assert problem.remove == tuple(f"--{name.replace('_', '-')}" for name in given)
 
 

@@ -144,13 +144,13 @@ def test_files_that_cannot_serve(tmp_path):
     written(path)
     assert told() == told(algorithm="auto", cluster=str(path)) == []
     (reason,) = told(cluster=str(path))
-    assert reason.endswith("is for --context-parallel-algo auto, and burst needs no rates")
+    assert reason.endswith("is only for --context-parallel-algo auto, and burst reads no rates")
     hybrid = SimpleNamespace(is_hybrid_model=True)
     assert told(hybrid, cluster=str(path)) == []
     assert told(hybrid, cluster=str(path), linear="scan") == [reason]
     (reason,) = told(algorithm="auto", cluster=str(tmp_path / "none.toml"))
     assert reason.endswith(
-        "none.toml: cannot be read: No such file or directory; every node needs the file"
+        "none.toml: cannot be read: No such file or directory; copy the file to every node"
     )
     path.write_text('[cluster]\ngpu = 8\n[gpu]\nname = "h100"\n')
     (reason,) = told(algorithm="auto", cluster=str(path))
@@ -159,7 +159,7 @@ def test_files_that_cannot_serve(tmp_path):
 
 def by_flags():
     """Where Megatron-LM makes its groups; a script that tries again is told again."""
-    patches = SimpleNamespace(notes={training._ASKED: {"--burst-cluster": "mine.toml"}})
+    patches = SimpleNamespace(notes={training._FLAGS: {"--burst-cluster": "mine.toml"}})
     with suppress(ValueError):
         training._agreeing(patches, lambda: "made")
     return training._agreeing(patches, lambda: "made")

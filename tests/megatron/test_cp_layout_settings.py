@@ -149,7 +149,7 @@ HYBRID = {
          "--burst-attention-layout zigzag"),
         ("--burst-attention-layout striped", {}, ("striped", "striped"), None),
         ("", {"multi_latent_attention": True, "apply_rope_fusion": True}, ("zigzag", None),
-         "fused MLA rope"),
+         "fused rope of latent attention"),
         ("", {"hybrid_layer_pattern": "**-"}, ("striped", None), None),
         # What a user names is refused or honoured, and never changed.
         ("--burst-layout striped", {"hybrid_layer_pattern": "M*M-"}, ("striped", None), None),
@@ -160,12 +160,12 @@ def test_a_layout_that_nobody_named_is_one_that_works(more, settings, layouts, e
     with caplog.at_level(logging.INFO, "megatron_burst"):
         args = arguments(f"{store} {more}", **settings)
     assert (args.burst_layout, args.burst_attention_layout) == layouts
-    said = [line for line in caplog.messages if "would take striped" in line]
+    said = [line for line in caplog.messages if "selects striped" in line]
     assert len(said) == (excluding is not None)
     assert all(excluding in line and store in line for line in said)
     problems = [str(each) for each in command_line.problems(args, [])]
     if more == "--burst-layout striped":  # before 0.19 no layout carries states
-        refused = "with --burst-layout striped", "needs Megatron-Core 0.19"
+        refused = "with --burst-layout striped", "requires Megatron-Core 0.19"
         assert any(words in problem for problem in problems for words in refused)
     else:
         assert not [problem for problem in problems if "layout" in problem]
@@ -206,8 +206,8 @@ def test_auto_takes_what_sends_fewer_bytes(length, pattern, expected):
     ("changed", "choices", "words"),
     [
         ({}, {"linear": "megatron"}, "--burst-linear megatron expects it"),
-        ({}, {"sequence_chunks": 2}, "other settings need it"),
-        ({"mtp_num_layers": 1}, {}, "other settings need it"),
+        ({}, {"sequence_chunks": 2}, "other settings require it"),
+        ({"mtp_num_layers": 1}, {}, "other settings require it"),
     ],
 )
 def test_auto_takes_zigzag_where_nothing_else_is_allowed(changed, choices, words):
@@ -222,7 +222,7 @@ def test_auto_needs_to_know_what_it_counts():
     with pytest.raises(ValueError, match=r"give configure\(\) seq_length"):
         layout_choice.settled(SimpleNamespace(**HYBRID), auto, None)
     unknown = SimpleNamespace(context_parallel_size=2, is_hybrid_model=True)
-    with pytest.raises(ValueError, match="does not say which it has"):
+    with pytest.raises(ValueError, match="does not state its pattern"):
         layout_choice.settled(unknown, auto, 64)
     with pytest.raises(ValueError, match=r"install\(layout='auto'\).*names the layout"):
         burst.install("auto")

@@ -16,10 +16,10 @@ DELTA = {"experimental_attention_variant": "gated_delta_net", "window_size": Non
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"window_attn_skip_freq": [1, 0]}, "--window-attn-skip-freq [1, 0] is of 2 layers"),
+        ({"window_attn_skip_freq": [1, 0]}, "--window-attn-skip-freq [1, 0] has 2 entries"),
         (
             {"window_attn_skip_freq": [1, 0, 1], "hybrid_layer_pattern": "M*|M*/M*"},
-            "[1, 0, 1] is of 3 layers, and the model has 4: give an entry for each, or a number",
+            "[1, 0, 1] has 3 entries, and the model has 4 layers: use one entry per layer",
         ),
         (DELTA | {"linear_attention_freq": [1] * 3}, "--linear-attention-freq [1, 1, 1]"),
     ],

@@ -36,7 +36,7 @@ def test_states_are_passed_from_0_19_on(layers):
         assert not found
     else:
         (words,) = found
-        assert "needs Megatron-Core 0.19 or newer, and this is 0." in words
+        assert "requires Megatron-Core 0.19 or newer, and this is 0." in words
         unsplit = "experimental_attention_variant" in layers and core_version() < (0, 18)
         assert words.endswith("install a newer one" if unsplit else "add --burst-linear megatron")
     assert not told(linear="megatron", **layers)
@@ -148,7 +148,9 @@ def test_kimi_k3_is_known_by_what_bridge_adds_to_its_configuration():
     (words,) = of_kimi(layout="striped")[1]
     assert words.startswith("Kimi K3 with --burst-layout striped: every row's predecessor")
     (words,) = of_kimi(linear="megatron")[1]
-    assert words.startswith("--burst-linear megatron: Kimi K3's layers run on one context-parallel")
+    assert words.startswith(
+        "--burst-linear megatron: Megatron's own layers of Kimi K3 support only one"
+    )
     assert words.endswith("add --burst-linear auto")
 
 

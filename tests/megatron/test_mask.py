@@ -75,7 +75,7 @@ def test_the_start_up_line_names_the_function(four, common):
 def test_what_is_no_mask_of_all_ranks_is_refused_on_all(four, common, name, words):
     flags = [*common, *FOUR.split(), "--burst-mask", f"own_masks:{name}"]
     for told in four(session.error, flags):
-        assert told.startswith("ValueError") or told.startswith("Refused"), told
+        assert told.startswith("ValueError") or told.startswith("SettingsError"), told
         assert all(word in told for word in words), told
 
 

@@ -93,7 +93,7 @@ def test_a_layer_spec_is_refused_with_all_reasons_at_once():
         num_query_groups=None, attention_dropout=0.1, attention_backend="local", seq_length=66,
     )  # fmt: skip
     try:
-        with pytest.raises(ValueError, match=r"^3 settings cannot be honoured:") as raised:
+        with pytest.raises(ValueError, match=r"^3 settings are not supported:") as raised:
             specs.burst_layer_spec(config, layout="zigzag")
     finally:
         burst.uninstall()

@@ -15,7 +15,7 @@ BAD = {
     f"{CP2} --burst-side both": "side (--burst-side) must be one of auto, ",
     f"{CP2} --burst-side querry": "--burst-side",
     "--context-parallel-size 2 --burst-layout striped": "--burst-layout striped with",
-    f"{BURST} --hybrid-context-parallel": "Megatron-LM itself cannot train with it",
+    f"{BURST} --hybrid-context-parallel": "Megatron-LM's training loop does not work with it",
 }
 # What one start is told of them, and what it is to add and to remove.
 BLOCKS = [
@@ -64,7 +64,7 @@ def test_bad_flags(ranks, flags):
 def test_all_that_is_wrong_is_told_at_once_with_what_to_paste(ranks, flags, reasons, add, remove):
     told = messages(ranks.run(2, [*COMMON, *f"{CP2} {flags}".split()]))
     first, *lines = told.strip().splitlines()
-    assert first == f"{len(reasons)} settings cannot be honoured:"
+    assert first == f"{len(reasons)} settings are not supported:"
     said = [line for line in lines if line.startswith("  - ")]
     assert len(said) == len(reasons)
     for reason in reasons:
@@ -97,7 +97,7 @@ def test_one_rank_works_and_is_told_that_the_flag_does_nothing(train):
     run = train(1, BURST)
     assert run.steps == train(1).steps
     (line,) = run.lines("does nothing")
-    assert f"{BURST} does nothing at --context-parallel-size 1" in line
+    assert f"{BURST} has no effect at --context-parallel-size 1" in line
 
 
 def test_one_rank_per_node_is_flat_and_says_so(train):

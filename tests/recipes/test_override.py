@@ -172,7 +172,10 @@ def test_layers_without_an_attention_to_replace_are_refused(llama):
 
     for layers, message in (
         (own_attention, r"core attention \S*\.Theirs: Theirs overrides forward"),
-        (no_attention, "no attention of Megatron's to replace, only Whole.* algorithm megatron"),
+        (
+            no_attention,
+            "no Megatron attention that BurstAttention can replace, only Whole.* megatron",
+        ),
     ):
         recipe = llama()
         cpu.adapt(recipe)
@@ -212,12 +215,12 @@ def test_a_recipe_without_us_is_not_cut_by_the_layout_of_another(llama):
         ({"intra": 3}, [], "^intra 3 does not divide model.context_parallel_size 4"),
         ({}, ["model.seq_length=65540", "dataset.sequence_length=65540"],
          "^model.seq_length 65540 is not divisible by 2 x model.context_parallel_size"),
-        ({}, ["model.attention_backend=local"], "^model.attention_backend local asks for"),
+        ({}, ["model.attention_backend=local"], "^model.attention_backend local selects"),
         ({}, ["model.attention_dropout=0.1"], "add model.attention_dropout 0"),
         ({}, ["dist.use_decentralized_pg=true"], "^dist.use_decentralized_pg=True: "),
         ({}, ["model.experimental_attention_variant=gated_delta_net"],
          "^model.experimental_attention_variant gated_delta_net at model.context_parallel_size 4: "
-         "passing the state .* needs Megatron-Core 0.19 .* does not split these layers at all"),
+         "passing states .* requires Megatron-Core 0.19 .* cannot split these layers"),
         ({"layout": "striped", "attention_layout": "zigzag"}, [],
          "^attention_layout zigzag with layout striped: .* add layout contiguous"),
         ({"lm_head_loss": "single_pass"}, ["model.cross_entropy_loss_fusion=true"],
@@ -226,7 +229,7 @@ def test_a_recipe_without_us_is_not_cut_by_the_layout_of_another(llama):
          "^store 0.5 .* add model.recompute_granularity full"),
         ({"algorithm": "hybrid"}, [], "^algorithm hybrid needs ulysses_size"),
         ({"store": 0.5}, ["model.recompute_granularity=selective", "model.recompute_modules=[mlp]"],
-         r"^store 0.5 .* model.recompute_modules \['mlp'\] does not recompute it: add core_attn"),
+         r"^store 0.5 .* model.recompute_modules \['mlp'\] does not recompute attention"),
         ({}, ["model.window_size=128"], "^model.window_size 128 must be two sizes"),
         ({}, ["model.hierarchical_context_parallel_sizes=4"],
          "^model.hierarchical_context_parallel_sizes must be two sizes, .* got 4"),
@@ -251,12 +254,12 @@ def test_all_that_does_not_fit_is_told_at_once(llama):
         "dist.use_decentralized_pg=true", "model.recompute_granularity=null",
         "model.cross_entropy_loss_fusion=true",
     )  # fmt: skip
-    with pytest.raises(ValueError, match=r"^5 settings cannot be honoured:") as raised:
+    with pytest.raises(ValueError, match=r"^5 settings are not supported:") as raised:
         recipe.validate()
     _, *lines = str(raised.value).splitlines()
     reasons, fixes = [one[4:] for one in lines[:5]], [one.split() for one in lines[5:]]
     for reason in (
-        "model.attention_backend local asks for", "attention dropout is 0.1",
+        "model.attention_backend local selects", "attention dropout is 0.1",
         "dist.use_decentralized_pg=True: ", "store 0.5 keeps attention",
         "lm_head_loss single_pass replaces it",
     ):  # fmt: skip

@@ -68,7 +68,7 @@ def test_packed_documents_like_each_alone(run):
         ({"layout": "striped"}, "Kimi K3 with layout striped"),
         (
             {"linear": "megatron"},
-            "linear megatron: Kimi K3's layers run on one context-parallel rank",
+            "linear megatron: Megatron's own layers of Kimi K3 support only one",
         ),
         ({"mlp_tiles": 2, "offload": 0.5}, "KimiK3TransformerLayer, whose _forward_mlp is not"),
     ],

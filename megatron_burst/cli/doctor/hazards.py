@@ -22,7 +22,7 @@ from ...megatron.checks.config import backend_problems, configuration_problems
 from ...megatron.checks.problem import Problem
 from ...megatron.checks.splitting import FLAG as LINEAR
 from ...megatron.checks.splitting import splits
-from ...megatron.layout_choice import unnamed_layouts
+from ...megatron.layout_choice import complete_flags
 from ...megatron.model_shape import ModelShape
 from ...units import byte_size
 from ..megatron_arguments import FLAGS, SIZES, MegatronCommand
@@ -180,13 +180,8 @@ def refusals(command: MegatronCommand, te: str | None) -> Iterator[Finding]:
         yield problem("flags", f"{name}: there is no such flag", near or f"remove {name}")
     config = _config(command)
     args, mistyped = command.burst_arguments()
-    named = getattr(args, "burst_layout", None)
-    attention = getattr(args, "burst_attention_layout", None)
-    flags.settle(args)
-    burst, messages = flags.choices(args)
-    if named is None:
-        burst, _ = unnamed_layouts(config, burst, attention_named=attention is not None)
-    refused = [Problem(line) for line in (*mistyped, *messages)]
+    burst, errors, _ = complete_flags(args, config)
+    refused = [Problem(line) for line in (*mistyped, *errors)]
     refused += _problems(config, burst, command.seq_length, te)
     for refusal in refused:
         changes = (("add", refusal.add), ("remove", refusal.remove))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that cannot be honoured: how they are found and how they are reported."""
+"""Checks of a run's settings, and the error that reports unsupported settings."""

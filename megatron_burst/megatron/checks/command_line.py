@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems of a Megatron-LM command line, found when its arguments are parsed.
+"""Checks of a Megatron-LM command line, made when its arguments are parsed.
 
-Some problems only a command line has: the number of ranks, packed batches, a yaml file. The others
-are found by reading parsed arguments like a `TransformerConfig`. One error reports all of them
+Some problems exist only on a command line: the number of ranks, packed batches, a yaml file. All
+other checks read the parsed arguments like a `TransformerConfig`. One error reports all problems
 before anything is built.
 """
 
@@ -26,71 +26,81 @@ from .splitting import FLAG as LINEAR
 from .splitting import SCRIPT, splits
 
 RESET, INTER_DOCUMENT = "--reset-attention-mask", "--dataloader-inter-document-masking"
-DOCUMENTS = "documents of the data loader"  # note: the flag that asks for them, None if none does
+DOCUMENTS = "documents of the data loader"  # note: the flag that selects them, or None
 # Further flags of Megatron-LM that make packed batches.
 PACKED = ("--sft", INTER_DOCUMENT)
-# Which kernel computes the same attention; ordinary launch scripts contain these.
+# Flags that select a kernel for the same attention; ordinary launch scripts contain them.
 _KERNELS = ("--attention-backend", "--flash-attention-version", "--use-flash-attn")
 
 
 def settings_of(args: Any) -> SimpleNamespace:
-    """Parsed arguments under the names of a `TransformerConfig`.
+    """Return parsed arguments under the names of a `TransformerConfig`.
 
-    With a yaml file the arguments have sections, whose entries are read like the others.
+    With a yaml file the arguments have sections, whose entries are read like the other arguments.
     """
     sections = (getattr(args, name, None) for name in ("language_model", "model_parallel"))
-    given = {k: x for section in sections if section is not None for k, x in vars(section).items()}
-    given |= vars(args)
-    if "num_query_groups" in given and not given.get("group_query_attention", True):
-        given["num_query_groups"] = None
-    if given.get("recompute_activations"):
-        given["recompute_granularity"] = "selective"
-    given["is_hybrid_model"] = any(given.get(name) for name in PATTERNS)
+    settings: dict[str, Any] = {}
+    for section in sections:
+        settings |= {} if section is None else vars(section)
+    settings |= vars(args)
+    if "num_query_groups" in settings and not settings.get("group_query_attention", True):
+        settings["num_query_groups"] = None
+    if settings.get("recompute_activations"):
+        settings["recompute_granularity"] = "selective"
+    settings["is_hybrid_model"] = any(settings.get(name) for name in PATTERNS)
     for name in ("num_attention_heads", "num_query_groups"):
-        given.setdefault(name, None)
+        settings.setdefault(name, None)
     for name in ("context_parallel_size", "tensor_model_parallel_size"):
-        given.setdefault(name, 1)
-    return SimpleNamespace(**given)
+        settings.setdefault(name, 1)
+    return SimpleNamespace(**settings)
 
 
 def takes_over(args: Any) -> bool:
-    """Whether BurstAttention will run with these arguments (completed by `flags.settle`)."""
+    """Return whether BurstAttention runs with these arguments, completed by `flags.settle`."""
     settings = settings_of(args)
     cp = settings.context_parallel_size
     split = type(cp) is int and cp >= 1 and splits(settings)
     return args.context_parallel_algo != flags.OFF and split
 
 
-# Features that need a GPU, for which `--cpu` has no replacement.
+# Features that need a GPU and have no replacement with `--cpu`.
 _WITHOUT_CUDA = (
     *excluded(
-        "{other} {why}, and --cpu has none",
-        use_torch_fsdp2="shards a model for CUDA devices",
-        use_megatron_fsdp="shards a model for CUDA devices",
+        "{other} {why}, which --cpu does not use",
+        use_torch_fsdp2="shards a model over CUDA devices",
+        use_megatron_fsdp="shards a model over CUDA devices",
         enable_cuda_graph="records CUDA kernels",
         external_cuda_graph="records CUDA kernels",
     ),
     Rule(
         lambda c, b: c.cuda_graph_impl not in (None, "none"),
-        "--cuda-graph-impl {c.cuda_graph_impl} records CUDA kernels, and --cpu has none",
+        "--cuda-graph-impl {c.cuda_graph_impl} records CUDA kernels, which --cpu does not use",
         remove=("--cuda-graph-impl",),
     ),
 )
 
 
 def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
-    """All problems of arguments completed by `flags.settle`; argv: the command line as given."""
+    """Yield all problems of parsed arguments.
+
+    Args:
+        args: arguments completed by `flags.settle`.
+        argv: the words of the command line.
+
+    Yields:
+        The problems.
+    """
     settings = settings_of(args)
     if patching.installed("cpu"):
         yield from broken(_WITHOUT_CUDA, settings)
         for name in (
             "cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph", "use_megatron_fsdp",
         ):  # fmt: skip
-            setattr(settings, name, None)  # so that no other check tells of them again
+            setattr(settings, name, None)  # so that no other check reports it again
     if takes_over(args) or any(flags.present(argv)):
         yield from yaml_problems(settings)
-    burst, wrong = flags.choices(args)
-    yield from map(Problem, wrong)
+    burst, errors = flags.choices(args)
+    yield from map(Problem, errors)
     seq_length = getattr(settings, "seq_length", None)
     yield from configuration_problems(settings, burst, seq_length)
     if burst.algorithm == flags.OFF:
@@ -98,16 +108,16 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
     engine = importlib.util.find_spec("transformer_engine") is not None
     if getattr(settings, "transformer_impl", None) == "transformer_engine" and not engine:
         yield Problem(
-            "--transformer-impl transformer_engine, and Transformer Engine is not installed",
+            "--transformer-impl is transformer_engine, and Transformer Engine is not installed",
             add=("--transformer-impl local",),
         )
     if not takes_over(args):
         return
     yield from _world(settings)
-    # What Megatron asks for where its own sparse attention runs, ordinary launch scripts have.
-    fits = ModelShape.of(settings).sparse_setting is not None and gathers(settings)
-    fits = fits or mixed(getattr(settings, "cp_comm_type", None))  # refused already
-    for name in () if fits else flags.present(argv, "--cp-comm-type"):
+    # Megatron's own sparse attention requires --cp-comm-type, so ordinary launch scripts have it.
+    accepted = ModelShape.of(settings).sparse_setting is not None and gathers(settings)
+    accepted = accepted or mixed(getattr(settings, "cp_comm_type", None))  # reported already
+    for name in () if accepted else flags.present(argv, "--cp-comm-type"):
         yield Problem(
             f"{name} chooses how Megatron's own attention exchanges keys and values, and "
             f"--context-parallel-algo {burst.algorithm} replaces that attention",
@@ -117,28 +127,33 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
 
 
 def run_problems(settings: Any, burst: BurstConfig, engine: bool) -> Iterator[Problem]:
-    """Problems of documents, of hybrid models, of groups that change with the micro-batch, of the
-    backend that moves tensors, and of what shards parameters.
+    """Yield the problems of a run's documents, hybrid layers, groups, backend and sharding.
 
-    engine: whether Transformer Engine is installed.
+    Args:
+        settings: parsed arguments under the names of a `TransformerConfig`.
+        burst: the options of the run.
+        engine: whether Transformer Engine is installed.
+
+    Yields:
+        The problems.
     """
     yield from broken(SCRIPT, settings)
     yield from broken(_BACKEND, settings, burst)
     yield from _packed(settings, burst)
     if getattr(settings, "reset_attention_mask", False):
         yield from broken(_DOCUMENTS, settings, flag=RESET)
-    if not engine and not patching.installed("cpu"):  # which has local layers
+    if not engine and not patching.installed("cpu"):  # `--cpu` uses local layers
         yield from broken(_WITHOUT_ENGINE, settings)
 
 
 def yaml_problems(settings: Any) -> Iterator[Problem]:
-    """Unless the arguments are flags: Megatron-LM itself fails with a yaml file."""
+    """Yield a problem for a yaml file, with which Megatron-LM itself fails."""
     yaml = getattr(settings, "yaml_cfg", None)
     if yaml:
         yield Problem(
-            f"--yaml-cfg {yaml}: Megatron-LM itself cannot train from such a file: it asks for "
+            f"--yaml-cfg {yaml}: Megatron-LM cannot train from a yaml file: it requires "
             "account_for_embedding_in_pipeline_split both at the top level and in language_model, "
-            "and then fails because it is in both; give flags instead",
+            "and then fails because the entry is in both; use flags instead",
             remove=("--yaml-cfg",),
         )
 
@@ -149,38 +164,40 @@ def _world(settings: Any) -> Iterator[Problem]:
     pp = getattr(settings, "pipeline_model_parallel_size", None) or 1
     if world is None or world % (tp * pp * cp) == 0:
         return
-    others = "".join(
+    other_sizes = "".join(
         f" x --{name}-model-parallel-size {size}"
         for name, size in (("tensor", tp), ("pipeline", pp))
         if size > 1
     )
-    reason = f"--context-parallel-size {cp}{others} does not divide the {world} ranks of this run"
-    fitting = [n for n in range(2, cp) if world % (tp * pp * n) == 0]
+    reason = (
+        f"--context-parallel-size {cp}{other_sizes} does not divide the {world} ranks of this run"
+    )
+    fitting = [size for size in range(2, cp) if world % (tp * pp * size) == 0]
     if fitting and not getattr(settings, "hierarchical_context_parallel_sizes", None):
         yield Problem(reason, add=(f"--context-parallel-size {fitting[-1]}",))
     else:
-        yield Problem(f"{reason}: start a multiple of {tp * pp * cp}, or change the sizes")
+        yield Problem(f"{reason}: start a multiple of {tp * pp * cp} ranks, or change the sizes")
 
 
-def _asks(settings: Any, flag: str) -> Any:
+def _value_of(settings: Any, flag: str) -> Any:
     return getattr(settings, flag.removeprefix("--").replace("-", "_"), None)
 
 
 def _packed(settings: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Settings that do not work with packed batches."""
-    packs = [flag for flag in (*PACKED, RESET) if _asks(settings, flag)]
+    """Yield the settings that do not work with packed batches."""
+    packs = [flag for flag in (*PACKED, RESET) if _value_of(settings, flag)]
     if not packs:
         return
-    if _asks(settings, "--mtp-hsm"):
+    if _value_of(settings, "--mtp-hsm"):
         yield Problem(f"--mtp-hsm with {packs[0]}: {HIDDEN_STATES}", remove=("--mtp-hsm",))
     rope = getattr(settings, "position_embedding_type", None) == "rope"
     rope = rope or getattr(settings, "use_rotary_position_embeddings", False)
-    anew = burst.pack != "off"  # and documents lose the padding that --sft gave them
+    repacked = burst.pack != "off"  # repacking removes the padding of --sft
     fused = rope and getattr(settings, "apply_rope_fusion", False)
-    if fused and (anew or packs[0] != "--sft"):
+    if fused and (repacked or packs[0] != "--sft"):
         yield Problem(
-            f"{packs[0]}{' and --burst-pack' if anew else ''} with fused rope, which supports only "
-            "documents of multiples of 2 x --context-parallel-size tokens",
+            f"{packs[0]}{' and --burst-pack' if repacked else ''} with fused rope, which requires "
+            "that documents have a multiple of 2 x --context-parallel-size tokens",
             add=("--no-rope-fusion",),
         )
 
@@ -192,65 +209,72 @@ def _linear_layers(c: ConfigView, _: BurstConfig) -> str | None:
 # Settings with which `--reset-attention-mask` cannot be turned into documents.
 _DOCUMENTS = (
     Rule(lambda c, b: not c.has("dataloader_inter_document_masking"),
-         "{flag}: this Megatron-LM hands no documents to attention, which 0.19 does",
+         "{flag}: this Megatron-LM does not pass documents to attention; install 0.19 or newer",
          remove=(RESET,)),
     Rule(lambda c, b: c.has("dataloader_inter_document_masking") and (c.micro_batch_size or 1) > 1,
-         "{flag} at --micro-batch-size {c.micro_batch_size}: the rows of a batch have documents of "
-         "their own, and attention takes one row", add=("--micro-batch-size 1",)),
-    # Unless validation of the same arguments has set it for the documents of the other flag.
+         "{flag} at --micro-batch-size {c.micro_batch_size}: sequences of a batch have different "
+         "documents, and attention supports one sequence", add=("--micro-batch-size 1",)),
+    # Unless an earlier validation of the same arguments set this field for {flag}.
     Rule(lambda c, b: c.dataloader_inter_document_masking
          and patching.notes().get(DOCUMENTS) != RESET,
-         f"{{flag}} with {INTER_DOCUMENT}: documents would end after end-of-document tokens or "
-         "where those of the dataset end; choose one of the two (Megatron-LM ignores {flag})",
+         f"{{flag}} with {INTER_DOCUMENT}: the first ends documents after end-of-document tokens, "
+         "the second at the dataset's boundaries; use one (Megatron-LM ignores {flag})",
          remove=(RESET,)),
     *excluded(
         "{flag} with {other}, which {why}",
         (RESET,),
         fim_data="moves tokens between documents",
-        sft="has documents already",
-        hybrid_layer_pattern="has layers whose state documents would reset",
+        sft="defines documents already",
+        hybrid_layer_pattern="has layers whose state would be reset at documents",
     ),
     Rule(_linear_layers,
-         "{flag} with {value}: documents would reset the state of its layers too",
+         "{flag} with {value}: the state of its layers would be reset at documents",
          remove=(RESET,)),
 )  # fmt: skip
-# What is asked of communicators that the backend does not have.
+# Settings of communicators that the backend does not support.
 _BACKEND = (
     Rule(lambda c, b: b.nccl_max_ctas is not None and c.distributed_backend
          and "nccl" not in c.distributed_backend,
-         "--burst-nccl-max-ctas {b.nccl_max_ctas} limits kernels of NCCL, and "
-         "--distributed-backend is {c.distributed_backend}", remove=("--burst-nccl-max-ctas",)),
+         "--burst-nccl-max-ctas {b.nccl_max_ctas} limits kernels of NCCL, and the backend "
+         "(--distributed-backend) is {c.distributed_backend}", remove=("--burst-nccl-max-ctas",)),
     Rule("use_megatron_fsdp", f"--use-megatron-fsdp {UNTESTED_FSDP}",
          add=("--use-torch-fsdp2",), remove=("--use-megatron-fsdp",)),
 )  # fmt: skip
-# Attention of Megatron's hybrid stack, in a spec of Megatron's.
+# Attention of Megatron's own hybrid stack.
 _WITHOUT_ENGINE = (
     Rule(lambda c, b: "*" in (c.hybrid_layer_pattern or "")
          and str((c.spec or ["megatron.core"])[0]).startswith("megatron."),
-         "--hybrid-layer-pattern {c.hybrid_layer_pattern} has attention (*), whose layers in "
-         "Megatron's hybrid stack need Transformer Engine, which is not installed: install it, or "
-         "train with pretrain_gpt.py"),
+         "--hybrid-layer-pattern {c.hybrid_layer_pattern} has attention (*), which in Megatron's "
+         "hybrid stack requires Transformer Engine, and it is not installed: install Transformer "
+         "Engine, or train with pretrain_gpt.py"),
 )  # fmt: skip
 
 
 def idle(args: Any, argv: list[str]) -> str | None:
-    """A line about flags that have no effect, if these arguments have some."""
-    ours = f"--context-parallel-algo {args.context_parallel_algo}"
+    """Return a line about flags that have no effect; None if all have one.
+
+    Args:
+        args: arguments completed by `flags.settle`.
+        argv: the words of the command line.
+    """
+    algorithm = f"--context-parallel-algo {args.context_parallel_algo}"
     if args.context_parallel_algo == flags.OFF:
-        alone = [name for name in flags.present(argv) if name not in flags.ALONE]
-        if alone:
-            return f"{', '.join(alone)} have no effect without --context-parallel-algo burst"
+        unused = [name for name in flags.present(argv) if name not in flags.ALONE]
+        if unused:
+            return f"{', '.join(unused)} have no effect without --context-parallel-algo burst"
     elif not takes_over(args):
-        return f"{ours} does nothing at --context-parallel-size 1: Megatron's own attention runs"
-    elif _asks(args, LINEAR) not in (None, "auto") and (
+        return (
+            f"{algorithm} has no effect at --context-parallel-size 1: Megatron's own attention runs"
+        )
+    elif _value_of(args, LINEAR) not in (None, "auto") and (
         ModelShape.of(settings_of(args)).linear_setting is None
     ):
-        return f"{LINEAR} {_asks(args, LINEAR)} has no effect: no layer carries a state"
+        return f"{LINEAR} {_value_of(args, LINEAR)} has no effect: no layer carries a state"
     else:
-        theirs = [name for flag in _KERNELS for name in flags.present(argv, flag)]
-        if theirs:
+        unused = [name for flag in _KERNELS for name in flags.present(argv, flag)]
+        if unused:
             return (
-                f"{', '.join(theirs)} choose a kernel of Megatron's own attention, which {ours} "
-                "replaces: --burst-kernel chooses the kernel that runs"
+                f"{', '.join(unused)} choose a kernel of Megatron's own attention, which "
+                f"{algorithm} replaces: use --burst-kernel"
             )
     return None

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems of a `TransformerConfig`: of the sizes of a run, of features of its layers, and of the
-local attention that it names.
+"""Checks of a `TransformerConfig`: sizes of the run, features of the layers, and the kernel.
 
-Each function yields the problems that it finds. Nothing here looks at processes or tensors: every
-rank reads the same configuration, so every rank raises the same error.
+Each function yields the problems that it finds. No function reads processes or tensors. Every rank
+reads the same configuration, so every rank raises the same error.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from .layer_lists import exchange_problems, frequency_problems
 from .problem import (
     ConfigView,
     Problem,
-    Refused,
     Rule,
+    SettingsError,
     broken,
     excluded,
     excluded_options,
@@ -48,25 +47,35 @@ from .splitting import (
 SIZES = "--hierarchical-context-parallel-sizes"
 
 
-def check_config(config: Any, burst: BurstConfig, seq_length: int | None = None) -> None:
-    """Raise `ValueError` if BurstAttention cannot honour a `TransformerConfig`.
+def check_config(config: Any, burst: BurstConfig) -> None:
+    """Raise an error if BurstAttention does not support a `TransformerConfig`.
 
-    `configure` has checked it. Layers check it again when they are built, because Megatron and
-    scripts copy and change configurations after that.
+    `configure` makes the same checks. Layers repeat them when they are built, because Megatron and
+    scripts copy and change configurations after `configure`.
+
+    Args:
+        config: a `TransformerConfig`.
+        burst: the options of the run.
+
+    Raises:
+        SettingsError: The configuration has unsupported settings; the message names all of them.
     """
-    refuse(config_problems(config, burst, seq_length))
+    refuse(config_problems(config, burst))
 
 
 def configuration_problems(
     config: Any, burst: BurstConfig, seq_length: int | None, *, this_machine: bool = True
 ) -> Iterator[Problem]:
-    """All problems that a `TransformerConfig`, or parsed arguments with the same names, can have.
+    """Yield all problems of a `TransformerConfig`, or of parsed arguments with the same names.
 
     Args:
         config: a `TransformerConfig`, or any object with attributes of the same names.
         burst: the options of the run.
-        seq_length: global, in tokens; None if it is not known.
-        this_machine: whether the run will use this machine, so that its kernels count.
+        seq_length: global, in tokens; None if unknown.
+        this_machine: whether the run will use this machine. If so, its kernels are checked.
+
+    Yields:
+        The problems.
     """
     yield from config_problems(config, burst, seq_length)
     yield from option_problems(config, burst, seq_length)
@@ -78,23 +87,28 @@ def configuration_problems(
 def config_problems(
     config: Any, burst: BurstConfig, seq_length: int | None = None
 ) -> Iterator[Problem]:
-    """All settings of a `TransformerConfig` that BurstAttention cannot honour.
+    """Yield the settings of a `TransformerConfig` that BurstAttention does not support.
 
-    config: a `TransformerConfig`, or any object with attributes of the same names;
-    seq_length: global, in tokens.
+    Args:
+        config: a `TransformerConfig`, or any object with attributes of the same names.
+        burst: the options of the run.
+        seq_length: global, in tokens; None if unknown.
+
+    Yields:
+        The problems.
     """
     cp = config.context_parallel_size
     sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
     if type(cp) is not int or cp < 1:
-        yield Problem(f"--context-parallel-size must be an integer from 1 on, got {cp!r}")
+        yield Problem(f"--context-parallel-size is {cp!r}; it must be an integer >= 1")
         return
     if sizes is not None and (isinstance(sizes, str) or not isinstance(sizes, Sequence)):
-        yield Problem(f"{SIZES} must be two sizes, ranks per node and nodes, got {sizes!r}")
+        yield Problem(f"{SIZES} is {sizes!r}; it must be two sizes: ranks per node, then nodes")
         sizes = None
     if sizes and math.prod(sizes) != cp:
         yield Problem(
-            f"{SIZES} {list(sizes)} multiply to {math.prod(sizes)}, which is not "
-            f"--context-parallel-size {cp}"
+            f"{SIZES} {list(sizes)} has the product {math.prod(sizes)}, but "
+            f"--context-parallel-size is {cp}: the two must be equal"
         )
     yield from cluster_problems(burst, config)
     yield from mask_problems(config, burst)
@@ -104,13 +118,16 @@ def config_problems(
         if splits(config) and burst.layout != "zigzag":
             yield Problem(
                 f"--burst-layout {burst.layout} with --context-parallel-algo megatron: Megatron's "
-                "own attention supports only zigzag; leave the layout out, or take "
+                "own attention supports only zigzag; remove --burst-layout, or use "
                 "--context-parallel-algo burst"
             )
         return
-    of_groups = [*topology_problems(cp, sizes, burst.intra_size), *_head_problems(config, burst)]
-    yield from of_groups
-    if not of_groups:
+    group_problems = [
+        *topology_problems(cp, sizes, burst.intra_size),
+        *_head_problems(config, burst),
+    ]
+    yield from group_problems
+    if not group_problems:
         yield from _head_chunk_problems(config, burst)
         yield from _placement_problems(cp, sizes[0] if sizes else burst.intra_size, burst)
     if seq_length is not None:
@@ -136,21 +153,29 @@ _MASK = tuple(
     rule._replace(reason="{flag} with " + rule.reason, remove=("--burst-mask",))
     for rule in (
         Rule(lambda c, b: b.layout == "balanced",
-             "--burst-layout balanced, whose balance is that of causal documents"),
+             "--burst-layout balanced, which balances work for causal documents only"),
         Rule(lambda c, b: b.pack != "off",
-             "--burst-pack {b.pack}, whose balance is that of causality"),
+             "--burst-pack {b.pack}, which balances work for causal attention only"),
         Rule(lambda c, b: b.attention_layout not in (None, b.layout),
              "--burst-attention-layout {b.attention_layout}, which was not tested"),
-        Rule("mtp_num_layers", "--mtp-num-layers, whose layers count from 1 again, so that the "
-             "function could not tell them apart"),
+        Rule("mtp_num_layers", "--mtp-num-layers: numbers of MTP layers start at 1 again, so the "
+             "function cannot distinguish them from the model's layers"),
         Rule(lambda c, b: changing_groups(c),
-             "{value}, whose groups change with the micro-batch: not tested"),
+             "{value}, which changes groups per micro-batch and was not tested"),
     )
 )  # fmt: skip
 
 
 def mask_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Unless the function of `--burst-mask` can be called for every layer and batch."""
+    """Yield the settings with which the function of `--burst-mask` cannot be called.
+
+    Args:
+        config: a `TransformerConfig`, or any object with attributes of the same names.
+        burst: the options of the run.
+
+    Yields:
+        The problems.
+    """
     if burst.mask is None:
         return
     flag = f"--burst-mask {burst.mask}"
@@ -166,26 +191,26 @@ def mask_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
 
 
 def length_problems(seq_length: int, cp: int) -> Iterator[Problem]:
-    """Unless `cp` ranks can each hold two equal pieces of a sequence."""
+    """Yield a problem if `cp` ranks cannot each hold two equal parts of a sequence."""
     if seq_length % (2 * cp):
         yield Problem(
             f"--seq-length {seq_length} is not divisible by 2 x --context-parallel-size "
-            f"({2 * cp}); pad the sequences or change one of the two"
+            f"({2 * cp}); pad the sequences to a multiple, or change one of the two flags"
         )
 
 
 def _tensor_problems(config: Any, seq_length: int) -> Iterator[Problem]:
-    """Unless tensor-parallel ranks can share the tokens of a context-parallel one."""
+    """Yield a problem if tensor-parallel ranks cannot share a context-parallel rank's tokens."""
     cp, tp = config.context_parallel_size, getattr(config, "tensor_model_parallel_size", 1)
     if getattr(config, "sequence_parallel", False) and seq_length % (cp * tp):
         yield Problem(
             f"--seq-length {seq_length} is not divisible by --context-parallel-size ({cp}) x "
-            f"--tensor-model-parallel-size ({tp}), which --sequence-parallel needs"
+            f"--tensor-model-parallel-size ({tp}), which --sequence-parallel requires"
         )
 
 
 def _placement_problems(cp: int, intra: int | None, burst: BurstConfig) -> Iterator[Problem]:
-    """Unless the ranks that share heads leave rings with equally many ranks per node."""
+    """Yield a problem if the ranks that share heads do not fit the placement on nodes."""
     size = ulysses_size(burst, cp)
     if size == 1 or intra is None:
         return
@@ -196,42 +221,51 @@ def _placement_problems(cp: int, intra: int | None, burst: BurstConfig) -> Itera
 
 
 def _recomputes(c: ConfigView) -> list[str]:
-    """The modules that Megatron recomputes selectively: core_attn where none are named."""
+    """Return the modules that Megatron recomputes selectively; its default is core_attn."""
     return ["core_attn"] if c.recompute_modules is None else c.recompute_modules
 
 
 _STORE = (
     Rule(lambda c, b: c.recompute_granularity == "selective"
          and "core_attn" not in (modules := _recomputes(c)) and f"{modules}",
-         "{flag} keeps attention between forward and recompute, and --recompute-modules {value} "
-         "does not recompute it: add core_attn, or leave {flag} out"),
+         "{flag} keeps attention outputs for the recomputation, and --recompute-modules {value} "
+         "does not recompute attention: add core_attn, or remove {flag}"),
     Rule(lambda c, b: c.recompute_granularity not in ("full", "selective"),
-         "{flag} keeps attention between forward and recompute, and nothing recomputes it: add "
-         "--recompute-granularity full or --recompute-activations, or leave {flag} out"),
+         "{flag} keeps attention outputs for the recomputation, and nothing is recomputed: add "
+         "--recompute-granularity full or --recompute-activations, or remove {flag}"),
     *excluded(
-        "{flag}: {why} layers are recomputed by Transformer Engine, past the store",
+        "{flag}: Transformer Engine recomputes {why} layers itself and does not use the store",
         fp8="fp8",
         fp4="fp4",
     ),
     *excluded(
-        "{flag} keeps results whose memory {other} frees", fine_grained_activation_offloading=""
+        "{flag} keeps outputs whose memory {other} frees", fine_grained_activation_offloading=""
     ),
 )  # fmt: skip
 
 
 def check_topology(cp: int, sizes: Sequence[int] | None, intra_size: int | None) -> None:
-    """Raise `ValueError` unless `sizes` and `intra_size` fit `cp` and each other."""
+    """Raise an error unless `sizes` and `intra_size` fit `cp` and each other.
+
+    Args:
+        cp: number of context-parallel ranks.
+        sizes: ranks per node and nodes; None if not set.
+        intra_size: ranks per node; None if not set.
+
+    Raises:
+        SettingsError: The sizes contradict each other or do not divide `cp`.
+    """
     refuse(topology_problems(cp, sizes, intra_size))
 
 
 def topology_problems(
     cp: int, sizes: Sequence[int] | None, intra_size: int | None
 ) -> Iterator[Problem]:
-    """What does not fit of the two ways to state ranks per node: to `cp`, or to each other."""
+    """Yield a problem for each statement of ranks per node that does not fit `cp` or the other."""
     if sizes and len(sizes) != 2:
         yield Problem(
-            f"{SIZES} {list(sizes)} has {len(sizes)} levels; BurstAttention takes two: ranks per "
-            "node, then nodes"
+            f"{SIZES} {list(sizes)} has {len(sizes)} levels; BurstAttention supports two: ranks "
+            "per node, then nodes"
         )
     if intra_size is not None and cp % intra_size:
         yield Problem(
@@ -246,32 +280,41 @@ def topology_problems(
 
 
 def ulysses_size(burst: BurstConfig, cp: int) -> int:
-    """How many of `cp` ranks share the heads of the same rows; 1 for a ring of all ranks."""
+    """Return the number of ranks that share the heads of the same rows; 1 for a ring of all ranks.
+
+    Args:
+        burst: the options of the run.
+        cp: number of context-parallel ranks.
+
+    Raises:
+        SettingsError: The size is missing, or contradicts the algorithm.
+    """
     if burst.algorithm == "ulysses":
         if burst.ulysses_size not in (None, cp):
             refuse([Problem(
-                f"--burst-ulysses-size {burst.ulysses_size}: ulysses shares the heads over all "
-                f"--context-parallel-size {cp} ranks; leave the flag out, or take "
-                "--context-parallel-algo hybrid"
+                f"--burst-ulysses-size {burst.ulysses_size}: --context-parallel-algo ulysses "
+                f"shares heads over all {cp} ranks of --context-parallel-size; remove "
+                "--burst-ulysses-size, or use --context-parallel-algo hybrid"
             )])  # fmt: skip
         return cp
     if burst.algorithm == "hybrid" and burst.ulysses_size is None:
         refuse([Problem(
-            "--context-parallel-algo hybrid needs --burst-ulysses-size: how many ranks share heads"
+            "--context-parallel-algo hybrid requires --burst-ulysses-size, the number of ranks "
+            "that share heads"
         )])  # fmt: skip
     return burst.ulysses_size or 1
 
 
 def _head_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Unless the heads of a tensor-parallel rank can be shared by that many ranks."""
+    """Yield a problem if the heads of a tensor-parallel rank do not divide over ulysses ranks."""
     cp, tp = config.context_parallel_size, config.tensor_model_parallel_size
     heads, groups = config.num_attention_heads, config.num_query_groups
     try:
         size = ulysses_size(burst, cp)
-    except Refused as error:
+    except SettingsError as error:
         yield from error.problems
         return
-    if size == 1 or heads is None:  # a yaml file or a layer spec gives the heads later
+    if size == 1 or heads is None:  # a yaml file or a layer spec states the heads later
         return
     heads, kv_heads = heads // tp, max(1, (groups or heads) // tp)
     if _shared(size, cp, heads, kv_heads):
@@ -279,8 +322,8 @@ def _head_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     fitting = [n for n in range(2, cp + 1) if _shared(n, cp, heads, kv_heads)]
     has = f"a tensor-parallel rank has {heads} query heads and {kv_heads} key/value heads"
     if burst.algorithm == "ulysses":
-        reason = f"--context-parallel-algo ulysses at --context-parallel-size {cp}: {has}, too few "
-        reason += f"or not divisible for {cp} ranks"
+        reason = f"--context-parallel-algo ulysses at --context-parallel-size {cp}: {has}, which "
+        reason += f"{cp} ranks cannot share equally"
     else:
         reason = (
             f"--burst-ulysses-size {size} must divide --context-parallel-size {cp} and the heads "
@@ -297,29 +340,32 @@ def _head_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
 
 
 def _head_chunk_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Unless chunks of heads can be cut of those that a rank computes."""
+    """Yield a problem if the key/value heads of a rank do not divide into head chunks."""
     count, heads = burst.head_chunks, config.num_attention_heads
     if count is None or heads is None:
         return
-    each = max(1, (config.num_query_groups or heads) // config.tensor_model_parallel_size)
-    each = max(1, each // ulysses_size(burst, config.context_parallel_size))
-    if each % count:
+    rank_heads = max(1, (config.num_query_groups or heads) // config.tensor_model_parallel_size)
+    rank_heads = max(1, rank_heads // ulysses_size(burst, config.context_parallel_size))
+    if rank_heads % count:
         yield Problem(
-            f"--burst-head-chunks {count} does not divide the {each} key/value heads that a rank "
-            "computes",
+            f"--burst-head-chunks {count} does not divide the {rank_heads} key/value heads of a "
+            "rank",
             remove=("--burst-head-chunks",),
         )
 
 
 def _shared(size: int, cp: int, heads: int, kv_heads: int) -> bool:
-    """Whether `size` ranks can share these heads without splitting one.
+    """Return whether `size` ranks can share these heads without splitting a head.
 
     Key/value heads may be repeated.
     """
     return not (cp % size or heads % size or (kv_heads % size and size % kv_heads))
 
 
-HIDDEN_STATES = "Megatron shifts hidden states too, and only zigzag shards of unpacked sequences"
+HIDDEN_STATES = (
+    "Megatron shifts hidden states for it, which is correct only for zigzag shards of unpacked "
+    "sequences"
+)
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
@@ -329,18 +375,19 @@ def _window_problems(size: Any) -> Iterator[Problem]:
     flag = "--window-size"
     if isinstance(size, int):
         yield Problem(
-            f"{flag} {size} must be two sizes: tokens back, tokens ahead", (f"{flag} {size},0",)
+            f"{flag} {size} is one size; it must be two: tokens back, tokens ahead",
+            (f"{flag} {size},0",),
         )
     elif len(size) != 2 or any(limit < -1 for limit in size):
-        yield Problem(f"{flag} {size} must be two sizes, each at least 0, or -1 for no limit")
+        yield Problem(f"{flag} {size} must be two sizes, each >= 0, or -1 for no limit")
     elif size[1] > 0:
         yield Problem(
-            f"{flag} {size} looks {size[1]} tokens ahead, and the model is causal",
+            f"{flag} {size} includes {size[1]} tokens ahead, but the model is causal",
             (f"{flag} {size[0]},0",),
         )
 
 
-# Features of layers that do not exist here.
+# Features of layers that BurstAttention does not support.
 _MODEL = (
     Rule(lambda c, b: c.has("softmax_type") and c.softmax_type not in SOFTMAX_TYPES,
          f"--softmax-type {{c.softmax_type}}: only {', '.join(SOFTMAX_TYPES)} are supported"),
@@ -352,17 +399,17 @@ _MODEL = (
         fp8_dot_product_attention="attention in fp8 is not supported",
         fp8_multi_head_attention="attention in fp8 is not supported",
         sequence_packing_scheduler=(
-            "it cuts packed batches by itself, for Megatron's own attention; --burst-pack "
-            "documents packs them over the data-parallel ranks"
+            "it cuts packed batches for Megatron's own attention; use --burst-pack documents, "
+            "which packs documents over the data-parallel ranks"
         ),
-        use_kitchen_attention="BurstAttention takes the place of the attention it asks for",
+        use_kitchen_attention="BurstAttention replaces the attention that this flag selects",
         batch_invariant_mode=(
-            "partial results of ranks are merged, and their bits depend on how many there are; "
-            "Megatron's own attention has no such mode over ranks either"
+            "attention merges partial results of ranks, so its bits depend on the number of ranks; "
+            "Megatron's own attention over ranks does not support this mode either"
         ),
         overlap_moe_expert_parallel_comm=(
-            "it runs layers in pieces on CUDA streams, those of one micro-batch between those of "
-            "another; with BurstAttention this was never tested"
+            "it interleaves parts of layers of two micro-batches on CUDA streams; this was not "
+            "tested with BurstAttention"
         ),
     ),
     Rule(lambda c, b: c.num_query_groups and (c.num_attention_heads or 0) % c.num_query_groups,
@@ -372,7 +419,7 @@ _MODEL = (
 
 
 def model_problems(config: Any) -> Iterator[Problem]:
-    """Features of the layers of a `TransformerConfig` that BurstAttention lacks."""
+    """Yield a problem for each feature of the layers that BurstAttention does not support."""
     if getattr(config, "attention_dropout", 0):
         yield dropout_problem(config.attention_dropout)
     if provider_window(config) is None:
@@ -381,16 +428,16 @@ def model_problems(config: Any) -> Iterator[Problem]:
 
 
 def records_max_logits(config: Any) -> bool:
-    """Whether Megatron's optimizer step reads the largest attention logits."""
+    """Return whether Megatron's optimizer step reads the largest attention logits."""
     return bool(getattr(config, "log_max_attention_logit", 0) or getattr(config, "qk_clip", 0))
 
 
 def max_logit_problems(config: Any, kernel: str) -> Iterator[Problem]:
-    """Unless the local attention `kernel` can tell the largest logits, if they are asked for."""
+    """Yield a problem if the largest logits are needed and `kernel` does not return them."""
     if records_max_logits(config) and kernel not in ("auto", "triton", "reference"):
         yield Problem(
             f"{_max_logit_flag(config)} needs the largest attention logits, which --burst-kernel "
-            f"{kernel} does not tell; triton and reference do",
+            f"{kernel} does not return; triton and reference return them",
             add=("--burst-kernel auto",),
         )
 
@@ -400,62 +447,87 @@ def _max_logit_flag(config: Any) -> str:
 
 
 def dropout_problem(share: float) -> Problem:
-    """Attention dropout with probability `share`."""
+    """Return the problem of attention dropout with probability `share`."""
     return Problem(
-        f"attention dropout is {share}, and BurstAttention has none", add=("--attention-dropout 0",)
+        f"attention dropout is {share}, and BurstAttention supports no dropout",
+        add=("--attention-dropout 0",),
     )
 
 
 _ZIGZAG = ("--burst-layout zigzag",)
-# Features for which Megatron slices or shifts the sequence itself, assuming zigzag, with a layout.
+# Features for which Megatron slices or shifts the sequence itself and assumes zigzag.
 _LAYOUT = (
     Rule("mtp_hsm", f"--mtp-hsm with --burst-layout {{flag}}: {HIDDEN_STATES}", add=_ZIGZAG),
     Rule(lambda c, b: (variant := c.experimental_attention_variant) not in (*DELTA_NETS, DSA)
          and variant,
-         "--experimental-attention-variant {value} needs --burst-layout zigzag, not {flag}",
-         add=_ZIGZAG),
+         "--experimental-attention-variant {value} requires --burst-layout zigzag, and the layout "
+         "is {flag}", add=_ZIGZAG),
     Rule(lambda c, b: c.multi_latent_attention and c.apply_rope_fusion,
-         "fused MLA rope works only with --burst-layout zigzag", add=("--no-rope-fusion",)),
+         "fused rope of latent attention requires --burst-layout zigzag, and the layout is {flag}",
+         add=("--no-rope-fusion",)),
 )  # fmt: skip
-# What packs of mixed documents, and ranks that hold unequally many counted tokens, exclude.
+# Settings that exclude packs of mixed documents, or unequal numbers of counted tokens per rank.
 _BALANCED = (
     Rule(lambda c, b: not c.calculate_per_token_loss,
-         "--burst-layout balanced gives ranks unequally many tokens that count, and Megatron "
-         "divides the loss of each rank by the rank's own count, so that gradients depend on the "
-         "layout", add=("--calculate-per-token-loss",)),
+         "--burst-layout balanced gives ranks unequal numbers of tokens with a loss, and Megatron "
+         "divides the loss of each rank by its own number, so gradients depend on the layout",
+         add=("--calculate-per-token-loss",)),
     Rule(lambda c, b: c.position_embedding_type in ("rope", "yarn", "mrope")
          and c.apply_rope_fusion and not c.multi_latent_attention,
-         "fused rope lays every document out by itself, and --burst-layout balanced does not",
-         add=("--no-rope-fusion",)),
+         "fused rope requires zigzag within each document, and --burst-layout balanced cuts the "
+         "pack as a whole", add=("--no-rope-fusion",)),
     Rule(lambda c, b: c.linear_attention_freq and not c.experimental_attention_variant,
-         "--linear-attention-freq: layers of linear attention assume an order of tokens, and work "
-         "only with --burst-layout zigzag, not balanced", add=_ZIGZAG),
+         "--linear-attention-freq: layers of linear attention support --burst-layout zigzag, not "
+         "balanced", add=_ZIGZAG),
 )  # fmt: skip
 
 
 def layout_problems(config: Any, layout: str) -> Iterator[Problem]:
-    """What a layout other than zigzag excludes."""
+    """Yield the settings that exclude a layout other than zigzag.
+
+    Args:
+        config: a `TransformerConfig`, or any object with attributes of the same names.
+        layout: the layout of the run.
+
+    Yields:
+        The problems.
+    """
     yield from broken(_LAYOUT, config, flag=layout)
     if layout == "balanced":
         yield from broken(_BALANCED, config)
 
 
 def backend_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Unless the attention backend leaves the core attention of a layer spec in place.
+    """Yield a problem if `attention_backend` replaces the core attention of a layer spec.
 
-    With `local`, builders put Megatron's unfused attention over the one that a spec names.
+    With `local`, Megatron's builders use its unfused attention in place of the one in the spec.
+
+    Args:
+        config: a `TransformerConfig`, or any object with attributes of the same names.
+        burst: the options of the run.
+
+    Yields:
+        The problem.
     """
     backend = getattr(config, "attention_backend", None)
     split = config.context_parallel_size != 1 and burst.algorithm != OFF
     if split and getattr(backend, "name", backend) == "local":
         yield Problem(
-            "--attention-backend local asks for Megatron's own unfused attention, which "
-            "BurstAttention replaces: leave it unset, or take --context-parallel-algo megatron"
+            "--attention-backend local selects Megatron's own unfused attention, which "
+            "BurstAttention replaces: remove it, or use --context-parallel-algo megatron"
         )
 
 
 def kernel_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Yield the problems of a kernel that this machine cannot run for this model."""
+    """Yield the problems of a kernel that this machine cannot run for this model.
+
+    Args:
+        config: a `TransformerConfig`, or any object with attributes of the same names.
+        burst: the options of the run.
+
+    Yields:
+        The problems.
+    """
     name = burst.kernel
     if burst.algorithm == OFF:
         return
@@ -463,8 +535,8 @@ def kernel_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     if split and name == "auto" and records_max_logits(config) and not torch.cuda.is_available():
         yield Problem(
             f"{_max_logit_flag(config)} needs the largest attention logits, which --burst-kernel "
-            "auto does not tell without CUDA; and pretrain_gpt.py takes the flag only with "
-            "Transformer Engine 2.9.0 or later",
+            "auto does not return without CUDA; pretrain_gpt.py also requires Transformer Engine "
+            "2.9.0 or later for this flag",
             add=("--burst-kernel reference",),
         )
     if name in flash_packages.PACKAGES:
@@ -481,8 +553,17 @@ def kernel_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
 
 
 def cluster_problems(burst: BurstConfig, config: Any = None) -> Iterator[Problem]:
-    """Unless the file is one of `megatron-burst calibrate` and "auto" will read it: that of
-    attention or, in a model of this `config`, that of layers that carry a state.
+    """Yield the problems of `--burst-cluster`.
+
+    The file must be an output of `megatron-burst calibrate`, and "auto" must read it: for attention
+    or, in a model of this `config`, for layers that carry a state.
+
+    Args:
+        burst: the options of the run.
+        config: a `TransformerConfig`, or any object with attributes of the same names.
+
+    Yields:
+        The problems.
     """
     if burst.cluster is None:
         return
@@ -494,12 +575,13 @@ def cluster_problems(burst: BurstConfig, config: Any = None) -> Iterator[Problem
     )
     if burst.algorithm != "auto" and not states:
         yield Problem(
-            f"{flag} is for --context-parallel-algo auto, and {burst.algorithm} needs no rates",
+            f"{flag} is only for --context-parallel-algo auto, and {burst.algorithm} reads no "
+            "rates",
             remove=("--burst-cluster",),
         )
     try:
         cluster_file.read(burst.cluster)
     except ValueError as error:
         missing = not Path(burst.cluster).is_file()
-        hint = "; every node needs the file" if missing else ""
+        hint = "; copy the file to every node" if missing else ""
         yield Problem(f"--burst-cluster {error}{hint}")

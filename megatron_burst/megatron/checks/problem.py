@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A problem (a setting that cannot be honoured), tables of rules that find problems, and one error
-that reports all problems of a run.
+"""Problems, tables of rules that find them, and one error that reports all problems of a run.
 
-The error ends in the flags to add and to remove, ready to be pasted into a command.
+A problem is a setting that is not supported. The error ends in the flags to add and to remove,
+ready to be pasted into a command.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from ...config import FIELDS, BurstConfig
 
 @dataclass(frozen=True)
 class Problem:
-    """A setting that cannot be honoured, why, and the flags that fix it.
+    """A setting that is not supported, the reason, and the flags that fix it.
 
-    reason: one line; it says what to do if no flag fixes the problem. add: flags with values, to
-    add or to use instead of those given. remove: names of flags to leave out.
+    Attributes:
+        reason: One line. It says what to do if no flag fixes the problem.
+        add: Flags with values, to add or to use in place of the present ones.
+        remove: Names of flags to remove.
     """
 
     reason: str
@@ -37,8 +39,9 @@ class Problem:
 
 
 class ConfigView:
-    """The attributes of a `TransformerConfig`, of parsed arguments, or of a `BurstConfig`; None for
-    one that it lacks, such as an option of a plugin that is not installed.
+    """The attributes of a `TransformerConfig`, of parsed arguments, or of a `BurstConfig`.
+
+    A missing attribute is None, for example an option of a plugin that is not installed.
     """
 
     def __init__(self, config: Any) -> None:
@@ -48,16 +51,22 @@ class ConfigView:
         return getattr(self._config, name, None)
 
     def has(self, name: str) -> bool:
-        """Whether there is such a setting, given or not."""
+        """Return whether the setting exists, even if its value is None."""
         return hasattr(self._config, name)
 
 
 class Rule(NamedTuple):
-    """A row of a table of problems: when there is one, why, and the flags that fix it.
+    """A row of a table of rules: the condition of a problem, its reason, and the flags that fix it.
 
-    when: the name of a setting, or a function of the settings and choices; there is a problem where
-    it is true. reason, add, remove: as `Problem` has them, with {flag} for the flag that the table
-    is about, {value} for what `when` returns, {c.NAME} for a setting and {b.NAME} for a choice.
+    Texts may contain {flag} for the flag that the table is about, {value} for the result of `when`,
+    {c.NAME} for a setting and {b.NAME} for an option.
+
+    Attributes:
+        when: The name of a setting, or a function of the settings and options. There is a problem
+            if the setting or the result is true.
+        reason: See `Problem`.
+        add: See `Problem`.
+        remove: See `Problem`.
     """
 
     when: str | Callable[[ConfigView, Any], Any]
@@ -66,7 +75,7 @@ class Rule(NamedTuple):
     remove: tuple[str, ...] = ()
 
 
-# Flags of settings that are not named after them.
+# Flags whose names do not follow from the names of their settings.
 _FLAGS = {
     "fp8": "--fp8-format",
     "fp4": "--fp4-format",
@@ -74,27 +83,29 @@ _FLAGS = {
     "gtp_weight_remat_size": "--tensor-parallel-num-weight-shards",
     "is_hybrid_model": "--hybrid-layer-pattern",
     "num_microbatches_with_partial_activation_checkpoints": (
-        "num_microbatches_with_partial_activation_checkpoints"  # there is none
+        "num_microbatches_with_partial_activation_checkpoints"  # the setting has no flag
     ),
 }
 
 
 def flag_of_setting(name: str) -> str:
-    """The flag of Megatron-LM that gives this setting."""
+    """Return the flag of Megatron-LM that sets this setting."""
     return _FLAGS.get(name) or f"--{name.replace('_', '-')}"
 
 
 def excluded(text: str, remove: tuple[str, ...] = (), **reasons: str) -> tuple[Rule, ...]:
-    """A rule for each setting that must not be on.
+    """Return a rule for each setting that must not be on.
 
-    text: what is said, with {other} for the setting's flag and {why} for its reason. remove: the
-    flags to leave out, if not the setting's.
+    Args:
+        text: the reason, with {other} for the setting's flag and {why} for its entry in `reasons`.
+        remove: the flags to remove; default: the setting's own flag.
+        reasons: {why} of each setting. It may contain {other} too.
     """
     flags = {name: flag_of_setting(name) for name in reasons}
     return tuple(
         Rule(
             name,
-            text.replace("{other}", flags[name]).replace("{why}", why),
+            text.replace("{why}", why).replace("{other}", flags[name]),
             remove=remove or (flags[name],),
         )
         for name, why in reasons.items()
@@ -104,34 +115,43 @@ def excluded(text: str, remove: tuple[str, ...] = (), **reasons: str) -> tuple[R
 def broken(
     rules: Iterable[Rule], config: Any, burst: BurstConfig | None = None, flag: str = ""
 ) -> Iterator[Problem]:
-    """The problems that a table of rules finds, in its order.
+    """Yield the problems that a table of rules finds, in its order.
 
-    config: a `TransformerConfig`, or parsed arguments under the same names; flag: that which the
-    table is about.
+    Args:
+        rules: the table.
+        config: a `TransformerConfig`, or parsed arguments with the same names.
+        burst: the options of the run, if the rules read them.
+        flag: the flag that the table is about.
+
+    Yields:
+        The problems.
     """
     c: Any = ConfigView(config)
-    chosen: Any = ConfigView(burst)
+    options: Any = ConfigView(burst)
     for when, reason, add, remove in rules:
-        value = getattr(c, when) if isinstance(when, str) else when(c, chosen)
+        value = getattr(c, when) if isinstance(when, str) else when(c, options)
         if value:
-            known = {"c": c, "b": burst, "flag": flag, "value": value}
+            fields = {"c": c, "b": burst, "flag": flag, "value": value}
             yield Problem(
-                reason.format(**known),
-                add=tuple(each.format(**known) for each in add),
-                remove=tuple(each.format(**known) for each in remove),
+                reason.format(**fields),
+                add=tuple(text.format(**fields) for text in add),
+                remove=tuple(text.format(**fields) for text in remove),
             )
 
 
 def excluded_options(
     name: str, flag: str, burst: BurstConfig, remove: tuple[str, ...] = ()
 ) -> Iterator[Problem]:
-    """A problem for each option that is set and excludes the option `name`.
+    """Yield a problem for each option that is set and excludes the option `name`.
 
     Args:
         name: the field of the excluded option.
         flag: its flag with its value.
         burst: the options of the run.
-        remove: the flags to leave out, if not the flag of the other option.
+        remove: the flags to remove; default: the flag of the other option.
+
+    Yields:
+        The problems.
     """
     for field in FIELDS.values():
         value = getattr(burst, field.name)
@@ -145,24 +165,31 @@ def excluded_options(
 def plugin_problems(
     hook: str, user: str, *, add: tuple[str, ...] = (), remove: tuple[str, ...] = ()
 ) -> Iterator[Problem]:
-    """A problem if the plugin that has a hook is not installed.
+    """Yield a problem if the plugin that provides a hook is not installed.
 
     Args:
         hook: a name in `registry.HOOKS`.
         user: the setting that needs it.
         add: flags to use instead.
-        remove: flags to leave out.
+        remove: flags to remove.
+
+    Yields:
+        The problem.
     """
     reason = registry.missing(hook, user)
     if reason is not None:
         yield Problem(reason, add=add, remove=remove)
 
 
-class Refused(ValueError):
-    """The error for all problems of a run; `problems` has them one by one.
+class SettingsError(ValueError):
+    """The error that reports all problems of a run.
 
-    A text becomes one of them: Megatron raises what the constructor of a layer raised once more,
-    with its text and the layer's name.
+    Megatron catches an error of a layer's constructor and raises its class again with a text: the
+    message and the layer's name. Therefore the constructor accepts a text, which becomes one
+    problem.
+
+    Args:
+        problems: the problems, or a text.
     """
 
     def __init__(self, problems: Iterable[Problem] | str) -> None:
@@ -172,17 +199,27 @@ class Refused(ValueError):
 
 
 def refuse(problems: Iterable[Problem]) -> None:
-    """Raise `Refused`, a `ValueError`, if there are problems."""
+    """Raise `SettingsError` if there are problems.
+
+    Args:
+        problems: the problems; none for supported settings.
+
+    Raises:
+        SettingsError: There is at least one problem.
+    """
     problems = list(problems)
     if problems:
-        raise Refused(problems)
+        raise SettingsError(problems)
 
 
 def report(problems: tuple[Problem, ...]) -> str:
-    """One line for one problem; for several, a block that ends in the flags to add and remove."""
+    """Return the text of the error for these problems.
+
+    One problem is one line. Several are a block that ends in the flags to add and to remove.
+    """
     if len(problems) == 1:
         return str(problems[0])
-    lines = [f"{len(problems)} settings cannot be honoured:"]
+    lines = [f"{len(problems)} settings are not supported:"]
     lines += [f"  - {problem.reason}" for problem in problems]
     for word, flags in (
         ("add:   ", [flag for problem in problems for flag in problem.add]),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse attention (Megatron's DSA) in the settings of a model.
+"""Checks of sparse attention (Megatron's DSA).
 
-The plugin `sparse` checks and runs these layers. Without it a model that has some is refused,
-because Megatron's own all-gather would take our tokens for zigzag ones.
+The plugin `sparse` checks and runs these layers. Without the plugin, a model with DSA is refused:
+Megatron's own all-gather would read tokens of our layout as zigzag.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ from .splitting import splits
 
 
 def gathers(config: Any) -> bool:
-    """Whether Megatron's exchange of keys and values is the only one that its own DSA takes."""
+    """Return whether every entry of `cp_comm_type` is the all-gather that DSA requires."""
     kinds = getattr(config, "cp_comm_type", None)
     kinds = kinds if isinstance(kinds, (list, tuple)) else [kinds]
     return all(kind is not None and kind.replace("_", "").lower() == "allgather" for kind in kinds)
 
 
 def sparse_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Problems of a model with sparse attention that is split over ranks.
+    """Yield the problems of a model with sparse attention that is split over ranks.
 
     Args:
         config: a `TransformerConfig`, or any object with attributes of the same names.
         burst: the options of the run.
+
+    Yields:
+        The problems.
     """
     setting = ModelShape.of(config).sparse_setting
     if setting is None or not splits(config):

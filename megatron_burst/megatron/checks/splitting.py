@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems of how a run splits its sequences: groups per micro-batch, two layouts, and layers that
-carry a state along the sequence (gated delta nets and Mamba mixers).
+"""Checks of how a run splits its sequences: groups per micro-batch, layouts, and states.
 
-Attention, rotary embedding and data path take the group that holds a micro-batch from its
-`PackedSeqParams`, so hybrid context parallelism works in loops that hand it to the model. Where
-Megatron's own code does not work with it, the error says what is broken.
+Hybrid and dynamic context parallelism give each micro-batch its own group. Attention, rotary
+embedding and data path read that group from `PackedSeqParams`. So they work in loops that pass it
+to the model. If Megatron's own code does not support it, the error names the unsupported part.
 
-Megatron has settings for the layouts of tokens and of softmax attention (`linear_cp_layout` and
-`attention_cp_layout` of main, `cp_partition_mode` of dev), which are read here where a
-configuration has them: what they ask for is what our flags say, or a problem. Fields as Megatron-LM
-declares them at commit 010994d536a31a389479f995577f7b05a01f7053.
+Megatron has its own settings for the layouts of tokens and of softmax attention: `linear_cp_layout`
+and `attention_cp_layout` of branch main, `cp_partition_mode` of branch dev. They must select the
+layouts that our flags select; otherwise there is a problem. The fields are those of Megatron-LM at
+commit 010994d536a31a389479f995577f7b05a01f7053.
 
-States run over context-parallel ranks by being passed on (`--burst-linear`), or by Megatron's own
-all-to-all of heads ("megatron"), which knows only zigzag and needs heads for every rank.
+States of linear layers pass from rank to rank (`--burst-linear`), or Megatron's own all-to-all
+distributes heads ("megatron"), which supports only zigzag and needs heads for every rank.
 """
 
 from __future__ import annotations
@@ -31,28 +30,29 @@ _FIELDS = (("hybrid_context_parallel", HYBRID), ("dynamic_context_parallel", DYN
 
 
 def changing_groups(settings: Any) -> str | None:
-    """The flag that makes the group change with the micro-batch, if it was given."""
+    """Return the flag that changes groups per micro-batch; None if it is not set."""
     return next((flag for name, flag in _FIELDS if getattr(settings, name, False)), None)
 
 
 def splits(settings: Any) -> bool:
-    """Whether any micro-batch of such a run is split over ranks."""
+    """Return whether the run splits any micro-batch over ranks."""
     return settings.context_parallel_size != 1 or changing_groups(settings) is not None
 
 
 def attends(settings: Any, burst: BurstConfig) -> bool:
-    """Whether BurstAttention computes attention in models of such a run: where micro-batches are
-    split, and where they are prefix trees, which Megatron's own attention does not know.
+    """Return whether BurstAttention computes attention in the models of a run.
+
+    It does if micro-batches are split, or if they are prefix trees, which Megatron's own attention
+    does not support.
     """
     return burst.algorithm != OFF and (splits(settings) or burst.pack == "trees")
 
 
 def needs_ranks(flag: str, config: Any, burst: BurstConfig, remove: tuple[str, ...]) -> Problem:
-    """The problem of a flag that only BurstAttention over several ranks can honour."""
+    """Return the problem of a flag that requires BurstAttention over several ranks."""
     return Problem(
-        f"{flag} is for BurstAttention over context-parallel ranks: it needs "
-        f"--context-parallel-algo burst and --context-parallel-size above 1, got "
-        f"{burst.algorithm} and {config.context_parallel_size}",
+        f"{flag} requires --context-parallel-algo burst and --context-parallel-size > 1, which "
+        f"are {burst.algorithm} and {config.context_parallel_size}",
         remove=remove,
     )
 
@@ -62,85 +62,86 @@ _HYBRID = (
         "{flag} with {other}: {why}",
         ("{flag}",),
         multi_latent_attention=(
-            "Megatron's latent attention refuses micro-batches with a group of their own"
+            "Megatron's latent attention does not support a group per micro-batch"
         ),
-        mtp_num_layers="Megatron shifts tokens for it in the group that the model was built with",
+        mtp_num_layers="Megatron shifts tokens in the group with which the model was built",
     ),
     Rule("is_hybrid_model", "{flag} with Mamba layers: these split the sequence over the group "
-         "that the model was built with", remove=("{flag}",)),
+         "with which the model was built", remove=("{flag}",)),
     *excluded(
         "{flag} with {other}: {why}",
         ("{flag}",),
         experimental_attention_variant=(
-            "it splits the sequence over the group that the model was built with"
+            "it splits the sequence over the group with which the model was built"
         ),
     ),
     Rule(lambda c, b: c.hybrid_context_parallel and (c.pipeline_model_parallel_size or 1) > 1,
          "{flag} with --pipeline-model-parallel-size {c.pipeline_model_parallel_size}: Megatron's "
-         "schedule for it has no pipeline", remove=("{flag}",)),
+         "schedule for {flag} does not support pipelines", remove=("{flag}",)),
     Rule(lambda c, b: c.has("calculate_per_token_loss") and not c.calculate_per_token_loss,
-         "{flag}: micro-batches hold unequal numbers of tokens, and without "
-         "--calculate-per-token-loss all of them count alike",
+         "{flag}: micro-batches hold unequal numbers of tokens, which have equal weights without "
+         "--calculate-per-token-loss",
          add=("--calculate-per-token-loss",)),
 )  # fmt: skip
 
 
 def hybrid_problems(config: Any) -> Iterator[Problem]:
-    """Settings of a `TransformerConfig` that do not work with groups per micro-batch."""
+    """Yield the settings of a `TransformerConfig` that exclude groups per micro-batch."""
     flag = changing_groups(config)
     if flag is not None:
         yield from broken(_HYBRID, config, flag=flag)
 
 
-# What is broken in Megatron-LM's own training loop (checked up to 0.20.0).
+# Faults of Megatron-LM's own training loop (checked up to 0.20.0).
 SCRIPT = (
     Rule(lambda c, b: changing_groups(c) == HYBRID,
-         f"{HYBRID}: Megatron-LM itself cannot train with it: its rerun state machine refuses the "
-         "data iterator (not wrapped with RerunDataIterator), its scripts fail in "
-         "get_batch_on_this_tp_rank (the documents that its data loader deals out have one "
-         "dimension, and neither cu_seqlens nor max_seqlen), and validation gets batches that "
-         "nothing has scheduled; a loop of your own on Megatron-Core works with it",
+         f"{HYBRID}: Megatron-LM's training loop does not work with it: its rerun state machine "
+         "refuses the data iterator (not wrapped with RerunDataIterator), its scripts fail in "
+         "get_batch_on_this_tp_rank (documents of its data loader have one dimension, and neither "
+         "cu_seqlens nor max_seqlen), and validation gets batches that were not scheduled; use "
+         "your own loop on Megatron-Core",
          remove=(HYBRID,)),
     Rule(lambda c, b: changing_groups(c) == DYNAMIC,
-         f"{DYNAMIC}: the data path of Megatron-LM's branch dev cuts batches by Transformer "
-         "Engine, with which it was never run here; attention itself takes the groups that it "
-         "makes, in a loop of your own on Megatron-Core", remove=(DYNAMIC,)),
+         f"{DYNAMIC}: Megatron-LM's branch dev cuts batches with Transformer Engine, which was not "
+         "tested; use your own loop on Megatron-Core, in which attention accepts these groups",
+         remove=(DYNAMIC,)),
 )  # fmt: skip
 
 
 LINEAR, ATTENTION, PARTITION = "linear_cp_layout", "attention_cp_layout", "cp_partition_mode"
-STREAMS = ("contiguous", "zigzag")  # of tokens whose attention may have another layout
+STREAMS = ("contiguous", "zigzag")  # layouts of tokens with which attention may have another one
 
 
-class Layouts(NamedTuple):
-    """The layout of the stream of tokens, and that of softmax attention."""
+class RunLayouts(NamedTuple):
+    """The layout of the stream of tokens, and the layout of softmax attention."""
 
     stream: str
     attention: str
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The flags that ask for them."""
-        apart = (f"--burst-attention-layout {self.attention}",) * (self.attention != self.stream)
-        return (f"--burst-layout {self.stream}", *apart)
+        """The flags that select these layouts."""
+        differing = self.attention != self.stream
+        attention = (f"--burst-attention-layout {self.attention}",) * differing
+        return (f"--burst-layout {self.stream}", *attention)
 
 
-def layouts_of(burst: BurstConfig) -> Layouts:
-    """Those that our choices state."""
-    return Layouts(burst.layout, burst.attention_layout or burst.layout)
+def layouts_of(burst: BurstConfig) -> RunLayouts:
+    """Return the layouts that the options of a run select."""
+    return RunLayouts(burst.layout, burst.attention_layout or burst.layout)
 
 
-def megatrons_layouts(config: Any) -> Layouts | None:
-    """Those that Megatron's own settings ask for; None if it has none or they have their default.
+def megatrons_layouts(config: Any) -> RunLayouts | None:
+    """Return the layouts that Megatron's own settings select; None for its defaults.
 
-    Megatron cuts batches as layers of linear attention want them.
+    Megatron cuts batches in the layout that layers of linear attention need.
     """
-    layouts = Layouts(*(getattr(config, name, None) or "zigzag" for name in (LINEAR, ATTENTION)))
+    layouts = RunLayouts(*(getattr(config, name, None) or "zigzag" for name in (LINEAR, ATTENTION)))
     return None if layouts == ("zigzag", "zigzag") else layouts
 
 
 def two_layout_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Settings of a `TransformerConfig` that exclude the layouts of a run, or contradict them."""
+    """Yield the settings that exclude or contradict the layouts of a run."""
     if not splits(config) or burst.algorithm == OFF:
         if burst.attention_layout not in (None, burst.layout):
             flag = f"--burst-attention-layout {burst.attention_layout}"
@@ -150,7 +151,7 @@ def two_layout_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
         yield from _contradictions(config, burst)
     if burst.attention_layout not in (None, burst.layout):
         flag = f"--burst-attention-layout {burst.attention_layout}"
-        yield from broken(_APART, config, burst, flag)
+        yield from broken(_TWO_LAYOUTS, config, burst, flag)
         yield from excluded_options("attention_layout", flag, burst)
 
 
@@ -159,95 +160,101 @@ def _contradictions(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     if mode not in (None, "zigzag"):
         yield Problem(
             f"--cp-partition-mode {mode}: Megatron then exchanges rows around attention itself, "
-            "and BurstAttention would get those of others",
-            add=Layouts("contiguous", "zigzag").flags,
+            "and BurstAttention would receive rows of other ranks",
+            add=RunLayouts("contiguous", "zigzag").flags,
             remove=("--cp-partition-mode",),
         )
-    wanted, ours = megatrons_layouts(config), layouts_of(burst)
-    if wanted is not None and wanted != ours:
+    selected, layouts = megatrons_layouts(config), layouts_of(burst)
+    if selected is not None and selected != layouts:
         yield Problem(
-            f"--linear-cp-layout {wanted.stream} and --attention-cp-layout {wanted.attention} "
-            f"contradict {' '.join(ours.flags)}: take the same, or leave Megatron's settings out",
-            add=wanted.flags,
+            f"--linear-cp-layout {selected.stream} and --attention-cp-layout {selected.attention} "
+            f"contradict {' '.join(layouts.flags)}: select the same, or remove Megatron's flags",
+            add=selected.flags,
         )
 
 
-# What was not tested with attention in a layout of its own.
-_APART = (
+# Settings that were not tested with a separate layout of attention.
+_TWO_LAYOUTS = (
     Rule(lambda c, b: b.layout not in STREAMS,
-         "{flag} with --burst-layout {b.layout}: tokens that attention exchanges lie "
-         f"{' or '.join(STREAMS)}", add=("--burst-layout contiguous",)),
+         "{flag} with --burst-layout {b.layout}: a separate layout of attention requires "
+         f"--burst-layout {' or '.join(STREAMS)}", add=("--burst-layout contiguous",)),
     Rule("mtp_num_layers", "{flag} with --mtp-num-layers, which was not tested",
          remove=("--burst-attention-layout",)),
     Rule(lambda c, b: changing_groups(c),
-         "{flag} with {value}, whose groups change with the micro-batch: not tested",
+         "{flag} with {value}, which changes groups per micro-batch and was not tested",
          remove=("--burst-attention-layout",)),
 )  # fmt: skip
 
 
-OLDEST = (0, 19)  # of Megatron-Core, with states passed from rank to rank
+OLDEST = (0, 19)  # Megatron-Core with which states can pass from rank to rank
 FLAG = "--burst-linear"
-LAYOUTS = ("zigzag", "contiguous", "balanced")  # a row's predecessor is mostly on its rank
-_SPLIT_DELTA_NETS = (0, 18)  # the first Megatron-Core that does, by heads
+LAYOUTS = ("zigzag", "contiguous", "balanced")  # most rows have their predecessor on the same rank
+_SPLIT_DELTA_NETS = (0, 18)  # the first Megatron-Core that splits delta nets, by heads
 _HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 
 
 def linear_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Unless these layers can run as `burst`, an algorithm of ours, asks for.
+    """Yield the problems of layers that carry a state, as the options of the run select them.
 
-    config: a `TransformerConfig` split over ranks, or any object with attributes of the same
-    names.
+    Args:
+        config: a `TransformerConfig` that is split over ranks, or any object with attributes of the
+            same names.
+        burst: the options of the run.
+
+    Yields:
+        The problems.
     """
-    what = ModelShape.of(config).linear_setting
-    if what is None or changing_groups(config):  # `hybrid_problems` names what changes groups
+    setting = ModelShape.of(config).linear_setting
+    if setting is None or changing_groups(config):  # which `hybrid_problems` reports
         return
     if burst.linear == "megatron":
-        yield from _heads_problems(config, burst, what)
+        yield from _heads_problems(config, burst, setting)
         return
     if core_version() < OLDEST:
-        version, oldest = (".".join(map(str, one)) for one in (core_version(), OLDEST))
+        present, oldest = (".".join(map(str, version)) for version in (core_version(), OLDEST))
         delta = getattr(config, "experimental_attention_variant", None) in DELTA_NETS
-        whole = delta and core_version() < _SPLIT_DELTA_NETS
-        instead = (
-            "which does not split these layers at all: install a newer one"
-            if whole
-            else "whose own all-to-all of heads can run instead"
+        unsplit = delta and core_version() < _SPLIT_DELTA_NETS
+        alternative = (
+            "which cannot split these layers: install a newer one"
+            if unsplit
+            else "whose own all-to-all of heads can split these layers"
         )
         yield Problem(
-            f"{what} at --context-parallel-size {config.context_parallel_size}: passing the state "
-            f"of these layers from rank to rank needs Megatron-Core {oldest} or newer, and this is "
-            f"{version}, {instead}",
-            add=() if whole else (f"{FLAG} megatron",),
+            f"{setting} at --context-parallel-size {config.context_parallel_size}: passing states "
+            f"from rank to rank requires Megatron-Core {oldest} or newer, and this is {present}, "
+            f"{alternative}",
+            add=() if unsplit else (f"{FLAG} megatron",),
         )
         return
     if burst.layout not in (*LAYOUTS, "auto"):
         yield Problem(
-            f"{what} with --burst-layout {burst.layout}: every row's predecessor is on another "
-            "rank, and a state would travel between any two rows",
+            f"{setting} with --burst-layout {burst.layout}: every row's predecessor is on another "
+            "rank, so a state would be sent after every row",
             add=("--burst-layout zigzag",),
         )
     flag, impl = graphs_asked(config)
     if impl != "none" and "mamba" in captured(config):
         yield Problem(
-            f"{flag} captures Mamba layers, whose state passes from rank to rank outside of graphs",
+            f"{flag} captures Mamba layers, whose states pass from rank to rank outside of graphs",
             add=(f"{FLAG} megatron",),
         )
     tensor = getattr(config, "tensor_model_parallel_size", 1)
     yield from _indivisible(config, tensor, f"--tensor-model-parallel-size {tensor}")
 
 
-def _heads_problems(config: Any, burst: BurstConfig, what: str) -> Iterator[Problem]:
-    """Unless Megatron's own all-to-all of heads can run."""
-    if what == KIMI:
+def _heads_problems(config: Any, burst: BurstConfig, setting: str) -> Iterator[Problem]:
+    """Yield the problems of Megatron's own all-to-all of heads."""
+    if setting == KIMI:
         yield Problem(
-            f"{FLAG} megatron: {KIMI}'s layers run on one context-parallel rank without us",
+            f"{FLAG} megatron: Megatron's own layers of {KIMI} support only one context-parallel "
+            "rank",
             add=(f"{FLAG} auto",),
         )
         return
     if burst.layout not in ("zigzag", "auto"):
         yield Problem(
             f"{FLAG} megatron with --burst-layout {burst.layout}: Megatron's own all-to-all of "
-            f"heads takes the tokens for zigzag ones; {FLAG} auto takes contiguous ones too",
+            f"heads requires zigzag; {FLAG} auto supports {', '.join(LAYOUTS)}",
             add=("--burst-layout zigzag",),
         )
     tensor, ranks = config.tensor_model_parallel_size, config.context_parallel_size
@@ -259,7 +266,7 @@ def _heads_problems(config: Any, burst: BurstConfig, what: str) -> Iterator[Prob
 def _indivisible(
     config: Any, ranks: int, sizes: str, add: tuple[str, ...] = ()
 ) -> Iterator[Problem]:
-    """Unless the heads of gated delta nets divide by so many ranks."""
+    """Yield a problem if `ranks` does not divide the heads of gated delta nets."""
     if getattr(config, "experimental_attention_variant", None) not in DELTA_NETS:
         return
     for name in _HEADS:

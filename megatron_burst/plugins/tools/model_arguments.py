@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ... import flags
 from ...cli.megatron_arguments import MegatronCommand, parse
 from ...config import BurstConfig
 from .advise.shapes import models
@@ -96,16 +95,14 @@ def _settled(command: MegatronCommand, burst_flags: Any) -> BurstConfig:
     """Return the choices that a command states, with the layout that its run would have."""
     # Imported late, because they import torch, which takes seconds.
     from ...megatron.checks.command_line import settings_of
-    from ...megatron.layout_choice import unnamed_layouts
+    from ...megatron.layout_choice import complete_flags
 
-    named = getattr(burst_flags, "burst_layout", None)
-    attention = getattr(burst_flags, "burst_attention_layout", None)
-    flags.settle(burst_flags)
-    choices, config = flags.burst_config(burst_flags), settings_of(command)
+    config = settings_of(command)
     config.context_parallel_size = command.cp
-    if named:
-        return choices
-    return unnamed_layouts(config, choices, attention_named=attention is not None)[0]
+    burst, errors, _ = complete_flags(burst_flags, config)
+    if errors:
+        raise ValueError(errors[0])
+    return burst
 
 
 def _command_run(command: MegatronCommand) -> dict[str, Any]:
